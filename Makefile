@@ -1,0 +1,113 @@
+# `make demo` and `make test` are all a fresh machine with Python and a C++ compiler needs.
+
+SHELL := /bin/bash
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+JOBS ?= 2
+PYTEST_ARGS ?=
+
+VENV := .venv
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check -q
+INSTALL := $(PIP) install -c constraints.txt
+STAMP := $(VENV)/.stamp
+
+# The CPU build by its full version, so that pip can never choose the CUDA build and its gigabytes of libraries.
+# With a GPU: make venv TORCH=torch==X.Y.Z
+TORCH ?= torch==$(shell sed -n 's/^torch==//p' constraints.txt)+cpu
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+
+# DeepSpeed compiles an op on its first use. The cache lives in the environment that the op was compiled against:
+# a cache shared by two environments would be rebuilt at each change of sides, under the feet of running processes.
+OPS := ShareMemCommBuilder CPUAdamBuilder
+OTHER_DEEPSPEEDS := 0.18.9 0.19.5
+export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/$(VENV)/torch_extensions
+export DS_ACCELERATOR ?= cpu
+export OMP_NUM_THREADS ?= 1
+
+NATIVE_SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
+
+.PHONY: help venv warm versions demo test test-gpu test-native bench lint format clean
+
+help:
+	@echo "make demo      the demonstration; its results go to demo/"
+	@echo "make test      all tests (PYTEST_ARGS='-k name' narrows, JOBS sets the number of workers)"
+	@echo "make test-gpu  the tests that need a CUDA device"
+	@echo "make test-native  the C++ tests, with sanitizers"
+	@echo "make bench     the benchmarks; needs a quiet machine"
+	@echo "make lint      ruff, mypy --strict, clang-format; changes nothing"
+	@echo "make format    ruff and clang-format, in place"
+	@echo "make venv      the environment in $(VENV)"
+	@echo "make versions  older DeepSpeed versions, for the tests"
+	@echo "make warm      DeepSpeed's CPU ops, compiled once"
+	@echo "make clean     removes the environment, builds and caches"
+
+venv: $(STAMP)
+
+# DeepSpeed is built from source by a setup.py that imports torch, hence the order and --no-build-isolation.
+# A torch wheel at hand (pip's find-links) is taken before an index is asked.
+$(STAMP): constraints.txt pyproject.toml setup.py
+	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 10) else "Python 3.10 or newer is needed: make PYTHON=python3.12")'
+	@echo "Setting up $(VENV); the first time takes a few minutes."
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) install --no-deps --no-index $(TORCH) 2>/dev/null \
+	    || $(PIP) install --no-deps --extra-index-url $(TORCH_INDEX) $(TORCH)
+	@$(INSTALL) torch numpy setuptools wheel packaging ninja psutil py-cpuinfo pydantic
+	@DS_BUILD_OPS=0 $(INSTALL) --no-build-isolation deepspeed
+	@$(INSTALL) --no-build-isolation -e '.[deepspeed,demo,dev]'
+	@$(PIP) check
+	@touch $@
+
+warm: $(OPS:%=$(VENV)/.op-%)
+
+# An op that this machine cannot build is left out, as DeepSpeed itself leaves it out.
+$(VENV)/.op-%: $(STAMP)
+	@echo "Compiling DeepSpeed's $* (once)."
+	@timeout 1200 $(PY) -c 'import sys; \
+	    from deepspeed.accelerator import get_accelerator; \
+	    builder = get_accelerator().create_op_builder(sys.argv[1]); \
+	    builder is not None and builder.is_compatible() and builder.load()' $*
+	@touch $@
+
+# Other DeepSpeed versions, each in a folder of its own beside the environment's.
+versions: $(OTHER_DEEPSPEEDS:%=$(VENV)/deepspeed-%/.stamp)
+
+$(VENV)/deepspeed-%/.stamp: $(STAMP)
+	@DS_BUILD_OPS=0 $(PIP) install --no-deps --no-build-isolation --upgrade --target $(VENV)/deepspeed-$* deepspeed==$*
+	@touch $@
+
+demo: $(VENV)/.op-ShareMemCommBuilder
+	$(PY) examples/demo.py --out demo
+
+test: warm versions
+	$(PY) -m pytest -q -n $(JOBS) --dist loadfile $(PYTEST_ARGS) tests
+
+test-gpu: $(STAMP)
+	DS_ACCELERATOR=cuda $(PY) -m pytest -q -m gpu $(PYTEST_ARGS) tests
+
+# The C++ tests, plainly and under the address, undefined-behaviour and thread sanitizers.
+test-native:
+	$(MAKE) -C csrc test asan tsan
+
+# Needs a quiet machine; raw results go to benchmarks/results.
+bench: $(STAMP)
+	$(PY) benchmarks/bench_plan.py --json benchmarks/results/plan.json
+	$(PY) benchmarks/bench_kernel.py --json benchmarks/results/kernel.json
+	$(PY) benchmarks/bench_load.py --out benchmarks/results
+
+lint: $(STAMP)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy --strict zeroelastic
+	$(if $(NATIVE_SOURCES),$(VENV)/bin/clang-format --dry-run -Werror $(NATIVE_SOURCES))
+
+format: $(STAMP)
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+	$(if $(NATIVE_SOURCES),$(VENV)/bin/clang-format -i $(NATIVE_SOURCES))
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info demo .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,384 @@
+"""What resuming on another number of ranks costs, system by system, on the same saved state in one run.
+
+    python benchmarks/bench_load.py --out benchmarks/results          # 200M parameters, 4 -> 3 ranks
+    python benchmarks/bench_load.py --small --repeats 1 --out /tmp/x  # a few million parameters, a minute
+
+Writes load.json (every sample), load.md (the tables) and load.png. What is measured and how is in LOAD.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.insert(0, os.fspath(Path(__file__).resolve().parent))
+
+import numpy as np
+from bench_kernel import machine
+from load_systems import RESHARDED, SAME_SIZE, Job, Sample, convert, measure, save_all
+
+from zeroelastic.testing import RankPool
+
+TITLES = {
+    **{system.name: system.title for system in RESHARDED if system.checkpoint != "universal"},
+    "universal-convert": "Universal Checkpoint, convert",
+    "universal-load": "Universal Checkpoint, load",
+    "universal": "Universal Checkpoint, convert + load",
+    **{system.name: system.title for system in SAME_SIZE},
+}
+"""The systems in the order of the tables."""
+
+OURS = ("tensors", "elastic-quick", "elastic", "rigid-quick", "rigid")
+COMPARED = ("ceiling", "stock", "mmap-own", "mmap", "every-file", "dcp", "universal")
+_TIMEOUT_S = 7200.0
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Row:
+    """One system under one state of the page cache. Seconds are of the slowest rank: min, median, max over rounds.
+
+    Bytes, files and memory are of the worst rank and the worst round; ``amplification`` is what all ranks together
+    read, over the bytes of the state; ``other_cpu`` the median share of the processors that others used.
+    """
+
+    system: str
+    cache: str
+    ranks: int
+    seconds: tuple[float, float, float]
+    cpu_seconds: float
+    rank_bytes: int
+    owned_bytes: int
+    amplification: float
+    mapped_bytes: int
+    disk_bytes: int
+    written_bytes: int
+    files: int
+    extra_rss: int
+    other_cpu: float
+    verified: bool
+    raw_seconds: tuple[float, ...]
+
+
+Round = Sequence[Sample]
+"""The samples of all ranks for one system, cache and round, by rank."""
+
+
+def shape_of(params: int) -> tuple[int, int, int]:
+    """Hidden size, layers and vocabulary of a GPT-like model of about so many parameters.
+
+    The sizes do not divide by 3, so that resharding 4 -> 3 leaves source and destination misaligned to each other.
+    """
+    hidden, vocabulary = (256, 5003) if params < 20_000_000 else (1024, 50257) if params < 10**9 else (2048, 50257)
+    return hidden, max(1, round((params - hidden * vocabulary) / (12 * hidden**2 + 13 * hidden))), vocabulary
+
+
+def summarise(rounds: Sequence[Round], state_bytes: int) -> Row:
+    """One row from all rounds of a system."""
+    seconds = [max(sample.cost.seconds for sample in ranks) for ranks in rounds]
+    samples = [sample for ranks in rounds for sample in ranks]
+    cores = len(os.sched_getaffinity(0))
+    others = [
+        max(0.0, ranks[0].cost.busy_cpu_seconds - sum(sample.cost.cpu_seconds for sample in ranks))
+        / (ranks[0].cost.seconds * cores)
+        for ranks in rounds
+    ]
+    return Row(
+        system=samples[0].system,
+        cache=samples[0].cache,
+        ranks=len(rounds[0]),
+        seconds=(min(seconds), median(seconds), max(seconds)),
+        cpu_seconds=median(sum(sample.cost.cpu_seconds for sample in ranks) for ranks in rounds),
+        rank_bytes=max(sample.cost.bytes_in for sample in samples),
+        owned_bytes=max(sample.owned_bytes for sample in samples),
+        amplification=median(sum(sample.cost.bytes_in for sample in ranks) for ranks in rounds) / state_bytes,
+        mapped_bytes=max(sample.cost.mapped_bytes for sample in samples),
+        disk_bytes=max(sum(sample.cost.disk_bytes for sample in ranks) for ranks in rounds),
+        written_bytes=max(sum(sample.cost.written_bytes for sample in ranks) for ranks in rounds),
+        files=max(sample.cost.files for sample in samples),
+        extra_rss=max(sample.cost.extra_rss for sample in samples),
+        other_cpu=median(others),
+        verified=not any(sample.wrong for sample in samples),
+        raw_seconds=tuple(seconds),
+    )
+
+
+def add_universal(rows: Sequence[Row]) -> list[Row]:
+    """The rows, with convert and load of Universal Checkpoint summed up after the load, for each cache."""
+    found = {(row.system, row.cache): row for row in rows}
+    result: list[Row] = []
+    for row in rows:
+        result.append(row)
+        before = found.get(("universal-convert", row.cache))
+        if row.system != "universal-load" or before is None:
+            continue
+        raw = tuple(a + b for a, b in zip(before.raw_seconds, row.raw_seconds, strict=False))
+        low, middle, high = (a + b for a, b in zip(before.seconds, row.seconds, strict=True))
+        result.append(
+            Row(
+                system="universal",
+                cache=row.cache,
+                ranks=row.ranks,
+                seconds=(low, middle, high),
+                cpu_seconds=before.cpu_seconds + row.cpu_seconds,
+                rank_bytes=max(before.rank_bytes, row.rank_bytes),
+                owned_bytes=row.owned_bytes,
+                amplification=before.amplification + row.amplification,
+                mapped_bytes=0,
+                disk_bytes=before.disk_bytes + row.disk_bytes,
+                written_bytes=before.written_bytes + row.written_bytes,
+                files=before.files + row.files,
+                extra_rss=max(before.extra_rss, row.extra_rss),
+                other_cpu=max(before.other_cpu, row.other_cpu),
+                verified=row.verified,
+                raw_seconds=raw,
+            )
+        )
+    return result
+
+
+def ratio(row: Row, other: Row) -> float:
+    """How many times longer the other takes: the median over rounds, or of the medians when one has fewer rounds."""
+    if len(row.raw_seconds) == len(other.raw_seconds):
+        return median(theirs / ours for ours, theirs in zip(row.raw_seconds, other.raw_seconds, strict=True))
+    return other.seconds[1] / row.seconds[1]
+
+
+def run_all(
+    job: Job, systems: set[str], caches: Sequence[str], repeats: int
+) -> tuple[dict[str, Any], list[list[Sample]]]:
+    """Save, convert, then load: what was saved, and the samples by rank of each group of ranks."""
+    groups: list[list[Sample]] = []
+    begun = time.perf_counter()
+
+    def say(what: str) -> None:
+        print(f"{time.perf_counter() - begun:6.1f} s  {what}", file=sys.stderr, flush=True)
+
+    with RankPool(max(job.save_ranks, job.load_ranks)) as pool:
+
+        def on_ranks(fn: Callable[..., Any], world_size: int, *arguments: Any) -> Any:
+            return pool.run(fn, world_size, *arguments, timeout=_TIMEOUT_S)
+
+        say(f"saving on {job.save_ranks} ranks")
+        saved: dict[str, Any] = on_ranks(save_all, job.save_ranks, job)[0]
+        if "universal" in systems:
+            for cache in sorted(caches):  # "warm" last; the cold conversion is long and disk-bound, once is enough
+                say(f"converting to a universal checkpoint, {cache}")
+                groups += on_ranks(convert, 1, job, cache, repeats if cache == "warm" else 1)
+        for ranks, known in ((job.load_ranks, RESHARDED), (job.save_ranks, SAME_SIZE)):
+            names = [
+                s.name for s in known if s.name in systems or (s.checkpoint == "universal" and "universal" in systems)
+            ]
+            if names:
+                say(f"loading on {ranks} ranks: {', '.join(names)}")
+                groups += on_ranks(measure, ranks, job, names, caches, repeats)
+    say("done")
+    return saved, groups
+
+
+def rounds_of(groups: Sequence[Sequence[Sample]]) -> dict[tuple[str, str], list[Round]]:
+    """The samples by system and cache, then by round, then by rank."""
+    found: dict[tuple[str, str], dict[int, list[Sample]]] = {}
+    for samples in groups:
+        for sample in samples:
+            found.setdefault((sample.system, sample.cache), {}).setdefault(sample.round, []).append(sample)
+    return {key: [by_round[number] for number in sorted(by_round)] for key, by_round in found.items()}
+
+
+def tables(document: dict[str, Any], rows: Sequence[Row]) -> str:
+    """The results as Markdown."""
+    about, saved = document["machine"], document["saved"]
+    lines = [
+        f"# Loading: {document['save_ranks']} -> {document['load_ranks']} ranks",
+        "",
+        f"{saved['numel']:,} parameters in {saved['num_params']} tensors, {saved['state_bytes'] / 1e9:.2f} GB of fp32 "
+        f"state (master weights, exp_avg, exp_avg_sq). {about['cpu']}, {about['cores']} cores, {about['memory_gib']} "
+        f"GiB, Linux {about['kernel']}, {document['filesystem']}; torch {about['torch']}, DeepSpeed "
+        f"{about['deepspeed']}; {about['time']}, commit {about['commit'][:12] or 'unknown'}"
+        f"{' with uncommitted changes' if about['uncommitted_changes'] else ''}.",
+        "",
+        f"`{about['command']}`",
+    ]
+    for cache in document["caches"]:
+        shown = [row for row in rows if row.cache == cache]
+        lines += [
+            "",
+            f"## {cache.capitalize()} page cache",
+            "",
+            "| system | ranks | s min | median | max | MiB read per rank | read / state | files per rank | "
+            "extra peak MiB | cpu-s | others' cpu | verified |",
+            "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|---|",
+        ]
+        for row in shown:
+            low, middle, high = row.seconds
+            lines.append(
+                f"| {TITLES[row.system]} | {row.ranks} | {low:.3f} | {middle:.3f} | {high:.3f} | "
+                f"{row.rank_bytes / _MIB:.1f} | {row.amplification:.3f} | {row.files} | {row.extra_rss / _MIB:.1f} | "
+                f"{row.cpu_seconds:.2f} | {row.other_cpu:.0%} | "
+                f"{'' if row.system == 'universal-convert' else 'yes' if row.verified else '**NO**'} |"
+            )
+        found = {row.system: row for row in shown}
+        ours = [name for name in OURS if name in found]
+        compared = [name for name in COMPARED if name in found]
+        if ours and compared:
+            lines += [
+                "",
+                "How many times longer than zeroelastic (median over rounds; for the ceiling, the share of its speed "
+                "that zeroelastic reaches):",
+                "",
+                "| | " + " | ".join(TITLES[name].removeprefix("zeroelastic, ") for name in ours) + " |",
+                "|---|" + "--:|" * len(ours),
+            ]
+            for name in compared:
+                cells = [f"{ratio(found[mine], found[name]):.2f}" for mine in ours]
+                lines.append(f"| {TITLES[name]} | " + " | ".join(cells) + " |")
+        if "stock" in found:
+            for mine in ("same-quick", "same", "same-rigid"):
+                if mine in found:
+                    lines += [
+                        "",
+                        f"{TITLES['stock']} against {TITLES[mine]}: {ratio(found[mine], found['stock']):.2f}.",
+                    ]
+    lines += [
+        "",
+        "Saving, once each: "
+        + "; ".join(
+            f"{name} {seconds:.2f} s, {saved['file_bytes'][name] / 1e9:.3f} GB"
+            for name, seconds in saved["save_seconds"].items()
+        )
+        + ". (elastic is made durable and digested, dcp made durable, rigid neither.)",
+    ]
+    noisy = sum(row.other_cpu > 0.07 for row in rows)
+    if noisy:
+        lines += [
+            "",
+            f"Other processes used more than 7 % of the processors during {noisy} of {len(rows)} rows (column others' "
+            "cpu): the seconds of these rows are too high.",
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def plot(path: Path, rows: Sequence[Row], caches: Sequence[str], title: str) -> None:
+    """Seconds of every system, and what one rank reads and needs, as horizontal bars."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    names = list(dict.fromkeys(row.system for row in rows))
+    at = np.arange(len(names))[::-1]
+    figure, axes = pyplot.subplots(1, 3, figsize=(15, 0.42 * len(names) + 1.6), sharey=True, width_ratios=(2, 1, 1))
+    height = 0.8 / len(caches)
+    for i, cache in enumerate(caches):
+        found = {row.system: row for row in rows if row.cache == cache}
+        mine = [
+            (y - (i - (len(caches) - 1) / 2) * height, found[name])
+            for y, name in zip(at, names, strict=True)
+            if name in found
+        ]
+        y = [position for position, _ in mine]
+        low, middle, high = zip(*(row.seconds for _, row in mine), strict=True)
+        spread = np.abs(np.array([np.subtract(middle, low), np.subtract(high, middle)]))
+        axes[0].barh(y, middle, height, xerr=spread, color=f"C{i}", label=f"{cache} page cache", error_kw={"lw": 0.8})
+        for position, seconds, end in zip(y, middle, high, strict=True):
+            offset = {"xytext": (3, 0), "textcoords": "offset points"}
+            axes[0].annotate(f"{seconds:.2g}", (end, position), va="center", size=7, **offset)
+        if i == 0:
+            axes[1].barh(y, [row.amplification for _, row in mine], 0.6, color="0.5")
+            axes[2].barh(y, [max(row.extra_rss, 0) / _MIB for _, row in mine], 0.6, color="0.5")
+    axes[0].set(xscale="log", xlabel="seconds: median, min and max")
+    axes[0].margins(x=0.08, y=0.02)
+    axes[0].set_yticks(at, [TITLES[name] for name in names])
+    axes[0].legend(loc="lower right", fontsize=8)
+    axes[1].set(xlabel="bytes read / bytes of state")
+    axes[1].axvline(1, color="black", lw=0.8)
+    axes[2].set(xscale="symlog", xlabel="extra peak memory, MiB per process")
+    figure.suptitle(title)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def filesystem(path: Path) -> str:
+    """The type of the file system that holds a directory."""
+    with open("/proc/mounts") as lines:
+        mounts = [line.split()[1:3] for line in lines]
+    holding = [(mount, kind) for mount, kind in mounts if path.is_relative_to(mount)]
+    return max(holding, key=lambda mount: len(mount[0]))[1] if holding else "unknown file system"
+
+
+def main() -> None:
+    every = [system.name for system in (*RESHARDED, *SAME_SIZE) if system.checkpoint != "universal"] + ["universal"]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--params", type=int, default=200_000_000, help="parameters of the model, about")
+    parser.add_argument("--small", action="store_true", help="5 million parameters: to test the benchmark itself")
+    parser.add_argument("--save-ranks", type=int, default=4)
+    parser.add_argument("--load-ranks", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--caches", nargs="+", choices=("warm", "cold"), default=["warm", "cold"])
+    parser.add_argument("--systems", nargs="+", choices=every, default=every)
+    parser.add_argument("--ceiling-threads", type=int, default=2)
+    parser.add_argument("--directory", type=Path, help="where checkpoints are put for the time being; not in memory")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="directory of the results")
+    arguments = parser.parse_args()
+    about = machine() | {"deepspeed": version("deepspeed")}
+    hidden, num_layers, vocabulary = shape_of(5_000_000 if arguments.small else arguments.params)
+    with tempfile.TemporaryDirectory(prefix="bench-load-", dir=arguments.directory) as directory:
+        job = Job(
+            hidden=hidden,
+            num_layers=num_layers,
+            vocabulary=vocabulary,
+            directory=Path(directory).resolve(),
+            save_ranks=arguments.save_ranks,
+            load_ranks=arguments.load_ranks,
+            ceiling_threads=arguments.ceiling_threads,
+        )
+        where = filesystem(job.directory)
+        saved, groups = run_all(job, set(arguments.systems), arguments.caches, arguments.repeats)
+    about["load_average_after"] = os.getloadavg()[0]
+    by_system = rounds_of(groups)
+    rows = [summarise(rounds, saved["state_bytes"]) for rounds in by_system.values()]
+    order = list(TITLES)
+    rows = add_universal(sorted(rows, key=lambda row: (row.cache != "warm", order.index(row.system))))
+    document = {
+        "machine": about,
+        "filesystem": where,
+        "save_ranks": job.save_ranks,
+        "load_ranks": job.load_ranks,
+        "model": {"hidden": hidden, "num_layers": num_layers, "vocabulary": vocabulary},
+        "caches": arguments.caches,
+        "saved": saved,
+        "rows": [asdict(row) for row in rows],
+        "samples": [
+            asdict(sample) | {"rank": rank}
+            for rounds in by_system.values()
+            for ranks in rounds
+            for rank, sample in enumerate(ranks)
+        ],
+    }
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    (arguments.out / "load.json").write_text(json.dumps(document, indent=1) + "\n")
+    text = tables(document, rows)
+    (arguments.out / "load.md").write_text(text)
+    title = (
+        f"{saved['numel'] / 1e6:.0f}M parameters, {job.save_ranks} -> {job.load_ranks} ranks, {about['cores']} cores"
+    )
+    plot(arguments.out / "load.png", rows, arguments.caches, title)
+    print(text)
+    wrong = {f"{sample.system}: {line}" for samples in groups for sample in samples for line in sample.wrong}
+    if wrong:
+        sys.exit("not loaded right:\n  " + "\n  ".join(sorted(wrong)))
+
+
+if __name__ == "__main__":
+    main()

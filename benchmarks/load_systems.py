@@ -1,0 +1,535 @@
+"""The systems that bench_load compares, and the ranks on which they run: real ZeRO-3 engines on the CPU.
+
+Every system fills the same live tensors of the same engine, which exist and are touched. Before a load they are
+overwritten, after it every tensor is digested and compared with what was saved, outside the measured time.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from meter import Cost, Meter, cool_down, files_below, link_tree, warm_up
+
+import zeroelastic
+from zeroelastic.digest import digest_range, stream_seed
+from zeroelastic.record import read_record
+
+KEYS = ("fp32", "exp_avg", "exp_avg_sq")
+TAG = "global_step1"
+_CEILING_BLOCK = 1 << 20
+_GARBAGE = 1.5
+
+
+@dataclass(frozen=True)
+class Job:
+    """One benchmark: the model, where its checkpoints are, the two world sizes; picklable."""
+
+    hidden: int
+    num_layers: int
+    vocabulary: int
+    directory: Path
+    save_ranks: int
+    load_ranks: int
+    ceiling_threads: int
+
+    def checkpoint(self, name: str) -> Path:
+        """Directory of one of the saved forms: elastic, rigid, dcp or universal."""
+        return self.directory / name
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One load on one rank; ``wrong`` names what was not loaded right."""
+
+    system: str
+    cache: str
+    round: int
+    cost: Cost
+    owned_bytes: int
+    wrong: tuple[str, ...]
+
+
+class Block(torch.nn.Module):
+    """The parameters of a transformer layer, each used once; attention itself would only cost time."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.ln_1 = torch.nn.LayerNorm(hidden)
+        self.qkv = _linear(hidden, 3 * hidden)
+        self.proj = _linear(hidden, hidden)
+        self.ln_2 = torch.nn.LayerNorm(hidden)
+        self.fc = _linear(hidden, 4 * hidden)
+        self.out = _linear(4 * hidden, hidden)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.proj(self.qkv(self.ln_1(x))[..., : x.shape[-1]])
+        return x + self.out(self.fc(self.ln_2(x)))
+
+
+class Model(torch.nn.Module):
+    def __init__(self, job: Job) -> None:
+        super().__init__()
+        self.embedding = torch.nn.utils.skip_init(torch.nn.Embedding, job.vocabulary, job.hidden)
+        self.layers = torch.nn.Sequential(*(Block(job.hidden) for _ in range(job.num_layers)))
+        self.norm = torch.nn.LayerNorm(job.hidden)
+        with torch.no_grad():
+            for param in self.parameters():
+                param.fill_(0.01)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.layers(self.embedding(tokens))).float().pow(2).mean()
+
+
+def _linear(fan_in: int, fan_out: int) -> torch.nn.Linear:
+    return torch.nn.utils.skip_init(torch.nn.Linear, fan_in, fan_out)
+
+
+class Run:
+    """An engine of one world size after one training step, with what systems need to know of it."""
+
+    def __init__(self, job: Job) -> None:
+        import deepspeed
+
+        self.job, self.rank, self.world_size = job, dist.get_rank(), dist.get_world_size()
+        zeroelastic.install()
+        model = Model(job)
+        batch = int(np.lcm(job.save_ranks, job.load_ranks))
+        config = {
+            "train_batch_size": batch,
+            "bf16": {"enabled": True},
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "zero_optimization": {"stage": 3, "elastic_checkpoint": True, "sub_group_size": 10**12},
+            "zeroelastic": {"verify": "full"},
+        }
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        self.engine: Any = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+        tokens = torch.zeros(batch // self.world_size, 1, dtype=torch.long)
+        self.engine.backward(self.engine(tokens))
+        self.engine.step()
+
+    def live(self) -> Any:
+        """The layout and the tensors of the live optimizer, as they are now."""
+        from zeroelastic.stage3.live import read_live
+
+        live = read_live(self.engine.optimizer, self.engine.param_names)
+        assert live.layout.num_sub_groups == 1
+        return live
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """This rank's flat tensor of every state key; its parameters are where ``live().layout`` says."""
+        live = self.live()
+        return {"fp32": live.fp32(0)} | live.split_state(0)[0]
+
+    def use_zeroelastic(self, verify: str) -> None:
+        """From here on the engine is one of a run with zeroelastic and ``"elastic_checkpoint": true``."""
+        zeroelastic.install()
+        self.engine._config.zero_config.elastic_checkpoint = True
+        self.engine._config.load_universal_checkpoint = False
+        self.engine._config._param_dict["zeroelastic"] = {"verify": verify}
+
+    def use_stock(self, *, load_universal: bool = False) -> None:
+        """From here on the engine is DeepSpeed's own; the elastic flag would make every rank load every file."""
+        zeroelastic.uninstall()
+        self.engine._config.zero_config.elastic_checkpoint = False
+        self.engine._config.load_universal_checkpoint = load_universal
+
+    def owned_bytes(self) -> int:
+        return 4 * len(KEYS) * int(self.live().layout.owned(self.rank)[1].sum())
+
+    def overwrite(self) -> None:
+        """Put garbage in place of everything that a load restores, which also touches its memory."""
+        for tensor in self.tensors().values():
+            tensor.fill_(_GARBAGE)
+        self.live().state(0)["step"].fill_(77.0)
+        self.engine.optimizer.fp16_partitioned_groups_flat[0].fill_(-_GARBAGE)
+
+    def differences(self, *, whole_engine: bool) -> tuple[str, ...]:
+        """What is not as it was saved: digests over all ranks against the commit record of the elastic save.
+
+        With ``whole_engine`` the step and the 16-bit weights as well. Collective.
+        """
+        record = read_record(self.job.checkpoint("elastic") / TAG)
+        assert record is not None
+        saved = {(c.param.name, key): digest for c in record.contents() for key, (_, digest) in c.tensors.items()}
+        found: dict[tuple[str, str], int] = {}
+        for key, tensor in self.tensors().items():
+            for name, _, offset, start, owned in owned_params(self):
+                data = tensor[offset : offset + owned].view(torch.uint8).numpy()
+                found[name, key] = digest_range(data, tensor.element_size(), seed=stream_seed(name, key), start=start)
+        table = torch.from_numpy(np.array(list(found.values()), dtype=np.uint64).view(np.int64))
+        dist.all_reduce(table)
+        loaded = dict(zip(found, table.numpy().view(np.uint64).tolist(), strict=True))
+        assert loaded.keys() == saved.keys()
+        wrong = [f"{key} of {name}" for (name, key), digest in saved.items() if loaded[name, key] != digest]
+        if whole_engine:
+            low = self.engine.optimizer.fp16_partitioned_groups_flat[0]
+            if not torch.equal(low.view(torch.int16), self.tensors()["fp32"].to(low.dtype).view(torch.int16)):
+                wrong.append("16-bit weights")
+            if float(self.live().state(0)["step"]) != 1:
+                wrong.append("step")
+        return tuple(wrong)
+
+
+Load = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class System:
+    """A way to load. ``prepare`` returns the measured part; ``whole_engine`` says that it restores an engine, not only
+    its tensors; ``long`` that it takes long and nothing of it is done once per process."""
+
+    name: str
+    title: str
+    checkpoint: str
+    prepare: Callable[[Run, Path], Load]
+    whole_engine: bool = False
+    long: bool = False
+
+
+def load_engine(verify: str) -> Callable[[Run, Path], Load]:
+    """``engine.load_checkpoint`` with zeroelastic."""
+
+    def prepare(run: Run, path: Path) -> Load:
+        run.use_zeroelastic(verify)
+        return lambda: _load_checkpoint(run, path)
+
+    return prepare
+
+
+def load_stock(run: Run, path: Path) -> Load:
+    """``engine.load_checkpoint`` of DeepSpeed alone."""
+    run.use_stock()
+    return lambda: _load_checkpoint(run, path)
+
+
+def load_universal(run: Run, path: Path) -> Load:
+    """``engine.load_checkpoint`` of DeepSpeed alone with ``"checkpoint": {"load_universal": true}``."""
+    run.use_stock(load_universal=True)
+    return lambda: _load_checkpoint(run, path)
+
+
+def _load_checkpoint(run: Run, path: Path) -> None:
+    loaded, _ = run.engine.load_checkpoint(os.fspath(path))
+    assert loaded is not None, f"{path}: nothing was loaded"
+
+
+def load_tensors(run: Run, path: Path) -> Load:
+    """Plan and read of zeroelastic alone: headers, layout, plan, payload into the live tensors; no engine."""
+    from zeroelastic.checkpoint import open_checkpoint, source_ranks
+    from zeroelastic.plan import check_plan, make_plan
+    from zeroelastic.stage3.fill import Target, fill
+
+    layout = run.live().layout
+    targets = [Target(key, 0, tensor, "float32") for key, tensor in run.tensors().items()]
+
+    def load() -> None:
+        checkpoint = open_checkpoint(path / (path / "latest").read_text().strip(), near_rank=run.rank)
+        saved = checkpoint.world_size
+        sources = source_ranks(layout.numel.tolist(), saved_world_size=saved, world_size=run.world_size, rank=run.rank)
+        shards = {source: checkpoint.shard(source) for source in sources}
+        plan = make_plan(shards[sources[0]].layout, layout, run.rank)
+        check_plan(plan)
+        fill(plan, {source: shard.pieces for source, shard in shards.items()}, targets)
+
+    return load
+
+
+def sharded_tensors(run: Run) -> dict[str, Any]:
+    """The live tensors as DTensors, sharded along their only dimension like ZeRO-3: what torch DCP saves and fills."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    mesh = init_device_mesh("cpu", (run.world_size,))
+    return {
+        f"{name}/{key}": DTensor.from_local(
+            tensor[offset : offset + owned], mesh, [Shard(0)], run_check=False, shape=torch.Size([numel]), stride=(1,)
+        )
+        for key, tensor in run.tensors().items()
+        for name, numel, offset, _, owned in owned_params(run)
+    }
+
+
+def owned_params(run: Run) -> list[tuple[str, int, int, int, int]]:
+    """Name, size, offset in the flat tensor, first element and number of elements of every parameter of this rank."""
+    layout = run.live().layout
+    start, owned = layout.owned(run.rank)
+    columns = (layout.numel.tolist(), layout.offset.tolist(), start.tolist(), owned.tolist())
+    return list(zip([param.name for param in layout.params], *columns, strict=True))
+
+
+def load_dcp(run: Run, path: Path) -> Load:
+    """``torch.distributed.checkpoint.load`` into existing sharded tensors."""
+    import torch.distributed.checkpoint as dcp
+
+    state = sharded_tensors(run)
+    return lambda: dcp.load(state, checkpoint_id=path)
+
+
+def load_every_file(*, mmap: bool, merge: bool) -> Callable[[Run, Path], Load]:
+    """Every rank opens every rank's file with ``torch.load``, then takes its own part of each parameter.
+
+    ``merge`` puts every parameter together first, as DeepSpeed's elastic checkpoints always did; otherwise only what
+    the rank owns is copied, which with ``mmap`` touches nothing else.
+    """
+
+    def prepare(run: Run, path: Path) -> Load:
+        targets, owned = run.tensors(), owned_params(run)
+        files = [
+            path / TAG / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(run.job.save_ranks)
+        ]
+
+        def load() -> object:
+            states = [
+                torch.load(file, map_location="cpu", mmap=mmap, weights_only=False)["optimizer_state_dict"]
+                for file in files
+            ]
+            for key, target in targets.items():
+                for index, (_, numel, offset, start, count) in enumerate(owned):
+                    pieces = [_piece(state, key, index) for state in states]
+                    mine = target[offset : offset + count]
+                    if merge:
+                        mine.copy_(torch.cat(pieces)[start : start + count])
+                        continue
+                    part = -(-numel // len(pieces))
+                    for rank, piece in enumerate(pieces):
+                        begin, end = max(start, rank * part), min(start + count, rank * part + len(piece))
+                        if begin < end:
+                            mine[begin - start : end - start].copy_(piece[begin - rank * part : end - rank * part])
+            return states
+
+        return load
+
+    return prepare
+
+
+def _piece(state: dict[str, Any], key: str, index: int) -> torch.Tensor:
+    """One parameter's part in the elastic file of one rank, without padding."""
+    moments = state["base_optimizer_state"][0]
+    if key != "fp32":
+        piece: torch.Tensor = moments[key][index]
+        return piece
+    like = moments["exp_avg"][index]
+    at = int(like.storage_offset())  # the flat tensors of all keys have the same layout
+    return state["fp32_flat_groups"][0][at : at + len(like)]
+
+
+def read_plain(run: Run, path: Path) -> Load:
+    """The ceiling: all optimizer files read by ``pread`` on rank 0 into memory that is touched, and nothing else."""
+    if run.rank != 0:
+        return lambda: None
+    files = [file for file in files_below(path) if file.name.endswith("_optim_states.pt")]
+    buffers = [np.full(file.stat().st_size, 1, dtype=np.uint8) for file in files]
+    blocks = [(i, at) for i, buffer in enumerate(buffers) for at in range(0, len(buffer), _CEILING_BLOCK)]
+    threads = run.job.ceiling_threads
+    share = -(-len(blocks) // threads)
+
+    def read(mine: Sequence[tuple[int, int]], descriptors: Sequence[int]) -> None:
+        for i, at in mine:
+            block = memoryview(buffers[i])[at : at + _CEILING_BLOCK]
+            assert os.preadv(descriptors[i], [block], at) == len(block)
+
+    def load() -> object:
+        descriptors = [os.open(file, os.O_RDONLY) for file in files]
+        workers = [
+            threading.Thread(target=read, args=(blocks[t * share : (t + 1) * share], descriptors))
+            for t in range(threads)
+        ]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+        for descriptor in descriptors:
+            os.close(descriptor)
+        return dict(zip(files, buffers, strict=True))
+
+    return load
+
+
+RESHARDED = (
+    System("ceiling", "plain pread of the same bytes (ceiling)", "elastic", read_plain),
+    System("tensors", "zeroelastic, tensors only", "elastic", load_tensors),
+    System("elastic-quick", 'zeroelastic, elastic, verify "quick"', "elastic", load_engine("quick"), True),
+    System("elastic", 'zeroelastic, elastic, verify "full"', "elastic", load_engine("full"), True),
+    System("rigid-quick", 'zeroelastic, rigid, verify "quick"', "rigid", load_engine("quick"), True),
+    System("rigid", 'zeroelastic, rigid, verify "full"', "rigid", load_engine("full"), True),
+    System(
+        "mmap-own", "every rank maps every file, copies its own", "elastic", load_every_file(mmap=True, merge=False)
+    ),
+    System("mmap", "every rank maps every file, merges", "elastic", load_every_file(mmap=True, merge=True)),
+    System(
+        "every-file",
+        "every rank loads every file, merges",
+        "elastic",
+        load_every_file(mmap=False, merge=True),
+        long=True,
+    ),
+    System("dcp", "torch DCP load with resharding", "dcp", load_dcp),
+    System("universal-load", "Universal Checkpoint, load", "universal", load_universal, True, long=True),
+)
+"""Loads at another world size."""
+
+SAME_SIZE = (
+    System("stock", "stock DeepSpeed, same size (floor)", "rigid", load_stock, True),
+    System("same-quick", 'zeroelastic, same size, verify "quick"', "elastic", load_engine("quick"), True),
+    System("same", 'zeroelastic, same size, verify "full"', "elastic", load_engine("full"), True),
+    System("same-rigid", 'zeroelastic, same size, rigid, verify "full"', "rigid", load_engine("full"), True),
+)
+"""Loads at the world size that saved."""
+
+
+def save_all(job: Job) -> dict[str, Any]:
+    """Save one state in every form, on the ranks of the saving world; returns seconds, sizes and the content root."""
+    import torch.distributed.checkpoint as dcp
+
+    run = Run(job)
+    generator = torch.Generator().manual_seed(run.rank)
+    for key, tensor in run.tensors().items():
+        if key == "exp_avg_sq":
+            tensor.uniform_(1e-12, 1e-4, generator=generator)
+        else:
+            tensor.normal_(std=0.02, generator=generator)
+    run.engine.optimizer.fp16_partitioned_groups_flat[0].copy_(run.tensors()["fp32"])
+
+    def save(directory: Path) -> None:
+        run.engine.save_checkpoint(os.fspath(directory), tag=TAG)
+
+    seconds = {"elastic": _timed(lambda: save(job.checkpoint("elastic")), job.checkpoint("elastic"))}
+    run.use_stock()
+    seconds["rigid"] = _timed(lambda: save(job.checkpoint("rigid")), job.checkpoint("rigid"))
+    state = sharded_tensors(run)
+    seconds["dcp"] = _timed(lambda: dcp.save(state, checkpoint_id=job.checkpoint("dcp")), job.checkpoint("dcp"))
+    record = read_record(job.checkpoint("elastic") / TAG)
+    assert record is not None
+    layout = run.live().layout
+    return {
+        "content_root": record.content_root,
+        "num_params": layout.num_params,
+        "numel": int(layout.numel.sum()),
+        "state_bytes": 4 * len(KEYS) * int(layout.numel.sum()),
+        "save_seconds": seconds,
+        "file_bytes": {
+            name: sum(file.stat().st_size for file in files_below(job.checkpoint(name))) for name in seconds
+        },
+    }
+
+
+def _timed(action: Callable[[], object], directory: Path) -> float:
+    directory.mkdir(parents=True, exist_ok=True)
+    meter = Meter(directory)
+    dist.barrier()
+    meter.start()
+    action()
+    dist.barrier()
+    return meter.stop().seconds
+
+
+def convert(job: Job, cache: str, rounds: int) -> list[Sample]:
+    """``ds_to_universal`` of the rigid checkpoint with its default workers, in a process that has imported it.
+
+    Leaves the last result. Nothing is verified here: the load that follows is.
+    """
+    from argparse import Namespace
+
+    from deepspeed.checkpoint import ds_to_universal
+
+    source, target = job.checkpoint("rigid"), job.checkpoint("universal")
+    samples = []
+    for number in range(1, rounds + 1):
+        _remove(target)
+        target.mkdir()
+        os.sync()
+        _set_cache(cache, source)
+        meter = Meter(source)
+        arguments = Namespace(
+            input_folder=os.fspath(source / TAG),
+            output_folder=os.fspath(target / f"{TAG}_universal"),
+            num_extract_workers=4,
+            num_merge_workers=2,
+            keep_temp_folder=False,
+            strict=True,
+            inject_missing_state=False,
+        )
+        meter.start()
+        ds_to_universal.main(arguments)
+        samples.append(Sample("universal-convert", cache, number, meter.stop(), 0, ()))
+    (target / "latest_universal").write_text(f"{TAG}_universal")
+    return samples
+
+
+def _remove(directory: Path) -> None:
+    import shutil
+
+    if directory.exists():
+        shutil.rmtree(directory)
+
+
+def _set_cache(cache: str, directory: Path) -> None:
+    (warm_up if cache == "warm" else cool_down)(files_below(directory))
+
+
+def measure(job: Job, systems: Sequence[str], caches: Sequence[str], rounds: int) -> list[Sample]:
+    """This rank's samples of the named systems, all of one world size, in interleaved rounds.
+
+    Systems are run once before the first round, so that none pays for imports and first calls.
+    """
+    run = Run(job)
+    chosen = [system for system in (*RESHARDED, *SAME_SIZE) if system.name in systems]
+    views = job.directory / "views" / f"{run.world_size}" / f"rank{run.rank}"
+    for name in {system.checkpoint for system in chosen}:
+        link_tree(job.checkpoint(name), views / name)
+    if run.rank == 0:
+        os.sync()  # nothing that was written before is written out while loads are measured
+    run.overwrite()
+    unlike = len(run.differences(whole_engine=True))
+    assert unlike == len(KEYS) * run.live().layout.num_params + 2, "what is not loaded would not be noticed"
+    for system in chosen:
+        if not system.long:
+            _measure(run, system, views / system.checkpoint, "warm", 0)
+    samples = []
+    for cache in caches:
+        for number in range(1, rounds + 1):
+            turn = (number - 1) % len(chosen)
+            for system in chosen[turn:] + chosen[:turn]:
+                samples.append(_measure(run, system, views / system.checkpoint, cache, number))
+    return samples
+
+
+def _measure(run: Run, system: System, view: Path, cache: str, number: int) -> Sample:
+    run.overwrite()
+    load = system.prepare(run, view)
+    if run.rank == 0:
+        _set_cache(cache, run.job.checkpoint(system.checkpoint))
+    meter = Meter(view)
+    dist.barrier()
+    meter.start()
+    loaded = load()
+    dist.barrier()
+    cost = meter.stop()
+    if system.name == "ceiling":
+        wrong = _unlike_files(loaded)
+        del loaded, load
+    else:
+        del loaded, load
+        wrong = run.differences(whole_engine=system.whole_engine)
+    dist.barrier()
+    return Sample(system.name, cache, number, cost, run.owned_bytes(), wrong)
+
+
+def _unlike_files(loaded: object) -> tuple[str, ...]:
+    """The files whose content is not what the ceiling has read."""
+    if not isinstance(loaded, dict):
+        return ()
+    return tuple(
+        f"{file} was not read right"
+        for file, buffer in loaded.items()
+        if not np.array_equal(np.memmap(file, dtype=np.uint8, mode="r"), buffer)
+    )

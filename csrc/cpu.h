@@ -1,0 +1,33 @@
+// Which instruction set the kernels use, decided when the program runs.
+
+#ifndef ZEROELASTIC_CPU_H_
+#define ZEROELASTIC_CPU_H_
+
+#include <cstdint>
+
+#include "zeroelastic.h"
+
+#if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
+#define ZE_X86 1
+#define ZE_TARGET_AVX2 __attribute__((target("avx2,fma,f16c")))
+#define ZE_TARGET_AVX512 \
+    __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512")))
+#else
+#define ZE_X86 0
+#endif
+
+namespace zeroelastic {
+
+ze_isa_level current_isa();
+
+// The best set of this processor, whatever has been asked for.
+ze_isa_level best_isa();
+
+ze_isa_level limit_isa(ze_isa_level limit);
+
+// Size of the last-level cache, or a guess where the system does not tell.
+int64_t last_level_cache_bytes();
+
+}  // namespace zeroelastic
+
+#endif  // ZEROELASTIC_CPU_H_

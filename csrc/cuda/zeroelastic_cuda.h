@@ -1,0 +1,38 @@
+// The C interface of the CUDA engine: the table of zeroelastic.h, run between device buffers in one launch.
+//
+// A plan is made once: rows are checked, cut into tasks of one warp each, and uploaded. It holds addresses,
+// so it is valid as long as the buffers are, and can be run any number of times, on any stream of its device.
+// Rows must not overlap in their destinations, nor a destination a source.
+
+#ifndef ZEROELASTIC_CUDA_H_
+#define ZEROELASTIC_CUDA_H_
+
+#include "../zeroelastic.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+struct ze_cuda_plan;
+
+// The text of a failure: `errnum` of ze_error holds a cudaError_t where `code` is ZE_INTERNAL.
+ZE_API const char* ze_cuda_error_text(int32_t errnum);
+
+// Prepares a table for `device`. `dst` may be null: then the rows are only digested, and `digest` must not be
+// null. With a conversion, elements must be aligned to their size, which is a digest's itemsize.
+// `digest->totals` is a device address.
+ZE_API int32_t ze_cuda_plan_create(const ze_table* table, const ze_buffers* src, const ze_buffers* dst,
+                                   const ze_digest* digest, int32_t cast, int32_t device, ze_cuda_plan** plan,
+                                   ze_error* error);
+
+// Enqueues the plan on `stream`, a cudaStream_t, and returns. Digests are added to the totals.
+ZE_API int32_t ze_cuda_plan_run(const ze_cuda_plan* plan, void* stream, ze_error* error);
+
+// Waits for the device before it frees the plan. Null is allowed.
+ZE_API void ze_cuda_plan_destroy(ze_cuda_plan* plan);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif  // ZEROELASTIC_CUDA_H_

@@ -1,0 +1,27 @@
+// The operations behind the C interface; see zeroelastic.h. They may throw std::bad_alloc.
+
+#ifndef ZEROELASTIC_OPERATIONS_H_
+#define ZEROELASTIC_OPERATIONS_H_
+
+#include <cstdint>
+
+#include "zeroelastic.h"
+
+namespace zeroelastic {
+
+int32_t read_segments(const ze_table& table, const ze_files& src, const ze_buffers& dst,
+                      const ze_digest* digest, const ze_options& options, int64_t* bytes_read,
+                      ze_error* error);
+
+int32_t copy_segments(const ze_table& table, const ze_buffers& src, const ze_buffers& dst,
+                      const ze_digest* digest, const ze_options& options, ze_error* error);
+
+int32_t write_segments(const ze_table& table, const ze_buffers& src, const ze_files& dst,
+                       const ze_digest* digest, const ze_options& options, ze_error* error);
+
+int32_t move_segments(const ze_table& table, const ze_files& src, const ze_files& dst,
+                      const ze_digest* digest, const ze_options& options, ze_error* error);
+
+}  // namespace zeroelastic
+
+#endif  // ZEROELASTIC_OPERATIONS_H_

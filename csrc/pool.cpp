@@ -1,0 +1,115 @@
+#include "pool.h"
+
+#include <pthread.h>
+#include <signal.h>
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <mutex>
+#include <system_error>
+#include <thread>
+
+namespace zeroelastic {
+namespace {
+
+class Pool {
+  public:
+    void run(int threads, const std::function<void(int)>& work) {
+        std::unique_lock<std::mutex> turn(turn_, std::try_to_lock);
+        if (!turn.owns_lock()) {
+            work(0);
+            return;
+        }
+        grow(threads - 1);
+        {
+            std::lock_guard<std::mutex> lock(mutex_);
+            helpers_ = std::min(threads - 1, size_);
+            running_ = helpers_;
+            work_ = &work;
+            ++generation_;
+        }
+        wake_.notify_all();
+        work(0);
+        std::unique_lock<std::mutex> lock(mutex_);
+        done_.wait(lock, [this] { return running_ == 0; });
+        work_ = nullptr;
+    }
+
+  private:
+    // Threads are never joined: they sleep until the process ends, and a child of a fork has none of them.
+    void grow(int wanted) {
+        sigset_t all;
+        sigset_t before;
+        sigfillset(&all);
+        while (size_ < wanted) {
+            // Signals are the business of the threads that the host program knows.
+            pthread_sigmask(SIG_SETMASK, &all, &before);
+            bool started = true;
+            try {
+                std::thread([this, index = size_, seen = generation_] { serve(index, seen); }).detach();
+            } catch (const std::system_error&) {
+                started = false;
+            }
+            pthread_sigmask(SIG_SETMASK, &before, nullptr);
+            if (!started) return;
+            ++size_;
+        }
+    }
+
+    void serve(int index, uint64_t seen) {
+        std::unique_lock<std::mutex> lock(mutex_);
+        for (;;) {
+            wake_.wait(lock, [&] { return generation_ != seen; });
+            seen = generation_;
+            if (index >= helpers_) continue;
+            const std::function<void(int)>* work = work_;
+            lock.unlock();
+            (*work)(index + 1);
+            lock.lock();
+            if (--running_ == 0) done_.notify_one();
+        }
+    }
+
+    std::mutex turn_;
+    std::mutex mutex_;
+    std::condition_variable wake_;
+    std::condition_variable done_;
+    uint64_t generation_ = 0;
+    int size_ = 0;  // only touched by the holder of turn_
+    int helpers_ = 0;
+    int running_ = 0;
+    const std::function<void(int)>* work_ = nullptr;
+};
+
+std::atomic<Pool*> current{nullptr};
+
+// The child of a fork has the parent's pool in memory but none of its threads: it is left alone and
+// forgotten.
+void forget() {
+    current.store(nullptr);
+}
+
+Pool& pool() {
+    Pool* found = current.load();
+    if (found != nullptr) return *found;
+    static const int registered = pthread_atfork(nullptr, nullptr, forget);
+    static_cast<void>(registered);
+    Pool* made = new Pool;
+    if (current.compare_exchange_strong(found, made)) return *made;
+    delete made;
+    return *found;
+}
+
+}  // namespace
+
+void run_parallel(int threads, const std::function<void(int)>& work) {
+    if (threads <= 1) {
+        work(0);
+    } else {
+        pool().run(threads, work);
+    }
+}
+
+}  // namespace zeroelastic

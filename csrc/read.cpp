@@ -1,0 +1,148 @@
+// files -> memory: vectored reads of whole file runs, scattered straight into their destinations.
+
+#include <errno.h>
+#include <fcntl.h>
+#include <sys/uio.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "cast.h"
+#include "operations.h"
+#include "table.h"
+
+namespace zeroelastic {
+namespace {
+
+constexpr int64_t kUnitBytes = int64_t{4} << 20;
+// With more work to do on what was read, read no more at a time than stays in a core's cache.
+constexpr int64_t kCachedCallBytes = int64_t{128} << 10;
+constexpr int64_t kCallBytes = int64_t{4} << 20;
+constexpr size_t kMaxVectors = 1024;  // IOV_MAX on Linux
+
+struct Read {
+    const ze_table& table;
+    const std::vector<int64_t>& order;
+    const ze_buffers& dst;
+    const ze_digest* digest;
+    int32_t cast;
+};
+
+// The pieces of the next call: one run of the file, of at most `most` bytes and kMaxVectors destinations.
+int64_t next_run(const Read& read, Pieces* pieces, int64_t most, std::vector<Piece>* run) {
+    run->clear();
+    int64_t nbytes = 0;
+    int64_t end = 0;
+    Piece piece;
+    while (run->size() < kMaxVectors && nbytes < most &&
+           pieces->peek((most - nbytes + kCut - 1) / kCut * kCut, &piece)) {
+        const int64_t offset = read.table.src_offset[piece.row] + piece.within;
+        if (nbytes > 0 && offset != end) break;
+        run->push_back(piece);
+        pieces->take(piece);
+        nbytes += piece.nbytes;
+        end = offset + piece.nbytes;
+    }
+    return nbytes;
+}
+
+char* destination(const Read& read, const Piece& piece) {
+    return static_cast<char*>(read.dst.data[read.table.dst[piece.row]]) + read.table.dst_offset[piece.row] +
+           converted_bytes(piece.within, read.cast);
+}
+
+bool read_vectors(int fd, std::vector<iovec>* vectors, int64_t offset, int64_t file, int64_t* bytes_read,
+                  ze_error* error) {
+    iovec* at = vectors->data();
+    size_t left = vectors->size();
+    while (left > 0) {
+        const ssize_t got = preadv(fd, at, static_cast<int>(left), offset);
+        if (got < 0 && errno == EINTR) continue;
+        if (got <= 0) {
+            *error = got == 0 ? failure(ZE_END_OF_FILE, 0, ZE_SOURCE, file, offset)
+                              : failure(ZE_READ_FAILED, errno, ZE_SOURCE, file, offset);
+            return false;
+        }
+        offset += got;
+        *bytes_read += got;
+        size_t rest = static_cast<size_t>(got);
+        while (left > 0 && rest >= at->iov_len) {
+            rest -= at->iov_len;
+            ++at;
+            --left;
+        }
+        if (rest > 0) {
+            at->iov_base = static_cast<char*>(at->iov_base) + rest;
+            at->iov_len -= rest;
+        }
+    }
+    return true;
+}
+
+bool read_unit(const Read& read, const Unit& unit, int fd, int64_t* bytes_read, ze_error* error) {
+    Pieces pieces(read.table, read.order, unit);
+    std::vector<Piece> run;
+    std::vector<iovec> vectors;
+    std::vector<char> staging;
+    const bool cached = read.digest != nullptr || read.cast != ZE_CAST_NONE;
+    for (;;) {
+        const int64_t nbytes = next_run(read, &pieces, cached ? kCachedCallBytes : kCallBytes, &run);
+        if (nbytes == 0) return true;
+        const int64_t offset = read.table.src_offset[run.front().row] + run.front().within;
+        vectors.clear();
+        if (read.cast == ZE_CAST_NONE) {
+            for (const Piece& piece : run) {
+                char* to = destination(read, piece);
+                if (!vectors.empty() &&
+                    static_cast<char*>(vectors.back().iov_base) + vectors.back().iov_len == to) {
+                    vectors.back().iov_len += static_cast<size_t>(piece.nbytes);
+                } else {
+                    vectors.push_back({to, static_cast<size_t>(piece.nbytes)});
+                }
+            }
+        } else {
+            staging.resize(static_cast<size_t>(std::max(nbytes, kCachedCallBytes)));
+            vectors.push_back({staging.data(), static_cast<size_t>(nbytes)});
+        }
+        if (!read_vectors(fd, &vectors, offset, unit.file, bytes_read, error)) return false;
+        const char* from = staging.data();
+        for (const Piece& piece : run) {
+            char* to = destination(read, piece);
+            if (read.cast != ZE_CAST_NONE) {
+                cast_elements(read.cast, from, to, piece.nbytes / source_itemsize(read.cast), false);
+            }
+            if (read.digest != nullptr) {
+                add_digest(*read.digest, piece, read.cast == ZE_CAST_NONE ? to : from);
+            }
+            from += piece.nbytes;
+        }
+    }
+}
+
+}  // namespace
+
+int32_t read_segments(const ze_table& table, const ze_files& src, const ze_buffers& dst,
+                      const ze_digest* digest, const ze_options& options, int64_t* bytes_read,
+                      ze_error* error) {
+    *bytes_read = 0;
+    if (!check_table(table, src.count, nullptr, dst.count, dst.nbytes, digest, options.cast, error)) {
+        return error->code;
+    }
+    const std::vector<int64_t> order = file_order(table, table.src, table.src_offset);
+    const std::vector<Unit> units = make_units(
+        table, order, table.src, choose_unit_bytes(total_bytes(table), options.threads, kUnitBytes));
+    OpenFiles files(src, O_RDONLY, ZE_SOURCE);
+    for (const Unit& unit : units) files.expect(unit.file);
+    const Read read{table, order, dst, digest, options.cast};
+    return run_units(units.size(), options.threads, error, [&](size_t index, ze_error* reason) {
+        const Unit& unit = units[index];
+        const int fd = files.acquire(unit.file, reason);
+        if (fd < 0) return false;
+        int64_t got = 0;
+        const bool done = read_unit(read, unit, fd, &got, reason);
+        __atomic_fetch_add(bytes_read, got, __ATOMIC_RELAXED);
+        return files.release(unit.file, false, reason) && done;
+    });
+}
+
+}  // namespace zeroelastic

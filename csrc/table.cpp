@@ -1,0 +1,236 @@
+#include "table.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <sys/types.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <limits>
+#include <numeric>
+
+#include "digest.h"
+
+namespace zeroelastic {
+namespace {
+
+constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
+
+// Whether [offset, offset + nbytes) is a range within [0, size), or of a file where the size is not known.
+bool inside(int64_t offset, int64_t nbytes, const int64_t* sizes, int64_t side) {
+    if (offset < 0 || nbytes < 0 || offset > kMost - nbytes) return false;
+    return sizes == nullptr || offset + nbytes <= sizes[side];
+}
+
+}  // namespace
+
+int64_t source_itemsize(int32_t cast) {
+    switch (cast) {
+        case ZE_CAST_F32_BF16:
+        case ZE_CAST_F32_F16:
+            return 4;
+        case ZE_CAST_BF16_F32:
+        case ZE_CAST_F16_F32:
+            return 2;
+        default:
+            return 1;
+    }
+}
+
+ze_error failure(ze_code code, int errnum, ze_side side, int64_t file, int64_t offset) {
+    return {code, errnum, side, 0, file, offset};
+}
+
+bool check_table(const ze_table& table, int64_t num_src, const int64_t* src_bytes, int64_t num_dst,
+                 const int64_t* dst_bytes, const ze_digest* digest, int32_t cast, ze_error* error) {
+    *error = failure(ZE_BAD_TABLE, 0, ZE_SOURCE, -1, -1);
+    if (table.num_rows < 0 || cast < ZE_CAST_NONE || cast > ZE_CAST_F16_F32) return false;
+    const int64_t partial = source_itemsize(cast) - 1;  // a mask: sizes are powers of two
+    for (int64_t row = 0; row < table.num_rows; ++row) {
+        const int64_t nbytes = table.nbytes[row];
+        bool good = table.src[row] >= 0 && table.src[row] < num_src && table.dst[row] >= 0 &&
+                    table.dst[row] < num_dst && nbytes >= 0 && nbytes <= kMost / 2 &&
+                    (nbytes & partial) == 0 &&
+                    inside(table.src_offset[row], nbytes, src_bytes, table.src[row]) &&
+                    inside(table.dst_offset[row], converted_bytes(nbytes, cast), dst_bytes, table.dst[row]);
+        if (good && digest != nullptr) {
+            const int64_t size = digest->itemsize[row];
+            good = digest->stream[row] >= 0 && digest->stream[row] < digest->num_streams &&
+                   digest->start[row] >= 0 && (size == 1 || size == 2 || size == 4 || size == 8) &&
+                   (nbytes & (size - 1)) == 0 && digest->start[row] <= kMost - nbytes;
+        }
+        if (!good) {
+            error->offset = row;
+            return false;
+        }
+    }
+    *error = ze_error{};
+    return true;
+}
+
+std::vector<int64_t> file_order(const ze_table& table, const int64_t* file, const int64_t* offset) {
+    const auto before = [&](int64_t a, int64_t b) {
+        return file[a] != file[b] ? file[a] < file[b] : offset[a] < offset[b];
+    };
+    bool sorted = true;
+    for (int64_t row = 1; row < table.num_rows && sorted; ++row) sorted = !before(row, row - 1);
+    std::vector<int64_t> order;
+    if (sorted) return order;
+    order.resize(static_cast<size_t>(table.num_rows));
+    std::iota(order.begin(), order.end(), int64_t{0});
+    std::stable_sort(order.begin(), order.end(), before);
+    return order;
+}
+
+int64_t total_bytes(const ze_table& table) {
+    return std::accumulate(
+        table.nbytes, table.nbytes + table.num_rows, int64_t{0},
+        [](int64_t sum, int64_t nbytes) { return nbytes > kMost - sum ? kMost : sum + nbytes; });
+}
+
+int64_t choose_unit_bytes(int64_t total, int threads, int64_t most) {
+    const int64_t fair = total / (static_cast<int64_t>(threads) * 4);
+    const int64_t unit = std::clamp(fair, int64_t{256} << 10, most);
+    return (unit + kCut - 1) / kCut * kCut;
+}
+
+std::vector<Unit> make_units(const ze_table& table, const std::vector<int64_t>& order, const int64_t* file,
+                             int64_t unit_bytes) {
+    // So many short rows make a unit, too: finding their addresses is work as well.
+    constexpr int64_t kMostRows = 16384;
+    std::vector<Unit> units;
+    Unit current;
+    int64_t rows = 0;
+    bool open = false;
+    for (int64_t position = 0; position < table.num_rows; ++position) {
+        const int64_t row = order.empty() ? position : order[static_cast<size_t>(position)];
+        if (open && ((file != nullptr && file[row] != current.file) || rows == kMostRows)) {
+            units.push_back(current);
+            open = false;
+        }
+        int64_t within = 0;
+        do {
+            if (!open) {
+                current = {file == nullptr ? 0 : file[row], position, within, 0};
+                rows = 0;
+                open = true;
+            }
+            const int64_t rest = table.nbytes[row] - within;
+            const int64_t room = std::max(kCut, (unit_bytes - current.nbytes) / kCut * kCut);
+            // The rest of a row goes along if it is not worth a unit of its own.
+            const int64_t taken = rest - room < kCut ? rest : room;
+            current.nbytes += taken;
+            within += taken;
+            ++rows;
+            if (current.nbytes >= unit_bytes) {
+                units.push_back(current);
+                open = false;
+            }
+        } while (within < table.nbytes[row]);
+    }
+    if (open) units.push_back(current);
+    return units;
+}
+
+void FirstError::record(size_t unit, const ze_error& error) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (!failed_.load() || unit < unit_) {
+        unit_ = unit;
+        error_ = error;
+    }
+    failed_.store(true);
+}
+
+int32_t FirstError::result(ze_error* error) const {
+    *error = error_;
+    return error_.code;
+}
+
+OpenFiles::OpenFiles(const ze_files& files, int flags, ze_side side)
+    : files_(files), flags_(flags), side_(side), slots_(new Slot[static_cast<size_t>(files.count)]) {}
+
+OpenFiles::~OpenFiles() {
+    for (int64_t i = 0; i < files_.count; ++i) {
+        if (slots_[static_cast<size_t>(i)].fd >= 0) close(slots_[static_cast<size_t>(i)].fd);
+    }
+}
+
+void OpenFiles::expect(int64_t file) {
+    ++slots_[static_cast<size_t>(file)].units;
+}
+
+int OpenFiles::acquire(int64_t file, ze_error* error) {
+    Slot& slot = slots_[static_cast<size_t>(file)];
+    std::lock_guard<std::mutex> lock(slot.mutex);
+    while (slot.fd < 0) {
+        slot.fd = open(files_.paths[file], flags_ | O_CLOEXEC);
+        if (slot.fd < 0 && errno != EINTR) {
+            *error = failure(ZE_OPEN_FAILED, errno, side_, file, 0);
+            return -1;
+        }
+    }
+    return slot.fd;
+}
+
+bool OpenFiles::release(int64_t file, bool sync, ze_error* error) {
+    Slot& slot = slots_[static_cast<size_t>(file)];
+    std::lock_guard<std::mutex> lock(slot.mutex);
+    if (--slot.units > 0) return true;
+    const int fd = slot.fd;
+    slot.fd = -1;
+    int errnum = 0;
+    while (sync && fsync(fd) != 0) {
+        if (errno == EINTR) continue;
+        errnum = errno;
+        break;
+    }
+    // Network file systems may report a failed write no earlier than here.
+    if (close(fd) != 0 && errnum == 0 && errno != EINTR && (flags_ & O_ACCMODE) != O_RDONLY) errnum = errno;
+    if (errnum == 0) return true;
+    *error = failure(ZE_SYNC_FAILED, errnum, side_, file, 0);
+    return false;
+}
+
+bool read_fully(int fd, void* data, int64_t nbytes, int64_t offset, int64_t file, ze_error* error) {
+    char* at = static_cast<char*>(data);
+    while (nbytes > 0) {
+        const ssize_t got = pread(fd, at, static_cast<size_t>(nbytes), offset);
+        if (got < 0 && errno == EINTR) continue;
+        if (got <= 0) {
+            *error = got == 0 ? failure(ZE_END_OF_FILE, 0, ZE_SOURCE, file, offset)
+                              : failure(ZE_READ_FAILED, errno, ZE_SOURCE, file, offset);
+            return false;
+        }
+        at += got;
+        offset += got;
+        nbytes -= got;
+    }
+    return true;
+}
+
+bool write_fully(int fd, const void* data, int64_t nbytes, int64_t offset, int64_t file, ze_error* error) {
+    const char* at = static_cast<const char*>(data);
+    while (nbytes > 0) {
+        const ssize_t put = pwrite(fd, at, static_cast<size_t>(nbytes), offset);
+        if (put < 0 && errno == EINTR) continue;
+        if (put <= 0) {
+            *error = failure(ZE_WRITE_FAILED, put == 0 ? ENOSPC : errno, ZE_DESTINATION, file, offset);
+            return false;
+        }
+        at += put;
+        offset += put;
+        nbytes -= put;
+    }
+    return true;
+}
+
+void add_digest(const ze_digest& digest, const Piece& piece, const void* data) {
+    const int64_t itemsize = digest.itemsize[piece.row];
+    const int64_t stream = digest.stream[piece.row];
+    const uint64_t part =
+        digest_elements(data, piece.nbytes / itemsize, static_cast<int>(itemsize), digest.seeds[stream],
+                        digest.start[piece.row] + piece.within / itemsize);
+    __atomic_fetch_add(&digest.totals[stream], part, __ATOMIC_RELAXED);
+}
+
+}  // namespace zeroelastic

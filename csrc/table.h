@@ -1,0 +1,187 @@
+// What the operations share: checking a table, cutting it into units of work, files that are opened when
+// needed.
+
+#ifndef ZEROELASTIC_TABLE_H_
+#define ZEROELASTIC_TABLE_H_
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "pool.h"
+#include "zeroelastic.h"
+
+namespace zeroelastic {
+
+// Bytes of one element before a conversion; 1 without one.
+int64_t source_itemsize(int32_t cast);
+
+// Bytes that `nbytes` bytes of source become. Either side of a conversion has twice the other's.
+inline int64_t converted_bytes(int64_t nbytes, int32_t cast) {
+    if (cast == ZE_CAST_NONE) return nbytes;
+    return cast == ZE_CAST_F32_BF16 || cast == ZE_CAST_F32_F16 ? nbytes / 2 : nbytes * 2;
+}
+
+// Checks every row: sides exist, ranges are not negative, do not overflow and lie inside the buffers, rows
+// are whole elements. `src_bytes` and `dst_bytes` hold the sides' sizes, null for files. Returns true if all
+// is well.
+bool check_table(const ze_table& table, int64_t num_src, const int64_t* src_bytes, int64_t num_dst,
+                 const int64_t* dst_bytes, const ze_digest* digest, int32_t cast, ze_error* error);
+
+// A run of rows that one thread moves: it begins `within` bytes into the row at position `first` of the
+// order.
+struct Unit {
+    int64_t file = 0;
+    int64_t first = 0;
+    int64_t within = 0;
+    int64_t nbytes = 0;
+};
+
+// The part of a row that lies in a unit.
+struct Piece {
+    int64_t row;
+    int64_t within;
+    int64_t nbytes;
+};
+
+// Rows are cut only at multiples of this, so that a cut never goes through an element.
+constexpr int64_t kCut = 4096;
+
+// Row positions sorted by (file, offset), or empty where the rows are in that order already.
+std::vector<int64_t> file_order(const ze_table& table, const int64_t* file, const int64_t* offset);
+
+// Cuts the rows, in `order` (empty: as they are), into units of about `unit_bytes`. With `file`, a unit never
+// spans two files, and each file that a row names has at least one unit, be it empty.
+std::vector<Unit> make_units(const ze_table& table, const std::vector<int64_t>& order, const int64_t* file,
+                             int64_t unit_bytes);
+
+// A size for units: big enough to stream, small enough that all threads stay busy.
+int64_t choose_unit_bytes(int64_t total_bytes, int threads, int64_t most);
+
+int64_t total_bytes(const ze_table& table);
+
+// The pieces of a unit, one after the other.
+class Pieces {
+  public:
+    Pieces(const ze_table& table, const std::vector<int64_t>& order, const Unit& unit)
+        : table_(table), order_(order), position_(unit.first), within_(unit.within), left_(unit.nbytes) {}
+
+    // The next piece, of at most `most` bytes, without taking it; false at the end of the unit. Rows without
+    // bytes are passed over.
+    bool peek(int64_t most, Piece* piece) {
+        while (left_ > 0) {
+            const int64_t row = order_.empty() ? position_ : order_[static_cast<size_t>(position_)];
+            const int64_t rest = table_.nbytes[row] - within_;
+            if (rest > 0) {
+                *piece = {row, within_, rest < left_ ? rest : left_};
+                if (piece->nbytes > most) piece->nbytes = most;
+                return true;
+            }
+            ++position_;
+            within_ = 0;
+        }
+        return false;
+    }
+
+    void take(const Piece& piece) {
+        within_ += piece.nbytes;
+        left_ -= piece.nbytes;
+    }
+
+  private:
+    const ze_table& table_;
+    const std::vector<int64_t>& order_;
+    int64_t position_;
+    int64_t within_;
+    int64_t left_;
+};
+
+// The failure that comes first in the order of the units: the one that a single thread would have met.
+class FirstError {
+  public:
+    // Whether there is a failure, so that no more units need to be started.
+    bool failed() const {
+        return failed_.load(std::memory_order_relaxed);
+    }
+
+    void record(size_t unit, const ze_error& error);
+
+    // ZE_OK, or the failure's code; fills `error`.
+    int32_t result(ze_error* error) const;
+
+  private:
+    std::atomic<bool> failed_{false};
+    std::mutex mutex_;
+    size_t unit_ = 0;
+    ze_error error_{};
+};
+
+// Files that are opened by the first unit that needs one and closed by the last, so that few are open at a
+// time.
+class OpenFiles {
+  public:
+    OpenFiles(const ze_files& files, int flags, ze_side side);
+    ~OpenFiles();
+    OpenFiles(const OpenFiles&) = delete;
+    OpenFiles& operator=(const OpenFiles&) = delete;
+
+    // Announce that one more unit uses the file.
+    void expect(int64_t file);
+
+    // The descriptor, or -1 with the reason in `error`.
+    int acquire(int64_t file, ze_error* error);
+
+    // A unit is done with the file. The last one closes it, after flushing it to the device if `sync` is
+    // asked for; false with the reason in `error` where that fails.
+    bool release(int64_t file, bool sync, ze_error* error);
+
+  private:
+    struct Slot {
+        std::mutex mutex;
+        int fd = -1;
+        int64_t units = 0;
+    };
+
+    const ze_files& files_;
+    int flags_;
+    ze_side side_;
+    std::unique_ptr<Slot[]> slots_;
+};
+
+ze_error failure(ze_code code, int errnum, ze_side side, int64_t file, int64_t offset);
+
+// Runs fn(unit index) over all units on several threads, in ascending order of their start, until one fails.
+// fn returns true, or false after it has filled its error.
+template <typename Fn>
+int32_t run_units(size_t num_units, int threads, ze_error* error, const Fn& fn) {
+    FirstError first;
+    std::atomic<size_t> next{0};
+    const size_t most = num_units < static_cast<size_t>(threads) ? num_units : static_cast<size_t>(threads);
+    run_parallel(static_cast<int>(most), [&](int) {
+        while (!first.failed()) {
+            const size_t unit = next.fetch_add(1, std::memory_order_relaxed);
+            if (unit >= num_units) return;
+            ze_error reason{};
+            try {
+                if (!fn(unit, &reason)) first.record(unit, reason);
+            } catch (...) {
+                reason.code = ZE_NO_MEMORY;
+                first.record(unit, reason);
+            }
+        }
+    });
+    return first.result(error);
+}
+
+// Reads or writes all of a range, whatever the system does in pieces; false with `error` filled.
+bool read_fully(int fd, void* data, int64_t nbytes, int64_t offset, int64_t file, ze_error* error);
+bool write_fully(int fd, const void* data, int64_t nbytes, int64_t offset, int64_t file, ze_error* error);
+
+// Adds the digest of a piece of a row, whose source bytes are at `data`.
+void add_digest(const ze_digest& digest, const Piece& piece, const void* data);
+
+}  // namespace zeroelastic
+
+#endif  // ZEROELASTIC_TABLE_H_

@@ -1,0 +1,134 @@
+// memory -> files: vectored writes in file order, several files at a time.
+
+#include <errno.h>
+#include <fcntl.h>
+#include <sys/uio.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "cast.h"
+#include "operations.h"
+#include "table.h"
+
+namespace zeroelastic {
+namespace {
+
+constexpr int64_t kUnitBytes = int64_t{4} << 20;
+constexpr int64_t kCachedCallBytes = int64_t{128} << 10;
+constexpr int64_t kCallBytes = int64_t{1} << 20;
+constexpr size_t kMaxVectors = 1024;  // IOV_MAX on Linux
+
+struct Write {
+    const ze_table& table;
+    const std::vector<int64_t>& order;
+    const ze_buffers& src;
+    const ze_digest* digest;
+    int32_t cast;
+};
+
+bool write_vectors(int fd, std::vector<iovec>* vectors, int64_t offset, int64_t file, ze_error* error) {
+    iovec* at = vectors->data();
+    size_t left = vectors->size();
+    while (left > 0) {
+        const ssize_t put = pwritev(fd, at, static_cast<int>(left), offset);
+        if (put < 0 && errno == EINTR) continue;
+        if (put <= 0) {
+            *error = failure(ZE_WRITE_FAILED, put == 0 ? ENOSPC : errno, ZE_DESTINATION, file, offset);
+            return false;
+        }
+        offset += put;
+        size_t rest = static_cast<size_t>(put);
+        while (left > 0 && rest >= at->iov_len) {
+            rest -= at->iov_len;
+            ++at;
+            --left;
+        }
+        if (rest > 0) {
+            at->iov_base = static_cast<char*>(at->iov_base) + rest;
+            at->iov_len -= rest;
+        }
+    }
+    return true;
+}
+
+bool write_unit(const Write& write, const Unit& unit, int fd, ze_error* error) {
+    const ze_table& table = write.table;
+    Pieces pieces(table, write.order, unit);
+    std::vector<iovec> vectors;
+    std::vector<char> staging;
+    const bool casting = write.cast != ZE_CAST_NONE;
+    const int64_t most = casting || write.digest != nullptr ? kCachedCallBytes : kCallBytes;
+    if (casting) staging.resize(static_cast<size_t>(2 * (most + kCut)));
+    Piece piece;
+    bool more = true;
+    while (more) {
+        vectors.clear();
+        int64_t begin = 0;
+        int64_t nbytes = 0;  // as written
+        int64_t taken = 0;   // of the source
+        while (vectors.size() < kMaxVectors && taken < most) {
+            more = pieces.peek((most - taken + kCut - 1) / kCut * kCut, &piece);
+            if (!more) break;
+            const int64_t offset = table.dst_offset[piece.row] + converted_bytes(piece.within, write.cast);
+            if (nbytes > 0 && offset != begin + nbytes) break;
+            if (nbytes == 0) begin = offset;
+            char* from = static_cast<char*>(write.src.data[table.src[piece.row]]) +
+                         table.src_offset[piece.row] + piece.within;
+            if (write.digest != nullptr) add_digest(*write.digest, piece, from);
+            const int64_t written = converted_bytes(piece.nbytes, write.cast);
+            if (casting) {
+                char* staged = staging.data() + nbytes;
+                cast_elements(write.cast, from, staged, piece.nbytes / source_itemsize(write.cast), false);
+                from = staged;
+            }
+            if (!vectors.empty() &&
+                static_cast<char*>(vectors.back().iov_base) + vectors.back().iov_len == from) {
+                vectors.back().iov_len += static_cast<size_t>(written);
+            } else {
+                vectors.push_back({from, static_cast<size_t>(written)});
+            }
+            nbytes += written;
+            taken += piece.nbytes;
+            pieces.take(piece);
+        }
+        if (nbytes > 0 && !write_vectors(fd, &vectors, begin, unit.file, error)) return false;
+    }
+    return true;
+}
+
+// Units of all files in turn: most file systems let only one thread at a time write to a file.
+std::vector<size_t> in_turn(const std::vector<Unit>& units) {
+    std::vector<size_t> rank(units.size());
+    for (size_t i = 0; i < units.size(); ++i) {
+        rank[i] = i > 0 && units[i].file == units[i - 1].file ? rank[i - 1] + 1 : 0;
+    }
+    std::vector<size_t> turns(units.size());
+    for (size_t i = 0; i < units.size(); ++i) turns[i] = i;
+    std::stable_sort(turns.begin(), turns.end(), [&](size_t a, size_t b) { return rank[a] < rank[b]; });
+    return turns;
+}
+
+}  // namespace
+
+int32_t write_segments(const ze_table& table, const ze_buffers& src, const ze_files& dst,
+                       const ze_digest* digest, const ze_options& options, ze_error* error) {
+    if (!check_table(table, src.count, src.nbytes, dst.count, nullptr, digest, options.cast, error)) {
+        return error->code;
+    }
+    const std::vector<int64_t> order = file_order(table, table.dst, table.dst_offset);
+    const std::vector<Unit> units = make_units(
+        table, order, table.dst, choose_unit_bytes(total_bytes(table), options.threads, kUnitBytes));
+    OpenFiles files(dst, O_WRONLY, ZE_DESTINATION);
+    for (const Unit& unit : units) files.expect(unit.file);
+    const std::vector<size_t> turns = in_turn(units);
+    const Write write{table, order, src, digest, options.cast};
+    return run_units(units.size(), options.threads, error, [&](size_t index, ze_error* reason) {
+        const Unit& unit = units[turns[index]];
+        const int fd = files.acquire(unit.file, reason);
+        if (fd < 0) return false;
+        return write_unit(write, unit, fd, reason) && files.release(unit.file, options.sync != 0, reason);
+    });
+}
+
+}  // namespace zeroelastic

@@ -1,0 +1,44 @@
+"""Environment, fixtures and time limits of the whole test suite.
+
+Tests run on the CPU, one thread per process, unless the environment says otherwise. The time limit of a
+test is `timeout` in pyproject.toml, SLOW_TIMEOUT_S where it is marked `slow`, or the one it names itself.
+The marker `gpu` and the fixture `rank_pool` come from the package's own pytest plugin. Nothing here imports
+torch: the tests of the pure modules stay a matter of milliseconds.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+pytest_plugins = ["zeroelastic.testing.pytest_plugin"]
+
+SLOW_TIMEOUT_S = 1800
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# `make warm` compiles DeepSpeed's ops here; a plain `pytest` in the same environment does not do it again.
+_compiled_ops = Path(sys.prefix) / "torch_extensions"
+if _compiled_ops.is_dir():
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(_compiled_ops))
+
+# A busy machine is no bug of ours: properties have no deadline of their own, the test's time limit holds.
+settings.register_profile(
+    "zeroelastic",
+    deadline=None,
+    derandomize="CI" in os.environ,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("zeroelastic")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(SLOW_TIMEOUT_S))

@@ -1,0 +1,111 @@
+"""Make the golden checkpoints: a tiny model trained by DeepSpeed on CPU, saved stock and elastic, on 2 and 3 ranks.
+
+    python tests/golden/make.py
+
+Each folder ``{rigid,elastic}{2,3}`` holds ``latest``, one tag, and ``expected.json``: every full parameter and state as
+DeepSpeed itself gathers them, as hexadecimal bytes. Rigid ones are saved without zeroelastic installed.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+from zeroelastic.testing import run_ranks
+
+HERE = Path(__file__).resolve().parent
+STEPS = 2
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 2,
+    "bf16": {"enabled": True},
+    "zero_optimization": {"stage": 3, "sub_group_size": 10, "stage3_param_persistence_threshold": 8},
+    "zero_allow_untested_optimizer": True,
+    "zero_force_ds_cpu_optimizer": False,
+    "gradient_clipping": 1.0,
+}
+
+
+def train_and_save(folder: str, elastic: bool) -> dict[str, dict[str, object]] | None:
+    """Train two steps, save, and return what DeepSpeed gathers; runs on every rank, returns it on rank 0."""
+    import deepspeed
+    import torch
+    import torch.distributed as dist
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    import zeroelastic
+
+    if elastic:
+        zeroelastic.install()
+
+    class Tiny(torch.nn.Module):
+        """Parameters of 20, 5, 1, 3 and 12 elements, and a frozen one of 7."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = torch.nn.Linear(4, 5)
+            self.gain = torch.nn.Parameter(torch.ones(1))
+            self.tail = torch.nn.Linear(4, 3)
+            self.frozen = torch.nn.Parameter(torch.randn(7), requires_grad=False)
+            self.register_buffer("seen", torch.arange(3.0))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.inner(x) * self.gain
+            return self.tail(y[:, :4]).square().sum() + y.square().sum() * self.frozen.square().sum()
+
+    torch.manual_seed(0)
+    model = Tiny()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [p for p in trained if p.dim() > 1], "weight_decay": 0.1},
+            {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0},
+        ],
+        lr=0.01,
+        betas=(0.9, 0.95),
+    )
+    config = dict(CONFIG, zero_optimization=dict(CONFIG["zero_optimization"], elastic_checkpoint=elastic))
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    torch.manual_seed(1 + dist.get_rank())
+    for _ in range(STEPS):
+        engine.backward(engine(torch.randn(2, 4, dtype=torch.bfloat16)))
+        engine.step()
+    engine.save_checkpoint(folder)
+
+    expected: dict[str, dict[str, object]] = {}
+
+    def hexed(tensor: torch.Tensor) -> str:
+        return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes().hex()
+
+    for name, param in engine.module.named_parameters():
+        tensors: dict[str, str] = {}
+        if param.requires_grad:
+            tensors["fp32"] = hexed(safe_get_full_fp32_param(param))
+            for key in ("exp_avg", "exp_avg_sq"):
+                tensors[key] = hexed(safe_get_full_optimizer_state(param, key))
+            dtype = "float32"
+        else:
+            with deepspeed.zero.GatheredParameters([param]):
+                tensors["frozen"] = hexed(param)
+            dtype = "bfloat16"
+        expected[name] = {"shape": list(param.ds_shape), "dtype": dtype, "tensors": tensors}
+    return expected if dist.get_rank() == 0 else None
+
+
+def main() -> None:
+    """Make all four, replacing what is there."""
+    for elastic in (False, True):
+        for world_size in (2, 3):
+            folder = HERE / f"{'elastic' if elastic else 'rigid'}{world_size}"
+            shutil.rmtree(folder, ignore_errors=True)
+            expected = run_ranks(train_and_save, world_size, str(folder), elastic, timeout=300)[0]
+            for script in folder.glob("zero_to_*.py"):
+                script.unlink()
+            (folder / "expected.json").write_text(json.dumps(expected, indent=1) + "\n")
+            size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+            sys.stdout.write(f"{folder.name}: {size} bytes\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""The code in the documentation runs, in order, as a reader would run it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = ("README.md", "docs/quickstart.md", "docs/format.md")
+
+# Commands that are not run from here: they install or build what this test runs in, or run this test.
+SET_UP = ("make ", "pip install ")
+
+
+@dataclass(frozen=True)
+class Block:
+    language: str
+    text: str
+
+
+def blocks(document: str) -> list[Block]:
+    found = re.findall(r"^```(\w+)\n(.*?)^```$", (ROOT / document).read_text(), flags=re.DOTALL | re.MULTILINE)
+    return [Block(language, text) for language, text in found]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_code_blocks_run(document: str, tmp_path: Path) -> None:
+    """Python blocks that begin with a file name are written there, others are run; bash blocks are run line by line."""
+    ran = 0
+    for block in blocks(document):
+        if block.language == "python":
+            name = re.match(r"# (\S+\.py)\n", block.text)
+            if name:
+                (tmp_path / name[1]).write_text(block.text)
+                continue
+            run([sys.executable, "-c", block.text], tmp_path)
+            ran += 1
+        elif block.language == "bash":
+            for line in filter(None, block.text.splitlines()):
+                if line.startswith(SET_UP):
+                    continue
+                program, *arguments = line.split()
+                modules = {"torchrun": "torch.distributed.run", "pytest": "pytest"}
+                options = ["--standalone"] if program == "torchrun" else []
+                options += ["-p", "no:cacheprovider"] if program == "pytest" else []
+                run([sys.executable, "-m", modules[program], *options, *arguments], tmp_path)
+                ran += 1
+        else:
+            assert block.language == "text", block.language
+    assert ran > 0
+
+
+def run(command: list[str], directory: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(
+        command, cwd=directory, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert result.returncode == 0, f"{command}\n{result.stdout[-2000:]}\n{result.stderr[-4000:]}"
+
+
+def test_links_in_the_documentation_exist() -> None:
+    for document in (*DOCUMENTS, "CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md"):
+        for link in re.findall(r"\]\(([^)#:]+)\)", (ROOT / document).read_text()):
+            assert ((ROOT / document).parent / link).exists(), f"{document}: {link}"
+
+
+def test_quickstart_names_every_option() -> None:
+    from zeroelastic.stage3.options import Options
+
+    text = (ROOT / "docs/quickstart.md").read_text()
+    for option in Options.model_fields:
+        assert f"| `{option}` |" in text, option

@@ -1,0 +1,145 @@
+"""install() and uninstall(): what they change, what they put back, and what they refuse."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from zeroelastic.testing import RankPool
+
+
+def test_uninstall_restores_every_attribute(rank_pool: RankPool) -> None:
+    assert rank_pool.run(install_twice_and_uninstall, 1) == [[]]
+
+
+def install_twice_and_uninstall() -> list[str]:
+    """Names of class attributes that are not the very objects they were."""
+    from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+
+    import zeroelastic
+
+    classes = (DeepSpeedEngine, DeepSpeedZeroOptimizer_Stage3)
+    before = [dict(vars(owner)) for owner in classes]
+    zeroelastic.install()
+    assert zeroelastic.is_installed()
+    pairs = list(zip(classes, before, strict=True))
+    changed = {name for owner, old in pairs for name in old if vars(owner)[name] is not old[name]}
+    assert changed == {
+        "_configure_zero_optimizer",
+        "_get_all_ckpt_names",
+        "load_checkpoint",
+        "load_state_dict",
+        "save_checkpoint",
+        "state_dict",
+    }
+    once = [dict(vars(owner)) for owner in classes]
+    zeroelastic.install()
+    assert [dict(vars(owner)) for owner in classes] == once, "a second install() wrapped again"
+    zeroelastic.uninstall()
+    zeroelastic.uninstall()
+    assert not zeroelastic.is_installed()
+    after = [dict(vars(owner)) for owner in classes]
+    return [
+        name
+        for old, new in zip(before, after, strict=True)
+        for name in old.keys() | new.keys()
+        if old.get(name) is not new.get(name)
+    ]
+
+
+def test_signatures_are_kept(rank_pool: RankPool) -> None:
+    """HF Trainer looks at save_checkpoint's parameters before it passes exclude_frozen_parameters."""
+    assert rank_pool.run(signatures, 1)[0]
+
+
+def signatures() -> bool:
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    import zeroelastic
+
+    names = ("save_checkpoint", "load_checkpoint")
+    before = {name: inspect.signature(getattr(DeepSpeedEngine, name)) for name in names}
+    zeroelastic.install()
+    return all(inspect.signature(getattr(DeepSpeedEngine, name)) == sig for name, sig in before.items())
+
+
+def test_a_deepspeed_that_is_too_old_is_refused(rank_pool: RankPool) -> None:
+    name, text, installed = rank_pool.run(install_on, 1, version="0.16.9")[0]
+    assert (name, installed) == ("IncompatibleDeepSpeedError", False)
+    assert "0.16.9" in text and "deepspeed>=0.18" in text
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ("missing", "DeepSpeedEngine._get_all_ckpt_names does not exist"),
+        ("parameter", "DeepSpeedEngine.load_checkpoint has no parameter load_module_strict"),
+    ],
+)
+def test_a_changed_seam_is_refused_by_name_and_nothing_is_wrapped(rank_pool: RankPool, change: str, named: str) -> None:
+    name, text, installed = rank_pool.run(install_on, 1, change=change)[0]
+    assert (name, installed) == ("IncompatibleDeepSpeedError", False)
+    assert named in text and "Nothing was changed" in text
+
+
+def install_on(version: str | None = None, change: str | None = None) -> tuple[str, str, bool]:
+    from importlib import metadata
+
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    import zeroelastic
+
+    if version is not None:
+        metadata.version = lambda name: version  # type: ignore[assignment]
+    if change == "missing":
+        del DeepSpeedEngine._get_all_ckpt_names
+    elif change == "parameter":
+        DeepSpeedEngine.load_checkpoint = lambda self, load_dir, tag=None: None
+    before = dict(vars(DeepSpeedEngine))
+    try:
+        zeroelastic.install()
+    except Exception as error:
+        unchanged = dict(vars(DeepSpeedEngine)) == before
+        return type(error).__name__, str(error), zeroelastic.is_installed() or not unchanged
+    return "", "", zeroelastic.is_installed()
+
+
+def test_the_warning_that_the_flag_is_unsupported_is_not_shown() -> None:
+    config = "DeepSpeedZeroConfig(stage=3, elastic_checkpoint=True)"
+    shown = {}
+    installed = "import zeroelastic; zeroelastic.install(); "
+    for prepare in ("", installed, installed + "zeroelastic.uninstall(); "):
+        code = f"{prepare}from deepspeed.runtime.zero.config import DeepSpeedZeroConfig; {config}"
+        result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+        shown[prepare] = "elastic checkpointing is deprecated" in result.stdout + result.stderr
+    assert list(shown.values()) == [True, False, True]
+
+
+SCRIPT = """
+import sys
+import zeroelastic
+assert zeroelastic.is_installed()
+print("ran", sys.argv[1:], __name__, sys.path[0], file=open(sys.argv[1], "w"))
+"""
+
+
+@pytest.mark.parametrize("module", [False, True])
+def test_launcher_runs_an_unchanged_script(tmp_path: Path, module: bool) -> None:
+    script = tmp_path / "train_it.py"
+    script.write_text(SCRIPT)
+    target = ["-m", "train_it"] if module else [str(script)]
+    command = [sys.executable, "-m", "zeroelastic.run", *target, str(tmp_path / "out"), "--lr", "3"]
+    subprocess.run(command, check=True, timeout=120, cwd=tmp_path if module else None)
+    text = (tmp_path / "out").read_text()
+    assert "'--lr', '3'] __main__" in text and str(tmp_path) in text
+
+
+def test_launcher_says_what_is_wrong(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "zeroelastic.run", str(tmp_path / "none.py")]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 2 and "no such script" in result.stderr

@@ -1,0 +1,230 @@
+"""Nobody is locked in: stock DeepSpeed and its tools read elastic files, and installing changes nothing else."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from training import LOSS_RTOL, Job, Outcome, build_engine, resume, train_and_save, train_step
+
+from zeroelastic.testing import RankPool, compare_states, gather_state
+
+
+@pytest.fixture(scope="module")
+def saves(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Outcome]]:
+    """The same run saved three ways: elastic, rigid, and by stock DeepSpeed."""
+    jobs = {"elastic": Job(), "rigid": Job(elastic=False), "stock": Job(elastic=False, installed=False)}
+    made: dict[str, tuple[Path, Outcome]] = {}
+    for name, job in jobs.items():
+        directory = tmp_path_factory.mktemp(name)
+        made[name] = directory, rank_pool.run(train_and_save, 4, job, str(directory))[0]
+    return made
+
+
+def test_installing_does_not_change_training(saves: dict[str, tuple[Path, Outcome]]) -> None:
+    states = [outcome.state for _, outcome in saves.values()]
+    losses = [outcome.losses for _, outcome in saves.values()]
+    assert states[0] == states[1] == states[2]
+    assert losses[0] == losses[1] == losses[2]
+
+
+@pytest.mark.parametrize("elastic_flag", [False, True])
+def test_stock_deepspeed_loads_an_elastic_file_at_the_same_world_size(
+    rank_pool: RankPool, saves: dict[str, tuple[Path, Outcome]], elastic_flag: bool
+) -> None:
+    directory, saved = saves["elastic"]
+    job = Job(installed=False, elastic=elastic_flag, perturb=0.5, lr=0.1)
+    outcome = rank_pool.run(resume, 4, job, str(directory))[0]
+    assert compare_states(saved.state, outcome.state) == []
+    assert outcome.gathered == saved.gathered
+    assert outcome.losses == pytest.approx(saved.losses, rel=LOSS_RTOL["bf16"])
+
+
+def test_elastic_files_are_not_larger(saves: dict[str, tuple[Path, Outcome]]) -> None:
+    elastic, stock = saves["elastic"][0] / "global_step3", saves["stock"][0] / "global_step3"
+    num_params = 9
+    for path in sorted(stock.glob("*optim_states.pt")):
+        extra = (elastic / path.name).stat().st_size - path.stat().st_size
+        assert extra <= 64 * 1024 + 200 * num_params
+    for path in sorted(stock.glob("*model_states.pt")):
+        assert (elastic / path.name).stat().st_size == path.stat().st_size
+
+
+def test_elastic_metadata_stays_within_200_bytes_per_parameter(rank_pool: RankPool, tmp_path: Path) -> None:
+    """Without the fixed allowance of 64 KiB, which would hide it."""
+    sizes = rank_pool.run(sizes_of_many_parameters, 2, str(tmp_path))
+    elastic, rigid, num_params = sizes[0]
+    assert num_params == 500
+    assert elastic - rigid <= 200 * num_params
+
+
+def sizes_of_many_parameters(directory: str) -> tuple[int, int, int]:
+    import deepspeed
+
+    import zeroelastic
+
+    zeroelastic.install()
+    sizes = []
+    for elastic in (True, False):
+        model = torch.nn.Module()
+        for i in range(500):
+            model.register_parameter(f"transformer_block_{i // 10}_weight_{i}", torch.nn.Parameter(torch.ones(9)))
+        model.forward = functools.partial(_sum_of, model)  # type: ignore[method-assign]
+        config = {
+            "train_batch_size": 2,
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "zero_optimization": {"stage": 3, "elastic_checkpoint": elastic},
+        }
+        engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config)
+        engine.backward(engine())
+        engine.step()
+        engine.save_checkpoint(directory, tag=str(elastic))
+        path = Path(engine._get_zero_ckpt_name(directory, str(elastic)))
+        sizes.append(path.stat().st_size)
+        engine.destroy()
+    return sizes[0], sizes[1], 500
+
+
+def _sum_of(model: torch.nn.Module) -> torch.Tensor:
+    return torch.stack([param.sum() for param in model.parameters()]).mean()
+
+
+def test_padding_is_zero_on_disk(saves: dict[str, tuple[Path, Outcome]]) -> None:
+    for path in sorted((saves["elastic"][0] / "global_step3").glob("*optim_states.pt")):
+        state = torch.load(path, weights_only=False)["optimizer_state_dict"]
+        for i, table in enumerate(state["zeroelastic"]["sub_groups"]):
+            world_size = state["zeroelastic"]["world_size"]
+            flats = [state["fp32_flat_groups"][i]]
+            flats += [v for v in state["optimizer_state_dict"]["state"][i].values() if v.dim() == 1]
+            assert len(flats) == 3
+            offset = 0
+            for shape, numel in zip(table["shapes"], table["numels"], strict=True):
+                part = -(-torch.Size(shape).numel() // world_size)
+                for flat in flats:
+                    assert (flat[offset + numel : offset + part] == 0).all()
+                offset += part
+
+
+def test_lean_tensors_share_the_storage_of_the_stock_ones(saves: dict[str, tuple[Path, Outcome]]) -> None:
+    path = next((saves["elastic"][0] / "global_step3").glob("*optim_states.pt"))
+    state = torch.load(path, weights_only=False)["optimizer_state_dict"]
+    for base, stock in zip(state["base_optimizer_state"], state["optimizer_state_dict"]["state"].values(), strict=True):
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert all(t.untyped_storage().data_ptr() == stock[key].untyped_storage().data_ptr() for t in base[key])
+
+
+def test_zero_to_fp32_gives_the_trained_weights(
+    rank_pool: RankPool, saves: dict[str, tuple[Path, Outcome]], tmp_path: Path
+) -> None:
+    """With the script that DeepSpeed leaves in the directory."""
+    weights = {}
+    for name in ("elastic", "stock"):
+        directory, target = saves[name][0], tmp_path / f"{name}.bin"
+        script = (
+            "import sys, torch; from zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint as merge; "
+            "torch.save(merge(sys.argv[1]), sys.argv[2])"
+        )
+        subprocess.run(
+            [sys.executable, "-c", script, str(directory), str(target)],
+            check=True,
+            timeout=180,
+            capture_output=True,
+            cwd=directory,
+        )
+        weights[name] = torch.load(target, weights_only=True)
+    assert weights["elastic"].keys() == weights["stock"].keys()
+    for key, value in weights["stock"].items():
+        assert torch.equal(weights["elastic"][key], value), key
+    gathered = rank_pool.run(full_masters, 1, Job().other(), str(saves["elastic"][0]))[0]
+    for name, master in gathered.items():
+        assert torch.equal(weights["elastic"][name], master), name
+
+
+def full_masters(job: Job, directory: str) -> dict[str, torch.Tensor]:
+    engine = build_engine(job)
+    engine.load_checkpoint(directory)
+    return {key.removeprefix("master/"): t for key, t in gather_state(engine).items() if key.startswith("master/")}
+
+
+def test_ds_to_universal_converts_an_elastic_checkpoint(
+    rank_pool: RankPool, saves: dict[str, tuple[Path, Outcome]], tmp_path: Path
+) -> None:
+    converted = {}
+    for name in ("elastic", "stock"):
+        source = saves[name][0] / "global_step3"
+        target = tmp_path / name
+        subprocess.run(
+            [
+                *(sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"),
+                *("--input_folder", str(source), "--output_folder", str(target)),
+                *("--num_extract_workers", "1", "--num_merge_workers", "1"),
+            ],
+            check=True,
+            timeout=300,
+            capture_output=True,
+        )
+        converted[name] = {
+            str(path.relative_to(target)): torch.load(path, weights_only=False)
+            for path in sorted(target.glob("zero/*/*.pt"))
+        }
+    assert converted["elastic"].keys() == converted["stock"].keys() and len(converted["stock"]) >= 27
+    for key, value in converted["stock"].items():
+        other = converted["elastic"][key]
+        left, right = (v["param"] if isinstance(v, dict) else v for v in (value, other))
+        assert torch.equal(torch.as_tensor(left), torch.as_tensor(right)), key
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_other_stages_are_as_without_us(rank_pool: RankPool, tmp_path: Path, stage: int) -> None:
+    results = {
+        installed: rank_pool.run(
+            train_save_load, 2, Job(stage=stage, installed=installed), str(tmp_path / str(installed))
+        )
+        for installed in (True, False)
+    }
+    assert results[True] == results[False]
+    files = {
+        installed: sorted(p.relative_to(tmp_path / str(installed)) for p in (tmp_path / str(installed)).rglob("*"))
+        for installed in (True, False)
+    }
+    assert files[True] == files[False]
+
+
+def train_save_load(job: Job, directory: str) -> list[float]:
+    engine = build_engine(job)
+    losses = [train_step(engine, 0)]
+    engine.save_checkpoint(directory)
+    losses.append(train_step(engine, 1))
+    engine.load_checkpoint(directory)
+    losses.append(train_step(engine, 1))
+    assert not hasattr(engine, "zeroelastic_report")
+    assert losses[1] == losses[2]
+    return losses
+
+
+def test_universal_checkpoints_are_left_to_deepspeed(
+    rank_pool: RankPool, saves: dict[str, tuple[Path, Outcome]], tmp_path: Path
+) -> None:
+    source = saves["stock"][0] / "global_step3"
+    (tmp_path / "u").mkdir()
+    subprocess.run(
+        [
+            *(sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"),
+            *("--input_folder", str(source), "--output_folder", str(tmp_path / "u" / "step")),
+        ],
+        check=True,
+        timeout=300,
+        capture_output=True,
+    )
+    (tmp_path / "u" / "latest_universal").write_text("step")
+    job = Job().other(elastic=False, config={"checkpoint": {"load_universal": True}})
+    outcome: Any = rank_pool.run(resume, 3, job, str(tmp_path / "u"))[0]
+    masters = {k: v for k, v in saves["stock"][1].state.items() if k.startswith("master/")}
+    assert {k: v for k, v in outcome.state.items() if k.startswith("master/")} == masters
+    assert outcome.report is None

@@ -1,0 +1,155 @@
+"""Every byte once: what a load reads, by its own report and by the operating system's count."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from zeroelastic.testing import RankPool
+
+WIDTH = 512
+PAIRS = ((4, 3), (3, 4), (4, 6), (6, 2))
+
+
+def build(elastic: bool, frozen: bool, executor: str = "auto") -> Any:
+    """About 2 M parameters, so that headers hide nothing; with ``frozen``, half of them are not trained."""
+    import deepspeed
+
+    import zeroelastic
+
+    zeroelastic.install()
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(8)] + [torch.nn.Linear(WIDTH, 3)]
+    model = torch.nn.Sequential(*layers)
+    if frozen:
+        for layer in layers[:4]:
+            for param in layer.parameters():
+                param.requires_grad = False
+    config = {
+        "train_batch_size": 12,
+        "bf16": {"enabled": True},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {"stage": 3, "elastic_checkpoint": elastic, "sub_group_size": 300_000},
+        "zeroelastic": {"executor": executor},
+    }
+    trained = [param for param in model.parameters() if param.requires_grad]
+    engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(trained), config=config)
+    return engine
+
+
+def save(directory: str, elastic: bool, frozen: bool) -> None:
+    engine = build(elastic, frozen)
+    data = torch.ones(12 // torch.distributed.get_world_size(), WIDTH, dtype=torch.bfloat16)
+    engine.backward(engine(data).float().pow(2).mean())
+    engine.step()
+    engine.save_checkpoint(directory)
+
+
+def load(directory: str, frozen: bool, executor: str) -> tuple[Any, int, list[str], int]:
+    """The report, bytes read by system calls, checkpoint files opened, and peak growth of resident memory in bytes."""
+    engine = build(True, frozen, executor)
+    engine.load_checkpoint(directory)  # imports and caches are warm; optimizer state exists
+    opened: list[str] = []
+
+    def watch(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open" and isinstance(arguments[0], str) and arguments[0].startswith(directory):
+            opened.append(arguments[0])
+
+    sys.addaudithook(watch)
+    _reset_peak()
+    before, resident = _bytes_read(), _status("VmRSS")
+    engine.load_checkpoint(directory)
+    read = _bytes_read() - before
+    return engine.zeroelastic_report, read, opened, _status("VmHWM") - resident
+
+
+def _bytes_read() -> int:
+    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(fields["rchar"])
+
+
+def _status(key: str) -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
+    return int(line.split()[1]) * 1024
+
+
+def _reset_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+@pytest.mark.parametrize(
+    ("elastic", "frozen", "executor"),
+    [
+        (True, False, "numpy"),
+        (True, False, "auto"),
+        (True, True, "numpy"),
+        (False, False, "numpy"),
+        (False, True, "auto"),
+    ],
+)
+def test_bytes_files_and_memory_of_a_load(
+    rank_pool: RankPool, tmp_path: Path, elastic: bool, frozen: bool, executor: str
+) -> None:
+    """Python's opens are all seen under the numpy executor; bytes are the kernel's own count under each."""
+    pairs = PAIRS if elastic and not frozen else PAIRS[:2]
+    for save_world_size in sorted({pair[0] for pair in pairs}):
+        rank_pool.run(save, save_world_size, str(tmp_path / str(save_world_size)), elastic, frozen)
+    for save_world_size, world_size in pairs:
+        directory = str(tmp_path / str(save_world_size))
+        outcomes = rank_pool.run(load, world_size, directory, frozen, executor)
+        report = outcomes[0][0]
+        assert report.root_matches
+        assert report.bytes_read <= 1.01 * report.bytes_owned
+        state = state_bytes(Path(directory))
+        assert report.total_bytes_read == state, "all ranks together read the state once"
+        for rank, (_, read, opened, growth) in enumerate(outcomes):
+            where = f"{save_world_size} -> {world_size}, rank {rank}"
+            # The system also counts what DeepSpeed and gloo read; headers stay below 256 KiB.
+            assert read <= 1.01 * report.bytes_owned + report.header_bytes + 64 * 1024, where
+            assert report.header_bytes < 256 * 1024, where
+            allowed = needed_files(Path(directory), world_size, rank)
+            names = {Path(path).name for path in opened}
+            assert names <= allowed, (where, names - allowed)
+            assert len({n for n in names if n.endswith(".pt")}) <= report.files_opened
+            assert growth < 64 << 20, (where, growth)
+
+
+def state_bytes(directory: Path) -> int:
+    """Bytes of state, padding excluded, from the commit record alone."""
+    from zeroelastic.record import read_record
+
+    record = read_record(next(directory.glob("global_step*")))
+    assert record is not None
+    width = {"float32": 4, "bfloat16": 2}
+    return sum(
+        torch.Size(param.shape).numel() * width[tensor.dtype]
+        for param in record.params
+        for tensor in param.tensors.values()
+    )
+
+
+def needed_files(directory: Path, world_size: int, rank: int) -> set[str]:
+    """The only files that may be opened, from first principles: of ranks that own a piece of what this one owns."""
+    from zeroelastic.record import read_record
+
+    tag = next(directory.glob("global_step*"))
+    record = read_record(tag)
+    assert record is not None
+    saved = record.world_size
+    names = {"latest", "zeroelastic.json", tag.name}
+    names.add(f"zero_pp_rank_{rank if rank < saved else 0}_mp_rank_00_model_states.pt")
+    for param in record.params:
+        numel = torch.Size(param.shape).numel()
+        part, saved_part = -(-numel // world_size), -(-numel // saved)
+        mine = range(min(rank * part, numel), min((rank + 1) * part, numel))
+        if len(mine):
+            for source in range(mine[0] // saved_part, mine[-1] // saved_part + 1):
+                kind = "optim" if param.trainable else "model"
+                prefix = "bf16_" if param.trainable else ""
+                names.add(f"{prefix}zero_pp_rank_{source}_mp_rank_00_{kind}_states.pt")
+    return names

@@ -1,0 +1,65 @@
+"""zeroelastic.stage3.options: safe defaults, and every mistake names the option and what is known."""
+
+from __future__ import annotations
+
+import pytest
+
+from zeroelastic.errors import ConfigError
+from zeroelastic.stage3.options import Options, parse_options
+
+
+@pytest.mark.parametrize("config", [{}, {"zeroelastic": {}}, {"zero_optimization": {"stage": 3}}])
+def test_the_defaults_are_the_safe_ones(config):
+    options = parse_options(config)
+    assert options == Options()
+    assert (options.verify, options.strict, options.safe_load, options.fsync, options.executor) == (
+        "full", False, False, True, "auto",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("value", "want"), [(True, "full"), (False, "off"), ("full", "full"), ("quick", "quick"), ("off", "off")]
+)
+def test_verify_is_a_flag_or_a_word(value, want):
+    assert parse_options({"zeroelastic": {"verify": value}}).verify == want
+
+
+def test_every_option_is_taken():
+    block = {"verify": "quick", "strict": True, "safe_load": True, "fsync": False, "executor": "numpy"}
+    assert parse_options({"zeroelastic": block}).model_dump() == block
+
+
+def test_an_unknown_option_names_the_known_ones():
+    with pytest.raises(ConfigError, match=r"has no option 'verfy', 'x'\. Known options: ") as caught:
+        parse_options({"zeroelastic": {"verfy": True, "x": 1, "strict": True}})
+    assert all(name in str(caught.value) for name in Options.model_fields)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("verify", "fully"), ("verify", 1), ("verify", None), ("strict", "yes"), ("strict", 1), ("strict", None),
+        ("safe_load", "true"), ("fsync", 0), ("executor", "warp"), ("executor", None), ("executor", ["numpy"]),
+    ],
+)  # fmt: skip
+def test_a_wrong_value_names_its_option(name, value):
+    with pytest.raises(ConfigError) as caught:
+        parse_options({"zeroelastic": {name: value}})
+    assert f'"zeroelastic": {name} is {value!r}' in str(caught.value)
+
+
+@pytest.mark.parametrize("block", [True, None, [], "verify", 3])
+def test_a_block_that_is_none_is_refused(block):
+    with pytest.raises(ConfigError, match="not a block of options"):
+        parse_options({"zeroelastic": block})
+
+
+def test_a_config_error_is_a_value_error():
+    with pytest.raises(ValueError):
+        parse_options({"zeroelastic": 1})
+
+
+def test_options_do_not_change():
+    options = parse_options({})
+    with pytest.raises(ValueError, match="frozen"):
+        options.strict = True

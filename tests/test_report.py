@@ -1,0 +1,78 @@
+"""zeroelastic.report: a few lines that say what happened, and the same as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from zeroelastic import ResumeReport
+from zeroelastic.report import _size
+
+REPORT = ResumeReport(
+    path="ckpt/global_step10",
+    format="elastic",
+    saved_world_size=4,
+    world_size=3,
+    bytes_owned=3 << 20,
+    bytes_read=3 << 20,
+    header_bytes=2048,
+    files_opened=4,
+    total_bytes_read=9 << 20,
+    seconds=1.234,
+    saved_root="a" * 64,
+    loaded_root="a" * 64,
+    root_matches=True,
+    exact=("weights", "optimizer state"),
+    rederived=(),
+    reset=("client state of rank 3",),
+    notes=("GLOBAL BATCH CHANGED from 8 to 6",),
+)
+
+
+def test_the_whole_report():
+    assert REPORT.text() == (
+        "resumed ckpt/global_step10 (elastic): 4 -> 3 ranks in 1.23 s; content root aaaaaaaaaaaa is the saved one\n"
+        "  worst rank: owns 3.0 MiB, read 3.0 MiB + 2.0 KiB of headers from 4 files\n"
+        "  exact: weights; optimizer state\n"
+        "  not restored: client state of rank 3\n"
+        "  note: GLOBAL BATCH CHANGED from 8 to 6"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "proof"),
+    [
+        ({"root_matches": None, "saved_root": None}, "content root aaaaaaaaaaaa (not compared)"),
+        ({"root_matches": None, "saved_root": None, "loaded_root": None}, "content not verified"),
+    ],
+)
+def test_it_claims_no_more_than_was_verified(changes, proof):
+    first = dataclasses.replace(REPORT, **changes).text().splitlines()[0]
+    assert first.endswith(proof) and "is the saved one" not in first
+
+
+def test_empty_lists_take_no_line():
+    report = dataclasses.replace(REPORT, exact=(), reset=(), notes=())
+    assert len(report.text().splitlines()) == 2
+
+
+def test_it_is_plain_json():
+    data = json.loads(json.dumps(REPORT.to_dict()))
+    assert set(data) == {field.name for field in dataclasses.fields(REPORT)}
+    assert data["exact"] == ["weights", "optimizer state"] and data["root_matches"] is True
+
+
+def test_it_cannot_be_changed():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        REPORT.world_size = 5
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (1536, "1.5 KiB"), (1 << 20, "1.0 MiB"), (5 << 30, "5.0 GiB"),
+     (1 << 40, "1.0 TiB"), (5000 << 40, "5000.0 TiB")],
+)  # fmt: skip
+def test_sizes_read_well(nbytes, text):
+    assert _size(nbytes) == text

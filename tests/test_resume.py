@@ -1,0 +1,221 @@
+"""End to end with real DeepSpeed processes: what is resumed at another world size is what was saved, bit for bit.
+
+One save serves many loads: the directories of saves are kept for the module. Each comparison covers the gathered state
+(master weights, optimizer state, step of every parameter, 16-bit and frozen weights, buffers, hyper-parameters,
+scheduler, loss scale, counters) and, separately, what DeepSpeed's safe_get_full_* accessors gather.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from training import LOSS_RTOL, Job, Outcome, resume, resume_and_save, train_and_save
+
+from zeroelastic.record import read_record
+from zeroelastic.testing import RankPool, compare_states, run_ranks
+
+WORLD_SIZES = (1, 2, 3, 4, 5, 6, 8)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint on disk, and what the run that wrote it looked like and did afterwards."""
+
+    directory: str
+    outcome: Outcome
+
+    @property
+    def tag_dir(self) -> Path:
+        return next(Path(self.directory).glob("global_step*"))
+
+    @property
+    def root(self) -> str:
+        record = read_record(self.tag_dir)
+        assert record is not None
+        return record.content_root
+
+
+Saver = Callable[[Job, int], Saved]
+
+
+@pytest.fixture(scope="module")
+def saved(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Saver:
+    made: dict[str, Saved] = {}
+
+    def save(job: Job, world_size: int) -> Saved:
+        key = f"{job}@{world_size}"
+        if key not in made:
+            directory = str(tmp_path_factory.mktemp("save"))
+            outcomes = rank_pool.run(train_and_save, world_size, job, directory)
+            assert all(outcome.state == outcomes[0].state for outcome in outcomes)
+            made[key] = Saved(directory, outcomes[0])
+        return made[key]
+
+    return save
+
+
+def check_resumed(saved: Saved, outcomes: list[Outcome], job: Job) -> None:
+    """Every rank sees the saved state; training goes on as the uninterrupted run did."""
+    for rank, outcome in enumerate(outcomes):
+        assert compare_states(saved.outcome.state, outcome.state) == [], f"rank {rank}"
+        assert outcome.gathered == saved.outcome.gathered, f"rank {rank}"
+        assert outcome.report == outcomes[0].report
+        assert outcome.client_state["note"] == "hello"
+        steps, distinct = outcome.steps
+        assert distinct in (0, len(steps)), "sub-groups share one step tensor"
+        for got, want in zip(outcome.losses, saved.outcome.losses, strict=True):
+            assert got == pytest.approx(want, rel=LOSS_RTOL[job.precision])
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("save_world_size", WORLD_SIZES)
+def test_elastic_resume_is_bit_exact(rank_pool: RankPool, saved: Saver, save_world_size: int, world_size: int) -> None:
+    job = Job()
+    checkpoint = saved(job, save_world_size)
+    outcomes = rank_pool.run(resume, world_size, job.other(), checkpoint.directory)
+    check_resumed(checkpoint, outcomes, job)
+    record = read_record(checkpoint.tag_dir)
+    assert record is not None
+    assert record.versions.deepspeed == os.environ.get("ZEROELASTIC_EXPECT_DEEPSPEED", record.versions.deepspeed)
+    report = outcomes[0].report
+    assert (report.format, report.saved_world_size, report.world_size) == ("elastic", save_world_size, world_size)
+    assert report.root_matches and report.loaded_root == checkpoint.root
+
+
+@pytest.mark.parametrize(("save_world_size", "world_size"), [(4, 3), (3, 4), (2, 5), (6, 4), (8, 1), (1, 2), (4, 4)])
+def test_stock_rigid_checkpoint_resumes(
+    rank_pool: RankPool, saved: Saver, save_world_size: int, world_size: int
+) -> None:
+    job = Job(elastic=False, installed=False)  # written by DeepSpeed alone
+    checkpoint = saved(job, save_world_size)
+    assert not (checkpoint.tag_dir / "zeroelastic.json").exists()
+    for elastic in (True, False):  # the flag says what is saved, not what can be loaded
+        outcomes = rank_pool.run(resume, world_size, job.other(installed=True, elastic=elastic), checkpoint.directory)
+        check_resumed(checkpoint, outcomes, job)
+        report = outcomes[0].report
+        assert report.format == "rigid" and report.root_matches is None and report.saved_root is None
+
+
+def test_rigid_save_with_zeroelastic_has_a_commit_record(rank_pool: RankPool, saved: Saver) -> None:
+    checkpoint = saved(Job(elastic=False), 4)
+    outcomes = rank_pool.run(resume, 3, Job(elastic=False).other(), checkpoint.directory)
+    check_resumed(checkpoint, outcomes, Job())
+    assert outcomes[0].report.root_matches
+
+
+def test_content_root_is_the_same_at_every_world_size_and_in_both_formats(
+    rank_pool: RankPool, saved: Saver, tmp_path: Path
+) -> None:
+    checkpoint = saved(Job(), 4)
+    for world_size in (1, 3, 6):
+        for elastic in (True, False):
+            target = str(tmp_path / f"{world_size}{elastic}")
+            job = Job().other(elastic=elastic)
+            roots = rank_pool.run(resume_and_save, world_size, job, checkpoint.directory, target)
+            assert set(roots) == {checkpoint.root}
+
+
+VARIANTS = {
+    "amsgrad": Job(optimizer="amsgrad"),
+    "sgd_momentum": Job(optimizer="sgd"),
+    "plain_sgd": Job(optimizer="plain_sgd"),
+    "rmsprop": Job(optimizer="rmsprop"),
+    "adagrad": Job(optimizer="adagrad", groups=1),
+    "cpu_adam": Job(optimizer="cpu_adam"),
+    "fp32": Job(precision="fp32"),
+    "fp16": Job(precision="fp16"),
+    "fp16_sgd": Job(precision="fp16", optimizer="sgd"),
+    "fp32_amsgrad": Job(precision="fp32", optimizer="amsgrad"),
+    "one_sub_group": Job(sub_group_size=10**9),
+    "tiny_sub_groups": Job(sub_group_size=1),
+    "all_trained": Job(frozen=False),
+    "offload_optimizer": Job(zero={"offload_optimizer": {"device": "cpu"}}),
+    "offload_both": Job(zero={"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}),
+    "everything_persistent": Job(zero={"stage3_param_persistence_threshold": 10**6}),
+    "nothing_persistent": Job(zero={"stage3_param_persistence_threshold": 0}),
+    "accumulation": Job(micro=2),
+    "group_of_frozen_parameters": Job(groups=3),
+}
+PAIRS = ((4, 3), (2, 6), (3, 8), (6, 1), (1, 5), (5, 2), (8, 4), (3, 2), (4, 6))
+
+
+@pytest.mark.parametrize("elastic", [True, False], ids=["elastic", "rigid"])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variant_resumes_bit_exact(rank_pool: RankPool, saved: Saver, name: str, elastic: bool) -> None:
+    """Each variant at two pairs of world sizes, which differ between variants so that together they cover all."""
+    job = replace(VARIANTS[name], elastic=elastic)
+    if job.micro is not None:
+        pairs = [(4, 3), (2, 5)]
+    else:
+        first = list(VARIANTS).index(name) + (4 if elastic else 0)
+        pairs = [PAIRS[first % len(PAIRS)], PAIRS[(first + 2) % len(PAIRS)]]
+    for save_world_size, world_size in pairs:
+        checkpoint = saved(job, save_world_size)
+        outcomes = rank_pool.run(resume, world_size, job.other(), checkpoint.directory)
+        check_resumed(checkpoint, outcomes, job)
+        assert outcomes[0].report.root_matches
+
+
+@pytest.mark.parametrize("elastic", [True, False], ids=["elastic", "rigid"])
+def test_fp16_after_an_overflow_keeps_scale_and_skipped_steps(rank_pool: RankPool, saved: Saver, elastic: bool) -> None:
+    job = Job(precision="fp16", elastic=elastic, config={"fp16": {"initial_scale_power": 24, "hysteresis": 1}})
+    checkpoint = saved(job, 4)
+    assert checkpoint.outcome.state["engine/skipped_steps"] > 0, "no overflow happened"
+    assert checkpoint.outcome.state["loss_scaler/cur_scale"] < 2**24
+    outcomes = rank_pool.run(resume, 3, job.other(config={}), checkpoint.directory)
+    check_resumed(checkpoint, outcomes, job)
+
+
+@pytest.mark.parametrize("elastic", [True, False], ids=["elastic", "rigid"])
+def test_checkpoint_from_before_the_first_step(rank_pool: RankPool, tmp_path: Path, elastic: bool) -> None:
+    job = Job(elastic=elastic)
+    outcome = rank_pool.run(train_and_save, 3, job, str(tmp_path), before=0)[0]
+    outcomes = rank_pool.run(resume, 2, job.other(), str(tmp_path), before=0)
+    check_resumed(Saved(str(tmp_path), outcome), outcomes, job)
+    assert not any(key.startswith("state/") for key in outcomes[0].state)
+
+
+@pytest.mark.parametrize("between", [3, 6, 1])
+def test_there_and_back_gives_the_same_lean_tensors(
+    rank_pool: RankPool, saved: Saver, tmp_path: Path, between: int
+) -> None:
+    """4 -> M -> 4, with other sub-groups in between: every tensor of every rank's file is the original's."""
+    job = Job()
+    checkpoint = saved(job, 4)
+    there, back = str(tmp_path / "there"), str(tmp_path / "back")
+    roots = rank_pool.run(resume_and_save, between, job.other(), checkpoint.directory, there)
+    roots += rank_pool.run(resume_and_save, 4, job, there, back)
+    assert set(roots) == {checkpoint.root}
+    compared = 0
+    for path in sorted(checkpoint.tag_dir.glob("*optim_states.pt")):
+        ours, theirs = (
+            torch.load(file, weights_only=False)["optimizer_state_dict"]
+            for file in (path, next(Path(back).glob("global_step*")) / path.name)
+        )
+        for first, second in zip(ours["fp32_flat_groups"], theirs["fp32_flat_groups"], strict=True):
+            assert torch.equal(first, second)  # padding included: it is zero in both
+        for first, second in zip(ours["base_optimizer_state"], theirs["base_optimizer_state"], strict=True):
+            assert first.keys() == second.keys() == {"step", "exp_avg", "exp_avg_sq"}
+            assert torch.equal(first["step"], second["step"])
+            for key in ("exp_avg", "exp_avg_sq"):
+                for lean, other in zip(first[key], second[key], strict=True):
+                    assert torch.equal(lean, other)
+                    compared += lean.numel()
+    assert compared > 1000
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize(("save_world_size", "world_size"), [(1, 2), (2, 1)])
+def test_resume_on_gpus(tmp_path: Path, save_world_size: int, world_size: int) -> None:
+    """The same job and the same comparison as on the CPU."""
+    for elastic in (True, False):
+        directory = str(tmp_path / f"{elastic}")
+        job = Job(elastic=elastic)
+        outcome = run_ranks(train_and_save, save_world_size, job, directory, backend="nccl", timeout=300)[0]
+        outcomes = run_ranks(resume, world_size, job.other(), directory, backend="nccl", timeout=300)
+        check_resumed(Saved(directory, outcome), outcomes, job)

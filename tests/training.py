@@ -1,0 +1,288 @@
+"""The training job of the end-to-end tests: a small model that has everything that makes resharding hard.
+
+Two optimizer groups, an embedding tied to the head, frozen parameters, a buffer, parameters of 1 and 3 elements (fewer
+than ranks), parameters small enough to be persistent. Batches are a function of the step alone, so the global batch is
+the same at every world size. Functions run on ranks, so they are at module level and take plain values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+GLOBAL_BATCH = 120  # divisible by 1, 2, 3, 4, 5, 6 and 8
+VOCABULARY = 50
+
+LOSS_RTOL = {"fp32": 2e-5, "bf16": 4e-3, "fp16": 2e-3}
+"""Stated tolerance of losses after a resume: gradients are summed in another order at another world size, in the
+training dtype. fp32 rounds at 6e-8, fp16 at 5e-4, bf16 at 4e-3; losses average many such errors."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """How a run is configured; picklable."""
+
+    optimizer: str = "adamw"
+    precision: str = "bf16"
+    elastic: bool = True
+    sub_group_size: int = 200
+    groups: int = 2
+    frozen: bool = True
+    lr: float = 1e-2
+    batch: int = GLOBAL_BATCH
+    micro: int | None = None
+    zero: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=lambda: {"verify": True})
+    stage: int = 3
+    installed: bool = True
+    extra: str = ""
+    perturb: float = 0.0
+
+    def other(self, **changes: Any) -> Job:
+        """A run of the same model that was built with everything else different, to be overwritten by a load."""
+        different = {"sub_group_size": self.sub_group_size // 2 + 31, "lr": self.lr * 7, "perturb": 0.5}
+        return replace(self, **{**different, **changes})
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run saw: its state (fingerprints), what DeepSpeed gathers, the losses that follow, and the report."""
+
+    state: dict[str, Any]
+    gathered: dict[str, str]
+    losses: list[float]
+    report: Any = None
+    client_state: Any = None
+    steps: Any = None
+
+
+class TinyModel(torch.nn.Module):
+    def __init__(self, frozen: bool, extra: str) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(VOCABULARY, 16)
+        self.up = torch.nn.Linear(16, 33)
+        self.norm = torch.nn.LayerNorm(33)
+        self.down = torch.nn.Linear(33, 16)
+        self.head = torch.nn.Linear(16, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+        self.scale = torch.nn.Parameter(torch.ones(1))
+        self.three = torch.nn.Parameter(torch.linspace(-0.1, 0.1, 3))
+        self.adapter = torch.nn.Linear(16, 7)
+        for param in self.adapter.parameters():
+            param.requires_grad = not frozen
+        self.register_buffer("batches_seen", torch.zeros(2))
+        if extra:
+            self.add_module(extra, torch.nn.Linear(16, 16))
+        self.extra_name = extra
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.batches_seen += torch.tensor([1.0, 0.25], dtype=self.batches_seen.dtype)
+        hidden = self.down(torch.tanh(self.norm(self.up(self.embedding(tokens))))) * self.scale + self.three.sum()
+        hidden = hidden + 0.01 * self.adapter(hidden).sum(-1, keepdim=True)
+        if self.extra_name:
+            hidden = hidden + getattr(self, self.extra_name)(hidden)
+        logits = self.head(hidden).float()
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def build_model(job: Job) -> TinyModel:
+    torch.manual_seed(1234)
+    model = TinyModel(job.frozen, job.extra)
+    if job.perturb:
+        with torch.no_grad():
+            for tensor in [*model.parameters(), *model.buffers()]:
+                tensor.add_(job.perturb)
+    return model
+
+
+def build_optimizer(job: Job, model: torch.nn.Module) -> torch.optim.Optimizer:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if job.groups == 1:
+        groups = [{"params": trained, "lr": job.lr}]
+    else:
+        decay = [p for p in trained if p.ndim > 1]
+        no_decay = [p for p in trained if p.ndim <= 1]
+        groups = [
+            {"params": decay, "weight_decay": 0.1, "lr": job.lr},
+            {"params": no_decay, "weight_decay": 0.0, "lr": job.lr / 3},
+        ]
+        if job.groups == 3:  # a group of which nothing is trained
+            groups.append({"params": [p for p in model.parameters() if not p.requires_grad], "lr": job.lr / 5})
+    if job.optimizer == "cpu_adam":
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        return DeepSpeedCPUAdam(groups)
+    make = {
+        "adamw": lambda: torch.optim.AdamW(groups, betas=(0.8, 0.95)),
+        "amsgrad": lambda: torch.optim.AdamW(groups, amsgrad=True),
+        "sgd": lambda: torch.optim.SGD(groups, momentum=0.9),
+        "plain_sgd": lambda: torch.optim.SGD(groups),
+        "rmsprop": lambda: torch.optim.RMSprop(groups, momentum=0.5, centered=True),
+        "adagrad": lambda: torch.optim.Adagrad(groups),
+    }
+    return make[job.optimizer]()
+
+
+def ds_config(job: Job) -> dict[str, Any]:
+    config: dict[str, Any] = {
+        "train_batch_size": job.batch,
+        "gradient_clipping": 1.0,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {
+            "stage": job.stage,
+            "elastic_checkpoint": job.elastic,
+            "sub_group_size": job.sub_group_size,
+            "stage3_param_persistence_threshold": 40,
+            **job.zero,
+        },
+        "zeroelastic": job.options,
+        **job.config,
+    }
+    if job.micro is not None:
+        config["train_micro_batch_size_per_gpu"] = job.micro
+    if job.stage != 3:
+        del config["zero_optimization"]["sub_group_size"]
+        del config["zero_optimization"]["stage3_param_persistence_threshold"]
+        config["zero_optimization"]["elastic_checkpoint"] = False
+        del config["zeroelastic"]
+    if job.precision == "bf16":
+        config["bf16"] = {"enabled": True, **config.get("bf16", {})}
+    elif job.precision == "fp16":
+        config["fp16"] = {"enabled": True, "loss_scale": 0, "initial_scale_power": 8, **config.get("fp16", {})}
+    return config
+
+
+def build_engine(job: Job) -> Any:
+    import deepspeed
+
+    import zeroelastic
+
+    if job.installed:
+        zeroelastic.install()
+    if job.precision == "fp16":
+        allow_fp16_on_cpu()
+    model = build_model(job)
+    optimizer = build_optimizer(job, model)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 8))
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config(job), lr_scheduler=schedule)
+    return engine
+
+
+def allow_fp16_on_cpu() -> None:
+    """DeepSpeed wants fp16 instructions; torch computes fp16 on any CPU, slowly, which is enough here."""
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    if not accelerator.is_fp16_supported():
+        type(accelerator).is_fp16_supported = lambda self: True
+
+
+def train_step(engine: Any, step: int) -> float:
+    """One optimizer step on the global batch of ``step``; returns the loss over the global batch."""
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(0, VOCABULARY, (GLOBAL_BATCH, 5), generator=generator)
+    per_rank = GLOBAL_BATCH // dist.get_world_size()
+    mine = tokens[dist.get_rank() * per_rank : (dist.get_rank() + 1) * per_rank].to(engine.device)
+    total = torch.zeros((), dtype=torch.float64, device=engine.device)
+    steps = engine.gradient_accumulation_steps()
+    for part in mine.chunk(steps):
+        loss = engine(part, part.roll(1, 1))
+        engine.backward(loss)
+        engine.step()
+        total += loss.detach().double() / steps
+    dist.all_reduce(total)
+    return float(total / dist.get_world_size())
+
+
+def look(engine: Any) -> tuple[dict[str, Any], dict[str, str]]:
+    """The gathered state, and what DeepSpeed's own accessors gather, both as fingerprints."""
+    from zeroelastic.testing import fingerprint, gather_state
+
+    return fingerprint(gather_state(engine)), gathered_by_deepspeed(engine)
+
+
+def gathered_by_deepspeed(engine: Any) -> dict[str, str]:
+    """safe_get_full_fp32_param and safe_get_full_optimizer_state of every trained parameter, hashed by their bits."""
+    import hashlib
+
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    found: dict[str, str] = {}
+    optimizer = engine.optimizer
+    for i, members in enumerate(optimizer.fp16_groups):
+        flat = optimizer.fp32_partitioned_groups_flat[i]
+        state = optimizer.optimizer.state.get(flat, {})
+        keys = [key for key, value in state.items() if torch.is_tensor(value) and value.shape == flat.shape]
+        for param in members:
+            name = engine.param_names[param]
+            values = {"fp32": safe_get_full_fp32_param(param)}
+            values |= {key: safe_get_full_optimizer_state(param, key) for key in keys}
+            for key, value in values.items():
+                assert value is not None and tuple(value.shape) == tuple(param.ds_shape), (name, key)
+                assert value.numel() > 0
+                raw = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+                found[f"{name}/{key}"] = f"{value.dtype}:{hashlib.sha256(raw).hexdigest()}"
+    return found
+
+
+def sub_group_steps(engine: Any) -> tuple[list[Any], int]:
+    """``step`` of every sub-group, and how many distinct objects hold them."""
+    optimizer = engine.optimizer
+    steps = [optimizer.optimizer.state.get(flat, {}).get("step") for flat in optimizer.fp32_partitioned_groups_flat]
+    tensors = [step for step in steps if torch.is_tensor(step)]
+    return [float(s) if s is not None else None for s in steps], len({s.data_ptr() for s in tensors})
+
+
+def train_and_save(job: Job, directory: str, before: int = 3, after: int = 2, **save: Any) -> Outcome:
+    engine = build_engine(job)
+    for step in range(before):
+        train_step(engine, step)
+    state, gathered = look(engine)
+    engine.save_checkpoint(directory, client_state={"note": "hello", "rank": dist.get_rank()}, **save)
+    again, _ = look(engine)
+    assert again == state, "saving changed the live state"
+    losses = [train_step(engine, step) for step in range(before, before + after)]
+    return Outcome(state, gathered, losses)
+
+
+def resume(job: Job, directory: str, before: int = 3, after: int = 2, **load: Any) -> Outcome:
+    engine = build_engine(job)
+    path, client_state = engine.load_checkpoint(directory, **load)
+    assert path is not None
+    state, gathered = look(engine)
+    steps = sub_group_steps(engine)
+    losses = [train_step(engine, step) for step in range(before, before + after)]
+    report = getattr(engine, "zeroelastic_report", None)
+    return Outcome(state, gathered, losses, report, client_state, steps)
+
+
+def resume_and_save(job: Job, directory: str, target: str) -> str:
+    """Load and save again at once; returns the new content root."""
+    from zeroelastic.record import read_record
+
+    engine = build_engine(job)
+    engine.load_checkpoint(directory)
+    engine.save_checkpoint(target)
+    record = read_record(next(Path(target).glob("global_step*")))
+    assert record is not None
+    return record.content_root
+
+
+def attempt(job: Job, directory: str, **load: Any) -> tuple[str, str]:
+    """The type and text of the error that a load raises on this rank, and that the weights were not touched."""
+    engine = build_engine(job)
+    before, _ = look(engine)
+    try:
+        engine.load_checkpoint(directory, **load)
+    except Exception as error:
+        after, _ = look(engine)
+        assert after == before, "a load that was refused changed the live state"
+        return type(error).__name__, str(error)
+    return "", ""

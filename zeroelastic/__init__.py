@@ -1,0 +1,70 @@
+"""Resume DeepSpeed ZeRO-3 checkpoints at any world size, bit for bit.
+
+Importing this package changes nothing and imports neither torch nor deepspeed::
+
+    import zeroelastic
+    zeroelastic.install()      # before or after deepspeed.initialize; zeroelastic.uninstall() reverts
+"""
+
+from __future__ import annotations
+
+from zeroelastic._version import __version__
+from zeroelastic.errors import (
+    CheckpointError,
+    ConfigError,
+    DigestMismatchError,
+    IncompatibleDeepSpeedError,
+    LayoutMismatchError,
+    MissingFileError,
+    RemoteRankError,
+    StrictError,
+    UnsafePickleError,
+    UnsupportedError,
+    ZeroElasticError,
+)
+from zeroelastic.report import ResumeReport
+
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "DigestMismatchError",
+    "IncompatibleDeepSpeedError",
+    "LayoutMismatchError",
+    "MissingFileError",
+    "RemoteRankError",
+    "ResumeReport",
+    "StrictError",
+    "UnsafePickleError",
+    "UnsupportedError",
+    "ZeroElasticError",
+    "__version__",
+    "install",
+    "is_installed",
+    "uninstall",
+]
+
+
+def install() -> None:
+    """Teach the installed DeepSpeed to save elastic ZeRO-3 checkpoints and to load them at any world size.
+
+    Idempotent and reversible (``uninstall``). Imports deepspeed. Raises IncompatibleDeepSpeedError, before anything is
+    changed, when DeepSpeed is missing, too old, or one of the methods to be wrapped has changed.
+    """
+    from zeroelastic.stage3.seams import install as wrap_deepspeed
+
+    wrap_deepspeed()
+
+
+def uninstall() -> None:
+    """Put every DeepSpeed method back as it was; does nothing when nothing is installed."""
+    from zeroelastic.stage3.seams import uninstall as unwrap_deepspeed
+
+    unwrap_deepspeed()
+
+
+def is_installed() -> bool:
+    """Whether DeepSpeed's methods are wrapped at the moment."""
+    import sys
+
+    seams = sys.modules.get("zeroelastic.stage3.seams")
+    return bool(seams is not None and seams.is_installed())

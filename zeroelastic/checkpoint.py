@@ -1,0 +1,353 @@
+"""A tag directory as one checkpoint: its files, its record, its format, and shards opened as they are needed.
+
+Nothing is read but directory names, the commit record, and the headers of the files that are asked for. Also reads
+the parts of ``*_model_states.pt`` that belong to the layout: parameter shapes and frozen parameters.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import reprlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+
+from zeroelastic.errors import CheckpointError, MissingFileError, UnsupportedError
+from zeroelastic.layout import Int64Array, Layout, Param, partition_numel, unpacked_layout
+from zeroelastic.record import RECORD_NAME, CommitRecord, read_record
+from zeroelastic.shard import FROZEN, Pieces, Shard, checked_param, checked_params, open_shard
+from zeroelastic.torchfile import TensorRef, read_torch_file
+
+_OPTIM_FILE = re.compile(r"^(bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt$")
+_MODEL_FILE = re.compile(r"^zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt$")
+_SHOWN = 6
+_MAX_WORLD_SIZE = 1 << 24
+_OTHER_STAGES = re.compile(r"^mp_rank_\d+_model_states\.pt$")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelStates:
+    """What one rank's ``*_model_states.pt`` says about the layout; the module itself is not looked at.
+
+    ``sub_groups`` are the trained parameters in flat order; ``frozen`` the others, or None where they were excluded
+    from the save; ``frozen_pieces`` where this rank's parts of them are.
+    """
+
+    path: Path
+    size: int
+    rank: int
+    world_size: int
+    global_steps: int
+    sub_groups: tuple[tuple[Param, ...], ...]
+    frozen: Layout | None
+    frozen_pieces: Pieces | None
+    header_bytes: int
+
+
+@dataclass(slots=True)
+class Checkpoint:
+    """The files of one tag and what is known of them.
+
+    Invariants: ``world_size`` ranks each have one optimizer and one model states file in ``optim_files`` and
+    ``model_files``; where there is a commit record, every file has the size that it states.
+    """
+
+    tag_dir: Path
+    world_size: int
+    optim_files: tuple[Path, ...]
+    model_files: tuple[Path, ...]
+    record: CommitRecord | None
+    stale_files: tuple[str, ...]
+    _shards: dict[int, Shard] = field(default_factory=dict, repr=False)
+    _models: dict[int, ModelStates] = field(default_factory=dict, repr=False)
+
+    def shard(self, rank: int) -> Shard:
+        """The header of one rank's optimizer file; parsed once. Raises CheckpointError, UnsupportedError."""
+        if rank not in self._shards:
+            path = self.optim_files[rank]
+            rigid = None
+            if not self._models and self.record is not None and self.record.checkpoint_format == "rigid":
+                self.model_states(rank)
+            if self._models:
+                rigid = next(iter(self._models.values())).sub_groups
+            shard = open_shard(path, rank, world_size=self.world_size, rigid_params=rigid)
+            if self.record is not None and shard.save_id not in (None, self.record.save_id):
+                raise CheckpointError(
+                    f"{path}: belongs to save {str(shard.save_id)[:8]}, the commit record to "
+                    f"{self.record.save_id[:8]}. Files of two saves are mixed in this directory."
+                )
+            self._shards[rank] = shard
+        return self._shards[rank]
+
+    def model_states(self, rank: int) -> ModelStates:
+        """The layout part of one rank's model states file; parsed once. Raises CheckpointError."""
+        if rank not in self._models:
+            self._models[rank] = open_model_states(self.model_files[rank], rank, world_size=self.world_size)
+        return self._models[rank]
+
+    @property
+    def header_bytes(self) -> int:
+        """Bytes read so far for headers, scalars and the commit record."""
+        record = (self.tag_dir / RECORD_NAME).stat().st_size if self.record is not None else 0
+        shards = sum(shard.header_bytes for shard in self._shards.values())
+        return shards + sum(model.header_bytes for model in self._models.values()) + record
+
+    @property
+    def opened(self) -> tuple[Path, ...]:
+        """The checkpoint files whose headers were read so far."""
+        shards = tuple(shard.path for shard in self._shards.values())
+        return shards + tuple(model.path for model in self._models.values())
+
+
+def source_ranks(numels: Iterable[int], *, saved_world_size: int, world_size: int, rank: int) -> tuple[int, ...]:
+    """The saved ranks that hold elements of what ``rank`` of ``world_size`` owns, from parameter sizes alone.
+
+    Closed form; empty when the rank owns nothing.
+    """
+    numel = np.array([n for n in numels if n > 0], dtype=np.int64)
+    part = -(-numel // world_size)
+    start = np.minimum(part * rank, numel)
+    end = np.minimum(part * (rank + 1), numel)
+    owner = end > start
+    saved_part = -(-numel[owner] // saved_world_size)
+    first, last = start[owner] // saved_part, (end[owner] - 1) // saved_part
+    marks = np.zeros(saved_world_size + 1, dtype=np.int64)
+    np.add.at(marks, first, 1)
+    np.add.at(marks, last + 1, -1)
+    return tuple(np.flatnonzero(np.cumsum(marks)[:-1] > 0).tolist())
+
+
+def open_checkpoint(tag_dir: str | os.PathLike[str], *, near_rank: int = 0) -> Checkpoint:
+    """Look at a tag directory: which files, how many ranks, which record. Opens at most one model states header.
+
+    ``near_rank`` is the rank whose own model states file is read when no record tells the world size; a rank that the
+    save did not have takes rank 0's. Raises MissingFileError (no directory, a rank's file missing), CheckpointError
+    (sizes that contradict the record, files of two precisions), UnsupportedError (other stages, tensor parallelism).
+
+    Example::
+
+        checkpoint = open_checkpoint("ckpt/global_step100")
+        checkpoint.shard(0).groups[0].options["lr"]
+    """
+    tag_dir = Path(tag_dir)
+    sizes = _file_sizes(tag_dir)
+    optim, models = _rank_files(tag_dir, sizes)
+    record = read_record(tag_dir)
+    early: ModelStates | None = None
+    if record is not None:
+        world_size = record.world_size
+    else:
+        rank = near_rank if near_rank in models else 0
+        if rank not in models:
+            raise MissingFileError(
+                f"{tag_dir}: zero_pp_rank_{rank}_mp_rank_00_model_states.pt is missing. The checkpoint is incomplete."
+            )
+        early = open_model_states(tag_dir / models[rank], rank, world_size=None)
+        world_size = early.world_size
+    num_missing = sum(world_size - sum(rank < world_size for rank in files) for files in (optim, models))
+    if num_missing:
+        names = (
+            pattern
+            for rank in range(world_size)
+            for files, pattern in (
+                (optim, f"*zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"),
+                (models, f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"),
+            )
+            if rank not in files
+        )
+        missing = _some(tuple(islice(names, _SHOWN)), num_missing)
+        raise MissingFileError(
+            f"{tag_dir}: {num_missing} of the files of {world_size} ranks are missing: {missing}. The checkpoint is "
+            "incomplete, or its files are on other nodes (use_node_local_storage)."
+        )
+    if record is not None:
+        _check_sizes(tag_dir, sizes, record)
+    stale = [files[rank] for files in (optim, models) for rank in sorted(files) if rank >= world_size]
+    if stale and record is None:
+        raise CheckpointError(
+            f"{tag_dir}: {models[early.rank if early else 0]} was saved by {world_size} ranks, but there are also "
+            f"{_some(stale)}. Files of two saves are mixed in this directory; remove those that do not belong."
+        )
+    checkpoint = Checkpoint(
+        tag_dir=tag_dir,
+        world_size=world_size,
+        optim_files=tuple(tag_dir / optim[rank] for rank in range(world_size)),
+        model_files=tuple(tag_dir / models[rank] for rank in range(world_size)),
+        record=record,
+        stale_files=tuple(stale),
+    )
+    if early is not None:
+        checkpoint._models[early.rank] = early
+    return checkpoint
+
+
+def _file_sizes(tag_dir: Path) -> dict[str, int]:
+    try:
+        with os.scandir(tag_dir) as entries:
+            return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
+    except (FileNotFoundError, NotADirectoryError):
+        raise MissingFileError(f"{tag_dir}: no such checkpoint directory.") from None
+    except OSError as error:
+        raise CheckpointError(f"{tag_dir}: cannot be listed: {error.strerror}.") from None
+
+
+def _rank_files(tag_dir: Path, names: Iterable[str]) -> tuple[dict[int, str], dict[int, str]]:
+    optim: dict[int, str] = {}
+    models: dict[int, str] = {}
+    other_stage = False
+    for name in sorted(names):
+        other_stage |= _OTHER_STAGES.match(name) is not None
+        for pattern, rank_at, files in ((_OPTIM_FILE, 2, optim), (_MODEL_FILE, 1, models)):
+            match = pattern.match(name)
+            if match is None:
+                continue
+            rank, mp_rank = int(match[rank_at]), int(match[rank_at + 1])
+            if mp_rank != 0:
+                raise UnsupportedError(
+                    f"{tag_dir}: {name} belongs to tensor parallel rank {mp_rank}; checkpoints of more than one tensor "
+                    "parallel rank cannot be resharded yet."
+                )
+            if rank in files:
+                raise CheckpointError(
+                    f"{tag_dir}: both {files[rank]} and {name} claim rank {rank}. Files of two saves are mixed in this "
+                    "directory; remove those that do not belong."
+                )
+            files[rank] = name
+    if not models and other_stage:
+        raise UnsupportedError(
+            f"{tag_dir}: is a ZeRO stage 1 or 2 checkpoint (mp_rank_*_model_states.pt); only stage 3 checkpoints are "
+            "loaded into a stage 3 run. Resume with the stage that saved it, or take its weights with zero_to_fp32.py."
+        )
+    if not models and not optim:
+        raise MissingFileError(f"{tag_dir}: holds no ZeRO-3 checkpoint (zero_pp_rank_*_model_states.pt).")
+    return optim, models
+
+
+def _check_sizes(tag_dir: Path, sizes: Mapping[str, int], record: CommitRecord) -> None:
+    wrong = [
+        f"{name} has {sizes[name]} bytes, not {want}" if name in sizes else f"{name} is missing"
+        for name, want in sorted(record.files.items())
+        if sizes.get(name) != want
+    ]
+    if wrong:
+        raise CheckpointError(
+            f"{tag_dir}: contradicts its commit record: {_some(wrong)}. Files are truncated, damaged or from another "
+            f"save. (If DeepSpeed overwrote this tag without zeroelastic, remove {RECORD_NAME}.)"
+        )
+
+
+def _some(names: Sequence[str], count: int | None = None) -> str:
+    count = len(names) if count is None else count
+    more = f" and {count - _SHOWN} more" if count > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
+def open_model_states(path: Path, rank: int, *, world_size: int | None) -> ModelStates:
+    """Parse what a model states file says about the layout; objects of unknown classes in it stay inert.
+
+    With ``world_size`` given, a file that says otherwise raises CheckpointError.
+    """
+    file = read_torch_file(path, foreign="inert")
+    root = file.root
+    if not isinstance(root, dict):
+        raise CheckpointError(f"{path}: is not a DeepSpeed model states file.")
+    count = root.get("dp_world_size")
+    if type(count) is not int or not 1 <= count <= _MAX_WORLD_SIZE:
+        raise CheckpointError(f"{path}: dp_world_size is {reprlib.repr(count)}. It is not a ZeRO-3 model states file.")
+    if world_size is not None and count != world_size:
+        raise CheckpointError(
+            f"{path}: was saved by {count} ranks, the rest of the checkpoint by {world_size}. Files of two saves are "
+            "mixed in this directory."
+        )
+    mp_world_size = root.get("mp_world_size", 1)
+    if mp_world_size != 1:
+        raise UnsupportedError(
+            f"{path}: was saved with {reprlib.repr(mp_world_size)} tensor parallel ranks, which cannot be resharded "
+            "yet."
+        )
+    tables = root.get("param_shapes")
+    if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
+        raise CheckpointError(f"{path}: holds no param_shapes. It is not a ZeRO-3 model states file.")
+    steps = root.get("global_steps")
+    shapes, fragments = root.get("frozen_param_shapes"), root.get("frozen_param_fragments")
+    frozen, pieces = None, None
+    if isinstance(shapes, dict) and isinstance(fragments, dict):
+        params = [checked_param(name, shape, path) for name, shape in shapes.items()]
+        frozen = unpacked_layout(checked_params(params, path), count)
+        offset = np.full(len(params), -1, dtype=np.int64)
+        dtype: dict[int, str] = {}
+        for i, param in enumerate(params):
+            fragment = fragments.get(param.name)
+            want = partition_numel(param.numel, count)
+            if not isinstance(fragment, TensorRef) or (param.numel > 0 and fragment.shape != (want,)):
+                got = fragment.shape if isinstance(fragment, TensorRef) else reprlib.repr(fragment)
+                raise CheckpointError(
+                    f"{path}: the part of frozen parameter {param.name} is {got}; {count} ranks imply ({want},). The "
+                    "file is damaged, or the parameter was offloaded to NVMe when it was saved."
+                )
+            if param.numel > 0:
+                offset[i] = file.extent(fragment).offset
+            dtype[i] = fragment.dtype
+        pieces = Pieces(path, dtype, offset)
+    return ModelStates(
+        path=path,
+        size=file.size,
+        rank=rank,
+        world_size=count,
+        global_steps=steps if type(steps) is int else 0,
+        sub_groups=tuple(tuple(checked_param(name, shape, path) for name, shape in table.items()) for table in tables),
+        frozen=frozen,
+        frozen_pieces=pieces,
+        header_bytes=file.header_bytes,
+    )
+
+
+def compare_params(saved: Iterable[Param], live: Iterable[Param], *, kind: str) -> list[str]:
+    """Every way in which two parameter lists disagree, as sentences: missing, unknown, and other shapes."""
+    saved_shapes = {param.name: param.shape for param in saved}
+    live_shapes = {param.name: param.shape for param in live}
+    problems = [
+        f"{kind} {name} {list(shape)} of the model is not in the checkpoint"
+        for name, shape in live_shapes.items()
+        if name not in saved_shapes
+    ]
+    problems += [
+        f"{kind} {name} {list(shape)} of the checkpoint is not in the model"
+        for name, shape in saved_shapes.items()
+        if name not in live_shapes
+    ]
+    problems += [
+        f"{kind} {name} has shape {list(saved_shapes[name])} in the checkpoint and {list(shape)} in the model"
+        for name, shape in live_shapes.items()
+        if name in saved_shapes and saved_shapes[name] != shape
+    ]
+    return problems
+
+
+def frozen_layouts(models: Mapping[int, ModelStates]) -> Layout:
+    """The saved layout of the frozen parameters; all the given ranks must agree on it."""
+    layouts = [model.frozen for model in models.values() if model.frozen is not None]
+    first = layouts[0]
+    for model in models.values():
+        if model.frozen is None or model.frozen.params != first.params:
+            raise CheckpointError(
+                f"{model.path}: lists other frozen parameters than its neighbours. Files of two saves are mixed."
+            )
+    return first
+
+
+__all__ = [
+    "FROZEN",
+    "Checkpoint",
+    "Int64Array",
+    "ModelStates",
+    "compare_params",
+    "frozen_layouts",
+    "open_checkpoint",
+    "open_model_states",
+    "source_ranks",
+]

@@ -1,0 +1,57 @@
+"""The exception tree: everything zeroelastic raises on purpose derives from ZeroElasticError.
+
+Leaves also inherit the builtin they refine, so ``except ValueError`` written for DeepSpeed keeps working.
+Messages say where, what was found, what was expected and what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class ZeroElasticError(Exception):
+    """Base of every error raised on purpose by zeroelastic."""
+
+
+class CheckpointError(ZeroElasticError, ValueError):
+    """A checkpoint that cannot be what its writer left: damaged, incomplete, mixed, or not ours to read."""
+
+
+class MissingFileError(CheckpointError, FileNotFoundError):
+    """A file that the checkpoint needs is not there."""
+
+
+class DigestMismatchError(CheckpointError):
+    """State that differs from what the commit record says was saved."""
+
+
+class UnsafePickleError(CheckpointError):
+    """A pickle that names something outside the allow-list; nothing of it was run."""
+
+
+class LayoutMismatchError(ZeroElasticError, ValueError):
+    """The checkpoint and the model disagree; every disagreement is listed in ``problems``."""
+
+    def __init__(self, summary: str, problems: Iterable[str]) -> None:
+        self.problems = tuple(problems)
+        super().__init__(summary + "".join(f"\n  - {problem}" for problem in self.problems))
+
+
+class ConfigError(ZeroElasticError, ValueError):
+    """A mistake in the "zeroelastic" block of the DeepSpeed configuration."""
+
+
+class StrictError(ZeroElasticError, ValueError):
+    """A resume that would change the run (such as its global batch) under ``"strict": true``."""
+
+
+class UnsupportedError(ZeroElasticError, NotImplementedError):
+    """A configuration that zeroelastic refuses by name because it cannot do it right."""
+
+
+class IncompatibleDeepSpeedError(ZeroElasticError, RuntimeError):
+    """The installed DeepSpeed is too old, or one of the seams that install() needs has changed."""
+
+
+class RemoteRankError(ZeroElasticError, RuntimeError):
+    """Another rank failed with an error that is not ours; its message is quoted."""

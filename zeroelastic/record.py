@@ -1,0 +1,198 @@
+"""The commit record ``zeroelastic.json``: what was saved, file by file and parameter by parameter, and its root.
+
+Written by rank 0 after every file of the tag is on disk and before ``latest`` names the tag. The schema is described
+field by field in docs/format.md. A record is read as hostile input: validated in one pass before anything uses it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, field_validator
+
+from zeroelastic.digest import ParamContent, ScalarValue, content_root
+from zeroelastic.errors import CheckpointError
+from zeroelastic.layout import Param
+from zeroelastic.torchfile import DTYPE_BYTES
+
+RECORD_NAME = "zeroelastic.json"
+RECORD_VERSION = 1
+
+CheckpointFormat = Literal["elastic", "rigid"]
+
+_Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16}$")]
+_Root = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+_FileName = Annotated[str, StringConstraints(pattern=r"^[^/\x00]{1,255}$")]
+
+
+class _Schema(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class TensorRecord(_Schema):
+    """One tensor of one parameter: its dtype as saved and its digest, 16 hexadecimal digits."""
+
+    dtype: str
+    digest: _Digest
+
+    @field_validator("dtype")
+    @classmethod
+    def _known_dtype(cls, dtype: str) -> str:
+        if dtype not in DTYPE_BYTES:
+            raise ValueError(f"unknown dtype {dtype!r}")
+        return dtype
+
+
+class ScalarRecord(_Schema):
+    """One replicated scalar of optimizer state, such as step."""
+
+    kind: Annotated[str, StringConstraints(pattern=r"^[a-z0-9]{1,16}$")]
+    value: int | float | bool | None
+
+
+class ParamRecord(_Schema):
+    """One parameter: name, full shape, whether it is trained, its tensors by state key and its scalars."""
+
+    name: str
+    shape: list[Annotated[int, Field(ge=0, lt=1 << 62)]]
+    trainable: bool
+    tensors: dict[str, TensorRecord]
+    scalars: dict[str, ScalarRecord]
+
+    def content(self) -> ParamContent:
+        """The same as the digest module states it."""
+        return ParamContent(
+            param=Param(self.name, tuple(self.shape)),
+            tensors={key: (tensor.dtype, int(tensor.digest, 16)) for key, tensor in self.tensors.items()},
+            scalars={key: ScalarValue(scalar.kind, scalar.value) for key, scalar in self.scalars.items()},
+        )
+
+
+class Versions(_Schema):
+    """The software that wrote the checkpoint."""
+
+    zeroelastic: str
+    deepspeed: str
+    torch: str
+
+
+class CommitRecord(_Schema):
+    """The whole record. Invariant: ``content_root`` is the root of ``params``, checked when it is read."""
+
+    format_version: Annotated[int, Field(ge=1)]
+    checkpoint_format: CheckpointFormat
+    save_id: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
+    tag: str
+    world_size: Annotated[int, Field(ge=1, le=1 << 24)]
+    global_steps: int
+    train_batch_size: int
+    versions: Versions
+    files: dict[_FileName, Annotated[int, Field(ge=0)]]
+    params: list[ParamRecord]
+    content_root: _Root
+
+    def contents(self) -> list[ParamContent]:
+        """What was saved of each parameter."""
+        return [param.content() for param in self.params]
+
+
+def param_records(contents: Iterable[ParamContent], trainable: frozenset[str]) -> list[ParamRecord]:
+    """The record's parameter table, sorted by name."""
+    return [
+        ParamRecord(
+            name=content.param.name,
+            shape=list(content.param.shape),
+            trainable=content.param.name in trainable,
+            tensors={
+                key: TensorRecord(dtype=dtype, digest=f"{digest:016x}")
+                for key, (dtype, digest) in sorted(content.tensors.items())
+            },
+            scalars={
+                key: ScalarRecord(kind=scalar.kind, value=scalar.value)
+                for key, scalar in sorted(content.scalars.items())
+            },
+        )
+        for content in sorted(contents, key=lambda content: content.param.name)
+    ]
+
+
+def read_record(tag_dir: Path) -> CommitRecord | None:
+    """The commit record of a tag directory, or None where there is none.
+
+    Raises CheckpointError when it is there and cannot be believed: not JSON, not the schema, a newer format, or a root
+    that is not the root of its own table.
+    """
+    path = tag_dir / RECORD_NAME
+    try:
+        text = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}.") from None
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: is not JSON ({error}). The commit record is damaged.") from None
+    version = data.get("format_version") if isinstance(data, dict) else None
+    if type(version) is int and version > RECORD_VERSION:
+        raise CheckpointError(
+            f"{path}: format version {version} is newer than {RECORD_VERSION}. Upgrade zeroelastic to load it."
+        )
+    try:
+        record = CommitRecord.model_validate(data)
+    except (ValidationError, RecursionError) as error:
+        raise CheckpointError(f"{path}: {_first_problem(error)}. The commit record is damaged.") from None
+    root = content_root(record.contents())
+    if root != record.content_root:
+        raise CheckpointError(
+            f"{path}: content_root is {record.content_root[:12]}..., its own table gives {root[:12]}.... The commit "
+            "record is damaged."
+        )
+    return record
+
+
+def _first_problem(error: Exception) -> str:
+    if isinstance(error, ValidationError):
+        first = error.errors(include_url=False, include_input=False)[0]
+        return f"{'.'.join(str(part) for part in first['loc']) or 'the document'}: {first['msg']}"
+    return str(error)
+
+
+def record_text(record: CommitRecord) -> bytes:
+    """The bytes of ``zeroelastic.json``: one parameter a line, so that two records can be compared by eye."""
+    data = record.model_dump(mode="json")
+    params = data.pop("params")
+    head = json.dumps(data, indent=1)[:-2]
+    lines = ",\n".join("  " + json.dumps(param, separators=(",", ":")) for param in params)
+    return f'{head},\n "params": [\n{lines}\n ]\n}}\n'.encode()
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Put a small file in place so that readers see the old content or the new, also after a power cut.
+
+    Sibling temporary file, fsync, rename, fsync of the directory. Raises OSError.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_directory(path.parent)
+
+
+def sync_directory(path: Path) -> None:
+    """fsync a directory, so that names created or renamed in it survive a power cut."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,47 @@
+"""Run an unchanged training script with zeroelastic installed: ``torchrun ... -m zeroelastic.run train.py ARGS``.
+
+Stands where ``python`` would stand: also under ``deepspeed --module zeroelastic.run`` and ``accelerate launch -m
+zeroelastic.run``. The script sees its own ``sys.argv`` and ``sys.path[0]``, as if it had been started alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+
+from zeroelastic import __version__, install
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Install zeroelastic, then run a script (``train.py ARGS``) or a module (``-m package.train ARGS``)."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    local_rank: list[str] = []
+    while given and given[0].startswith("--local_rank"):  # deepspeed's launcher puts it first, without being asked
+        local_rank.append(given.pop(0))
+    parser = argparse.ArgumentParser(
+        prog="python -m zeroelastic.run",
+        description="Run a training script with ZeRO-3 checkpoints that resume at any world size.",
+        usage="%(prog)s [-h] [--version] (SCRIPT | -m MODULE) [ARGS ...]",
+    )
+    parser.add_argument("--version", action="version", version=f"zeroelastic {__version__}")
+    parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module name")
+    parser.add_argument("script", metavar="SCRIPT", help="the training script, or the module with -m")
+    parser.add_argument("args", nargs=argparse.REMAINDER, metavar="ARGS", help="passed to the script unchanged")
+    options = parser.parse_args(given)
+    if not options.module and not os.path.isfile(options.script):
+        parser.error(f"no such script: {options.script}")
+    install()
+    sys.argv = [options.script, *local_rank, *options.args]
+    if options.module:
+        sys.path[0] = os.getcwd()
+        runpy.run_module(options.script, run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0] = os.path.dirname(os.path.abspath(options.script))
+        runpy.run_path(options.script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

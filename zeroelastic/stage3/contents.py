@@ -1,0 +1,121 @@
+"""What the live optimizer holds, as digests in its own layout: a load is proved without trusting the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from zeroelastic.digest import ParamContent, ScalarValue, combine, digest_range, stream_seed
+from zeroelastic.shard import FP32, FROZEN
+from zeroelastic.stage3.live import LiveState
+
+_COPY_NUMEL = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class LocalDigests:
+    """The partial digests of what this rank owns, in an order that all ranks share, and the scalars beside them.
+
+    ``streams`` are (parameter, state key); ``dtypes`` and ``partial`` run parallel to it.
+    """
+
+    streams: tuple[tuple[str, str], ...]
+    dtypes: tuple[str, ...]
+    partial: tuple[int, ...]
+    scalars: Mapping[str, Mapping[str, ScalarValue]]
+
+    def table(self) -> dict[tuple[str, str], int]:
+        """The partial digest of each stream."""
+        return dict(zip(self.streams, self.partial, strict=True))
+
+
+def local_digests(live: LiveState, *, weights_only: bool = False, with_frozen: bool = True) -> LocalDigests:
+    """Digest what this rank owns, padding excluded. ``weights_only`` leaves out optimizer state. Memory: a few MiB."""
+    streams: list[tuple[str, str]] = []
+    partial: list[int] = []
+    dtypes: list[str] = []
+    scalars: dict[str, dict[str, ScalarValue]] = {}
+    start, length = live.layout.owned(live.rank)
+    for i in range(live.layout.num_sub_groups):
+        tensors, replicated = ({}, {}) if weights_only else live.split_state(i)
+        tensors = {FP32: live.fp32(i), **tensors}
+        for p in np.flatnonzero(live.layout.sub_group == i).tolist():
+            name = live.layout.params[p].name
+            scalars[name] = replicated
+            for key in sorted(tensors):
+                offset = int(live.layout.offset[p])
+                piece = tensors[key][offset : offset + int(length[p])]
+                streams.append((name, key))
+                dtypes.append(_dtype_name(piece))
+                partial.append(digest_tensor(piece, name, key, int(start[p])))
+    if with_frozen:
+        start, length = live.frozen.owned(live.rank)
+        for p, tensor in enumerate(live.frozen_tensors):
+            name = live.frozen.params[p].name
+            streams.append((name, FROZEN))
+            dtypes.append(_dtype_name(tensor))
+            partial.append(digest_tensor(tensor.view(-1)[: int(length[p])], name, FROZEN, int(start[p])))
+    return LocalDigests(tuple(streams), tuple(dtypes), tuple(partial), scalars)
+
+
+def whole_contents(live: LiveState, local: LocalDigests, *, device: torch.device) -> list[ParamContent]:
+    """Digests and scalars of every parameter over all ranks: the same list everywhere. Collective.
+
+    One int64 all-reduce of one number per tensor, on ``device``, adds the partial digests up.
+    """
+    table = torch.from_numpy(np.array(local.partial, dtype=np.uint64).view(np.int64)).to(device)
+    dist.all_reduce(table)
+    totals = table.cpu().numpy().view(np.uint64).tolist()
+    by_name: dict[str, dict[str, tuple[str, int]]] = {}
+    for (name, key), dtype, total in zip(local.streams, local.dtypes, totals, strict=True):
+        by_name.setdefault(name, {})[key] = (dtype, total)
+    return [
+        ParamContent(param, by_name[param.name], local.scalars.get(param.name, {}))
+        for layout in (live.layout, live.frozen)
+        for param in layout.params
+        if param.name in by_name
+    ]
+
+
+def digest_tensor(piece: torch.Tensor, name: str, key: str, start: int) -> int:
+    """Partial digest of a 1-D run of elements of one parameter that begins at global position ``start``."""
+    seed = stream_seed(name, key)
+    total = 0
+    for done in range(0, piece.numel(), _COPY_NUMEL):
+        chunk = piece[done : done + _COPY_NUMEL].contiguous().cpu()
+        data = chunk.view(torch.uint8).numpy()
+        total = combine(total, digest_range(data, chunk.element_size(), seed=seed, start=start + done))
+    return total
+
+
+def differences(
+    saved: Collection[ParamContent], live: Collection[ParamContent], *, weights_only: bool
+) -> list[tuple[str, str]]:
+    """Every tensor and scalar in which two lists of contents differ, as (parameter, state key).
+
+    ``weights_only`` compares master weights and frozen parameters alone.
+    """
+    found: list[tuple[str, str]] = []
+    others = {content.param.name: content for content in live}
+    for content in saved:
+        name, other = content.param.name, others.get(content.param.name)
+        if other is None:
+            found.append((name, "the parameter itself"))
+            continue
+        tensors = {k: v for k, v in content.tensors.items() if not weights_only or k in (FP32, FROZEN)}
+        scalars = {} if weights_only else content.scalars
+        found += [(name, key) for key in sorted(tensors) if other.tensors.get(key) != tensors[key]]
+        found += [
+            (name, key)
+            for key, value in sorted(scalars.items())
+            if key not in other.scalars or other.scalars[key].canonical() != value.canonical()
+        ]
+    return found
+
+
+def _dtype_name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

@@ -1,0 +1,253 @@
+"""The sink: run a plan's segments from file extents into live tensors, in place, each byte read once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from zeroelastic.digest import combine, stream_seed
+from zeroelastic.executors import ByteBuffer, DigestRows, Executor, ReadTable, read_segments
+from zeroelastic.layout import Int64Array
+from zeroelastic.plan import Plan, match_params
+from zeroelastic.shard import Pieces
+from zeroelastic.torchfile import DTYPE_BYTES
+
+STAGING_BYTES = 16 << 20
+"""Host memory used for tensors that are not filled in place: on a GPU, or of another dtype than the file's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A live flat tensor to fill: which state key, which target sub-group, and the dtype that the files hold."""
+
+    key: str
+    sub_group: int
+    tensor: torch.Tensor
+    dtype: str
+
+    @property
+    def in_place(self) -> bool:
+        """Whether file bytes can be read straight into the tensor."""
+        same = self.tensor.dtype == getattr(torch, self.dtype)
+        return bool(same) and self.tensor.device.type == "cpu" and self.tensor.is_contiguous()
+
+    @property
+    def cast(self) -> bool:
+        """Whether the values are converted on the way, so that bits are not comparable afterwards."""
+        return bool(self.tensor.dtype != getattr(torch, self.dtype))
+
+
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """What filling cost, and the digests of what was cast on the way: {(parameter, key): partial digest}.
+
+    ``cast_digests`` has the same keys on every rank; 0 where the rank owns nothing of a parameter.
+    """
+
+    bytes_read: int
+    bytes_owned: int
+    files: tuple[Path, ...]
+    cast_digests: Mapping[tuple[str, str], int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Segments of all targets in file order; columns as in ReadTable, ``target`` instead of buffer, plus digests."""
+
+    paths: tuple[Path, ...]
+    file: Int64Array
+    file_offset: Int64Array
+    target: Int64Array
+    target_offset: Int64Array
+    numel: Int64Array
+    itemsize: Int64Array
+    param: Int64Array
+    start: Int64Array
+
+    def take(self, index: Int64Array) -> _Rows:
+        return _Rows(
+            self.paths,
+            *(
+                column[index]
+                for column in (
+                    self.file,
+                    self.file_offset,
+                    self.target,
+                    self.target_offset,
+                    self.numel,
+                    self.itemsize,
+                    self.param,
+                    self.start,
+                )
+            ),
+        )
+
+
+def fill(
+    plan: Plan,
+    pieces: Mapping[int, Mapping[str, Pieces]],
+    targets: Sequence[Target],
+    *,
+    executor: Executor = "auto",
+) -> Filled:
+    """Fill every target with what ``plan`` says, from ``pieces[source rank][key]``.
+
+    Tensors in host memory with the file's dtype are read in place; others through ``STAGING_BYTES`` of staging, cast
+    like ``Tensor.copy_``. Padding of the targets is not touched. Raises CheckpointError as the executors do.
+    """
+    rows = _rows(plan, pieces, targets)
+    direct = np.array([target.in_place for target in targets], dtype=bool)
+    owned = int((rows.numel * rows.itemsize).sum())
+    in_place = rows.take(np.flatnonzero(direct[rows.target]))
+    buffers = [_bytes_of(target.tensor) if target.in_place else _NOTHING for target in targets]
+    result = read_segments(
+        ReadTable(
+            paths=rows.paths,
+            file=in_place.file,
+            file_offset=in_place.file_offset,
+            buffer=in_place.target,
+            buffer_offset=in_place.target_offset * in_place.itemsize,
+            nbytes=in_place.numel * in_place.itemsize,
+        ),
+        buffers,
+        executor=executor,
+    )
+    files = dict.fromkeys(result.files)
+    total = result.bytes_read
+    digests = {
+        (plan.dst.params[p].name, target.key): 0
+        for target in targets
+        if target.cast
+        for p in np.flatnonzero(plan.dst.sub_group == target.sub_group).tolist()
+    }
+    for batch in _batches(rows.take(np.flatnonzero(~direct[rows.target]))):
+        staged = _fill_staged(plan, batch, targets, digests, executor)
+        total += staged.bytes_read
+        files.update(dict.fromkeys(staged.files))
+    return Filled(total, owned, tuple(files), digests)
+
+
+_NOTHING: ByteBuffer = np.empty(0, dtype=np.uint8)
+
+
+def _bytes_of(tensor: torch.Tensor) -> ByteBuffer:
+    return tensor.detach().view(-1).view(torch.uint8).numpy() if tensor.numel() else _NOTHING
+
+
+def _rows(plan: Plan, pieces: Mapping[int, Mapping[str, Pieces]], targets: Sequence[Target]) -> _Rows:
+    ranks = sorted(pieces)
+    file_of_rank = np.full(max(ranks, default=0) + 1, -1, dtype=np.int64)
+    file_of_rank[ranks] = np.arange(len(ranks))
+    paths = tuple(next(iter(pieces[rank].values())).path for rank in ranks)
+    source = match_params(plan.src, plan.dst)[plan.param]
+    within = plan.src_offset - plan.src.offset[source]
+    by_sub_group = [np.flatnonzero(plan.dst_sub_group == i) for i in range(plan.dst.num_sub_groups)]
+    columns: list[list[Int64Array]] = [[] for _ in range(8)]
+    for t, target in enumerate(targets):
+        mine = by_sub_group[target.sub_group]
+        itemsize = DTYPE_BYTES[target.dtype]
+        base = np.empty(len(mine), dtype=np.int64)
+        for rank in np.unique(plan.src_rank[mine]).tolist():
+            here = plan.src_rank[mine] == rank
+            base[here] = pieces[rank][target.key].offset[source[mine][here]]
+        assert (base >= 0).all(), f"{target.key} has no extent for a segment"
+        same = np.full(len(mine), itemsize, dtype=np.int64)
+        for column, values in zip(
+            columns,
+            (
+                file_of_rank[plan.src_rank[mine]],
+                base + within[mine] * itemsize,
+                np.full(len(mine), t, dtype=np.int64),
+                plan.dst_offset[mine],
+                plan.length[mine],
+                same,
+                plan.param[mine],
+                plan.start[mine],
+            ),
+            strict=True,
+        ):
+            column.append(values)
+    empty = np.empty(0, dtype=np.int64)
+    rows = _Rows(paths, *(np.concatenate(column) if column else empty for column in columns))
+    return rows.take(np.lexsort((rows.file_offset, rows.file)))
+
+
+def _batches(rows: _Rows) -> list[_Rows]:
+    """Cut rows so that each batch fits the staging buffer; long segments are split at whole elements."""
+    cut: list[tuple[int, int, int]] = []  # row, first element, elements
+    batches: list[list[tuple[int, int, int]]] = []
+    room = 0
+    for i in range(len(rows.numel)):
+        done, numel, itemsize = 0, int(rows.numel[i]), int(rows.itemsize[i])
+        while done < numel:
+            if room < itemsize:
+                cut = []
+                batches.append(cut)
+                room = STAGING_BYTES
+            count = min(numel - done, room // itemsize)
+            cut.append((i, done, count))
+            done += count
+            room -= -(-count * itemsize // 8) * 8  # keep pieces 8-byte aligned in the staging buffer
+    made: list[_Rows] = []
+    for batch in batches:
+        table = np.array(batch, dtype=np.int64)
+        part = rows.take(table[:, 0])
+        made.append(
+            _Rows(
+                part.paths,
+                part.file,
+                part.file_offset + table[:, 1] * part.itemsize,
+                part.target,
+                part.target_offset + table[:, 1],
+                table[:, 2],
+                part.itemsize,
+                part.param,
+                part.start + table[:, 1],
+            )
+        )
+    return made
+
+
+def _fill_staged(
+    plan: Plan,
+    rows: _Rows,
+    targets: Sequence[Target],
+    digests: dict[tuple[str, str], int],
+    executor: Executor,
+) -> Filled:
+    nbytes = rows.numel * rows.itemsize
+    ends = np.cumsum(-(-nbytes // 8) * 8)
+    offsets = ends - (-(-nbytes // 8) * 8)
+    staging = torch.empty(int(ends[-1]), dtype=torch.uint8)
+    names = [(plan.dst.params[int(p)].name, targets[int(t)].key) for p, t in zip(rows.param, rows.target, strict=True)]
+    result = read_segments(
+        ReadTable(
+            paths=rows.paths,
+            file=rows.file,
+            file_offset=rows.file_offset,
+            buffer=np.zeros(len(nbytes), dtype=np.int64),
+            buffer_offset=offsets,
+            nbytes=nbytes,
+        ),
+        [staging.numpy()],
+        digest=DigestRows(
+            seeds=np.array([stream_seed(*name) for name in names], dtype=np.uint64),
+            stream=np.arange(len(names), dtype=np.int64),
+            start=rows.start,
+            itemsize=rows.itemsize,
+        ),
+        executor=executor,
+    )
+    assert result.digests is not None
+    for i, name in enumerate(names):
+        target = targets[int(rows.target[i])]
+        values = staging[int(offsets[i]) : int(offsets[i] + nbytes[i])].view(getattr(torch, target.dtype))
+        begin = int(rows.target_offset[i])
+        target.tensor[begin : begin + len(values)].copy_(values)
+        if target.cast:
+            digests[name] = combine(digests.get(name, 0), int(result.digests[i]))
+    return Filled(result.bytes_read, 0, result.files, digests)

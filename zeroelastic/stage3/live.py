@@ -1,0 +1,183 @@
+"""The live ZeRO-3 optimizer as a layout: which parameter's part is where in this rank's flat buffers.
+
+Read off the optimizer, never recomputed: ``grad_position[ds_id] = [sub_group, offset, part]`` is DeepSpeed's own table
+(``DeepSpeedZeroOptimizer_Stage3.set_grad_positions``, 0.19.8).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+
+from zeroelastic.digest import ScalarValue
+from zeroelastic.errors import UnsupportedError
+from zeroelastic.layout import Layout, Param, layout_from_sub_groups, unpacked_layout
+
+StateValue = object
+
+
+@dataclass(frozen=True, slots=True)
+class LiveState:
+    """This rank's view of the optimizer: layouts of trained and frozen parameters and the tensors behind them.
+
+    Invariants: ``layout`` matches the optimizer's own table; ``groups[g]`` names the parameters of optimizer group g in
+    flat order; ``frozen_tensors`` run parallel to ``frozen.params``.
+    """
+
+    optimizer: DeepSpeedZeroOptimizer_Stage3
+    rank: int
+    layout: Layout
+    groups: tuple[tuple[str, ...], ...]
+    frozen: Layout
+    frozen_tensors: tuple[torch.Tensor, ...]
+
+    def fp32(self, sub_group: int) -> torch.Tensor:
+        """The flat fp32 master weights of a sub-group: 1-D, padding included."""
+        flat: torch.Tensor = self.optimizer.fp32_partitioned_groups_flat[sub_group].detach()
+        return flat
+
+    def state(self, sub_group: int) -> MutableMapping[str, StateValue]:
+        """The optimizer's state of a sub-group, live; empty before the first step."""
+        flat = self.optimizer.fp32_partitioned_groups_flat[sub_group]
+        state: MutableMapping[str, StateValue] = self.optimizer.optimizer.state.get(flat, {})
+        return state
+
+    def split_state(self, sub_group: int) -> tuple[dict[str, torch.Tensor], dict[str, ScalarValue]]:
+        """Tensors shaped like the flat buffer, and replicated scalars. Raises UnsupportedError for anything else."""
+        shape = self.fp32(sub_group).shape
+        tensors: dict[str, torch.Tensor] = {}
+        scalars: dict[str, ScalarValue] = {}
+        for key, value in self.state(sub_group).items():
+            if isinstance(value, torch.Tensor) and value.shape == shape and value.is_contiguous():
+                tensors[key] = value.detach()
+            else:
+                scalars[key] = scalar_value(value, f"optimizer state {key!r} of sub-group {sub_group}")
+        return tensors, scalars
+
+    def padding(self, sub_group: int) -> Iterator[slice]:
+        """The ranges of a flat buffer that hold padding, not elements of a parameter."""
+        layout = self.layout
+        owned = layout.owned(self.rank)[1]
+        part = layout.part
+        for i in np.flatnonzero((layout.sub_group == sub_group) & (owned < part)).tolist():
+            yield slice(int(layout.offset[i] + owned[i]), int(layout.offset[i] + part[i]))
+
+
+def scalar_value(value: StateValue, where: str) -> ScalarValue:
+    """A replicated value of optimizer state as data. Raises UnsupportedError when it is neither."""
+    if isinstance(value, torch.Tensor) and value.dim() == 0:
+        item = value.item()
+        assert isinstance(item, (int, float, bool))
+        return ScalarValue(str(value.dtype).removeprefix("torch."), item)
+    if value is None or isinstance(value, (bool, int, float)):
+        return ScalarValue.of_python(value)
+    shape = f" of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else ""
+    raise UnsupportedError(
+        f"{where} is a {type(value).__name__}{shape}, neither shaped like its flat buffer nor a scalar. "
+        "Block-quantised and factored optimizer states cannot be resharded: save with elastic_checkpoint off and "
+        "resume at the same world size."
+    )
+
+
+def read_live(optimizer: DeepSpeedZeroOptimizer_Stage3, param_names: Mapping[torch.nn.Parameter, str]) -> LiveState:
+    """The live state of one rank. Raises UnsupportedError for parameters that are not partitioned over all ranks."""
+    world_size = dist.get_world_size(group=optimizer.dp_process_group)
+    rank = dist.get_rank(group=optimizer.dp_process_group)
+    sub_groups: list[list[Param]] = []
+    owned_by_optimizer: set[int] = set()
+    group_names: list[list[str]] = [[] for _ in optimizer.optimizer.param_groups]
+    expected: list[tuple[int, int, int]] = []
+    for i, members in enumerate(optimizer.fp16_groups):
+        names: list[Param] = []
+        for param in members:
+            live = _param(param, param_names)
+            count = dist.get_world_size(group=getattr(param, "ds_process_group", optimizer.dp_process_group))
+            if count != world_size:
+                raise UnsupportedError(
+                    f"parameter {live.name} is partitioned over {count} ranks, the model over {world_size}. Expert and "
+                    "other per-parameter partition groups cannot be resharded yet."
+                )
+            owned_by_optimizer.add(param.ds_id)
+            names.append(live)
+            position = optimizer.grad_position[optimizer.get_param_id(param)]
+            expected.append((int(position[0]), int(position[1]), int(position[2])))
+        sub_groups.append(names)
+        group_names[optimizer.sub_group_to_group_id[i]] += [param.name for param in names]
+    layout = layout_from_sub_groups(sub_groups, world_size)
+    if list(zip(layout.sub_group.tolist(), layout.offset.tolist(), layout.part.tolist(), strict=True)) != expected:
+        raise UnsupportedError(
+            "DeepSpeed places this model's parameters in another way than ZeRO-3's ceil split (is ZenFlow on?)."
+        )
+    frozen: list[Param] = []
+    tensors: list[torch.Tensor] = []
+    for param in optimizer.module.parameters():
+        if getattr(param, "ds_id", None) in owned_by_optimizer:
+            continue
+        live = _param(param, param_names)
+        if param.requires_grad and live.numel > 0:
+            raise UnsupportedError(
+                f"parameter {live.name} requires a gradient but is in no optimizer group. DeepSpeed saves it nowhere: "
+                "give it to the optimizer or freeze it."
+            )
+        frozen.append(live)
+        tensors.append(param.ds_tensor.detach())
+    return LiveState(
+        optimizer=optimizer,
+        rank=rank,
+        layout=layout,
+        groups=tuple(tuple(names) for names in group_names),
+        frozen=unpacked_layout(frozen, world_size),
+        frozen_tensors=tuple(tensors),
+    )
+
+
+def _param(param: torch.nn.Parameter, names: Mapping[torch.nn.Parameter, str]) -> Param:
+    name = names.get(param)
+    if name is None or not hasattr(param, "ds_id"):
+        raise UnsupportedError(f"parameter {name or '(without a name)'} is not managed by ZeRO-3.")
+    return Param(name, tuple(int(size) for size in param.ds_shape))  # type: ignore[attr-defined]
+
+
+def refuse_unsupported(optimizer: DeepSpeedZeroOptimizer_Stage3, engine: object) -> None:
+    """Raise UnsupportedError, naming it, for a configuration whose state cannot be read or restored right."""
+    problems: list[str] = []
+    if getattr(optimizer, "swap_optimizer", False):
+        problems.append("offload_optimizer to NVMe")
+    if getattr(optimizer, "params_in_nvme_and_cpu", False):
+        problems.append("offload_param to NVMe")
+    if getattr(optimizer, "offload_optimizer", False) and getattr(optimizer, "partial_offload", 1.0) != 1.0:
+        problems.append(f"partial optimizer offload (ratio {optimizer.partial_offload})")
+    if getattr(optimizer, "zenflow", False):
+        problems.append("ZenFlow")
+    if type(optimizer).__name__ != DeepSpeedZeroOptimizer_Stage3.__name__:
+        problems.append(type(optimizer).__name__)
+    if getattr(engine, "has_moe_layers", False):
+        problems.append("mixture-of-experts layers")
+    if int(getattr(engine, "mp_world_size", 1) or 1) != 1:
+        problems.append("tensor parallelism")
+    if getattr(optimizer, "use_muon", False) and getattr(optimizer, "save_muon_momentum_buffer_in_memory", False):
+        problems.append("Muon with save_muon_momentum_buffer_in_memory")
+    if getattr(optimizer, "torch_autocast_gradscaler", None):
+        problems.append("fp16 torch autocast (its GradScaler is saved nowhere)")
+    if any(getattr(t, "ds_quant_scale", None) is not None for t in _ds_tensors(optimizer)):
+        problems.append("zero_quantized_nontrainable_weights")
+    if getattr(optimizer, "offloaded_states", None):
+        problems.append("states moved away by offload_states() (call reload_states() first)")
+    if dist.get_world_size(group=optimizer.dp_process_group) != dist.get_world_size():
+        problems.append("a data parallel group smaller than the world")
+    if problems:
+        raise UnsupportedError(
+            f"elastic checkpoints do not cover {', '.join(problems)} yet. Save with elastic_checkpoint off, and resume "
+            "at the world size that saved."
+        )
+
+
+def _ds_tensors(optimizer: DeepSpeedZeroOptimizer_Stage3) -> Iterator[torch.Tensor]:
+    for param in optimizer.module.parameters():
+        if hasattr(param, "ds_tensor"):
+            yield param.ds_tensor

@@ -1,0 +1,112 @@
+"""Elastic state dicts in memory: ``optimizer.load_state_dict([one per saved rank])`` at any world size.
+
+The same layout and plan as for files; the segments are copied from the tensors that the caller holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+
+from zeroelastic.checkpoint import compare_params
+from zeroelastic.errors import CheckpointError, LayoutMismatchError
+from zeroelastic.layout import Layout, Param, layout_from_sub_groups
+from zeroelastic.plan import Plan, check_plan, make_plan, match_params
+from zeroelastic.shard import FP32
+from zeroelastic.stage3.live import LiveState
+from zeroelastic.stage3.load import destination, drop_state, finish_weights, set_option, set_scalar
+
+
+def is_elastic(state_dicts: object) -> bool:
+    """Whether this is a list of elastic state dicts, one per saved rank."""
+    return (
+        isinstance(state_dicts, Sequence)
+        and len(state_dicts) > 0
+        and all(isinstance(state, Mapping) and "base_optimizer_state" in state for state in state_dicts)
+    )
+
+
+def load_state_dicts(
+    optimizer: DeepSpeedZeroOptimizer_Stage3,
+    live: LiveState,
+    state_dicts: Sequence[Mapping[str, Any]],
+    *,
+    optimizer_states: bool,
+) -> None:
+    """Fill the live optimizer from the elastic state dicts of all saved ranks, in rank order.
+
+    Raises CheckpointError when they are not one complete set, LayoutMismatchError when they do not fit the model.
+    """
+    layout = _saved_layout(state_dicts)
+    head = state_dicts[0]["zeroelastic"]
+    problems = compare_params(layout.params, live.layout.params, kind="parameter")
+    saved_groups = [tuple(group["params"]) for group in head["param_groups"]]
+    if optimizer_states and [set(group) for group in saved_groups] != [set(group) for group in live.groups]:
+        problems.append("the optimizer groups of the state dicts hold other parameters than those of the run")
+    if problems:
+        raise LayoutMismatchError("the state dicts do not fit the model:", problems)
+    plan = make_plan(layout, live.layout, live.rank)
+    check_plan(plan)
+    index = layout.index()
+    for i in range(live.layout.num_sub_groups):
+        first = live.layout.params[int(np.argmax(live.layout.sub_group == i))].name
+        source = int(layout.sub_group[index[first]])
+        saved: Mapping[str, Any] = state_dicts[0]["base_optimizer_state"][source] if optimizer_states else {}
+        if optimizer_states:
+            drop_state(live, i, keep=(FP32, *saved))
+        _copy(plan, i, live.fp32(i), [state["fp32_flat_groups"] for state in state_dicts], None)
+        for key, value in saved.items():
+            if isinstance(value, list):
+                target = destination(live, i, key, value[0].dtype)
+                _copy(plan, i, target, [state["base_optimizer_state"] for state in state_dicts], key)
+            else:
+                set_scalar(live, i, key, value)
+        for gap in live.padding(i):
+            live.fp32(i)[gap].zero_()
+    if optimizer_states:
+        for group, options in zip(optimizer.optimizer.param_groups, head["param_groups"], strict=True):
+            for option, choice in options.items():
+                if option != "params":
+                    set_option(group, option, choice)
+        optimizer.loss_scaler = state_dicts[0]["loss_scaler"]
+        optimizer.dynamic_loss_scale = state_dicts[0]["dynamic_loss_scale"]
+        optimizer.overflow = state_dicts[0]["overflow"]
+    finish_weights(live, from_16_bit=False)
+
+
+def _saved_layout(state_dicts: Sequence[Mapping[str, Any]]) -> Layout:
+    metas = [state["zeroelastic"] for state in state_dicts]
+    world_size = metas[0]["world_size"]
+    if [meta["rank"] for meta in metas] != list(range(world_size)):
+        raise CheckpointError(
+            f"state dicts of ranks {[meta['rank'] for meta in metas]} were given; those of ranks 0 to {world_size - 1} "
+            "are needed, in this order."
+        )
+    tables = [
+        [(table["names"], [tuple(shape) for shape in table["shapes"]]) for table in meta["sub_groups"]]
+        for meta in metas
+    ]
+    if any(table != tables[0] for table in tables):
+        raise CheckpointError("the state dicts list different parameters; they are not of one save.")
+    return layout_from_sub_groups(
+        [[Param(name, shape) for name, shape in zip(*table, strict=True)] for table in tables[0]], world_size
+    )
+
+
+def _copy(plan: Plan, sub_group: int, target: torch.Tensor, sources: Sequence[Sequence[Any]], key: str | None) -> None:
+    """Copy the segments of one target sub-group; ``key`` None means the flat master weights."""
+    source = match_params(plan.src, plan.dst)[plan.param]
+    first_of_group = np.searchsorted(plan.src.sub_group, np.arange(plan.src.num_sub_groups))
+    for row in np.flatnonzero(plan.dst_sub_group == sub_group).tolist():
+        length, begin = int(plan.length[row]), int(plan.dst_offset[row])
+        group, offset = int(plan.src_sub_group[row]), int(plan.src_offset[row])
+        buffer = sources[int(plan.src_rank[row])][group]
+        if key is not None:
+            p = int(source[row])
+            buffer = buffer[key][p - int(first_of_group[group])]
+            offset -= int(plan.src.offset[p])
+        target[begin : begin + length].copy_(buffer.detach()[offset : offset + length])

@@ -1,0 +1,168 @@
+"""The proof of a load: digests of the live state, in its own layout, against the commit record."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+
+from zeroelastic.checkpoint import Checkpoint
+from zeroelastic.digest import combine, content_root, digest_range, stream_seed
+from zeroelastic.errors import CheckpointError, DigestMismatchError, ZeroElasticError
+from zeroelastic.shard import FP32, FROZEN, Shard
+from zeroelastic.stage3.agree import broadcast
+from zeroelastic.stage3.contents import differences, local_digests, whole_contents
+from zeroelastic.stage3.fill import Filled
+from zeroelastic.stage3.live import LiveState
+from zeroelastic.stage3.options import Options
+from zeroelastic.stage3.survey import Survey
+from zeroelastic.torchfile import DTYPE_BYTES, Extent
+
+_NAMED = 8
+_CHUNK_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """The saved and the loaded content root, whether they match, and why that is not known."""
+
+    saved_root: str | None
+    loaded_root: str | None
+    matches: bool | None
+    note: str | None
+
+
+def prove(
+    live: LiveState,
+    found: Survey,
+    filled: Filled,
+    tag_dir: Path,
+    *,
+    options: Options,
+    device: torch.device,
+    weights_only: bool,
+    from_16_bit: bool,
+) -> Proof:
+    """Digest the live state and compare with the commit record. Collective.
+
+    What was cast on the way is compared by the digest of what was read; what the run derives anew (``from_16_bit``
+    master weights) is not compared. Raises DigestMismatchError on every rank, naming parameters, state keys and, where
+    the shards carry digests of their own, the files.
+    """
+    record = found.checkpoint.record
+    saved_root = record.content_root if record is not None else None
+    if options.verify != "full":
+        return Proof(saved_root, None, None, f'content not verified ("verify": "{options.verify}")')
+    with_frozen = found.model.frozen is not None
+    local = local_digests(live, weights_only=weights_only, with_frozen=with_frozen)
+    contents = whole_contents(live, local, device=device)
+    cast = sorted(filled.cast_digests)
+    if record is None:
+        return Proof(None, content_root(contents), None, "saved without a commit record: nothing to compare with")
+    saved = record.contents()
+    if not with_frozen:
+        saved = [replace(c, tensors=_without(c.tensors, {FROZEN})) for c in saved if FROZEN not in c.tensors]
+    if from_16_bit:
+        saved = [replace(c, tensors=_without(c.tensors, {FP32})) for c in saved]
+    sums = _cast_sums(filled, cast, device)
+    digests = {(c.param.name, key): digest for c in saved for key, (_, digest) in c.tensors.items()}
+    wrong = [stream for stream in cast if digests.get(stream, sums[stream]) != sums[stream]]
+    cast_keys: dict[str, set[str]] = {}
+    for name, key in cast:
+        cast_keys.setdefault(name, set()).add(key)
+    comparable = [replace(c, tensors=_without(c.tensors, cast_keys.get(c.param.name, set()))) for c in saved]
+    wrong += differences(comparable, contents, weights_only=weights_only)
+    if wrong:
+        raise DigestMismatchError(_describe(wrong, found.checkpoint, tag_dir))
+    if cast or from_16_bit or weights_only:
+        what = [f"{len(cast)} tensors cast to this run's dtype (compared as read)"] if cast else []
+        what += ["master weights taken from 16-bit copies (load_from_fp32_weights is off)"] if from_16_bit else []
+        what += ["weights only"] if weights_only else []
+        return Proof(saved_root, None, None, f"digests of what was loaded match the record; {', '.join(what)}")
+    root = content_root(contents)
+    if root != saved_root:  # the live state has something that the saved one has not
+        raise DigestMismatchError(
+            f"{tag_dir}: everything that was saved is live, but the live state's content root is {root[:12]} and the "
+            f"saved one {record.content_root[:12]}: the optimizer holds state that the checkpoint does not. Do not "
+            "train on it; load into a new engine."
+        )
+    return Proof(saved_root, root, True, None)
+
+
+def _without(tensors: Mapping[str, tuple[str, int]], keys: Collection[str]) -> dict[str, tuple[str, int]]:
+    return {key: value for key, value in tensors.items() if key not in keys}
+
+
+def _cast_sums(filled: Filled, streams: Sequence[tuple[str, str]], device: torch.device) -> dict[tuple[str, str], int]:
+    if not streams:
+        return {}
+    partial = np.array([filled.cast_digests[stream] for stream in streams], dtype=np.uint64)
+    table = torch.from_numpy(partial.view(np.int64)).to(device)
+    dist.all_reduce(table)
+    return dict(zip(streams, table.cpu().numpy().view(np.uint64).tolist(), strict=True))
+
+
+def _describe(wrong: Sequence[tuple[str, str]], checkpoint: Checkpoint, tag_dir: Path) -> str:
+    """The message; rank 0 looks for the damaged files and tells the others. Collective."""
+    named = ", ".join(f"{name}: {key}" for name, key in sorted(wrong)[:_NAMED])
+    more = " ..." if len(wrong) > _NAMED else ""
+    files = broadcast(_damaged_files(wrong[:_NAMED], checkpoint) if dist.get_rank() == 0 else "")
+    return (
+        f"{tag_dir}: {len(wrong)} tensors differ from what the commit record says was saved: {named}{more}. {files} "
+        "The checkpoint is damaged; resume from another tag. The engine now holds damaged state: do not train on it."
+    )
+
+
+def _damaged_files(wrong: Sequence[tuple[str, str]], checkpoint: Checkpoint) -> str:
+    """A sentence that names the files whose payload is not what their own digests say, as far as that can be known."""
+    names = sorted({name for name, _ in wrong})
+    bad: set[str] = set()
+    holders: set[str] = set()
+    for rank in range(checkpoint.world_size):
+        try:
+            shard = checkpoint.shard(rank)
+            for name in names:
+                index = shard.layout.index().get(name)
+                if index is None or shard.layout.owned(rank)[1][index] == 0:
+                    continue
+                holders.add(shard.path.name)
+                if shard.digests is not None and _part_digest(shard, index) != _recorded(shard, shard.digests, index):
+                    bad.add(shard.path.name)
+        except (ZeroElasticError, OSError) as error:  # the others wait for this sentence
+            return f"({error})"
+    if bad:
+        return f"Damaged: {', '.join(sorted(bad))}."
+    if any(key == FROZEN for _, key in wrong):
+        holders |= {path.name for path in checkpoint.model_files}
+    return f"They are in {', '.join(sorted(holders)[:_NAMED])}{' ...' if len(holders) > _NAMED else ''}."
+
+
+def _recorded(shard: Shard, digests: Extent, index: int) -> int:
+    return int(_read(shard.path, digests.offset + 8 * index, 8).view("<u8")[0])
+
+
+def _part_digest(shard: Shard, index: int) -> int:
+    """The sum over state keys of the digests of the shard's part of one parameter, from the file."""
+    start, length = (int(column[index]) for column in shard.layout.owned(shard.rank))
+    sub_group, name, total = int(shard.layout.sub_group[index]), shard.layout.params[index].name, 0
+    for key in shard.tensor_keys[sub_group]:
+        itemsize, offset = DTYPE_BYTES[shard.pieces[key].dtype[sub_group]], int(shard.pieces[key].offset[index])
+        seed = stream_seed(name, key)
+        for done in range(0, length * itemsize, _CHUNK_BYTES):
+            data = _read(shard.path, offset + done, min(_CHUNK_BYTES, length * itemsize - done))
+            total = combine(total, digest_range(data, itemsize, seed=seed, start=start + done // itemsize))
+    return total
+
+
+def _read(path: Path, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:
+    with open(path, "rb") as file:
+        file.seek(offset)
+        data = file.read(nbytes)
+    if len(data) != nbytes:
+        raise CheckpointError(f"{path}: ends at byte {offset + len(data)}. The file is truncated.")
+    return np.frombuffer(data, dtype=np.uint8)

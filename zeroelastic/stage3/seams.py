@@ -1,0 +1,184 @@
+"""The seams in DeepSpeed: the methods that install() wraps, how they are checked, and how they are put back.
+
+Wrapped at class level, because HF Trainer, accelerate, Lightning and Fabric all end in these methods and bypass
+anything else: ``DeepSpeedEngine._configure_zero_optimizer``, ``save_checkpoint``, ``load_checkpoint``,
+``_get_all_ckpt_names``, and ``DeepSpeedZeroOptimizer_Stage3.state_dict``, ``load_state_dict``. Every wrapper hands
+anything that is not ZeRO stage 3 to the original untouched.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module, metadata
+from typing import Any
+
+from packaging.version import InvalidVersion, Version
+
+from zeroelastic.errors import IncompatibleDeepSpeedError
+
+MINIMUM_DEEPSPEED = "0.18"
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Seam:
+    """A method that is wrapped: its class, its name, and the parameters that the wrapper relies on."""
+
+    class_path: str
+    method: str
+    parameters: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """Class and method, for messages."""
+        return f"{self.class_path.rpartition('.')[2]}.{self.method}"
+
+
+_ENGINE = "deepspeed.runtime.engine.DeepSpeedEngine"
+_STAGE3 = "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3"
+
+SEAMS = (
+    Seam(_ENGINE, "_configure_zero_optimizer", ("self", "optimizer")),
+    Seam(
+        _ENGINE,
+        "save_checkpoint",
+        ("self", "save_dir", "tag", "client_state", "save_latest", "exclude_frozen_parameters"),
+    ),
+    Seam(
+        _ENGINE,
+        "load_checkpoint",
+        (
+            "self",
+            "load_dir",
+            "tag",
+            "load_module_strict",
+            "load_optimizer_states",
+            "load_lr_scheduler_states",
+            "load_module_only",
+            "custom_load_fn",
+        ),
+    ),
+    Seam(_ENGINE, "_get_all_ckpt_names", ("self", "checkpoints_path", "tag")),
+    Seam(_STAGE3, "state_dict", ("self",)),
+    Seam(
+        _STAGE3,
+        "load_state_dict",
+        ("self", "state_dict_list", "load_optimizer_states", "load_from_fp32_weights"),
+    ),
+)
+
+USED = (
+    Seam(
+        _ENGINE,
+        "_load_checkpoint",
+        (
+            "self",
+            "load_dir",
+            "tag",
+            "load_module_strict",
+            "load_optimizer_states",
+            "load_lr_scheduler_states",
+            "load_module_only",
+            "custom_load_fn",
+        ),
+    ),
+    Seam(_ENGINE, "_get_zero_ckpt_name", ("self", "checkpoints_path", "tag")),
+    Seam(_ENGINE, "_get_ckpt_name", ("self", "checkpoints_path", "tag")),
+    Seam(_ENGINE, "zero_load_from_fp32_weights", ("self",)),
+    Seam(_STAGE3, "_rigid_state_dict", ("self",)),
+    Seam(_STAGE3, "_reassign_or_swap_out_partitioned_parameters", ("self", "sub_group_id")),
+    Seam(_STAGE3, "checkpoint_event_prologue", ("self",)),
+    Seam(_STAGE3, "checkpoint_event_epilogue", ("self",)),
+    Seam(_STAGE3, "get_param_id", ("self", "param")),
+)
+"""Methods that are called but not wrapped; checked in the same way."""
+
+_originals: dict[tuple[type, str], Callable[..., Any]] = {}
+
+
+def is_installed() -> bool:
+    """Whether the wrappers are in place."""
+    return bool(_originals)
+
+
+def install() -> None:
+    """Check every seam, then wrap; see ``zeroelastic.install``."""
+    if _originals:
+        return
+    classes = _check()
+    from zeroelastic.stage3 import wrappers
+
+    for seam in SEAMS:
+        owner = classes[seam.class_path]
+        original = owner.__dict__[seam.method]
+        wrapper = functools.wraps(original)(getattr(wrappers, seam.method.lstrip("_"))(original))
+        _originals[owner, seam.method] = original
+        setattr(owner, seam.method, wrapper)
+    logging.getLogger("DeepSpeed").addFilter(_DROP_WARNING)
+
+
+def uninstall() -> None:
+    """Put the originals back; see ``zeroelastic.uninstall``."""
+    for (owner, method), original in _originals.items():
+        setattr(owner, method, original)
+    _originals.clear()
+    logging.getLogger("DeepSpeed").removeFilter(_DROP_WARNING)
+
+
+class _DropElasticWarning(logging.Filter):
+    """Drops DeepSpeed's statement that ZeRO-3 elastic checkpoints are unsupported: not true while we are here."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return "ZeRO-3 elastic checkpointing is deprecated" not in record.getMessage()
+
+
+_DROP_WARNING = _DropElasticWarning()
+
+
+def _check() -> dict[str, type]:
+    """The classes of all seams. Raises IncompatibleDeepSpeedError, listing everything that does not fit."""
+    try:
+        found = metadata.version("deepspeed")
+    except metadata.PackageNotFoundError:
+        raise IncompatibleDeepSpeedError(
+            f"DeepSpeed is not installed; zeroelastic.install() needs deepspeed>={MINIMUM_DEEPSPEED}."
+        ) from None
+    try:
+        too_old = Version(found) < Version(MINIMUM_DEEPSPEED)
+    except InvalidVersion:
+        too_old = False
+    if too_old:
+        raise IncompatibleDeepSpeedError(
+            f"DeepSpeed {found} is too old; zeroelastic needs deepspeed>={MINIMUM_DEEPSPEED}. Nothing was changed."
+        )
+    classes: dict[str, type] = {}
+    problems: list[str] = []
+    for seam in (*SEAMS, *USED):
+        module, _, name = seam.class_path.rpartition(".")
+        owner = getattr(import_module(module), name, None)
+        if owner is None:
+            problems.append(f"{seam.class_path} does not exist")
+            continue
+        classes[seam.class_path] = owner
+        method = owner.__dict__.get(seam.method)
+        if not callable(method):
+            problems.append(f"{seam.name} does not exist")
+            continue
+        parameters = inspect.signature(method).parameters
+        if {p.kind for p in parameters.values()} == {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}:
+            continue  # behind a decorator such as instrument_w_nvtx, which hides the signature
+        missing = [parameter for parameter in seam.parameters if parameter not in parameters]
+        if missing:
+            problems.append(f"{seam.name} has no parameter {', '.join(missing)}")
+    if problems:
+        listed = "; ".join(dict.fromkeys(problems))
+        raise IncompatibleDeepSpeedError(
+            f"DeepSpeed {found} differs from what zeroelastic knows: {listed}. Nothing was changed. Use a tested "
+            "version (0.18.9, 0.19.5, 0.19.8) or upgrade zeroelastic."
+        )
+    return classes

@@ -1,0 +1,346 @@
+"""What the wrapped DeepSpeed methods do: each factory takes the original method and returns its replacement."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+
+from zeroelastic.checkpoint import open_checkpoint
+from zeroelastic.errors import CheckpointError, UnsupportedError
+from zeroelastic.record import RECORD_NAME, write_atomically
+from zeroelastic.stage3 import memory
+from zeroelastic.stage3.agree import settle, together
+from zeroelastic.stage3.contents import LocalDigests, local_digests
+from zeroelastic.stage3.live import LiveState, read_live, refuse_unsupported
+from zeroelastic.stage3.load import Wanted, load, model_states_reader
+from zeroelastic.stage3.options import Options, parse_options
+from zeroelastic.stage3.save import commit, elastic_state_dict, new_save_id, written_files
+from zeroelastic.stage3.survey import Survey, survey
+
+logger = logging.getLogger(__name__)
+
+Method = Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Saving:
+    """A save in progress: what ``state_dict`` needs to write the elastic file of this rank."""
+
+    save_id: str
+    share_storage: bool
+    digests: LocalDigests
+
+
+def _stage3(engine: Any) -> DeepSpeedZeroOptimizer_Stage3 | None:
+    """The engine's ZeRO-3 optimizer, or None when there is nothing for us to do."""
+    optimizer = getattr(engine, "optimizer", None)
+    return optimizer if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3) else None
+
+
+def _options(engine: Any) -> Options:
+    return parse_options(engine._config._param_dict)
+
+
+def _elastic_flag(engine: Any) -> bool:
+    return bool(engine._config.zero_config.elastic_checkpoint)
+
+
+def _live(engine: Any, optimizer: DeepSpeedZeroOptimizer_Stage3) -> LiveState:
+    return read_live(optimizer, engine.param_names)
+
+
+def configure_zero_optimizer(original: Method) -> Method:
+    """Validate our options and refuse what elastic saving cannot cover, while the engine is being built."""
+
+    def _configure_zero_optimizer(self: Any, optimizer: Any) -> Any:
+        made = original(self, optimizer)
+        if isinstance(made, DeepSpeedZeroOptimizer_Stage3):
+            _options(self)
+            made._zeroelastic_engine = self
+            if _elastic_flag(self):
+                refuse_unsupported(made, self)
+                read_live(made, self.param_names)
+        return made
+
+    return _configure_zero_optimizer
+
+
+def state_dict(original: Method) -> Method:
+    """The elastic state dict under ``"elastic_checkpoint": true``, the stock one otherwise."""
+
+    def state_dict(self: Any) -> Any:
+        engine = getattr(self, "_zeroelastic_engine", None)
+        if engine is None or not _elastic_flag(engine):
+            return original(self)
+        saving: _Saving | None = getattr(self, "_zeroelastic_saving", None)
+        return elastic_state_dict(
+            self,
+            read_live(self, engine.param_names),
+            save_id=saving.save_id if saving is not None else "",
+            train_batch_size=engine.train_batch_size(),
+            alias=saving is not None,
+            share_storage=saving.share_storage if saving is not None else True,
+            digests=saving.digests.table() if saving is not None else None,
+        )
+
+    return state_dict
+
+
+def load_state_dict(original: Method) -> Method:
+    """Elastic state dicts, one per saved rank, at any world size; stock ones go to the original."""
+
+    def load_state_dict(self: Any, state_dict_list: Any, *args: Any, **kwargs: Any) -> Any:
+        if not memory.is_elastic(state_dict_list):
+            return original(self, state_dict_list, *args, **kwargs)
+        engine = getattr(self, "_zeroelastic_engine", None)
+        names = engine.param_names if engine is not None else self.param_names
+        flags = dict(zip(("load_optimizer_states", "load_from_fp32_weights"), args, strict=False)) | kwargs
+        return memory.load_state_dicts(
+            self,
+            read_live(self, names),
+            state_dict_list,
+            optimizer_states=bool(flags.get("load_optimizer_states", True)),
+        )
+
+    return load_state_dict
+
+
+def get_all_ckpt_names(original: Method) -> Method:
+    """The module states file that the survey chose, while a load of ours runs: new ranks have none of their own."""
+
+    def _get_all_ckpt_names(self: Any, checkpoints_path: Any, tag: Any) -> Any:
+        found: Survey | None = getattr(self, "_zeroelastic_survey", None)
+        if found is None:
+            return original(self, checkpoints_path, tag)
+        return [os.fspath(found.model.path)]
+
+    return _get_all_ckpt_names
+
+
+def save_checkpoint(original: Method) -> Method:
+    """DeepSpeed's save, then the commit record, then ``latest``: in that order, each durable before the next."""
+
+    def save_checkpoint(
+        self: Any,
+        save_dir: Any,
+        tag: Any = None,
+        client_state: Any = {},  # noqa: B006  DeepSpeed's own default, passed on unchanged
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> Any:
+        optimizer = _stage3(self)
+        if optimizer is None or not save_dir:
+            return original(self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
+        elastic = _elastic_flag(self)
+        reason = _cannot_commit(self, optimizer)
+        if reason is not None:
+            if elastic:
+                raise reason
+            logger.info("no commit record is written: %s", reason)
+            return original(self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
+        options = _options(self)
+        tag = f"global_step{self.global_steps}" if tag is None else str(tag)
+        tag_dir = Path(save_dir) / tag
+        settle(lambda: _forget_record(tag_dir))
+        save_id = new_save_id()
+        sharing = getattr(self.checkpoint_engine, "preserves_storage_sharing", None)
+        digests = settle(lambda: local_digests(_live(self, optimizer), with_frozen=not exclude_frozen_parameters))
+        optimizer._zeroelastic_engine = self
+        optimizer._zeroelastic_saving = _Saving(save_id, bool(sharing()) if callable(sharing) else True, digests)
+        try:
+            done = original(self, save_dir, tag, client_state, False, exclude_frozen_parameters)
+        finally:
+            del optimizer._zeroelastic_saving
+        commit(
+            tag_dir,
+            _live(self, optimizer),
+            options=options,
+            device=self.device,
+            save_id=save_id,
+            checkpoint_format="elastic" if elastic else "rigid",
+            written=written_files(tag_dir, self.global_rank, bf16=self.bfloat16_enabled()),
+            global_steps=self.global_steps,
+            train_batch_size=self.train_batch_size(),
+            digests=digests,
+        )
+        if save_latest:
+            settle(lambda: _point_latest(Path(save_dir), tag))
+        return done
+
+    return save_checkpoint
+
+
+def _cannot_commit(engine: Any, optimizer: DeepSpeedZeroOptimizer_Stage3) -> UnsupportedError | None:
+    """Why this engine's saves get no commit record, or None when they do."""
+    try:
+        refuse_unsupported(optimizer, engine)
+        _live(engine, optimizer)
+    except UnsupportedError as error:
+        return error
+    if engine.checkpoint_engine.is_decoupled():
+        return UnsupportedError(
+            "elastic checkpoints do not cover decoupled checkpoint engines yet. Remove the checkpoint.writer block, or "
+            "save with elastic_checkpoint off."
+        )
+    if engine.use_node_local_storage():
+        return UnsupportedError(
+            "elastic checkpoints do not cover use_node_local_storage yet. Save to a shared directory, or with "
+            "elastic_checkpoint off."
+        )
+    return None
+
+
+def _forget_record(tag_dir: Path) -> None:
+    """A tag that is saved again is uncommitted from its first overwritten byte on."""
+    if dist.get_rank() == 0:
+        (tag_dir / RECORD_NAME).unlink(missing_ok=True)
+
+
+def _point_latest(save_dir: Path, tag: str) -> None:
+    if dist.get_rank() == 0:
+        write_atomically(save_dir / "latest", tag.encode())
+
+
+def load_checkpoint(original: Method) -> Method:
+    """A load at any world size; what is not ours (other stages, universal checkpoints) goes to the original."""
+
+    def load_checkpoint(
+        self: Any,
+        load_dir: Any,
+        tag: Any = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> Any:
+        def stock() -> Any:
+            return original(
+                self,
+                load_dir,
+                tag,
+                load_module_strict=load_module_strict,
+                load_optimizer_states=load_optimizer_states,
+                load_lr_scheduler_states=load_lr_scheduler_states,
+                load_module_only=load_module_only,
+                custom_load_fn=custom_load_fn,
+            )
+
+        optimizer = _stage3(self)
+        if optimizer is None or self.load_universal_checkpoint():
+            return stock()
+        began = time.perf_counter()
+        self.__dict__.pop("zeroelastic_report", None)  # that of an earlier load
+        options = _options(self)
+        chosen = _choose_tag(Path(load_dir), tag)
+        if chosen is None:
+            return stock()
+        tag_dir = Path(load_dir) / chosen
+        refused = _refused(self, optimizer, tag_dir)
+        if refused is not None:
+            logger.warning("loading through DeepSpeed alone: %s", refused)
+            return stock()
+        wanted = Wanted(optimizer_states=load_optimizer_states, module_only=load_module_only)
+        live = _live(self, optimizer)
+        found = survey(tag_dir, live, weights_only=wanted.weights_only)
+
+        def load_module() -> tuple[Any, Any]:
+            with model_states_reader(self, found, safe_load=options.safe_load):
+                path, state = self._load_checkpoint(
+                    load_dir,
+                    chosen,
+                    load_module_strict=load_module_strict,
+                    load_optimizer_states=True,  # False would merge the full model on every rank; see ``load``
+                    load_lr_scheduler_states=load_lr_scheduler_states,
+                    load_module_only=load_module_only,
+                    custom_load_fn=custom_load_fn,
+                )
+            if path is None:
+                raise CheckpointError(f"{found.model.path}: DeepSpeed did not load it.")
+            if not load_optimizer_states:
+                state.setdefault("optimizer", None)
+            return path, state
+
+        self._zeroelastic_survey = found
+        try:
+            outcome, report = load(
+                self,
+                found,
+                live,
+                tag_dir=tag_dir,
+                options=options,
+                wanted=wanted,
+                load_module=load_module,
+                began=began,
+            )
+        finally:
+            del self._zeroelastic_survey
+        self.zeroelastic_report = report
+        if dist.get_rank() == 0:
+            level = logging.WARNING if any("CHANGED" in note for note in report.notes) else logging.INFO
+            logger.log(level, "%s", report.text())
+        return outcome
+
+    return load_checkpoint
+
+
+def _choose_tag(load_dir: Path, tag: Any) -> str | None:
+    """The tag to load, agreed by all ranks; None when there is no ``latest`` to choose it. Collective."""
+
+    def read() -> str | None:
+        if tag is not None:
+            return str(tag)
+        try:
+            return (load_dir / "latest").read_text().strip()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise CheckpointError(f"{load_dir / 'latest'}: cannot be read: {error.strerror}.") from None
+
+    chosen, all_chosen = together(read)
+    if any(other != chosen for other in all_chosen):
+        raise CheckpointError(
+            f"{load_dir}: the ranks do not see the same tag ({', '.join(sorted({str(t) for t in all_chosen}))}). Pass "
+            "the same tag everywhere, on a directory that all nodes share."
+        )
+    return chosen
+
+
+def _refused(engine: Any, optimizer: DeepSpeedZeroOptimizer_Stage3, tag_dir: Path) -> UnsupportedError | None:
+    """Why this load is left to DeepSpeed: a rigid checkpoint of the same world size in a configuration we do not cover.
+
+    Raises UnsupportedError when DeepSpeed could not load it either, because it is elastic or of another size.
+    Collective.
+    """
+
+    def look() -> tuple[str, bool] | None:
+        try:
+            refuse_unsupported(optimizer, engine)
+            _live(engine, optimizer)
+            return None
+        except UnsupportedError as error:
+            return str(error), _loads_in_stock(tag_dir, dist.get_world_size(group=optimizer.dp_process_group))
+
+    _, outcomes = together(look)
+    reasons: list[tuple[str, bool]] = [outcome for outcome in outcomes if outcome is not None]
+    if not reasons:
+        return None
+    if not all(stock for _, stock in reasons):
+        raise UnsupportedError(f"{tag_dir}: {reasons[0][0]}")
+    return UnsupportedError(reasons[0][0])
+
+
+def _loads_in_stock(tag_dir: Path, world_size: int) -> bool:
+    """Whether DeepSpeed alone can load it: the same number of ranks saved it."""
+    try:
+        return open_checkpoint(tag_dir).world_size == world_size
+    except UnsupportedError:
+        return True  # other tensor parallel ranks: DeepSpeed decides

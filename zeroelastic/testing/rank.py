@@ -1,0 +1,177 @@
+"""One rank's process: what a spawned or forked rank does from its first instruction to its end.
+
+A rank reports "started", then "done" or "failed", and then waits to be released or ended. It never closes
+its sockets before that, so a failing rank cannot make its peers fail too: the first traceback is the cause.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import importlib
+import importlib.util
+import os
+import pickle
+import signal
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+# A real-time signal: user code and launchers have their own plans for SIGUSR1, SIGUSR2 and SIGTERM.
+STACKS_SIGNAL: int = signal.SIGRTMIN + 7
+VERBOSE_VARIABLE = "ZEROELASTIC_TEST_VERBOSE"
+
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, slots=True)
+class RankJob:
+    """What one rank process has to run, and where it leaves what comes of it.
+
+    `directory` is private to the run and shared by its ranks: the pickled call, the rendezvous file, and
+    per rank the result, the failure, the output and the stacks. `timeout` is in seconds.
+    """
+
+    rank: int
+    world_size: int
+    directory: str
+    backend: str
+    timeout: float
+    environment: dict[str, str]
+    sys_path: tuple[str, ...]
+    working_directory: str
+
+    def file(self, kind: str) -> Path:
+        """Path of this rank's file of one kind: result, failure, output or stacks."""
+        return Path(self.directory) / f"rank{self.rank}.{kind}"
+
+
+@dataclass(frozen=True, slots=True)
+class Raised:
+    """An exception that ended a rank's function. `moment_ns` is of `time.monotonic_ns`."""
+
+    moment_ns: int
+    headline: str
+    traceback: str
+
+
+def rank_main(job: RankJob, parent_pid: int, reports: Connection, release: Connection) -> None:
+    """Runs the job's pickled call inside an initialised process group; the entry point of a rank process."""
+    # A session of its own: whatever the rank starts can be found and ended with it.
+    os.setsid()
+    _die_with_parent(parent_pid)
+    if os.environ.get(VERBOSE_VARIABLE) != "1":
+        _redirect_output(job.file("output"))
+    stacks = open(job.file("stacks"), "w")  # noqa: SIM115 - faulthandler writes to it until the process ends
+    faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
+    faulthandler.enable(file=stacks)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    reports.send("started")
+    try:
+        sys.path[:] = job.sys_path
+        os.chdir(job.working_directory)
+        _init_process_group(job)
+        function, args, kwargs = pickle.loads((Path(job.directory) / "call").read_bytes())
+        result = function(*args, **kwargs)
+        _write_result(job, result)
+    except BaseException as error:
+        raised = Raised(
+            moment_ns=time.monotonic_ns(),
+            headline="".join(traceback.format_exception_only(type(error), error)).strip(),
+            traceback="".join(traceback.format_exception(type(error), error, _trim(error.__traceback__))),
+        )
+        job.file("failure").write_bytes(pickle.dumps(raised))
+        reports.send("failed")
+        _wait_for_release(release)
+        os._exit(1)
+    reports.send("done")
+    _wait_for_release(release)
+    _destroy_process_group()
+
+
+def _die_with_parent(parent_pid: int) -> None:
+    """Has the kernel end this process when the one that started it goes away, however that happens."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        os._exit(1)
+
+
+def _redirect_output(path: Path) -> None:
+    """Sends stdout and stderr, of native code too, to a file."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+    for stream, number in (("stdout", 1), ("stderr", 2)):
+        setattr(sys, stream, os.fdopen(number, "w", buffering=1, closefd=False, errors="backslashreplace"))
+
+
+def _init_process_group(job: RankJob) -> None:
+    """Initialises torch.distributed through a file; deepspeed then adopts the group it finds."""
+    import torch
+
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    prepare_deepspeed()
+    device = None
+    if os.environ["DS_ACCELERATOR"] == "cuda":
+        device = torch.device("cuda", job.rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    torch.distributed.init_process_group(
+        job.backend,
+        init_method=f"file://{job.directory}/rendezvous",
+        rank=job.rank,
+        world_size=job.world_size,
+        # Longer than the run may take: a hang is reported with stacks, not as somebody's broken collective.
+        timeout=timedelta(seconds=job.timeout + 60),
+        device_id=device if job.backend == "nccl" else None,
+    )
+
+
+def prepare_deepspeed() -> None:
+    """Imports deepspeed where it is installed, without the shared-memory op that it compiles on first use.
+
+    The op serves inference, and only where LOCAL_SIZE is set; compiling it takes half a minute.
+    """
+    if importlib.util.find_spec("deepspeed") is None:
+        return
+    backend = importlib.import_module("deepspeed.comm.torch")
+    setattr(backend, "build_shm_op", _no_shm_op)  # noqa: B010 - for mypy a module is not to be changed
+
+
+def _no_shm_op() -> None:
+    return None
+
+
+def _write_result(job: RankJob, result: Any) -> None:
+    try:
+        payload = pickle.dumps(result)
+    except Exception as error:
+        raise TypeError(f"the result, a {type(result).__qualname__}, cannot be pickled: {error}") from error
+    job.file("result").write_bytes(payload)
+
+
+def _trim(frames: TracebackType | None) -> TracebackType | None:
+    """The traceback without this module's own first frame."""
+    return frames.tb_next if frames is not None and frames.tb_next is not None else frames
+
+
+def _wait_for_release(release: Connection) -> None:
+    try:
+        release.recv()
+    except EOFError:
+        os._exit(1)
+
+
+def _destroy_process_group() -> None:
+    import torch
+
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()

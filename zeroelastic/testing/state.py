@@ -1,0 +1,273 @@
+"""The whole training state of a ZeRO-3 engine, gathered, and its comparison bit for bit.
+
+It is gathered from the live optimizer with nothing but DeepSpeed's own tables and collectives, and shares
+no code with what saves and loads checkpoints: it is what loading is judged by.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """A tensor without its elements: equal for equal dtype, shape and bits, NaNs included."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    digest: str
+
+
+Entry: TypeAlias = "torch.Tensor | Fingerprint | bool | int | float | str | None"
+State: TypeAlias = dict[str, Entry]
+
+# Copies that offload_states() keeps among the optimizer state; they are no state of their own.
+_DUPLICATES = "_offload_buffer"
+_ENGINE_COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+
+
+def gather_state(engine: Any) -> State:
+    """Everything that training goes on from, in full on every rank, as CPU tensors and values. Collective.
+
+    Keys, where PARAM is a name from `engine.module.named_parameters()`:
+
+        weight/PARAM         the weight as the module sees it, gathered; frozen and tied parameters too
+        master/PARAM         the fp32 (or master precision) weight of a trained parameter state/PARAM/KEY
+        a tensor of optimizer state in the parameter's shape and its own dtype, e.g. exp_avg
+        scalar/PARAM/KEY     a number of optimizer state that the parameter shares with its sub-group, e.g.
+        step buffer/NAME          a persistent buffer group/I/NAME         a hyper-parameter of parameter
+        group I; group/I/params names its trained parameters scheduler/...        the leaves of the lr
+        scheduler's state loss_scaler/NAME     the numbers of the loss scaler engine/NAME
+        global_steps, global_samples and skipped_steps
+
+    Padding is left out. Every tensor has its parameter's full shape, or a RuntimeError says which has not.
+    Raises TypeError when the engine does not train with ZeRO stage 3.
+    """
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+
+    if not isinstance(engine.optimizer, DeepSpeedZeroOptimizer_Stage3):
+        raise TypeError(
+            f"gather_state needs an engine that trains with ZeRO stage 3; its optimizer is {type(engine.optimizer)}."
+        )
+    names = {param: name for name, param in engine.module.named_parameters()}
+    state: State = {}
+    for param, name in names.items():
+        state[f"weight/{name}"] = _gather_weight(param, name)
+    state.update(_gather_optimizer(engine.optimizer, names))
+    state.update(_gather_buffers(engine.module))
+    state.update(_groups(engine.optimizer, names))
+    if engine.lr_scheduler is not None:
+        state.update(flatten("scheduler", engine.lr_scheduler.state_dict()))
+    state.update(flatten("loss_scaler", vars(engine.optimizer.loss_scaler)))
+    state.update({f"engine/{name}": getattr(engine, name) for name in _ENGINE_COUNTERS})
+    return state
+
+
+def flatten(prefix: str, value: Any) -> State:
+    """The leaves of nested dicts and sequences, keyed by their path; objects of other types are left out."""
+    import torch
+
+    if isinstance(value, Mapping):
+        parts = [flatten(f"{prefix}/{key}", item) for key, item in value.items()]
+    elif isinstance(value, (list, tuple)):
+        parts = [flatten(f"{prefix}/{index}", item) for index, item in enumerate(value)]
+    elif isinstance(value, torch.Tensor):
+        return {prefix: value.detach().cpu().clone()}
+    elif value is None or isinstance(value, (bool, int, float, str)):
+        return {prefix: value}
+    else:
+        return {}
+    return {key: entry for part in parts for key, entry in part.items()}
+
+
+def fingerprint(state: State) -> State:
+    """The same state with fingerprints for tensors: small, and it compares like the original."""
+    import torch
+
+    return {key: _digest(entry) if isinstance(entry, torch.Tensor) else entry for key, entry in state.items()}
+
+
+def compare_states(expected: State, found: State) -> list[str]:
+    """Every difference between two states, a line each, by key; empty when they agree bit for bit."""
+    lines = [f"{key}: is missing" for key in expected if key not in found]
+    lines += [f"{key}: is new" for key in found if key not in expected]
+    for key, entry in expected.items():
+        if key in found and (difference := _difference(entry, found[key])):
+            lines.append(f"{key}: {difference}")
+    return lines
+
+
+def _gather_weight(param: Any, name: str) -> torch.Tensor:
+    """A weight as the next forward pass will see it, without changing what that is.
+
+    A persistent parameter's full copy is read where it lies: gathering would drop it, and with it the trace
+    of a copy that was not brought up to date.
+    """
+    import deepspeed
+
+    if getattr(param, "ds_status", None) is None or param.ds_status.name == "AVAILABLE":
+        weight = param.detach().cpu().clone()
+    else:
+        with deepspeed.zero.GatheredParameters([param]):
+            weight = param.detach().cpu().clone()
+    return _checked(weight, param, f"weight/{name}")
+
+
+def _gather_optimizer(optimizer: Any, names: Mapping[torch.nn.Parameter, str]) -> State:
+    """Master weights and optimizer state, sub-group by sub-group; tensors keep their own dtype."""
+    gathered: State = {}
+    for index, group in enumerate(optimizer.fp16_groups):
+        with _resident(optimizer, index):
+            master = optimizer.fp32_partitioned_groups_flat[index]
+            sharded, scalars = _split_state(_optimizer_state(optimizer, index), master)
+            for param in group:
+                name = names[param]
+                sub_group, offset, length = optimizer.grad_position[optimizer.get_param_id(param)]
+                if sub_group != index:
+                    raise RuntimeError(f"{name} is in sub-group {index}, and its position says {sub_group}.")
+                for key, flat in {
+                    f"master/{name}": master,
+                    **{f"state/{name}/{k}": v for k, v in sharded.items()},
+                }.items():
+                    gathered[key] = _gather_fragment(flat.narrow(0, offset, length), param, key)
+                gathered.update({f"scalar/{name}/{key}": number for key, number in scalars.items()})
+    return gathered
+
+
+@contextmanager
+def _resident(optimizer: Any, sub_group: int) -> Iterator[None]:
+    """Has a sub-group's master weights and state in memory, where they are kept on NVMe."""
+    if not optimizer._swappable_optimizer_subgroup(sub_group):
+        yield
+        return
+    optimizer._optimizer_states_and_gradient_swap_in(sub_group)
+    try:
+        yield
+    finally:
+        optimizer._release_swap_buffers(sub_group)
+
+
+def _optimizer_state(optimizer: Any, sub_group: int) -> dict[str, Any]:
+    """The state of one sub-group, from whichever optimizer steps it."""
+    master = optimizer.fp32_partitioned_groups_flat[sub_group]
+    state: dict[str, Any] = {}
+    for owner in (optimizer.optimizer, getattr(optimizer, "backup_optimizer", None)):
+        if owner is not None:
+            state |= owner.state.get(master, {})
+    momentum = getattr(optimizer, "muon_momentum_buffer_partitioned_groups_flat", {}).get(sub_group)
+    return state if momentum is None else state | {"momentum_buffer": momentum}
+
+
+def _split_state(
+    state: Mapping[str, Any], master: torch.Tensor
+) -> tuple[dict[str, torch.Tensor], dict[str, bool | int | float | None]]:
+    """State that is cut like the master weights, and numbers."""
+    import torch
+
+    sharded: dict[str, torch.Tensor] = {}
+    scalars: dict[str, bool | int | float | None] = {}
+    for key, value in state.items():
+        if key.endswith(_DUPLICATES):
+            continue
+        if isinstance(value, torch.Tensor) and value.shape == master.shape:
+            sharded[key] = value
+        elif isinstance(value, torch.Tensor) and value.numel() == 1:
+            scalars[key] = value.item()
+        elif value is None or isinstance(value, (bool, int, float)):
+            scalars[key] = value
+        else:
+            raise TypeError(f"optimizer state {key!r} is neither cut like its parameters nor a number: {type(value)}")
+    return sharded, scalars
+
+
+def _gather_fragment(fragment: torch.Tensor, param: Any, key: str) -> torch.Tensor:
+    """A parameter's tensor from every rank's fragment of it, as raw bytes, whatever the dtype."""
+    import torch
+    from deepspeed.accelerator import get_accelerator
+
+    group = getattr(param, "ds_process_group", None)
+    mine = fragment.detach().to(get_accelerator().current_device_name()).contiguous().view(torch.uint8)
+    parts = [torch.empty_like(mine) for _ in range(torch.distributed.get_world_size(group))]
+    torch.distributed.all_gather(parts, mine, group=group)
+    whole = torch.cat(parts).cpu().view(fragment.dtype)[: param.ds_numel]
+    return _checked(whole.view(param.ds_shape).clone(), param, key)
+
+
+def _checked(tensor: torch.Tensor, param: Any, key: str) -> torch.Tensor:
+    """The tensor, once it is known to be whole: placeholders are empty and equal one another."""
+    shape = getattr(param, "ds_shape", param.shape)
+    if tensor.shape != shape or tensor.numel() != math.prod(shape):
+        raise RuntimeError(f"{key}: gathered shape {tuple(tensor.shape)}, the parameter has {tuple(shape)}.")
+    return tensor
+
+
+def _gather_buffers(module: torch.nn.Module) -> State:
+    persistent = module.state_dict().keys()
+    return {
+        f"buffer/{name}": buffer.detach().cpu().clone() for name, buffer in module.named_buffers() if name in persistent
+    }
+
+
+def _groups(optimizer: Any, names: Mapping[torch.nn.Parameter, str]) -> State:
+    """Hyper-parameters of the parameter groups, and which parameters each one holds."""
+    members: dict[int, list[str]] = {}
+    for sub_group, params in enumerate(optimizer.fp16_groups):
+        members.setdefault(optimizer.sub_group_to_group_id[sub_group], []).extend(names[param] for param in params)
+    entries: State = {}
+    for index, group in enumerate(optimizer.optimizer.param_groups):
+        for name, value in group.items():
+            if name != "params":
+                entries.update(flatten(f"group/{index}/{name}", value))
+        entries[f"group/{index}/params"] = " ".join(sorted(members.get(index, [])))
+    return entries
+
+
+def _digest(tensor: torch.Tensor) -> Fingerprint:
+    raw = _bytes(tensor).numpy().data
+    return Fingerprint(str(tensor.dtype), tuple(tensor.shape), hashlib.blake2b(raw, digest_size=16).hexdigest())
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _difference(expected: Entry, found: Entry) -> str:
+    """What differs between two entries, or an empty string."""
+    import torch
+
+    if isinstance(expected, torch.Tensor) and isinstance(found, torch.Tensor):
+        return _tensor_difference(expected, found)
+    if isinstance(expected, torch.Tensor) and isinstance(found, Fingerprint):
+        expected = _digest(expected)
+    if isinstance(expected, Fingerprint) and isinstance(found, Fingerprint):
+        if (expected.dtype, expected.shape) != (found.dtype, found.shape):
+            return f"is {found.dtype} {found.shape}, expected {expected.dtype} {expected.shape}"
+        return "" if expected == found else "has other elements"
+    same_nan = isinstance(expected, float) and isinstance(found, float) and expected != expected and found != found
+    return "" if same_nan or expected == found else f"is {found!r}, expected {expected!r}"
+
+
+def _tensor_difference(expected: torch.Tensor, found: torch.Tensor) -> str:
+    import torch
+
+    if expected.dtype != found.dtype or expected.shape != found.shape:
+        return f"is {found.dtype} {tuple(found.shape)}, expected {expected.dtype} {tuple(expected.shape)}"
+    mine, theirs = _bytes(expected), _bytes(found)
+    if torch.equal(mine, theirs):
+        return ""
+    wrong = (mine != theirs).view(-1, expected.element_size()).any(dim=1).nonzero().flatten()
+    first = int(wrong[0])
+    return (
+        f"{len(wrong)} of {expected.numel()} elements differ, the first at {first}: "
+        f"{found.reshape(-1)[first].item()!r}, expected {expected.reshape(-1)[first].item()!r}"
+    )

@@ -1,0 +1,318 @@
+"""The supervisor of a run: starts the rank processes, follows them, says what became of them, and ends them.
+
+Invariant: when `supervise` returns or raises, none of its processes is left.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import signal
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import BaseContext
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from zeroelastic.testing.rank import STACKS_SIGNAL, Raised, RankJob, rank_main
+
+logger = logging.getLogger(__name__)
+
+# What the others say within this time after the first failure is reported too, in seconds.
+_GRACE = 0.5
+_TICK = 0.5
+_OUTPUT_LINES = 20
+_ENTRY = rank_main.__code__
+
+
+@dataclass(frozen=True, slots=True)
+class RankFailure:
+    """How one rank failed: in one line, in detail (a traceback or stacks), and the last lines it printed."""
+
+    rank: int
+    headline: str
+    details: str
+    output: str
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a run: its failures, the first first; empty when every rank returned.
+
+    `others` describes, one line each, the ranks that did not fail. `timed_out`: the failures are ranks that
+    hung.
+    """
+
+    failures: tuple[RankFailure, ...]
+    others: tuple[str, ...]
+    timed_out: bool
+    world_size: int
+
+
+@dataclass(slots=True)
+class _Rank:
+    """A rank process as its supervisor sees it. `state` goes starting, running, then done, failed or died."""
+
+    job: RankJob
+    process: BaseProcess
+    reports: Connection
+    release: Connection
+    state: str = "starting"
+    moment_ns: int = 0
+    reaped: bool = False
+
+    @property
+    def pending(self) -> bool:
+        return self.state in ("starting", "running")
+
+
+class Cancelled(Exception):
+    """Whoever asked for the run is gone."""
+
+
+def supervise(context: BaseContext, jobs: list[RankJob], owner: Connection | None = None) -> Outcome:
+    """Starts one process per job, waits for all of them, and leaves none behind.
+
+    Raises Cancelled when `owner`, the connection to whoever asked for the run, is closed meanwhile.
+    """
+    ranks: list[_Rank] = []
+    try:
+        deadline = time.monotonic() + jobs[0].timeout
+        for job in jobs:
+            ranks.append(_start(context, job))
+        _watch(ranks, deadline, owner)
+        outcome = _judge(ranks, jobs[0].timeout)
+        if not outcome.failures:
+            _release(ranks)
+        return outcome
+    finally:
+        _end(ranks)
+
+
+def _start(context: BaseContext, job: RankJob) -> _Rank:
+    reports, child_reports = context.Pipe(duplex=False)
+    child_release, release = context.Pipe(duplex=False)
+    # BaseContext lacks the attribute only for type checkers; every concrete context has it.
+    process: BaseProcess = context.Process(  # type: ignore[attr-defined]
+        target=rank_main, args=(job, os.getpid(), child_reports, child_release), name=f"rank{job.rank}"
+    )
+    with child_environment(job.environment):
+        process.start()
+    child_reports.close()
+    child_release.close()
+    return _Rank(job, process, reports, release)
+
+
+@contextmanager
+def child_environment(environment: Mapping[str, str]) -> Iterator[None]:
+    """Replaces os.environ: a child process has its variables before it imports anything that reads them."""
+    saved = dict(os.environ)
+    try:
+        os.environ.clear()
+        os.environ.update(environment)
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(saved)
+
+
+def _watch(ranks: list[_Rank], deadline: float, owner: Connection | None) -> None:
+    """Follows the ranks until all have reported, time is up, or the grace after a failure is over."""
+    while pending := [rank for rank in ranks if rank.pending]:
+        remaining = deadline - time.monotonic()
+        if remaining <= 0:
+            return
+        handles: list[Any] = [rank.reports for rank in pending] + [rank.process.sentinel for rank in pending]
+        # A process that a rank forked can keep the rank's sentinel from firing: hence the tick.
+        ready = wait(handles + ([owner] if owner is not None else []), min(remaining, _TICK))
+        if owner is not None and owner in ready:
+            raise Cancelled
+        for rank in pending:
+            _update(rank)
+        if any(rank.state in ("failed", "died") for rank in ranks):
+            deadline = min(deadline, time.monotonic() + _GRACE)
+
+
+def _update(rank: _Rank) -> None:
+    """Brings a rank's state up to date; what it reported before it died counts."""
+    dead = _is_dead(rank)
+    while rank.pending and rank.reports.poll():
+        try:
+            message = rank.reports.recv()
+        except (EOFError, OSError):
+            break
+        rank.state = "running" if message == "started" else message
+    if dead and rank.pending:
+        rank.state = "died"
+        rank.moment_ns = time.monotonic_ns()
+
+
+def _judge(ranks: list[_Rank], timeout: float) -> Outcome:
+    """Orders what happened. A death comes before every exception: a rank that raised stays put till the end,
+    while a death is noticed by the peers, whose broken collectives may be reported earlier.
+    """
+    failures = [_death(rank) for rank in sorted(ranks, key=lambda rank: rank.moment_ns) if rank.state == "died"]
+    raised = [(_read_failure(rank.job), rank) for rank in ranks if rank.state == "failed"]
+    for error, rank in sorted(raised, key=lambda pair: pair[0].moment_ns):
+        failures.append(RankFailure(rank.job.rank, error.headline, error.traceback, _last_output(rank.job)))
+    timed_out = not failures and any(rank.pending for rank in ranks)
+    if timed_out:
+        failures = _hung([rank for rank in ranks if rank.pending], timeout)
+    others = [f"rank {rank.job.rank}: {_describe(rank)}" for rank in ranks if rank.state == "done"]
+    if not timed_out:
+        others += [f"rank {rank.job.rank}: {_describe(rank)}" for rank in ranks if rank.pending]
+    return Outcome(tuple(failures), tuple(others), timed_out, len(ranks))
+
+
+def _describe(rank: _Rank) -> str:
+    return {"done": "finished", "running": "was still running", "starting": "was still starting"}[rank.state]
+
+
+def _read_failure(job: RankJob) -> Raised:
+    raised: Raised = pickle.loads(job.file("failure").read_bytes())
+    return raised
+
+
+def _death(rank: _Rank) -> RankFailure:
+    code = _reap(rank)
+    if code is not None and code < 0:
+        headline = f"was killed by {_signal_name(-code)}"
+    else:
+        headline = f"exited with status {code} before its function returned"
+    return RankFailure(rank.job.rank, headline, _read_stacks(rank.job), _last_output(rank.job))
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _hung(ranks: list[_Rank], timeout: float) -> list[RankFailure]:
+    """The ranks that did not finish, each with the Python stacks of its threads."""
+    for rank in ranks:
+        if rank.state == "running":
+            os.kill(_pid(rank), STACKS_SIGNAL)
+    failures = []
+    for rank in ranks:
+        if rank.state == "running":
+            headline = f"no result after {timeout:g} s"
+            stacks = _await_stacks(rank.job) or "(no stack: the process does not react to signals)"
+        else:
+            headline, stacks = f"still starting after {timeout:g} s", ""
+        failures.append(RankFailure(rank.job.rank, headline, stacks, _last_output(rank.job)))
+    return failures
+
+
+def _await_stacks(job: RankJob, patience: float = 2.0) -> str:
+    """The stacks a signalled rank writes, once they stop growing; empty when none come."""
+    deadline = time.monotonic() + patience
+    text = ""
+    while time.monotonic() < deadline:
+        time.sleep(0.05)
+        longer = _read_stacks(job)
+        if longer and longer == text:
+            break
+        text = longer
+    return text
+
+
+def _read_stacks(job: RankJob) -> str:
+    """What faulthandler wrote for a rank, from the innermost frame out to the rank's function."""
+    return "\n\n".join(
+        thread.split(f'\n  File "{_ENTRY.co_filename}", line ')[0]
+        for thread in _read_text(job.file("stacks")).strip().split("\n\n")
+        if not thread.startswith("Extension modules")
+    )
+
+
+def _last_output(job: RankJob) -> str:
+    return "\n".join(_read_text(job.file("output")).splitlines()[-_OUTPUT_LINES:])
+
+
+def _read_text(path: Path) -> str:
+    return path.read_text(errors="backslashreplace") if path.exists() else ""
+
+
+def _release(ranks: list[_Rank], patience: float = 60.0) -> None:
+    """Lets ranks that are done leave; all at once, because leaving the process group takes all of them."""
+    for rank in ranks:
+        try:
+            rank.release.send("leave")
+        except OSError:
+            logger.warning("rank %d was gone before it was released", rank.job.rank)
+    deadline = time.monotonic() + patience
+    for rank in ranks:
+        while not _is_dead(rank) and (remaining := deadline - time.monotonic()) > 0:
+            wait([rank.process.sentinel], min(remaining, _TICK))
+        if (code := _reap(rank)) != 0:
+            logger.warning("rank %d returned, then did not exit cleanly: %s", rank.job.rank, code)
+
+
+def _end(ranks: list[_Rank]) -> None:
+    """Ends what is left of each rank and closes the connections."""
+    for rank in ranks:
+        if not rank.reaped:
+            _reap(rank)
+        rank.process.close()
+        rank.reports.close()
+        rank.release.close()
+
+
+def _is_dead(rank: _Rank) -> bool:
+    """Whether a rank has ended; its process id stays its own, since it is not waited for."""
+    try:
+        return os.waitid(os.P_PID, _pid(rank), os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:
+        return True
+
+
+def _reap(rank: _Rank) -> int | None:
+    """Ends a rank and what it started; only then is its process id given up. Returns its exit code."""
+    # multiprocessing waits for whatever has ended whenever it starts a process: then the id is not ours any
+    # more.
+    with suppress(ChildProcessError):
+        os.waitid(os.P_PID, _pid(rank), os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        _kill_session(_pid(rank))
+    rank.process.join()
+    rank.reaped = True
+    return rank.process.exitcode
+
+
+def _kill_session(pid: int) -> None:
+    """Kills a rank and everything in its session, process groups of their own included.
+
+    The rank has not been waited for, so its id, and the session's, is still its own.
+    """
+    _kill(pid)
+    while others := [member for member in _members(pid) if member != pid]:
+        for member in others:
+            _kill(member)
+        time.sleep(0.01)
+
+
+def _kill(pid: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def _members(session: int) -> list[int]:
+    """The living processes of a session."""
+    members = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            state, _, _, found = stat.read_text().rpartition(")")[2].split()[:4]
+            if int(found) == session and state not in "ZX":
+                members.append(int(stat.parent.name))
+    return members
+
+
+def _pid(rank: _Rank) -> int:
+    assert rank.process.pid is not None
+    return rank.process.pid
