@@ -28,6 +28,8 @@ from zeroelastic.layout import Int64Array
 Cast = Literal["none", "float32->bfloat16", "float32->float16", "bfloat16->float32", "float16->float32"]
 """A conversion on the way, as ``Tensor.copy_`` rounds; row lengths and digests are those of the source."""
 
+UInt32Array = npt.NDArray[np.uint32]
+
 InstructionSet = Literal["plain", "avx2", "avx512"]
 
 _CASTS: tuple[Cast, ...] = ("none", "float32->bfloat16", "float32->float16", "bfloat16->float32", "float16->float32")
@@ -107,7 +109,7 @@ class _Options(ctypes.Structure):
 def _library() -> ctypes.CDLL:
     library = load_library("native")
     pointer = ctypes.c_void_p
-    for name, num_arguments in (("read", 7), ("copy", 6), ("write", 6), ("move", 6)):
+    for name, num_arguments in (("read", 7), ("copy", 6), ("write", 7), ("move", 6)):
         function = getattr(library, f"ze_{name}_segments")
         function.restype = ctypes.c_int32
         function.argtypes = [pointer] * num_arguments
@@ -120,6 +122,8 @@ def _library() -> ctypes.CDLL:
         ctypes.c_int64,
         ctypes.c_int32,
     ]
+    library.ze_crc32_join.restype = ctypes.c_uint32
+    library.ze_crc32_join.argtypes = [pointer, pointer, ctypes.c_int64]
     for name in ("ze_isa", "ze_best_isa", "ze_limit_isa"):
         getattr(library, name).restype = ctypes.c_int32
     return library
@@ -208,17 +212,27 @@ def write_segments(
     paths: Sequence[Path],
     *,
     digest: DigestRows | None = None,
+    crc32: UInt32Array | None = None,
     cast: Cast = "none",
     sync: bool = False,
     threads: int | None = None,
 ) -> UInt64Array | None:
     """Write buffers into files that exist already, neither created nor truncated. Returns the digests, when asked.
 
+    ``crc32``, shape ``(num_rows,)``, is filled with the checksum of what was written of each row, as ``zlib.crc32``.
     ``sync`` flushes each file to its device before it returns. Raises OSError naming the file.
     """
     call = _Call(table, digest, cast, threads, sync=sync)
-    call.run("write", call.buffers(src), call.files(paths), dst_paths=paths)
+    sums = None if crc32 is None else call.output(crc32, len(table.nbytes))
+    call.run("write", call.buffers(src), call.files(paths), sums, dst_paths=paths)
     return call.totals
+
+
+def join_crc32(crc32: UInt32Array, nbytes: Int64Array) -> int:
+    """The checksum of runs that lie one behind the other, from the checksum and the length of each."""
+    assert crc32.dtype == np.uint32 and nbytes.dtype == np.int64 and len(crc32) == len(nbytes)
+    crc32, nbytes = np.ascontiguousarray(crc32), np.ascontiguousarray(nbytes)
+    return int(_library().ze_crc32_join(crc32.ctypes.data, nbytes.ctypes.data, len(crc32)))
 
 
 def move_segments(
@@ -277,6 +291,10 @@ class _Call:
         column = np.ascontiguousarray(values, dtype=dtype)
         self._alive.append(column)
         return column.ctypes.data
+
+    def output(self, values: UInt32Array, length: int) -> ctypes.c_void_p:
+        assert values.shape == (length,) and values.dtype == np.uint32 and values.flags.c_contiguous
+        return ctypes.c_void_p(values.ctypes.data)
 
     def buffers(self, buffers: Sequence[ByteArray]) -> _Buffers:
         assert all(b.dtype == np.uint8 and b.ndim == 1 and b.flags.c_contiguous for b in buffers), "not plain bytes"
