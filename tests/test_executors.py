@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 from zeroelastic import executors
 from zeroelastic.digest import combine, digest_range_reference
 from zeroelastic.errors import CheckpointError, ConfigError, MissingFileError
-from zeroelastic.executors import DigestRows, ReadTable, read_segments
+from zeroelastic.executors import DigestRows, ReadTable, SegmentTable, read_segments
 from zeroelastic.executors.build_info import _load, describe_build
-from zeroelastic.executors.native_executor import SegmentTable
 
 EXECUTORS = ["numpy", "native"]
 UNTOUCHED = 0xA5

@@ -23,12 +23,10 @@ from hypothesis import strategies as st
 
 from zeroelastic.digest import combine, digest_range, digest_range_reference
 from zeroelastic.errors import CheckpointError, ConfigError, MissingFileError, UnsupportedError
-from zeroelastic.executors import DigestRows, ReadTable, native_executor
+from zeroelastic.executors import Cast, DeviceBuffer, DigestRows, ReadTable, SegmentTable, native_executor
 from zeroelastic.executors.build_info import describe_build
-from zeroelastic.executors.cuda_executor import DeviceBuffer, DevicePlan
+from zeroelastic.executors.cuda_executor import DevicePlan
 from zeroelastic.executors.native_executor import (
-    Cast,
-    SegmentTable,
     copy_segments,
     default_threads,
     instruction_set,

@@ -10,34 +10,12 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 
-import numpy as np
-import numpy.typing as npt
-
-from zeroelastic.errors import UnsupportedError
 from zeroelastic.executors.build_info import load_library
-from zeroelastic.executors.native_executor import (
-    _BAD_TABLE,
-    _CASTS,
-    _NO_MEMORY,
-    Cast,
-    SegmentTable,
-    _Buffers,
-    _Digest,
-    _Error,
-    _Table,
-)
-from zeroelastic.executors.table import DigestRows
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceBuffer:
-    """A contiguous range of device memory: its address and its size in bytes."""
-
-    address: int
-    nbytes: int
+from zeroelastic.executors.c_interface import Call, Error, exception_of
+from zeroelastic.executors.table import CASTS, Cast, DeviceBuffer, DigestRows, SegmentTable
 
 
 @functools.lru_cache(maxsize=1)
@@ -75,43 +53,17 @@ class DevicePlan:
         totals: DeviceBuffer | None = None,
         cast: Cast = "none",
     ) -> None:
-        alive: list[object] = []
-
-        def column(values: npt.NDArray[np.generic], dtype: type[np.generic], length: int) -> int:
-            assert values.shape == (length,), f"a column has shape {values.shape}, not {(length,)}"
-            kept = np.ascontiguousarray(values, dtype=dtype)
-            alive.append(kept)
-            return kept.ctypes.data
-
-        def buffers(ranges: Sequence[DeviceBuffer]) -> _Buffers:
-            addresses = np.array([buffer.address for buffer in ranges], dtype=np.uint64)
-            sizes = np.array([buffer.nbytes for buffer in ranges], dtype=np.int64)
-            count = len(ranges)
-            return _Buffers(count, column(addresses, np.uint64, count), column(sizes, np.int64, count))
-
-        num_rows = len(table.nbytes)
-        columns = (table.src, table.src_offset, table.dst, table.dst_offset, table.nbytes)
-        rows = _Table(num_rows, *(column(values, np.int64, num_rows) for values in columns))
-        digests: _Digest | None = None
         if digest is not None:
-            num_streams = len(digest.seeds)
-            assert totals is not None and totals.nbytes >= 8 * num_streams, "digests need totals on the device"
-            digests = _Digest(
-                num_streams,
-                column(digest.seeds, np.uint64, num_streams),
-                totals.address,
-                column(digest.stream, np.int64, num_rows),
-                column(digest.start, np.int64, num_rows),
-                column(digest.itemsize, np.int64, num_rows),
-            )
+            assert totals is not None and totals.nbytes >= 8 * len(digest.seeds), "digests need totals on the device"
+        call = Call(table, digest, cast, totals_address=None if totals is None else totals.address)
         self._plan = ctypes.c_void_p()
-        error = _Error()
+        error = Error()
         code = _library().ze_cuda_plan_create(
-            ctypes.byref(rows),
-            ctypes.byref(buffers(src)),
-            None if dst is None else ctypes.byref(buffers(dst)),
-            None if digests is None else ctypes.byref(digests),
-            _CASTS.index(cast),
+            ctypes.byref(call.table),
+            ctypes.byref(call.device_buffers(src)),
+            None if dst is None else ctypes.byref(call.device_buffers(dst)),
+            call.digest,
+            CASTS.index(cast),
             device,
             ctypes.byref(self._plan),
             ctypes.byref(error),
@@ -121,7 +73,7 @@ class DevicePlan:
 
     def run(self, stream: int = 0) -> None:
         """Enqueue the plan on a CUDA stream (``torch.cuda.Stream.cuda_stream``; 0 is the default one)."""
-        error = _Error()
+        error = Error()
         if _library().ze_cuda_plan_run(self._plan, ctypes.c_void_p(stream), ctypes.byref(error)):
             raise _exception(error)
 
@@ -139,9 +91,6 @@ class DevicePlan:
         self.close()
 
 
-def _exception(error: _Error) -> Exception:
-    if error.code == _BAD_TABLE:
-        return AssertionError(f"row {error.offset} of a segment table leaves its buffer or is not aligned")
-    if error.code == _NO_MEMORY:
-        return MemoryError("the CUDA engine is out of host memory")
-    return UnsupportedError(f"the CUDA engine failed: {_library().ze_cuda_error_text(error.errnum).decode()}.")
+def _exception(error: Error, src_paths: Sequence[Path] = ()) -> Exception:
+    internal = _library().ze_cuda_error_text(error.errnum).decode()
+    return exception_of(error, "CUDA", src_paths=src_paths, internal=internal)

@@ -1,10 +1,11 @@
-"""The tables that executors run: byte runs of files, where they go, and which digest each run adds to."""
+"""The tables that executors run: byte runs, where they go, what is done with them, and which digest each adds to."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -12,8 +13,90 @@ import numpy.typing as npt
 from zeroelastic.digest import UInt64Array
 from zeroelastic.layout import Int64Array
 
+UInt32Array = npt.NDArray[np.uint32]
+
 ByteBuffer = npt.NDArray[np.uint8]
 """A writable, contiguous view of a destination's bytes, shape ``(nbytes,)``."""
+
+Cast = Literal["none", "float32->bfloat16", "float32->float16", "bfloat16->float32", "float16->float32"]
+"""A conversion on the way, as ``Tensor.copy_`` rounds; row lengths and digests are those of the source."""
+
+CASTS: tuple[Cast, ...] = ("none", "float32->bfloat16", "float32->float16", "bfloat16->float32", "float16->float32")
+"""Every conversion; the position is its number in the C interface."""
+
+_MOST = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceBuffer:
+    """A contiguous range of a GPU's memory: its address, its size in bytes, and the number of the device."""
+
+    address: int
+    nbytes: int
+    device: int = 0
+
+
+def cast_itemsizes(cast: Cast) -> tuple[int, int]:
+    """Bytes of one element before and after a conversion; (1, 1) without one."""
+    if cast == "none":
+        return 1, 1
+    return (4, 2) if cast.startswith("float32") else (2, 4)
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentTable:
+    """Row i moves ``nbytes[i]`` bytes at ``src_offset[i]`` of source ``src[i]`` to ``dst_offset[i]`` of ``dst[i]``.
+
+    A side is a file or a buffer, as the function says. Rows must not overlap in their destinations. Each array has
+    shape ``(num_rows,)``; all quantities are in bytes. With a conversion, ``nbytes`` is of the source.
+    """
+
+    src: Int64Array
+    src_offset: Int64Array
+    dst: Int64Array
+    dst_offset: Int64Array
+    nbytes: Int64Array
+
+    def check(
+        self,
+        num_src: int,
+        src_nbytes: Sequence[int] | None,
+        num_dst: int,
+        dst_nbytes: Sequence[int] | None,
+        *,
+        digest: DigestRows | None = None,
+        cast: Cast = "none",
+    ) -> None:
+        """Assert once that every row lies inside its sides, whose sizes are None where they are files.
+
+        A failure is a bug of ours: it names the first bad row. The native engine makes the same checks itself.
+        """
+        num_rows = len(self.nbytes)
+        for column in (self.src, self.src_offset, self.dst, self.dst_offset, self.nbytes):
+            assert column.shape == (num_rows,), f"a column has shape {column.shape}, not {(num_rows,)}"
+        src_itemsize, dst_itemsize = cast_itemsizes(cast)
+        good = (self.nbytes >= 0) & (self.nbytes <= _MOST // 2) & (self.nbytes % src_itemsize == 0)
+        nbytes = np.where(good, self.nbytes, 0)
+        good &= _inside(self.src, self.src_offset, nbytes, num_src, src_nbytes)
+        good &= _inside(self.dst, self.dst_offset, nbytes // src_itemsize * dst_itemsize, num_dst, dst_nbytes)
+        if digest is not None:
+            for column in (digest.stream, digest.start, digest.itemsize):
+                assert column.shape == (num_rows,), f"a column has shape {column.shape}, not {(num_rows,)}"
+            good &= (digest.stream >= 0) & (digest.stream < len(digest.seeds)) & (digest.start >= 0)
+            good &= np.isin(digest.itemsize, (1, 2, 4, 8)) & (digest.start <= _MOST - nbytes)
+            good &= nbytes % np.where(good, digest.itemsize, 1) == 0
+        bad = np.flatnonzero(~good)
+        assert len(bad) == 0, f"row {bad[0]} of a segment table leaves its file or buffer"
+
+
+def _inside(
+    side: Int64Array, offset: Int64Array, nbytes: Int64Array, count: int, sizes: Sequence[int] | None
+) -> npt.NDArray[np.bool_]:
+    good = (side >= 0) & (side < count) & (offset >= 0) & (offset <= _MOST - nbytes)
+    if sizes is not None and count:
+        size = np.array(sizes, dtype=np.int64)[np.where(good, side, 0)]
+        good &= np.where(good, offset, 0) <= size - nbytes
+    return good
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +104,8 @@ class ReadTable:
     """Row i reads ``nbytes[i]`` bytes at ``file_offset[i]`` of ``paths[file[i]]`` to ``buffer_offset[i]`` of buffer i.
 
     Invariants: rows are sorted by (file, file_offset), do not overlap in the buffers, and lie inside them
-    (``check``). Each array has shape ``(num_rows,)``; all quantities are in bytes.
+    (``check``). Each array has shape ``(num_rows,)``; all quantities are in bytes. With a conversion, ``nbytes`` is
+    of the file.
     """
 
     paths: tuple[Path, ...]
@@ -31,14 +115,19 @@ class ReadTable:
     buffer_offset: Int64Array
     nbytes: Int64Array
 
-    def check(self, buffers: Sequence[ByteBuffer]) -> None:
+    @property
+    def segments(self) -> SegmentTable:
+        """The same rows, with the files as sources and the buffers as destinations."""
+        return SegmentTable(self.file, self.file_offset, self.buffer, self.buffer_offset, self.nbytes)
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The files that rows name, in order: the ones that are opened."""
+        return tuple(self.paths[int(number)] for number in np.unique(self.file))
+
+    def check(self, buffer_nbytes: Sequence[int], *, digest: DigestRows | None = None, cast: Cast = "none") -> None:
         """Assert once that every row stays inside its buffer and file table; a failure is a bug of ours."""
-        sizes = np.array([len(buffer) for buffer in buffers], dtype=np.int64)
-        assert (self.nbytes >= 0).all() and (self.file_offset >= 0).all() and (self.buffer_offset >= 0).all()
-        if len(self.nbytes):
-            assert self.buffer.min() >= 0 and self.buffer.max() < len(sizes), "no such buffer"
-            assert self.file.min() >= 0 and self.file.max() < len(self.paths), "no such file"
-            assert (self.buffer_offset + self.nbytes <= sizes[self.buffer]).all(), "a row leaves its buffer"
+        self.segments.check(len(self.paths), None, len(buffer_nbytes), buffer_nbytes, digest=digest, cast=cast)
 
     def rows(self, index: Int64Array) -> ReadTable:
         """The table of some of the rows, in the order given."""
@@ -54,7 +143,7 @@ class ReadTable:
 
 @dataclass(frozen=True, slots=True)
 class DigestRows:
-    """What each row of a ReadTable adds to a digest: arrays parallel to the rows.
+    """What each row of a table adds to a digest: arrays parallel to the rows.
 
     ``stream`` indexes ``seeds``; ``start`` is the global position of the row's first element; ``itemsize`` in bytes.
     """
@@ -72,3 +161,10 @@ class ReadResult:
     bytes_read: int
     files: tuple[Path, ...]
     digests: UInt64Array | None
+
+
+def check_crc32(crc32: UInt32Array | None, num_rows: int) -> None:
+    """Assert that checksums, where they are asked for, have a place for each row."""
+    if crc32 is not None:
+        assert crc32.shape == (num_rows,) and crc32.dtype == np.uint32 and crc32.flags.c_contiguous
+        assert crc32.flags.writeable

@@ -1,0 +1,185 @@
+"""csrc/zeroelastic.h in ctypes: its structures, the arguments of a call, and the exceptions its errors stand for."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from zeroelastic.digest import ByteArray, UInt64Array
+from zeroelastic.errors import CheckpointError, MissingFileError, UnsupportedError
+from zeroelastic.executors.table import CASTS, Cast, DeviceBuffer, DigestRows, SegmentTable
+
+_OPEN_FAILED, _READ_FAILED, _END_OF_FILE, _WRITE_FAILED, _SYNC_FAILED, _BAD_TABLE, _NO_MEMORY = range(1, 8)
+_SOURCE = 0
+
+
+class Error(ctypes.Structure):
+    """What went wrong: a code, errno or a CUDA error, and where."""
+
+    _fields_ = (
+        ("code", ctypes.c_int32),
+        ("errnum", ctypes.c_int32),
+        ("side", ctypes.c_int32),
+        ("reserved", ctypes.c_int32),
+        ("file", ctypes.c_int64),
+        ("offset", ctypes.c_int64),
+    )
+
+
+class Table(ctypes.Structure):
+    """``ze_table``."""
+
+    _fields_ = (
+        ("num_rows", ctypes.c_int64),
+        ("src", ctypes.c_void_p),
+        ("src_offset", ctypes.c_void_p),
+        ("dst", ctypes.c_void_p),
+        ("dst_offset", ctypes.c_void_p),
+        ("nbytes", ctypes.c_void_p),
+    )
+
+
+class Files(ctypes.Structure):
+    """``ze_files``."""
+
+    _fields_ = (("count", ctypes.c_int64), ("paths", ctypes.POINTER(ctypes.c_char_p)))
+
+
+class Buffers(ctypes.Structure):
+    """``ze_buffers``: addresses in host or device memory."""
+
+    _fields_ = (("count", ctypes.c_int64), ("data", ctypes.c_void_p), ("nbytes", ctypes.c_void_p))
+
+
+class Digest(ctypes.Structure):
+    """``ze_digest``."""
+
+    _fields_ = (
+        ("num_streams", ctypes.c_int64),
+        ("seeds", ctypes.c_void_p),
+        ("totals", ctypes.c_void_p),
+        ("stream", ctypes.c_void_p),
+        ("start", ctypes.c_void_p),
+        ("itemsize", ctypes.c_void_p),
+    )
+
+
+class Options(ctypes.Structure):
+    """``ze_options``."""
+
+    _fields_ = (
+        ("threads", ctypes.c_int32),
+        ("cast", ctypes.c_int32),
+        ("sync", ctypes.c_int32),
+        ("reserved", ctypes.c_int32),
+    )
+
+
+class Call:
+    """The arguments of one call, kept alive until it returns.
+
+    ``totals`` are the digests, where they are asked for; ``totals_address`` puts them in device memory instead.
+    """
+
+    def __init__(
+        self,
+        table: SegmentTable,
+        digest: DigestRows | None,
+        cast: Cast,
+        *,
+        threads: int = 1,
+        sync: bool = False,
+        totals_address: int | None = None,
+    ) -> None:
+        self._alive: list[object] = []
+        num_rows = len(table.nbytes)
+        columns = (table.src, table.src_offset, table.dst, table.dst_offset, table.nbytes)
+        self.table = Table(num_rows, *(self._column(column, np.int64, num_rows) for column in columns))
+        assert threads >= 1, "at least one thread is needed"
+        self.options = Options(threads, CASTS.index(cast), sync, 0)
+        self.totals: UInt64Array | None = None
+        self._digest: Digest | None = None
+        if digest is not None:
+            num_streams = len(digest.seeds)
+            if totals_address is None:
+                self.totals = np.zeros(num_streams, dtype=np.uint64)
+                totals_address = self._column(self.totals, np.uint64, num_streams)
+            self._digest = Digest(
+                num_streams,
+                self._column(digest.seeds, np.uint64, num_streams),
+                totals_address,
+                self._column(digest.stream, np.int64, num_rows),
+                self._column(digest.start, np.int64, num_rows),
+                self._column(digest.itemsize, np.int64, num_rows),
+            )
+
+    @property
+    def digest(self) -> object:
+        """A reference to the digest, or None."""
+        return None if self._digest is None else ctypes.byref(self._digest)
+
+    def buffers(self, buffers: Sequence[ByteArray]) -> Buffers:
+        """Host memory as a side of the call."""
+        assert all(b.dtype == np.uint8 and b.ndim == 1 and b.flags.c_contiguous for b in buffers), "not plain bytes"
+        self._alive.append(tuple(buffers))
+        return self._ranges([buffer.ctypes.data for buffer in buffers], [len(buffer) for buffer in buffers])
+
+    def device_buffers(self, buffers: Sequence[DeviceBuffer]) -> Buffers:
+        """Device memory as a side of the call."""
+        return self._ranges([buffer.address for buffer in buffers], [buffer.nbytes for buffer in buffers])
+
+    def files(self, paths: Sequence[Path]) -> Files:
+        """Files as a side of the call."""
+        names = (ctypes.c_char_p * len(paths))(*(os.fsencode(path) for path in paths))
+        self._alive.append(names)
+        return Files(len(paths), names)
+
+    def _ranges(self, addresses: list[int], sizes: list[int]) -> Buffers:
+        at, nbytes = np.array(addresses, dtype=np.uint64), np.array(sizes, dtype=np.int64)
+        count = len(addresses)
+        return Buffers(count, self._column(at, np.uint64, count), self._column(nbytes, np.int64, count))
+
+    def _column(self, values: npt.NDArray[np.generic], dtype: type[np.generic], length: int) -> int:
+        assert values.shape == (length,), f"a column has shape {values.shape}, not {(length,)}"
+        column = np.ascontiguousarray(values, dtype=dtype)
+        self._alive.append(column)
+        return column.ctypes.data
+
+
+def exception_of(
+    error: Error,
+    engine: str,
+    *,
+    src_paths: Sequence[Path] = (),
+    dst_paths: Sequence[Path] = (),
+    internal: str = "",
+) -> Exception:
+    """The exception that an error stands for; ``internal`` is the text of a failure inside the engine."""
+    paths = src_paths if error.side == _SOURCE else dst_paths
+    path = paths[error.file] if 0 <= error.file < len(paths) else Path()
+    reason = os.strerror(error.errnum)
+    if error.code == _BAD_TABLE:
+        return AssertionError(f"row {error.offset} of a segment table leaves its file or buffer")
+    if error.code == _NO_MEMORY:
+        return MemoryError(f"the {engine} engine is out of memory")
+    if error.code == _END_OF_FILE:
+        return CheckpointError(f"{path}: ends at byte {error.offset}. The file is truncated.")
+    if error.code == _READ_FAILED:
+        return CheckpointError(f"{path}: reading at byte {error.offset} failed: {reason}.")
+    if error.code == _OPEN_FAILED and error.side == _SOURCE:
+        if error.errnum == errno.ENOENT:
+            return MissingFileError(f"{path}: no such file. The checkpoint is incomplete.")
+        return CheckpointError(f"{path}: cannot be opened: {reason}.")
+    if error.code == _WRITE_FAILED:
+        return OSError(error.errnum, f"{reason}, writing at byte {error.offset}", str(path))
+    if error.code in (_OPEN_FAILED, _SYNC_FAILED):
+        return OSError(error.errnum, reason, str(path))
+    if internal:
+        return UnsupportedError(f"the {engine} engine failed: {internal}.")
+    return RuntimeError(f"the {engine} engine failed with code {error.code}")
