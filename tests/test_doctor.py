@@ -457,7 +457,9 @@ def test_a_cold_read_that_would_be_a_warm_one_is_not_claimed(monkeypatch: pytest
 
 
 def test_a_directory_without_room_is_a_problem_before_anything_is_written(quick: Path, tmp_path: Path) -> None:
-    found = document(doctor("--json", "--disk", str(tmp_path), "--disk-size", "900TiB", path=[quick]))
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))"  # fill no real disk
+    arguments = ("--json", "--disk", str(tmp_path), "--disk-size", "900TiB")
+    found = document(doctor(*arguments, path=[quick], code=limit))
     assert "is full: " in found["disk"]["problem"] and "900 TiB are needed" in found["disk"]["problem"]
     assert "--disk-size" in found["problems"][-1] and found["disk"]["write"] is None
 
