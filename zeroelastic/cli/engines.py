@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -82,5 +81,4 @@ def choose_auto() -> str:
     """The engine that "auto" stands for. Run by a Probe, as it loads the library."""
     from zeroelastic.executors import choose_executor
 
-    logging.disable()
     return choose_executor("auto")
