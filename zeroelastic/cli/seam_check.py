@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass
 from importlib import import_module, metadata, util
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from zeroelastic.cli.probe import Probe, ProbeFailed, describe_error
+
+if TYPE_CHECKING:
+    from zeroelastic.stage3.seams import Seam
 
 LIMIT_S = 300.0
 
@@ -16,8 +18,7 @@ LIMIT_S = 300.0
 class CheckedSeam:
     """A method of DeepSpeed that is relied on; ``problem`` is empty when it is as expected.
 
-    ``found`` are its parameters, None when there is no such method. Behind a decorator that takes anything they are
-    not visible, and "*args, **kwargs" is accepted.
+    As ``zeroelastic.stage3.seams.CheckedSeam``, in plain values.
     """
 
     name: str
@@ -55,10 +56,7 @@ def check_deepspeed() -> DeepSpeed:
         import_module("deepspeed")
     except Exception as error:
         return _not_importable(version, describe_error(error))
-    seams = (
-        *(_check_seam("wrapped", seam.class_path, seam.method, seam.parameters) for seam in SEAMS),
-        *(_check_seam("called", seam.class_path, seam.method, seam.parameters) for seam in USED),
-    )
+    seams = (*(_check(seam, "wrapped") for seam in SEAMS), *(_check(seam, "called") for seam in USED))
     try:
         zeroelastic.install()
     except zeroelastic.IncompatibleDeepSpeedError as error:
@@ -86,24 +84,14 @@ def _not_importable(version: str | None, reason: str) -> DeepSpeed:
     return DeepSpeed("broken", version, (), f"importing deepspeed failed: {reason}.", remedy)
 
 
-def _check_seam(
-    use: Literal["wrapped", "called"], class_path: str, method: str, expected: tuple[str, ...]
-) -> CheckedSeam:
-    """As install() checks it, one seam at a time."""
-    module, _, class_name = class_path.rpartition(".")
-    name = f"{class_name}.{method}"
+def _check(seam: Seam, use: Literal["wrapped", "called"]) -> CheckedSeam:
+    from zeroelastic.stage3.seams import check_seam
+
     try:
-        owner = getattr(import_module(module), class_name, None)
+        checked = check_seam(seam)
     except Exception as error:
-        return CheckedSeam(name, use, expected, None, f"{module} cannot be imported: {describe_error(error)}")
-    if owner is None:
-        return CheckedSeam(name, use, expected, None, f"{class_path} does not exist")
-    function = vars(owner).get(method)
-    if not callable(function):
-        return CheckedSeam(name, use, expected, None, "does not exist")
-    parameters = inspect.signature(function).parameters
-    if {p.kind for p in parameters.values()} == {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}:
-        return CheckedSeam(name, use, expected, ("*args", "**kwargs"), "")
-    missing = [parameter for parameter in expected if parameter not in parameters]
-    problem = f"has no parameter {', '.join(missing)}" if missing else ""
-    return CheckedSeam(name, use, expected, tuple(parameters), problem)
+        module = seam.class_path.rpartition(".")[0]
+        return CheckedSeam(
+            seam.name, use, seam.parameters, None, f"{module} cannot be imported: {describe_error(error)}"
+        )
+    return CheckedSeam(seam.name, use, seam.parameters, checked.found, checked.problem)
