@@ -20,7 +20,7 @@ class Options(BaseModel):
     "quick" checks headers, sizes and save ids only; "off" (or false) does not report a content root either.
     ``strict``: refuse a resume that changes the global batch. ``safe_load``: unpickle ``*_model_states.pt`` through
     torch's allow-list too. ``fsync``: make files durable before the commit record names them. ``executor``: the engine
-    that reads payload.
+    that reads and writes payload.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
