@@ -92,6 +92,7 @@ class Meter:
     def start(self) -> None:
         """Begin to count. The resident set's peak is reset here, in the whole process."""
         self._opened.take()
+        self._children = _largest_child()
         Path("/proc/self/clear_refs").write_text("5")
         self._io = _io()
         self._busy = _busy_cpu_seconds()
@@ -104,7 +105,8 @@ class Meter:
         cpu = sum(os.times()[:4]) - self._cpu
         busy = _busy_cpu_seconds() - self._busy
         io = {name: value - self._io[name] for name, value in _io().items()}
-        children = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
+        # The kernel keeps the largest child ever: one from before says nothing of what was measured.
+        children = _largest_child() if _largest_child() > self._children else 0
         cost = Cost(
             seconds=seconds,
             cpu_seconds=cpu,
@@ -124,6 +126,10 @@ def status_bytes(key: str) -> int:
     """A size from /proc/self/status, such as VmRSS, in bytes."""
     with open("/proc/self/status") as lines:
         return next(int(line.split()[1]) for line in lines if line.startswith(key)) * 1024
+
+
+def _largest_child() -> int:
+    return resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
 
 
 def _io() -> dict[str, int]:
