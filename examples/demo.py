@@ -45,6 +45,7 @@ SAVED_WORLD_SIZE = 4
 CONTROL_WORLD_SIZE = 2
 LAUNCH_SECONDS = 300
 LOG_TAIL_LINES = 40
+ABORT_AT_EXIT = "terminate called without an active exception"
 
 # How far a resumed loss may be from the uninterrupted one, in nats per byte. The state is the same bit for bit, but at
 # another world size the gradients are summed in another order and rounded to bf16 elsewhere. Measured: 2.9e-4 at most
@@ -185,8 +186,16 @@ def train(plan: Plan, out: Path, name: str, *, world_size: int, options: Sequenc
         *plan.model,
         *options,
     ]
+    metrics_path.unlink(missing_ok=True)
+    log = out / "logs" / f"{name}.log"
     started = time.perf_counter()
-    launch(arguments, world_size=world_size, log=out / "logs" / f"{name}.log")
+    try:
+        launch(arguments, world_size=world_size, log=log)
+    except LaunchError:
+        # The metrics are the last thing that the script writes. A gloo thread that still holds a tensor when the
+        # interpreter has ended aborts its process, with or without zeroelastic: nothing of the run is missing.
+        if not metrics_path.exists() or ABORT_AT_EXIT not in log.read_text(errors="replace"):
+            raise
     seconds = time.perf_counter() - started
     metrics = json.loads(metrics_path.read_text())
     report = metrics["report"]

@@ -17,6 +17,10 @@ DOCUMENTS = ("README.md", "docs/quickstart.md", "docs/format.md", "docs/cli.md")
 # Commands that are not run from here: they install or build what this test runs in, or run this test.
 SET_UP = ("make ", "pip install ")
 
+# What a process says that torch ends when the script is done: a gloo thread that still holds a tensor asks for the
+# interpreter when there is none any more. Rare, and the same without zeroelastic; such a command is run once more.
+ABORT_AT_EXIT = "terminate called without an active exception"
+
 
 @dataclass(frozen=True)
 class Block:
@@ -58,9 +62,12 @@ def test_code_blocks_run(document: str, tmp_path: Path) -> None:
 
 def run(command: list[str], directory: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(
-        command, cwd=directory, env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
+    for _ in range(2):
+        result = subprocess.run(
+            command, cwd=directory, env=environment, capture_output=True, text=True, timeout=300, check=False
+        )
+        if result.returncode == 0 or ABORT_AT_EXIT not in result.stderr:
+            break
     assert result.returncode == 0, f"{command}\n{result.stdout[-2000:]}\n{result.stderr[-4000:]}"
 
 
