@@ -15,6 +15,7 @@
 #include <new>
 #include <vector>
 
+#include "on_device.h"
 #include "zeroelastic_cuda.h"
 
 namespace {
@@ -282,28 +283,6 @@ Kernel choose_kernel(int32_t cast, bool digest) {
     }
 }
 
-// The caller's device is current again afterwards.
-class OnDevice {
-  public:
-    explicit OnDevice(int device) {
-        status_ = cudaGetDevice(&before_);
-        if (status_ == cudaSuccess) status_ = cudaSetDevice(device);
-    }
-    ~OnDevice() {
-        if (before_ >= 0) cudaSetDevice(before_);
-    }
-    OnDevice(const OnDevice&) = delete;
-    OnDevice& operator=(const OnDevice&) = delete;
-
-    cudaError_t status() const {
-        return status_;
-    }
-
-  private:
-    int before_ = -1;
-    cudaError_t status_;
-};
-
 int32_t fail(ze_code code, int errnum, int64_t row, ze_error* error) {
     *error = {code, errnum, ZE_SOURCE, 0, -1, row};
     return code;
@@ -352,7 +331,7 @@ struct ze_cuda_plan {
     unsigned blocks = 0;
 
     ~ze_cuda_plan() {
-        const OnDevice on(device);
+        const zeroelastic::OnDevice on(device);
         cudaFree(tasks);
     }
 };
@@ -419,7 +398,7 @@ int32_t ze_cuda_plan_create(const ze_table* table, const ze_buffers* src, const 
         made->num_tasks = static_cast<int64_t>(tasks.size());
         made->kernel = choose_kernel(cast, digest != nullptr);
         made->totals = digest == nullptr ? nullptr : reinterpret_cast<unsigned long long*>(digest->totals);
-        const OnDevice on(device);
+        const zeroelastic::OnDevice on(device);
         cudaError_t status = on.status();
         int processors = 0;
         int per_processor = 0;
@@ -451,13 +430,13 @@ int32_t ze_cuda_plan_create(const ze_table* table, const ze_buffers* src, const 
 int32_t ze_cuda_plan_run(const ze_cuda_plan* plan, void* stream, ze_error* error) {
     *error = ze_error{};
     if (plan->num_tasks == 0) return ZE_OK;
-    const OnDevice on(plan->device);
+    const zeroelastic::OnDevice on(plan->device);
     cudaError_t status = on.status();
     if (status == cudaSuccess) {
         Launch launch{plan->tasks, plan->num_tasks, plan->totals};
         void* arguments[] = {&launch};
-        status = cudaLaunchKernel(reinterpret_cast<const void*>(plan->kernel), dim3(plan->blocks),
-                                  dim3(kThreads), arguments, 0, static_cast<cudaStream_t>(stream));
+        status = cudaLaunchKernel(plan->kernel, dim3(plan->blocks), dim3(kThreads), arguments, 0,
+                                  static_cast<cudaStream_t>(stream));
     }
     return status == cudaSuccess ? ZE_OK : fail(ZE_INTERNAL, status, -1, error);
 }
