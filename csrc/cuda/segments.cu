@@ -336,6 +336,49 @@ struct ze_cuda_plan {
     }
 };
 
+namespace {
+
+// Digests of one call on the device, from zero.
+class DeviceTotals {
+  public:
+    DeviceTotals() = default;
+    ~DeviceTotals() {
+        cudaFree(data_);
+    }
+    DeviceTotals(const DeviceTotals&) = delete;
+    DeviceTotals& operator=(const DeviceTotals&) = delete;
+
+    cudaError_t make(int64_t count) {
+        values_.assign(static_cast<size_t>(count), 0);
+        if (count == 0) return cudaSuccess;
+        const cudaError_t status = cudaMalloc(reinterpret_cast<void**>(&data_), bytes());
+        return status == cudaSuccess ? cudaMemcpy(data_, values_.data(), bytes(), cudaMemcpyHostToDevice)
+                                     : status;
+    }
+
+    cudaError_t add_to(uint64_t* totals) {
+        if (values_.empty()) return cudaSuccess;
+        const cudaError_t status = cudaMemcpy(values_.data(), data_, bytes(), cudaMemcpyDeviceToHost);
+        if (status != cudaSuccess) return status;
+        for (size_t i = 0; i < values_.size(); ++i) totals[i] += values_[i];
+        return cudaSuccess;
+    }
+
+    uint64_t* data() const {
+        return data_;
+    }
+
+  private:
+    size_t bytes() const {
+        return values_.size() * sizeof(uint64_t);
+    }
+
+    uint64_t* data_ = nullptr;
+    std::vector<uint64_t> values_;
+};
+
+}  // namespace
+
 extern "C" {
 
 int32_t ze_abi_version(void) {
@@ -414,6 +457,9 @@ int32_t ze_cuda_plan_create(const ze_table* table, const ze_buffers* src, const 
         if (status == cudaSuccess && !tasks.empty()) {
             status =
                 cudaMemcpy(made->tasks, tasks.data(), tasks.size() * sizeof(Task), cudaMemcpyHostToDevice);
+            // That returns when the host's memory is free again. A stream of the caller's need not wait for the
+            // default one, so the upload must have ended before there is a plan to run.
+            if (status == cudaSuccess) status = cudaStreamSynchronize(nullptr);
         }
         if (status != cudaSuccess) return fail(ZE_INTERNAL, status, -1, error);
         const int64_t warps_per_block = kThreads / kWarp;
@@ -443,6 +489,36 @@ int32_t ze_cuda_plan_run(const ze_cuda_plan* plan, void* stream, ze_error* error
 
 void ze_cuda_plan_destroy(ze_cuda_plan* plan) {
     delete plan;
+}
+
+int32_t ze_cuda_copy_segments(const ze_table* table, const ze_buffers* src, const ze_buffers* dst,
+                              const ze_digest* digest, const ze_options* options, int32_t device, void* stream,
+                              ze_error* error) {
+    *error = ze_error{};
+    const zeroelastic::OnDevice on(device);
+    if (on.status() != cudaSuccess) return fail(ZE_INTERNAL, on.status(), -1, error);
+    try {
+        DeviceTotals totals;
+        ze_digest on_device{};
+        if (digest != nullptr) {
+            const cudaError_t status = totals.make(digest->num_streams);
+            if (status != cudaSuccess) return fail(ZE_INTERNAL, status, -1, error);
+            on_device = *digest;
+            on_device.totals = totals.data();
+        }
+        ze_cuda_plan* made = nullptr;
+        int32_t code = ze_cuda_plan_create(table, src, dst, digest == nullptr ? nullptr : &on_device,
+                                           options->cast, device, &made, error);
+        if (code != ZE_OK) return code;
+        const std::unique_ptr<ze_cuda_plan> plan(made);
+        code = ze_cuda_plan_run(plan.get(), stream, error);
+        if (code != ZE_OK) return code;
+        cudaError_t status = cudaStreamSynchronize(static_cast<cudaStream_t>(stream));
+        if (status == cudaSuccess && digest != nullptr) status = totals.add_to(digest->totals);
+        return status == cudaSuccess ? ZE_OK : fail(ZE_INTERNAL, status, -1, error);
+    } catch (const std::bad_alloc&) {
+        return fail(ZE_NO_MEMORY, 0, -1, error);
+    }
 }
 
 }  // extern "C"

@@ -332,3 +332,19 @@ cudaError_t cudaEventDestroy(cudaEvent_t event) {
     delete event;
     return cudaSuccess;
 }
+
+extern "C" {
+
+__attribute__((visibility("default"))) void* fake_cuda_malloc(size_t nbytes) {
+    void* data = nullptr;
+    return cudaMalloc(&data, nbytes) == cudaSuccess ? data : nullptr;
+}
+
+__attribute__((visibility("default"))) void fake_cuda_free(void* data) {
+    cudaFree(data);
+}
+
+__attribute__((visibility("default"))) void fake_cuda_put_copies_off(void) {
+    fake::reset(fake::Copies::kWhenWaited);
+}
+}
