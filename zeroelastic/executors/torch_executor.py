@@ -157,7 +157,7 @@ def _batches(table: ReadTable, room: int) -> list[Int64Array]:
 
 
 def _copy(src: torch.Tensor, dst: torch.Tensor, cast: Cast) -> None:
-    if cast == "none":
+    if cast == "none" or not src.numel():
         dst.copy_(src)
         return
     from_dtype, to_dtype = _DTYPES[cast]
