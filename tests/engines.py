@@ -25,7 +25,7 @@ from zeroelastic.executors import OPERATIONS, Buffer, DeviceBuffer, build_info, 
 from zeroelastic.executors.build_info import describe_build
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-ENGINES = ("numpy", "torch", "native", "cuda", "fake-cuda")
+ENGINES = ("numpy", "torch", "native", pytest.param("cuda", marks=pytest.mark.gpu), "fake-cuda")
 
 
 @dataclass
@@ -84,8 +84,6 @@ def open_engine(label: str) -> Iterator[Engine]:
     """An engine, or a skipped test that says why there is none here."""
     if label in ("native", "cuda") and not describe_build(label).usable:  # type: ignore[arg-type]
         pytest.skip(f"the {label} engine is not built: {describe_build(label).reason}")  # type: ignore[arg-type]
-    if label == "cuda" and not torch.cuda.is_available():
-        pytest.skip("there is no GPU")
     if label != "fake-cuda":
         yield Engine(label)
         return

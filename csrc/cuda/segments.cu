@@ -457,8 +457,8 @@ int32_t ze_cuda_plan_create(const ze_table* table, const ze_buffers* src, const 
         if (status == cudaSuccess && !tasks.empty()) {
             status =
                 cudaMemcpy(made->tasks, tasks.data(), tasks.size() * sizeof(Task), cudaMemcpyHostToDevice);
-            // That returns when the host's memory is free again. A stream of the caller's need not wait for the
-            // default one, so the upload must have ended before there is a plan to run.
+            // That returns when the host's memory is free again. A stream of the caller's need not wait for
+            // the default one, so the upload must have ended before there is a plan to run.
             if (status == cudaSuccess) status = cudaStreamSynchronize(nullptr);
         }
         if (status != cudaSuccess) return fail(ZE_INTERNAL, status, -1, error);
@@ -492,8 +492,8 @@ void ze_cuda_plan_destroy(ze_cuda_plan* plan) {
 }
 
 int32_t ze_cuda_copy_segments(const ze_table* table, const ze_buffers* src, const ze_buffers* dst,
-                              const ze_digest* digest, const ze_options* options, int32_t device, void* stream,
-                              ze_error* error) {
+                              const ze_digest* digest, const ze_options* options, int32_t device,
+                              void* stream, ze_error* error) {
     *error = ze_error{};
     const zeroelastic::OnDevice on(device);
     if (on.status() != cudaSuccess) return fail(ZE_INTERNAL, on.status(), -1, error);

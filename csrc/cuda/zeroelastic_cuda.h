@@ -32,8 +32,8 @@ ZE_API int32_t ze_cuda_plan_run(const ze_cuda_plan* plan, void* stream, ze_error
 // Waits for the device before it frees the plan. Null is allowed.
 ZE_API void ze_cuda_plan_destroy(ze_cuda_plan* plan);
 
-// device memory -> device memory, once: makes a plan, runs it on `stream` and waits for it. `digest->totals` is
-// host memory; what is said of plans holds.
+// device memory -> device memory, once: makes a plan, runs it on `stream` and waits for it. `digest->totals`
+// is host memory; what is said of plans holds.
 ZE_API int32_t ze_cuda_copy_segments(const ze_table* table, const ze_buffers* src, const ze_buffers* dst,
                                      const ze_digest* digest, const ze_options* options, int32_t device,
                                      void* stream, ze_error* error);

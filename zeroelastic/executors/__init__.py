@@ -219,14 +219,14 @@ def move_segments(
     return engine.move_segments(table, src_paths, dst_paths, digest=digest, cast=cast, sync=sync, threads=threads)
 
 
-def choose_executor(executor: Executor, operation: Operation = "read") -> str:
-    """The engine that a name stands for; "auto" is the fastest that is built for host memory, which is logged once.
+def choose_executor(executor: Executor, operation: Operation = "read", *, on_gpu: bool = False) -> str:
+    """The engine that a name stands for; "auto" is the fastest that is built for such memory, which is logged once.
 
     Raises ConfigError for an unknown name, for an engine that does not have the operation, naming those that do, and
     for one that is not built, saying how to build it.
     """
     if executor == "auto":
-        return _fastest()
+        return _fastest_on_gpu() if on_gpu else _fastest()
     if executor not in OPERATIONS:
         raise ConfigError(f"no executor {executor!r}; there are: auto, {', '.join(sorted(OPERATIONS))}")
     if operation not in OPERATIONS[executor]:
@@ -244,7 +244,7 @@ def _choose(executor: Executor, operation: Operation, buffers: Sequence[Buffer])
         if kinds <= {"host"}:
             return _fastest()
         if kinds == {"cuda"} and len({buffer.device for buffer in _device_buffers(buffers)}) == 1:
-            chosen = _fastest_on_gpu()
+            chosen = choose_executor("auto", operation, on_gpu=True)
             if chosen == "cuda" or not any(isinstance(buffer, DeviceBuffer) for buffer in buffers):
                 return chosen
             load_library("cuda")

@@ -20,7 +20,8 @@ class Options(BaseModel):
     "quick" checks headers, sizes and save ids only; "off" (or false) does not report a content root either.
     ``strict``: refuse a resume that changes the global batch. ``safe_load``: unpickle ``*_model_states.pt`` through
     torch's allow-list too. ``fsync``: make files durable before the commit record names them. ``executor``: the engine
-    that reads payload.
+    that reads payload: into host memory "numpy" or "native", into a GPU's "cuda", or "torch" through host memory; what
+    is not named, "auto" chooses.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
