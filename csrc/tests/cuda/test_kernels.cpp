@@ -181,4 +181,42 @@ TEST(bad_tables_and_failures_are_reported) {
     }
 }
 
+TEST(a_copy_makes_its_plan_and_waits_for_it) {
+    const Bytes data = random_bytes(5000);
+    Rows rows;
+    Digests digests;
+    rows.add(0, 3, 0, 8, 4000);
+    digests.add(8);
+    for (const char* failing :
+         {"", "cudaMalloc", "cudaMemcpy", "cudaLaunchKernel", "cudaStreamSynchronize"}) {
+        for (int after = 0; after < 3; ++after) {
+            fake::reset(fake::Copies::kAtOnce);
+            const DeviceMemory src(data, 0), dst(Bytes(5000, kUntouched), 5);
+            const int64_t device_bytes = fake::counts().device_bytes;
+            void *from[] = {src.data()}, *to[] = {dst.data()};
+            const int64_t size = 5000;
+            const ze_table table = rows.table();
+            const ze_buffers from_buffers{1, from, &size}, to_buffers{1, to, &size};
+            digests.totals = {1, 1};  // added to
+            const ze_digest digest = digests.digest();
+            const ze_options options{1, ZE_CAST_NONE, 0, 0};
+            fake::fail(failing, after, cudaErrorLaunchFailure);
+            ze_error error;
+            const int32_t code = ze_cuda_copy_segments(&table, &from_buffers, &to_buffers, &digest, &options,
+                                                       0, nullptr, &error);
+            CHECK(fake::counts().device_bytes == device_bytes);
+            if (code != ZE_OK) {
+                CHECK(code == ZE_INTERNAL && error.errnum == cudaErrorLaunchFailure && *failing != 0);
+                continue;
+            }
+            CHECK(*failing == 0 || after > 0);
+            CHECK(dst.content() == expected(rows, {data}, {Bytes(5000, kUntouched)}, ZE_CAST_NONE)[0]);
+            std::vector<uint64_t> want = expected_totals(rows, {data}, digests);
+            for (uint64_t& total : want) ++total;
+            CHECK(digests.totals == want);
+        }
+    }
+    fake::reset(fake::Copies::kAtOnce);
+}
+
 }  // namespace
