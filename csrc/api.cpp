@@ -5,6 +5,7 @@
 #include <new>
 
 #include "cpu.h"
+#include "crc32.h"
 #include "digest.h"
 #include "operations.h"
 #include "table.h"
@@ -80,9 +81,11 @@ int32_t ze_copy_segments(const ze_table* table, const ze_buffers* src, const ze_
 }
 
 int32_t ze_write_segments(const ze_table* table, const ze_buffers* src, const ze_files* dst,
-                          const ze_digest* digest, const ze_options* options, ze_error* error) {
-    return guarded(error,
-                   [&] { return zeroelastic::write_segments(*table, *src, *dst, digest, *options, error); });
+                          const ze_digest* digest, const ze_options* options, uint32_t* crc32,
+                          ze_error* error) {
+    return guarded(error, [&] {
+        return zeroelastic::write_segments(*table, *src, *dst, digest, *options, crc32, error);
+    });
 }
 
 int32_t ze_move_segments(const ze_table* table, const ze_files* src, const ze_files* dst,
@@ -112,6 +115,12 @@ uint64_t ze_digest_range(const void* data, int64_t count, int32_t itemsize, uint
     // Waking a thread takes as long as summing a few parts.
     zeroelastic::run_parallel(static_cast<int>(std::min<int64_t>(threads, parts / 2)), work);
     return total.load();
+}
+
+uint32_t ze_crc32_join(const uint32_t* crc32, const int64_t* nbytes, int64_t count) {
+    uint32_t joined = 0;
+    for (int64_t i = 0; i < count; ++i) joined = zeroelastic::crc32_join(joined, crc32[i], nbytes[i]);
+    return joined;
 }
 
 }  // extern "C"

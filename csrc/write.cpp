@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "cast.h"
+#include "crc32.h"
 #include "operations.h"
 #include "table.h"
 
@@ -15,7 +16,8 @@ namespace zeroelastic {
 namespace {
 
 constexpr int64_t kUnitBytes = int64_t{4} << 20;
-constexpr int64_t kCachedCallBytes = int64_t{128} << 10;
+constexpr int64_t kStagedCallBytes = int64_t{128} << 10;
+// The page cache takes a large call in large folios. What was summed just before is still in the second-level cache.
 constexpr int64_t kCallBytes = int64_t{1} << 20;
 constexpr size_t kMaxVectors = 1024;  // IOV_MAX on Linux
 
@@ -25,6 +27,15 @@ struct Write {
     const ze_buffers& src;
     const ze_digest* digest;
     int32_t cast;
+    bool checksums;
+    bool sync;
+};
+
+// What a unit wrote of a row.
+struct Sum {
+    int64_t row;
+    int64_t nbytes;
+    uint32_t crc32;
 };
 
 bool write_vectors(int fd, std::vector<iovec>* vectors, int64_t offset, int64_t file, ze_error* error) {
@@ -52,13 +63,13 @@ bool write_vectors(int fd, std::vector<iovec>* vectors, int64_t offset, int64_t 
     return true;
 }
 
-bool write_unit(const Write& write, const Unit& unit, int fd, ze_error* error) {
+bool write_unit(const Write& write, const Unit& unit, int fd, std::vector<Sum>* sums, ze_error* error) {
     const ze_table& table = write.table;
     Pieces pieces(table, write.order, unit);
     std::vector<iovec> vectors;
     std::vector<char> staging;
     const bool casting = write.cast != ZE_CAST_NONE;
-    const int64_t most = casting || write.digest != nullptr ? kCachedCallBytes : kCallBytes;
+    const int64_t most = casting ? kStagedCallBytes : kCallBytes;
     if (casting) staging.resize(static_cast<size_t>(2 * (most + kCut)));
     Piece piece;
     bool more = true;
@@ -82,6 +93,7 @@ bool write_unit(const Write& write, const Unit& unit, int fd, ze_error* error) {
                 cast_elements(write.cast, from, staged, piece.nbytes / source_itemsize(write.cast), false);
                 from = staged;
             }
+            if (write.checksums) sums->push_back({piece.row, written, crc32_of(0, from, written)});
             if (!vectors.empty() &&
                 static_cast<char*>(vectors.back().iov_base) + vectors.back().iov_len == from) {
                 vectors.back().iov_len += static_cast<size_t>(written);
@@ -93,6 +105,10 @@ bool write_unit(const Write& write, const Unit& unit, int fd, ze_error* error) {
             pieces.take(piece);
         }
         if (nbytes > 0 && !write_vectors(fd, &vectors, begin, unit.file, error)) return false;
+#ifdef SYNC_FILE_RANGE_WRITE
+        // The device starts on it while we go on; whether all is well is for the fsync to find out.
+        if (nbytes > 0 && write.sync) sync_file_range(fd, begin, nbytes, SYNC_FILE_RANGE_WRITE);
+#endif
     }
     return true;
 }
@@ -112,7 +128,7 @@ std::vector<size_t> in_turn(const std::vector<Unit>& units) {
 }  // namespace
 
 int32_t write_segments(const ze_table& table, const ze_buffers& src, const ze_files& dst,
-                       const ze_digest* digest, const ze_options& options, ze_error* error) {
+                       const ze_digest* digest, const ze_options& options, uint32_t* crc32, ze_error* error) {
     if (!check_table(table, src.count, src.nbytes, dst.count, nullptr, digest, options.cast, error)) {
         return error->code;
     }
@@ -122,13 +138,22 @@ int32_t write_segments(const ze_table& table, const ze_buffers& src, const ze_fi
     OpenFiles files(dst, O_WRONLY, ZE_DESTINATION);
     for (const Unit& unit : units) files.expect(unit.file);
     const std::vector<size_t> turns = in_turn(units);
-    const Write write{table, order, src, digest, options.cast};
-    return run_units(units.size(), options.threads, error, [&](size_t index, ze_error* reason) {
+    const Write write{table, order, src, digest, options.cast, crc32 != nullptr, options.sync != 0};
+    std::vector<std::vector<Sum>> sums(units.size());
+    const int32_t code = run_units(units.size(), options.threads, error, [&](size_t index, ze_error* reason) {
         const Unit& unit = units[turns[index]];
         const int fd = files.acquire(unit.file, reason);
         if (fd < 0) return false;
-        return write_unit(write, unit, fd, reason) && files.release(unit.file, options.sync != 0, reason);
+        return write_unit(write, unit, fd, &sums[turns[index]], reason) &&
+               files.release(unit.file, options.sync != 0, reason);
     });
+    if (code != ZE_OK || crc32 == nullptr) return code;
+    // Units are in file order, so the parts of a row come one after the other.
+    std::fill(crc32, crc32 + table.num_rows, 0);
+    for (const std::vector<Sum>& unit : sums) {
+        for (const Sum& sum : unit) crc32[sum.row] = crc32_join(crc32[sum.row], sum.crc32, sum.nbytes);
+    }
+    return ZE_OK;
 }
 
 }  // namespace zeroelastic

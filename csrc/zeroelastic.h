@@ -16,7 +16,7 @@
 #define ZE_API __attribute__((visibility("default")))
 
 // Raised with every change of this file, so that a library and its caller of different ages notice.
-#define ZE_ABI_VERSION 4
+#define ZE_ABI_VERSION 5
 
 #ifdef __cplusplus
 extern "C" {
@@ -117,9 +117,11 @@ ZE_API int32_t ze_read_segments(const ze_table* table, const ze_files* src, cons
 ZE_API int32_t ze_copy_segments(const ze_table* table, const ze_buffers* src, const ze_buffers* dst,
                                 const ze_digest* digest, const ze_options* options, ze_error* error);
 
-// memory -> files that exist already; they are neither created nor truncated.
+// memory -> files that exist already; they are neither created nor truncated. `crc32` may be null: else it
+// gets, for each row, the checksum of what was written of it (see crc32.h), 0 for a row without bytes.
 ZE_API int32_t ze_write_segments(const ze_table* table, const ze_buffers* src, const ze_files* dst,
-                                 const ze_digest* digest, const ze_options* options, ze_error* error);
+                                 const ze_digest* digest, const ze_options* options, uint32_t* crc32,
+                                 ze_error* error);
 
 // files -> files that exist already, through at most 1 MiB of memory per thread.
 ZE_API int32_t ze_move_segments(const ze_table* table, const ze_files* src, const ze_files* dst,
@@ -128,6 +130,9 @@ ZE_API int32_t ze_move_segments(const ze_table* table, const ze_files* src, cons
 // The partial digest of `count` elements from global position `start` of the stream.
 ZE_API uint64_t ze_digest_range(const void* data, int64_t count, int32_t itemsize, uint64_t seed,
                                 int64_t start, int32_t threads);
+
+// The checksum of `count` runs that lie one behind the other, from theirs.
+ZE_API uint32_t ze_crc32_join(const uint32_t* crc32, const int64_t* nbytes, int64_t count);
 
 #ifdef __cplusplus
 }

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = ("README.md", "docs/quickstart.md", "docs/format.md")
+DOCUMENTS = ("README.md", "docs/quickstart.md", "docs/format.md", "docs/cli.md")
 
 # Commands that are not run from here: they install or build what this test runs in, or run this test.
 SET_UP = ("make ", "pip install ")
@@ -46,7 +46,7 @@ def test_code_blocks_run(document: str, tmp_path: Path) -> None:
                 if line.startswith(SET_UP):
                     continue
                 program, *arguments = line.split()
-                modules = {"torchrun": "torch.distributed.run", "pytest": "pytest"}
+                modules = {"torchrun": "torch.distributed.run", "pytest": "pytest", "zeroelastic": "zeroelastic"}
                 options = ["--standalone"] if program == "torchrun" else []
                 options += ["-p", "no:cacheprovider"] if program == "pytest" else []
                 run([sys.executable, "-m", modules[program], *options, *arguments], tmp_path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -224,6 +225,7 @@ def test_writes_and_moves_fill_every_row_and_nothing_else(
     case = data.draw(cases())
     digest = case.digest if digested else None
     paths = untouched_files(folder, case)
+    sums = np.full(len(case.rows.nbytes), 1, dtype=np.uint32)
     if move:
         totals = move_segments(
             case.rows, write_files(folder, case.src), paths,
@@ -231,8 +233,12 @@ def test_writes_and_moves_fill_every_row_and_nothing_else(
         )  # fmt: skip
     else:
         totals = write_segments(
-            case.rows, case.src, paths, digest=digest, cast=case.cast, sync=sync, executor=writer.name
-        )
+            case.rows, case.src, paths,
+            digest=digest, crc32=sums, cast=case.cast, sync=sync, executor=writer.name,
+        )  # fmt: skip
+        rows = zip(*(c.tolist() for c in (case.rows.src, case.rows.src_offset, case.rows.nbytes)), strict=True)
+        parts = (case.src[number][offset : offset + nbytes] for number, offset, nbytes in rows)
+        assert sums.tolist() == [zlib.crc32(bytes(convert(case.cast, part))) for part in parts]
     want, digests = expected(case)
     for path, wanted in zip(paths, want, strict=True):
         assert path.read_bytes() == wanted.tobytes()

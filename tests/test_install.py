@@ -79,6 +79,11 @@ def test_a_deepspeed_that_is_too_old_is_refused(rank_pool: RankPool) -> None:
     [
         ("missing", "DeepSpeedEngine._get_all_ckpt_names does not exist"),
         ("parameter", "DeepSpeedEngine.load_checkpoint has no parameter load_module_strict"),
+        ("class", "TorchCheckpointEngine.save does not exist (there is no deepspeed.runtime.checkpoint_engine.torch_"),
+        (
+            "module",
+            "TorchCheckpointEngine.save does not exist (there is no deepspeed.runtime.checkpoint_engine.torch_",
+        ),
     ],
 )
 def test_a_changed_seam_is_refused_by_name_and_nothing_is_wrapped(rank_pool: RankPool, change: str, named: str) -> None:
@@ -90,6 +95,7 @@ def test_a_changed_seam_is_refused_by_name_and_nothing_is_wrapped(rank_pool: Ran
 def install_on(version: str | None = None, change: str | None = None) -> tuple[str, str, bool]:
     from importlib import metadata
 
+    from deepspeed.runtime.checkpoint_engine import torch_checkpoint_engine
     from deepspeed.runtime.engine import DeepSpeedEngine
 
     import zeroelastic
@@ -100,6 +106,10 @@ def install_on(version: str | None = None, change: str | None = None) -> tuple[s
         del DeepSpeedEngine._get_all_ckpt_names
     elif change == "parameter":
         DeepSpeedEngine.load_checkpoint = lambda self, load_dir, tag=None: None
+    elif change == "class":
+        del torch_checkpoint_engine.TorchCheckpointEngine
+    elif change == "module":
+        sys.modules[torch_checkpoint_engine.__name__] = None  # as if it were not there
     before = dict(vars(DeepSpeedEngine))
     try:
         zeroelastic.install()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from training import Job, Outcome, build_engine, look, resume, sub_group_steps, train_and_save, train_step
 
 from zeroelastic.testing import RankError, RankPool, gather_state

@@ -324,7 +324,7 @@ TEST(writes_and_moves_fill_what_the_rows_say) {
         const ze_options opts = options(static_cast<int>(between(1, 4)), ZE_CAST_NONE, i % 3 == 0);
         ze_digest digest = made.digests.digest();
         ze_error error;
-        CHECK(ze_write_segments(&table, &from, &to, i % 2 ? &digest : nullptr, &opts, &error) == ZE_OK);
+        CHECK(ze_write_segments(&table, &from, &to, i % 2 ? &digest : nullptr, &opts, nullptr, &error) == ZE_OK);
         written.check(made.want);
         if (i % 2) CHECK(made.digests.totals == made.totals);
         made.digests.totals = {0, 0};
@@ -401,7 +401,7 @@ TEST(failures_say_which_file_and_where) {
         rows = Rows();
         rows.add(0, 0, 3, 5, 100);
         table = rows.table();
-        CHECK(ze_write_segments(&table, &buffers, &all, nullptr, &opts, &error) == ZE_WRITE_FAILED);
+        CHECK(ze_write_segments(&table, &buffers, &all, nullptr, &opts, nullptr, &error) == ZE_WRITE_FAILED);
         CHECK(error.file == 3 && error.errnum == ENOSPC && error.offset == 5 && error.side == ZE_DESTINATION);
         rows = Rows();
         rows.add(1, 6'000'000, 0, 0, 2);

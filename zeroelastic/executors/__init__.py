@@ -20,6 +20,7 @@ from zeroelastic.digest import ByteArray, UInt64Array, digest_range_reference, u
 from zeroelastic.errors import ConfigError
 from zeroelastic.executors import cuda_executor, native_executor, numpy_executor
 from zeroelastic.executors.build_info import describe_build, load_library
+from zeroelastic.executors.crc32 import join_crc32
 from zeroelastic.executors.table import (
     ByteBuffer,
     Cast,
@@ -28,6 +29,7 @@ from zeroelastic.executors.table import (
     ReadResult,
     ReadTable,
     SegmentTable,
+    UInt32Array,
 )
 
 if TYPE_CHECKING:
@@ -45,9 +47,11 @@ __all__ = [
     "ReadResult",
     "ReadTable",
     "SegmentTable",
+    "UInt32Array",
     "choose_executor",
     "copy_segments",
     "describe_build",
+    "join_crc32",
     "move_segments",
     "read_segments",
     "write_segments",
@@ -101,6 +105,7 @@ class _HostEngine(Protocol):
         paths: Sequence[Path],
         *,
         digest: DigestRows | None = None,
+        crc32: UInt32Array | None = None,
         cast: Cast = "none",
         sync: bool = False,
         threads: int | None = None,
@@ -185,6 +190,7 @@ def write_segments(
     paths: Sequence[Path],
     *,
     digest: DigestRows | None = None,
+    crc32: UInt32Array | None = None,
     cast: Cast = "none",
     sync: bool = False,
     threads: int | None = None,
@@ -192,11 +198,12 @@ def write_segments(
 ) -> UInt64Array | None:
     """Write buffers into files that exist already, neither created nor truncated; digests in the same pass.
 
+    ``crc32``, shape ``(num_rows,)``, is filled with the checksum of what was written of each row, as ``zlib.crc32``.
     ``sync`` flushes each file to its device before it returns. Raises OSError naming the file, and the byte at which
     writing failed; ConfigError as ``read_segments``.
     """
     engine = _HOST[choose_executor(executor, "write")]
-    return engine.write_segments(table, src, paths, digest=digest, cast=cast, sync=sync, threads=threads)
+    return engine.write_segments(table, src, paths, digest=digest, crc32=crc32, cast=cast, sync=sync, threads=threads)
 
 
 def move_segments(

@@ -18,7 +18,17 @@ from zeroelastic.digest import ByteArray, UInt64Array
 from zeroelastic.errors import ConfigError
 from zeroelastic.executors.build_info import load_library
 from zeroelastic.executors.c_interface import Buffers, Call, Error, Files, exception_of
-from zeroelastic.executors.table import ByteBuffer, Cast, DigestRows, ReadResult, ReadTable, SegmentTable
+from zeroelastic.executors.table import (
+    ByteBuffer,
+    Cast,
+    DigestRows,
+    ReadResult,
+    ReadTable,
+    SegmentTable,
+    UInt32Array,
+    check_crc32,
+)
+from zeroelastic.layout import Int64Array
 
 InstructionSet = Literal["plain", "avx2", "avx512"]
 
@@ -30,7 +40,7 @@ _MAX_DEFAULT_THREADS = 8
 def _library() -> ctypes.CDLL:
     library = load_library("native")
     pointer = ctypes.c_void_p
-    for name, num_arguments in (("read", 7), ("copy", 6), ("write", 6), ("move", 6)):
+    for name, num_arguments in (("read", 7), ("copy", 6), ("write", 7), ("move", 6)):
         function = getattr(library, f"ze_{name}_segments")
         function.restype = ctypes.c_int32
         function.argtypes = [pointer] * num_arguments
@@ -43,6 +53,8 @@ def _library() -> ctypes.CDLL:
         ctypes.c_int64,
         ctypes.c_int32,
     ]
+    library.ze_crc32_join.restype = ctypes.c_uint32
+    library.ze_crc32_join.argtypes = [pointer, pointer, ctypes.c_int64]
     for name in ("ze_isa", "ze_best_isa", "ze_limit_isa"):
         getattr(library, name).restype = ctypes.c_int32
     return library
@@ -130,17 +142,26 @@ def write_segments(
     paths: Sequence[Path],
     *,
     digest: DigestRows | None = None,
+    crc32: UInt32Array | None = None,
     cast: Cast = "none",
     sync: bool = False,
     threads: int | None = None,
 ) -> UInt64Array | None:
     """Write buffers into files that exist already, neither created nor truncated. Returns the digests, when asked.
 
+    ``crc32``, shape ``(num_rows,)``, is filled with the checksum of what was written of each row, as ``zlib.crc32``.
     ``sync`` flushes each file to its device before it returns. Raises OSError naming the file.
     """
+    check_crc32(crc32, len(table.nbytes))
     call = _call(table, digest, cast, threads, sync=sync)
-    _run("write", call, call.buffers(src), call.files(paths), dst_paths=paths)
+    sums = None if crc32 is None else ctypes.c_void_p(crc32.ctypes.data)
+    _run("write", call, call.buffers(src), call.files(paths), sums, dst_paths=paths)
     return call.totals
+
+
+def join_crc32(crc32: UInt32Array, nbytes: Int64Array) -> int:
+    """As ``zeroelastic.executors.crc32.join_crc32``."""
+    return int(_library().ze_crc32_join(crc32.ctypes.data, nbytes.ctypes.data, len(crc32)))
 
 
 def move_segments(

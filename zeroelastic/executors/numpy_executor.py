@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -21,7 +22,9 @@ from zeroelastic.executors.table import (
     ReadResult,
     ReadTable,
     SegmentTable,
+    UInt32Array,
     cast_itemsizes,
+    check_crc32,
 )
 from zeroelastic.plan import coalesce
 
@@ -91,16 +94,19 @@ def write_segments(
     paths: Sequence[Path],
     *,
     digest: DigestRows | None = None,
+    crc32: UInt32Array | None = None,
     cast: Cast = "none",
     sync: bool = False,
     threads: int | None = None,
 ) -> UInt64Array | None:
     """Write buffers into files that exist already, neither created nor truncated. Returns the digests, when asked.
 
+    ``crc32``, shape ``(num_rows,)``, is filled with the checksum of what was written of each row, as ``zlib.crc32``.
     ``sync`` flushes each file to its device before it returns. Raises OSError naming the file, and the offset where
     writing fails. Memory: a conversion goes through 1 MiB.
     """
     table.check(len(src), [len(buffer) for buffer in src], len(paths), None, digest=digest, cast=cast)
+    check_crc32(crc32, len(table.nbytes))
     totals = _Totals(digest)
     rows = _rows(table)
     with _Destinations(paths, sync) as files:
@@ -109,11 +115,14 @@ def write_segments(
             fd = files.open(row.dst)
             data = src[row.src][row.src_offset : row.src_offset + row.nbytes]
             totals.add(i, data, 0)
-            offset = row.dst_offset
+            offset, checksum = row.dst_offset, 0
             for piece in _chunks(len(data)) if cast != "none" else (slice(0, len(data)),):
                 made = _converted(data[piece], cast)
                 _write(fd, paths[row.dst], made, offset)
                 offset += len(made)
+                checksum = zlib.crc32(made.data, checksum) if crc32 is not None else 0
+            if crc32 is not None:
+                crc32[i] = checksum
     return totals.array()
 
 

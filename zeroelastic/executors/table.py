@@ -13,6 +13,8 @@ import numpy.typing as npt
 from zeroelastic.digest import UInt64Array
 from zeroelastic.layout import Int64Array
 
+UInt32Array = npt.NDArray[np.uint32]
+
 ByteBuffer = npt.NDArray[np.uint8]
 """A writable, contiguous view of a destination's bytes, shape ``(nbytes,)``."""
 
@@ -159,3 +161,10 @@ class ReadResult:
     bytes_read: int
     files: tuple[Path, ...]
     digests: UInt64Array | None
+
+
+def check_crc32(crc32: UInt32Array | None, num_rows: int) -> None:
+    """Assert that checksums, where they are asked for, have a place for each row."""
+    if crc32 is not None:
+        assert crc32.shape == (num_rows,) and crc32.dtype == np.uint32 and crc32.flags.c_contiguous
+        assert crc32.flags.writeable

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,11 +33,35 @@ class LocalDigests:
         return dict(zip(self.streams, self.partial, strict=True))
 
 
-def local_digests(live: LiveState, *, weights_only: bool = False, with_frozen: bool = True) -> LocalDigests:
-    """Digest what this rank owns, padding excluded. ``weights_only`` leaves out optimizer state. Memory: a few MiB."""
+@dataclass(frozen=True, slots=True)
+class LiveStreams:
+    """The tensors that a rank's digests are made of: what it owns of each, padding excluded, in an order all share.
+
+    ``streams`` are (parameter, state key); ``pieces`` (1-D views of live tensors) and ``starts`` (global position of
+    the first element) run parallel to it. ``scalars`` are those of each trained parameter.
+    """
+
+    streams: tuple[tuple[str, str], ...]
+    pieces: tuple[torch.Tensor, ...]
+    starts: tuple[int, ...]
+    scalars: Mapping[str, Mapping[str, ScalarValue]]
+
+    def digest(self, known: Sequence[int | None] | None = None) -> LocalDigests:
+        """Digest every piece but those whose digest is known already. Memory: a few MiB."""
+        partial = [
+            digest_tensor(piece, name, key, start) if found is None else found
+            for (name, key), piece, start, found in zip(
+                self.streams, self.pieces, self.starts, known or [None] * len(self.streams), strict=True
+            )
+        ]
+        return LocalDigests(self.streams, tuple(map(_dtype_name, self.pieces)), tuple(partial), self.scalars)
+
+
+def live_streams(live: LiveState, *, weights_only: bool = False, with_frozen: bool = True) -> LiveStreams:
+    """What this rank owns. ``weights_only`` leaves out optimizer state."""
     streams: list[tuple[str, str]] = []
-    partial: list[int] = []
-    dtypes: list[str] = []
+    pieces: list[torch.Tensor] = []
+    starts: list[int] = []
     scalars: dict[str, dict[str, ScalarValue]] = {}
     start, length = live.layout.owned(live.rank)
     for i in range(live.layout.num_sub_groups):
@@ -46,20 +70,23 @@ def local_digests(live: LiveState, *, weights_only: bool = False, with_frozen: b
         for p in np.flatnonzero(live.layout.sub_group == i).tolist():
             name = live.layout.params[p].name
             scalars[name] = replicated
+            offset = int(live.layout.offset[p])
             for key in sorted(tensors):
-                offset = int(live.layout.offset[p])
-                piece = tensors[key][offset : offset + int(length[p])]
                 streams.append((name, key))
-                dtypes.append(_dtype_name(piece))
-                partial.append(digest_tensor(piece, name, key, int(start[p])))
+                pieces.append(tensors[key][offset : offset + int(length[p])])
+                starts.append(int(start[p]))
     if with_frozen:
         start, length = live.frozen.owned(live.rank)
         for p, tensor in enumerate(live.frozen_tensors):
-            name = live.frozen.params[p].name
-            streams.append((name, FROZEN))
-            dtypes.append(_dtype_name(tensor))
-            partial.append(digest_tensor(tensor.view(-1)[: int(length[p])], name, FROZEN, int(start[p])))
-    return LocalDigests(tuple(streams), tuple(dtypes), tuple(partial), scalars)
+            streams.append((live.frozen.params[p].name, FROZEN))
+            pieces.append(tensor.view(-1)[: int(length[p])])
+            starts.append(int(start[p]))
+    return LiveStreams(tuple(streams), tuple(pieces), tuple(starts), scalars)
+
+
+def local_digests(live: LiveState, *, weights_only: bool = False, with_frozen: bool = True) -> LocalDigests:
+    """Digest what this rank owns, padding excluded. ``weights_only`` leaves out optimizer state. Memory: a few MiB."""
+    return live_streams(live, weights_only=weights_only, with_frozen=with_frozen).digest()
 
 
 def whole_contents(live: LiveState, local: LocalDigests, *, device: torch.device) -> list[ParamContent]:

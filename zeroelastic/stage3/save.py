@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,14 +46,14 @@ def elastic_state_dict(
     train_batch_size: int,
     alias: bool,
     share_storage: bool = True,
-    digests: Mapping[tuple[str, str], int] | None = None,
+    digests: torch.Tensor | None = None,
 ) -> dict[str, Any]:
     """The optimizer's state in the elastic format (docs/format.md); its tensors are views of the live ones.
 
     ``alias`` adds the stock nested ``optimizer_state_dict`` over the same storages, which makes the file loadable by
     stock DeepSpeed. Without ``share_storage`` (an engine that writes every tensor on its own) lean tensors are
-    contiguous clones and there is no alias. ``digests``, by (parameter, state key), are this rank's partial ones, kept
-    in the file so that damage can be traced to it. Padding of the live buffers is set to zero, here and on disk.
+    contiguous clones and there is no alias. ``digests`` (see ``digest_sums``) go into the file so that damage can be
+    traced to it. Padding of the live buffers is set to zero, here and on disk.
     """
     zero_padding(live)
     state: dict[str, Any] = optimizer._rigid_state_dict()
@@ -98,16 +97,16 @@ def elastic_state_dict(
         ],
     }
     if digests is not None:
-        state["zeroelastic"]["digests"] = _digest_sums(live, digests)
+        state["zeroelastic"]["digests"] = digests
     if alias and share_storage:
         state["optimizer_state_dict"] = nested
     return state
 
 
-def _digest_sums(live: LiveState, digests: Mapping[tuple[str, str], int]) -> torch.Tensor:
+def digest_sums(live: LiveState, digests: LocalDigests) -> torch.Tensor:
     """The sum over state keys of each trained parameter's partial digests: int64, shape ``(num_params,)``."""
     sums = dict.fromkeys((param.name for param in live.layout.params), 0)
-    for (name, _), digest in digests.items():
+    for (name, _), digest in zip(digests.streams, digests.partial, strict=True):
         if name in sums:
             sums[name] = combine(sums[name], digest)
     return torch.from_numpy(np.array(list(sums.values()), dtype=np.uint64).view(np.int64))

@@ -40,6 +40,7 @@ class Seam:
 
 
 _ENGINE = "deepspeed.runtime.engine.DeepSpeedEngine"
+_TORCH_ENGINE = "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine.TorchCheckpointEngine"
 _STAGE3 = "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3"
 
 SEAMS = (
@@ -95,8 +96,24 @@ USED = (
     Seam(_STAGE3, "checkpoint_event_prologue", ("self",)),
     Seam(_STAGE3, "checkpoint_event_epilogue", ("self",)),
     Seam(_STAGE3, "get_param_id", ("self", "param")),
+    Seam(_TORCH_ENGINE, "save", ("self", "state_dict", "path")),
 )
 """Methods that are called but not wrapped; checked in the same way."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedSeam:
+    """A seam as the installed DeepSpeed has it; ``problem``, said of the method, is empty when it is as expected.
+
+    ``found`` are the method's parameters, None when there is no such method. Behind a decorator that takes anything
+    they are not visible, and "*args, **kwargs" is accepted.
+    """
+
+    seam: Seam
+    owner: type | None
+    found: tuple[str, ...] | None
+    problem: str
+
 
 _originals: dict[tuple[type, str], Callable[..., Any]] = {}
 
@@ -156,29 +173,35 @@ def _check() -> dict[str, type]:
         raise IncompatibleDeepSpeedError(
             f"DeepSpeed {found} is too old; zeroelastic needs deepspeed>={MINIMUM_DEEPSPEED}. Nothing was changed."
         )
-    classes: dict[str, type] = {}
-    problems: list[str] = []
-    for seam in (*SEAMS, *USED):
-        module, _, name = seam.class_path.rpartition(".")
-        owner = getattr(import_module(module), name, None)
-        if owner is None:
-            problems.append(f"{seam.class_path} does not exist")
-            continue
-        classes[seam.class_path] = owner
-        method = owner.__dict__.get(seam.method)
-        if not callable(method):
-            problems.append(f"{seam.name} does not exist")
-            continue
-        parameters = inspect.signature(method).parameters
-        if {p.kind for p in parameters.values()} == {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}:
-            continue  # behind a decorator such as instrument_w_nvtx, which hides the signature
-        missing = [parameter for parameter in seam.parameters if parameter not in parameters]
-        if missing:
-            problems.append(f"{seam.name} has no parameter {', '.join(missing)}")
+    checked = [check_seam(seam) for seam in (*SEAMS, *USED)]
+    problems = [f"{one.seam.name} {one.problem}" for one in checked if one.problem]
     if problems:
         listed = "; ".join(dict.fromkeys(problems))
         raise IncompatibleDeepSpeedError(
             f"DeepSpeed {found} differs from what zeroelastic knows: {listed}. Nothing was changed. Use a tested "
             "version (0.18.9, 0.19.5, 0.19.8) or upgrade zeroelastic."
         )
-    return classes
+    return {one.seam.class_path: one.owner for one in checked if one.owner is not None}
+
+
+def check_seam(seam: Seam) -> CheckedSeam:
+    """Look at one seam of the installed DeepSpeed; imports its module, and raises what that import raises."""
+    module, _, name = seam.class_path.rpartition(".")
+    try:
+        owner = getattr(import_module(module), name, None)
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith("deepspeed."):
+            raise  # something that DeepSpeed itself needs
+        return CheckedSeam(seam, None, None, f"does not exist (there is no {error.name})")
+    if owner is None:
+        return CheckedSeam(seam, None, None, f"does not exist (there is no {seam.class_path})")
+    method = owner.__dict__.get(seam.method)
+    if not callable(method):
+        return CheckedSeam(seam, owner, None, "does not exist")
+    parameters = inspect.signature(method).parameters
+    if {p.kind for p in parameters.values()} == {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}:
+        # behind a decorator such as instrument_w_nvtx, which hides the signature
+        return CheckedSeam(seam, owner, ("*args", "**kwargs"), "")
+    missing = [parameter for parameter in seam.parameters if parameter not in parameters]
+    problem = f"has no parameter {', '.join(missing)}" if missing else ""
+    return CheckedSeam(seam, owner, tuple(parameters), problem)

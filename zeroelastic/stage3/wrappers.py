@@ -18,11 +18,11 @@ from zeroelastic.errors import CheckpointError, UnsupportedError
 from zeroelastic.record import RECORD_NAME, write_atomically
 from zeroelastic.stage3 import memory
 from zeroelastic.stage3.agree import settle, together
-from zeroelastic.stage3.contents import LocalDigests, local_digests
 from zeroelastic.stage3.live import LiveState, read_live, refuse_unsupported
 from zeroelastic.stage3.load import Wanted, load, model_states_reader
 from zeroelastic.stage3.options import Options, parse_options
 from zeroelastic.stage3.save import commit, elastic_state_dict, new_save_id, written_files
+from zeroelastic.stage3.shard_writer import DigestedShard, ShardWriter, shard_writer
 from zeroelastic.stage3.survey import Survey, survey
 
 logger = logging.getLogger(__name__)
@@ -32,11 +32,10 @@ Method = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True)
 class _Saving:
-    """A save in progress: what ``state_dict`` needs to write the elastic file of this rank."""
+    """A save in progress: what ``state_dict`` needs to make the elastic file of this rank."""
 
     save_id: str
-    share_storage: bool
-    digests: LocalDigests
+    shard: ShardWriter | DigestedShard
 
 
 def _stage3(engine: Any) -> DeepSpeedZeroOptimizer_Stage3 | None:
@@ -87,8 +86,8 @@ def state_dict(original: Method) -> Method:
             save_id=saving.save_id if saving is not None else "",
             train_batch_size=engine.train_batch_size(),
             alias=saving is not None,
-            share_storage=saving.share_storage if saving is not None else True,
-            digests=saving.digests.table() if saving is not None else None,
+            share_storage=saving.shard.shares_storage if saving is not None else True,
+            digests=saving.shard.table if saving is not None else None,
         )
 
     return state_dict
@@ -151,14 +150,14 @@ def save_checkpoint(original: Method) -> Method:
         tag_dir = Path(save_dir) / tag
         settle(lambda: _forget_record(tag_dir))
         save_id = new_save_id()
-        sharing = getattr(self.checkpoint_engine, "preserves_storage_sharing", None)
-        digests = settle(lambda: local_digests(_live(self, optimizer), with_frozen=not exclude_frozen_parameters))
+        live = _live(self, optimizer)
         optimizer._zeroelastic_engine = self
-        optimizer._zeroelastic_saving = _Saving(save_id, bool(sharing()) if callable(sharing) else True, digests)
-        try:
-            done = original(self, save_dir, tag, client_state, False, exclude_frozen_parameters)
-        finally:
-            del optimizer._zeroelastic_saving
+        with shard_writer(self, live, with_frozen=not exclude_frozen_parameters, options=options) as shard:
+            optimizer._zeroelastic_saving = _Saving(save_id, shard)
+            try:
+                done = original(self, save_dir, tag, client_state, False, exclude_frozen_parameters)
+            finally:
+                del optimizer._zeroelastic_saving
         commit(
             tag_dir,
             _live(self, optimizer),
@@ -169,7 +168,7 @@ def save_checkpoint(original: Method) -> Method:
             written=written_files(tag_dir, self.global_rank, bf16=self.bfloat16_enabled()),
             global_steps=self.global_steps,
             train_batch_size=self.train_batch_size(),
-            digests=digests,
+            digests=shard.digests(),
         )
         if save_latest:
             settle(lambda: _point_latest(Path(save_dir), tag))

@@ -1,0 +1,1 @@
+"""The command line: ``zeroelastic VERB ...``, one file per verb."""

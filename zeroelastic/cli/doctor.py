@@ -1,0 +1,263 @@
+"""``zeroelastic doctor``: what is installed here, what works, what does not, and what to do about it."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+import zeroelastic
+from zeroelastic.cli.sizes import format_size, parse_size
+
+if TYPE_CHECKING:
+    from zeroelastic.cli.disk import DiskSpeed
+    from zeroelastic.cli.engines import Engine
+    from zeroelastic.cli.seam_check import DeepSpeed
+
+_DISTRIBUTION = "zeroelastic"
+_SHOWN = ("torch", "deepspeed", "numpy")
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """Everything that was found out; ``problems`` are what makes the exit code 1."""
+
+    package: str
+    python: str
+    versions: dict[str, str | None]
+    unmet: tuple[str, ...]
+    platform: str
+    num_cores: int
+    engines: tuple[Engine, ...]
+    executor: str | None
+    deepspeed: DeepSpeed
+    disk: DiskSpeed | None
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """What this installation promises and does not do, each with what to do about it."""
+        found = list(self.unmet)
+        found += [
+            f"the {engine.name} engine: {engine.reason.rstrip('.')}. {engine.remedy}"
+            for engine in self.engines
+            if engine.state == "broken"
+        ]
+        if self.deepspeed.state == "broken":
+            found.append(f"DeepSpeed: {self.deepspeed.reason} {self.deepspeed.remedy}".rstrip())
+        if self.disk is not None and self.disk.problem:
+            found.append(self.disk.problem)
+        return tuple(found)
+
+    def to_document(self) -> dict[str, object]:
+        """What --json prints; the keys are documented in docs/cli.md."""
+        engines = {engine.name: {k: v for k, v in asdict(engine).items() if k != "name"} for engine in self.engines}
+        return {
+            "ok": not self.problems,
+            "problems": list(self.problems),
+            "versions": self.versions,
+            "package": self.package,
+            "python": self.python,
+            "platform": self.platform,
+            "num_cores": self.num_cores,
+            "engines": engines,
+            "executor": self.executor,
+            "deepspeed": asdict(self.deepspeed),
+            "disk": None if self.disk is None else asdict(self.disk),
+        }
+
+
+def doctor(
+    disk: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            exists=True,
+            file_okay=False,
+            help="Also measure how fast DIR writes and reads, with a temporary file.",
+        ),
+    ] = None,
+    disk_size: Annotated[
+        str, typer.Option(metavar="SIZE", help="Size of that file, such as 256MiB or 4GiB.")
+    ] = "256MiB",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
+) -> None:
+    """Say what is installed here, what works, what does not, and what to do about it.
+
+    Looks at versions, the native and CUDA engines, and DeepSpeed's methods.
+    Exit code 0: usable; 1: something here does not work; 2: wrong usage.
+
+    \b
+    Examples:
+        zeroelastic doctor
+        zeroelastic doctor --json
+        zeroelastic doctor --disk . --disk-size 64MiB
+    """
+    diagnosis = diagnose(disk, _disk_nbytes(disk_size))
+    if as_json:
+        typer.echo(json.dumps(diagnosis.to_document(), indent=2))
+    else:
+        _show(diagnosis)
+    if diagnosis.problems:
+        raise typer.Exit(1)
+
+
+def _disk_nbytes(text: str) -> int:
+    try:
+        nbytes = parse_size(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="'--disk-size'") from None
+    if nbytes < 1 << 20:
+        raise typer.BadParameter("at least 1MiB is needed to measure anything.", param_hint="'--disk-size'")
+    return nbytes
+
+
+def diagnose(disk: Path | None, disk_nbytes: int) -> Diagnosis:
+    """Find everything out, with progress on stderr where that is a terminal."""
+    from rich.console import Console
+
+    from zeroelastic.cli.disk import measure_disk
+    from zeroelastic.cli.engines import ENGINES, LIMIT_S, choose_auto, describe_engine, engine_answer
+    from zeroelastic.cli.probe import Probe, ProbeFailed
+    from zeroelastic.cli.seam_check import check_deepspeed, deepspeed_answer
+
+    def ask(function: Callable[..., object], *arguments: str) -> Probe:
+        return stack.enter_context(Probe(f"{function.__module__}:{function.__qualname__}", *arguments))
+
+    versions, unmet = _versions()
+    log = Console(stderr=True)
+    with ExitStack() as stack:
+        status = log.status("importing DeepSpeed") if log.is_terminal else None
+        stack.enter_context(status or nullcontext())
+        asked_deepspeed = ask(check_deepspeed)
+        asked_engines = [ask(describe_engine, name) for name in ENGINES]
+        asked_executor = ask(choose_auto)
+        engines = tuple(engine_answer(probe, name) for probe, name in zip(asked_engines, ENGINES, strict=True))
+        try:
+            executor = asked_executor.answer(str, limit_s=LIMIT_S)
+        except ProbeFailed:
+            executor = None  # it loads the native engine, which says what is wrong
+        deepspeed = deepspeed_answer(asked_deepspeed)
+        speed = None
+        if disk is not None:
+            speed = measure_disk(disk, nbytes=disk_nbytes, progress=status.update if status else lambda text: None)
+    return Diagnosis(
+        package=str(Path(zeroelastic.__file__).parent),
+        python=sys.executable,
+        versions=versions,
+        unmet=unmet,
+        platform=platform.platform(),
+        num_cores=len(os.sched_getaffinity(0)),
+        engines=engines,
+        executor=executor,
+        deepspeed=deepspeed,
+        disk=speed,
+    )
+
+
+def _versions() -> tuple[dict[str, str | None], tuple[str, ...]]:
+    """The versions to show, and a sentence for each requirement that is not met; nothing is imported for it."""
+    from packaging.requirements import Requirement
+
+    versions: dict[str, str | None] = {
+        "zeroelastic": zeroelastic.__version__,
+        "python": platform.python_version(),
+        **{name: _installed(name) for name in _SHOWN},
+    }
+    try:
+        declared = metadata.requires(_DISTRIBUTION) or []
+    except metadata.PackageNotFoundError:  # run from a source tree
+        declared = ["torch", "numpy"]
+    unmet = []
+    for requirement in map(Requirement, declared):
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        found = _installed(requirement.name)
+        wanted = f"{requirement.name}{requirement.specifier}"
+        if found is None:
+            unmet.append(f"{requirement.name} is not installed. Install it: pip install '{wanted}'.")
+        elif not requirement.specifier.contains(found, prereleases=True):
+            unmet.append(f"{requirement.name} {found} does not fit {wanted}. Upgrade it: pip install '{wanted}'.")
+    return versions, tuple(unmet)
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+_Mark = Literal["ok", "note", "FAIL", ""]
+_MARKS: dict[str, _Mark] = {"usable": "ok", "not built": "note", "not installed": "note", "broken": "FAIL"}
+_COLOUR: dict[_Mark, str] = {"ok": "green", "note": "yellow", "FAIL": "bold red", "": ""}
+
+
+def _show(found: Diagnosis) -> None:
+    """The diagnosis for people, on stdout."""
+    from rich.console import Console
+    from rich.text import Text
+
+    out = Console()
+
+    def say(*parts: str | tuple[str, str]) -> None:
+        out.print(Text.assemble(*parts), soft_wrap=True)
+
+    def line(mark: _Mark, label: str, text: str) -> None:
+        say("  ", (f"{mark:<4}", _COLOUR[mark]), f"  {label:<11}  ", text)
+
+    say(("Versions", "bold"))
+    places = {"zeroelastic": found.package, "python": found.python}
+    for name, version in found.versions.items():
+        unmet = any(problem.startswith(f"{name} ") for problem in found.unmet)
+        mark: _Mark = "FAIL" if unmet else "ok" if version else "note"
+        line(mark, name, f"{version or 'not installed'}  {places.get(name, '')}".rstrip())
+    line("", "platform", f"{found.platform}, {found.num_cores} cores")
+
+    say(("\nEngines", "bold"))
+    for engine in found.engines:
+        if engine.state == "usable":
+            used = f"; uses {engine.instruction_set}, {engine.threads} threads" if engine.threads else ""
+            line("ok", engine.name, f"built by {engine.compiler} for {engine.targets}{used}")
+            continue
+        line(_MARKS[engine.state], engine.name, f"{engine.state}: {engine.reason}")
+        line("", "", engine.remedy)
+        if engine.log:
+            line("", "", f"The build's log: {engine.log}")
+    line("ok" if found.executor else "FAIL", "auto", f"takes {found.executor or 'nothing: see above'}")
+
+    say(("\nDeepSpeed", "bold"))
+    summary = {"usable": "zeroelastic.install() works", "not installed": "not installed: ", "broken": ""}
+    text = summary[found.deepspeed.state] + found.deepspeed.reason
+    line(_MARKS[found.deepspeed.state], found.deepspeed.version or "", text)
+    if found.deepspeed.remedy:
+        line("", "", found.deepspeed.remedy)
+    for seam in found.deepspeed.seams:
+        line("FAIL" if seam.problem else "ok", seam.use, f"{seam.name} {seam.problem}".rstrip())
+
+    if found.disk is not None:
+        say((f"\nDisk {found.disk.directory}, {format_size(found.disk.nbytes)}, one thread", "bold"))
+        if found.disk.problem:
+            line("FAIL", "", found.disk.problem)
+        else:
+            for label, speed in (
+                ("write+fsync", found.disk.write),
+                ("read warm", found.disk.read_warm),
+                ("read cold", found.disk.read_cold),
+            ):
+                line("", label, f"{format_size(speed)}/s" if speed else found.disk.note)
+
+    if not found.problems:
+        say(("\nUsable.", "green"))
+        return
+    say((f"\n{len(found.problems)} to be mended:", "bold red"))
+    for problem in found.problems:
+        say(f"  - {problem}")
