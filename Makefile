@@ -96,6 +96,7 @@ bench: $(STAMP)
 	$(PY) benchmarks/bench_plan.py --json benchmarks/results/plan.json
 	$(PY) benchmarks/bench_kernel.py --json benchmarks/results/kernel.json
 	$(PY) benchmarks/bench_load.py --out benchmarks/results
+	$(PY) benchmarks/bench_save.py --out benchmarks/results
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .

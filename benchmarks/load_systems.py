@@ -20,7 +20,7 @@ from meter import Cost, Meter, cool_down, files_below, link_tree, warm_up
 
 import zeroelastic
 from zeroelastic.digest import digest_range, stream_seed
-from zeroelastic.record import read_record
+from zeroelastic.record import CommitRecord, read_record
 
 KEYS = ("fp32", "exp_avg", "exp_avg_sq")
 TAG = "global_step1"
@@ -152,12 +152,12 @@ class Run:
         self.live().state(0)["step"].fill_(77.0)
         self.engine.optimizer.fp16_partitioned_groups_flat[0].fill_(-_GARBAGE)
 
-    def differences(self, *, whole_engine: bool) -> tuple[str, ...]:
-        """What is not as it was saved: digests over all ranks against the commit record of the elastic save.
+    def differences(self, *, whole_engine: bool, record: CommitRecord | None = None) -> tuple[str, ...]:
+        """What is not as it was saved: digests over all ranks against a commit record, that of the elastic save.
 
         With ``whole_engine`` the step and the 16-bit weights as well. Collective.
         """
-        record = read_record(self.job.checkpoint("elastic") / TAG)
+        record = record or read_record(self.job.checkpoint("elastic") / TAG)
         assert record is not None
         saved = {(c.param.name, key): digest for c in record.contents() for key, (_, digest) in c.tensors.items()}
         found: dict[tuple[str, str], int] = {}
@@ -386,11 +386,8 @@ SAME_SIZE = (
 """Loads at the world size that saved."""
 
 
-def save_all(job: Job) -> dict[str, Any]:
-    """Save one state in every form, on the ranks of the saving world; returns seconds, sizes and the content root."""
-    import torch.distributed.checkpoint as dcp
-
-    run = Run(job)
+def fill_with_noise(run: Run) -> None:
+    """Random master weights and moments, as after training; the 16-bit weights are theirs."""
     generator = torch.Generator().manual_seed(run.rank)
     for key, tensor in run.tensors().items():
         if key == "exp_avg_sq":
@@ -398,6 +395,14 @@ def save_all(job: Job) -> dict[str, Any]:
         else:
             tensor.normal_(std=0.02, generator=generator)
     run.engine.optimizer.fp16_partitioned_groups_flat[0].copy_(run.tensors()["fp32"])
+
+
+def save_all(job: Job) -> dict[str, Any]:
+    """Save one state in every form, on the ranks of the saving world; returns seconds, sizes and the content root."""
+    import torch.distributed.checkpoint as dcp
+
+    run = Run(job)
+    fill_with_noise(run)
 
     def save(directory: Path) -> None:
         run.engine.save_checkpoint(os.fspath(directory), tag=TAG)

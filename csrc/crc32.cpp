@@ -67,8 +67,8 @@ constexpr std::array<std::array<uint32_t, 256>, 8> tables() {
 
 constexpr std::array<std::array<uint32_t, 256>, 8> kTables = tables();
 
-// Eight bytes at a time; `state` is the register, not inverted. The byte order is the one of the machines that
-// we run on, little-endian.
+// Eight bytes at a time; `state` is the register, not inverted. The byte order is the one of the machines
+// that we run on, little-endian.
 uint32_t run_tables(uint32_t state, const unsigned char* data, int64_t nbytes) {
     for (; nbytes >= 8; data += 8, nbytes -= 8) {
         uint32_t low;
@@ -86,9 +86,9 @@ uint32_t run_tables(uint32_t state, const unsigned char* data, int64_t nbytes) {
 
 #if ZE_X86
 
-// A fold moves 16 bytes `distance` bits ahead: its halves are multiplied by powers of x modulo the polynomial.
-// A carry-less product of reflected factors comes out one bit too low, and the factor is 32 bits shorter than
-// the register: hence the offsets.
+// A fold moves 16 bytes `distance` bits ahead: its halves are multiplied by powers of x modulo the
+// polynomial. A carry-less product of reflected factors comes out one bit too low, and the factor is 32 bits
+// shorter than the register: hence the offsets.
 constexpr uint64_t fold_factor(uint64_t exponent) {
     return uint64_t{power_of_x(exponent)} << 1;
 }
@@ -105,13 +105,12 @@ ZE_TARGET_CLMUL inline __m128i fold(__m128i value, __m128i factors, __m128i next
     return _mm_xor_si128(_mm_xor_si128(low, high), next);
 }
 
-// Folds whole multiples of 64 bytes, at least one, to 16 bytes that stand for all of them. The method is that of
-// "Fast CRC Computation for Generic Polynomials Using PCLMULQDQ Instruction" (Gopal et al., Intel, 2009); the
-// last reduction is left to the tables.
+// Folds whole multiples of 64 bytes, at least one, to 16 bytes that stand for all of them. The method is that
+// of "Fast CRC Computation for Generic Polynomials Using PCLMULQDQ Instruction" (Gopal et al., Intel, 2009);
+// the last reduction is left to the tables.
 ZE_TARGET_CLMUL uint32_t run_folding(uint32_t state, const unsigned char* data, int64_t nbytes) {
-    const auto load = [](const unsigned char* from) ZE_TARGET_CLMUL {
-        return _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
-    };
+    const auto load = [](const unsigned char* from)
+                          ZE_TARGET_CLMUL { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(from)); };
     __m128i part[4];
     for (int i = 0; i < 4; ++i) part[i] = load(data + 16 * i);
     part[0] = _mm_xor_si128(part[0], _mm_cvtsi32_si128(static_cast<int>(state)));

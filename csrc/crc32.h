@@ -1,4 +1,5 @@
-// CRC-32 as zip archives have it: reflected polynomial 0xEDB88320, inverted before and after, as zlib's crc32().
+// CRC-32 as zip archives have it: reflected polynomial 0xEDB88320, inverted before and after, as zlib's
+// crc32().
 
 #ifndef ZEROELASTIC_CRC32_H_
 #define ZEROELASTIC_CRC32_H_

@@ -17,7 +17,8 @@ namespace {
 
 constexpr int64_t kUnitBytes = int64_t{4} << 20;
 constexpr int64_t kStagedCallBytes = int64_t{128} << 10;
-// The page cache takes a large call in large folios. What was summed just before is still in the second-level cache.
+// The page cache takes a large call in large folios. What was summed just before is still in the second-level
+// cache.
 constexpr int64_t kCallBytes = int64_t{1} << 20;
 constexpr size_t kMaxVectors = 1024;  // IOV_MAX on Linux
 

@@ -324,7 +324,8 @@ TEST(writes_and_moves_fill_what_the_rows_say) {
         const ze_options opts = options(static_cast<int>(between(1, 4)), ZE_CAST_NONE, i % 3 == 0);
         ze_digest digest = made.digests.digest();
         ze_error error;
-        CHECK(ze_write_segments(&table, &from, &to, i % 2 ? &digest : nullptr, &opts, nullptr, &error) == ZE_OK);
+        CHECK(ze_write_segments(&table, &from, &to, i % 2 ? &digest : nullptr, &opts, nullptr, &error) ==
+              ZE_OK);
         written.check(made.want);
         if (i % 2) CHECK(made.digests.totals == made.totals);
         made.digests.totals = {0, 0};

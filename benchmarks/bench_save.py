@@ -1,0 +1,492 @@
+"""What saving costs, system by system, for the same live state in one run.
+
+    python benchmarks/bench_save.py --out benchmarks/results          # 200M parameters on 4 ranks
+    python benchmarks/bench_save.py --small --repeats 1 --out /tmp/x  # a few million parameters, half a minute
+
+Writes save.json (every sample), save.md (the tables) and save.png. What is measured and how is in SAVE.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.insert(0, os.fspath(Path(__file__).resolve().parent))
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from bench_kernel import machine
+from bench_load import filesystem, shape_of
+from load_systems import KEYS, TAG, Job, Run, fill_with_noise, owned_params, sharded_tensors
+from meter import Cost, Meter, files_below
+
+from zeroelastic.digest import stream_seed
+from zeroelastic.record import read_record
+from zeroelastic.testing import RankPool
+from zeroelastic.writer import Run as DigestRun
+from zeroelastic.writer import write_torch_file
+
+_BLOCK = 1 << 20
+_MIB = 1 << 20
+_TIMEOUT_S = 3600.0
+
+
+@dataclass(frozen=True)
+class System:
+    """A way to save. ``prepare`` returns the measured part, which takes the directory and whether to make it durable.
+
+    ``check`` returns what is wrong with the result; it may be collective. ``whole_engine`` tells a save of everything
+    from a rank's optimizer file alone.
+    """
+
+    name: str
+    title: str
+    prepare: Callable[[Run], Callable[[Path, bool], object]]
+    check: Callable[[Run, Path], Sequence[str]]
+    whole_engine: bool = False
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One save on one rank; ``wrong`` names what was not saved right."""
+
+    system: str
+    durable: bool
+    round: int
+    cost: Cost
+    file_bytes: int
+    wrong: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One system, durable or not. Seconds are of the slowest rank: min, median, max over rounds.
+
+    ``written`` is what all ranks together wrote over the bytes of the state; memory is of the worst rank and round.
+    """
+
+    system: str
+    durable: bool
+    seconds: tuple[float, float, float]
+    cpu_seconds: float
+    written: float
+    extra_rss: int
+    other_cpu: float
+    verified: bool
+    raw_seconds: tuple[float, ...]
+
+
+def optimizer_state(run: Run) -> dict[str, Any]:
+    """What DeepSpeed hands to its checkpoint engine for this rank's optimizer file, in the elastic format."""
+    run.use_zeroelastic("full")
+    return {"optimizer_state_dict": run.engine.optimizer.state_dict(), "ds_version": "0"}
+
+
+def shard_path(run: Run, directory: Path) -> Path:
+    return directory / f"bf16_zero_pp_rank_{run.rank}_mp_rank_00_optim_states.pt"
+
+
+def write_plain(*, reserve: bool) -> Callable[[Run], Callable[[Path, bool], object]]:
+    """The bytes of the shard from memory that is touched, and nothing else: every rank its own file."""
+
+    def prepare(run: Run) -> Callable[[Path, bool], object]:
+        tensors = [tensor.view(torch.uint8).numpy() for tensor in run.tensors().values()]
+
+        def write(directory: Path, durable: bool) -> None:
+            descriptor = os.open(shard_path(run, directory), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            if reserve:
+                libc = ctypes.CDLL(None, use_errno=True)
+                nbytes = ctypes.c_int64(sum(len(tensor) for tensor in tensors))
+                libc.fallocate64(descriptor, 0, ctypes.c_int64(0), nbytes)
+            for tensor in tensors:
+                view = memoryview(tensor)
+                while view:
+                    view = view[os.write(descriptor, view[:_BLOCK]) :]
+            if durable:
+                os.fsync(descriptor)
+            os.close(descriptor)
+
+        return write
+
+    return prepare
+
+
+def check_plain(run: Run, directory: Path) -> list[str]:
+    data = np.memmap(shard_path(run, directory), dtype=np.uint8, mode="r")
+    at, wrong = 0, []
+    for key, tensor in run.tensors().items():
+        mine = tensor.view(torch.uint8).numpy()
+        if not np.array_equal(data[at : at + len(mine)], mine):
+            wrong.append(f"{key} was not written right")
+        at += len(mine)
+    return wrong
+
+
+def write_with_torch(run: Run) -> Callable[[Path, bool], object]:
+    """``torch.save`` of the shard, as stock DeepSpeed does."""
+    state = optimizer_state(run)
+
+    def write(directory: Path, durable: bool) -> None:
+        torch.save(state, shard_path(run, directory))
+        if durable:
+            sync(shard_path(run, directory))
+
+    return write
+
+
+def write_ourselves(*, digests: bool) -> Callable[[Run], Callable[[Path, bool], object]]:
+    """The same file by zeroelastic's writer, with or without the content digests."""
+
+    def prepare(run: Run) -> Callable[[Path, bool], object]:
+        state = optimizer_state(run)
+        runs = [
+            DigestRun(tensor[offset : offset + owned], stream_seed(name, key), start)
+            for key, tensor in run.tensors().items()
+            for name, _, offset, start, owned in owned_params(run)
+        ]
+
+        def write(directory: Path, durable: bool) -> None:
+            write_torch_file(state, shard_path(run, directory), runs=runs if digests else (), sync=durable)
+
+        return write
+
+    return prepare
+
+
+def check_shard(run: Run, directory: Path) -> list[str]:
+    """The file as torch loads it, against the live tensors: flat master weights, lean parts of each moment."""
+    state = torch.load(shard_path(run, directory), mmap=True, weights_only=False)["optimizer_state_dict"]
+    moments = state["base_optimizer_state"][0]
+    live = run.tensors()
+    wrong = [] if _equal(state["fp32_flat_groups"][0], live["fp32"]) else ["fp32 was not saved right"]
+    for key in moments.keys() - {"step"}:
+        parts = zip(owned_params(run), moments[key], strict=True)
+        if not all(_equal(part, live[key][offset : offset + owned]) for (_, _, offset, _, owned), part in parts):
+            wrong.append(f"{key} was not saved right")
+    return wrong
+
+
+def _equal(saved: torch.Tensor, live: torch.Tensor) -> bool:
+    return torch.equal(saved.view(torch.int32), live.view(torch.int32))
+
+
+def save_engine(*, elastic: bool) -> Callable[[Run], Callable[[Path, bool], object]]:
+    """``engine.save_checkpoint`` with zeroelastic: module states, digests and commit record included."""
+
+    def prepare(run: Run) -> Callable[[Path, bool], object]:
+        run.use_zeroelastic("full")
+        run.engine._config.zero_config.elastic_checkpoint = elastic
+
+        def save(directory: Path, durable: bool) -> None:
+            run.engine._config._param_dict["zeroelastic"] = {"fsync": durable}
+            run.engine.save_checkpoint(os.fspath(directory), tag=TAG)
+
+        return save
+
+    return prepare
+
+
+def save_stock(run: Run) -> Callable[[Path, bool], object]:
+    """``engine.save_checkpoint`` of DeepSpeed alone, which never flushes: each rank's files are flushed after it."""
+    run.use_stock()
+
+    def save(directory: Path, durable: bool) -> None:
+        run.engine.save_checkpoint(os.fspath(directory), tag=TAG)
+        if durable:
+            sync(shard_path(run, directory / TAG))
+            sync(directory / TAG / f"zero_pp_rank_{run.rank}_mp_rank_00_model_states.pt")
+
+    return save
+
+
+def check_committed(run: Run, directory: Path) -> list[str]:
+    """The shard, and the commit record against digests made from the live tensors."""
+    wrong = check_shard(run, directory / TAG)
+    record = read_record(directory / TAG)
+    assert record is not None
+    return wrong + list(run.differences(whole_engine=False, record=record))
+
+
+def check_stock(run: Run, directory: Path) -> list[str]:
+    state = torch.load(shard_path(run, directory / TAG), mmap=True, weights_only=False)["optimizer_state_dict"]
+    saved = {"fp32": state["fp32_flat_groups"][0]} | state["optimizer_state_dict"]["state"][0]
+    return [f"{key} was not saved right" for key, tensor in run.tensors().items() if not _equal(saved[key], tensor)]
+
+
+def check_rigid(run: Run, directory: Path) -> list[str]:
+    record = read_record(directory / TAG)
+    assert record is not None
+    return check_stock(run, directory) + list(run.differences(whole_engine=False, record=record))
+
+
+def save_dcp(run: Run) -> Callable[[Path, bool], object]:
+    """``torch.distributed.checkpoint.save`` of the same state as sharded tensors."""
+    import torch.distributed.checkpoint as dcp
+
+    state = sharded_tensors(run)
+
+    def save(directory: Path, durable: bool) -> None:
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(directory, sync_files=durable))
+
+    return save
+
+
+def check_dcp(run: Run, directory: Path) -> list[str]:
+    import torch.distributed.checkpoint as dcp
+
+    kept = {key: tensor.clone() for key, tensor in run.tensors().items()}
+    for tensor in run.tensors().values():
+        tensor.zero_()
+    dcp.load(sharded_tensors(run), checkpoint_id=directory)
+    wrong = []
+    for key, tensor in run.tensors().items():
+        if not _equal(kept[key], tensor):
+            wrong.append(f"{key} was not saved right")
+        tensor.copy_(kept[key])
+    return wrong
+
+
+def sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+SYSTEMS = (
+    System("plain", "plain write of the same bytes (ceiling)", write_plain(reserve=False), check_plain),
+    System("reserved", "the same into reserved space", write_plain(reserve=True), check_plain),
+    System("file", "zeroelastic's writer, no digests", write_ourselves(digests=False), check_shard),
+    System("file-digests", "zeroelastic's writer, digests", write_ourselves(digests=True), check_shard),
+    System("torch", "torch.save", write_with_torch, check_shard),
+    System("elastic", "save_checkpoint, zeroelastic, elastic", save_engine(elastic=True), check_committed, True),
+    System("rigid", "save_checkpoint, zeroelastic, rigid", save_engine(elastic=False), check_rigid, True),
+    System("stock", "save_checkpoint, DeepSpeed alone", save_stock, check_stock, True),
+    System("dcp", "torch DCP save", save_dcp, check_dcp),
+)
+OURS = ("file", "file-digests", "elastic", "rigid")
+COMPARED = ("plain", "reserved", "torch", "stock", "dcp")
+TITLES = {system.name: system.title for system in SYSTEMS}
+
+
+def measure(job: Job, names: Sequence[str], rounds: int) -> tuple[dict[str, int], list[Sample]]:
+    """The state's size, and this rank's samples in interleaved rounds; every system is run once before."""
+    run = Run(job)
+    fill_with_noise(run)
+    chosen = [system for system in SYSTEMS if system.name in names]
+    for system in chosen:
+        _measure(run, system, durable=False, number=0)
+    samples = []
+    for number in range(1, rounds + 1):
+        turn = (number - 1) % len(chosen)
+        for durable in (False, True):
+            for system in chosen[turn:] + chosen[:turn]:
+                samples.append(_measure(run, system, durable=durable, number=number))
+    layout = run.live().layout
+    numel = int(layout.numel.sum())
+    return {"num_params": layout.num_params, "numel": numel, "state_bytes": 4 * len(KEYS) * numel}, samples
+
+
+def _measure(run: Run, system: System, *, durable: bool, number: int) -> Sample:
+    directory = run.job.directory / system.name
+    if run.rank == 0:
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir()
+        os.sync()  # nothing that was written or removed before is still under way
+    save = system.prepare(run)
+    dist.barrier()
+    meter = Meter(directory)
+    dist.barrier()
+    meter.start()
+    save(directory, durable)
+    dist.barrier()
+    cost = meter.stop()
+    del save
+    wrong = tuple(system.check(run, directory))
+    file_bytes = sum(file.stat().st_size for file in files_below(directory))
+    dist.barrier()
+    return Sample(system.name, durable, number, cost, file_bytes, wrong)
+
+
+def summarise(rounds: Sequence[Sequence[Sample]], state_bytes: int) -> Row:
+    """One row from all rounds of a system; each round has a sample of every rank."""
+    seconds = [max(sample.cost.seconds for sample in ranks) for ranks in rounds]
+    samples = [sample for ranks in rounds for sample in ranks]
+    cores = len(os.sched_getaffinity(0))
+    others = [
+        max(0.0, ranks[0].cost.busy_cpu_seconds - sum(sample.cost.cpu_seconds for sample in ranks))
+        / (ranks[0].cost.seconds * cores)
+        for ranks in rounds
+    ]
+    return Row(
+        system=samples[0].system,
+        durable=samples[0].durable,
+        seconds=(min(seconds), median(seconds), max(seconds)),
+        cpu_seconds=median(sum(sample.cost.cpu_seconds for sample in ranks) for ranks in rounds),
+        written=max(sample.file_bytes for sample in samples) / state_bytes,
+        extra_rss=max(sample.cost.extra_rss for sample in samples),
+        other_cpu=median(others),
+        verified=not any(sample.wrong for sample in samples),
+        raw_seconds=tuple(seconds),
+    )
+
+
+def ratio(row: Row, other: Row) -> float:
+    """How many times longer the other takes: the median over rounds."""
+    return median(theirs / ours for ours, theirs in zip(row.raw_seconds, other.raw_seconds, strict=True))
+
+
+def tables(document: dict[str, Any], rows: Sequence[Row]) -> str:
+    """The results as Markdown."""
+    about, state = document["machine"], document["state"]
+    lines = [
+        f"# Saving on {document['ranks']} ranks",
+        "",
+        f"{state['numel']:,} parameters in {state['num_params']} tensors, {state['state_bytes'] / 1e9:.2f} GB of fp32 "
+        f"state. {about['cpu']}, {about['cores']} cores, {about['memory_gib']} GiB, Linux {about['kernel']}, "
+        f"{document['filesystem']}; torch {about['torch']}, DeepSpeed {about['deepspeed']}; {about['time']}, commit "
+        f"{about['commit'][:12] or 'unknown'}{' with uncommitted changes' if about['uncommitted_changes'] else ''}.",
+        "",
+        f"`{about['command']}`",
+    ]
+    for durable in (False, True):
+        found = {row.system: row for row in rows if row.durable == durable}
+        lines += [
+            "",
+            "## Flushed to the device" if durable else "## Into the page cache",
+            "",
+            "| system | s min | median | max | GB/s of state | written / state | extra peak MiB | cpu-s | "
+            "others' cpu | verified |",
+            "|---|--:|--:|--:|--:|--:|--:|--:|--:|---|",
+        ]
+        for row in found.values():
+            low, middle, high = row.seconds
+            lines.append(
+                f"| {TITLES[row.system]} | {low:.3f} | {middle:.3f} | {high:.3f} | "
+                f"{state['state_bytes'] / middle / 1e9:.2f} | {row.written:.3f} | {row.extra_rss / _MIB:.1f} | "
+                f"{row.cpu_seconds:.2f} | {row.other_cpu:.0%} | {'yes' if row.verified else '**NO**'} |"
+            )
+        ours = [name for name in OURS if name in found]
+        lines += [
+            "",
+            "How many times longer than zeroelastic (median over rounds; for plain writes, the share of their speed "
+            "that zeroelastic reaches):",
+            "",
+            "| | " + " | ".join(TITLES[name] for name in ours) + " |",
+            "|---|" + "--:|" * len(ours),
+        ]
+        for name in COMPARED:
+            if name in found:
+                cells = [f"{ratio(found[mine], found[name]):.2f}" for mine in ours]
+                lines.append(f"| {TITLES[name]} | " + " | ".join(cells) + " |")
+    noisy = sum(row.other_cpu > 0.07 for row in rows)
+    if noisy:
+        lines += [
+            "",
+            "Other processes, or the kernel on behalf of these, used more than 7 % of the processors during "
+            f"{noisy} of {len(rows)} rows (column others' cpu).",
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def plot(path: Path, rows: Sequence[Row], title: str) -> None:
+    """Seconds of every system, into the page cache and to the device."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    names = list(dict.fromkeys(row.system for row in rows))
+    at = np.arange(len(names))[::-1]
+    figure, (left, right) = pyplot.subplots(
+        1, 2, figsize=(12, 0.45 * len(names) + 1.6), sharey=True, width_ratios=(2, 1)
+    )
+    for i, durable in enumerate((False, True)):
+        found = {row.system: row for row in rows if row.durable == durable}
+        low, middle, high = zip(*(found[name].seconds for name in names), strict=True)
+        spread = np.abs(np.array([np.subtract(middle, low), np.subtract(high, middle)]))
+        y = at - (i - 0.5) * 0.4
+        label = "flushed to the device" if durable else "into the page cache"
+        left.barh(y, middle, 0.4, xerr=spread, color=f"C{i}", label=label, error_kw={"lw": 0.8})
+        for position, seconds, end in zip(y, middle, high, strict=True):
+            offset = {"xytext": (3, 0), "textcoords": "offset points"}
+            left.annotate(f"{seconds:.2f}", (end, position), va="center", size=7, **offset)
+        if not durable:
+            right.barh(at, [max(found[name].extra_rss, 0) / _MIB for name in names], 0.6, color="0.5")
+    left.set(xlabel="seconds: median, min and max")
+    left.set_yticks(at, [TITLES[name] for name in names])
+    left.legend(loc="lower right", fontsize=8)
+    right.set(xlabel="extra peak memory, MiB per process")
+    figure.suptitle(title)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def main() -> None:
+    every = [system.name for system in SYSTEMS]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--params", type=int, default=200_000_000, help="parameters of the model, about")
+    parser.add_argument("--small", action="store_true", help="5 million parameters: to test the benchmark itself")
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--systems", nargs="+", choices=every, default=every)
+    parser.add_argument("--directory", type=Path, help="where checkpoints are put for the time being; not in memory")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="directory of the results")
+    arguments = parser.parse_args()
+    about = machine() | {"deepspeed": version("deepspeed")}
+    hidden, num_layers, vocabulary = shape_of(5_000_000 if arguments.small else arguments.params)
+    with tempfile.TemporaryDirectory(prefix="bench-save-", dir=arguments.directory) as directory:
+        job = Job(
+            hidden=hidden,
+            num_layers=num_layers,
+            vocabulary=vocabulary,
+            directory=Path(directory).resolve(),
+            save_ranks=arguments.ranks,
+            load_ranks=arguments.ranks,
+            ceiling_threads=1,
+        )
+        where = filesystem(job.directory)
+        with RankPool(job.save_ranks) as pool:
+            results = pool.run(measure, job.save_ranks, job, arguments.systems, arguments.repeats, timeout=_TIMEOUT_S)
+    state, groups = results[0][0], [samples for _, samples in results]
+    by_system: dict[tuple[str, bool], list[list[Sample]]] = {}
+    for ranks in zip(*groups, strict=True):
+        by_system.setdefault((ranks[0].system, ranks[0].durable), []).append(list(ranks))
+    order = list(TITLES)
+    rows = [summarise(rounds, state["state_bytes"]) for rounds in by_system.values()]
+    rows.sort(key=lambda row: (row.durable, order.index(row.system)))
+    document = {
+        "machine": about | {"load_average_after": os.getloadavg()[0]},
+        "filesystem": where,
+        "ranks": job.save_ranks,
+        "model": {"hidden": hidden, "num_layers": num_layers, "vocabulary": vocabulary},
+        "state": state,
+        "rows": [asdict(row) for row in rows],
+        "samples": [asdict(sample) | {"rank": rank} for rank, ours in enumerate(groups) for sample in ours],
+    }
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    (arguments.out / "save.json").write_text(json.dumps(document, indent=1) + "\n")
+    text = tables(document, rows)
+    (arguments.out / "save.md").write_text(text)
+    title = f"Saving {state['numel'] / 1e6:.0f}M parameters on {job.save_ranks} ranks, {about['cores']} cores"
+    plot(arguments.out / "save.png", rows, title)
+    print(text)
+    wrong = {f"{sample.system}: {line}" for samples in groups for sample in samples for line in sample.wrong}
+    if wrong:
+        sys.exit("not saved right:\n  " + "\n  ".join(sorted(wrong)))
+
+
+if __name__ == "__main__":
+    main()
