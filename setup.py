@@ -25,7 +25,7 @@ CPP_FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-pthread"]
 CUDA_FLAGS = [
     "-std=c++17",
     "-O3",
-    "-Xcompiler=-fPIC,-fvisibility=hidden",
+    "-Xcompiler=-fPIC,-fvisibility=hidden,-pthread",
     "-gencode=arch=compute_80,code=sm_80",
     "-gencode=arch=compute_90,code=[sm_90,compute_90]",
 ]
@@ -73,8 +73,6 @@ class BuildEngines(build_ext):
         return [*compiler, *flags, "-shared", *ext.sources, *shlex.split(os.environ.get("LDFLAGS", ""))]
 
     def cuda_command(self, ext: Extension) -> list[str]:
-        if not ext.sources:
-            raise NotBuilt("there are no CUDA sources")
         nvcc = shutil.which("nvcc")
         if nvcc is None:
             raise NotBuilt("there was no nvcc on the PATH when the package was built")
@@ -126,12 +124,17 @@ def compile_library(command: list[str]) -> str:
     return said
 
 
-def engine(name: str, *patterns: str) -> Extension:
+def engine(name: str, *patterns: str, without: str = "") -> Extension:
     headers = sources("csrc/*.h", "csrc/cuda/*.h", "csrc/cuda/*.cuh")
-    return Extension(f"zeroelastic._{name}", sources(*patterns), depends=headers, optional=True)
+    files = [path for path in sources(*patterns) if path != without]
+    return Extension(f"zeroelastic._{name}", files, depends=headers, optional=True)
 
 
+# The CUDA library reads files by the code of the native one, of which it has a copy; its C interface is its own.
 setup(
-    ext_modules=[engine("native", "csrc/*.cpp"), engine("cuda", "csrc/cuda/*.cu")],
+    ext_modules=[
+        engine("native", "csrc/*.cpp"),
+        engine("cuda", "csrc/*.cpp", "csrc/cuda/*.cu", "csrc/cuda/*.cpp", without="csrc/api.cpp"),
+    ],
     cmdclass={"build_ext": BuildEngines},
 )

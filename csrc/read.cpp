@@ -124,24 +124,30 @@ bool read_unit(const Read& read, const Unit& unit, int fd, int64_t* bytes_read, 
 int32_t read_segments(const ze_table& table, const ze_files& src, const ze_buffers& dst,
                       const ze_digest* digest, const ze_options& options, int64_t* bytes_read,
                       ze_error* error) {
+    OpenFiles files(src, O_RDONLY, ZE_SOURCE);
+    return read_open_segments(table, &files, src.count, dst, digest, options, bytes_read, error);
+}
+
+int32_t read_open_segments(const ze_table& table, OpenFiles* files, int64_t num_files, const ze_buffers& dst,
+                           const ze_digest* digest, const ze_options& options, int64_t* bytes_read,
+                           ze_error* error) {
     *bytes_read = 0;
-    if (!check_table(table, src.count, nullptr, dst.count, dst.nbytes, digest, options.cast, error)) {
+    if (!check_table(table, num_files, nullptr, dst.count, dst.nbytes, digest, options.cast, error)) {
         return error->code;
     }
     const std::vector<int64_t> order = file_order(table, table.src, table.src_offset);
     const std::vector<Unit> units = make_units(
         table, order, table.src, choose_unit_bytes(total_bytes(table), options.threads, kUnitBytes));
-    OpenFiles files(src, O_RDONLY, ZE_SOURCE);
-    for (const Unit& unit : units) files.expect(unit.file);
+    for (const Unit& unit : units) files->expect(unit.file);
     const Read read{table, order, dst, digest, options.cast};
     return run_units(units.size(), options.threads, error, [&](size_t index, ze_error* reason) {
         const Unit& unit = units[index];
-        const int fd = files.acquire(unit.file, reason);
+        const int fd = files->acquire(unit.file, reason);
         if (fd < 0) return false;
         int64_t got = 0;
         const bool done = read_unit(read, unit, fd, &got, reason);
         __atomic_fetch_add(bytes_read, got, __ATOMIC_RELAXED);
-        return files.release(unit.file, false, reason) && done;
+        return files->release(unit.file, false, reason) && done;
     });
 }
 

@@ -1,33 +1,62 @@
-"""One suite for all executors: they fill the same bytes, report the same digests and fail with the same words."""
+"""One suite for all executors: they move the same bytes, report the same digests and fail with the same words."""
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from engines import ENGINES, Engine, open_engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zeroelastic import executors
 from zeroelastic.digest import combine, digest_range_reference
 from zeroelastic.errors import CheckpointError, ConfigError, MissingFileError
-from zeroelastic.executors import DigestRows, ReadTable, SegmentTable, read_segments
+from zeroelastic.executors import (
+    OPERATIONS,
+    Cast,
+    DeviceBuffer,
+    DigestRows,
+    ReadTable,
+    SegmentTable,
+    copy_segments,
+    cuda_executor,
+    move_segments,
+    read_segments,
+    write_segments,
+)
 from zeroelastic.executors.build_info import _load, describe_build
+from zeroelastic.executors.cast import bfloat16_nan
+from zeroelastic.executors.table import CASTS, cast_itemsizes
 
-EXECUTORS = ["numpy", "native"]
 UNTOUCHED = 0xA5
+DTYPES: dict[Cast, tuple[torch.dtype, torch.dtype]] = {
+    "float32->bfloat16": (torch.float32, torch.bfloat16),
+    "float32->float16": (torch.float32, torch.float16),
+    "bfloat16->float32": (torch.bfloat16, torch.float32),
+    "float16->float32": (torch.float16, torch.float32),
+}
 
 
-@pytest.fixture(scope="module", params=EXECUTORS)
-def executor(request: pytest.FixtureRequest) -> str:
-    if request.param == "native" and not describe_build("native").usable:
-        pytest.skip(f"the native engine is not built: {describe_build('native').reason}")
-    return request.param
+@pytest.fixture(scope="module", params=ENGINES)
+def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    with open_engine(request.param) as found:
+        yield found
+
+
+@pytest.fixture(scope="module", params=[name for name in OPERATIONS if "write" in OPERATIONS[name]])
+def writer(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    """The executors that write and move files."""
+    with open_engine(request.param) as found:
+        yield found
 
 
 @pytest.fixture(scope="module")
@@ -37,43 +66,51 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass(frozen=True)
 class Case:
-    files: tuple[bytes, ...]
-    buffer_sizes: tuple[int, ...]
+    src: tuple[np.ndarray, ...]
+    dst_sizes: tuple[int, ...]
+    misaligned: int
     rows: SegmentTable
     digest: DigestRows
+    cast: Cast
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> Case:
-    """Files, buffers, and rows that do not overlap in the buffers; sources may overlap."""
-    seed = draw(st.integers(0, 2**32 - 1))
-    rng = np.random.default_rng(seed)
-    files = tuple(
-        rng.integers(0, 256, size, dtype=np.uint8).tobytes()
+def cases(draw: st.DrawFn, *, aligned: bool = False, casts: tuple[Cast, ...] = CASTS) -> Case:
+    """Sources, destinations, and rows that do not overlap in the destinations; sources may overlap.
+
+    ``aligned``: with a conversion, elements are aligned to their size on both sides.
+    """
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    cast: Cast = draw(st.sampled_from(casts))
+    src_itemsize, dst_itemsize = cast_itemsizes(cast)
+    itemsize = draw(st.sampled_from([1, 2, 4, 8])) if cast == "none" else src_itemsize
+    src_step, dst_step = (src_itemsize, dst_itemsize) if aligned else (1, 1)
+    # Finite values in every type: which NaN it is, is a test of its own.
+    src = tuple(
+        rng.integers(0, 64 if cast != "none" else 256, size, dtype=np.uint8)
         for size in draw(st.lists(st.integers(0, 40_000), min_size=1, max_size=4))
     )
-    itemsize = draw(st.sampled_from([1, 2, 4, 8]))
-    num_buffers = draw(st.integers(1, 4))
-    filled = [0] * num_buffers
+    filled = [0] * draw(st.integers(1, 4))
     rows = []
     shape = st.tuples(
-        st.integers(0, len(files) - 1),
+        st.integers(0, len(src) - 1),
         st.integers(0, 40_000),
         st.one_of(st.just(0), st.just(1), st.integers(0, 40), st.integers(0, 10_000)),
-        st.integers(0, num_buffers - 1),
+        st.integers(0, len(filled) - 1),
         st.integers(0, 9),
     )
-    for file, offset, count, buffer, gap in draw(st.lists(shape, max_size=40)):
-        offset = min(offset, len(files[file]))
-        nbytes = min(count * itemsize, (len(files[file]) - offset) // itemsize * itemsize)
-        rows.append((file, offset, buffer, filled[buffer] + gap, nbytes))
-        filled[buffer] += gap + nbytes
+    for number, offset, count, buffer, gap in draw(st.lists(shape, max_size=40)):
+        offset = min(offset, len(src[number])) // src_step * src_step
+        nbytes = min(count * itemsize, (len(src[number]) - offset) // itemsize * itemsize)
+        rows.append((number, offset, buffer, filled[buffer] + gap * dst_step, nbytes))
+        filled[buffer] += gap * dst_step + nbytes // src_itemsize * dst_itemsize
     rows.sort()
     table = np.array(rows, dtype=np.int64).reshape(len(rows), 5)
     streams = draw(st.integers(1, 3))
     return Case(
-        files=files,
-        buffer_sizes=tuple(size + draw(st.integers(0, 5)) for size in filled),
+        src=src,
+        dst_sizes=tuple(size + draw(st.integers(0, 5)) for size in filled),
+        misaligned=draw(st.integers(0, 20)) * max(src_step, dst_step),
         rows=SegmentTable(*(np.ascontiguousarray(column) for column in table.T)),
         digest=DigestRows(
             seeds=rng.integers(0, 2**64, streams, dtype=np.uint64),
@@ -81,69 +118,205 @@ def cases(draw: st.DrawFn) -> Case:
             start=rng.integers(0, 2**40, len(rows)),
             itemsize=np.full(len(rows), itemsize, dtype=np.int64),
         ),
+        cast=cast,
     )
 
 
-def write_files(folder: Path, files: tuple[bytes, ...]) -> tuple[Path, ...]:
-    paths = tuple(folder / f"{i}.bin" for i in range(len(files)))
-    for path, data in zip(paths, files, strict=True):
-        path.write_bytes(data)
+def convert(cast: Cast, data: np.ndarray) -> np.ndarray:
+    """The bytes that torch makes of these bytes on the CPU."""
+    if cast == "none" or len(data) == 0:
+        return data
+    src, dst = DTYPES[cast]
+    values = torch.from_numpy(data.copy()).view(src)
+    return torch.empty(len(values), dtype=dst).copy_(values).view(torch.uint8).numpy()
+
+
+def expected(case: Case) -> tuple[list[np.ndarray], list[int]]:
+    """The destinations and the digests, one row after the other."""
+    made = [np.full(size, UNTOUCHED, dtype=np.uint8) for size in case.dst_sizes]
+    digests = [0] * len(case.digest.seeds)
+    table = case.rows
+    columns = (table.src, table.src_offset, table.dst, table.dst_offset, table.nbytes)
+    rows = zip(*(column.tolist() for column in columns), strict=True)
+    for i, (number, offset, buffer, buffer_offset, nbytes) in enumerate(rows):
+        data = case.src[number][offset : offset + nbytes]
+        converted = convert(case.cast, data)
+        made[buffer][buffer_offset : buffer_offset + len(converted)] = converted
+        stream = int(case.digest.stream[i])
+        part = digest_range_reference(
+            data, int(case.digest.itemsize[i]), seed=int(case.digest.seeds[stream]), start=int(case.digest.start[i])
+        )
+        digests[stream] = combine(digests[stream], part)
+    return made, digests
+
+
+def write_files(folder: Path, contents: tuple[np.ndarray | bytes, ...], name: str = "src") -> tuple[Path, ...]:
+    paths = tuple(folder / f"{name}{i}.bin" for i in range(len(contents)))
+    for path, data in zip(paths, contents, strict=True):
+        path.write_bytes(bytes(data))
     return paths
+
+
+def untouched_files(folder: Path, case: Case) -> tuple[Path, ...]:
+    return write_files(folder, tuple(bytes([UNTOUCHED]) * size for size in case.dst_sizes), "dst")
+
+
+def untouched(engine: Engine, case: Case) -> list[executors.Buffer]:
+    return [engine.put(np.full(size, UNTOUCHED, dtype=np.uint8), case.misaligned) for size in case.dst_sizes]
 
 
 def read_table(paths: tuple[Path, ...], rows: SegmentTable) -> ReadTable:
     return ReadTable(paths, rows.src, rows.src_offset, rows.dst, rows.dst_offset, rows.nbytes)
 
 
+def segment(src_offset: int, dst_offset: int, nbytes: int) -> SegmentTable:
+    columns = (np.array([value], dtype=np.int64) for value in (0, src_offset, 0, dst_offset, nbytes))
+    return SegmentTable(*columns)
+
+
 def one_row(path: Path, offset: int, nbytes: int) -> ReadTable:
-    columns = (np.array([value], dtype=np.int64) for value in (0, offset, 0, 0, nbytes))
-    return ReadTable((path,), *columns)
+    return read_table((path,), segment(offset, 0, nbytes))
 
 
-def expected(case: Case) -> tuple[list[np.ndarray], list[int]]:
-    """The buffers and the digests, one row after the other."""
-    buffers = [np.full(size, UNTOUCHED, dtype=np.uint8) for size in case.buffer_sizes]
-    digests = [0] * len(case.digest.seeds)
-    table = case.rows
-    columns = (table.src, table.src_offset, table.dst, table.dst_offset, table.nbytes)
-    rows = zip(*(column.tolist() for column in columns), strict=True)
-    for i, (file, offset, buffer, buffer_offset, nbytes) in enumerate(rows):
-        data = np.frombuffer(case.files[file], dtype=np.uint8)[offset : offset + nbytes]
-        buffers[buffer][buffer_offset : buffer_offset + nbytes] = data
-        stream = int(case.digest.stream[i])
-        part = digest_range_reference(
-            data, int(case.digest.itemsize[i]), seed=int(case.digest.seeds[stream]), start=int(case.digest.start[i])
-        )
-        digests[stream] = combine(digests[stream], part)
-    return buffers, digests
+# --- every table ----------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=150)
-@given(case=cases())
-def test_every_row_and_nothing_else_is_filled(case: Case, executor: str, folder: Path) -> None:
-    paths = write_files(folder, case.files)
-    buffers = [np.full(size, UNTOUCHED, dtype=np.uint8) for size in case.buffer_sizes]
-    result = read_segments(read_table(paths, case.rows), buffers, digest=case.digest, executor=executor)
+@settings(max_examples=100)
+@given(data=st.data(), threads=st.sampled_from([None, 1, 3]))
+def test_reads_fill_every_row_and_nothing_else(
+    data: st.DataObject, threads: int | None, engine: Engine, folder: Path
+) -> None:
+    case = data.draw(cases())
+    paths = write_files(folder, case.src)
+    buffers = untouched(engine, case)
+    table = read_table(paths, case.rows)
+    result = read_segments(table, buffers, digest=case.digest, cast=case.cast, threads=threads, executor=engine.name)
     want, digests = expected(case)
     for got, wanted in zip(buffers, want, strict=True):
-        assert np.array_equal(got, wanted)
+        assert np.array_equal(engine.get(got), wanted)
+    engine.free()
     assert result.digests is not None and result.digests.tolist() == digests
     assert result.bytes_read == int(case.rows.nbytes.sum())
     assert result.files == tuple(paths[i] for i in sorted(set(case.rows.src.tolist())))
 
 
-def test_without_rows_no_file_is_opened(executor: str, tmp_path: Path) -> None:
+@settings(max_examples=60)
+@given(data=st.data(), digested=st.booleans())
+def test_copies_fill_every_row_and_nothing_else(data: st.DataObject, digested: bool, engine: Engine) -> None:
+    case = data.draw(cases(aligned=engine.on_device))
+    src = [engine.put(part, case.misaligned) for part in case.src]
+    buffers = untouched(engine, case)
+    digest = case.digest if digested else None
+    totals = copy_segments(case.rows, src, buffers, digest=digest, cast=case.cast, executor=engine.name)
+    want, digests = expected(case)
+    for got, wanted in zip(buffers, want, strict=True):
+        assert np.array_equal(engine.get(got), wanted)
+    for kept, part in zip(src, case.src, strict=True):
+        assert np.array_equal(engine.get(kept), part)
+    engine.free()
+    assert totals is None if digest is None else totals is not None and totals.tolist() == digests
+
+
+@settings(max_examples=80)
+@given(data=st.data(), digested=st.booleans(), move=st.booleans(), sync=st.booleans())
+def test_writes_and_moves_fill_every_row_and_nothing_else(
+    data: st.DataObject, digested: bool, move: bool, sync: bool, writer: Engine, folder: Path
+) -> None:
+    case = data.draw(cases())
+    digest = case.digest if digested else None
+    paths = untouched_files(folder, case)
+    sums = np.full(len(case.rows.nbytes), 1, dtype=np.uint32)
+    if move:
+        totals = move_segments(
+            case.rows, write_files(folder, case.src), paths,
+            digest=digest, cast=case.cast, sync=sync, executor=writer.name,
+        )  # fmt: skip
+    else:
+        totals = write_segments(
+            case.rows, case.src, paths,
+            digest=digest, crc32=sums, cast=case.cast, sync=sync, executor=writer.name,
+        )  # fmt: skip
+        rows = zip(*(c.tolist() for c in (case.rows.src, case.rows.src_offset, case.rows.nbytes)), strict=True)
+        parts = (case.src[number][offset : offset + nbytes] for number, offset, nbytes in rows)
+        assert sums.tolist() == [zlib.crc32(bytes(convert(case.cast, part))) for part in parts]
+    want, digests = expected(case)
+    for path, wanted in zip(paths, want, strict=True):
+        assert path.read_bytes() == wanted.tobytes()
+    assert totals is None if digest is None else totals is not None and totals.tolist() == digests
+
+
+def patterns(cast: Cast) -> np.ndarray:
+    """Every sign, exponent and upper significand; for float32, with lower bits where rounding turns."""
+    if not cast.startswith("float32"):
+        return np.arange(1 << 16, dtype=np.uint16).view(np.uint8)
+    upper = np.arange(1 << 16, dtype=np.uint32) << 16
+    lower = (0, 1, 0x0FFF, 0x1000, 0x1001, 0x1FFF, 0x3000, 0x7FFF, 0x8000, 0x8001, 0xFFFF)
+    return np.concatenate([upper | np.uint32(bits) for bits in lower]).view(np.uint8)
+
+
+@pytest.mark.parametrize("cast", DTYPES)
+def test_conversions_are_torch_bit_for_bit(engine: Engine, tmp_path: Path, cast: Cast) -> None:
+    """NaN and infinities included; a GPU makes one NaN of all, when it narrows."""
+    if torch.backends.cpu.get_cpu_capability() == "DEFAULT" and bfloat16_nan() == 0xFFFF:
+        pytest.skip("torch was told to make no use of the vector units")
+    src = patterns(cast)
+    want = convert(cast, src)
+    table = segment(0, 0, len(src))
+    dst = engine.put(np.zeros(len(want), dtype=np.uint8))
+    read_segments(read_table(write_files(tmp_path, (src,)), table), [dst], cast=cast, executor=engine.name)
+    assert np.array_equal(engine.get(dst), want)
+    dst = engine.put(np.zeros(len(want), dtype=np.uint8))
+    copy_segments(table, [engine.put(src)], [dst], cast=cast, executor=engine.name)
+    got = engine.get(dst)
+    if engine.on_device:
+        narrows = cast.startswith("float32")
+        bits = src.view(np.uint32 if narrows else np.uint16)
+        most = {"float32": 0x7F800000, "float16": 0x7C00, "bfloat16": 0x7F80}[cast.split("-")[0]]
+        nan = (bits & (2 ** (bits.itemsize * 8 - 1) - 1)) > most
+        got, want = (part.view(np.uint16 if narrows else np.uint32) for part in (got, want))
+        if narrows:
+            assert (got[nan] == 0x7FFF).all()
+        else:
+            assert np.isnan(got[nan].view(np.float32)).all()
+        got, want = got[~nan], want[~nan]
+    assert np.array_equal(got, want)
+    engine.free()
+
+
+@pytest.mark.parametrize("cast", CASTS)
+def test_one_element_and_none(engine: Engine, tmp_path: Path, cast: Cast) -> None:
+    src_itemsize, dst_itemsize = cast_itemsizes(cast)
+    data = np.arange(1, 1 + 2 * src_itemsize, dtype=np.uint8)
+    paths = write_files(tmp_path, (data,))
+    for numel in (0, 1):
+        table = segment(src_itemsize, dst_itemsize, numel * src_itemsize)
+        want = np.full(3 * dst_itemsize, UNTOUCHED, dtype=np.uint8)
+        want[dst_itemsize : (1 + numel) * dst_itemsize] = convert(cast, data[src_itemsize:][: numel * src_itemsize])
+        for operation in ("read", "copy"):
+            dst = engine.put(np.full(3 * dst_itemsize, UNTOUCHED, dtype=np.uint8))
+            if operation == "read":
+                read_segments(read_table(paths, table), [dst], cast=cast, executor=engine.name)
+            else:
+                copy_segments(table, [engine.put(data)], [dst], cast=cast, executor=engine.name)
+            assert np.array_equal(engine.get(dst), want)
+    engine.free()
+
+
+# --- reads ----------------------------------------------------------------------------------------------------------
+
+
+def test_without_rows_no_file_is_opened(engine: Engine, tmp_path: Path) -> None:
     empty = np.empty(0, dtype=np.int64)
     table = ReadTable((tmp_path / "missing",), empty, empty, empty, empty, empty)
-    result = read_segments(table, [np.zeros(3, dtype=np.uint8)], executor=executor)
+    result = read_segments(table, [engine.put(np.zeros(3, dtype=np.uint8))], executor=engine.name)
     assert result.bytes_read == 0 and result.files == () and result.digests is None
 
 
-def test_many_tiny_rows_of_many_files(executor: str, tmp_path: Path) -> None:
+def test_many_tiny_rows_of_many_files(engine: Engine, tmp_path: Path) -> None:
     num_files, num_rows = 40, 30_000
     rng = np.random.default_rng(3)
     data = rng.integers(0, 256, (num_files, 20_000), dtype=np.uint8)
-    paths = write_files(tmp_path, tuple(row.tobytes() for row in data))
+    paths = write_files(tmp_path, tuple(data))
     file = np.sort(rng.integers(0, num_files, num_rows))
     offset = rng.integers(0, 19_990, num_rows)
     order = np.lexsort((offset, file))
@@ -154,17 +327,18 @@ def test_many_tiny_rows_of_many_files(executor: str, tmp_path: Path) -> None:
     dst_offset = np.empty(num_rows, dtype=np.int64)
     dst_offset[place] = ends - nbytes[place]
     zero = np.zeros(num_rows, dtype=np.int64)
-    buffer = np.zeros(int(nbytes.sum()), dtype=np.uint8)
-    result = read_segments(ReadTable(paths, file, offset, zero, dst_offset, nbytes), [buffer], executor=executor)
+    buffer = engine.put(np.zeros(int(nbytes.sum()), dtype=np.uint8))
+    result = read_segments(ReadTable(paths, file, offset, zero, dst_offset, nbytes), [buffer], executor=engine.name)
     want = np.concatenate([data[file[i], offset[i] : offset[i] + nbytes[i]] for i in place])
-    assert np.array_equal(buffer, want)
+    assert np.array_equal(engine.get(buffer), want)
+    engine.free()
     assert result.bytes_read == len(want)
 
 
-def test_rows_longer_than_any_request(executor: str, tmp_path: Path) -> None:
+def test_rows_longer_than_any_request(engine: Engine, tmp_path: Path) -> None:
     rng = np.random.default_rng(4)
     data = rng.integers(0, 256, 37_000_003, dtype=np.uint8)
-    (path,) = write_files(tmp_path, (data.tobytes(),))
+    (path,) = write_files(tmp_path, (data,))
     cuts = np.array([0, 3, 11_000_004, 11_000_008, 36_999_999], dtype=np.int64)
     lengths = np.diff(cuts)
     nbytes = lengths // 4 * 4
@@ -172,7 +346,7 @@ def test_rows_longer_than_any_request(executor: str, tmp_path: Path) -> None:
     place = np.array([3, 1, 0, 2])
     dst_offset = np.empty(len(nbytes), dtype=np.int64)
     dst_offset[place] = np.cumsum(nbytes[place]) - nbytes[place] + 5
-    buffer = np.zeros(int(nbytes.sum()) + 5, dtype=np.uint8)
+    buffer = engine.put(np.zeros(int(nbytes.sum()) + 5, dtype=np.uint8))
     digest = DigestRows(
         seeds=np.array([7, 9], dtype=np.uint64),
         stream=np.array([0, 1, 0, 1]),
@@ -180,18 +354,20 @@ def test_rows_longer_than_any_request(executor: str, tmp_path: Path) -> None:
         itemsize=zero + 4,
     )
     table = ReadTable((path,), zero, cuts[:-1], zero, dst_offset, nbytes)
-    result = read_segments(table, [buffer], digest=digest, executor=executor)
+    result = read_segments(table, [buffer], digest=digest, executor=engine.name)
     totals = [0, 0]
+    filled = engine.get(buffer)
+    engine.free()
     for i in range(len(nbytes)):
         source = data[cuts[i] : cuts[i] + nbytes[i]]
-        assert np.array_equal(buffer[dst_offset[i] : dst_offset[i] + nbytes[i]], source)
+        assert np.array_equal(filled[dst_offset[i] : dst_offset[i] + nbytes[i]], source)
         stream = int(digest.stream[i])
         part = digest_range_reference(source, 4, seed=int(digest.seeds[stream]), start=int(digest.start[i]))
         totals[stream] = combine(totals[stream], part)
     assert result.digests is not None and result.digests.tolist() == totals
 
 
-def test_offsets_beyond_4_gib(executor: str, tmp_path: Path) -> None:
+def test_offsets_beyond_4_gib(engine: Engine, tmp_path: Path) -> None:
     path = tmp_path / "sparse.bin"
     offsets = [2**31 - 3, 2**32 - 3, 2**32 + 12_345, 5 * 2**30 - 7]
     with path.open("wb") as file:
@@ -201,31 +377,32 @@ def test_offsets_beyond_4_gib(executor: str, tmp_path: Path) -> None:
     count = len(offsets)
     zero = np.zeros(count, dtype=np.int64)
     table = ReadTable((path,), zero, np.array(offsets), zero, np.arange(count) * 8, zero + 7)
-    buffer = np.full(8 * count, UNTOUCHED, dtype=np.uint8)
-    result = read_segments(table, [buffer], executor=executor)
-    assert buffer.reshape(count, 8).tolist() == [[i + 1] * 7 + [UNTOUCHED] for i in range(count)]
+    buffer = engine.put(np.full(8 * count, UNTOUCHED, dtype=np.uint8))
+    result = read_segments(table, [buffer], executor=engine.name)
+    assert engine.get(buffer).reshape(count, 8).tolist() == [[i + 1] * 7 + [UNTOUCHED] for i in range(count)]
     assert result.bytes_read == 7 * count
 
 
-def message(table: ReadTable, buffers: list[np.ndarray], executor: str) -> tuple[type[BaseException], str]:
+def message(table: ReadTable, buffers: list[np.ndarray], engine: Engine) -> tuple[type[BaseException], str]:
     with pytest.raises(CheckpointError) as caught:
-        read_segments(table, buffers, executor=executor)
+        read_segments(table, [engine.put(buffer) for buffer in buffers], executor=engine.name)
+    engine.free()
     return type(caught.value), str(caught.value)
 
 
 @pytest.mark.parametrize("size", [0, 5, 4096, 3_000_000, 9_999_999])
-def test_a_short_file_is_named_with_the_byte_where_it_ends(executor: str, tmp_path: Path, size: int) -> None:
+def test_a_short_file_is_named_with_the_byte_where_it_ends(engine: Engine, tmp_path: Path, size: int) -> None:
     path = tmp_path / "short.bin"
     path.write_bytes(bytes(size))
     buffers = [np.zeros(10_000_000, dtype=np.uint8)]
-    got = message(one_row(path, 0, 10_000_000), buffers, executor)
+    got = message(one_row(path, 0, 10_000_000), buffers, engine)
     assert got == (CheckpointError, f"{path}: ends at byte {size}. The file is truncated.")
     # A row that begins behind the end is reported where it begins.
-    got = message(one_row(path, size + 10, 100), buffers, executor)
+    got = message(one_row(path, size + 10, 100), buffers, engine)
     assert got == (CheckpointError, f"{path}: ends at byte {size + 10}. The file is truncated.")
 
 
-def test_of_several_bad_files_the_first_is_named(executor: str, tmp_path: Path) -> None:
+def test_of_several_bad_files_the_first_is_named(engine: Engine, tmp_path: Path) -> None:
     size = 3_000_000
     paths = tuple(tmp_path / f"{i}.bin" for i in range(6))
     for i, path in enumerate(paths):
@@ -236,45 +413,203 @@ def test_of_several_bad_files_the_first_is_named(executor: str, tmp_path: Path) 
     table = ReadTable(paths, files, zero, files, zero, zero + size)
     buffers = [np.zeros(size, dtype=np.uint8) for _ in paths]
     want = f"{paths[2]}: ends at byte {size - 2000}. The file is truncated."
-    assert message(table, buffers, executor) == (CheckpointError, want)
+    assert message(table, buffers, engine) == (CheckpointError, want)
 
 
-def test_a_missing_file_is_named(executor: str, tmp_path: Path) -> None:
+def test_a_missing_file_is_named(engine: Engine, tmp_path: Path) -> None:
     path = tmp_path / "gone.bin"
     want = f"{path}: no such file. The checkpoint is incomplete."
     for nbytes in (0, 4):
-        got = message(one_row(path, 0, nbytes), [np.zeros(4, dtype=np.uint8)], executor)
+        got = message(one_row(path, 0, nbytes), [np.zeros(4, dtype=np.uint8)], engine)
         assert got == (MissingFileError, want)
 
 
-def test_a_file_that_cannot_be_read_is_named_with_the_reason(executor: str, tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_is_named_with_the_reason(engine: Engine, tmp_path: Path) -> None:
     buffers = [np.zeros(4, dtype=np.uint8)]
-    got = message(one_row(tmp_path, 12, 4), buffers, executor)
+    got = message(one_row(tmp_path, 12, 4), buffers, engine)
     assert got == (CheckpointError, f"{tmp_path}: reading at byte 12 failed: Is a directory.")
     loop = tmp_path / "loop"
     loop.symlink_to(loop)
-    got = message(one_row(loop, 0, 4), buffers, executor)
+    got = message(one_row(loop, 0, 4), buffers, engine)
     assert got == (CheckpointError, f"{loop}: cannot be opened: Too many levels of symbolic links.")
 
 
-def test_names_that_are_not_utf8_are_opened(executor: str, tmp_path: Path) -> None:
+def test_names_that_are_not_utf8_are_opened(engine: Engine, tmp_path: Path) -> None:
     path = tmp_path / os.fsdecode(b"caf\xe9.bin")
     path.write_bytes(b"1234")
-    buffer = np.zeros(4, dtype=np.uint8)
-    read_segments(one_row(path, 0, 4), [buffer], executor=executor)
-    assert buffer.tobytes() == b"1234"
+    buffer = engine.put(np.zeros(4, dtype=np.uint8))
+    read_segments(one_row(path, 0, 4), [buffer], executor=engine.name)
+    assert engine.get(buffer).tobytes() == b"1234"
 
 
-def test_a_row_that_leaves_its_buffer_is_a_bug_of_ours(executor: str, tmp_path: Path) -> None:
-    path = tmp_path / "x.bin"
-    path.write_bytes(bytes(100))
-    with pytest.raises(AssertionError):
-        read_segments(one_row(path, 0, 5), [np.zeros(4, dtype=np.uint8)], executor=executor)
+BAD_ROWS = [
+    (1, 0, 0, 0, 4), (-1, 0, 0, 0, 4), (0, 0, 1, 0, 4), (0, 0, -1, 0, 4), (0, -1, 0, 0, 4), (0, 0, 0, -1, 4),
+    (0, 0, 0, 0, -4), (0, 0, 0, 77, 4), (0, 2**63 - 1, 0, 0, 4), (0, 0, 0, 2**63 - 2, 4), (0, 0, 0, 0, 2**63 - 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", BAD_ROWS)
+def test_a_row_out_of_bounds_is_a_bug_that_is_caught_before_anything_moves(
+    engine: Engine, tmp_path: Path, row: tuple[int, ...]
+) -> None:
+    columns = np.array([(0, 0, 0, 0, 10), row], dtype=np.int64).T
+    table = SegmentTable(*(np.ascontiguousarray(column) for column in columns))
+    dst = engine.put(np.full(80, UNTOUCHED, dtype=np.uint8))
+    src = np.zeros(100, dtype=np.uint8)
+    with pytest.raises(AssertionError, match="row 1 of a segment table"):
+        copy_segments(table, [engine.put(src)], [dst], executor=engine.name)
+    with pytest.raises(AssertionError, match="row 1 of a segment table"):
+        read_segments(read_table(write_files(tmp_path, (src,)), table), [dst], executor=engine.name)
+    assert (engine.get(dst) == UNTOUCHED).all()
+    engine.free()
+
+
+# --- writes and moves -----------------------------------------------------------------------------------------------
+
+
+def test_writing_and_moving_behind_4_gib_keeps_what_is_before(writer: Engine, tmp_path: Path) -> None:
+    data = np.arange(1, 10, dtype=np.uint8)
+    (source,) = write_files(tmp_path, (data,))
+    for move in (False, True):
+        path = tmp_path / f"sparse{move}"
+        path.write_bytes(b"before")
+        os.truncate(path, 5 * 2**30)
+        table = segment(0, 2**32 + 3, len(data))
+        if move:
+            move_segments(table, [source], [path], executor=writer.name)
+        else:
+            write_segments(table, [data], [path], executor=writer.name)
+        with path.open("rb") as file:
+            assert file.read(6) == b"before"
+            file.seek(2**32 + 3)
+            assert file.read(10) == data.tobytes() + b"\0"
+        assert path.stat().st_size == 5 * 2**30
+
+
+def test_long_rows_are_written_and_moved_whole(writer: Engine, tmp_path: Path) -> None:
+    data = np.random.default_rng(0).integers(0, 256, 5_000_008, dtype=np.uint8)
+    digest = DigestRows(np.array([5], dtype=np.uint64), *(np.array([v]) for v in (0, 1000, 8)))
+    want = [digest_range_reference(data, 8, seed=5, start=1000)]
+    first, second = write_files(tmp_path, (bytes(len(data) + 20),) * 2, "dst")
+    got = write_segments(segment(0, 13, len(data)), [data], [first], digest=digest, executor=writer.name)
+    assert got is not None and got.tolist() == want
+    got = move_segments(segment(13, 5, len(data)), [first], [second], digest=digest, executor=writer.name)
+    assert got is not None and got.tolist() == want
+    assert second.read_bytes() == bytes(5) + data.tobytes() + bytes(15)
+
+
+def test_a_write_that_fails_names_the_file_the_byte_and_the_reason(writer: Engine, tmp_path: Path) -> None:
+    full = Path("/dev/full")
+    (source,) = write_files(tmp_path, (bytes(8),))
+    for move in (False, True):
+        with pytest.raises(OSError, match="No space left on device, writing at byte 12") as caught:
+            if move:
+                move_segments(segment(0, 12, 8), [source], [full], executor=writer.name)
+            else:
+                write_segments(segment(0, 12, 8), [np.zeros(8, dtype=np.uint8)], [full], executor=writer.name)
+        assert caught.value.errno == errno.ENOSPC and caught.value.filename == str(full)
+
+
+def test_files_are_never_created_by_writing(writer: Engine, tmp_path: Path) -> None:
+    missing = tmp_path / "missing"
+    (source,) = write_files(tmp_path, (bytes(8),))
+    for nbytes in (0, 8):
+        with pytest.raises(FileNotFoundError) as caught:
+            write_segments(segment(0, 0, nbytes), [np.zeros(8, dtype=np.uint8)], [missing], executor=writer.name)
+        assert caught.value.filename == str(missing) and not missing.exists()
+    with pytest.raises(FileNotFoundError) as caught:
+        move_segments(segment(0, 0, 8), [source], [missing], executor=writer.name)
+    assert caught.value.filename == str(missing)
+
+
+@pytest.mark.parametrize("size", [0, 1000, 3_000_000])
+def test_a_short_source_of_a_move_is_named_with_the_byte_where_it_ends(
+    writer: Engine, tmp_path: Path, size: int
+) -> None:
+    source, target = write_files(tmp_path, (bytes(size), b""))
+    with pytest.raises(CheckpointError) as caught:
+        move_segments(segment(0, 0, size + 2_000_000), [source], [target], executor=writer.name)
+    assert str(caught.value) == f"{source}: ends at byte {size}. The file is truncated."
+    source.unlink()
+    with pytest.raises(MissingFileError, match=f"{source}: no such file"):
+        move_segments(segment(0, 0, 4), [source], [target], executor=writer.name)
+
+
+def test_files_are_closed_also_after_errors(writer: Engine, tmp_path: Path) -> None:
+    source, target = write_files(tmp_path, (bytes(10), bytes(10)))
+    before = len(os.listdir("/proc/self/fd"))
+    for nbytes in (10, 20):
+        try:
+            move_segments(segment(0, 0, nbytes), [source], [target], executor=writer.name)
+        except CheckpointError:
+            assert nbytes == 20
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+# --- names ----------------------------------------------------------------------------------------------------------
 
 
 def test_an_unknown_executor_is_an_error_that_names_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="no executor 'abacus'; there are: auto, native, numpy"):
+    with pytest.raises(ConfigError, match="no executor 'abacus'; there are: auto, cuda, native, numpy, torch"):
         read_segments(one_row(Path("x"), 0, 0), [], executor="abacus")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["torch", "cuda"])
+def test_an_executor_without_an_operation_names_those_that_have_it(name: str) -> None:
+    data = [np.zeros(4, dtype=np.uint8)]
+    with pytest.raises(ConfigError, match=f"'{name}' has no write_segments; these have: auto, native, numpy"):
+        write_segments(segment(0, 0, 4), data, [Path("x")], executor=name)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=f"'{name}' has no move_segments; these have: auto, native, numpy"):
+        move_segments(segment(0, 0, 4), [Path("x")], [Path("y")], executor=name)  # type: ignore[arg-type]
+
+
+def test_memory_that_an_executor_does_not_move_is_an_error_that_names_one_that_does() -> None:
+    on_gpu = [DeviceBuffer(4096, 4)]
+    with pytest.raises(ConfigError, match=r"'numpy' does not move memory of: cuda. Use cuda or torch"):
+        read_segments(one_row(Path("x"), 0, 0), on_gpu, executor="numpy")
+    with pytest.raises(ConfigError, match=r"not device addresses. Use cuda"):
+        read_segments(one_row(Path("x"), 0, 0), on_gpu, executor="torch")
+    with open_engine("fake-cuda"):
+        host = [np.zeros(4, dtype=np.uint8)]
+        with pytest.raises(ConfigError, match=r"'cuda' does not move memory of: host. Use torch"):
+            read_segments(one_row(Path("x"), 0, 0), host, executor="cuda")
+        two = [DeviceBuffer(4096, 4, 0), DeviceBuffer(4096, 4, 1)]
+        with pytest.raises(ConfigError, match=r"for one device; these buffers are on \[0, 1\]"):
+            read_segments(one_row(Path("x"), 0, 0), two, executor="cuda")
+
+
+def test_tensors_are_moved_by_their_bytes(tmp_path: Path) -> None:
+    values = torch.arange(12, dtype=torch.float32)
+    paths = write_files(tmp_path, (values.numpy().tobytes(),))
+    for name in ("auto", "numpy", "torch"):
+        target = torch.zeros(3, 4)
+        read_segments(read_table(paths, segment(0, 0, 48)), [target], executor=name)  # type: ignore[arg-type]
+        assert torch.equal(target, values.view(3, 4))
+        other = torch.zeros(12)
+        copy_segments(segment(8, 0, 40), [target], [other], executor=name)  # type: ignore[arg-type]
+        assert torch.equal(other[:10], values[2:])
+    with pytest.raises(ConfigError, match=r"shape \(4, 3\) is not contiguous"):
+        copy_segments(segment(0, 0, 4), [target.t()], [other])
+
+
+def test_auto_moves_device_memory_by_the_cuda_engine(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    executors._fastest_on_gpu.cache_clear()
+    with open_engine("fake-cuda") as engine, caplog.at_level(logging.INFO, logger="zeroelastic.executors"):
+        paths = write_files(tmp_path, (b"12345678",))
+        for _ in range(2):
+            buffer = engine.put(np.zeros(8, dtype=np.uint8))
+            read_segments(read_table(paths, segment(0, 0, 8)), [buffer])
+            assert engine.get(buffer).tobytes() == b"12345678"
+        engine.free()
+    executors._fastest_on_gpu.cache_clear()
+    assert len(caplog.records) == 1 and "moved by the cuda engine" in caplog.text
+
+
+def forget_what_is_built() -> None:
+    _load.cache_clear()
+    cuda_executor._library.cache_clear()
+    executors._fastest.cache_clear()
+    executors._fastest_on_gpu.cache_clear()
 
 
 @pytest.fixture
@@ -282,16 +617,19 @@ def nothing_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[P
     """The package as it is where no compiler was found."""
     (tmp_path / "_native.log").write_text("there was no C++ compiler\n")
     monkeypatch.setattr("zeroelastic.executors.build_info._PACKAGE", tmp_path)
-    _load.cache_clear()
-    executors._fastest.cache_clear()
+    monkeypatch.setattr("zeroelastic.executors.build_info._load", _load)
+    forget_what_is_built()
     yield tmp_path
-    _load.cache_clear()
-    executors._fastest.cache_clear()
+    forget_what_is_built()
 
 
 def test_a_named_executor_that_is_not_built_says_how_to_build_it(nothing_built: Path) -> None:
     with pytest.raises(ConfigError, match=r"there was no C\+\+ compiler.*ZEROELASTIC_BUILD_NATIVE=1 pip install"):
         read_segments(one_row(Path("x"), 0, 0), [], executor="native")
+    with pytest.raises(ConfigError, match=r"it was not built.*ZEROELASTIC_BUILD_CUDA=1 pip install"):
+        read_segments(one_row(Path("x"), 0, 0), [DeviceBuffer(4096, 4)], executor="cuda")
+    with pytest.raises(ConfigError, match=r"it was not built.*ZEROELASTIC_BUILD_CUDA=1 pip install"):
+        read_segments(one_row(Path("x"), 0, 0), [DeviceBuffer(4096, 4)])
 
 
 def test_auto_falls_back_to_numpy_and_says_so_once(

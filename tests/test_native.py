@@ -22,10 +22,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zeroelastic.digest import combine, digest_range, digest_range_reference
-from zeroelastic.errors import CheckpointError, ConfigError, MissingFileError, UnsupportedError
-from zeroelastic.executors import Cast, DeviceBuffer, DigestRows, ReadTable, SegmentTable, native_executor
+from zeroelastic.errors import CheckpointError, ConfigError, MissingFileError
+from zeroelastic.executors import Cast, DigestRows, ReadTable, SegmentTable, native_executor
 from zeroelastic.executors.build_info import describe_build
-from zeroelastic.executors.cuda_executor import DevicePlan
 from zeroelastic.executors.native_executor import (
     copy_segments,
     default_threads,
@@ -623,61 +622,3 @@ def test_the_cpp_tests_pass() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-# --- CUDA -----------------------------------------------------------------------------------------------------------
-
-CUDA = describe_build("cuda")
-
-
-@pytest.mark.skipif(not CUDA.usable, reason=f"the CUDA engine is not built: {CUDA.reason}")
-def test_the_cuda_library_loads_without_a_gpu_and_says_what_made_it() -> None:
-    assert CUDA.compiler.startswith("nvcc")
-    if not torch.cuda.is_available():
-        with pytest.raises(UnsupportedError, match="the CUDA engine failed"):
-            DevicePlan(table_of([]), [], [], device=0)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not CUDA.usable, reason=f"the CUDA engine is not built: {CUDA.reason}")
-@settings(max_examples=100)
-@given(layout=layouts())
-def test_cuda_equals_numpy_slices(layout: tuple[SegmentTable, list[int], list[int], int, Cast]) -> None:
-    table, src_sizes, dst_sizes, itemsize, cast = layout
-    if cast != "none":  # elements are aligned on a GPU
-        src_size, dst_size = (dtype.itemsize for dtype in CASTS[cast])
-        nbytes = table.nbytes // src_size * dst_size
-        table = SegmentTable(
-            table.src,
-            table.src_offset // src_size * src_size,
-            table.dst,
-            # Rows are laid out anew, one after the other, at aligned places.
-            np.cumsum(nbytes) - nbytes,
-            table.nbytes,
-        )
-        dst_sizes = [int(nbytes.sum())] * len(dst_sizes)
-    src = sources(src_sizes)
-    digest = digest_rows(len(table.nbytes), itemsize)
-    on_device = [torch.from_numpy(data).cuda() for data in src]
-    out = [torch.full((size,), UNTOUCHED, dtype=torch.uint8, device="cuda") for size in dst_sizes]
-    totals = torch.zeros(len(digest.seeds), dtype=torch.int64, device="cuda")
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with DevicePlan(
-        table,
-        [device_buffer(tensor) for tensor in on_device],
-        [device_buffer(tensor) for tensor in out],
-        device=torch.cuda.current_device(),
-        digest=digest,
-        totals=device_buffer(totals),
-        cast=cast,
-    ) as plan:
-        plan.run(stream.cuda_stream)
-        stream.synchronize()
-    for got, want in zip(out, moved(table, src, dst_sizes, cast), strict=True):
-        assert np.array_equal(got.cpu().numpy(), want)
-    assert totals.cpu().numpy().view(np.uint64).tolist() == expected_digests(table, src, digest)
-
-
-def device_buffer(tensor: torch.Tensor) -> DeviceBuffer:
-    return DeviceBuffer(tensor.data_ptr(), tensor.nbytes)

@@ -63,3 +63,11 @@ def test_options_do_not_change():
     options = parse_options({})
     with pytest.raises(ValueError, match="frozen"):
         options.strict = True
+
+
+@pytest.mark.parametrize(
+    ("executor", "host"),
+    [("auto", "auto"), ("numpy", "numpy"), ("native", "native"), ("torch", "auto"), ("cuda", "auto")],
+)
+def test_an_executor_for_a_gpu_leaves_the_one_for_files_to_auto(executor: str, host: str) -> None:
+    assert parse_options({"zeroelastic": {"executor": executor}}).host_executor == host

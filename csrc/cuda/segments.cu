@@ -15,6 +15,7 @@
 #include <new>
 #include <vector>
 
+#include "on_device.h"
 #include "zeroelastic_cuda.h"
 
 namespace {
@@ -282,28 +283,6 @@ Kernel choose_kernel(int32_t cast, bool digest) {
     }
 }
 
-// The caller's device is current again afterwards.
-class OnDevice {
-  public:
-    explicit OnDevice(int device) {
-        status_ = cudaGetDevice(&before_);
-        if (status_ == cudaSuccess) status_ = cudaSetDevice(device);
-    }
-    ~OnDevice() {
-        if (before_ >= 0) cudaSetDevice(before_);
-    }
-    OnDevice(const OnDevice&) = delete;
-    OnDevice& operator=(const OnDevice&) = delete;
-
-    cudaError_t status() const {
-        return status_;
-    }
-
-  private:
-    int before_ = -1;
-    cudaError_t status_;
-};
-
 int32_t fail(ze_code code, int errnum, int64_t row, ze_error* error) {
     *error = {code, errnum, ZE_SOURCE, 0, -1, row};
     return code;
@@ -352,10 +331,53 @@ struct ze_cuda_plan {
     unsigned blocks = 0;
 
     ~ze_cuda_plan() {
-        const OnDevice on(device);
+        const zeroelastic::OnDevice on(device);
         cudaFree(tasks);
     }
 };
+
+namespace {
+
+// Digests of one call on the device, from zero.
+class DeviceTotals {
+  public:
+    DeviceTotals() = default;
+    ~DeviceTotals() {
+        cudaFree(data_);
+    }
+    DeviceTotals(const DeviceTotals&) = delete;
+    DeviceTotals& operator=(const DeviceTotals&) = delete;
+
+    cudaError_t make(int64_t count) {
+        values_.assign(static_cast<size_t>(count), 0);
+        if (count == 0) return cudaSuccess;
+        const cudaError_t status = cudaMalloc(reinterpret_cast<void**>(&data_), bytes());
+        return status == cudaSuccess ? cudaMemcpy(data_, values_.data(), bytes(), cudaMemcpyHostToDevice)
+                                     : status;
+    }
+
+    cudaError_t add_to(uint64_t* totals) {
+        if (values_.empty()) return cudaSuccess;
+        const cudaError_t status = cudaMemcpy(values_.data(), data_, bytes(), cudaMemcpyDeviceToHost);
+        if (status != cudaSuccess) return status;
+        for (size_t i = 0; i < values_.size(); ++i) totals[i] += values_[i];
+        return cudaSuccess;
+    }
+
+    uint64_t* data() const {
+        return data_;
+    }
+
+  private:
+    size_t bytes() const {
+        return values_.size() * sizeof(uint64_t);
+    }
+
+    uint64_t* data_ = nullptr;
+    std::vector<uint64_t> values_;
+};
+
+}  // namespace
 
 extern "C" {
 
@@ -419,7 +441,7 @@ int32_t ze_cuda_plan_create(const ze_table* table, const ze_buffers* src, const 
         made->num_tasks = static_cast<int64_t>(tasks.size());
         made->kernel = choose_kernel(cast, digest != nullptr);
         made->totals = digest == nullptr ? nullptr : reinterpret_cast<unsigned long long*>(digest->totals);
-        const OnDevice on(device);
+        const zeroelastic::OnDevice on(device);
         cudaError_t status = on.status();
         int processors = 0;
         int per_processor = 0;
@@ -435,6 +457,9 @@ int32_t ze_cuda_plan_create(const ze_table* table, const ze_buffers* src, const 
         if (status == cudaSuccess && !tasks.empty()) {
             status =
                 cudaMemcpy(made->tasks, tasks.data(), tasks.size() * sizeof(Task), cudaMemcpyHostToDevice);
+            // That returns when the host's memory is free again. A stream of the caller's need not wait for
+            // the default one, so the upload must have ended before there is a plan to run.
+            if (status == cudaSuccess) status = cudaStreamSynchronize(nullptr);
         }
         if (status != cudaSuccess) return fail(ZE_INTERNAL, status, -1, error);
         const int64_t warps_per_block = kThreads / kWarp;
@@ -451,19 +476,49 @@ int32_t ze_cuda_plan_create(const ze_table* table, const ze_buffers* src, const 
 int32_t ze_cuda_plan_run(const ze_cuda_plan* plan, void* stream, ze_error* error) {
     *error = ze_error{};
     if (plan->num_tasks == 0) return ZE_OK;
-    const OnDevice on(plan->device);
+    const zeroelastic::OnDevice on(plan->device);
     cudaError_t status = on.status();
     if (status == cudaSuccess) {
         Launch launch{plan->tasks, plan->num_tasks, plan->totals};
         void* arguments[] = {&launch};
-        status = cudaLaunchKernel(reinterpret_cast<const void*>(plan->kernel), dim3(plan->blocks),
-                                  dim3(kThreads), arguments, 0, static_cast<cudaStream_t>(stream));
+        status = cudaLaunchKernel(plan->kernel, dim3(plan->blocks), dim3(kThreads), arguments, 0,
+                                  static_cast<cudaStream_t>(stream));
     }
     return status == cudaSuccess ? ZE_OK : fail(ZE_INTERNAL, status, -1, error);
 }
 
 void ze_cuda_plan_destroy(ze_cuda_plan* plan) {
     delete plan;
+}
+
+int32_t ze_cuda_copy_segments(const ze_table* table, const ze_buffers* src, const ze_buffers* dst,
+                              const ze_digest* digest, const ze_options* options, int32_t device,
+                              void* stream, ze_error* error) {
+    *error = ze_error{};
+    const zeroelastic::OnDevice on(device);
+    if (on.status() != cudaSuccess) return fail(ZE_INTERNAL, on.status(), -1, error);
+    try {
+        DeviceTotals totals;
+        ze_digest on_device{};
+        if (digest != nullptr) {
+            const cudaError_t status = totals.make(digest->num_streams);
+            if (status != cudaSuccess) return fail(ZE_INTERNAL, status, -1, error);
+            on_device = *digest;
+            on_device.totals = totals.data();
+        }
+        ze_cuda_plan* made = nullptr;
+        int32_t code = ze_cuda_plan_create(table, src, dst, digest == nullptr ? nullptr : &on_device,
+                                           options->cast, device, &made, error);
+        if (code != ZE_OK) return code;
+        const std::unique_ptr<ze_cuda_plan> plan(made);
+        code = ze_cuda_plan_run(plan.get(), stream, error);
+        if (code != ZE_OK) return code;
+        cudaError_t status = cudaStreamSynchronize(static_cast<cudaStream_t>(stream));
+        if (status == cudaSuccess && digest != nullptr) status = totals.add_to(digest->totals);
+        return status == cudaSuccess ? ZE_OK : fail(ZE_INTERNAL, status, -1, error);
+    } catch (const std::bad_alloc&) {
+        return fail(ZE_NO_MEMORY, 0, -1, error);
+    }
 }
 
 }  // extern "C"

@@ -1,4 +1,5 @@
-// The C interface of the CUDA engine: the table of zeroelastic.h, run between device buffers in one launch.
+// The C interface of the CUDA engine: the table of zeroelastic.h, run between device buffers in one launch,
+// or from files into device buffers.
 //
 // A plan is made once: rows are checked, cut into tasks of one warp each, and uploaded. It holds addresses,
 // so it is valid as long as the buffers are, and can be run any number of times, on any stream of its device.
@@ -30,6 +31,19 @@ ZE_API int32_t ze_cuda_plan_run(const ze_cuda_plan* plan, void* stream, ze_error
 
 // Waits for the device before it frees the plan. Null is allowed.
 ZE_API void ze_cuda_plan_destroy(ze_cuda_plan* plan);
+
+// device memory -> device memory, once: makes a plan, runs it on `stream` and waits for it. `digest->totals`
+// is host memory; what is said of plans holds.
+ZE_API int32_t ze_cuda_copy_segments(const ze_table* table, const ze_buffers* src, const ze_buffers* dst,
+                                     const ze_digest* digest, const ze_options* options, int32_t device,
+                                     void* stream, ze_error* error);
+
+// files -> device memory, through at most 48 MiB of pinned host memory that is kept for the next call. Runs
+// on `stream` of `device`, after what is enqueued there already, and returns when the memory is filled, or
+// when nothing uses it after a failure. `digest->totals` is host memory; a conversion is made on the host.
+ZE_API int32_t ze_cuda_read_segments(const ze_table* table, const ze_files* src, const ze_buffers* dst,
+                                     const ze_digest* digest, const ze_options* options, int32_t device,
+                                     void* stream, int64_t* bytes_read, ze_error* error);
 
 #ifdef __cplusplus
 }

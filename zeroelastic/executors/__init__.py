@@ -1,6 +1,8 @@
 """Run a table of byte runs between files and buffers, by one of several engines that agree bit for bit.
 
-``numpy`` is the reference and needs nothing; ``native`` is the C++ engine, for host memory and files.
+``numpy`` is the reference and needs nothing. ``native`` is the C++ engine for files and host memory, ``cuda`` the one
+for the memory of a GPU; ``torch`` copies between any devices without a build of ours. Not each has every operation:
+``OPERATIONS`` says which. "auto" takes the fastest that is there for the memory it is given, and says so in the log.
 """
 
 from __future__ import annotations
@@ -10,11 +12,13 @@ import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+
+import numpy as np
 
 from zeroelastic.digest import ByteArray, UInt64Array, digest_range_reference, use_digest_range
 from zeroelastic.errors import ConfigError
-from zeroelastic.executors import native_executor, numpy_executor
+from zeroelastic.executors import cuda_executor, native_executor, numpy_executor
 from zeroelastic.executors.build_info import describe_build, load_library
 from zeroelastic.executors.crc32 import join_crc32
 from zeroelastic.executors.table import (
@@ -28,7 +32,12 @@ from zeroelastic.executors.table import (
     UInt32Array,
 )
 
+if TYPE_CHECKING:
+    import torch
+
 __all__ = [
+    "OPERATIONS",
+    "Buffer",
     "ByteBuffer",
     "Cast",
     "DeviceBuffer",
@@ -48,8 +57,21 @@ __all__ = [
     "write_segments",
 ]
 
-Executor = Literal["auto", "numpy", "native"]
+Executor = Literal["auto", "numpy", "torch", "native", "cuda"]
 Operation = Literal["read", "copy", "write", "move"]
+
+OPERATIONS: dict[str, tuple[Operation, ...]] = {
+    "numpy": ("read", "copy", "write", "move"),
+    "torch": ("read", "copy"),
+    "native": ("read", "copy", "write", "move"),
+    "cuda": ("read", "copy"),
+}
+"""What each executor can do."""
+
+Buffer: TypeAlias = "ByteArray | torch.Tensor | DeviceBuffer"
+"""A side in memory: bytes, a contiguous tensor, of which the bytes are meant, or a range of a GPU's memory."""
+
+logger = logging.getLogger(__name__)
 
 
 class _HostEngine(Protocol):
@@ -104,43 +126,62 @@ class _HostEngine(Protocol):
 
 _HOST: dict[str, _HostEngine] = {"numpy": numpy_executor, "native": native_executor}
 
-logger = logging.getLogger(__name__)
-
 
 def read_segments(
     table: ReadTable,
-    buffers: Sequence[ByteBuffer],
+    buffers: Sequence[Buffer],
     *,
     digest: DigestRows | None = None,
     cast: Cast = "none",
     threads: int | None = None,
+    stream: int | None = None,
     executor: Executor = "auto",
 ) -> ReadResult:
     """Fill ``buffers`` from files as ``table`` says, each byte read once; digests in the same pass when asked.
 
-    ``executor`` names an engine; "auto" takes the fastest that is built. Raises ConfigError for an unknown one and for
-    one that is not built, CheckpointError when a file ends early or cannot be read (with file and offset).
+    ``executor`` names an engine; "auto" takes the fastest that is built for the memory that is filled. ``stream`` is
+    the CUDA stream that the cuda engine runs on: torch's current one, or the default one for a DeviceBuffer. Every
+    engine is done when the call returns. Raises ConfigError for an unknown engine, for one that is not built, and for
+    one that cannot fill such memory; CheckpointError when a file ends early or cannot be read (with file and offset).
     """
-    engine = _HOST[choose_executor(executor)]
-    return engine.read_segments(table, buffers, digest, cast=cast, threads=threads)
+    name = _choose(executor, "read", buffers)
+    if name == "cuda":
+        ranges, on = _device_buffers(buffers), _stream(buffers, stream)
+        return cuda_executor.read_segments(table, ranges, digest, cast=cast, threads=threads, stream=on)
+    if name == "torch":
+        from zeroelastic.executors import torch_executor
+
+        host = functools.partial(_HOST[_fastest()].read_segments, threads=threads)
+        return torch_executor.read_segments(table, _tensors(buffers), digest, cast=cast, host=host)
+    return _HOST[name].read_segments(table, _arrays(buffers), digest, cast=cast, threads=threads)
 
 
 def copy_segments(
     table: SegmentTable,
-    src: Sequence[ByteArray],
-    dst: Sequence[ByteBuffer],
+    src: Sequence[Buffer],
+    dst: Sequence[Buffer],
     *,
     digest: DigestRows | None = None,
     cast: Cast = "none",
     threads: int | None = None,
+    stream: int | None = None,
     executor: Executor = "auto",
 ) -> UInt64Array | None:
     """Copy between buffers: flatten, unflatten, repartition. Returns the digests of the sources, when asked.
 
-    Source and destination runs must not overlap each other in memory. Raises ConfigError as ``read_segments``.
+    Source and destination runs must not overlap each other in memory. The cuda engine wants both sides on one device,
+    and with a conversion elements that are aligned to their size; the torch executor takes sides on different devices.
+    ``stream`` and errors as of ``read_segments``.
     """
-    engine = _HOST[choose_executor(executor)]
-    return engine.copy_segments(table, src, dst, digest=digest, cast=cast, threads=threads)
+    name = _choose(executor, "copy", [*src, *dst])
+    if name == "cuda":
+        sides, on = (_device_buffers(src), _device_buffers(dst)), _stream([*src, *dst], stream)
+        return cuda_executor.copy_segments(table, *sides, digest=digest, cast=cast, stream=on)
+    if name == "torch":
+        from zeroelastic.executors import torch_executor
+
+        return torch_executor.copy_segments(table, _tensors(src), _tensors(dst), digest=digest, cast=cast)
+    return _HOST[name].copy_segments(table, _arrays(src), _arrays(dst), digest=digest, cast=cast, threads=threads)
 
 
 def write_segments(
@@ -161,7 +202,7 @@ def write_segments(
     ``sync`` flushes each file to its device before it returns. Raises OSError naming the file, and the byte at which
     writing failed; ConfigError as ``read_segments``.
     """
-    engine = _HOST[choose_executor(executor)]
+    engine = _HOST[choose_executor(executor, "write")]
     return engine.write_segments(table, src, paths, digest=digest, crc32=crc32, cast=cast, sync=sync, threads=threads)
 
 
@@ -181,22 +222,114 @@ def move_segments(
     Raises CheckpointError for a source that is missing, ends early or cannot be read, OSError for a destination, both
     naming the file; ConfigError as ``read_segments``.
     """
-    engine = _HOST[choose_executor(executor)]
+    engine = _HOST[choose_executor(executor, "move")]
     return engine.move_segments(table, src_paths, dst_paths, digest=digest, cast=cast, sync=sync, threads=threads)
 
 
-def choose_executor(executor: Executor) -> str:
-    """The engine that a name stands for; "auto" is the fastest that is built, which is logged once.
+def choose_executor(executor: Executor, operation: Operation = "read", *, on_gpu: bool = False) -> str:
+    """The engine that a name stands for; "auto" is the fastest that is built for such memory, which is logged once.
 
-    Raises ConfigError for an unknown name, and for an engine that is not built, saying how to build it.
+    Raises ConfigError for an unknown name, for an engine that does not have the operation, naming those that do, and
+    for one that is not built, saying how to build it.
     """
     if executor == "auto":
-        return _fastest()
-    if executor not in _HOST:
-        raise ConfigError(f"no executor {executor!r}; there are: auto, {', '.join(sorted(_HOST))}")
-    if executor == "native":
-        load_library("native")
+        return _fastest_on_gpu() if on_gpu else _fastest()
+    if executor not in OPERATIONS:
+        raise ConfigError(f"no executor {executor!r}; there are: auto, {', '.join(sorted(OPERATIONS))}")
+    if operation not in OPERATIONS[executor]:
+        able = sorted(name for name, operations in OPERATIONS.items() if operation in operations)
+        raise ConfigError(f"executor {executor!r} has no {operation}_segments; these have: auto, {', '.join(able)}")
+    if executor == "native" or executor == "cuda":
+        load_library(executor)
     return executor
+
+
+def _choose(executor: Executor, operation: Operation, buffers: Sequence[Buffer]) -> str:
+    """As ``choose_executor``, by the memory that is moved, too."""
+    kinds = {_kind(buffer) for buffer in buffers}
+    if executor == "auto":
+        if kinds <= {"host"}:
+            return _fastest()
+        if kinds == {"cuda"} and len({buffer.device for buffer in _device_buffers(buffers)}) == 1:
+            chosen = choose_executor("auto", operation, on_gpu=True)
+            if chosen == "cuda" or not any(isinstance(buffer, DeviceBuffer) for buffer in buffers):
+                return chosen
+            load_library("cuda")
+        return "torch"
+    chosen = choose_executor(executor, operation)
+    fits = {"numpy": {"host"}, "native": {"host"}, "cuda": {"cuda"}}.get(chosen, kinds)
+    if not kinds <= fits:
+        able = "cuda or torch" if kinds == {"cuda"} else "torch"
+        raise ConfigError(
+            f"executor {chosen!r} does not move memory of: {', '.join(sorted(kinds - fits))}. Use {able}."
+        )
+    return chosen
+
+
+def _kind(buffer: Buffer) -> str:
+    """The kind of device that a buffer is on: "host", "cuda", or as torch calls it."""
+    if isinstance(buffer, np.ndarray):
+        return "host"
+    if isinstance(buffer, DeviceBuffer):
+        return "cuda"
+    kind = str(buffer.device.type)
+    return "host" if kind == "cpu" else kind
+
+
+def _arrays(buffers: Sequence[Buffer]) -> list[ByteArray]:
+    arrays: list[ByteArray] = []
+    for buffer in buffers:
+        assert not isinstance(buffer, DeviceBuffer), "device memory is not for this engine"
+        if not isinstance(buffer, np.ndarray):
+            from zeroelastic.executors import torch_executor
+
+            buffer = torch_executor.bytes_of(buffer).numpy()
+        arrays.append(buffer)
+    return arrays
+
+
+def _tensors(buffers: Sequence[Buffer]) -> list[ByteArray | torch.Tensor]:
+    tensors: list[ByteArray | torch.Tensor] = []
+    for buffer in buffers:
+        if isinstance(buffer, DeviceBuffer):
+            raise ConfigError("executor 'torch' moves tensors and arrays, not device addresses. Use cuda.")
+        tensors.append(buffer)
+    return tensors
+
+
+def _device_buffers(buffers: Sequence[Buffer]) -> list[DeviceBuffer]:
+    ranges: list[DeviceBuffer] = []
+    for buffer in buffers:
+        assert not isinstance(buffer, np.ndarray), "host memory is not for this engine"
+        if not isinstance(buffer, DeviceBuffer):
+            from zeroelastic.executors import torch_executor
+
+            data = torch_executor.bytes_of(buffer)
+            buffer = DeviceBuffer(data.data_ptr(), data.numel(), data.device.index or 0)
+        ranges.append(buffer)
+    return ranges
+
+
+def _stream(buffers: Sequence[Buffer], stream: int | None) -> int:
+    if stream is not None:
+        return stream
+    for buffer in buffers:
+        if not isinstance(buffer, (DeviceBuffer, np.ndarray)):
+            from zeroelastic.executors import torch_executor
+
+            return torch_executor.current_stream(buffer.device)
+    return 0
+
+
+@functools.lru_cache(maxsize=1)
+def _fastest_on_gpu() -> str:
+    info = describe_build("cuda")
+    if os.environ.get("RANK", "0") == "0":
+        if info.usable:
+            logger.info("memory of the GPU is moved by the cuda engine (%s)", info.compiler)
+        else:
+            logger.warning("memory of the GPU is moved by torch, which is slower: %s. %s", info.reason, info.remedy)
+    return "cuda" if info.usable else "torch"
 
 
 @functools.lru_cache(maxsize=1)

@@ -1,8 +1,8 @@
-"""The CUDA engine: a table of byte runs between device buffers, with a conversion and a digest, in one launch.
+"""The CUDA engine: a table of byte runs between device buffers in one launch, or from files into device buffers.
 
-A ``DevicePlan`` is made once, by checking the rows and uploading them; running it enqueues one kernel on the caller's
-stream and returns. Buffers are addresses and sizes: torch is not needed, ``tensor.data_ptr()`` gives an address. Bits
-are those of the native engine, but for the NaN that a conversion to 16 bits makes: 0x7FFF, as torch makes on a GPU.
+Buffers are addresses and sizes: torch is not needed. Calls wait for what they did; a ``DevicePlan``, which is a copy
+that is prepared once and run many times, does not: running it enqueues one kernel on the caller's stream. Bits are
+those of the native engine, but for the NaN that a conversion to 16 bits makes on the device: 0x7FFF, as torch's there.
 """
 
 from __future__ import annotations
@@ -13,9 +13,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
+from zeroelastic.digest import UInt64Array
+from zeroelastic.errors import ConfigError
 from zeroelastic.executors.build_info import load_library
 from zeroelastic.executors.c_interface import Call, Error, exception_of
-from zeroelastic.executors.table import CASTS, Cast, DeviceBuffer, DigestRows, SegmentTable
+from zeroelastic.executors.native_executor import default_threads
+from zeroelastic.executors.table import (
+    CASTS,
+    Cast,
+    DeviceBuffer,
+    DigestRows,
+    ReadResult,
+    ReadTable,
+    SegmentTable,
+)
 
 
 @functools.lru_cache(maxsize=1)
@@ -28,9 +39,77 @@ def _library() -> ctypes.CDLL:
     library.ze_cuda_plan_create.argtypes = [pointer] * 4 + [ctypes.c_int32] * 2 + [pointer] * 2
     library.ze_cuda_plan_run.restype = ctypes.c_int32
     library.ze_cuda_plan_run.argtypes = [pointer] * 3
+    library.ze_cuda_read_segments.restype = ctypes.c_int32
+    library.ze_cuda_read_segments.argtypes = [pointer] * 5 + [ctypes.c_int32] + [pointer] * 3
+    library.ze_cuda_copy_segments.restype = ctypes.c_int32
+    library.ze_cuda_copy_segments.argtypes = [pointer] * 5 + [ctypes.c_int32] + [pointer] * 2
     library.ze_cuda_plan_destroy.restype = None
     library.ze_cuda_plan_destroy.argtypes = [pointer]
     return library
+
+
+def read_segments(
+    table: ReadTable,
+    buffers: Sequence[DeviceBuffer],
+    digest: DigestRows | None = None,
+    *,
+    cast: Cast = "none",
+    threads: int | None = None,
+    stream: int = 0,
+) -> ReadResult:
+    """Fill device memory from files, through at most 48 MiB of pinned host memory that the process keeps.
+
+    It runs on ``stream`` (``torch.cuda.Stream.cuda_stream``), after what is enqueued there, and returns when the memory
+    is filled. Digests and conversions are made on the host, in the pass that reads. Raises MissingFileError or
+    CheckpointError with the file and the offset at which it failed, UnsupportedError when CUDA refuses.
+    """
+    call = Call(table.segments, digest, cast, threads=default_threads() if threads is None else threads)
+    bytes_read = ctypes.c_int64()
+    error = Error()
+    code = _library().ze_cuda_read_segments(
+        ctypes.byref(call.table),
+        ctypes.byref(call.files(table.paths)),
+        ctypes.byref(call.device_buffers(buffers)),
+        call.digest,
+        ctypes.byref(call.options),
+        _device(buffers),
+        ctypes.c_void_p(stream),
+        ctypes.byref(bytes_read),
+        ctypes.byref(error),
+    )
+    if code:
+        raise _exception(error, table.paths)
+    return ReadResult(bytes_read.value, table.files, call.totals)
+
+
+def copy_segments(
+    table: SegmentTable,
+    src: Sequence[DeviceBuffer],
+    dst: Sequence[DeviceBuffer],
+    *,
+    digest: DigestRows | None = None,
+    cast: Cast = "none",
+    stream: int = 0,
+) -> UInt64Array | None:
+    """Copy between buffers of one device in one launch on ``stream``, and wait for it. Returns the digests, when asked.
+
+    A ``DevicePlan`` that is run once: the same holds of rows, conversions and errors.
+    """
+    call = Call(table, digest, cast)
+    error = Error()
+    code = _library().ze_cuda_copy_segments(
+        ctypes.byref(call.table),
+        ctypes.byref(call.device_buffers(src)),
+        ctypes.byref(call.device_buffers(dst)),
+        call.digest,
+        ctypes.byref(call.options),
+        _device([*src, *dst]),
+        ctypes.c_void_p(stream),
+        ctypes.byref(error),
+    )
+    if code:
+        raise _exception(error)
+    return call.totals
 
 
 class DevicePlan:
@@ -89,6 +168,13 @@ class DevicePlan:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _device(buffers: Sequence[DeviceBuffer]) -> int:
+    devices = sorted({buffer.device for buffer in buffers})
+    if len(devices) > 1:
+        raise ConfigError(f"one call of the CUDA engine is for one device; these buffers are on {devices}.")
+    return devices[0] if devices else 0
 
 
 def _exception(error: Error, src_paths: Sequence[Path] = ()) -> Exception:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,14 +11,27 @@ import numpy as np
 import torch
 
 from zeroelastic.digest import combine, stream_seed
-from zeroelastic.executors import ByteBuffer, DigestRows, Executor, ReadTable, read_segments
+from zeroelastic.errors import UnsupportedError
+from zeroelastic.executors import (
+    DigestRows,
+    Executor,
+    ReadResult,
+    ReadTable,
+    choose_executor,
+    read_segments,
+)
 from zeroelastic.layout import Int64Array
 from zeroelastic.plan import Plan, match_params
 from zeroelastic.shard import Pieces
 from zeroelastic.torchfile import DTYPE_BYTES
 
 STAGING_BYTES = 16 << 20
-"""Host memory used for tensors that are not filled in place: on a GPU, or of another dtype than the file's."""
+"""Host memory used for tensors that no engine fills as they are: of another dtype than the file's, or on a GPU without
+the cuda engine."""
+
+_HOST = "host"
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +45,8 @@ class Target:
 
     @property
     def in_place(self) -> bool:
-        """Whether file bytes can be read straight into the tensor."""
-        same = self.tensor.dtype == getattr(torch, self.dtype)
-        return bool(same) and self.tensor.device.type == "cpu" and self.tensor.is_contiguous()
+        """Whether the tensor takes the file's bytes as they are."""
+        return not self.cast and self.tensor.is_contiguous()
 
     @property
     def cast(self) -> bool:
@@ -96,46 +109,72 @@ def fill(
 ) -> Filled:
     """Fill every target with what ``plan`` says, from ``pieces[source rank][key]``.
 
-    Tensors in host memory with the file's dtype are read in place; others through ``STAGING_BYTES`` of staging, cast
-    like ``Tensor.copy_``. Padding of the targets is not touched. Raises CheckpointError as the executors do.
+    Tensors with the file's dtype are filled in place, those on a GPU by the cuda engine, if it is built; the others
+    through ``STAGING_BYTES`` of staging, cast like ``Tensor.copy_``. ``executor`` "numpy" and "native" name the engine
+    that reads into host memory, and staging for a GPU; "torch" staging for a GPU, and "cuda" the engine for it, or an
+    error. Padding of the targets is not touched. Raises CheckpointError as the executors do, ConfigError when the
+    engine that is named is not built.
     """
+    host: Executor = "auto" if executor in ("torch", "cuda") else executor
+    choose_executor(executor)
     rows = _rows(plan, pieces, targets)
-    direct = np.array([target.in_place for target in targets], dtype=bool)
     owned = int((rows.numel * rows.itemsize).sum())
-    in_place = rows.take(np.flatnonzero(direct[rows.target]))
-    buffers = [_bytes_of(target.tensor) if target.in_place else _NOTHING for target in targets]
-    result = read_segments(
-        ReadTable(
-            paths=rows.paths,
-            file=in_place.file,
-            file_offset=in_place.file_offset,
-            buffer=in_place.target,
-            buffer_offset=in_place.target_offset * in_place.itemsize,
-            nbytes=in_place.numel * in_place.itemsize,
-        ),
-        buffers,
-        executor=executor,
-    )
-    files = dict.fromkeys(result.files)
-    total = result.bytes_read
+    ways = [_way(target, executor) for target in targets]
+    files: dict[Path, None] = {}
+    total = 0
+    for way in sorted({way for way in ways if way}):
+        members = [t for t, other in enumerate(ways) if other == way]
+        try:
+            result = _fill_in_place(rows, members, targets, host if way == _HOST else "cuda")
+        except UnsupportedError as error:
+            if way == _HOST or executor == "cuda":
+                raise
+            logger.warning("%s is filled through host memory instead, which is slower: %s", way, error)
+            ways = ["" if other == way else other for other in ways]
+            continue
+        files.update(dict.fromkeys(result.files))
+        total += result.bytes_read
+    staged = np.array([not way for way in ways], dtype=bool)
     digests = {
         (plan.dst.params[p].name, target.key): 0
         for target in targets
         if target.cast
         for p in np.flatnonzero(plan.dst.sub_group == target.sub_group).tolist()
     }
-    for batch in _batches(rows.take(np.flatnonzero(~direct[rows.target]))):
-        staged = _fill_staged(plan, batch, targets, digests, executor)
-        total += staged.bytes_read
-        files.update(dict.fromkeys(staged.files))
+    for batch in _batches(rows.take(np.flatnonzero(staged[rows.target]))):
+        filled = _fill_staged(plan, batch, targets, digests, host)
+        total += filled.bytes_read
+        files.update(dict.fromkeys(filled.files))
     return Filled(total, owned, tuple(files), digests)
 
 
-_NOTHING: ByteBuffer = np.empty(0, dtype=np.uint8)
+def _way(target: Target, executor: Executor) -> str:
+    """How a target is filled: in place in host memory or on the GPU that is named, or "" for by way of staging."""
+    device = target.tensor.device
+    if not target.in_place:
+        return ""
+    if device.type == "cpu":
+        return _HOST
+    by_cuda = device.type == "cuda" and choose_executor(executor, on_gpu=True) == "cuda"
+    return str(device) if by_cuda else ""
 
 
-def _bytes_of(tensor: torch.Tensor) -> ByteBuffer:
-    return tensor.detach().view(-1).view(torch.uint8).numpy() if tensor.numel() else _NOTHING
+def _fill_in_place(rows: _Rows, members: list[int], targets: Sequence[Target], executor: Executor) -> ReadResult:
+    buffer = np.full(len(targets), -1, dtype=np.int64)
+    buffer[members] = np.arange(len(members))
+    mine = rows.take(np.flatnonzero(buffer[rows.target] >= 0))
+    return read_segments(
+        ReadTable(
+            paths=mine.paths,
+            file=mine.file,
+            file_offset=mine.file_offset,
+            buffer=buffer[mine.target],
+            buffer_offset=mine.target_offset * mine.itemsize,
+            nbytes=mine.numel * mine.itemsize,
+        ),
+        [targets[t].tensor for t in members],
+        executor=executor,
+    )
 
 
 def _rows(plan: Plan, pieces: Mapping[int, Mapping[str, Pieces]], targets: Sequence[Target]) -> _Rows:

@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
 from zeroelastic.errors import ConfigError
-from zeroelastic.executors import Executor
+from zeroelastic.executors import OPERATIONS, Executor
 
 Verify = Literal["full", "quick", "off"]
 
@@ -20,7 +20,8 @@ class Options(BaseModel):
     "quick" checks headers, sizes and save ids only; "off" (or false) does not report a content root either.
     ``strict``: refuse a resume that changes the global batch. ``safe_load``: unpickle ``*_model_states.pt`` through
     torch's allow-list too. ``fsync``: make files durable before the commit record names them. ``executor``: the engine
-    that reads and writes payload.
+    that reads and writes payload: "numpy" or "native" for host memory and files, "cuda" for a GPU's memory, or "torch"
+    for it by way of host memory; what is not named, "auto" chooses.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -30,6 +31,11 @@ class Options(BaseModel):
     safe_load: bool = False
     fsync: bool = True
     executor: Executor = "auto"
+
+    @property
+    def host_executor(self) -> Executor:
+        """The engine for files and host memory: "auto" where ``executor`` names one for a GPU."""
+        return self.executor if "write" in OPERATIONS.get(self.executor, ("write",)) else "auto"
 
     @field_validator("verify", mode="before")
     @classmethod

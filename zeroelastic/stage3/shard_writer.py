@@ -102,7 +102,7 @@ class ShardWriter:
                 last=[self.table],
                 before_last=self._fill_table,
                 sync=self._options.fsync,
-                executor=self._options.executor,
+                executor=self._options.host_executor,
             )
         except UnsupportedError as error:
             logger.warning("saving through torch alone, which is slower: %s", error)

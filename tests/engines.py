@@ -1,0 +1,118 @@
+"""The executors as tests see them: a name, and memory of the kind that it moves, put there and looked at.
+
+``cuda`` needs a GPU. ``fake-cuda`` is the same library, compiled for the host on the fake runtime in
+csrc/tests/cuda/fake: it shows on any machine with a compiler that what Python hands over arrives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import os
+import shutil
+import subprocess
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from zeroelastic.executors import OPERATIONS, Buffer, DeviceBuffer, build_info, cuda_executor
+from zeroelastic.executors.build_info import describe_build
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+ENGINES = ("numpy", "torch", "native", pytest.param("cuda", marks=pytest.mark.gpu), "fake-cuda")
+
+
+@dataclass
+class Engine:
+    """One executor; memory given out is valid until ``free``."""
+
+    label: str
+    library: ctypes.CDLL | None = None
+    held: list[object] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """What calls it: the executor's own name."""
+        return self.label.removeprefix("fake-")
+
+    @property
+    def on_device(self) -> bool:
+        return self.name == "cuda"
+
+    def can(self, operation: str) -> bool:
+        return operation in OPERATIONS[self.name]
+
+    def put(self, data: np.ndarray, misaligned: int = 0) -> Buffer:
+        """A copy of these bytes where the engine moves them, that many bytes behind an aligned address."""
+        if self.label == "fake-cuda":
+            assert self.library is not None
+            base = self.library.fake_cuda_malloc(len(data) + misaligned)
+            assert base
+            self.held.append(base)
+            ctypes.memmove(base + misaligned, data.ctypes.data, len(data))
+            return DeviceBuffer(base + misaligned, len(data))
+        room = np.zeros(len(data) + misaligned, dtype=np.uint8)
+        view = room[misaligned:]
+        view[:] = data
+        if self.label == "cuda":
+            tensor = torch.from_numpy(room).cuda()[misaligned:]
+            self.held.append(tensor)
+            return tensor
+        return torch.from_numpy(view) if self.label == "torch" else view
+
+    def get(self, buffer: Buffer) -> np.ndarray:
+        """The bytes that are there now."""
+        if isinstance(buffer, DeviceBuffer):
+            return np.frombuffer(ctypes.string_at(buffer.address, buffer.nbytes), dtype=np.uint8)
+        return buffer.cpu().numpy() if isinstance(buffer, torch.Tensor) else buffer
+
+    def free(self) -> None:
+        for base in self.held:
+            if self.library is not None:
+                self.library.fake_cuda_free(base)
+        self.held.clear()
+
+
+@contextlib.contextmanager
+def open_engine(label: str) -> Iterator[Engine]:
+    """An engine, or a skipped test that says why there is none here."""
+    if label in ("native", "cuda") and not describe_build(label).usable:  # type: ignore[arg-type]
+        pytest.skip(f"the {label} engine is not built: {describe_build(label).reason}")  # type: ignore[arg-type]
+    if label != "fake-cuda":
+        yield Engine(label)
+        return
+    library = _fake_library()
+    patch = pytest.MonkeyPatch()
+    found = build_info._load
+    patch.setattr(build_info, "_load", lambda name: (library, "") if name == "cuda" else found(name))
+    cuda_executor._library.cache_clear()
+    library.fake_cuda_put_copies_off()
+    try:
+        yield Engine(label, library)
+    finally:
+        patch.undo()
+        cuda_executor._library.cache_clear()
+
+
+@functools.cache
+def _fake_library() -> ctypes.CDLL:
+    compiler = os.environ.get("CXX", sysconfig.get_config_var("CXX") or "c++").split()[0]
+    if not (shutil.which(compiler) and shutil.which("make")):
+        pytest.skip("there is no compiler to build the fake with")
+    command = ["make", "-s", "-C", str(REPOSITORY / "csrc"), "build/fake/_cuda.so"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    library = ctypes.CDLL(str(REPOSITORY / "csrc" / "build" / "fake" / "_cuda.so"))
+    library.ze_abi_version.restype = ctypes.c_int32
+    assert library.ze_abi_version() == build_info.ABI_VERSION
+    library.ze_build_info.restype = ctypes.c_char_p
+    library.fake_cuda_malloc.restype = ctypes.c_void_p
+    library.fake_cuda_malloc.argtypes = [ctypes.c_size_t]
+    library.fake_cuda_free.argtypes = [ctypes.c_void_p]
+    return library
