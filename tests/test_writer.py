@@ -228,3 +228,13 @@ def test_digests_of_parts_add_up_to_the_whole(tmp_path: Path) -> None:
     made = write_torch_file(flat, tmp_path / "x.pt", runs=parts)
     assert made[0] is not None and made[1] is not None
     assert combine(made[0], made[1]) == expected(Run(flat, 9, 0))
+
+
+def test_a_file_is_flushed_when_it_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not before its checksums are in place; and not at all unless asked for."""
+    contents: list[bytes] = []
+    monkeypatch.setattr(writer.os, "fsync", lambda fd: contents.append((tmp_path / "x.pt").read_bytes()))
+    write_torch_file(torch.ones(1000), tmp_path / "x.pt", executor="numpy")
+    assert contents == []
+    write_torch_file(torch.ones(1000), tmp_path / "x.pt", executor="numpy", sync=True)
+    assert contents[-1] == saved_by_torch(torch.ones(1000), tmp_path)
