@@ -291,8 +291,11 @@ def measure(key: str, work: Workload, threads: int, rounds: int, directory: Path
     for run in compared.values():
         run()
     others = Others()
-    for _ in range(rounds):
-        for name, run in compared.items():
+    order = list(compared)
+    for number in range(rounds):
+        begin_with = number % len(order)
+        for name in order[begin_with:] + order[:begin_with]:
+            run = compared[name]
             gc.disable()
             begin, cpu_begin = time.perf_counter(), time.process_time()
             run()

@@ -161,7 +161,8 @@ void copy_to_cache(const Copy& copy, Pieces* pieces) {
 
 int32_t copy_segments(const ze_table& table, const ze_buffers& src, const ze_buffers& dst,
                       const ze_digest* digest, const ze_options& options, ze_error* error) {
-    if (!check_table(table, src.count, src.nbytes, dst.count, dst.nbytes, digest, options.cast, error)) {
+    if (!check_table(table, src.count, src.nbytes, dst.count, dst.nbytes, digest, options.cast, error,
+                     options.threads)) {
         return error->code;
     }
     const int64_t total = total_bytes(table);
