@@ -93,8 +93,8 @@ test-native:
 
 # Needs a quiet machine; raw results go to benchmarks/results.
 bench: $(STAMP)
-	$(PY) benchmarks/bench_plan.py --json benchmarks/results/plan.json
-	$(PY) benchmarks/bench_kernel.py --json benchmarks/results/kernel.json
+	$(PY) benchmarks/bench_plan.py --out benchmarks/results
+	$(PY) benchmarks/bench_kernel.py --out benchmarks/results
 	$(PY) benchmarks/bench_load.py --out benchmarks/results
 	$(PY) benchmarks/bench_save.py --out benchmarks/results
 

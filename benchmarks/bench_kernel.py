@@ -1,14 +1,9 @@
 """How fast the native engine copies, converts and digests segments, against what else moves them in memory.
 
-Every method moves the same segments between the same touched buffers; rounds are interleaved (A B C, A B C, ...), and
-each method's time is set against the flat ``Tensor.copy_`` of the same bytes with the same threads in the same round.
-Results are checked bit for bit before the timing.
+    python benchmarks/bench_kernel.py --out benchmarks/results                 # full size, quiet machine
+    python benchmarks/bench_kernel.py --small --rounds 1 --out /tmp/x          # tests the benchmark itself
 
-    python benchmarks/bench_kernel.py --rounds 9 --json benchmarks/results/kernel.json
-
-Workloads: (a) one rank's fp32 state of a 1.3B model, 8 -> 6 ranks; (a') of another model, 4 -> 3 ranks, where source
-and destination are misaligned to each other almost everywhere; (b) 100,000 segments of about 1 KB, in order and
-shuffled; (c) a few huge segments. GB are 1e9 bytes of source moved, not of memory traffic.
+Writes kernel.json (every sample), kernel.md (the tables) and kernel.png. What is measured and how is in KERNEL.md.
 """
 
 from __future__ import annotations
@@ -17,57 +12,34 @@ import argparse
 import gc
 import json
 import os
-import platform
-import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
+
+sys.path.insert(0, os.fspath(Path(__file__).resolve().parent))
 
 import numpy as np
 import torch
+from report import NOISY, Others, describe, machine, spread, table
 from torch._utils import _flatten_dense_tensors
 
 from zeroelastic.digest import digest_range_reference
-from zeroelastic.executors import DigestRows
-from zeroelastic.executors.build_info import describe_build
-from zeroelastic.executors.native_executor import SegmentTable, copy_segments, digest_range, instruction_set
+from zeroelastic.executors import DigestRows, ReadTable
+from zeroelastic.executors.native_executor import (
+    SegmentTable,
+    copy_segments,
+    digest_range,
+    instruction_set,
+    limit_instruction_set,
+    read_segments,
+)
 from zeroelastic.layout import Param, layout_from_sub_groups
 from zeroelastic.plan import coalesce, make_plan
-
-REPOSITORY = Path(__file__).resolve().parent.parent
-
-
-def machine() -> dict[str, object]:
-    """What the figures were taken on."""
-    cpu = platform.processor()
-    with open("/proc/cpuinfo") as lines:
-        cpu = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), cpu)
-    with open("/proc/meminfo") as lines:
-        memory_kib = int(next(line for line in lines if line.startswith("MemTotal")).split()[1])
-
-    def git(*words: str) -> str:
-        done = subprocess.run(["git", *words], cwd=REPOSITORY, capture_output=True, text=True, check=False)
-        return done.stdout.strip()
-
-    return {
-        "cpu": cpu,
-        "cores": len(os.sched_getaffinity(0)),
-        "memory_gib": round(memory_kib / 2**20, 1),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "numpy": np.__version__,
-        "native": describe_build("native").compiler,
-        "instruction_set": instruction_set(),
-        "commit": git("rev-parse", "HEAD"),
-        "uncommitted_changes": bool(git("status", "--porcelain")),
-        "load_average_before": os.getloadavg()[0],
-        "time": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
-        "command": " ".join(sys.argv),
-    }
 
 
 def gpt_params(num_layers: int, hidden: int, vocab: int = 50304, positions: int = 2048) -> list[Param]:
@@ -165,15 +137,22 @@ def even_workload(name: str, numels: np.ndarray, *, shuffled: bool) -> Workload:
     return Workload(name, table, [touched(int(numels.sum()) + len(numels))], touched(int(numels.sum())))
 
 
-def workloads(params_scale: float) -> dict[str, Callable[[], Workload]]:
+def workloads(scale: float) -> dict[str, Callable[[], Workload]]:
+    """The workloads by key, made when called; ``scale`` 1 is the full size."""
     rng = np.random.default_rng(1)
-    short = rng.integers(128, 385, 100_000)
-    layers, llama_layers = max(1, round(24 * params_scale)), max(1, round(16 * params_scale))
-    huge = np.full(6, round(42_000_000 * params_scale), dtype=np.int64)
+    short = rng.integers(128, 385, max(100, round(100_000 * scale)))
+    layers, llama_layers = max(1, round(24 * scale)), max(1, round(16 * scale))
+    hidden = 2048 if scale > 0.02 else 128
+    huge = np.full(6, round(42_000_000 * scale), dtype=np.int64)
     return {
-        "a": lambda: reshard_workload("a: 1.3B, 8 -> 6", gpt_params(layers, 2048), 8, 6, 2),
+        "a": lambda: reshard_workload("a: 1.3B, 8 -> 6", gpt_params(layers, hidden), 8, 6, 2),
         "a'": lambda: reshard_workload(
-            "a': h = 2048, 4 -> 3", llama_params(llama_layers, 2048, 8192, 512, 32000), 4, 3, 1, skew=1
+            "a': h = 2048, 4 -> 3",
+            llama_params(llama_layers, hidden, 4 * hidden, hidden // 4, 32000 if scale > 0.02 else 500),
+            4,
+            3,
+            1,
+            skew=1,
         ),
         "b": lambda: even_workload("b: 100k x 1 KB, in order", short, shuffled=False),
         "b'": lambda: even_workload("b': 100k x 1 KB, shuffled", short, shuffled=True),
@@ -181,8 +160,24 @@ def workloads(params_scale: float) -> dict[str, Callable[[], Workload]]:
     }
 
 
-def methods(work: Workload, threads: int) -> dict[str, Callable[[], object]]:
-    """What is compared: each callable moves the workload once."""
+FLAT, FLAT_16, READ = "flat copy_", "flat bf16.copy_", "native read (warm files)"
+NATIVE, NATIVE_DIGEST, NATIVE_16 = "native", "native + digest", "native to bf16"
+MEMCPY = "memcpy per segment, same threads"
+READ_DIGEST = "native read + digest"
+CEILING = {
+    NATIVE_16: FLAT_16,
+    "_foreach_copy_ to bf16 (views made before)": FLAT_16,
+    READ: READ,
+    READ_DIGEST: READ,
+}
+"""What a method's time is set against, where it is not the flat copy."""
+
+TARGETS = {"a": 0.92, "a'": 0.92, "b": 0.75, "c": 0.95}
+MOST_DIGEST, LEAST_CAST = 0.10, 1.0
+
+
+def methods(work: Workload, threads: int, directory: Path | None) -> dict[str, Callable[[], object]]:
+    """What is compared: each callable moves the workload once, with files in ``directory`` where there is one."""
     table, src = work.table, work.src
     src_bytes = [tensor.view(torch.uint8).numpy() for tensor in src]
     dst_bytes = work.dst.view(torch.uint8).numpy()
@@ -196,8 +191,9 @@ def methods(work: Workload, threads: int) -> dict[str, Callable[[], object]]:
         start=np.arange(rows) * 7919,
         itemsize=np.full(rows, 4, dtype=np.int64),
     )
-    flat_src, flat_dst = torch.cat([t[: work.nbytes // 4] for t in src])[: work.nbytes // 4], touched(work.nbytes // 4)
-    flat_half = torch.zeros(work.nbytes // 4, dtype=torch.bfloat16)
+    numel = work.nbytes // 4
+    flat_src, flat_dst = torch.cat([t[:numel] for t in src])[:numel].clone(), touched(numel)
+    flat_half = torch.zeros(numel, dtype=torch.bfloat16)
     views = [
         (src[s][so // 4 : (so + n) // 4], work.dst[do // 4 : (do + n) // 4], half[do // 4 : (do + n) // 4])
         for s, so, do, n in zip(
@@ -210,27 +206,37 @@ def methods(work: Workload, threads: int) -> dict[str, Callable[[], object]]:
     ]
     from_views, to_views, half_views = (list(column) for column in zip(*views, strict=True))
 
-    def check() -> None:
-        work.dst.zero_()
-        totals = copy_segments(table, src_bytes, [dst_bytes], digest=digest, threads=threads)
+    def memcpy() -> None:
+        best = instruction_set()
+        limit_instruction_set("plain")
+        copy_segments(table, src_bytes, [dst_bytes], threads=threads)
+        limit_instruction_set(best)
+
+    def check(totals: Any, what: str) -> None:
         assert totals is not None
-        copy_segments(half_table, src_bytes, [half_bytes], cast="float32->bfloat16", threads=threads)
-        for i, (source, target, small) in enumerate(views):
-            assert torch.equal(source, target) and torch.equal(source.bfloat16(), small), f"segment {i} differs"
+        for i, (source, target, _) in enumerate(views):
+            assert torch.equal(source, target), f"{what}: segment {i} differs"
             if i % 997 == 0:
                 data = source.view(torch.uint8).numpy()
-                assert totals[i] == digest_range_reference(data, 4, seed=i, start=i * 7919), f"digest {i} differs"
+                assert totals[i] == digest_range_reference(data, 4, seed=i, start=i * 7919), f"{what}: digest {i}"
+        work.dst.zero_()
 
-    check()
-    return {
-        "flat copy_": lambda: flat_dst.copy_(flat_src),
-        "native": lambda: copy_segments(table, src_bytes, [dst_bytes], threads=threads),
-        "native + digest": lambda: copy_segments(table, src_bytes, [dst_bytes], digest=digest, threads=threads),
+    work.dst.zero_()
+    check(copy_segments(table, src_bytes, [dst_bytes], digest=digest, threads=threads), NATIVE_DIGEST)
+    copy_segments(half_table, src_bytes, [half_bytes], cast="float32->bfloat16", threads=threads)
+    for i, (source, _, small) in enumerate(views):
+        assert torch.equal(source.bfloat16(), small), f"{NATIVE_16}: segment {i} differs"
+
+    compared: dict[str, Callable[[], object]] = {
+        FLAT: lambda: flat_dst.copy_(flat_src),
+        NATIVE: lambda: copy_segments(table, src_bytes, [dst_bytes], threads=threads),
+        NATIVE_DIGEST: lambda: copy_segments(table, src_bytes, [dst_bytes], digest=digest, threads=threads),
+        MEMCPY: memcpy,
         "_foreach_copy_ (views made before)": lambda: torch._foreach_copy_(to_views, from_views),
         "cat(out=) (views made before)": lambda: torch.cat(from_views, out=flat_dst),
         "_flatten_dense_tensors (fresh memory)": lambda: _flatten_dense_tensors(from_views),
-        "flat bf16.copy_": lambda: flat_half.copy_(flat_src),
-        "native to bf16": lambda: copy_segments(
+        FLAT_16: lambda: flat_half.copy_(flat_src),
+        NATIVE_16: lambda: copy_segments(
             half_table, src_bytes, [half_bytes], cast="float32->bfloat16", threads=threads
         ),
         "_foreach_copy_ to bf16 (views made before)": lambda: torch._foreach_copy_(half_views, from_views),
@@ -238,15 +244,31 @@ def methods(work: Workload, threads: int) -> dict[str, Callable[[], object]]:
             flat_src.view(torch.uint8).numpy(), 4, seed=1, start=0, threads=threads
         ),
     }
-
-
-CEILING = {"native to bf16": "flat bf16.copy_", "_foreach_copy_ to bf16 (views made before)": "flat bf16.copy_"}
+    if directory is not None:
+        paths = tuple(directory / f"source-{i}" for i in range(len(src)))
+        for path, data in zip(paths, src_bytes, strict=True):
+            if not path.exists():
+                data.tofile(path)
+        by_file = np.lexsort((table.src_offset, table.src))
+        reads = ReadTable(
+            paths, *(c[by_file] for c in (table.src, table.src_offset, table.dst, table.dst_offset, table.nbytes))
+        )
+        sums = DigestRows(digest.seeds, digest.stream[by_file], digest.start[by_file], digest.itemsize)
+        check(read_segments(reads, [dst_bytes], sums, threads=threads).digests, READ_DIGEST)
+        compared[READ] = lambda: read_segments(reads, [dst_bytes], threads=threads)
+        compared[READ_DIGEST] = lambda: read_segments(reads, [dst_bytes], sums, threads=threads)
+    return compared
 
 
 @dataclass(frozen=True)
 class Row:
-    """One method on one workload: GB/s by the clock and per second of processor time, and against its ceiling."""
+    """One method on one workload: GB/s by the clock and per second of processor time, and against its ceiling.
 
+    Of three figures, the least, the median and the greatest over rounds. ``over_native`` is the time beyond the same
+    method's without a digest, as a share.
+    """
+
+    key: str
     workload: str
     threads: int
     method: str
@@ -255,41 +277,50 @@ class Row:
     ceiling: str
     ratio: tuple[float, float, float]
     cpu_ratio: float
+    over_native: tuple[float, float, float] | None
+    other_cpu: float
     raw_seconds: list[float]
     raw_cpu_seconds: list[float]
 
 
-def spread(values: list[float]) -> tuple[float, float, float]:
-    return round(min(values), 3), round(median(values), 3), round(max(values), 3)
-
-
-def measure(work: Workload, threads: int, rounds: int) -> list[Row]:
+def measure(key: str, work: Workload, threads: int, rounds: int, directory: Path | None) -> list[Row]:
     torch.set_num_threads(threads)
-    compared = methods(work, threads)
+    compared = methods(work, threads, directory)
     wall: dict[str, list[float]] = {name: [] for name in compared}
     cpu: dict[str, list[float]] = {name: [] for name in compared}
-    for _ in range(rounds):
-        for name, run in compared.items():
+    for run in compared.values():
+        run()
+    others = Others()
+    order = list(compared)
+    for number in range(rounds):
+        begin_with = number % len(order)
+        for name in order[begin_with:] + order[:begin_with]:
+            run = compared[name]
             gc.disable()
             begin, cpu_begin = time.perf_counter(), time.process_time()
             run()
             cpu[name].append(time.process_time() - cpu_begin)
             wall[name].append(time.perf_counter() - begin)
             gc.enable()
+    other_cpu = others.share()
     rows = []
     for name in compared:
-        ceiling = CEILING.get(name, "flat copy_")
-        ratios = [flat / own for flat, own in zip(wall[ceiling], wall[name], strict=True)]
+        ceiling = CEILING.get(name, FLAT)
+        without = {NATIVE_DIGEST: NATIVE, READ_DIGEST: READ}.get(name)
+        over = [own / plain - 1 for own, plain in zip(wall[name], wall[without], strict=True)] if without else None
         rows.append(
             Row(
+                key=key,
                 workload=work.name,
                 threads=threads,
                 method=name,
                 gb_per_s=spread([work.nbytes / 1e9 / seconds for seconds in wall[name]]),
-                gb_per_cpu_s=round(median(work.nbytes / 1e9 / max(seconds, 1e-9) for seconds in cpu[name]), 3),
+                gb_per_cpu_s=median(work.nbytes / 1e9 / max(seconds, 1e-9) for seconds in cpu[name]),
                 ceiling=ceiling,
-                ratio=spread(ratios),
-                cpu_ratio=round(median(cpu[ceiling]) / median(cpu[name]), 3),
+                ratio=spread([flat / own for flat, own in zip(wall[ceiling], wall[name], strict=True)]),
+                cpu_ratio=median(cpu[ceiling]) / max(median(cpu[name]), 1e-9),
+                over_native=spread(over) if over else None,
+                other_cpu=other_cpu,
                 raw_seconds=wall[name],
                 raw_cpu_seconds=cpu[name],
             )
@@ -297,16 +328,140 @@ def measure(work: Workload, threads: int, rounds: int) -> list[Row]:
     return rows
 
 
+def tables(document: dict[str, Any], rows: Sequence[Row]) -> str:
+    """The results as Markdown."""
+    found = {(row.key, row.threads, row.method): row for row in rows}
+    cases = list(dict.fromkeys((row.key, row.workload, row.threads) for row in rows))
+    goals = []
+    for key, workload, threads in cases:
+        native, digested, cast = (found[key, threads, name] for name in (NATIVE, NATIVE_DIGEST, NATIVE_16))
+        read = found.get((key, threads, READ_DIGEST))
+        assert digested.over_native is not None
+
+        def judged(value: float, good: bool | None, text: str) -> str:
+            return f"{value:{text}}" if good is None else f"{value:{text}} {'yes' if good else 'no'}"
+
+        goal = TARGETS.get(key)
+        cells = [
+            judged(native.ratio[1], None if goal is None else native.ratio[1] >= goal, ".2f"),
+            "" if goal is None else f"{goal:.2f}",
+            f"{found[key, threads, MEMCPY].ratio[1]:.2f}",
+            judged(digested.over_native[1], digested.over_native[1] <= MOST_DIGEST, "+.1%"),
+            "",
+            judged(cast.ratio[1], cast.ratio[1] >= LEAST_CAST, ".2f"),
+        ]
+        if read is not None and read.over_native is not None:
+            cells[4] = judged(read.over_native[1], read.over_native[1] <= MOST_DIGEST, "+.1%")
+        goals.append([workload, str(threads), *cells, f"{native.other_cpu:.0%}"])
+    lines = [
+        "# Moving segments in memory",
+        "",
+        *describe(document["machine"]),
+        "",
+        "## The goals",
+        "",
+        f"Medians over {document['rounds']} rounds, each against the ceiling of its own round, and whether that meets "
+        f"the goal: a digest adds at most {MOST_DIGEST:.0%}, a conversion is as fast as a flat one.",
+        "",
+        *table(
+            ["workload", "threads", "copy / flat copy_", "goal", "memcpy loop / flat", "digest adds to a copy",
+             "to a read", "to bf16 / flat", "others' cpu"],
+            goals,
+        ),
+    ]  # fmt: skip
+    head = ["method", "threads", "GB/s min", "median", "max", "ratio min", "median", "max", "GB per cpu-s", "ratio"]
+    for key, workload, _ in dict.fromkeys((key, workload, 0) for key, workload, _ in cases):
+        about = document["workloads"][workload]
+        lines += [
+            "",
+            f"## {workload}",
+            "",
+            f"{about['segments']:,} segments, {about['bytes'] / 1e6:,.0f} MB; source and destination agree modulo "
+            f"16 for {about['aligned_share']:.0%} of the bytes.",
+            "",
+            *table(
+                head,
+                [
+                    [row.method, str(row.threads), *(f"{x:.2f}" for x in (*row.gb_per_s, *row.ratio)),
+                     f"{row.gb_per_cpu_s:.2f}", f"{row.cpu_ratio:.2f}"]
+                    for row in rows if row.key == key
+                ],
+            ),
+        ]  # fmt: skip
+    noisy = sum(row.other_cpu > NOISY for row in rows)
+    if noisy:
+        lines += [
+            "",
+            f"Other processes used more than {NOISY:.0%} of the processors during {noisy} of {len(rows)} rows.",
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def plot(path: Path, rows: Sequence[Row]) -> None:
+    """Copies and conversions against their ceilings, and what digests add."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    keys = list(dict.fromkeys(row.key for row in rows))
+    threads = list(dict.fromkeys(row.threads for row in rows))
+    found = {(row.key, row.threads, row.method): row for row in rows}
+    names = {row.key: row.workload for row in rows}
+    copies = (NATIVE, MEMCPY, "_foreach_copy_ (views made before)", "cat(out=) (views made before)")
+    panels = [(f"copy, {n} thread{'s' * (n > 1)}", n, copies) for n in threads]
+    figure, axes = pyplot.subplots(1, len(panels) + 2, figsize=(4.2 * (len(panels) + 2), 4.6), sharey=True)
+    at = np.arange(len(keys))[::-1]
+
+    def bars(axis: Any, series: Sequence[tuple[str, list[tuple[float, float, float] | None]]]) -> None:
+        height = 0.8 / len(series)
+        for i, (label, values) in enumerate(series):
+            shown = [(y - (i - (len(series) - 1) / 2) * height, v) for y, v in zip(at, values, strict=True) if v]
+            if not shown:
+                continue
+            middle = [v[1] for _, v in shown]
+            error = np.abs(np.array([[v[1] - v[0] for _, v in shown], [v[2] - v[1] for _, v in shown]]))
+            axis.barh([y for y, _ in shown], middle, height, xerr=error, label=label, error_kw={"lw": 0.8})
+        axis.legend(loc="lower right", fontsize=7)
+
+    for axis, (title, n, methods_shown) in zip(axes, panels, strict=False):
+        bars(axis, [(name, [found[key, n, name].ratio for key in keys]) for name in methods_shown])
+        axis.set(title=title, xlabel="speed / flat copy_")
+        axis.axvline(1, color="black", lw=0.8)
+        for y, key in zip(at, keys, strict=True):
+            if key in TARGETS:
+                axis.plot([TARGETS[key]] * 2, [y - 0.4, y + 0.4], color="red", lw=1)
+    digests = [
+        (
+            f"{what}, {n} thread{'s' * (n > 1)}",
+            [row.over_native if (row := found.get((key, n, name))) else None for key in keys],
+        )
+        for what, name in (("copy", NATIVE_DIGEST), ("read", READ_DIGEST))
+        for n in threads
+    ]
+    bars(axes[-2], digests)
+    axes[-2].axvline(MOST_DIGEST, color="red", lw=1)
+    axes[-2].set(title="what a digest adds", xlabel="share of the time without")
+    bars(axes[-1], [(f"{n} thread{'s' * (n > 1)}", [found[key, n, NATIVE_16].ratio for key in keys]) for n in threads])
+    axes[-1].axvline(LEAST_CAST, color="red", lw=1)
+    axes[-1].set(title="fp32 to bf16", xlabel="speed / flat bf16.copy_")
+    axes[0].set_yticks(at, [names[key] for key in keys])
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9, help="interleaved repeats of each method")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, min(8, len(os.sched_getaffinity(0)))])
     parser.add_argument("--workloads", nargs="+", default=["a", "a'", "b", "b'", "c"])
-    parser.add_argument("--scale", type=float, default=1.0, help="size of workloads a and c against the full one")
-    parser.add_argument("--json", type=Path, help="where raw figures go")
+    parser.add_argument("--small", action="store_true", help="a few MB: to test the benchmark itself")
+    parser.add_argument("--directory", type=Path, help="where the files of the read rows are put for the time being")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="directory of the results")
     arguments = parser.parse_args()
     about = machine()
-    made = workloads(arguments.scale)
+    made = workloads(0.01 if arguments.small else 1.0)
     rows: list[Row] = []
     described: dict[str, dict[str, object]] = {}
     for key in arguments.workloads:
@@ -316,26 +471,26 @@ def main() -> None:
             "bytes": work.nbytes,
             "aligned_share": round(work.aligned_share, 4),
         }
-        print(f"\n{work.name}: {described[work.name]}")
-        print(
-            f"{'method':44}{'thr':>4}{'GB/s min':>10}{'median':>8}{'max':>8}{'ratio':>7}{'per cpu-s':>10}{'ratio':>7}"
-        )
-        for threads in dict.fromkeys(arguments.threads):
-            for row in measure(work, threads, arguments.rounds):
-                rows.append(row)
-                low, middle, high = row.gb_per_s
-                print(
-                    f"{row.method:44}{row.threads:4}{low:10.2f}{middle:8.2f}{high:8.2f}{row.ratio[1]:7.2f}"
-                    f"{row.gb_per_cpu_s:10.2f}{row.cpu_ratio:7.2f}",
-                    flush=True,
-                )
+        # Reads of short segments are a matter of system calls: bench_load measures files.
+        with tempfile.TemporaryDirectory(prefix="bench-kernel-", dir=arguments.directory) as directory:
+            for threads in dict.fromkeys(arguments.threads):
+                print(f"{work.name}, threads: {threads}", file=sys.stderr, flush=True)
+                rows += measure(key, work, threads, arguments.rounds, Path(directory) if key[0] == "a" else None)
         del work
         gc.collect()
-    if arguments.json:
-        about["load_average_after"] = os.getloadavg()[0]
-        document = {"machine": about, "workloads": described, "rows": [asdict(row) for row in rows]}
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(document, indent=1) + "\n")
+    about["load_average_after"] = os.getloadavg()[0]
+    document = {
+        "machine": about,
+        "rounds": arguments.rounds,
+        "workloads": described,
+        "rows": [asdict(row) for row in rows],
+    }
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    (arguments.out / "kernel.json").write_text(json.dumps(document, indent=1) + "\n")
+    text = tables(document, rows)
+    (arguments.out / "kernel.md").write_text(text)
+    plot(arguments.out / "kernel.png", rows)
+    print(text)
 
 
 if __name__ == "__main__":

@@ -1,27 +1,32 @@
 """What planning costs: time and memory of one rank's plan, and of the plans of a whole offline reshard.
 
-    python benchmarks/bench_plan.py --json benchmarks/results/plan.json
+    python benchmarks/bench_plan.py --out benchmarks/results
+    python benchmarks/bench_plan.py --small --out /tmp/x  # tests the benchmark itself
 
-A rank plans once per load, from parameter shapes alone; nothing is communicated. Memory is what numpy allocates at
-its peak, the plan included. Every plan that is timed is checked afterwards: each owned element exactly once.
+Writes plan.json (every sample), plan.md (the table) and plan.png. What is measured and how is in PLAN.md.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import sys
 import time
 import tracemalloc
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from statistics import median
+from typing import Any
+
+sys.path.insert(0, os.fspath(Path(__file__).resolve().parent))
 
 import numpy as np
-from bench_kernel import gpt_params, llama_params, machine
+from bench_kernel import gpt_params, llama_params
+from report import NOISY, Others, describe, machine, spread, table
 
 from zeroelastic.layout import Layout, Param, layout_from_sub_groups, pack_sub_groups
-from zeroelastic.plan import check_plan, make_plan
+from zeroelastic.plan import Plan, check_plan, make_plan
 
 
 def mixture_params() -> list[Param]:
@@ -66,40 +71,56 @@ def many_params(count: int) -> list[Param]:
 
 @dataclass(frozen=True)
 class Case:
+    """A model and two world sizes."""
+
     name: str
     params: Callable[[], list[Param]]
     src_size: int
     dst_size: int
-    whole: bool = False  # plan every rank, not a sample
 
 
 CASES = (
-    Case("GPT 1.3B, 8 -> 6", lambda: gpt_params(24, 2048), 8, 6, whole=True),
-    Case("Llama-3 70B, 512 -> 480", lambda: llama_params(80, 8192, 28672, 1024, 128256), 512, 480, whole=True),
+    Case("GPT 1.3B, 8 -> 6", lambda: gpt_params(24, 2048), 8, 6),
+    Case("Llama-3 70B, 512 -> 480", lambda: llama_params(80, 8192, 28672, 1024, 128256), 512, 480),
     Case("Llama-3 405B, 16384 -> 12288", lambda: llama_params(126, 16384, 53248, 1024, 128256), 16384, 12288),
     Case("671B mixture of experts, 2048 -> 1536", mixture_params, 2048, 1536),
     Case("1,000,000 parameters, 64 -> 48", lambda: many_params(1_000_000), 64, 48),
 )
+SMALL = (
+    Case("GPT 1.3B, 8 -> 6", lambda: gpt_params(24, 2048), 8, 6),
+    Case("Llama-3 70B, 512 -> 480", lambda: llama_params(80, 8192, 28672, 1024, 128256), 512, 480),
+    Case("5,000 parameters, 64 -> 48", lambda: many_params(5000), 64, 48),
+)
+MOST_SECONDS = 1.0
+"""What the plan of one rank may take."""
 
 
 @dataclass(frozen=True)
-class Result:
-    """Seconds are min, median, max; ``plan_cpu_s`` is the median of processor time.
+class Row:
+    """One case. Seconds of one rank's plan are min, median, max over its samples; so are seconds of its processor time.
 
-    ``all_ranks_s`` is measured where ``all_ranks_measured``, else extrapolated from the median.
+    ``plan_bytes`` is the size of the middle rank's plan, ``plan_peak_bytes`` what is allocated at the peak of making
+    it, the plan included. ``all_ranks_s`` is the time of all ranks' plans, one after the other; where it is not
+    measured, the median times the ranks. ``match_s``: the same plan when no parameter is the same object in both
+    layouts, as after reading one from a file.
     """
 
     case: str
     num_params: int
     numel: int
+    src_size: int
+    dst_size: int
     layouts_s: float
     num_segments: int
     source_files: int
     plan_s: tuple[float, float, float]
-    plan_cpu_s: float
+    plan_cpu_s: tuple[float, float, float]
+    match_s: float
+    plan_bytes: int
     plan_peak_bytes: int
     all_ranks_s: float
     all_ranks_measured: bool
+    other_cpu: float
 
 
 def layout(params: list[Param], world_size: int, sub_group_size: int) -> Layout:
@@ -107,67 +128,157 @@ def layout(params: list[Param], world_size: int, sub_group_size: int) -> Layout:
     return layout_from_sub_groups(sub_groups, world_size)
 
 
-def measure(case: Case, *, sub_group_size: int, sample: int) -> Result:
+def plan_bytes(plan: Plan) -> int:
+    """The size of a plan's columns."""
+    columns = [getattr(plan, field.name) for field in fields(plan)]
+    return sum(column.nbytes for column in columns if isinstance(column, np.ndarray))
+
+
+def measure(case: Case, *, sub_group_size: int, samples: int, whole_s: float) -> Row:
     params = case.params()
+    others = Others()
     begin = time.perf_counter()
     src, dst = (layout(params, size, sub_group_size) for size in (case.src_size, case.dst_size))
     layouts_s = time.perf_counter() - begin
-    ranks = range(case.dst_size) if case.whole else sorted({i * case.dst_size // sample for i in range(sample)})
-    seconds, cpu_seconds = [], []
-    for rank in ranks:
+    seconds: list[float] = []
+    cpu_seconds: list[float] = []
+
+    def timed(rank: int) -> Plan:
         begin, cpu_begin = time.perf_counter(), time.process_time()
         plan = make_plan(src, dst, rank)
         cpu_seconds.append(time.process_time() - cpu_begin)
         seconds.append(time.perf_counter() - begin)
-        if rank % max(1, case.dst_size // 5) == 0:
-            check_plan(plan)
-    middle = case.dst_size // 2
+        return plan
+
+    for rank in sorted({i * case.dst_size // samples for i in range(samples)}):
+        check_plan(timed(rank))
+    plan_s, plan_cpu_s = spread(seconds), spread(cpu_seconds)
+    total = plan_s[1] * case.dst_size
+    measured = total <= whole_s
+    if measured:
+        begin = time.perf_counter()
+        for rank in range(case.dst_size):
+            make_plan(src, dst, rank)
+        total = time.perf_counter() - begin
+    other_cpu = others.share()
+    copied = layout([Param(param.name, param.shape) for param in params], case.src_size, sub_group_size)
+    begin = time.perf_counter()
+    make_plan(copied, dst, 0)
+    match_s = time.perf_counter() - begin
     tracemalloc.start()
-    plan = make_plan(src, dst, middle)
+    plan = make_plan(src, dst, case.dst_size // 2)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     check_plan(plan)
-    total = sum(seconds) if case.whole else median(seconds) * case.dst_size
-    return Result(
+    return Row(
         case=case.name,
         num_params=len(params),
         numel=int(src.numel.sum()),
-        layouts_s=round(layouts_s, 4),
+        src_size=case.src_size,
+        dst_size=case.dst_size,
+        layouts_s=layouts_s,
         num_segments=plan.num_segments,
         source_files=len(plan.source_ranks),
-        plan_s=(min(seconds), median(seconds), max(seconds)),
-        plan_cpu_s=median(cpu_seconds),
+        plan_s=plan_s,
+        plan_cpu_s=plan_cpu_s,
+        match_s=match_s,
+        plan_bytes=plan_bytes(plan),
         plan_peak_bytes=peak,
-        all_ranks_s=round(total, 3),
-        all_ranks_measured=case.whole,
+        all_ranks_s=total,
+        all_ranks_measured=measured,
+        other_cpu=other_cpu,
     )
+
+
+def tables(document: dict[str, Any], rows: Sequence[Row]) -> str:
+    """The results as Markdown."""
+    mib = 1 << 20
+    lines = [
+        "# Planning",
+        "",
+        *describe(document["machine"]),
+        "",
+        "A rank's plan, in milliseconds; everything else in seconds and MiB. A `~` marks what was not measured but "
+        "multiplied from the median.",
+        "",
+        *table(
+            ["case", "parameters", "segments", "files", "ms min", "median", "max", "cpu ms", "other objects, ms",
+             "plan MiB", "peak MiB", "both layouts s", "all ranks s", "others' cpu"],
+            [
+                [row.case, f"{row.num_params:,}", f"{row.num_segments:,}", str(row.source_files),
+                 *(f"{1e3 * seconds:.2f}" for seconds in row.plan_s), f"{1e3 * row.plan_cpu_s[1]:.2f}",
+                 f"{1e3 * row.match_s:.2f}", f"{row.plan_bytes / mib:.1f}", f"{row.plan_peak_bytes / mib:.1f}",
+                 f"{row.layouts_s:.3f}", f"{'' if row.all_ranks_measured else '~'}{row.all_ranks_s:.2f}",
+                 f"{row.other_cpu:.0%}"]
+                for row in rows
+            ],
+        ),
+        "",
+        f"The goal is less than {MOST_SECONDS:.0f} s for the plan of one rank of a million parameters.",
+    ]  # fmt: skip
+    noisy = sum(row.other_cpu > NOISY for row in rows)
+    if noisy:
+        lines += [
+            "",
+            f"Other processes used more than {NOISY:.0%} of the processors during {noisy} of {len(rows)} rows.",
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def plot(path: Path, rows: Sequence[Row]) -> None:
+    """Time of one plan and of all, and memory, as horizontal bars."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    at = np.arange(len(rows))[::-1]
+    figure, axes = pyplot.subplots(1, 3, figsize=(13, 0.5 * len(rows) + 1.6), sharey=True)
+    low, middle, high = (np.array(column) for column in zip(*(row.plan_s for row in rows), strict=True))
+    axes[0].barh(at, middle, xerr=np.array([middle - low, high - middle]), error_kw={"lw": 0.8})
+    axes[0].axvline(MOST_SECONDS, color="red", lw=1)
+    axes[0].set(xscale="log", xlabel="seconds for one rank's plan: median, min and max")
+    axes[0].set_yticks(at, [row.case for row in rows])
+    hatches = ["" if row.all_ranks_measured else "//" for row in rows]
+    axes[1].barh(at, [row.all_ranks_s for row in rows], hatch=hatches, color="0.6")
+    axes[1].set(xscale="log", xlabel="seconds for all ranks (hatched: not measured)")
+    axes[2].barh(at, [row.plan_peak_bytes / 2**20 for row in rows], color="C1", label="at the peak")
+    axes[2].barh(at, [row.plan_bytes / 2**20 for row in rows], 0.4, color="C0", label="the plan itself")
+    axes[2].set(xscale="log", xlabel="MiB for one rank's plan")
+    axes[2].legend(loc="lower right", fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sample", type=int, default=9, help="ranks that are planned where not all are")
+    parser.add_argument("--samples", type=int, default=9, help="ranks whose plan is timed alone and checked")
+    parser.add_argument("--whole-seconds", type=float, default=60.0, help="plan all ranks where that takes no longer")
     parser.add_argument("--sub-group-size", type=int, default=10**9)
-    parser.add_argument("--json", type=Path, help="where raw figures go")
+    parser.add_argument("--small", action="store_true", help="small models: to test the benchmark itself")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="directory of the results")
     arguments = parser.parse_args()
     about = machine()
-    results = []
-    head = f"{'case':40}{'params':>9}{'layouts s':>10}{'segments':>9}{'files':>6}{'ms min':>9}{'median':>9}"
-    print(f"{head}{'max':>9}{'cpu ms':>9}{'peak MiB':>9}{'all ranks s':>12}")
-    for case in CASES:
-        result = measure(case, sub_group_size=arguments.sub_group_size, sample=arguments.sample)
-        results.append(result)
-        low, middle, high = (1e3 * seconds for seconds in result.plan_s)
-        print(
-            f"{result.case:40}{result.num_params:9}{result.layouts_s:10.3f}{result.num_segments:9}"
-            f"{result.source_files:6}{low:9.2f}{middle:9.2f}{high:9.2f}{1e3 * result.plan_cpu_s:9.2f}"
-            f"{result.plan_peak_bytes / 2**20:9.1f}{result.all_ranks_s:12.2f}"
-            f"{'' if result.all_ranks_measured else '~'}",
-            flush=True,
+    rows = []
+    for case in SMALL if arguments.small else CASES:
+        print(case.name, file=sys.stderr, flush=True)
+        rows.append(
+            measure(
+                case,
+                sub_group_size=arguments.sub_group_size,
+                samples=arguments.samples,
+                whole_s=arguments.whole_seconds,
+            )
         )
-    if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        document = {"machine": about, "rows": [asdict(result) for result in results]}
-        arguments.json.write_text(json.dumps(document, indent=1) + "\n")
+    about["load_average_after"] = os.getloadavg()[0]
+    document = {"machine": about, "rows": [asdict(row) for row in rows]}
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    (arguments.out / "plan.json").write_text(json.dumps(document, indent=1) + "\n")
+    text = tables(document, rows)
+    (arguments.out / "plan.md").write_text(text)
+    plot(arguments.out / "plan.png", rows)
+    print(text)
 
 
 if __name__ == "__main__":

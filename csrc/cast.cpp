@@ -86,8 +86,12 @@ void plain(int32_t cast, const char* src, char* dst, int64_t count) {
 
 #if ZE_X86
 
-// Elements ahead of which a run is fetched.
+// How many elements ahead a run is fetched. Intel's processors are faster with it, AMD's slower.
 constexpr int64_t kAhead = 1024;
+
+bool fetch_ahead(int64_t count) {
+    return count > kAhead && is_intel();
+}
 
 // The first `count` of 16 lanes.
 ZE_TARGET_AVX512 inline __mmask16 first_lanes(int64_t count) {
@@ -112,12 +116,13 @@ ZE_TARGET_AVX512 inline __m512i widen512(__m256i half, bool from_bf16) {
 
 ZE_TARGET_AVX512 int64_t narrow_avx512(const char* src, char* dst, int64_t count, bool to_bf16,
                                        bool streaming) {
+    const bool ahead = fetch_ahead(count);
     int64_t i = 0;
     for (; i + 32 <= count; i += 32) {
         const __m256i low = narrow512(_mm512_loadu_si512(src + i * 4), to_bf16);
         const __m256i high = narrow512(_mm512_loadu_si512(src + i * 4 + 64), to_bf16);
         const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
-        if (i + kAhead <= count) {
+        if (ahead) {
             _mm_prefetch(src + (i + kAhead) * 4 - 128, _MM_HINT_T0);
             _mm_prefetch(src + (i + kAhead) * 4 - 64, _MM_HINT_T0);
         }
@@ -137,11 +142,12 @@ ZE_TARGET_AVX512 int64_t narrow_avx512(const char* src, char* dst, int64_t count
 
 ZE_TARGET_AVX512 int64_t widen_avx512(const char* src, char* dst, int64_t count, bool from_bf16,
                                       bool streaming) {
+    const bool ahead = fetch_ahead(count);
     int64_t i = 0;
     for (; i + 16 <= count; i += 16) {
         const __m512i wide =
             widen512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(src + i * 2)), from_bf16);
-        if (i + kAhead <= count) _mm_prefetch(src + (i + kAhead) * 2 - 64, _MM_HINT_T0);
+        if (ahead) _mm_prefetch(src + (i + kAhead) * 2 - 64, _MM_HINT_T0);
         if (streaming) {
             _mm512_stream_si512(reinterpret_cast<__m512i*>(dst + i * 4), wide);
         } else {
@@ -169,6 +175,7 @@ ZE_TARGET_AVX2 inline __m128i narrow256(__m256i bits, bool to_bf16) {
 }
 
 ZE_TARGET_AVX2 int64_t narrow_avx2(const char* src, char* dst, int64_t count, bool to_bf16, bool streaming) {
+    const bool ahead = fetch_ahead(count);
     int64_t i = 0;
     for (; i + 16 <= count; i += 16) {
         const __m128i low =
@@ -176,7 +183,7 @@ ZE_TARGET_AVX2 int64_t narrow_avx2(const char* src, char* dst, int64_t count, bo
         const __m128i high =
             narrow256(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(src + i * 4 + 32)), to_bf16);
         const __m256i both = _mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1);
-        if (i + kAhead <= count) _mm_prefetch(src + (i + kAhead) * 4 - 64, _MM_HINT_T0);
+        if (ahead) _mm_prefetch(src + (i + kAhead) * 4 - 64, _MM_HINT_T0);
         if (streaming) {
             _mm256_stream_si256(reinterpret_cast<__m256i*>(dst + i * 2), both);
         } else {
@@ -201,12 +208,6 @@ ZE_TARGET_AVX2 int64_t widen_avx2(const char* src, char* dst, int64_t count, boo
     return i;
 }
 
-// Elements to convert one by one before `dst` is on a boundary of 64 bytes, or -1 if it never is.
-int64_t elements_to_boundary(const char* dst, int64_t itemsize) {
-    const int64_t bytes = static_cast<int64_t>((64 - reinterpret_cast<uintptr_t>(dst) % 64) % 64);
-    return bytes % itemsize == 0 ? bytes / itemsize : -1;
-}
-
 #endif  // ZE_X86
 
 }  // namespace
@@ -221,18 +222,6 @@ void cast_elements(int32_t cast, const void* src, void* dst, int64_t count, bool
         const bool bfloat = cast == ZE_CAST_F32_BF16 || cast == ZE_CAST_BF16_F32;
         const int64_t from_size = narrow ? 4 : 2;
         const int64_t to_size = 6 - from_size;
-        // Reaching a boundary element by element pays in long runs only.
-        streaming = streaming && count >= 4096;
-        if (streaming) {
-            const int64_t head = elements_to_boundary(to, to_size);
-            streaming = head >= 0 && head <= count;
-            if (streaming) {
-                plain(cast, from, to, head);
-                from += head * from_size;
-                to += head * to_size;
-                count -= head;
-            }
-        }
         const auto convert = narrow ? (isa >= ZE_ISA_AVX512 ? narrow_avx512 : narrow_avx2)
                                     : (isa >= ZE_ISA_AVX512 ? widen_avx512 : widen_avx2);
         const int64_t done = convert(from, to, count, bfloat, streaming);

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstdio>
 
 namespace zeroelastic {
 namespace {
@@ -23,6 +24,16 @@ ze_isa_level detect() {
 #else
     return ZE_ISA_PLAIN;
 #endif
+}
+
+// The size of the first processor's third-level cache as Linux knows it, or 0.
+int64_t cache_bytes_of_kernel() {
+    std::FILE* file = std::fopen("/sys/devices/system/cpu/cpu0/cache/index3/size", "re");
+    if (file == nullptr) return 0;
+    long long kib = 0;
+    const bool good = std::fscanf(file, "%lldK", &kib) == 1 && kib > 0 && kib < (1LL << 40);
+    std::fclose(file);
+    return good ? static_cast<int64_t>(kib) * 1024 : 0;
 }
 
 std::atomic<int32_t>& limit() {
@@ -46,8 +57,20 @@ ze_isa_level limit_isa(ze_isa_level isa) {
     return current_isa();
 }
 
+bool is_intel() {
+#if ZE_X86
+    static const bool intel = (__builtin_cpu_init(), __builtin_cpu_is("intel") != 0);
+    return intel;
+#else
+    return false;
+#endif
+}
+
 int64_t last_level_cache_bytes() {
     static const int64_t size = [] {
+        // sysconf() may count the caches of a whole socket, of which a thread sees one: ask the kernel first.
+        const int64_t told = cache_bytes_of_kernel();
+        if (told > 0) return told;
         long found = 0;
 #ifdef _SC_LEVEL3_CACHE_SIZE
         found = sysconf(_SC_LEVEL3_CACHE_SIZE);

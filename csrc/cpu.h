@@ -25,6 +25,8 @@ ze_isa_level best_isa();
 
 ze_isa_level limit_isa(ze_isa_level limit);
 
+bool is_intel();
+
 // Size of the last-level cache, or a guess where the system does not tell.
 int64_t last_level_cache_bytes();
 

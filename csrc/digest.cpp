@@ -33,15 +33,18 @@ constexpr uint64_t block_weight(uint64_t seed, int64_t block) {
     return mix(seed + (static_cast<uint64_t>(block) + 1) * kGolden) | 1;
 }
 
-constexpr std::array<uint64_t, kBlock> make_weights() {
-    std::array<uint64_t, kBlock> weights{};
+// So many weights of zero are before and behind those of a block: what a line holds of its neighbours.
+constexpr int kNoWeights = 64;
+
+constexpr std::array<uint64_t, kBlock + 2 * kNoWeights> make_weights() {
+    std::array<uint64_t, kBlock + 2 * kNoWeights> weights{};
     for (int j = 0; j < kBlock; ++j) {
-        weights[static_cast<size_t>(j)] = mix((static_cast<uint64_t>(j) + 1) * kGolden) | 1;
+        weights[static_cast<size_t>(kNoWeights + j)] = mix((static_cast<uint64_t>(j) + 1) * kGolden) | 1;
     }
     return weights;
 }
 
-alignas(64) constexpr std::array<uint64_t, kBlock> kWeights = make_weights();
+alignas(64) constexpr std::array<uint64_t, kBlock + 2 * kNoWeights> kWeights = make_weights();
 
 // sum of w[j] * x[j] over `count` elements of type T that need not be aligned.
 template <typename T>
@@ -92,58 +95,136 @@ ZE_TARGET_AVX2 uint64_t dot_avx2(const uint8_t* data, const uint64_t* weights, i
            dot<T>(data + j * static_cast<int64_t>(sizeof(T)), weights + j, count - j);
 }
 
-// Eight elements, one per lane.
+// Eight elements of 64 bytes, one per lane: those at position `part` of the line.
 template <typename T>
-ZE_TARGET_AVX512 inline __m512i widen512(const uint8_t* data) {
+ZE_TARGET_AVX512 inline __m512i widen512(__m512i line, int part) {
     if constexpr (sizeof(T) == 8) {
-        return _mm512_loadu_si512(data);
+        return line;
     } else if constexpr (sizeof(T) == 4) {
-        return _mm512_cvtepu32_epi64(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(data)));
+        return _mm512_cvtepu32_epi64(part == 0 ? _mm512_castsi512_si256(line)
+                                               : _mm512_extracti64x4_epi64(line, 1));
     } else if constexpr (sizeof(T) == 2) {
-        return _mm512_cvtepu16_epi64(_mm_loadu_si128(reinterpret_cast<const __m128i*>(data)));
+        const __m128i here = part == 0   ? _mm512_castsi512_si128(line)
+                             : part == 1 ? _mm512_extracti64x2_epi64(line, 1)
+                             : part == 2 ? _mm512_extracti64x2_epi64(line, 2)
+                                         : _mm512_extracti64x2_epi64(line, 3);
+        return _mm512_cvtepu16_epi64(here);
     } else {
-        return _mm512_cvtepu8_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(data)));
+        const __m128i here = part / 2 == 0   ? _mm512_castsi512_si128(line)
+                             : part / 2 == 1 ? _mm512_extracti64x2_epi64(line, 1)
+                             : part / 2 == 2 ? _mm512_extracti64x2_epi64(line, 2)
+                                             : _mm512_extracti64x2_epi64(line, 3);
+        return _mm512_cvtepu8_epi64(part % 2 == 0 ? here : _mm_srli_si128(here, 8));
+    }
+}
+
+// Where a sum stands: `total` of the blocks that are done, `sum` of the one at hand, of which `at` elements
+// have been passed.
+struct Sum512 {
+    __m512i total;
+    __m512i sum;
+    int64_t at;
+    int64_t block;
+    uint64_t seed;
+};
+
+template <typename T>
+ZE_TARGET_AVX512 inline __m512i add_line(__m512i sum, __m512i line, const uint64_t* weights) {
+    constexpr int kParts = 8 / static_cast<int>(sizeof(T));
+#pragma GCC unroll 8
+    for (int part = 0; part < kParts; ++part) {
+        const __m512i x = widen512<T>(line, part);
+        sum = _mm512_add_epi64(sum, _mm512_mullo_epi64(x, _mm512_loadu_si512(weights + 8 * part)));
+    }
+    return sum;
+}
+
+ZE_TARGET_AVX512 inline void end_block(Sum512* to) {
+    const __m512i weight = _mm512_set1_epi64(static_cast<int64_t>(block_weight(to->seed, to->block++)));
+    to->total = _mm512_add_epi64(to->total, _mm512_mullo_epi64(to->sum, weight));
+    to->sum = _mm512_setzero_si512();
+    to->at -= kDigestBlock;
+}
+
+// A line of which only the first `count` elements count, the others being zero; it may reach into the next
+// block. The weights before and behind a block are zero.
+template <typename T>
+ZE_TARGET_AVX512 inline void add_some(Sum512* to, __m512i line, int64_t count) {
+    to->sum = add_line<T>(to->sum, line, kWeights.data() + kNoWeights + to->at);
+    to->at += count;
+    if (to->at < kDigestBlock) return;
+    end_block(to);
+    if (to->at > 0) to->sum = add_line<T>(to->sum, line, kWeights.data() + kNoWeights + to->at - count);
+}
+
+// Lines, each of which is also written to `dst`, a boundary, where it is not null.
+template <typename T, bool kStream>
+ZE_TARGET_AVX512 inline void add_lines(Sum512* to, const uint8_t* data, int64_t lines, uint8_t* dst) {
+    constexpr int64_t kElements = 64 / static_cast<int64_t>(sizeof(T));
+    while (lines > 0) {
+        const int64_t within = (kDigestBlock - to->at) / kElements;
+        const int64_t here = lines < within ? lines : within;
+        const uint64_t* weights = kWeights.data() + kNoWeights + to->at;
+        __m512i even = to->sum;
+        __m512i odd = _mm512_setzero_si512();
+        int64_t line = 0;
+        for (; line + 2 <= here; line += 2) {
+            const __m512i first = _mm512_loadu_si512(data + 64 * line);
+            const __m512i second = _mm512_loadu_si512(data + 64 * line + 64);
+            if constexpr (kStream) {
+                _mm512_stream_si512(reinterpret_cast<__m512i*>(dst + 64 * line), first);
+                _mm512_stream_si512(reinterpret_cast<__m512i*>(dst + 64 * line + 64), second);
+            }
+            even = add_line<T>(even, first, weights + kElements * line);
+            odd = add_line<T>(odd, second, weights + kElements * (line + 1));
+        }
+        to->sum = _mm512_add_epi64(even, odd);
+        to->at += kElements * line;
+        // The last line of a block, be it odd or cut by the block's end.
+        if (line < lines && (line < here || here == within)) {
+            const __m512i last = _mm512_loadu_si512(data + 64 * line);
+            if constexpr (kStream) _mm512_stream_si512(reinterpret_cast<__m512i*>(dst + 64 * line), last);
+            add_some<T>(to, last, kElements);
+            ++line;
+        }
+        if (to->at == kDigestBlock) end_block(to);
+        data += 64 * line;
+        if constexpr (kStream) dst += 64 * line;
+        lines -= line;
     }
 }
 
 template <typename T>
-ZE_TARGET_AVX512 uint64_t dot_avx512(const uint8_t* data, const uint64_t* weights, int64_t count) {
-    __m512i sums[4];
-    for (__m512i& sum : sums) sum = _mm512_setzero_si512();
-    int64_t j = 0;
-    for (; j + 32 <= count; j += 32) {
-#pragma GCC unroll 4
-        for (int i = 0; i < 4; ++i) {
-            const int64_t at = j + 8 * i;
-            const __m512i x = widen512<T>(data + at * static_cast<int64_t>(sizeof(T)));
-            sums[i] = _mm512_add_epi64(sums[i], _mm512_mullo_epi64(x, _mm512_loadu_si512(weights + at)));
-        }
-    }
-    const __m512i sum =
-        _mm512_add_epi64(_mm512_add_epi64(sums[0], sums[1]), _mm512_add_epi64(sums[2], sums[3]));
+ZE_TARGET_AVX512 inline void add_rest(Sum512* to, const uint8_t* data, int64_t count) {
+    if (count == 0) return;
+    const __mmask64 lanes = (uint64_t{1} << (count * static_cast<int64_t>(sizeof(T)))) - 1;
+    add_some<T>(to, _mm512_maskz_loadu_epi8(lanes, data), count);
+}
+
+// The digest of `count` elements, of which `lines` whole lines from element `lead` on, itself less than a
+// line from the first, are also written to `dst`.
+template <typename T, bool kStream>
+ZE_TARGET_AVX512 uint64_t digest_avx512(const uint8_t* data, int64_t count, uint64_t seed, int64_t start,
+                                        uint8_t* dst, int64_t lead, int64_t lines) {
+    constexpr int64_t kSize = static_cast<int64_t>(sizeof(T));
+    Sum512 sum{_mm512_setzero_si512(), _mm512_setzero_si512(), start % kDigestBlock, start / kDigestBlock,
+               seed};
+    add_rest<T>(&sum, data, lead);
+    add_lines<T, kStream>(&sum, data + lead * kSize, lines, dst);
+    const int64_t done = lead + lines * (64 / kSize);
+    add_rest<T>(&sum, data + done * kSize, count - done);
+    end_block(&sum);
     alignas(64) std::array<uint64_t, 8> lanes;
-    _mm512_store_si512(lanes.data(), sum);
+    _mm512_store_si512(lanes.data(), sum.total);
     uint64_t total = 0;
     for (const uint64_t lane : lanes) total += lane;
-    return total + dot<T>(data + j * static_cast<int64_t>(sizeof(T)), weights + j, count - j);
+    return total;
 }
 
 #endif  // ZE_X86
 
 Dot choose_dot(int itemsize) {
 #if ZE_X86
-    if (current_isa() >= ZE_ISA_AVX512) {
-        switch (itemsize) {
-            case 1:
-                return dot_avx512<uint8_t>;
-            case 2:
-                return dot_avx512<uint16_t>;
-            case 4:
-                return dot_avx512<uint32_t>;
-            default:
-                return dot_avx512<uint64_t>;
-        }
-    }
     if (current_isa() >= ZE_ISA_AVX2 && itemsize == 4) return dot_avx2<uint32_t>;
     if (current_isa() >= ZE_ISA_AVX2 && itemsize == 2) return dot_avx2<uint16_t>;
 #endif
@@ -159,9 +240,36 @@ Dot choose_dot(int itemsize) {
     }
 }
 
+#if ZE_X86
+
+template <bool kStream>
+uint64_t digest_any_avx512(const void* data, int64_t count, int itemsize, uint64_t seed, int64_t start,
+                           void* dst, int64_t lead, int64_t lines) {
+    const uint8_t* from = static_cast<const uint8_t*>(data);
+    uint8_t* to = static_cast<uint8_t*>(dst);
+    switch (itemsize) {
+        case 1:
+            return digest_avx512<uint8_t, kStream>(from, count, seed, start, to, lead, lines);
+        case 2:
+            return digest_avx512<uint16_t, kStream>(from, count, seed, start, to, lead, lines);
+        case 4:
+            return digest_avx512<uint32_t, kStream>(from, count, seed, start, to, lead, lines);
+        default:
+            return digest_avx512<uint64_t, kStream>(from, count, seed, start, to, lead, lines);
+    }
+}
+
+#endif  // ZE_X86
+
 }  // namespace
 
 uint64_t digest_elements(const void* data, int64_t count, int itemsize, uint64_t seed, int64_t start) {
+#if ZE_X86
+    if (current_isa() >= ZE_ISA_AVX512) {
+        return digest_any_avx512<false>(data, count, itemsize, seed, start, nullptr, 0,
+                                        count * itemsize / 64);
+    }
+#endif
     const Dot sum = choose_dot(itemsize);
     const uint8_t* at = static_cast<const uint8_t*>(data);
     uint64_t total = 0;
@@ -169,12 +277,22 @@ uint64_t digest_elements(const void* data, int64_t count, int itemsize, uint64_t
     int64_t lead = start % kDigestBlock;
     while (count > 0) {
         const int64_t here = count < kDigestBlock - lead ? count : kDigestBlock - lead;
-        total += sum(at, kWeights.data() + lead, here) * block_weight(seed, block++);
+        total += sum(at, kWeights.data() + kNoWeights + lead, here) * block_weight(seed, block++);
         at += here * itemsize;
         count -= here;
         lead = 0;
     }
     return total;
+}
+
+uint64_t digest_and_stream(const void* data, int64_t count, int itemsize, uint64_t seed, int64_t start,
+                           void* dst, int64_t lead, int64_t nbytes) {
+#if ZE_X86
+    return digest_any_avx512<true>(data, count, itemsize, seed, start, dst, lead, nbytes / 64);
+#else
+    std::memcpy(dst, static_cast<const char*>(data) + lead * itemsize, static_cast<size_t>(nbytes));
+    return digest_elements(data, count, itemsize, seed, start);
+#endif
 }
 
 }  // namespace zeroelastic

@@ -42,27 +42,44 @@ ze_error failure(ze_code code, int errnum, ze_side side, int64_t file, int64_t o
 }
 
 bool check_table(const ze_table& table, int64_t num_src, const int64_t* src_bytes, int64_t num_dst,
-                 const int64_t* dst_bytes, const ze_digest* digest, int32_t cast, ze_error* error) {
+                 const int64_t* dst_bytes, const ze_digest* digest, int32_t cast, ze_error* error,
+                 int threads) {
+    // So many rows take about as long to check as a thread takes to wake.
+    constexpr int64_t kRowsPerThread = 16384;
     *error = failure(ZE_BAD_TABLE, 0, ZE_SOURCE, -1, -1);
     if (table.num_rows < 0 || cast < ZE_CAST_NONE || cast > ZE_CAST_F16_F32) return false;
     const int64_t partial = source_itemsize(cast) - 1;  // a mask: sizes are powers of two
-    for (int64_t row = 0; row < table.num_rows; ++row) {
+    const auto good = [&](int64_t row) {
         const int64_t nbytes = table.nbytes[row];
-        bool good = table.src[row] >= 0 && table.src[row] < num_src && table.dst[row] >= 0 &&
+        bool fits = table.src[row] >= 0 && table.src[row] < num_src && table.dst[row] >= 0 &&
                     table.dst[row] < num_dst && nbytes >= 0 && nbytes <= kMost / 2 &&
                     (nbytes & partial) == 0 &&
                     inside(table.src_offset[row], nbytes, src_bytes, table.src[row]) &&
                     inside(table.dst_offset[row], converted_bytes(nbytes, cast), dst_bytes, table.dst[row]);
-        if (good && digest != nullptr) {
+        if (fits && digest != nullptr) {
             const int64_t size = digest->itemsize[row];
-            good = digest->stream[row] >= 0 && digest->stream[row] < digest->num_streams &&
+            fits = digest->stream[row] >= 0 && digest->stream[row] < digest->num_streams &&
                    digest->start[row] >= 0 && (size == 1 || size == 2 || size == 4 || size == 8) &&
                    (nbytes & (size - 1)) == 0 && digest->start[row] <= kMost - nbytes;
         }
-        if (!good) {
-            error->offset = row;
-            return false;
+        return fits;
+    };
+    const int64_t num_parts = std::clamp<int64_t>(table.num_rows / kRowsPerThread, 1, threads);
+    std::atomic<int64_t> next{0};
+    std::atomic<int64_t> bad{table.num_rows};
+    run_parallel(static_cast<int>(num_parts), [&](int) {
+        for (int64_t part = next.fetch_add(1); part < num_parts; part = next.fetch_add(1)) {
+            int64_t row = table.num_rows / num_parts * part;
+            const int64_t end = part + 1 < num_parts ? row + table.num_rows / num_parts : table.num_rows;
+            while (row < end && good(row)) ++row;
+            int64_t before = bad.load();
+            while (row < end && row < before && !bad.compare_exchange_weak(before, row)) {
+            }
         }
+    });
+    if (bad.load() < table.num_rows) {
+        error->offset = bad.load();
+        return false;
     }
     *error = ze_error{};
     return true;
@@ -107,6 +124,12 @@ std::vector<Unit> make_units(const ze_table& table, const std::vector<int64_t>& 
         if (open && ((file != nullptr && file[row] != current.file) || rows == kMostRows)) {
             units.push_back(current);
             open = false;
+        }
+        // The usual case: a short row, of which there may be very many.
+        if (open && table.nbytes[row] < unit_bytes - current.nbytes - kCut) {
+            current.nbytes += table.nbytes[row];
+            ++rows;
+            continue;
         }
         int64_t within = 0;
         do {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import time
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -183,6 +184,25 @@ def test_a_rank_that_owns_nothing_reads_nothing():
     plan = make_plan(build(groups, 2), build(groups, 8), 7)
     check_plan(plan)
     assert plan.num_segments == 0 and plan.source_ranks == ()
+
+
+def test_the_same_names_in_the_same_order_need_no_look_up(monkeypatch):
+    src, dst = build(groups_of([[4, 5], [6]]), 2), build(groups_of([[4, 5], [6]]), 3)
+    assert src.params is not dst.params and src.params[0] is not dst.params[0]
+    monkeypatch.setattr(Layout, "index", lambda self: pytest.fail("an index of a million names takes time"))
+    assert match_params(src, dst).tolist() == [0, 1, 2]
+
+
+def test_planning_needs_little_more_memory_than_the_plan():
+    groups = groups_of([[1000 + i % 977 for i in range(100_000)]])
+    src, dst = build(groups, 64, 10**6), build(groups, 48, 10**6)
+    tracemalloc.start()
+    plan = make_plan(src, dst, 17)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    columns = [getattr(plan, field.name) for field in dataclasses.fields(plan)]
+    nbytes = sum(column.nbytes for column in columns if isinstance(column, np.ndarray))
+    assert peak < nbytes + (8 << 20)
 
 
 def test_layouts_that_do_not_match_are_refused():

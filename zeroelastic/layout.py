@@ -12,6 +12,7 @@ mirrored: it books the whole padding on the last rank, which is wrong for parame
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -36,10 +37,7 @@ class Param:
     @property
     def numel(self) -> int:
         """Elements of the whole parameter; 1 for a 0-dim parameter."""
-        numel = 1
-        for size in self.shape:
-            numel *= size
-        return numel
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,10 +130,11 @@ def pack_sub_groups(
     """
     sub_groups: list[list[Param]] = []
     for group in groups:
-        members = [param for param in group if param.numel > 0]
+        numels = [param.numel for param in group]
+        members = [param for param, numel in zip(group, numels, strict=True) if numel > 0]
         if not members:
             continue
-        parts = [partition_numel(param.numel, world_size) for param in members]
+        parts = [partition_numel(numel, world_size) for numel in numels if numel > 0]
         if sub_group_size is None or sub_group_size >= sum(parts):
             sub_groups.append(members)
             continue

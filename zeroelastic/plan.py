@@ -7,11 +7,14 @@ of one rank is O(parameters + overlaps) and is built with array arithmetic only.
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 
 import numpy as np
 
 from zeroelastic.layout import Int64Array, Layout
+
+_CHUNK = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +59,29 @@ def match_params(src: Layout, dst: Layout) -> Int64Array:
     Both layouts must hold the same names and numel; anything else is a bug of the caller, who reports mismatches to
     the user first (``checkpoint.compare_params``). Raises ValueError.
     """
-    index = src.index()
-    try:
-        order = np.array([index[param.name] for param in dst.params], dtype=np.int64)
-    except KeyError as error:
-        raise ValueError(f"parameter {error.args[0]!r} is not in the source layout") from None
+    if _same_names(src, dst):
+        order = np.arange(src.num_params, dtype=np.int64)
+    else:
+        index = src.index()
+        try:
+            order = np.fromiter((index[param.name] for param in dst.params), dtype=np.int64, count=dst.num_params)
+        except KeyError as error:
+            raise ValueError(f"parameter {error.args[0]!r} is not in the source layout") from None
     if not np.array_equal(src.numel[order], dst.numel):
         raise ValueError("source and target layouts disagree on the size of a parameter")
     return order
+
+
+def _same_names(src: Layout, dst: Layout) -> bool:
+    """Whether both layouts hold the same names in the same order, as they do unless the model was changed."""
+    if src.params is dst.params:
+        return True
+    if src.num_params != dst.num_params:
+        return False
+    if all(map(operator.is_, src.params, dst.params)):
+        return True
+    name = operator.attrgetter("name")
+    return all(map(operator.eq, map(name, src.params), map(name, dst.params)))
 
 
 def make_plan(src: Layout, dst: Layout, rank: int) -> Plan:
@@ -75,39 +93,72 @@ def make_plan(src: Layout, dst: Layout, rank: int) -> Plan:
         plan.source_ranks        # the files to open
     """
     order = match_params(src, dst)
-    start, length = dst.owned(rank)
-    owner = np.flatnonzero(length > 0)
-    start, length = start[owner], length[owner]
-    src_part = src.part[order[owner]]
-    first = start // src_part
-    last = (start + length - 1) // src_part
-    pieces = last - first + 1
-
-    row = np.repeat(np.arange(len(owner), dtype=np.int64), pieces)
-    within = np.arange(len(row), dtype=np.int64) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-    param = owner[row]
-    source = order[param]
-    src_rank = first[row] + within
-    begin = np.maximum(start[row], src_rank * src_part[row])
-    end = np.minimum(start[row] + length[row], (src_rank + 1) * src_part[row])
-    src_sub_group = src.sub_group[source]
-    src_offset = src.offset[source] + begin - src_rank * src_part[row]
-    dst_offset = dst.offset[param] + begin - start[row]
-
-    by_source = np.lexsort((src_offset, src_sub_group, src_rank))
+    param, src_rank = _rows(src, dst, rank, order)
+    # Memory: the plan itself and one chunk of what it is computed from.
+    columns = [np.empty(len(param), dtype=np.int64) for _ in range(6)]
+    for at in range(0, len(param), _CHUNK):
+        here = slice(at, at + _CHUNK)
+        target, owner = param[here], src_rank[here]
+        source = order[target]
+        numel = dst.numel[target]
+        src_part, dst_part = -(-numel // src.world_size), -(-numel // dst.world_size)
+        src_start, dst_start = owner * src_part, rank * dst_part
+        begin = np.maximum(src_start, dst_start)
+        start, length, src_sub_group, src_offset, dst_sub_group, dst_offset = (column[here] for column in columns)
+        start[:] = begin
+        length[:] = np.minimum(np.minimum(src_start + src_part, dst_start + dst_part), numel) - begin
+        src_sub_group[:] = src.sub_group[source]
+        src_offset[:] = src.offset[source] + begin - src_start
+        dst_sub_group[:] = dst.sub_group[target]
+        dst_offset[:] = dst.offset[target] + begin - dst_start
+    start, length, src_sub_group, src_offset, dst_sub_group, dst_offset = columns
     return Plan(
         src=src,
         dst=dst,
         rank=rank,
-        param=param[by_source],
-        start=begin[by_source],
-        length=(end - begin)[by_source],
-        src_rank=src_rank[by_source],
-        src_sub_group=src_sub_group[by_source],
-        src_offset=src_offset[by_source],
-        dst_sub_group=dst.sub_group[param][by_source],
-        dst_offset=dst_offset[by_source],
+        param=param,
+        start=start,
+        length=length,
+        src_rank=src_rank,
+        src_sub_group=src_sub_group,
+        src_offset=src_offset,
+        dst_sub_group=dst_sub_group,
+        dst_offset=dst_offset,
     )
+
+
+def _rows(src: Layout, dst: Layout, rank: int, order: Int64Array) -> tuple[Int64Array, Int64Array]:
+    """The parameter and the source rank of each row, in the order of the rows."""
+    start, length = dst.owned(rank)
+    if _in_buffer_order(src, order):
+        owner = np.flatnonzero(length > 0)
+    else:
+        owner = np.lexsort((src.offset[order], src.sub_group[order]))
+        owner = owner[length[owner] > 0]
+    start, length = start[owner], length[owner]
+    src_part = -(-dst.numel[owner] // src.world_size)
+    first = start // src_part
+    pieces = (start + length - 1) // src_part - first + 1
+    del start, length, src_part
+    param = np.repeat(owner, pieces)
+    src_rank = np.repeat(first - (np.cumsum(pieces) - pieces), pieces)
+    del owner, first, pieces
+    src_rank += np.arange(len(src_rank), dtype=np.int64)
+    # Within a rank rows are in the order of its buffers already, which a stable sort keeps.
+    lowest, highest = (int(src_rank.min()), int(src_rank.max())) if len(src_rank) else (0, 0)
+    if lowest == highest:
+        return param, src_rank
+    # numpy sorts 16-bit integers in linear time.
+    key = (src_rank - lowest).astype(np.uint16) if highest - lowest < 1 << 16 else src_rank
+    by_rank = np.argsort(key, kind="stable")
+    return param[by_rank], src_rank[by_rank]
+
+
+def _in_buffer_order(src: Layout, order: Int64Array) -> bool:
+    """Whether the source's parameters, in the target's order, follow each other in its buffers."""
+    sub_group, offset = src.sub_group[order], src.offset[order]
+    follows = (sub_group[1:] == sub_group[:-1]) & (offset[1:] >= offset[:-1])
+    return bool((follows | (sub_group[1:] > sub_group[:-1])).all())
 
 
 def check_plan(plan: Plan) -> None:

@@ -1,0 +1,318 @@
+"""How fast the CUDA engine copies, converts and digests segments on one GPU, against what else moves them there.
+
+    python benchmarks/bench_gpu.py --out benchmarks/results
+
+needs a CUDA device and the CUDA engine, else it says so and ends. Writes gpu.json (every sample) and gpu.md. The
+workloads are those of bench_kernel.py. CUDA events around several runs in a row; methods take turns within a round,
+after a warm-up; sets of buffers rotate, so that no run finds its data in the L2 cache. Each method's time is set
+against the device-to-device copy of as many contiguous bytes in the same round. Before the timing, bits are compared
+with what numpy makes of the same table. GB are 1e9 bytes of source moved. cub::DeviceMemcpy::Batched is measured
+where nvcc is on the PATH.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, os.fspath(Path(__file__).resolve().parent))
+
+import numpy as np
+import torch
+from bench_kernel import SegmentTable, Workload, workloads
+from report import describe, machine, spread, table
+
+from zeroelastic.digest import digest_range_reference
+from zeroelastic.executors import DigestRows
+from zeroelastic.executors.build_info import describe_build
+
+FLAT, FLAT_16 = "flat device copy", "flat bf16.copy_"
+NATIVE, NATIVE_DIGEST, NATIVE_16 = "DevicePlan", "DevicePlan + digest", "DevicePlan to bf16"
+FOREACH, FOREACH_16, CUB = "_foreach_copy_", "_foreach_copy_ to bf16", "cub::DeviceMemcpy::Batched"
+CEILING = {NATIVE_16: FLAT_16, FOREACH_16: FLAT_16}
+TARGETS = {"a": 0.90, "a'": 0.88, "b": 0.50, "c": 0.95}
+ROTATED_BYTES = 512 << 20
+"""Source bytes of all sets of buffers together: several times any L2 cache."""
+
+Run = Callable[[], object]
+
+
+def missing() -> str | None:
+    """Why nothing can be measured here, or None."""
+    if not torch.cuda.is_available():
+        return "bench_gpu: there is no CUDA device, so nothing is measured."
+    engine = describe_build("cuda")
+    return None if engine.usable else f"bench_gpu: the CUDA engine is not built: {engine.reason}"
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """One set: sources, a destination and its 16-bit twin on the device."""
+
+    src: list[torch.Tensor]
+    dst: torch.Tensor
+    half: torch.Tensor
+
+
+def on_device(work: Workload) -> Buffers:
+    """The workload's buffers on the GPU; the destination begins as far into its memory as on the CPU."""
+    skew = work.dst.storage_offset()
+    size = len(work.dst) + skew
+    return Buffers(
+        [tensor.cuda() for tensor in work.src],
+        torch.zeros(size, device="cuda")[skew:],
+        torch.zeros(size, dtype=torch.bfloat16, device="cuda")[skew:],
+    )
+
+
+def moved(work: Workload) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """The destination as numpy fills it: row by row."""
+    filled = np.zeros(len(work.dst), dtype=np.float32)
+    sources = [tensor.numpy() for tensor in work.src]
+    rows = work.table
+    columns = (rows.src, rows.src_offset // 4, rows.dst_offset // 4, rows.nbytes // 4)
+    for src, begin, to, numel in zip(*(column.tolist() for column in columns), strict=True):
+        filled[to : to + numel] = sources[src][begin : begin + numel]
+    return filled
+
+
+def build_cub(directory: Path) -> ctypes.CDLL | None:
+    """The library with CUB's batched copy, or None where it cannot be built."""
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        return None
+    library = directory / "libgpu_batched.so"
+    source = Path(__file__).resolve().parent / "gpu_batched.cu"
+    major, minor = torch.cuda.get_device_capability()
+    command = [nvcc, "-std=c++17", "-O3", f"-arch=sm_{major}{minor}", "-Xcompiler=-fPIC", "-shared"]
+    done = subprocess.run([*command, str(source), "-o", str(library)], capture_output=True, text=True, check=False)
+    if done.returncode:
+        print(f"{CUB} is left out: nvcc failed:\n{done.stderr}", file=sys.stderr)
+        return None
+    cub = ctypes.CDLL(str(library))
+    cub.batched_copy.restype = ctypes.c_int
+    cub.batched_copy.argtypes = [*[ctypes.c_void_p] * 5, ctypes.c_uint, ctypes.c_void_p]
+    return cub
+
+
+def cub_copy(cub: ctypes.CDLL, work: Workload, buffers: Buffers, keep: list[object]) -> Run:
+    """A run of CUB's batched copy over the rows of the table."""
+    bases = np.array([tensor.data_ptr() for tensor in buffers.src], dtype=np.int64)
+    rows = work.table
+    src = torch.from_numpy(bases[rows.src] + rows.src_offset).cuda()
+    dst = torch.from_numpy(buffers.dst.data_ptr() + rows.dst_offset).cuda()
+    sizes = torch.from_numpy(np.ascontiguousarray(rows.nbytes)).cuda()
+    needed = ctypes.c_size_t()
+
+    def call(temporary: int | None) -> None:
+        stream = torch.cuda.current_stream().cuda_stream
+        pointers = (src.data_ptr(), dst.data_ptr(), sizes.data_ptr())
+        code = cub.batched_copy(temporary, ctypes.byref(needed), *pointers, len(rows.nbytes), stream)
+        if code:
+            raise RuntimeError(f"{CUB} failed with CUDA error {code}")
+
+    call(None)
+    scratch = torch.empty(max(1, needed.value), dtype=torch.uint8, device="cuda")
+    keep += [src, dst, sizes, scratch]
+    return lambda: call(scratch.data_ptr())
+
+
+def methods(work: Workload, stack: ExitStack, cub: ctypes.CDLL | None) -> dict[str, list[Run]]:
+    """What is compared: for each method one callable per set of buffers, each of which moves the workload once."""
+    from zeroelastic.executors.cuda_executor import DeviceBuffer, DevicePlan
+
+    def range_of(tensor: torch.Tensor) -> DeviceBuffer:
+        return DeviceBuffer(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+
+    rows = work.table
+    num_rows, numel = len(rows.nbytes), work.nbytes // 4
+    half_table = SegmentTable(rows.src, rows.src_offset, rows.dst, rows.dst_offset // 2, rows.nbytes)
+    digest = DigestRows(
+        seeds=np.arange(num_rows, dtype=np.uint64),
+        stream=np.arange(num_rows),
+        start=np.arange(num_rows) * 7919,
+        itemsize=np.full(num_rows, 4, dtype=np.int64),
+    )
+    device = torch.cuda.current_device()
+    keep: list[object] = []
+    stack.callback(keep.clear)
+    runs: dict[str, list[Run]] = {}
+    want = moved(work)
+    want_16 = torch.from_numpy(want).bfloat16()
+    for number in range(max(1, math.ceil(ROTATED_BYTES / work.nbytes))):
+        buffers = on_device(work)
+        totals = torch.zeros(num_rows, dtype=torch.int64, device="cuda")
+        flat_src = torch.rand(numel, device="cuda")
+        flat_dst, flat_half = torch.zeros_like(flat_src), torch.zeros_like(flat_src, dtype=torch.bfloat16)
+        keep += [buffers, totals, flat_src, flat_dst, flat_half]
+        src, dst, half = [range_of(tensor) for tensor in buffers.src], [range_of(buffers.dst)], [range_of(buffers.half)]
+        sums = {"digest": digest, "totals": range_of(totals)}
+        plain = stack.enter_context(DevicePlan(rows, src, dst, device=device))
+        summed = stack.enter_context(DevicePlan(rows, src, dst, device=device, **sums))
+        cast = stack.enter_context(DevicePlan(half_table, src, half, device=device, cast="float32->bfloat16"))
+        columns = (rows.src, rows.src_offset // 4, rows.dst_offset // 4, rows.nbytes // 4)
+        cut = list(zip(*(column.tolist() for column in columns), strict=True))
+        from_views = [buffers.src[s][begin : begin + n] for s, begin, _, n in cut]
+        to_views = [buffers.dst[to : to + n] for _, _, to, n in cut]
+        half_views = [buffers.half[to : to + n] for _, _, to, n in cut]
+
+        def on_stream(plan: DevicePlan) -> Run:
+            return lambda: plan.run(torch.cuda.current_stream().cuda_stream)
+
+        here: dict[str, Run] = {
+            FLAT: lambda dst=flat_dst, src=flat_src: dst.copy_(src),
+            NATIVE: on_stream(plain),
+            NATIVE_DIGEST: on_stream(summed),
+            FOREACH: lambda dst=to_views, src=from_views: torch._foreach_copy_(dst, src),
+            FLAT_16: lambda dst=flat_half, src=flat_src: dst.copy_(src),
+            NATIVE_16: on_stream(cast),
+            FOREACH_16: lambda dst=half_views, src=from_views: torch._foreach_copy_(dst, src),
+        }
+        if cub is not None:
+            here[CUB] = cub_copy(cub, work, buffers, keep)
+        for name, run in here.items():
+            runs.setdefault(name, []).append(run)
+            if number > 0 or name in (FLAT, FLAT_16):
+                continue
+            buffers.dst.zero_()
+            buffers.half.zero_()
+            run()
+            torch.cuda.synchronize()
+            if name in (NATIVE_16, FOREACH_16):
+                assert torch.equal(buffers.half.cpu(), want_16), f"{name}: bits differ"
+            else:
+                assert np.array_equal(buffers.dst.cpu().numpy().view(np.uint32), want.view(np.uint32)), name
+        if number == 0:
+            found = totals.cpu().numpy().view(np.uint64)
+            for i in range(0, num_rows, 997):
+                s, begin, _, n = cut[i]
+                data = work.src[s][begin : begin + n].view(torch.uint8).numpy()
+                assert int(found[i]) == digest_range_reference(data, 4, seed=i, start=i * 7919), f"digest {i} differs"
+    return runs
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method on one workload; of three figures, the least, the median and the greatest over rounds."""
+
+    key: str
+    workload: str
+    method: str
+    gb_per_s: tuple[float, float, float]
+    ceiling: str
+    ratio: tuple[float, float, float]
+    raw_seconds: list[float]
+
+
+def measure(key: str, work: Workload, rounds: int, repeats: int, cub: ctypes.CDLL | None) -> list[Row]:
+    with ExitStack() as stack:
+        compared = methods(work, stack, cub)
+        seconds: dict[str, list[float]] = {name: [] for name in compared}
+        for number in range(rounds + 2):  # two to warm up
+            for name, sets in compared.items():
+                begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                count = max(repeats, len(sets))
+                torch.cuda.synchronize()
+                begin.record()
+                for i in range(count):
+                    sets[i % len(sets)]()
+                end.record()
+                end.synchronize()
+                if number >= 2:
+                    seconds[name].append(begin.elapsed_time(end) / 1e3 / count)
+        torch.cuda.synchronize()
+    rows = []
+    for name, values in seconds.items():
+        ceiling = CEILING.get(name, FLAT)
+        rows.append(
+            Row(
+                key=key,
+                workload=work.name,
+                method=name,
+                gb_per_s=spread([work.nbytes / 1e9 / value for value in values]),
+                ceiling=ceiling,
+                ratio=spread([flat / own for flat, own in zip(seconds[ceiling], values, strict=True)]),
+                raw_seconds=values,
+            )
+        )
+    return rows
+
+
+def tables(document: dict[str, Any], rows: Sequence[Row]) -> str:
+    """The results as Markdown."""
+    lines = [
+        "# Moving segments on a GPU",
+        "",
+        f"{document['gpu']}, CUDA {document['cuda']}, engine built by {document['engine']}.",
+        "",
+        *describe(document["machine"]),
+        "",
+        *table(
+            ["workload", "method", "GB/s min", "median", "max", "ratio min", "median", "max", "goal"],
+            [
+                [
+                    row.workload,
+                    row.method,
+                    *(f"{value:.1f}" for value in row.gb_per_s),
+                    *(f"{value:.2f}" for value in row.ratio),
+                    f"{TARGETS[row.key]:.2f}" if row.method == NATIVE and row.key in TARGETS else "",
+                ]
+                for row in rows
+            ],
+            text_columns=2,
+        ),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=9, help="interleaved rounds of all methods")
+    parser.add_argument("--repeats", type=int, default=5, help="runs in a row between two events")
+    parser.add_argument("--workloads", nargs="+", default=["a", "a'", "b", "b'", "c"])
+    parser.add_argument("--small", action="store_true", help="a few MB: to test the benchmark itself")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="directory of the results")
+    arguments = parser.parse_args()
+    reason = missing()
+    if reason is not None:
+        sys.exit(reason)
+    document: dict[str, Any] = {
+        "machine": machine(),
+        "gpu": torch.cuda.get_device_name(),
+        "cuda": torch.version.cuda,
+        "engine": describe_build("cuda").compiler,
+    }
+    made = workloads(0.01 if arguments.small else 1.0)
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory(prefix="bench-gpu-") as directory:
+        cub = build_cub(Path(directory))
+        for key in arguments.workloads:
+            work = made[key]()
+            print(work.name, file=sys.stderr, flush=True)
+            rows += measure(key, work, arguments.rounds, arguments.repeats, cub)
+            del work
+            gc.collect()
+            torch.cuda.empty_cache()
+    document["rows"] = [asdict(row) for row in rows]
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    (arguments.out / "gpu.json").write_text(json.dumps(document, indent=1) + "\n")
+    text = tables(document, rows)
+    (arguments.out / "gpu.md").write_text(text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

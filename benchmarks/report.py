@@ -1,0 +1,95 @@
+"""What every results file says: the machine and the commit, Markdown tables, and the share of noise."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import torch
+from meter import _busy_cpu_seconds
+
+from zeroelastic.executors.build_info import describe_build
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+NOISY = 0.07
+"""Above this share of the processors in the hands of others, a figure says little."""
+
+
+def machine() -> dict[str, object]:
+    """What the figures were taken on."""
+    cpu = platform.processor()
+    with open("/proc/cpuinfo") as lines:
+        cpu = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), cpu)
+    with open("/proc/meminfo") as lines:
+        memory_kib = int(next(line for line in lines if line.startswith("MemTotal")).split()[1])
+    native = describe_build("native")
+
+    def git(*words: str) -> str:
+        done = subprocess.run(["git", *words], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+        return done.stdout.strip()
+
+    return {
+        "cpu": cpu,
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(memory_kib / 2**20, 1),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "native": native.compiler,
+        "instruction_set": _instruction_set() if native.usable else "none",
+        "commit": git("rev-parse", "HEAD"),
+        "uncommitted_changes": bool(git("status", "--porcelain")),
+        "load_average_before": os.getloadavg()[0],
+        "time": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
+        "command": " ".join(sys.argv),
+    }
+
+
+def _instruction_set() -> str:
+    from zeroelastic.executors.native_executor import instruction_set
+
+    return instruction_set()
+
+
+def describe(about: Mapping[str, object]) -> list[str]:
+    """The lines of Markdown that say where figures come from."""
+    changed = " with uncommitted changes" if about["uncommitted_changes"] else ""
+    return [
+        f"{about['cpu']}, {about['cores']} cores, {about['memory_gib']} GiB, Linux {about['kernel']}; torch "
+        f"{about['torch']}, numpy {about['numpy']}, {about['native']}, {about['instruction_set']} in use; "
+        f"{about['time']}, commit {str(about['commit'])[:12] or 'unknown'}{changed}.",
+        "",
+        f"`{about['command']}`",
+    ]
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, text_columns: int = 1) -> list[str]:
+    """A Markdown table whose first columns are text and the others figures."""
+    marks = ["---"] * text_columns + ["--:"] * (len(head) - text_columns)
+    return [f"| {' | '.join(head)} |", f"|{'|'.join(marks)}|", *(f"| {' | '.join(row)} |" for row in rows)]
+
+
+def spread(values: Sequence[float]) -> tuple[float, float, float]:
+    """Least, median and greatest."""
+    return min(values), median(values), max(values)
+
+
+class Others:
+    """The share of the processors that other processes used, from its creation to ``share``."""
+
+    def __init__(self) -> None:
+        self._busy, self._own, self._clock = _busy_cpu_seconds(), time.process_time(), time.perf_counter()
+
+    def share(self) -> float:
+        """A value from 0 to 1."""
+        busy, own = _busy_cpu_seconds() - self._busy, time.process_time() - self._own
+        seconds = (time.perf_counter() - self._clock) * (os.cpu_count() or 1)
+        return min(1.0, max(0.0, busy - own) / seconds) if seconds else 0.0

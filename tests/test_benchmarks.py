@@ -1,0 +1,98 @@
+"""bench_kernel, bench_plan and bench_gpu at a small size: bits are right, tables are whole. Times are not looked at."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from zeroelastic.executors import describe_build
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+native = pytest.mark.skipif(not describe_build("native").usable, reason="the benchmark needs the native engine")
+
+
+def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([os.fspath(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return subprocess.run(
+        [sys.executable, f"benchmarks/{script}", *arguments],
+        cwd=REPOSITORY,
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+
+
+def results(script: str, name: str, out: Path, *arguments: str) -> tuple[dict[str, Any], str]:
+    done = run(script, "--small", "--out", os.fspath(out), *arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    return json.loads((out / f"{name}.json").read_text()), (out / f"{name}.md").read_text()
+
+
+@native
+def test_every_method_moves_every_workload(tmp_path: Path) -> None:
+    document, text = results("bench_kernel.py", "kernel", tmp_path, "--rounds", "2", "--threads", "1", "2")
+    rows = {(row["key"], row["threads"], row["method"]): row for row in document["rows"]}
+    memory = {
+        "native",
+        "native + digest",
+        "native to bf16",
+        "flat copy_",
+        "flat bf16.copy_",
+        "native digest of flat memory",
+    }
+    files = {"native read (warm files)", "native read + digest"}
+    for key in ("a", "a'", "b", "b'", "c"):
+        for threads in (1, 2):
+            found = {method for k, t, method in rows if (k, t) == (key, threads)}
+            assert found >= memory | (files if key[0] == "a" else set())
+    assert all(len(row["raw_seconds"]) == 2 for row in rows.values())
+    assert all((row["over_native"] is None) == ("+ digest" not in row["method"]) for row in rows.values())
+    assert text.count("\n| ") >= len(rows)
+    segments = {about["segments"] for about in document["workloads"].values()}
+    assert min(segments) == 6 and max(segments) == 1000
+
+
+def test_plans_of_every_case_are_measured(tmp_path: Path) -> None:
+    document, text = results("bench_plan.py", "plan", tmp_path, "--samples", "3")
+    assert [row["num_segments"] > row["num_params"] for row in document["rows"]] == [True] * 3
+    assert all(row["plan_peak_bytes"] >= row["plan_bytes"] > 0 for row in document["rows"])
+    assert all(row["all_ranks_measured"] for row in document["rows"]) and "~0" not in text
+
+
+def test_what_takes_too_long_is_marked_as_not_measured(tmp_path: Path) -> None:
+    document, text = results("bench_plan.py", "plan", tmp_path, "--samples", "1", "--whole-seconds", "0")
+    assert not any(row["all_ranks_measured"] for row in document["rows"])
+    assert text.count("| ~") == len(document["rows"])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
+def test_without_a_gpu_the_benchmark_of_it_says_so(tmp_path: Path) -> None:
+    done = run("bench_gpu.py", "--out", os.fspath(tmp_path))
+    assert done.returncode == 1
+    assert done.stderr.strip().splitlines()[-1] == "bench_gpu: there is no CUDA device, so nothing is measured."
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not describe_build("cuda").usable, reason="the benchmark needs the CUDA engine")
+def test_every_method_moves_every_workload_on_a_gpu(tmp_path: Path) -> None:
+    done = run("bench_gpu.py", "--small", "--rounds", "1", "--out", os.fspath(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads((tmp_path / "gpu.json").read_text())["rows"]
+    assert {row["method"] for row in rows} >= {
+        "DevicePlan",
+        "DevicePlan + digest",
+        "DevicePlan to bf16",
+        "flat device copy",
+    }
