@@ -283,6 +283,11 @@ class Row:
     raw_cpu_seconds: list[float]
 
 
+SETTLE_S = 0.02
+"""A pause before each timing: OpenMP's threads go on spinning for a while after torch's copies, on the processors that
+the next method needs."""
+
+
 def measure(key: str, work: Workload, threads: int, rounds: int, directory: Path | None) -> list[Row]:
     torch.set_num_threads(threads)
     compared = methods(work, threads, directory)
@@ -297,6 +302,7 @@ def measure(key: str, work: Workload, threads: int, rounds: int, directory: Path
         for name in order[begin_with:] + order[:begin_with]:
             run = compared[name]
             gc.disable()
+            time.sleep(SETTLE_S)
             begin, cpu_begin = time.perf_counter(), time.process_time()
             run()
             cpu[name].append(time.process_time() - cpu_begin)

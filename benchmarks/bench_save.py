@@ -301,7 +301,6 @@ def measure(job: Job, names: Sequence[str], rounds: int) -> tuple[dict[str, int]
 def _measure(run: Run, system: System, *, durable: bool, number: int) -> Sample:
     directory = run.job.directory / system.name
     if run.rank == 0:
-        shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir()
         os.sync()  # nothing that was written or removed before is still under way
     save = system.prepare(run)
@@ -316,6 +315,8 @@ def _measure(run: Run, system: System, *, durable: bool, number: int) -> Sample:
     wrong = tuple(system.check(run, directory))
     file_bytes = sum(file.stat().st_size for file in files_below(directory))
     dist.barrier()
+    if run.rank == 0:
+        shutil.rmtree(directory)  # the page cache is empty for the next one, not full of this one
     return Sample(system.name, durable, number, cost, file_bytes, wrong)
 
 

@@ -46,7 +46,7 @@ def machine() -> dict[str, object]:
         "native": native.compiler,
         "instruction_set": _instruction_set() if native.usable else "none",
         "commit": git("rev-parse", "HEAD"),
-        "uncommitted_changes": bool(git("status", "--porcelain")),
+        "uncommitted_changes": bool(git("status", "--porcelain", "--", ".", ":!benchmarks/results")),
         "load_average_before": os.getloadavg()[0],
         "time": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
         "command": " ".join(sys.argv),
