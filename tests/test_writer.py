@@ -210,6 +210,34 @@ def test_a_layout_that_is_not_known_is_refused_by_name(tmp_path: Path, monkeypat
         write_torch_file(torch.ones(1000), tmp_path / "x.pt")
 
 
+def test_a_torch_that_cannot_leave_payload_out_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(torch.serialization, "skip_data")
+    with pytest.raises(UnsupportedError, match="it cannot leave payload out"):
+        write_torch_file(torch.ones(3), tmp_path / "x.pt")
+
+
+@pytest.mark.parametrize("damage", ["short", "text", "directory"])
+def test_anything_else_than_the_expected_archive_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    from zeroelastic.writer import _lay_out
+
+    def damaged(obj: object, path: Path) -> dict[str, torch.UntypedStorage]:
+        storages = _lay_out(obj, path)
+        data = bytearray(path.read_bytes())
+        if damage == "directory":
+            at = data.rindex(b"PK\x06\x06") + 48
+            data[at : at + 8] = (len(data) - 30).to_bytes(8, "little")
+        path.write_bytes({"short": b"PK", "text": b"x" * 500}.get(damage, bytes(data)))
+        return storages
+
+    monkeypatch.setattr(writer, "_lay_out", damaged)
+    with pytest.raises(UnsupportedError, match="in a way that is not known here"):
+        write_torch_file(torch.ones(1000), tmp_path / "x.pt")
+
+
 def test_a_directory_that_does_not_exist_is_an_error_that_names_it(tmp_path: Path) -> None:
     with pytest.raises((OSError, RuntimeError), match="nowhere"):
         write_torch_file(torch.ones(3), tmp_path / "nowhere" / "x.pt")

@@ -3,7 +3,8 @@
 ``torch.serialization.skip_data`` lets torch write everything but the payload; where each storage's bytes belong is read
 from the archive's own directory. They are then written straight from the tensors, by several threads, with the
 archive's CRC-32 and the content digests in the same pass. Nothing is copied, but for tensors on a device, which go
-through ``STAGING_BYTES`` of host memory. Source: torch.save and PyTorchStreamWriter, torch 2.6 to 2.13.
+through ``STAGING_BYTES`` of host memory. Source: torch.save and PyTorchStreamWriter, torch 2.13; a layout that differs
+is noticed and refused.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from zeroelastic.layout import Int64Array
 
 STAGING_BYTES = 16 << 20
 """Host memory through which tensors on a device are written."""
+
+_EARLY_BYTES = 4 << 20  # what is less is flushed with the rest, when the file is complete
 
 _END = struct.Struct("<4sHHHHIIH")
 _END64_LOCATOR = struct.Struct("<4sIQI")
@@ -112,7 +115,7 @@ def write_torch_file(
     index = {storages[key]._cdata: i for i, key in enumerate(order)}
     late = {index.get(tensor.untyped_storage()._cdata, -1) for tensor in last} - {-1}
     placed = _place_runs(runs, index)
-    rows = _cut([records[key] for key in order], placed, runs)
+    rows = _cut([records[key] for key in order], placed)
     owners = [storages[key] for key in order]
     digests: list[int | None] = [None] * len(runs)
     checksums = np.zeros(len(rows.nbytes), dtype=np.uint32)
@@ -150,12 +153,16 @@ def _lay_out(obj: object, path: Path) -> dict[str, torch.UntypedStorage]:
             type(self).persistent_id = persistent_id  # type: ignore[method-assign, assignment]
             super().__init__(*args, **kwargs)
 
+    if not hasattr(torch.serialization, "skip_data"):
+        raise _other_layout(path, "it cannot leave payload out")
     listening = ModuleType("pickle")
     vars(listening).update(vars(pickle))
     listening.Pickler = Pickler  # type: ignore[attr-defined]
     with torch.serialization.skip_data():
         torch.save(obj, path, pickle_module=listening)
-    return storages
+    found = dict(storages)
+    storages.clear()  # the class above is in a cycle with itself and may live on for a while
+    return found
 
 
 def _reserve(path: Path) -> None:
@@ -178,32 +185,41 @@ _fallocate = _libc.fallocate64 if hasattr(_libc, "fallocate64") else _libc.fallo
 def _read_directory(path: Path) -> tuple[dict[str, _Record], bytearray, int]:
     """The records of an archive by name without its folder, its central directory and where that begins."""
     with open(path, "rb", buffering=0) as file:
-        size = os.fstat(file.fileno()).st_size
-        tail = os.pread(file.fileno(), _END64.size + _END64_LOCATOR.size + _END.size, 0 if size < 98 else size - 98)
-        end = _END.unpack(tail[-_END.size :])
-        if end[0] != b"PK\x05\x06" or end[-1] != 0:
-            raise _other_layout(path, "it has no end record where one was expected")
-        count, directory_size, directory_offset = end[4], end[5], end[6]
-        if tail[-_END.size - _END64_LOCATOR.size :][:4] == b"PK\x06\x07":
-            end64 = _END64.unpack(tail[: _END64.size])
-            if end64[0] != b"PK\x06\x06":
-                raise _other_layout(path, "it has no 64-bit end record where one was expected")
-            count, directory_size, directory_offset = end64[7], end64[8], end64[9]
-        directory = bytearray(os.pread(file.fileno(), directory_size, directory_offset))
-        records: dict[str, _Record] = {}
-        at = 0
-        for _ in range(count):
-            fields = _ENTRY.unpack_from(directory, at)
-            name_bytes, extra_bytes, comment_bytes = fields[10:13]
-            name = directory[at + _ENTRY.size :][:name_bytes].decode()
-            nbytes, header = _sizes(fields, directory[at + _ENTRY.size + name_bytes :][:extra_bytes])
-            local = _LOCAL.unpack(os.pread(file.fileno(), _LOCAL.size, header))
-            known = fields[0] == b"PK\x01\x02" and local[0] == b"PK\x03\x04" and fields[4] == 0
-            if not known or (nbytes > 0 and not fields[3] & _DEFERRED):
-                raise _other_layout(path, f"record {name} is not stored as expected")
-            offset = header + _LOCAL.size + local[9] + local[10]
-            records[name.partition("/")[2]] = _Record(name, offset, nbytes, fields[7], at)
-            at += _ENTRY.size + name_bytes + extra_bytes + comment_bytes
+        try:
+            return _parse_directory(file.fileno(), path)
+        except (struct.error, ValueError) as error:
+            raise _other_layout(path, str(error)) from None
+
+
+def _parse_directory(fd: int, path: Path) -> tuple[dict[str, _Record], bytearray, int]:
+    size = os.fstat(fd).st_size
+    most = _END64.size + _END64_LOCATOR.size + _END.size
+    tail = os.pread(fd, most, max(0, size - most))
+    end = _END.unpack(tail[-_END.size :])
+    if end[0] != b"PK\x05\x06" or end[-1] != 0:
+        raise _other_layout(path, "it has no end record where one was expected")
+    count, directory_size, directory_offset = end[4], end[5], end[6]
+    if tail[-_END.size - _END64_LOCATOR.size :][:4] == b"PK\x06\x07":
+        end64 = _END64.unpack(tail[: _END64.size])
+        if end64[0] != b"PK\x06\x06":
+            raise _other_layout(path, "it has no 64-bit end record where one was expected")
+        count, directory_size, directory_offset = end64[7], end64[8], end64[9]
+    directory = bytearray(os.pread(fd, directory_size, directory_offset))
+    records: dict[str, _Record] = {}
+    at = 0
+    for _ in range(count):
+        fields = _ENTRY.unpack_from(directory, at)
+        name_at = at + _ENTRY.size
+        extra_at = name_at + fields[10]
+        name = directory[name_at:extra_at].decode()
+        nbytes, header = _sizes(fields, directory[extra_at : extra_at + fields[11]])
+        local = _LOCAL.unpack(os.pread(fd, _LOCAL.size, header))
+        known = fields[0] == b"PK\x01\x02" and local[0] == b"PK\x03\x04" and fields[4] == 0
+        if not known or (nbytes > 0 and not fields[3] & _DEFERRED):
+            raise _other_layout(path, f"record {name} is not stored as expected")
+        offset = header + _LOCAL.size + local[9] + local[10]
+        records[name.partition("/")[2]] = _Record(name, offset, nbytes, fields[7], at)
+        at = extra_at + fields[11] + fields[12]
     return records, directory, directory_offset
 
 
@@ -251,7 +267,7 @@ def _place_runs(runs: Sequence[Run], index: Mapping[int, int]) -> list[tuple[int
     return kept
 
 
-def _cut(records: Sequence[_Record], placed: Sequence[tuple[int, int, int, int]], runs: Sequence[Run]) -> _Rows:
+def _cut(records: Sequence[_Record], placed: Sequence[tuple[int, int, int, int]]) -> _Rows:
     """Rows that cover every storage: its digest runs and what lies between them, in file order."""
     rows: list[tuple[int, int, int, int]] = []  # storage, byte offset, bytes, run
     at = 0
@@ -335,8 +351,9 @@ class _Payload:
         """Write rows that all belong to a digest run, ``within`` bytes into it, or all to none; returns checksums."""
         sums = np.zeros(len(table.nbytes), dtype=np.uint32)
         digest = None if numbers[0] < 0 else self._digest_rows(numbers, within)
+        sync = self.sync and int(table.nbytes.sum()) >= _EARLY_BYTES
         totals = write_segments(
-            table, buffers, [self.path], digest=digest, crc32=sums, sync=self.sync, executor=self.executor
+            table, buffers, [self.path], digest=digest, crc32=sums, sync=sync, executor=self.executor
         )
         if totals is not None:
             for number, total in zip(numbers.tolist(), totals.tolist(), strict=True):
