@@ -33,7 +33,7 @@ class Engine:
     """One executor; memory given out is valid until ``free``."""
 
     label: str
-    library: ctypes.CDLL | None = None
+    fake: ctypes.CDLL | None = None
     held: list[object] = field(default_factory=list)
 
     @property
@@ -51,8 +51,8 @@ class Engine:
     def put(self, data: np.ndarray, misaligned: int = 0) -> Buffer:
         """A copy of these bytes where the engine moves them, that many bytes behind an aligned address."""
         if self.label == "fake-cuda":
-            assert self.library is not None
-            base = self.library.fake_cuda_malloc(len(data) + misaligned)
+            assert self.fake is not None
+            base = self.fake.fake_cuda_malloc(len(data) + misaligned)
             assert base
             self.held.append(base)
             ctypes.memmove(base + misaligned, data.ctypes.data, len(data))
@@ -74,8 +74,8 @@ class Engine:
 
     def free(self) -> None:
         for base in self.held:
-            if self.library is not None:
-                self.library.fake_cuda_free(base)
+            if self.fake is not None:
+                self.fake.fake_cuda_free(base)
         self.held.clear()
 
 

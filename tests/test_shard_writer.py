@@ -140,3 +140,20 @@ def load_root(job: Job, directory: str) -> str:
     assert engine.zeroelastic_report.root_matches
     dist.barrier()
     return str(engine.zeroelastic_report.loaded_root)
+
+
+def test_a_save_method_that_was_replaced_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the object or on the class: whoever did that wants to see what is saved."""
+    from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+
+    from zeroelastic.stage3.shard_writer import _writes_with_torch
+
+    engine = TorchCheckpointEngine()
+    assert not _writes_with_torch(engine)  # the format without a zip archive
+    engine.zipfile_serialization = True
+    assert _writes_with_torch(engine)
+    with monkeypatch.context() as patch:
+        patch.setattr(TorchCheckpointEngine, "save", lambda self, state_dict, path: None)
+        assert not _writes_with_torch(engine)
+    engine.save = lambda state_dict, path: None
+    assert not _writes_with_torch(engine)

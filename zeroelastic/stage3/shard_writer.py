@@ -23,6 +23,9 @@ from zeroelastic.writer import Run, write_torch_file
 
 logger = logging.getLogger(__name__)
 
+_TORCH_SAVE = TorchCheckpointEngine.save
+"""As DeepSpeed defines it: somebody may put another in its place later."""
+
 
 @contextmanager
 def shard_writer(
@@ -52,7 +55,7 @@ def _writes_with_torch(checkpoint_engine: Any) -> bool:
     """Whether an engine does nothing but ``torch.save`` into a zip archive, so that its files can be written by us."""
     return (
         type(checkpoint_engine) is TorchCheckpointEngine
-        and type(checkpoint_engine).save is TorchCheckpointEngine.save
+        and TorchCheckpointEngine.save is _TORCH_SAVE
         and "save" not in vars(checkpoint_engine)
         and bool(checkpoint_engine.zipfile_serialization)
     )
