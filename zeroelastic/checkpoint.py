@@ -185,6 +185,11 @@ def open_checkpoint(tag_dir: str | os.PathLike[str], *, near_rank: int = 0) -> C
     return checkpoint
 
 
+def is_rank_file(name: str) -> bool:
+    """Whether a file name is one that a rank of DeepSpeed writes into a tag directory, at any ZeRO stage."""
+    return any(pattern.match(name) is not None for pattern in (_OPTIM_FILE, _MODEL_FILE, _OTHER_STAGES))
+
+
 def _file_sizes(tag_dir: Path) -> dict[str, int]:
     try:
         with os.scandir(tag_dir) as entries:
@@ -347,6 +352,7 @@ __all__ = [
     "ModelStates",
     "compare_params",
     "frozen_layouts",
+    "is_rank_file",
     "open_checkpoint",
     "open_model_states",
     "source_ranks",

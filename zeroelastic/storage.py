@@ -1,4 +1,4 @@
-"""Where checkpoint files are: a local path, or a URL that fsspec reads, such as ``s3://bucket/run``; looked at, not changed.
+"""Where checkpoint files are: a local path, or a URL that fsspec reads, such as ``s3://bucket/run``; never written to.
 
 Local files are ``pathlib.Path``. A ``RemotePath`` has the part of its interface that is used here, and is read by byte
 range only. fsspec itself is imported when the first URL is looked at.
@@ -12,12 +12,9 @@ import stat
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from zeroelastic.errors import CheckpointError, MissingFileError, UsageError
-
-if TYPE_CHECKING:
-    from fsspec import AbstractFileSystem
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 
@@ -46,13 +43,22 @@ class RemotePath:
         return f"{self.protocol}://{self.path.lstrip('/') if self.protocol != 'file' else self.path}"
 
     @property
-    def system(self) -> AbstractFileSystem:
-        """The file system; one and the same for all paths of a protocol."""
+    def system(self) -> Any:
+        """The fsspec file system; one and the same for all paths of a protocol."""
         return _system(self.protocol)
 
 
 FilePath: TypeAlias = "Path | RemotePath"
 """Where a file is."""
+
+
+def local_paths(paths: Iterable[FilePath]) -> tuple[Path, ...]:
+    """The same paths, for those who read local files only; another one is a bug of ours."""
+    found: list[Path] = []
+    for path in paths:
+        assert isinstance(path, Path), f"{path} is not on this machine"
+        found.append(path)
+    return tuple(found)
 
 
 def as_path(text: str | os.PathLike[str]) -> FilePath:
@@ -75,7 +81,7 @@ _systems: dict[str, Any] = {}
 
 def _system(protocol: str) -> Any:
     if protocol not in _systems:
-        import fsspec
+        import fsspec  # type: ignore[import-untyped]
 
         try:
             _systems[protocol] = fsspec.filesystem(protocol)

@@ -12,6 +12,7 @@ import typer
 
 from zeroelastic._version import __version__
 from zeroelastic.cli.doctor import doctor
+from zeroelastic.cli.outcome import verb
 
 app = typer.Typer(
     name="zeroelastic",
@@ -19,7 +20,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-app.command()(doctor)
+app.command()(verb(doctor))
 
 
 def _print_version(wanted: bool) -> None:
