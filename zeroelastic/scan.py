@@ -159,14 +159,25 @@ def _scan_file(inventory: Inventory, rank: int, path: FilePath, size: int, progr
     seeds = np.append(inventory.seeds, np.uint64(0))
     digest = DigestRows(seeds, np.where(table.tensor < 0, num_tensors, table.tensor), table.start, table.itemsize)
     zeros = np.zeros(len(table.nbytes), dtype=np.int64)
+    left = size
+
+    def told(nbytes: int) -> None:
+        nonlocal left
+        nbytes = min(nbytes, left)
+        left -= nbytes
+        progress(nbytes)
+
     try:
         sums = scan_segments(
-            FileRows(local_paths((path,)), zeros, table.offset, table.nbytes), digest=digest, crc32=crc32
+            FileRows(local_paths((path,)), zeros, table.offset, table.nbytes),
+            digest=digest,
+            crc32=crc32,
+            progress=told,
         )
     except CheckpointError as error:
-        progress(size)
+        progress(left)
         return _unread(nothing, path, error)
-    progress(size)
+    progress(left)
     assert sums is not None
     digests = sums[:num_tensors]
     covered = np.zeros(num_tensors, dtype=np.int64)
