@@ -1,8 +1,8 @@
 """The records of a torch.save archive: where each one's bytes lie, its CRC-32, and whether the rest of the file agrees.
 
 Every byte that is not the payload of a record is looked at here: the header before each record, the padding that aligns
-it, what follows it, and the directory at the end. All of these say the same things twice, so damage shows. What torch
-writes: torch.save, PyTorchStreamWriter and miniz, torch 1.6 to 2.13.
+it, what follows it, and the directory at the end. All of these say the same things twice, so damage shows: any one bit.
+What is expected: archives of torch.save (PyTorchStreamWriter and miniz, torch 1.6 to 2.13) and of ``archive.py``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ _END64 = struct.Struct("<4sQHHIIQQQQ")
 _ENTRY = struct.Struct("<4sHHHHHHIIIHHHHHII")
 _LOCAL = struct.Struct("<4sHHHHHIIIHH")
 _FIELD = struct.Struct("<HH")
-_END64_VERSIONS = (0x031E, 45)
+_VERSIONS = (0, 10, 20, 45)  # of the zip specification that a record needs; no two differ in a single bit
+_END64_VERSIONS = ((0x031E, 45), (45, 45))
 _DEFERRED = 1 << 3
 _MOST32 = 0xFFFFFFFF
 _ZIP64, _PADDING = 1, 0x4246
@@ -68,8 +69,7 @@ class _Entry(NamedTuple):
     """One record as the directory at the end describes it; ``at`` is the entry's own place in the file."""
 
     name: bytes
-    made: tuple[int, ...]  # what is the same for all records of an archive
-    needed: int
+    attributes: tuple[int, ...]  # what is the same for all records of an archive
     flags: int
     when: tuple[int, int]
     crc32: int
@@ -126,7 +126,9 @@ def _directory_place(path: FilePath, size: int, faults: list[Fault]) -> tuple[in
         if end64[0] != b"PK\x06\x06":
             raise damaged
         count, nbytes, offset = end64[7], end64[8], end64[9]
-        wrong = end64[1] != _END64.size - 12 or end64[2:4] != _END64_VERSIONS or any(end64[4:6]) or end64[6] != count
+        wrong = (
+            end64[1] != _END64.size - 12 or end64[2:4] not in _END64_VERSIONS or any(end64[4:6]) or end64[6] != count
+        )
         wrong |= locator[1:] != (0, base, 1)
         if wrong:
             faults.append(Fault("its end record is not what torch.save writes", base, most - _END.size))
@@ -157,7 +159,7 @@ def _entries(path: FilePath, offset: int, nbytes: int, faults: list[Fault]) -> l
         values = [fields[9], fields[8], fields[16]]  # uncompressed, compressed, header: their order in the 64-bit field
         wide = [i for i, value in enumerate(values) if value == _MOST32]
         extra = data[extra_at : extra_at + fields[11]]
-        good = fields[4] == 0 and fields[12:14] == (0, 0)
+        good = fields[4] == 0 and fields[12:14] == (0, 0) and fields[1] in _VERSIONS and fields[2] in _VERSIONS
         for kind, content in _extra_fields(extra):
             if kind == _ZIP64 and wide and len(content) == 8 * len(wide):
                 for i, value in zip(wide, struct.unpack(f"<{len(wide)}Q", content), strict=True):
@@ -167,18 +169,14 @@ def _entries(path: FilePath, offset: int, nbytes: int, faults: list[Fault]) -> l
                 good = False
         if wide or values[0] != values[1] or not good:
             faults.append(Fault(f"its directory is wrong about {_shown(name)}", offset + at, end - at))
-        made = (fields[1], fields[14], fields[15])
-        entries.append(
-            _Entry(
-                name, made, fields[2], fields[3], fields[5:7], fields[7], values[0], values[2], offset + at, end - at
-            )
-        )
+        place = (values[2], offset + at, end - at)
+        entries.append(_Entry(name, fields[14:16], fields[3], fields[5:7], fields[7], values[0], *place))
         at = end
-    usual = Counter(entry.made for entry in entries).most_common(1)
+    usual = Counter(entry.attributes for entry in entries).most_common(1)
     faults += [
         Fault(f"its directory describes {_shown(entry.name)} unlike the others", entry.at, entry.length)
         for entry in entries
-        if entry.made != usual[0][0]
+        if entry.attributes != usual[0][0]
     ]
     return entries
 
@@ -211,7 +209,7 @@ def _check_header(path: FilePath, window: _Window, entry: _Entry, faults: list[F
     wide = min(entry.nbytes, _MOST32)
     sizes = (entry.crc32, wide, wide)
     later = [(0, 0, 0), (0, wide, wide), (0, _MOST32, _MOST32)] if entry.flags & _DEFERRED else []
-    good = fields[1:6] == (entry.needed, entry.flags, 0, *entry.when)
+    good = fields[1] in _VERSIONS and fields[2:6] == (entry.flags, 0, *entry.when)
     good &= fields[6:9] in (sizes, (entry.crc32, _MOST32, _MOST32), *later) and name == entry.name
     for kind, content in _extra_fields(extra):
         if kind == _ZIP64 and len(content) % 8 == 0:
