@@ -24,7 +24,7 @@ using Clock = std::chrono::steady_clock;
 
 // Counts what it is told, and cancels when it has been told often enough.
 struct Listener : ze_progress {
-    explicit Listener(int calls) : ze_progress{hear, 0, 0, 0}, most(calls) {}
+    explicit Listener(int limit) : ze_progress{hear, 0, 0, 0}, most(limit) {}
 
     static void hear(ze_progress* self) {
         Listener& listener = *static_cast<Listener*>(self);
@@ -169,6 +169,26 @@ TEST(an_error_of_the_engine_is_not_hidden) {
     ze_error error;
     CHECK(run(kScan, Repeated(1, 100, 5), 50, 2, &listener, &error) == ZE_END_OF_FILE);
     CHECK(error.offset == 50);
+}
+
+TEST(a_caller_may_call_the_engine_when_it_is_told) {
+    struct Caller : ze_progress {
+        int64_t told;
+    } outer{{[](ze_progress* self) {
+                 Listener inner(1'000'000);
+                 ze_error error;
+                 const Repeated rows(1, 3'000'000);
+                 CHECK(run(kScan, rows, 3'000'000, 2, &inner, &error) == ZE_OK);
+                 CHECK(inner.nbytes_told == rows.total());
+                 static_cast<Caller*>(self)->told += self->nbytes;
+                 self->go_on = 1;
+             },
+             0, 0, 0},
+            0};
+    ze_error error;
+    const Repeated rows(300, 10'000'000);
+    CHECK(run(kScan, rows, 10'000'000, 2, &outer, &error) == ZE_OK);
+    CHECK(outer.told == rows.total());
 }
 
 TEST(a_caller_that_waits_for_others_is_told_and_can_cancel) {
