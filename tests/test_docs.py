@@ -50,6 +50,10 @@ def test_code_blocks_run(document: str, tmp_path: Path) -> None:
                 if line.startswith(SET_UP):
                     continue
                 program, *arguments = line.split()
+                if program == "python":
+                    run([sys.executable, *arguments], tmp_path)
+                    ran += 1
+                    continue
                 modules = {"torchrun": "torch.distributed.run", "pytest": "pytest", "zeroelastic": "zeroelastic"}
                 options = ["--standalone"] if program == "torchrun" else []
                 options += ["-p", "no:cacheprovider"] if program == "pytest" else []

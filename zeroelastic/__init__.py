@@ -20,6 +20,7 @@ from zeroelastic.errors import (
     StrictError,
     UnsafePickleError,
     UnsupportedError,
+    UsageError,
     ZeroElasticError,
 )
 from zeroelastic.report import ResumeReport
@@ -36,6 +37,7 @@ __all__ = [
     "StrictError",
     "UnsafePickleError",
     "UnsupportedError",
+    "UsageError",
     "ZeroElasticError",
     "__version__",
     "install",

@@ -45,6 +45,10 @@ class StrictError(ZeroElasticError, ValueError):
     """A resume that would change the run (such as its global batch) under ``"strict": true``."""
 
 
+class UsageError(ZeroElasticError, ValueError):
+    """Something that cannot be done as it was asked for: a path that is no checkpoint, a target that exists."""
+
+
 class UnsupportedError(ZeroElasticError, NotImplementedError):
     """A configuration that zeroelastic refuses by name because it cannot do it right."""
 

@@ -17,6 +17,7 @@ from zeroelastic.digest import ScalarValue
 from zeroelastic.errors import CheckpointError, UnsupportedError
 from zeroelastic.layout import Int64Array, Layout, Param, layout_from_sub_groups
 from zeroelastic.record import CheckpointFormat
+from zeroelastic.storage import FilePath
 from zeroelastic.torchfile import DTYPE_BYTES, DType, Extent, Stub, TensorRef, TorchFile, read_torch_file
 
 FP32 = "fp32"
@@ -56,12 +57,14 @@ class ScalerState:
 class Pieces:
     """Where one state key of one shard lies: byte offset and dtype of each parameter's part, -1 where there is none.
 
-    ``offset`` has shape ``(num_params,)``; part i holds the shard's owned elements of parameter i as one run.
+    ``offset`` has shape ``(num_params,)``; part i holds the shard's owned elements of parameter i as one run. All parts
+    are in the file ``path``, but where ``param_paths`` gives each parameter one of its own. ``dtype`` is by sub-group.
     """
 
-    path: Path
+    path: FilePath
     dtype: Mapping[int, str]
     offset: Int64Array
+    param_paths: tuple[FilePath, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,8 @@ import typer
 
 from zeroelastic._version import __version__
 from zeroelastic.cli.doctor import doctor
+from zeroelastic.cli.outcome import verb
+from zeroelastic.cli.reshard import reshard
 
 app = typer.Typer(
     name="zeroelastic",
@@ -19,7 +21,8 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-app.command()(doctor)
+app.command()(verb(doctor))
+app.command()(verb(reshard))
 
 
 def _print_version(wanted: bool) -> None:

@@ -20,10 +20,10 @@ from zeroelastic.executors import (
     choose_executor,
     read_segments,
 )
-from zeroelastic.layout import Int64Array
-from zeroelastic.plan import Plan, match_params
+from zeroelastic.plan import Plan
+from zeroelastic.rows import ByteRows, RowTarget, byte_rows
 from zeroelastic.shard import Pieces
-from zeroelastic.torchfile import DTYPE_BYTES
+from zeroelastic.storage import local_paths
 
 STAGING_BYTES = 16 << 20
 """Host memory used for tensors that no engine fills as they are: of another dtype than the file's, or on a GPU without
@@ -67,39 +67,6 @@ class Filled:
     cast_digests: Mapping[tuple[str, str], int]
 
 
-@dataclass(frozen=True, slots=True)
-class _Rows:
-    """Segments of all targets in file order; columns as in ReadTable, ``target`` instead of buffer, plus digests."""
-
-    paths: tuple[Path, ...]
-    file: Int64Array
-    file_offset: Int64Array
-    target: Int64Array
-    target_offset: Int64Array
-    numel: Int64Array
-    itemsize: Int64Array
-    param: Int64Array
-    start: Int64Array
-
-    def take(self, index: Int64Array) -> _Rows:
-        return _Rows(
-            self.paths,
-            *(
-                column[index]
-                for column in (
-                    self.file,
-                    self.file_offset,
-                    self.target,
-                    self.target_offset,
-                    self.numel,
-                    self.itemsize,
-                    self.param,
-                    self.start,
-                )
-            ),
-        )
-
-
 def fill(
     plan: Plan,
     pieces: Mapping[int, Mapping[str, Pieces]],
@@ -117,7 +84,7 @@ def fill(
     """
     host: Executor = "auto" if executor in ("torch", "cuda") else executor
     choose_executor(executor)
-    rows = _rows(plan, pieces, targets)
+    rows = byte_rows(plan, pieces, [RowTarget(target.key, target.sub_group, target.dtype) for target in targets])
     owned = int((rows.numel * rows.itemsize).sum())
     ways = [_way(target, executor) for target in targets]
     files: dict[Path, None] = {}
@@ -159,13 +126,13 @@ def _way(target: Target, executor: Executor) -> str:
     return str(device) if by_cuda else ""
 
 
-def _fill_in_place(rows: _Rows, members: list[int], targets: Sequence[Target], executor: Executor) -> ReadResult:
+def _fill_in_place(rows: ByteRows, members: list[int], targets: Sequence[Target], executor: Executor) -> ReadResult:
     buffer = np.full(len(targets), -1, dtype=np.int64)
     buffer[members] = np.arange(len(members))
     mine = rows.take(np.flatnonzero(buffer[rows.target] >= 0))
     return read_segments(
         ReadTable(
-            paths=mine.paths,
+            paths=local_paths(mine.paths),
             file=mine.file,
             file_offset=mine.file_offset,
             buffer=buffer[mine.target],
@@ -177,45 +144,7 @@ def _fill_in_place(rows: _Rows, members: list[int], targets: Sequence[Target], e
     )
 
 
-def _rows(plan: Plan, pieces: Mapping[int, Mapping[str, Pieces]], targets: Sequence[Target]) -> _Rows:
-    ranks = sorted(pieces)
-    file_of_rank = np.full(max(ranks, default=0) + 1, -1, dtype=np.int64)
-    file_of_rank[ranks] = np.arange(len(ranks))
-    paths = tuple(next(iter(pieces[rank].values())).path for rank in ranks)
-    source = match_params(plan.src, plan.dst)[plan.param]
-    within = plan.src_offset - plan.src.offset[source]
-    by_sub_group = [np.flatnonzero(plan.dst_sub_group == i) for i in range(plan.dst.num_sub_groups)]
-    columns: list[list[Int64Array]] = [[] for _ in range(8)]
-    for t, target in enumerate(targets):
-        mine = by_sub_group[target.sub_group]
-        itemsize = DTYPE_BYTES[target.dtype]
-        base = np.empty(len(mine), dtype=np.int64)
-        for rank in np.unique(plan.src_rank[mine]).tolist():
-            here = plan.src_rank[mine] == rank
-            base[here] = pieces[rank][target.key].offset[source[mine][here]]
-        assert (base >= 0).all(), f"{target.key} has no extent for a segment"
-        same = np.full(len(mine), itemsize, dtype=np.int64)
-        for column, values in zip(
-            columns,
-            (
-                file_of_rank[plan.src_rank[mine]],
-                base + within[mine] * itemsize,
-                np.full(len(mine), t, dtype=np.int64),
-                plan.dst_offset[mine],
-                plan.length[mine],
-                same,
-                plan.param[mine],
-                plan.start[mine],
-            ),
-            strict=True,
-        ):
-            column.append(values)
-    empty = np.empty(0, dtype=np.int64)
-    rows = _Rows(paths, *(np.concatenate(column) if column else empty for column in columns))
-    return rows.take(np.lexsort((rows.file_offset, rows.file)))
-
-
-def _batches(rows: _Rows) -> list[_Rows]:
+def _batches(rows: ByteRows) -> list[ByteRows]:
     """Cut rows so that each batch fits the staging buffer; long segments are split at whole elements."""
     cut: list[tuple[int, int, int]] = []  # row, first element, elements
     batches: list[list[tuple[int, int, int]]] = []
@@ -231,12 +160,12 @@ def _batches(rows: _Rows) -> list[_Rows]:
             cut.append((i, done, count))
             done += count
             room -= -(-count * itemsize // 8) * 8  # keep pieces 8-byte aligned in the staging buffer
-    made: list[_Rows] = []
+    made: list[ByteRows] = []
     for batch in batches:
         table = np.array(batch, dtype=np.int64)
         part = rows.take(table[:, 0])
         made.append(
-            _Rows(
+            ByteRows(
                 part.paths,
                 part.file,
                 part.file_offset + table[:, 1] * part.itemsize,
@@ -253,7 +182,7 @@ def _batches(rows: _Rows) -> list[_Rows]:
 
 def _fill_staged(
     plan: Plan,
-    rows: _Rows,
+    rows: ByteRows,
     targets: Sequence[Target],
     digests: dict[tuple[str, str], int],
     executor: Executor,
@@ -265,7 +194,7 @@ def _fill_staged(
     names = [(plan.dst.params[int(p)].name, targets[int(t)].key) for p, t in zip(rows.param, rows.target, strict=True)]
     result = read_segments(
         ReadTable(
-            paths=rows.paths,
+            paths=local_paths(rows.paths),
             file=rows.file,
             file_offset=rows.file_offset,
             buffer=np.zeros(len(nbytes), dtype=np.int64),

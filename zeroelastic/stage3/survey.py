@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from zeroelastic.agree import together
 from zeroelastic.checkpoint import (
     Checkpoint,
     ModelStates,
@@ -20,8 +21,8 @@ from zeroelastic.errors import CheckpointError, LayoutMismatchError, StrictError
 from zeroelastic.plan import Plan, check_plan, make_plan
 from zeroelastic.record import CheckpointFormat
 from zeroelastic.shard import FP32, Pieces, Shard
-from zeroelastic.stage3.agree import together
 from zeroelastic.stage3.live import LiveState
+from zeroelastic.state import check_same_save, shard_facts
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +98,7 @@ def _open(tag_dir: Path, live: LiveState, *, weights_only: bool) -> Survey:
         problems += _compare_groups(head, live)
     if problems:
         raise LayoutMismatchError(f"{tag_dir}: the checkpoint does not fit the model:", sorted(set(problems)))
-    _check_same_save(shards, head)
+    check_same_save(shards, head)
 
     plan = make_plan(head.layout, layout, rank)
     check_plan(plan)
@@ -151,33 +152,8 @@ def _compare_groups(head: Shard, live: LiveState) -> list[str]:
     ]
 
 
-def _check_same_save(shards: Mapping[int, Shard], head: Shard) -> None:
-    for shard in shards.values():
-        facts = _shard_facts(shard)
-        for what, ours in _shard_facts(head).items():
-            if facts[what] != ours:
-                raise CheckpointError(
-                    f"{shard.path} and {head.path} differ in {what}. Files of two saves are mixed in this directory."
-                )
-
-
-def _shard_facts(shard: Shard) -> dict[str, str]:
-    """What every shard of one save says alike."""
-    return {
-        "format": shard.format,
-        "save id": str(shard.save_id),
-        "parameters": repr(shard.layout.params),
-        "sub-groups": repr(shard.layout.sub_group_numel.tolist()),
-        "hyper-parameters": repr([(sorted(g.options.items()), g.params) for g in shard.groups]),
-        "optimizer state keys": repr(shard.tensor_keys),
-        "step and other scalars": repr([sorted((k, v.canonical()) for k, v in s.items()) for s in shard.scalars]),
-        "loss scale": repr(shard.scaler),
-        "dtypes": repr([(key, sorted(pieces.dtype.items())) for key, pieces in sorted(shard.pieces.items())]),
-    }
-
-
 def _token(found: Survey, *, weights_only: bool) -> Token:
-    facts = _shard_facts(found.head)
+    facts = shard_facts(found.head)
     if weights_only:
         facts = {what: facts[what] for what in ("format", "save id", "parameters", "sub-groups")}
     facts["world size"] = str(found.checkpoint.world_size)

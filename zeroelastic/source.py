@@ -1,0 +1,137 @@
+"""What a user calls a checkpoint, found: the tag directory, the directory that holds it, and who laid it out.
+
+A checkpoint may be named by its tag directory, or by the directory whose ``latest`` names the tag: DeepSpeed's save
+directory, a ``checkpoint-N`` of the Hugging Face Trainer, what accelerate's ``save_state`` or Lightning wrote.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from zeroelastic.checkpoint import is_rank_file
+from zeroelastic.errors import CheckpointError, MissingFileError, UsageError
+from zeroelastic.storage import FilePath, RemotePath, as_path, file_size, file_sizes, folders, read_whole
+
+LATEST = "latest"
+"""The file that names the tag to load."""
+
+Framework = Literal["deepspeed", "hf-trainer", "accelerate", "lightning"]
+
+_MOST_LATEST_BYTES = 4096
+_SHOWN = 8
+_TAG = re.compile(r"[^/\x00-\x1f]{1,255}")
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A checkpoint that was found: ``tag_dir`` is ``root / tag``; ``latest`` is the tag that the root names, if any."""
+
+    root: FilePath
+    tag: str
+    tag_dir: FilePath
+    latest: str | None
+    framework: Framework
+
+
+def find_source(text: str | os.PathLike[str], *, tag: str | None = None) -> Source:
+    """The checkpoint that a path or URL means; ``tag`` chooses one where the path is their directory.
+
+    Raises UsageError saying what was found there instead and what to give; MissingFileError when ``latest`` names a
+    tag that is not there; UnsupportedError never: what is in the tag is looked at by ``open_checkpoint``.
+
+    Example::
+
+        find_source("runs/llama/checkpoint-500").tag_dir     # .../checkpoint-500/global_step500
+    """
+    path = as_path(text)
+    if isinstance(path, Path):
+        path = Path(os.path.abspath(path))
+    try:
+        names = file_sizes(path)
+        inside = folders(path)
+    except MissingFileError:
+        what = "is a file, not a checkpoint directory" if file_size(path) is not None else "no such directory"
+        raise UsageError(f"{path}: {what}.") from None
+    if any(map(is_rank_file, names)):
+        if tag not in (None, path.name):
+            raise UsageError(f"{path}: is the tag {path.name} itself; to take {tag}, give the directory above.")
+        root = path.parent
+        return Source(root, path.name, path, read_latest(root), _framework(root, path.name))
+    latest = read_latest(path) if LATEST in names else None
+    chosen = tag if tag is not None else latest
+    if chosen is None:
+        raise UsageError(f"{path}: {_what_is_there(path, inside)}")
+    if tag is not None and _TAG.fullmatch(tag) is None:
+        raise UsageError(f"{tag!r} is not the name of a tag.")
+    if chosen not in inside:
+        tags = list_tags(path)
+        there = f"There are: {_some(tags)}." if tags else "There are no others."
+        if tag is not None:
+            raise UsageError(f"{path}: has no tag {tag}. {there}")
+        raise MissingFileError(f"{path}/{LATEST}: names {chosen}, which is not there. {there} Choose one with --tag.")
+    return Source(path, chosen, path / chosen, latest, _framework(path, chosen))
+
+
+def read_latest(root: FilePath) -> str | None:
+    """The tag that ``latest`` names, or None without one. Raises CheckpointError for something that is not a name."""
+    path = root / LATEST
+    try:
+        data = read_whole(path, limit=_MOST_LATEST_BYTES)
+    except MissingFileError:
+        return None
+    try:
+        tag = data.decode().strip()
+    except UnicodeDecodeError:
+        tag = ""
+    if _TAG.fullmatch(tag) is None or tag in (".", ".."):
+        raise CheckpointError(f"{path}: holds no name of a tag. Choose a tag with --tag.")
+    return tag
+
+
+def list_tags(root: FilePath) -> tuple[str, ...]:
+    """The directories in ``root`` that hold files of ZeRO-3 ranks, sorted by name. Raises MissingFileError."""
+    return tuple(name for name in folders(root) if _is_tag(root / name))
+
+
+def _is_tag(path: FilePath) -> bool:
+    try:
+        return any(map(is_rank_file, file_sizes(path)))
+    except CheckpointError:
+        return False
+
+
+def _framework(root: FilePath, tag: str) -> Framework:
+    """Who laid a directory out, by the files that only one of them writes."""
+    try:
+        names = set(file_sizes(root))
+    except CheckpointError:
+        return "deepspeed"
+    if "trainer_state.json" in names:
+        return "hf-trainer"
+    if tag == "pytorch_model" or "random_states_0.pkl" in names:
+        return "accelerate"
+    return "lightning" if tag == "checkpoint" else "deepspeed"
+
+
+def _what_is_there(path: FilePath, inside: Iterable[str]) -> str:
+    tags = list_tags(path)
+    if tags:
+        return f"has no {LATEST} file. Choose a tag with --tag; there are: {_some(tags)}."
+    below = [name for name in inside if _holds_latest(path / name)]
+    if below:
+        return f"is not a checkpoint itself; there are: {_some(below)}."
+    return f"holds no ZeRO-3 checkpoint: neither zero_pp_rank_*_model_states.pt nor a file {LATEST}."
+
+
+def _holds_latest(path: FilePath) -> bool:
+    return not isinstance(path, RemotePath) and (path / LATEST).is_file()
+
+
+def _some(names: Iterable[str]) -> str:
+    names = list(names)
+    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
