@@ -126,16 +126,21 @@ def check_tag(tag: Tag, check: Check) -> PassedOver | None:
     try:
         problems = check(tag.tag_dir)
     except UnsupportedError as error:
-        return PassedOver(tag, (str(error),), undecided=True)
+        return PassedOver(tag, (_brief(str(error), tag),), undecided=True)
     except CheckpointError as error:
         cause = error.__context__
         unreadable = isinstance(cause, OSError) and not isinstance(cause, (FileNotFoundError, NotADirectoryError))
-        problems = (str(error),)
+        problems = (_brief(str(error), tag),)
         if unreadable or _UPGRADE in str(error):  # a server that is away, a file of tomorrow
             return PassedOver(tag, problems, undecided=True)
     if problems and is_universal(tag.tag_dir):
-        return PassedOver(tag, (f"{tag.tag_dir}: is a Universal checkpoint (ds_to_universal).",), undecided=True)
+        return PassedOver(tag, ("is a Universal checkpoint (ds_to_universal).",), undecided=True)
     return PassedOver(tag, problems) if problems else None
+
+
+def _brief(problem: str, tag: Tag) -> str:
+    """A sentence without the directory that it is told of anyway."""
+    return problem.removeprefix(f"{tag.tag_dir}: ").removeprefix(f"{tag.tag_dir}/")
 
 
 def check_quickly(tag_dir: FilePath) -> tuple[str, ...]:
@@ -191,9 +196,9 @@ def _tag_in_folder(root: FilePath, name: str) -> Tag | None:
         return None
     latest, problem = named_latest(folder)
     if problem is None and latest is None:
-        problem = f"{folder}: has no {LATEST} file. The save did not finish."
+        problem = f"has no {LATEST} file. The save did not finish."
     elif problem is None and latest not in inside:
-        problem = f"{folder}/{LATEST}: names {latest}, which is not there."
+        problem = f"its {LATEST} names {latest}, which is not there."
     chosen = latest if latest in inside else inside[-1]
     assert chosen is not None
     tag = _tag_at(folder, chosen)

@@ -13,7 +13,9 @@ import typer
 from zeroelastic._version import __version__
 from zeroelastic.cli.doctor import doctor
 from zeroelastic.cli.inspect import inspect
+from zeroelastic.cli.latest import latest
 from zeroelastic.cli.outcome import verb
+from zeroelastic.cli.prune import prune
 
 app = typer.Typer(
     name="zeroelastic",
@@ -23,6 +25,8 @@ app = typer.Typer(
 )
 app.command()(verb(doctor))
 app.command()(verb(inspect))
+app.command()(verb(latest))
+app.command()(verb(prune))
 
 
 def _print_version(wanted: bool) -> None:
