@@ -44,7 +44,7 @@ def inspect(
     Examples:
         zeroelastic inspect ckpt
         zeroelastic inspect ckpt --tag global_step2 --all-ranks
-        zeroelastic inspect ckpt/global_step4 --params *norm*
+        zeroelastic inspect ckpt/global_step4 --params norm
         zeroelastic inspect ckpt --json
     """
     found = _look(source, tag, all_ranks)
