@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from zeroelastic.digest import ScalarValue
     from zeroelastic.inspection import BufferView, Inspection, ParamView
     from zeroelastic.shard import ScalerState
+    from zeroelastic.storage import FilePath
 
 _LISTED = 24
 
@@ -63,8 +65,8 @@ def _look(text: str, tag: str | None, all_ranks: bool) -> Inspection:
     from zeroelastic.census import is_universal, take_census
     from zeroelastic.errors import CheckpointError, UsageError
     from zeroelastic.inspection import Inspection, inspect_source, refuse_other_kinds
-    from zeroelastic.source import find_source
-    from zeroelastic.storage import as_path
+    from zeroelastic.source import Source, find_source
+    from zeroelastic.storage import RemotePath, as_path
 
     try:
         return inspect_source(find_source(text, tag=tag), all_ranks=all_ranks)
@@ -74,8 +76,24 @@ def _look(text: str, tag: str | None, all_ranks: bool) -> Inspection:
         if is_universal(chosen):
             refuse_other_kinds(take_census(chosen))
         raise
-    except CheckpointError as error:  # nothing can be looked at, but the reason is an answer
-        return Inspection(path=os.path.abspath(text), tag=tag or "", problems=[str(error)])
+    except CheckpointError as error:
+        path = as_path(text) if isinstance(as_path(text), RemotePath) else Path(os.path.abspath(text))
+        if tag is None and _holds_rank_files(path):  # what is beside a tag does not make it worse
+            found = inspect_source(Source(path.parent, path.name, path, None, "deepspeed"), all_ranks=all_ranks)
+            found.notes.append(str(error))
+            return found
+        return Inspection(path=str(path), tag=tag or "", problems=[str(error)])
+
+
+def _holds_rank_files(path: FilePath) -> bool:
+    from zeroelastic.checkpoint import is_rank_file
+    from zeroelastic.errors import CheckpointError
+    from zeroelastic.storage import file_sizes
+
+    try:
+        return any(map(is_rank_file, file_sizes(path)))
+    except CheckpointError:
+        return False
 
 
 def to_document(found: Inspection, params: Iterable[ParamView]) -> dict[str, object]:
