@@ -12,7 +12,10 @@ import typer
 
 from zeroelastic._version import __version__
 from zeroelastic.cli.doctor import doctor
+from zeroelastic.cli.inspect import inspect
+from zeroelastic.cli.latest import latest
 from zeroelastic.cli.outcome import verb
+from zeroelastic.cli.prune import prune
 from zeroelastic.cli.reshard import reshard
 
 app = typer.Typer(
@@ -23,6 +26,9 @@ app = typer.Typer(
 )
 app.command()(verb(doctor))
 app.command()(verb(reshard))
+app.command()(verb(inspect))
+app.command()(verb(latest))
+app.command()(verb(prune))
 
 
 def _print_version(wanted: bool) -> None:
