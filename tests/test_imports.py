@@ -22,7 +22,8 @@ LEVELS = [
     {"shard"},
     {"checkpoint"},
     {"source", "rows"},
-    {"state"},
+    {"state", "forecast"},
+    {"universal"},
     {"executors"},
     {"archive", "writer"},
     {"stage3", "reshard"},
@@ -137,7 +138,7 @@ def test_importing_zeroelastic_loads_no_native_library_of_ours_and_changes_nothi
     assert fresh(code) == "[] True 1 False\n[]\n"
 
 
-@pytest.mark.parametrize("name", ["layout", "plan", "checkpoint", "executors", "testing", "cli.app"])
+@pytest.mark.parametrize("name", ["layout", "plan", "checkpoint", "universal", "executors", "testing", "cli.app"])
 def test_these_work_without_torch_and_deepspeed(name):
     assert fresh(f"import zeroelastic.{name}; {LOADED}") in ("[]\n", "['numpy']\n")
 

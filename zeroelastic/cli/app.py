@@ -13,6 +13,7 @@ import typer
 from zeroelastic._version import __version__
 from zeroelastic.cli.doctor import doctor
 from zeroelastic.cli.outcome import verb
+from zeroelastic.cli.plan import plan
 
 app = typer.Typer(
     name="zeroelastic",
@@ -21,6 +22,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(verb(doctor))
+app.command()(verb(plan))
 
 
 def _print_version(wanted: bool) -> None:
