@@ -131,10 +131,10 @@ class Traffic:
         """Files that each target rank reads from: shape ``(world_size,)``."""
         return np.bincount(self.target, minlength=world_size).astype(np.int64)
 
-    def binned(self, num_sources: int, num_targets: int, *, rows: int, columns: int) -> Int64Array:
-        """The matrix source x target with neighbours added up, so that it has ``rows`` and ``columns``."""
-        matrix = np.zeros((rows, columns), dtype=np.int64)
-        np.add.at(matrix, (self.source * rows // num_sources, self.target * columns // num_targets), self.nbytes)
+    def binned(self, num_sources: int, num_targets: int, *, source_step: int = 1, target_step: int = 1) -> Int64Array:
+        """The matrix source x target, with that many neighbours added up in each cell; the last ones may have fewer."""
+        matrix = np.zeros((-(-num_sources // source_step), -(-num_targets // target_step)), dtype=np.int64)
+        np.add.at(matrix, (self.source // source_step, self.target // target_step), self.nbytes)
         return matrix
 
 

@@ -64,11 +64,12 @@ def measure_bandwidth(files: Sequence[Path], directory: Path) -> Bandwidth:
 def _read(files: Sequence[Path]) -> tuple[float | None, bool, int]:
     """Bytes per second, whether they came from memory, and how many; what is read is spread over the files."""
     sizes = sorted(((path.stat().st_size, path) for path in files), reverse=True, key=lambda item: item[0])
+    sizes = [item for item in sizes if item[0] > 0]
     chosen: list[tuple[Path, int]] = []
     left = _READ_BYTES
     share = -(-_READ_BYTES // max(1, min(len(sizes), _MOST_THREADS)))
     for size, path in sizes:
-        if left > 0 and size > 0:
+        if left > 0:
             chosen.append((path, min(size, share, left)))
             left -= chosen[-1][1]
     if not chosen:

@@ -141,7 +141,7 @@ def _read(fd: int, nbytes: int) -> float:
 
 
 def cached_share(fd: int, nbytes: int) -> float:
-    """Which part of a file's first bytes is in the page cache, by mincore(2); 1 for a file that is not the user's own."""
+    """Which part of a file's first bytes is in the page cache, by mincore(2); 1 for a file that is somebody else's."""
     num_pages = -(-nbytes // mmap.PAGESIZE)
     resident = (ctypes.c_ubyte * num_pages)()
     with mmap.mmap(fd, nbytes, access=mmap.ACCESS_COPY) as mapped:  # copy: files opened for reading as well

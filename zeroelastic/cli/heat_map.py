@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 
 _MOST_ROWS = 16
 _MOST_NUMBERS = 5  # as many columns are shown as numbers; more of them as shades
+_CORNER, _GAP = "saved rank", 2
+_NUMBER_WIDTH, _SUM_WIDTH = 10, 12
+_MOST_CELL = 3
 _SHADES = " ░▒▓█"
 _COLOURS = ("", "blue", "cyan", "yellow", "bold red")
 
@@ -21,28 +24,30 @@ def heat_map(traffic: Traffic, num_sources: int, num_targets: int, *, width: int
     """The lines of the picture: saved ranks down, target ranks across, neighbours added up where there are many."""
     from rich.text import Text
 
-    rows = min(num_sources, _MOST_ROWS)
-    labels = [_span(row, rows, num_sources) for row in range(rows)]
-    label_width = max(len("saved rank"), *map(len, labels))
-    room = width - label_width - 2 - 12  # the sum of a row on the right
+    source_step = -(-num_sources // _MOST_ROWS)
+    labels = [_span(first, source_step, num_sources) for first in range(0, num_sources, source_step)]
+    label_width = max(len(_CORNER), *map(len, labels))
+    room = width - label_width - _GAP - _SUM_WIDTH
     numbers = num_targets <= _MOST_NUMBERS
-    columns = num_targets if numbers else min(num_targets, room)
-    cell = 10 if numbers else max(1, min(3, room // columns))
-    matrix = traffic.binned(num_sources, num_targets, rows=rows, columns=columns)
+    target_step = 1 if numbers else -(-num_targets // room)
+    columns = -(-num_targets // target_step)
+    cell = _NUMBER_WIDTH if numbers else min(_MOST_CELL, room // columns)
+    matrix = traffic.binned(num_sources, num_targets, source_step=source_step, target_step=target_step)
     most = int(matrix.max(initial=0))
-    lines = [Text(f"{'saved rank':<{label_width}}  {_axis(columns, num_targets, cell, numbers)}".rstrip(), style="dim")]
+    axis = _axis([column * target_step for column in range(columns)], cell, numbers)
+    lines = [Text(f"{_CORNER:<{label_width}}{'':{_GAP}}{axis}", style="dim")]
     for label, row in zip(labels, matrix, strict=True):
-        line = Text(f"{label:>{label_width}}  ")
+        line = Text(f"{label:>{label_width}}{'':{_GAP}}")
         for nbytes in row.tolist():
             shade = _shade(nbytes, most)
             text = f"{format_size(nbytes) if nbytes else '·':>{cell}}" if numbers else _SHADES[shade] * cell
             line.append(text, style=_COLOURS[shade])
-        line.append(f"{format_size(int(row.sum())):>12}", style="dim")
+        line.append(f"{format_size(int(row.sum())):>{_SUM_WIDTH}}", style="dim")
         lines.append(line)
-    per = -(-num_sources // rows), -(-num_targets // columns)
     if not numbers:
-        each = "" if per == (1, 1) else f" ({per[0]} saved x {per[1]} target ranks a cell)"
-        lines.append(Text(f"{'':<{label_width}}  ░ some  █ {format_size(most)}, the most{each}", style="dim"))
+        each = f"; a cell is {source_step} x {target_step} ranks" if (source_step, target_step) != (1, 1) else ""
+        legend = f"{_SHADES[1:]} are the quarters up to {format_size(most)}{each}"
+        lines.append(Text(f"{'':{label_width + _GAP}}{legend}", style="dim"))
     return lines
 
 
@@ -51,20 +56,21 @@ def _shade(nbytes: int, most: int) -> int:
     return 0 if nbytes == 0 else min(4, 1 + nbytes * 4 // most)
 
 
-def _span(row: int, rows: int, count: int) -> str:
-    """The ranks that a row stands for; those of ``index * rows // count == row``."""
-    first, end = -(-row * count // rows), -(-(row + 1) * count // rows)
-    return str(first) if end - first == 1 else f"{first}-{end - 1}"
+def _span(first: int, step: int, count: int) -> str:
+    """The ranks that a row stands for."""
+    last = min(first + step, count) - 1
+    return str(first) if first == last else f"{first}-{last}"
 
 
-def _axis(columns: int, num_targets: int, cell: int, numbers: bool) -> str:
+def _axis(targets: list[int], cell: int, numbers: bool) -> str:
     """The target ranks above the columns, as many as there is room for."""
     if numbers:
-        return "".join(f"{f'to {rank}':>{cell}}" for rank in range(columns))
+        return "".join(f"{f'to {rank}':>{cell}}" for rank in targets)
     line = ""
-    for column in range(columns):
-        label = f"{'to ' if not line else ''}{-(-column * num_targets // columns)}"
+    for column, rank in enumerate(targets):
         at = column * cell
-        if at >= len(line) + 4 or not line:
-            line = f"{line:<{at}}{label}"
+        if not line:
+            line = f"to {rank}"
+        elif at >= len(line) + 3 and at + len(str(rank)) <= len(targets) * cell:
+            line = f"{line:<{at}}{rank}"
     return line

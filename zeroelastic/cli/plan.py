@@ -268,7 +268,7 @@ def _show(
     for drawn in heat_map(forecast.traffic, forecast.saved_world_size, num_ranks):
         out.print(drawn, soft_wrap=True)
 
-    out.print(Text("\nAgainst Universal Checkpoint (an estimate)", "bold"))
+    out.print(Text("\nAgainst Universal Checkpoint (UC, an estimate)", "bold"))
     if not universal.supported:
         out.print(Text(f"  It cannot take this checkpoint: {universal.reason}.", "yellow"), soft_wrap=True)
     out.print(_comparison(document, verb))
@@ -346,7 +346,7 @@ def _comparison(document: dict[str, object], verb: Verb) -> Table:
 def _time(seconds: object) -> str:
     if not isinstance(seconds, float):
         return ""
-    return f"{seconds:,.0f}" if seconds >= 100 else f"{seconds:.2g}" if seconds < 0.1 else f"{seconds:.2f}"
+    return f"{seconds:,.0f}" if seconds >= 100 else f"{seconds:.3g}" if seconds >= 0.001 else "< 0.001"
 
 
 def _bandwidth_lines(speed: Bandwidth) -> list[str]:
