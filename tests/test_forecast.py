@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 import tracemalloc
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.synthetic import ADAM, GROUPS, write_checkpoint
@@ -61,9 +62,11 @@ def made_head(
     )
     pieces = {
         key: Pieces(
-            Path("optim"), dict.fromkeys(range(layout.num_sub_groups), dtype), layout.offset * DTYPE_BYTES[dtype]
+            Path("optim"),
+            dict.fromkeys(range(layout.num_sub_groups), dtype),
+            (number << 40) + (layout.sub_group << 30) + layout.offset * DTYPE_BYTES[dtype],
         )
-        for key, dtype in keys.items()
+        for number, (key, dtype) in enumerate(keys.items())
     }
     shard = Shard(
         path=Path("optim"),
@@ -109,7 +112,10 @@ NUMELS = st.lists(st.one_of(st.integers(1, 12), st.sampled_from([16, 16, 60, 97,
     sub_group_size=st.sampled_from([None, 1, 9, 40]),
     num_groups=st.integers(1, 2),
 )
-def test_bytes_files_and_segments_are_those_of_the_plan_of_every_rank(
+@example([16, 1, 1, 1], [], 4, 2, 9, 1)  # neighbours of one sub-group in the file, of two at the target
+@example([16, 1, 1, 1], [], 2, 4, 9, 1)  # and the other way round
+@example([1, 1, 1, 1], [3], 2, 5, None, 2)
+def test_bytes_files_segments_and_requests_are_those_of_the_plan_of_every_rank(
     numels: list[int], frozen: list[int], saved: int, world_size: int, sub_group_size: int | None, num_groups: int
 ) -> None:
     head = made_head(numels, frozen, world_size=saved, sub_group_size=sub_group_size, num_groups=num_groups)
@@ -120,8 +126,15 @@ def test_bytes_files_and_segments_are_those_of_the_plan_of_every_rank(
     assert forecast.amplification == 1.0
     matrix = np.zeros((saved, world_size), dtype=np.int64)
     target = target_layout(head.shard, world_size)
+    pieces = {
+        rank: {key: dataclasses.replace(piece, path=Path(f"optim{rank}")) for key, piece in head.shard.pieces.items()}
+        for rank in range(saved)
+    }
+    targets = [RowTarget(key, i, dtype) for i in range(target.num_sub_groups) for key, dtype in KEYS.items()]
     for rank in range(world_size):
         plan = make_plan(head.shard.layout, target, rank)
+        rows = byte_rows(plan, pieces, targets)
+        joined = coalesce(rows.file, rows.file_offset, rows.target, rows.target_offset * rows.itemsize, rows.nbytes)
         np.add.at(matrix[:, rank], plan.src_rank, width * plan.length)
         models = {rank if rank < saved else 0}
         segments = len(KEYS) * plan.num_segments
@@ -133,6 +146,7 @@ def test_bytes_files_and_segments_are_those_of_the_plan_of_every_rank(
         assert forecast.optimizer_files[rank] == max(1, len(plan.source_ranks))
         assert forecast.model_files[rank] == len(models | set(frozen_plan.source_ranks))
         assert forecast.segments[rank] == segments + frozen_plan.num_segments
+        assert forecast.requests[rank] == len(joined[0]) + frozen_plan.num_segments
         assert forecast.bytes_owned[rank] == owned + 2 * others.owned_numel(rank)
     assert forecast.bytes_read.tolist() == matrix.sum(axis=0).tolist()
     assert (forecast.traffic.binned(saved, world_size) == matrix).all()
