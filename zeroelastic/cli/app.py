@@ -15,6 +15,7 @@ from zeroelastic.cli.doctor import doctor
 from zeroelastic.cli.inspect import inspect
 from zeroelastic.cli.latest import latest
 from zeroelastic.cli.outcome import verb
+from zeroelastic.cli.plan import plan
 from zeroelastic.cli.prune import prune
 from zeroelastic.cli.reshard import reshard
 
@@ -29,6 +30,7 @@ app.command()(verb(reshard))
 app.command()(verb(inspect))
 app.command()(verb(latest))
 app.command()(verb(prune))
+app.command()(verb(plan))
 
 
 def _print_version(wanted: bool) -> None:
