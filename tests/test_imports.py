@@ -18,7 +18,7 @@ LEVELS = [
     {"layout"},
     {"storage"},
     {"plan", "digest", "torchfile"},
-    {"record", "picklegraph", "zip_records"},
+    {"record", "picklegraph", "zip_records", "element_stats"},
     {"shard"},
     {"checkpoint"},
     {"source", "rows"},

@@ -84,6 +84,13 @@ def verify_inventory(inventory: Inventory, *, quick: bool = False, progress: Pro
     )
 
 
+def damaged(name: str, sentence: str, *, quick: bool) -> VerifyReport:
+    """The report on a checkpoint that cannot even be looked at."""
+    problem = Problem("", sentence)
+    mode: Literal["full", "quick"] = "quick" if quick else "full"
+    return VerifyReport(name, mode, None, 0, (problem,), (), ("everything else",), None, None, 0, 0, 0, 0, 0)
+
+
 def judge_quick(inventory: Inventory) -> VerifyReport:
     """The report when nothing but names, sizes and the record was looked at."""
     record = inventory.record
@@ -224,16 +231,19 @@ def _of_record(
         what = f"is damaged: {sums}"
         return [_row_problem(inventory, bad.file, rows, i, what) for i in damaged.tolist()]
     if len(damaged):
-        held = [inventory.tensors[t] for t in rows.tensor[damaged].tolist()]
-        which = _some([f"{tensor.key} of {tensor.param.name}" for tensor in held])
-        keys = {tensor.key for tensor in held}
+        inside_it = [inventory.tensors[t] for t in rows.tensor[damaged].tolist()]
+        which = _some([f"{tensor.key} of {tensor.param.name}" for tensor in inside_it])
+        keys = {tensor.key for tensor in inside_it}
         sentence = f"{bad.file}: {sums}. It holds {which}; nothing tells which of these is damaged."
         key = keys.pop() if len(keys) == 1 else None
         return [Problem(bad.file, sentence, None, key, record.offset, record.nbytes)]
     if inside.any():
         sentence = f"{bad.file}: {sums}. Every tensor in it is right: padding is damaged."
     else:
-        sentence = f"{bad.file}: {sums}. {_ROLES.get(name, 'It holds no parameter or optimizer state.')}"
+        headers = (inventory.shards.get(bad.rank), inventory.models.get(bad.rank))
+        known = any(header is not None and header.path.name == bad.file for header in headers)
+        held = "no parameter or optimizer state" if known else "what the file's own header would tell"
+        sentence = f"{bad.file}: {sums}. {_ROLES.get(name, f'It holds {held}.')}"
     return [Problem(bad.file, sentence, None, None, record.offset, record.nbytes)]
 
 

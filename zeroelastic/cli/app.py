@@ -11,8 +11,10 @@ from typing import Annotated
 import typer
 
 from zeroelastic._version import __version__
+from zeroelastic.cli.diff import diff
 from zeroelastic.cli.doctor import doctor
 from zeroelastic.cli.outcome import verb
+from zeroelastic.cli.verify import verify
 
 app = typer.Typer(
     name="zeroelastic",
@@ -21,6 +23,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(verb(doctor))
+app.command()(verb(verify))
+app.command()(verb(diff))
 
 
 def _print_version(wanted: bool) -> None:
