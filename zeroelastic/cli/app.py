@@ -14,6 +14,7 @@ from zeroelastic._version import __version__
 from zeroelastic.cli.diff import diff
 from zeroelastic.cli.doctor import doctor
 from zeroelastic.cli.outcome import verb
+from zeroelastic.cli.reshard import reshard
 from zeroelastic.cli.verify import verify
 
 app = typer.Typer(
@@ -25,6 +26,7 @@ app = typer.Typer(
 app.command()(verb(doctor))
 app.command()(verb(verify))
 app.command()(verb(diff))
+app.command()(verb(reshard))
 
 
 def _print_version(wanted: bool) -> None:
