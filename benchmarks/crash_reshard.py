@@ -40,9 +40,9 @@ def fingerprint(directory: Path) -> dict[str, tuple[int, str]]:
     }
 
 
-def start(src: Path, dst: Path, world_size: int) -> subprocess.Popen[bytes]:
+def start(src: Path, dst: Path, world_size: int, output: int = subprocess.DEVNULL) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "zeroelastic", "reshard", str(src), str(dst), "-n", str(world_size), "--json"]
-    return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE)
+    return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=output)
 
 
 def check_whole(dst: Path, root: str) -> None:
@@ -93,7 +93,7 @@ def campaign(directory: Path, *, kills: int, seed: int, world_size: int = 16) ->
         else:
             outcomes["absent"] += 1
             if chance.random() < 0.5 or number == kills - 1:
-                process = start(src, dst, world_size)
+                process = start(src, dst, world_size, subprocess.PIPE)
                 told, _ = process.communicate(timeout=120)
                 assert process.returncode == 0
                 resumed_ranks.append(json.loads(told)["resumed_ranks"])
