@@ -12,6 +12,7 @@ import typer
 
 from zeroelastic._version import __version__
 from zeroelastic.cli.doctor import doctor
+from zeroelastic.cli.export import export
 from zeroelastic.cli.outcome import verb
 
 app = typer.Typer(
@@ -21,6 +22,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(verb(doctor))
+app.command()(verb(export))
 
 
 def _print_version(wanted: bool) -> None:
