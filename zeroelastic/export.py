@@ -104,7 +104,7 @@ class SafetensorsFile:
 
 @dataclass(frozen=True, slots=True)
 class ExportPlan:
-    """What an export writes: ``texts`` are its small JSON files by name, ``copied`` files that are taken as they are."""
+    """What an export writes; ``texts`` are its small JSON files by name, ``copied`` are files taken as they are."""
 
     state: SavedState
     files: tuple[SafetensorsFile, ...]
