@@ -1,13 +1,16 @@
-// files -> files in bounded memory, inside the kernel where nothing has to look at the bytes.
+// files -> files in bounded memory, inside the kernel where nothing has to look at the bytes; and files ->
+// nowhere, for their digests and checksums.
 
 #include <errno.h>
 #include <fcntl.h>
 #include <unistd.h>
 
 #include <atomic>
+#include <optional>
 #include <vector>
 
 #include "cast.h"
+#include "checksums.h"
 #include "operations.h"
 #include "table.h"
 
@@ -16,6 +19,7 @@ namespace {
 
 constexpr int64_t kUnitBytes = int64_t{16} << 20;
 constexpr int64_t kCallBytes = int64_t{256} << 10;
+constexpr int64_t kStagedBytes = kCallBytes + kCut;  // of the longest run
 // Below this, a read and a write cost no more than the system's own way of copying.
 constexpr int64_t kInKernelBytes = int64_t{64} << 10;
 
@@ -42,69 +46,155 @@ bool move_in_kernel(int from, int64_t from_offset, int to, int64_t to_offset, in
     return true;
 }
 
-}  // namespace
+struct Move {
+    const ze_table& table;
+    const std::vector<int64_t>& order;
+    const ze_digest* digest;
+    int32_t cast;
+    bool sync;
+    OpenFiles* destinations;  // null: what is read goes nowhere
+    std::atomic<bool> in_kernel;
+};
 
-int32_t move_segments(const ze_table& table, const ze_files& src, const ze_files& dst,
-                      const ze_digest* digest, const ze_options& options, ze_error* error) {
+// What one thread does with one unit.
+class UnitMove {
+  public:
+    UnitMove(Move* move, const Unit& unit, int from, Checksums::OfUnit* sums)
+        : move_(*move), unit_(unit), from_(from), sums_(*sums), pieces_(move->table, move->order, unit) {}
+
+    bool run(ze_error* error) {
+        Piece part;  // all that the unit has of a row
+        while (pieces_.peek(kUnitBytes * 2, &part)) {
+            if (part.nbytes >= kInKernelBytes && move_.in_kernel.load(std::memory_order_relaxed)) {
+                int64_t moved = 0;
+                if (!move_in_kernel(part, &moved, error)) return false;
+                if (moved == part.nbytes) continue;
+            }
+            if (!move_run(error)) return false;
+        }
+        return true;
+    }
+
+  private:
+    // The piece as far as the kernel can move it.
+    bool move_in_kernel(Piece piece, int64_t* moved, ze_error* error) {
+        const int64_t src_offset = move_.table.src_offset[piece.row] + piece.within;
+        const int64_t dst_offset = move_.table.dst_offset[piece.row] + piece.within;
+        const int to = move_.destinations->acquire(move_.table.dst[piece.row], error);
+        if (to < 0) return false;
+        zeroelastic::move_in_kernel(from_, src_offset, to, dst_offset, piece.nbytes, moved, &move_.in_kernel);
+        piece.nbytes = *moved;
+        pieces_.take(piece);
+        return *moved == 0 || release(piece, error);
+    }
+
+    // The next run of the source, through memory.
+    bool move_run(ze_error* error) {
+        const int64_t nbytes = next_run(move_.table, &pieces_, kCallBytes, &run_);
+        const int64_t offset = move_.table.src_offset[run_.front().row] + run_.front().within;
+        staging_.resize(static_cast<size_t>(kStagedBytes * (move_.cast == ZE_CAST_NONE ? 1 : 3)));
+        if (!read_fully(from_, staging_.data(), nbytes, offset, unit_.file, error)) return false;
+        const char* data = staging_.data();
+        for (const Piece& piece : run_) {
+            if (!put(piece, data, error)) return false;
+            data += piece.nbytes;
+        }
+        return true;
+    }
+
+    bool put(const Piece& piece, const char* data, ze_error* error) {
+        const int64_t written = converted_bytes(piece.nbytes, move_.cast);
+        if (move_.digest != nullptr) add_digest(*move_.digest, piece, data);
+        if (move_.cast != ZE_CAST_NONE) {
+            char* made = staging_.data() + kStagedBytes;
+            cast_elements(move_.cast, data, made, piece.nbytes / source_itemsize(move_.cast), false);
+            data = made;
+        }
+        if (sums_.wanted()) sums_.add(piece.row, data, written);
+        if (move_.destinations == nullptr) return true;
+        const int64_t file = move_.table.dst[piece.row];
+        const int64_t offset = move_.table.dst_offset[piece.row] + converted_bytes(piece.within, move_.cast);
+        const int to = move_.destinations->acquire(file, error);
+        return to >= 0 && write_fully(to, data, written, offset, file, error) && release(piece, error);
+    }
+
+    // The destination, if that was the last piece of what the unit has of the row.
+    bool release(const Piece& piece, ze_error* error) {
+        const int64_t end = piece.within + piece.nbytes;
+        put_ += piece.nbytes;
+        if (end < move_.table.nbytes[piece.row] && put_ < unit_.nbytes) return true;
+        return move_.destinations->release(move_.table.dst[piece.row], move_.sync, error);
+    }
+
+    Move& move_;
+    const Unit& unit_;
+    const int from_;
+    Checksums::OfUnit& sums_;
+    Pieces pieces_;
+    int64_t put_ = 0;
+    std::vector<Piece> run_;
+    std::vector<char> staging_;
+};
+
+// A destination counts one user per unit and row: it is closed, and flushed, after the last one.
+void expect_destinations(const ze_table& table, const std::vector<int64_t>& order,
+                         const std::vector<Unit>& units, OpenFiles* destinations) {
+    for (const Unit& unit : units) {
+        Pieces pieces(table, order, unit);
+        Piece part;
+        while (pieces.peek(kUnitBytes * 2, &part)) {
+            destinations->expect(table.dst[part.row]);
+            pieces.take(part);
+        }
+    }
+}
+
+// `dst` is null for a table without destinations.
+int32_t move_or_scan(const ze_table& table, const ze_files& src, const ze_files* dst, const ze_digest* digest,
+                     const ze_options& options, uint32_t* crc32, ze_error* error) {
     const int32_t cast = options.cast;
-    if (!check_table(table, src.count, nullptr, dst.count, nullptr, digest, cast, error)) return error->code;
+    const int64_t num_dst = dst == nullptr ? 0 : dst->count;
+    if (!check_table(table, src.count, nullptr, num_dst, nullptr, digest, cast, error)) return error->code;
     const std::vector<int64_t> order = file_order(table, table.src, table.src_offset);
     const std::vector<Unit> units = make_units(
         table, order, table.src, choose_unit_bytes(total_bytes(table), options.threads, kUnitBytes));
     OpenFiles sources(src, O_RDONLY, ZE_SOURCE);
-    OpenFiles destinations(dst, O_WRONLY, ZE_DESTINATION);
-    // A destination counts one user per piece: it is closed, and flushed, after the last one.
-    for (const Unit& unit : units) {
-        sources.expect(unit.file);
-        Pieces pieces(table, order, unit);
-        Piece piece;
-        while (pieces.peek(kUnitBytes * 2, &piece)) {
-            destinations.expect(table.dst[piece.row]);
-            pieces.take(piece);
-        }
+    for (const Unit& unit : units) sources.expect(unit.file);
+    std::optional<OpenFiles> destinations;
+    if (dst != nullptr) {
+        destinations.emplace(*dst, O_WRONLY, ZE_DESTINATION);
+        expect_destinations(table, order, units, &*destinations);
     }
-    std::atomic<bool> in_kernel{digest == nullptr && cast == ZE_CAST_NONE};
-    return run_units(units.size(), options.threads, error, [&](size_t index, ze_error* reason) {
+    Checksums checksums(table, cast, crc32, units.size());
+    const bool unseen = digest == nullptr && crc32 == nullptr && cast == ZE_CAST_NONE && dst != nullptr;
+    Move move{table,   order, digest, cast, options.sync != 0, dst == nullptr ? nullptr : &*destinations,
+              {unseen}};
+    const int32_t code = run_units(units.size(), options.threads, error, [&](size_t index, ze_error* reason) {
         const Unit& unit = units[index];
         const int from = sources.acquire(unit.file, reason);
         if (from < 0) return false;
-        std::vector<char> staging;
-        Pieces pieces(table, order, unit);
-        Piece whole;
-        while (pieces.peek(kUnitBytes * 2, &whole)) {
-            const int64_t file = table.dst[whole.row];
-            const int to = destinations.acquire(file, reason);
-            if (to < 0) return false;
-            const int64_t src_offset = table.src_offset[whole.row];
-            const int64_t dst_offset = table.dst_offset[whole.row];
-            int64_t moved = 0;
-            const bool done = whole.nbytes >= kInKernelBytes && in_kernel.load(std::memory_order_relaxed) &&
-                              move_in_kernel(from, src_offset + whole.within, to, dst_offset + whole.within,
-                                             whole.nbytes, &moved, &in_kernel);
-            while (!done && moved < whole.nbytes) {
-                Piece piece{whole.row, whole.within + moved, whole.nbytes - moved};
-                if (piece.nbytes > kCallBytes) piece.nbytes = kCallBytes;
-                const int64_t written = converted_bytes(piece.nbytes, cast);
-                staging.resize(static_cast<size_t>(kCallBytes * 3));
-                char* data = staging.data();
-                if (!read_fully(from, data, piece.nbytes, src_offset + piece.within, unit.file, reason))
-                    return false;
-                if (digest != nullptr) add_digest(*digest, piece, data);
-                if (cast != ZE_CAST_NONE) {
-                    cast_elements(cast, data, data + kCallBytes, piece.nbytes / source_itemsize(cast), false);
-                    data += kCallBytes;
-                }
-                if (!write_fully(to, data, written, dst_offset + converted_bytes(piece.within, cast), file,
-                                 reason)) {
-                    return false;
-                }
-                moved += piece.nbytes;
-            }
-            if (!destinations.release(file, options.sync != 0, reason)) return false;
-            pieces.take(whole);
-        }
-        return sources.release(unit.file, false, reason);
+        Checksums::OfUnit sums(&checksums, index);
+        return UnitMove(&move, unit, from, &sums).run(reason) && sources.release(unit.file, false, reason);
     });
+    if (code == ZE_OK) checksums.join();
+    return code;
+}
+
+}  // namespace
+
+int32_t move_segments(const ze_table& table, const ze_files& src, const ze_files& dst,
+                      const ze_digest* digest, const ze_options& options, uint32_t* crc32, ze_error* error) {
+    return move_or_scan(table, src, &dst, digest, options, crc32, error);
+}
+
+int32_t scan_segments(const ze_table& table, const ze_files& src, const ze_digest* digest,
+                      const ze_options& options, uint32_t* crc32, ze_error* error) {
+    if (options.cast != ZE_CAST_NONE) {
+        *error = failure(ZE_BAD_TABLE, 0, ZE_SOURCE, -1, -1);
+        return error->code;
+    }
+    const ze_table rows{table.num_rows, table.src, table.src_offset, nullptr, nullptr, table.nbytes};
+    return move_or_scan(rows, src, nullptr, digest, options, crc32, error);
 }
 
 }  // namespace zeroelastic

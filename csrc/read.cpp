@@ -18,7 +18,6 @@ constexpr int64_t kUnitBytes = int64_t{4} << 20;
 // With more work to do on what was read, read no more at a time than stays in a core's cache.
 constexpr int64_t kCachedCallBytes = int64_t{128} << 10;
 constexpr int64_t kCallBytes = int64_t{4} << 20;
-constexpr size_t kMaxVectors = 1024;  // IOV_MAX on Linux
 
 struct Read {
     const ze_table& table;
@@ -27,24 +26,6 @@ struct Read {
     const ze_digest* digest;
     int32_t cast;
 };
-
-// The pieces of the next call: one run of the file, of at most `most` bytes and kMaxVectors destinations.
-int64_t next_run(const Read& read, Pieces* pieces, int64_t most, std::vector<Piece>* run) {
-    run->clear();
-    int64_t nbytes = 0;
-    int64_t end = 0;
-    Piece piece;
-    while (run->size() < kMaxVectors && nbytes < most &&
-           pieces->peek((most - nbytes + kCut - 1) / kCut * kCut, &piece)) {
-        const int64_t offset = read.table.src_offset[piece.row] + piece.within;
-        if (nbytes > 0 && offset != end) break;
-        run->push_back(piece);
-        pieces->take(piece);
-        nbytes += piece.nbytes;
-        end = offset + piece.nbytes;
-    }
-    return nbytes;
-}
 
 char* destination(const Read& read, const Piece& piece) {
     return static_cast<char*>(read.dst.data[read.table.dst[piece.row]]) + read.table.dst_offset[piece.row] +
@@ -86,7 +67,7 @@ bool read_unit(const Read& read, const Unit& unit, int fd, int64_t* bytes_read, 
     std::vector<char> staging;
     const bool cached = read.digest != nullptr || read.cast != ZE_CAST_NONE;
     for (;;) {
-        const int64_t nbytes = next_run(read, &pieces, cached ? kCachedCallBytes : kCallBytes, &run);
+        const int64_t nbytes = next_run(read.table, &pieces, cached ? kCachedCallBytes : kCallBytes, &run);
         if (nbytes == 0) return true;
         const int64_t offset = read.table.src_offset[run.front().row] + run.front().within;
         vectors.clear();

@@ -25,8 +25,9 @@ inline int64_t converted_bytes(int64_t nbytes, int32_t cast) {
 }
 
 // Checks every row: sides exist, ranges are not negative, do not overflow and lie inside the buffers, rows
-// are whole elements. `src_bytes` and `dst_bytes` hold the sides' sizes, null for files. Returns true if all
-// is well, else the first row that is not in `error`. Many rows are checked by several threads.
+// are whole elements. `src_bytes` and `dst_bytes` hold the sides' sizes, null for files; a table without
+// destinations has none to check. Returns true if all is well, else the first row that is not in `error`.
+// Many rows are checked by several threads.
 bool check_table(const ze_table& table, int64_t num_src, const int64_t* src_bytes, int64_t num_dst,
                  const int64_t* dst_bytes, const ze_digest* digest, int32_t cast, ze_error* error,
                  int threads = 1);
@@ -98,6 +99,13 @@ class Pieces {
     int64_t within_;
     int64_t left_;
 };
+
+// The most pieces of a run: IOV_MAX on Linux.
+constexpr size_t kMaxPieces = 1024;
+
+// Takes the next run of a file that is sorted by its sources: pieces that follow each other there, `most`
+// bytes of them and less than kCut more. Returns its bytes; 0 at the end of the unit.
+int64_t next_run(const ze_table& table, Pieces* pieces, int64_t most, std::vector<Piece>* run);
 
 // The failure that comes first in the order of the units: the one that a single thread would have met.
 class FirstError {

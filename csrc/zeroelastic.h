@@ -16,7 +16,7 @@
 #define ZE_API __attribute__((visibility("default")))
 
 // Raised with every change of this file, so that a library and its caller of different ages notice.
-#define ZE_ABI_VERSION 5
+#define ZE_ABI_VERSION 6
 
 #ifdef __cplusplus
 extern "C" {
@@ -123,9 +123,16 @@ ZE_API int32_t ze_write_segments(const ze_table* table, const ze_buffers* src, c
                                  const ze_digest* digest, const ze_options* options, uint32_t* crc32,
                                  ze_error* error);
 
-// files -> files that exist already, through at most 1 MiB of memory per thread.
+// files -> files that exist already, through at most 1 MiB of memory per thread. `crc32` as for writing.
 ZE_API int32_t ze_move_segments(const ze_table* table, const ze_files* src, const ze_files* dst,
-                                const ze_digest* digest, const ze_options* options, ze_error* error);
+                                const ze_digest* digest, const ze_options* options, uint32_t* crc32,
+                                ze_error* error);
+
+// files -> digests and checksums, through at most 1 MiB of memory per thread: a move that writes nothing. The
+// table's destinations are not looked at and may be null; there is no conversion. `digest` and `crc32` may be
+// null, `crc32` is of what was read of each row.
+ZE_API int32_t ze_scan_segments(const ze_table* table, const ze_files* src, const ze_digest* digest,
+                                const ze_options* options, uint32_t* crc32, ze_error* error);
 
 // The partial digest of `count` elements from global position `start` of the stream.
 ZE_API uint64_t ze_digest_range(const void* data, int64_t count, int32_t itemsize, uint64_t seed,

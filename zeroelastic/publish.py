@@ -12,13 +12,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
+from zeroelastic.archive import reserve_space
 from zeroelastic.errors import UsageError
 
 _NOREPLACE = 1  # linux/fs.h: RENAME_NOREPLACE
 _FLUSHING_THREADS = 8
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_fallocate = _libc.fallocate64 if hasattr(_libc, "fallocate64") else _libc.fallocate  # musl has one name for both
 
 
 def check_target(target: Path) -> None:
@@ -52,14 +52,14 @@ def new_directory(target: Path) -> Iterator[Path]:
 def reserve_file(path: Path, nbytes: int) -> None:
     """Make a file of this size, its space set aside where the file system can: a full disk is noticed before work.
 
-    Not ``os.posix_fallocate``, which writes to every block where the file system cannot. Raises OSError naming it.
+    Raises OSError naming it.
     """
-    with open(path, "xb", buffering=0) as file:
-        os.truncate(file.fileno(), nbytes)
-        if nbytes and _fallocate(file.fileno(), 0, ctypes.c_int64(0), ctypes.c_int64(nbytes)) != 0:
-            error = ctypes.get_errno()
-            if error not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINTR, errno.EINVAL, errno.EPERM):
-                raise OSError(error, os.strerror(error), os.fspath(path))
+    try:
+        with open(path, "xb", buffering=0) as file:
+            os.truncate(file.fileno(), nbytes)
+            reserve_space(file.fileno(), nbytes)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from None
 
 
 def start_flushing(path: Path) -> None:

@@ -26,6 +26,7 @@ from zeroelastic.executors.table import (
     Cast,
     DeviceBuffer,
     DigestRows,
+    FileRows,
     ReadResult,
     ReadTable,
     SegmentTable,
@@ -43,6 +44,7 @@ __all__ = [
     "DeviceBuffer",
     "DigestRows",
     "Executor",
+    "FileRows",
     "Operation",
     "ReadResult",
     "ReadTable",
@@ -54,16 +56,17 @@ __all__ = [
     "join_crc32",
     "move_segments",
     "read_segments",
+    "scan_segments",
     "write_segments",
 ]
 
 Executor = Literal["auto", "numpy", "torch", "native", "cuda"]
-Operation = Literal["read", "copy", "write", "move"]
+Operation = Literal["read", "copy", "write", "move", "scan"]
 
 OPERATIONS: dict[str, tuple[Operation, ...]] = {
-    "numpy": ("read", "copy", "write", "move"),
+    "numpy": ("read", "copy", "write", "move", "scan"),
     "torch": ("read", "copy"),
-    "native": ("read", "copy", "write", "move"),
+    "native": ("read", "copy", "write", "move", "scan"),
     "cuda": ("read", "copy"),
 }
 """What each executor can do."""
@@ -118,8 +121,18 @@ class _HostEngine(Protocol):
         dst_paths: Sequence[Path],
         *,
         digest: DigestRows | None = None,
+        crc32: UInt32Array | None = None,
         cast: Cast = "none",
         sync: bool = False,
+        threads: int | None = None,
+    ) -> UInt64Array | None: ...
+
+    def scan_segments(
+        self,
+        table: FileRows,
+        *,
+        digest: DigestRows | None = None,
+        crc32: UInt32Array | None = None,
         threads: int | None = None,
     ) -> UInt64Array | None: ...
 
@@ -212,6 +225,7 @@ def move_segments(
     dst_paths: Sequence[Path],
     *,
     digest: DigestRows | None = None,
+    crc32: UInt32Array | None = None,
     cast: Cast = "none",
     sync: bool = False,
     threads: int | None = None,
@@ -219,11 +233,30 @@ def move_segments(
 ) -> UInt64Array | None:
     """Move runs between files that exist already, through at most 1 MiB per thread; digests in the same pass.
 
-    Raises CheckpointError for a source that is missing, ends early or cannot be read, OSError for a destination, both
-    naming the file; ConfigError as ``read_segments``.
+    ``crc32`` and ``sync`` as of ``write_segments``. Raises CheckpointError for a source that is missing, ends early or
+    cannot be read, OSError for a destination, both naming the file; ConfigError as ``read_segments``.
     """
     engine = _HOST[choose_executor(executor, "move")]
-    return engine.move_segments(table, src_paths, dst_paths, digest=digest, cast=cast, sync=sync, threads=threads)
+    return engine.move_segments(
+        table, src_paths, dst_paths, digest=digest, crc32=crc32, cast=cast, sync=sync, threads=threads
+    )
+
+
+def scan_segments(
+    table: FileRows,
+    *,
+    digest: DigestRows | None = None,
+    crc32: UInt32Array | None = None,
+    threads: int | None = None,
+    executor: Executor = "auto",
+) -> UInt64Array | None:
+    """Digests and checksums of what lies in files, through at most 1 MiB per thread; nothing is kept.
+
+    Returns the digests, when asked. ``crc32``, shape ``(num_rows,)``, is filled with the checksum of each row, as
+    ``zlib.crc32``. Errors as of ``read_segments``.
+    """
+    engine = _HOST[choose_executor(executor, "scan")]
+    return engine.scan_segments(table, digest=digest, crc32=crc32, threads=threads)
 
 
 def choose_executor(executor: Executor, operation: Operation = "read", *, on_gpu: bool = False) -> str:

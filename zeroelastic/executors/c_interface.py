@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from zeroelastic.digest import ByteArray, UInt64Array
 from zeroelastic.errors import CheckpointError, MissingFileError, UnsupportedError
-from zeroelastic.executors.table import CASTS, Cast, DeviceBuffer, DigestRows, SegmentTable
+from zeroelastic.executors.table import CASTS, Cast, DeviceBuffer, DigestRows, FileRows, SegmentTable
 
 _OPEN_FAILED, _READ_FAILED, _END_OF_FILE, _WRITE_FAILED, _SYNC_FAILED, _BAD_TABLE, _NO_MEMORY = range(1, 8)
 _SOURCE = 0
@@ -89,7 +89,7 @@ class Call:
 
     def __init__(
         self,
-        table: SegmentTable,
+        table: SegmentTable | FileRows,
         digest: DigestRows | None,
         cast: Cast,
         *,
@@ -99,8 +99,17 @@ class Call:
     ) -> None:
         self._alive: list[object] = []
         num_rows = len(table.nbytes)
-        columns = (table.src, table.src_offset, table.dst, table.dst_offset, table.nbytes)
-        self.table = Table(num_rows, *(self._column(column, np.int64, num_rows) for column in columns))
+        places: list[int | None]
+        if isinstance(table, FileRows):
+            places = [
+                *(self._column(column, np.int64, num_rows) for column in (table.file, table.file_offset)),
+                None,
+                None,
+            ]
+        else:
+            columns = (table.src, table.src_offset, table.dst, table.dst_offset)
+            places = [self._column(column, np.int64, num_rows) for column in columns]
+        self.table = Table(num_rows, *places, self._column(table.nbytes, np.int64, num_rows))
         assert threads >= 1, "at least one thread is needed"
         self.options = Options(threads, CASTS.index(cast), sync, 0)
         self.totals: UInt64Array | None = None

@@ -22,6 +22,7 @@ from zeroelastic.executors.table import (
     ByteBuffer,
     Cast,
     DigestRows,
+    FileRows,
     ReadResult,
     ReadTable,
     SegmentTable,
@@ -40,7 +41,7 @@ _MAX_DEFAULT_THREADS = 8
 def _library() -> ctypes.CDLL:
     library = load_library("native")
     pointer = ctypes.c_void_p
-    for name, num_arguments in (("read", 7), ("copy", 6), ("write", 7), ("move", 6)):
+    for name, num_arguments in (("read", 7), ("copy", 6), ("write", 7), ("move", 7), ("scan", 6)):
         function = getattr(library, f"ze_{name}_segments")
         function.restype = ctypes.c_int32
         function.argtypes = [pointer] * num_arguments
@@ -154,8 +155,7 @@ def write_segments(
     """
     check_crc32(crc32, len(table.nbytes))
     call = _call(table, digest, cast, threads, sync=sync)
-    sums = None if crc32 is None else ctypes.c_void_p(crc32.ctypes.data)
-    _run("write", call, call.buffers(src), call.files(paths), sums, dst_paths=paths)
+    _run("write", call, call.buffers(src), call.files(paths), _address(crc32), dst_paths=paths)
     return call.totals
 
 
@@ -170,22 +170,47 @@ def move_segments(
     dst_paths: Sequence[Path],
     *,
     digest: DigestRows | None = None,
+    crc32: UInt32Array | None = None,
     cast: Cast = "none",
     sync: bool = False,
     threads: int | None = None,
 ) -> UInt64Array | None:
     """Move runs between files that exist already, through at most 1 MiB per thread. Returns the digests, when asked.
 
-    Raises MissingFileError or CheckpointError for a source, OSError for a destination.
+    ``crc32`` and ``sync`` as of ``write_segments``. Raises MissingFileError or CheckpointError for a source, OSError
+    for a destination.
     """
+    check_crc32(crc32, len(table.nbytes))
     call = _call(table, digest, cast, threads, sync=sync)
     src, dst = call.files(src_paths), call.files(dst_paths)
-    _run("move", call, src, dst, src_paths=src_paths, dst_paths=dst_paths)
+    _run("move", call, src, dst, _address(crc32), src_paths=src_paths, dst_paths=dst_paths)
     return call.totals
 
 
+def scan_segments(
+    table: FileRows,
+    *,
+    digest: DigestRows | None = None,
+    crc32: UInt32Array | None = None,
+    threads: int | None = None,
+) -> UInt64Array | None:
+    """Digests, when asked, and checksums of rows of files, through at most 1 MiB per thread; nothing is kept.
+
+    ``crc32``, shape ``(num_rows,)``, is filled with the checksum of each row, as ``zlib.crc32``. Raises what
+    ``read_segments`` raises.
+    """
+    check_crc32(crc32, len(table.nbytes))
+    call = _call(table, digest, "none", threads)
+    _run("scan", call, call.files(table.paths), None, _address(crc32), src_paths=table.paths)
+    return call.totals
+
+
+def _address(crc32: UInt32Array | None) -> ctypes.c_void_p | None:
+    return None if crc32 is None else ctypes.c_void_p(crc32.ctypes.data)
+
+
 def _call(
-    table: SegmentTable, digest: DigestRows | None, cast: Cast, threads: int | None, *, sync: bool = False
+    table: SegmentTable | FileRows, digest: DigestRows | None, cast: Cast, threads: int | None, *, sync: bool = False
 ) -> Call:
     return Call(table, digest, cast, threads=default_threads() if threads is None else threads, sync=sync)
 
@@ -194,13 +219,14 @@ def _run(
     name: str,
     call: Call,
     src: Files | Buffers,
-    dst: Files | Buffers,
+    dst: Files | Buffers | None,
     *more: object,
     src_paths: Sequence[Path] = (),
     dst_paths: Sequence[Path] = (),
 ) -> None:
     error = Error()
     function = getattr(_library(), f"ze_{name}_segments")
-    arguments = (ctypes.byref(call.table), ctypes.byref(src), ctypes.byref(dst), call.digest)
-    if function(*arguments, ctypes.byref(call.options), *more, ctypes.byref(error)):
+    sides = [ctypes.byref(side) for side in (src, dst) if side is not None]
+    options = ctypes.byref(call.options)
+    if function(ctypes.byref(call.table), *sides, call.digest, options, *more, ctypes.byref(error)):
         raise exception_of(error, "native", src_paths=src_paths, dst_paths=dst_paths)

@@ -19,6 +19,7 @@ from zeroelastic.executors.table import (
     ByteBuffer,
     Cast,
     DigestRows,
+    FileRows,
     ReadResult,
     ReadTable,
     SegmentTable,
@@ -132,15 +133,18 @@ def move_segments(
     dst_paths: Sequence[Path],
     *,
     digest: DigestRows | None = None,
+    crc32: UInt32Array | None = None,
     cast: Cast = "none",
     sync: bool = False,
     threads: int | None = None,
 ) -> UInt64Array | None:
     """Move runs between files that exist already, through 1 MiB. Returns the digests, when asked.
 
-    Raises MissingFileError or CheckpointError for a source, OSError for a destination.
+    ``crc32`` and ``sync`` as of ``write_segments``. Raises MissingFileError or CheckpointError for a source, OSError
+    for a destination.
     """
     table.check(len(src_paths), None, len(dst_paths), None, digest=digest, cast=cast)
+    check_crc32(crc32, len(table.nbytes))
     totals = _Totals(digest)
     staging = np.empty(_STAGING_BYTES, dtype=np.uint8)
     rows = _rows(table)
@@ -152,7 +156,7 @@ def move_segments(
                 for i in order[table.src[order] == number].tolist():
                     row = rows[i]
                     target = files.open(row.dst)
-                    offset = row.dst_offset
+                    offset, checksum = row.dst_offset, 0
                     for piece in _chunks(row.nbytes):
                         data = staging[: piece.stop - piece.start]
                         _read_run(fd, path, row.src_offset + piece.start, [data.data])
@@ -160,6 +164,42 @@ def move_segments(
                         made = _converted(data, cast)
                         _write(target, dst_paths[row.dst], made, offset)
                         offset += len(made)
+                        checksum = zlib.crc32(made.data, checksum) if crc32 is not None else 0
+                    if crc32 is not None:
+                        crc32[i] = checksum
+    return totals.array()
+
+
+def scan_segments(
+    table: FileRows,
+    *,
+    digest: DigestRows | None = None,
+    crc32: UInt32Array | None = None,
+    threads: int | None = None,
+) -> UInt64Array | None:
+    """Digests, when asked, and checksums of rows of files, through 1 MiB; nothing is kept.
+
+    ``crc32``, shape ``(num_rows,)``, is filled with the checksum of each row, as ``zlib.crc32``. Raises what
+    ``read_segments`` raises.
+    """
+    table.check(digest=digest)
+    check_crc32(crc32, len(table.nbytes))
+    totals = _Totals(digest)
+    staging = np.empty(_STAGING_BYTES, dtype=np.uint8)
+    offsets, sizes = table.file_offset.tolist(), table.nbytes.tolist()
+    order = np.lexsort((table.file_offset, table.file))
+    for number in np.unique(table.file).tolist():
+        path = table.paths[number]
+        with _source(path) as fd:
+            for i in order[table.file[order] == number].tolist():
+                checksum = 0
+                for piece in _chunks(sizes[i]):
+                    data = staging[: piece.stop - piece.start]
+                    _read_run(fd, path, offsets[i] + piece.start, [data.data])
+                    totals.add(i, data, piece.start)
+                    checksum = zlib.crc32(data.data, checksum) if crc32 is not None else 0
+                if crc32 is not None:
+                    crc32[i] = checksum
     return totals.array()
 
 
