@@ -255,7 +255,7 @@ def _model_states(
         "optimizer": None,
         "param_shapes": [OrderedDict((p.name, torch.Size(p.shape)) for p in members) for members in sub_groups],
         "frozen_param_shapes": OrderedDict([(frozen.name, torch.Size(frozen.shape))]),
-        "shared_params": {TIED: EMBEDDING} if rank == 0 else None,
+        "shared_params": {TIED: EMBEDDING} if rank == 0 else {},
         "frozen_param_fragments": OrderedDict([(frozen.name, fragment)]),
         "lr_scheduler": {"last_batch_iteration": step},
         "data_sampler": None,
