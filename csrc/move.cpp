@@ -5,7 +5,9 @@
 #include <fcntl.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
+#include <memory>
 #include <optional>
 #include <vector>
 
@@ -18,8 +20,11 @@ namespace zeroelastic {
 namespace {
 
 constexpr int64_t kUnitBytes = int64_t{16} << 20;
-constexpr int64_t kCallBytes = int64_t{256} << 10;
-constexpr int64_t kStagedBytes = kCallBytes + kCut;  // of the longest run
+// The memory of a thread. The system reads faster in large calls; what it has read is still in the
+// second-level cache, or most of it.
+constexpr int64_t kStagingBytes = int64_t{960} << 10;
+// With a progress, the most that the kernel moves before it is told.
+constexpr int64_t kToldBytes = int64_t{4} << 20;
 // Below this, a read and a write cost no more than the system's own way of copying.
 constexpr int64_t kInKernelBytes = int64_t{64} << 10;
 
@@ -29,19 +34,23 @@ bool not_possible(int errnum) {
 }
 
 // Moves a piece inside the kernel; `moved` says how much came across before that turned out to be impossible.
+// False, with `error` filled, when the caller cancels.
 bool move_in_kernel(int from, int64_t from_offset, int to, int64_t to_offset, int64_t nbytes, int64_t* moved,
-                    std::atomic<bool>* possible) {
+                    std::atomic<bool>* possible, Progress* progress, ze_error* error) {
     while (*moved < nbytes) {
         loff_t in = from_offset + *moved;
         loff_t out = to_offset + *moved;
-        const ssize_t got = copy_file_range(from, &in, to, &out, static_cast<size_t>(nbytes - *moved), 0);
+        int64_t most = nbytes - *moved;
+        if (progress->wanted()) most = std::min(most, kToldBytes);
+        const ssize_t got = copy_file_range(from, &in, to, &out, static_cast<size_t>(most), 0);
         if (got < 0 && errno == EINTR) continue;
         if (got <= 0) {
             // The ordinary calls that follow find the same error, if it is one, and can say where it is.
             if (got < 0 && not_possible(errno)) possible->store(false, std::memory_order_relaxed);
-            return false;
+            return true;
         }
         *moved += got;
+        if (!progress->add(got, error)) return false;
     }
     return true;
 }
@@ -53,14 +62,31 @@ struct Move {
     int32_t cast;
     bool sync;
     OpenFiles* destinations;  // null: what is read goes nowhere
+    Progress* progress;
     std::atomic<bool> in_kernel;
+
+    // Bytes of a run, and the room for it and what a piece of it becomes.
+    int64_t call_bytes() const {
+        return cast == ZE_CAST_NONE ? kStagingBytes : kStagingBytes / 3 / kCut * kCut;
+    }
+    int64_t staged_bytes() const {
+        return call_bytes() + kCut;
+    }
+    size_t staging_bytes() const {
+        return static_cast<size_t>(staged_bytes() * (cast == ZE_CAST_NONE ? 1 : 3));
+    }
 };
 
 // What one thread does with one unit.
 class UnitMove {
   public:
-    UnitMove(Move* move, const Unit& unit, int from, Checksums::OfUnit* sums)
-        : move_(*move), unit_(unit), from_(from), sums_(*sums), pieces_(move->table, move->order, unit) {}
+    UnitMove(Move* move, const Unit& unit, int from, Checksums::OfUnit* sums, char* staging)
+        : move_(*move),
+          unit_(unit),
+          from_(from),
+          sums_(*sums),
+          pieces_(move->table, move->order, unit),
+          staging_(staging) {}
 
     bool run(ze_error* error) {
         Piece part;  // all that the unit has of a row
@@ -82,7 +108,10 @@ class UnitMove {
         const int64_t dst_offset = move_.table.dst_offset[piece.row] + piece.within;
         const int to = move_.destinations->acquire(move_.table.dst[piece.row], error);
         if (to < 0) return false;
-        zeroelastic::move_in_kernel(from_, src_offset, to, dst_offset, piece.nbytes, moved, &move_.in_kernel);
+        if (!zeroelastic::move_in_kernel(from_, src_offset, to, dst_offset, piece.nbytes, moved,
+                                         &move_.in_kernel, move_.progress, error)) {
+            return false;
+        }
         piece.nbytes = *moved;
         pieces_.take(piece);
         return *moved == 0 || release(piece, error);
@@ -90,23 +119,22 @@ class UnitMove {
 
     // The next run of the source, through memory.
     bool move_run(ze_error* error) {
-        const int64_t nbytes = next_run(move_.table, &pieces_, kCallBytes, &run_);
+        const int64_t nbytes = next_run(move_.table, &pieces_, move_.call_bytes(), &run_);
         const int64_t offset = move_.table.src_offset[run_.front().row] + run_.front().within;
-        staging_.resize(static_cast<size_t>(kStagedBytes * (move_.cast == ZE_CAST_NONE ? 1 : 3)));
-        if (!read_fully(from_, staging_.data(), nbytes, offset, unit_.file, error)) return false;
-        const char* data = staging_.data();
+        if (!read_fully(from_, staging_, nbytes, offset, unit_.file, error)) return false;
+        const char* data = staging_;
         for (const Piece& piece : run_) {
             if (!put(piece, data, error)) return false;
             data += piece.nbytes;
         }
-        return true;
+        return move_.progress->add(nbytes, error);
     }
 
     bool put(const Piece& piece, const char* data, ze_error* error) {
         const int64_t written = converted_bytes(piece.nbytes, move_.cast);
         if (move_.digest != nullptr) add_digest(*move_.digest, piece, data);
         if (move_.cast != ZE_CAST_NONE) {
-            char* made = staging_.data() + kStagedBytes;
+            char* made = staging_ + move_.staged_bytes();
             cast_elements(move_.cast, data, made, piece.nbytes / source_itemsize(move_.cast), false);
             data = made;
         }
@@ -133,7 +161,7 @@ class UnitMove {
     Pieces pieces_;
     int64_t put_ = 0;
     std::vector<Piece> run_;
-    std::vector<char> staging_;
+    char* const staging_;
 };
 
 // A destination counts one user per unit and row: it is closed, and flushed, after the last one.
@@ -167,17 +195,24 @@ int32_t move_or_scan(const ze_table& table, const ze_files& src, const ze_files*
     }
     Checksums checksums(table, cast, crc32, units.size());
     const bool unseen = digest == nullptr && crc32 == nullptr && cast == ZE_CAST_NONE && dst != nullptr;
-    Move move{table,   order, digest, cast, options.sync != 0, dst == nullptr ? nullptr : &*destinations,
-              {unseen}};
-    const int32_t code = run_units(units.size(), options.threads, error, [&](size_t index, ze_error* reason) {
+    Progress progress(options);
+    Move move{table,     order,   digest, cast, options.sync != 0, dst == nullptr ? nullptr : &*destinations,
+              &progress, {unseen}};
+    std::vector<std::unique_ptr<char[]>> staging(static_cast<size_t>(options.threads));
+    const auto work = [&](int thread, size_t index, ze_error* reason) {
         const Unit& unit = units[index];
         const int from = sources.acquire(unit.file, reason);
         if (from < 0) return false;
+        std::unique_ptr<char[]>& own = staging[static_cast<size_t>(thread)];
+        if (own == nullptr) own.reset(new char[move.staging_bytes()]);
         Checksums::OfUnit sums(&checksums, index);
-        return UnitMove(&move, unit, from, &sums).run(reason) && sources.release(unit.file, false, reason);
-    });
-    if (code == ZE_OK) checksums.join();
-    return code;
+        return UnitMove(&move, unit, from, &sums, own.get()).run(reason) &&
+               sources.release(unit.file, false, reason);
+    };
+    const int32_t code = run_units(units.size(), options.threads, &progress, error, work);
+    if (code != ZE_OK) return code;
+    checksums.join();
+    return progress.finish(error) ? ZE_OK : error->code;
 }
 
 }  // namespace

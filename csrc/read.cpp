@@ -25,6 +25,7 @@ struct Read {
     const ze_buffers& dst;
     const ze_digest* digest;
     int32_t cast;
+    Progress* progress;
 };
 
 char* destination(const Read& read, const Piece& piece) {
@@ -97,6 +98,7 @@ bool read_unit(const Read& read, const Unit& unit, int fd, int64_t* bytes_read, 
             }
             from += piece.nbytes;
         }
+        if (!read.progress->add(nbytes, error)) return false;
     }
 }
 
@@ -106,12 +108,15 @@ int32_t read_segments(const ze_table& table, const ze_files& src, const ze_buffe
                       const ze_digest* digest, const ze_options& options, int64_t* bytes_read,
                       ze_error* error) {
     OpenFiles files(src, O_RDONLY, ZE_SOURCE);
-    return read_open_segments(table, &files, src.count, dst, digest, options, bytes_read, error);
+    Progress progress(options);
+    const int32_t code =
+        read_open_segments(table, &files, src.count, dst, digest, options, &progress, bytes_read, error);
+    return code != ZE_OK || progress.finish(error) ? code : error->code;
 }
 
 int32_t read_open_segments(const ze_table& table, OpenFiles* files, int64_t num_files, const ze_buffers& dst,
-                           const ze_digest* digest, const ze_options& options, int64_t* bytes_read,
-                           ze_error* error) {
+                           const ze_digest* digest, const ze_options& options, Progress* progress,
+                           int64_t* bytes_read, ze_error* error) {
     *bytes_read = 0;
     if (!check_table(table, num_files, nullptr, dst.count, dst.nbytes, digest, options.cast, error)) {
         return error->code;
@@ -120,16 +125,17 @@ int32_t read_open_segments(const ze_table& table, OpenFiles* files, int64_t num_
     const std::vector<Unit> units = make_units(
         table, order, table.src, choose_unit_bytes(total_bytes(table), options.threads, kUnitBytes));
     for (const Unit& unit : units) files->expect(unit.file);
-    const Read read{table, order, dst, digest, options.cast};
-    return run_units(units.size(), options.threads, error, [&](size_t index, ze_error* reason) {
-        const Unit& unit = units[index];
-        const int fd = files->acquire(unit.file, reason);
-        if (fd < 0) return false;
-        int64_t got = 0;
-        const bool done = read_unit(read, unit, fd, &got, reason);
-        __atomic_fetch_add(bytes_read, got, __ATOMIC_RELAXED);
-        return files->release(unit.file, false, reason) && done;
-    });
+    const Read read{table, order, dst, digest, options.cast, progress};
+    return run_units(units.size(), options.threads, progress, error,
+                     [&](int, size_t index, ze_error* reason) {
+                         const Unit& unit = units[index];
+                         const int fd = files->acquire(unit.file, reason);
+                         if (fd < 0) return false;
+                         int64_t got = 0;
+                         const bool done = read_unit(read, unit, fd, &got, reason);
+                         __atomic_fetch_add(bytes_read, got, __ATOMIC_RELAXED);
+                         return files->release(unit.file, false, reason) && done;
+                     });
 }
 
 }  // namespace zeroelastic

@@ -29,6 +29,7 @@ struct Write {
     const ze_digest* digest;
     int32_t cast;
     bool sync;
+    Progress* progress;
 };
 
 bool write_vectors(int fd, std::vector<iovec>* vectors, int64_t offset, int64_t file, ze_error* error) {
@@ -102,6 +103,7 @@ bool write_unit(const Write& write, const Unit& unit, int fd, Checksums::OfUnit*
         // The device starts on it while we go on; whether all is well is for the fsync to find out.
         if (nbytes > 0 && write.sync) sync_file_range(fd, begin, nbytes, SYNC_FILE_RANGE_WRITE);
 #endif
+        if (!write.progress->add(taken, error)) return false;
     }
     return true;
 }
@@ -131,18 +133,21 @@ int32_t write_segments(const ze_table& table, const ze_buffers& src, const ze_fi
     OpenFiles files(dst, O_WRONLY, ZE_DESTINATION);
     for (const Unit& unit : units) files.expect(unit.file);
     const std::vector<size_t> turns = in_turn(units);
-    const Write write{table, order, src, digest, options.cast, options.sync != 0};
+    Progress progress(options);
+    const Write write{table, order, src, digest, options.cast, options.sync != 0, &progress};
     Checksums checksums(table, options.cast, crc32, units.size());
-    const int32_t code = run_units(units.size(), options.threads, error, [&](size_t index, ze_error* reason) {
-        const Unit& unit = units[turns[index]];
-        const int fd = files.acquire(unit.file, reason);
-        if (fd < 0) return false;
-        Checksums::OfUnit sums(&checksums, turns[index]);
-        return write_unit(write, unit, fd, &sums, reason) &&
-               files.release(unit.file, options.sync != 0, reason);
-    });
-    if (code == ZE_OK) checksums.join();
-    return code;
+    const int32_t code =
+        run_units(units.size(), options.threads, &progress, error, [&](int, size_t index, ze_error* reason) {
+            const Unit& unit = units[turns[index]];
+            const int fd = files.acquire(unit.file, reason);
+            if (fd < 0) return false;
+            Checksums::OfUnit sums(&checksums, turns[index]);
+            return write_unit(write, unit, fd, &sums, reason) &&
+                   files.release(unit.file, options.sync != 0, reason);
+        });
+    if (code != ZE_OK) return code;
+    checksums.join();
+    return progress.finish(error) ? ZE_OK : error->code;
 }
 
 }  // namespace zeroelastic

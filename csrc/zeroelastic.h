@@ -32,6 +32,7 @@ enum ze_code {
     ZE_BAD_TABLE = 6,     // the row is in offset
     ZE_NO_MEMORY = 7,
     ZE_INTERNAL = 8,
+    ZE_CANCELLED = 9,  // by the progress function
 };
 
 enum ze_side { ZE_SOURCE = 0, ZE_DESTINATION = 1 };
@@ -88,11 +89,23 @@ struct ze_digest {
     const int64_t* itemsize;  // 1, 2, 4 or 8
 };
 
+// Who is told of what is done: a caller puts what it wants to find behind it. `tell` is called on the
+// caller's thread about every 50 ms, also while that waits for others and nothing is done, and once in the
+// end. Where it does not set `go_on`, it is not called again, and the operation ends soon, with ZE_CANCELLED:
+// a function that fails before it can say anything has cancelled.
+struct ze_progress {
+    void (*tell)(ze_progress* self);
+    int64_t nbytes;  // of the sources, done since the last call; all calls together tell of all
+    int32_t go_on;   // 0 before the call
+    int32_t reserved;
+};
+
 struct ze_options {
     int32_t threads;  // at least 1, the caller included
     int32_t cast;     // ze_cast
     int32_t sync;     // write and move: flush what was written to the device
     int32_t reserved;
+    ze_progress* progress;  // read, write, move and scan: whom to tell; may be null
 };
 
 ZE_API int32_t ze_abi_version(void);

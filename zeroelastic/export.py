@@ -172,7 +172,7 @@ def plan_export(
 
 
 def run_export(
-    plan: ExportPlan, target: Path, *, max_memory: int = 1 << 30, advance: Advance = lambda nbytes: None
+    plan: ExportPlan, target: Path, *, max_memory: int = 1 << 30, advance: Advance | None = None
 ) -> int:
     """Write what was planned into the new directory ``target``; returns how many digests were compared.
 
@@ -319,7 +319,7 @@ def _model_files(model_dir: Path | None) -> tuple[Path, ...]:
     return tuple(found)
 
 
-def _write_tensors(plan: ExportPlan, directory: Path, max_memory: int, advance: Advance) -> int:
+def _write_tensors(plan: ExportPlan, directory: Path, max_memory: int, advance: Advance | None) -> int:
     paths = [directory / file.name for file in plan.files]
     deliveries: dict[tuple[int, int], list[Delivery]] = {}
     compared = 0
@@ -329,7 +329,8 @@ def _write_tensors(plan: ExportPlan, directory: Path, max_memory: int, advance: 
             source = entry.tensor.source
             if isinstance(source, Buffer):
                 _write_buffer(entry, source, paths[number], offset, max_memory)
-                advance(entry.tensor.nbytes)
+                if advance is not None:
+                    advance(entry.tensor.nbytes)
             elif entry.nbytes:
                 delivery = Delivery(source.param, source.key, entry.dtype, number, offset)
                 deliveries.setdefault((number, source.part), []).append(delivery)
@@ -339,7 +340,8 @@ def _write_tensors(plan: ExportPlan, directory: Path, max_memory: int, advance: 
         for p, part in enumerate(plan.state.parts):
             some = deliveries.get((number, p), [])
             record = plan.state.checkpoint.record
-            compared += deliver(part, some, paths, record=record, max_memory=max_memory, advance=advance)
+            delivered = deliver(part, some, paths, record=record, max_memory=max_memory, advance=advance)
+            compared += delivered.num_compared
         start_flushing(paths[number])
     return compared
 

@@ -102,7 +102,7 @@ uint64_t reference_digest(const uint8_t* data, int64_t count, int64_t itemsize, 
 }
 
 ze_options options(int threads, int cast = ZE_CAST_NONE, int sync = 0) {
-    return {threads, cast, sync, 0};
+    return {threads, cast, sync, 0, nullptr};
 }
 
 // Random rows from `num_src` sources to `num_dst` destinations that are just long enough.

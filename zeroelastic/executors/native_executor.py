@@ -2,7 +2,7 @@
 
 The work is done by the library built from csrc/ (interface: csrc/zeroelastic.h). It releases the GIL, checks every row
 once, and starts no thread before the first call that has work for one. Results agree bit for bit with the numpy
-executor, error messages included.
+executor, error messages included. Ctrl-C is heard while it works where there is a progress function.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from zeroelastic.digest import ByteArray, UInt64Array
 from zeroelastic.errors import ConfigError
 from zeroelastic.executors.build_info import load_library
 from zeroelastic.executors.c_interface import Buffers, Call, Error, Files, exception_of
+from zeroelastic.executors.progress import ProgressFunction
 from zeroelastic.executors.table import (
     ByteBuffer,
     Cast,
@@ -104,6 +105,7 @@ def read_segments(
     *,
     cast: Cast = "none",
     threads: int | None = None,
+    progress: ProgressFunction | None = None,
 ) -> ReadResult:
     """Fill the buffers from files; memory beyond them: 256 KiB per thread with a conversion, else none.
 
@@ -111,7 +113,7 @@ def read_segments(
     the first in file order.
     """
     assert all(buffer.flags.writeable for buffer in buffers), "a destination is read-only"
-    call = _call(table.segments, digest, cast, threads)
+    call = _call(table.segments, digest, cast, threads, progress=progress)
     bytes_read = ctypes.c_int64()
     src, dst = call.files(table.paths), call.buffers(buffers)
     _run("read", call, src, dst, ctypes.byref(bytes_read), src_paths=table.paths)
@@ -147,6 +149,7 @@ def write_segments(
     cast: Cast = "none",
     sync: bool = False,
     threads: int | None = None,
+    progress: ProgressFunction | None = None,
 ) -> UInt64Array | None:
     """Write buffers into files that exist already, neither created nor truncated. Returns the digests, when asked.
 
@@ -154,7 +157,7 @@ def write_segments(
     ``sync`` flushes each file to its device before it returns. Raises OSError naming the file.
     """
     check_crc32(crc32, len(table.nbytes))
-    call = _call(table, digest, cast, threads, sync=sync)
+    call = _call(table, digest, cast, threads, sync=sync, progress=progress)
     _run("write", call, call.buffers(src), call.files(paths), _address(crc32), dst_paths=paths)
     return call.totals
 
@@ -174,6 +177,7 @@ def move_segments(
     cast: Cast = "none",
     sync: bool = False,
     threads: int | None = None,
+    progress: ProgressFunction | None = None,
 ) -> UInt64Array | None:
     """Move runs between files that exist already, through at most 1 MiB per thread. Returns the digests, when asked.
 
@@ -181,7 +185,7 @@ def move_segments(
     for a destination.
     """
     check_crc32(crc32, len(table.nbytes))
-    call = _call(table, digest, cast, threads, sync=sync)
+    call = _call(table, digest, cast, threads, sync=sync, progress=progress)
     src, dst = call.files(src_paths), call.files(dst_paths)
     _run("move", call, src, dst, _address(crc32), src_paths=src_paths, dst_paths=dst_paths)
     return call.totals
@@ -193,6 +197,7 @@ def scan_segments(
     digest: DigestRows | None = None,
     crc32: UInt32Array | None = None,
     threads: int | None = None,
+    progress: ProgressFunction | None = None,
 ) -> UInt64Array | None:
     """Digests, when asked, and checksums of rows of files, through at most 1 MiB per thread; nothing is kept.
 
@@ -200,7 +205,7 @@ def scan_segments(
     ``read_segments`` raises.
     """
     check_crc32(crc32, len(table.nbytes))
-    call = _call(table, digest, "none", threads)
+    call = _call(table, digest, "none", threads, progress=progress)
     _run("scan", call, call.files(table.paths), None, _address(crc32), src_paths=table.paths)
     return call.totals
 
@@ -210,9 +215,16 @@ def _address(crc32: UInt32Array | None) -> ctypes.c_void_p | None:
 
 
 def _call(
-    table: SegmentTable | FileRows, digest: DigestRows | None, cast: Cast, threads: int | None, *, sync: bool = False
+    table: SegmentTable | FileRows,
+    digest: DigestRows | None,
+    cast: Cast,
+    threads: int | None,
+    *,
+    sync: bool = False,
+    progress: ProgressFunction | None = None,
 ) -> Call:
-    return Call(table, digest, cast, threads=default_threads() if threads is None else threads, sync=sync)
+    threads = default_threads() if threads is None else threads
+    return Call(table, digest, cast, threads=threads, sync=sync, progress=progress)
 
 
 def _run(
@@ -228,5 +240,7 @@ def _run(
     function = getattr(_library(), f"ze_{name}_segments")
     sides = [ctypes.byref(side) for side in (src, dst) if side is not None]
     options = ctypes.byref(call.options)
-    if function(ctypes.byref(call.table), *sides, call.digest, options, *more, ctypes.byref(error)):
+    code = function(ctypes.byref(call.table), *sides, call.digest, options, *more, ctypes.byref(error))
+    call.end()
+    if code:
         raise exception_of(error, "native", src_paths=src_paths, dst_paths=dst_paths)
