@@ -9,7 +9,6 @@ import resource
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model
 
-from tests.synthetic import GROUPS, Param, edit, edit_optim, model_name, optim_name, raw, write_checkpoint
+from tests.synthetic import Param, edit, edit_optim, model_name, optim_name, raw, write_checkpoint
 from zeroelastic.checkpoint import open_checkpoint
 from zeroelastic.errors import CheckpointError, DigestMismatchError, UnsupportedError, UsageError
 from zeroelastic.export import DTYPES, HF_FILES, plan_export, run_export
@@ -126,9 +125,7 @@ def test_every_conversion_rounds_as_torch_does(tmp_path: Path, dtype: Any, maste
     tag_dir = tmp_path / "ckpt" / "tag"
     groups = [[Param("w", (101, 10)), Param("edges", (10,))]]
     write_checkpoint(tag_dir, world_size=1, groups=groups, master=master, sub_group_size=None)
-    edit_optim(
-        tag_dir / optim_name(0), lambda s: s["fp32_flat_groups"][0].data[-10:].copy_(special.to(torch.float64))
-    )
+    edit_optim(tag_dir / optim_name(0), lambda s: s["fp32_flat_groups"][0].data[-10:].copy_(special.to(torch.float64)))
     add_to_model(tag_dir, 1)
     found, expected = export(tag_dir, tmp_path / "out", dtype=dtype, max_memory=1 << 14), merged(tag_dir)
     to = getattr(torch, DTYPES[dtype])
@@ -543,7 +540,11 @@ def test_a_llama_with_tied_embeddings_loads_by_from_pretrained(tmp_path: Path) -
     llama_config().save_pretrained(save)
     (save / "tokenizer_config.json").write_text("{}")
     (save / "trainer_state.json").write_text("{}")
-    for name, options in {"one": [], "many": ["--max-shard-size", "10KB", "--dtype", "fp32"], "all": ["--tied", "all"]}.items():
+    for name, options in {
+        "one": [],
+        "many": ["--max-shard-size", "10KB", "--dtype", "fp32"],
+        "all": ["--tied", "all"],
+    }.items():
         done = verb("export", save, name, *options, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         assert sorted(p.name for p in (tmp_path / name).iterdir() if p.name in HF_FILES) == [

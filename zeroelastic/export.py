@@ -171,9 +171,7 @@ def plan_export(
     return ExportPlan(state, tuple(files), texts, _model_files(model_dir), model.tied, model.left_out)
 
 
-def run_export(
-    plan: ExportPlan, target: Path, *, max_memory: int = 1 << 30, advance: Advance | None = None
-) -> int:
+def run_export(plan: ExportPlan, target: Path, *, max_memory: int = 1 << 30, advance: Advance | None = None) -> int:
     """Write what was planned into the new directory ``target``; returns how many digests were compared.
 
     Raises UsageError where the target exists, DigestMismatchError for state that is not what was saved, OSError; then

@@ -209,9 +209,7 @@ class _Move:
             buffer = np.empty(int(rows.numel.sum()) * itemsize, dtype=np.uint8)
             begin = np.cumsum(rows.numel) - rows.numel
             here = np.zeros(rows.num_rows, dtype=np.int64)
-            read = ReadTable(
-                local_paths(rows.paths), rows.file, rows.file_offset, here, begin * itemsize, rows.nbytes
-            )
+            read = ReadTable(local_paths(rows.paths), rows.file, rows.file_offset, here, begin * itemsize, rows.nbytes)
             digest = _digest_rows(rows, seeds)
             found = read_segments(read, [buffer], digest=digest, cast=first, progress=self.advance).digests
             table = SegmentTable(here, begin * 4, *self._destinations(rows), rows.numel * 4)
