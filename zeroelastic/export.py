@@ -25,10 +25,9 @@ from zeroelastic.executors.cast import cast_bytes
 from zeroelastic.publish import new_directory, reserve_file, start_flushing
 from zeroelastic.shard import FP32, OptionValue
 from zeroelastic.state import SavedState
-from zeroelastic.storage import read_range
 from zeroelastic.torchfile import DTYPE_BYTES, DType
 from zeroelastic.transfer import Advance, Delivery, check_cast, deliver
-from zeroelastic.weights import Buffer, ModelTensor, Place, model_tensors, optimizer_tensors
+from zeroelastic.weights import Buffer, ModelTensor, Place, model_tensors, optimizer_tensors, read_buffer
 
 ExportDtype = Literal["fp32", "bf16", "fp16"]
 Tied = Literal["once", "all"]
@@ -346,27 +345,13 @@ def _write_tensors(plan: ExportPlan, directory: Path, max_memory: int, advance: 
 
 def _write_buffer(entry: Entry, buffer: Buffer, path: Path, offset: int, max_memory: int) -> None:
     """One buffer of the module, converted where its dtype changes; one that is not a single run goes through memory."""
-    tensor, extent = entry.tensor, buffer.extent
+    tensor = entry.tensor
     if not entry.nbytes:
         return
     if buffer.stride is None and entry.dtype == tensor.dtype:
-        move_segments(_one_row(extent.offset, offset, tensor.nbytes), [extent.path], [path])
+        move_segments(_one_row(buffer.extent.offset, offset, tensor.nbytes), [buffer.extent.path], [path])
         return
-    if max(tensor.nbytes, entry.nbytes, extent.nbytes) > max_memory // 4:
-        raise UnsupportedError(
-            f"buffer {tensor.name}: has {max(tensor.nbytes, extent.nbytes)} bytes, which are converted in memory. Give "
-            f"--max-memory at least 4 times as many."
-        )
-    raw = read_range(extent.path, extent.offset, extent.nbytes)
-    if len(raw) != extent.nbytes:
-        raise CheckpointError(f"{extent.path}: ends at byte {extent.offset + len(raw)}. The file is truncated.")
-    data: ByteArray = np.frombuffer(raw, dtype=np.uint8)
-    if buffer.stride is not None:
-        size = DTYPE_BYTES[tensor.dtype]
-        elements = data.view(f"<u{size}")
-        strides = [stride * size for stride in buffer.stride]
-        data = np.ascontiguousarray(np.lib.stride_tricks.as_strided(elements, tensor.shape, strides)).reshape(-1)
-        data = data.view(np.uint8)
+    data = read_buffer(tensor, limit=max_memory // 4)
     made = np.ascontiguousarray(_converted(data, tensor.dtype, entry.dtype))
     write_segments(_one_row(0, offset, len(made)), [made], [path])
 

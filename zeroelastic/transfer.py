@@ -111,7 +111,7 @@ def deliver(
             if digests is not None:
                 assert found is not None
                 for tensor, digest in zip(tensors, found.tolist(), strict=True):
-                    _compare(digests, tensor.param.name, key, saved, digest)
+                    compare_digest(digests, tensor.param.name, key, saved, digest)
                 compared += len(tensors)
     return Delivered(compared, crc32)
 
@@ -125,7 +125,10 @@ def recorded_digests(record: CommitRecord) -> dict[tuple[str, str], tuple[str, i
     }
 
 
-def _compare(digests: Mapping[tuple[str, str], tuple[str, int]], name: str, key: str, dtype: str, found: int) -> None:
+def compare_digest(
+    digests: Mapping[tuple[str, str], tuple[str, int]], name: str, key: str, dtype: str, found: int
+) -> None:
+    """Raise DigestMismatchError, or CheckpointError where the record does not have such a tensor."""
     expected = digests.get((name, key))
     if expected is None or expected[0] != dtype:
         raise CheckpointError(

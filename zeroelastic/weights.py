@@ -12,9 +12,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from zeroelastic.errors import CheckpointError
+import numpy as np
+
+from zeroelastic.digest import ByteArray
+from zeroelastic.errors import CheckpointError, UnsupportedError
 from zeroelastic.shard import FP32, FROZEN
 from zeroelastic.state import SavedState
+from zeroelastic.storage import read_range
 from zeroelastic.torchfile import DTYPE_BYTES, Extent, TensorRef, TorchFile, read_torch_file
 
 Kind = Literal["trained", "frozen", "buffer", "state"]
@@ -121,6 +125,31 @@ def optimizer_tensors(state: SavedState, *, keys: frozenset[str] | None = None) 
         for key, dtype in trained.dtypes[i].items()
         if keys is None or key in keys
     )
+
+
+def read_buffer(tensor: ModelTensor, *, limit: int) -> ByteArray:
+    """All elements of a buffer of the module in row-major order: shape ``(nbytes,)``.
+
+    Raises UnsupportedError for one that needs more than ``limit`` bytes, CheckpointError when the file has ended.
+    """
+    buffer = tensor.source
+    assert isinstance(buffer, Buffer)
+    extent = buffer.extent
+    if max(tensor.nbytes, extent.nbytes) > limit:
+        raise UnsupportedError(
+            f"buffer {tensor.name}: has {max(tensor.nbytes, extent.nbytes)} bytes, which go through memory. Give "
+            "--max-memory at least 4 times as many."
+        )
+    raw = read_range(extent.path, extent.offset, extent.nbytes)
+    if len(raw) != extent.nbytes:
+        raise CheckpointError(f"{extent.path}: ends at byte {extent.offset + len(raw)}. The file is truncated.")
+    data = np.frombuffer(bytearray(raw), dtype=np.uint8)
+    if buffer.stride is None or tensor.nbytes == 0:
+        return data[: tensor.nbytes]
+    size = DTYPE_BYTES[tensor.dtype]
+    strides = [stride * size for stride in buffer.stride]
+    view = np.lib.stride_tricks.as_strided(data.view(f"<u{size}"), tensor.shape, strides)
+    return np.ascontiguousarray(view).reshape(-1).view(np.uint8)
 
 
 def _buffer(name: str, ref: TensorRef, file: TorchFile) -> ModelTensor:

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from zeroelastic._version import __version__
+from zeroelastic.cli.convert import convert
 from zeroelastic.cli.doctor import doctor
 from zeroelastic.cli.export import export
 from zeroelastic.cli.outcome import verb
@@ -23,6 +24,7 @@ app = typer.Typer(
 )
 app.command()(verb(doctor))
 app.command()(verb(export))
+app.command()(verb(convert))
 
 
 def _print_version(wanted: bool) -> None:
