@@ -333,17 +333,17 @@ def test_a_directory_appears_complete_or_not_at_all(tmp_path: Path) -> None:
         (directory / "x").write_text("x")
         assert not (tmp_path / "a").exists() and directory.name.startswith(".a.")
     assert os.listdir(tmp_path) == ["a"]
-    for target, said in (("a", "exists already"), ("b/c", "there is no directory")):
+    for target, said in (("a", "is there already"), ("b/c", "no such directory")):
         with pytest.raises(UsageError, match=said), new_directory(tmp_path / target):
             pass
     os.symlink("nowhere", tmp_path / "link")
-    with pytest.raises(UsageError, match="exists already"), new_directory(tmp_path / "link"):
+    with pytest.raises(UsageError, match="is there already"), new_directory(tmp_path / "link"):
         pass
     for error in (ValueError, KeyboardInterrupt, SystemExit):
         with pytest.raises(error), new_directory(tmp_path / "b") as directory:
             (directory / "x").write_text("x")
             raise error
-    with pytest.raises(UsageError, match="exists already"), new_directory(tmp_path / "b"):
+    with pytest.raises(UsageError, match="is there already"), new_directory(tmp_path / "b"):
         (tmp_path / "b").mkdir()  # somebody else was faster
     assert sorted(os.listdir(tmp_path)) == ["a", "b", "link"] and os.listdir(tmp_path / "b") == []
 
@@ -413,8 +413,9 @@ def test_a_dry_run_says_the_same_and_writes_nothing(sample: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["ckpt", "ckpt"], "exists already"),
-        (["ckpt", "no/where"], "there is no directory"),
+        (["ckpt", "ckpt"], "is there already"),
+        (["ckpt", "no/where"], "no such directory"),
+        (["ckpt", "ckpt/global_step4/new"], "lies inside the source"),
         (["ckpt", "new", "--tag", "global_step7"], "has no tag global_step7"),
         (["nothing", "new"], "no such directory"),
         (["ckpt", "new", "--dtype", "int8"], "--dtype"),

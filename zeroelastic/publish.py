@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from zeroelastic.archive import reserve_space
-from zeroelastic.errors import UsageError
+from zeroelastic.staging import check_free
 
 _NOREPLACE = 1  # linux/fs.h: RENAME_NOREPLACE
 _FLUSHING_THREADS = 8
@@ -21,22 +21,14 @@ _FLUSHING_THREADS = 8
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def check_target(target: Path) -> None:
-    """Raise UsageError where a directory cannot be made: something is there already, or the one above is not."""
-    if os.path.lexists(target):
-        raise UsageError(f"{target}: exists already. Nothing is overwritten; choose another name, or remove it.")
-    if not target.parent.is_dir():
-        raise UsageError(f"{target}: there is no directory {target.parent} to make it in.")
-
-
 @contextmanager
 def new_directory(target: Path) -> Iterator[Path]:
     """A hidden directory to fill, which becomes ``target`` when the block ends well and is removed when it does not.
 
-    Everything in it is flushed to its device before it gets its name. Raises UsageError as ``check_target``, OSError.
+    Everything in it is flushed to its device before it gets its name. Raises UsageError as ``check_free``, OSError.
     """
     target = Path(os.path.abspath(target))
-    check_target(target)
+    check_free(target)
     hidden = target.parent / f".{target.name[:100]}.{secrets.token_hex(4)}.tmp"
     os.mkdir(hidden)
     try:
@@ -99,5 +91,5 @@ def _rename(hidden: Path, target: Path) -> None:
         error = ctypes.get_errno()
         if error not in (errno.ENOSYS, errno.EINVAL, errno.EEXIST):
             raise OSError(error, os.strerror(error), os.fspath(target))
-    check_target(target)
+    check_free(target)
     os.rename(hidden, target)

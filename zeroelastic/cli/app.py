@@ -15,6 +15,7 @@ from zeroelastic.cli.convert import convert
 from zeroelastic.cli.doctor import doctor
 from zeroelastic.cli.export import export
 from zeroelastic.cli.outcome import verb
+from zeroelastic.cli.reshard import reshard
 
 app = typer.Typer(
     name="zeroelastic",
@@ -25,6 +26,7 @@ app = typer.Typer(
 app.command()(verb(doctor))
 app.command()(verb(export))
 app.command()(verb(convert))
+app.command()(verb(reshard))
 
 
 def _print_version(wanted: bool) -> None:

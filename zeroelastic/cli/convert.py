@@ -48,14 +48,15 @@ def convert(
 
     from zeroelastic.checkpoint import open_checkpoint
     from zeroelastic.cli.progress import progress_bar
-    from zeroelastic.publish import check_target
     from zeroelastic.source import find_source
+    from zeroelastic.staging import check_free
     from zeroelastic.state import open_state
 
     began = time.monotonic()
-    check_target(Path(dst).absolute())
     source = find_source(src, tag=tag)
-    state = open_state(open_checkpoint(local_directory(source) / source.tag))
+    tag_dir = local_directory(source) / source.tag
+    check_free(dst.absolute(), sources=(tag_dir,))
+    state = open_state(open_checkpoint(tag_dir))
     compared: int | None = None
     plan: UniversalPlan | DcpPlan
     if to == "universal":

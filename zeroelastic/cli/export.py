@@ -55,14 +55,14 @@ def export(
     from zeroelastic.checkpoint import open_checkpoint
     from zeroelastic.cli.progress import progress_bar
     from zeroelastic.export import plan_export, run_export
-    from zeroelastic.publish import check_target
     from zeroelastic.source import find_source
+    from zeroelastic.staging import check_free
     from zeroelastic.state import open_state
 
     began = time.monotonic()
-    check_target(Path(dst).absolute())
     source = find_source(src, tag=tag)
     root = local_directory(source)
+    check_free(dst.absolute(), sources=(root / source.tag,))
     state = open_state(open_checkpoint(root / source.tag))
     plan = plan_export(state, dtype=dtype, max_shard_size=shard_nbytes, optimizer=optimizer, tied=tied, model_dir=root)
     compared: int | None = None

@@ -193,7 +193,7 @@ def _optimizer_state(
         "dynamic_loss_scale": False,
         "overflow": False,
         "partition_count": layout.world_size,
-        "fp32_flat_groups": flats["fp32"],
+        "fp32_flat_groups": [flat.detach().requires_grad_() for flat in flats["fp32"]],
         "optimizer_state_dict": {
             "state": {i: {"step": steps[i], **{key: flats[key][i] for key in STATES}} for i in range(len(members))},
             "param_groups": [
