@@ -130,12 +130,13 @@ def test_a_model_and_its_optimizer_load_by_torchs_own_functions(tmp_path: Path) 
     model = Model()
     optimizer = torch.optim.AdamW([{"params": [model.w], "weight_decay": 0.3}, {"params": [model.b]}], lr=7.0)
     model_state, optim_state = get_state_dict(model, optimizer)
-    optim_state["param_groups"] = [{}, {}]
+    defaults = optim_state["param_groups"]
+    saved = ("lr", "weight_decay", "params")
+    optim_state["param_groups"] = [{key: group[key] for key in saved} for group in defaults]
     state = {"model": model_state, "optim": optim_state}
     dcp.load(state, checkpoint_id=tmp_path / "out", no_dist=True)
-    defaults = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     for group, default in zip(state["optim"]["param_groups"], defaults, strict=True):
-        group.update({k: v for k, v in default.items() if k not in group})
+        group.update({key: value for key, value in default.items() if key not in saved})
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
     for name, param in model.named_parameters():
         assert raw(param) == truth[name]["fp32"][1]

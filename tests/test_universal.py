@@ -152,10 +152,11 @@ def test_the_loss_scaler_and_what_else_there_is_are_kept(tmp_path: Path) -> None
     scaler = DynamicLossScaler(2**9, 77, 0.5, delayed_shift=3, consecutive_hysteresis=True)
     write_checkpoint(tmp_path / "t", world_size=2, loss_scaler=scaler)
     small, large = torch.arange(3.0), torch.zeros(1 << 19)
-    edit_optim(
-        tmp_path / "t" / optim_name(0),
-        lambda state: state.update(overflow=torch.tensor(True), note={"small": small}, queue=[large]),
-    )
+    for rank in range(2):
+        edit_optim(
+            tmp_path / "t" / optim_name(rank),
+            lambda state: state.update(overflow=torch.tensor(True), note={"small": small}, queue=[large]),
+        )
     plan = plan_universal(open_state(open_checkpoint(tmp_path / "t")), tag="t")
     assert any(note.startswith("queue of the optimizer state") for note in plan.notes)
     write_universal(plan, tmp_path / "out")
