@@ -103,8 +103,8 @@ def test_a_sound_environment_is_usable_and_the_document_has_the_documented_keys(
     done = doctor("--json", "--disk", str(tmp_path), "--disk-size", "1MiB")
     found = document(done)
     assert found["ok"] and done.stderr == ""
-    page = (ROOT / "docs/cli.md").read_text().partition("### doctor --json")[2].partition("\n## ")[0]
-    table = re.findall(r"^\| `([^`]+)` \| ", page, flags=re.MULTILINE)
+    section = (ROOT / "docs/cli.md").read_text().split("\n## doctor\n")[1].split("\n## ")[0]
+    table = re.findall(r"^\| `([^`]+)` \| ", section, flags=re.MULTILINE)
     assert keys(found) | {"disk"} == set(table)
     assert found["versions"]["zeroelastic"] == zeroelastic.__version__
     assert found["package"] == str(Path(zeroelastic.__file__).parent)
@@ -449,7 +449,7 @@ def test_every_byte_is_written_and_read_in_each_pass(tmp_path: Path, monkeypatch
     monkeypatch.setattr(os, "pwrite", lambda *args: count("write", pwrite(*args)))
     monkeypatch.setattr(os, "preadv", lambda *args: count("read", preadv(*args)))
     monkeypatch.setattr(os, "fsync", lambda fd: (count("fsync", 1), fsync(fd)))
-    monkeypatch.setattr(disk, "_cached_share", lambda fd, nbytes: 0.0)
+    monkeypatch.setattr(disk, "cached_share", lambda fd, nbytes: 0.0)
     assert measure_disk(tmp_path, nbytes=20 * MIB, progress=lambda text: None).problem == ""
     assert done == {"write": 20 * MIB, "read": 40 * MIB, "fsync": 1}
 

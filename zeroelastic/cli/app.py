@@ -14,7 +14,11 @@ from zeroelastic._version import __version__
 from zeroelastic.cli.convert import convert
 from zeroelastic.cli.doctor import doctor
 from zeroelastic.cli.export import export
+from zeroelastic.cli.inspect import inspect
+from zeroelastic.cli.latest import latest
 from zeroelastic.cli.outcome import verb
+from zeroelastic.cli.plan import plan
+from zeroelastic.cli.prune import prune
 from zeroelastic.cli.reshard import reshard
 
 app = typer.Typer(
@@ -27,6 +31,10 @@ app.command()(verb(doctor))
 app.command()(verb(export))
 app.command()(verb(convert))
 app.command()(verb(reshard))
+app.command()(verb(inspect))
+app.command()(verb(latest))
+app.command()(verb(prune))
+app.command()(verb(plan))
 
 
 def _print_version(wanted: bool) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from zeroelastic.cli.export import local_directory, memory_option
+from zeroelastic.cli.show import harmless, print_document
 from zeroelastic.cli.sizes import format_size
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def convert(
                 compared = write_dcp(plan, dst, max_memory=memory, advance=advance)
     document = to_document(plan, source, dst, to, compared, time.monotonic() - began)
     if as_json:
-        typer.echo(json.dumps(document, indent=2))
+        print_document(document)
     else:
         _show(document)
 
@@ -103,13 +103,17 @@ def _show(document: dict[str, object]) -> None:
     what = "would write" if document["dry_run"] else "wrote"
     nbytes = document["bytes_read"]
     assert isinstance(nbytes, int)
-    typer.echo(f"{document['source']} ({document['world_size']} ranks)")
-    typer.echo(f"{what} {document['target']}: {document['tensors']} tensors, {format_size(nbytes)}")
+    _line(f"{document['source']} ({document['world_size']} ranks)")
+    _line(f"{what} {document['target']}: {document['tensors']} tensors, {format_size(nbytes)}")
     notes = document["notes"]
     assert isinstance(notes, list)
     for note in notes:
-        typer.echo(f"note: {note}")
+        _line(f"note: {note}")
     if not document["dry_run"]:
         compared = document["digests_compared"]
         proof = f"{compared} digests agree with the commit record" if compared else "no commit record to compare with"
-        typer.echo(f"{proof}; {document['seconds']} s")
+        _line(f"{proof}; {document['seconds']} s")
+
+
+def _line(text: str) -> None:
+    typer.echo(harmless(text))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from zeroelastic.cli.show import harmless, print_document
 from zeroelastic.cli.sizes import format_size, parse_size
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def export(
             compared = run_export(plan, dst, max_memory=memory, advance=advance)
     document = to_document(plan, source, dst, compared, time.monotonic() - began)
     if as_json:
-        typer.echo(json.dumps(document, indent=2))
+        print_document(document)
     else:
         _show(plan, document)
 
@@ -131,18 +131,22 @@ def _show(plan: ExportPlan, document: dict[str, object]) -> None:
     what = "would write" if document["dry_run"] else "wrote"
     files = document["files"]
     assert isinstance(files, list)
-    typer.echo(f"{document['source']} ({plan.state.checkpoint.world_size} ranks)")
-    typer.echo(f"{what} {document['target']}, {format_size(plan.nbytes)}")
+    _line(f"{document['source']} ({plan.state.checkpoint.world_size} ranks)")
+    _line(f"{what} {document['target']}, {format_size(plan.nbytes)}")
     for file in files[:_SHOWN_FILES]:
         tensors = f"  {file['tensors']} tensors" if file["tensors"] else ""
-        typer.echo(f"  {file['name']:<36}  {format_size(file['bytes']):>9}{tensors}")
+        _line(f"  {file['name']:<36}  {format_size(file['bytes']):>9}{tensors}")
     if len(files) > _SHOWN_FILES:
-        typer.echo(f"  and {len(files) - _SHOWN_FILES} more files")
+        _line(f"  and {len(files) - _SHOWN_FILES} more files")
     for alias, name in plan.tied.items():
-        typer.echo(f"tied: {alias} is {name}")
+        _line(f"tied: {alias} is {name}")
     for sentence in plan.left_out:
-        typer.echo(f"left out: {sentence}")
+        _line(f"left out: {sentence}")
     if not document["dry_run"]:
         compared = document["digests_compared"]
         proof = f"{compared} digests agree with the commit record" if compared else "no commit record to compare with"
-        typer.echo(f"{proof}; {document['seconds']} s")
+        _line(f"{proof}; {document['seconds']} s")
+
+
+def _line(text: str) -> None:
+    typer.echo(harmless(text))
