@@ -15,14 +15,29 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from training import Job, Outcome, resume, train_and_save
 
-from tests.synthetic import FROZEN_PARAMS, GROUPS, Param, edit_optim, model_name, optim_name, raw, write_checkpoint
+from tests.synthetic import (
+    FROZEN_PARAMS,
+    GROUPS,
+    Param,
+    edit,
+    edit_optim,
+    gather,
+    model_name,
+    optim_name,
+    raw,
+    write_checkpoint,
+)
 from tests.test_export import documented_keys, keys_of, verb
 from zeroelastic.checkpoint import open_checkpoint
 from zeroelastic.errors import CheckpointError, DigestMismatchError, UnsupportedError
+from zeroelastic.record import read_record
+from zeroelastic.reshard import ReshardOptions, plan_reshard, reshard
+from zeroelastic.source import find_source
 from zeroelastic.state import open_state
-from zeroelastic.testing import RankPool
+from zeroelastic.testing import RankPool, compare_states
 from zeroelastic.testing.sample import write_sample
 from zeroelastic.universal import plan_universal, write_universal
+from zeroelastic.universal_source import find_universal, open_universal, plan_from_universal
 
 
 def convert(tag_dir: Path, target: Path, **options: Any) -> int:
@@ -220,6 +235,132 @@ def test_it_converts_many_small_parameters_in_several_goes(tmp_path: Path, monke
     assert len(found) == 3 * sum(len(group) for group in GROUPS) and len(truth) == 5 + len(FROZEN_PARAMS)
 
 
+# ---- the way back
+
+
+def back(tag_dir: Path, target: Path, world_size: int, **options: Any) -> Any:
+    plan = plan_from_universal(find_universal(tag_dir), ReshardOptions(world_size=world_size, **options))
+    return reshard(plan, target)
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    saved=st.integers(1, 5),
+    world_size=st.integers(1, 6),
+    format=st.sampled_from(["elastic", "rigid"]),
+    states=st.sampled_from([{}, {"exp_avg": torch.bfloat16, "exp_avg_sq": torch.float32, "max": torch.float64}]),
+    step=st.sampled_from([None, 7]),
+    frozen=st.booleans(),
+)
+def test_there_and_back_is_the_same_content(tmp_path_factory, saved, world_size, format, states, step, frozen):
+    root = tmp_path_factory.mktemp("ckpt")
+    truth = write_checkpoint(
+        root / "t", world_size=saved, states=states, step=step, record=True, sub_group_size=None,
+        frozen=FROZEN_PARAMS if frozen else None,
+    )  # fmt: skip
+    convert(root / "t", root / "universal")
+    report = back(root / "universal", root / "back", world_size, format=format)
+    record = read_record(root / "t")
+    assert record is not None and report.root == record.content_root
+    made = open_checkpoint(root / "back" / "t")
+    assert made.world_size == world_size and gather(made) == truth
+    ours, theirs = open_state(made), open_state(open_checkpoint(root / "t"))
+    assert ours.head.groups == theirs.head.groups and ours.head.format == format
+    assert ours.parts[0].scalars == theirs.parts[0].scalars
+
+
+@pytest.mark.parametrize("by", ["deepspeed", "us"])
+def test_universal_checkpoints_become_what_reshard_makes_and_resume(
+    rank_pool: RankPool, saves: dict[str, tuple[Path, Outcome]], tmp_path: Path, by: str
+) -> None:
+    directory, saved = saves["elastic"]
+    (tmp_path / "u").mkdir()
+    if by == "deepspeed":
+        stock_convert(directory / "global_step3", tmp_path / "u")
+    else:
+        convert(directory / "global_step3", tmp_path / "u" / "x")
+        (tmp_path / "u" / "x").rename(tmp_path / "v")
+        (tmp_path / "u").rmdir()
+        (tmp_path / "v").rename(tmp_path / "u")
+    record = read_record(directory / "global_step3")
+    assert record is not None
+    for world_size, format in ((3, "elastic"), (2, "rigid")):
+        report = back(tmp_path / "u", tmp_path / format, world_size, format=format)
+        assert report.root == record.content_root
+        job = Job(perturb=0.5, lr=0.7, installed=False, elastic=False)
+        outcome = rank_pool.run(resume, world_size, job, str(tmp_path / format))[0]
+        assert compare_states(saved.state, outcome.state) == []
+        again = tmp_path / f"again-{format}"
+        options = ReshardOptions(world_size=world_size, format=format)
+        reshard(plan_reshard(find_source(directory / "global_step3"), options), again)
+        assert gather(open_checkpoint(again / "global_step3")) == gather(
+            open_checkpoint(tmp_path / format / "global_step3")
+        )
+
+
+def test_state_that_deepspeeds_converter_lost_is_reported(tmp_path: Path) -> None:
+    """It keeps rank 0's part of max_exp_avg_sq in optimizer_state.pt, and that of no other rank."""
+    states = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32, "max_exp_avg_sq": torch.float32}
+    write_checkpoint(tmp_path / "t", world_size=3, states=states, sub_group_size=None, frozen=None)
+    for rank in range(3):
+        edit(tmp_path / "t" / model_name(rank), lambda d: d.update(shared_params={}))
+    (tmp_path / "u").mkdir()
+    stock_convert(tmp_path / "t", tmp_path / "u")
+    report = back(tmp_path / "u", tmp_path / "back", 2)
+    assert any(note.startswith("max_exp_avg_sq of the optimizer") for note in report.notes)
+    assert set(open_state(open_checkpoint(tmp_path / "back" / "t")).head.tensor_keys[0]) == {
+        "fp32",
+        "exp_avg",
+        "exp_avg_sq",
+    }
+
+
+def _edit_state(change: Any) -> Any:
+    return lambda tag: edit(tag / "zero" / "optimizer_state.pt", change)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda tag: (tag / "zero" / "w" / "fp32.pt").unlink(), "fp32.pt: no such file"),
+        (lambda tag: (tag / "zero" / "w" / "exp_avg.pt").write_bytes(b"PK"), "exp_avg.pt"),
+        (lambda tag: torch.save(torch.zeros(19), tag / "zero" / "w" / "fp32.pt"), "has 19 elements; w has 20"),
+        (lambda tag: torch.save("text", tag / "zero" / "w" / "fp32.pt"), "not a tensor"),
+        (lambda tag: (tag / "zero" / "w").rename(tag / "zero" / "other"), "w missing"),
+        (lambda tag: (tag / "zero" / "other").mkdir(), "other not in param_shapes"),
+        (lambda tag: (tag / "zero" / "optimizer_state.pt").unlink(), "optimizer_state.pt"),
+        (lambda tag: (tag / model_name(1)).unlink(), "module states of rank 1 are missing"),
+        (_edit_state(lambda d: d["optimizer_state_dict"].pop("state")), "with a state"),
+        (_edit_state(lambda d: d["optimizer_state_dict"]["param_groups"][0].update(params=[99])), "group 0 lists"),
+        (_edit_state(lambda d: d["optimizer_state_dict"]["param_groups"][0].update(params=[1])), "two optimizer"),
+        (_edit_state(lambda d: d["optimizer_state_dict"]["param_groups"].pop()), "sub-groups of"),
+        (_edit_state(lambda d: d["optimizer_state_dict"].update(param_groups=3)), "no optimizer groups"),
+        (_edit_state(lambda d: d["optimizer_state_dict"]["state"].update({0: 3})), "the state of sub-group 0"),
+    ],
+)
+def test_damage_is_named_and_nothing_is_written(tmp_path: Path, change: Any, said: str) -> None:
+    write_checkpoint(tmp_path / "t", world_size=2, sub_group_size=None)
+    convert(tmp_path / "t", tmp_path / "u")
+    change(tmp_path / "u" / "t")
+    before = sorted(os.listdir(tmp_path))
+    with pytest.raises(CheckpointError, match=said):
+        back(tmp_path / "u", tmp_path / "back", 3)
+    assert sorted(os.listdir(tmp_path)) == before
+
+
+def test_experts_and_other_stages_are_refused(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "t", world_size=1, sub_group_size=None)
+    convert(tmp_path / "t", tmp_path / "u")
+    torch.save({"param": torch.zeros(5, 4)}, tmp_path / "u" / "t" / "zero" / "w" / "fp32.pt")
+    assert open_universal(tmp_path / "u" / "t").state.parts[0].dtypes[0]["fp32"] == "float32"
+    torch.save({"param": torch.zeros(5, 4), "is_expert_param": True}, tmp_path / "u" / "t" / "zero" / "w" / "fp32.pt")
+    with pytest.raises(UnsupportedError, match="AutoEP"):
+        open_universal(tmp_path / "u" / "t")
+    (tmp_path / "u" / "t" / model_name(0)).unlink()
+    with pytest.raises(UnsupportedError, match="not saved with ZeRO stage 3"):
+        find_universal(tmp_path / "u")
+
+
 # ---- the verb
 
 
@@ -237,6 +378,7 @@ def test_the_verb_says_what_it_wrote(sample: Path) -> None:
     assert done.returncode == 0 and done.stderr == "", done.stderr
     document = json.loads(done.stdout)
     assert keys_of(document) == documented_keys("convert")
+    assert document["from"] == "native" and document["to"] == "universal" and document["saved_world_size"] == 4
     assert document["tensors"] == len(tensors_of(sample / "said")) == 54 and document["digests_compared"] == 55
     before = json.loads(dry.stdout)
     for key in ("dry_run", "digests_compared", "seconds"):
@@ -246,10 +388,45 @@ def test_the_verb_says_what_it_wrote(sample: Path) -> None:
     assert "wrote text: 54 tensors" in text and "note: DeepSpeed's loader" in text and "55 digests agree" in text
 
 
+def test_the_verb_goes_back(sample: Path) -> None:
+    assert verb("convert", "ckpt", "there", "--to", "universal", cwd=sample).returncode == 0
+    arguments = ["convert", "there", "again", "--from", "universal", "-n", "3"]
+    dry = verb(*arguments, "--dry-run", "--json", cwd=sample)
+    assert dry.returncode == 0 and not (sample / "again").exists()
+    done = verb(*arguments, "--json", cwd=sample)
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    document = json.loads(done.stdout)
+    assert keys_of(document) == documented_keys("convert")
+    record = read_record(sample / "ckpt" / "global_step4")
+    assert record is not None and document["content_root"] == record.content_root
+    assert (document["from"], document["to"], document["saved_world_size"], document["world_size"]) == (
+        "universal",
+        "elastic",
+        4,
+        3,
+    )
+    before = json.loads(dry.stdout)
+    assert before["tensors"] == document["tensors"] == 55 and before["content_root"] is None
+    text = verb(
+        "convert", "there/global_step4", "rigid", "--from", "universal", "-n", "2", "--format", "rigid", cwd=sample
+    )
+    assert "wrote rigid for 2 ranks: 55 tensors" in text.stdout and record.content_root[:12] in text.stdout
+    done = verb(*arguments, cwd=sample)
+    assert done.returncode == 2 and "is there already" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["ckpt", "new"], "--to"),
+        (["ckpt", "new"], "Give one of --to"),
+        (["ckpt", "new", "--to", "dcp", "--from", "universal", "-n", "3"], "Give one of --to"),
+        (["ckpt", "new", "--to", "dcp", "-n", "3"], "--world-size goes with --from"),
+        (["ckpt", "new", "--to", "dcp", "--format", "rigid"], "--format goes with --from"),
+        (["ckpt", "new", "--from", "universal"], "--from needs --world-size"),
+        (["ckpt", "new", "--from", "universal", "-n", "0"], "world size of 0"),
+        (["ckpt", "new", "--from", "universal", "-n", "3"], "is no Universal checkpoint"),
+        (["ckpt", "new", "--from", "universal", "-n", "3", "--tag", "global_step2"], "has no Universal checkpoint"),
+        (["ckpt", "new", "--from", "universal", "-n", "3", "--tag", "../x"], "is not the name of a tag"),
         (["ckpt", "new", "--to", "megatron"], "--to"),
         (["ckpt", "ckpt", "--to", "universal"], "is there already"),
         (["ckpt", "new", "--to", "dcp", "--tag", "x"], "has no tag x"),

@@ -83,11 +83,11 @@ def plan_universal(state: SavedState, *, tag: str) -> UniversalPlan:
     trained = state.parts[0]
     folders: set[str] = {OPTIMIZER_STATE}
     for param, dtypes in zip(trained.layout.params, trained.dtypes, strict=True):
-        _check_file_name(param.name, "a parameter")
+        check_file_name(param.name, "a parameter")
         if param.name in folders:
             raise UnsupportedError(f"{param.name}: a Universal checkpoint has no place for a parameter of this name.")
         for key, dtype in dtypes.items():
-            _check_file_name(f"{key}.pt", "a state key")
+            check_file_name(f"{key}.pt", "a state key")
             new_storage(dtype, 0)
     root, left_out = _optimizer_state(state)
     return UniversalPlan(state, tag, root, (*left_out, *_notes(state)))
@@ -112,7 +112,8 @@ def write_universal(
     return compared
 
 
-def _check_file_name(name: str, what: str) -> None:
+def check_file_name(name: str, what: str) -> None:
+    """Raise UnsupportedError for a name that cannot be that of a file in a folder."""
     try:
         encoded = name.encode()
     except UnicodeEncodeError:
