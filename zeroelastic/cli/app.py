@@ -29,16 +29,8 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-app.command()(verb(doctor))
-app.command()(verb(verify))
-app.command()(verb(diff))
-app.command()(verb(export))
-app.command()(verb(convert))
-app.command()(verb(reshard))
-app.command()(verb(inspect))
-app.command()(verb(latest))
-app.command()(verb(prune))
-app.command()(verb(plan))
+for command in (inspect, verify, plan, reshard, diff, export, convert, latest, prune, doctor):
+    app.command()(verb(command))
 
 
 def _print_version(wanted: bool) -> None:

@@ -12,6 +12,7 @@ from zeroelastic.cli.outcome import INVALID
 
 if TYPE_CHECKING:
     from zeroelastic.inventory import Problem
+    from zeroelastic.processes import Processes
     from zeroelastic.verification import VerifyReport
 
 _MOST_SHOWN = 20
@@ -28,7 +29,8 @@ def verify(
     """Check that a checkpoint is what its save left: complete, undamaged, of one save.
 
     Reads every byte of every rank's files once: headers, checksums of all records, digests of all tensors against the
-    commit record. What is damaged is named by file, parameter, state key and byte.
+    commit record. What is damaged is named by file, parameter, state key and byte. Started by torchrun or srun, its
+    processes share the reading.
     Exit code 0: valid; 1: it could not be checked; 2: wrong usage; 3: invalid.
 
     \b
@@ -37,10 +39,15 @@ def verify(
         zeroelastic verify ckpt --tag global_step2 --json
         zeroelastic verify ckpt/global_step4 --quick
     """
-    began = time.monotonic()
-    report = _verify(src, tag, quick)
-    seconds = time.monotonic() - began
-    if as_json:
+    from zeroelastic.processes import launched_processes
+
+    with launched_processes() as processes:
+        began = time.monotonic()
+        report = _verify(src, tag, quick, processes)
+        seconds = time.monotonic() - began
+    if processes.rank != 0:
+        pass  # rank 0 speaks for all
+    elif as_json:
         typer.echo(json.dumps(_document(report, seconds), indent=2))
     else:
         _show(report, seconds)
@@ -48,7 +55,7 @@ def verify(
         raise typer.Exit(INVALID)
 
 
-def _verify(src: str, tag: str | None, quick: bool) -> VerifyReport:
+def _verify(src: str, tag: str | None, quick: bool, processes: Processes) -> VerifyReport:
     from zeroelastic.cli.progress import progress_bar
     from zeroelastic.errors import CheckpointError
     from zeroelastic.inventory import take_inventory
@@ -56,14 +63,13 @@ def _verify(src: str, tag: str | None, quick: bool) -> VerifyReport:
     from zeroelastic.verification import damaged, verify_inventory
 
     try:
-        found = find_source(src, tag=tag)
-        inventory = take_inventory(found.tag_dir, quick=quick)
+        inventory = processes.settle(lambda: take_inventory(find_source(src, tag=tag).tag_dir, quick=quick))
     except CheckpointError as error:  # what cannot even be looked at is a finding, too
         return damaged(src, str(error), quick=quick)
     if quick:
         return verify_inventory(inventory, quick=True)
-    with progress_bar("verify", inventory.nbytes) as advance:
-        return verify_inventory(inventory, progress=advance)
+    with progress_bar("verify", inventory.nbytes // processes.size) as advance:
+        return verify_inventory(inventory, progress=advance, processes=processes)
 
 
 def _document(report: VerifyReport, seconds: float) -> dict[str, object]:
