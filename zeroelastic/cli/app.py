@@ -16,6 +16,7 @@ from zeroelastic.cli.inspect import inspect
 from zeroelastic.cli.latest import latest
 from zeroelastic.cli.outcome import verb
 from zeroelastic.cli.prune import prune
+from zeroelastic.cli.reshard import reshard
 
 app = typer.Typer(
     name="zeroelastic",
@@ -27,6 +28,7 @@ app.command()(verb(doctor))
 app.command()(verb(inspect))
 app.command()(verb(latest))
 app.command()(verb(prune))
+app.command()(verb(reshard))
 
 
 def _print_version(wanted: bool) -> None:
