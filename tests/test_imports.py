@@ -22,7 +22,7 @@ LEVELS = [
     {"record", "picklegraph", "zip_records"},
     {"shard"},
     {"checkpoint"},
-    {"source", "rows", "census"},
+    {"source", "rows", "census", "findings"},
     {"state"},
     {"executors", "inventory", "inspection", "tags"},
     {"archive", "scan", "comparison", "pruning"},
