@@ -47,7 +47,7 @@ def measure_disk(directory: Path, *, nbytes: int, progress: Callable[[str], None
     """
     shown = str(directory.resolve())
     try:
-        with _ends_like_ctrl_c(), _scratch_file(directory) as fd:
+        with _ends_like_ctrl_c(), scratch_file(directory) as fd:
             free = shutil.disk_usage(directory).free
             if free < nbytes:
                 raise OSError(errno.ENOSPC, f"{format_size(free)} are free, {format_size(nbytes)} are needed")
@@ -56,7 +56,7 @@ def measure_disk(directory: Path, *, nbytes: int, progress: Callable[[str], None
             progress(f"reading {format_size(nbytes)} from memory")
             warm = _read(fd, nbytes)
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            cached = _cached_share(fd, nbytes)
+            cached = cached_share(fd, nbytes)
             if cached > _STILL_CACHED:
                 note = f"not measured: {cached:.0%} of the file stay in memory, as on a RAM disk"
                 return DiskSpeed(shown, nbytes, write, warm, None, note, "")
@@ -80,10 +80,10 @@ def _explain(directory: str, error: OSError) -> str:
 
 
 @contextmanager
-def _scratch_file(directory: Path) -> Iterator[int]:
+def scratch_file(directory: Path) -> Iterator[int]:
     """An empty file: without a name where that is possible, else removed at the end, whatever the end is."""
     flags = os.O_RDWR | os.O_CLOEXEC
-    path = directory / f".zeroelastic-doctor-{os.getpid()}-{time.time_ns()}"
+    path = directory / f".zeroelastic-{os.getpid()}-{time.time_ns()}"
     fd, named = -1, False
     try:
         try:
@@ -140,11 +140,11 @@ def _read(fd: int, nbytes: int) -> float:
     return nbytes / (time.perf_counter() - start)
 
 
-def _cached_share(fd: int, nbytes: int) -> float:
-    """Which part of a file is in the page cache, by mincore(2)."""
+def cached_share(fd: int, nbytes: int) -> float:
+    """Which part of a file's first bytes is in the page cache, by mincore(2); 1 for a file that is somebody else's."""
     num_pages = -(-nbytes // mmap.PAGESIZE)
     resident = (ctypes.c_ubyte * num_pages)()
-    with mmap.mmap(fd, nbytes) as mapped:
+    with mmap.mmap(fd, nbytes, access=mmap.ACCESS_COPY) as mapped:  # copy: files opened for reading as well
         address = ctypes.c_char.from_buffer(mapped)
         try:
             failed = ctypes.CDLL(None).mincore(
