@@ -8,7 +8,7 @@ files of the save as it stands, objects of unknown classes included. Source: ``D
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,6 +30,7 @@ from zeroelastic.picklegraph import (
 from zeroelastic.record import CheckpointFormat
 from zeroelastic.shard import ELASTIC_VERSION, FP32, FROZEN
 from zeroelastic.state import SavedPart, SavedState
+from zeroelastic.storage import FilePath
 from zeroelastic.torchfile import DTYPE_BYTES
 
 _DEFAULT_SUB_GROUP_SIZE = 1_000_000_000
@@ -152,25 +153,14 @@ def native_source(state: SavedState, *, sub_group_size: int | None = None) -> Na
             "another world size. Load it with zeroelastic in the training job, which restores what it knows."
         )
     groups = _groups(state, inner)
-    head = state.head.layout
     if sub_group_size is None:
-        sub_group_size = _configured_sub_group_size(state.head.ds_config)
-        table = {param.name: param for param in head.params}
-        implied = pack_sub_groups(
-            [[table[name] for name in group.params if name in table] for group in groups],
-            world_size=head.world_size,
-            sub_group_size=sub_group_size,
-        )
+        head = state.head.layout
         saved = [
-            [head.params[p].name for p in np.flatnonzero(head.sub_group == i).tolist()]
-            for i in range(head.num_sub_groups)
+            [head.params[p] for p in np.flatnonzero(head.sub_group == i).tolist()] for i in range(head.num_sub_groups)
         ]
-        if [[param.name for param in members] for members in implied] != saved:
-            raise UnsupportedError(
-                f"{state.head.path}: has {len(saved)} sub-groups; a sub_group_size of {sub_group_size}, as in its "
-                f"configuration, gives {len(implied)} others. Give the one of the run that will load the result, with "
-                "--sub-group-size."
-            )
+        sub_group_size = configured_sub_group_size(
+            state.head.ds_config, groups, saved, world_size=head.world_size, path=state.head.path
+        )
     models = state.checkpoint.model_files
 
     def model_root(rank: int) -> Mapping[object, object]:
@@ -182,14 +172,15 @@ def native_source(state: SavedState, *, sub_group_size: int | None = None) -> Na
         optim_root=root,
         model_root=model_root,
         sub_group_size=sub_group_size,
-        train_batch_size=_train_batch_size(state),
+        train_batch_size=train_batch_size(state),
         bf16_names=state.head.path.name.startswith("bf16_"),
         optim_protocol=optim_file.protocol,
         model_protocol=read_graph(models[0]).protocol,
     )
 
 
-def _train_batch_size(state: SavedState) -> int | None:
+def train_batch_size(state: SavedState) -> int | None:
+    """The global batch, where the record, the files or the saved configuration say it."""
     record = state.checkpoint.record
     if record is not None:
         return record.train_batch_size
@@ -205,10 +196,31 @@ def _train_batch_size(state: SavedState) -> int | None:
     return None
 
 
-def _configured_sub_group_size(config: Mapping[str, object]) -> int:
+def configured_sub_group_size(
+    config: Mapping[str, object],
+    groups: Sequence[Group],
+    saved: Sequence[Sequence[Param]],
+    *,
+    world_size: int,
+    path: FilePath,
+) -> int:
+    """What the saved configuration says. Raises UnsupportedError when the saved sub-groups are not what it implies."""
     block = config.get("zero_optimization")
     size = block.get("sub_group_size", _DEFAULT_SUB_GROUP_SIZE) if isinstance(block, dict) else None
-    return int(size) if isinstance(size, (int, float)) and size >= 1 else _DEFAULT_SUB_GROUP_SIZE
+    sub_group_size = int(size) if isinstance(size, (int, float)) and size >= 1 else _DEFAULT_SUB_GROUP_SIZE
+    table = {param.name: param for members in saved for param in members}
+    implied = pack_sub_groups(
+        [[table[name] for name in group.params if name in table] for group in groups],
+        world_size=world_size,
+        sub_group_size=sub_group_size,
+    )
+    if [list(members) for members in implied] != [list(members) for members in saved]:
+        raise UnsupportedError(
+            f"{path}: has {len(saved)} sub-groups; a sub_group_size of {sub_group_size}, as in its "
+            f"configuration, gives {len(implied)} others. Give the one of the run that will load the result, with "
+            "--sub-group-size."
+        )
+    return sub_group_size
 
 
 def _groups(state: SavedState, inner: Mapping[object, object]) -> tuple[Group, ...]:

@@ -181,7 +181,7 @@ def _manifest(plan: ReshardPlan) -> dict[str, object]:
     return {
         "zeroelastic": __version__,
         "source": str(plan.source.tag_dir),
-        "files": {path.name: _identity(path) for path in files},
+        "files": {str(path): _identity(path) for path in files},
         "source_root": None if record is None else record.content_root,
         "world_size": plan.options.world_size,
         "format": plan.options.format,

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from zeroelastic.digest import content_root
 from zeroelastic.inventory import Inventory, Problem, take_inventory
 from zeroelastic.layout import Int64Array
+from zeroelastic.processes import Processes
 from zeroelastic.record import RECORD_NAME, CheckpointFormat
 from zeroelastic.scan import BadRecord, Progress, RankRows, RankScan, combine, file_rows, scan_rank
 from zeroelastic.storage import FilePath
@@ -75,13 +76,23 @@ def verify_checkpoint(tag_dir: FilePath, *, quick: bool = False, progress: Progr
     return verify_inventory(take_inventory(tag_dir, quick=quick), quick=quick, progress=progress)
 
 
-def verify_inventory(inventory: Inventory, *, quick: bool = False, progress: Progress | None = None) -> VerifyReport:
-    """``verify_checkpoint`` for headers that are open already."""
+def verify_inventory(
+    inventory: Inventory,
+    *,
+    quick: bool = False,
+    progress: Progress | None = None,
+    processes: Processes | None = None,
+) -> VerifyReport:
+    """``verify_checkpoint`` for headers that are open already.
+
+    Several ``processes``, each with the same inventory, share the reading by rank and get the same report. Collective.
+    """
     if quick:
         return judge_quick(inventory)
-    return judge(
-        inventory, combine((scan_rank(inventory, rank, progress=progress) for rank in inventory.ranks), inventory)
-    )
+    processes = processes or Processes()
+    mine = [inventory.ranks[number] for number in processes.mine(len(inventory.ranks))]
+    own = processes.settle(lambda: combine((scan_rank(inventory, rank, progress=progress) for rank in mine), inventory))
+    return judge(inventory, combine(processes.gather(own), inventory))
 
 
 def damaged(name: str, sentence: str, *, quick: bool) -> VerifyReport:

@@ -11,8 +11,10 @@ from typing import Annotated
 import typer
 
 from zeroelastic._version import __version__
+from zeroelastic.cli.convert import convert
 from zeroelastic.cli.diff import diff
 from zeroelastic.cli.doctor import doctor
+from zeroelastic.cli.export import export
 from zeroelastic.cli.inspect import inspect
 from zeroelastic.cli.latest import latest
 from zeroelastic.cli.outcome import verb
@@ -30,6 +32,8 @@ app = typer.Typer(
 app.command()(verb(doctor))
 app.command()(verb(verify))
 app.command()(verb(diff))
+app.command()(verb(export))
+app.command()(verb(convert))
 app.command()(verb(reshard))
 app.command()(verb(inspect))
 app.command()(verb(latest))

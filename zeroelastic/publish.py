@@ -1,0 +1,95 @@
+"""A directory that appears complete or not at all: filled under a hidden name beside its place, flushed, renamed."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+from zeroelastic.archive import reserve_space
+from zeroelastic.staging import check_free
+
+_NOREPLACE = 1  # linux/fs.h: RENAME_NOREPLACE
+_FLUSHING_THREADS = 8
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@contextmanager
+def new_directory(target: Path) -> Iterator[Path]:
+    """A hidden directory to fill, which becomes ``target`` when the block ends well and is removed when it does not.
+
+    Everything in it is flushed to its device before it gets its name. Raises UsageError as ``check_free``, OSError.
+    """
+    target = Path(os.path.abspath(target))
+    check_free(target)
+    hidden = target.parent / f".{target.name[:100]}.{secrets.token_hex(4)}.tmp"
+    os.mkdir(hidden)
+    try:
+        yield hidden
+        _flush(hidden)
+        _rename(hidden, target)
+    except BaseException:
+        shutil.rmtree(hidden, ignore_errors=True)
+        raise
+    _sync(target.parent, os.O_DIRECTORY)
+
+
+def reserve_file(path: Path, nbytes: int) -> None:
+    """Make a file of this size, its space set aside where the file system can: a full disk is noticed before work.
+
+    Raises OSError naming it.
+    """
+    try:
+        with open(path, "xb", buffering=0) as file:
+            os.truncate(file.fileno(), nbytes)
+            reserve_space(file.fileno(), nbytes)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from None
+
+
+def start_flushing(path: Path) -> None:
+    """Let the device begin with what is in the page cache of a file, without waiting for it."""
+    if hasattr(_libc, "sync_file_range"):
+        with open(path, "rb", buffering=0) as file:
+            _libc.sync_file_range(file.fileno(), ctypes.c_int64(0), ctypes.c_int64(0), 2)  # SYNC_FILE_RANGE_WRITE
+
+
+def _flush(directory: Path) -> None:
+    """fsync all files in a directory, then the directories, the innermost first."""
+    tree = list(os.walk(directory, topdown=False))
+    with ThreadPoolExecutor(_FLUSHING_THREADS) as pool:
+        files = (Path(folder, name) for folder, _, names in tree for name in names)
+        for _ in pool.map(_sync, files):
+            pass
+    for folder, _, _ in tree:
+        _sync(Path(folder), os.O_DIRECTORY)
+
+
+def _sync(path: Path, flags: int = 0) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from None
+    finally:
+        os.close(fd)
+
+
+def _rename(hidden: Path, target: Path) -> None:
+    """Rename, but never over something that has come to be there meanwhile."""
+    if hasattr(_libc, "renameat2"):
+        here = -100  # AT_FDCWD
+        if _libc.renameat2(here, os.fsencode(hidden), here, os.fsencode(target), _NOREPLACE) == 0:
+            return
+        error = ctypes.get_errno()
+        if error not in (errno.ENOSYS, errno.EINVAL, errno.EEXIST):
+            raise OSError(error, os.strerror(error), os.fspath(target))
+    check_free(target)
+    os.rename(hidden, target)

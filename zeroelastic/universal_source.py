@@ -1,0 +1,382 @@
+"""A Universal checkpoint of ZeRO-3 as the source of a native one: parameters that each have files of their own.
+
+What DeepSpeed's ``ds_to_universal`` or ``zeroelastic.universal`` wrote is opened as a saved state in which one rank has
+all trained parameters, whole; frozen parameters are in the module states of the ranks that saved them. The machinery
+of ``zeroelastic.reshard`` does the rest. Headers only; nothing is unpickled outside of the allow-list.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import reprlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from zeroelastic.checkpoint import Checkpoint, ModelStates, frozen_layouts, open_model_states
+from zeroelastic.digest import ScalarValue
+from zeroelastic.errors import CheckpointError, MissingFileError, UnsupportedError, UsageError
+from zeroelastic.extras import plan_extras
+from zeroelastic.layout import Int64Array, Layout, Param, unpacked_layout
+from zeroelastic.native import Group, NativeSource, configured_sub_group_size, native_target, train_batch_size
+from zeroelastic.picklegraph import entry, pairs_of, read_graph
+from zeroelastic.reshard import ReshardOptions, ReshardPlan
+from zeroelastic.shard import FP32, FROZEN, ParamGroup, Pieces, Shard, checked_params
+from zeroelastic.source import Source, find_source
+from zeroelastic.state import SavedPart, SavedState
+from zeroelastic.storage import FilePath
+from zeroelastic.torchfile import DTYPE_BYTES, TensorRef, TorchFile, read_torch_file
+from zeroelastic.universal import LATEST_UNIVERSAL, OPTIMIZER_STATE, ZERO_FOLDER, check_file_name
+
+_MODEL_FILE = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
+_MOST_LATEST_BYTES = 4096
+_TAG = re.compile(r"[^/\x00-\x1f]{1,255}")
+_KEY = re.compile(r"[^/\x00]{1,250}")
+_SHOWN = 6
+
+_NUMPY = {
+    "float64": "<f8",
+    "float32": "<f4",
+    "float16": "<f2",
+    "int64": "<i8",
+    "int32": "<i4",
+    "int16": "<i2",
+    "int8": "<i1",
+    "uint8": "<u1",
+    "bool": "?",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class UniversalState:
+    """A Universal checkpoint, opened: a state whose trained part lies in files by parameter, at a world size of 1.
+
+    ``sub_groups`` are those of the ranks that saved it, ``groups`` the optimizer's; ``left_out`` says what state of the
+    optimizer the converter has lost.
+    """
+
+    state: SavedState
+    sub_groups: tuple[tuple[Param, ...], ...]
+    groups: tuple[Group, ...]
+    left_out: tuple[str, ...]
+
+
+def find_universal(text: str | os.PathLike[str], *, tag: str | None = None) -> Source:
+    """The Universal checkpoint that a path means: its tag directory, or that of ``latest_universal`` or ``tag`` above.
+
+    Raises UsageError saying what was found instead.
+    """
+    path = Path(os.path.abspath(text))
+    if tag is None and (path / ZERO_FOLDER).is_dir():
+        return _universal_source(path)
+    if not path.is_dir():
+        raise UsageError(f"{path}: no such directory.")
+    if tag is None:
+        try:
+            with open(path / LATEST_UNIVERSAL, "rb") as file:
+                tag = file.read(_MOST_LATEST_BYTES).decode(errors="replace").strip()
+        except FileNotFoundError:
+            raise UsageError(
+                f"{path}: is no Universal checkpoint: it has neither a folder {ZERO_FOLDER} nor a file "
+                f"{LATEST_UNIVERSAL}. Give its tag directory, or --tag."
+            ) from None
+    if _TAG.fullmatch(tag) is None or tag in (".", ".."):
+        raise UsageError(f"{path}: {tag!r} is not the name of a tag.")
+    if not (path / tag / ZERO_FOLDER).is_dir():
+        raise UsageError(f"{path}: has no Universal checkpoint {tag} (no folder {tag}/{ZERO_FOLDER}).")
+    return _universal_source(path / tag)
+
+
+def _universal_source(tag_dir: Path) -> Source:
+    if not any(_MODEL_FILE.fullmatch(name) for name in os.listdir(tag_dir)):
+        raise UnsupportedError(
+            f"{tag_dir}: has no zero_pp_rank_0_mp_rank_00_model_states.pt, so it was not saved with ZeRO stage 3. Only "
+            "Universal checkpoints of stage 3 are taken."
+        )
+    found = find_source(tag_dir)
+    return Source(found.root, found.tag, found.tag_dir, found.tag, found.framework)
+
+
+def open_universal(tag_dir: Path) -> UniversalState:
+    """Open every header of a Universal checkpoint of ZeRO-3 and check that they belong together.
+
+    Raises CheckpointError, MissingFileError, UnsupportedError (tensor parallelism, experts), naming the file.
+    """
+    models = _models(tag_dir)
+    first = models[0]
+    params = tuple(param for members in first.sub_groups for param in members)
+    zero = tag_dir / ZERO_FOLDER
+    for param in params:
+        check_file_name(param.name, "a parameter")
+    layout = unpacked_layout(checked_params(params, first.path), 1)
+    file = read_torch_file(zero / OPTIMIZER_STATE)
+    root = file.root
+    saved = root.get("optimizer_state_dict") if isinstance(root, dict) else None
+    state = saved.get("state") if isinstance(saved, dict) else None
+    if not isinstance(root, dict) or not isinstance(saved, dict) or not isinstance(state, dict):
+        raise CheckpointError(f"{file.path}: holds no optimizer_state_dict with a state. It is not of ZeRO-3.")
+    dtypes, pieces, files = _tensors(zero, layout)
+    scalars, lost = _scalars(file, state, first.sub_groups, dtypes)
+    groups = _groups(file.path, saved.get("param_groups"), first.sub_groups)
+    raw = entry(read_graph(file.path).root, "optimizer_state_dict", "param_groups")
+    assert isinstance(raw, list), "one reader found groups, the other none"
+    config = read_torch_file(first.path, foreign="inert").root
+    config = config.get("ds_config") if isinstance(config, dict) else None
+    head = Shard(
+        path=file.path,
+        size=file.size,
+        rank=0,
+        format="rigid",
+        save_id=None,
+        layout=layout,
+        groups=groups,
+        tensor_keys=tuple(tuple(keys) for keys in dtypes),
+        scalars=scalars,
+        pieces=pieces,
+        digests=None,
+        scaler=None,
+        ds_config={str(key): value for key, value in config.items()} if isinstance(config, dict) else {},
+        train_batch_size=None,
+        header_bytes=file.header_bytes,
+    )
+    checkpoint = Checkpoint(
+        tag_dir=tag_dir,
+        world_size=first.world_size,
+        optim_files=(file.path, *files),
+        model_files=tuple(model.path for model in models),
+        record=None,
+        stale_files=(),
+    )
+    parts = [SavedPart(layout, dtypes, scalars, {0: pieces}), *_frozen(models)]
+    return UniversalState(
+        state=SavedState(checkpoint, head, models, tuple(parts)),
+        sub_groups=first.sub_groups,
+        groups=tuple(_group(pairs_of(options), group.params) for options, group in zip(raw, groups, strict=True)),
+        left_out=lost,
+    )
+
+
+def plan_from_universal(source: Source, options: ReshardOptions) -> ReshardPlan:
+    """What ``zeroelastic.reshard.reshard`` carries out to make a native checkpoint of a Universal one.
+
+    Raises as ``open_universal``, and UnsupportedError, UsageError as ``plan_reshard``.
+    """
+    assert isinstance(source.tag_dir, Path)
+    opened = open_universal(source.tag_dir)
+    state = opened.state
+    first = state.models[0]
+    config = state.head.ds_config
+    size = options.sub_group_size
+    if size is None:
+        size = configured_sub_group_size(
+            config, opened.groups, opened.sub_groups, world_size=first.world_size, path=first.path
+        )
+    models = [model.path for model in state.models]
+    model_file = read_graph(models[0])
+    model = pairs_of(model_file.root)
+    bf16 = config.get("bf16")
+
+    def model_root(rank: int) -> Mapping[object, object]:
+        return pairs_of(read_graph(models[rank if rank < len(models) else 0]).root)
+
+    native = NativeSource(
+        parts=state.parts,
+        groups=opened.groups,
+        optim_root={
+            "optimizer_state_dict": pairs_of(read_graph(state.head.path).root),
+            **{key: model[key] for key in ("ds_config", "ds_version") if key in model},
+        },
+        model_root=model_root,
+        sub_group_size=size,
+        train_batch_size=train_batch_size(state),
+        bf16_names=isinstance(bf16, dict) and bool(bf16.get("enabled")),
+        model_protocol=model_file.protocol,
+    )
+    target = native_target(native, options.world_size, options.format)
+    extras = plan_extras(source, saved_world_size=first.world_size, world_size=options.world_size)
+    extras = replace(extras, notes=(*opened.left_out, *extras.notes))
+    return ReshardPlan(source, state, native, target, extras, options)
+
+
+def _models(tag_dir: Path) -> tuple[ModelStates, ...]:
+    """The module states of all ranks that saved it; of rank 0 alone where no others are there and none is needed."""
+    names: dict[int, str] = {}
+    for name in sorted(os.listdir(tag_dir)):
+        match = _MODEL_FILE.fullmatch(name)
+        if match is not None:
+            if int(match[2]) != 0:
+                raise UnsupportedError(f"{tag_dir}: {name} is of a tensor parallel rank, which cannot be taken yet.")
+            names[int(match[1])] = name
+    if 0 not in names:
+        raise MissingFileError(f"{tag_dir}: zero_pp_rank_0_mp_rank_00_model_states.pt is missing.")
+    first = open_model_states(tag_dir / names[0], 0, world_size=None)
+    missing = [rank for rank in range(first.world_size) if rank not in names]
+    if missing:
+        if first.frozen is not None and first.frozen.num_params:
+            raise MissingFileError(
+                f"{tag_dir}: {first.world_size} ranks saved it; the module states of rank {missing[0]} are missing, "
+                "which hold a part of each frozen parameter."
+            )
+        return (first,)
+    others = (
+        open_model_states(tag_dir / names[rank], rank, world_size=first.world_size)
+        for rank in range(1, first.world_size)
+    )
+    return (first, *others)
+
+
+def _frozen(models: Sequence[ModelStates]) -> list[SavedPart]:
+    first = models[0]
+    if first.frozen is None or first.frozen_pieces is None or not first.frozen.num_params:
+        return []
+    layout = frozen_layouts({model.rank: model for model in models})
+    dtypes = first.frozen_pieces.dtype
+    pieces: dict[int, Mapping[str, Pieces]] = {}
+    for model in models:
+        if model.frozen_pieces is None or model.frozen_pieces.dtype != dtypes:
+            raise CheckpointError(f"{model.path} and {first.path} differ in frozen parameters; two saves are mixed.")
+        pieces[model.rank] = {FROZEN: model.frozen_pieces}
+    numbers = range(layout.num_params)
+    return [SavedPart(layout, tuple({FROZEN: dtypes[p]} for p in numbers), tuple({} for _ in numbers), pieces)]
+
+
+def _tensors(zero: Path, layout: Layout) -> tuple[tuple[Mapping[str, str], ...], dict[str, Pieces], tuple[Path, ...]]:
+    """By parameter the dtype of each state key; where they are; and all their files."""
+    wanted = {param.name for param in layout.params}
+    there = {name for name in os.listdir(zero) if (zero / name).is_dir()}
+    if wanted != there:
+        what = f"{_some(wanted - there)} missing" if wanted - there else f"{_some(there - wanted)} not in param_shapes"
+        raise CheckpointError(f"{zero}: {what}. The Universal checkpoint is incomplete, or two are mixed.")
+    dtypes: list[Mapping[str, str]] = []
+    offsets: dict[str, Int64Array] = {}
+    paths: dict[str, list[FilePath]] = {}
+    files: list[Path] = []
+    for p, param in enumerate(layout.params):
+        found: dict[str, str] = {}
+        names = sorted(name for name in os.listdir(zero / param.name) if name.endswith(".pt"))
+        keys = [name.removesuffix(".pt") for name in names]
+        if FP32 not in keys:
+            raise MissingFileError(f"{zero / param.name / FP32}.pt: no such file. The checkpoint is incomplete.")
+        for key in sorted(keys, key=lambda key: (key != FP32, key)):
+            if key == FROZEN or _KEY.fullmatch(key) is None:
+                raise UnsupportedError(f"{zero / param.name}: {key!r} is not the name of a state.")
+            path = zero / param.name / f"{key}.pt"
+            file = read_torch_file(path)
+            ref = _whole_tensor(file, param)
+            found[key] = ref.dtype
+            offsets.setdefault(key, np.full(layout.num_params, -1, dtype=np.int64))[p] = file.extent(ref).offset
+            paths.setdefault(key, [path] * layout.num_params)[p] = path
+            files.append(path)
+        dtypes.append(found)
+    pieces = {
+        key: Pieces(
+            paths[key][0],
+            {p: found[key] for p, found in enumerate(dtypes) if key in found},
+            offset,
+            tuple(paths[key]),
+        )
+        for key, offset in offsets.items()
+    }
+    return tuple(dtypes), pieces, tuple(files)
+
+
+def _whole_tensor(file: TorchFile, param: Param) -> TensorRef:
+    """The tensor of a state file: alone, or under "param" as other stages' converters write it."""
+    root = file.root
+    if isinstance(root, dict):
+        if root.get("is_expert_param"):
+            raise UnsupportedError(f"{file.path}: holds AutoEP expert parameters, which cannot be taken yet.")
+        root = root.get("param")
+    if not isinstance(root, TensorRef) or root.dtype not in DTYPE_BYTES:
+        raise CheckpointError(f"{file.path}: holds {reprlib.repr(root)}, not a tensor. The file is damaged.")
+    if root.numel != param.numel:
+        raise CheckpointError(
+            f"{file.path}: has {root.numel} elements; {param.name} has {param.numel} of shape {list(param.shape)}. The "
+            "file is damaged, or was saved with tensor parallelism."
+        )
+    return root
+
+
+def _scalars(
+    file: TorchFile,
+    state: Mapping[object, object],
+    sub_groups: Sequence[Sequence[Param]],
+    dtypes: Sequence[Mapping[str, str]],
+) -> tuple[tuple[Mapping[str, ScalarValue], ...], tuple[str, ...]]:
+    """By parameter what its sub-group has beside tensors, such as step; and the states of which there is no file."""
+    scalars: list[Mapping[str, ScalarValue]] = []
+    lost: dict[str, None] = {}
+    for i, members in enumerate(sub_groups):
+        values = state.get(i, {})
+        if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
+            raise CheckpointError(f"{file.path}: the state of sub-group {i} is {reprlib.repr(values)}.")
+        keys = dtypes[len(scalars)] if members else {}
+        own: dict[str, ScalarValue] = {}
+        for key, value in values.items():
+            if isinstance(value, TensorRef) and value.shape != ():
+                if key not in keys:
+                    lost[key] = None
+            else:
+                own[key] = _scalar(file, value, f"state {key!r} of sub-group {i}")
+        scalars += [own] * len(members)
+    sentences = (
+        f"{key} of the optimizer: DeepSpeed's converter keeps rank 0's part of it only, so it is left out"
+        for key in lost
+    )
+    return tuple(scalars), tuple(sentences)
+
+
+def _scalar(file: TorchFile, value: object, where: str) -> ScalarValue:
+    if isinstance(value, TensorRef) and value.numel == 1 and value.dtype in (*_NUMPY, "bfloat16"):
+        raw = file.read(value)
+        if value.dtype == "bfloat16":
+            return ScalarValue("bfloat16", float((raw.view("<u2").astype("<u4") << 16).view("<f4")[0]))
+        return ScalarValue(value.dtype, raw.view(_NUMPY[value.dtype])[0].item())
+    if value is None or isinstance(value, (bool, int, float)):
+        return ScalarValue.of_python(value)
+    raise UnsupportedError(f"{file.path}: {where} is {reprlib.repr(value)}, which cannot be taken over.")
+
+
+def _groups(path: FilePath, groups: object, sub_groups: Sequence[Sequence[Param]]) -> tuple[ParamGroup, ...]:
+    """The optimizer's groups, whose parameters are given by the numbers of sub-groups.
+
+    Of their options those that are plain values; the files get all of them, as they are.
+    """
+    if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
+        raise CheckpointError(f"{path}: holds no optimizer groups. The file is damaged.")
+    found: list[ParamGroup] = []
+    seen: set[int] = set()
+    for g, group in enumerate(groups):
+        numbers = group.get("params")
+        if not isinstance(numbers, list) or not all(type(n) is int and 0 <= n < len(sub_groups) for n in numbers):
+            raise CheckpointError(f"{path}: optimizer group {g} lists {reprlib.repr(numbers)}. The file is damaged.")
+        own = list(dict.fromkeys(numbers))
+        if seen & set(own):
+            raise CheckpointError(f"{path}: sub-group {min(seen & set(own))} is in two optimizer groups.")
+        seen |= set(own)
+        options = {str(key): value for key, value in group.items() if key != "params" and _is_plain(value)}
+        found.append(ParamGroup(options, tuple(param.name for n in own for param in sub_groups[n])))
+    if len(seen) != len(sub_groups):
+        raise CheckpointError(f"{path}: optimizer groups hold {len(seen)} sub-groups of {len(sub_groups)}.")
+    return tuple(found)
+
+
+def _group(options: Mapping[object, object], params: tuple[str, ...]) -> Group:
+    """A group with its options as they are; some optimizers list every sub-group more than once."""
+    listed = options.get("params")
+    repeats = len(listed) // len(set(listed)) if isinstance(listed, list) and listed else 1
+    return Group({key: value for key, value in options.items() if key != "params"}, params, repeats)
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, tuple):
+        return all(_is_plain(item) for item in value)
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def _some(names: set[str]) -> str:
+    shown = sorted(names)[:_SHOWN]
+    return ", ".join(shown) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
