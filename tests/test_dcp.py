@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tests.synthetic import Param, raw, write_checkpoint
-from tests.test_export import add_to_model, buffers, documented_keys, keys_of, same, verb
+from tests.test_export import ROOT, add_to_model, buffers, documented_keys, keys_of, same, verb
 from zeroelastic import dcp as ours
 from zeroelastic.checkpoint import open_checkpoint
 from zeroelastic.dcp import plan_dcp, write_dcp
@@ -97,6 +99,25 @@ def test_large_tensors_are_written_in_pieces_that_fit(tmp_path: Path, monkeypatc
     }
     found = everything(tmp_path / "out")["model"]
     assert all(raw(found[param.name]) == truth[param.name]["fp32"][1] for param in groups[0])
+
+
+def test_no_more_than_a_few_pieces_are_in_memory(tmp_path: Path) -> None:
+    """The same process with a state of 150 MiB and with a tiny one: torch itself takes more than either."""
+    program = (
+        "import sys; from zeroelastic.cli.app import app\n"
+        "app(['convert', sys.argv[1], sys.argv[1] + '-out', '--to', 'dcp', '--max-memory', '16MiB'], "
+        "standalone_mode=False)\n"
+        "print(next(int(line.split()[1]) for line in open('/proc/self/status') if line.startswith('VmHWM')) >> 10)"
+    )
+    peaks = {}
+    for name, size in (("tiny", 24), ("large", 512)):
+        write_sample(tmp_path / name, steps=[2], hidden=size, layers=4, sub_group_size=10**6)
+        done = subprocess.run(
+            [sys.executable, "-c", program, name], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True, text=True, timeout=120, check=True,
+        )  # fmt: skip
+        peaks[name] = int(done.stdout.splitlines()[-1])
+    assert peaks["large"] <= peaks["tiny"] + 32, peaks
 
 
 def test_buffers_and_every_name_of_a_tied_weight_are_there(tmp_path: Path) -> None:

@@ -82,7 +82,8 @@ def write_dcp(plan: DcpPlan, target: Path, *, max_memory: int = 1 << 30, advance
     reader = _Reader(plan, max_memory // 4, advance)
     with new_directory(target) as directory, warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=UserWarning, module="torch.distributed")
-        writer = FileSystemWriter(directory, single_file_per_rank=True, sync_files=False, thread_count=1)
+        # A file per tensor: torch keeps all tensors of a file in memory until the file is complete.
+        writer = FileSystemWriter(directory, single_file_per_rank=False, sync_files=False, thread_count=1)
         try:
             save(reader.state_dict(), storage_writer=writer, planner=_planner(reader), no_dist=True)
         except CheckpointException as error:
