@@ -172,7 +172,8 @@ int32_t copy_segments(const ze_table& table, const ze_buffers& src, const ze_buf
         make_units(table, order, nullptr, choose_unit_bytes(total, options.threads, kUnitBytes));
     std::mutex totals;
     const Copy copy{table, src, dst, digest, options.cast, &totals};
-    return run_units(units.size(), options.threads, error, [&](size_t index, ze_error*) {
+    Progress nobody{ze_options{}};
+    return run_units(units.size(), options.threads, &nobody, error, [&](int, size_t index, ze_error*) {
         Pieces pieces(table, order, units[index]);
         (streaming ? copy_past_cache : copy_to_cache)(copy, &pieces);
         return true;

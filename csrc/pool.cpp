@@ -16,7 +16,8 @@ namespace {
 
 class Pool {
   public:
-    void run(int threads, const std::function<void(int)>& work) {
+    void run(int threads, const std::function<void(int)>& work, std::chrono::milliseconds interval,
+             const std::function<void()>& meanwhile) {
         std::unique_lock<std::mutex> turn(turn_, std::try_to_lock);
         if (!turn.owns_lock()) {
             work(0);
@@ -33,7 +34,13 @@ class Pool {
         wake_.notify_all();
         work(0);
         std::unique_lock<std::mutex> lock(mutex_);
-        done_.wait(lock, [this] { return running_ == 0; });
+        const auto done = [this] { return running_ == 0; };
+        while (meanwhile && !done_.wait_for(lock, interval, done)) {
+            lock.unlock();
+            meanwhile();
+            lock.lock();
+        }
+        done_.wait(lock, done);
         work_ = nullptr;
     }
 
@@ -105,10 +112,15 @@ Pool& pool() {
 }  // namespace
 
 void run_parallel(int threads, const std::function<void(int)>& work) {
+    run_parallel(threads, work, {}, nullptr);
+}
+
+void run_parallel(int threads, const std::function<void(int)>& work, std::chrono::milliseconds interval,
+                  const std::function<void()>& meanwhile) {
     if (threads <= 1) {
         work(0);
     } else {
-        pool().run(threads, work);
+        pool().run(threads, work, interval, meanwhile);
     }
 }
 

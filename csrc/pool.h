@@ -3,6 +3,7 @@
 #ifndef ZEROELASTIC_POOL_H_
 #define ZEROELASTIC_POOL_H_
 
+#include <chrono>
 #include <functional>
 
 namespace zeroelastic {
@@ -11,6 +12,10 @@ namespace zeroelastic {
 // have returned. work(0) runs on the caller's thread. n is 1 while the pool is busy with another caller, and
 // smaller than asked for where the system gives no more threads. `work` must not throw.
 void run_parallel(int threads, const std::function<void(int)>& work);
+
+// The same; the caller's thread calls `meanwhile` every so often while it waits for the others.
+void run_parallel(int threads, const std::function<void(int)>& work, std::chrono::milliseconds interval,
+                  const std::function<void()>& meanwhile);
 
 }  // namespace zeroelastic
 

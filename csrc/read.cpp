@@ -18,7 +18,6 @@ constexpr int64_t kUnitBytes = int64_t{4} << 20;
 // With more work to do on what was read, read no more at a time than stays in a core's cache.
 constexpr int64_t kCachedCallBytes = int64_t{128} << 10;
 constexpr int64_t kCallBytes = int64_t{4} << 20;
-constexpr size_t kMaxVectors = 1024;  // IOV_MAX on Linux
 
 struct Read {
     const ze_table& table;
@@ -26,25 +25,8 @@ struct Read {
     const ze_buffers& dst;
     const ze_digest* digest;
     int32_t cast;
+    Progress* progress;
 };
-
-// The pieces of the next call: one run of the file, of at most `most` bytes and kMaxVectors destinations.
-int64_t next_run(const Read& read, Pieces* pieces, int64_t most, std::vector<Piece>* run) {
-    run->clear();
-    int64_t nbytes = 0;
-    int64_t end = 0;
-    Piece piece;
-    while (run->size() < kMaxVectors && nbytes < most &&
-           pieces->peek((most - nbytes + kCut - 1) / kCut * kCut, &piece)) {
-        const int64_t offset = read.table.src_offset[piece.row] + piece.within;
-        if (nbytes > 0 && offset != end) break;
-        run->push_back(piece);
-        pieces->take(piece);
-        nbytes += piece.nbytes;
-        end = offset + piece.nbytes;
-    }
-    return nbytes;
-}
 
 char* destination(const Read& read, const Piece& piece) {
     return static_cast<char*>(read.dst.data[read.table.dst[piece.row]]) + read.table.dst_offset[piece.row] +
@@ -86,7 +68,7 @@ bool read_unit(const Read& read, const Unit& unit, int fd, int64_t* bytes_read, 
     std::vector<char> staging;
     const bool cached = read.digest != nullptr || read.cast != ZE_CAST_NONE;
     for (;;) {
-        const int64_t nbytes = next_run(read, &pieces, cached ? kCachedCallBytes : kCallBytes, &run);
+        const int64_t nbytes = next_run(read.table, &pieces, cached ? kCachedCallBytes : kCallBytes, &run);
         if (nbytes == 0) return true;
         const int64_t offset = read.table.src_offset[run.front().row] + run.front().within;
         vectors.clear();
@@ -116,6 +98,7 @@ bool read_unit(const Read& read, const Unit& unit, int fd, int64_t* bytes_read, 
             }
             from += piece.nbytes;
         }
+        if (!read.progress->add(nbytes, error)) return false;
     }
 }
 
@@ -125,12 +108,15 @@ int32_t read_segments(const ze_table& table, const ze_files& src, const ze_buffe
                       const ze_digest* digest, const ze_options& options, int64_t* bytes_read,
                       ze_error* error) {
     OpenFiles files(src, O_RDONLY, ZE_SOURCE);
-    return read_open_segments(table, &files, src.count, dst, digest, options, bytes_read, error);
+    Progress progress(options);
+    const int32_t code =
+        read_open_segments(table, &files, src.count, dst, digest, options, &progress, bytes_read, error);
+    return code != ZE_OK || progress.finish(error) ? code : error->code;
 }
 
 int32_t read_open_segments(const ze_table& table, OpenFiles* files, int64_t num_files, const ze_buffers& dst,
-                           const ze_digest* digest, const ze_options& options, int64_t* bytes_read,
-                           ze_error* error) {
+                           const ze_digest* digest, const ze_options& options, Progress* progress,
+                           int64_t* bytes_read, ze_error* error) {
     *bytes_read = 0;
     if (!check_table(table, num_files, nullptr, dst.count, dst.nbytes, digest, options.cast, error)) {
         return error->code;
@@ -139,16 +125,17 @@ int32_t read_open_segments(const ze_table& table, OpenFiles* files, int64_t num_
     const std::vector<Unit> units = make_units(
         table, order, table.src, choose_unit_bytes(total_bytes(table), options.threads, kUnitBytes));
     for (const Unit& unit : units) files->expect(unit.file);
-    const Read read{table, order, dst, digest, options.cast};
-    return run_units(units.size(), options.threads, error, [&](size_t index, ze_error* reason) {
-        const Unit& unit = units[index];
-        const int fd = files->acquire(unit.file, reason);
-        if (fd < 0) return false;
-        int64_t got = 0;
-        const bool done = read_unit(read, unit, fd, &got, reason);
-        __atomic_fetch_add(bytes_read, got, __ATOMIC_RELAXED);
-        return files->release(unit.file, false, reason) && done;
-    });
+    const Read read{table, order, dst, digest, options.cast, progress};
+    return run_units(units.size(), options.threads, progress, error,
+                     [&](int, size_t index, ze_error* reason) {
+                         const Unit& unit = units[index];
+                         const int fd = files->acquire(unit.file, reason);
+                         if (fd < 0) return false;
+                         int64_t got = 0;
+                         const bool done = read_unit(read, unit, fd, &got, reason);
+                         __atomic_fetch_add(bytes_read, got, __ATOMIC_RELAXED);
+                         return files->release(unit.file, false, reason) && done;
+                     });
 }
 
 }  // namespace zeroelastic

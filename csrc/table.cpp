@@ -51,11 +51,13 @@ bool check_table(const ze_table& table, int64_t num_src, const int64_t* src_byte
     const int64_t partial = source_itemsize(cast) - 1;  // a mask: sizes are powers of two
     const auto good = [&](int64_t row) {
         const int64_t nbytes = table.nbytes[row];
-        bool fits = table.src[row] >= 0 && table.src[row] < num_src && table.dst[row] >= 0 &&
-                    table.dst[row] < num_dst && nbytes >= 0 && nbytes <= kMost / 2 &&
+        bool fits = table.src[row] >= 0 && table.src[row] < num_src && nbytes >= 0 && nbytes <= kMost / 2 &&
                     (nbytes & partial) == 0 &&
-                    inside(table.src_offset[row], nbytes, src_bytes, table.src[row]) &&
-                    inside(table.dst_offset[row], converted_bytes(nbytes, cast), dst_bytes, table.dst[row]);
+                    inside(table.src_offset[row], nbytes, src_bytes, table.src[row]);
+        if (table.dst != nullptr) {
+            fits = fits && table.dst[row] >= 0 && table.dst[row] < num_dst &&
+                   inside(table.dst_offset[row], converted_bytes(nbytes, cast), dst_bytes, table.dst[row]);
+        }
         if (fits && digest != nullptr) {
             const int64_t size = digest->itemsize[row];
             fits = digest->stream[row] >= 0 && digest->stream[row] < digest->num_streams &&
@@ -153,6 +155,23 @@ std::vector<Unit> make_units(const ze_table& table, const std::vector<int64_t>& 
     }
     if (open) units.push_back(current);
     return units;
+}
+
+int64_t next_run(const ze_table& table, Pieces* pieces, int64_t most, std::vector<Piece>* run) {
+    run->clear();
+    int64_t nbytes = 0;
+    int64_t end = 0;
+    Piece piece;
+    while (run->size() < kMaxPieces && nbytes < most &&
+           pieces->peek((most - nbytes + kCut - 1) / kCut * kCut, &piece)) {
+        const int64_t offset = table.src_offset[piece.row] + piece.within;
+        if (nbytes > 0 && offset != end) break;
+        run->push_back(piece);
+        pieces->take(piece);
+        nbytes += piece.nbytes;
+        end = offset + piece.nbytes;
+    }
+    return nbytes;
 }
 
 void FirstError::record(size_t unit, const ze_error& error) {

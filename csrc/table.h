@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "pool.h"
+#include "progress.h"
 #include "zeroelastic.h"
 
 namespace zeroelastic {
@@ -25,8 +26,9 @@ inline int64_t converted_bytes(int64_t nbytes, int32_t cast) {
 }
 
 // Checks every row: sides exist, ranges are not negative, do not overflow and lie inside the buffers, rows
-// are whole elements. `src_bytes` and `dst_bytes` hold the sides' sizes, null for files. Returns true if all
-// is well, else the first row that is not in `error`. Many rows are checked by several threads.
+// are whole elements. `src_bytes` and `dst_bytes` hold the sides' sizes, null for files; a table without
+// destinations has none to check. Returns true if all is well, else the first row that is not in `error`.
+// Many rows are checked by several threads.
 bool check_table(const ze_table& table, int64_t num_src, const int64_t* src_bytes, int64_t num_dst,
                  const int64_t* dst_bytes, const ze_digest* digest, int32_t cast, ze_error* error,
                  int threads = 1);
@@ -99,6 +101,13 @@ class Pieces {
     int64_t left_;
 };
 
+// The most pieces of a run: IOV_MAX on Linux.
+constexpr size_t kMaxPieces = 1024;
+
+// Takes the next run of a file that is sorted by its sources: pieces that follow each other there, `most`
+// bytes of them and less than kCut more. Returns its bytes; 0 at the end of the unit.
+int64_t next_run(const ze_table& table, Pieces* pieces, int64_t most, std::vector<Piece>* run);
+
 // The failure that comes first in the order of the units: the one that a single thread would have met.
 class FirstError {
   public:
@@ -153,27 +162,34 @@ class OpenFiles {
 
 ze_error failure(ze_code code, int errnum, ze_side side, int64_t file, int64_t offset);
 
-// Runs fn(unit index) over all units on several threads, in ascending order of their start, until one fails.
-// fn returns true, or false after it has filled its error.
+// Runs fn(thread, unit index) over all units on several threads, in ascending order of their start, until one
+// fails. fn returns true, or false after it has filled its error, and adds to `progress` what it has done;
+// while the caller waits for the others, it is told of that.
 template <typename Fn>
-int32_t run_units(size_t num_units, int threads, ze_error* error, const Fn& fn) {
+int32_t run_units(size_t num_units, int threads, Progress* progress, ze_error* error, const Fn& fn) {
     FirstError first;
     std::atomic<size_t> next{0};
     const size_t most = num_units < static_cast<size_t>(threads) ? num_units : static_cast<size_t>(threads);
-    run_parallel(static_cast<int>(most), [&](int) {
-        while (!first.failed()) {
+    const auto work = [&](int thread) {
+        while (!first.failed() && !progress->cancelled()) {
             const size_t unit = next.fetch_add(1, std::memory_order_relaxed);
             if (unit >= num_units) return;
             ze_error reason{};
             try {
-                if (!fn(unit, &reason)) first.record(unit, reason);
+                if (!fn(thread, unit, &reason)) first.record(unit, reason);
             } catch (...) {
                 reason.code = ZE_NO_MEMORY;
                 first.record(unit, reason);
             }
         }
-    });
-    return first.result(error);
+    };
+    if (progress->wanted()) {
+        run_parallel(static_cast<int>(most), work, Progress::kInterval, [&] { progress->tell(); });
+    } else {
+        run_parallel(static_cast<int>(most), work);
+    }
+    const int32_t code = first.result(error);
+    return code != ZE_OK || progress->goes_on(error) ? code : error->code;
 }
 
 // Reads or writes all of a range, whatever the system does in pieces; false with `error` filled.

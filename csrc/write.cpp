@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "cast.h"
-#include "crc32.h"
+#include "checksums.h"
 #include "operations.h"
 #include "table.h"
 
@@ -28,15 +28,8 @@ struct Write {
     const ze_buffers& src;
     const ze_digest* digest;
     int32_t cast;
-    bool checksums;
     bool sync;
-};
-
-// What a unit wrote of a row.
-struct Sum {
-    int64_t row;
-    int64_t nbytes;
-    uint32_t crc32;
+    Progress* progress;
 };
 
 bool write_vectors(int fd, std::vector<iovec>* vectors, int64_t offset, int64_t file, ze_error* error) {
@@ -64,7 +57,7 @@ bool write_vectors(int fd, std::vector<iovec>* vectors, int64_t offset, int64_t 
     return true;
 }
 
-bool write_unit(const Write& write, const Unit& unit, int fd, std::vector<Sum>* sums, ze_error* error) {
+bool write_unit(const Write& write, const Unit& unit, int fd, Checksums::OfUnit* sums, ze_error* error) {
     const ze_table& table = write.table;
     Pieces pieces(table, write.order, unit);
     std::vector<iovec> vectors;
@@ -94,7 +87,7 @@ bool write_unit(const Write& write, const Unit& unit, int fd, std::vector<Sum>* 
                 cast_elements(write.cast, from, staged, piece.nbytes / source_itemsize(write.cast), false);
                 from = staged;
             }
-            if (write.checksums) sums->push_back({piece.row, written, crc32_of(0, from, written)});
+            if (sums->wanted()) sums->add(piece.row, from, written);
             if (!vectors.empty() &&
                 static_cast<char*>(vectors.back().iov_base) + vectors.back().iov_len == from) {
                 vectors.back().iov_len += static_cast<size_t>(written);
@@ -110,6 +103,7 @@ bool write_unit(const Write& write, const Unit& unit, int fd, std::vector<Sum>* 
         // The device starts on it while we go on; whether all is well is for the fsync to find out.
         if (nbytes > 0 && write.sync) sync_file_range(fd, begin, nbytes, SYNC_FILE_RANGE_WRITE);
 #endif
+        if (!write.progress->add(taken, error)) return false;
     }
     return true;
 }
@@ -139,22 +133,21 @@ int32_t write_segments(const ze_table& table, const ze_buffers& src, const ze_fi
     OpenFiles files(dst, O_WRONLY, ZE_DESTINATION);
     for (const Unit& unit : units) files.expect(unit.file);
     const std::vector<size_t> turns = in_turn(units);
-    const Write write{table, order, src, digest, options.cast, crc32 != nullptr, options.sync != 0};
-    std::vector<std::vector<Sum>> sums(units.size());
-    const int32_t code = run_units(units.size(), options.threads, error, [&](size_t index, ze_error* reason) {
-        const Unit& unit = units[turns[index]];
-        const int fd = files.acquire(unit.file, reason);
-        if (fd < 0) return false;
-        return write_unit(write, unit, fd, &sums[turns[index]], reason) &&
-               files.release(unit.file, options.sync != 0, reason);
-    });
-    if (code != ZE_OK || crc32 == nullptr) return code;
-    // Units are in file order, so the parts of a row come one after the other.
-    std::fill(crc32, crc32 + table.num_rows, 0);
-    for (const std::vector<Sum>& unit : sums) {
-        for (const Sum& sum : unit) crc32[sum.row] = crc32_join(crc32[sum.row], sum.crc32, sum.nbytes);
-    }
-    return ZE_OK;
+    Progress progress(options);
+    const Write write{table, order, src, digest, options.cast, options.sync != 0, &progress};
+    Checksums checksums(table, options.cast, crc32, units.size());
+    const int32_t code =
+        run_units(units.size(), options.threads, &progress, error, [&](int, size_t index, ze_error* reason) {
+            const Unit& unit = units[turns[index]];
+            const int fd = files.acquire(unit.file, reason);
+            if (fd < 0) return false;
+            Checksums::OfUnit sums(&checksums, turns[index]);
+            return write_unit(write, unit, fd, &sums, reason) &&
+                   files.release(unit.file, options.sync != 0, reason);
+        });
+    if (code != ZE_OK) return code;
+    checksums.join();
+    return progress.finish(error) ? ZE_OK : error->code;
 }
 
 }  // namespace zeroelastic

@@ -16,7 +16,7 @@
 #define ZE_API __attribute__((visibility("default")))
 
 // Raised with every change of this file, so that a library and its caller of different ages notice.
-#define ZE_ABI_VERSION 5
+#define ZE_ABI_VERSION 6
 
 #ifdef __cplusplus
 extern "C" {
@@ -32,6 +32,7 @@ enum ze_code {
     ZE_BAD_TABLE = 6,     // the row is in offset
     ZE_NO_MEMORY = 7,
     ZE_INTERNAL = 8,
+    ZE_CANCELLED = 9,  // by the progress function
 };
 
 enum ze_side { ZE_SOURCE = 0, ZE_DESTINATION = 1 };
@@ -88,11 +89,23 @@ struct ze_digest {
     const int64_t* itemsize;  // 1, 2, 4 or 8
 };
 
+// Who is told of what is done: a caller puts what it wants to find behind it. `tell` is called on the
+// caller's thread about every 50 ms, also while that waits for others and nothing is done, and once in the
+// end. Where it does not set `go_on`, it is not called again, and the operation ends soon, with ZE_CANCELLED:
+// a function that fails before it can say anything has cancelled.
+struct ze_progress {
+    void (*tell)(ze_progress* self);
+    int64_t nbytes;  // of the sources, done since the last call; all calls together tell of all
+    int32_t go_on;   // 0 before the call
+    int32_t reserved;
+};
+
 struct ze_options {
     int32_t threads;  // at least 1, the caller included
     int32_t cast;     // ze_cast
     int32_t sync;     // write and move: flush what was written to the device
     int32_t reserved;
+    ze_progress* progress;  // read, write, move and scan: whom to tell; may be null
 };
 
 ZE_API int32_t ze_abi_version(void);
@@ -123,9 +136,16 @@ ZE_API int32_t ze_write_segments(const ze_table* table, const ze_buffers* src, c
                                  const ze_digest* digest, const ze_options* options, uint32_t* crc32,
                                  ze_error* error);
 
-// files -> files that exist already, through at most 1 MiB of memory per thread.
+// files -> files that exist already, through at most 1 MiB of memory per thread. `crc32` as for writing.
 ZE_API int32_t ze_move_segments(const ze_table* table, const ze_files* src, const ze_files* dst,
-                                const ze_digest* digest, const ze_options* options, ze_error* error);
+                                const ze_digest* digest, const ze_options* options, uint32_t* crc32,
+                                ze_error* error);
+
+// files -> digests and checksums, through at most 1 MiB of memory per thread: a move that writes nothing. The
+// table's destinations are not looked at and may be null; there is no conversion. `digest` and `crc32` may be
+// null, `crc32` is of what was read of each row.
+ZE_API int32_t ze_scan_segments(const ze_table* table, const ze_files* src, const ze_digest* digest,
+                                const ze_options* options, uint32_t* crc32, ze_error* error);
 
 // The partial digest of `count` elements from global position `start` of the stream.
 ZE_API uint64_t ze_digest_range(const void* data, int64_t count, int32_t itemsize, uint64_t seed,

@@ -25,12 +25,14 @@ from zeroelastic.executors import (
     Cast,
     DeviceBuffer,
     DigestRows,
+    FileRows,
     ReadTable,
     SegmentTable,
     copy_segments,
     cuda_executor,
     move_segments,
     read_segments,
+    scan_segments,
     write_segments,
 )
 from zeroelastic.executors.build_info import _load, describe_build
@@ -55,6 +57,13 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
 @pytest.fixture(scope="module", params=[name for name in OPERATIONS if "write" in OPERATIONS[name]])
 def writer(request: pytest.FixtureRequest) -> Iterator[Engine]:
     """The executors that write and move files."""
+    with open_engine(request.param) as found:
+        yield found
+
+
+@pytest.fixture(scope="module", params=[name for name in OPERATIONS if "scan" in OPERATIONS[name]])
+def scanner(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    """The executors that scan files."""
     with open_engine(request.param) as found:
         yield found
 
@@ -150,6 +159,16 @@ def expected(case: Case) -> tuple[list[np.ndarray], list[int]]:
     return made, digests
 
 
+def parts(case: Case) -> Iterator[np.ndarray]:
+    """The source of each row."""
+    rows = zip(*(c.tolist() for c in (case.rows.src, case.rows.src_offset, case.rows.nbytes)), strict=True)
+    return (case.src[number][offset : offset + nbytes] for number, offset, nbytes in rows)
+
+
+def file_rows(paths: tuple[Path, ...], rows: SegmentTable) -> FileRows:
+    return FileRows(paths, rows.src, rows.src_offset, rows.nbytes)
+
+
 def write_files(folder: Path, contents: tuple[np.ndarray | bytes, ...], name: str = "src") -> tuple[Path, ...]:
     paths = tuple(folder / f"{name}{i}.bin" for i in range(len(contents)))
     for path, data in zip(paths, contents, strict=True):
@@ -229,20 +248,39 @@ def test_writes_and_moves_fill_every_row_and_nothing_else(
     if move:
         totals = move_segments(
             case.rows, write_files(folder, case.src), paths,
-            digest=digest, cast=case.cast, sync=sync, executor=writer.name,
+            digest=digest, crc32=sums, cast=case.cast, sync=sync, executor=writer.name,
         )  # fmt: skip
     else:
         totals = write_segments(
             case.rows, case.src, paths,
             digest=digest, crc32=sums, cast=case.cast, sync=sync, executor=writer.name,
         )  # fmt: skip
-        rows = zip(*(c.tolist() for c in (case.rows.src, case.rows.src_offset, case.rows.nbytes)), strict=True)
-        parts = (case.src[number][offset : offset + nbytes] for number, offset, nbytes in rows)
-        assert sums.tolist() == [zlib.crc32(bytes(convert(case.cast, part))) for part in parts]
+    assert sums.tolist() == [zlib.crc32(bytes(convert(case.cast, part))) for part in parts(case)]
     want, digests = expected(case)
     for path, wanted in zip(paths, want, strict=True):
         assert path.read_bytes() == wanted.tobytes()
     assert totals is None if digest is None else totals is not None and totals.tolist() == digests
+
+
+@settings(max_examples=80)
+@given(data=st.data(), digested=st.booleans(), summed=st.booleans(), threads=st.sampled_from([None, 1, 3]))
+def test_scans_digest_and_sum_every_row(
+    data: st.DataObject, digested: bool, summed: bool, threads: int | None, scanner: Engine, folder: Path
+) -> None:
+    case = data.draw(cases(casts=("none",)))
+    order = np.array(data.draw(st.permutations(range(len(case.rows.nbytes)))), dtype=np.int64)
+    columns = (case.rows.src, case.rows.src_offset, case.rows.nbytes)
+    table = FileRows(write_files(folder, case.src), *(column[order] for column in columns))
+    rows = DigestRows(
+        case.digest.seeds, case.digest.stream[order], case.digest.start[order], case.digest.itemsize[order]
+    )
+    digest = rows if digested else None
+    sums = np.full(len(order), 1, dtype=np.uint32) if summed else None
+    totals = scan_segments(table, digest=digest, crc32=sums, threads=threads, executor=scanner.name)
+    assert totals is None if digest is None else totals is not None and totals.tolist() == expected(case)[1]
+    if sums is not None:
+        want = [zlib.crc32(bytes(part)) for part in parts(case)]
+        assert sums.tolist() == [want[i] for i in order]
 
 
 def patterns(cast: Cast) -> np.ndarray:

@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 
 import pytest
+from synthetic import write_checkpoint
 
-from tests.synthetic import write_checkpoint
 from zeroelastic.errors import CheckpointError, MissingFileError, UsageError
 from zeroelastic.source import find_source, list_tags, read_latest
 

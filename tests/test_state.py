@@ -10,8 +10,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from synthetic import GROUPS, edit_optim, model_name, optim_name, write_checkpoint
 
-from tests.synthetic import GROUPS, edit_optim, model_name, optim_name, write_checkpoint
 from zeroelastic.checkpoint import open_checkpoint
 from zeroelastic.errors import CheckpointError
 from zeroelastic.rows import ByteRows

@@ -17,7 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zeroelastic import writer
+from zeroelastic import archive, writer
 from zeroelastic.digest import combine, digest_range_reference
 from zeroelastic.errors import UnsupportedError
 from zeroelastic.executors import Executor, describe_build, join_crc32
@@ -178,7 +178,7 @@ def fails_with(error: int) -> Any:
 
 
 def test_a_full_disk_is_an_error_before_the_payload_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer, "_fallocate", fails_with(errno.ENOSPC))
+    monkeypatch.setattr(archive, "_fallocate", fails_with(errno.ENOSPC))
     with pytest.raises(OSError, match=r"No space left on device.*x\.pt") as caught:
         write_torch_file(torch.ones(1 << 20), tmp_path / "x.pt")
     assert caught.value.errno == errno.ENOSPC
@@ -188,7 +188,7 @@ def test_a_full_disk_is_an_error_before_the_payload_is_written(tmp_path: Path, m
 def test_a_file_system_that_cannot_reserve_is_written_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer, "_fallocate", fails_with(errno.EOPNOTSUPP))
+    monkeypatch.setattr(archive, "_fallocate", fails_with(errno.EOPNOTSUPP))
     write_torch_file(torch.ones(1000), tmp_path / "x.pt")
     assert (tmp_path / "x.pt").read_bytes() == saved_by_torch(torch.ones(1000), tmp_path)
 

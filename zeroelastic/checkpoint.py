@@ -20,6 +20,7 @@ from zeroelastic.errors import CheckpointError, MissingFileError, UnsupportedErr
 from zeroelastic.layout import Int64Array, Layout, Param, partition_numel, unpacked_layout
 from zeroelastic.record import RECORD_NAME, CommitRecord, read_record
 from zeroelastic.shard import FROZEN, Pieces, Shard, checked_param, checked_params, open_shard
+from zeroelastic.storage import FilePath
 from zeroelastic.torchfile import TensorRef, read_torch_file
 
 _OPTIM_FILE = re.compile(r"^(bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt$")
@@ -190,6 +191,14 @@ def is_rank_file(name: str) -> bool:
     return any(pattern.match(name) is not None for pattern in (_OPTIM_FILE, _MODEL_FILE, _OTHER_STAGES))
 
 
+def rank_files(tag_dir: FilePath, names: Iterable[str]) -> tuple[dict[int, str], dict[int, str]]:
+    """The optimizer and the model states file of each rank among the files of a directory.
+
+    Raises MissingFileError where there are none, CheckpointError where two claim the same rank, UnsupportedError.
+    """
+    return _rank_files(tag_dir, names)
+
+
 def _file_sizes(tag_dir: Path) -> dict[str, int]:
     try:
         with os.scandir(tag_dir) as entries:
@@ -355,5 +364,6 @@ __all__ = [
     "is_rank_file",
     "open_checkpoint",
     "open_model_states",
+    "rank_files",
     "source_ranks",
 ]

@@ -130,7 +130,15 @@ def open_state(checkpoint: Checkpoint) -> SavedState:
     head = shards[0]
     check_same_save(shards, head)
     _check_same_models(models, head, checkpoint)
-    trained = SavedPart(
+    parts = [trained_part(shards, head)]
+    if (frozen := frozen_part({model.rank: model for model in models})) is not None:
+        parts.append(frozen)
+    return SavedState(checkpoint, head, models, tuple(parts))
+
+
+def trained_part(shards: Mapping[int, Shard], head: Shard) -> SavedPart:
+    """The trained parameters in the files of some ranks, whose headers say the same as ``head``."""
+    return SavedPart(
         layout=head.layout,
         dtypes=tuple(
             {key: head.pieces[key].dtype[sub_group] for key in head.tensor_keys[sub_group]}
@@ -139,29 +147,33 @@ def open_state(checkpoint: Checkpoint) -> SavedState:
         scalars=tuple(head.scalars[sub_group] for sub_group in head.layout.sub_group.tolist()),
         pieces={rank: shard.pieces for rank, shard in shards.items()},
     )
-    parts = [trained]
-    first = models[0]
-    if first.frozen is not None and first.frozen_pieces is not None and first.frozen.num_params:
-        layout = frozen_layouts({model.rank: model for model in models})
-        dtypes = first.frozen_pieces.dtype
-        pieces: dict[int, Mapping[str, Pieces]] = {}
-        for model in models:
-            assert model.frozen_pieces is not None
-            if model.frozen_pieces.dtype != dtypes:
-                raise CheckpointError(
-                    f"{model.path} and {first.path} differ in the dtypes of frozen parameters. Files of two saves are "
-                    "mixed in this directory."
-                )
-            pieces[model.rank] = {FROZEN: model.frozen_pieces}
-        parts.append(
-            SavedPart(
-                layout=layout,
-                dtypes=tuple({FROZEN: dtypes[p]} for p in range(layout.num_params)),
-                scalars=tuple({} for _ in range(layout.num_params)),
-                pieces=pieces,
+
+
+def frozen_part(models: Mapping[int, ModelStates]) -> SavedPart | None:
+    """The frozen parameters in the files of some ranks; None where none were saved.
+
+    Raises CheckpointError naming two files that disagree on them.
+    """
+    first = next(iter(models.values()))
+    if first.frozen is None or first.frozen_pieces is None or not first.frozen.num_params:
+        return None
+    layout = frozen_layouts(models)
+    dtypes = first.frozen_pieces.dtype
+    pieces: dict[int, Mapping[str, Pieces]] = {}
+    for model in models.values():
+        assert model.frozen_pieces is not None
+        if model.frozen_pieces.dtype != dtypes:
+            raise CheckpointError(
+                f"{model.path} and {first.path} differ in the dtypes of frozen parameters. Files of two saves are "
+                "mixed in this directory."
             )
-        )
-    return SavedState(checkpoint, head, models, tuple(parts))
+        pieces[model.rank] = {FROZEN: model.frozen_pieces}
+    return SavedPart(
+        layout=layout,
+        dtypes=tuple({FROZEN: dtypes[p]} for p in range(layout.num_params)),
+        scalars=tuple({} for _ in range(layout.num_params)),
+        pieces=pieces,
+    )
 
 
 def check_same_save(shards: Mapping[int, Shard], head: Shard) -> None:
@@ -225,4 +237,15 @@ def _first_members(layout: Layout) -> list[int]:
     return [int(np.argmax(layout.sub_group == i)) for i in range(layout.num_sub_groups)]
 
 
-__all__ = ["FP32", "FROZEN", "SavedPart", "SavedState", "SavedTensor", "check_same_save", "open_state", "shard_facts"]
+__all__ = [
+    "FP32",
+    "FROZEN",
+    "SavedPart",
+    "SavedState",
+    "SavedTensor",
+    "check_same_save",
+    "frozen_part",
+    "open_state",
+    "shard_facts",
+    "trained_part",
+]

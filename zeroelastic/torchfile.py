@@ -44,7 +44,7 @@ DTYPE_BYTES = {
 }
 """Bytes per element of every dtype that is read, by torch's name without the ``torch.`` prefix."""
 
-_STORAGE_DTYPES = {
+STORAGE_DTYPES = {
     "DoubleStorage": "float64",
     "FloatStorage": "float32",
     "HalfStorage": "float16",
@@ -57,6 +57,7 @@ _STORAGE_DTYPES = {
     "BoolStorage": "bool",
     "UntypedStorage": "uint8",
 }
+"""The element type of each of torch's storage classes."""
 
 _NUMPY_CODE = re.compile(r"[<=|]?[biuf][1248]")
 _LOCAL_HEADER = struct.Struct("<4sHHHHHIIIHH")
@@ -322,8 +323,8 @@ _ALLOWED: dict[tuple[str, str], object] = {
         ("deepspeed.runtime.fp16.loss_scaler", name): _new_stub("deepspeed.runtime.fp16.loss_scaler", name)
         for name in _SCALERS
     },
-    **{("torch", name): _StorageType(dtype) for name, dtype in _STORAGE_DTYPES.items()},
-    **{("torch.storage", name): _StorageType(dtype) for name, dtype in _STORAGE_DTYPES.items()},
+    **{("torch", name): _StorageType(dtype) for name, dtype in STORAGE_DTYPES.items()},
+    **{("torch.storage", name): _StorageType(dtype) for name, dtype in STORAGE_DTYPES.items()},
     **{("torch", name): DType(name) for name in DTYPE_BYTES},
 }
 
@@ -350,7 +351,7 @@ def _opcode_steps() -> list[int]:
 _STEPS = _opcode_steps()
 
 
-def _check_opcodes(data: bytes) -> None:
+def check_opcodes(data: bytes) -> None:
     """Refuse opcodes that Python 3 does not write at protocol 2 to 4, and memo slots beyond what a pickle can fill.
 
     The unpickler allocates up to the highest memo slot that is named, 16 bytes each: 12 bytes could ask for 32 GiB.
@@ -446,6 +447,10 @@ class TorchFile:
         self.header_bytes += len(data)
         return np.frombuffer(data, dtype=np.uint8)
 
+    def storage_extent(self, storage: StorageRef) -> Extent:
+        """The byte range of a whole storage. Raises CheckpointError for a bad record."""
+        return Extent(self.path, self._payload(storage), storage.numel * DTYPE_BYTES[storage.dtype], storage.dtype)
+
     def _payload(self, storage: StorageRef) -> int:
         known = self._offsets.get(storage.key)
         if known is not None:
@@ -520,6 +525,27 @@ def read_torch_file(path: str | os.PathLike[str], *, foreign: ForeignGlobals = "
         file = read_torch_file("global_step10/zero_pp_rank_0_mp_rank_00_optim_states.pt")
         file.extent(file.root["optimizer_state_dict"]["fp32_flat_groups"][0])
     """
+    data, file = read_pickle(path)
+    path = file.path
+    try:
+        check_opcodes(data)
+        file.root = _HeaderUnpickler(data, path, foreign).load()
+    except CheckpointError as error:
+        if str(path) in str(error):
+            raise
+        raise type(error)(f"{path}: {error}") from None
+    except RecursionError:
+        raise CheckpointError(f"{path}: the pickle nests too deeply. The file is damaged.") from None
+    except Exception as error:  # a damaged pickle may fail in any way; nothing of it has run
+        raise CheckpointError(f"{path}: the pickle cannot be read ({error}). The file is damaged.") from None
+    return file
+
+
+def read_pickle(path: str | os.PathLike[str]) -> tuple[bytes, TorchFile]:
+    """The pickle of a torch.save file, not unpickled, and the file it belongs to, whose ``root`` is None.
+
+    Raises as ``read_torch_file``.
+    """
     path = Path(path)
     try:
         raw = _CountingFile(path)
@@ -541,18 +567,7 @@ def read_torch_file(path: str | os.PathLike[str], *, foreign: ForeignGlobals = "
         except Exception as error:  # zipfile raises eight kinds of error for damaged archives, RuntimeError among them
             raise CheckpointError(f"{path}: {error}. The file is truncated or damaged.") from None
         header_bytes = raw.count
-    try:
-        _check_opcodes(data)
-        root = _HeaderUnpickler(data, path, foreign).load()
-    except CheckpointError as error:
-        if str(path) in str(error):
-            raise
-        raise type(error)(f"{path}: {error}") from None
-    except RecursionError:
-        raise CheckpointError(f"{path}: the pickle nests too deeply. The file is damaged.") from None
-    except Exception as error:  # a damaged pickle may fail in any way; nothing of it has run
-        raise CheckpointError(f"{path}: the pickle cannot be read ({error}). The file is damaged.") from None
-    return TorchFile(path, size, root, header_bytes, records)
+    return data, TorchFile(path, size, None, header_bytes, records)
 
 
 def _records(archive: zipfile.ZipFile, path: Path, size: int) -> tuple[dict[str, zipfile.ZipInfo], zipfile.ZipInfo]:

@@ -9,8 +9,6 @@ is noticed and refused.
 
 from __future__ import annotations
 
-import ctypes
-import errno
 import os
 import pickle
 import struct
@@ -24,6 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from zeroelastic.archive import reserve_space
 from zeroelastic.digest import ByteArray, combine
 from zeroelastic.errors import UnsupportedError
 from zeroelastic.executors import DigestRows, Executor, SegmentTable, UInt32Array, join_crc32, write_segments
@@ -166,20 +165,11 @@ def _lay_out(obj: object, path: Path) -> dict[str, torch.UntypedStorage]:
 
 
 def _reserve(path: Path) -> None:
-    """Let the file system set the whole file's space aside, where it can: it writes faster, and a full disk is noticed.
-
-    Not ``os.posix_fallocate``, which writes to every block where the file system cannot.
-    """
     with open(path, "r+b", buffering=0) as file:
-        nbytes = os.fstat(file.fileno()).st_size
-        if _fallocate(file.fileno(), 0, ctypes.c_int64(0), ctypes.c_int64(nbytes)) != 0:
-            error = ctypes.get_errno()
-            if error not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINTR, errno.EINVAL, errno.EPERM):
-                raise OSError(error, os.strerror(error), os.fspath(path))
-
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_fallocate = _libc.fallocate64 if hasattr(_libc, "fallocate64") else _libc.fallocate  # musl has one name for both
+        try:
+            reserve_space(file.fileno(), os.fstat(file.fileno()).st_size)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, os.fspath(path)) from None
 
 
 def _read_directory(path: Path) -> tuple[dict[str, _Record], bytearray, int]:

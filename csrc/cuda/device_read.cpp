@@ -201,6 +201,7 @@ int32_t read_windows(const ze_table& table, const ze_files& src, const ze_buffer
     }
     Windows windows(table, dst, digest, options.cast, ring->slot_bytes());
     Events sent(ring->num_slots());
+    Progress progress(options);
     Window window;
     int slot = 0;
     while (windows.next(&window)) {
@@ -217,8 +218,9 @@ int32_t read_windows(const ze_table& table, const ze_files& src, const ze_buffer
                        window.stream.data(), window.start.data(), window.itemsize.data()};
         }
         int64_t got = 0;
-        const int32_t code = read_open_segments(window.table(), &files, src.count, to,
-                                                digest == nullptr ? nullptr : &digests, options, &got, error);
+        const int32_t code =
+            read_open_segments(window.table(), &files, src.count, to, digest == nullptr ? nullptr : &digests,
+                               options, &progress, &got, error);
         *bytes_read += got;
         if (code != ZE_OK) return code;
         for (const int64_t row : window.ended) {
@@ -234,7 +236,7 @@ int32_t read_windows(const ze_table& table, const ze_files& src, const ze_buffer
         if (status != cudaSuccess) return cuda_failure(status, error);
         slot = (slot + 1) % ring->num_slots();
     }
-    return ZE_OK;
+    return progress.finish(error) ? ZE_OK : error->code;
 }
 
 }  // namespace

@@ -102,7 +102,7 @@ uint64_t reference_digest(const uint8_t* data, int64_t count, int64_t itemsize, 
 }
 
 ze_options options(int threads, int cast = ZE_CAST_NONE, int sync = 0) {
-    return {threads, cast, sync, 0};
+    return {threads, cast, sync, 0, nullptr};
 }
 
 // Random rows from `num_src` sources to `num_dst` destinations that are just long enough.
@@ -329,8 +329,8 @@ TEST(writes_and_moves_fill_what_the_rows_say) {
         written.check(made.want);
         if (i % 2) CHECK(made.digests.totals == made.totals);
         made.digests.totals = {0, 0};
-        CHECK(ze_move_segments(&table, &from_files, &other, i % 2 ? &digest : nullptr, &opts, &error) ==
-              ZE_OK);
+        CHECK(ze_move_segments(&table, &from_files, &other, i % 2 ? &digest : nullptr, &opts, nullptr,
+                               &error) == ZE_OK);
         moved.check(made.want);
         if (i % 2) CHECK(made.digests.totals == made.totals);
     }
@@ -407,7 +407,7 @@ TEST(failures_say_which_file_and_where) {
         rows = Rows();
         rows.add(1, 6'000'000, 0, 0, 2);
         table = rows.table();
-        CHECK(ze_move_segments(&table, &all, &all, nullptr, &opts, &error) == ZE_END_OF_FILE);
+        CHECK(ze_move_segments(&table, &all, &all, nullptr, &opts, nullptr, &error) == ZE_END_OF_FILE);
         CHECK(error.file == 1 && error.offset == 6'000'001);
     }
 }

@@ -14,6 +14,7 @@ from zeroelastic._version import __version__
 from zeroelastic.cli.doctor import doctor
 from zeroelastic.cli.outcome import verb
 from zeroelastic.cli.plan import plan
+from zeroelastic.cli.reshard import reshard
 
 app = typer.Typer(
     name="zeroelastic",
@@ -23,6 +24,7 @@ app = typer.Typer(
 )
 app.command()(verb(doctor))
 app.command()(verb(plan))
+app.command()(verb(reshard))
 
 
 def _print_version(wanted: bool) -> None:

@@ -21,11 +21,13 @@ from zeroelastic.errors import ConfigError
 from zeroelastic.executors import cuda_executor, native_executor, numpy_executor
 from zeroelastic.executors.build_info import describe_build, load_library
 from zeroelastic.executors.crc32 import join_crc32
+from zeroelastic.executors.progress import ProgressFunction
 from zeroelastic.executors.table import (
     ByteBuffer,
     Cast,
     DeviceBuffer,
     DigestRows,
+    FileRows,
     ReadResult,
     ReadTable,
     SegmentTable,
@@ -43,6 +45,7 @@ __all__ = [
     "DeviceBuffer",
     "DigestRows",
     "Executor",
+    "FileRows",
     "Operation",
     "ReadResult",
     "ReadTable",
@@ -54,16 +57,17 @@ __all__ = [
     "join_crc32",
     "move_segments",
     "read_segments",
+    "scan_segments",
     "write_segments",
 ]
 
 Executor = Literal["auto", "numpy", "torch", "native", "cuda"]
-Operation = Literal["read", "copy", "write", "move"]
+Operation = Literal["read", "copy", "write", "move", "scan"]
 
 OPERATIONS: dict[str, tuple[Operation, ...]] = {
-    "numpy": ("read", "copy", "write", "move"),
+    "numpy": ("read", "copy", "write", "move", "scan"),
     "torch": ("read", "copy"),
-    "native": ("read", "copy", "write", "move"),
+    "native": ("read", "copy", "write", "move", "scan"),
     "cuda": ("read", "copy"),
 }
 """What each executor can do."""
@@ -85,6 +89,7 @@ class _HostEngine(Protocol):
         *,
         cast: Cast = "none",
         threads: int | None = None,
+        progress: ProgressFunction | None = None,
     ) -> ReadResult: ...
 
     def copy_segments(
@@ -109,6 +114,7 @@ class _HostEngine(Protocol):
         cast: Cast = "none",
         sync: bool = False,
         threads: int | None = None,
+        progress: ProgressFunction | None = None,
     ) -> UInt64Array | None: ...
 
     def move_segments(
@@ -118,9 +124,21 @@ class _HostEngine(Protocol):
         dst_paths: Sequence[Path],
         *,
         digest: DigestRows | None = None,
+        crc32: UInt32Array | None = None,
         cast: Cast = "none",
         sync: bool = False,
         threads: int | None = None,
+        progress: ProgressFunction | None = None,
+    ) -> UInt64Array | None: ...
+
+    def scan_segments(
+        self,
+        table: FileRows,
+        *,
+        digest: DigestRows | None = None,
+        crc32: UInt32Array | None = None,
+        threads: int | None = None,
+        progress: ProgressFunction | None = None,
     ) -> UInt64Array | None: ...
 
 
@@ -135,6 +153,7 @@ def read_segments(
     cast: Cast = "none",
     threads: int | None = None,
     stream: int | None = None,
+    progress: ProgressFunction | None = None,
     executor: Executor = "auto",
 ) -> ReadResult:
     """Fill ``buffers`` from files as ``table`` says, each byte read once; digests in the same pass when asked.
@@ -143,17 +162,23 @@ def read_segments(
     the CUDA stream that the cuda engine runs on: torch's current one, or the default one for a DeviceBuffer. Every
     engine is done when the call returns. Raises ConfigError for an unknown engine, for one that is not built, and for
     one that cannot fill such memory; CheckpointError when a file ends early or cannot be read (with file and offset).
+
+    ``progress`` is called on this thread with the bytes that were read since the last time: about every 50 ms, also
+    with 0, and once in the end, when the sum is all that the table has. What it raises, and what a signal's handler
+    raises meanwhile (KeyboardInterrupt), ends the call soon, and comes out of it.
     """
     name = _choose(executor, "read", buffers)
     if name == "cuda":
         ranges, on = _device_buffers(buffers), _stream(buffers, stream)
-        return cuda_executor.read_segments(table, ranges, digest, cast=cast, threads=threads, stream=on)
+        return cuda_executor.read_segments(
+            table, ranges, digest, cast=cast, threads=threads, stream=on, progress=progress
+        )
     if name == "torch":
         from zeroelastic.executors import torch_executor
 
         host = functools.partial(_HOST[_fastest()].read_segments, threads=threads)
-        return torch_executor.read_segments(table, _tensors(buffers), digest, cast=cast, host=host)
-    return _HOST[name].read_segments(table, _arrays(buffers), digest, cast=cast, threads=threads)
+        return torch_executor.read_segments(table, _tensors(buffers), digest, cast=cast, host=host, progress=progress)
+    return _HOST[name].read_segments(table, _arrays(buffers), digest, cast=cast, threads=threads, progress=progress)
 
 
 def copy_segments(
@@ -194,16 +219,19 @@ def write_segments(
     cast: Cast = "none",
     sync: bool = False,
     threads: int | None = None,
+    progress: ProgressFunction | None = None,
     executor: Executor = "auto",
 ) -> UInt64Array | None:
     """Write buffers into files that exist already, neither created nor truncated; digests in the same pass.
 
     ``crc32``, shape ``(num_rows,)``, is filled with the checksum of what was written of each row, as ``zlib.crc32``.
     ``sync`` flushes each file to its device before it returns. Raises OSError naming the file, and the byte at which
-    writing failed; ConfigError as ``read_segments``.
+    writing failed; ConfigError as ``read_segments``. ``progress`` as there, in bytes of the sources.
     """
     engine = _HOST[choose_executor(executor, "write")]
-    return engine.write_segments(table, src, paths, digest=digest, crc32=crc32, cast=cast, sync=sync, threads=threads)
+    return engine.write_segments(
+        table, src, paths, digest=digest, crc32=crc32, cast=cast, sync=sync, threads=threads, progress=progress
+    )
 
 
 def move_segments(
@@ -212,18 +240,49 @@ def move_segments(
     dst_paths: Sequence[Path],
     *,
     digest: DigestRows | None = None,
+    crc32: UInt32Array | None = None,
     cast: Cast = "none",
     sync: bool = False,
     threads: int | None = None,
+    progress: ProgressFunction | None = None,
     executor: Executor = "auto",
 ) -> UInt64Array | None:
     """Move runs between files that exist already, through at most 1 MiB per thread; digests in the same pass.
 
-    Raises CheckpointError for a source that is missing, ends early or cannot be read, OSError for a destination, both
-    naming the file; ConfigError as ``read_segments``.
+    ``crc32`` and ``sync`` as of ``write_segments``. Raises CheckpointError for a source that is missing, ends early or
+    cannot be read, OSError for a destination, both naming the file; ConfigError as ``read_segments``. ``progress`` as
+    there.
     """
     engine = _HOST[choose_executor(executor, "move")]
-    return engine.move_segments(table, src_paths, dst_paths, digest=digest, cast=cast, sync=sync, threads=threads)
+    return engine.move_segments(
+        table,
+        src_paths,
+        dst_paths,
+        digest=digest,
+        crc32=crc32,
+        cast=cast,
+        sync=sync,
+        threads=threads,
+        progress=progress,
+    )
+
+
+def scan_segments(
+    table: FileRows,
+    *,
+    digest: DigestRows | None = None,
+    crc32: UInt32Array | None = None,
+    threads: int | None = None,
+    progress: ProgressFunction | None = None,
+    executor: Executor = "auto",
+) -> UInt64Array | None:
+    """Digests and checksums of what lies in files, through at most 1 MiB per thread; nothing is kept.
+
+    Returns the digests, when asked. ``crc32``, shape ``(num_rows,)``, is filled with the checksum of each row, as
+    ``zlib.crc32``. Errors and ``progress`` as of ``read_segments``.
+    """
+    engine = _HOST[choose_executor(executor, "scan")]
+    return engine.scan_segments(table, digest=digest, crc32=crc32, threads=threads, progress=progress)
 
 
 def choose_executor(executor: Executor, operation: Operation = "read", *, on_gpu: bool = False) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +13,8 @@ import numpy.typing as npt
 
 from zeroelastic.digest import ByteArray, UInt64Array
 from zeroelastic.errors import CheckpointError, MissingFileError, UnsupportedError
-from zeroelastic.executors.table import CASTS, Cast, DeviceBuffer, DigestRows, SegmentTable
+from zeroelastic.executors.progress import ProgressFunction
+from zeroelastic.executors.table import CASTS, Cast, DeviceBuffer, DigestRows, FileRows, SegmentTable
 
 _OPEN_FAILED, _READ_FAILED, _END_OF_FILE, _WRITE_FAILED, _SYNC_FAILED, _BAD_TABLE, _NO_MEMORY = range(1, 8)
 _SOURCE = 0
@@ -70,6 +71,20 @@ class Digest(ctypes.Structure):
     )
 
 
+_TELL = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+class Progress(ctypes.Structure):
+    """``ze_progress``."""
+
+    _fields_ = (
+        ("tell", _TELL),
+        ("nbytes", ctypes.c_int64),
+        ("go_on", ctypes.c_int32),
+        ("reserved", ctypes.c_int32),
+    )
+
+
 class Options(ctypes.Structure):
     """``ze_options``."""
 
@@ -78,6 +93,7 @@ class Options(ctypes.Structure):
         ("cast", ctypes.c_int32),
         ("sync", ctypes.c_int32),
         ("reserved", ctypes.c_int32),
+        ("progress", ctypes.POINTER(Progress)),
     )
 
 
@@ -85,24 +101,32 @@ class Call:
     """The arguments of one call, kept alive until it returns.
 
     ``totals`` are the digests, where they are asked for; ``totals_address`` puts them in device memory instead.
+    ``progress`` is called on the way; what it raises ends the call, and is raised by ``end``.
     """
 
     def __init__(
         self,
-        table: SegmentTable,
+        table: SegmentTable | FileRows,
         digest: DigestRows | None,
         cast: Cast,
         *,
         threads: int = 1,
         sync: bool = False,
         totals_address: int | None = None,
+        progress: ProgressFunction | None = None,
     ) -> None:
         self._alive: list[object] = []
         num_rows = len(table.nbytes)
-        columns = (table.src, table.src_offset, table.dst, table.dst_offset, table.nbytes)
-        self.table = Table(num_rows, *(self._column(column, np.int64, num_rows) for column in columns))
+        if isinstance(table, FileRows):
+            columns = [table.file, table.file_offset, None, None, table.nbytes]
+        else:
+            columns = [table.src, table.src_offset, table.dst, table.dst_offset, table.nbytes]
+        addresses = (None if column is None else self._column(column, np.int64, num_rows) for column in columns)
+        self.table = Table(num_rows, *addresses)
         assert threads >= 1, "at least one thread is needed"
-        self.options = Options(threads, CASTS.index(cast), sync, 0)
+        self._raised: list[BaseException] = []
+        told = None if progress is None else self._progress(progress)
+        self.options = Options(threads, CASTS.index(cast), sync, 0, told)
         self.totals: UInt64Array | None = None
         self._digest: Digest | None = None
         if digest is not None:
@@ -140,6 +164,18 @@ class Call:
         self._alive.append(names)
         return Files(len(paths), names)
 
+    def end(self) -> None:
+        """Raise what the progress function raised, if it did, and forget it."""
+        if self._raised:
+            raise self._raised.pop()
+
+    def _progress(self, function: ProgressFunction) -> ctypes._Pointer[Progress]:
+        told = Progress()
+        server = _serve(told, function, self._raised)
+        next(server)
+        told.tell = _TELL(server.send)
+        return ctypes.pointer(told)
+
     def _ranges(self, addresses: list[int], sizes: list[int]) -> Buffers:
         at, nbytes = np.array(addresses, dtype=np.uint64), np.array(sizes, dtype=np.int64)
         count = len(addresses)
@@ -150,6 +186,25 @@ class Call:
         column = np.ascontiguousarray(values, dtype=dtype)
         self._alive.append(column)
         return column.ctypes.data
+
+
+def _serve(told: Progress, function: ProgressFunction, raised: list[BaseException]) -> Generator[None, object, None]:
+    """Calls the function whenever the engine tells, and keeps what it raises.
+
+    A generator, because a signal's handler runs as soon as Python does: what it raises (KeyboardInterrupt) is raised
+    where a generator waits, inside the ``try``; a function would be left before it had entered its own.
+    """
+    try:
+        while True:
+            yield
+            function(told.nbytes)
+            told.go_on = 1
+    except GeneratorExit:
+        return
+    except BaseException as error:
+        raised.append(error)
+        told.go_on = 0
+    yield
 
 
 def exception_of(

@@ -18,6 +18,7 @@ from zeroelastic.errors import ConfigError
 from zeroelastic.executors.build_info import load_library
 from zeroelastic.executors.c_interface import Call, Error, exception_of
 from zeroelastic.executors.native_executor import default_threads
+from zeroelastic.executors.progress import ProgressFunction
 from zeroelastic.executors.table import (
     CASTS,
     Cast,
@@ -56,6 +57,7 @@ def read_segments(
     cast: Cast = "none",
     threads: int | None = None,
     stream: int = 0,
+    progress: ProgressFunction | None = None,
 ) -> ReadResult:
     """Fill device memory from files, through at most 48 MiB of pinned host memory that the process keeps.
 
@@ -63,7 +65,8 @@ def read_segments(
     is filled. Digests and conversions are made on the host, in the pass that reads. Raises MissingFileError or
     CheckpointError with the file and the offset at which it failed, UnsupportedError when CUDA refuses.
     """
-    call = Call(table.segments, digest, cast, threads=default_threads() if threads is None else threads)
+    threads = default_threads() if threads is None else threads
+    call = Call(table.segments, digest, cast, threads=threads, progress=progress)
     bytes_read = ctypes.c_int64()
     error = Error()
     code = _library().ze_cuda_read_segments(
@@ -77,6 +80,7 @@ def read_segments(
         ctypes.byref(bytes_read),
         ctypes.byref(error),
     )
+    call.end()
     if code:
         raise _exception(error, table.paths)
     return ReadResult(bytes_read.value, table.files, call.totals)

@@ -2,7 +2,7 @@
 
 The work is done by the library built from csrc/ (interface: csrc/zeroelastic.h). It releases the GIL, checks every row
 once, and starts no thread before the first call that has work for one. Results agree bit for bit with the numpy
-executor, error messages included.
+executor, error messages included. Ctrl-C is heard while it works where there is a progress function.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ from zeroelastic.digest import ByteArray, UInt64Array
 from zeroelastic.errors import ConfigError
 from zeroelastic.executors.build_info import load_library
 from zeroelastic.executors.c_interface import Buffers, Call, Error, Files, exception_of
+from zeroelastic.executors.progress import ProgressFunction
 from zeroelastic.executors.table import (
     ByteBuffer,
     Cast,
     DigestRows,
+    FileRows,
     ReadResult,
     ReadTable,
     SegmentTable,
@@ -40,7 +42,7 @@ _MAX_DEFAULT_THREADS = 8
 def _library() -> ctypes.CDLL:
     library = load_library("native")
     pointer = ctypes.c_void_p
-    for name, num_arguments in (("read", 7), ("copy", 6), ("write", 7), ("move", 6)):
+    for name, num_arguments in (("read", 7), ("copy", 6), ("write", 7), ("move", 7), ("scan", 6)):
         function = getattr(library, f"ze_{name}_segments")
         function.restype = ctypes.c_int32
         function.argtypes = [pointer] * num_arguments
@@ -103,6 +105,7 @@ def read_segments(
     *,
     cast: Cast = "none",
     threads: int | None = None,
+    progress: ProgressFunction | None = None,
 ) -> ReadResult:
     """Fill the buffers from files; memory beyond them: 256 KiB per thread with a conversion, else none.
 
@@ -110,7 +113,7 @@ def read_segments(
     the first in file order.
     """
     assert all(buffer.flags.writeable for buffer in buffers), "a destination is read-only"
-    call = _call(table.segments, digest, cast, threads)
+    call = _call(table.segments, digest, cast, threads, progress=progress)
     bytes_read = ctypes.c_int64()
     src, dst = call.files(table.paths), call.buffers(buffers)
     _run("read", call, src, dst, ctypes.byref(bytes_read), src_paths=table.paths)
@@ -146,6 +149,7 @@ def write_segments(
     cast: Cast = "none",
     sync: bool = False,
     threads: int | None = None,
+    progress: ProgressFunction | None = None,
 ) -> UInt64Array | None:
     """Write buffers into files that exist already, neither created nor truncated. Returns the digests, when asked.
 
@@ -153,9 +157,8 @@ def write_segments(
     ``sync`` flushes each file to its device before it returns. Raises OSError naming the file.
     """
     check_crc32(crc32, len(table.nbytes))
-    call = _call(table, digest, cast, threads, sync=sync)
-    sums = None if crc32 is None else ctypes.c_void_p(crc32.ctypes.data)
-    _run("write", call, call.buffers(src), call.files(paths), sums, dst_paths=paths)
+    call = _call(table, digest, cast, threads, sync=sync, progress=progress)
+    _run("write", call, call.buffers(src), call.files(paths), _address(crc32), dst_paths=paths)
     return call.totals
 
 
@@ -170,37 +173,74 @@ def move_segments(
     dst_paths: Sequence[Path],
     *,
     digest: DigestRows | None = None,
+    crc32: UInt32Array | None = None,
     cast: Cast = "none",
     sync: bool = False,
     threads: int | None = None,
+    progress: ProgressFunction | None = None,
 ) -> UInt64Array | None:
     """Move runs between files that exist already, through at most 1 MiB per thread. Returns the digests, when asked.
 
-    Raises MissingFileError or CheckpointError for a source, OSError for a destination.
+    ``crc32`` and ``sync`` as of ``write_segments``. Raises MissingFileError or CheckpointError for a source, OSError
+    for a destination.
     """
-    call = _call(table, digest, cast, threads, sync=sync)
+    check_crc32(crc32, len(table.nbytes))
+    call = _call(table, digest, cast, threads, sync=sync, progress=progress)
     src, dst = call.files(src_paths), call.files(dst_paths)
-    _run("move", call, src, dst, src_paths=src_paths, dst_paths=dst_paths)
+    _run("move", call, src, dst, _address(crc32), src_paths=src_paths, dst_paths=dst_paths)
     return call.totals
 
 
+def scan_segments(
+    table: FileRows,
+    *,
+    digest: DigestRows | None = None,
+    crc32: UInt32Array | None = None,
+    threads: int | None = None,
+    progress: ProgressFunction | None = None,
+) -> UInt64Array | None:
+    """Digests, when asked, and checksums of rows of files, through at most 1 MiB per thread; nothing is kept.
+
+    ``crc32``, shape ``(num_rows,)``, is filled with the checksum of each row, as ``zlib.crc32``. Raises what
+    ``read_segments`` raises.
+    """
+    check_crc32(crc32, len(table.nbytes))
+    call = _call(table, digest, "none", threads, progress=progress)
+    _run("scan", call, call.files(table.paths), None, _address(crc32), src_paths=table.paths)
+    return call.totals
+
+
+def _address(crc32: UInt32Array | None) -> ctypes.c_void_p | None:
+    return None if crc32 is None else ctypes.c_void_p(crc32.ctypes.data)
+
+
 def _call(
-    table: SegmentTable, digest: DigestRows | None, cast: Cast, threads: int | None, *, sync: bool = False
+    table: SegmentTable | FileRows,
+    digest: DigestRows | None,
+    cast: Cast,
+    threads: int | None,
+    *,
+    sync: bool = False,
+    progress: ProgressFunction | None = None,
 ) -> Call:
-    return Call(table, digest, cast, threads=default_threads() if threads is None else threads, sync=sync)
+    threads = default_threads() if threads is None else threads
+    return Call(table, digest, cast, threads=threads, sync=sync, progress=progress)
 
 
 def _run(
     name: str,
     call: Call,
     src: Files | Buffers,
-    dst: Files | Buffers,
+    dst: Files | Buffers | None,
     *more: object,
     src_paths: Sequence[Path] = (),
     dst_paths: Sequence[Path] = (),
 ) -> None:
     error = Error()
     function = getattr(_library(), f"ze_{name}_segments")
-    arguments = (ctypes.byref(call.table), ctypes.byref(src), ctypes.byref(dst), call.digest)
-    if function(*arguments, ctypes.byref(call.options), *more, ctypes.byref(error)):
+    sides = [ctypes.byref(side) for side in (src, dst) if side is not None]
+    options = ctypes.byref(call.options)
+    code = function(ctypes.byref(call.table), *sides, call.digest, options, *more, ctypes.byref(error))
+    call.end()
+    if code:
         raise exception_of(error, "native", src_paths=src_paths, dst_paths=dst_paths)

@@ -15,10 +15,12 @@ from zeroelastic.digest import ByteArray, UInt64Array, combine
 from zeroelastic.digest import digest_range_reference as digest_range  # this is what other executors are held to
 from zeroelastic.errors import CheckpointError, MissingFileError
 from zeroelastic.executors.cast import cast_bytes
+from zeroelastic.executors.progress import Progress, ProgressFunction
 from zeroelastic.executors.table import (
     ByteBuffer,
     Cast,
     DigestRows,
+    FileRows,
     ReadResult,
     ReadTable,
     SegmentTable,
@@ -40,6 +42,7 @@ def read_segments(
     *,
     cast: Cast = "none",
     threads: int | None = None,
+    progress: ProgressFunction | None = None,
 ) -> ReadResult:
     """Fill the buffers with as few calls as the file's runs allow; no staging but for a conversion, no byte read twice.
 
@@ -47,11 +50,12 @@ def read_segments(
     """
     table.check([len(buffer) for buffer in buffers], digest=digest, cast=cast)
     if cast != "none":
-        return _read_converted(table, buffers, digest, cast)
+        return _read_converted(table, buffers, digest, cast, Progress(progress))
     file, file_offset, buffer, buffer_offset, nbytes = coalesce(
         table.file, table.file_offset, table.buffer, table.buffer_offset, table.nbytes
     )
     total = 0
+    told = Progress(progress)
     for number in np.unique(file):
         path = table.paths[int(number)]
         rows = np.flatnonzero(file == number)
@@ -60,10 +64,11 @@ def read_segments(
             for b, o, n in zip(buffer[rows].tolist(), buffer_offset[rows].tolist(), nbytes[rows].tolist(), strict=True)
         ]
         with _source(path) as fd:
-            total += _read_rows(fd, path, file_offset[rows].tolist(), views)
+            total += _read_rows(fd, path, file_offset[rows].tolist(), views, told)
     totals = _Totals(digest)
     for i, row in enumerate(_rows(table.segments)):
         totals.add(i, buffers[row.dst][row.dst_offset : row.dst_offset + row.nbytes], 0)
+    told.finish()
     return ReadResult(total, table.files, totals.array())
 
 
@@ -98,6 +103,7 @@ def write_segments(
     cast: Cast = "none",
     sync: bool = False,
     threads: int | None = None,
+    progress: ProgressFunction | None = None,
 ) -> UInt64Array | None:
     """Write buffers into files that exist already, neither created nor truncated. Returns the digests, when asked.
 
@@ -108,6 +114,7 @@ def write_segments(
     table.check(len(src), [len(buffer) for buffer in src], len(paths), None, digest=digest, cast=cast)
     check_crc32(crc32, len(table.nbytes))
     totals = _Totals(digest)
+    told = Progress(progress)
     rows = _rows(table)
     with _Destinations(paths, sync) as files:
         for i in np.lexsort((table.dst_offset, table.dst)).tolist():
@@ -116,13 +123,15 @@ def write_segments(
             data = src[row.src][row.src_offset : row.src_offset + row.nbytes]
             totals.add(i, data, 0)
             offset, checksum = row.dst_offset, 0
-            for piece in _chunks(len(data)) if cast != "none" else (slice(0, len(data)),):
+            for piece in _chunks(len(data)) if cast != "none" or told.wanted else (slice(0, len(data)),):
                 made = _converted(data[piece], cast)
                 _write(fd, paths[row.dst], made, offset)
                 offset += len(made)
                 checksum = zlib.crc32(made.data, checksum) if crc32 is not None else 0
+                told.add(piece.stop - piece.start)
             if crc32 is not None:
                 crc32[i] = checksum
+    told.finish()
     return totals.array()
 
 
@@ -132,16 +141,21 @@ def move_segments(
     dst_paths: Sequence[Path],
     *,
     digest: DigestRows | None = None,
+    crc32: UInt32Array | None = None,
     cast: Cast = "none",
     sync: bool = False,
     threads: int | None = None,
+    progress: ProgressFunction | None = None,
 ) -> UInt64Array | None:
     """Move runs between files that exist already, through 1 MiB. Returns the digests, when asked.
 
-    Raises MissingFileError or CheckpointError for a source, OSError for a destination.
+    ``crc32`` and ``sync`` as of ``write_segments``. Raises MissingFileError or CheckpointError for a source, OSError
+    for a destination.
     """
     table.check(len(src_paths), None, len(dst_paths), None, digest=digest, cast=cast)
+    check_crc32(crc32, len(table.nbytes))
     totals = _Totals(digest)
+    told = Progress(progress)
     staging = np.empty(_STAGING_BYTES, dtype=np.uint8)
     rows = _rows(table)
     order = np.lexsort((table.src_offset, table.src))
@@ -152,7 +166,7 @@ def move_segments(
                 for i in order[table.src[order] == number].tolist():
                     row = rows[i]
                     target = files.open(row.dst)
-                    offset = row.dst_offset
+                    offset, checksum = row.dst_offset, 0
                     for piece in _chunks(row.nbytes):
                         data = staging[: piece.stop - piece.start]
                         _read_run(fd, path, row.src_offset + piece.start, [data.data])
@@ -160,6 +174,48 @@ def move_segments(
                         made = _converted(data, cast)
                         _write(target, dst_paths[row.dst], made, offset)
                         offset += len(made)
+                        checksum = zlib.crc32(made.data, checksum) if crc32 is not None else 0
+                        told.add(len(data))
+                    if crc32 is not None:
+                        crc32[i] = checksum
+    told.finish()
+    return totals.array()
+
+
+def scan_segments(
+    table: FileRows,
+    *,
+    digest: DigestRows | None = None,
+    crc32: UInt32Array | None = None,
+    threads: int | None = None,
+    progress: ProgressFunction | None = None,
+) -> UInt64Array | None:
+    """Digests, when asked, and checksums of rows of files, through 1 MiB; nothing is kept.
+
+    ``crc32``, shape ``(num_rows,)``, is filled with the checksum of each row, as ``zlib.crc32``. Raises what
+    ``read_segments`` raises.
+    """
+    table.check(digest=digest)
+    check_crc32(crc32, len(table.nbytes))
+    totals = _Totals(digest)
+    told = Progress(progress)
+    staging = np.empty(_STAGING_BYTES, dtype=np.uint8)
+    offsets, sizes = table.file_offset.tolist(), table.nbytes.tolist()
+    order = np.lexsort((table.file_offset, table.file))
+    for number in np.unique(table.file).tolist():
+        path = table.paths[number]
+        with _source(path) as fd:
+            for i in order[table.file[order] == number].tolist():
+                checksum = 0
+                for piece in _chunks(sizes[i]):
+                    data = staging[: piece.stop - piece.start]
+                    _read_run(fd, path, offsets[i] + piece.start, [data.data])
+                    totals.add(i, data, piece.start)
+                    checksum = zlib.crc32(data.data, checksum) if crc32 is not None else 0
+                    told.add(len(data))
+                if crc32 is not None:
+                    crc32[i] = checksum
+    told.finish()
     return totals.array()
 
 
@@ -261,7 +317,7 @@ def _write(fd: int, path: Path, data: ByteArray, offset: int) -> None:
 
 
 def _read_converted(
-    table: ReadTable, buffers: Sequence[ByteBuffer], digest: DigestRows | None, cast: Cast
+    table: ReadTable, buffers: Sequence[ByteBuffer], digest: DigestRows | None, cast: Cast, told: Progress
 ) -> ReadResult:
     src_itemsize, dst_itemsize = cast_itemsizes(cast)
     totals = _Totals(digest)
@@ -279,6 +335,8 @@ def _read_converted(
                     begin = row.dst_offset + piece.start // src_itemsize * dst_itemsize
                     made = len(data) // src_itemsize * dst_itemsize
                     cast_bytes(cast, data, buffers[row.dst][begin : begin + made])
+                    told.add(len(data))
+    told.finish()
     return ReadResult(int(table.nbytes.sum()), table.files, totals.array())
 
 
@@ -296,7 +354,10 @@ def _source(path: Path) -> Iterator[int]:
         os.close(fd)
 
 
-def _read_rows(fd: int, path: Path, offsets: list[int], views: list[memoryview]) -> int:
+def _read_rows(fd: int, path: Path, offsets: list[int], views: list[memoryview], told: Progress) -> int:
+    if told.wanted:
+        offsets, views = _cut(offsets, views)
+    most = _STAGING_BYTES if told.wanted else _MAX_CALL_BYTES
     first = 0
     total = 0
     while first < len(views):
@@ -306,14 +367,20 @@ def _read_rows(fd: int, path: Path, offsets: list[int], views: list[memoryview])
             last < len(views)
             and last - first < _MAX_VECTORS
             and offsets[last] == offsets[first] + run
-            and (run == 0 or run + len(views[last]) <= _MAX_CALL_BYTES)
+            and (run == 0 or run + len(views[last]) <= most)
         ):
             run += len(views[last])
             last += 1
         _read_run(fd, path, offsets[first], views[first:last])
+        told.add(run)
         total += run
         first = last
     return total
+
+
+def _cut(offsets: list[int], views: list[memoryview]) -> tuple[list[int], list[memoryview]]:
+    pieces = [(o + p.start, v[p]) for o, v in zip(offsets, views, strict=True) for p in _chunks(len(v))]
+    return [offset for offset, _ in pieces], [view for _, view in pieces]
 
 
 def _read_run(fd: int, path: Path, offset: int, views: list[memoryview]) -> None:

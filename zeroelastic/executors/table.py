@@ -80,13 +80,22 @@ class SegmentTable:
         good &= _inside(self.src, self.src_offset, nbytes, num_src, src_nbytes)
         good &= _inside(self.dst, self.dst_offset, nbytes // src_itemsize * dst_itemsize, num_dst, dst_nbytes)
         if digest is not None:
-            for column in (digest.stream, digest.start, digest.itemsize):
-                assert column.shape == (num_rows,), f"a column has shape {column.shape}, not {(num_rows,)}"
-            good &= (digest.stream >= 0) & (digest.stream < len(digest.seeds)) & (digest.start >= 0)
-            good &= np.isin(digest.itemsize, (1, 2, 4, 8)) & (digest.start <= _MOST - nbytes)
-            good &= nbytes % np.where(good, digest.itemsize, 1) == 0
-        bad = np.flatnonzero(~good)
-        assert len(bad) == 0, f"row {bad[0]} of a segment table leaves its file or buffer"
+            good &= _digestible(digest, nbytes)
+        _assert_all(good)
+
+
+def _assert_all(good: npt.NDArray[np.bool_]) -> None:
+    bad = np.flatnonzero(~good)
+    assert len(bad) == 0, f"row {bad[0]} of a segment table leaves its file or buffer"
+
+
+def _digestible(digest: DigestRows, nbytes: Int64Array) -> npt.NDArray[np.bool_]:
+    for column in (digest.stream, digest.start, digest.itemsize):
+        assert column.shape == nbytes.shape, f"a column has shape {column.shape}, not {nbytes.shape}"
+    good = (digest.stream >= 0) & (digest.stream < len(digest.seeds)) & (digest.start >= 0)
+    good &= np.isin(digest.itemsize, (1, 2, 4, 8)) & (digest.start <= _MOST - nbytes)
+    good &= nbytes % np.where(good, digest.itemsize, 1) == 0
+    return good
 
 
 def _inside(
@@ -139,6 +148,32 @@ class ReadTable:
             buffer_offset=self.buffer_offset[index],
             nbytes=self.nbytes[index],
         )
+
+
+@dataclass(frozen=True, slots=True)
+class FileRows:
+    """Row i is ``nbytes[i]`` bytes at ``file_offset[i]`` of ``paths[file[i]]``.
+
+    Rows may be in any order, lie anywhere and overlap. Each array has shape ``(num_rows,)``; all quantities are in
+    bytes.
+    """
+
+    paths: tuple[Path, ...]
+    file: Int64Array
+    file_offset: Int64Array
+    nbytes: Int64Array
+
+    def check(self, *, digest: DigestRows | None = None) -> None:
+        """Assert once that every row is a range of one of the files; a failure is a bug of ours."""
+        num_rows = len(self.nbytes)
+        for column in (self.file, self.file_offset, self.nbytes):
+            assert column.shape == (num_rows,), f"a column has shape {column.shape}, not {(num_rows,)}"
+        good = (self.nbytes >= 0) & (self.nbytes <= _MOST // 2)
+        nbytes = np.where(good, self.nbytes, 0)
+        good &= _inside(self.file, self.file_offset, nbytes, len(self.paths), None)
+        if digest is not None:
+            good &= _digestible(digest, nbytes)
+        _assert_all(good)
 
 
 @dataclass(frozen=True, slots=True)

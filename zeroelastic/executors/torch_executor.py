@@ -15,6 +15,7 @@ import torch
 
 from zeroelastic.digest import BLOCK, ByteArray, UInt64Array, block_weights, combine, element_weights
 from zeroelastic.errors import ConfigError
+from zeroelastic.executors.progress import Progress, ProgressFunction
 from zeroelastic.executors.table import (
     ByteBuffer,
     Cast,
@@ -101,6 +102,7 @@ def read_segments(
     *,
     cast: Cast = "none",
     host: HostReader,
+    progress: ProgressFunction | None = None,
 ) -> ReadResult:
     """Fill tensors on any device from files: ``host`` reads into ``STAGING_BYTES`` of host memory, torch copies on.
 
@@ -112,6 +114,7 @@ def read_segments(
     staging = np.empty(min(STAGING_BYTES, int(_padded(table.nbytes).sum())), dtype=np.uint8)
     totals = [0] * (0 if digest is None else len(digest.seeds))
     total = 0
+    told = Progress(progress)
     for pieces in _batches(table, len(staging)):
         row, within, nbytes = pieces.T
         ends = np.cumsum(_padded(nbytes))
@@ -128,6 +131,8 @@ def read_segments(
             totals = [combine(a, int(b)) for a, b in zip(totals, result.digests, strict=True)]
         to = table.buffer_offset[row] + within // src_itemsize * dst_itemsize
         copy_segments(SegmentTable(zero, staged, table.buffer[row], to, nbytes), [staging], targets, cast=cast)
+        told.add(result.bytes_read)
+    told.finish()
     return ReadResult(total, table.files, None if digest is None else np.array(totals, dtype=np.uint64))
 
 

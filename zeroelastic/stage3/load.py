@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from deepspeed.runtime.fp16 import loss_scaler as ds_loss_scaler
 
+from zeroelastic.agree import gather, settle
 from zeroelastic.digest import ScalarValue
 from zeroelastic.errors import CheckpointError, UnsafePickleError
 from zeroelastic.report import ResumeReport
 from zeroelastic.shard import FP32, FROZEN, OptionValue, ScalerState
-from zeroelastic.stage3.agree import gather, settle
 from zeroelastic.stage3.fill import Filled, Target, fill
 from zeroelastic.stage3.live import LiveState, read_live
 from zeroelastic.stage3.options import Options

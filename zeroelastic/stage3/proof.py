@@ -11,11 +11,11 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
+from zeroelastic.agree import broadcast
 from zeroelastic.checkpoint import Checkpoint
 from zeroelastic.digest import combine, content_root, digest_range, stream_seed
 from zeroelastic.errors import CheckpointError, DigestMismatchError, ZeroElasticError
 from zeroelastic.shard import FP32, FROZEN, Shard
-from zeroelastic.stage3.agree import broadcast
 from zeroelastic.stage3.contents import differences, local_digests, whole_contents
 from zeroelastic.stage3.fill import Filled
 from zeroelastic.stage3.live import LiveState

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from zeroelastic._version import __version__
+from zeroelastic.agree import broadcast, settle, together
 from zeroelastic.digest import combine, content_root
 from zeroelastic.record import (
     RECORD_NAME,
@@ -27,7 +28,6 @@ from zeroelastic.record import (
     write_atomically,
 )
 from zeroelastic.shard import ELASTIC_VERSION
-from zeroelastic.stage3.agree import broadcast, settle, together
 from zeroelastic.stage3.contents import LocalDigests, whole_contents
 from zeroelastic.stage3.live import LiveState
 from zeroelastic.stage3.options import Options

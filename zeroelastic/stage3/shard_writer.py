@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
+from zeroelastic.agree import settle
 from zeroelastic.digest import stream_seed
 from zeroelastic.errors import UnsupportedError
-from zeroelastic.stage3.agree import settle
 from zeroelastic.stage3.contents import LiveStreams, LocalDigests, live_streams
 from zeroelastic.stage3.live import LiveState
 from zeroelastic.stage3.options import Options

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from zeroelastic.agree import together
 from zeroelastic.checkpoint import (
     Checkpoint,
     ModelStates,
@@ -20,7 +21,6 @@ from zeroelastic.errors import CheckpointError, LayoutMismatchError, StrictError
 from zeroelastic.plan import Plan, check_plan, make_plan
 from zeroelastic.record import CheckpointFormat
 from zeroelastic.shard import FP32, Pieces, Shard
-from zeroelastic.stage3.agree import together
 from zeroelastic.stage3.live import LiveState
 from zeroelastic.state import check_same_save, shard_facts
 

@@ -13,11 +13,11 @@ from typing import Any
 import torch.distributed as dist
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
+from zeroelastic.agree import settle, together
 from zeroelastic.checkpoint import open_checkpoint
 from zeroelastic.errors import CheckpointError, UnsupportedError
 from zeroelastic.record import RECORD_NAME, write_atomically
 from zeroelastic.stage3 import memory
-from zeroelastic.stage3.agree import settle, together
 from zeroelastic.stage3.live import LiveState, read_live, refuse_unsupported
 from zeroelastic.stage3.load import Wanted, load, model_states_reader
 from zeroelastic.stage3.options import Options, parse_options

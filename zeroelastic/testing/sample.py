@@ -193,7 +193,7 @@ def _optimizer_state(
         "dynamic_loss_scale": False,
         "overflow": False,
         "partition_count": layout.world_size,
-        "fp32_flat_groups": flats["fp32"],
+        "fp32_flat_groups": [flat.detach().requires_grad_() for flat in flats["fp32"]],
         "optimizer_state_dict": {
             "state": {i: {"step": steps[i], **{key: flats[key][i] for key in STATES}} for i in range(len(members))},
             "param_groups": [
@@ -255,7 +255,7 @@ def _model_states(
         "optimizer": None,
         "param_shapes": [OrderedDict((p.name, torch.Size(p.shape)) for p in members) for members in sub_groups],
         "frozen_param_shapes": OrderedDict([(frozen.name, torch.Size(frozen.shape))]),
-        "shared_params": {TIED: EMBEDDING} if rank == 0 else None,
+        "shared_params": {TIED: EMBEDDING} if rank == 0 else {},
         "frozen_param_fragments": OrderedDict([(frozen.name, fragment)]),
         "lr_scheduler": {"last_batch_iteration": step},
         "data_sampler": None,

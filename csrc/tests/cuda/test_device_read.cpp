@@ -134,7 +134,7 @@ int32_t read(const Case& one, const Files& files, const DeviceSide& side, Digest
     const ze_files from = files.files();
     const Pointers to(side);
     const ze_buffers buffers = to.buffers();
-    const ze_options options{threads, one.cast, 0, 0};
+    const ze_options options{threads, one.cast, 0, 0, nullptr};
     ze_digest digest{};
     if (digests != nullptr) digest = digests->digest();
     int64_t got = 0;
@@ -269,7 +269,7 @@ TEST(the_librarys_own_ring_is_bounded_and_used_again) {
     void* pointer = memory.data();
     const ze_buffers to{1, &pointer, &total};
     const ze_files from = files.files();
-    const ze_options options{2, ZE_CAST_NONE, 0, 0};
+    const ze_options options{2, ZE_CAST_NONE, 0, 0, nullptr};
     for (int i = 0; i < 2; ++i) {
         int64_t got = 0;
         ze_error error;

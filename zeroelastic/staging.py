@@ -1,0 +1,109 @@
+"""A directory that appears complete or not at all: written under a hidden name beside its place, then renamed.
+
+The hidden directory of a run that was killed is taken over by the next one with the same manifest, and is emptied by
+one with another. A lock keeps two runs apart; it goes with the process that holds it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from zeroelastic.errors import UsageError
+from zeroelastic.processes import Processes
+from zeroelastic.record import sync_directory, write_atomically
+
+_LOCK, _MANIFEST = "lock", "manifest.json"
+
+
+def staging_of(dst: Path) -> Path:
+    """The hidden directory in which ``dst`` is made."""
+    return dst.parent / f".{dst.name}.zeroelastic-partial"
+
+
+def check_free(dst: Path, *, sources: tuple[Path, ...] = ()) -> None:
+    """Raise UsageError when ``dst`` cannot be made: it is there, lies inside a source, or its parent is not there."""
+    if os.path.lexists(dst):
+        raise UsageError(f"{dst}: is there already; nothing is overwritten. Remove it or give another name.")
+    if not dst.parent.is_dir():
+        raise UsageError(f"{dst.parent}: no such directory. Make it first.")
+    for source in sources:
+        if dst.parent.resolve().joinpath(dst.name).is_relative_to(source.resolve()):
+            raise UsageError(f"{dst}: lies inside the source {source}, which is not touched. Give a name beside it.")
+
+
+def staged_bytes(dst: Path) -> int:
+    """What an earlier run has left of ``dst`` takes this much of the disk."""
+    sizes = []
+    for file in staging_of(dst).rglob("*"):
+        with suppress(OSError):
+            sizes.append(file.stat().st_blocks * 512)
+    return sum(sizes)
+
+
+@contextmanager
+def staged(dst: Path, manifest: Mapping[str, object], processes: Processes) -> Iterator[tuple[Path, str]]:
+    """The hidden directory while ``dst`` is made, new or taken over, and an identity that lives as long. Collective.
+
+    What fails on purpose, or is interrupted, leaves nothing; a process that is ended leaves it for the next run. Raises
+    UsageError when another process is at it.
+    """
+    staging = staging_of(dst)
+    held: list[int] = []
+
+    def first() -> str:
+        identity, lock = _take(staging, manifest)
+        held.append(lock)
+        return identity
+
+    try:
+        identity = processes.first(first)
+        try:
+            yield staging, identity
+        except (Exception, KeyboardInterrupt):
+            if held:
+                shutil.rmtree(staging, ignore_errors=True)
+            raise
+    finally:
+        for lock in held:
+            os.close(lock)
+
+
+def _take(staging: Path, manifest: Mapping[str, object]) -> tuple[str, int]:
+    staging.mkdir(exist_ok=True)
+    lock = os.open(staging / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(lock)
+        raise UsageError(f"{staging}: another process is writing this target. Wait for it, or end it.") from None
+    identity = ""
+    with suppress(OSError, ValueError, AttributeError, KeyError):
+        saved = json.loads((staging / _MANIFEST).read_text())
+        found = saved.pop("identity")
+        if saved == json.loads(json.dumps(manifest)):
+            identity = str(found)
+    if not identity:
+        for name in os.listdir(staging):
+            if name != _LOCK:
+                path = staging / name
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        identity = uuid.uuid4().hex
+        write_atomically(staging / _MANIFEST, json.dumps({**manifest, "identity": identity}).encode())
+    return identity, lock
+
+
+def publish(staging: Path, made: Path, dst: Path) -> None:
+    """Rename ``made``, inside the hidden directory, to ``dst`` and remove what is left. Raises UsageError, OSError."""
+    sync_directory(made)
+    if os.path.lexists(dst):
+        raise UsageError(f"{dst}: was made by somebody else meanwhile; nothing is overwritten.")
+    os.rename(made, dst)
+    sync_directory(dst.parent)
+    shutil.rmtree(staging, ignore_errors=True)
