@@ -18,11 +18,11 @@ class Pool {
   public:
     void run(int threads, const std::function<void(int)>& work, std::chrono::milliseconds interval,
              const std::function<void()>& meanwhile) {
-        std::unique_lock<std::mutex> turn(turn_, std::try_to_lock);
-        if (!turn.owns_lock()) {
+        if (taken_.exchange(true, std::memory_order_acquire)) {
             work(0);
             return;
         }
+        const Turn turn{taken_};
         grow(threads - 1);
         {
             std::lock_guard<std::mutex> lock(mutex_);
@@ -45,6 +45,14 @@ class Pool {
     }
 
   private:
+    // Not a mutex: what is called meanwhile may come back here on the same thread.
+    struct Turn {
+        std::atomic<bool>& taken;
+        ~Turn() {
+            taken.store(false, std::memory_order_release);
+        }
+    };
+
     // Threads are never joined: they sleep until the process ends, and a child of a fork has none of them.
     void grow(int wanted) {
         sigset_t all;
@@ -79,12 +87,12 @@ class Pool {
         }
     }
 
-    std::mutex turn_;
+    std::atomic<bool> taken_{false};
     std::mutex mutex_;
     std::condition_variable wake_;
     std::condition_variable done_;
     uint64_t generation_ = 0;
-    int size_ = 0;  // only touched by the holder of turn_
+    int size_ = 0;  // only touched by whose turn it is
     int helpers_ = 0;
     int running_ = 0;
     const std::function<void(int)>* work_ = nullptr;

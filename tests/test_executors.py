@@ -7,13 +7,27 @@ import logging
 import os
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from engines import ENGINES, Engine, open_engine
+from executor_cases import (
+    DTYPES,
+    UNTOUCHED,
+    cases,
+    convert,
+    expected,
+    file_rows,
+    one_row,
+    parts,
+    read_table,
+    segment,
+    untouched,
+    untouched_files,
+    write_files,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -39,14 +53,6 @@ from zeroelastic.executors.build_info import _load, describe_build
 from zeroelastic.executors.cast import bfloat16_nan
 from zeroelastic.executors.table import CASTS, cast_itemsizes
 
-UNTOUCHED = 0xA5
-DTYPES: dict[Cast, tuple[torch.dtype, torch.dtype]] = {
-    "float32->bfloat16": (torch.float32, torch.bfloat16),
-    "float32->float16": (torch.float32, torch.float16),
-    "bfloat16->float32": (torch.bfloat16, torch.float32),
-    "float16->float32": (torch.float16, torch.float32),
-}
-
 
 @pytest.fixture(scope="module", params=ENGINES)
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
@@ -71,130 +77,6 @@ def scanner(request: pytest.FixtureRequest) -> Iterator[Engine]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("files")
-
-
-@dataclass(frozen=True)
-class Case:
-    src: tuple[np.ndarray, ...]
-    dst_sizes: tuple[int, ...]
-    misaligned: int
-    rows: SegmentTable
-    digest: DigestRows
-    cast: Cast
-
-
-@st.composite
-def cases(draw: st.DrawFn, *, aligned: bool = False, casts: tuple[Cast, ...] = CASTS) -> Case:
-    """Sources, destinations, and rows that do not overlap in the destinations; sources may overlap.
-
-    ``aligned``: with a conversion, elements are aligned to their size on both sides.
-    """
-    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    cast: Cast = draw(st.sampled_from(casts))
-    src_itemsize, dst_itemsize = cast_itemsizes(cast)
-    itemsize = draw(st.sampled_from([1, 2, 4, 8])) if cast == "none" else src_itemsize
-    src_step, dst_step = (src_itemsize, dst_itemsize) if aligned else (1, 1)
-    # Finite values in every type: which NaN it is, is a test of its own.
-    src = tuple(
-        rng.integers(0, 64 if cast != "none" else 256, size, dtype=np.uint8)
-        for size in draw(st.lists(st.integers(0, 40_000), min_size=1, max_size=4))
-    )
-    filled = [0] * draw(st.integers(1, 4))
-    rows = []
-    shape = st.tuples(
-        st.integers(0, len(src) - 1),
-        st.integers(0, 40_000),
-        st.one_of(st.just(0), st.just(1), st.integers(0, 40), st.integers(0, 10_000)),
-        st.integers(0, len(filled) - 1),
-        st.integers(0, 9),
-    )
-    for number, offset, count, buffer, gap in draw(st.lists(shape, max_size=40)):
-        offset = min(offset, len(src[number])) // src_step * src_step
-        nbytes = min(count * itemsize, (len(src[number]) - offset) // itemsize * itemsize)
-        rows.append((number, offset, buffer, filled[buffer] + gap * dst_step, nbytes))
-        filled[buffer] += gap * dst_step + nbytes // src_itemsize * dst_itemsize
-    rows.sort()
-    table = np.array(rows, dtype=np.int64).reshape(len(rows), 5)
-    streams = draw(st.integers(1, 3))
-    return Case(
-        src=src,
-        dst_sizes=tuple(size + draw(st.integers(0, 5)) for size in filled),
-        misaligned=draw(st.integers(0, 20)) * max(src_step, dst_step),
-        rows=SegmentTable(*(np.ascontiguousarray(column) for column in table.T)),
-        digest=DigestRows(
-            seeds=rng.integers(0, 2**64, streams, dtype=np.uint64),
-            stream=rng.integers(0, streams, len(rows)),
-            start=rng.integers(0, 2**40, len(rows)),
-            itemsize=np.full(len(rows), itemsize, dtype=np.int64),
-        ),
-        cast=cast,
-    )
-
-
-def convert(cast: Cast, data: np.ndarray) -> np.ndarray:
-    """The bytes that torch makes of these bytes on the CPU."""
-    if cast == "none" or len(data) == 0:
-        return data
-    src, dst = DTYPES[cast]
-    values = torch.from_numpy(data.copy()).view(src)
-    return torch.empty(len(values), dtype=dst).copy_(values).view(torch.uint8).numpy()
-
-
-def expected(case: Case) -> tuple[list[np.ndarray], list[int]]:
-    """The destinations and the digests, one row after the other."""
-    made = [np.full(size, UNTOUCHED, dtype=np.uint8) for size in case.dst_sizes]
-    digests = [0] * len(case.digest.seeds)
-    table = case.rows
-    columns = (table.src, table.src_offset, table.dst, table.dst_offset, table.nbytes)
-    rows = zip(*(column.tolist() for column in columns), strict=True)
-    for i, (number, offset, buffer, buffer_offset, nbytes) in enumerate(rows):
-        data = case.src[number][offset : offset + nbytes]
-        converted = convert(case.cast, data)
-        made[buffer][buffer_offset : buffer_offset + len(converted)] = converted
-        stream = int(case.digest.stream[i])
-        part = digest_range_reference(
-            data, int(case.digest.itemsize[i]), seed=int(case.digest.seeds[stream]), start=int(case.digest.start[i])
-        )
-        digests[stream] = combine(digests[stream], part)
-    return made, digests
-
-
-def parts(case: Case) -> Iterator[np.ndarray]:
-    """The source of each row."""
-    rows = zip(*(c.tolist() for c in (case.rows.src, case.rows.src_offset, case.rows.nbytes)), strict=True)
-    return (case.src[number][offset : offset + nbytes] for number, offset, nbytes in rows)
-
-
-def file_rows(paths: tuple[Path, ...], rows: SegmentTable) -> FileRows:
-    return FileRows(paths, rows.src, rows.src_offset, rows.nbytes)
-
-
-def write_files(folder: Path, contents: tuple[np.ndarray | bytes, ...], name: str = "src") -> tuple[Path, ...]:
-    paths = tuple(folder / f"{name}{i}.bin" for i in range(len(contents)))
-    for path, data in zip(paths, contents, strict=True):
-        path.write_bytes(bytes(data))
-    return paths
-
-
-def untouched_files(folder: Path, case: Case) -> tuple[Path, ...]:
-    return write_files(folder, tuple(bytes([UNTOUCHED]) * size for size in case.dst_sizes), "dst")
-
-
-def untouched(engine: Engine, case: Case) -> list[executors.Buffer]:
-    return [engine.put(np.full(size, UNTOUCHED, dtype=np.uint8), case.misaligned) for size in case.dst_sizes]
-
-
-def read_table(paths: tuple[Path, ...], rows: SegmentTable) -> ReadTable:
-    return ReadTable(paths, rows.src, rows.src_offset, rows.dst, rows.dst_offset, rows.nbytes)
-
-
-def segment(src_offset: int, dst_offset: int, nbytes: int) -> SegmentTable:
-    columns = (np.array([value], dtype=np.int64) for value in (0, src_offset, 0, dst_offset, nbytes))
-    return SegmentTable(*columns)
-
-
-def one_row(path: Path, offset: int, nbytes: int) -> ReadTable:
-    return read_table((path,), segment(offset, 0, nbytes))
 
 
 # --- every table ----------------------------------------------------------------------------------------------------
@@ -584,6 +466,104 @@ def test_files_are_closed_also_after_errors(writer: Engine, tmp_path: Path) -> N
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+# --- scans ----------------------------------------------------------------------------------------------------------
+
+
+def scan(table: FileRows, scanner: Engine, threads: int | None = None) -> list[int]:
+    """The checksums, which are asked for at least."""
+    sums = np.full(len(table.nbytes), 1, dtype=np.uint32)
+    assert scan_segments(table, crc32=sums, threads=threads, executor=scanner.name) is None
+    return sums.tolist()
+
+
+def test_a_scan_without_rows_opens_no_file(scanner: Engine, tmp_path: Path) -> None:
+    empty = np.empty(0, dtype=np.int64)
+    assert scan(FileRows((tmp_path / "missing",), empty, empty, empty), scanner) == []
+    assert scan(FileRows((), empty, empty, empty), scanner) == []
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_long_rows_are_scanned_by_several_threads_in_any_order(scanner: Engine, tmp_path: Path, threads: int) -> None:
+    rng = np.random.default_rng(5)
+    data = [rng.integers(0, 256, size, dtype=np.uint8) for size in (23_000_001, 9_000_003)]
+    paths = write_files(tmp_path, tuple(data))
+    rows = np.array(  # two that overlap, one of nothing, one of the whole file, neighbours of odd lengths
+        [(0, 11_000_001, 12_000_000), (1, 0, 9_000_003), (0, 1, 20_000_000), (1, 4, 0), (0, 0, 1), (1, 5, 40_003),
+         (1, 40_008, 8_000_000), (0, 22_999_999, 2)]
+    )  # fmt: skip
+    file, offset, nbytes = (np.ascontiguousarray(column) for column in rows.T)
+    digest = DigestRows(
+        seeds=np.array([3, 2**64 - 1], dtype=np.uint64),
+        stream=np.array([0, 1] * 4),
+        start=np.arange(8) * 1000,
+        itemsize=np.array([8, 1, 4, 2, 1, 1, 8, 2]),
+    )
+    sums = np.zeros(8, dtype=np.uint32)
+    table = FileRows(paths, file, offset, nbytes)
+    totals = scan_segments(table, digest=digest, crc32=sums, threads=threads, executor=scanner.name)
+    want = [0, 0]
+    for i, (number, begin, length) in enumerate(rows.tolist()):
+        part = data[number][begin : begin + length]
+        assert sums[i] == zlib.crc32(part.data)
+        stream = i % 2
+        one = digest_range_reference(part, int(digest.itemsize[i]), seed=int(digest.seeds[stream]), start=1000 * i)
+        want[stream] = combine(want[stream], one)
+    assert totals is not None and totals.tolist() == want
+
+
+def test_many_tiny_rows_are_scanned(scanner: Engine, tmp_path: Path) -> None:
+    rng = np.random.default_rng(6)
+    num_rows = 40_000
+    data = rng.integers(0, 256, 200_000, dtype=np.uint8)
+    offset, nbytes = rng.integers(0, 199_990, num_rows), rng.integers(0, 10, num_rows)
+    # One half lies anywhere, the other one row behind the other.
+    offset[: num_rows // 2] = np.cumsum(nbytes[: num_rows // 2]) - nbytes[: num_rows // 2]
+    got = scan(FileRows(write_files(tmp_path, (data,)), offset * 0, offset, nbytes), scanner, threads=2)
+    bounds = zip(offset.tolist(), nbytes.tolist(), strict=True)
+    assert got == [zlib.crc32(data[begin : begin + length].data) for begin, length in bounds]
+
+
+def test_rows_behind_4_gib_are_scanned(scanner: Engine, tmp_path: Path) -> None:
+    path = tmp_path / "sparse.bin"
+    with path.open("wb") as file:
+        file.seek(5 * 2**30)
+        file.write(b"behind")
+    column = np.array([5 * 2**30 - 3])
+    assert scan(FileRows((path,), column * 0, column, column * 0 + 8), scanner) == [zlib.crc32(bytes(3) + b"behin")]
+
+
+@pytest.mark.parametrize("size", [0, 1000, 3_000_000])
+def test_a_short_file_is_named_by_a_scan_with_the_byte_where_it_ends(
+    scanner: Engine, tmp_path: Path, size: int
+) -> None:
+    (path,) = write_files(tmp_path, (bytes(size),))
+    with pytest.raises(CheckpointError) as caught:
+        scan(file_rows((path,), segment(0, 0, size + 2_000_000)), scanner)
+    assert str(caught.value) == f"{path}: ends at byte {size}. The file is truncated."
+    with pytest.raises(CheckpointError, match=f"{tmp_path}: reading at byte 3 failed: Is a directory."):
+        scan(file_rows((tmp_path,), segment(3, 0, 1)), scanner)
+    path.unlink()
+    for nbytes in (0, 4):
+        with pytest.raises(MissingFileError, match=f"{path}: no such file. The checkpoint is incomplete."):
+            scan(file_rows((path,), segment(0, 0, nbytes)), scanner)
+
+
+@pytest.mark.parametrize("row", [(1, 0, 4), (-1, 0, 4), (0, -1, 4), (0, 0, -4), (0, 2**63 - 1, 4), (0, 0, 2**63 - 1)])
+def test_a_row_that_is_no_range_of_a_file_is_a_bug_that_is_caught_before_reading(
+    scanner: Engine, tmp_path: Path, row: tuple[int, ...]
+) -> None:
+    columns = (np.ascontiguousarray(column) for column in np.array([(0, 0, 10), row], dtype=np.int64).T)
+    with pytest.raises(AssertionError, match="row 1 of a segment table"):
+        scan(FileRows((tmp_path / "missing",), *columns), scanner)
+
+
+def test_checksums_without_a_place_for_each_row_are_a_bug_that_is_caught(scanner: Engine, tmp_path: Path) -> None:
+    table = file_rows(write_files(tmp_path, (bytes(4),)), segment(0, 0, 4))
+    for sums in (np.zeros(2, dtype=np.uint32), np.zeros(1, dtype=np.int64)):
+        with pytest.raises(AssertionError):
+            scan_segments(table, crc32=sums, executor=scanner.name)
+
+
 # --- names ----------------------------------------------------------------------------------------------------------
 
 
@@ -597,6 +577,8 @@ def test_an_executor_without_an_operation_names_those_that_have_it(name: str) ->
     data = [np.zeros(4, dtype=np.uint8)]
     with pytest.raises(ConfigError, match=f"'{name}' has no write_segments; these have: auto, native, numpy"):
         write_segments(segment(0, 0, 4), data, [Path("x")], executor=name)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=f"'{name}' has no scan_segments; these have: auto, native, numpy"):
+        scan_segments(file_rows((Path("x"),), segment(0, 0, 4)), executor=name)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=f"'{name}' has no move_segments; these have: auto, native, numpy"):
         move_segments(segment(0, 0, 4), [Path("x")], [Path("y")], executor=name)  # type: ignore[arg-type]
 

@@ -42,7 +42,7 @@ from zeroelastic.storage import local_paths
 from zeroelastic.testing import RankPool
 from zeroelastic.testing.sample import write_sample
 from zeroelastic.torchfile import DTYPE_BYTES
-from zeroelastic.universal import UniversalCost, universal_cost
+from zeroelastic.universal_cost import UniversalCost, universal_cost
 
 GOLDEN = Path(__file__).parent / "golden"
 KEYS = {FP32: "float32", "exp_avg": "float32", "exp_avg_sq": "bfloat16"}

@@ -22,10 +22,11 @@ LEVELS = [
     {"record", "picklegraph", "zip_records"},
     {"shard"},
     {"checkpoint"},
-    {"source", "rows"},
+    {"source", "rows", "census"},
     {"state", "forecast"},
-    {"executors", "inventory", "universal"},
-    {"archive", "scan", "comparison"},
+    {"universal_cost"},
+    {"executors", "inventory", "inspection", "tags"},
+    {"archive", "scan", "comparison", "pruning"},
     {"writer", "verification", "native", "rng"},
     {"staging", "rank_writer", "extras"},
     {"stage3", "reshard"},
@@ -140,7 +141,7 @@ def test_importing_zeroelastic_loads_no_native_library_of_ours_and_changes_nothi
     assert fresh(code) == "[] True 1 False\n[]\n"
 
 
-@pytest.mark.parametrize("name", ["layout", "plan", "checkpoint", "universal", "executors", "testing", "cli.app"])
+@pytest.mark.parametrize("name", ["layout", "plan", "checkpoint", "universal_cost", "executors", "testing", "cli.app"])
 def test_these_work_without_torch_and_deepspeed(name):
     assert fresh(f"import zeroelastic.{name}; {LOADED}") in ("[]\n", "['numpy']\n")
 

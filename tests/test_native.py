@@ -328,6 +328,51 @@ def test_large_files_are_written_and_moved(tmp_path: Path) -> None:
     assert np.array_equal(np.fromfile(paths[1], dtype=np.uint8)[7:-93], data)
 
 
+MEMORY = """
+    import re, sys
+    from pathlib import Path
+    import numpy as np
+    from zeroelastic.executors import FileRows, SegmentTable, move_segments, scan_segments
+
+    src, dst, cast, size = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+
+    def run(nbytes):
+        zero = np.zeros(1, dtype=np.int64)
+        if cast == "scan":
+            crc32 = np.zeros(1, dtype=np.uint32)
+            scan_segments(FileRows((src,), zero, zero, zero + nbytes), crc32=crc32, threads=4)
+        else:
+            move_segments(SegmentTable(zero, zero, zero, zero, zero + nbytes), [src], [dst], cast=cast, threads=4)
+
+    def most():
+        return int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) << 10
+
+    run(1000)
+    Path("/proc/self/clear_refs").write_text("5")  # from here on
+    before = most()
+    run(size)
+    print(most() - before)
+"""
+
+
+@native
+@pytest.mark.parametrize("cast", ["scan", "none", "float32->bfloat16", "bfloat16->float32"])
+def test_scans_and_moves_use_at_most_1_mib_per_thread(tmp_path: Path, cast: str) -> None:
+    src, dst, size = tmp_path / "src", tmp_path / "dst", 24 << 20
+    for path in (src, dst):
+        path.touch()
+        os.truncate(path, 2 * size)
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(MEMORY), str(src), str(dst), cast, str(size)],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert int(done.stdout) <= (4 << 20) + (512 << 10)  # and stacks and tables
+
+
 @native
 def test_writing_behind_4_gib_keeps_what_is_before(tmp_path: Path) -> None:
     path = tmp_path / "sparse"

@@ -28,7 +28,7 @@ from zeroelastic.errors import UsageError
 from zeroelastic.forecast import Traffic, make_forecast, read_head
 from zeroelastic.source import Source
 from zeroelastic.testing.sample import write_sample
-from zeroelastic.universal import universal_cost
+from zeroelastic.universal_cost import universal_cost
 
 ROOT = Path(__file__).parents[1]
 MIB = 1 << 20
@@ -150,7 +150,7 @@ def test_no_payload_is_read(tmp_path: Path) -> None:
     code = (
         "import atexit, sys\n"
         "def count(): return int(open('/proc/self/io').readline().split()[1])\n"
-        "import zeroelastic.cli.app, zeroelastic.cli.plan, zeroelastic.cli.bandwidth, zeroelastic.universal\n"
+        "import zeroelastic.cli.app, zeroelastic.cli.plan, zeroelastic.cli.bandwidth, zeroelastic.universal_cost\n"
         "import zeroelastic.source, rich.table, rich.console, rich.text, zeroelastic.cli.heat_map\n"
         "before = count(); atexit.register(lambda: print('read:', count() - before, file=sys.stderr))"
     )

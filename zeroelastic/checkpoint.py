@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -21,7 +22,7 @@ from zeroelastic.layout import Int64Array, Layout, Param, partition_numel, unpac
 from zeroelastic.record import RECORD_NAME, CommitRecord, read_record
 from zeroelastic.shard import FROZEN, Pieces, Shard, checked_param, checked_params, open_shard
 from zeroelastic.storage import FilePath
-from zeroelastic.torchfile import TensorRef, read_torch_file
+from zeroelastic.torchfile import TensorRef, TorchFile, read_torch_file
 
 _OPTIM_FILE = re.compile(r"^(bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt$")
 _MODEL_FILE = re.compile(r"^zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt$")
@@ -186,6 +187,23 @@ def open_checkpoint(tag_dir: str | os.PathLike[str], *, near_rank: int = 0) -> C
     return checkpoint
 
 
+class RankFile(NamedTuple):
+    """What the name of a stage 3 file says: whose it is, and which of that rank's two."""
+
+    kind: Literal["optimizer", "model"]
+    rank: int
+    tp_rank: int
+
+
+def parse_rank_file(name: str) -> RankFile | None:
+    """What a file name says, or None for one that no rank of a stage 3 run writes."""
+    match = _OPTIM_FILE.match(name)
+    if match is not None:
+        return RankFile("optimizer", int(match[2]), int(match[3]))
+    match = _MODEL_FILE.match(name)
+    return None if match is None else RankFile("model", int(match[1]), int(match[2]))
+
+
 def is_rank_file(name: str) -> bool:
     """Whether a file name is one that a rank of DeepSpeed writes into a tag directory, at any ZeRO stage."""
     return any(pattern.match(name) is not None for pattern in (_OPTIM_FILE, _MODEL_FILE, _OTHER_STAGES))
@@ -265,8 +283,12 @@ def open_model_states(path: Path, rank: int, *, world_size: int | None) -> Model
 
     With ``world_size`` given, a file that says otherwise raises CheckpointError.
     """
-    file = read_torch_file(path, foreign="inert")
-    root = file.root
+    return model_states_of(read_torch_file(path, foreign="inert"), rank, world_size=world_size)
+
+
+def model_states_of(file: TorchFile, rank: int, *, world_size: int | None) -> ModelStates:
+    """``open_model_states`` of a file that was read already."""
+    path, root = file.path, file.root
     if not isinstance(root, dict):
         raise CheckpointError(f"{path}: is not a DeepSpeed model states file.")
     count = root.get("dp_world_size")
@@ -359,11 +381,14 @@ __all__ = [
     "Checkpoint",
     "Int64Array",
     "ModelStates",
+    "RankFile",
     "compare_params",
     "frozen_layouts",
     "is_rank_file",
+    "model_states_of",
     "open_checkpoint",
     "open_model_states",
+    "parse_rank_file",
     "rank_files",
     "source_ranks",
 ]

@@ -16,6 +16,7 @@
 #include <thread>
 #include <vector>
 
+#include "../crc32.h"
 #include "check.h"
 #include "zeroelastic.h"
 
@@ -113,6 +114,7 @@ struct Case {
     Rows rows;
     Digests digests;
     std::vector<uint64_t> totals{0, 0};
+    std::vector<uint32_t> crc32;
 };
 
 Case make_case(int num_rows, int64_t longest) {
@@ -144,6 +146,7 @@ Case make_case(int num_rows, int64_t longest) {
             made.src.data[static_cast<size_t>(made.rows.src[i])].get() + made.rows.src_offset[i];
         uint8_t* to = made.want.data[static_cast<size_t>(made.rows.dst[i])].get() + made.rows.dst_offset[i];
         if (made.rows.nbytes[i] > 0) std::memcpy(to, from, static_cast<size_t>(made.rows.nbytes[i]));
+        made.crc32.push_back(zeroelastic::crc32_of(0, from, made.rows.nbytes[i]));
         const size_t stream = static_cast<size_t>(made.digests.stream[i]);
         made.totals[stream] +=
             reference_digest(from, made.rows.nbytes[i] / made.digests.itemsize[i], made.digests.itemsize[i],
@@ -324,16 +327,78 @@ TEST(writes_and_moves_fill_what_the_rows_say) {
         const ze_options opts = options(static_cast<int>(between(1, 4)), ZE_CAST_NONE, i % 3 == 0);
         ze_digest digest = made.digests.digest();
         ze_error error;
-        CHECK(ze_write_segments(&table, &from, &to, i % 2 ? &digest : nullptr, &opts, nullptr, &error) ==
+        std::vector<uint32_t> sums(made.crc32.size(), 1);
+        uint32_t* const crc32 = i % 4 < 2 ? sums.data() : nullptr;
+        CHECK(ze_write_segments(&table, &from, &to, i % 2 ? &digest : nullptr, &opts, crc32, &error) ==
               ZE_OK);
         written.check(made.want);
+        if (crc32 != nullptr) CHECK(sums == made.crc32);
         if (i % 2) CHECK(made.digests.totals == made.totals);
         made.digests.totals = {0, 0};
-        CHECK(ze_move_segments(&table, &from_files, &other, i % 2 ? &digest : nullptr, &opts, nullptr,
+        std::fill(sums.begin(), sums.end(), 1);
+        CHECK(ze_move_segments(&table, &from_files, &other, i % 2 ? &digest : nullptr, &opts, crc32,
                                &error) == ZE_OK);
         moved.check(made.want);
         if (i % 2) CHECK(made.digests.totals == made.totals);
+        if (crc32 != nullptr) CHECK(sums == made.crc32);
     }
+}
+
+TEST(scans_digest_and_sum_what_the_rows_say) {
+    for_each_isa([] {
+        for (int i = 0; i < 60; ++i) {
+            Case made = make_case(static_cast<int>(between(0, 60)), i < 40 ? 9000 : 1 << 20);
+            Files sources;
+            sources.add(made.src);
+            ze_table table = made.rows.table();
+            table.dst = table.dst_offset = nullptr;
+            const ze_files src = sources.files();
+            const ze_options opts = options(static_cast<int>(between(1, 4)));
+            ze_digest digest = made.digests.digest();
+            std::vector<uint32_t> sums(made.crc32.size(), 1);
+            ze_error error;
+            CHECK(ze_scan_segments(&table, &src, i % 3 ? &digest : nullptr, &opts,
+                                   i % 3 < 2 ? sums.data() : nullptr, &error) == ZE_OK);
+            if (i % 3) CHECK(made.digests.totals == made.totals);
+            if (i % 3 < 2) CHECK(sums == made.crc32);
+        }
+    });
+}
+
+TEST(scans_split_long_rows_over_threads) {
+    Side side;
+    side.add(50'000'003, -1);
+    Files files;
+    files.add(side.data[0].get(), side.sizes[0]);
+    Rows rows;
+    rows.add(0, 49'000'000, 0, 0, 1'000'003);
+    rows.add(0, 1, 0, 0, 48'999'999);
+    rows.add(0, 7, 0, 0, 0);
+    rows.add(0, 20'000'000, 0, 0, 30'000'000);
+    const ze_table table = rows.table();
+    const ze_files src = files.files();
+    std::vector<uint32_t> want;
+    for (size_t i = 0; i < 4; ++i) {
+        want.push_back(zeroelastic::crc32_of(0, side.data[0].get() + rows.src_offset[i], rows.nbytes[i]));
+    }
+    for (int threads = 1; threads <= 4; ++threads) {
+        const ze_options opts = options(threads);
+        std::vector<uint32_t> sums(4, 1);
+        ze_error error;
+        CHECK(ze_scan_segments(&table, &src, nullptr, &opts, sums.data(), &error) == ZE_OK);
+        CHECK(sums == want);
+    }
+}
+
+TEST(a_scan_converts_nothing) {
+    Rows rows;
+    rows.add(0, 0, 0, 0, 4);
+    const ze_table table = rows.table();
+    const char* path = "/dev/zero";
+    const ze_files src{1, &path};
+    const ze_options opts = options(1, ZE_CAST_F32_BF16);
+    ze_error error;
+    CHECK(ze_scan_segments(&table, &src, nullptr, &opts, nullptr, &error) == ZE_BAD_TABLE);
 }
 
 TEST(conversions_know_their_own_way_back) {
@@ -409,6 +474,8 @@ TEST(failures_say_which_file_and_where) {
         table = rows.table();
         CHECK(ze_move_segments(&table, &all, &all, nullptr, &opts, nullptr, &error) == ZE_END_OF_FILE);
         CHECK(error.file == 1 && error.offset == 6'000'001);
+        CHECK(ze_scan_segments(&table, &all, nullptr, &opts, nullptr, &error) == ZE_END_OF_FILE);
+        CHECK(error.file == 1 && error.offset == 6'000'001 && error.side == ZE_SOURCE);
     }
 }
 

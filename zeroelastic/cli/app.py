@@ -12,8 +12,11 @@ import typer
 
 from zeroelastic._version import __version__
 from zeroelastic.cli.doctor import doctor
+from zeroelastic.cli.inspect import inspect
+from zeroelastic.cli.latest import latest
 from zeroelastic.cli.outcome import verb
 from zeroelastic.cli.plan import plan
+from zeroelastic.cli.prune import prune
 from zeroelastic.cli.reshard import reshard
 
 app = typer.Typer(
@@ -23,8 +26,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(verb(doctor))
-app.command()(verb(plan))
 app.command()(verb(reshard))
+app.command()(verb(inspect))
+app.command()(verb(latest))
+app.command()(verb(prune))
+app.command()(verb(plan))
 
 
 def _print_version(wanted: bool) -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from zeroelastic.forecast import Forecast
     from zeroelastic.layout import Int64Array
     from zeroelastic.source import Source
-    from zeroelastic.universal import UniversalCost
+    from zeroelastic.universal_cost import UniversalCost
 
 Verb = Literal["load", "reshard"]
 
@@ -66,7 +66,7 @@ def plan(
     from zeroelastic.checkpoint import open_checkpoint
     from zeroelastic.forecast import make_forecast, read_head
     from zeroelastic.source import find_source
-    from zeroelastic.universal import universal_cost
+    from zeroelastic.universal_cost import universal_cost
 
     found = find_source(source, tag=tag)
     checkpoint = open_checkpoint(found.tag_dir)  # type: ignore[arg-type]

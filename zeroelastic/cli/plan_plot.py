@@ -10,7 +10,7 @@ from zeroelastic.errors import UsageError
 
 if TYPE_CHECKING:
     from zeroelastic.forecast import Forecast
-    from zeroelastic.universal import UniversalCost
+    from zeroelastic.universal_cost import UniversalCost
 
 _FORMATS = (".png", ".svg")
 _MOST_CELLS = 256

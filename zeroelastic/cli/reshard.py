@@ -38,12 +38,12 @@ def reshard(
 
     DST gets the same tag, latest, and what frameworks keep beside it; it appears complete or not at all. A run
     that was killed goes on where it was when the same command is given again. What is read is compared with the
-    commit record, where there is one. Several machines: torchrun --nnodes ... -m zeroelastic reshard ..., or srun.
+    commit record, where there is one. Started by torchrun or srun, its processes share the work.
 
     \b
     Examples:
         zeroelastic reshard ckpt ckpt-3 --world-size 3
-        zeroelastic reshard ckpt/global_step2 old-6 --world-size 6 --format rigid --verify
+        zeroelastic reshard ckpt/global_step2 old-6 -n 6 --format rigid
         zeroelastic reshard ckpt ckpt-8 --world-size 8 --dry-run --json
     """
     from zeroelastic.cli.progress import progress_bar

@@ -124,6 +124,7 @@ class Call:
         addresses = (None if column is None else self._column(column, np.int64, num_rows) for column in columns)
         self.table = Table(num_rows, *addresses)
         assert threads >= 1, "at least one thread is needed"
+        self._server: Generator[None, object, None] | None = None
         self._raised: list[BaseException] = []
         told = None if progress is None else self._progress(progress)
         self.options = Options(threads, CASTS.index(cast), sync, 0, told)
@@ -165,15 +166,17 @@ class Call:
         return Files(len(paths), names)
 
     def end(self) -> None:
-        """Raise what the progress function raised, if it did, and forget it."""
+        """Let go of the progress function, and raise what it raised, if it did."""
+        if self._server is not None:
+            self._server.close()
         if self._raised:
             raise self._raised.pop()
 
     def _progress(self, function: ProgressFunction) -> ctypes._Pointer[Progress]:
         told = Progress()
-        server = _serve(told, function, self._raised)
-        next(server)
-        told.tell = _TELL(server.send)
+        self._server = _serve(told, function, self._raised)
+        next(self._server)
+        told.tell = _TELL(self._server.send)
         return ctypes.pointer(told)
 
     def _ranges(self, addresses: list[int], sizes: list[int]) -> Buffers:

@@ -63,7 +63,8 @@ def read_segments(
 
     It runs on ``stream`` (``torch.cuda.Stream.cuda_stream``), after what is enqueued there, and returns when the memory
     is filled. Digests and conversions are made on the host, in the pass that reads. Raises MissingFileError or
-    CheckpointError with the file and the offset at which it failed, UnsupportedError when CUDA refuses.
+    CheckpointError with the file and the offset at which it failed, UnsupportedError when CUDA refuses. ``progress``
+    must not read by this engine itself.
     """
     threads = default_threads() if threads is None else threads
     call = Call(table.segments, digest, cast, threads=threads, progress=progress)

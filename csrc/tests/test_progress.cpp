@@ -1,0 +1,215 @@
+// What a caller is told of long operations, and how it ends them: on its own thread, also while it only
+// waits.
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <cstdlib>
+#include <numeric>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "../progress.h"
+#include "../table.h"
+#include "../zeroelastic.h"
+#include "check.h"
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// Counts what it is told, and cancels when it has been told often enough.
+struct Listener : ze_progress {
+    explicit Listener(int limit) : ze_progress{hear, 0, 0, 0}, most(limit) {}
+
+    static void hear(ze_progress* self) {
+        Listener& listener = *static_cast<Listener*>(self);
+        CHECK(std::this_thread::get_id() == listener.thread && self->nbytes >= 0 && self->go_on == 0);
+        CHECK(listener.calls < listener.most);
+        listener.nbytes_told += self->nbytes;
+        self->go_on = ++listener.calls < listener.most ? 1 : 0;
+    }
+
+    const int most;
+    const std::thread::id thread = std::this_thread::get_id();
+    int calls = 0;
+    int64_t nbytes_told = 0;
+};
+
+// Rows that are all the same range of one source and of one destination, which is written with the same bytes
+// again and again.
+struct Repeated {
+    Repeated(int64_t count, int64_t each, int64_t from = 0) : zero(static_cast<size_t>(count), 0) {
+        offset.assign(static_cast<size_t>(count), from);
+        nbytes.assign(static_cast<size_t>(count), each);
+    }
+
+    ze_table table() const {
+        return {static_cast<int64_t>(zero.size()),
+                zero.data(),
+                offset.data(),
+                zero.data(),
+                zero.data(),
+                nbytes.data()};
+    }
+
+    int64_t total() const {
+        return std::accumulate(nbytes.begin(), nbytes.end(), int64_t{0});
+    }
+
+    std::vector<int64_t> zero, offset, nbytes;
+};
+
+class File {
+  public:
+    explicit File(int64_t size) {
+        char name[] = "/tmp/zeroelastic-test-XXXXXX";
+        const int fd = mkstemp(name);
+        CHECK(fd >= 0 && ftruncate(fd, size) == 0);
+        close(fd);
+        path_ = name;
+        name_ = path_.c_str();
+    }
+    ~File() {
+        unlink(name_);
+    }
+    File(const File&) = delete;
+    File& operator=(const File&) = delete;
+
+    ze_files files() const {
+        return {1, &name_};
+    }
+
+  private:
+    std::string path_;
+    const char* name_;
+};
+
+// The four operations, each as it is called with a table of one source and one destination.
+enum Operation { kRead, kWrite, kMove, kScan };
+
+int32_t run(Operation operation, const Repeated& rows, int64_t size, int threads, ze_progress* progress,
+            ze_error* error) {
+    const File src(size), dst(size);
+    std::vector<char> memory(static_cast<size_t>(size));
+    void* const data = memory.data();
+    const ze_buffers buffers{1, &data, &size};
+    const ze_files from = src.files(), to = dst.files();
+    const ze_table table = rows.table();
+    const ze_options options{threads, ZE_CAST_NONE, 0, 0, progress};
+    std::vector<uint32_t> crc32(rows.zero.size());
+    int64_t bytes_read = 0;
+    switch (operation) {
+        case kRead:
+            return ze_read_segments(&table, &from, &buffers, nullptr, &options, &bytes_read, error);
+        case kWrite:
+            return ze_write_segments(&table, &buffers, &to, nullptr, &options, nullptr, error);
+        case kMove:
+            return ze_move_segments(&table, &from, &to, nullptr, &options, nullptr, error);
+        default:
+            return ze_scan_segments(&table, &from, nullptr, &options, crc32.data(), error);
+    }
+}
+
+// The lowest number that a file that is opened gets: the same again when all are closed.
+int next_descriptor() {
+    const int fd = open("/dev/null", O_RDONLY | O_CLOEXEC);
+    CHECK(fd >= 0);
+    close(fd);
+    return fd;
+}
+
+}  // namespace
+
+TEST(a_caller_is_told_of_every_byte) {
+    for (const Operation operation : {kRead, kWrite, kMove, kScan}) {
+        for (int threads = 1; threads <= 3; ++threads) {
+            for (const int64_t nbytes : {int64_t{0}, int64_t{5}, int64_t{3'000'001}}) {
+                const Repeated rows(1, nbytes * threads);
+                Listener listener(1'000'000);
+                ze_error error;
+                CHECK(run(operation, rows, 16 << 20, threads, &listener, &error) == ZE_OK);
+                CHECK(listener.nbytes_told == rows.total() && listener.calls >= 1);
+            }
+        }
+    }
+}
+
+TEST(a_caller_that_cancels_ends_what_would_take_long) {
+    const Repeated rows(1'000'000, 1 << 20);  // a tebibyte
+    for (const Operation operation : {kRead, kWrite, kMove, kScan}) {
+        // Destinations overlap, which several threads must not write to.
+        for (int threads = 1; threads <= (operation == kScan ? 4 : 1); ++threads) {
+            const int before = next_descriptor();
+            Listener listener(3);
+            ze_error error;
+            CHECK(run(operation, rows, 1 << 20, threads, &listener, &error) == ZE_CANCELLED);
+            CHECK(error.code == ZE_CANCELLED && listener.calls == 3);
+            CHECK(listener.nbytes_told > 0 && listener.nbytes_told < rows.total());
+            CHECK(next_descriptor() == before);
+        }
+    }
+}
+
+TEST(a_caller_that_cancels_in_the_end_has_cancelled) {
+    for (const Operation operation : {kRead, kWrite, kMove, kScan}) {
+        Listener listener(1);
+        ze_error error;
+        CHECK(run(operation, Repeated(1, 100), 100, 2, &listener, &error) == ZE_CANCELLED);
+        CHECK(listener.nbytes_told == 100);
+    }
+}
+
+TEST(an_error_of_the_engine_is_not_hidden) {
+    Listener listener(1'000'000);
+    ze_error error;
+    CHECK(run(kScan, Repeated(1, 100, 5), 50, 2, &listener, &error) == ZE_END_OF_FILE);
+    CHECK(error.offset == 50);
+}
+
+TEST(a_caller_may_call_the_engine_when_it_is_told) {
+    struct Caller : ze_progress {
+        int64_t told;
+    } outer{{[](ze_progress* self) {
+                 Listener inner(1'000'000);
+                 ze_error error;
+                 const Repeated rows(1, 3'000'000);
+                 CHECK(run(kScan, rows, 3'000'000, 2, &inner, &error) == ZE_OK);
+                 CHECK(inner.nbytes_told == rows.total());
+                 static_cast<Caller*>(self)->told += self->nbytes;
+                 self->go_on = 1;
+             },
+             0, 0, 0},
+            0};
+    ze_error error;
+    const Repeated rows(300, 10'000'000);
+    CHECK(run(kScan, rows, 10'000'000, 2, &outer, &error) == ZE_OK);
+    CHECK(outer.told == rows.total());
+}
+
+TEST(a_caller_that_waits_for_others_is_told_and_can_cancel) {
+    std::atomic<bool> started{false};
+    Listener listener(3);
+    ze_options options{2, ZE_CAST_NONE, 0, 0, &listener};
+    zeroelastic::Progress progress(options);
+    ze_error error;
+    const Clock::time_point limit = Clock::now() + std::chrono::seconds(60);
+    const auto work = [&](int thread, size_t, ze_error* reason) {
+        if (thread == 0) {
+            while (!started.load() && Clock::now() < limit) std::this_thread::yield();
+            return true;
+        }
+        started.store(true);
+        while (progress.add(1, reason)) {
+            CHECK(Clock::now() < limit);
+            std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        }
+        return false;
+    };
+    CHECK(zeroelastic::run_units(2, 2, &progress, &error, work) == ZE_CANCELLED);
+    CHECK(listener.calls == 3 && listener.nbytes_told > 0);
+}

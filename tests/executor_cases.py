@@ -1,0 +1,148 @@
+"""Tables that any executor must run alike: drawn at random, with what they make of which bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from engines import Engine
+from hypothesis import strategies as st
+
+from zeroelastic.digest import combine, digest_range_reference
+from zeroelastic.executors import Buffer, Cast, DigestRows, FileRows, ReadTable, SegmentTable
+from zeroelastic.executors.table import CASTS, cast_itemsizes
+
+UNTOUCHED = 0xA5
+DTYPES: dict[Cast, tuple[torch.dtype, torch.dtype]] = {
+    "float32->bfloat16": (torch.float32, torch.bfloat16),
+    "float32->float16": (torch.float32, torch.float16),
+    "bfloat16->float32": (torch.bfloat16, torch.float32),
+    "float16->float32": (torch.float16, torch.float32),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    src: tuple[np.ndarray, ...]
+    dst_sizes: tuple[int, ...]
+    misaligned: int
+    rows: SegmentTable
+    digest: DigestRows
+    cast: Cast
+
+
+@st.composite
+def cases(draw: st.DrawFn, *, aligned: bool = False, casts: tuple[Cast, ...] = CASTS) -> Case:
+    """Sources, destinations, and rows that do not overlap in the destinations; sources may overlap.
+
+    ``aligned``: with a conversion, elements are aligned to their size on both sides.
+    """
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    cast: Cast = draw(st.sampled_from(casts))
+    src_itemsize, dst_itemsize = cast_itemsizes(cast)
+    itemsize = draw(st.sampled_from([1, 2, 4, 8])) if cast == "none" else src_itemsize
+    src_step, dst_step = (src_itemsize, dst_itemsize) if aligned else (1, 1)
+    # Finite values in every type: which NaN it is, is a test of its own.
+    src = tuple(
+        rng.integers(0, 64 if cast != "none" else 256, size, dtype=np.uint8)
+        for size in draw(st.lists(st.integers(0, 40_000), min_size=1, max_size=4))
+    )
+    filled = [0] * draw(st.integers(1, 4))
+    rows = []
+    shape = st.tuples(
+        st.integers(0, len(src) - 1),
+        st.integers(0, 40_000),
+        st.one_of(st.just(0), st.just(1), st.integers(0, 40), st.integers(0, 10_000)),
+        st.integers(0, len(filled) - 1),
+        st.integers(0, 9),
+    )
+    for number, offset, count, buffer, gap in draw(st.lists(shape, max_size=40)):
+        offset = min(offset, len(src[number])) // src_step * src_step
+        nbytes = min(count * itemsize, (len(src[number]) - offset) // itemsize * itemsize)
+        rows.append((number, offset, buffer, filled[buffer] + gap * dst_step, nbytes))
+        filled[buffer] += gap * dst_step + nbytes // src_itemsize * dst_itemsize
+    rows.sort()
+    table = np.array(rows, dtype=np.int64).reshape(len(rows), 5)
+    streams = draw(st.integers(1, 3))
+    return Case(
+        src=src,
+        dst_sizes=tuple(size + draw(st.integers(0, 5)) for size in filled),
+        misaligned=draw(st.integers(0, 20)) * max(src_step, dst_step),
+        rows=SegmentTable(*(np.ascontiguousarray(column) for column in table.T)),
+        digest=DigestRows(
+            seeds=rng.integers(0, 2**64, streams, dtype=np.uint64),
+            stream=rng.integers(0, streams, len(rows)),
+            start=rng.integers(0, 2**40, len(rows)),
+            itemsize=np.full(len(rows), itemsize, dtype=np.int64),
+        ),
+        cast=cast,
+    )
+
+
+def convert(cast: Cast, data: np.ndarray) -> np.ndarray:
+    """The bytes that torch makes of these bytes on the CPU."""
+    if cast == "none" or len(data) == 0:
+        return data
+    src, dst = DTYPES[cast]
+    values = torch.from_numpy(data.copy()).view(src)
+    return torch.empty(len(values), dtype=dst).copy_(values).view(torch.uint8).numpy()
+
+
+def expected(case: Case) -> tuple[list[np.ndarray], list[int]]:
+    """The destinations and the digests, one row after the other."""
+    made = [np.full(size, UNTOUCHED, dtype=np.uint8) for size in case.dst_sizes]
+    digests = [0] * len(case.digest.seeds)
+    table = case.rows
+    columns = (table.src, table.src_offset, table.dst, table.dst_offset, table.nbytes)
+    rows = zip(*(column.tolist() for column in columns), strict=True)
+    for i, (number, offset, buffer, buffer_offset, nbytes) in enumerate(rows):
+        data = case.src[number][offset : offset + nbytes]
+        converted = convert(case.cast, data)
+        made[buffer][buffer_offset : buffer_offset + len(converted)] = converted
+        stream = int(case.digest.stream[i])
+        part = digest_range_reference(
+            data, int(case.digest.itemsize[i]), seed=int(case.digest.seeds[stream]), start=int(case.digest.start[i])
+        )
+        digests[stream] = combine(digests[stream], part)
+    return made, digests
+
+
+def parts(case: Case) -> Iterator[np.ndarray]:
+    """The source of each row."""
+    rows = zip(*(c.tolist() for c in (case.rows.src, case.rows.src_offset, case.rows.nbytes)), strict=True)
+    return (case.src[number][offset : offset + nbytes] for number, offset, nbytes in rows)
+
+
+def file_rows(paths: tuple[Path, ...], rows: SegmentTable) -> FileRows:
+    return FileRows(paths, rows.src, rows.src_offset, rows.nbytes)
+
+
+def write_files(folder: Path, contents: tuple[np.ndarray | bytes, ...], name: str = "src") -> tuple[Path, ...]:
+    paths = tuple(folder / f"{name}{i}.bin" for i in range(len(contents)))
+    for path, data in zip(paths, contents, strict=True):
+        path.write_bytes(bytes(data))
+    return paths
+
+
+def untouched_files(folder: Path, case: Case) -> tuple[Path, ...]:
+    return write_files(folder, tuple(bytes([UNTOUCHED]) * size for size in case.dst_sizes), "dst")
+
+
+def untouched(engine: Engine, case: Case) -> list[Buffer]:
+    return [engine.put(np.full(size, UNTOUCHED, dtype=np.uint8), case.misaligned) for size in case.dst_sizes]
+
+
+def read_table(paths: tuple[Path, ...], rows: SegmentTable) -> ReadTable:
+    return ReadTable(paths, rows.src, rows.src_offset, rows.dst, rows.dst_offset, rows.nbytes)
+
+
+def segment(src_offset: int, dst_offset: int, nbytes: int) -> SegmentTable:
+    columns = (np.array([value], dtype=np.int64) for value in (0, src_offset, 0, dst_offset, nbytes))
+    return SegmentTable(*columns)
+
+
+def one_row(path: Path, offset: int, nbytes: int) -> ReadTable:
+    return read_table((path,), segment(offset, 0, nbytes))

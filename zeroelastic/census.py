@@ -1,0 +1,156 @@
+"""The files of a tag directory by what they are: ranks' files, the commit record, leftovers, and what is nobody's.
+
+Names and sizes only; no file is opened.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import islice
+from typing import Literal
+
+from zeroelastic.checkpoint import is_rank_file, parse_rank_file
+from zeroelastic.errors import CheckpointError
+from zeroelastic.record import RECORD_NAME
+from zeroelastic.storage import FilePath, file_sizes, folders
+
+SWAP_FOLDER = "offloaded_tensors"
+"""DeepSpeed's raw copies of what a run had offloaded to NVMe, one folder per rank."""
+
+Kind = Literal["zero-3", "zero-1-2", "universal"]
+
+_TEMPORARY = re.compile(r".*\.(tmp|temp|part|partial|incomplete)|\.nfs.*")
+_MOST_NAMES = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Census:
+    """What lies in a tag directory.
+
+    ``optim`` and ``models`` are the names of the files of each (rank, tensor parallel rank); ``doubles`` are files that
+    claim a place which is taken. ``temporaries`` are what a save that was interrupted leaves, or one that is running
+    now; ``odd`` are files that are none of these.
+    """
+
+    directory: FilePath
+    kind: Kind
+    sizes: Mapping[str, int]
+    optim: Mapping[tuple[int, int], str]
+    models: Mapping[tuple[int, int], str]
+    doubles: tuple[str, ...]
+    temporaries: tuple[str, ...]
+    odd: tuple[str, ...]
+    folders: tuple[str, ...]
+
+    @property
+    def tp_size(self) -> int:
+        """Tensor parallel ranks by the names of files; at least 1."""
+        return max((tp_rank for _, tp_rank in (*self.optim, *self.models)), default=0) + 1
+
+    @property
+    def num_ranks(self) -> int:
+        """One more than the highest rank that a file is named after."""
+        return max((rank for rank, _ in (*self.optim, *self.models)), default=-1) + 1
+
+    def missing(self, world_size: int) -> tuple[int, tuple[str, ...]]:
+        """How many files of ``world_size`` ranks are missing, and the names of the first of them."""
+        present = sum(rank < world_size for files in (self.optim, self.models) for rank, _ in files)
+        count = 2 * world_size * self.tp_size - present
+        prefix = "bf16_" if any(name.startswith("bf16_") for name in self.optim.values()) else ""
+        names = (
+            name
+            for rank in range(world_size if count else 0)
+            for tp_rank in range(self.tp_size)
+            for files, name in (
+                (self.optim, f"{prefix}zero_pp_rank_{rank}_mp_rank_{tp_rank:02d}_optim_states.pt"),
+                (self.models, f"zero_pp_rank_{rank}_mp_rank_{tp_rank:02d}_model_states.pt"),
+            )
+            if (rank, tp_rank) not in files
+        )
+        return count, tuple(islice(names, min(count, _MOST_NAMES)))
+
+    def stale(self, world_size: int) -> tuple[str, ...]:
+        """Files of ranks that a save of ``world_size`` ranks does not have."""
+        names = [name for files in (self.optim, self.models) for (rank, _), name in files.items() if rank >= world_size]
+        return tuple(sorted(names))
+
+
+def take_census(directory: FilePath) -> Census:
+    """List a tag directory. Raises MissingFileError, CheckpointError where it cannot be listed."""
+    sizes, inside = file_sizes(directory), folders(directory)
+    optim: dict[tuple[int, int], str] = {}
+    models: dict[tuple[int, int], str] = {}
+    doubles: list[str] = []
+    temporaries: list[str] = []
+    odd: list[str] = []
+    for name in sorted(sizes):
+        file = parse_rank_file(name)
+        if file is not None:
+            files = optim if file.kind == "optimizer" else models
+            if (file.rank, file.tp_rank) in files:
+                doubles.append(name)
+            else:
+                files[file.rank, file.tp_rank] = name
+        elif is_temporary(name):
+            temporaries.append(name)
+        elif name != RECORD_NAME and not is_rank_file(name):
+            odd.append(name)
+    return Census(
+        directory=directory,
+        kind=_kind(directory, sizes, optim, models, inside),
+        sizes=sizes,
+        optim=optim,
+        models=models,
+        doubles=tuple(doubles),
+        temporaries=tuple(temporaries),
+        odd=tuple(odd),
+        folders=inside,
+    )
+
+
+def is_temporary(name: str) -> bool:
+    """Whether a file has the name of one that is being written, or was when its writer died."""
+    return _TEMPORARY.fullmatch(name) is not None
+
+
+def is_universal(directory: FilePath) -> bool:
+    """Whether a directory is what ``ds_to_universal`` writes: a folder of whole parameters, each one of its own."""
+    try:
+        inside = folders(directory)
+        names = file_sizes(directory)
+    except CheckpointError:
+        return False
+    return not any(_is_optimizer_file(name) for name in names) and _holds_whole_params(directory, inside)
+
+
+def _kind(
+    directory: FilePath,
+    sizes: Mapping[str, int],
+    optim: Mapping[tuple[int, int], str],
+    models: Mapping[tuple[int, int], str],
+    inside: tuple[str, ...],
+) -> Kind:
+    if not optim and _holds_whole_params(directory, inside):
+        return "universal"
+    other_stage = any(is_rank_file(name) and parse_rank_file(name) is None for name in sizes)
+    return "zero-1-2" if other_stage and not models else "zero-3"
+
+
+def _is_optimizer_file(name: str) -> bool:
+    file = parse_rank_file(name)
+    return file is not None and file.kind == "optimizer"
+
+
+def _holds_whole_params(directory: FilePath, inside: tuple[str, ...]) -> bool:
+    """A folder ``zero`` with ``optimizer_state.pt`` or, by parameter, ``fp32.pt``."""
+    if "zero" not in inside:
+        return False
+    zero = directory / "zero"
+    try:
+        if "optimizer_state.pt" in file_sizes(zero):
+            return True
+        return any("fp32.pt" in file_sizes(zero / name) for name in folders(zero)[:1])
+    except CheckpointError:
+        return False

@@ -1,0 +1,164 @@
+"""``zeroelastic prune``: remove old checkpoints of a run and keep the newest that verify."""
+
+from __future__ import annotations
+
+import re
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from zeroelastic.cli.outcome import FAILED, INVALID
+from zeroelastic.cli.show import harmless, print_document
+from zeroelastic.cli.sizes import format_size
+
+if TYPE_CHECKING:
+    from zeroelastic.pruning import Decision, PrunePlan
+
+_SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+def prune(
+    directory: Annotated[
+        str, typer.Argument(metavar="DIR", help="The directory that holds the tags, or the checkpoint-N folders.")
+    ],
+    keep: Annotated[int, typer.Option(metavar="K", help="How many of the newest that verify are kept.")],
+    invalid: Annotated[
+        bool, typer.Option("--invalid", help="Also remove what does not verify, where it is older than what does.")
+    ] = False,
+    min_age: Annotated[
+        str,
+        typer.Option(metavar="TIME", help="Leave what has no commit record and changed within TIME (30s, 15m, 2h)."),
+    ] = "1h",
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be removed, and remove nothing.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
+) -> None:
+    """Remove old checkpoints; keep the newest that verify, what latest names, and what may be being written.
+
+    Checks sizes and commit records, or headers where there is no record. Asks before it removes anything.
+    Exit code 0: done; 1: something could not be removed; 2: wrong usage; 3: no checkpoint verifies, none is removed.
+
+    \b
+    Examples:
+        zeroelastic prune ckpt --keep 1 --dry-run
+        zeroelastic prune ckpt --keep 1 --dry-run --json
+        zeroelastic prune old --keep 2 --yes
+    """
+    from zeroelastic.errors import CheckpointError, UsageError
+    from zeroelastic.pruning import plan_prune
+    from zeroelastic.storage import as_path
+
+    plan = plan_prune(as_path(directory), keep=keep, invalid=invalid, min_age_s=_seconds(min_age))
+    work = bool(plan.removals or plan.leftovers) and not dry_run
+    if work and not yes:
+        if not sys.stdin.isatty() or as_json:
+            raise UsageError("--yes is needed where nobody can be asked; --dry-run shows what would be removed.")
+        _show(plan, {}, dry_run=True)
+        if not typer.confirm(f"Remove {_what(plan)}?", err=True):
+            _log("Nothing was removed.")
+            raise typer.Exit(FAILED)
+    outcomes = _carry_out(plan) if work else {}
+    if as_json:
+        print_document(_document(plan, outcomes, keep=keep, dry_run=dry_run))
+    elif outcomes or yes or not work:
+        _show(plan, outcomes, dry_run=dry_run)
+    if any(outcomes.values()):
+        raise typer.Exit(FAILED)
+    if plan.decisions and not plan.has_valid:
+        if as_json:
+            raise typer.Exit(INVALID)
+        raise CheckpointError(f"{plan.root}: no checkpoint verifies, so that none is removed.")
+
+
+def _seconds(text: str) -> float:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhd]?)", text.strip().lower())
+    if match is None:
+        raise typer.BadParameter(f"{text!r} is not a time such as 90s, 15m, 2h or 1d.", param_hint="'--min-age'")
+    return float(match[1]) * _SECONDS[match[2]]
+
+
+def _what(plan: PrunePlan) -> str:
+    from zeroelastic.pruning import leftover_bytes, removable
+
+    count = len(plan.removals)
+    parts = [f"{count} {'checkpoint' if count == 1 else 'checkpoints'}"] if count else []
+    parts += ["what an interrupted removal left"] if plan.leftovers else []
+    return f"{' and '.join(parts)} ({format_size(removable(plan.removals) + leftover_bytes(plan))})"
+
+
+def _carry_out(plan: PrunePlan) -> dict[str, str]:
+    """Remove what was decided; returns, for each tag that was tried, why it is still there: empty where it is gone."""
+    from zeroelastic.pruning import empty_trash, remove_tag
+
+    outcomes: dict[str, str] = {}
+    if plan.leftovers:
+        empty_trash(plan.root)
+    for decision in plan.removals:
+        try:
+            outcomes[decision.tag.name] = remove_tag(plan, decision) or ""
+        except OSError as error:
+            outcomes[decision.tag.name] = f"{error.filename}: {error.strerror}"
+    return outcomes
+
+
+def _freed(plan: PrunePlan, outcomes: dict[str, str]) -> int:
+    return sum(d.tree.nbytes for d in plan.removals if d.tree is not None and outcomes.get(d.tag.name) == "")
+
+
+def _action(decision: Decision, outcomes: dict[str, str], dry_run: bool) -> str:
+    if not decision.remove:
+        return "kept"
+    if dry_run:
+        return "would be removed"
+    return "failed" if outcomes.get(decision.tag.name) else "removed"
+
+
+def _document(plan: PrunePlan, outcomes: dict[str, str], *, keep: int, dry_run: bool) -> dict[str, object]:
+    return {
+        "ok": not any(outcomes.values()) and (plan.has_valid or not plan.decisions),
+        "directory": str(plan.root),
+        "keep": keep,
+        "dry_run": dry_run,
+        "tags": [
+            {
+                "tag": decision.tag.name,
+                "path": str(decision.tag.path),
+                "step": decision.tag.step,
+                "saved_at": decision.tag.saved_at,
+                "valid": decision.valid,
+                "action": _action(decision, outcomes, dry_run),
+                "reason": outcomes.get(decision.tag.name) or decision.reason,
+                "nbytes": None if decision.tree is None else decision.tree.nbytes,
+            }
+            for decision in plan.decisions
+        ],
+        "removed": [name for name, problem in outcomes.items() if not problem],
+        "freed_nbytes": _freed(plan, outcomes),
+        "leftovers": len(plan.leftovers),
+    }
+
+
+def _show(plan: PrunePlan, outcomes: dict[str, str], *, dry_run: bool) -> None:
+    from zeroelastic.cli.show import columns
+
+    rows = [
+        (
+            _action(decision, outcomes, dry_run),
+            decision.tag.name,
+            "" if decision.tree is None else format_size(decision.tree.nbytes),
+            outcomes.get(decision.tag.name) or decision.reason,
+        )
+        for decision in plan.decisions
+    ]
+    for line in columns(rows, right=frozenset({2})) if rows else ():
+        typer.echo(line)
+    if plan.leftovers:
+        typer.echo(f"{'would finish' if dry_run else 'finished'} an interrupted removal")
+    if not dry_run:
+        gone = sum(not problem for problem in outcomes.values())
+        typer.echo(f"{gone} removed, {format_size(_freed(plan, outcomes))} freed")
+
+
+def _log(text: str) -> None:
+    typer.echo(harmless(text), err=True)

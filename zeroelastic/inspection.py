@@ -1,0 +1,554 @@
+"""What a checkpoint is, found out from names, sizes, the commit record and the headers of one rank.
+
+Whatever is damaged or missing is named in ``problems`` and the rest is told all the same. A checkpoint without problems
+is one that ``open_checkpoint`` opens and whose first rank's headers it reads; all ranks' headers are opened on request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Literal, TypeVar
+
+from zeroelastic.census import SWAP_FOLDER, Census, is_temporary, take_census
+from zeroelastic.checkpoint import ModelStates, model_states_of, open_checkpoint, open_model_states
+from zeroelastic.digest import ScalarValue
+from zeroelastic.errors import CheckpointError, UnsupportedError
+from zeroelastic.layout import Param
+from zeroelastic.record import CommitRecord, read_record
+from zeroelastic.shard import FROZEN, OptionValue, ScalerState, Shard, open_shard
+from zeroelastic.source import Source
+from zeroelastic.state import check_same_save, open_state
+from zeroelastic.storage import FilePath, file_sizes
+from zeroelastic.torchfile import DTYPE_BYTES, TensorRef, read_torch_file
+
+DEFAULT_SUB_GROUP_SIZE = 10**9
+"""DeepSpeed's own, for a configuration that does not state it."""
+
+ParamKind = Literal["trained", "frozen", "tied"]
+
+_TRIES = 3
+_SHOWN = 6
+_OF_DEEPSPEED = frozenset(
+    [
+        "module",
+        "buffer_names",
+        "optimizer",
+        "param_shapes",
+        "frozen_param_shapes",
+        "shared_params",
+        "frozen_param_fragments",
+        "lr_scheduler",
+        "data_sampler",
+        "random_ltd",
+        "skipped_steps",
+        "global_steps",
+        "global_samples",
+        "dp_world_size",
+        "mp_world_size",
+        "ds_config",
+        "ds_version",
+        "checkpoint_parallel_dimensions",
+        "universal_checkpoint_info",
+        "sparse_tensor_module_names",
+        "csr_tensor_module_names",
+    ]
+)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class ParamView:
+    """One line of the parameter table. ``nbytes`` are over all its state, None where no header tells; 0 where tied.
+
+    ``dtypes`` are those of its tensors by state key, ``group`` the optimizer's.
+    """
+
+    name: str
+    kind: ParamKind
+    shape: tuple[int, ...]
+    numel: int
+    nbytes: int | None
+    group: int | None
+    dtypes: Mapping[str, str]
+    tied_to: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BufferView:
+    """A buffer of the module, whole in every rank's model states file."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class GroupView:
+    """An optimizer group: its hyper-parameters, and how many parameters and elements it has."""
+
+    options: Mapping[str, OptionValue]
+    num_params: int
+    numel: int
+
+
+@dataclass(frozen=True, slots=True)
+class StateView:
+    """One state key over all parameters: the dtypes it is kept in, parameters that have it, and bytes."""
+
+    dtypes: tuple[str, ...]
+    num_params: int
+    nbytes: int
+
+
+@dataclass(slots=True)
+class Inspection:
+    """Everything that was found out. None and empty values are what could not be, or is not there.
+
+    ``problems`` make the checkpoint invalid; ``unsupported`` is what zeroelastic does not do with it; ``notes`` are
+    worth knowing.
+    """
+
+    path: str
+    tag: str
+    framework: str = "deepspeed"
+    kind: str = "zero-3"
+    latest: str | None = None
+    format: str | None = None
+    world_size: int | None = None
+    tp_size: int | None = None
+    step: int | None = None
+    skipped_steps: int | None = None
+    samples: int | None = None
+    save_id: str | None = None
+    versions: dict[str, str | None] = field(
+        default_factory=lambda: {"zeroelastic": None, "deepspeed": None, "torch": None}
+    )
+    model_dtype: str | None = None
+    master_dtype: str | None = None
+    train_batch_size: int | None = None
+    sub_group_size: int | None = None
+    num_sub_groups: int | None = None
+    state: dict[str, StateView] = field(default_factory=dict)
+    scalars: dict[str, tuple[ScalarValue, ...]] = field(default_factory=dict)
+    groups: tuple[GroupView, ...] = ()
+    scaler: ScalerState | None = None
+    params: tuple[ParamView, ...] = ()
+    buffers: tuple[BufferView, ...] = ()
+    scheduler: bool | None = None
+    client_state: tuple[str, ...] | None = None
+    record: str = "absent"
+    content_root: str | None = None
+    num_files: int = 0
+    disk_bytes: int = 0
+    num_missing: int = 0
+    missing: tuple[str, ...] = ()
+    stale: tuple[str, ...] = ()
+    odd: tuple[str, ...] = ()
+    leftovers: tuple[str, ...] = ()
+    folders: tuple[str, ...] = ()
+    headers_read: int = 0
+    notes: list[str] = field(default_factory=list)
+    unsupported: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    def count(self, kind: ParamKind) -> tuple[int, int]:
+        """How many parameters of a kind there are, and their elements."""
+        numels = [param.numel for param in self.params if param.kind == kind]
+        return len(numels), sum(numels)
+
+    @property
+    def state_bytes(self) -> int | None:
+        """Bytes of all tensors, padding excluded; None where the size of one is not known."""
+        sizes = [param.nbytes for param in self.params]
+        return None if not sizes or None in sizes else sum(size for size in sizes if size is not None)
+
+    def matching(self, pattern: str) -> tuple[ParamView, ...]:
+        """The parameters whose names match a glob, or contain a text without ``*``, ``?`` and ``[``."""
+        if any(sign in pattern for sign in "*?["):
+            return tuple(param for param in self.params if fnmatchcase(param.name, pattern))
+        return tuple(param for param in self.params if pattern in param.name)
+
+
+def inspect_source(source: Source, *, all_ranks: bool = False) -> Inspection:
+    """Find out what a checkpoint is; of a damaged one, what can still be known.
+
+    ``all_ranks`` opens every rank's headers and finds what they disagree in. Raises CheckpointError where the directory
+    cannot be listed, UnsupportedError for checkpoints of other ZeRO stages and Universal ones.
+
+    Example::
+
+        inspect_source(find_source("ckpt")).world_size
+    """
+    census = take_census(source.tag_dir)
+    refuse_other_kinds(census)
+    found = Inspection(
+        path=str(source.tag_dir), tag=source.tag, framework=source.framework, kind=census.kind, latest=source.latest
+    )
+    look = _Look(census, found)
+    look.files(source)
+    look.record()
+    look.headers()
+    look.params()
+    if all_ranks:
+        look.all_ranks()
+    return found
+
+
+def refuse_other_kinds(census: Census) -> None:
+    """Raises UnsupportedError that says what a checkpoint is, where it is not of ZeRO stage 3."""
+    if census.kind == "universal":
+        raise UnsupportedError(
+            f"{census.directory}: is a Universal checkpoint (ds_to_universal), which is loaded with DeepSpeed's "
+            '"checkpoint": {"load_universal": true}. zeroelastic reads the checkpoint that it was made from.'
+        )
+    if census.kind == "zero-1-2":
+        raise UnsupportedError(
+            f"{census.directory}: is a ZeRO stage 1 or 2 checkpoint (mp_rank_*_model_states.pt); zeroelastic reads "
+            "stage 3. Resume with the stage that saved it, or take its weights with zero_to_fp32.py."
+        )
+
+
+class _Look:
+    """One inspection under way: what was opened so far, beside what is told of it."""
+
+    def __init__(self, census: Census, found: Inspection) -> None:
+        self.census, self.found = census, found
+        self.commit: CommitRecord | None = None
+        self.model: ModelStates | None = None
+        self.root: Mapping[object, object] = {}
+        self.shard: Shard | None = None
+
+    def attempt(self, function: Callable[[], T]) -> T | None:
+        """What a function returns; None where it fails, which becomes a problem."""
+        try:
+            return function()
+        except CheckpointError as error:
+            self.problem(str(error))
+        except UnsupportedError as error:
+            if str(error) not in self.found.unsupported:
+                self.found.unsupported.append(str(error))
+        return None
+
+    def problem(self, text: str) -> None:
+        if text not in self.found.problems:
+            self.found.problems.append(text)
+
+    def path(self, name: str) -> FilePath:
+        return self.census.directory / name
+
+    def files(self, source: Source) -> None:
+        """What the names and sizes of files say."""
+        census, found = self.census, self.found
+        found.num_files, found.disk_bytes = len(census.sizes), sum(census.sizes.values())
+        found.tp_size = census.tp_size
+        found.odd, found.leftovers, found.folders = census.odd, census.temporaries, census.folders
+        for name in census.doubles:
+            self.problem(
+                f"{self.path(name)}: belongs to a rank that another file belongs to. Files of two saves are mixed."
+            )
+        if source.latest not in (None, source.tag):
+            found.notes.append(f"latest names {source.latest}, not this tag")
+        if census.temporaries:
+            found.notes.append(f"a save left temporary files, or is under way: {_some(census.temporaries)}")
+        if SWAP_FOLDER in census.folders:
+            found.notes.append(
+                f"{SWAP_FOLDER} holds DeepSpeed's raw copies of state on NVMe, which no other world size can use"
+            )
+        try:
+            above = [name for name in file_sizes(source.root) if is_temporary(name)]
+        except CheckpointError:
+            above = []
+        if above:
+            found.notes.append(f"there are temporary files beside the tags: {_some(sorted(above))}")
+
+    def record(self) -> None:
+        """What the commit record says, and whether the files agree."""
+        census, found = self.census, self.found
+        before = len(found.problems)
+        self.commit = self.attempt(lambda: read_record(census.directory))
+        if self.commit is None:
+            found.record = "damaged" if len(found.problems) > before else "absent"
+            return
+        commit = self.commit
+        found.record, found.content_root, found.save_id = "present", commit.content_root, commit.save_id
+        found.format, found.world_size, found.step = commit.checkpoint_format, commit.world_size, commit.global_steps
+        found.train_batch_size = commit.train_batch_size
+        found.versions.update(
+            zeroelastic=commit.versions.zeroelastic, deepspeed=commit.versions.deepspeed, torch=commit.versions.torch
+        )
+        if commit.tag != found.tag:
+            found.notes.append(f"was saved under the tag {commit.tag}")
+        wrong = [
+            f"{name} has {census.sizes[name]} bytes, not {want}"
+            for name, want in sorted(commit.files.items())
+            if name in census.sizes and census.sizes[name] != want
+        ]
+        gone = [name for name in sorted(commit.files) if name not in census.sizes]
+        if wrong:
+            self.problem(
+                f"{census.directory}: contradicts its commit record: {_some(wrong)}. Files are truncated, damaged or "
+                "from another save."
+            )
+        if gone:
+            self.problem(f"{census.directory}: files that its commit record names are missing: {_some(gone)}.")
+
+    def headers(self) -> None:
+        """What the headers of the first rank that has readable ones say."""
+        commit, found = self.commit, self.found
+        for name in self._first(self.census.models):
+            self.model = self.attempt(partial(self._open_model, name))
+            if self.model is not None or found.unsupported:
+                break
+        if self.model is not None:
+            found.world_size = found.world_size or self.model.world_size
+            found.step = self.model.global_steps if found.step is None else found.step
+            if commit is not None and commit.global_steps != self.model.global_steps:
+                self.problem(
+                    f"{self.model.path}: was saved at step {self.model.global_steps}, the commit record at step "
+                    f"{commit.global_steps}. Files of two saves are mixed in this directory."
+                )
+        self._tell_module()
+        for name in self._first(self.census.optim):
+            self.shard = self.attempt(partial(self._open_shard, name))
+            if self.shard is not None or found.unsupported:
+                break
+        if self.shard is not None:
+            self._tell_shard(self.shard)
+        self._tell_missing()
+
+    def _first(self, files: Mapping[tuple[int, int], str]) -> list[str]:
+        return [files[at] for at in sorted(files) if at[1] == 0][:_TRIES]
+
+    def _open_model(self, name: str) -> ModelStates:
+        rank = _rank_of(self.census.models, name)
+        file = read_torch_file(self.path(name), foreign="inert")
+        self.found.headers_read += 1
+        self.root = file.root if isinstance(file.root, dict) else {}
+        world_size = None if self.commit is None else self.commit.world_size
+        if world_size is not None and self.root.get("dp_world_size") != world_size:
+            self.attempt(lambda: model_states_of(file, rank, world_size=world_size))
+        return model_states_of(file, rank, world_size=None)
+
+    def _open_shard(self, name: str) -> Shard:
+        rank = _rank_of(self.census.optim, name)
+        path = self.path(name)
+        world_size = self.found.world_size
+        if world_size is None:  # neither a record nor a model states file tells
+            root = read_torch_file(path).root
+            state = root.get("optimizer_state_dict") if isinstance(root, dict) else None
+            count = state.get("partition_count") if isinstance(state, dict) else None
+            world_size = count if type(count) is int and count > rank else self.census.num_ranks
+            self.found.world_size = world_size
+        sub_groups = None if self.model is None else self.model.sub_groups
+        shard = open_shard(path, rank, world_size=world_size, rigid_params=sub_groups)
+        self.found.headers_read += 1
+        return shard
+
+    def _tell_module(self) -> None:
+        """What the model states file says beside the layout."""
+        root, found = self.root, self.found
+        if not root:
+            return
+        version = root.get("ds_version")
+        if isinstance(version, str):
+            if found.versions["deepspeed"] not in (None, version):
+                found.notes.append(f"the model states file was written by DeepSpeed {version}")
+            found.versions["deepspeed"] = version
+        for key in ("skipped_steps", "global_samples"):
+            value = root.get(key)
+            if type(value) is int:
+                setattr(found, {"global_samples": "samples"}.get(key, key), value)
+        tp_size = root.get("mp_world_size")
+        if type(tp_size) is int:
+            found.tp_size = tp_size
+        found.scheduler = root.get("lr_scheduler") is not None
+        names = [key for key in root if isinstance(key, str)]
+        found.client_state = tuple(k for k in names if k not in _OF_DEEPSPEED and not k.startswith("ds_"))
+        module = root.get("module")
+        module = module if isinstance(module, dict) else {}
+        buffers = root.get("buffer_names")
+        for name in buffers if isinstance(buffers, (list, tuple, set)) else ():
+            value = module.get(name) if isinstance(name, str) else None
+            if isinstance(value, TensorRef):
+                found.buffers += (BufferView(name, value.shape, value.dtype),)
+        own = {buffer.name for buffer in found.buffers}
+        dtypes = [ref.dtype for name, ref in module.items() if isinstance(ref, TensorRef) and name not in own]
+        found.model_dtype = max(set(dtypes), key=lambda dtype: (dtypes.count(dtype), dtype)) if dtypes else None
+        self._tell_config(root.get("ds_config"))
+
+    def _tell_config(self, config: object) -> None:
+        found = self.found
+        if not isinstance(config, dict):
+            return
+        if found.train_batch_size is None and type(config.get("train_batch_size")) is int:
+            found.train_batch_size = config["train_batch_size"]
+        zero = config.get("zero_optimization")
+        size = zero.get("sub_group_size") if isinstance(zero, dict) else None
+        size = int(size) if isinstance(size, float) and size.is_integer() else size  # 1e9 in JSON
+        found.sub_group_size = size if type(size) is int else DEFAULT_SUB_GROUP_SIZE
+
+    def _tell_shard(self, shard: Shard) -> None:
+        found, layout, commit = self.found, shard.layout, self.commit
+        if commit is not None:
+            if shard.save_id not in (None, commit.save_id):
+                self.problem(
+                    f"{shard.path}: belongs to save {str(shard.save_id)[:8]}, the commit record to "
+                    f"{commit.save_id[:8]}. Files of two saves are mixed in this directory."
+                )
+            if shard.format != commit.checkpoint_format:
+                self.problem(f"{shard.path}: is {shard.format}; its commit record says {commit.checkpoint_format}.")
+            trained = {(param.name, tuple(param.shape)) for param in commit.params if param.trainable}
+            if trained != {(param.name, param.shape) for param in layout.params}:
+                self.problem(f"{shard.path}: holds other parameters than its commit record names. Two saves are mixed.")
+        if self.model is not None and {p for sub in self.model.sub_groups for p in sub} != set(layout.params):
+            self.problem(
+                f"{self.model.path} and {shard.path} differ in the trained parameters. Files of two saves are mixed in "
+                "this directory."
+            )
+        found.format, found.save_id = shard.format, shard.save_id or found.save_id
+        found.train_batch_size = shard.train_batch_size or found.train_batch_size
+        found.num_sub_groups = layout.num_sub_groups
+        found.scaler = shard.scaler
+        index = layout.index()
+        found.groups = tuple(
+            GroupView(
+                options=group.options,
+                num_params=len(group.params),
+                numel=sum(layout.params[index[name]].numel for name in group.params if name in index),
+            )
+            for group in shard.groups
+        )
+        for scalars in shard.scalars:
+            for key, value in scalars.items():
+                have = found.scalars.get(key, ())
+                if value.canonical() not in {other.canonical() for other in have}:
+                    found.scalars[key] = (*have, value)
+        masters = shard.pieces["fp32"].dtype if "fp32" in shard.pieces else {}
+        found.master_dtype = ", ".join(sorted(set(masters.values()))) or None
+        self._tell_config(shard.ds_config)
+
+    def _tell_missing(self) -> None:
+        census, found = self.census, self.found
+        world_size = found.world_size
+        if world_size is None:
+            self.problem(f"{census.directory}: no file tells how many ranks saved it. The checkpoint is incomplete.")
+            world_size = census.num_ranks
+        found.num_missing, found.missing = census.missing(world_size)
+        found.stale = census.stale(world_size)
+        if found.num_missing:
+            self.problem(
+                f"{census.directory}: {found.num_missing} of the files of {world_size} ranks are missing: "
+                f"{_some(found.missing, found.num_missing)}. The checkpoint is incomplete, or its files are on other "
+                "nodes (use_node_local_storage)."
+            )
+        if found.stale and self.commit is None:
+            self.problem(
+                f"{census.directory}: was saved by {world_size} ranks, but there are also {_some(found.stale)}. Files "
+                "of two saves are mixed in this directory; remove those that do not belong."
+            )
+        elif found.stale:
+            found.notes.append(f"files of ranks that this save does not have are left over: {_some(found.stale)}")
+        if census.tp_size > 1 and not found.unsupported:
+            found.unsupported.append(
+                f"{census.directory}: was saved with {census.tp_size} tensor parallel ranks, which cannot be resharded "
+                "yet."
+            )
+
+    def params(self) -> None:
+        """The table of parameters, from whatever tells of them: headers first, else the commit record."""
+        found, commit = self.found, self.commit
+        views: list[ParamView] = []
+        trained, frozen = list(_trained(self.model, self.shard)), list(_frozen(self.model))
+        if self.model is None and commit is not None:
+            known = {param for param, _ in trained}
+            for saved in commit.params:
+                param = Param(saved.name, tuple(saved.shape))
+                if param not in known:
+                    dtypes: Mapping[str, str] = {key: tensor.dtype for key, tensor in saved.tensors.items()}
+                    (trained if saved.trainable else frozen).append((param, dtypes))
+        groups = {} if self.shard is None else {n: g for g, group in enumerate(self.shard.groups) for n in group.params}
+        tables: tuple[tuple[ParamKind, list[tuple[Param, Mapping[str, str]]]], ...]
+        tables = (("trained", trained), ("frozen", frozen))
+        for kind, params in tables:
+            for param, dtypes in params:
+                nbytes = param.numel * sum(DTYPE_BYTES[dtype] for dtype in dtypes.values()) if dtypes else None
+                group = groups.get(param.name) if kind == "trained" else None
+                views.append(ParamView(param.name, kind, param.shape, param.numel, nbytes, group, dtypes))
+                for key, dtype in dtypes.items():
+                    have = found.state.get(key, StateView((), 0, 0))
+                    found.state[key] = StateView(
+                        tuple(sorted({*have.dtypes, dtype})),
+                        have.num_params + 1,
+                        have.nbytes + param.numel * DTYPE_BYTES[dtype],
+                    )
+        shapes = {view.name: view for view in views}
+        shared = self.root.get("shared_params")
+        for name, owner in shared.items() if isinstance(shared, dict) else ():
+            if isinstance(name, str) and isinstance(owner, str) and name not in shapes:
+                shape = shapes[owner].shape if owner in shapes else ()
+                views.append(ParamView(name, "tied", shape, 0, 0, None, {}, owner))
+        found.params = tuple(views)
+        if self.model is not None and self.model.frozen is None:
+            found.notes.append(
+                "frozen parameters, if there are any, were left out of this save (exclude_frozen_parameters)"
+            )
+
+    def all_ranks(self) -> None:
+        """Open every header, and find what they disagree in."""
+        found, directory = self.found, self.census.directory
+        sound = not found.problems and not found.unsupported
+        checkpoint = self.attempt(lambda: open_checkpoint(directory)) if sound else None
+        if checkpoint is not None:
+            for rank in range(checkpoint.world_size):
+                self.attempt(partial(checkpoint.model_states, rank))
+                self.attempt(partial(checkpoint.shard, rank))
+            if not found.problems and not found.unsupported:
+                self.attempt(partial(open_state, checkpoint))
+            found.headers_read = len(checkpoint.opened)
+            return
+        shards: dict[int, Shard] = {}
+        world_size = found.world_size or 0
+        for rank in range(min(world_size, self.census.num_ranks)):
+            model, optim = self.census.models.get((rank, 0)), self.census.optim.get((rank, 0))
+            if model is not None and (self.model is None or rank != self.model.rank):
+                self.attempt(partial(open_model_states, self.path(model), rank, world_size=world_size))
+            if self.shard is not None and rank == self.shard.rank:
+                shards[rank] = self.shard
+            elif optim is not None:
+                shard = self.attempt(partial(self._open_shard, optim))
+                shards |= {} if shard is None else {rank: shard}
+        if shards:
+            self.attempt(partial(check_same_save, shards, shards[min(shards)]))
+
+
+def _trained(model: ModelStates | None, shard: Shard | None) -> Iterator[tuple[Param, Mapping[str, str]]]:
+    """The trained parameters with the dtype of each state key; without dtypes where no optimizer header tells them."""
+    if shard is not None:
+        layout = shard.layout
+        by_sub_group = [{key: shard.pieces[key].dtype[i] for key in keys} for i, keys in enumerate(shard.tensor_keys)]
+        for param, sub_group in zip(layout.params, layout.sub_group.tolist(), strict=True):
+            yield param, by_sub_group[sub_group]
+    elif model is not None:
+        for members in model.sub_groups:
+            for param in members:
+                yield param, {}
+
+
+def _frozen(model: ModelStates | None) -> Iterator[tuple[Param, Mapping[str, str]]]:
+    if model is not None and model.frozen is not None and model.frozen_pieces is not None:
+        for i, param in enumerate(model.frozen.params):
+            yield param, {FROZEN: model.frozen_pieces.dtype[i]}
+
+
+def _rank_of(files: Mapping[tuple[int, int], str], name: str) -> int:
+    return next(rank for (rank, _), other in files.items() if other == name)
+
+
+def _some(names: Sequence[str], count: int | None = None) -> str:
+    count = len(names) if count is None else count
+    more = f" and {count - _SHOWN} more" if count > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

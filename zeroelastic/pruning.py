@@ -1,0 +1,283 @@
+"""Which checkpoints of a run are removed and which are kept, and why; and their removal.
+
+Deciding changes nothing. A tag is removed in two steps: its directory is moved into a hidden folder beside it, which is
+on disk before the first of its files goes. So no tag is ever half there under its own name, and what a killed removal
+leaves is found and finished by the next one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import stat
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from zeroelastic.census import is_temporary
+from zeroelastic.errors import CheckpointError, UsageError
+from zeroelastic.record import RECORD_NAME, sync_directory
+from zeroelastic.storage import FilePath, read_whole
+from zeroelastic.tags import Check, Run, Tag, check_quickly, check_tag, list_run, named_latest
+
+TRASH = ".zeroelastic-pruned"
+"""The hidden folder that holds what is being removed."""
+
+MIN_AGE_S = 3600.0
+"""How long nothing in a tag without a commit record has changed when it is taken to be one that nobody writes."""
+
+_TRAINER_STATE = "trainer_state.json"
+_MOST_STATE_BYTES = 1 << 28
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """What is below a directory: bytes that its removal frees, time of the last change, and a mark of its state."""
+
+    nbytes: int
+    changed_at: float
+    temporaries: tuple[str, ...]
+    one_device: bool
+    mark: tuple[tuple[str, int, int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """One tag's fate, and the reason in words. ``tree`` is what it was decided on, where it is to be removed."""
+
+    tag: Tag
+    remove: bool
+    reason: str
+    valid: bool
+    tree: Tree | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PrunePlan:
+    """What to remove from a directory; ``decisions`` are newest first. ``leftovers``: of a removal that was killed."""
+
+    root: Path
+    decisions: tuple[Decision, ...]
+    leftovers: tuple[str, ...]
+
+    @property
+    def removals(self) -> tuple[Decision, ...]:
+        """The tags to remove, oldest first."""
+        return tuple(decision for decision in reversed(self.decisions) if decision.remove)
+
+    @property
+    def has_valid(self) -> bool:
+        """Whether any tag is whole. Where none is, none is removed."""
+        return any(decision.valid for decision in self.decisions)
+
+
+def plan_prune(
+    root: FilePath,
+    *,
+    keep: int,
+    invalid: bool = False,
+    min_age_s: float = MIN_AGE_S,
+    check: Check = check_quickly,
+) -> PrunePlan:
+    """Decide what to remove so that the ``keep`` newest whole tags stay; see docs/cli.md for what else stays.
+
+    ``invalid`` removes damaged tags too, where they are older than the newest whole one. Raises UsageError for a
+    directory without checkpoints or behind a URL, and ``keep`` below 1.
+    """
+    if keep < 1:
+        raise UsageError(f"--keep {keep}: at least 1 checkpoint is kept.")
+    if not isinstance(root, Path):
+        raise UsageError(f"{root}: only directories on this machine are pruned.")
+    root = Path(os.path.realpath(root))
+    leftovers = _leftovers(root)
+    try:
+        run = list_run(root)
+    except UsageError:
+        if leftovers:  # an interrupted removal took the last one
+            return PrunePlan(root, (), leftovers)
+        raise
+    return PrunePlan(root, tuple(_decide(root, run, keep, invalid, min_age_s, check)), leftovers)
+
+
+def _decide(root: Path, run: Run, keep: int, invalid: bool, min_age_s: float, check: Check) -> Iterator[Decision]:
+    latest, problem = named_latest(root)
+    links, linked = _links(root)
+    verdicts = [check_tag(tag, check) for tag in run.tags]
+    whole = [tag for tag, verdict in zip(run.tags, verdicts, strict=True) if verdict is None]
+    counted = [tag for tag in whole if tag.name not in links]
+    newest = {tag.name for tag in counted[:keep]}
+    best = _best_of_trainer(whole[0]) if whole and run.in_folders else None
+    for tag, verdict in zip(run.tags, verdicts, strict=True):
+        tree = None
+        valid = verdict is None
+        reason = ""
+        if tag.name in newest:
+            reason = "one of the newest that verify" if keep > 1 else "the newest that verifies"
+        elif not whole:
+            reason = f"no tag verifies, so that none is removed: {'; '.join(verdict.problems) if verdict else ''}"
+        elif tag.name == latest:
+            reason = "latest names it"
+        elif problem is not None:
+            reason = f"what latest names cannot be told: {problem}"
+        elif tag.name in links:
+            reason = "is a symbolic link"
+        elif tag.name in linked:
+            reason = f"the symbolic link {linked[tag.name]} leads to it"
+        elif tag.name == best:
+            reason = f"{_TRAINER_STATE} of {whole[0].name} names it as the best model"
+        elif verdict is not None and verdict.undecided:
+            reason = f"cannot be judged: {verdict.problems[0]}"
+        elif verdict is not None and (tag.step is None or tag.age_key > whole[0].age_key):
+            older = "its step cannot be known" if tag.step is None else "not older than the newest that does"
+            reason = f"does not verify, but {older}: {verdict.problems[0]}"
+        elif verdict is not None and not invalid:
+            reason = f"does not verify (--invalid removes it): {verdict.problems[0]}"
+        else:
+            tree = survey(Path(str(tag.path)))
+            reason = _busy(tag, tree, min_age_s, valid=valid)
+        if reason:
+            yield Decision(tag, False, reason, valid)
+        else:
+            why = f"older than the newest {keep} that verify" if keep > 1 else "older than the newest that verifies"
+            why = why if verdict is None else f"does not verify: {verdict.problems[0]}"
+            yield Decision(tag, True, why, valid, tree)
+
+
+def _busy(tag: Tag, tree: Tree, min_age_s: float, *, valid: bool) -> str:
+    """Why a tag may be one that is being written; empty where it is not."""
+    if not tree.one_device:
+        return "another file system is mounted in it"
+    if valid and (Path(str(tag.tag_dir)) / RECORD_NAME).exists():  # written when all else is, removed before all else
+        return ""
+    if tree.temporaries:
+        return f"may be being written: it holds temporary files ({tree.temporaries[0]}); remove them if no save runs"
+    if time.time() - tree.changed_at < min_age_s:
+        return f"may be being written: it changed within the last {min_age_s / 60:.0f} minutes"
+    return ""
+
+
+def survey(directory: Path) -> Tree:
+    """Look at everything below a directory; links are not followed. A file that has other names frees nothing."""
+    nbytes, changed_at = 0, 0.0
+    temporaries: list[str] = []
+    mark: list[tuple[str, int, int, int]] = []
+    device = os.lstat(directory).st_dev
+    one_device = True
+    for path, found in _walk(directory):
+        if stat.S_ISREG(found.st_mode):
+            nbytes += found.st_size if found.st_nlink == 1 else 0
+            if is_temporary(path.name):
+                temporaries.append(str(path.relative_to(directory)))
+        one_device = one_device and found.st_dev == device
+        changed_at = max(changed_at, found.st_mtime)
+        mark.append((str(path), found.st_ino, found.st_size, found.st_mtime_ns))
+    return Tree(nbytes, changed_at, tuple(sorted(temporaries)), one_device, tuple(sorted(mark)))
+
+
+def _walk(directory: Path) -> Iterator[tuple[Path, os.stat_result]]:
+    yield directory, os.lstat(directory)
+    for entry in os.scandir(directory):
+        if entry.is_dir(follow_symlinks=False):
+            yield from _walk(Path(entry.path))
+        else:
+            yield Path(entry.path), entry.stat(follow_symlinks=False)
+
+
+def remove_tag(plan: PrunePlan, decision: Decision) -> str | None:
+    """Remove one tag; returns why it was left alone after all, None where it is gone. Raises OSError.
+
+    It is left alone where ``latest`` names it by now, or where it changed since it was decided on.
+    """
+    path = Path(str(decision.tag.path))
+    assert decision.remove and decision.tree is not None and path.parent == plan.root
+    latest, problem = named_latest(plan.root)
+    if problem is not None or latest == decision.tag.name:
+        return problem or "latest names it by now"
+    try:
+        if survey(path).mark != decision.tree.mark:
+            return "it changed while this ran"
+    except FileNotFoundError:
+        return "it changed while this ran"
+    trash = _trash(plan.root, make=True)
+    os.rename(path, trash / secrets.token_hex(8))
+    sync_directory(trash)
+    sync_directory(plan.root)
+    empty_trash(plan.root)
+    return None
+
+
+def empty_trash(root: Path) -> None:
+    """Delete what was moved into the hidden folder, and the folder. Raises OSError."""
+    trash = _trash(root, make=False)
+    for name in _leftovers(root):
+        _delete(trash / name)
+    try:
+        trash.rmdir()
+    except OSError:  # gone, or another removal has just moved something there
+        return
+
+
+def leftover_bytes(plan: PrunePlan) -> int:
+    """Bytes that finishing an interrupted removal frees."""
+    trash = plan.root / TRASH
+    return sum(survey(trash / name).nbytes for name in plan.leftovers)
+
+
+def _delete(path: Path) -> None:
+    try:
+        if stat.S_ISDIR(os.lstat(path).st_mode):
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    except FileNotFoundError:  # another removal is at it too
+        if path.exists():
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _trash(root: Path, *, make: bool) -> Path:
+    """The hidden folder. Raises UsageError where something of that name is there that is not a folder of ours."""
+    trash = root / TRASH
+    if make:
+        trash.mkdir(mode=0o700, exist_ok=True)
+    if os.path.lexists(trash) and not stat.S_ISDIR(os.lstat(trash).st_mode):
+        raise UsageError(f"{trash}: is not a folder; remove it.")
+    return trash
+
+
+def _leftovers(root: Path) -> tuple[str, ...]:
+    trash = _trash(root, make=False)
+    try:
+        return tuple(sorted(os.listdir(trash)))
+    except (FileNotFoundError, NotADirectoryError):
+        return ()
+
+
+def _links(root: Path) -> tuple[frozenset[str], dict[str, str]]:
+    """The symbolic links in a directory, and for each directory in it that one of them leads into, that link."""
+    links: set[str] = set()
+    linked: dict[str, str] = {}
+    for entry in os.scandir(root):
+        if entry.is_symlink():
+            links.add(entry.name)
+            target = Path(os.path.realpath(entry.path))
+            if target.is_relative_to(root) and target != root:
+                linked[target.relative_to(root).parts[0]] = entry.name
+    return frozenset(links), linked
+
+
+def _best_of_trainer(newest: Tag) -> str | None:
+    """The folder that the Trainer's state names as that of its best model so far."""
+    try:
+        state = json.loads(read_whole(newest.path / _TRAINER_STATE, limit=_MOST_STATE_BYTES))
+    except (CheckpointError, ValueError, RecursionError):
+        return None
+    best = state.get("best_model_checkpoint") if isinstance(state, dict) else None
+    return Path(best).name if isinstance(best, str) else None
+
+
+def removable(decisions: Iterable[Decision]) -> int:
+    """Bytes that the removal of these tags frees."""
+    return sum(decision.tree.nbytes for decision in decisions if decision.tree is not None)
