@@ -465,10 +465,11 @@ def test_a_world_size_that_there_is_not_is_refused(world_size: int) -> None:
 
 
 def timed(head: Head, world_size: int) -> tuple[Forecast, float]:
-    began = time.perf_counter()
+    """And the processor time that it took."""
+    began = time.process_time()
     forecast = make_forecast(head, world_size)
     universal_cost(head, world_size)
-    return forecast, time.perf_counter() - began
+    return forecast, time.process_time() - began
 
 
 def test_thousands_of_ranks_take_a_moment() -> None:
