@@ -19,7 +19,7 @@ LEVELS = [
     {"storage", "agree"},
     {"processes"},
     {"plan", "digest", "torchfile"},
-    {"record", "picklegraph", "zip_records"},
+    {"record", "picklegraph", "zip_records", "element_stats"},
     {"shard"},
     {"checkpoint"},
     {"source", "rows", "census"},

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from zeroelastic._version import __version__
+from zeroelastic.cli.diff import diff
 from zeroelastic.cli.doctor import doctor
 from zeroelastic.cli.inspect import inspect
 from zeroelastic.cli.latest import latest
@@ -18,6 +19,7 @@ from zeroelastic.cli.outcome import verb
 from zeroelastic.cli.plan import plan
 from zeroelastic.cli.prune import prune
 from zeroelastic.cli.reshard import reshard
+from zeroelastic.cli.verify import verify
 
 app = typer.Typer(
     name="zeroelastic",
@@ -26,6 +28,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(verb(doctor))
+app.command()(verb(verify))
+app.command()(verb(diff))
 app.command()(verb(reshard))
 app.command()(verb(inspect))
 app.command()(verb(latest))
