@@ -370,7 +370,9 @@ def test_without_any_speed_there_are_no_seconds(sample: Path, capsys: pytest.Cap
     assert load["seconds"] is None and both["seconds"] is None and both["bytes_read"] > 0
     plan._show(source, forecast, universal, speed, "load", found)
     shown = capsys.readouterr().out
-    assert "seconds," not in shown and "read unknown" in shown and "give --bandwidth" in shown
+    assert (
+        "seconds," not in shown and "Seconds" not in shown and "read unknown" in shown and "give --bandwidth" in shown
+    )
 
 
 def test_the_measured_speed_is_the_default(sample: Path) -> None:
