@@ -358,5 +358,6 @@ def _bandwidth_lines(speed: Bandwidth) -> list[str]:
     }
     lines = [f"  Bandwidth ({how[speed.origin]}): read {read}, write {write}."]
     lines += [f"  Note: {note}." for note in speed.notes]
-    lines.append("  Seconds are what the bytes alone take: no opening of files, no collectives, no start of a job.")
+    if speed.read is not None:
+        lines.append("  Seconds are what the bytes alone take: no opening of files, no collectives, no start of a job.")
     return lines
