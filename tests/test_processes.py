@@ -38,7 +38,10 @@ def test_one_process_needs_neither_launcher_nor_torch() -> None:
     alone = Processes()
     assert alone.gather("x") == ["x"] and alone.settle(lambda: 3) == 3 and alone.first(lambda: 4) == 4
     assert list(alone.mine(3)) == [0, 1, 2]
-    code = "import sys, zeroelastic.processes as p\nwith p.launched_processes() as x:\n print(x.size, 'torch' in sys.modules)"
+    code = (
+        "import sys, zeroelastic.processes as p\n"
+        "with p.launched_processes() as x: print(x.size, 'torch' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True)
     assert done.stdout == "1 False\n"
 
