@@ -69,7 +69,7 @@ def plan(
     from zeroelastic.universal_cost import universal_cost
 
     found = find_source(source, tag=tag)
-    checkpoint = open_checkpoint(found.tag_dir)  # type: ignore[arg-type]
+    checkpoint = open_checkpoint(found.tag_dir)
     head = read_head(checkpoint)
     forecast = make_forecast(head, world_size)
     universal = universal_cost(head, world_size)
