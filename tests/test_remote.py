@@ -672,8 +672,9 @@ def test_the_command_line_writes_the_same_from_s3_as_from_a_disk(calm, checkpoin
         written.append({str(path.relative_to(tmp_path / target)): path.read_bytes() for path in files})
     here, there = written
     assert here.keys() == there.keys() and here
+    same = [name for name in here if name != ".metadata"]  # of which any two conversions of one source differ
     assert [
-        name for name in here if here[name].replace(b"out-here", b"") != there[name].replace(b"out-away", b"")
+        name for name in same if here[name].replace(b"out-here", b"") != there[name].replace(b"out-away", b"")
     ] == []
     assert calm.requests and all(request.range for request in calm.payload_requests())
 

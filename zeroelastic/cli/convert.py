@@ -12,6 +12,7 @@ import typer
 from zeroelastic.cli.export import local_sources, memory_option
 from zeroelastic.cli.show import harmless, print_document
 from zeroelastic.cli.sizes import format_size
+from zeroelastic.cli.target import local_target
 
 if TYPE_CHECKING:
     from zeroelastic.dcp import DcpPlan
@@ -21,7 +22,10 @@ if TYPE_CHECKING:
 
 def convert(
     src: Annotated[str, typer.Argument(metavar="SRC", help="The checkpoint: a tag directory, or the one above it.")],
-    dst: Annotated[Path, typer.Argument(metavar="DST", help="The directory to make; it must not be there yet.")],
+    dst: Annotated[
+        Path,
+        typer.Argument(metavar="DST", callback=local_target, help="The directory to make; it must not be there yet."),
+    ],
     to: Annotated[
         Literal["universal", "dcp"] | None,
         typer.Option("--to", help="To DeepSpeed's Universal checkpoint, or to torch.distributed.checkpoint."),

@@ -10,6 +10,7 @@ import typer
 
 from zeroelastic.cli.show import harmless, print_document
 from zeroelastic.cli.sizes import format_size, parse_size
+from zeroelastic.cli.target import local_target
 
 if TYPE_CHECKING:
     from zeroelastic.export import ExportPlan
@@ -20,7 +21,10 @@ _SHOWN_FILES = 12
 
 def export(
     src: Annotated[str, typer.Argument(metavar="SRC", help="The checkpoint: a tag directory, or the one above it.")],
-    dst: Annotated[Path, typer.Argument(metavar="DST", help="The directory to make. Nothing is overwritten.")],
+    dst: Annotated[
+        Path,
+        typer.Argument(metavar="DST", callback=local_target, help="The directory to make. Nothing is overwritten."),
+    ],
     tag: Annotated[str | None, typer.Option(metavar="TAG", help="Take this tag instead of the latest.")] = None,
     dtype: Annotated[
         Literal["fp32", "bf16", "fp16"] | None,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from zeroelastic.cli.sizes import format_size, parse_size
+from zeroelastic.cli.target import local_target
 
 if TYPE_CHECKING:
     from zeroelastic.reshard import ReshardPlan, ReshardReport
@@ -17,7 +18,10 @@ if TYPE_CHECKING:
 
 def reshard(
     src: Annotated[str, typer.Argument(metavar="SRC", help="The checkpoint: a directory or a URL such as s3://...")],
-    dst: Annotated[Path, typer.Argument(metavar="DST", help="The directory to make; it must not be there yet.")],
+    dst: Annotated[
+        Path,
+        typer.Argument(metavar="DST", callback=local_target, help="The directory to make; it must not be there yet."),
+    ],
     world_size: Annotated[int, typer.Option("--world-size", "-n", metavar="M", help="Ranks that will load it.")],
     tag: Annotated[str | None, typer.Option(metavar="TAG", help="The tag to take; default: what latest names.")] = None,
     format: Annotated[
