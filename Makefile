@@ -29,7 +29,7 @@ export OMP_NUM_THREADS ?= 1
 
 NATIVE_SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
 
-.PHONY: help venv warm versions demo test test-gpu test-native bench lint format clean
+.PHONY: help venv warm versions demo test test-gpu test-native crash bench lint format clean
 
 help:
 	@echo "make demo      the demonstration; its results go to demo/"
@@ -37,6 +37,7 @@ help:
 	@echo "make test-gpu  the tests that need a CUDA device"
 	@echo "make test-native  the C++ tests, with sanitizers"
 	@echo "make bench     the benchmarks; needs a quiet machine"
+	@echo "make crash     kill -9 at random moments of a reshard"
 	@echo "make lint      ruff, mypy --strict, clang-format; changes nothing"
 	@echo "make format    ruff and clang-format, in place"
 	@echo "make venv      the environment in $(VENV)"
@@ -90,6 +91,10 @@ test-gpu: $(STAMP)
 # The C++ tests, plainly and under the address, undefined-behaviour and thread sanitizers.
 test-native:
 	$(MAKE) -C csrc test asan tsan
+
+# Kills reshard at random moments; the raw result goes to benchmarks/results.
+crash: $(STAMP)
+	$(PY) benchmarks/crash_reshard.py --kills 50 --out benchmarks/results
 
 # Needs a quiet machine; raw results go to benchmarks/results.
 bench: $(STAMP)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -22,6 +22,7 @@ from zeroelastic.digest import ByteArray
 from zeroelastic.errors import CheckpointError, UnsupportedError
 from zeroelastic.executors import SegmentTable, move_segments, write_segments
 from zeroelastic.executors.cast import cast_bytes
+from zeroelastic.processes import Processes
 from zeroelastic.publish import new_directory, reserve_file, start_flushing
 from zeroelastic.shard import FP32, OptionValue
 from zeroelastic.state import SavedState
@@ -170,23 +171,52 @@ def plan_export(
     return ExportPlan(state, tuple(files), texts, _model_files(model_dir), model.tied, model.left_out)
 
 
-def run_export(plan: ExportPlan, target: Path, *, max_memory: int = 1 << 30, advance: Advance | None = None) -> int:
+def run_export(
+    plan: ExportPlan,
+    target: Path,
+    *,
+    max_memory: int = 1 << 30,
+    advance: Advance | None = None,
+    processes: Processes | None = None,
+) -> int:
     """Write what was planned into the new directory ``target``; returns how many digests were compared.
+
+    Several ``processes`` share the tensors, on a file system that all of them see. Collective.
 
     Raises UsageError where the target exists, DigestMismatchError for state that is not what was saved, OSError; then
     nothing is left.
     """
-    with new_directory(target) as directory:
-        for file in plan.files:
-            reserve_file(directory / file.name, file.nbytes)
-            with open(directory / file.name, "r+b", buffering=0) as opened:
-                opened.write(file.header)
-        compared = _write_tensors(plan, directory, max_memory, advance)
-        for name, text in plan.texts.items():
-            (directory / name).write_bytes(text)
-        for path in plan.copied:
-            shutil.copyfile(path, directory / path.name)
-    return compared
+    processes = processes or Processes()
+    with new_directory(target, processes) as directory:
+        processes.first(lambda: _write_small(plan, directory))
+        mine = _share(plan, processes)
+        compared = processes.settle(lambda: _write_tensors(plan, directory, max_memory, advance, mine))
+        return sum(processes.gather(compared))
+
+
+def _write_small(plan: ExportPlan, directory: Path) -> None:
+    """Everything but tensors, whose files get their headers and their size."""
+    for file in plan.files:
+        reserve_file(directory / file.name, file.nbytes)
+        with open(directory / file.name, "r+b", buffering=0) as opened:
+            opened.write(file.header)
+    for name, text in plan.texts.items():
+        (directory / name).write_bytes(text)
+    for path in plan.copied:
+        shutil.copyfile(path, directory / path.name)
+
+
+def _share(plan: ExportPlan, processes: Processes) -> set[str]:
+    """The names of the tensors that this process writes: about as many bytes as every other one."""
+    loads = [0] * processes.size
+    mine: set[str] = set()
+    for file in plan.files:
+        for entry in file.entries:
+            least = loads.index(min(loads))
+            loads[least] += entry.nbytes
+            if least == processes.rank:
+                mine.add(f"{file.name} {entry.name}")
+    return mine
 
 
 def optimizer_document(state: SavedState) -> dict[str, object]:
@@ -316,12 +346,16 @@ def _model_files(model_dir: Path | None) -> tuple[Path, ...]:
     return tuple(found)
 
 
-def _write_tensors(plan: ExportPlan, directory: Path, max_memory: int, advance: Advance | None) -> int:
+def _write_tensors(
+    plan: ExportPlan, directory: Path, max_memory: int, advance: Advance | None, mine: Collection[str]
+) -> int:
     paths = [directory / file.name for file in plan.files]
     deliveries: dict[tuple[int, int], list[Delivery]] = {}
     compared = 0
     for number, file in enumerate(plan.files):
         for entry in file.entries:
+            if f"{file.name} {entry.name}" not in mine:
+                continue
             offset = len(file.header) + entry.offset
             source = entry.tensor.source
             if isinstance(source, Buffer):

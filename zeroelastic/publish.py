@@ -13,7 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from zeroelastic.archive import reserve_space
-from zeroelastic.staging import check_free
+from zeroelastic.errors import UsageError
+from zeroelastic.processes import Processes
 
 _NOREPLACE = 1  # linux/fs.h: RENAME_NOREPLACE
 _FLUSHING_THREADS = 8
@@ -21,24 +22,46 @@ _FLUSHING_THREADS = 8
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
+def check_free(dst: Path, *, sources: tuple[Path, ...] = ()) -> None:
+    """Raise UsageError when ``dst`` cannot be made: it is there, lies inside a source, or its parent is not there."""
+    if os.path.lexists(dst):
+        raise UsageError(f"{dst}: is there already; nothing is overwritten. Remove it or give another name.")
+    if not dst.parent.is_dir():
+        raise UsageError(f"{dst.parent}: no such directory. Make it first.")
+    for source in sources:
+        if dst.parent.resolve().joinpath(dst.name).is_relative_to(source.resolve()):
+            raise UsageError(f"{dst}: lies inside the source {source}, which is not touched. Give a name beside it.")
+
+
 @contextmanager
-def new_directory(target: Path) -> Iterator[Path]:
+def new_directory(target: Path, processes: Processes | None = None) -> Iterator[Path]:
     """A hidden directory to fill, which becomes ``target`` when the block ends well and is removed when it does not.
 
-    Everything in it is flushed to its device before it gets its name. Raises UsageError as ``check_free``, OSError.
+    Everything in it is flushed to its device before it gets its name. Several processes fill one and the same
+    directory. Collective. Raises UsageError as ``check_free``, OSError.
     """
+    processes = processes or Processes()
     target = Path(os.path.abspath(target))
-    check_free(target)
-    hidden = target.parent / f".{target.name[:100]}.{secrets.token_hex(4)}.tmp"
-    os.mkdir(hidden)
+
+    def make() -> Path:
+        check_free(target)
+        hidden = target.parent / f".{target.name[:100]}.{secrets.token_hex(4)}.tmp"
+        os.mkdir(hidden)
+        return hidden
+
+    def finish() -> None:
+        _flush(hidden)
+        rename_new(hidden, target)
+        _sync(target.parent, os.O_DIRECTORY)
+
+    hidden = processes.first(make)
     try:
         yield hidden
-        _flush(hidden)
-        _rename(hidden, target)
+        processes.first(finish)
     except BaseException:
-        shutil.rmtree(hidden, ignore_errors=True)
+        if processes.rank == 0:
+            shutil.rmtree(hidden, ignore_errors=True)
         raise
-    _sync(target.parent, os.O_DIRECTORY)
 
 
 def reserve_file(path: Path, nbytes: int) -> None:
@@ -82,8 +105,8 @@ def _sync(path: Path, flags: int = 0) -> None:
         os.close(fd)
 
 
-def _rename(hidden: Path, target: Path) -> None:
-    """Rename, but never over something that has come to be there meanwhile."""
+def rename_new(hidden: Path, target: Path) -> None:
+    """Rename, but never over something that has come to be there meanwhile. Raises UsageError, OSError."""
     if hasattr(_libc, "renameat2"):
         here = -100  # AT_FDCWD
         if _libc.renameat2(here, os.fsencode(hidden), here, os.fsencode(target), _NOREPLACE) == 0:

@@ -25,6 +25,7 @@ from zeroelastic.errors import CheckpointError, DigestMismatchError, UsageError
 from zeroelastic.extras import Extras, plan_extras, write_extras
 from zeroelastic.native import NativeSource, NativeTarget, native_source, native_target
 from zeroelastic.processes import Processes
+from zeroelastic.publish import check_free
 from zeroelastic.rank_writer import Progress, RankWriter, WrittenRank
 from zeroelastic.record import (
     RECORD_NAME,
@@ -38,7 +39,7 @@ from zeroelastic.record import (
     write_atomically,
 )
 from zeroelastic.source import LATEST, Source
-from zeroelastic.staging import check_free, publish, staged, staged_bytes
+from zeroelastic.staging import publish, staged, staged_bytes
 from zeroelastic.state import SavedState, open_state
 from zeroelastic.storage import FilePath
 

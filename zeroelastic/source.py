@@ -61,8 +61,10 @@ def find_source(text: str | os.PathLike[str], *, tag: str | None = None) -> Sour
         if tag not in (None, path.name):
             raise UsageError(f"{path}: is the tag {path.name} itself; to take {tag}, give the directory above.")
         root = path.parent
-        return Source(root, path.name, path, read_latest(root), _framework(root, path.name))
-    latest = read_latest(path) if LATEST in names else None
+        return Source(root, path.name, path, _latest_if_any(root), _framework(root, path.name))
+    latest = None
+    if LATEST in names:
+        latest = read_latest(path) if tag is None else _latest_if_any(path)
     chosen = tag if tag is not None else latest
     if chosen is None:
         raise UsageError(f"{path}: {_what_is_there(path, inside)}")
@@ -91,6 +93,14 @@ def read_latest(root: FilePath) -> str | None:
     if _TAG.fullmatch(tag) is None or tag in (".", ".."):
         raise CheckpointError(f"{path}: holds no name of a tag. Choose a tag with --tag.")
     return tag
+
+
+def _latest_if_any(root: FilePath) -> str | None:
+    """The tag that ``latest`` names, where that does not matter: None for a damaged one."""
+    try:
+        return read_latest(root)
+    except CheckpointError:
+        return None
 
 
 def list_tags(root: FilePath) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from zeroelastic.errors import UsageError
 from zeroelastic.processes import Processes
+from zeroelastic.publish import rename_new
 from zeroelastic.record import sync_directory, write_atomically
 
 _LOCK, _MANIFEST = "lock", "manifest.json"
@@ -25,17 +26,6 @@ _LOCK, _MANIFEST = "lock", "manifest.json"
 def staging_of(dst: Path) -> Path:
     """The hidden directory in which ``dst`` is made."""
     return dst.parent / f".{dst.name}.zeroelastic-partial"
-
-
-def check_free(dst: Path, *, sources: tuple[Path, ...] = ()) -> None:
-    """Raise UsageError when ``dst`` cannot be made: it is there, lies inside a source, or its parent is not there."""
-    if os.path.lexists(dst):
-        raise UsageError(f"{dst}: is there already; nothing is overwritten. Remove it or give another name.")
-    if not dst.parent.is_dir():
-        raise UsageError(f"{dst.parent}: no such directory. Make it first.")
-    for source in sources:
-        if dst.parent.resolve().joinpath(dst.name).is_relative_to(source.resolve()):
-            raise UsageError(f"{dst}: lies inside the source {source}, which is not touched. Give a name beside it.")
 
 
 def staged_bytes(dst: Path) -> int:
@@ -102,8 +92,6 @@ def _take(staging: Path, manifest: Mapping[str, object]) -> tuple[str, int]:
 def publish(staging: Path, made: Path, dst: Path) -> None:
     """Rename ``made``, inside the hidden directory, to ``dst`` and remove what is left. Raises UsageError, OSError."""
     sync_directory(made)
-    if os.path.lexists(dst):
-        raise UsageError(f"{dst}: was made by somebody else meanwhile; nothing is overwritten.")
-    os.rename(made, dst)
+    rename_new(made, dst)
     sync_directory(dst.parent)
     shutil.rmtree(staging, ignore_errors=True)

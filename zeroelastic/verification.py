@@ -20,6 +20,7 @@ import numpy.typing as npt
 from zeroelastic.digest import content_root
 from zeroelastic.inventory import Inventory, Problem, take_inventory
 from zeroelastic.layout import Int64Array
+from zeroelastic.processes import Processes
 from zeroelastic.record import RECORD_NAME, CheckpointFormat
 from zeroelastic.scan import BadRecord, Progress, RankRows, RankScan, combine, file_rows, scan_rank
 from zeroelastic.storage import FilePath
@@ -75,13 +76,30 @@ def verify_checkpoint(tag_dir: FilePath, *, quick: bool = False, progress: Progr
     return verify_inventory(take_inventory(tag_dir, quick=quick), quick=quick, progress=progress)
 
 
-def verify_inventory(inventory: Inventory, *, quick: bool = False, progress: Progress | None = None) -> VerifyReport:
-    """``verify_checkpoint`` for headers that are open already."""
+def verify_inventory(
+    inventory: Inventory,
+    *,
+    quick: bool = False,
+    progress: Progress | None = None,
+    processes: Processes | None = None,
+) -> VerifyReport:
+    """``verify_checkpoint`` for headers that are open already.
+
+    Several ``processes``, each with the same inventory, share the reading by rank and get the same report. Collective.
+    """
     if quick:
         return judge_quick(inventory)
-    return judge(
-        inventory, combine((scan_rank(inventory, rank, progress=progress) for rank in inventory.ranks), inventory)
-    )
+    processes = processes or Processes()
+    mine = [inventory.ranks[number] for number in processes.mine(len(inventory.ranks))]
+    own = processes.settle(lambda: combine((scan_rank(inventory, rank, progress=progress) for rank in mine), inventory))
+    return judge(inventory, combine(processes.gather(own), inventory))
+
+
+def damaged(name: str, sentence: str, *, quick: bool) -> VerifyReport:
+    """The report on a checkpoint that cannot even be looked at."""
+    problem = Problem("", sentence)
+    mode: Literal["full", "quick"] = "quick" if quick else "full"
+    return VerifyReport(name, mode, None, 0, (problem,), (), ("everything else",), None, None, 0, 0, 0, 0, 0)
 
 
 def judge_quick(inventory: Inventory) -> VerifyReport:
@@ -199,17 +217,31 @@ def _placed(inventory: Inventory, scan: RankScan, right: _Flags, wrong: _Flags) 
         if file in scan.tables:
             sound |= ~named & (rows.tensor < inventory.num_trained)
         informed = sound | wrong[rows.tensor] | named
-        left = named & ~sound
+        placed = np.zeros(len(sound), dtype=bool)
         for bad in records[rank, file]:
             inside = (rows.offset >= bad.record.offset) & (rows.offset < bad.record.offset + bad.record.nbytes)
             problems += _of_record(inventory, bad, rows, inside, sound, informed)
-            explained[rows.tensor[inside & ~sound]] = True
-            left &= ~inside
-        for i in np.flatnonzero(left).tolist():
-            what = "is not what the file's own digests say, although its checksum is right. The file was altered"
-            problems.append(_row_problem(inventory, file, rows, i, what))
-            explained[rows.tensor[i]] = True
+            placed |= inside & ~sound
+        explained[rows.tensor[placed]] = True
+        # A part that is not what the file's own digests say, although no checksum of it is wrong.
+        left = named & ~sound & ~placed
+        left &= wrong[rows.tensor] | ~np.isin(param_of[rows.tensor], param_of[rows.tensor[placed]])
+        for p in np.unique(param_of[rows.tensor[left]]).tolist():
+            here = np.flatnonzero(left & (param_of[rows.tensor] == p))
+            problems += _altered(inventory, file, rows, here, wrong)
+            explained[rows.tensor[here]] = True
     return problems + _unplaced(inventory, scan, np.flatnonzero(wrong & ~explained).tolist())
+
+
+def _altered(inventory: Inventory, file: str, rows: RankRows, here: Int64Array, wrong: _Flags) -> list[Problem]:
+    """One parameter's part that contradicts the file's own digests: which of its tensors, where that is known."""
+    what = "is not what the file's own digests say, although its checksum is right: the file was altered"
+    known = here[wrong[rows.tensor[here]]] if len(here) > 1 else here
+    if len(known):
+        return [_row_problem(inventory, file, rows, i, what) for i in known.tolist()]
+    tensors = [inventory.tensors[t] for t in rows.tensor[here].tolist()]
+    name, keys = tensors[0].param.name, " or ".join(tensor.key for tensor in tensors)
+    return [Problem(file, f"{file}: {keys} of {name} {what}.", name)]
 
 
 def _of_record(
@@ -224,16 +256,19 @@ def _of_record(
         what = f"is damaged: {sums}"
         return [_row_problem(inventory, bad.file, rows, i, what) for i in damaged.tolist()]
     if len(damaged):
-        held = [inventory.tensors[t] for t in rows.tensor[damaged].tolist()]
-        which = _some([f"{tensor.key} of {tensor.param.name}" for tensor in held])
-        keys = {tensor.key for tensor in held}
+        inside_it = [inventory.tensors[t] for t in rows.tensor[damaged].tolist()]
+        which = _some([f"{tensor.key} of {tensor.param.name}" for tensor in inside_it])
+        keys = {tensor.key for tensor in inside_it}
         sentence = f"{bad.file}: {sums}. It holds {which}; nothing tells which of these is damaged."
         key = keys.pop() if len(keys) == 1 else None
         return [Problem(bad.file, sentence, None, key, record.offset, record.nbytes)]
     if inside.any():
         sentence = f"{bad.file}: {sums}. Every tensor in it is right: padding is damaged."
     else:
-        sentence = f"{bad.file}: {sums}. {_ROLES.get(name, 'It holds no parameter or optimizer state.')}"
+        headers = (inventory.shards.get(bad.rank), inventory.models.get(bad.rank))
+        known = any(header is not None and header.path.name == bad.file for header in headers)
+        held = "no parameter or optimizer state" if known else "what the file's own header would tell"
+        sentence = f"{bad.file}: {sums}. {_ROLES.get(name, f'It holds {held}.')}"
     return [Problem(bad.file, sentence, None, None, record.offset, record.nbytes)]
 
 

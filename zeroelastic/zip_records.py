@@ -22,11 +22,15 @@ _END64 = struct.Struct("<4sQHHIIQQQQ")
 _ENTRY = struct.Struct("<4sHHHHHHIIIHHHHHII")
 _LOCAL = struct.Struct("<4sHHHHHIIIHH")
 _FIELD = struct.Struct("<HH")
+_SUMS_MARK = b"PK\x07\x08"
+_SUMS = struct.Struct("<4sIII")
+_SUMS64 = struct.Struct("<4sIQQ")
 _VERSIONS = (0, 10, 20, 45)  # of the zip specification that a record needs; no two differ in a single bit
 _END64_VERSIONS = ((0x031E, 45), (45, 45))
 _DEFERRED = 1 << 3
 _MOST32 = 0xFFFFFFFF
 _ZIP64, _PADDING = 1, 0x4246
+_MOST_HEADER = _LOCAL.size + 2 * 0xFFFF
 _WINDOW = 64 << 10
 _MOST_DIRECTORY = 1 << 31
 
@@ -92,19 +96,19 @@ def read_zip_records(path: FilePath, size: int) -> ZipRecords:
     window = _Window(path, size)
     records: list[ZipRecord] = []
     at = 0
-    for entry in entries:
-        if entry.header < at:
+    for entry, following in zip(entries, [*(entry.header for entry in entries[1:]), offset], strict=False):
+        begin, end, right = _payload(window, entry, following)
+        if entry.header < at or begin < entry.header + _LOCAL.size + len(entry.name):
             raise CheckpointError(f"{path}: two records overlap at byte {entry.header}. The file is damaged.")
+        if begin - entry.header > _MOST_HEADER:
+            raise CheckpointError(f"{path}: bytes behind byte {entry.header} belong to no record. The file is damaged.")
         if entry.header > at:
             faults.append(Fault(f"{entry.header - at} bytes belong to no record", at, entry.header - at))
-        begin = _check_header(path, window, entry, faults)
-        end = begin + entry.nbytes
-        if end > offset:
-            raise CheckpointError(f"{path}: record {_shown(entry.name)} leaves its file. The file is damaged.")
+        _check_header(window, entry, begin, faults)
+        if not right:
+            faults.append(Fault(f"the sums behind {_shown(entry.name)} are wrong", end, following - end))
         records.append(ZipRecord(entry.name.decode("utf-8", "replace"), begin, entry.nbytes, entry.crc32))
-        at = end + _check_descriptor(window, entry, end, faults)
-    if at != offset:
-        faults.append(Fault(f"{offset - at} bytes belong to no record", min(at, offset), abs(offset - at)))
+        at = following
     return ZipRecords(tuple(records), tuple(faults))
 
 
@@ -197,20 +201,35 @@ def _extra_fields(extra: bytes) -> Iterator[tuple[int, bytes]]:
         at += length
 
 
-def _check_header(path: FilePath, window: _Window, entry: _Entry, faults: list[Fault]) -> int:
-    """Compare the header before a record with the directory; returns where the payload begins."""
-    head = window.read(entry.header, _LOCAL.size)
-    if len(head) != _LOCAL.size or head[:4] != b"PK\x03\x04":
-        raise CheckpointError(f"{path}: no zip record at byte {entry.header}. The file is damaged.")
-    fields = _LOCAL.unpack(head)
-    name = window.read(entry.header + _LOCAL.size, fields[9])
-    extra = window.read(entry.header + _LOCAL.size + fields[9], fields[10])
-    length = _LOCAL.size + fields[9] + fields[10]
+def _payload(window: _Window, entry: _Entry, following: int) -> tuple[int, int, bool]:
+    """Where a record's payload begins and ends, given where the next header does; whether the sums between are right.
+
+    Told from behind, so that a damaged header hides no payload.
+    """
+    if not entry.flags & _DEFERRED:
+        return following - entry.nbytes, following, True
+    wide = _SUMS64.pack(_SUMS_MARK, entry.crc32, entry.nbytes, entry.nbytes)
+    narrow = _SUMS.pack(_SUMS_MARK, entry.crc32, *[min(entry.nbytes, _MOST32)] * 2)
+    found = window.read(max(0, following - len(wide)), len(wide))
+    is_wide = found == wide
+    right = is_wide or found[-len(narrow) :] == narrow
+    if not right:
+        is_wide = max(entry.nbytes, entry.header) >= _MOST32
+    end = following - len(wide if is_wide else narrow)
+    return end - entry.nbytes, end, right
+
+
+def _check_header(window: _Window, entry: _Entry, begin: int, faults: list[Fault]) -> None:
+    """Compare the header before a record with the directory."""
+    head = window.read(entry.header, begin - entry.header)
+    fields = _LOCAL.unpack_from(head)
+    name, extra = head[_LOCAL.size :][: fields[9]], head[_LOCAL.size + fields[9] :]
     wide = min(entry.nbytes, _MOST32)
     sizes = (entry.crc32, wide, wide)
     later = [(0, 0, 0), (0, wide, wide), (0, _MOST32, _MOST32)] if entry.flags & _DEFERRED else []
-    good = fields[1] in _VERSIONS and fields[2:6] == (entry.flags, 0, *entry.when)
-    good &= fields[6:9] in (sizes, (entry.crc32, _MOST32, _MOST32), *later) and name == entry.name
+    good = fields[0] == b"PK\x03\x04" and fields[1] in _VERSIONS and fields[2:6] == (entry.flags, 0, *entry.when)
+    good &= fields[6:9] in (sizes, (entry.crc32, _MOST32, _MOST32), *later)
+    good &= name == entry.name and len(extra) == fields[10]
     for kind, content in _extra_fields(extra):
         if kind == _ZIP64 and len(content) % 8 == 0:
             values = struct.unpack(f"<{len(content) // 8}Q", content)
@@ -218,25 +237,8 @@ def _check_header(path: FilePath, window: _Window, entry: _Entry, faults: list[F
         else:
             good &= kind == _PADDING and content.count(b"Z") == len(content)
     if not good:
-        faults.append(Fault(f"the header of {_shown(entry.name)} contradicts the directory", entry.header, length))
-    return entry.header + int(length)
-
-
-def _check_descriptor(window: _Window, entry: _Entry, at: int, faults: list[Fault]) -> int:
-    """Compare what follows a record with the directory; returns its length."""
-    if not entry.flags & _DEFERRED:
-        return 0
-    found = window.read(at, 24)
-    wide = struct.pack("<4sIQQ", b"PK\x07\x08", entry.crc32, entry.nbytes, entry.nbytes)
-    if found == wide:
-        return len(wide)
-    size = min(entry.nbytes, _MOST32)
-    narrow = struct.pack("<4sIII", b"PK\x07\x08", entry.crc32, size, size)
-    if found[: len(narrow)] == narrow:
-        return len(narrow)
-    length = len(narrow) if entry.nbytes < _MOST32 else len(wide)
-    faults.append(Fault(f"what follows {_shown(entry.name)} contradicts the directory", at, length))
-    return length
+        what = f"the header of {_shown(entry.name)} contradicts the directory"
+        faults.append(Fault(what, entry.header, begin - entry.header))
 
 
 def _shown(name: bytes) -> str:

@@ -12,6 +12,7 @@ import typer
 
 from zeroelastic._version import __version__
 from zeroelastic.cli.convert import convert
+from zeroelastic.cli.diff import diff
 from zeroelastic.cli.doctor import doctor
 from zeroelastic.cli.export import export
 from zeroelastic.cli.inspect import inspect
@@ -20,6 +21,7 @@ from zeroelastic.cli.outcome import verb
 from zeroelastic.cli.plan import plan
 from zeroelastic.cli.prune import prune
 from zeroelastic.cli.reshard import reshard
+from zeroelastic.cli.verify import verify
 
 app = typer.Typer(
     name="zeroelastic",
@@ -27,14 +29,8 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-app.command()(verb(doctor))
-app.command()(verb(export))
-app.command()(verb(convert))
-app.command()(verb(reshard))
-app.command()(verb(inspect))
-app.command()(verb(latest))
-app.command()(verb(prune))
-app.command()(verb(plan))
+for command in (inspect, verify, plan, reshard, diff, export, convert, latest, prune, doctor):
+    app.command()(verb(command))
 
 
 def _print_version(wanted: bool) -> None:

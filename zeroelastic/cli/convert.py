@@ -89,8 +89,8 @@ def _convert_to(
 ) -> dict[str, object]:
     from zeroelastic.checkpoint import open_checkpoint
     from zeroelastic.cli.progress import progress_bar
+    from zeroelastic.publish import check_free
     from zeroelastic.source import find_source
-    from zeroelastic.staging import check_free
     from zeroelastic.state import open_state
 
     source = find_source(src, tag=tag)

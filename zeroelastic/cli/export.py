@@ -40,7 +40,7 @@ def export(
     DST gets model.safetensors, or several files and their index, and the configuration and tokenizer of a Hugging Face
     checkpoint. It appears complete or not at all. Every byte is read once, by all cores, without torch; where the
     checkpoint has a commit record, what was read is compared with it. Exit code 0: done; 2: wrong usage, or DST exists;
-    3: the checkpoint is damaged.
+    3: the checkpoint is damaged. Started by torchrun or srun, its processes share the work.
 
     \b
     Examples:
@@ -55,20 +55,29 @@ def export(
     from zeroelastic.checkpoint import open_checkpoint
     from zeroelastic.cli.progress import progress_bar
     from zeroelastic.export import plan_export, run_export
+    from zeroelastic.processes import launched_processes
+    from zeroelastic.publish import check_free
     from zeroelastic.source import find_source
-    from zeroelastic.staging import check_free
     from zeroelastic.state import open_state
 
-    began = time.monotonic()
-    source = find_source(src, tag=tag)
-    root = local_directory(source)
-    check_free(dst.absolute(), sources=(root / source.tag,))
-    state = open_state(open_checkpoint(root / source.tag))
-    plan = plan_export(state, dtype=dtype, max_shard_size=shard_nbytes, optimizer=optimizer, tied=tied, model_dir=root)
-    compared: int | None = None
-    if not dry_run:
-        with progress_bar("exporting", plan.source_nbytes) as advance:
-            compared = run_export(plan, dst, max_memory=memory, advance=advance)
+    def look() -> tuple[Source, ExportPlan]:
+        source = find_source(src, tag=tag)
+        root = local_directory(source)
+        check_free(dst.absolute(), sources=(root / source.tag,))
+        state = open_state(open_checkpoint(root / source.tag))
+        return source, plan_export(
+            state, dtype=dtype, max_shard_size=shard_nbytes, optimizer=optimizer, tied=tied, model_dir=root
+        )
+
+    with launched_processes() as processes:
+        began = time.monotonic()
+        source, plan = processes.settle(look)
+        compared: int | None = None
+        if not dry_run:
+            with progress_bar("exporting", plan.source_nbytes // processes.size) as advance:
+                compared = run_export(plan, dst, max_memory=memory, advance=advance, processes=processes)
+    if processes.rank != 0:
+        return  # rank 0 speaks for all
     document = to_document(plan, source, dst, compared, time.monotonic() - began)
     if as_json:
         print_document(document)

@@ -1,0 +1,204 @@
+"""What the command line costs beside the tools that it takes the place of; whole processes, start-up included.
+
+    python benchmarks/bench_cli.py --out benchmarks/results
+
+One checkpoint (the sample model, 4 ranks), warm in the page cache unless a row says otherwise. Each system is run
+once unmeasured and then in turn, one after the other, so that all meet the same machine. Copies and reshards are each
+followed by a flush (``sync`` of the file system) that is timed with them in the rows that say "flushed". Peak memory
+is the process's own count at its end (RUSAGE_SELF).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from report import REPOSITORY, describe, machine, spread, table
+
+from zeroelastic.testing.sample import write_sample
+
+PEAK = (
+    "import resource, sys\n"
+    "from zeroelastic.cli.app import main\n"
+    "try: main()\n"
+    "except SystemExit as end: code = end.code\n"
+    "print('peak', resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr)\n"
+    "sys.exit(code)"
+)
+MERGE = (
+    "import sys, torch\n"
+    "from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict as convert\n"
+    "convert(sys.argv[1], sys.argv[2], safe_serialization=True)"
+)
+
+
+def run(*command: object, allowed: tuple[int, ...] = (0,)) -> tuple[float, int | None]:
+    """Seconds of a process from start to end, and its peak memory in bytes where it says so.
+
+    A shell lies between, so that the peak is not that of the process which started it.
+    """
+    env = {**os.environ, "PYTHONPATH": str(REPOSITORY), "DS_ACCELERATOR": "cpu"}
+    began = time.perf_counter()
+    done = subprocess.run(
+        ["/bin/sh", "-c", '"$@"', "sh", *map(str, command)],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    seconds = time.perf_counter() - began
+    if done.returncode not in allowed:
+        raise RuntimeError(f"{command}: {done.stdout}\n{done.stderr}")
+    peaks = [int(line.split()[1]) << 10 for line in done.stderr.splitlines() if line.startswith("peak ")]
+    return seconds, peaks[0] if peaks else None
+
+
+def verb(*arguments: object, allowed: tuple[int, ...] = (0,)) -> tuple[float, int | None]:
+    return run(sys.executable, "-c", PEAK, *arguments, allowed=allowed)
+
+
+def read_all(paths: list[Path], threads: int) -> tuple[float, None]:
+    """Plain parallel reading of files, in pieces of 8 MiB."""
+    sizes = [path.stat().st_size for path in paths]
+    pieces = [(i, at) for i, size in enumerate(sizes) for at in range(0, size, 8 << 20)]
+    fds = [os.open(path, os.O_RDONLY) for path in paths]
+
+    def work(first: int) -> None:
+        buffer = bytearray(8 << 20)
+        for i, at in pieces[first::threads]:
+            os.preadv(fds[i], [buffer], at)
+
+    began = time.perf_counter()
+    workers = [threading.Thread(target=work, args=(n,)) for n in range(threads)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    seconds = time.perf_counter() - began
+    for fd in fds:
+        os.close(fd)
+    return seconds, None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--directory", type=Path, help="where checkpoints go; default: a temporary directory")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--small", action="store_true", help="a model of a few MB, for a test of this script")
+    chosen = parser.parse_args()
+    about = machine()
+    with tempfile.TemporaryDirectory(dir=chosen.directory) as name:
+        document = measure(Path(name), repeats=chosen.repeats, small=chosen.small)
+    document["machine"] = about
+    chosen.out.mkdir(parents=True, exist_ok=True)
+    (chosen.out / "cli.json").write_text(json.dumps(document, indent=1) + "\n")
+    (chosen.out / "cli.md").write_text("\n".join(page(document)) + "\n")
+    print((chosen.out / "cli.md").read_text())
+
+
+def measure(directory: Path, *, repeats: int, small: bool) -> dict[str, Any]:
+    src = directory / "src"
+    hidden, layers = (64, 2) if small else (1024, 8)
+    write_sample(src, world_size=4, steps=[1], hidden=hidden, layers=layers, sub_group_size=50_000_000)
+    rigid = directory / "rigid"
+    write_sample(rigid, world_size=4, steps=[1], hidden=hidden, layers=layers, format="rigid", record=False)
+    files = sorted((src / "global_step1").glob("*.pt"))
+    nbytes = sum(path.stat().st_size for path in files)
+    target = directory / "to"
+    threads = len(os.sched_getaffinity(0))
+
+    def flushed(action: Callable[[], tuple[float, int | None]]) -> tuple[float, int | None]:
+        """The time of an action and of flushing the file system afterwards."""
+        os.sync()
+        began = time.perf_counter()
+        _, peak = action()
+        os.sync()
+        return time.perf_counter() - began, peak
+
+    limit = "256MiB"
+    systems: dict[str, Callable[[], tuple[float, int | None]]] = {
+        "cp -r, flushed": lambda: flushed(lambda: run("cp", "-r", src, target)),
+        "reshard 4 -> 3, flushed": lambda: flushed(
+            lambda: verb("reshard", src, target, "-n", 3, "--max-memory", limit)
+        ),
+        "reshard 4 -> 3, rigid, without a record, flushed": lambda: flushed(
+            lambda: verb("reshard", rigid, target, "-n", 3, "--format", "rigid", "--max-memory", limit)
+        ),
+        "plain reading": lambda: read_all(files, threads),
+        "verify": lambda: verb("verify", src),
+        "zero_to_fp32.py": lambda: run(sys.executable, "-c", MERGE, src, target),
+        "export": lambda: verb("export", src, target, "--max-memory", limit),
+        "diff with itself": lambda: verb("diff", src, src),
+        "inspect": lambda: verb("inspect", src),
+        "plan": lambda: verb("plan", src, "--world-size", 3),
+        "--help": lambda: verb("--help"),
+    }
+    samples: dict[str, list[float]] = {name: [] for name in systems}
+    peaks: dict[str, int] = {}
+    for repeat in range(repeats + 1):
+        for name, action in systems.items():
+            seconds, peak = action()
+            if target.exists():
+                shutil.rmtree(target)
+            if repeat:  # the first round warms everything
+                samples[name].append(seconds)
+            if peak is not None:
+                peaks[name] = max(peak, peaks.get(name, 0))
+    middle = {name: median(values) for name, values in samples.items()}
+    return {
+        "nbytes": nbytes,
+        "threads": threads,
+        "max_memory": limit,
+        "raw_seconds": samples,
+        "peak_rss": peaks,
+        "ratios": {
+            "reshard / cp -r": middle["reshard 4 -> 3, flushed"] / middle["cp -r, flushed"],
+            "rigid reshard / cp -r": middle["reshard 4 -> 3, rigid, without a record, flushed"]
+            / middle["cp -r, flushed"],
+            "plain reading / verify": middle["plain reading"] / middle["verify"],
+            "plain reading / verify, start-up apart": middle["plain reading"]
+            / max(middle["verify"] - middle["inspect"], 1e-9),
+            "zero_to_fp32.py / export": middle["zero_to_fp32.py"] / middle["export"],
+        },
+    }
+
+
+def page(document: dict[str, Any]) -> list[str]:
+    samples, peaks, ratios = document["raw_seconds"], document["peak_rss"], document["ratios"]
+    about = document["machine"]
+    assert (
+        isinstance(samples, dict) and isinstance(peaks, dict) and isinstance(ratios, dict) and isinstance(about, dict)
+    )
+    lines = [
+        "# The command line",
+        "",
+        *describe(about),
+        "",
+        f"{document['nbytes'] / 1e9:.2f} GB in the files of 4 ranks.",
+        "",
+    ]
+    rows = []
+    for name, values in samples.items():
+        least, middle, most = spread(values)
+        peak = f"{peaks[name] / 2**20:.0f} MiB" if name in peaks else ""
+        rows.append([name, f"{middle:.2f}", f"{least:.2f} to {most:.2f}", peak])
+    lines += table(["system", "median s", "range", "peak memory"], rows)
+    lines += ["", *table(["ratio of medians", "value"], [[name, f"{value:.2f}"] for name, value in ratios.items()])]
+    return lines
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""``zeroelastic verify``: every byte of a checkpoint read once, and what is wrong with it, if anything, named."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from zeroelastic.cli.outcome import INVALID
+
+if TYPE_CHECKING:
+    from zeroelastic.inventory import Problem
+    from zeroelastic.processes import Processes
+    from zeroelastic.verification import VerifyReport
+
+_MOST_SHOWN = 20
+
+
+def verify(
+    src: Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint: its tag directory, or the one above.")],
+    tag: Annotated[str | None, typer.Option(metavar="TAG", help="Which tag, where SRC is the directory above.")] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Look at names, sizes and the commit record only; open no payload.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
+) -> None:
+    """Check that a checkpoint is what its save left: complete, undamaged, of one save.
+
+    Reads every byte of every rank's files once: headers, checksums of all records, digests of all tensors against the
+    commit record. What is damaged is named by file, parameter, state key and byte. Started by torchrun or srun, its
+    processes share the reading.
+    Exit code 0: valid; 1: it could not be checked; 2: wrong usage; 3: invalid.
+
+    \b
+    Examples:
+        zeroelastic verify ckpt
+        zeroelastic verify ckpt --tag global_step2 --json
+        zeroelastic verify ckpt/global_step4 --quick
+    """
+    from zeroelastic.processes import launched_processes
+
+    with launched_processes() as processes:
+        began = time.monotonic()
+        report = _verify(src, tag, quick, processes)
+        seconds = time.monotonic() - began
+    if processes.rank != 0:
+        pass  # rank 0 speaks for all
+    elif as_json:
+        typer.echo(json.dumps(_document(report, seconds), indent=2))
+    else:
+        _show(report, seconds)
+    if not report.valid:
+        raise typer.Exit(INVALID)
+
+
+def _verify(src: str, tag: str | None, quick: bool, processes: Processes) -> VerifyReport:
+    from zeroelastic.cli.progress import progress_bar
+    from zeroelastic.errors import CheckpointError
+    from zeroelastic.inventory import take_inventory
+    from zeroelastic.source import find_source
+    from zeroelastic.verification import damaged, verify_inventory
+
+    try:
+        inventory = processes.settle(lambda: take_inventory(find_source(src, tag=tag).tag_dir, quick=quick))
+    except CheckpointError as error:  # what cannot even be looked at is a finding, too
+        return damaged(src, str(error), quick=quick)
+    if quick:
+        return verify_inventory(inventory, quick=True)
+    with progress_bar("verify", inventory.nbytes // processes.size) as advance:
+        return verify_inventory(inventory, progress=advance, processes=processes)
+
+
+def _document(report: VerifyReport, seconds: float) -> dict[str, object]:
+    """What --json prints; the keys are documented in docs/cli.md."""
+    return {
+        "valid": report.valid,
+        "checkpoint": report.tag_dir,
+        "mode": report.mode,
+        "format": report.format,
+        "world_size": report.world_size,
+        "content_root": report.content_root,
+        "recorded_root": report.recorded_root,
+        "problems": [problem._asdict() for problem in report.problems],
+        "checked": list(report.checked),
+        "unchecked": list(report.unchecked),
+        "num_files": report.num_files,
+        "num_params": report.num_params,
+        "num_tensors": report.num_tensors,
+        "num_records": report.num_records,
+        "num_bytes": report.num_bytes,
+        "seconds": round(seconds, 3),
+    }
+
+
+def _show(report: VerifyReport, seconds: float) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    from zeroelastic.cli.sizes import format_size
+
+    out = Console()
+
+    def say(*parts: str | tuple[str, str]) -> None:
+        out.print(Text.assemble(*parts), soft_wrap=True)
+
+    facts = [report.format, f"{report.world_size} ranks"] if report.world_size else []
+    say((report.tag_dir, "bold"), "  ", ", ".join(fact for fact in facts if fact))
+    for clause in report.checked:
+        say("  ", ("ok  " if report.valid else "    ", "green"), "  ", clause)
+    for clause in report.unchecked:
+        say("  ", ("note", "yellow"), "  ", clause)
+    if report.content_root is not None:
+        compared = report.recorded_root is not None
+        matches = "the saved one" if report.content_root == report.recorded_root else "not the saved one"
+        say("        content root ", report.content_root[:12], f", {matches}" if compared else "")
+    if report.mode == "full" and report.num_bytes:
+        rate = format_size(report.num_bytes / max(seconds, 1e-9))
+        say(f"        {format_size(report.num_bytes)} read in {seconds:.2f} s, {rate}/s")
+    if report.valid:
+        say(("Valid" if report.mode == "full" else "Nothing is wrong with names and sizes", "green"), ".")
+        return
+    for problem in report.problems[:_MOST_SHOWN]:
+        say("  ", ("FAIL", "bold red"), "  ", problem.sentence)
+    more = len(report.problems) - _MOST_SHOWN
+    if more > 0:
+        say(f"        and {more} more; --json lists them all")
+    say(("Invalid: ", "bold red"), _blame(report.problems))
+
+
+def _blame(problems: tuple[Problem, ...]) -> str:
+    """How many problems, and in which files."""
+    files = sorted({problem.file for problem in problems if problem.file})
+    count = f"{len(problems)} problem" + ("s" if len(problems) > 1 else "")
+    if not files:
+        return f"{count}."
+    return f"{count} in {', '.join(files[:3])}" + (f" and {len(files) - 3} more files." if len(files) > 3 else ".")
