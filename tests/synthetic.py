@@ -9,7 +9,6 @@ the arithmetic of zeroelastic.layout. Padding is NaN or 255, so that whoever rea
 
 from __future__ import annotations
 
-import os
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -22,6 +21,7 @@ from zeroelastic.checkpoint import Checkpoint
 from zeroelastic.digest import ParamContent, ScalarValue, content_root, digest_range, stream_seed
 from zeroelastic.layout import Param, pack_sub_groups
 from zeroelastic.record import RECORD_NAME, RECORD_VERSION, CommitRecord, Versions, param_records, record_text
+from zeroelastic.storage import FilePath, read_range
 from zeroelastic.torchfile import DTYPE_BYTES
 
 Truth = dict[str, dict[str, tuple[str, bytes]]]
@@ -258,9 +258,8 @@ def gather(checkpoint: Checkpoint) -> Truth:
     """Every full tensor of a checkpoint, put together from the extents of every rank's files."""
     found: dict[str, dict[str, tuple[str, list[bytes]]]] = {}
 
-    def read(path: Path, offset: int, nbytes: int) -> bytes:
-        with open(path, "rb") as file:
-            data = os.pread(file.fileno(), nbytes, offset)
+    def read(path: FilePath, offset: int, nbytes: int) -> bytes:
+        data = read_range(path, offset, nbytes)
         assert len(data) == nbytes
         return data
 

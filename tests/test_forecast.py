@@ -24,6 +24,7 @@ from zeroelastic.forecast import (
     LOAD_MEMORY_LIMIT,
     LOAD_STAGING_BYTES,
     MAX_WORLD_SIZE,
+    RESHARD_MEMORY_LIMIT,
     Forecast,
     Head,
     make_forecast,
@@ -32,8 +33,10 @@ from zeroelastic.forecast import (
 )
 from zeroelastic.layout import Layout, Param, layout_from_sub_groups, pack_sub_groups, unpacked_layout
 from zeroelastic.plan import Plan, coalesce, make_plan
+from zeroelastic.reshard import ReshardOptions, plan_reshard, reshard
 from zeroelastic.rows import RowTarget, byte_rows
 from zeroelastic.shard import FP32, ParamGroup, Pieces, Shard
+from zeroelastic.source import find_source
 from zeroelastic.state import SavedState, open_state
 from zeroelastic.storage import local_paths
 from zeroelastic.testing import RankPool
@@ -265,7 +268,7 @@ def build(elastic: bool, universal: bool = False) -> Any:
     torch.manual_seed(0)
     layers = [torch.nn.Linear(256, 256) for _ in range(7)] + [torch.nn.Linear(256, 3)]
     model = torch.nn.Sequential(*layers)
-    model.register_buffer("seen", torch.arange(100.0))
+    model.register_buffer("seen", torch.arange(250_000.0))
     for param in layers[2].parameters():
         param.requires_grad = False
     config = {
@@ -413,13 +416,15 @@ def test_what_universal_loses_is_named(tmp_path: Path) -> None:
 # ---- what is written, memory, sizes ----
 
 
-def test_what_a_reshard_writes_is_close_to_the_files_of_a_save_of_that_size(tmp_path: Path) -> None:
-    for world_size in (4, 3, 6):
-        write_sample(tmp_path / str(world_size), world_size=world_size, steps=[1], hidden=96, sub_group_size=10**9)
-    head = read_head(open_checkpoint(tmp_path / "4/global_step1"))
-    for world_size in (3, 6):
-        written = sum(path.stat().st_size for path in (tmp_path / f"{world_size}/global_step1").iterdir())
-        assert make_forecast(head, world_size).reshard_bytes_written == pytest.approx(written, rel=0.02)
+@pytest.mark.parametrize("world_size", [3, 6])
+def test_what_a_reshard_moves_is_known_and_what_it_writes_is_estimated(tmp_path: Path, world_size: int) -> None:
+    write_sample(tmp_path / "four", world_size=4, steps=[1], hidden=96, sub_group_size=10**9)
+    forecast = make_forecast(read_head(open_checkpoint(tmp_path / "four/global_step1")), world_size)
+    options = ReshardOptions(world_size=world_size)
+    report = reshard(plan_reshard(find_source(tmp_path / "four"), options), tmp_path / "other")
+    assert report.bytes_moved == forecast.bytes_read.sum() == forecast.state_bytes
+    assert forecast.reshard_bytes_written == pytest.approx(report.file_bytes, rel=0.02)
+    assert options.max_memory == RESHARD_MEMORY_LIMIT
 
 
 def test_memory_of_the_tables_is_within_the_estimate_and_the_promise(tmp_path: Path) -> None:
@@ -460,10 +465,11 @@ def test_a_world_size_that_there_is_not_is_refused(world_size: int) -> None:
 
 
 def timed(head: Head, world_size: int) -> tuple[Forecast, float]:
-    began = time.perf_counter()
+    """And the processor time that it took."""
+    began = time.process_time()
     forecast = make_forecast(head, world_size)
     universal_cost(head, world_size)
-    return forecast, time.perf_counter() - began
+    return forecast, time.process_time() - began
 
 
 def test_thousands_of_ranks_take_a_moment() -> None:

@@ -22,7 +22,7 @@ LEVELS = [
     {"record", "picklegraph", "zip_records", "element_stats"},
     {"shard"},
     {"checkpoint"},
-    {"source", "rows", "census"},
+    {"source", "rows", "census", "findings"},
     {"state", "forecast"},
     {"universal_cost"},
     {"executors", "inventory", "inspection", "tags", "weights"},

@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -132,12 +131,13 @@ def test_many_ranks_are_added_up(tmp_path: Path) -> None:
 
 
 def test_an_answer_takes_less_than_a_second_and_no_torch(sample: Path) -> None:
-    """The best of a few: other work on the machine is no property of ours."""
+    """Processor time, of the best of a few: other work on the machine is no property of ours."""
     took = [float("inf")]
     while min(took) >= 1 and len(took) < 6:
-        began = time.perf_counter()
+        before = os.times()
         run(str(sample), "-n", "3", *FAST)
-        took.append(time.perf_counter() - began)
+        after = os.times()
+        took.append(after.children_user + after.children_system - before.children_user - before.children_system)
     assert min(took) < 1, took
     code = "import atexit, sys; atexit.register(lambda: print({n.split('.')[0] for n in sys.modules} & {'torch'}))"
     assert run(str(sample), "-n", "3", "--json", code=code).stdout.endswith("\nset()\n")
@@ -370,7 +370,9 @@ def test_without_any_speed_there_are_no_seconds(sample: Path, capsys: pytest.Cap
     assert load["seconds"] is None and both["seconds"] is None and both["bytes_read"] > 0
     plan._show(source, forecast, universal, speed, "load", found)
     shown = capsys.readouterr().out
-    assert "seconds," not in shown and "read unknown" in shown and "give --bandwidth" in shown
+    assert (
+        "seconds," not in shown and "Seconds" not in shown and "read unknown" in shown and "give --bandwidth" in shown
+    )
 
 
 def test_the_measured_speed_is_the_default(sample: Path) -> None:

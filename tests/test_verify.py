@@ -392,6 +392,36 @@ def test_a_zeroed_block_is_found(tag_dir: Path, seed: int) -> None:
     assert places or "damaged" in only(report).sentence
 
 
+def spoilt(data: bytes, rng: random.Random) -> bytes:
+    """Some bytes of a file wrong, gone, or too many."""
+    at, length = rng.randrange(len(data)), rng.randrange(1, 300)
+    end = min(at + length, len(data))
+    return rng.choice(
+        [
+            lambda: data[:at] + bytes([data[at] ^ 1 << rng.randrange(8)]) + data[at + 1 :],
+            lambda: data[:at] + rng.randbytes(end - at) + data[end:],
+            lambda: data[:at] + bytes(end - at) + data[end:],
+            lambda: data[:at] + data[end:],
+            lambda: data[:at] + rng.randbytes(length) + data[at:],
+            lambda: data[:at] + data[end:] + data[at:end],
+        ]
+    )()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_whatever_happens_to_a_file_is_found_and_no_other_is_blamed(tag_dir: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    for number in range(20):
+        path = rng.choice(sorted(tag_dir.glob("*.pt")))
+        before = path.read_bytes()
+        after = spoilt(before, rng)
+        path.write_bytes(after)
+        report = verify_checkpoint(tag_dir)
+        assert files_of(report) == ({path.name} if after != before else set()), (seed, number, report.problems)
+        path.write_bytes(before)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("which", [optim, model])
 def test_swapped_files_of_two_ranks_are_named(tag_dir: Path, which: Callable[[Path, int], Path]) -> None:

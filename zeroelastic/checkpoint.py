@@ -12,7 +12,6 @@ import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -21,7 +20,7 @@ from zeroelastic.errors import CheckpointError, MissingFileError, UnsupportedErr
 from zeroelastic.layout import Int64Array, Layout, Param, partition_numel, unpacked_layout
 from zeroelastic.record import RECORD_NAME, CommitRecord, read_record
 from zeroelastic.shard import FROZEN, Pieces, Shard, checked_param, checked_params, open_shard
-from zeroelastic.storage import FilePath
+from zeroelastic.storage import FilePath, RemotePath, as_path, file_sizes
 from zeroelastic.torchfile import TensorRef, TorchFile, read_torch_file
 
 _OPTIM_FILE = re.compile(r"^(bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt$")
@@ -39,7 +38,7 @@ class ModelStates:
     from the save; ``frozen_pieces`` where this rank's parts of them are.
     """
 
-    path: Path
+    path: FilePath
     size: int
     rank: int
     world_size: int
@@ -58,12 +57,13 @@ class Checkpoint:
     ``model_files``; where there is a commit record, every file has the size that it states.
     """
 
-    tag_dir: Path
+    tag_dir: FilePath
     world_size: int
-    optim_files: tuple[Path, ...]
-    model_files: tuple[Path, ...]
+    optim_files: tuple[FilePath, ...]
+    model_files: tuple[FilePath, ...]
     record: CommitRecord | None
     stale_files: tuple[str, ...]
+    record_bytes: int = 0
     _shards: dict[int, Shard] = field(default_factory=dict, repr=False)
     _models: dict[int, ModelStates] = field(default_factory=dict, repr=False)
 
@@ -94,12 +94,11 @@ class Checkpoint:
     @property
     def header_bytes(self) -> int:
         """Bytes read so far for headers, scalars and the commit record."""
-        record = (self.tag_dir / RECORD_NAME).stat().st_size if self.record is not None else 0
         shards = sum(shard.header_bytes for shard in self._shards.values())
-        return shards + sum(model.header_bytes for model in self._models.values()) + record
+        return shards + sum(model.header_bytes for model in self._models.values()) + self.record_bytes
 
     @property
-    def opened(self) -> tuple[Path, ...]:
+    def opened(self) -> tuple[FilePath, ...]:
         """The checkpoint files whose headers were read so far."""
         shards = tuple(shard.path for shard in self._shards.values())
         return shards + tuple(model.path for model in self._models.values())
@@ -123,8 +122,10 @@ def source_ranks(numels: Iterable[int], *, saved_world_size: int, world_size: in
     return tuple(np.flatnonzero(np.cumsum(marks)[:-1] > 0).tolist())
 
 
-def open_checkpoint(tag_dir: str | os.PathLike[str], *, near_rank: int = 0) -> Checkpoint:
+def open_checkpoint(tag_dir: str | os.PathLike[str] | RemotePath, *, near_rank: int = 0) -> Checkpoint:
     """Look at a tag directory: which files, how many ranks, which record. Opens at most one model states header.
+
+    ``tag_dir`` is a path or a URL that fsspec reads (zeroelastic.storage); a remote directory is listed once.
 
     ``near_rank`` is the rank whose own model states file is read when no record tells the world size; a rank that the
     save did not have takes rank 0's. Raises MissingFileError (no directory, a rank's file missing), CheckpointError
@@ -135,8 +136,8 @@ def open_checkpoint(tag_dir: str | os.PathLike[str], *, near_rank: int = 0) -> C
         checkpoint = open_checkpoint("ckpt/global_step100")
         checkpoint.shard(0).groups[0].options["lr"]
     """
-    tag_dir = Path(tag_dir)
-    sizes = _file_sizes(tag_dir)
+    tag_dir = as_path(tag_dir)
+    sizes = file_sizes(tag_dir)
     optim, models = _rank_files(tag_dir, sizes)
     record = read_record(tag_dir)
     early: ModelStates | None = None
@@ -181,6 +182,7 @@ def open_checkpoint(tag_dir: str | os.PathLike[str], *, near_rank: int = 0) -> C
         model_files=tuple(tag_dir / models[rank] for rank in range(world_size)),
         record=record,
         stale_files=tuple(stale),
+        record_bytes=sizes.get(RECORD_NAME, 0) if record is not None else 0,
     )
     if early is not None:
         checkpoint._models[early.rank] = early
@@ -217,17 +219,7 @@ def rank_files(tag_dir: FilePath, names: Iterable[str]) -> tuple[dict[int, str],
     return _rank_files(tag_dir, names)
 
 
-def _file_sizes(tag_dir: Path) -> dict[str, int]:
-    try:
-        with os.scandir(tag_dir) as entries:
-            return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
-    except (FileNotFoundError, NotADirectoryError):
-        raise MissingFileError(f"{tag_dir}: no such checkpoint directory.") from None
-    except OSError as error:
-        raise CheckpointError(f"{tag_dir}: cannot be listed: {error.strerror}.") from None
-
-
-def _rank_files(tag_dir: Path, names: Iterable[str]) -> tuple[dict[int, str], dict[int, str]]:
+def _rank_files(tag_dir: FilePath, names: Iterable[str]) -> tuple[dict[int, str], dict[int, str]]:
     optim: dict[int, str] = {}
     models: dict[int, str] = {}
     other_stage = False
@@ -259,7 +251,7 @@ def _rank_files(tag_dir: Path, names: Iterable[str]) -> tuple[dict[int, str], di
     return optim, models
 
 
-def _check_sizes(tag_dir: Path, sizes: Mapping[str, int], record: CommitRecord) -> None:
+def _check_sizes(tag_dir: FilePath, sizes: Mapping[str, int], record: CommitRecord) -> None:
     wrong = [
         f"{name} has {sizes[name]} bytes, not {want}" if name in sizes else f"{name} is missing"
         for name, want in sorted(record.files.items())
@@ -278,7 +270,7 @@ def _some(names: Sequence[str], count: int | None = None) -> str:
     return ", ".join(names[:_SHOWN]) + more
 
 
-def open_model_states(path: Path, rank: int, *, world_size: int | None) -> ModelStates:
+def open_model_states(path: FilePath, rank: int, *, world_size: int | None) -> ModelStates:
     """Parse what a model states file says about the layout; objects of unknown classes in it stay inert.
 
     With ``world_size`` given, a file that says otherwise raises CheckpointError.
@@ -315,6 +307,7 @@ def model_states_of(file: TorchFile, rank: int, *, world_size: int | None) -> Mo
         params = [checked_param(name, shape, path) for name, shape in shapes.items()]
         frozen = unpacked_layout(checked_params(params, path), count)
         offset = np.full(len(params), -1, dtype=np.int64)
+        file.locate(fragment.storage.key for fragment in fragments.values() if isinstance(fragment, TensorRef))
         dtype: dict[int, str] = {}
         for i, param in enumerate(params):
             fragment = fragments.get(param.name)

@@ -28,7 +28,6 @@ from zeroelastic.layout import Int64Array
 from zeroelastic.rows import ByteRows
 from zeroelastic.shard import ParamGroup, ScalerState
 from zeroelastic.state import SavedPart, SavedState
-from zeroelastic.storage import local_paths
 from zeroelastic.torchfile import DTYPE_BYTES, DType, Stub, TensorRef, TorchFile, read_torch_file
 
 BUFFER = "buffer"
@@ -326,7 +325,7 @@ def _table(rows: ByteRows, first: Int64Array, count: Int64Array, offset: Int64Ar
     wanted = np.flatnonzero(end > begin)
     rows, begin, end = rows.take(wanted), begin[wanted], end[wanted]
     return ReadTable(
-        paths=local_paths(rows.paths),
+        paths=rows.paths,
         file=rows.file,
         file_offset=rows.file_offset + (begin - rows.target_offset) * rows.itemsize,
         buffer=np.zeros(len(wanted), dtype=np.int64),

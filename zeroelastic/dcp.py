@@ -27,7 +27,6 @@ from zeroelastic.publish import new_directory
 from zeroelastic.rows import ByteRows, stream_seeds
 from zeroelastic.shard import FP32
 from zeroelastic.state import SavedState
-from zeroelastic.storage import local_paths
 from zeroelastic.torchfile import DTYPE_BYTES
 from zeroelastic.transfer import Advance, compare_digest, recorded_digests
 from zeroelastic.weights import Buffer, ModelTensor, ModelTensors, Place, model_tensors, optimizer_tensors, read_buffer
@@ -181,9 +180,7 @@ class _Reader:
         if self._digests is not None:
             seeds = stream_seeds([(part.layout.params[place.param].name, place.key)])
             digest = DigestRows(seeds, zeros, rows.start, rows.itemsize)
-        table = ReadTable(
-            local_paths(rows.paths), rows.file, rows.file_offset, zeros, (rows.start - first) * size, rows.nbytes
-        )
+        table = ReadTable(rows.paths, rows.file, rows.file_offset, zeros, (rows.start - first) * size, rows.nbytes)
         found = read_segments(table, [buffer], digest=digest, progress=self._advance).digests
         if found is not None:
             self._found[key] = (self._found.get(key, 0) + int(found[0])) % (1 << 64)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +25,7 @@ from zeroelastic.processes import Processes
 from zeroelastic.publish import new_directory, reserve_file, start_flushing
 from zeroelastic.shard import FP32, OptionValue
 from zeroelastic.state import SavedState
+from zeroelastic.storage import FilePath, file_size, file_sizes, read_whole
 from zeroelastic.torchfile import DTYPE_BYTES, DType
 from zeroelastic.transfer import Advance, Delivery, check_cast, deliver
 from zeroelastic.weights import Buffer, ModelTensor, Place, model_tensors, optimizer_tensors, read_buffer
@@ -109,14 +109,14 @@ class ExportPlan:
     state: SavedState
     files: tuple[SafetensorsFile, ...]
     texts: Mapping[str, bytes]
-    copied: tuple[Path, ...]
+    copied: tuple[FilePath, ...]
     tied: Mapping[str, str]
     left_out: tuple[str, ...]
 
     @property
     def nbytes(self) -> int:
         """Bytes of all files."""
-        copied = sum(path.stat().st_size for path in self.copied)
+        copied = sum(file_size(path) or 0 for path in self.copied)
         return sum(file.nbytes for file in self.files) + sum(map(len, self.texts.values())) + copied
 
     @property
@@ -136,7 +136,7 @@ def plan_export(
     max_shard_size: int = 5 * 10**9,
     optimizer: bool = False,
     tied: Tied = "once",
-    model_dir: Path | None = None,
+    model_dir: FilePath | None = None,
 ) -> ExportPlan:
     """Lay out every file of an export.
 
@@ -203,7 +203,7 @@ def _write_small(plan: ExportPlan, directory: Path) -> None:
     for name, text in plan.texts.items():
         (directory / name).write_bytes(text)
     for path in plan.copied:
-        shutil.copyfile(path, directory / path.name)
+        (directory / path.name).write_bytes(read_whole(path, limit=_MOST_COPIED_BYTES))
 
 
 def _share(plan: ExportPlan, processes: Processes) -> set[str]:
@@ -336,14 +336,17 @@ def _text(document: object) -> bytes:
     return (json.dumps(document, indent=2, allow_nan=False) + "\n").encode()
 
 
-def _model_files(model_dir: Path | None) -> tuple[Path, ...]:
+def _model_files(model_dir: FilePath | None) -> tuple[FilePath, ...]:
     if model_dir is None:
         return ()
-    found = [model_dir / name for name in HF_FILES if (model_dir / name).is_file()]
-    for path in found:
-        if path.stat().st_size > _MOST_COPIED_BYTES:
-            raise CheckpointError(f"{path}: has more than {_MOST_COPIED_BYTES} bytes, which such a file never has.")
-    return tuple(found)
+    sizes = file_sizes(model_dir)
+    found = [name for name in HF_FILES if name in sizes]
+    for name in found:
+        if sizes[name] > _MOST_COPIED_BYTES:
+            raise CheckpointError(
+                f"{model_dir / name}: has more than {_MOST_COPIED_BYTES} bytes, which such a file never has."
+            )
+    return tuple(model_dir / name for name in found)
 
 
 def _write_tensors(

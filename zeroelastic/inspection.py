@@ -7,18 +7,16 @@ is one that ``open_checkpoint`` opens and whose first rank's headers it reads; a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from functools import partial
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from zeroelastic.census import SWAP_FOLDER, Census, is_temporary, take_census
 from zeroelastic.checkpoint import ModelStates, model_states_of, open_checkpoint, open_model_states
-from zeroelastic.digest import ScalarValue
 from zeroelastic.errors import CheckpointError, UnsupportedError
+from zeroelastic.findings import BufferView, GroupView, Inspection, ParamKind, ParamView, StateView
 from zeroelastic.layout import Param
 from zeroelastic.record import CommitRecord, read_record
-from zeroelastic.shard import FROZEN, OptionValue, ScalerState, Shard, open_shard
+from zeroelastic.shard import FROZEN, Shard, open_shard
 from zeroelastic.source import Source
 from zeroelastic.state import check_same_save, open_state
 from zeroelastic.storage import FilePath, file_sizes
@@ -26,8 +24,6 @@ from zeroelastic.torchfile import DTYPE_BYTES, TensorRef, read_torch_file
 
 DEFAULT_SUB_GROUP_SIZE = 10**9
 """DeepSpeed's own, for a configuration that does not state it."""
-
-ParamKind = Literal["trained", "frozen", "tied"]
 
 _TRIES = 3
 _SHOWN = 6
@@ -58,119 +54,6 @@ _OF_DEEPSPEED = frozenset(
 )
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class ParamView:
-    """One line of the parameter table. ``nbytes`` are over all its state, None where no header tells; 0 where tied.
-
-    ``dtypes`` are those of its tensors by state key, ``group`` the optimizer's.
-    """
-
-    name: str
-    kind: ParamKind
-    shape: tuple[int, ...]
-    numel: int
-    nbytes: int | None
-    group: int | None
-    dtypes: Mapping[str, str]
-    tied_to: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class BufferView:
-    """A buffer of the module, whole in every rank's model states file."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-
-
-@dataclass(frozen=True, slots=True)
-class GroupView:
-    """An optimizer group: its hyper-parameters, and how many parameters and elements it has."""
-
-    options: Mapping[str, OptionValue]
-    num_params: int
-    numel: int
-
-
-@dataclass(frozen=True, slots=True)
-class StateView:
-    """One state key over all parameters: the dtypes it is kept in, parameters that have it, and bytes."""
-
-    dtypes: tuple[str, ...]
-    num_params: int
-    nbytes: int
-
-
-@dataclass(slots=True)
-class Inspection:
-    """Everything that was found out. None and empty values are what could not be, or is not there.
-
-    ``problems`` make the checkpoint invalid; ``unsupported`` is what zeroelastic does not do with it; ``notes`` are
-    worth knowing.
-    """
-
-    path: str
-    tag: str
-    framework: str = "deepspeed"
-    kind: str = "zero-3"
-    latest: str | None = None
-    format: str | None = None
-    world_size: int | None = None
-    tp_size: int | None = None
-    step: int | None = None
-    skipped_steps: int | None = None
-    samples: int | None = None
-    save_id: str | None = None
-    versions: dict[str, str | None] = field(
-        default_factory=lambda: {"zeroelastic": None, "deepspeed": None, "torch": None}
-    )
-    model_dtype: str | None = None
-    master_dtype: str | None = None
-    train_batch_size: int | None = None
-    sub_group_size: int | None = None
-    num_sub_groups: int | None = None
-    state: dict[str, StateView] = field(default_factory=dict)
-    scalars: dict[str, tuple[ScalarValue, ...]] = field(default_factory=dict)
-    groups: tuple[GroupView, ...] = ()
-    scaler: ScalerState | None = None
-    params: tuple[ParamView, ...] = ()
-    buffers: tuple[BufferView, ...] = ()
-    scheduler: bool | None = None
-    client_state: tuple[str, ...] | None = None
-    record: str = "absent"
-    content_root: str | None = None
-    num_files: int = 0
-    disk_bytes: int = 0
-    num_missing: int = 0
-    missing: tuple[str, ...] = ()
-    stale: tuple[str, ...] = ()
-    odd: tuple[str, ...] = ()
-    leftovers: tuple[str, ...] = ()
-    folders: tuple[str, ...] = ()
-    headers_read: int = 0
-    notes: list[str] = field(default_factory=list)
-    unsupported: list[str] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-
-    def count(self, kind: ParamKind) -> tuple[int, int]:
-        """How many parameters of a kind there are, and their elements."""
-        numels = [param.numel for param in self.params if param.kind == kind]
-        return len(numels), sum(numels)
-
-    @property
-    def state_bytes(self) -> int | None:
-        """Bytes of all tensors, padding excluded; None where the size of one is not known."""
-        sizes = [param.nbytes for param in self.params]
-        return None if not sizes or None in sizes else sum(size for size in sizes if size is not None)
-
-    def matching(self, pattern: str) -> tuple[ParamView, ...]:
-        """The parameters whose names match a glob, or contain a text without ``*``, ``?`` and ``[``."""
-        if any(sign in pattern for sign in "*?["):
-            return tuple(param for param in self.params if fnmatchcase(param.name, pattern))
-        return tuple(param for param in self.params if pattern in param.name)
 
 
 def inspect_source(source: Source, *, all_ranks: bool = False) -> Inspection:

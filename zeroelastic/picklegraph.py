@@ -178,7 +178,7 @@ def read_graph(path: FilePath) -> GraphFile:
     Raises MissingFileError, CheckpointError for a damaged file, UnsafePickleError for a pickle that torch.save does
     not write.
     """
-    data, file = read_pickle(path)  # type: ignore[arg-type]
+    data, file = read_pickle(path)
     try:
         check_opcodes(data)
         root = _GraphUnpickler(data, file).load()

@@ -259,7 +259,7 @@ class _Payload:
         crc32 = np.zeros(len(nbytes), dtype=np.uint32)
         totals = move_segments(
             table,
-            paths,  # type: ignore[arg-type]
+            paths,
             [archive.path for archive in self._archives],
             digest=digest,
             crc32=crc32,

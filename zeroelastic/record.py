@@ -15,12 +15,15 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, field_validator
 
 from zeroelastic.digest import ParamContent, ScalarValue, content_root
-from zeroelastic.errors import CheckpointError
+from zeroelastic.errors import CheckpointError, MissingFileError
 from zeroelastic.layout import Param
+from zeroelastic.storage import FilePath, read_whole
 from zeroelastic.torchfile import DTYPE_BYTES
 
 RECORD_NAME = "zeroelastic.json"
 RECORD_VERSION = 1
+
+_MAX_RECORD_BYTES = 1 << 30  # about 300 bytes a parameter: three million of them
 
 CheckpointFormat = Literal["elastic", "rigid"]
 
@@ -120,19 +123,17 @@ def param_records(contents: Iterable[ParamContent], trainable: frozenset[str]) -
     ]
 
 
-def read_record(tag_dir: Path) -> CommitRecord | None:
+def read_record(tag_dir: FilePath) -> CommitRecord | None:
     """The commit record of a tag directory, or None where there is none.
 
-    Raises CheckpointError when it is there and cannot be believed: not JSON, not the schema, a newer format, or a root
-    that is not the root of its own table.
+    Raises CheckpointError when it is there and cannot be believed: not JSON, not the schema, a newer format, a root
+    that is not the root of its own table, or more than 1 GiB.
     """
     path = tag_dir / RECORD_NAME
     try:
-        text = path.read_bytes()
-    except FileNotFoundError:
+        text = read_whole(path, limit=_MAX_RECORD_BYTES)
+    except MissingFileError:
         return None
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}.") from None
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -120,7 +120,7 @@ def plan_reshard(source: Source, options: ReshardOptions) -> ReshardPlan:
 
     Raises CheckpointError, UnsupportedError, UsageError.
     """
-    state = open_state(open_checkpoint(source.tag_dir))  # type: ignore[arg-type]
+    state = open_state(open_checkpoint(source.tag_dir))
     native = native_source(state, sub_group_size=options.sub_group_size)
     target = native_target(native, options.world_size, options.format)
     extras = plan_extras(source, saved_world_size=state.checkpoint.world_size, world_size=options.world_size)

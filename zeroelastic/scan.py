@@ -20,7 +20,7 @@ from zeroelastic.inventory import Inventory
 from zeroelastic.layout import Int64Array
 from zeroelastic.rows import ByteRows
 from zeroelastic.shard import Shard
-from zeroelastic.storage import FilePath, local_paths, read_range
+from zeroelastic.storage import FilePath, read_range
 from zeroelastic.zip_records import Fault, ZipRecord, read_zip_records
 
 Progress = Callable[[int], None]
@@ -169,7 +169,7 @@ def _scan_file(inventory: Inventory, rank: int, path: FilePath, size: int, progr
 
     try:
         sums = scan_segments(
-            FileRows(local_paths((path,)), zeros, table.offset, table.nbytes),
+            FileRows((path,), zeros, table.offset, table.nbytes),
             digest=digest,
             crc32=crc32,
             progress=told,

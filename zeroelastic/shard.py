@@ -9,7 +9,6 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -77,7 +76,7 @@ class Shard:
     shard's own part (int64); only elastic files that a save wrote have it.
     """
 
-    path: Path
+    path: FilePath
     size: int
     rank: int
     format: CheckpointFormat
@@ -94,7 +93,7 @@ class Shard:
     header_bytes: int
 
 
-def open_shard(path: Path, rank: int, *, world_size: int, rigid_params: Sequence[Sequence[Param]] | None) -> Shard:
+def open_shard(path: FilePath, rank: int, *, world_size: int, rigid_params: Sequence[Sequence[Param]] | None) -> Shard:
     """Parse one optimizer file of a ``world_size``-rank save.
 
     ``rigid_params`` are the parameters by sub-group, which a rigid optimizer file does not name (they come from a
@@ -119,6 +118,7 @@ def open_shard(path: Path, rank: int, *, world_size: int, rigid_params: Sequence
             f"{path}: was saved by {reprlib.repr(count)} ranks, the rest of the checkpoint by {world_size}. Files of "
             "two saves are mixed in this directory."
         )
+    file.locate()
     reader = _ShardReader(file, state, rank, world_size)
     config = root.get("ds_config")
     return reader.elastic(config) if "base_optimizer_state" in state else reader.rigid(rigid_params, config)
@@ -406,7 +406,7 @@ _NUMPY_DTYPES = {
 }
 
 
-def checked_param(name: object, shape: object, path: Path) -> Param:
+def checked_param(name: object, shape: object, path: FilePath) -> Param:
     """A parameter from a file's name and shape. Raises CheckpointError when they are not one."""
     if not isinstance(name, str) or not isinstance(shape, (tuple, list)):
         raise CheckpointError(
@@ -417,14 +417,14 @@ def checked_param(name: object, shape: object, path: Path) -> Param:
     return Param(name, tuple(int(size) for size in shape))
 
 
-def checked_params(params: Sequence[Param], path: Path) -> Sequence[Param]:
+def checked_params(params: Sequence[Param], path: FilePath) -> Sequence[Param]:
     """The same parameters. Raises CheckpointError when they are more than 64-bit offsets can address."""
     if sum(param.numel for param in params) >= _MAX_NUMEL:
         raise CheckpointError(f"{path}: its parameters have more elements than any file holds. The file is damaged.")
     return params
 
 
-def _layout(sub_groups: Sequence[Sequence[Param]], world_size: int, path: Path) -> Layout:
+def _layout(sub_groups: Sequence[Sequence[Param]], world_size: int, path: FilePath) -> Layout:
     checked_params([param for sub_group in sub_groups for param in sub_group], path)
     try:
         return layout_from_sub_groups(sub_groups, world_size)

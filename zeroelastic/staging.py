@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import shutil
 import uuid
@@ -19,6 +20,8 @@ from zeroelastic.errors import UsageError
 from zeroelastic.processes import Processes
 from zeroelastic.publish import rename_new
 from zeroelastic.record import sync_directory, write_atomically
+
+logger = logging.getLogger(__name__)
 
 _LOCK, _MANIFEST = "lock", "manifest.json"
 
@@ -70,9 +73,11 @@ def _take(staging: Path, manifest: Mapping[str, object]) -> tuple[str, int]:
     lock = os.open(staging / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         os.close(lock)
         raise UsageError(f"{staging}: another process is writing this target. Wait for it, or end it.") from None
+    except OSError as error:  # a file system without locks
+        logger.warning("%s cannot be locked (%s): see to it that only one command writes it", staging, error.strerror)
     identity = ""
     with suppress(OSError, ValueError, AttributeError, KeyError):
         saved = json.loads((staging / _MANIFEST).read_text())

@@ -1,7 +1,11 @@
 """Where checkpoint files are: a local path, or a URL that fsspec reads, such as ``s3://bucket/run``; never written to.
 
 Local files are ``pathlib.Path``. A ``RemotePath`` has the part of its interface that is used here, and is read by byte
-range only. fsspec itself is imported when the first URL is looked at.
+range only. fsspec itself is imported when the first URL is looked at. Credentials and endpoints are not asked for
+here: they come from where the file system's own tools take them, for S3 the variables AWS_ACCESS_KEY_ID,
+AWS_SECRET_ACCESS_KEY, AWS_PROFILE, AWS_ENDPOINT_URL and the rest, or an instance's role; for Google Cloud Storage
+GOOGLE_APPLICATION_CREDENTIALS, STORAGE_EMULATOR_HOST; for everything fsspec's configuration (files in
+``~/.config/fsspec``, FSSPEC_S3_... variables). Retries are fsspec's; what has not answered in five minutes has failed.
 """
 
 from __future__ import annotations
@@ -9,22 +13,32 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Iterable
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from zeroelastic.errors import CheckpointError, MissingFileError, UsageError
+from zeroelastic.errors import CheckpointError, MissingFileError, UsageError, ZeroElasticError
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
+_CHAIN = re.compile(r"[a-z0-9+.-]+::", re.IGNORECASE)
+_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
+_PATIENCE_S = 300.0
+_THREADS = 8
+_MAX_REQUEST_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class RemotePath:
-    """A file or directory behind an fsspec file system; ``path`` is what that file system calls it."""
+    """A file or directory behind an fsspec file system; ``path`` is what that file system calls it.
+
+    ``options`` are what the URL says about the file system itself, such as the host.
+    """
 
     protocol: str
     path: str
+    options: tuple[tuple[str, Any], ...] = field(default=(), repr=False)
 
     @property
     def name(self) -> str:
@@ -34,18 +48,25 @@ class RemotePath:
     @property
     def parent(self) -> RemotePath:
         """The directory above."""
-        return RemotePath(self.protocol, self.path.rstrip("/").rpartition("/")[0])
+        return RemotePath(self.protocol, self.path.rstrip("/").rpartition("/")[0], self.options)
 
     def __truediv__(self, name: str) -> RemotePath:
-        return RemotePath(self.protocol, f"{self.path.rstrip('/')}/{name}")
+        return RemotePath(self.protocol, f"{self.path.rstrip('/')}/{name}", self.options)
 
     def __str__(self) -> str:
-        return f"{self.protocol}://{self.path.lstrip('/') if self.protocol != 'file' else self.path}"
+        if _URL.match(self.path):  # some file systems call their files by the whole URL
+            return self.path
+        host = dict(self.options).get("host", "")
+        return (
+            f"{self.protocol}://{host}/{self.path.lstrip('/')}"
+            if host
+            else f"{self.protocol}://{self.path.lstrip('/')}"
+        )
 
     @property
     def system(self) -> Any:
-        """The fsspec file system; one and the same for all paths of a protocol."""
-        return _system(self.protocol)
+        """The fsspec file system; one and the same for all paths of one protocol and host. Raises UsageError."""
+        return _system(self.protocol, self.options)
 
 
 FilePath: TypeAlias = "Path | RemotePath"
@@ -61,41 +82,75 @@ def local_paths(paths: Iterable[FilePath]) -> tuple[Path, ...]:
     return tuple(found)
 
 
-def as_path(text: str | os.PathLike[str]) -> FilePath:
+def as_path(text: str | os.PathLike[str] | RemotePath) -> FilePath:
     """What a user wrote: a URL becomes a RemotePath, everything else a Path.
 
     Raises UsageError for a URL that nothing here reads, saying what to install.
+
+    Example::
+
+        open_checkpoint(as_path("s3://bucket/run/global_step100"))
     """
-    text = os.fspath(text)
-    if _URL.match(text) is None:
+    if isinstance(text, RemotePath):
+        return text
+    if not isinstance(text, str) or _URL.match(text) is None:
+        if isinstance(text, str) and "://" in text and _CHAIN.match(text):
+            raise UsageError(f"{text}: URLs chained with :: are not read. Name the files by their own URL.")
         return Path(text)
-    protocol, _, _ = text.partition("://")
+    protocol, _, rest = text.partition("://")
     protocol = protocol.lower()
-    if protocol == "file":
-        return Path(text[len("file://") :])
-    return RemotePath(protocol, str(_system(protocol)._strip_protocol(text)))
+    text = f"{protocol}://{rest}"
+    if protocol in ("file", "local"):
+        return Path(rest)
+    import fsspec
+
+    try:
+        kind: Any = fsspec.get_filesystem_class(protocol)
+        options = tuple(sorted(kind._get_kwargs_from_urls(text).items()))
+        path = str(kind._strip_protocol(text))
+        return RemotePath(protocol, path.rstrip("/") or path, options)
+    except (ValueError, ImportError) as error:
+        raise _not_read(protocol, error) from None
 
 
-_systems: dict[str, Any] = {}
+def _system(protocol: str, options: Iterable[tuple[str, Any]]) -> Any:
+    import fsspec
+
+    try:
+        return fsspec.filesystem(protocol, **dict(options))  # fsspec keeps the instance, and a forked child's apart
+    except (ValueError, ImportError) as error:
+        raise _not_read(protocol, error) from None
+    except Exception as error:  # each file system has errors of its own
+        raise UsageError(f"{protocol}://: its file system cannot be set up: {_reason(error)}.") from None
 
 
-def _system(protocol: str) -> Any:
-    if protocol not in _systems:
-        import fsspec  # type: ignore[import-untyped]
+def _not_read(protocol: str, error: Exception) -> UsageError:
+    if not isinstance(error, ImportError):
+        return UsageError(f"{protocol}://: no file system of this name is known to fsspec ({error}).")
+    how = f"pip install 'zeroelastic[{_EXTRAS[protocol]}]'" if protocol in _EXTRAS else str(error)
+    return UsageError(f"{protocol}://: what reads this is not installed. Install it: {how}.")
 
-        try:
-            _systems[protocol] = fsspec.filesystem(protocol)
-        except ValueError:
-            raise UsageError(f"{protocol}://: no file system of this name is known to fsspec.") from None
-        except ImportError as error:
-            extra = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}.get(protocol)
-            how = f"pip install 'zeroelastic[{extra}]'" if extra else str(error)
-            raise UsageError(f"{protocol}://: what reads this is not installed. Install it: {how}.") from None
-    return _systems[protocol]
+
+def _ask(system: Any, operation: str, *arguments: Any, **options: Any) -> Any:
+    """Call a file system, and wait no longer than ``_PATIENCE_S`` where it can be stopped."""
+    if not system.async_impl:
+        return getattr(system, operation)(*arguments, **options)
+    from fsspec.asyn import sync
+
+    return sync(system.loop, getattr(system, f"_{operation}"), *arguments, timeout=_PATIENCE_S, **options)
+
+
+def _reason(error: BaseException) -> str:
+    """What went wrong, in one line without a full stop, whatever a file system raised."""
+    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    text = " ".join(text.split()).rstrip(".")
+    if type(error).__name__ == "FSTimeoutError":
+        return f"no answer in {_PATIENCE_S:.0f} s"
+    return text or type(error).__name__
 
 
 def file_sizes(directory: FilePath) -> dict[str, int]:
-    """The files of a directory and their sizes in bytes; links to files count as files.
+    """The files of a directory and their sizes in bytes; links to files count as files. One request where it is remote.
 
     Raises MissingFileError where there is no such directory, CheckpointError where it cannot be listed.
     """
@@ -127,18 +182,29 @@ def _entries(directory: FilePath) -> Iterable[tuple[str, int | None]]:
 
 
 def _remote_entries(directory: RemotePath) -> list[tuple[str, int | None]]:
+    system: Any = directory.system
     try:
-        listed = directory.system.ls(directory.path, detail=True)
-    except FileNotFoundError:
+        system.invalidate_cache(directory.path)  # a listing from before may be out of date
+        listed = _ask(system, "ls", directory.path, detail=True)
+    except (FileNotFoundError, NotADirectoryError):
         raise MissingFileError(f"{directory}: no such checkpoint directory.") from None
     except Exception as error:  # each file system has errors of its own
-        raise CheckpointError(f"{directory}: cannot be listed: {error}.") from None
+        raise CheckpointError(f"{directory}: cannot be listed: {_reason(error)}.") from None
     here = directory.path.rstrip("/")
     found: list[tuple[str, int | None]] = []
     for entry in listed:
         path = str(entry["name"]).rstrip("/")
-        if path != here:
-            found.append((path.rpartition("/")[2], None if entry["type"] == "directory" else int(entry["size"] or 0)))
+        if path == here:
+            if entry["type"] != "directory" and len(listed) == 1 and entry.get("size"):
+                raise MissingFileError(f"{directory}: no such checkpoint directory.")
+            continue
+        name = path.rpartition("/")[2]
+        if entry["type"] == "directory":
+            found.append((name, None))
+        elif entry.get("size") is not None:
+            found.append((name, int(entry["size"])))
+        else:  # a listing without sizes, as web servers give it
+            found.append((name, file_size(directory / name) or 0))
     return found
 
 
@@ -146,13 +212,20 @@ def file_size(path: FilePath) -> int | None:
     """Size of a file in bytes, None where there is none. Raises CheckpointError where it cannot be known."""
     try:
         if isinstance(path, RemotePath):
-            return int(path.system.size(path.path))
-        found = os.stat(path)
+            found = _ask(path.system, "info", path.path)
+            if found["type"] == "directory":
+                return None
+            if found.get("size") is None:
+                raise CheckpointError(f"{path}: its server does not say how large it is, so its ranges cannot be read.")
+            return int(found["size"])
+        at = os.stat(path)
+    except ZeroElasticError:
+        raise
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be looked at: {error.strerror or error}.") from None
-    return found.st_size if stat.S_ISREG(found.st_mode) else None
+    except Exception as error:  # each file system has errors of its own
+        raise CheckpointError(f"{path}: cannot be looked at: {_reason(error)}.") from None
+    return at.st_size if stat.S_ISREG(at.st_mode) else None
 
 
 def read_range(path: FilePath, offset: int, nbytes: int) -> bytes:
@@ -163,23 +236,216 @@ def read_range(path: FilePath, offset: int, nbytes: int) -> bytes:
     if nbytes <= 0:
         return b""
     try:
-        if isinstance(path, RemotePath):
-            return bytes(path.system.cat_file(path.path, start=offset, end=offset + nbytes))
-        with open(path, "rb", buffering=0) as file:
-            data = bytearray()
-            while len(data) < nbytes and (piece := os.pread(file.fileno(), nbytes - len(data), offset + len(data))):
-                data += piece
-            return bytes(data)
+        return _range(path, offset, nbytes)
+    except ZeroElasticError:
+        raise
     except FileNotFoundError:
-        raise MissingFileError(f"{path}: no such file. The checkpoint is incomplete.") from None
+        raise _missing(path) from None
     except Exception as error:  # each file system has errors of its own
-        what = error.strerror if isinstance(error, OSError) and error.strerror else error
-        raise CheckpointError(f"{path}: reading at byte {offset} failed: {what}.") from None
+        raise CheckpointError(f"{path}: reading at byte {offset} failed: {_reason(error)}.") from None
 
 
 def read_whole(path: FilePath, *, limit: int) -> bytes:
-    """A small file. Raises as ``read_range``, and CheckpointError for one of more than ``limit`` bytes."""
-    data = read_range(path, 0, limit + 1)
+    """A small file. Raises MissingFileError, CheckpointError: cannot be read, or has more than ``limit`` bytes."""
+    try:
+        data = _range(path, 0, limit + 1)
+    except ZeroElasticError:
+        raise
+    except FileNotFoundError:
+        raise _missing(path) from None
+    except Exception as error:  # each file system has errors of its own
+        raise CheckpointError(f"{path}: cannot be read: {_reason(error)}.") from None
     if len(data) > limit:
         raise CheckpointError(f"{path}: has more than {limit} bytes, which such a file never has.")
     return data
+
+
+def _missing(path: FilePath) -> MissingFileError:
+    return MissingFileError(f"{path}: no such file. The checkpoint is incomplete.")
+
+
+def _range(path: FilePath, offset: int, nbytes: int) -> bytes:
+    if isinstance(path, RemotePath):
+        return _remote_range(path, offset, nbytes)
+    return _local_range(path, offset, nbytes)
+
+
+def _local_range(path: Path, offset: int, nbytes: int) -> bytes:
+    with open(path, "rb", buffering=0) as file:
+        left = min(nbytes, max(0, os.fstat(file.fileno()).st_size - offset))  # no memory for what is not there
+        pieces: list[bytes] = []
+        while left and (piece := os.pread(file.fileno(), left, offset)):
+            pieces.append(piece)
+            offset += len(piece)
+            left -= len(piece)
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+def _remote_range(path: RemotePath, offset: int, nbytes: int) -> bytes:
+    """Up to ``nbytes`` bytes in one request. Raises what the file system raises."""
+    try:
+        data: bytes = _ask(path.system, "cat_file", path.path, start=offset, end=offset + nbytes)
+    except Exception as error:
+        if _beyond_the_end(error, path, offset + 1) is not None:  # a range that begins there is refused
+            return b""
+        raise
+    return data
+
+
+def _beyond_the_end(error: BaseException, path: RemotePath, end: int) -> int | None:
+    """The size of a file whose server refused a range because the file ends before ``end``; else None."""
+    text = f"{type(error).__name__} {error}".lower()
+    if "range" not in text and "416" not in text:
+        return None
+    try:
+        path.system.invalidate_cache(path.parent.path)
+        size = file_size(path)
+    except ZeroElasticError:
+        return None
+    return size if size is not None and size < end else None
+
+
+def read_ranges(ranges: Sequence[tuple[RemotePath, int, int]]) -> list[bytes]:
+    """The bytes of many (file, offset, nbytes) of remote files, requested at the same time; each has its full length.
+
+    Memory: the answers. How many requests are under way at a time is the file system's to say, 8 where it does not.
+    Raises MissingFileError, CheckpointError with the file and the offset: of several failures, the first in order.
+    """
+    answers: list[bytes | BaseException | None] = [None] * len(ranges)
+    systems: dict[tuple[str, tuple[tuple[str, Any], ...]], list[int]] = {}
+    for i, (path, _, _) in enumerate(ranges):
+        systems.setdefault((path.protocol, path.options), []).append(i)
+    for members in systems.values():
+        system: Any = ranges[members[0]][0].system
+        paths = [ranges[i][0].path for i in members]
+        starts = [ranges[i][1] for i in members]
+        ends = [ranges[i][1] + ranges[i][2] for i in members]
+        try:
+            if system.async_impl:
+                got = _ask(system, "cat_ranges", paths, starts, ends, on_error="return")
+            else:
+                got = _in_threads(system.cat_file, paths, starts, ends)
+        except Exception as error:  # of all of them at once, such as a time limit
+            got = [error] * len(members)
+        for i, answer in zip(members, got, strict=True):
+            answers[i] = answer
+    checked: list[bytes] = []
+    for (path, offset, nbytes), answer in zip(ranges, answers, strict=True):
+        if not isinstance(answer, bytes) or len(answer) != nbytes:
+            raise _failure(path, offset, nbytes, answer)
+        checked.append(answer)
+    return checked
+
+
+def _failure(path: RemotePath, offset: int, nbytes: int, answer: object) -> CheckpointError:
+    if isinstance(answer, FileNotFoundError):
+        return _missing(path)
+    if isinstance(answer, BaseException):
+        size = _beyond_the_end(answer, path, offset + nbytes)
+        if size is not None:
+            return CheckpointError(f"{path}: ends at byte {size}. The file is truncated.")
+        return CheckpointError(f"{path}: reading at byte {offset} failed: {_reason(answer)}.")
+    got = len(answer) if isinstance(answer, bytes) else 0
+    if got < nbytes:
+        return CheckpointError(f"{path}: ends at byte {offset + got}. The file is truncated.")
+    return CheckpointError(
+        f"{path}: reading at byte {offset} failed: {got} bytes came for {nbytes}. Its server does not serve ranges."
+    )
+
+
+def _in_threads(
+    read: Callable[..., bytes], paths: Sequence[str], starts: Sequence[int], ends: Sequence[int]
+) -> list[bytes | BaseException]:
+    """The answers of a file system that has one request at a time, from several threads."""
+    answers: list[bytes | BaseException] = [b""] * len(paths)
+    numbers = iter(range(len(paths)))
+    lock = threading.Lock()
+
+    def work() -> None:
+        while True:
+            with lock:
+                i = next(numbers, None)
+            if i is None:
+                return
+            try:
+                answers[i] = read(paths[i], start=starts[i], end=ends[i])
+            except Exception as error:  # handed to whoever asked
+                answers[i] = error
+
+    # Daemons, so that an interrupted program ends without waiting for its requests.
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(min(_THREADS, len(paths)) - 1)]
+    for thread in threads:
+        thread.start()
+    work()
+    for thread in threads:
+        thread.join()
+    return answers
+
+
+class BlockFile:
+    """A remote file of which headers are read: whole blocks come, the last ones are kept, neighbours in one request.
+
+    Memory: 4 MiB of blocks, and what one ``read`` returns. ``bytes_read`` counts what was requested.
+    """
+
+    BLOCK = 16 << 10
+    _MAX_BLOCKS = 256
+    _ENDS = 64 << 10
+
+    def __init__(self, path: RemotePath) -> None:
+        """Look up the size, and read the first and the last 64 KiB. Raises MissingFileError, CheckpointError."""
+        size = file_size(path)
+        if size is None:
+            raise _missing(path)
+        self.path = path
+        self.size = size
+        self.bytes_read = 0
+        self._blocks: dict[int, bytes] = {}
+        self.prefetch([(0, self._ENDS), (max(0, size - self._ENDS), self._ENDS)])
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        """Up to ``nbytes`` bytes at ``offset``: fewer where the file ends. Raises MissingFileError, CheckpointError."""
+        numbers = self._numbers(offset, nbytes)
+        blocks = self._get(numbers)
+        data = b"".join(blocks[number] for number in numbers)
+        begin = offset - numbers.start * self.BLOCK
+        return data[begin : begin + nbytes]
+
+    def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Read (offset, nbytes) at once, so that ``read`` finds them; at most ``capacity`` of them are kept."""
+        self._get(sorted({number for offset, nbytes in ranges for number in self._numbers(offset, nbytes)}))
+
+    @property
+    def capacity(self) -> int:
+        """Small ranges that are kept for sure after a prefetch."""
+        return self._MAX_BLOCKS // 2
+
+    def _numbers(self, offset: int, nbytes: int) -> range:
+        end = min(offset + nbytes, self.size)
+        return range(offset // self.BLOCK, -(-end // self.BLOCK)) if 0 <= offset < end else range(0)
+
+    def _get(self, numbers: Sequence[int]) -> Mapping[int, bytes]:
+        found = {number: self._blocks[number] for number in numbers if number in self._blocks}
+        runs: list[range] = []
+        for number in numbers:
+            if number in found:
+                continue
+            if runs and runs[-1].stop == number and len(runs[-1]) * self.BLOCK < _MAX_REQUEST_BYTES:
+                runs[-1] = range(runs[-1].start, number + 1)
+            else:
+                runs.append(range(number, number + 1))
+        wanted: list[tuple[RemotePath, int, int]] = []
+        for run in runs:
+            begin = run.start * self.BLOCK
+            wanted.append((self.path, begin, min(run.stop * self.BLOCK, self.size) - begin))
+        for run, data in zip(runs, read_ranges(wanted), strict=True):
+            self.bytes_read += len(data)
+            for i, number in enumerate(run):
+                found[number] = data[i * self.BLOCK : (i + 1) * self.BLOCK]
+        # A long read leaves what is kept alone but for its end, where the next one may begin.
+        for number in numbers if len(numbers) <= self._MAX_BLOCKS else numbers[-1:]:
+            self._blocks.pop(number, None)
+            self._blocks[number] = found[number]  # the newest are last
+        for number in list(self._blocks)[: -self._MAX_BLOCKS]:
+            del self._blocks[number]
+        return found

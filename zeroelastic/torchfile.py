@@ -10,6 +10,7 @@ Byte layout: PyTorch writes every storage as one uncompressed zip record ``<arch
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import pickle
@@ -18,7 +19,7 @@ import reprlib
 import struct
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -27,6 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from zeroelastic.errors import CheckpointError, MissingFileError, UnsafePickleError
+from zeroelastic.storage import BlockFile, FilePath, RemotePath, as_path
 
 DTYPE_BYTES = {
     "float64": 8,
@@ -62,6 +64,7 @@ STORAGE_DTYPES = {
 _NUMPY_CODE = re.compile(r"[<=|]?[biuf][1248]")
 _LOCAL_HEADER = struct.Struct("<4sHHHHHIIIHH")
 _MAX_PICKLE_BYTES = 1 << 31
+_LOCATED_BYTES = 512  # a local header with its padding, and a scalar that follows it
 
 T = TypeVar("T")
 
@@ -80,7 +83,7 @@ def _sealed(cls: type[T]) -> type[T]:
 class Extent:
     """A byte range of a file that holds elements of one dtype."""
 
-    path: Path
+    path: FilePath
     offset: int
     nbytes: int
     dtype: str
@@ -382,7 +385,7 @@ def check_opcodes(data: bytes) -> None:
 class _HeaderUnpickler(pickle.Unpickler):
     """The allow-listed unpickler: every global resolves to one of our own objects, or is refused or inert."""
 
-    def __init__(self, data: bytes, path: Path, foreign: ForeignGlobals) -> None:
+    def __init__(self, data: bytes, path: FilePath, foreign: ForeignGlobals) -> None:
         super().__init__(io.BytesIO(data), encoding="utf-8")
         self._path = path
         self._foreign = foreign
@@ -420,12 +423,14 @@ class TorchFile:
     unpickled tree with ``TensorRef`` in place of tensors. ``header_bytes`` is what was read so far to get here.
     """
 
-    path: Path
+    path: FilePath
     size: int
     root: object
     header_bytes: int
     _records: dict[str, zipfile.ZipInfo] = field(repr=False)
     _offsets: dict[str, int] = field(default_factory=dict, repr=False)
+    _blocks: BlockFile | None = field(default=None, repr=False)
+    _headers: dict[str, bytes] = field(default_factory=dict, repr=False)
 
     def extent(self, ref: TensorRef) -> Extent:
         """The byte range of a contiguous tensor. Raises CheckpointError for one that is not, or a bad record."""
@@ -440,12 +445,33 @@ class TorchFile:
     def read(self, ref: TensorRef) -> npt.NDArray[np.uint8]:
         """The raw bytes of a small tensor, such as a 0-dim step: shape ``(nbytes,)``."""
         extent = self.extent(ref)
-        with open(self.path, "rb", buffering=0) as file:
-            data = os.pread(file.fileno(), extent.nbytes, extent.offset)
+        data = self._read(extent.offset, extent.nbytes)
         if len(data) != extent.nbytes:
             raise CheckpointError(f"{self.path}: ends at byte {extent.offset + len(data)}. The file is truncated.")
-        self.header_bytes += len(data)
         return np.frombuffer(data, dtype=np.uint8)
+
+    def locate(self, keys: Iterable[str] | None = None) -> None:
+        """Fetch where storages lie, by key or all of them: few round trips to a remote file; a local one needs none."""
+        if self._blocks is None:
+            return
+        wanted = self._records.keys() if keys is None else {key for key in keys if key in self._records}
+        order = sorted(wanted - self._headers.keys(), key=lambda key: self._records[key].header_offset)
+        for at in range(0, len(order), self._blocks.capacity):
+            offsets = {key: self._records[key].header_offset for key in order[at : at + self._blocks.capacity]}
+            self._blocks.prefetch((offset, _LOCATED_BYTES) for offset in offsets.values())
+            self._headers |= {key: self._blocks.read(offset, _LOCAL_HEADER.size) for key, offset in offsets.items()}
+        self.header_bytes = self._blocks.bytes_read
+
+    def _read(self, offset: int, nbytes: int) -> bytes:
+        if self._blocks is not None:
+            data = self._blocks.read(offset, nbytes)
+            self.header_bytes = self._blocks.bytes_read
+            return data
+        assert isinstance(self.path, Path)
+        with open(self.path, "rb", buffering=0) as file:
+            data = os.pread(file.fileno(), nbytes, offset)
+        self.header_bytes += len(data)
+        return data
 
     def storage_extent(self, storage: StorageRef) -> Extent:
         """The byte range of a whole storage. Raises CheckpointError for a bad record."""
@@ -464,15 +490,17 @@ class TorchFile:
                 f"{self.path}: record data/{storage.key} has {info.file_size} bytes; "
                 f"{storage.numel} elements of {storage.dtype} need {want}. The file is damaged."
             )
-        with open(self.path, "rb", buffering=0) as file:
-            offset = _payload_offset(file.fileno(), info, self.path, self.size)
-        self.header_bytes += _LOCAL_HEADER.size
+        data = self._headers.get(storage.key)
+        if data is None:
+            inside = 0 <= info.header_offset < self.size
+            data = self._read(info.header_offset, _LOCAL_HEADER.size) if inside else b""
+        offset = _payload_offset(data, info, self.path, self.size)
         self._offsets[storage.key] = offset
         return offset
 
 
-def _payload_offset(fd: int, info: zipfile.ZipInfo, path: Path, size: int) -> int:
-    data = os.pread(fd, _LOCAL_HEADER.size, info.header_offset) if 0 <= info.header_offset < size else b""
+def _payload_offset(data: bytes, info: zipfile.ZipInfo, path: FilePath, size: int) -> int:
+    """Where a record's payload begins, from the first bytes of its local header."""
     if len(data) != _LOCAL_HEADER.size or data[:4] != b"PK\x03\x04":
         raise CheckpointError(f"{path}: no zip record at byte {info.header_offset}. The file is damaged.")
     fields = _LOCAL_HEADER.unpack(data)
@@ -487,6 +515,7 @@ class _CountingFile(io.RawIOBase):
 
     def __init__(self, path: Path) -> None:
         self._file = open(path, "rb", buffering=0)  # noqa: SIM115  closed in close()
+        self.size = os.fstat(self._file.fileno()).st_size
         self.count = 0
 
     def readable(self) -> bool:
@@ -511,8 +540,46 @@ class _CountingFile(io.RawIOBase):
         super().close()
 
 
-def read_torch_file(path: str | os.PathLike[str], *, foreign: ForeignGlobals = "refuse") -> TorchFile:
-    """Parse the header of a torch.save file; payload is not read.
+class _BlockStream(io.RawIOBase):
+    """A remote file as a stream, for zipfile."""
+
+    def __init__(self, blocks: BlockFile) -> None:
+        self._blocks = blocks
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        base = (0, self._at, self._blocks.size)[whence]
+        if base + offset < 0:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        self._at = base + offset
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def read(self, size: int = -1) -> bytes:
+        data = self._blocks.read(self._at, self._blocks.size if size is None or size < 0 else size)
+        self._at += len(data)
+        return data
+
+    @property
+    def size(self) -> int:
+        return self._blocks.size
+
+    @property
+    def count(self) -> int:
+        """Bytes requested so far."""
+        return self._blocks.bytes_read
+
+
+def read_torch_file(path: str | os.PathLike[str] | RemotePath, *, foreign: ForeignGlobals = "refuse") -> TorchFile:
+    """Parse the header of a torch.save file; payload is not read, except what shares a 16 KiB block of a remote file.
 
     ``foreign`` says what becomes of globals outside the allow-list: "refuse" raises UnsafePickleError naming it,
     "inert" puts a ``Stub`` in its place (for files whose interesting part lies beside user objects).
@@ -526,35 +593,29 @@ def read_torch_file(path: str | os.PathLike[str], *, foreign: ForeignGlobals = "
         file.extent(file.root["optimizer_state_dict"]["fp32_flat_groups"][0])
     """
     data, file = read_pickle(path)
-    path = file.path
     try:
         check_opcodes(data)
-        file.root = _HeaderUnpickler(data, path, foreign).load()
+        file.root = _HeaderUnpickler(data, file.path, foreign).load()
     except CheckpointError as error:
-        if str(path) in str(error):
+        if str(file.path) in str(error):
             raise
-        raise type(error)(f"{path}: {error}") from None
+        raise type(error)(f"{file.path}: {error}") from None
     except RecursionError:
-        raise CheckpointError(f"{path}: the pickle nests too deeply. The file is damaged.") from None
+        raise CheckpointError(f"{file.path}: the pickle nests too deeply. The file is damaged.") from None
     except Exception as error:  # a damaged pickle may fail in any way; nothing of it has run
-        raise CheckpointError(f"{path}: the pickle cannot be read ({error}). The file is damaged.") from None
+        raise CheckpointError(f"{file.path}: the pickle cannot be read ({error}). The file is damaged.") from None
     return file
 
 
-def read_pickle(path: str | os.PathLike[str]) -> tuple[bytes, TorchFile]:
+def read_pickle(path: str | os.PathLike[str] | RemotePath) -> tuple[bytes, TorchFile]:
     """The pickle of a torch.save file, not unpickled, and the file it belongs to, whose ``root`` is None.
 
     Raises as ``read_torch_file``.
     """
-    path = Path(path)
-    try:
-        raw = _CountingFile(path)
-    except FileNotFoundError:
-        raise MissingFileError(f"{path}: no such file. The checkpoint is incomplete.") from None
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}.") from None
-    with raw:
-        size = os.fstat(raw._file.fileno()).st_size
+    path = as_path(path)
+    blocks = BlockFile(path) if isinstance(path, RemotePath) else None
+    with _BlockStream(blocks) if blocks is not None else _open_local(path) as raw:
+        size = raw.size
         start = raw.read(4)
         if start[:4] != b"PK\x03\x04":
             raise CheckpointError(_not_zip(path, start, size))
@@ -567,10 +628,20 @@ def read_pickle(path: str | os.PathLike[str]) -> tuple[bytes, TorchFile]:
         except Exception as error:  # zipfile raises eight kinds of error for damaged archives, RuntimeError among them
             raise CheckpointError(f"{path}: {error}. The file is truncated or damaged.") from None
         header_bytes = raw.count
-    return data, TorchFile(path, size, None, header_bytes, records)
+    return data, TorchFile(path, size, None, header_bytes, records, _blocks=blocks)
 
 
-def _records(archive: zipfile.ZipFile, path: Path, size: int) -> tuple[dict[str, zipfile.ZipInfo], zipfile.ZipInfo]:
+def _open_local(path: FilePath) -> _CountingFile:
+    assert isinstance(path, Path)
+    try:
+        return _CountingFile(path)
+    except FileNotFoundError:
+        raise MissingFileError(f"{path}: no such file. The checkpoint is incomplete.") from None
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}.") from None
+
+
+def _records(archive: zipfile.ZipFile, path: FilePath, size: int) -> tuple[dict[str, zipfile.ZipInfo], zipfile.ZipInfo]:
     records: dict[str, zipfile.ZipInfo] = {}
     pickled: zipfile.ZipInfo | None = None
     seen: set[str] = set()
@@ -593,7 +664,7 @@ def _records(archive: zipfile.ZipFile, path: Path, size: int) -> tuple[dict[str,
     return records, pickled
 
 
-def _check_stored(info: zipfile.ZipInfo, path: Path, limit: int) -> None:
+def _check_stored(info: zipfile.ZipInfo, path: FilePath, limit: int) -> None:
     """Refuse a record that would take more memory than its bytes in the file, or more than ``limit``."""
     if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size or info.file_size > limit:
         raise CheckpointError(
@@ -601,7 +672,7 @@ def _check_stored(info: zipfile.ZipInfo, path: Path, limit: int) -> None:
         )
 
 
-def _not_zip(path: Path, start: bytes, size: int) -> str:
+def _not_zip(path: FilePath, start: bytes, size: int) -> str:
     if size == 0:
         return f"{path}: is empty. The save did not finish."
     if start[:2] in (b"\x80\x02", b"\x80\x03", b"\x80\x04"):

@@ -30,7 +30,6 @@ from zeroelastic.layout import Int64Array
 from zeroelastic.record import CommitRecord
 from zeroelastic.rows import ByteRows, stream_seeds
 from zeroelastic.state import SavedPart
-from zeroelastic.storage import local_paths
 from zeroelastic.torchfile import DTYPE_BYTES
 
 Advance = Callable[[int], None]
@@ -176,7 +175,7 @@ class _Move:
         dst, dst_offset = self._destinations(rows)
         found = move_segments(
             SegmentTable(rows.file, rows.file_offset, dst, dst_offset, rows.nbytes),
-            local_paths(rows.paths),
+            rows.paths,
             self.paths,
             digest=_digest_rows(rows, seeds),
             crc32=crc32,
@@ -212,7 +211,7 @@ class _Move:
             buffer = np.empty(int(rows.numel.sum()) * itemsize, dtype=np.uint8)
             begin = np.cumsum(rows.numel) - rows.numel
             here = np.zeros(rows.num_rows, dtype=np.int64)
-            read = ReadTable(local_paths(rows.paths), rows.file, rows.file_offset, here, begin * itemsize, rows.nbytes)
+            read = ReadTable(rows.paths, rows.file, rows.file_offset, here, begin * itemsize, rows.nbytes)
             digest = _digest_rows(rows, seeds)
             found = read_segments(read, [buffer], digest=digest, cast=first, progress=self.advance).digests
             table = SegmentTable(here, begin * 4, *self._destinations(rows), rows.numel * 4)

@@ -31,7 +31,6 @@ from zeroelastic.publish import new_directory, reserve_file
 from zeroelastic.rows import stream_seeds
 from zeroelastic.shard import FP32
 from zeroelastic.state import SavedState
-from zeroelastic.storage import local_paths
 from zeroelastic.transfer import Advance, Delivery, compare_digest, deliver, recorded_digests
 
 ZERO_FOLDER = "zero"
@@ -243,7 +242,7 @@ def _write_graph(root: object, path: Path) -> None:
             crc32 = np.zeros(1, dtype=np.uint32)
             columns = (0, storage.extent.offset, 0, offset, storage.nbytes)
             table = SegmentTable(*(np.array([value], dtype=np.int64) for value in columns))
-            move_segments(table, local_paths([storage.extent.path]), [path], crc32=crc32)
+            move_segments(table, [storage.extent.path], [path], crc32=crc32)
             checksums[storage] = int(join_crc32(crc32, table.nbytes))
     archive.finish(checksums)
 
@@ -257,7 +256,7 @@ def _copy_models(state: SavedState, tag_dir: Path, advance: Advance | None) -> i
     if record is None or len(state.parts) < 2:
         for model, path in zip(state.models, paths, strict=True):
             table = _gaps({}, model.size)[0]
-            move_segments(table, local_paths([model.path]), [path], progress=advance)
+            move_segments(table, (model.path,), [path], progress=advance)
         return 0
     frozen, totals = state.parts[1], np.zeros(0, dtype=np.uint64)
     for model, path in zip(state.models, paths, strict=True):
@@ -278,7 +277,7 @@ def _copy_models(state: SavedState, tag_dir: Path, advance: Advance | None) -> i
         seeds = stream_seeds([*((saved.param.name, saved.key) for saved in tensors), ("", "")])
         found = move_segments(
             table,
-            local_paths([model.path]),
+            (model.path,),
             [path],
             digest=DigestRows(seeds, stream, start, itemsize),
             progress=advance,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from zeroelastic.cli.export import local_directory, memory_option
+from zeroelastic.cli.export import local_sources, memory_option
 from zeroelastic.cli.show import harmless, print_document
 from zeroelastic.cli.sizes import format_size
 
@@ -94,9 +94,8 @@ def _convert_to(
     from zeroelastic.state import open_state
 
     source = find_source(src, tag=tag)
-    tag_dir = local_directory(source) / source.tag
-    check_free(dst.absolute(), sources=(tag_dir,))
-    state = open_state(open_checkpoint(tag_dir))
+    check_free(dst.absolute(), sources=local_sources(source))
+    state = open_state(open_checkpoint(source.tag_dir))
     compared: int | None = None
     plan: UniversalPlan | DcpPlan
     if to == "universal":

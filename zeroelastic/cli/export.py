@@ -62,11 +62,10 @@ def export(
 
     def look() -> tuple[Source, ExportPlan]:
         source = find_source(src, tag=tag)
-        root = local_directory(source)
-        check_free(dst.absolute(), sources=(root / source.tag,))
-        state = open_state(open_checkpoint(root / source.tag))
+        check_free(dst.absolute(), sources=local_sources(source))
+        state = open_state(open_checkpoint(source.tag_dir))
         return source, plan_export(
-            state, dtype=dtype, max_shard_size=shard_nbytes, optimizer=optimizer, tied=tied, model_dir=root
+            state, dtype=dtype, max_shard_size=shard_nbytes, optimizer=optimizer, tied=tied, model_dir=source.root
         )
 
     with launched_processes() as processes:
@@ -87,6 +86,8 @@ def export(
 
 def to_document(plan: ExportPlan, source: Source, dst: Path, compared: int | None, seconds: float) -> dict[str, object]:
     """What --json prints; the keys are documented in docs/cli.md."""
+    from zeroelastic.storage import file_size
+
     return {
         "source": str(source.tag_dir),
         "tag": source.tag,
@@ -102,7 +103,7 @@ def to_document(plan: ExportPlan, source: Source, dst: Path, compared: int | Non
         "tied": dict(plan.tied),
         "files": [{"name": f.name, "bytes": f.nbytes, "tensors": len(f.entries)} for f in plan.files]
         + [{"name": name, "bytes": len(text), "tensors": 0} for name, text in plan.texts.items()]
-        + [{"name": path.name, "bytes": path.stat().st_size, "tensors": 0} for path in plan.copied],
+        + [{"name": path.name, "bytes": file_size(path), "tensors": 0} for path in plan.copied],
         "digests_compared": compared,
         "left_out": list(plan.left_out),
         "seconds": round(seconds, 3),
@@ -127,13 +128,9 @@ def memory_option(text: str) -> int:
     return size_option(text, "--max-memory", MINIMUM_MEMORY)
 
 
-def local_directory(source: Source) -> Path:
-    """The directory of the tag. Raises UsageError for one that is not on this machine."""
-    from zeroelastic.errors import UsageError
-
-    if not isinstance(source.root, Path):
-        raise UsageError(f"{source.root}: is not on this machine. Copy the tag {source.tag} here first.")
-    return source.root
+def local_sources(source: Source) -> tuple[Path, ...]:
+    """The directory of the tag where it is on this machine, in which nothing may be written."""
+    return (source.tag_dir,) if isinstance(source.tag_dir, Path) else ()
 
 
 def _show(plan: ExportPlan, document: dict[str, object]) -> None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from zeroelastic.digest import ScalarValue
-    from zeroelastic.inspection import BufferView, Inspection, ParamView
+    from zeroelastic.findings import BufferView, Inspection, ParamView
     from zeroelastic.shard import ScalerState
     from zeroelastic.storage import FilePath
 
@@ -64,7 +64,8 @@ def inspect(
 def _look(text: str, tag: str | None, all_ranks: bool) -> Inspection:
     from zeroelastic.census import is_universal, take_census
     from zeroelastic.errors import CheckpointError, UsageError
-    from zeroelastic.inspection import Inspection, inspect_source, refuse_other_kinds
+    from zeroelastic.findings import Inspection
+    from zeroelastic.inspection import inspect_source, refuse_other_kinds
     from zeroelastic.source import Source, find_source
     from zeroelastic.storage import RemotePath, as_path
 

@@ -13,6 +13,7 @@ from typing import ParamSpec, TypeVar
 
 import typer
 
+from zeroelastic.cli.show import harmless
 from zeroelastic.errors import CheckpointError, UsageError, ZeroElasticError
 
 FAILED = 1
@@ -64,7 +65,7 @@ def outcome() -> Iterator[None]:
 
 def _end(error: object, code: int) -> None:
     typer.secho("error: ", fg="red", bold=True, nl=False, err=True)
-    typer.echo(str(error), err=True)
+    typer.echo(harmless(str(error)), err=True)  # it may quote names from a file
     raise typer.Exit(code)
 
 

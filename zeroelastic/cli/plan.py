@@ -69,7 +69,7 @@ def plan(
     from zeroelastic.universal_cost import universal_cost
 
     found = find_source(source, tag=tag)
-    checkpoint = open_checkpoint(found.tag_dir)  # type: ignore[arg-type]
+    checkpoint = open_checkpoint(found.tag_dir)
     head = read_head(checkpoint)
     forecast = make_forecast(head, world_size)
     universal = universal_cost(head, world_size)
@@ -358,5 +358,6 @@ def _bandwidth_lines(speed: Bandwidth) -> list[str]:
     }
     lines = [f"  Bandwidth ({how[speed.origin]}): read {read}, write {write}."]
     lines += [f"  Note: {note}." for note in speed.notes]
-    lines.append("  Seconds are what the bytes alone take: no opening of files, no collectives, no start of a job.")
+    if speed.read is not None:
+        lines.append("  Seconds are what the bytes alone take: no opening of files, no collectives, no start of a job.")
     return lines

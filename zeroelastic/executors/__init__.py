@@ -3,6 +3,7 @@
 ``numpy`` is the reference and needs nothing. ``native`` is the C++ engine for files and host memory, ``cuda`` the one
 for the memory of a GPU; ``torch`` copies between any devices without a build of ours. Not each has every operation:
 ``OPERATIONS`` says which. "auto" takes the fastest that is there for the memory it is given, and says so in the log.
+Sources may be behind an object store (``storage.RemotePath``): their rows are fetched by range, 64 MiB at a time.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from zeroelastic.executors.table import (
     SegmentTable,
     UInt32Array,
 )
+from zeroelastic.storage import FilePath, RemotePath
 
 if TYPE_CHECKING:
     import torch
@@ -120,7 +122,7 @@ class _HostEngine(Protocol):
     def move_segments(
         self,
         table: SegmentTable,
-        src_paths: Sequence[Path],
+        src_paths: Sequence[FilePath],
         dst_paths: Sequence[Path],
         *,
         digest: DigestRows | None = None,
@@ -143,6 +145,15 @@ class _HostEngine(Protocol):
 
 
 _HOST: dict[str, _HostEngine] = {"numpy": numpy_executor, "native": native_executor}
+
+
+def _host(name: str, sources: Sequence[FilePath]) -> _HostEngine:
+    """A host engine, which fetches the sources that are behind an object store."""
+    if not any(isinstance(path, RemotePath) for path in sources):
+        return _HOST[name]
+    from zeroelastic.executors.remote_executor import RemoteEngine
+
+    return RemoteEngine(_HOST[name])
 
 
 def read_segments(
@@ -168,6 +179,8 @@ def read_segments(
     raises meanwhile (KeyboardInterrupt), ends the call soon, and comes out of it.
     """
     name = _choose(executor, "read", buffers)
+    if name == "cuda" and any(isinstance(path, RemotePath) for path in table.paths):
+        name = "torch"  # by way of host memory
     if name == "cuda":
         ranges, on = _device_buffers(buffers), _stream(buffers, stream)
         return cuda_executor.read_segments(
@@ -176,9 +189,10 @@ def read_segments(
     if name == "torch":
         from zeroelastic.executors import torch_executor
 
-        host = functools.partial(_HOST[_fastest()].read_segments, threads=threads)
+        host = functools.partial(_host(_fastest(), table.paths).read_segments, threads=threads)
         return torch_executor.read_segments(table, _tensors(buffers), digest, cast=cast, host=host, progress=progress)
-    return _HOST[name].read_segments(table, _arrays(buffers), digest, cast=cast, threads=threads, progress=progress)
+    engine = _host(name, table.paths)
+    return engine.read_segments(table, _arrays(buffers), digest, cast=cast, threads=threads, progress=progress)
 
 
 def copy_segments(
@@ -236,7 +250,7 @@ def write_segments(
 
 def move_segments(
     table: SegmentTable,
-    src_paths: Sequence[Path],
+    src_paths: Sequence[FilePath],
     dst_paths: Sequence[Path],
     *,
     digest: DigestRows | None = None,
@@ -253,7 +267,7 @@ def move_segments(
     cannot be read, OSError for a destination, both naming the file; ConfigError as ``read_segments``. ``progress`` as
     there.
     """
-    engine = _HOST[choose_executor(executor, "move")]
+    engine = _host(choose_executor(executor, "move"), src_paths)
     return engine.move_segments(
         table,
         src_paths,
@@ -281,7 +295,7 @@ def scan_segments(
     Returns the digests, when asked. ``crc32``, shape ``(num_rows,)``, is filled with the checksum of each row, as
     ``zlib.crc32``. Errors and ``progress`` as of ``read_segments``.
     """
-    engine = _HOST[choose_executor(executor, "scan")]
+    engine = _host(choose_executor(executor, "scan"), table.paths)
     return engine.scan_segments(table, digest=digest, crc32=crc32, threads=threads, progress=progress)
 
 

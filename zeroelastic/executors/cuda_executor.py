@@ -72,7 +72,7 @@ def read_segments(
     error = Error()
     code = _library().ze_cuda_read_segments(
         ctypes.byref(call.table),
-        ctypes.byref(call.files(table.paths)),
+        ctypes.byref(call.files(table.local_paths)),
         ctypes.byref(call.device_buffers(buffers)),
         call.digest,
         ctypes.byref(call.options),
@@ -83,7 +83,7 @@ def read_segments(
     )
     call.end()
     if code:
-        raise _exception(error, table.paths)
+        raise _exception(error, table.local_paths)
     return ReadResult(bytes_read.value, table.files, call.totals)
 
 

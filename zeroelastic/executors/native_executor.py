@@ -31,6 +31,7 @@ from zeroelastic.executors.table import (
     check_crc32,
 )
 from zeroelastic.layout import Int64Array
+from zeroelastic.storage import FilePath, local_paths
 
 InstructionSet = Literal["plain", "avx2", "avx512"]
 
@@ -115,8 +116,8 @@ def read_segments(
     assert all(buffer.flags.writeable for buffer in buffers), "a destination is read-only"
     call = _call(table.segments, digest, cast, threads, progress=progress)
     bytes_read = ctypes.c_int64()
-    src, dst = call.files(table.paths), call.buffers(buffers)
-    _run("read", call, src, dst, ctypes.byref(bytes_read), src_paths=table.paths)
+    src, dst = call.files(table.local_paths), call.buffers(buffers)
+    _run("read", call, src, dst, ctypes.byref(bytes_read), src_paths=table.local_paths)
     return ReadResult(bytes_read.value, table.files, call.totals)
 
 
@@ -169,7 +170,7 @@ def join_crc32(crc32: UInt32Array, nbytes: Int64Array) -> int:
 
 def move_segments(
     table: SegmentTable,
-    src_paths: Sequence[Path],
+    src_paths: Sequence[FilePath],
     dst_paths: Sequence[Path],
     *,
     digest: DigestRows | None = None,
@@ -186,8 +187,9 @@ def move_segments(
     """
     check_crc32(crc32, len(table.nbytes))
     call = _call(table, digest, cast, threads, sync=sync, progress=progress)
-    src, dst = call.files(src_paths), call.files(dst_paths)
-    _run("move", call, src, dst, _address(crc32), src_paths=src_paths, dst_paths=dst_paths)
+    sources = local_paths(src_paths)
+    src, dst = call.files(sources), call.files(dst_paths)
+    _run("move", call, src, dst, _address(crc32), src_paths=sources, dst_paths=dst_paths)
     return call.totals
 
 
@@ -206,7 +208,7 @@ def scan_segments(
     """
     check_crc32(crc32, len(table.nbytes))
     call = _call(table, digest, "none", threads, progress=progress)
-    _run("scan", call, call.files(table.paths), None, _address(crc32), src_paths=table.paths)
+    _run("scan", call, call.files(table.local_paths), None, _address(crc32), src_paths=table.local_paths)
     return call.totals
 
 

@@ -29,6 +29,7 @@ from zeroelastic.executors.table import (
     check_crc32,
 )
 from zeroelastic.plan import coalesce
+from zeroelastic.storage import FilePath, local_paths
 
 _MAX_VECTORS = 1024  # IOV_MAX on Linux
 _MAX_CALL_BYTES = 256 << 20
@@ -56,8 +57,9 @@ def read_segments(
     )
     total = 0
     told = Progress(progress)
+    paths = table.local_paths
     for number in np.unique(file):
-        path = table.paths[int(number)]
+        path = paths[int(number)]
         rows = np.flatnonzero(file == number)
         views = [
             memoryview(buffers[b])[o : o + n]
@@ -137,7 +139,7 @@ def write_segments(
 
 def move_segments(
     table: SegmentTable,
-    src_paths: Sequence[Path],
+    src_paths: Sequence[FilePath],
     dst_paths: Sequence[Path],
     *,
     digest: DigestRows | None = None,
@@ -159,9 +161,10 @@ def move_segments(
     staging = np.empty(_STAGING_BYTES, dtype=np.uint8)
     rows = _rows(table)
     order = np.lexsort((table.src_offset, table.src))
+    sources = local_paths(src_paths)
     with _Destinations(dst_paths, sync) as files:
         for number in np.unique(table.src).tolist():
-            path = src_paths[number]
+            path = sources[number]
             with _source(path) as fd:
                 for i in order[table.src[order] == number].tolist():
                     row = rows[i]
@@ -202,8 +205,9 @@ def scan_segments(
     staging = np.empty(_STAGING_BYTES, dtype=np.uint8)
     offsets, sizes = table.file_offset.tolist(), table.nbytes.tolist()
     order = np.lexsort((table.file_offset, table.file))
+    paths = table.local_paths
     for number in np.unique(table.file).tolist():
-        path = table.paths[number]
+        path = paths[number]
         with _source(path) as fd:
             for i in order[table.file[order] == number].tolist():
                 checksum = 0
@@ -323,8 +327,9 @@ def _read_converted(
     totals = _Totals(digest)
     staging = np.empty(_STAGING_BYTES, dtype=np.uint8)
     rows = _rows(table.segments)
+    paths = table.local_paths
     for number in np.unique(table.file).tolist():
-        path = table.paths[number]
+        path = paths[number]
         with _source(path) as fd:
             for i in np.flatnonzero(table.file == number).tolist():
                 row = rows[i]

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from zeroelastic.digest import UInt64Array
 from zeroelastic.layout import Int64Array
+from zeroelastic.storage import FilePath, local_paths
 
 UInt32Array = npt.NDArray[np.uint32]
 
@@ -117,7 +118,7 @@ class ReadTable:
     of the file.
     """
 
-    paths: tuple[Path, ...]
+    paths: tuple[FilePath, ...]
     file: Int64Array
     file_offset: Int64Array
     buffer: Int64Array
@@ -125,12 +126,17 @@ class ReadTable:
     nbytes: Int64Array
 
     @property
+    def local_paths(self) -> tuple[Path, ...]:
+        """The files, for an engine that reads only what is on a disk."""
+        return local_paths(self.paths)
+
+    @property
     def segments(self) -> SegmentTable:
         """The same rows, with the files as sources and the buffers as destinations."""
         return SegmentTable(self.file, self.file_offset, self.buffer, self.buffer_offset, self.nbytes)
 
     @property
-    def files(self) -> tuple[Path, ...]:
+    def files(self) -> tuple[FilePath, ...]:
         """The files that rows name, in order: the ones that are opened."""
         return tuple(self.paths[int(number)] for number in np.unique(self.file))
 
@@ -158,10 +164,15 @@ class FileRows:
     bytes.
     """
 
-    paths: tuple[Path, ...]
+    paths: tuple[FilePath, ...]
     file: Int64Array
     file_offset: Int64Array
     nbytes: Int64Array
+
+    @property
+    def local_paths(self) -> tuple[Path, ...]:
+        """The files, for an engine that reads only what is on a disk."""
+        return local_paths(self.paths)
 
     def check(self, *, digest: DigestRows | None = None) -> None:
         """Assert once that every row is a range of one of the files; a failure is a bug of ours."""
@@ -194,7 +205,7 @@ class ReadResult:
     """What an executor did: payload bytes read, files opened, and the partial digest of each stream if asked."""
 
     bytes_read: int
-    files: tuple[Path, ...]
+    files: tuple[FilePath, ...]
     digests: UInt64Array | None
 
 

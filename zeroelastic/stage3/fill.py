@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -23,7 +22,7 @@ from zeroelastic.executors import (
 from zeroelastic.plan import Plan
 from zeroelastic.rows import ByteRows, RowTarget, byte_rows
 from zeroelastic.shard import Pieces
-from zeroelastic.storage import local_paths
+from zeroelastic.storage import FilePath
 
 STAGING_BYTES = 16 << 20
 """Host memory used for tensors that no engine fills as they are: of another dtype than the file's, or on a GPU without
@@ -63,7 +62,7 @@ class Filled:
 
     bytes_read: int
     bytes_owned: int
-    files: tuple[Path, ...]
+    files: tuple[FilePath, ...]
     cast_digests: Mapping[tuple[str, str], int]
 
 
@@ -87,7 +86,7 @@ def fill(
     rows = byte_rows(plan, pieces, [RowTarget(target.key, target.sub_group, target.dtype) for target in targets])
     owned = int((rows.numel * rows.itemsize).sum())
     ways = [_way(target, executor) for target in targets]
-    files: dict[Path, None] = {}
+    files: dict[FilePath, None] = {}
     total = 0
     for way in sorted({way for way in ways if way}):
         members = [t for t, other in enumerate(ways) if other == way]
@@ -132,7 +131,7 @@ def _fill_in_place(rows: ByteRows, members: list[int], targets: Sequence[Target]
     mine = rows.take(np.flatnonzero(buffer[rows.target] >= 0))
     return read_segments(
         ReadTable(
-            paths=local_paths(mine.paths),
+            paths=mine.paths,
             file=mine.file,
             file_offset=mine.file_offset,
             buffer=buffer[mine.target],
@@ -194,7 +193,7 @@ def _fill_staged(
     names = [(plan.dst.params[int(p)].name, targets[int(t)].key) for p, t in zip(rows.param, rows.target, strict=True)]
     result = read_segments(
         ReadTable(
-            paths=local_paths(rows.paths),
+            paths=rows.paths,
             file=rows.file,
             file_offset=rows.file_offset,
             buffer=np.zeros(len(nbytes), dtype=np.int64),

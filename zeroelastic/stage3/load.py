@@ -366,7 +366,7 @@ class _ModelStatesReader:
 
     def load(self, path: str, map_location: Any = None) -> Any:
         """DeepSpeed's loader asks twice for the same file; the second time it gets the first result."""
-        if os.fspath(path) != os.fspath(self._found.model.path):
+        if os.fspath(path) != str(self._found.model.path):
             return self._original.load(path, map_location=map_location)
         if self._loaded is None:
             self._loaded = self._read(os.fspath(path))

@@ -21,6 +21,7 @@ from zeroelastic.stage3.fill import Filled
 from zeroelastic.stage3.live import LiveState
 from zeroelastic.stage3.options import Options
 from zeroelastic.stage3.survey import Survey
+from zeroelastic.storage import FilePath, read_range
 from zeroelastic.torchfile import DTYPE_BYTES, Extent
 
 _NAMED = 8
@@ -159,10 +160,8 @@ def _part_digest(shard: Shard, index: int) -> int:
     return total
 
 
-def _read(path: Path, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:
-    with open(path, "rb") as file:
-        file.seek(offset)
-        data = file.read(nbytes)
+def _read(path: FilePath, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:
+    data = read_range(path, offset, nbytes)
     if len(data) != nbytes:
         raise CheckpointError(f"{path}: ends at byte {offset + len(data)}. The file is truncated.")
     return np.frombuffer(data, dtype=np.uint8)

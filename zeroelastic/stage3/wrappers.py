@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -119,7 +118,7 @@ def get_all_ckpt_names(original: Method) -> Method:
         found: Survey | None = getattr(self, "_zeroelastic_survey", None)
         if found is None:
             return original(self, checkpoints_path, tag)
-        return [os.fspath(found.model.path)]
+        return [str(found.model.path)]
 
     return _get_all_ckpt_names
 

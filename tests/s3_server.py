@@ -1,0 +1,173 @@
+"""An S3 server on the loopback interface (moto's), which keeps a log of its requests and can be made to fail.
+
+with serve_s3() as server:
+    server.upload(tmp_path / "global_step3", "run/global_step3")
+    open_checkpoint(server.url("run/global_step3"))
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BUCKET = "checkpoints"
+CREDENTIALS = {
+    "AWS_ACCESS_KEY_ID": "testing",
+    "AWS_SECRET_ACCESS_KEY": "testing",
+    "AWS_DEFAULT_REGION": "us-east-1",
+    "AWS_EC2_METADATA_DISABLED": "true",
+    "AWS_CONFIG_FILE": os.devnull,
+    "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
+    "NO_PROXY": "127.0.0.1",
+    "no_proxy": "127.0.0.1",
+}
+"""The environment of a client, besides AWS_ENDPOINT_URL."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was asked: method, path, the Range header or None, and the query string."""
+
+    method: str
+    path: str
+    range: str | None
+    query: str
+
+    @property
+    def nbytes(self) -> int:
+        """Length of the range."""
+        assert self.range is not None and self.range.startswith("bytes=")
+        begin, end = self.range.removeprefix("bytes=").split("-")
+        return int(end) - int(begin) + 1
+
+
+Fault = Callable[[Request], str | None]
+"""What goes wrong with a request: "cut" sends half of the answer, "stall" none, "503" an error; None for nothing."""
+
+
+@dataclass
+class S3Server:
+    """The server; ``requests`` is its log, ``fault`` what goes wrong."""
+
+    port: int = 0
+    requests: list[Request] = field(default_factory=list)
+    fault: Fault | None = None
+    stalled: threading.Event = field(default_factory=threading.Event)
+    http: Any = None
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def url(self, key: str) -> str:
+        return f"s3://{BUCKET}/{key}"
+
+    def client(self) -> Any:
+        import boto3
+
+        return boto3.client("s3", endpoint_url=self.endpoint)
+
+    def upload(self, directory: Path, key: str) -> str:
+        """Put the files of a directory, and of those in it, below a key; returns its URL. Leaves the log empty."""
+        client = self.client()
+        for path in sorted(directory.rglob("*")):
+            if path.is_file():
+                name = f"{key}/{path.relative_to(directory)}"
+                client.put_object(Bucket=BUCKET, Key=name, Body=path.read_bytes())
+        self.requests.clear()
+        return self.url(key)
+
+    def reset_access(self, *, allow: bool) -> None:
+        """Whether requests of unknown users are answered."""
+        import requests
+
+        asked = requests.post(f"{self.endpoint}/moto-api/reset-auth", data=b"inf" if allow else b"0", timeout=10)
+        assert asked.ok
+        self.requests.clear()
+
+    @property
+    def alive(self) -> bool:
+        return self.http is not None
+
+    def stop(self) -> None:
+        """Take no more connections, and break those that there are."""
+        http, self.http = self.http, None
+        if http is not None:
+            self.fault = lambda request: "cut"
+            self.stalled.set()
+            http.shutdown()
+            http.server_close()
+
+    def payload_requests(self) -> list[Request]:
+        """Requests for the content of objects."""
+        return [request for request in self.requests if request.method == "GET" and request.path.count("/") > 1]
+
+    def __call__(self, app: Any, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
+        request = Request(
+            environ["REQUEST_METHOD"], environ["PATH_INFO"], environ.get("HTTP_RANGE"), environ.get("QUERY_STRING", "")
+        )
+        self.requests.append(request)
+        fault = self.fault(request) if self.fault is not None else None
+        if fault == "503":
+            body = b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
+            start_response("503 Slow Down", [("Content-Length", str(len(body))), ("Content-Type", "application/xml")])
+            return [body]
+        if fault == "stall":
+            self.stalled.wait(60)
+        answer = app(environ, start_response)
+        return self._half(answer) if fault == "cut" else answer
+
+    @staticmethod
+    def _half(answer: Iterable[bytes]) -> Iterator[bytes]:
+        data = b"".join(answer)
+        yield data[: len(data) // 2]
+        raise ConnectionAbortedError("cut off on purpose")
+
+
+@contextlib.contextmanager
+def serve_s3() -> Iterator[S3Server]:
+    """A server with an empty bucket; the environment points its clients to it."""
+    from moto.server import DomainDispatcherApplication, create_backend_app
+    from werkzeug.serving import WSGIRequestHandler, make_server
+
+    class Quiet(WSGIRequestHandler):
+        def log(self, type: str, message: str, *args: Any) -> None:
+            pass
+
+    app = DomainDispatcherApplication(create_backend_app)
+    server = S3Server()
+    http = make_server(
+        "127.0.0.1", 0, lambda environ, start: server(app, environ, start), threaded=True, request_handler=Quiet
+    )
+    http.daemon_threads = True
+    server.http, server.port = http, http.server_port
+    thread = threading.Thread(target=http.serve_forever, daemon=True)
+    thread.start()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [*os.environ]:
+            if name.startswith("AWS_") or name.lower() in ("http_proxy", "https_proxy", "all_proxy"):
+                patch.delenv(name)
+        for name, value in CREDENTIALS.items():
+            patch.setenv(name, value)
+        patch.setenv("AWS_ENDPOINT_URL", server.endpoint)
+        forget_clients()
+        server.client().create_bucket(Bucket=BUCKET)
+        server.requests.clear()
+        yield server
+        server.stop()
+        thread.join(10)
+        forget_clients()
+
+
+def forget_clients() -> None:
+    """Let the next look at an s3:// URL connect anew, with the environment as it then is."""
+    import s3fs
+
+    s3fs.S3FileSystem.clear_instance_cache()

@@ -1,0 +1,150 @@
+"""The processes of a command: found in what a launcher sets, and sharing the work of the verbs that several can do."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from zeroelastic.errors import UsageError
+from zeroelastic.processes import Processes, _find, first_host
+from zeroelastic.testing.sample import write_sample
+
+ROOT = Path(__file__).parents[1]
+
+
+def environment(**more: str) -> dict[str, str]:
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "TORCHELASTIC"))}
+    return {**env, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "200", **more}
+
+
+def cli(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "zeroelastic", *map(str, arguments)]
+    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120, check=False)
+
+
+def torchrun(*arguments: object, count: int = 2) -> subprocess.CompletedProcess[str]:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(count), "-m", "zeroelastic"]
+    command = [sys.executable, *launcher, *map(str, arguments)]
+    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=200, check=False)
+
+
+def test_one_process_needs_neither_launcher_nor_torch() -> None:
+    alone = Processes()
+    assert alone.gather("x") == ["x"] and alone.settle(lambda: 3) == 3 and alone.first(lambda: 4) == 4
+    assert list(alone.mine(3)) == [0, 1, 2]
+    code = (
+        "import sys, zeroelastic.processes as p\n"
+        "with p.launched_processes() as x: print(x.size, 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True)
+    assert done.stdout == "1 False\n"
+
+
+def test_shares_cover_everything_once() -> None:
+    for size in range(1, 7):
+        shares = [n for rank in range(size) for n in Processes(rank, size).mine(10)]
+        assert sorted(shares) == list(range(10))
+
+
+def test_launchers_are_known_by_what_they_set() -> None:
+    def find(**env: str) -> Processes:
+        return _find(env)  # type: ignore[arg-type]
+
+    assert find() == Processes() and find(WORLD_SIZE="1", RANK="0") == Processes()
+    assert find(WORLD_SIZE="4", RANK="2", MASTER_ADDR="a", MASTER_PORT="1") == Processes(2, 4)
+    with pytest.raises(UsageError, match="RANK, MASTER_ADDR, MASTER_PORT is not"):
+        find(WORLD_SIZE="4")
+    # Inside a batch script there are SLURM_NTASKS and SLURM_PROCID although nobody else was started.
+    assert find(SLURM_NTASKS="4", SLURM_PROCID="0") == Processes()
+    env = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3", "SLURM_STEP_NODELIST": "gpu[07-09]", "SLURM_JOB_ID": "7"}
+    assert _find(env) == Processes(3, 4)  # type: ignore[arg-type]
+    assert env["MASTER_ADDR"] == "gpu07" and 20000 <= int(env["MASTER_PORT"]) < 40000
+    with pytest.raises(UsageError, match="SLURM_PROCID is not"):
+        find(SLURM_STEP_NUM_TASKS="2")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "host"),
+    [
+        ("node1", "node1"),
+        ("a,b", "a"),
+        ("gpu[003-007,9]", "gpu003"),
+        ("gpu[3,5]", "gpu3"),
+        ("r[1-2]n,x", "r1n"),
+        ("n-1.x.org", "n-1.x.org"),
+    ],
+)
+def test_the_first_host_of_a_node_list(nodes: str, host: str) -> None:
+    assert first_host(nodes) == host
+
+
+def test_processes_of_srun_find_each_other(tmp_path: Path) -> None:
+    write_sample(tmp_path / "a", world_size=3)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-m", "zeroelastic", "reshard", tmp_path / "a", tmp_path / "b", "-n", "5", "--json"],
+            env=environment(
+                SLURM_STEP_NUM_TASKS="2",
+                SLURM_PROCID=str(rank),
+                SLURM_STEP_NODELIST="localhost",
+                MASTER_ADDR="127.0.0.1",
+                MASTER_PORT=str(port),
+            ),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = [process.communicate(timeout=120) for process in running]
+    assert [process.returncode for process in running] == [0, 0], said
+    assert json.loads(said[0][0])["world_size"] == 5 and said[1][0] == ""
+
+
+def test_verify_shares_the_reading_and_finds_the_same(tmp_path: Path) -> None:
+    write_sample(tmp_path / "a", world_size=3)
+    alone, shared = (json.loads(run("verify", tmp_path / "a", "--json").stdout) for run in (cli, torchrun))
+    assert alone.pop("seconds") > 0 and shared.pop("seconds") > 0 and alone == shared and alone["valid"]
+    damaged = tmp_path / "a" / "global_step4" / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    data = bytearray(damaged.read_bytes())
+    data[len(data) // 2] ^= 1
+    damaged.write_bytes(data)
+    done = cli("verify", tmp_path / "a", "--json")
+    shared = torchrun("verify", tmp_path / "a", "--json")
+    assert done.returncode == 3 and shared.returncode != 0
+    assert json.loads(shared.stdout)["problems"] == json.loads(done.stdout)["problems"] != []
+
+
+def test_export_shares_the_tensors_and_writes_the_same_bytes(tmp_path: Path) -> None:
+    write_sample(tmp_path / "a", world_size=3)
+    options = ("--max-shard-size", "30KB", "--optimizer", "--json")
+    alone = json.loads(cli("export", tmp_path / "a", tmp_path / "b", *options).stdout)
+    done = torchrun("export", tmp_path / "a", tmp_path / "c", *options, count=3)
+    assert done.returncode == 0, done.stderr
+    shared = json.loads(done.stdout)
+    assert shared["digests_compared"] == alone["digests_compared"] > 0
+    names = sorted(path.name for path in (tmp_path / "b").iterdir())
+    assert names == sorted(path.name for path in (tmp_path / "c").iterdir()) and len(names) > 5
+    assert all((tmp_path / "b" / name).read_bytes() == (tmp_path / "c" / name).read_bytes() for name in names)
+    assert sorted(os.listdir(tmp_path)) == ["a", "b", "c"]
+
+
+def test_damage_that_one_process_finds_ends_all_and_leaves_nothing(tmp_path: Path) -> None:
+    write_sample(tmp_path / "a", world_size=2)
+    path = tmp_path / "a" / "global_step4" / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    data = bytearray(path.read_bytes())
+    data[20_000] ^= 1
+    path.write_bytes(data)
+    for verb, more in (("reshard", ("-n", 3)), ("export", ("--optimizer",))):
+        done = torchrun(verb, tmp_path / "a", tmp_path / "b", *more)
+        assert done.returncode != 0 and "commit record" in done.stderr, done.stderr
+        assert os.listdir(tmp_path) == ["a"]
