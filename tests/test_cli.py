@@ -156,3 +156,16 @@ def test_what_is_not_a_size_is_refused(text: str) -> None:
 @given(st.integers(0, 1 << 60))
 def test_a_size_that_was_shown_reads_back_within_its_precision(nbytes: int) -> None:
     assert abs(parse_size(format_size(nbytes)) - nbytes) <= 0.05 * nbytes
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["reshard", ".", "s3://bucket/x", "-n", "2"],
+        ["export", ".", "gs://b/x"],
+        ["convert", ".", "s3://b/x", "--to", "dcp"],
+    ],
+)
+def test_a_target_is_not_a_url(arguments: list[str], tmp_path: Path) -> None:
+    done = cli(*arguments, COLUMNS="300", TERM="dumb")
+    assert done.returncode == 2 and "targets are written to this machine" in done.stderr and done.stdout == ""
