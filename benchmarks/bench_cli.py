@@ -2,11 +2,10 @@
 
     python benchmarks/bench_cli.py --out benchmarks/results
 
-One checkpoint (the sample model, 4 ranks), warm in the page cache. Systems that do
-the same kind of thing are run in turn, in an order that changes from round to round, after a round that is not
-measured. Copies and reshards are each
-followed by a flush (``sync`` of the file system) that is timed with them in the rows that say "flushed". Peak memory
-is the process's own count at its end (RUSAGE_SELF).
+One checkpoint (the sample model, 4 ranks), warm in the page cache but in the rows that say "cold". Systems that do the
+same kind of thing are run in turn, in an order that changes from round to round, after a round that is not measured.
+Copies and reshards are each followed by a flush (``sync`` of the file system), which is timed with them. Peak memory is
+the process's own count at its end (RUSAGE_SELF).
 """
 
 from __future__ import annotations
@@ -136,6 +135,17 @@ def measure(directory: Path, *, repeats: int, small: bool) -> dict[str, Any]:
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900, check=True)
         return float(json.loads(done.stdout)["read_seconds"]), None
 
+    def cold(action: Callable[[], tuple[float, int | None]]) -> Callable[[], tuple[float, int | None]]:
+        """The same after the checkpoint was dropped from the page cache."""
+
+        def run_cold() -> tuple[float, int | None]:
+            for path in files:
+                with open(path, "rb") as file:
+                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            return action()
+
+        return run_cold
+
     limit = "256MiB"
     groups: list[dict[str, Callable[[], tuple[float, int | None]]]] = [
         {
@@ -143,6 +153,9 @@ def measure(directory: Path, *, repeats: int, small: bool) -> dict[str, Any]:
             "reshard 4 -> 3, flushed": lambda: flushed(
                 lambda: verb("reshard", src, target, "-n", 3, "--max-memory", limit)
             ),
+        },
+        {
+            "cp -r of a rigid one, flushed": lambda: flushed(lambda: run("cp", "-r", rigid, target)),
             "reshard 4 -> 3, rigid, without a record, flushed": lambda: flushed(
                 lambda: verb("reshard", rigid, target, "-n", 3, "--format", "rigid", "--max-memory", limit)
             ),
@@ -151,6 +164,10 @@ def measure(directory: Path, *, repeats: int, small: bool) -> dict[str, Any]:
             "plain reading": lambda: read_all(files, threads),
             "verify": lambda: verb("verify", src),
             "verify, headers open": verify_rate,
+        },
+        {
+            "plain reading, cold": cold(lambda: read_all(files, threads)),
+            "verify, headers open, cold": cold(verify_rate),
         },
         {
             "zero_to_fp32.py": lambda: run(sys.executable, "-c", MERGE, src, target),
@@ -187,9 +204,11 @@ def measure(directory: Path, *, repeats: int, small: bool) -> dict[str, Any]:
         "ratios": {
             "reshard / cp -r": middle["reshard 4 -> 3, flushed"] / middle["cp -r, flushed"],
             "rigid reshard / cp -r": middle["reshard 4 -> 3, rigid, without a record, flushed"]
-            / middle["cp -r, flushed"],
+            / middle["cp -r of a rigid one, flushed"],
             "plain reading / verify": middle["plain reading"] / middle["verify"],
             "plain reading / verify, headers open": middle["plain reading"] / middle["verify, headers open"],
+            "plain reading / verify, headers open, cold": middle["plain reading, cold"]
+            / middle["verify, headers open, cold"],
             "zero_to_fp32.py / export": middle["zero_to_fp32.py"] / middle["export"],
         },
     }
