@@ -22,7 +22,7 @@ from zeroelastic.errors import CheckpointError, UnsupportedError
 from zeroelastic.executors import SegmentTable, move_segments, write_segments
 from zeroelastic.executors.cast import cast_bytes
 from zeroelastic.processes import Processes
-from zeroelastic.publish import new_directory, reserve_file, start_flushing
+from zeroelastic.publish import EarlyFlush, new_directory, reserve_file, start_flushing
 from zeroelastic.shard import FP32, OptionValue
 from zeroelastic.state import SavedState
 from zeroelastic.storage import FilePath, file_size, file_sizes, read_whole
@@ -370,13 +370,14 @@ def _write_tensors(
                 deliveries.setdefault((number, source.part), []).append(delivery)
             else:
                 assert isinstance(source, Place)
-    for number in range(len(paths)):
+    for number, path in enumerate(paths):
+        flushing = EarlyFlush([path], advance)
         for p, part in enumerate(plan.state.parts):
             some = deliveries.get((number, p), [])
             record = plan.state.checkpoint.record
-            delivered = deliver(part, some, paths, record=record, max_memory=max_memory, advance=advance)
+            delivered = deliver(part, some, paths, record=record, max_memory=max_memory, advance=flushing.told)
             compared += delivered.num_compared
-        start_flushing(paths[number])
+        start_flushing(path)
     return compared
 
 

@@ -7,7 +7,7 @@ import errno
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +18,7 @@ from zeroelastic.processes import Processes
 
 _NOREPLACE = 1  # linux/fs.h: RENAME_NOREPLACE
 _FLUSHING_THREADS = 8
+_FLUSH_EVERY = 128 << 20
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -82,6 +83,23 @@ def start_flushing(path: Path) -> None:
     if hasattr(_libc, "sync_file_range"):
         with open(path, "rb", buffering=0) as file:
             _libc.sync_file_range(file.fileno(), ctypes.c_int64(0), ctypes.c_int64(0), 2)  # SYNC_FILE_RANGE_WRITE
+
+
+class EarlyFlush:
+    """Passes progress on, and lets the device begin with what has been written since it last did."""
+
+    def __init__(self, paths: Sequence[Path], progress: Callable[[int], None] | None) -> None:
+        self._paths, self._progress, self._waiting = tuple(paths), progress, 0
+
+    def told(self, nbytes: int) -> None:
+        """So many bytes more were moved into the files."""
+        self._waiting += nbytes
+        if self._waiting >= _FLUSH_EVERY:
+            self._waiting = 0
+            for path in self._paths:
+                start_flushing(path)
+        if self._progress is not None:
+            self._progress(nbytes)
 
 
 def _flush(directory: Path) -> None:
