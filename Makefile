@@ -102,6 +102,7 @@ bench: $(STAMP)
 	$(PY) benchmarks/bench_kernel.py --out benchmarks/results
 	$(PY) benchmarks/bench_load.py --out benchmarks/results
 	$(PY) benchmarks/bench_save.py --out benchmarks/results
+	$(PY) benchmarks/bench_cli.py --out benchmarks/results
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .

@@ -96,3 +96,18 @@ def test_every_method_moves_every_workload_on_a_gpu(tmp_path: Path) -> None:
         "DevicePlan to bf16",
         "flat device copy",
     }
+
+
+@native
+def test_the_command_line_is_measured_beside_every_other_tool(tmp_path: Path) -> None:
+    done = run(
+        "bench_cli.py", "--small", "--repeats", "1", "--out", os.fspath(tmp_path), "--directory", os.fspath(tmp_path)
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    document = json.loads((tmp_path / "cli.json").read_text())
+    assert {"cp -r, flushed", "reshard 4 -> 3, flushed", "verify", "export"} <= set(document["raw_seconds"])
+    assert all(len(values) == 1 and values[0] > 0 for values in document["raw_seconds"].values())
+    limit = (256 + 150) << 20
+    assert all(0 < peak < limit for peak in document["peak_rss"].values()) and len(document["peak_rss"]) >= 6
+    text = (tmp_path / "cli.md").read_text()
+    assert all(f"| {name} |" in text for name in [*document["raw_seconds"], *document["ratios"]])
