@@ -311,7 +311,7 @@ def test_too_little_room_is_said_before_anything_is_written(tmp_path: Path, monk
     write_sample(tmp_path / "a", world_size=4)
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    with pytest.raises(OSError, match="are needed and"):
+    with pytest.raises(OSError, match="bytes are needed and 1,000 are free"):
         run(tmp_path / "a", tmp_path / "b", 3)
     assert os.listdir(tmp_path) == ["a"]
 

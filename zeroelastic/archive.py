@@ -195,6 +195,15 @@ def _checksum(record: _Record, crc32: Mapping[Storage, int]) -> int:
     return crc32[record.storage]
 
 
+def write_at(path: Path, data: bytes, offset: int) -> None:
+    """Write bytes into a file that is there. Raises OSError naming it."""
+    try:
+        with open(path, "r+b", buffering=0) as file:
+            _write(file.fileno(), data, offset)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from None
+
+
 def _write(fd: int, data: bytes, offset: int) -> None:
     view = memoryview(data)
     while len(view):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import json
-import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from zeroelastic.archive import Archive
+from zeroelastic.archive import Archive, write_at
 from zeroelastic.digest import UInt64Array
 from zeroelastic.executors import DigestRows, SegmentTable, UInt32Array, join_crc32, move_segments
 from zeroelastic.layout import Int64Array
@@ -288,11 +287,7 @@ class _Payload:
         if storage not in self._at or not data:
             return
         number, offset = self._at[storage]
-        with open(self._archives[number].path, "r+b", buffering=0) as file:
-            view = memoryview(data)
-            while len(view):
-                put = os.pwrite(file.fileno(), view, offset)
-                view, offset = view[put:], offset + put
+        write_at(self._archives[number].path, data, offset)
         length = np.array([len(data)], dtype=np.int64)
         self._runs[storage] = (np.zeros(1, dtype=np.int64), length, np.array([zlib.crc32(data)], dtype=np.uint32))
 

@@ -175,7 +175,7 @@ def record_text(record: CommitRecord) -> bytes:
 def write_atomically(path: Path, data: bytes) -> None:
     """Put a small file in place so that readers see the old content or the new, also after a power cut.
 
-    Sibling temporary file, fsync, rename, fsync of the directory. Raises OSError.
+    Sibling temporary file, fsync, rename, fsync of the directory. Raises OSError naming the file.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -184,8 +184,10 @@ def write_atomically(path: Path, data: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:
+            raise OSError(error.errno, error.strerror, os.fspath(path)) from None
         raise
     sync_directory(path.parent)
 

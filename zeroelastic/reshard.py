@@ -169,9 +169,7 @@ def check_target(plan: ReshardPlan, dst: Path) -> None:
     check_free(dst, sources=(root,) if isinstance(root, Path) else ())
     free, needed = shutil.disk_usage(dst.parent).free + staged_bytes(dst), plan.nbytes
     if free < needed:
-        raise OSError(
-            errno.ENOSPC, f"{needed / 2**30:.2f} GiB are needed and {free / 2**30:.2f} GiB are free", str(dst.parent)
-        )
+        raise OSError(errno.ENOSPC, f"{needed:,} bytes are needed and {free:,} are free", str(dst.parent))
 
 
 def _manifest(plan: ReshardPlan) -> dict[str, object]:
