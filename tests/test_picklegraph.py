@@ -212,14 +212,26 @@ def raw_pickle(path: Path, data: bytes) -> Path:
         b"\x80\x02I1\n.",
         b"\x80\x02\x82\x01.",
         b"\x80\x02r\xff\xff\xff\x7f.",
-        b"\x80\x02" + b"(X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x009X\x03\x00\x00\x00cpuK\x01tQ.",
-        b"\x80\x02" + b"(X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x03tQ.",
         b"\x80\x02" + b"(X\x07\x00\x00\x00storagectorch\nNoStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x02tQ.",
     ],
 )
 def test_damaged_and_hostile_pickles_are_refused(data: bytes, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"x\.pt"):
         read_graph(raw_pickle(tmp_path / "x.pt", data))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x80\x02" + b"(X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x009X\x03\x00\x00\x00cpuK\x01tQ.",
+        b"\x80\x02" + b"(X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x03tQ.",
+    ],
+)
+def test_a_storage_whose_record_is_not_there_is_refused_when_its_bytes_are_wanted(data: bytes, tmp_path: Path) -> None:
+    storage = read_graph(raw_pickle(tmp_path / "x.pt", data)).root
+    assert isinstance(storage, Storage) and not storage.is_new
+    with pytest.raises(CheckpointError, match=r"x\.pt"):
+        assert storage.extent
 
 
 def test_a_missing_file_is_missing(tmp_path: Path) -> None:

@@ -152,8 +152,9 @@ def _derive(origin: FilePath, path: Path, rank: int, identity: str, *, single: b
         for storage, offset in archive.offsets.items():
             data = known.get(storage)
             if data is None:
-                assert storage.extent is not None
-                data = read_range(storage.extent.path, storage.extent.offset, storage.extent.nbytes)
+                extent = storage.extent
+                assert extent is not None
+                data = read_range(extent.path, extent.offset, extent.nbytes)
                 if len(data) != storage.nbytes:
                     raise CheckpointError(f"{origin}: ends inside its payload. The file is truncated.")
             os.pwrite(file.fileno(), data, offset)

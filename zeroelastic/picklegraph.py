@@ -13,8 +13,9 @@ from __future__ import annotations
 import io
 import pickle
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from zeroelastic.errors import CheckpointError, UnsafePickleError, UnsupportedError
@@ -113,10 +114,22 @@ class Storage:
     Compared by identity: tensors that share a storage hold the same object.
     """
 
-    __slots__ = ("extent", "kind", "location", "numel")
+    __slots__ = ("_find", "kind", "location", "numel")
 
-    def __init__(self, kind: Global, numel: int, *, location: str = "cpu", extent: Extent | None = None) -> None:
-        self.kind, self.numel, self.location, self.extent = kind, numel, location, extent
+    def __init__(
+        self, kind: Global, numel: int, *, location: str = "cpu", find: Callable[[], Extent] | None = None
+    ) -> None:
+        self.kind, self.numel, self.location, self._find = kind, numel, location, find
+
+    @property
+    def is_new(self) -> bool:
+        """Whether it was read from no file."""
+        return self._find is None
+
+    @property
+    def extent(self) -> Extent | None:
+        """Its bytes in the file that it was read from, if it was: looked up there. Raises CheckpointError."""
+        return None if self._find is None else self._find()
 
     @property
     def dtype(self) -> str:
@@ -211,8 +224,8 @@ class _GraphUnpickler(pickle.Unpickler):
         if not isinstance(key, str) or not key.isalnum() or type(numel) is not int or not 0 <= numel < 1 << 62:
             raise UnsafePickleError("a persistent id does not describe a torch storage")
         if key not in self._storages:
-            extent = self._file.storage_extent(StorageRef(key, STORAGE_DTYPES[kind.name], numel))
-            self._storages[key] = Storage(kind, numel, location=location, extent=extent)
+            find = partial(self._file.storage_extent, StorageRef(key, STORAGE_DTYPES[kind.name], numel))
+            self._storages[key] = Storage(kind, numel, location=location, find=find)
         return self._storages[key]
 
 
@@ -236,6 +249,7 @@ class _GraphWriter:
     def __init__(self, protocol: int) -> None:
         self.storages: list[Storage] = []
         self._numbers: dict[int, int] = {}
+        self._described: dict[int, tuple[object, ...]] = {}  # by number: what a pickle says of a storage
         self._out = bytearray(b"\x80" + bytes([protocol]))
         self._memo: dict[object, int] = {}
         self._kept: list[object] = []  # whatever the memo knows by its id must live on
@@ -247,21 +261,21 @@ class _GraphWriter:
         return bytes(self._out)
 
     def _save(self, value: object) -> None:
-        out = self._out
-        if value is None:
-            out += b"N"
-        elif value is True or value is False:
-            out += b"\x88" if value else b"\x89"
-        elif type(value) is int:
-            self._int(value)
-        elif type(value) is float:
-            out += b"G" + struct.pack(">d", value)
-        elif type(value) is str:
-            self._text(value)
-        elif isinstance(value, Global):
-            self._global(value)
+        kind = type(value)
+        if kind is str:
+            self._text(value)  # type: ignore[arg-type]
+        elif kind is int:
+            self._int(value)  # type: ignore[arg-type]
         elif id(value) in self._memo:
             self._get(self._memo[id(value)])
+        elif value is None:
+            self._out += b"N"
+        elif kind is bool:
+            self._out += b"\x88" if value else b"\x89"
+        elif kind is float:
+            self._out += b"G" + struct.pack(">d", value)
+        elif kind is Global:
+            self._global(value)  # type: ignore[arg-type]
         else:
             self._depth += 1
             if self._depth > _MOST_NESTED:
@@ -326,7 +340,8 @@ class _GraphWriter:
         if number is None:
             number = self._numbers[id(storage)] = len(self.storages)
             self.storages.append(storage)
-        self._save(("storage", storage.kind, str(number), storage.location, storage.numel))
+            self._described[number] = ("storage", storage.kind, str(number), storage.location, storage.numel)
+        self._save(self._described[number])
         self._out += b"Q"
 
     def _tuple(self, value: tuple[object, ...]) -> None:
@@ -337,6 +352,9 @@ class _GraphWriter:
             self._out += b"("
         for item in value:
             self._save(item)
+        if all(type(item) is int for item in value):  # a shape or a stride: shorter than what remembering it takes
+            self._out += b"t" if len(value) > 3 else (b"\x85", b"\x86", b"\x87")[len(value) - 1]
+            return
         known = self._memo.get(id(value))
         if known is not None:  # it holds itself, by way of a list; its first writing stands
             self._out += b"1" if len(value) > 3 else b"0" * len(value)

@@ -274,9 +274,10 @@ class _Payload:
 
     def copy_extents(self, *, threads: int | None) -> None:
         """Copy every storage that was read from another file and is kept: buffers, client state, hyper-parameters."""
-        kept = [s for s in self._at if s.extent is not None and s.nbytes > 0]
+        found = [(s, s.extent) for s in self._at if s.nbytes > 0 and not s.is_new]
+        kept = [storage for storage, _ in found]
         paths: dict[FilePath, int] = {}
-        rows = [(paths.setdefault(s.extent.path, len(paths)), s.extent.offset, s.nbytes) for s in kept if s.extent]
+        rows = [(paths.setdefault(e.path, len(paths)), e.offset, e.nbytes) for _, e in found if e is not None]
         columns = np.array(rows, dtype=np.int64).reshape(len(rows), 3).T
         file, offset, nbytes = (np.ascontiguousarray(column) for column in columns)
         numbers = np.arange(len(kept), dtype=np.int64)

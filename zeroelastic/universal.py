@@ -238,11 +238,12 @@ def _write_graph(root: object, path: Path) -> None:
                 file.write(storage.data)
             checksums[storage] = zlib.crc32(storage.data)
         elif storage.nbytes:
-            assert storage.extent is not None
+            extent = storage.extent
+            assert extent is not None
             crc32 = np.zeros(1, dtype=np.uint32)
-            columns = (0, storage.extent.offset, 0, offset, storage.nbytes)
+            columns = (0, extent.offset, 0, offset, storage.nbytes)
             table = SegmentTable(*(np.array([value], dtype=np.int64) for value in columns))
-            move_segments(table, [storage.extent.path], [path], crc32=crc32)
+            move_segments(table, [extent.path], [path], crc32=crc32)
             checksums[storage] = int(join_crc32(crc32, table.nbytes))
     archive.finish(checksums)
 
