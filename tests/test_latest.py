@@ -191,10 +191,10 @@ def test_what_cannot_be_judged_is_told_apart(run: Path, monkeypatch: pytest.Monk
     verdict = check_tag(tag, check_quickly)
     assert verdict is not None and not verdict.undecided
 
-    def stale(path: Path) -> bytes:
+    def stale(path: Path, offset: int, nbytes: int) -> bytes:
         raise OSError(116, "Stale file handle")
 
-    monkeypatch.setattr(Path, "read_bytes", stale)
+    monkeypatch.setattr("zeroelastic.storage._range", stale)
     verdict = check_tag(tag, check_quickly)
     assert verdict is not None and verdict.undecided and "Stale file handle" in verdict.problems[0]
 
