@@ -185,5 +185,5 @@ def test_missing_and_damaged_generators_are_said(tmp_path: Path) -> None:
 def test_only_what_is_known_is_seeded_anew(tmp_path: Path) -> None:
     path = tmp_path / "x.pth"
     torch.save({"a": torch.arange(16), "b": torch.zeros(17, dtype=torch.uint8), "c": (3, (1,), None), "d": [1]}, path)
-    made = reseed(read_graph(path).root, 5)
+    made = reseed(read_graph(path), 5)
     assert made.left == ["b"] and not made.known

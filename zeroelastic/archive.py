@@ -63,8 +63,8 @@ class Archive:
         archive.finish({storage: crc32})
     """
 
-    def __init__(self, path: Path, root: object, *, protocol: int = 2) -> None:
-        pickled, self.storages = write_graph(root, protocol=protocol)
+    def __init__(self, path: Path, root: object) -> None:
+        pickled, self.storages = write_graph(root)
         self.path = path
         self._records: list[_Record] = []
         self._end = 0

@@ -133,8 +133,7 @@ def write_extras(source: Source, extras: Extras, root: Path, *, identity: str) -
 
 
 def _derive(origin: FilePath, path: Path, rank: int, identity: str, *, single: bool) -> list[str]:
-    graph = read_graph(origin)
-    root, known, left = graph.root, dict[Storage, bytes](), list[str]()
+    root, known, left = read_graph(origin), dict[Storage, bytes](), list[str]()
     if rank >= 0:
         made = reseed(root, derived_seed(identity, rank))
         root, known, left = made.root, made.known, made.left
@@ -146,7 +145,7 @@ def _derive(origin: FilePath, path: Path, rank: int, identity: str, *, single: b
                 root = {**root, device: state[0]}
             elif not single and path.name.startswith("rng_state") and not isinstance(state, (list, type(None))):
                 root = {**root, device: [state]}
-    archive = Archive(path, root, protocol=graph.protocol)
+    archive = Archive(path, root)
     checksums: dict[Storage, int] = {}
     with open(path, "r+b", buffering=0) as file:
         for storage, offset in archive.offsets.items():

@@ -13,8 +13,8 @@ from __future__ import annotations
 import io
 import pickle
 import struct
+from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -36,27 +36,36 @@ _MOST_NESTED = 250
 
 
 class Global(type):
-    """A name in a pickle: ``module`` and ``name``. Two of the same name are one object; see ``global_named``."""
+    """A name in a pickle: ``module`` and ``name``. Two of the same name are one object; see ``global_named``.
+
+    A class within a class is an attribute of its ``owner``: protocol 2 has no other way to name it.
+    """
 
     module: str
     name: str
+    owner: Global | None
+    attribute: str
 
-    def __call__(cls, *args: Any, **kwargs: Any) -> Node:  # pickle's REDUCE; NEWOBJ goes to __new__ itself
-        node = Node.__new__(cls, *args, **kwargs)  # type: ignore[arg-type]
-        node.by_new = False
-        return node
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:  # pickle's REDUCE; NEWOBJ goes to __new__ itself
+        if (cls.module, cls.name) == ("builtins", "getattr") and len(args) == 2 and isinstance(args[0], Global):
+            return _attribute(args[0], str(args[1]))
+        return _call(cls, *args, **kwargs)
 
 
 class Node(metaclass=Global):
     """An object of a pickle: its class or function, the arguments it was made with, and what was added afterwards.
 
+    ``function`` is what was called: its own class, but for what another object was called for.
     ``items`` were appended, ``pairs`` were set by key, ``state`` was given to ``__setstate__`` if ``has_state``;
     ``by_new`` tells ``cls.__new__(cls, *args)`` from ``function(*args)``.
     """
 
     module = ""
     name = ""
+    owner = None
+    attribute = ""
 
+    function: object
     args: tuple[object, ...]
     kwargs: dict[str, object]
     items: list[object]
@@ -66,8 +75,15 @@ class Node(metaclass=Global):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Node:
         node = object.__new__(cls)
+        node.function = cls
         node.args, node.kwargs, node.items, node.pairs = args, kwargs, [], []
         node.state, node.by_new = _NO_STATE, True
+        return node
+
+    def __call__(self, *args: Any) -> Node:
+        """What pickle does with an object that can be called."""
+        node = Node.__new__(Node, *args)
+        node.function, node.by_new = self, False
         return node
 
     def append(self, item: object) -> None:
@@ -97,7 +113,15 @@ class Node(metaclass=Global):
         return f"<{type(self).module}.{type(self).name} (not loaded)>"
 
 
+def _call(function: Global, *args: Any, **kwargs: Any) -> Node:
+    """What calling a global with these arguments gives."""
+    node = Node.__new__(function, *args, **kwargs)  # type: ignore[arg-type]
+    node.by_new = False
+    return node
+
+
 _globals: dict[tuple[str, str], Global] = {}
+_attributes: dict[tuple[Global, str], Global] = {}
 
 
 def global_named(module: str, name: str) -> Global:
@@ -105,6 +129,15 @@ def global_named(module: str, name: str) -> Global:
     found = _globals.get((module, name))
     if found is None:
         found = _globals[module, name] = Global("Node", (Node,), {"module": module, "name": name})
+    return found
+
+
+def _attribute(owner: Global, name: str) -> Global:
+    """The class or function that another one holds under a name."""
+    found = _attributes.get((owner, name))
+    if found is None:
+        names = {"module": owner.module, "name": f"{owner.name}.{name}", "owner": owner, "attribute": name}
+        found = _attributes[owner, name] = Global("Node", (Node,), names)
     return found
 
 
@@ -161,32 +194,23 @@ def tensor(storage: Storage, offset: int, shape: Sequence[int], *, requires_grad
         strides.insert(0, step)
         step *= max(size, 1)
     rebuild = global_named("torch._utils", "_rebuild_tensor_v2")
-    return rebuild(storage, offset, tuple(shape), tuple(strides), requires_grad, ordered_dict([]))
+    return _call(rebuild, storage, offset, tuple(shape), tuple(strides), requires_grad, ordered_dict([]))
 
 
 def ordered_dict(pairs: Iterable[tuple[object, object]]) -> Node:
     """A ``collections.OrderedDict``."""
-    node = global_named("collections", "OrderedDict")()
+    node = _call(global_named("collections", "OrderedDict"))
     node.pairs.extend(pairs)
     return node
 
 
 def torch_size(shape: Sequence[int]) -> Node:
     """A ``torch.Size``."""
-    return global_named("torch", "Size")(tuple(shape))
+    return _call(global_named("torch", "Size"), tuple(shape))
 
 
-@dataclass(frozen=True, slots=True)
-class GraphFile:
-    """A torch.save file as a graph; ``protocol`` is that of its pickle."""
-
-    path: FilePath
-    root: object
-    protocol: int
-
-
-def read_graph(path: FilePath) -> GraphFile:
-    """Read the pickle of a torch.save file; its storages know where their bytes are, which are not read.
+def read_graph(path: FilePath) -> object:
+    """The object tree of a torch.save file; its storages know where their bytes are, which are not read.
 
     Raises MissingFileError, CheckpointError for a damaged file, UnsafePickleError for a pickle that torch.save does
     not write.
@@ -194,25 +218,27 @@ def read_graph(path: FilePath) -> GraphFile:
     data, file = read_pickle(path)
     try:
         check_opcodes(data)
-        root = _GraphUnpickler(data, file).load()
+        return _GraphUnpickler(data, file).load()
     except CheckpointError as error:
         raise error if str(path) in str(error) else type(error)(f"{path}: {error}") from None
     except RecursionError:
         raise CheckpointError(f"{path}: the pickle nests too deeply. The file is damaged.") from None
     except Exception as error:  # a damaged pickle may fail in any way; nothing of it has run
         raise CheckpointError(f"{path}: the pickle cannot be read ({error}). The file is damaged.") from None
-    return GraphFile(path, root, data[1] if data[:1] == b"\x80" else 2)
 
 
 class _GraphUnpickler(pickle.Unpickler):
     def __init__(self, data: bytes, file: TorchFile) -> None:
         super().__init__(io.BytesIO(data), encoding="utf-8")
         self._file = file
+        self._old_names = data[:1] != b"\x80" or data[1] < 3
         self._storages: dict[str, Storage] = {}
 
     def find_class(self, module: str, name: str) -> Global:
         if "\n" in module or "\n" in name:
             raise UnsafePickleError("the pickle has a global whose name has two lines")
+        if self._old_names:  # protocol 2 calls some modules as Python 2 did; whoever loads knows both
+            module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
         return global_named(module, name)
 
     def persistent_load(self, pid: object) -> Storage:
@@ -234,23 +260,25 @@ def walk_storages(root: object) -> Iterator[Storage]:
     return iter(write_graph(root)[1])
 
 
-def write_graph(root: object, *, protocol: int = 2) -> tuple[bytes, list[Storage]]:
+def write_graph(root: object) -> tuple[bytes, list[Storage]]:
     """The pickle of a graph, and its storages: storage number i is record ``data/i`` of the archive.
+
+    Of protocol 2, which torch.save writes, or 4 where a name has dots in it (a class within a class).
 
     Raises UnsupportedError for an object that is neither a Node nor plain, and for one that nests too deeply.
     """
-    writer = _GraphWriter(max(2, min(protocol, 4)))
+    writer = _GraphWriter()
     return writer.pickle(root), writer.storages
 
 
 class _GraphWriter:
     """Pickles a graph; objects that are met again are taken from the memo, text by value."""
 
-    def __init__(self, protocol: int) -> None:
+    def __init__(self) -> None:
         self.storages: list[Storage] = []
         self._numbers: dict[int, int] = {}
         self._described: dict[int, tuple[object, ...]] = {}  # by number: what a pickle says of a storage
-        self._out = bytearray(b"\x80" + bytes([protocol]))
+        self._out = bytearray(b"\x80\x02")
         self._memo: dict[object, int] = {}
         self._kept: list[object] = []  # whatever the memo knows by its id must live on
         self._depth = 0
@@ -309,9 +337,8 @@ class _GraphWriter:
             raise UnsupportedError(f"a {type(value).__name__} cannot be written into a checkpoint.")
 
     def _node(self, node: Node) -> None:
-        made_by = type(node)
         if node.by_new:
-            self._save(made_by)
+            self._save(node.function)
             self._save(node.args)
             if node.kwargs:
                 self._save(node.kwargs)
@@ -320,7 +347,7 @@ class _GraphWriter:
                 self._out += b"\x81"
             self._put(node)
         else:
-            self._reduce(node, made_by, node.args)
+            self._reduce(node, node.function, node.args)
         if node.items:
             self._items(node.items)
         if node.pairs:
@@ -329,7 +356,7 @@ class _GraphWriter:
             self._save(node.state)
             self._out += b"b"
 
-    def _reduce(self, value: object, function: Global, args: tuple[object, ...]) -> None:
+    def _reduce(self, value: object, function: object, args: tuple[object, ...]) -> None:
         self._save(function)
         self._save(args)
         self._out += b"R"
@@ -405,6 +432,11 @@ class _GraphWriter:
         if known is not None:
             self._get(known)
             return
+        if value.owner is not None:
+            self._reduce(value, global_named("builtins", "getattr"), (value.owner, value.attribute))
+            return
+        if "." in value.name:
+            self._out[1] = 4
         self._out += f"c{value.module}\n{value.name}\n".encode()
         self._remember(value)
 

@@ -121,8 +121,8 @@ class RankWriter:
         names = file_names(native, rank)
         paths = [self.tag_dir / name for name in names]
         archives = [
-            Archive(paths[0], files.optim, protocol=native.optim_protocol),
-            Archive(paths[1], files.model, protocol=native.model_protocol),
+            Archive(paths[0], files.optim),
+            Archive(paths[1], files.model),
         ]
         payload = _Payload(archives)
         digests = np.zeros(len(self.streams), dtype=np.uint64)

@@ -148,7 +148,7 @@ def _notes(state: SavedState) -> list[str]:
 def _optimizer_state(state: SavedState) -> tuple[object, list[str]]:
     """The tree of ``optimizer_state.pt``: rank 0's optimizer state without the tensors that have files of their own."""
     path = state.head.path
-    saved = pairs_of(entry(read_graph(path).root, "optimizer_state_dict"))
+    saved = pairs_of(entry(read_graph(path), "optimizer_state_dict"))
     root: dict[object, object] = {}
     left_out: list[str] = []
     for key, value in saved.items():
