@@ -226,6 +226,14 @@ def test_a_group_whose_flat_buffers_are_listed_twice_keeps_them_so(tmp_path: Pat
     assert state["optimizer_state_dict"]["param_groups"][0]["params"] == list(range(count)) * 2
 
 
+def test_groups_that_contradict_each_other_are_damage(tmp_path: Path) -> None:
+    """An elastic file says its groups twice, for stock DeepSpeed and for us."""
+    make(tmp_path / "a", 2)
+    edit_optim(tmp_path / "a" / "tag" / optim_name(0), lambda s: s["optimizer_state_dict"]["param_groups"].pop())
+    with pytest.raises(CheckpointError, match=f"{optim_name(0)}: its optimizer groups contradict each other"):
+        run(tmp_path / "a", tmp_path / "b", 3)
+
+
 def test_sub_groups_follow_the_configuration_or_the_option(tmp_path: Path) -> None:
     make(tmp_path / "a", 2, sub_group_size=10)
     run(tmp_path / "a", tmp_path / "b", 2)

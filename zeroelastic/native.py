@@ -28,10 +28,9 @@ from zeroelastic.picklegraph import (
     torch_size,
 )
 from zeroelastic.record import CheckpointFormat
-from zeroelastic.shard import ELASTIC_VERSION, FP32, FROZEN
+from zeroelastic.shard import ELASTIC_VERSION, FP32, FROZEN, configured_batch, scalar_bytes
 from zeroelastic.state import SavedPart, SavedState
 from zeroelastic.storage import FilePath
-from zeroelastic.torchfile import DTYPE_BYTES
 
 _DEFAULT_SUB_GROUP_SIZE = 1_000_000_000
 _STATE_KEYS = frozenset(
@@ -49,18 +48,6 @@ _STATE_KEYS = frozenset(
     }
 )
 """What stage 3 keeps in a file's optimizer_state_dict, and what the elastic format adds."""
-
-_NUMPY = {
-    "float64": "<f8",
-    "float32": "<f4",
-    "float16": "<f2",
-    "int64": "<i8",
-    "int32": "<i4",
-    "int16": "<i2",
-    "int8": "<i1",
-    "uint8": "<u1",
-    "bool": "?",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +67,7 @@ class NativeSource:
     """What native files are made from: the saved tensors, and the graphs of files to take everything else from.
 
     ``parts`` are as of ``SavedState``. ``optim_root`` is an optimizer file's graph; ``model_root(rank)`` the module
-    states that target rank ``rank`` takes over. ``frozen_saved`` tells whether frozen parameters were.
+    states that target rank ``rank`` takes over.
     """
 
     parts: tuple[SavedPart, ...]
@@ -90,8 +77,6 @@ class NativeSource:
     sub_group_size: int
     train_batch_size: int | None
     bf16_names: bool
-    optim_protocol: int = 2
-    model_protocol: int = 2
 
     @property
     def trained(self) -> SavedPart:
@@ -143,8 +128,7 @@ def native_source(state: SavedState, *, sub_group_size: int | None = None) -> Na
     Raises UnsupportedError when the saved sub-groups are not what the configuration implies, or when an optimizer file
     holds something that is not known to be the same at every world size.
     """
-    optim_file = read_graph(state.head.path)
-    root = pairs_of(optim_file.root)
+    root = pairs_of(read_graph(state.head.path))
     inner = pairs_of(root.get("optimizer_state_dict"))
     unknown = sorted(str(key) for key in inner if key not in _STATE_KEYS)
     if unknown:
@@ -161,21 +145,14 @@ def native_source(state: SavedState, *, sub_group_size: int | None = None) -> Na
         sub_group_size = configured_sub_group_size(
             state.head.ds_config, groups, saved, world_size=head.world_size, path=state.head.path
         )
-    models = state.checkpoint.model_files
-
-    def model_root(rank: int) -> Mapping[object, object]:
-        return pairs_of(read_graph(models[rank if rank < len(models) else 0]).root)
-
     return NativeSource(
         parts=state.parts,
         groups=groups,
         optim_root=root,
-        model_root=model_root,
+        model_root=model_roots(state.checkpoint.model_files),
         sub_group_size=sub_group_size,
         train_batch_size=train_batch_size(state),
         bf16_names=state.head.path.name.startswith("bf16_"),
-        optim_protocol=optim_file.protocol,
-        model_protocol=read_graph(models[0]).protocol,
     )
 
 
@@ -186,14 +163,12 @@ def train_batch_size(state: SavedState) -> int | None:
         return record.train_batch_size
     if state.head.train_batch_size is not None:
         return state.head.train_batch_size
-    config = state.head.ds_config
-    batch = config.get("train_batch_size")
-    if type(batch) is int:
-        return batch
-    micro, steps = config.get("train_micro_batch_size_per_gpu"), config.get("gradient_accumulation_steps", 1)
-    if type(micro) is int and type(steps) is int:
-        return micro * steps * state.checkpoint.world_size
-    return None
+    return configured_batch(state.head.ds_config, state.checkpoint.world_size)
+
+
+def model_roots(files: Sequence[FilePath]) -> Callable[[int], Mapping[object, object]]:
+    """The module states that each target rank takes over, given the saved ones by rank: its own, or rank 0's."""
+    return lambda rank: pairs_of(read_graph(files[rank if rank < len(files) else 0]))
 
 
 def configured_sub_group_size(
@@ -227,17 +202,26 @@ def _groups(state: SavedState, inner: Mapping[object, object]) -> tuple[Group, .
     """Hyper-parameters as the file's own objects, so that nothing about them changes."""
     nested = entry(inner, "optimizer_state_dict", "param_groups")
     ours = entry(inner, "zeroelastic", "param_groups")
-    groups: list[Group] = []
-    for g, group in enumerate(state.head.groups):
-        raw = nested[g] if isinstance(nested, list) else ours[g] if isinstance(ours, list) else None
-        assert isinstance(raw, dict), "a shard was opened whose groups are not groups"
-        listed = raw.get("params")
-        repeats = 1
-        if isinstance(nested, list) and isinstance(listed, list) and listed:
-            repeats = max(1, len(listed) // len(set(map(str, listed))))
-        options = {key: value for key, value in raw.items() if key != "params"}
-        groups.append(Group(options, group.params, repeats))
-    return tuple(groups)
+    raw = nested if state.head.format == "rigid" else ours
+    listed = nested if isinstance(nested, list) else []
+    if not isinstance(raw, list) or len(raw) != len(state.head.groups) or len(listed) not in (0, len(raw)):
+        raise CheckpointError(f"{state.head.path}: its optimizer groups contradict each other. The file is damaged.")
+    repeats = [_repeats(entry(group, "params")) for group in listed] or [1] * len(raw)
+    return tuple(
+        make_group(pairs_of(options), group.params, repeats=times)
+        for options, group, times in zip(raw, state.head.groups, repeats, strict=True)
+    )
+
+
+def make_group(options: Mapping[object, object], params: tuple[str, ...], *, repeats: int | None = None) -> Group:
+    """A group from what a file says of it; ``repeats`` is counted in its own list of flat buffers by default."""
+    kept = {key: value for key, value in options.items() if key != "params"}
+    return Group(kept, params, _repeats(options.get("params")) if repeats is None else repeats)
+
+
+def _repeats(listed: object) -> int:
+    """How often each flat buffer is listed."""
+    return max(1, len(listed) // len(set(map(str, listed)))) if isinstance(listed, list) and listed else 1
 
 
 def native_target(source: NativeSource, world_size: int, format: CheckpointFormat) -> NativeTarget:
@@ -384,17 +368,11 @@ def _optim_root(
 
 def _scalar_node(value: ScalarValue, known: dict[Storage, bytes]) -> object:
     """A replicated value as it was saved: a Python value, or a 0-dim tensor with a storage of its own."""
-    if value.kind not in DTYPE_BYTES:  # a Python value
+    data = scalar_bytes(value)
+    if data is None:
         return value.value
     storage = new_storage(value.kind, 1)
-    if value.kind == "bfloat16":
-        known[storage] = np.array([value.value], dtype="<f4").tobytes()[2:]
-    elif value.kind in _NUMPY:
-        known[storage] = np.array([value.value], dtype=_NUMPY[value.kind]).tobytes()
-    else:
-        known[storage] = np.array(
-            [value.value], dtype={"int8": "<i1", "uint8": "<u1", "bool": "?"}[value.kind]
-        ).tobytes()
+    known[storage] = data
     return tensor(storage, 0, ())
 
 

@@ -286,14 +286,7 @@ class _ShardReader:
         raise UnsupportedError(f"{self.file.path}: {where} is {reprlib.repr(value)}, which is not a plain value.")
 
     def _scalar(self, value: object, where: str) -> ScalarValue:
-        if isinstance(value, TensorRef) and value.numel == 1 and value.dtype in (*_NUMPY_DTYPES, "bfloat16"):
-            raw = self.file.read(value)
-            if value.dtype == "bfloat16":
-                return ScalarValue("bfloat16", float((raw.view("<u2").astype("<u4") << 16).view("<f4")[0]))
-            return ScalarValue(value.dtype, raw.view(_NUMPY_DTYPES[value.dtype])[0].item())
-        if value is None or isinstance(value, (bool, int, float)):
-            return ScalarValue.of_python(value)
-        raise UnsupportedError(f"{self.file.path}: {where} is {reprlib.repr(value)}, which cannot be resharded.")
+        return read_scalar(self.file, value, where)
 
     def _shard(
         self,
@@ -404,6 +397,38 @@ _NUMPY_DTYPES = {
     "uint8": "<u1",
     "bool": "?",
 }
+
+
+def read_scalar(file: TorchFile, value: object, where: str) -> ScalarValue:
+    """A replicated value of a file: a Python number, or a tensor of one element, which is read.
+
+    Raises UnsupportedError, which says ``where``, for anything else.
+    """
+    if isinstance(value, TensorRef) and value.numel == 1 and value.dtype in (*_NUMPY_DTYPES, "bfloat16"):
+        raw = file.read(value)
+        if value.dtype == "bfloat16":
+            return ScalarValue("bfloat16", float((raw.view("<u2").astype("<u4") << 16).view("<f4")[0]))
+        return ScalarValue(value.dtype, raw.view(_NUMPY_DTYPES[value.dtype])[0].item())
+    if value is None or isinstance(value, (bool, int, float)):
+        return ScalarValue.of_python(value)
+    raise UnsupportedError(f"{file.path}: {where} is {reprlib.repr(value)}, which cannot be resharded.")
+
+
+def scalar_bytes(value: ScalarValue) -> bytes | None:
+    """The bytes of the tensor of one element that a value was read from; None for a Python value."""
+    if value.kind == "bfloat16":
+        return np.array([value.value], dtype="<f4").tobytes()[2:]
+    dtype = _NUMPY_DTYPES.get(value.kind)
+    return None if dtype is None else np.array([value.value], dtype=dtype).tobytes()
+
+
+def configured_batch(config: Mapping[str, object], world_size: int) -> int | None:
+    """The global batch of a saved DeepSpeed configuration, where it says enough."""
+    batch = config.get("train_batch_size")
+    if type(batch) is int:
+        return batch
+    micro, steps = config.get("train_micro_batch_size_per_gpu"), config.get("gradient_accumulation_steps", 1)
+    return micro * steps * world_size if type(micro) is int and type(steps) is int else None
 
 
 def checked_param(name: object, shape: object, path: FilePath) -> Param:

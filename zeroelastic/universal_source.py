@@ -21,10 +21,18 @@ from zeroelastic.digest import ScalarValue
 from zeroelastic.errors import CheckpointError, MissingFileError, UnsupportedError, UsageError
 from zeroelastic.extras import plan_extras
 from zeroelastic.layout import Int64Array, Layout, Param, unpacked_layout
-from zeroelastic.native import Group, NativeSource, configured_sub_group_size, native_target, train_batch_size
+from zeroelastic.native import (
+    Group,
+    NativeSource,
+    configured_sub_group_size,
+    make_group,
+    model_roots,
+    native_target,
+    train_batch_size,
+)
 from zeroelastic.picklegraph import entry, pairs_of, read_graph
 from zeroelastic.reshard import ReshardOptions, ReshardPlan
-from zeroelastic.shard import FP32, FROZEN, ParamGroup, Pieces, Shard, checked_params
+from zeroelastic.shard import FP32, FROZEN, ParamGroup, Pieces, Shard, checked_params, read_scalar
 from zeroelastic.source import Source, find_source
 from zeroelastic.state import SavedPart, SavedState
 from zeroelastic.storage import FilePath
@@ -36,18 +44,6 @@ _MOST_LATEST_BYTES = 4096
 _TAG = re.compile(r"[^/\x00-\x1f]{1,255}")
 _KEY = re.compile(r"[^/\x00]{1,250}")
 _SHOWN = 6
-
-_NUMPY = {
-    "float64": "<f8",
-    "float32": "<f4",
-    "float16": "<f2",
-    "int64": "<i8",
-    "int32": "<i4",
-    "int16": "<i2",
-    "int8": "<i1",
-    "uint8": "<u1",
-    "bool": "?",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +117,7 @@ def open_universal(tag_dir: Path) -> UniversalState:
     dtypes, pieces, files = _tensors(zero, layout)
     scalars, lost = _scalars(file, state, first.sub_groups, dtypes)
     groups = _groups(file.path, saved.get("param_groups"), first.sub_groups)
-    raw = entry(read_graph(file.path).root, "optimizer_state_dict", "param_groups")
+    raw = entry(read_graph(file.path), "optimizer_state_dict", "param_groups")
     assert isinstance(raw, list), "one reader found groups, the other none"
     config = read_torch_file(first.path, foreign="inert").root
     config = config.get("ds_config") if isinstance(config, dict) else None
@@ -154,7 +150,7 @@ def open_universal(tag_dir: Path) -> UniversalState:
     return UniversalState(
         state=SavedState(checkpoint, head, models, tuple(parts)),
         sub_groups=first.sub_groups,
-        groups=tuple(_group(pairs_of(options), group.params) for options, group in zip(raw, groups, strict=True)),
+        groups=tuple(make_group(pairs_of(options), group.params) for options, group in zip(raw, groups, strict=True)),
         left_out=lost,
     )
 
@@ -175,25 +171,20 @@ def plan_from_universal(source: Source, options: ReshardOptions) -> ReshardPlan:
             config, opened.groups, opened.sub_groups, world_size=first.world_size, path=first.path
         )
     models = [model.path for model in state.models]
-    model_file = read_graph(models[0])
-    model = pairs_of(model_file.root)
+    model = pairs_of(read_graph(models[0]))
     bf16 = config.get("bf16")
-
-    def model_root(rank: int) -> Mapping[object, object]:
-        return pairs_of(read_graph(models[rank if rank < len(models) else 0]).root)
 
     native = NativeSource(
         parts=state.parts,
         groups=opened.groups,
         optim_root={
-            "optimizer_state_dict": pairs_of(read_graph(state.head.path).root),
+            "optimizer_state_dict": pairs_of(read_graph(state.head.path)),
             **{key: model[key] for key in ("ds_config", "ds_version") if key in model},
         },
-        model_root=model_root,
+        model_root=model_roots(models),
         sub_group_size=size,
         train_batch_size=train_batch_size(state),
         bf16_names=isinstance(bf16, dict) and bool(bf16.get("enabled")),
-        model_protocol=model_file.protocol,
     )
     target = native_target(native, options.world_size, options.format)
     extras = plan_extras(source, saved_world_size=first.world_size, world_size=options.world_size)
@@ -320,24 +311,13 @@ def _scalars(
                 if key not in keys:
                     lost[key] = None
             else:
-                own[key] = _scalar(file, value, f"state {key!r} of sub-group {i}")
+                own[key] = read_scalar(file, value, f"state {key!r} of sub-group {i}")
         scalars += [own] * len(members)
     sentences = (
         f"{key} of the optimizer: DeepSpeed's converter keeps rank 0's part of it only, so it is left out"
         for key in lost
     )
     return tuple(scalars), tuple(sentences)
-
-
-def _scalar(file: TorchFile, value: object, where: str) -> ScalarValue:
-    if isinstance(value, TensorRef) and value.numel == 1 and value.dtype in (*_NUMPY, "bfloat16"):
-        raw = file.read(value)
-        if value.dtype == "bfloat16":
-            return ScalarValue("bfloat16", float((raw.view("<u2").astype("<u4") << 16).view("<f4")[0]))
-        return ScalarValue(value.dtype, raw.view(_NUMPY[value.dtype])[0].item())
-    if value is None or isinstance(value, (bool, int, float)):
-        return ScalarValue.of_python(value)
-    raise UnsupportedError(f"{file.path}: {where} is {reprlib.repr(value)}, which cannot be taken over.")
 
 
 def _groups(path: FilePath, groups: object, sub_groups: Sequence[Sequence[Param]]) -> tuple[ParamGroup, ...]:
@@ -362,13 +342,6 @@ def _groups(path: FilePath, groups: object, sub_groups: Sequence[Sequence[Param]
     if len(seen) != len(sub_groups):
         raise CheckpointError(f"{path}: optimizer groups hold {len(seen)} sub-groups of {len(sub_groups)}.")
     return tuple(found)
-
-
-def _group(options: Mapping[object, object], params: tuple[str, ...]) -> Group:
-    """A group with its options as they are; some optimizers list every sub-group more than once."""
-    listed = options.get("params")
-    repeats = len(listed) // len(set(listed)) if isinstance(listed, list) and listed else 1
-    return Group({key: value for key, value in options.items() if key != "params"}, params, repeats)
 
 
 def _is_plain(value: object) -> bool:

@@ -20,7 +20,7 @@ from zeroelastic.digest import ScalarValue
 from zeroelastic.errors import CheckpointError, LayoutMismatchError, StrictError, UnsupportedError
 from zeroelastic.plan import Plan, check_plan, make_plan
 from zeroelastic.record import CheckpointFormat
-from zeroelastic.shard import FP32, Pieces, Shard
+from zeroelastic.shard import FP32, Pieces, Shard, configured_batch
 from zeroelastic.stage3.live import LiveState
 from zeroelastic.state import check_same_save, shard_facts
 
@@ -117,7 +117,7 @@ def _open(tag_dir: Path, live: LiveState, *, weights_only: bool) -> Survey:
         frozen_pieces=pieces,
         tensor_keys=keys,
         scalars=scalars,
-        train_batch_size=batch if batch is not None else _configured_batch(head.ds_config, saved),
+        train_batch_size=batch if batch is not None else configured_batch(head.ds_config, saved),
     )
 
 
@@ -198,15 +198,6 @@ def _state_of(shard: Shard, sub_group: int) -> dict[str, str]:
 def _difference(left: Mapping[str, str], right: Mapping[str, str]) -> str:
     keys = sorted(key for key in left.keys() | right.keys() if left.get(key) != right.get(key))
     return ", ".join(f"{key}: {left.get(key, 'none')} and {right.get(key, 'none')}" for key in keys)
-
-
-def _configured_batch(config: Mapping[str, object], world_size: int) -> int | None:
-    """The global batch of a saved DeepSpeed configuration, where it says enough."""
-    batch = config.get("train_batch_size")
-    if type(batch) is int:
-        return batch
-    micro, steps = config.get("train_micro_batch_size_per_gpu"), config.get("gradient_accumulation_steps", 1)
-    return micro * steps * world_size if type(micro) is int and type(steps) is int else None
 
 
 def check_batch(saved: int | None, current: int, world_size: int, *, strict: bool) -> str | None:
