@@ -7,14 +7,13 @@ import errno
 import mmap
 import os
 import shutil
-import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
+from zeroelastic.cli.outcome import unwinding_signals
 from zeroelastic.cli.sizes import format_size
 
 _CHUNK_BYTES = 8 << 20
@@ -47,7 +46,7 @@ def measure_disk(directory: Path, *, nbytes: int, progress: Callable[[str], None
     """
     shown = str(directory.resolve())
     try:
-        with _ends_like_ctrl_c(), scratch_file(directory) as fd:
+        with unwinding_signals(), scratch_file(directory) as fd:
             free = shutil.disk_usage(directory).free
             if free < nbytes:
                 raise OSError(errno.ENOSPC, f"{format_size(free)} are free, {format_size(nbytes)} are needed")
@@ -100,21 +99,6 @@ def scratch_file(directory: Path) -> Iterator[int]:
                 path.unlink()
         if fd >= 0:
             os.close(fd)
-
-
-@contextmanager
-def _ends_like_ctrl_c() -> Iterator[None]:
-    """While it lasts, SIGTERM and SIGHUP unwind the stack as Ctrl-C does, instead of ending the process on the spot."""
-
-    def unwind(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    before = {number: signal.signal(number, unwind) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _write(fd: int, nbytes: int) -> float:

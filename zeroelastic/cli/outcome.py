@@ -46,7 +46,7 @@ def outcome() -> Iterator[None]:
 
     Other exceptions are bugs and keep their traceback.
     """
-    with _unwinding_signals():
+    with unwinding_signals():
         try:
             yield
         except UsageError as error:
@@ -70,7 +70,9 @@ def _end(error: object, code: int) -> None:
 
 
 @contextmanager
-def _unwinding_signals() -> Iterator[None]:
+def unwinding_signals() -> Iterator[None]:
+    """While it lasts, SIGTERM and SIGHUP unwind the stack as Ctrl-C does, instead of ending the process on the spot."""
+
     def unwind(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
