@@ -47,6 +47,11 @@ class LiveState:
         state: MutableMapping[str, StateValue] = self.optimizer.optimizer.state.get(flat, {})
         return state
 
+    def stepper(self, sub_group: int) -> torch.optim.Optimizer:
+        """The optimizer that steps a sub-group."""
+        optimizer: torch.optim.Optimizer = self.optimizer.optimizer
+        return optimizer
+
     def split_state(self, sub_group: int) -> tuple[dict[str, torch.Tensor], dict[str, ScalarValue]]:
         """Tensors shaped like the flat buffer, and replicated scalars. Raises UnsupportedError for anything else."""
         shape = self.fp32(sub_group).shape

@@ -168,7 +168,8 @@ def _restore(engine: Any, live: LiveState, found: Survey, wanted: Wanted, notes:
     if not wanted.weights_only:
         for i, scalars in enumerate(found.scalars):
             for key, value in scalars.items():
-                set_scalar(live, i, key, _live_value(value))
+                set_scalar(live, i, key, live_value(value))
+        notes += _converted(found)
         for live_group, saved in zip(optimizer.optimizer.param_groups, found.head.groups, strict=True):
             for option, choice in saved.options.items():
                 set_option(live_group, option, choice)
@@ -216,7 +217,22 @@ def set_scalar(live: LiveState, sub_group: int, key: str, value: object) -> None
     state[key] = value.detach().clone().to(owner.device if on_device else "cpu")
 
 
-def _live_value(value: ScalarValue) -> object:
+def _converted(found: Survey) -> list[str]:
+    """A sentence for each scalar that the run's optimizer keeps in another form than the saved one did."""
+    saved = {(key, value.kind) for entry in found.head.scalars for key, value in entry.items()}
+    live = {(key, value.kind) for entry in found.scalars for key, value in entry.items()}
+    return [
+        f"{key}: the same number, as {_kind_name(kind)} here and as "
+        f"{' or '.join(sorted(_kind_name(other) for name, other in saved if name == key))} in the checkpoint"
+        for key, kind in sorted(live - saved)
+    ]
+
+
+def _kind_name(kind: str) -> str:
+    return f"a Python {kind.removeprefix('py')}" if kind.startswith("py") else f"a {kind} tensor"
+
+
+def live_value(value: ScalarValue) -> object:
     dtype = getattr(torch, value.kind, None)
     return torch.tensor(value.value, dtype=dtype) if isinstance(dtype, torch.dtype) else value.value
 

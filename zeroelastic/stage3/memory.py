@@ -17,8 +17,9 @@ from zeroelastic.errors import CheckpointError, LayoutMismatchError
 from zeroelastic.layout import Layout, Param, layout_from_sub_groups
 from zeroelastic.plan import Plan, check_plan, make_plan, match_params
 from zeroelastic.shard import FP32
-from zeroelastic.stage3.live import LiveState
-from zeroelastic.stage3.load import destination, drop_state, finish_weights, set_option, set_scalar
+from zeroelastic.stage3.live import LiveState, scalar_value
+from zeroelastic.stage3.load import destination, drop_state, finish_weights, live_value, set_option, set_scalar
+from zeroelastic.stage3.optimizers import live_form
 
 
 def is_elastic(state_dicts: object) -> bool:
@@ -64,7 +65,15 @@ def load_state_dicts(
                 target = destination(live, i, key, value[0].dtype)
                 _copy(plan, i, target, [state["base_optimizer_state"] for state in state_dicts], key)
             else:
-                set_scalar(live, i, key, value)
+                where = f"optimizer state {key!r}"
+                kept = live_form(
+                    scalar_value(value, where),
+                    key=key,
+                    current=live.state(i).get(key),
+                    optimizer=live.stepper(i),
+                    where=where,
+                )
+                set_scalar(live, i, key, live_value(kept))
         for gap in live.padding(i):
             live.fp32(i)[gap].zero_()
     if optimizer_states:

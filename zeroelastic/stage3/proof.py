@@ -16,7 +16,7 @@ from zeroelastic.checkpoint import Checkpoint
 from zeroelastic.digest import combine, content_root, digest_range, stream_seed
 from zeroelastic.errors import CheckpointError, DigestMismatchError, ZeroElasticError
 from zeroelastic.shard import FP32, FROZEN, Shard
-from zeroelastic.stage3.contents import differences, local_digests, whole_contents
+from zeroelastic.stage3.contents import differences, local_digests, whole_contents, with_saved_kinds
 from zeroelastic.stage3.fill import Filled
 from zeroelastic.stage3.live import LiveState
 from zeroelastic.stage3.options import Options
@@ -85,7 +85,7 @@ def prove(
         what += ["master weights taken from 16-bit copies (load_from_fp32_weights is off)"] if from_16_bit else []
         what += ["weights only"] if weights_only else []
         return Proof(saved_root, None, None, f"digests of what was loaded match the record; {', '.join(what)}")
-    root = content_root(contents)
+    root = content_root(with_saved_kinds(contents, saved))
     if root != saved_root:  # the live state has something that the saved one has not
         raise DigestMismatchError(
             f"{tag_dir}: everything that was saved is live, but the live state's content root is {root[:12]} and the "

@@ -22,6 +22,7 @@ from zeroelastic.plan import Plan, check_plan, make_plan
 from zeroelastic.record import CheckpointFormat
 from zeroelastic.shard import FP32, Pieces, Shard, configured_batch
 from zeroelastic.stage3.live import LiveState
+from zeroelastic.stage3.optimizers import live_form
 from zeroelastic.state import check_same_save, shard_facts
 
 
@@ -186,13 +187,28 @@ def _target_state(
                     "Choose a sub_group_size that keeps them apart."
                 )
         keys.append((FP32,) if weights_only else head.tensor_keys[first])
-        scalars.append({} if weights_only else head.scalars[first])
+        scalars.append({} if weights_only else _live_scalars(head, first, live, len(scalars)))
     return tuple(keys), tuple(scalars)
+
+
+def _live_scalars(head: Shard, source: int, live: LiveState, sub_group: int) -> dict[str, ScalarValue]:
+    """The saved scalars of a sub-group in the form that the optimizer which steps the target sub-group keeps."""
+    current = live.state(sub_group)
+    return {
+        key: live_form(
+            value,
+            key=key,
+            current=current.get(key),
+            optimizer=live.stepper(sub_group),
+            where=f"{head.path}: optimizer state {key!r}",
+        )
+        for key, value in head.scalars[source].items()
+    }
 
 
 def _state_of(shard: Shard, sub_group: int) -> dict[str, str]:
     state = {key: f"{shard.pieces[key].dtype[sub_group]} tensor" for key in shard.tensor_keys[sub_group]}
-    return state | {key: value.canonical() for key, value in shard.scalars[sub_group].items()}
+    return state | {key: value.number() for key, value in shard.scalars[sub_group].items()}
 
 
 def _difference(left: Mapping[str, str], right: Mapping[str, str]) -> str:
