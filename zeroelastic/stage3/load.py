@@ -6,7 +6,7 @@ import copy
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,13 +20,15 @@ from zeroelastic.agree import gather, settle
 from zeroelastic.digest import ScalarValue
 from zeroelastic.errors import CheckpointError, UnsafePickleError
 from zeroelastic.report import ResumeReport
-from zeroelastic.shard import FP32, FROZEN, OptionValue, ScalerState
+from zeroelastic.shard import FP32, FROZEN, OptionValue
 from zeroelastic.stage3.fill import Filled, Target, fill
 from zeroelastic.stage3.live import LiveState, read_live
+from zeroelastic.stage3.optimizers import SavedGroup, changed_class, options_to_set, state_dtype
 from zeroelastic.stage3.options import Options
+from zeroelastic.stage3.precision import restore_scales
 from zeroelastic.stage3.proof import Proof, prove
-from zeroelastic.stage3.survey import Survey, check_batch
-from zeroelastic.torchfile import DTYPE_BYTES, DType
+from zeroelastic.stage3.survey import Survey, check_batch, saved_groups
+from zeroelastic.torchfile import DTYPE_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +66,7 @@ def load(
     result and the report. Raises the same error on every rank.
     """
     notes: list[str] = []
+    reset: list[str] = []
     batch = check_batch(
         found.train_batch_size, engine.train_batch_size(), live.layout.world_size, strict=options.strict
     )
@@ -75,8 +78,8 @@ def load(
     live = read_live(optimizer, engine.param_names)
 
     def fill_and_restore() -> Filled:
-        filled = _fill(live, found, options, wanted)
-        _restore(engine, live, found, wanted, notes)
+        filled = _fill(live, found, options, wanted, notes)
+        _restore(engine, live, found, wanted, notes, reset)
         return filled
 
     filled = settle(fill_and_restore)
@@ -91,12 +94,12 @@ def load(
         weights_only=wanted.weights_only,
         from_16_bit=not engine.zero_load_from_fp32_weights(),
     )
-    report = _report(engine, live, found, filled, proof, tag_dir, wanted, notes, began)
+    report = _report(engine, live, found, filled, proof, tag_dir, wanted, notes, reset, began)
     return outcome, report
 
 
-def _fill(live: LiveState, found: Survey, options: Options, wanted: Wanted) -> Filled:
-    """Master weights, optimizer tensors and frozen parameters, in place."""
+def _fill(live: LiveState, found: Survey, options: Options, wanted: Wanted, notes: list[str]) -> Filled:
+    """Master weights, optimizer tensors and frozen parameters, in place; notes what is cast."""
     targets: list[Target] = []
     index = found.head.layout.index()
     for i, keys in enumerate(found.tensor_keys):
@@ -104,9 +107,13 @@ def _fill(live: LiveState, found: Survey, options: Options, wanted: Wanted) -> F
         source = int(found.head.layout.sub_group[index[first]])
         for key in keys:
             dtype = found.head.pieces[key].dtype[source]
-            targets.append(Target(key, i, destination(live, i, key, getattr(torch, dtype)), dtype))
+            kept = state_dtype(live.stepper(i), live.group(i), key, live.fp32(i).dtype) or getattr(torch, dtype)
+            targets.append(Target(key, i, destination(live, i, key, kept), dtype))
         if not wanted.weights_only:
             drop_state(live, i, keep=(*keys, *found.scalars[i]))
+    if not wanted.weights_only:
+        rebind_muon_momentum(live)
+    notes += _casts(targets)
     pieces = {rank: shard.pieces for rank, shard in found.shards.items()}
     filled = fill(found.plan, pieces, targets, executor=options.executor)
     for i in range(live.layout.num_sub_groups):
@@ -123,6 +130,7 @@ def _fill(live: LiveState, found: Survey, options: Options, wanted: Wanted) -> F
         for p, tensor in enumerate(live.frozen_tensors)
         if tensor.numel()
     ]
+    notes += _casts(frozen_targets)
     frozen_pieces = {rank: {FROZEN: piece} for rank, piece in found.frozen_pieces.items()}
     frozen = fill(found.frozen_plan, frozen_pieces, frozen_targets, executor=options.executor)
     owned = live.frozen.owned(live.rank)[1]
@@ -134,6 +142,25 @@ def _fill(live: LiveState, found: Survey, options: Options, wanted: Wanted) -> F
         files=tuple(dict.fromkeys((*filled.files, *frozen.files))),
         cast_digests={**filled.cast_digests, **frozen.cast_digests},
     )
+
+
+def _casts(targets: Sequence[Target]) -> list[str]:
+    """A sentence for each kind of tensor that is not kept in the dtype that it was saved in."""
+    names = {FP32: "master weights", FROZEN: "frozen parameters"}
+    casts = {(names.get(t.key, t.key), t.dtype, str(t.tensor.dtype).removeprefix("torch.")) for t in targets if t.cast}
+    return [f"{what}: cast from {saved} to {live}" for what, saved, live in sorted(casts)]
+
+
+def rebind_muon_momentum(live: LiveState) -> None:
+    """Let Muon step with the momentum that the state now holds, where DeepSpeed keeps it outside of the state too."""
+    optimizer = live.optimizer
+    buffers = getattr(optimizer, "muon_momentum_buffer_partitioned_groups_flat", None) or {}
+    for i, buffer in list(buffers.items()):
+        state = optimizer.optimizer.state[optimizer.fp32_partitioned_groups_flat[i]]
+        held = state.setdefault("momentum_buffer", torch.zeros_like(buffer))
+        if held is not buffer:
+            held.swappable, held.ds_id = getattr(buffer, "swappable", False), getattr(buffer, "ds_id", None)
+            buffers[i] = held
 
 
 def destination(live: LiveState, sub_group: int, key: str, dtype: torch.dtype) -> torch.Tensor:
@@ -162,7 +189,7 @@ def drop_state(live: LiveState, sub_group: int, *, keep: tuple[str, ...]) -> Non
         live.optimizer.optimizer.state.pop(owner)
 
 
-def _restore(engine: Any, live: LiveState, found: Survey, wanted: Wanted, notes: list[str]) -> None:
+def _restore(engine: Any, live: LiveState, found: Survey, wanted: Wanted, notes: list[str], reset: list[str]) -> None:
     """Scalars, hyper-parameters and loss scale, then the 16-bit weights from the master weights."""
     optimizer = live.optimizer
     if not wanted.weights_only:
@@ -170,16 +197,10 @@ def _restore(engine: Any, live: LiveState, found: Survey, wanted: Wanted, notes:
             for key, value in scalars.items():
                 set_scalar(live, i, key, live_value(value))
         notes += _converted(found)
-        for live_group, saved in zip(optimizer.optimizer.param_groups, found.head.groups, strict=True):
-            for option, choice in saved.options.items():
-                set_option(live_group, option, choice)
-        if _precision(found.head.ds_config) == _precision(engine._config._param_dict):
-            _set_scaler(optimizer, found.head.scaler)
-        else:
-            notes.append(
-                f"saved with {_precision(found.head.ds_config)}, running with "
-                f"{_precision(engine._config._param_dict)}: the loss scale is the run's own"
-            )
+        notes += set_groups(live, saved_groups(found.head))
+        said, lost = restore_scales(optimizer, found.head, engine._config._param_dict)
+        notes += said
+        reset += lost
     finish_weights(live, from_16_bit=not engine.zero_load_from_fp32_weights())
 
 
@@ -217,6 +238,27 @@ def set_scalar(live: LiveState, sub_group: int, key: str, value: object) -> None
     state[key] = value.detach().clone().to(owner.device if on_device else "cpu")
 
 
+def set_groups(live: LiveState, groups: Sequence[SavedGroup]) -> list[str]:
+    """Set the hyper-parameters of every group; what is not as it was saved comes back as sentences."""
+    optimizer = live.optimizer.optimizer
+    notes: dict[str, None] = {}
+    for saved, group in zip(groups, optimizer.param_groups, strict=True):
+        changed = changed_class(saved, optimizer)
+        taken, left, own = options_to_set(saved, optimizer, group)
+        for option, choice in taken.items():
+            set_option(group, option, choice)
+        for note in (
+            changed,
+            f"hyper-parameters of the checkpoint that this optimizer does not have: {', '.join(left)}"
+            if left
+            else None,
+            f"hyper-parameters that are the run's own: {', '.join(own)}" if own else None,
+        ):
+            if note is not None:
+                notes[note] = None
+    return list(notes)
+
+
 def _converted(found: Survey) -> list[str]:
     """A sentence for each scalar that the run's optimizer keeps in another form than the saved one did."""
     saved = {(key, value.kind) for entry in found.head.scalars for key, value in entry.items()}
@@ -248,26 +290,6 @@ def set_option(group: dict[str, Any], option: str, value: OptionValue) -> None:
         group[option] = value
 
 
-def _set_scaler(optimizer: Any, saved: ScalerState | None) -> None:
-    if saved is None:
-        return
-    kind = getattr(ds_loss_scaler, saved.class_name)
-    scaler = optimizer.loss_scaler if type(optimizer.loss_scaler) is kind else kind.__new__(kind)
-    for key, value in saved.attributes.items():
-        setattr(scaler, key, getattr(torch, value.name) if isinstance(value, DType) else value)
-    optimizer.loss_scaler = scaler
-    optimizer.dynamic_loss_scale = saved.dynamic
-    optimizer.overflow = saved.overflow
-
-
-def _precision(config: Mapping[str, Any]) -> str:
-    for name, key in (("bf16", "bf16"), ("bf16", "bfloat16"), ("fp16", "fp16")):
-        block = config.get(key)
-        if isinstance(block, Mapping) and block.get("enabled"):
-            return name
-    return "fp32"
-
-
 def _report(
     engine: Any,
     live: LiveState,
@@ -277,6 +299,7 @@ def _report(
     tag_dir: Path,
     wanted: Wanted,
     notes: list[str],
+    lost: list[str],
     began: float,
 ) -> ResumeReport:
     checkpoint = found.checkpoint
@@ -306,7 +329,7 @@ def _report(
         root_matches=proof.matches,
         exact=exact,
         rederived=rederived,
-        reset=reset,
+        reset=(*reset, *lost),
         notes=tuple(notes),
     )
 

@@ -7,13 +7,14 @@ fresh run is empty, so that what its optimizer is going to expect there has to b
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from zeroelastic.digest import ScalarValue
 from zeroelastic.errors import UnsupportedError
+from zeroelastic.shard import OptionValue
 
 _INT = "pyint"
 _TENSOR = "tensor"
@@ -56,24 +57,141 @@ _KNOWN = {
     "deepspeed.ops.lion.fused_lion.FusedLion": _Known(("exp_avg",), _INT_STEP),
     "deepspeed.ops.lion.cpu_lion.DeepSpeedCPULion": _Known(("exp_avg", "exp_avg_sq"), _INT_STEP),
 }
-"""As of torch 2.13 and DeepSpeed 0.19.8; the tests run each of them."""
+"""As of torch 2.13 and DeepSpeed 0.19.8."""
+
+_MUON = "deepspeed.runtime.zero.muon.muon_optimizer.MuonWithAuxAdam"
+_MUON_STATE = _Known(("momentum_buffer",), {})
+_MUON_ADAM = _Known(_ADAM, _INT_STEP)
+
+_SCHEDULED = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
+"""Options that learning rate schedulers add to groups."""
+
+_OF_THE_CLASS = {"decoupled_weight_decay"}
+"""Options that make a class what it is: torch's AdamW is its Adam with this one set."""
+
+
+@dataclass(frozen=True, slots=True)
+class SavedGroup:
+    """What a checkpoint says of one optimizer group: the class of its optimizer where it is known, options, and keys.
+
+    ``keys`` are the state keys that have a value, without the master weights; empty before the first step.
+    """
+
+    class_path: str | None
+    options: Mapping[str, OptionValue]
+    keys: frozenset[str]
 
 
 def class_path(optimizer: torch.optim.Optimizer) -> str:
     """Module and name of an optimizer's class."""
-    kind = type(optimizer)
+    return _path(type(optimizer))
+
+
+def misfits(groups: Sequence[SavedGroup], optimizer: torch.optim.Optimizer) -> list[str]:
+    """Every saved group whose state an optimizer cannot go on from, as sentences; there are as many groups in both."""
+    found = [_misfit(saved, optimizer, live) for saved, live in zip(groups, optimizer.param_groups, strict=True)]
+    return [
+        f"optimizer group {g} {problem}; resume with the optimizer that saved it, or with load_optimizer_states=False "
+        "for the weights alone"
+        for g, problem in enumerate(found)
+        if problem is not None
+    ]
+
+
+def _misfit(saved: SavedGroup, optimizer: torch.optim.Optimizer, options: Mapping[str, object]) -> str | None:
+    """Why a live group with these options, which takes over the saved ones, cannot go on; None when it can."""
+    if not saved.keys:
+        return None
+    name = type(optimizer).__name__
+    same = _same_class(saved, optimizer, options)
+    known = _known(optimizer, options, bases=not same)
+    if known is not None:
+        want = {*known.tensors, *known.scalars}
+        taken = {**options, **{key: value for key, value in saved.options.items() if key in options}}
+        want |= {key for key, option in known.optional if taken.get(option)}
+        if want == saved.keys:
+            return None
+        return f"has the state of {_of(saved)} ({_listed(saved.keys)}), this run's {name} keeps {_listed(want)}"
+    if same:
+        return None
+    return f"has the state of {_of(saved)} ({_listed(saved.keys)}), and what this run's {name} keeps is not known"
+
+
+def options_to_set(
+    saved: SavedGroup, optimizer: torch.optim.Optimizer, options: Mapping[str, object]
+) -> tuple[Mapping[str, OptionValue], tuple[str, ...], tuple[str, ...]]:
+    """The saved options that a live group takes over, the names of those that it has no use for, and of its own.
+
+    The same optimizer takes all of them, another one those that it has too.
+    """
+    own = tuple(sorted(options.keys() - saved.options.keys() - {"params"} - _SCHEDULED))
+    if _same_class(saved, optimizer, options):
+        return saved.options, (), own
+    taken = {key: value for key, value in saved.options.items() if key in options and key not in _OF_THE_CLASS}
+    own = tuple(sorted({*own, *(options.keys() & saved.options.keys() & _OF_THE_CLASS)}))
+    return taken, tuple(sorted(saved.options.keys() - options.keys() - _SCHEDULED)), own
+
+
+def changed_class(saved: SavedGroup, optimizer: torch.optim.Optimizer) -> str | None:
+    """A sentence about an optimizer that goes on from another one's state, or None."""
+    name = type(optimizer).__name__
+    if saved.class_path is None or saved.class_path.rpartition(".")[2] == name:
+        return None
+    return f"optimizer: {name} goes on from the state of {saved.class_path.rpartition('.')[2]}, which has the same keys"
+
+
+def state_dtype(
+    optimizer: torch.optim.Optimizer, options: Mapping[str, object], key: str, flat: torch.dtype
+) -> torch.dtype | None:
+    """The dtype in which an optimizer keeps a tensor beside master weights of dtype ``flat``; None: as it was saved."""
+    known = _known(optimizer, options, bases=False)
+    if known is None or known is _MUON_STATE or key not in (*known.tensors, *(name for name, _ in known.optional)):
+        return None
+    return torch.float32 if getattr(optimizer, "fp32_optimizer_states", False) else flat
+
+
+def _same_class(saved: SavedGroup, optimizer: torch.optim.Optimizer, options: Mapping[str, object]) -> bool:
+    """By name, wherever the class lives; a checkpoint that does not say it is judged by its hyper-parameters."""
+    if saved.class_path is not None:
+        return saved.class_path.rpartition(".")[2] == type(optimizer).__name__
+    return not options.keys() - saved.options.keys() - {"params"} - _SCHEDULED
+
+
+def _known(optimizer: torch.optim.Optimizer, options: Mapping[str, object], *, bases: bool) -> _Known | None:
+    """What is known of a class, or with ``bases`` of the nearest class that it derives from."""
+    if class_path(optimizer) == _MUON:
+        return _MUON_STATE if options.get("use_muon") else _MUON_ADAM
+    classes = type(optimizer).__mro__ if bases else (type(optimizer),)
+    return next((known for kind in classes if (known := _KNOWN.get(_path(kind))) is not None), None)
+
+
+def _path(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
+def _of(saved: SavedGroup) -> str:
+    return "another optimizer" if saved.class_path is None else saved.class_path.rpartition(".")[2]
+
+
+def _listed(keys: Iterable[str]) -> str:
+    return ", ".join(sorted(keys)) or "none"
+
+
 def live_form(
-    value: ScalarValue, *, key: str, current: object, optimizer: torch.optim.Optimizer, where: str
+    value: ScalarValue,
+    *,
+    key: str,
+    current: object,
+    optimizer: torch.optim.Optimizer,
+    options: Mapping[str, object],
+    where: str,
 ) -> ScalarValue:
     """A saved scalar in the form that the optimizer which goes on from it keeps: the same number.
 
     ``current`` is what it holds there now, None before its first step; it decides, else the optimizer's class, else the
     saved form stays. Raises UnsupportedError where the form cannot hold the number.
     """
-    kind = _kind_of(current) or _kind_known(optimizer, key)
+    kind = _kind_of(current) or _kind_known(optimizer, options, key)
     tensor = not value.kind.startswith("py")
     if kind is None or kind == value.kind or isinstance(value.value, bool) or value.value is None:
         return value
@@ -106,10 +224,6 @@ def _kind_of(current: object) -> str | None:
     return None
 
 
-def _kind_known(optimizer: torch.optim.Optimizer, key: str) -> str | None:
-    """What the class keeps, the user's own subclasses of a known one included."""
-    for kind in type(optimizer).__mro__:
-        known = _KNOWN.get(f"{kind.__module__}.{kind.__qualname__}")
-        if known is not None:
-            return known.scalars.get(key)
-    return None
+def _kind_known(optimizer: torch.optim.Optimizer, options: Mapping[str, object], key: str) -> str | None:
+    known = _known(optimizer, options, bases=True)
+    return None if known is None else known.scalars.get(key)

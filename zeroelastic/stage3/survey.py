@@ -22,7 +22,7 @@ from zeroelastic.plan import Plan, check_plan, make_plan
 from zeroelastic.record import CheckpointFormat
 from zeroelastic.shard import FP32, Pieces, Shard, configured_batch
 from zeroelastic.stage3.live import LiveState
-from zeroelastic.stage3.optimizers import live_form
+from zeroelastic.stage3.optimizers import SavedGroup, live_form, misfits
 from zeroelastic.state import check_same_save, shard_facts
 
 
@@ -96,7 +96,7 @@ def _open(tag_dir: Path, live: LiveState, *, weights_only: bool) -> Survey:
     if model.frozen is not None:
         problems += compare_params(model.frozen.params, live.frozen.params, kind="frozen parameter")
     if not weights_only:
-        problems += _compare_groups(head, live)
+        problems += _compare_groups(head, live) or misfits(saved_groups(head), live.optimizer.optimizer)
     if problems:
         raise LayoutMismatchError(f"{tag_dir}: the checkpoint does not fit the model:", sorted(set(problems)))
     check_same_save(shards, head)
@@ -153,6 +153,20 @@ def _compare_groups(head: Shard, live: LiveState) -> list[str]:
     ]
 
 
+def saved_groups(head: Shard) -> list[SavedGroup]:
+    """What the checkpoint says of each optimizer group, with the state keys of all its sub-groups."""
+    group_of = {name: g for g, group in enumerate(head.groups) for name in group.params}
+    keys: list[set[str]] = [set() for _ in head.groups]
+    for name, sub_group in zip(head.layout.index(), head.layout.sub_group.tolist(), strict=True):
+        if name in group_of:
+            values = {key for key, value in head.scalars[sub_group].items() if value.value is not None}
+            keys[group_of[name]] |= {*head.tensor_keys[sub_group], *values} - {FP32}
+    return [
+        SavedGroup(head.optimizer, group.options, frozenset(found))
+        for group, found in zip(head.groups, keys, strict=True)
+    ]
+
+
 def _token(found: Survey, *, weights_only: bool) -> Token:
     facts = shard_facts(found.head)
     if weights_only:
@@ -200,6 +214,7 @@ def _live_scalars(head: Shard, source: int, live: LiveState, sub_group: int) -> 
             key=key,
             current=current.get(key),
             optimizer=live.stepper(sub_group),
+            options=live.group(sub_group),
             where=f"{head.path}: optimizer state {key!r}",
         )
         for key, value in head.scalars[source].items()

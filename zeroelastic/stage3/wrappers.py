@@ -20,6 +20,7 @@ from zeroelastic.stage3 import memory
 from zeroelastic.stage3.live import LiveState, read_live, refuse_unsupported
 from zeroelastic.stage3.load import Wanted, load, model_states_reader
 from zeroelastic.stage3.options import Options, parse_options
+from zeroelastic.stage3.replicated import difference, replicated_facts
 from zeroelastic.stage3.save import commit, elastic_state_dict, new_save_id, written_files
 from zeroelastic.stage3.shard_writer import DigestedShard, ShardWriter, shard_writer
 from zeroelastic.stage3.survey import Survey, survey
@@ -177,12 +178,18 @@ def save_checkpoint(original: Method) -> Method:
 
 
 def _cannot_commit(engine: Any, optimizer: DeepSpeedZeroOptimizer_Stage3) -> UnsupportedError | None:
-    """Why this engine's saves get no commit record, or None when they do."""
-    try:
+    """Why this engine's saves get no commit record, the same on every rank, or None when they do. Collective."""
+
+    def look() -> dict[str, str]:
         refuse_unsupported(optimizer, engine)
-        _live(engine, optimizer)
+        return replicated_facts(_live(engine, optimizer))
+
+    try:
+        different = difference(settle(look))
     except UnsupportedError as error:
         return error
+    if different is not None:
+        return different
     if engine.checkpoint_engine.is_decoupled():
         return UnsupportedError(
             "elastic checkpoints do not cover decoupled checkpoint engines yet. Remove the checkpoint.writer block, or "

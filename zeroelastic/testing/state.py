@@ -67,6 +67,9 @@ def gather_state(engine: Any) -> State:
     if engine.lr_scheduler is not None:
         state.update(flatten("scheduler", engine.lr_scheduler.state_dict()))
     state.update(flatten("loss_scaler", vars(engine.optimizer.loss_scaler)))
+    grad_scaler = getattr(engine.optimizer, "torch_autocast_gradscaler", None)
+    if grad_scaler is not None:
+        state.update(flatten("grad_scaler", grad_scaler.state_dict()))
     state.update({f"engine/{name}": getattr(engine, name) for name in _ENGINE_COUNTERS})
     return state
 
