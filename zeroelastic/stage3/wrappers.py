@@ -255,7 +255,13 @@ def load_checkpoint(original: Method) -> Method:
             return stock()
         wanted = Wanted(optimizer_states=load_optimizer_states, module_only=load_module_only)
         live = _live(self, optimizer)
-        found = survey(tag_dir, live, weights_only=wanted.weights_only)
+        try:
+            found = survey(tag_dir, live, weights_only=wanted.weights_only)
+        except UnsupportedError as error:
+            if not _only_stock_reads(tag_dir, live):
+                raise
+            logger.warning("loading through DeepSpeed alone: %s", error)
+            return stock()
 
         def load_module() -> tuple[Any, Any]:
             with model_states_reader(self, found, safe_load=options.safe_load):
@@ -341,6 +347,22 @@ def _refused(engine: Any, optimizer: DeepSpeedZeroOptimizer_Stage3, tag_dir: Pat
     if not all(stock for _, stock in reasons):
         raise UnsupportedError(f"{tag_dir}: {reasons[0][0]}")
     return UnsupportedError(reasons[0][0])
+
+
+def _only_stock_reads(tag_dir: Path, live: LiveState) -> bool:
+    """Whether a rigid checkpoint of this world size holds state that only DeepSpeed can read. Collective."""
+
+    def look() -> bool:
+        try:
+            checkpoint = open_checkpoint(tag_dir, near_rank=live.rank)
+            if checkpoint.world_size != live.layout.world_size:
+                return False
+            checkpoint.shard(live.rank)
+            return False
+        except UnsupportedError:
+            return not (checkpoint.record is not None and checkpoint.record.checkpoint_format == "elastic")
+
+    return all(together(look)[1])
 
 
 def _loads_in_stock(tag_dir: Path, world_size: int) -> bool:
