@@ -45,7 +45,8 @@ def gather_state(engine: Any) -> State:
         scalar/PARAM/KEY     a number of optimizer state that the parameter shares with its sub-group, e.g.
         step buffer/NAME          a persistent buffer group/I/NAME         a hyper-parameter of parameter
         group I; group/I/params names its trained parameters scheduler/...        the leaves of the lr
-        scheduler's state loss_scaler/NAME     the numbers of the loss scaler engine/NAME
+        scheduler's state loss_scaler/NAME     the numbers of the loss scaler; grad_scaler/NAME those of torch's
+        GradScaler under fp16 autocast engine/NAME
         global_steps, global_samples and skipped_steps
 
     Padding is left out. Every tensor has its parameter's full shape, or a RuntimeError says which has not.
