@@ -125,6 +125,8 @@ def _open(tag_dir: Path, live: LiveState, allowed: _Allowed, *, weights_only: bo
         live.groups,
     )
     _check_membership(membership, allowed, tag_dir, live, weights_only=weights_only)
+    if not weights_only:
+        _check_kinds(membership, head, live)
 
     plan = make_plan(head.layout, layout.only(set(membership.restored)), rank)
     check_plan(plan)
@@ -164,10 +166,14 @@ def _check_membership(
         problems += membership.group_problems if not weights_only else ()
     if allowed.strict_module and allowed.missing_state == "error":
         shapes = {param.name: list(param.shape) for param in live.frozen.params}
+        # Without elements and trained, it is listed with the frozen ones, but its entry was not left out of the save.
+        module = live.optimizer.module
+        trained = {name for name, param in module.named_parameters() if param.requires_grad}
         problems += [
             f"frozen parameter {name} {shapes[name]} is not in the checkpoint, which was saved without frozen "
             "parameters: load_module_strict=False keeps the run's own"
             for name in membership.excluded
+            if name not in trained
         ]
     if not problems:
         return
@@ -177,6 +183,20 @@ def _check_membership(
     raise LayoutMismatchError(
         f"{tag_dir}: the checkpoint does not fit the model{advice}:", sorted(dict.fromkeys(problems))
     )
+
+
+def _check_kinds(membership: Membership, head: Shard, live: LiveState) -> None:
+    """Raise UnsupportedError where Muon would have to go on from the state of Adam, or the other way."""
+    for g, match in enumerate(membership.groups):
+        now = bool(live.optimizer.optimizer.param_groups[g].get("use_muon", False))
+        for s in match.shared:
+            if bool(head.groups[s].options.get("use_muon", False)) != now:
+                was = "stepped" if not now else "not stepped"
+                raise UnsupportedError(
+                    f"{head.path}: optimizer group {g} of this run is {'' if now else 'not '}stepped by Muon and takes "
+                    f"parameters of group {s} of the checkpoint, which was {was} by it. Their states have nothing in "
+                    "common: keep use_muon as it was, or pass load_optimizer_states=False."
+                )
 
 
 def _planned(src: Layout, dst: Layout, rank: int) -> Plan | None:
