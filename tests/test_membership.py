@@ -729,8 +729,7 @@ def reference_losses(setup: Setup, before: Setup, state: State) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("direction", ["unfreeze", "freeze"])
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize(("direction", "precision"), [("unfreeze", "bf16"), ("freeze", "fp32")])
 def test_damage_in_what_has_moved_is_found(
     rank_pool: RankPool, saved: Saver, tmp_path: Path, direction: str, precision: str
 ) -> None:
@@ -771,10 +770,10 @@ def load_error(setup: Setup, directory: str) -> tuple[str, str]:
 
 def test_state_dicts_in_memory_have_to_fit(rank_pool: RankPool) -> None:
     """They hold no frozen parameters, so there is nothing to take an unfrozen one from: refused by name."""
-    with pytest.raises(RankError, match=r"adapter\.weight.*of the model is not in the checkpoint"):
+    with pytest.raises(RankError) as caught:
         rank_pool.run(load_in_memory, 1)
-    with pytest.raises(RankError, match='"missing_state" concerns checkpoints on disk'):
-        rank_pool.run(load_in_memory, 1)
+    assert "parameter adapter.weight [7, 16] of the model is not in the checkpoint" in str(caught.value)
+    assert '"missing_state" concerns checkpoints on disk' in str(caught.value)
 
 
 def load_in_memory() -> None:
