@@ -73,6 +73,7 @@ def test_every_parameter_of_the_run_is_in_exactly_one_list(rows: list[tuple[str,
     different = [name for which in lists if which not in ("restored", "frozen", "excluded") for name in lists[which]]
     assert found.same_params == (not different)
     assert len(found.problems) == len(different) - len(lists["relisted"]) and not found.reshaped
+    assert len(found.frozen_problems) == len(lists["added_frozen"])
     for name in set(different) - set(lists["relisted"]):
         assert any(f" {name} [" in problem for problem in found.problems)
 
@@ -85,7 +86,7 @@ def test_another_shape_is_always_a_problem_of_its_own(rows: list[tuple[str, str,
     found = compare(inventory(was, numels), inventory(now, {**numels, victim: numels[victim] + 1}), [], [])
     both = ABSENT not in (was[victim], now[victim])
     assert [victim in problem for problem in found.reshaped] == [True] * both
-    assert set(found.reshaped) <= set(found.problems)
+    assert set(found.reshaped) <= set(found.problems) and set(found.frozen_problems) <= set(found.problems)
 
 
 def build(names: Iterable[tuple[str, int]], world_size: int, cut: int) -> Layout:
@@ -624,12 +625,22 @@ def test_frozen_parameters_that_the_save_left_out(rank_pool: RankPool, saved: Sa
     same(of(checkpoint.state, "lora"), of(thawed.state, "lora"))
 
 
-def test_buffers_that_the_save_does_not_have_are_named_when_strict_is_off(rank_pool: RankPool, saved: Saver) -> None:
+def test_module_state_that_the_save_does_not_have(rank_pool: RankPool, saved: Saver) -> None:
+    """A buffer and a frozen module: with load_module_strict=False named, else refused before anything is touched."""
     checkpoint = saved(BASE, 4)
-    setup = BASE.other(buffer="late", job={"options": {"verify": True}})
+    setup = BASE.other(buffer="late", frozen=("adapter.", "new."), job={"extra": "new", "options": {"verify": True}})
+    errors = rank_pool.run(refuse, 3, setup, checkpoint.directory)
+    assert len(set(errors)) == 1 and errors[0][0] == "LayoutMismatchError"
+    assert "frozen parameter new.weight [16, 16] of the model is not in the checkpoint" in errors[0][1]
     loaded = run(rank_pool, setup, 3, checkpoint.directory, load_module_strict=False)
     assert named(loaded.report, "buffers and other module state not in the checkpoint") == ["late"]
-    assert loaded.report.root_matches
+    assert named(loaded.report, "frozen and not in the checkpoint") == ["new.bias", "new.weight"]
+    check_common(checkpoint, loaded, *SHARED, *ADAPTER)
+    same(of(loaded.initial, "new"), of(loaded.state, "new"))
+    buffer = setup.other(frozen=("adapter.",), job={"extra": "", "options": {"verify": True}})
+    loaded = run(rank_pool, buffer, 3, checkpoint.directory, load_module_strict=False)
+    assert named(loaded.report, "buffers and other module state not in the checkpoint") == ["late"]
+    assert loaded.report.root_matches and len(loaded.report.changed) == 1
 
 
 @pytest.mark.support("Parameters", "without elements, trained and frozen", "exact")

@@ -47,7 +47,8 @@ class Membership:
     ``newly_frozen``: trained then, frozen now. ``added_trained`` and ``added_frozen``: not in the save.
     ``excluded``: frozen now, and the save left frozen parameters out. ``dropped``: in the save, not in the model.
     ``relisted``: without elements, and listed as trained by one side only, which changes nothing.
-    ``problems`` are sentences about everything that differs, ``reshaped`` those about shapes, which nothing mends.
+    ``problems`` are sentences about everything that differs: among them ``reshaped`` about shapes, which nothing mends,
+    and ``frozen_problems`` about frozen parameters that the save lacks, which are part of the module's state alone.
     ``groups`` runs parallel to the live optimizer groups.
     """
 
@@ -64,6 +65,7 @@ class Membership:
     problems: tuple[str, ...]
     group_problems: tuple[str, ...]
     reshaped: tuple[str, ...]
+    frozen_problems: tuple[str, ...]
 
     @property
     def same_params(self) -> bool:
@@ -95,7 +97,7 @@ def compare(
     ]
     restored, frozen, unfrozen, newly_frozen, relisted, added_trained, added_frozen, excluded = _empty_lists(8)
     moved: list[str] = []
-    missing: list[str] = []
+    missing: dict[str, list[str]] = {_TRAINED: [], _FROZEN: []}
     for name, (kind, param) in now.items():
         before = was[name][0] if name in was else None
         if before == kind:
@@ -112,13 +114,13 @@ def compare(
             excluded.append(name)
         else:
             (added_trained if kind == _TRAINED else added_frozen).append(name)
-            missing.append(f"{kind} {name} {list(param.shape)} of the model is not in the checkpoint")
+            missing[kind].append(f"{kind} {name} {list(param.shape)} of the model is not in the checkpoint")
     dropped = [name for name in was if name not in now]
     unknown = [
         f"{was[name][0]} {name} {list(was[name][1].shape)} of the checkpoint is not in the model" for name in dropped
     ]
     group_problems = _compare_groups(saved_groups, live_groups)
-    problems = [*missing, *unknown, *moved, *reshaped]
+    problems = [*missing[_TRAINED], *missing[_FROZEN], *unknown, *moved, *reshaped]
     fits = not problems and not group_problems
     return Membership(
         restored=tuple(restored),
@@ -134,6 +136,7 @@ def compare(
         problems=tuple(problems),
         group_problems=tuple(group_problems),
         reshaped=tuple(reshaped),
+        frozen_problems=tuple(missing[_FROZEN]),
     )
 
 

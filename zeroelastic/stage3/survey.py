@@ -71,9 +71,9 @@ def survey(
     """Open what this rank needs, check it against the model, and compare with the other ranks. Collective.
 
     ``weights_only`` leaves optimizer groups and state out of the comparison. ``missing_state`` says what to do about
-    parameters that the save and the run do not have in common; ``strict_module`` does not take a save from which frozen
-    parameters were excluded for one that has them, unless it says "fresh". Raises the same error on every rank:
-    CheckpointError, LayoutMismatchError (every disagreement listed), UnsupportedError.
+    parameters that the save and the run do not have in common; ``strict_module`` refuses a save that lacks frozen
+    parameters of the run, unless it says "fresh". Raises the same error on every rank: CheckpointError,
+    LayoutMismatchError (every disagreement listed), UnsupportedError.
     """
     kept: list[Survey] = []
     allowed = _Allowed(missing_state, strict_module)
@@ -162,7 +162,8 @@ def _check_membership(
     """Raise LayoutMismatchError, listing everything that differs and is not allowed to."""
     problems = [*membership.reshaped]
     if allowed.missing_state == "error":
-        problems += membership.problems
+        tolerated = () if allowed.strict_module else membership.frozen_problems
+        problems += [problem for problem in membership.problems if problem not in tolerated]
         problems += membership.group_problems if not weights_only else ()
     if allowed.strict_module and allowed.missing_state == "error":
         shapes = {param.name: list(param.shape) for param in live.frozen.params}
