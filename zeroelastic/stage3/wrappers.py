@@ -20,6 +20,7 @@ from zeroelastic.record import RECORD_NAME, write_atomically
 from zeroelastic.stage3 import memory
 from zeroelastic.stage3.live import LiveState, read_live, refuse_unsupported
 from zeroelastic.stage3.load import Wanted, load, model_states_reader
+from zeroelastic.stage3.module_keys import ModuleKeys, recorded_keys
 from zeroelastic.stage3.options import Options, parse_options
 from zeroelastic.stage3.save import commit, elastic_state_dict, new_save_id, written_files
 from zeroelastic.stage3.shard_writer import DigestedShard, ShardWriter, shard_writer
@@ -260,10 +261,20 @@ def load_checkpoint(original: Method) -> Method:
             return stock()
         wanted = Wanted(optimizer_states=load_optimizer_states, module_only=load_module_only)
         live = _live(self, optimizer)
-        found = survey(tag_dir, live, weights_only=wanted.weights_only)
+        found = survey(
+            tag_dir,
+            live,
+            weights_only=wanted.weights_only,
+            missing_state=options.missing_state,
+            strict_module=load_module_strict and custom_load_fn is None,
+        )
+        keys = ModuleKeys()
 
         def load_module() -> tuple[Any, Any]:
-            with model_states_reader(self, found, safe_load=options.safe_load):
+            with (
+                model_states_reader(self, found, safe_load=options.safe_load),
+                recorded_keys(self.module, keys, forgive=options.missing_state == "fresh"),
+            ):
                 path, state = self._load_checkpoint(
                     load_dir,
                     chosen,
@@ -289,13 +300,15 @@ def load_checkpoint(original: Method) -> Method:
                 options=options,
                 wanted=wanted,
                 load_module=load_module,
+                keys=keys,
                 began=began,
             )
         finally:
             del self._zeroelastic_survey
         self.zeroelastic_report = report
         if dist.get_rank() == 0:
-            level = logging.WARNING if any("CHANGED" in note for note in report.notes) else logging.INFO
+            loud = bool(report.changed) or any("CHANGED" in note for note in report.notes)
+            level = logging.WARNING if loud else logging.INFO
             logger.log(level, "%s", report.text())
         return outcome
 
