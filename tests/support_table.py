@@ -3,9 +3,9 @@
     @pytest.mark.support("Precision", "fp16, dynamic loss scale", "exact", "the scale and skipped steps too")
 
 A pytest plugin. `pytest --collect-only --support-table docs/support.md tests` (`make support`) writes the page;
-tests/test_support.py compares it with what the tests say. So that a row cannot be claimed and not shown, a marked test
-carries no skip or xfail mark, and where the variable CI is set, a marked test that is skipped has failed. The same holds
-for the tests marked `core`, which every DeepSpeed version must pass.
+tests/test_support.py compares it with what the tests say. So that a row cannot be claimed and not shown, a marked
+test carries no skip or xfail mark, and where the variable CI is set, a marked test that is skipped has failed. So has
+a skipped test marked `core`, which every DeepSpeed version must pass.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections import Counter
 from collections.abc import Generator, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,7 +51,7 @@ class SupportTableError(ValueError):
 
 @dataclass(frozen=True)
 class Shown:
-    """One mark on one test. `path` is the test's file, `function` and `case` its name; `gpu` says that it needs one."""
+    """One mark on one test: its file, its name, how many cases its function has, and whether it needs a GPU."""
 
     section: str
     feature: str
@@ -60,6 +61,7 @@ class Shown:
     function: str
     case: str
     gpu: bool
+    cases: int = 1
 
 
 @dataclass(frozen=True)
@@ -85,12 +87,16 @@ class Versions:
 
 def read_marks(items: Iterable[pytest.Item]) -> tuple[Shown, ...]:
     """Every support mark of the items; raises SupportTableError with all marks that are not as they must be."""
+    items = tuple(items)
+    cases = Counter(_name(item)[:2] for item in items)
     found, problems = [], []
     for item in items:
         marks = list(item.iter_markers("support"))
         if not marks:
             continue
-        problems += [f"{item.nodeid} carries {mark.name}" for mark in item.iter_markers() if mark.name in MARKS_THAT_SKIP]
+        problems += [
+            f"{item.nodeid} carries {mark.name}" for mark in item.iter_markers() if mark.name in MARKS_THAT_SKIP
+        ]
         for mark in marks:
             try:
                 values = _arguments(*mark.args, **mark.kwargs)
@@ -99,7 +105,8 @@ def read_marks(items: Iterable[pytest.Item]) -> tuple[Shown, ...]:
                 continue
             problems += [f"{item.nodeid}: {problem}" for problem in _problems(*values)]
             gpu = item.get_closest_marker("gpu") is not None
-            found.append(Shown(*values, *_name(item), gpu))
+            path, function, case = _name(item)
+            found.append(Shown(*values, path, function, case, gpu, cases[path, function]))
     if problems:
         raise SupportTableError("support marks:\n  " + "\n  ".join(problems))
     return tuple(found)
@@ -169,14 +176,14 @@ def _place(mark: Shown) -> tuple[str, str, str]:
 
 
 def _shown_by(shown: list[Shown]) -> tuple[str, ...]:
-    """Tests by file and name, with the case where there are few."""
-    cases: dict[tuple[str, str], list[str]] = {}
+    """Tests by file and name, with the cases where they are few of many."""
+    by_function: dict[tuple[str, str], list[Shown]] = {}
     for mark in sorted(shown, key=_place):
-        cases.setdefault((Path(mark.path).name, mark.function), []).append(mark.case)
+        by_function.setdefault((Path(mark.path).name, mark.function), []).append(mark)
     names = []
-    for (file, function), found in cases.items():
-        few = [case for case in found if case] if len(found) <= MOST_CASES_NAMED else []
-        names += [f"{file}::{function}[{case}]" for case in few] or [f"{file}::{function}"]
+    for (file, function), marks in by_function.items():
+        some = len(marks) <= MOST_CASES_NAMED and len(marks) < marks[0].cases
+        names += [f"{file}::{function}[{mark.case}]" for mark in marks] if some else [f"{file}::{function}"]
     return tuple(names)
 
 
@@ -196,8 +203,8 @@ def read_versions() -> Versions:
 HEAD = """\
 # What is supported, and what is refused
 
-Written by `make support` from the marks on the tests; `tests/test_support.py` holds it to them. A row stands here because
-the tests beside it pass: in CI, one of them that does not run is one that failed.
+Written by `make support` from the marks on the tests; `tests/test_support.py` holds it to them. A row stands here
+because the tests beside it pass: in CI, one of them that does not run is one that failed.
 
 * **exact**: saved on N ranks and resumed on M, all of the state is the saved one, bit for bit, up and down.
 * **refused**: an error that names what is not supported and what to do instead, the same on every rank, before a tensor
@@ -265,7 +272,9 @@ def pytest_runtest_makereport(
     if report.skipped and named and "CI" in os.environ and not _lacks_gpu(item):
         why: Any = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
         report.outcome = "failed"
-        report.longrepr = f"{item.nodeid} is marked {named[0]} and did not run, so nothing shows what it is to show: {why}"
+        report.longrepr = (
+            f"{item.nodeid} is marked {named[0]} and did not run, so nothing shows what it is to show: {why}"
+        )
         report.__dict__.pop("wasxfail", None)
     return report
 

@@ -37,12 +37,13 @@ def test_the_page_is_what_the_tests_generate(request: pytest.FixtureRequest, tmp
 
 def test_a_row_is_shown_by_all_tests_that_carry_it() -> None:
     marks = [
-        replace(MARK, function="test_two", case="3-4", note="up"),
-        replace(MARK, function="test_two", case="4-3", note="up"),
+        replace(MARK, function="test_two", case="3-4", note="up", cases=3),
+        replace(MARK, function="test_two", case="4-3", note="up", cases=3),
+        replace(MARK, function="test_whole", case="1", cases=2),
+        replace(MARK, function="test_whole", case="2", cases=2),
         MARK,
-        replace(MARK, path="tests/test_b.py", function="test_many", case="x"),
-        replace(MARK, path="tests/test_b.py", function="test_many", case="y", note="loss scale"),
-        replace(MARK, path="tests/test_b.py", function="test_many", case="z"),
+        *(replace(MARK, path="tests/test_b.py", function="test_many", case=case, cases=9) for case in "xz"),
+        replace(MARK, path="tests/test_b.py", function="test_many", case="y", note="loss scale", cases=9),
         replace(MARK, feature="fp8", verdict="refused"),
         replace(MARK, feature="fp16", path="tests/test_c.py", gpu=True),
         replace(MARK, feature="fp16"),
@@ -51,7 +52,7 @@ def test_a_row_is_shown_by_all_tests_that_carry_it() -> None:
     assert (first.feature, first.verdict, first.notes) == ("`bf16`", "exact", ("up", "loss scale"))
     assert first.shown_by == (
         *("test_a.py::test_one", "test_a.py::test_two[3-4]", "test_a.py::test_two[4-3]"),
-        "test_b.py::test_many",
+        *("test_a.py::test_whole", "test_b.py::test_many"),
     )
     assert [(row.feature, row.verdict) for row in (second, third)] == [("fp16", "exact"), ("fp8", "refused")]
     assert make_rows(marks) == make_rows(reversed(marks)), "the page depends on the order of the tests"
@@ -75,7 +76,11 @@ def test_marks_that_contradict_each_other_are_an_error(change: dict[str, str], n
 
 def test_the_page_has_a_table_per_section_and_the_versions() -> None:
     rows = make_rows(
-        [MARK, replace(MARK, section="Offload", feature="NVMe"), replace(MARK, feature="fp8", verdict="refused", note="n")]
+        [
+            MARK,
+            replace(MARK, section="Offload", feature="NVMe"),
+            replace(MARK, feature="fp8", verdict="refused", note="n"),
+        ]
     )
     text = render(rows, VERSIONS)
     assert "Python >= 3.10, torch >= 2.6, DeepSpeed >= 0.18, Linux" in text
@@ -100,7 +105,9 @@ BAD_MARKS = {
 
 def test_bad_marks_are_all_named(pytester: pytest.Pytester) -> None:
     tests = [f"@pytest.mark.support{mark}\ndef test_{i}(): ..." for i, mark in enumerate(BAD_MARKS.values())]
-    tests += ["@pytest.mark.skipif(False, reason='')\n@pytest.mark.support('Precision', 'bf16', 'exact')\ndef test_z(): ..."]
+    tests += [
+        "@pytest.mark.skipif(False, reason='')\n@pytest.mark.support('Precision', 'bf16', 'exact')\ndef test_z(): ..."
+    ]
     items = pytester.getitems("import pytest\n" + "\n\n".join(tests))
     with pytest.raises(SupportTableError) as caught:
         read_marks(items)
@@ -129,7 +136,7 @@ def test_collecting_writes_the_page(pytester: pytest.Pytester) -> None:
     )
     assert result.ret == 0
     text = (pytester.path / "page.md").read_text()
-    assert f"| bf16 | exact | note | `{path.name}::test_left_out_by_a_name[1]`<br>" in text
+    assert f"| bf16 | exact | note | `{path.name}::test_left_out_by_a_name` |" in text
     assert f"| fp8 | refused |  | `{path.name}::test_cases[one]` |" in text and "| tied | exact |" in text
 
 
