@@ -1,7 +1,7 @@
 """The oldest and a middle DeepSpeed that are supported pass the core suite, as the newest passes all of it.
 
-The core suite are the tests marked `core`: both formats, up and down, each kind of optimizer, precision and offload that
-all versions have, the arguments of a load, what is refused, installing, and DeepSpeed's own tools. `make versions`
+The core suite are the tests marked `core`: both formats, up and down, each kind of optimizer, precision and offload
+that all versions have, the arguments of a load, what is refused, installing, and DeepSpeed's own tools. `make versions`
 installs the versions beside the environment, each in a folder of its own that goes in front of the module path.
 """
 
