@@ -5,6 +5,7 @@ Functions run on ranks, so they are at module level and take plain values. Nothi
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 import warnings
@@ -60,18 +61,21 @@ class TrainerJob:
 
 @dataclass(frozen=True)
 class Seen:
-    """What one rank saw of a run: the samples of its steps, the log, the state at the resume and at the end."""
+    """What one rank saw of a run, by step: samples of all ranks, log, generators, and the state at saves and resume."""
 
-    samples: list[list[int]]
-    log: list[dict[str, Any]]
+    first_step: int
+    samples: dict[int, list[int]]
+    losses: dict[int, float]
+    rates: dict[int, float]
+    generators: dict[int, str]
+    saved: dict[int, Any]
     resumed: Any
     report: Any
-    first_generators: str
     max_steps: int
-    groups: list[dict[str, Any]]
+    num_groups: int
     final: Any
     micro_steps: int
-    warnings: list[str]
+    weights_file: dict[str, Any]
 
 
 class Words(torch.utils.data.Dataset):  # type: ignore[type-arg]
@@ -96,7 +100,11 @@ def collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 
 
 def generators() -> str:
-    return f"{random.getstate()[1][:3]} {np.random.get_state()[1][:3]} {torch.get_rng_state().sum()} {torch.initial_seed()}"
+    """This rank's generators of Python, numpy and torch, as a hash."""
+    numpy_state = np.random.get_state()
+    assert isinstance(numpy_state, tuple)
+    states = (repr(random.getstate()), numpy_state[1].tobytes(), torch.get_rng_state().numpy().tobytes())
+    return hashlib.sha256(repr(states).encode()).hexdigest()
 
 
 def run_trainer(job: TrainerJob) -> Seen:
@@ -148,32 +156,36 @@ def run_trainer(job: TrainerJob) -> Seen:
 
         model = get_peft_model(model, LoraConfig(r=3, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
 
-    samples: list[list[int]] = []
-    seen: dict[str, Any] = {"generators": "", "resumed": None, "micro": 0}
+    mine: dict[int, list[int]] = {}
+    seen: dict[str, Any] = {"micro": 0, "generators": {}, "saved": {}, "report": None, "resumed": None, "first": 0}
 
     class Watch(TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            seen["first"] = state.global_step
             seen["report"] = getattr(trainer.model_wrapped, "zeroelastic_report", None)
             seen["resumed"] = fingerprint(gather_state(trainer.model_wrapped))
 
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            seen["generators"] = seen["generators"] or generators()
-            samples.append([])
+            seen["generators"][state.global_step] = generators()
+            mine[state.global_step] = []
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.global_step == job.stop_at:
                 control.should_training_stop = True
-                control.should_save = True
+
+        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            seen["saved"][state.global_step] = fingerprint(gather_state(trainer.model_wrapped))
 
     class WatchedTrainer(Trainer):
         def compute_loss(self, model: Any, inputs: Any, *rest: Any, **kwargs: Any) -> Any:
             seen["micro"] += 1
-            samples[-1] += inputs.pop("index").tolist()
+            mine[self.state.global_step] += inputs.pop("index").tolist()
             return super().compute_loss(model, inputs, *rest, **kwargs)
 
         def prediction_step(self, model: Any, inputs: Any, *rest: Any, **kwargs: Any) -> Any:
             inputs.pop("index")
-            return super().prediction_step(model, inputs, *rest, **kwargs)
+            with torch.no_grad():
+                return super().compute_loss(model, inputs).detach(), None, None
 
     if not job.elastic:
         zeroelastic.install()
@@ -193,19 +205,33 @@ def run_trainer(job: TrainerJob) -> Seen:
     trainer.train(resume_from_checkpoint=job.resume)
     engine = trainer.model_wrapped
     shared: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(shared, samples)
+    dist.all_gather_object(shared, mine)
+    log = [entry for entry in trainer.state.log_history if "loss" in entry]
     return Seen(
-        samples=[sorted(index for rank in shared for index in rank[step]) for step in range(len(samples))],
-        log=[entry for entry in trainer.state.log_history if "loss" in entry],
+        first_step=seen["first"],
+        samples={step: sorted(index for rank in shared for index in rank[step]) for step in mine},
+        losses={entry["step"]: entry["loss"] for entry in log},
+        rates={entry["step"]: entry["learning_rate"] for entry in log},
+        generators=seen["generators"],
+        saved=seen["saved"],
         resumed=seen["resumed"],
         report=seen["report"],
-        first_generators=seen["generators"],
         max_steps=trainer.state.max_steps,
-        groups=[{k: v for k, v in group.items() if k != "params"} for group in engine.optimizer.param_groups],
+        num_groups=len(engine.optimizer.param_groups),
         final=fingerprint(gather_state(engine)),
         micro_steps=seen["micro"],
-        warnings=[],
+        weights_file=weights_file(Path(job.directory) / f"checkpoint-{trainer.state.global_step}"),
     )
+
+
+def weights_file(checkpoint: Path) -> dict[str, Any]:
+    """The fingerprints of what a checkpoint's model.safetensors holds; empty where there is none."""
+    from safetensors.torch import load_file
+
+    from zeroelastic.testing import fingerprint
+
+    path = checkpoint / "model.safetensors"
+    return fingerprint(load_file(path)) if path.exists() else {}
 
 
 def attempt(job: TrainerJob) -> tuple[str, str]:
@@ -219,3 +245,48 @@ def attempt(job: TrainerJob) -> tuple[str, str]:
 
 def saved_steps(directory: str) -> list[int]:
     return sorted(int(path.name.removeprefix("checkpoint-")) for path in Path(directory).glob("checkpoint-*"))
+
+
+def generators_of_a_new_rank(seed: int, step: int, rank: int) -> str:
+    from zeroelastic.integrations.transformers import _seed_generators
+
+    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        _seed_generators(seed, step, rank)
+        return generators()
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+        torch.set_rng_state(before[2])
+
+
+def refusals(directory: str) -> dict[str, str]:
+    """What elastic() says to each setting that it cannot do right."""
+    from transformers import Trainer, TrainingArguments
+
+    from zeroelastic import ZeroElasticError
+    from zeroelastic.integrations.transformers import elastic
+
+    class Weighted(Trainer):
+        def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+            return torch.utils.data.WeightedRandomSampler([1.0] * SAMPLES, SAMPLES)
+
+    def refusal(kind: Any = Trainer, **settings: Any) -> str:
+        common = {"output_dir": directory, "use_cpu": True, "report_to": [], "remove_unused_columns": False}
+        trainer = kind(model=torch.nn.Linear(2, 2), args=TrainingArguments(**common, **settings), train_dataset=Words())
+        try:
+            elastic(trainer).get_train_dataloader()
+            elastic(trainer)
+        except ZeroElasticError as error:
+            return str(error)
+        return ""
+
+    return {
+        "group_by_length": refusal(train_sampling_strategy="group_by_length"),
+        "batch_rebalance": refusal(train_sampling_strategy="batch_rebalance"),
+        "auto_find_batch_size": refusal(auto_find_batch_size=True),
+        "split_batches": refusal(accelerator_config={"split_batches": True}),
+        "twice": refusal(),
+        "sampler": refusal(Weighted),
+        "too_few": refusal(per_device_train_batch_size=64, dataloader_drop_last=True),
+    }

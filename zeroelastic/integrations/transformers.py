@@ -83,9 +83,10 @@ def elastic(trainer: AnyTrainer) -> AnyTrainer:
 def _refuse(trainer: Trainer) -> None:
     args = trainer.args
     problems: list[str] = []
-    if args.train_sampling_strategy not in _STRATEGIES:
+    strategy = getattr(args, "train_sampling_strategy", "random")
+    if strategy not in _STRATEGIES:
         problems.append(
-            f"train_sampling_strategy {args.train_sampling_strategy!r}: its order depends on the world size; use "
+            f"train_sampling_strategy {strategy!r}: its order depends on the world size; use "
             + " or ".join(map(repr, _STRATEGIES))
         )
     if args.auto_find_batch_size:
@@ -122,8 +123,8 @@ def _whole_batches(trainer: Trainer, sampler: Sampler[int] | None) -> Sampler[in
         )
     elif not isinstance(sampler, SequentialSampler) and not hasattr(sampler, "set_epoch"):
         raise UnsupportedError(
-            f"the order of a {type(sampler).__name__} cannot be found again after a resume: it has no set_epoch(). Give "
-            "it one that seeds it by the epoch's number."
+            f"the order of a {type(sampler).__name__} cannot be found again after a resume: it has no set_epoch(). "
+            "Give it one that seeds it by the epoch's number."
         )
     return WholeBatches(sampler, trainer.get_total_train_batch_size(args), drop_last=args.dataloader_drop_last)
 
@@ -158,8 +159,15 @@ def _sampler_of(loader: Any) -> WholeBatches | None:
 
 
 def _updates_per_epoch(trainer: Trainer, loader: Any) -> int:
-    updates: int = trainer.set_initial_training_values(trainer.args, loader)[1]
-    return updates
+    """Optimizer steps of an epoch, as the Trainer counts them; a stream without a length is one epoch."""
+    sampler = _sampler_of(loader)
+    if sampler is not None:
+        return sampler.num_batches
+    try:
+        micro_steps = len(loader)
+    except TypeError:
+        return int(trainer.state.max_steps)
+    return max(1, -(-micro_steps // trainer.args.gradient_accumulation_steps))
 
 
 def _complete(trainer: Trainer, loader: Any, report: ResumeReport) -> ResumeReport:

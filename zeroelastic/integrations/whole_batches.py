@@ -22,8 +22,8 @@ class WholeBatches(Sampler[int]):
         samples = len(order)  # type: ignore[arg-type]
         if samples == 0 or (drop_last and samples < global_batch):
             raise UsageError(
-                f"the data has {samples} samples, fewer than one global batch of {global_batch}, and an incomplete batch "
-                "is dropped: there is nothing to train on."
+                f"the data has {samples} samples, fewer than one global batch of {global_batch}, and an incomplete "
+                "batch is dropped: there is nothing to train on."
             )
         self.order, self.global_batch, self.drop_last = order, global_batch, drop_last
         self.num_batches = samples // global_batch if drop_last else -(-samples // global_batch)
