@@ -167,7 +167,7 @@ def _updates_per_epoch(trainer: Trainer, loader: Any) -> int:
         micro_steps = len(loader)
     except TypeError:
         return int(trainer.state.max_steps)
-    return max(1, -(-micro_steps // trainer.args.gradient_accumulation_steps))
+    return max(1, -(-micro_steps // int(trainer.args.gradient_accumulation_steps)))
 
 
 def _complete(trainer: Trainer, loader: Any, report: ResumeReport) -> ResumeReport:
