@@ -6,7 +6,7 @@ import copy
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,10 +23,13 @@ from zeroelastic.report import ResumeReport
 from zeroelastic.shard import FP32, FROZEN, OptionValue
 from zeroelastic.stage3.fill import Filled, Target, fill
 from zeroelastic.stage3.live import LiveState, read_live
+from zeroelastic.stage3.module_keys import ModuleKeys
+from zeroelastic.stage3.moved import changes, clear_fresh, fill_moved, fresh_state, join
 from zeroelastic.stage3.optimizers import SavedGroup, changed_class, options_to_set, state_dtype
 from zeroelastic.stage3.options import Options
 from zeroelastic.stage3.precision import restore_scales
 from zeroelastic.stage3.proof import Proof, prove
+from zeroelastic.stage3.schedule import rearranged
 from zeroelastic.stage3.survey import Survey, check_batch, saved_groups
 from zeroelastic.torchfile import DTYPE_BYTES
 
@@ -57,13 +60,14 @@ def load(
     options: Options,
     wanted: Wanted,
     load_module: Callable[[], tuple[Any, Any]],
+    keys: ModuleKeys,
     began: float,
 ) -> tuple[tuple[Any, Any], ResumeReport]:
     """Fill the engine from a surveyed checkpoint. Collective.
 
     ``load_module`` runs DeepSpeed's own ``_load_checkpoint`` (module, counters, scheduler, client state) on the file
-    that ``model_states_reader`` serves; ``began`` is when the whole load did (``time.perf_counter``). Returns its
-    result and the report. Raises the same error on every rank.
+    that ``model_states_reader`` serves, and leaves in ``keys`` what the module finds missing; ``began`` is when the
+    whole load did (``time.perf_counter``). Returns its result and the report. Raises the same error on every rank.
     """
     notes: list[str] = []
     reset: list[str] = []
@@ -94,17 +98,19 @@ def load(
         weights_only=wanted.weights_only,
         from_16_bit=not engine.zero_load_from_fp32_weights(),
     )
-    report = _report(engine, live, found, filled, proof, tag_dir, wanted, notes, reset, began)
+    changed = changes(live, found, keys, weights_only=wanted.weights_only)
+    report = _report(engine, live, found, filled, proof, tag_dir, wanted, notes, reset, changed, began)
     return outcome, report
 
 
 def _fill(live: LiveState, found: Survey, options: Options, wanted: Wanted, notes: list[str]) -> Filled:
     """Master weights, optimizer tensors and frozen parameters, in place; notes what is cast."""
     targets: list[Target] = []
-    index = found.head.layout.index()
-    for i, keys in enumerate(found.tensor_keys):
-        first = live.layout.params[int(np.argmax(live.layout.sub_group == i))].name
-        source = int(found.head.layout.sub_group[index[first]])
+    for i, (keys, source) in enumerate(zip(found.tensor_keys, found.state_sources, strict=True)):
+        if source is None:
+            if not wanted.weights_only:
+                fresh_state(live, i)
+            continue
         for key in keys:
             dtype = found.head.pieces[key].dtype[source]
             kept = state_dtype(live.stepper(i), live.group(i), key, live.fp32(i).dtype) or getattr(torch, dtype)
@@ -116,32 +122,31 @@ def _fill(live: LiveState, found: Survey, options: Options, wanted: Wanted, note
     notes += _casts(targets)
     pieces = {rank: shard.pieces for rank, shard in found.shards.items()}
     filled = fill(found.plan, pieces, targets, executor=options.executor)
+    moved = fill_moved(live, found, options)
     for i in range(live.layout.num_sub_groups):
+        if not wanted.weights_only and found.state_sources[i] is not None:
+            clear_fresh(live, found, i)
         tensors, _ = ({}, {}) if wanted.weights_only else live.split_state(i)
         for gap in live.padding(i):
             for flat in (live.fp32(i), *tensors.values()):
                 flat[gap].zero_()
-    if found.frozen_plan is None:
-        return filled
-    assert found.model.frozen_pieces is not None
-    index = found.frozen_plan.src.index()
-    frozen_targets = [
-        Target(FROZEN, p, tensor.view(-1), found.model.frozen_pieces.dtype[index[live.frozen.params[p].name]])
-        for p, tensor in enumerate(live.frozen_tensors)
-        if tensor.numel()
-    ]
-    notes += _casts(frozen_targets)
-    frozen_pieces = {rank: {FROZEN: piece} for rank, piece in found.frozen_pieces.items()}
-    frozen = fill(found.frozen_plan, frozen_pieces, frozen_targets, executor=options.executor)
+    frozen: list[Filled] = []
+    if found.frozen_plan is not None:
+        plan = found.frozen_plan
+        assert found.model.frozen_pieces is not None
+        index = plan.src.index()
+        frozen_targets = [
+            Target(FROZEN, p, live.frozen_tensors[p].view(-1), found.model.frozen_pieces.dtype[index[param.name]])
+            for p, param in zip(plan.dst.sub_group.tolist(), plan.dst.params, strict=True)
+            if live.frozen_tensors[p].numel()
+        ]
+        notes += _casts(frozen_targets)
+        frozen_pieces = {rank: {FROZEN: piece} for rank, piece in found.frozen_pieces.items()}
+        frozen.append(fill(plan, frozen_pieces, frozen_targets, executor=options.executor))
     owned = live.frozen.owned(live.rank)[1]
     for p, tensor in enumerate(live.frozen_tensors):
         tensor.view(-1)[int(owned[p]) :].zero_()
-    return Filled(
-        bytes_read=filled.bytes_read + frozen.bytes_read,
-        bytes_owned=filled.bytes_owned + frozen.bytes_owned,
-        files=tuple(dict.fromkeys((*filled.files, *frozen.files))),
-        cast_digests={**filled.cast_digests, **frozen.cast_digests},
-    )
+    return join([filled, moved, *frozen])
 
 
 def _casts(targets: Sequence[Target]) -> list[str]:
@@ -197,7 +202,7 @@ def _restore(engine: Any, live: LiveState, found: Survey, wanted: Wanted, notes:
             for key, value in scalars.items():
                 set_scalar(live, i, key, live_value(value))
         notes += _converted(found)
-        notes += set_groups(live, saved_groups(found.head))
+        notes += set_groups(live, _sources(found))
         said, lost = restore_scales(optimizer, found.head, engine._config._param_dict)
         notes += said
         reset += lost
@@ -238,11 +243,19 @@ def set_scalar(live: LiveState, sub_group: int, key: str, value: object) -> None
     state[key] = value.detach().clone().to(owner.device if on_device else "cpu")
 
 
-def set_groups(live: LiveState, groups: Sequence[SavedGroup]) -> list[str]:
-    """Set the hyper-parameters of every group; what is not as it was saved comes back as sentences."""
+def _sources(found: Survey) -> list[SavedGroup | None]:
+    """The saved group that each live one takes its hyper-parameters from; None for those that keep their own."""
+    groups = saved_groups(found.head)
+    return [None if match.source is None else groups[match.source] for match in found.membership.groups]
+
+
+def set_groups(live: LiveState, groups: Sequence[SavedGroup | None]) -> list[str]:
+    """Set the hyper-parameters of every group that takes saved ones; what differs from them comes back as sentences."""
     optimizer = live.optimizer.optimizer
     notes: dict[str, None] = {}
     for saved, group in zip(groups, optimizer.param_groups, strict=True):
+        if saved is None:
+            continue
         changed = changed_class(saved, optimizer)
         taken, left, own = options_to_set(saved, optimizer, group)
         for option, choice in taken.items():
@@ -300,6 +313,7 @@ def _report(
     wanted: Wanted,
     notes: list[str],
     lost: list[str],
+    changed: tuple[str, ...],
     began: float,
 ) -> ResumeReport:
     checkpoint = found.checkpoint
@@ -331,6 +345,7 @@ def _report(
         rederived=rederived,
         reset=(*reset, *lost),
         notes=tuple(notes),
+        changed=changed,
     )
 
 
@@ -348,7 +363,8 @@ def _module_bytes(found: Survey) -> int:
 def _inventory(
     engine: Any, live: LiveState, found: Survey, wanted: Wanted
 ) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
-    exact = [_count(live.layout.num_params, "parameter")]
+    membership = found.membership
+    exact = [_count(len(membership.restored), "parameter")]
     rederived: list[str] = []
     reset: list[str] = []
     states = sorted({key for keys in found.head.tensor_keys for key in keys} - {FP32})
@@ -361,11 +377,13 @@ def _inventory(
         reset.append("optimizer state, hyper-parameters and loss scale (not asked for)")
     else:
         exact.append(f"optimizer state ({', '.join((*states, *scalars)) or 'none was saved'})")
-        exact.append(f"hyper-parameters of {_count(len(found.head.groups), 'group')}")
-    if live.frozen.num_params and found.model.frozen is not None:
-        exact.append(_count(live.frozen.num_params, "frozen parameter"))
-    elif live.frozen.num_params:
-        reset.append(f"{_count(live.frozen.num_params, 'frozen parameter')} (excluded from the save)")
+        matched = sum(match.source is not None for match in membership.groups)
+        exact.append(f"hyper-parameters of {_count(matched, 'group')}")
+    if membership.frozen:
+        exact.append(_count(len(membership.frozen), "frozen parameter"))
+    if membership.excluded:
+        named = ", ".join(membership.excluded)
+        reset.append(f"{_count(len(membership.excluded), 'frozen parameter')} (excluded from the save): {named}")
     saved, current = found.checkpoint.world_size, live.layout.world_size
     if current > saved:
         rederived.append(f"buffers and client state of {_ranks(saved, current)} from saved rank 0")
@@ -386,7 +404,7 @@ def _ranks(first: int, end: int) -> str:
 def model_states_reader(engine: Any, found: Survey, *, safe_load: bool) -> Iterator[None]:
     """While it lasts, DeepSpeed reads the module states once, from the file of the survey, without frozen payload."""
     original = engine.checkpoint_engine
-    engine.checkpoint_engine = _ModelStatesReader(original, found, safe_load)
+    engine.checkpoint_engine = _ModelStatesReader(original, found, safe_load, engine.lr_scheduler)
     try:
         yield
     finally:
@@ -396,8 +414,8 @@ def model_states_reader(engine: Any, found: Survey, *, safe_load: bool) -> Itera
 class _ModelStatesReader:
     """Stands in for the checkpoint engine while the module states are loaded; everything else is the original's."""
 
-    def __init__(self, original: Any, found: Survey, safe_load: bool) -> None:
-        self._original, self._found, self._safe_load = original, found, safe_load
+    def __init__(self, original: Any, found: Survey, safe_load: bool, scheduler: Any) -> None:
+        self._original, self._found, self._safe_load, self._scheduler = original, found, safe_load, scheduler
         self._loaded: dict[str, Any] | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -413,11 +431,14 @@ class _ModelStatesReader:
 
     def _read(self, path: str) -> dict[str, Any]:
         frozen = self._found.model.frozen
-        if frozen is None or not frozen.numel.any():
-            return self._unpickle(path, mmap=False)
-        state = self._unpickle(path, mmap=True)  # maps the payload, so that fragments left out are never read
+        mapped = frozen is not None and bool(frozen.numel.any())
+        state = self._unpickle(path, mmap=mapped)  # maps the payload, so that fragments left out are never read
         state[_FRAGMENTS] = None  # DeepSpeed then leaves frozen parameters to us
-        return copy.deepcopy(state)  # nothing may keep a mapping of a file that a later save overwrites
+        schedule = state.get("lr_scheduler")
+        if self._scheduler is not None and isinstance(schedule, Mapping) and not self._found.membership.same_groups:
+            state["lr_scheduler"] = rearranged(schedule, self._scheduler.state_dict(), self._found.membership.groups)
+        # nothing may keep a mapping of a file that a later save overwrites
+        return copy.deepcopy(state) if mapped else state
 
     def _unpickle(self, path: str, *, mmap: bool) -> dict[str, Any]:
         try:

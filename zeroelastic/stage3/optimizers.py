@@ -7,7 +7,7 @@ fresh run is empty, so that what its optimizer is going to expect there has to b
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -87,13 +87,13 @@ def class_path(optimizer: torch.optim.Optimizer) -> str:
     return _path(type(optimizer))
 
 
-def misfits(groups: Sequence[SavedGroup], optimizer: torch.optim.Optimizer) -> list[str]:
-    """Every saved group whose state an optimizer cannot go on from, as sentences; there are as many groups in both."""
-    found = [_misfit(saved, optimizer, live) for saved, live in zip(groups, optimizer.param_groups, strict=True)]
+def misfits(taken: Iterable[tuple[int, SavedGroup]], optimizer: torch.optim.Optimizer) -> list[str]:
+    """Every live group, by number, that cannot go on from the state of a saved group it takes, as sentences."""
+    found = [(g, _misfit(saved, optimizer, optimizer.param_groups[g])) for g, saved in taken]
     return [
         f"optimizer group {g} {problem}; resume with the optimizer that saved it, or with load_optimizer_states=False "
         "for the weights alone"
-        for g, problem in enumerate(found)
+        for g, problem in found
         if problem is not None
     ]
 
