@@ -270,7 +270,7 @@ def test_misspelt_option(rank_pool: RankPool, options: object, named: str) -> No
     error, text = errors[0]
     assert error == "ConfigError" and named in text
     if named == "verfiy":
-        assert "executor, fsync, safe_load, strict, verify" in text
+        assert "executor, fsync, missing_state, safe_load, strict, verify" in text
 
 
 def build_error(job: Job) -> tuple[str, str]:
