@@ -13,7 +13,7 @@ import logging
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
@@ -70,13 +70,14 @@ class RankPool:
     Ranks see the caller's environment, working directory and sys.path as they are when a run starts. A run
     whose environment differs in what is read at import (DS_ACCELERATOR, OMP_NUM_THREADS, ...) and a run on
     "nccl" (CUDA does not survive a fork) take `run_ranks` instead: slower, same result. A failed run costs
-    the pool nothing.
+    the pool nothing. ``preload`` names more modules to import once instead of in every rank.
     """
 
-    def __init__(self, max_ranks: int) -> None:
+    def __init__(self, max_ranks: int, *, preload: Sequence[str] = ()) -> None:
         if max_ranks < 1:
             raise ValueError(f"max_ranks is {max_ranks}; a pool needs at least one rank.")
         self.max_ranks = max_ranks
+        self.preload = tuple(preload)
         self._server: SpawnProcess | None = None
         self._connection: Connection | None = None
         self._environment: dict[str, str] = {}
@@ -132,7 +133,7 @@ class RankPool:
         self._connection, theirs = context.Pipe()
         environment = rank_jobs(1, "", timeout=0.0, backend=None, env=None)[0].environment
         self._environment = _read_at_import(environment)
-        self._server = context.Process(target=_serve, args=(theirs,), name="rank-pool")
+        self._server = context.Process(target=_serve, args=(theirs, self.preload), name="rank-pool")
         with child_environment(environment):
             self._server.start()
         theirs.close()
@@ -171,10 +172,10 @@ def _read_at_import(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if name.startswith(_READ_AT_IMPORT)}
 
 
-def _serve(requests: Connection) -> None:
+def _serve(requests: Connection, preload: Sequence[str]) -> None:
     """The pool's process: imports, then runs one request after the other until the connection is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for name in _PRELOADED:
+    for name in (*_PRELOADED, *preload):
         # What cannot be imported here fails in the rank that needs it, where its traceback is reported.
         with suppress(Exception):
             importlib.import_module(name)
