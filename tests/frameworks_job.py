@@ -232,3 +232,154 @@ def run_script(script: str, arguments: list[str]) -> None:
 
 def read_history(directory: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (directory / "history.jsonl").read_text().splitlines()]
+
+
+@dataclass(frozen=True)
+class LightningJob:
+    """One run of Lightning's Trainer; picklable."""
+
+    micro: int = 2
+    accumulation: int = 1
+    options: dict[str, Any] = field(default_factory=lambda: {"strict": True})
+    loader: str = "plain"
+    samples: int = SAMPLES
+    save_in: str = ""
+    workers: int = 0
+
+    def at(self, world_size: int, global_batch: int = 24) -> LightningJob:
+        """The same job with a micro batch that keeps the global batch."""
+        return replace(self, micro=global_batch // world_size // self.accumulation)
+
+
+class Stateful(DataLoader):
+    """A loader that keeps its own position, as torchdata's does: in batches of this rank."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.given = self.start = 0
+
+    def __iter__(self) -> Any:
+        start, self.start = self.start, 0
+        for number, batch in enumerate(super().__iter__()):
+            if number >= start:
+                self.given = number + 1
+                yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        return {"given": self.given}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.start = state["given"]
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """All samples in order, each rank every world-size-th micro batch's worth: rank-strided."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Any:
+        for index in range(dist.get_rank(), self.samples, dist.get_world_size()):
+            yield Rows(self.samples)[index]
+
+
+def lightning_run(
+    job: LightningJob, steps: int, *, load: str | None = None, save: tuple[int, str] | None = None
+) -> Seen:
+    """Fit up to ``steps``, saving on the way at the end of a batch (or in another hook), and say what was seen."""
+    import lightning.pytorch as pl
+    from cpu_accelerator import TrainerOnCPU
+    from lightning.pytorch.strategies import DeepSpeedStrategy
+
+    import zeroelastic
+    from zeroelastic.testing import fingerprint, gather_state
+
+    warnings.simplefilter("ignore")
+    os.environ["LOCAL_RANK"] = str(dist.get_rank())
+    zeroelastic.install()
+    said = listen()
+    states: dict[str, Any] = {}
+    rates: list[float] = []
+    samples: list[list[int]] = []
+    losses: list[float] = []
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Net()
+            self.seen: list[int] = []
+            self.part = 0.0
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            rows, index = batch
+            loss = self.net(rows)
+            self.seen += self.all_gather(index).flatten().tolist()
+            self.part += self.all_gather(loss.detach().double()).mean().item()
+            self.rate = self.trainer.optimizers[0].param_groups[0]["lr"]
+            return loss
+
+        def on_train_start(self) -> None:
+            states["start"] = fingerprint(gather_state(self.trainer.strategy.model))
+            states["step"] = self.trainer.global_step
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if (batch_idx + 1) % job.accumulation == 0:
+                rates.append(self.rate)
+                samples.append(sorted(self.seen))
+                losses.append(self.part / job.accumulation)
+                self.seen, self.part = [], 0.0
+            if save is not None and self.trainer.global_step == save[0] and "saved" not in states:
+                states["saved"] = fingerprint(gather_state(self.trainer.strategy.model))
+                if not job.save_in:
+                    self.trainer.save_checkpoint(save[1])
+
+            if job.save_in == "epoch end" and self.trainer.is_last_batch and not Path(save[1]).exists():
+                self.trainer.save_checkpoint(save[1])
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            wanted = job.save_in == "batch start" and save is not None and self.trainer.global_step == save[0]
+            if wanted and not Path(save[1]).exists():
+                self.trainer.save_checkpoint(save[1])
+
+        def configure_optimizers(self) -> dict[str, Any]:
+            optimizer = torch.optim.AdamW(groups(self, 1e-2))
+            schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.05, 1 - step / 20))
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    config = {
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {
+            "stage": 3,
+            "elastic_checkpoint": True,
+            "sub_group_size": 150,
+            "stage3_param_persistence_threshold": 40,
+        },
+        "zeroelastic": job.options,
+    }
+    pl.seed_everything(3)
+    trainer = pl.Trainer(
+        accelerator=TrainerOnCPU(),
+        devices=dist.get_world_size(),
+        strategy=DeepSpeedStrategy(config=config),
+        max_steps=steps,
+        accumulate_grad_batches=job.accumulation,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    module = Module()
+    if job.loader == "stream":
+        loader: Any = DataLoader(Stream(job.samples), batch_size=job.micro)
+    else:
+        kind = Stateful if job.loader == "stateful" else DataLoader
+        loader = kind(Rows(job.samples), batch_size=job.micro, shuffle=True, num_workers=job.workers)
+    try:
+        trainer.fit(module, loader, ckpt_path=load)
+    except Exception as error:
+        if type(error).__module__ != "zeroelastic.errors":
+            raise
+        return Seen({}, 0, [], [], [], (), said, error=(type(error).__name__, str(error)))
+    report = getattr(trainer.strategy.model, "zeroelastic_report", None)
+    notes = report.notes if report is not None else ()
+    return Seen(states.get("saved", states["start"]), states["step"], rates, samples, losses, (), said, notes)

@@ -22,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, get_linear_schedule_with
 
 import zeroelastic
 
-zeroelastic.install()  # noqa: E702, I001  elastic
+zeroelastic.install()  # elastic: before the engine is built
 
 
 class Corpus(torch.utils.data.Dataset):

@@ -1,4 +1,4 @@
-"""Frameworks that are repaired without being asked: what they keep outside of the engine, they get wrong at another size.
+"""Frameworks that are repaired without being asked: what they keep beside the engine is wrong at another world size.
 
 An integration is looked up by name and only where its framework has been imported already: zeroelastic imports none.
 The moment is the building of a ZeRO-3 engine, which comes after the script's imports and before any load.
