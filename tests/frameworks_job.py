@@ -226,6 +226,7 @@ def run_script(script: str, arguments: list[str]) -> None:
     warnings.simplefilter("ignore")
     os.environ["WORLD_SIZE"], os.environ["RANK"] = str(dist.get_world_size()), str(dist.get_rank())
     os.environ["LOCAL_RANK"] = os.environ["RANK"]
+    os.chdir(Path(script).parent)
     sys.argv = [script, *arguments]
     runpy.run_path(script, run_name="__main__")
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,13 +13,17 @@ from typing import Any
 import pytest
 import torch
 from frameworks_job import AccelerateJob, Seen, accelerate_run, read_history, run_script
+from test_docs import blocks
+from test_docs import run as run_command
 
+from zeroelastic.record import read_record
 from zeroelastic.testing import RankPool, compare_states
 
 PRELOAD = ("accelerate", "transformers.models.llama.modeling_llama", "peft")
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "accelerate" / "train.py"
+DOCUMENT = "docs/accelerate.md"
 INSTALL_LINES = ("import zeroelastic", "zeroelastic.install()")
 LOSS_RTOL = {"no": 5e-5, "bf16": 8e-3}
 
@@ -68,19 +70,19 @@ def test_the_example_goes_on_at_other_world_sizes(rank_pool: RankPool, tmp_path:
 @pytest.mark.support(
     "Using it", "`accelerate launch -m zeroelastic.run train.py`, `torchrun ... -m zeroelastic.run`", "exact"
 )
-def test_launchers_run_a_script_that_does_not_know_zeroelastic(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
+def test_the_commands_of_the_documentation_run_a_script_that_does_not_know_zeroelastic(tmp_path: Path) -> None:
     lines = EXAMPLE.read_text().splitlines()
     kept = [line for line in lines if not line.startswith(INSTALL_LINES)]
     assert len(kept) == len(lines) - 2
-    script.write_text("\n".join(kept))
-    arguments = ["-m", "zeroelastic.run", str(script), "--mixed-precision", "no", "--out", str(tmp_path / "out")]
-    launch([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "4",
-            *arguments, "--steps", "2"])  # fmt: skip
-    launch([sys.executable, "-m", "accelerate.commands.launch", "--use_deepspeed", "--num_machines", "1",
-            "--num_processes", "3", "--mixed_precision", "no", "--dynamo_backend", "no",
-            "--main_process_ip", "127.0.0.1", "--main_process_port", "0",
-            *arguments, "--steps", "5"])  # fmt: skip
+    (tmp_path / "train.py").write_text("\n".join(kept))
+    (commands,) = [block.text.splitlines() for block in blocks(DOCUMENT) if block.language == "bash"]
+    launchers = {
+        "torchrun": ["torch.distributed.run", "--standalone"],
+        "accelerate": ["accelerate.commands.launch", "--main_process_ip", "127.0.0.1", "--main_process_port", "0"],
+    }
+    for command in commands:
+        program, *arguments = command.replace("accelerate launch", "accelerate").split()
+        run_command([sys.executable, "-m", *launchers[program], *arguments, "--mixed-precision", "no"], tmp_path)
     found = read_history(tmp_path / "out")
     assert [line["processes"] for line in found] == [4, 4, 3, 3, 3]
     epoch = sorted(index for line in found[:4] for index in line["samples"])
@@ -88,10 +90,15 @@ def test_launchers_run_a_script_that_does_not_know_zeroelastic(tmp_path: Path) -
     assert [line["lr"] for line in found] == pytest.approx([0, 5e-3 / 3, 1e-2 / 3, 5e-3, 5e-3 * 8 / 9])
 
 
-def launch(command: list[str]) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == 0, f"{command}\n{done.stdout[-1500:]}\n{done.stderr[-4000:]}"
+def test_the_script_of_the_documentation_goes_on(rank_pool: RankPool, tmp_path: Path) -> None:
+    """It saves after 4 and 8 of its 9 steps; what is left is done again on more ranks."""
+    (text,) = [block.text for block in blocks(DOCUMENT) if block.language == "python"]
+    (tmp_path / "short.py").write_text(text)
+    for world_size in (2, 3):
+        rank_pool.run(run_script, world_size, str(tmp_path / "short.py"), [])
+        assert (tmp_path / "state" / "pytorch_model" / "zeroelastic.json").exists()
+    record = read_record(tmp_path / "state" / "pytorch_model")
+    assert record is not None and (record.world_size, record.global_steps) == (2, 8), "the second run had 1 step left"
 
 
 JOB = AccelerateJob()

@@ -3,8 +3,8 @@
     torchrun --nproc_per_node 4 train.py --steps 6
     torchrun --nproc_per_node 3 train.py --steps 12
 
-Everything about checkpoints is accelerate's own: ``save_state``, ``load_state``, ``skip_first_batches``. The one line of
-zeroelastic is marked; it can be left out and the script started with ``-m zeroelastic.run train.py`` instead. The
+Everything about checkpoints is accelerate's own: ``save_state``, ``load_state``, ``skip_first_batches``. What is
+zeroelastic's is marked; it can be left out and the script started with ``-m zeroelastic.run train.py`` instead. The
 global batch, and with it the samples of each step, is the same at every number of processes.
 """
 

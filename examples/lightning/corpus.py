@@ -1,4 +1,4 @@
-"""What both examples train: sequences that know their index, a small transformer, and a batch that fits any world size."""
+"""What both examples train: sequences that know their index, a small transformer, a batch for any world size."""
 
 from __future__ import annotations
 

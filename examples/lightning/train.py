@@ -3,8 +3,8 @@
     torchrun --nproc_per_node 4 train.py --steps 6
     torchrun --nproc_per_node 3 train.py --steps 12
 
-Everything about checkpoints is Lightning's own: ``Trainer.save_checkpoint``, ``fit(ckpt_path=...)``. The one line of
-zeroelastic is marked; it can be left out and the script started with ``-m zeroelastic.run train.py`` instead.
+Everything about checkpoints is Lightning's own: ``Trainer.save_checkpoint``, ``fit(ckpt_path=...)``. What is
+zeroelastic's is marked; it can be left out and the script started with ``-m zeroelastic.run train.py`` instead.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Model(pl.LightningModule):
 
 
 class History(pl.Callback):
-    """Writes a line for each optimizer step: loss and samples over all ranks, and the learning rate it was done with."""
+    """Writes a line for each optimizer step: loss and samples over all ranks, and the learning rate."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

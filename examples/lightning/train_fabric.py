@@ -1,7 +1,7 @@
 """The same with Fabric: ``fabric.save`` and ``fabric.load``, and the script keeps the position in the data.
 
-    torchrun --nproc_per_node 4 train_fabric.py --steps 6
-    torchrun --nproc_per_node 3 train_fabric.py --steps 12
+torchrun --nproc_per_node 4 train_fabric.py --steps 6
+torchrun --nproc_per_node 3 train_fabric.py --steps 12
 """
 
 from __future__ import annotations
@@ -53,9 +53,7 @@ def main() -> None:
     fabric.seed_everything(7)
     model = Transformer()
     model, optimizer = fabric.setup(model, torch.optim.AdamW(parameter_groups(model), lr=5e-3))
-    loader = fabric.setup_dataloaders(
-        torch.utils.data.DataLoader(Corpus(args.samples), batch_size=micro, shuffle=True)
-    )
+    corpus = Corpus(args.samples)
     state = {"model": model, "optimizer": optimizer, "step": 0}
     checkpoint = args.out / "last.ckpt"
     if checkpoint.exists():
@@ -63,8 +61,11 @@ def main() -> None:
     steps_per_epoch = args.samples // args.global_batch
     while state["step"] < args.steps:
         epoch, done = divmod(state["step"], steps_per_epoch)
-        loader.sampler.set_epoch(epoch)
-        batches = itertools.islice(loader, done * accumulation, None)
+        order = torch.randperm(args.samples, generator=torch.Generator().manual_seed(epoch))
+        rest = torch.utils.data.Subset(corpus, order[done * args.global_batch :].tolist())
+        # Fabric deals a loader's samples out to the ranks in turns: the next global batch is the same at any world size
+        loader = fabric.setup_dataloaders(torch.utils.data.DataLoader(rest, batch_size=micro))
+        batches = iter(loader)
         for _ in range(min(steps_per_epoch - done, args.steps - state["step"])):
             total, samples = 0.0, []
             for tokens, indices in itertools.islice(batches, accumulation):

@@ -23,7 +23,7 @@ from types import ModuleType
 from typing import Any
 
 import torch.distributed as dist
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from zeroelastic.agree import settle, together
 from zeroelastic.checkpoint import open_checkpoint
@@ -190,8 +190,8 @@ def _uneven(saved: _Saved) -> str:
     left = saved.done % saved.accumulation
     if (left and saved.is_last_batch) or (saved.total["ready"] - saved.current["ready"]) % saved.accumulation:
         return (
-            f"EPOCHS ARE UNEVEN: they end within an optimizer step of {saved.accumulation} micro-batches, so what comes "
-            "next depends on the world size. Train on a whole number of global batches"
+            f"EPOCHS ARE UNEVEN: they end within an optimizer step of {saved.accumulation} micro-batches, so what "
+            "comes next depends on the world size. Train on a whole number of global batches"
         )
     if left:
         return f"SAVED IN THE MIDDLE of an optimizer step: {left} of {saved.accumulation} micro-batches are lost"
@@ -210,20 +210,29 @@ def _repair(trainer: Any, engine: Any, saved: _Saved, client_state: dict[str, An
         notes.append(f"{rest} samples of the epoch come again: they do not fill a step of the new global batch")
     done = steps * accumulation
     progress = client_state["loops"]["fit_loop"][_PROGRESS]
+    if done and not saved.is_last_batch:
+        _reopen_epoch(client_state["loops"]["fit_loop"]["epoch_progress"])
     before = (saved.total["ready"] - saved.current["ready"]) * accumulation // saved.accumulation
     for key, value in saved.current.items():
         progress["current"][key] = done - (saved.done - value)
         progress["total"][key] = before + done - (saved.done - value)
     if accumulation != saved.accumulation:
-        notes.append(
-            f"batch counters: {saved.done} of {saved.accumulation} a step -> {done} of {accumulation} a step"
-        )
+        notes.append(f"batch counters: {saved.done} of {saved.accumulation} a step -> {done} of {accumulation} a step")
     if saved.divisor != accumulation:
         _divide(engine, saved.divisor, accumulation)
         notes.append(f"gradients: divided by {saved.divisor} besides the mean, as before, not by {accumulation}")
     if done and not saved.is_last_batch and not saved.loader_states:
         _skip_at_setup(trainer.fit_loop, done)
         notes.append(f"data: the epoch goes on after its first {done} batches per rank")
+
+
+def _reopen_epoch(progress: dict[str, dict[str, int]]) -> None:
+    """A run that ended within an epoch (``max_steps``) counts it as done, and would go on in the next one's order."""
+    current = progress["current"]
+    if current["processed"] != current["ready"]:
+        return
+    for counts in (progress["current"], progress["total"]):
+        counts["processed"] = counts["completed"] = counts["ready"] - 1
 
 
 def _divide(engine: Any, divisor: int, accumulation: int) -> None:
@@ -259,9 +268,10 @@ def _skipping(loader: Any, batches: int, epoch: int) -> Any:
     if length is not None and batches >= length:
         return loader  # the epoch is over, or a loader that is begun again within it
     batch_sampler = getattr(loader, "batch_sampler", None)
-    if not isinstance(loader, DataLoader) or batch_sampler is None:
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset) or batch_sampler is None:
         return _SkipOnce(loader, batches)
-    for sampler in (loader.sampler, getattr(batch_sampler, "sampler", None)):
+    samplers: tuple[Any, ...] = (loader.sampler, getattr(batch_sampler, "sampler", None))
+    for sampler in samplers:
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)  # workers draw indices before Lightning does this
     vars(loader)["batch_sampler"] = _SkipOnce(batch_sampler, batches)  # a DataLoader refuses it by its front door
