@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from frameworks_job import AccelerateJob, Seen, accelerate_run, read_history, run_script
+from frameworks_job import AccelerateJob, Seen, accelerate_run, prepare, read_history, run_script
 from test_docs import blocks
 from test_docs import run as run_command
 
@@ -222,6 +222,20 @@ def test_what_is_not_zero_3_is_left_alone(kind: str, stage: int) -> None:
     finally:
         accelerate.unwrap()
     assert Recorder.load_state is original
+
+
+def test_uninstall_puts_accelerate_back(rank_pool: RankPool) -> None:
+    assert rank_pool.run(install_and_uninstall, 1) == [(True, False)]
+
+
+def install_and_uninstall() -> tuple[bool, bool]:
+    """Whether load_state is wrapped once an engine is built, and after uninstall()."""
+    import zeroelastic
+
+    accelerator, *_ = prepare(JOB)
+    wrapped = hasattr(type(accelerator).load_state, "__wrapped__")
+    zeroelastic.uninstall()
+    return wrapped, hasattr(type(accelerator).load_state, "__wrapped__")
 
 
 @pytest.mark.support("Frameworks", "accelerate: `use_stateful_dataloader`", "refused", "at another size or micro batch")

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from frameworks_job import LightningJob, Seen, lightning_run, read_history, run_script
@@ -180,3 +181,30 @@ def test_uneven_epochs_are_loud_and_an_error_when_strict(rank_pool: RankPool, tm
     rank_pool.run(lightning_run, 2, replace(job, save_in="epoch end"), 4, save=(0, str(tmp_path / "a")))
     for seen in rank_pool.run(lightning_run, 3, replace(job, accumulation=4).at(3), 5, load=str(tmp_path / "a")):
         assert seen.error[0] == "StrictError" and "EPOCHS ARE UNEVEN" in seen.error[1]
+
+
+class Strategy:
+    """Stands for Lightning's own class: what is not ours must reach it as it was given."""
+
+    zero_stage_3, load_full_weights, lightning_module = True, True, None
+
+    def load_checkpoint(self, checkpoint_path: str, weights_only: bool | None = None) -> tuple[str, bool | None]:
+        return checkpoint_path, weights_only
+
+    def save_checkpoint(self, checkpoint: dict[str, int], filepath: str) -> tuple[dict[str, int], str]:
+        return checkpoint, filepath
+
+
+def test_what_is_not_sharded_zero_3_is_left_alone() -> None:
+    from zeroelastic.integrations import lightning
+
+    before = dict(vars(Strategy))
+    for _ in range(2):
+        lightning.wrap(SimpleNamespace(DeepSpeedStrategy=Strategy))  # type: ignore[arg-type]
+    try:
+        assert vars(Strategy)["load_checkpoint"] is not before["load_checkpoint"]
+        assert Strategy().load_checkpoint("there", weights_only=True) == ("there", True)
+        assert Strategy().save_checkpoint({"epoch": 1}, "there") == ({"epoch": 1}, "there")
+    finally:
+        lightning.unwrap()
+    assert dict(vars(Strategy)) == before

@@ -33,7 +33,8 @@ class Model(pl.LightningModule):
 
     def training_step(self, batch: tuple[torch.Tensor, torch.Tensor], batch_idx: int) -> dict[str, torch.Tensor]:
         tokens, indices = batch
-        return {"loss": self.transformer(tokens), "indices": indices}
+        loss = self.transformer(tokens)
+        return {"loss": loss, "value": loss.detach().float(), "indices": indices}  # Lightning divides "loss"
 
     def configure_optimizers(self) -> dict[str, object]:
         optimizer = torch.optim.AdamW(parameter_groups(self), lr=5e-3)
@@ -53,7 +54,7 @@ class History(pl.Callback):
         self.rate = trainer.optimizers[0].param_groups[0]["lr"]
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx) -> None:
-        self.losses.append(module.all_gather(outputs["loss"].detach().float()).mean().item())
+        self.losses.append(module.all_gather(outputs["value"]).mean().item())
         self.samples += module.all_gather(outputs["indices"]).flatten().tolist()
         if (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
             if trainer.is_global_zero:
