@@ -6,10 +6,16 @@ samples and learning rates of every step, losses within the tolerance of 16-bit 
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from test_docs import ABORT_AT_EXIT
 from trainer_job import (
     GLOBAL_BATCH,
     SAMPLES,
@@ -26,6 +32,7 @@ from zeroelastic import UsageError
 from zeroelastic.integrations.batch import launched_world_size, plan_batch, world_sizes
 from zeroelastic.testing import RankPool, compare_states
 
+ROOT = Path(__file__).parents[1]
 PRELOAD = (
     "transformers.trainer",
     "transformers.models.llama.modeling_llama",
@@ -306,3 +313,31 @@ def test_what_depends_on_the_world_size_is_refused_by_name(pool, tmp_path):
     assert "called for this trainer before" in refused["twice"]
     assert "WeightedRandomSampler cannot be found again" in refused["sampler"]
     assert "43 samples, fewer than one global batch of 64" in refused["too_few"]
+
+
+# The example, as its readers run it
+
+
+def torchrun(world_size: int, *command: str) -> str:
+    """What a launch on this machine alone prints; that torch aborts when all is done is no failure (test_docs.py)."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(world_size)]
+    launcher += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*launcher, *command], env=environment, capture_output=True, text=True, timeout=RUN_LIMIT_S, check=False
+    )
+    assert done.returncode == 0 or ABORT_AT_EXIT in done.stderr, f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
+    return done.stdout
+
+
+def test_the_example_trains_lora_on_four_ranks_and_goes_on_on_three(tmp_path):
+    script = [str(ROOT / "examples/huggingface/train.py"), "--lora", "--max-steps", "5", "--output-dir", str(tmp_path)]
+    torchrun(4, *script, "--stop-at", "3")
+    assert saved_steps(str(tmp_path)) == [3]
+    output = torchrun(3, *script, "--metrics", str(tmp_path / "three.json"))
+    seen = json.loads((tmp_path / "three.json").read_text())
+    assert (seen["report"]["saved_world_size"], seen["report"]["world_size"]) == (4, 3)
+    assert seen["report"]["root_matches"] and "position in the data" in output
+    assert [entry["step"] for entry in seen["log"]] == [1, 2, 3, 4, 5]
+    warm_up_and_decay = [0, 5e-4, 1e-3, 1e-3 * 2 / 3, 1e-3 / 3]
+    assert [entry["learning_rate"] for entry in seen["log"]] == pytest.approx(warm_up_and_decay)
