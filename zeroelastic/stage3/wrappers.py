@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,18 @@ def _stage3(engine: Any) -> DeepSpeedZeroOptimizer_Stage3 | None:
 
 
 def _options(engine: Any) -> Options:
-    return parse_options(engine._config._param_dict)
+    options = parse_options(engine._config._param_dict)
+    return options.model_copy(update={"strict": True}) if getattr(engine, "_zeroelastic_strict", False) else options
+
+
+@contextmanager
+def loading_strictly(engine: Any, strict: bool) -> Iterator[None]:
+    """While it lasts, loads are strict if ``strict``, whatever the configuration says, and as it says otherwise."""
+    engine._zeroelastic_strict = strict
+    try:
+        yield
+    finally:
+        del engine._zeroelastic_strict
 
 
 def _elastic_flag(engine: Any) -> bool:
