@@ -29,7 +29,6 @@ from trainer_job import (
 )
 
 from zeroelastic import UsageError
-from zeroelastic.integrations.batch import launched_world_size, plan_batch, world_sizes
 from zeroelastic.testing import RankPool, compare_states
 
 ROOT = Path(__file__).parents[1]
@@ -83,41 +82,27 @@ def check_goes_on(whole: Seen, seen: Seen, step: int, saved: Seen | None = None)
         assert seen.losses[at + 1] == pytest.approx(whole.losses[at + 1], abs=LOSS_ATOL), at
 
 
-# Batch arithmetic
+# Epochs in whole batches
 
 
-@pytest.mark.parametrize("global_batch", [1, 7, 12, 24, 512])
-def test_a_plan_keeps_the_global_batch_with_the_largest_micro_batch_that_fits(global_batch):
-    for world_size in range(1, 30):
-        for max_micro in (1, 3, 8):
-            if world_size not in world_sizes(global_batch):
-                with pytest.raises(UsageError, match="World sizes that can"):
-                    plan_batch(global_batch, world_size=world_size, max_micro=max_micro)
-                continue
-            plan = plan_batch(global_batch, world_size=world_size, max_micro=max_micro)
-            assert plan.global_batch == plan.micro * plan.accumulation * world_size == global_batch
-            assert 1 <= plan.micro <= max_micro
-            share = global_batch // world_size
-            assert not any(share % larger == 0 for larger in range(plan.micro + 1, min(max_micro, share) + 1))
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize(("samples", "batch"), [(43, 12), (36, 12), (12, 12), (5, 12), (1, 3), (100, 1)])
+def test_an_epoch_is_its_order_cut_or_filled_up_to_whole_batches(samples, batch, drop_last):
+    import torch
 
+    from zeroelastic.integrations.whole_batches import WholeBatches
 
-def test_world_sizes_are_the_divisors():
-    for batch in range(1, 200):
-        assert world_sizes(batch) == tuple(size for size in range(1, batch + 1) if batch % size == 0)
-
-
-def test_a_batch_that_cannot_be_shared_lists_the_world_sizes_that_can():
-    with pytest.raises(UsageError, match=r"24 .* 5 ranks. World sizes that can: 1, 2, 3, 4, 6, 8, 12, 24\."):
-        plan_batch(24, world_size=5, max_micro=4)
-    with pytest.raises(UsageError, match="max_micro is 0"):
-        plan_batch(24, world_size=4, max_micro=0)
-
-
-def test_the_world_size_is_the_launchers():
-    assert launched_world_size({}) == 1
-    assert launched_world_size({"WORLD_SIZE": "6"}) == 6
-    with pytest.raises(UsageError, match="'x'"):
-        launched_world_size({"WORLD_SIZE": "x"})
+    order = torch.randperm(samples, generator=torch.Generator().manual_seed(samples)).tolist()
+    if drop_last and samples < batch:
+        with pytest.raises(UsageError, match=f"{samples} samples, fewer than one global batch of {batch}"):
+            WholeBatches(order, batch, drop_last=drop_last)
+        return
+    sampler = WholeBatches(order, batch, drop_last=drop_last)
+    got = list(sampler)
+    assert len(got) == len(sampler) == sampler.num_batches * batch
+    assert got[:samples] == order[: len(got)]
+    assert got[samples:] == (order * batch)[: max(0, len(got) - samples)]
+    assert abs(len(got) - samples) < batch and (len(got) <= samples) >= drop_last
 
 
 # The Trainer
@@ -130,7 +115,7 @@ def test_the_world_size_is_the_launchers():
     ("world_size", "step"), [(3, 6), (2, 4), (1, 2)], ids=["3_in_second_epoch", "2_between_epochs", "1_in_first_epoch"]
 )
 def test_a_resumed_run_goes_on_as_the_whole_one(pool, whole, tmp_path, world_size, step):
-    """Within the first epoch, between epochs, and within the second, which accelerate alone would shuffle anew."""
+    """Within the first epoch, between epochs, and within the second."""
     directory, seen = whole
     assert all(len(samples) == GLOBAL_BATCH for samples in seen[0].samples.values())
     assert seen[0].max_steps == 3 * -(-SAMPLES // GLOBAL_BATCH)
@@ -254,12 +239,12 @@ def test_deepspeeds_own_optimizer_and_scheduler(pool, tmp_path):
     "Frameworks", "Hugging Face Trainer, unchanged script", "exact", "state; see docs/huggingface.md for the data"
 )
 def test_an_unchanged_script_resumes_its_state_and_keeps_its_place(pool, whole, tmp_path):
-    """zeroelastic.install() alone, within the first epoch and with the same global batch."""
+    """zeroelastic.install() alone, with the same global batch, within the second epoch."""
     directory, seen = whole
-    job = TrainerJob(str(tmp_path), elastic=False, resume=f"{directory}/checkpoint-2", stop_at=4)
+    job = TrainerJob(str(tmp_path), elastic=False, resume=f"{directory}/checkpoint-6", stop_at=8)
     for outcome in pool.run(run_trainer, 3, job):
-        assert compare_states(seen[0].saved[2], outcome.resumed) == []
-        assert outcome.samples == {step: seen[0].samples[step] for step in (2, 3)}
+        assert compare_states(seen[0].saved[6], outcome.resumed) == []
+        assert outcome.samples == {step: seen[0].samples[step] for step in (6, 7)}
         assert outcome.rates == {step: seen[0].rates[step] for step in outcome.rates}
 
 
@@ -306,6 +291,10 @@ def test_an_iterable_dataset_keeps_its_own_order(pool, tmp_path):
 )
 def test_what_depends_on_the_world_size_is_refused_by_name(pool, tmp_path):
     refused = pool.run(refusals, 1, str(tmp_path))[0]
+    assert refused["preloaded"] == "True"  # before the rank was forked, as RankPool(preload=...) says
+    assert (
+        "24 cannot be dealt out evenly to 5 ranks. World sizes that work: 1, 2, 3, 4, 6, 8, 12, 24." in refused["batch"]
+    )
     assert "train_sampling_strategy 'group_by_length'" in refused["group_by_length"]
     assert "train_sampling_strategy 'batch_rebalance'" in refused["batch_rebalance"]
     assert "auto_find_batch_size" in refused["auto_find_batch_size"]

@@ -25,8 +25,8 @@ from torch.utils.data import RandomSampler, Sampler, SequentialSampler
 from transformers import Trainer, TrainerCallback
 
 from zeroelastic import install
+from zeroelastic.elastic.batch import batch_plan
 from zeroelastic.errors import StrictError, UnsupportedError
-from zeroelastic.integrations.batch import launched_world_size, plan_batch
 from zeroelastic.integrations.whole_batches import WholeBatches
 from zeroelastic.report import ResumeReport
 from zeroelastic.rng import derived_seed
@@ -45,13 +45,13 @@ def batch_args(*, global_batch: int, max_per_device: int, world_size: int | None
     """The batch settings of ``TrainingArguments`` that keep the global batch at the world size of this launch.
 
     ``max_per_device`` is the largest micro batch that fits; the largest one that divides a rank's share is taken.
-    Raises UsageError, listing the world sizes that work, when the ranks cannot share the batch evenly.
+    Raises ConfigError, listing the world sizes that work, when the ranks cannot share the batch evenly.
 
     >>> batch_args(global_batch=24, max_per_device=6, world_size=3)
     {'per_device_train_batch_size': 4, 'gradient_accumulation_steps': 2}
     """
-    plan = plan_batch(global_batch, world_size=world_size or launched_world_size(), max_micro=max_per_device)
-    return {"per_device_train_batch_size": plan.micro, "gradient_accumulation_steps": plan.accumulation}
+    plan = batch_plan(global_batch, world_size, max_per_device)
+    return {"per_device_train_batch_size": plan.micro_batch, "gradient_accumulation_steps": plan.accumulation}
 
 
 def elastic(trainer: AnyTrainer) -> AnyTrainer:
@@ -61,7 +61,6 @@ def elastic(trainer: AnyTrainer) -> AnyTrainer:
 
     * an epoch has a whole number of global batches: the last one is dropped (``dataloader_drop_last``) or filled up
       with the epoch's first samples, so epochs, steps and the learning rate schedule do not depend on the world size;
-    * a resumed epoch is shuffled as it was begun, also the second and later ones;
     * ranks that have no saved random number generators get new ones, seeded from the run's seed, the step and the rank;
     * a resume that takes another position in the data or another schedule says so loudly, and is an error under
       ``"strict": true`` in the ``"zeroelastic"`` block.
@@ -143,7 +142,7 @@ class _Follow(TrainerCallback):
             self.trainer.model_wrapped.zeroelastic_report = _complete(self.trainer, kwargs["train_dataloader"], report)
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        # accelerate does not reach the sampler of a loader that skips batches (1.15): it would begin at epoch 0.
+        # Behind a loader that skips batches accelerate (1.15) reaches no sampler but its own.
         sampler = _sampler_of(kwargs["train_dataloader"])
         if sampler is not None:
             sampler.set_epoch(self.epoch)
@@ -164,10 +163,10 @@ def _updates_per_epoch(trainer: Trainer, loader: Any) -> int:
     if sampler is not None:
         return sampler.num_batches
     try:
-        micro_steps = len(loader)
+        micro_steps, accumulation = len(loader), int(trainer.args.gradient_accumulation_steps)
     except TypeError:
         return int(trainer.state.max_steps)
-    return max(1, -(-micro_steps // trainer.args.gradient_accumulation_steps))
+    return max(1, -(-micro_steps // accumulation))
 
 
 def _complete(trainer: Trainer, loader: Any, report: ResumeReport) -> ResumeReport:
