@@ -274,6 +274,14 @@ def test_epochs_that_were_cut_by_the_world_size_are_noticed(pool, tmp_path):
     assert {kind for kind, _ in errors} == {"StrictError"} and len({text for _, text in errors}) == 1
 
 
+def test_another_order_of_the_data_is_an_error_under_strict_and_loud_without(pool, whole, tmp_path):
+    directory, _ = whole
+    job = TrainerJob(str(tmp_path), resume=f"{directory}/checkpoint-2", stop_at=3, args={"data_seed": 5})
+    assert "POSITION CHANGED: shuffle_seed 42 -> 5: other" in pool.run(run_trainer, 1, job)[0].report.text()
+    errors = pool.run(attempt, 2, job.at(config={"zeroelastic": {"strict": True}}))
+    assert {kind for kind, _ in errors} == {"StrictError"} and len({text for _, text in errors}) == 1
+
+
 def test_an_iterable_dataset_keeps_its_own_order(pool, tmp_path):
     job = TrainerJob(str(tmp_path), iterable=True, args={"save_strategy": "steps", "save_steps": 2})
     seen = pool.run(run_trainer, 4, job.at(stop_at=4))

@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 AnyTrainer = TypeVar("AnyTrainer", bound=Trainer)
 
 _STRATEGIES = ("random", "sequential")
+_RECORD = "zeroelastic"
+"""Our entry of ``stateful_callbacks`` in ``trainer_state.json``."""
 
 
 def batch_args(*, global_batch: int, max_per_device: int, world_size: int | None = None) -> dict[str, int]:
@@ -140,6 +142,9 @@ class _Follow(TrainerCallback):
         report = getattr(self.trainer.model_wrapped, "zeroelastic_report", None)
         if isinstance(report, ResumeReport) and state.global_step:
             self.trainer.model_wrapped.zeroelastic_report = _complete(self.trainer, kwargs["train_dataloader"], report)
+        sampler = _sampler_of(kwargs["train_dataloader"])
+        if sampler is not None:
+            state.stateful_callbacks[_RECORD] = {"args": {}, "attributes": _order(sampler)}
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         # Behind a loader that skips batches accelerate (1.15) reaches no sampler but its own.
@@ -174,9 +179,8 @@ def _complete(trainer: Trainer, loader: Any, report: ResumeReport) -> ResumeRepo
     checkpoint = Path(report.path).parent
     exact, rederived, reset = _generators(checkpoint, report)
     notes = _drift(trainer, loader, checkpoint)
-    strict = parse_options(trainer.accelerator.state.deepspeed_plugin.deepspeed_config).strict
-    if notes and strict:
-        raise StrictError(f"{checkpoint}: " + "; ".join(notes) + '. ("strict": false allows it.)')
+    if notes and parse_options(trainer.accelerator.state.deepspeed_plugin.deepspeed_config).strict:
+        raise StrictError(f'{checkpoint}: {"; ".join(notes)}. ("strict": false allows it.)')
     sampler = _sampler_of(loader)
     if trainer.args.ignore_data_skip:
         reset.append("position in the data (ignore_data_skip)")
@@ -185,6 +189,12 @@ def _complete(trainer: Trainer, loader: Any, report: ResumeReport) -> ResumeRepo
             exact.append(f"position in the data (epochs of {sampler.num_batches} global batches)")
     else:
         notes.append("the order of an iterable dataset is its own; epochs may end elsewhere at another world size")
+    saved = _saved_state(checkpoint)
+    if saved["max_steps"] != trainer.state.max_steps and _other_length_is_meant(trainer, saved):
+        notes.append(
+            f"the run ends at step {trainer.state.max_steps}, the saved one at {saved['max_steps']}: learning rates "
+            "follow the new schedule"
+        )
     if trainer.is_world_process_zero():
         level = logging.WARNING if any("CHANGED" in note for note in notes) else logging.INFO
         for title, items in (("exact", exact), ("re-derived", rederived), ("not restored", reset), ("note", notes)):
@@ -203,30 +213,48 @@ def _drift(trainer: Trainer, loader: Any, checkpoint: Path) -> list[str]:
     """What would go on elsewhere than the saved run, from what the Trainer has of it: position and schedule."""
     notes: list[str] = []
     state, updates = trainer.state, _updates_per_epoch(trainer, loader)
-    here = state.global_step / updates
-    # Within an epoch the saved number counts micro steps, the last of them fewer: that is less than one update.
-    if abs(state.epoch - here) * updates > 0.999:
+    here, sampler = state.global_step / updates, _sampler_of(loader)
+    recorded = state.stateful_callbacks.get(_RECORD, {}).get("attributes")
+    if recorded is not None and sampler is not None:
+        order = _order(sampler)
+        changes = [f"{key} {recorded.get(key)} -> {order[key]}" for key in order if recorded.get(key) != order[key]]
+        if changes:
+            notes.append(f"POSITION CHANGED: {', '.join(changes)}: other samples follow than in the saved run")
+    # Without a record of ours. Within an epoch the saved number counts micro steps, the last update has fewer of them:
+    # that is less than one update.
+    elif abs(state.epoch - here) * updates > 0.999:
         notes.append(
             f"POSITION CHANGED: step {state.global_step} was saved at epoch {state.epoch:.3f} and is epoch {here:.3f} "
             f"of this run, which has {updates} steps an epoch. Other data, or a run without elastic() that cut its "
             "epochs by the world size"
         )
-    saved = json.loads((checkpoint / "trainer_state.json").read_text())
-    if saved["max_steps"] != state.max_steps:
-        meant = trainer.args.max_steps > 0 or saved["num_train_epochs"] != state.num_train_epochs
-        if meant:
-            logger.warning(
-                "%s: the run ends at step %d, the saved one at %d: the learning rate follows the new schedule",
-                checkpoint,
-                state.max_steps,
-                saved["max_steps"],
-            )
-        else:
-            notes.append(
-                f"SCHEDULE CHANGED: the same {state.num_train_epochs} epochs end at step {state.max_steps} and ended "
-                f"at step {saved['max_steps']} in the saved run, so the learning rates differ"
-            )
+    saved = _saved_state(checkpoint)
+    if saved["max_steps"] != state.max_steps and not _other_length_is_meant(trainer, saved):
+        notes.append(
+            f"SCHEDULE CHANGED: the same {state.num_train_epochs} epochs end at step {state.max_steps} and ended at "
+            f"step {saved['max_steps']} in the saved run, so the learning rates differ"
+        )
     return notes
+
+
+def _order(sampler: WholeBatches) -> dict[str, Any]:
+    """What the order of samples follows from, for ``trainer_state.json``."""
+    return {
+        "samples": len(sampler.order),  # type: ignore[arg-type]
+        "global_batch": sampler.global_batch,
+        "drop_last": sampler.drop_last,
+        "shuffle_seed": getattr(sampler.order, "initial_seed", None),
+    }
+
+
+def _saved_state(checkpoint: Path) -> dict[str, Any]:
+    state: dict[str, Any] = json.loads((checkpoint / "trainer_state.json").read_text())
+    return state
+
+
+def _other_length_is_meant(trainer: Trainer, saved: dict[str, Any]) -> bool:
+    """Whether the user asked for a longer or shorter run than the saved one."""
+    return trainer.args.max_steps > 0 or bool(saved["num_train_epochs"] != trainer.state.num_train_epochs)
 
 
 def _generators(checkpoint: Path, report: ResumeReport) -> tuple[list[str], list[str], list[str]]:
