@@ -45,7 +45,7 @@ def hand_over(engine: Any, pending: Pending) -> None:
 
 def has_pending(engine: Any) -> bool:
     """Whether a save of ours waits for its commit."""
-    return getattr(engine, _ATTRIBUTE, None) is not None
+    return engine.__dict__.get(_ATTRIBUTE) is not None
 
 
 def flush(engine: Any) -> None:

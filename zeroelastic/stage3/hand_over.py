@@ -89,8 +89,9 @@ class HandOver:
     once, whatever the number of its views, since each time takes a file descriptor.
     """
 
-    def __init__(self, original: Any, constant: Iterable[torch.Tensor]) -> None:
+    def __init__(self, original: Any, constant: Iterable[torch.Tensor], *, shares_storage: bool) -> None:
         self._original = original
+        self._copied = frozenset() if shares_storage else frozenset({"base_optimizer_state"})
         self._constant = {tensor.untyped_storage().data_ptr() for tensor in constant if tensor.numel()}
         self._pickled = isinstance(original, DecoupledCheckpointEngine)
 
@@ -104,13 +105,16 @@ class HandOver:
         if isinstance(tree, dict):
             made = copy.copy(tree)  # keeps the kind of dict, and the attributes of a module's state dict
             for key, value in tree.items():
-                made[key] = self._prepared(value, known)
+                if key not in self._copied:  # lean clones, made for an engine that writes every tensor on its own
+                    made[key] = self._prepared(value, known)
             return made
         if type(tree) in (list, tuple):
             return type(tree)(self._prepared(value, known) for value in tree)
         return tree
 
     def _tensor(self, tensor: torch.Tensor, known: dict[Any, Any]) -> Any:
+        if tensor.layout is not torch.strided:
+            return tensor.clone()
         storage = tensor.untyped_storage()
         place = (storage.data_ptr(), tensor.dtype)
         if tensor.numel() == 0 or place[0] not in self._constant:

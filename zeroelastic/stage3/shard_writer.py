@@ -46,7 +46,9 @@ def shard_writer(
         digests = settle(streams.digest)
         sharing = getattr(original, "preserves_storage_sharing", None)
         shares = bool(sharing()) if callable(sharing) else True
-        hand_over = HandOver(original, streams.pieces) if original.is_decoupled() else original.save
+        hand_over = (
+            HandOver(original, streams.pieces, shares_storage=shares) if original.is_decoupled() else original.save
+        )
         shard = DigestedShard(digest_sums(live, digests), shares, digests, hand_over)
     guard = EngineGuard(original, shard.save)
     engine.checkpoint_engine = guard
