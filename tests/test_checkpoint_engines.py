@@ -485,7 +485,8 @@ def test_what_cannot_be_written_is_the_same_error_on_every_rank(
     assert kinds == ("SaveError", "SaveError", "SaveError", "UsageError", "SaveError")
     assert "/proc/nowhere" in texts[0] and "Nothing was saved" in texts[0]
     assert "file" in texts[1] and "Nothing was saved" in texts[1]
-    assert "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt: cannot be written: Is a directory" in texts[2]
+    assert "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt: cannot be written" in texts[2]
+    assert "Is a directory" in texts[2]
     assert "rank0" in texts[3] and "rank1" in texts[3]
     assert "zero_pp_rank_1_mp_rank_00_model_states.pt: cannot be written" in texts[4] and "lambda" in texts[4]
 

@@ -56,7 +56,12 @@ def flush(engine: Any) -> None:
     pending: Pending | None = engine.__dict__.pop(_ATTRIBUTE, None)
     if pending is None:
         return
-    settle(lambda: _wait(engine, pending))
+    try:
+        settle(lambda: _wait(engine, pending))
+    except BaseException:
+        # DeepSpeed would try to commit it before each step from now on, and leave ranks alone in its barriers.
+        engine.checkpoint_engine.commit_info = None
+        raise
     settle(lambda: engine.checkpoint_engine.commit(pending.commit_info))
     commit(pending.save, fsync=pending.fsync)
     if pending.point_latest is not None:
