@@ -23,8 +23,11 @@ from zeroelastic.report import ResumeReport
 from zeroelastic.shard import FP32, FROZEN, OptionValue, ScalerState
 from zeroelastic.stage3.fill import Filled, Target, fill
 from zeroelastic.stage3.live import LiveState, read_live
+from zeroelastic.stage3.module_keys import ModuleKeys
+from zeroelastic.stage3.moved import changes, clear_fresh, fill_moved, fresh_state, join
 from zeroelastic.stage3.options import Options
 from zeroelastic.stage3.proof import Proof, prove
+from zeroelastic.stage3.schedule import rearranged
 from zeroelastic.stage3.survey import Survey, check_batch
 from zeroelastic.torchfile import DTYPE_BYTES, DType
 
@@ -55,13 +58,14 @@ def load(
     options: Options,
     wanted: Wanted,
     load_module: Callable[[], tuple[Any, Any]],
+    keys: ModuleKeys,
     began: float,
 ) -> tuple[tuple[Any, Any], ResumeReport]:
     """Fill the engine from a surveyed checkpoint. Collective.
 
     ``load_module`` runs DeepSpeed's own ``_load_checkpoint`` (module, counters, scheduler, client state) on the file
-    that ``model_states_reader`` serves; ``began`` is when the whole load did (``time.perf_counter``). Returns its
-    result and the report. Raises the same error on every rank.
+    that ``model_states_reader`` serves, and leaves in ``keys`` what the module finds missing; ``began`` is when the
+    whole load did (``time.perf_counter``). Returns its result and the report. Raises the same error on every rank.
     """
     notes: list[str] = []
     batch = check_batch(
@@ -91,17 +95,19 @@ def load(
         weights_only=wanted.weights_only,
         from_16_bit=not engine.zero_load_from_fp32_weights(),
     )
-    report = _report(engine, live, found, filled, proof, tag_dir, wanted, notes, began)
+    changed = changes(live, found, keys, weights_only=wanted.weights_only)
+    report = _report(engine, live, found, filled, proof, tag_dir, wanted, notes, changed, began)
     return outcome, report
 
 
 def _fill(live: LiveState, found: Survey, options: Options, wanted: Wanted) -> Filled:
     """Master weights, optimizer tensors and frozen parameters, in place."""
     targets: list[Target] = []
-    index = found.head.layout.index()
-    for i, keys in enumerate(found.tensor_keys):
-        first = live.layout.params[int(np.argmax(live.layout.sub_group == i))].name
-        source = int(found.head.layout.sub_group[index[first]])
+    for i, (keys, source) in enumerate(zip(found.tensor_keys, found.state_sources, strict=True)):
+        if source is None:
+            if not wanted.weights_only:
+                fresh_state(live, i)
+            continue
         for key in keys:
             dtype = found.head.pieces[key].dtype[source]
             targets.append(Target(key, i, destination(live, i, key, getattr(torch, dtype)), dtype))
@@ -109,31 +115,30 @@ def _fill(live: LiveState, found: Survey, options: Options, wanted: Wanted) -> F
             drop_state(live, i, keep=(*keys, *found.scalars[i]))
     pieces = {rank: shard.pieces for rank, shard in found.shards.items()}
     filled = fill(found.plan, pieces, targets, executor=options.executor)
+    moved = fill_moved(live, found, options)
     for i in range(live.layout.num_sub_groups):
+        if not wanted.weights_only and found.state_sources[i] is not None:
+            clear_fresh(live, found, i)
         tensors, _ = ({}, {}) if wanted.weights_only else live.split_state(i)
         for gap in live.padding(i):
             for flat in (live.fp32(i), *tensors.values()):
                 flat[gap].zero_()
-    if found.frozen_plan is None:
-        return filled
-    assert found.model.frozen_pieces is not None
-    index = found.frozen_plan.src.index()
-    frozen_targets = [
-        Target(FROZEN, p, tensor.view(-1), found.model.frozen_pieces.dtype[index[live.frozen.params[p].name]])
-        for p, tensor in enumerate(live.frozen_tensors)
-        if tensor.numel()
-    ]
-    frozen_pieces = {rank: {FROZEN: piece} for rank, piece in found.frozen_pieces.items()}
-    frozen = fill(found.frozen_plan, frozen_pieces, frozen_targets, executor=options.executor)
+    frozen: list[Filled] = []
+    if found.frozen_plan is not None:
+        plan = found.frozen_plan
+        assert found.model.frozen_pieces is not None
+        index = plan.src.index()
+        frozen_targets = [
+            Target(FROZEN, p, live.frozen_tensors[p].view(-1), found.model.frozen_pieces.dtype[index[param.name]])
+            for p, param in zip(plan.dst.sub_group.tolist(), plan.dst.params, strict=True)
+            if live.frozen_tensors[p].numel()
+        ]
+        frozen_pieces = {rank: {FROZEN: piece} for rank, piece in found.frozen_pieces.items()}
+        frozen.append(fill(plan, frozen_pieces, frozen_targets, executor=options.executor))
     owned = live.frozen.owned(live.rank)[1]
     for p, tensor in enumerate(live.frozen_tensors):
         tensor.view(-1)[int(owned[p]) :].zero_()
-    return Filled(
-        bytes_read=filled.bytes_read + frozen.bytes_read,
-        bytes_owned=filled.bytes_owned + frozen.bytes_owned,
-        files=tuple(dict.fromkeys((*filled.files, *frozen.files))),
-        cast_digests={**filled.cast_digests, **frozen.cast_digests},
-    )
+    return join([filled, moved, *frozen])
 
 
 def destination(live: LiveState, sub_group: int, key: str, dtype: torch.dtype) -> torch.Tensor:
@@ -169,9 +174,10 @@ def _restore(engine: Any, live: LiveState, found: Survey, wanted: Wanted, notes:
         for i, scalars in enumerate(found.scalars):
             for key, value in scalars.items():
                 set_scalar(live, i, key, _live_value(value))
-        for live_group, saved in zip(optimizer.optimizer.param_groups, found.head.groups, strict=True):
-            for option, choice in saved.options.items():
-                set_option(live_group, option, choice)
+        for live_group, match in zip(optimizer.optimizer.param_groups, found.membership.groups, strict=True):
+            if match.source is not None:
+                for option, choice in found.head.groups[match.source].options.items():
+                    set_option(live_group, option, choice)
         if _precision(found.head.ds_config) == _precision(engine._config._param_dict):
             _set_scaler(optimizer, found.head.scaler)
         else:
@@ -261,6 +267,7 @@ def _report(
     tag_dir: Path,
     wanted: Wanted,
     notes: list[str],
+    changed: tuple[str, ...],
     began: float,
 ) -> ResumeReport:
     checkpoint = found.checkpoint
@@ -292,6 +299,7 @@ def _report(
         rederived=rederived,
         reset=reset,
         notes=tuple(notes),
+        changed=changed,
     )
 
 
@@ -309,7 +317,8 @@ def _module_bytes(found: Survey) -> int:
 def _inventory(
     engine: Any, live: LiveState, found: Survey, wanted: Wanted
 ) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
-    exact = [_count(live.layout.num_params, "parameter")]
+    membership = found.membership
+    exact = [_count(len(membership.restored), "parameter")]
     rederived: list[str] = []
     reset: list[str] = []
     states = sorted({key for keys in found.head.tensor_keys for key in keys} - {FP32})
@@ -322,11 +331,13 @@ def _inventory(
         reset.append("optimizer state, hyper-parameters and loss scale (not asked for)")
     else:
         exact.append(f"optimizer state ({', '.join((*states, *scalars)) or 'none was saved'})")
-        exact.append(f"hyper-parameters of {_count(len(found.head.groups), 'group')}")
-    if live.frozen.num_params and found.model.frozen is not None:
-        exact.append(_count(live.frozen.num_params, "frozen parameter"))
-    elif live.frozen.num_params:
-        reset.append(f"{_count(live.frozen.num_params, 'frozen parameter')} (excluded from the save)")
+        matched = sum(match.source is not None for match in membership.groups)
+        exact.append(f"hyper-parameters of {_count(matched, 'group')}")
+    if membership.frozen:
+        exact.append(_count(len(membership.frozen), "frozen parameter"))
+    if membership.excluded:
+        named = ", ".join(membership.excluded)
+        reset.append(f"{_count(len(membership.excluded), 'frozen parameter')} (excluded from the save): {named}")
     saved, current = found.checkpoint.world_size, live.layout.world_size
     if current > saved:
         rederived.append(f"buffers and client state of {_ranks(saved, current)} from saved rank 0")
@@ -347,7 +358,7 @@ def _ranks(first: int, end: int) -> str:
 def model_states_reader(engine: Any, found: Survey, *, safe_load: bool) -> Iterator[None]:
     """While it lasts, DeepSpeed reads the module states once, from the file of the survey, without frozen payload."""
     original = engine.checkpoint_engine
-    engine.checkpoint_engine = _ModelStatesReader(original, found, safe_load)
+    engine.checkpoint_engine = _ModelStatesReader(original, found, safe_load, engine.lr_scheduler)
     try:
         yield
     finally:
@@ -357,8 +368,8 @@ def model_states_reader(engine: Any, found: Survey, *, safe_load: bool) -> Itera
 class _ModelStatesReader:
     """Stands in for the checkpoint engine while the module states are loaded; everything else is the original's."""
 
-    def __init__(self, original: Any, found: Survey, safe_load: bool) -> None:
-        self._original, self._found, self._safe_load = original, found, safe_load
+    def __init__(self, original: Any, found: Survey, safe_load: bool, scheduler: Any) -> None:
+        self._original, self._found, self._safe_load, self._scheduler = original, found, safe_load, scheduler
         self._loaded: dict[str, Any] | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -374,11 +385,14 @@ class _ModelStatesReader:
 
     def _read(self, path: str) -> dict[str, Any]:
         frozen = self._found.model.frozen
-        if frozen is None or not frozen.numel.any():
-            return self._unpickle(path, mmap=False)
-        state = self._unpickle(path, mmap=True)  # maps the payload, so that fragments left out are never read
+        mapped = frozen is not None and bool(frozen.numel.any())
+        state = self._unpickle(path, mmap=mapped)  # maps the payload, so that fragments left out are never read
         state[_FRAGMENTS] = None  # DeepSpeed then leaves frozen parameters to us
-        return copy.deepcopy(state)  # nothing may keep a mapping of a file that a later save overwrites
+        schedule = state.get("lr_scheduler")
+        if self._scheduler is not None and isinstance(schedule, Mapping) and not self._found.membership.same_groups:
+            state["lr_scheduler"] = rearranged(schedule, self._scheduler.state_dict(), self._found.membership.groups)
+        # nothing may keep a mapping of a file that a later save overwrites
+        return copy.deepcopy(state) if mapped else state
 
     def _unpickle(self, path: str, *, mmap: bool) -> dict[str, Any]:
         try:

@@ -48,7 +48,9 @@ def load_state_dicts(
     if optimizer_states and [set(group) for group in saved_groups] != [set(group) for group in live.groups]:
         problems.append("the optimizer groups of the state dicts hold other parameters than those of the run")
     if problems:
-        raise LayoutMismatchError("the state dicts do not fit the model:", problems)
+        raise LayoutMismatchError(
+            'the state dicts do not fit the model ("missing_state" concerns checkpoints on disk):', problems
+        )
     plan = make_plan(layout, live.layout, live.rank)
     check_plan(plan)
     index = layout.index()

@@ -6,7 +6,8 @@ import logging
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,6 +32,7 @@ from zeroelastic.stage3.contents import whole_contents
 from zeroelastic.stage3.decoupled import Pending, abandon, check_alive, flush, hand_over, has_pending
 from zeroelastic.stage3.live import LiveState, read_live, refuse_unsupported
 from zeroelastic.stage3.load import Wanted, load, model_states_reader
+from zeroelastic.stage3.module_keys import ModuleKeys, recorded_keys
 from zeroelastic.stage3.options import Options, parse_options
 from zeroelastic.stage3.save import Uncommitted, commit, elastic_state_dict, new_save_id, written_files
 from zeroelastic.stage3.shard_writer import DigestedShard, ShardWriter, shard_writer
@@ -57,7 +59,18 @@ def _stage3(engine: Any) -> DeepSpeedZeroOptimizer_Stage3 | None:
 
 
 def _options(engine: Any) -> Options:
-    return parse_options(engine._config._param_dict)
+    options = parse_options(engine._config._param_dict)
+    return options.model_copy(update={"strict": True}) if getattr(engine, "_zeroelastic_strict", False) else options
+
+
+@contextmanager
+def loading_strictly(engine: Any, strict: bool) -> Iterator[None]:
+    """While it lasts, loads are strict if ``strict``, whatever the configuration says, and as it says otherwise."""
+    engine._zeroelastic_strict = strict
+    try:
+        yield
+    finally:
+        del engine._zeroelastic_strict
 
 
 def _elastic_flag(engine: Any) -> bool:
@@ -343,14 +356,24 @@ def load_checkpoint(original: Method) -> Method:
         wanted = Wanted(optimizer_states=load_optimizer_states, module_only=load_module_only)
         live = _live(self, optimizer)
         try:
-            found = survey(tag_dir, live, weights_only=wanted.weights_only)
+            found = survey(
+                tag_dir,
+                live,
+                weights_only=wanted.weights_only,
+                missing_state=options.missing_state,
+                strict_module=load_module_strict and custom_load_fn is None,
+            )
         except (MissingFileError, OldFormatError) as error:
             leave_to_stock(error, tag_dir, live, node_local=self.use_node_local_storage())
             logger.warning("loading through DeepSpeed alone: %s", error)
             return stock()
+        keys = ModuleKeys()
 
         def load_module() -> tuple[Any, Any]:
-            with model_states_reader(self, found, safe_load=options.safe_load):
+            with (
+                model_states_reader(self, found, safe_load=options.safe_load),
+                recorded_keys(self.module, keys, forgive=options.missing_state == "fresh"),
+            ):
                 path, state = self._load_checkpoint(
                     load_dir,
                     chosen,
@@ -376,13 +399,15 @@ def load_checkpoint(original: Method) -> Method:
                 options=options,
                 wanted=wanted,
                 load_module=load_module,
+                keys=keys,
                 began=began,
             )
         finally:
             del self._zeroelastic_survey
         self.zeroelastic_report = report
         if dist.get_rank() == 0:
-            level = logging.WARNING if any("CHANGED" in note for note in report.notes) else logging.INFO
+            loud = bool(report.changed) or any("CHANGED" in note for note in report.notes)
+            level = logging.WARNING if loud else logging.INFO
             logger.log(level, "%s", report.text())
         return outcome
 
