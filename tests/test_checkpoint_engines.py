@@ -62,20 +62,26 @@ def resume_with_the_fast_writer(job: Job, directory: str) -> Any:
             "fast",
             True,
             True,
+            id="fast",
             marks=pytest.mark.support(ENGINES, '`checkpoint.writer` "fast" and "python"', "exact", "at any world size"),
         ),
         pytest.param(
             "python",
             True,
             True,
+            id="python",
             marks=pytest.mark.support(ENGINES, '`checkpoint.writer` "fast" and "python"', "exact", "at any world size"),
         ),
         pytest.param(
             "fast",
             False,
             False,
+            id="fast-by-deepspeed-alone",
             marks=pytest.mark.support(
-                ENGINES, "rigid checkpoints that DeepSpeed wrote with them", "exact", "DeepSpeed alone cannot load them"
+                ENGINES,
+                'rigid files of the "fast" writer',
+                "exact",
+                "DeepSpeed alone does not load them (torch >= 2.6)",
             ),
         ),
     ],
@@ -254,11 +260,13 @@ def built(job: Job) -> tuple[str, str]:
         pytest.param(
             {"writer": {"type": "mock"}},
             '"mock" writes nothing',
+            id="mock",
             marks=pytest.mark.support(ENGINES, '`checkpoint.writer` "mock"', "refused", "it writes nothing"),
         ),
         pytest.param(
             {"writer": {"type": "fast"}},
             'it does not have for this accelerator. Use "type": "python"',
+            id="fast",
             marks=pytest.mark.support(
                 ENGINES, '`checkpoint.writer` "fast" without a GPU', "refused", "DeepSpeed has no op for it there"
             ),
@@ -266,6 +274,7 @@ def built(job: Job) -> tuple[str, str]:
         pytest.param(
             {"checkpoint_serialization": False},
             "old format without a zip archive",
+            id="old-format",
             marks=pytest.mark.support(
                 ENGINES, "`checkpoint_serialization: false`", "refused", "rigid files of it load at the same size"
             ),

@@ -188,7 +188,7 @@ def what_outlives_an_engine(job: Job, directory: str) -> dict[str, bool]:
 def test_memory_does_not_grow_from_cycle_to_cycle(rank_pool: RankPool, tmp_path: Path) -> None:
     for elastic in (True, False):
         sizes = rank_pool.run(save_and_load_for_long, 2, Job(elastic=elastic), str(tmp_path / f"{elastic}"))[0]
-        assert len(set(sizes[2:])) == 1, sizes
+        assert min(sizes[6:]) <= min(sizes[2:6]), sizes  # the least: a transient of a few bytes is no growth
 
 
 def test_nothing_of_ours_keeps_a_destroyed_engine(rank_pool: RankPool, tmp_path: Path) -> None:
