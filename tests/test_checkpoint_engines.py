@@ -7,7 +7,9 @@ DeepSpeed's Fast engine and the Decoupled one around it are run with its "python
 from __future__ import annotations
 
 import os
+import pickle
 import signal
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -139,6 +141,7 @@ def save_decoupled_in_many_ways(job: Job, directory: str) -> tuple[dict[str, Any
 @pytest.mark.support(
     ENGINES, "`checkpoint.writer.decoupled`", "exact", "committed at the next step, save, load or `destroy()`"
 )
+@pytest.mark.core
 def test_a_decoupled_save_is_committed_when_it_is_durable_and_not_before(rank_pool: RankPool, tmp_path: Path) -> None:
     job = writer_job("python", decoupled=True)
     states, seen = rank_pool.run(save_decoupled_in_many_ways, 2, job, str(tmp_path))[0]
@@ -248,6 +251,57 @@ def test_an_engine_that_writes_at_its_commit_is_committed_by_the_next_step(rank_
     assert seen == ((False, None), (True, "late"))
     outcome = rank_pool.run(resume, 3, Job().other(), str(tmp_path), after=0)[0]
     assert compare_states(state, outcome.state) == [] and outcome.report.root_matches
+
+
+def let_an_engine_go(job: Job, directory: str) -> tuple[list[str], bool, bool]:
+    """Drops an engine whose save is not committed, as the garbage collector would: alone, so without the others."""
+    from zeroelastic.stage3 import decoupled
+
+    engine = build_engine(job)
+    train_step(engine, 0)
+    engine.checkpoint_engine = LateEngine()
+    engine.save_checkpoint(directory, tag="left")
+    said: list[str] = []
+    decoupled.logger.error = lambda text, *values: said.append(text % values)
+    if dist.get_rank() == 0:
+        engine.__del__()
+    dist.barrier()
+    return said, committed(directory, "left"), (Path(directory) / "latest").exists()
+
+
+def test_a_save_that_nobody_committed_is_named_when_its_engine_goes(rank_pool: RankPool, tmp_path: Path) -> None:
+    results = rank_pool.run(let_an_engine_go, 2, Job(), str(tmp_path), timeout=60)
+    assert [named for _, *named in results] == [[False, False]] * 2
+    (said,), nothing = (result[0] for result in results)
+    assert "left: was saved, but the run ended before it was committed" in said and "engine.destroy()" in said
+    assert nothing == []
+
+
+def test_what_is_handed_over_stays_as_it_is_and_travels_once() -> None:
+    """A live flat buffer goes as one storage, however many views; whatever else may change is copied."""
+    from zeroelastic.stage3.hand_over import HandOver
+
+    flat = torch.arange(600.0)
+    buffer = torch.ones(3)
+    module = OrderedDict(buffer=buffer, placeholder=torch.empty(0))
+    module._metadata = {"": {"version": 1}}
+    tree = {"lean": [flat[i * 3 : i * 3 + 3] for i in range(200)], "alias": flat, "module": module, "n": (1, "x")}
+    given: list[Any] = []
+    engine = SimpleNamespace(save=lambda state, path: given.append(state))
+    hand_over = HandOver(engine, [flat[:5]], shares_storage=True)
+    hand_over(tree, "path")
+    assert given[0]["lean"][7].data_ptr() == flat[21:].data_ptr()  # an engine in this process gets the live tensors
+    hand_over._pickled = True
+    hand_over(tree, "path")
+    buffer.zero_()
+    assert module["buffer"] is buffer  # DeepSpeed's own dict is as it was
+    data = pickle.dumps(given[1])
+    assert data.count(b"_rebuild_tensor_v2") == 1 and len(data) < 40_000
+    got = pickle.loads(data)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(got["lean"], tree["lean"], strict=True))
+    assert {t.untyped_storage().data_ptr() for t in (*got["lean"], got["alias"])} == {got["alias"].data_ptr()}
+    assert torch.equal(got["module"]["buffer"], torch.ones(3)) and got["module"]._metadata == module._metadata
+    assert type(got["module"]) is OrderedDict and got["n"] == (1, "x")
 
 
 def built(job: Job) -> tuple[str, str]:

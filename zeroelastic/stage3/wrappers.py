@@ -338,10 +338,10 @@ def load_checkpoint(original: Method) -> Method:
             )
 
         optimizer = _stage3(self)
+        flush(self)  # what a load fills is what a decoupled engine may still be writing
         if optimizer is None or self.load_universal_checkpoint():
             return stock()
         began = time.perf_counter()
-        flush(self)  # what a load fills is what a decoupled engine may still be writing
         self.__dict__.pop("zeroelastic_report", None)  # that of an earlier load
         options = _options(self)
         chosen = _choose_tag(Path(load_dir), tag, node_local=self.use_node_local_storage())
