@@ -21,7 +21,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
 # DeepSpeed compiles an op on its first use. The cache lives in the environment that the op was compiled against:
 # a cache shared by two environments would be rebuilt at each change of sides, under the feet of running processes.
-OPS := ShareMemCommBuilder CPUAdamBuilder AsyncIOBuilder
+OPS := ShareMemCommBuilder CPUAdamBuilder AsyncIOBuilder FusedAdamBuilder CPUAdagradBuilder CPULionBuilder
 OTHER_DEEPSPEEDS := 0.18.9 0.19.5
 export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/$(VENV)/torch_extensions
 export DS_ACCELERATOR ?= cpu
@@ -83,8 +83,9 @@ $(VENV)/deepspeed-%/.stamp: $(STAMP)
 demo: $(VENV)/.op-ShareMemCommBuilder
 	$(PY) examples/demo.py --out demo
 
+# Tests of a file stay together, in order, until a worker runs out of work and takes over the last half of another's.
 test: warm versions
-	$(PY) -m pytest -q -n $(JOBS) --dist loadfile $(PYTEST_ARGS) tests
+	$(PY) -m pytest -q -n $(JOBS) --dist worksteal $(PYTEST_ARGS) tests
 
 test-gpu: $(STAMP)
 	DS_ACCELERATOR=cuda $(PY) -m pytest -q -m gpu $(PYTEST_ARGS) tests

@@ -6,7 +6,7 @@ import copy
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,16 +20,18 @@ from zeroelastic.agree import gather, settle
 from zeroelastic.digest import ScalarValue
 from zeroelastic.errors import CheckpointError, UnsafePickleError
 from zeroelastic.report import ResumeReport
-from zeroelastic.shard import FP32, FROZEN, OptionValue, ScalerState
+from zeroelastic.shard import FP32, FROZEN, OptionValue
 from zeroelastic.stage3.fill import Filled, Target, fill
 from zeroelastic.stage3.live import LiveState, read_live
 from zeroelastic.stage3.module_keys import ModuleKeys
 from zeroelastic.stage3.moved import changes, clear_fresh, fill_moved, fresh_state, join
+from zeroelastic.stage3.optimizers import SavedGroup, changed_class, options_to_set, state_dtype
 from zeroelastic.stage3.options import Options
+from zeroelastic.stage3.precision import restore_scales
 from zeroelastic.stage3.proof import Proof, prove
 from zeroelastic.stage3.schedule import rearranged
-from zeroelastic.stage3.survey import Survey, check_batch
-from zeroelastic.torchfile import DTYPE_BYTES, DType
+from zeroelastic.stage3.survey import Survey, check_batch, saved_groups
+from zeroelastic.torchfile import DTYPE_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +70,7 @@ def load(
     whole load did (``time.perf_counter``). Returns its result and the report. Raises the same error on every rank.
     """
     notes: list[str] = []
+    reset: list[str] = []
     batch = check_batch(
         found.train_batch_size, engine.train_batch_size(), live.layout.world_size, strict=options.strict
     )
@@ -79,8 +82,8 @@ def load(
     live = read_live(optimizer, engine.param_names)
 
     def fill_and_restore() -> Filled:
-        filled = _fill(live, found, options, wanted)
-        _restore(engine, live, found, wanted, notes)
+        filled = _fill(live, found, options, wanted, notes)
+        _restore(engine, live, found, wanted, notes, reset)
         return filled
 
     filled = settle(fill_and_restore)
@@ -96,12 +99,12 @@ def load(
         from_16_bit=not engine.zero_load_from_fp32_weights(),
     )
     changed = changes(live, found, keys, weights_only=wanted.weights_only)
-    report = _report(engine, live, found, filled, proof, tag_dir, wanted, notes, changed, began)
+    report = _report(engine, live, found, filled, proof, tag_dir, wanted, notes, reset, changed, began)
     return outcome, report
 
 
-def _fill(live: LiveState, found: Survey, options: Options, wanted: Wanted) -> Filled:
-    """Master weights, optimizer tensors and frozen parameters, in place."""
+def _fill(live: LiveState, found: Survey, options: Options, wanted: Wanted, notes: list[str]) -> Filled:
+    """Master weights, optimizer tensors and frozen parameters, in place; notes what is cast."""
     targets: list[Target] = []
     for i, (keys, source) in enumerate(zip(found.tensor_keys, found.state_sources, strict=True)):
         if source is None:
@@ -110,9 +113,13 @@ def _fill(live: LiveState, found: Survey, options: Options, wanted: Wanted) -> F
             continue
         for key in keys:
             dtype = found.head.pieces[key].dtype[source]
-            targets.append(Target(key, i, destination(live, i, key, getattr(torch, dtype)), dtype))
+            kept = state_dtype(live.stepper(i), live.group(i), key, live.fp32(i).dtype) or getattr(torch, dtype)
+            targets.append(Target(key, i, destination(live, i, key, kept), dtype))
         if not wanted.weights_only:
             drop_state(live, i, keep=(*keys, *found.scalars[i]))
+    if not wanted.weights_only:
+        rebind_muon_momentum(live)
+    notes += _casts(targets)
     pieces = {rank: shard.pieces for rank, shard in found.shards.items()}
     filled = fill(found.plan, pieces, targets, executor=options.executor)
     moved = fill_moved(live, found, options)
@@ -133,12 +140,32 @@ def _fill(live: LiveState, found: Survey, options: Options, wanted: Wanted) -> F
             for p, param in zip(plan.dst.sub_group.tolist(), plan.dst.params, strict=True)
             if live.frozen_tensors[p].numel()
         ]
+        notes += _casts(frozen_targets)
         frozen_pieces = {rank: {FROZEN: piece} for rank, piece in found.frozen_pieces.items()}
         frozen.append(fill(plan, frozen_pieces, frozen_targets, executor=options.executor))
     owned = live.frozen.owned(live.rank)[1]
     for p, tensor in enumerate(live.frozen_tensors):
         tensor.view(-1)[int(owned[p]) :].zero_()
     return join([filled, moved, *frozen])
+
+
+def _casts(targets: Sequence[Target]) -> list[str]:
+    """A sentence for each kind of tensor that is not kept in the dtype that it was saved in."""
+    names = {FP32: "master weights", FROZEN: "frozen parameters"}
+    casts = {(names.get(t.key, t.key), t.dtype, str(t.tensor.dtype).removeprefix("torch.")) for t in targets if t.cast}
+    return [f"{what}: cast from {saved} to {live}" for what, saved, live in sorted(casts)]
+
+
+def rebind_muon_momentum(live: LiveState) -> None:
+    """Let Muon step with the momentum that the state now holds, where DeepSpeed keeps it outside of the state too."""
+    optimizer = live.optimizer
+    buffers = getattr(optimizer, "muon_momentum_buffer_partitioned_groups_flat", None) or {}
+    for i, buffer in list(buffers.items()):
+        state = optimizer.optimizer.state[optimizer.fp32_partitioned_groups_flat[i]]
+        held = state.setdefault("momentum_buffer", torch.zeros_like(buffer))
+        if held is not buffer:
+            held.swappable, held.ds_id = getattr(buffer, "swappable", False), getattr(buffer, "ds_id", None)
+            buffers[i] = held
 
 
 def destination(live: LiveState, sub_group: int, key: str, dtype: torch.dtype) -> torch.Tensor:
@@ -167,24 +194,18 @@ def drop_state(live: LiveState, sub_group: int, *, keep: tuple[str, ...]) -> Non
         live.optimizer.optimizer.state.pop(owner)
 
 
-def _restore(engine: Any, live: LiveState, found: Survey, wanted: Wanted, notes: list[str]) -> None:
+def _restore(engine: Any, live: LiveState, found: Survey, wanted: Wanted, notes: list[str], reset: list[str]) -> None:
     """Scalars, hyper-parameters and loss scale, then the 16-bit weights from the master weights."""
     optimizer = live.optimizer
     if not wanted.weights_only:
         for i, scalars in enumerate(found.scalars):
             for key, value in scalars.items():
-                set_scalar(live, i, key, _live_value(value))
-        for live_group, match in zip(optimizer.optimizer.param_groups, found.membership.groups, strict=True):
-            if match.source is not None:
-                for option, choice in found.head.groups[match.source].options.items():
-                    set_option(live_group, option, choice)
-        if _precision(found.head.ds_config) == _precision(engine._config._param_dict):
-            _set_scaler(optimizer, found.head.scaler)
-        else:
-            notes.append(
-                f"saved with {_precision(found.head.ds_config)}, running with "
-                f"{_precision(engine._config._param_dict)}: the loss scale is the run's own"
-            )
+                set_scalar(live, i, key, live_value(value))
+        notes += _converted(found)
+        notes += set_groups(live, _sources(found))
+        said, lost = restore_scales(optimizer, found.head, engine._config._param_dict)
+        notes += said
+        reset += lost
     finish_weights(live, from_16_bit=not engine.zero_load_from_fp32_weights())
 
 
@@ -222,7 +243,51 @@ def set_scalar(live: LiveState, sub_group: int, key: str, value: object) -> None
     state[key] = value.detach().clone().to(owner.device if on_device else "cpu")
 
 
-def _live_value(value: ScalarValue) -> object:
+def _sources(found: Survey) -> list[SavedGroup | None]:
+    """The saved group that each live one takes its hyper-parameters from; None for those that keep their own."""
+    groups = saved_groups(found.head)
+    return [None if match.source is None else groups[match.source] for match in found.membership.groups]
+
+
+def set_groups(live: LiveState, groups: Sequence[SavedGroup | None]) -> list[str]:
+    """Set the hyper-parameters of every group that takes saved ones; what differs from them comes back as sentences."""
+    optimizer = live.optimizer.optimizer
+    notes: dict[str, None] = {}
+    for saved, group in zip(groups, optimizer.param_groups, strict=True):
+        if saved is None:
+            continue
+        changed = changed_class(saved, optimizer)
+        taken, left, own = options_to_set(saved, optimizer, group)
+        for option, choice in taken.items():
+            set_option(group, option, choice)
+        for note in (
+            changed,
+            f"hyper-parameters of the checkpoint that this optimizer does not have: {', '.join(left)}"
+            if left
+            else None,
+            f"hyper-parameters that are the run's own: {', '.join(own)}" if own else None,
+        ):
+            if note is not None:
+                notes[note] = None
+    return list(notes)
+
+
+def _converted(found: Survey) -> list[str]:
+    """A sentence for each scalar that the run's optimizer keeps in another form than the saved one did."""
+    saved = {(key, value.kind) for entry in found.head.scalars for key, value in entry.items()}
+    live = {(key, value.kind) for entry in found.scalars for key, value in entry.items()}
+    return [
+        f"{key}: the same number, as {_kind_name(kind)} here and as "
+        f"{' or '.join(sorted(_kind_name(other) for name, other in saved if name == key))} in the checkpoint"
+        for key, kind in sorted(live - saved)
+    ]
+
+
+def _kind_name(kind: str) -> str:
+    return f"a Python {kind.removeprefix('py')}" if kind.startswith("py") else f"a {kind} tensor"
+
+
+def live_value(value: ScalarValue) -> object:
     dtype = getattr(torch, value.kind, None)
     return torch.tensor(value.value, dtype=dtype) if isinstance(dtype, torch.dtype) else value.value
 
@@ -238,26 +303,6 @@ def set_option(group: dict[str, Any], option: str, value: OptionValue) -> None:
         group[option] = value
 
 
-def _set_scaler(optimizer: Any, saved: ScalerState | None) -> None:
-    if saved is None:
-        return
-    kind = getattr(ds_loss_scaler, saved.class_name)
-    scaler = optimizer.loss_scaler if type(optimizer.loss_scaler) is kind else kind.__new__(kind)
-    for key, value in saved.attributes.items():
-        setattr(scaler, key, getattr(torch, value.name) if isinstance(value, DType) else value)
-    optimizer.loss_scaler = scaler
-    optimizer.dynamic_loss_scale = saved.dynamic
-    optimizer.overflow = saved.overflow
-
-
-def _precision(config: Mapping[str, Any]) -> str:
-    for name, key in (("bf16", "bf16"), ("bf16", "bfloat16"), ("fp16", "fp16")):
-        block = config.get(key)
-        if isinstance(block, Mapping) and block.get("enabled"):
-            return name
-    return "fp32"
-
-
 def _report(
     engine: Any,
     live: LiveState,
@@ -267,6 +312,7 @@ def _report(
     tag_dir: Path,
     wanted: Wanted,
     notes: list[str],
+    lost: list[str],
     changed: tuple[str, ...],
     began: float,
 ) -> ResumeReport:
@@ -297,7 +343,7 @@ def _report(
         root_matches=proof.matches,
         exact=exact,
         rederived=rederived,
-        reset=reset,
+        reset=(*reset, *lost),
         notes=tuple(notes),
         changed=changed,
     )

@@ -16,7 +16,7 @@ from zeroelastic.checkpoint import Checkpoint
 from zeroelastic.digest import combine, content_root, digest_range, stream_seed
 from zeroelastic.errors import CheckpointError, DigestMismatchError, ZeroElasticError
 from zeroelastic.shard import FP32, FROZEN, Shard
-from zeroelastic.stage3.contents import differences, local_digests, whole_contents
+from zeroelastic.stage3.contents import differences, local_digests, whole_contents, with_saved_kinds
 from zeroelastic.stage3.fill import Filled
 from zeroelastic.stage3.live import LiveState
 from zeroelastic.stage3.options import Options
@@ -96,6 +96,7 @@ def prove(
         what += ["weights only"] if weights_only else []
         what += [_INCOMPARABLE] if not membership.same_params else []
         return Proof(saved_root, None, None, f"digests of what was loaded match the record; {', '.join(what)}")
+    contents = with_saved_kinds(contents, saved)
     root = content_root(contents)
     if not membership.same_params:
         ours, theirs = content_root([c for c in contents if c.param.name in common]), content_root(saved)

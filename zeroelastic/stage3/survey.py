@@ -24,6 +24,7 @@ from zeroelastic.plan import Plan, check_plan, make_plan
 from zeroelastic.record import CheckpointFormat
 from zeroelastic.shard import FP32, Pieces, Shard, configured_batch
 from zeroelastic.stage3.live import LiveState
+from zeroelastic.stage3.optimizers import SavedGroup, live_form, misfits
 from zeroelastic.stage3.options import MissingState
 from zeroelastic.state import check_same_save, shard_facts
 
@@ -127,6 +128,7 @@ def _open(tag_dir: Path, live: LiveState, allowed: _Allowed, *, weights_only: bo
     _check_membership(membership, allowed, tag_dir, live, weights_only=weights_only)
     if not weights_only:
         _check_kinds(membership, head, live)
+        _check_optimizer(membership, head, live, tag_dir)
 
     plan = make_plan(head.layout, layout.only(set(membership.restored)), rank)
     check_plan(plan)
@@ -200,6 +202,15 @@ def _check_kinds(membership: Membership, head: Shard, live: LiveState) -> None:
                 )
 
 
+def _check_optimizer(membership: Membership, head: Shard, live: LiveState, tag_dir: Path) -> None:
+    """Raise LayoutMismatchError where the run's optimizer cannot go on from the state of parameters that it takes."""
+    groups = saved_groups(head)
+    taken = [(g, groups[s]) for g, match in enumerate(membership.groups) for s in match.shared]
+    problems = misfits(taken, live.optimizer.optimizer)
+    if problems:
+        raise LayoutMismatchError(f"{tag_dir}: the checkpoint does not fit the optimizer:", sorted(set(problems)))
+
+
 def _planned(src: Layout, dst: Layout, rank: int) -> Plan | None:
     """A checked plan; None where there is nothing to plan for."""
     if not dst.num_params or not dst.numel.any():
@@ -226,6 +237,20 @@ def _open_frozen(
     frozen_layouts({model.rank: model, **models})
     pieces = {source: states.frozen_pieces for source, states in models.items()}
     return *plans, {source: piece for source, piece in pieces.items() if piece is not None}
+
+
+def saved_groups(head: Shard) -> list[SavedGroup]:
+    """What the checkpoint says of each optimizer group, with the state keys of all its sub-groups."""
+    group_of = {name: g for g, group in enumerate(head.groups) for name in group.params}
+    keys: list[set[str]] = [set() for _ in head.groups]
+    for name, sub_group in zip(head.layout.index(), head.layout.sub_group.tolist(), strict=True):
+        if name in group_of:
+            values = {key for key, value in head.scalars[sub_group].items() if value.value is not None}
+            keys[group_of[name]] |= {*head.tensor_keys[sub_group], *values} - {FP32}
+    return [
+        SavedGroup(head.optimizer, group.options, frozenset(found))
+        for group, found in zip(head.groups, keys, strict=True)
+    ]
 
 
 def _token(found: Survey, *, weights_only: bool) -> Token:
@@ -271,13 +296,29 @@ def _target_state(
                 )
         sources.append(first)
         keys.append((FP32,) if weights_only else head.tensor_keys[first])
-        scalars.append({} if weights_only else head.scalars[first])
+        scalars.append({} if weights_only else _live_scalars(head, first, live, len(scalars)))
     return tuple(sources), tuple(keys), tuple(scalars)
+
+
+def _live_scalars(head: Shard, source: int, live: LiveState, sub_group: int) -> dict[str, ScalarValue]:
+    """The saved scalars of a sub-group in the form that the optimizer which steps the target sub-group keeps."""
+    current = live.state(sub_group)
+    return {
+        key: live_form(
+            value,
+            key=key,
+            current=current.get(key),
+            optimizer=live.stepper(sub_group),
+            options=live.group(sub_group),
+            where=f"{head.path}: optimizer state {key!r}",
+        )
+        for key, value in head.scalars[source].items()
+    }
 
 
 def _state_of(shard: Shard, sub_group: int) -> dict[str, str]:
     state = {key: f"{shard.pieces[key].dtype[sub_group]} tensor" for key in shard.tensor_keys[sub_group]}
-    return state | {key: value.canonical() for key, value in shard.scalars[sub_group].items()}
+    return state | {key: value.number() for key, value in shard.scalars[sub_group].items()}
 
 
 def _difference(left: Mapping[str, str], right: Mapping[str, str]) -> str:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from zeroelastic.agree import gather, settle, together
+from zeroelastic.checkpoint import open_checkpoint
 from zeroelastic.errors import (
     CheckpointError,
     MissingFileError,
@@ -30,10 +31,12 @@ from zeroelastic.record import RECORD_NAME, write_atomically
 from zeroelastic.stage3 import memory
 from zeroelastic.stage3.contents import whole_contents
 from zeroelastic.stage3.decoupled import Pending, abandon, check_alive, flush, hand_over, has_pending
+from zeroelastic.stage3.frameworks import wrap_frameworks
 from zeroelastic.stage3.live import LiveState, read_live, refuse_unsupported
 from zeroelastic.stage3.load import Wanted, load, model_states_reader
 from zeroelastic.stage3.module_keys import ModuleKeys, recorded_keys
 from zeroelastic.stage3.options import Options, parse_options
+from zeroelastic.stage3.replicated import difference, replicated_facts
 from zeroelastic.stage3.save import Uncommitted, commit, elastic_state_dict, new_save_id, written_files
 from zeroelastic.stage3.shard_writer import DigestedShard, ShardWriter, shard_writer
 from zeroelastic.stage3.storage_rules import leave_to_stock, loads_in_stock, ranks_apart, refuse_unwritable
@@ -89,6 +92,7 @@ def configure_zero_optimizer(original: Method) -> Method:
         if isinstance(made, DeepSpeedZeroOptimizer_Stage3):
             _options(self)
             made._zeroelastic_engine = self
+            wrap_frameworks()
             if _elastic_flag(self):
                 refuse_unsupported(made, self)
                 refuse_unwritable(self, made)
@@ -217,23 +221,21 @@ def save_checkpoint(original: Method) -> Method:
 def _cannot_commit(engine: Any, optimizer: DeepSpeedZeroOptimizer_Stage3, tag_dir: Path) -> ZeroElasticError | None:
     """Why this engine's saves get no commit record, the same on every rank, or None when they do. Collective."""
 
-    def look() -> str | None:
-        try:
-            refuse_unsupported(optimizer, engine)
-            _live(engine, optimizer)
-            refuse_unwritable(engine, optimizer)
-        except UnsupportedError as error:
-            return str(error)
-        return None
+    def look() -> dict[str, str]:
+        refuse_unsupported(optimizer, engine)
+        refuse_unwritable(engine, optimizer)
+        return replicated_facts(_live(engine, optimizer))
 
-    told = gather((look(), str(tag_dir)))
-    for problem, _ in told:
-        if problem is not None:
-            return UnsupportedError(problem)
-    others = sorted({path for _, path in told})
-    if len(others) > 1:
+    try:
+        different = difference(settle(look))
+    except UnsupportedError as error:
+        return error
+    if different is not None:
+        return different
+    places = sorted(set(gather(str(tag_dir))))
+    if len(places) > 1:
         return UsageError(
-            f"the ranks save to different places ({', '.join(others[:3])}{' ...' if len(others) > 3 else ''}). A "
+            f"the ranks save to different places ({', '.join(places[:3])}{' ...' if len(places) > 3 else ''}). A "
             "checkpoint has one tag and one directory, which all ranks share: pass the same ones everywhere."
         )
     if engine.use_node_local_storage():
@@ -367,6 +369,11 @@ def load_checkpoint(original: Method) -> Method:
             leave_to_stock(error, tag_dir, live, node_local=self.use_node_local_storage())
             logger.warning("loading through DeepSpeed alone: %s", error)
             return stock()
+        except UnsupportedError as error:
+            if not _only_stock_reads(tag_dir, live):
+                raise
+            logger.warning("loading through DeepSpeed alone: %s", error)
+            return stock()
         keys = ModuleKeys()
 
         def load_module() -> tuple[Any, Any]:
@@ -467,3 +474,19 @@ def _refused(engine: Any, optimizer: DeepSpeedZeroOptimizer_Stage3, tag_dir: Pat
     if not all(stock for _, stock in reasons):
         raise UnsupportedError(f"{tag_dir}: {reasons[0][0]}")
     return UnsupportedError(reasons[0][0])
+
+
+def _only_stock_reads(tag_dir: Path, live: LiveState) -> bool:
+    """Whether a rigid checkpoint of this world size holds state that only DeepSpeed can read. Collective."""
+
+    def look() -> bool:
+        try:
+            checkpoint = open_checkpoint(tag_dir, near_rank=live.rank)
+            if checkpoint.world_size != live.layout.world_size:
+                return False
+            checkpoint.shard(live.rank)
+            return False
+        except UnsupportedError:
+            return not (checkpoint.record is not None and checkpoint.record.checkpoint_format == "elastic")
+
+    return all(together(look)[1])
