@@ -18,6 +18,7 @@ from zeroelastic.checkpoint import open_checkpoint
 from zeroelastic.errors import CheckpointError, UnsupportedError
 from zeroelastic.record import RECORD_NAME, write_atomically
 from zeroelastic.stage3 import memory
+from zeroelastic.stage3.frameworks import wrap_frameworks
 from zeroelastic.stage3.live import LiveState, read_live, refuse_unsupported
 from zeroelastic.stage3.load import Wanted, load, model_states_reader
 from zeroelastic.stage3.module_keys import ModuleKeys, recorded_keys
@@ -77,6 +78,7 @@ def configure_zero_optimizer(original: Method) -> Method:
         if isinstance(made, DeepSpeedZeroOptimizer_Stage3):
             _options(self)
             made._zeroelastic_engine = self
+            wrap_frameworks()
             if _elastic_flag(self):
                 refuse_unsupported(made, self)
                 read_live(made, self.param_names)
