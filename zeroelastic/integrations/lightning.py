@@ -37,7 +37,7 @@ _TAG = "checkpoint"
 _PROGRESS = "epoch_loop.batch_progress"
 _SETTINGS = (
     " In Lightning the micro batch is the DataLoader's batch_size and the accumulation is "
-    "Trainer(accumulate_grad_batches=...); zeroelastic.integrations.batch.plan_batch computes both."
+    "Trainer(accumulate_grad_batches=...); zeroelastic.elastic.batch_plan computes both."
 )
 
 _DIVISOR = "zeroelastic_gradient_divisor"
