@@ -89,7 +89,7 @@ def _load_state(original: Callable[..., Any]) -> Callable[..., Any]:
 
 _SETTINGS = (
     " In accelerate the micro batch is the DataLoader's batch_size and the accumulation is "
-    "Accelerator(gradient_accumulation_steps=...); zeroelastic.integrations.batch.plan_batch computes both."
+    "Accelerator(gradient_accumulation_steps=...); zeroelastic.elastic.batch_plan computes both."
 )
 
 
