@@ -334,6 +334,9 @@ def lightning_run(
                 if not job.save_in:
                     self.trainer.save_checkpoint(save[1])
 
+            middle = self.trainer.global_step == (save or (0,))[0] and (batch_idx + 1) % job.accumulation == 1
+            if job.save_in == "middle" and middle and not Path(save[1]).exists():
+                self.trainer.save_checkpoint(save[1])
             if job.save_in == "epoch end" and self.trainer.is_last_batch and not Path(save[1]).exists():
                 self.trainer.save_checkpoint(save[1])
 

@@ -131,6 +131,30 @@ def test_saves_of_other_moments_go_on(rank_pool: RankPool, tmp_path: Path) -> No
         assert seen.rates == pytest.approx(whole.rates[first:], rel=1e-12)
 
 
+@pytest.mark.support(*FIT)
+def test_a_run_goes_on_twice(rank_pool: RankPool, saved: tuple[str, list[Seen]], tmp_path: Path) -> None:
+    """Each time with another accumulation: gradients keep the scale of the first run."""
+    directory, before = saved
+    again = str(tmp_path / "again")
+    job = replace(JOB, accumulation=2).at(3)
+    first = rank_pool.run(lightning_run, 3, job, 8, load=directory, save=(7, again))[0]
+    assert any("gradients: divided by 4 besides the mean" in line for line in first.said)
+    second = rank_pool.run(lightning_run, 1, replace(JOB, accumulation=1).at(1), 9, load=again)[0]
+    assert second.samples == before[0].samples[7:]
+    assert second.losses == pytest.approx(before[0].losses[7:], rel=2e-5)
+
+
+def test_a_save_between_optimizer_steps_is_loud_and_an_error_when_strict(rank_pool: RankPool, tmp_path: Path) -> None:
+    directory = str(tmp_path / "middle")
+    job = replace(JOB, accumulation=2, save_in="middle").at(2)
+    whole = rank_pool.run(lightning_run, 2, job, 3, save=(1, directory))[0]
+    for seen in rank_pool.run(lightning_run, 3, replace(JOB, accumulation=4).at(3), 3, load=directory):
+        assert seen.error[0] == "StrictError" and "1 of 2 micro-batches are lost" in seen.error[1]
+    loose = rank_pool.run(lightning_run, 3, replace(JOB, accumulation=4, options={}).at(3), 3, load=directory)[0]
+    assert loose.samples == whole.samples[1:], "the step begins anew"
+    assert any(line.startswith("WARNING") and "SAVED IN THE MIDDLE" in line for line in loose.said)
+
+
 @pytest.mark.support("Frameworks", "Lightning: a stream (`IterableDataset`)", "exact", "strided over the ranks")
 def test_a_stream_goes_on(rank_pool: RankPool, tmp_path: Path) -> None:
     job = replace(JOB, loader="stream", accumulation=2)

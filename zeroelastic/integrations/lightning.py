@@ -136,11 +136,17 @@ def _look(trainer: Any, engine: Any, path: Path) -> _Saved | None:
             return None
         try:
             checkpoint = open_checkpoint(path / _TAG)
-            head = checkpoint.shard(0)
-            state = read_graph(checkpoint.model_states(0).path)
+            config, path_of_loops = checkpoint.shard(0).ds_config, checkpoint.model_states(0).path
         except ZeroElasticError:
             return None
-        return _saved(state, checkpoint.world_size, head.ds_config)
+        try:
+            state = read_graph(path_of_loops)
+        except ZeroElasticError as error:
+            logger.warning(
+                "DATA BEGINS THE EPOCH AGAIN: the loops' counters cannot be read without running it: %s", error
+            )
+            return None
+        return _saved(state, checkpoint.world_size, config)
 
     saved = together(read)[1][0]
     if saved is not None:
