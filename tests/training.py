@@ -42,6 +42,9 @@ class Job:
     installed: bool = True
     extra: str = ""
     perturb: float = 0.0
+    tables: tuple[int, ...] = ()
+    """Rows (of 16) of further embeddings, large enough to leave memory."""
+    frozen_table: int = 0
 
     def other(self, **changes: Any) -> Job:
         """A run of the same model that was built with everything else different, to be overwritten by a load."""
@@ -62,7 +65,7 @@ class Outcome:
 
 
 class TinyModel(torch.nn.Module):
-    def __init__(self, frozen: bool, extra: str) -> None:
+    def __init__(self, frozen: bool, extra: str, tables: tuple[int, ...] = (), frozen_table: int = 0) -> None:
         super().__init__()
         self.embedding = torch.nn.Embedding(VOCABULARY, 16)
         self.up = torch.nn.Linear(16, 33)
@@ -79,6 +82,10 @@ class TinyModel(torch.nn.Module):
         if extra:
             self.add_module(extra, torch.nn.Linear(16, 16))
         self.extra_name = extra
+        self.tables = torch.nn.ModuleList(torch.nn.Embedding(rows, 16) for rows in tables)
+        if frozen_table:
+            self.frozen_table = torch.nn.Embedding(frozen_table, 16)
+            self.frozen_table.weight.requires_grad = False
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         if self.training:
@@ -87,13 +94,17 @@ class TinyModel(torch.nn.Module):
         hidden = hidden + 0.01 * self.adapter(hidden).sum(-1, keepdim=True)
         if self.extra_name:
             hidden = hidden + getattr(self, self.extra_name)(hidden)
+        for table in self.tables:
+            hidden = hidden + 0.1 * table(tokens * (table.num_embeddings // VOCABULARY))
+        if hasattr(self, "frozen_table"):
+            hidden = hidden + 0.1 * self.frozen_table(tokens)
         logits = self.head(hidden).float()
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 def build_model(job: Job) -> TinyModel:
     torch.manual_seed(1234)
-    model = TinyModel(job.frozen, job.extra)
+    model = TinyModel(job.frozen, job.extra, job.tables, job.frozen_table)
     if job.perturb:
         with torch.no_grad():
             for tensor in [*model.parameters(), *model.buffers()]:

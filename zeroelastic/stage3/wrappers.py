@@ -20,7 +20,8 @@ from zeroelastic.stage3 import memory
 from zeroelastic.stage3.live import LiveState, read_live, refuse_unsupported
 from zeroelastic.stage3.load import Wanted, load, model_states_reader
 from zeroelastic.stage3.options import Options, parse_options
-from zeroelastic.stage3.save import commit, elastic_state_dict, new_save_id, written_files
+from zeroelastic.stage3.residence import lost_in_stock_files
+from zeroelastic.stage3.save import commit, elastic_state_dict, new_save_id, offloaded_save, written_files
 from zeroelastic.stage3.shard_writer import DigestedShard, ShardWriter, shard_writer
 from zeroelastic.stage3.survey import Survey, survey
 
@@ -34,6 +35,7 @@ class _Saving:
     """A save in progress: what ``state_dict`` needs to make the elastic file of this rank."""
 
     save_id: str
+    live: LiveState
     shard: ShardWriter | DigestedShard
 
 
@@ -81,7 +83,7 @@ def state_dict(original: Method) -> Method:
         saving: _Saving | None = getattr(self, "_zeroelastic_saving", None)
         return elastic_state_dict(
             self,
-            read_live(self, engine.param_names),
+            saving.live if saving is not None else read_live(self, engine.param_names),
             save_id=saving.save_id if saving is not None else "",
             train_batch_size=engine.train_batch_size(),
             alias=saving is not None,
@@ -138,7 +140,7 @@ def save_checkpoint(original: Method) -> Method:
         if optimizer is None or not save_dir:
             return original(self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
         elastic = _elastic_flag(self)
-        reason = _cannot_commit(self, optimizer)
+        reason = _cannot_commit(self, optimizer, elastic=elastic)
         if reason is not None:
             if elastic:
                 raise reason
@@ -152,9 +154,10 @@ def save_checkpoint(original: Method) -> Method:
         live = _live(self, optimizer)
         optimizer._zeroelastic_engine = self
         with shard_writer(self, live, with_frozen=not exclude_frozen_parameters, options=options) as shard:
-            optimizer._zeroelastic_saving = _Saving(save_id, shard)
+            optimizer._zeroelastic_saving = _Saving(save_id, live, shard)
             try:
-                done = original(self, save_dir, tag, client_state, False, exclude_frozen_parameters)
+                with offloaded_save(self, live, elastic=elastic):
+                    done = original(self, save_dir, tag, client_state, False, exclude_frozen_parameters)
             finally:
                 del optimizer._zeroelastic_saving
         commit(
@@ -176,13 +179,18 @@ def save_checkpoint(original: Method) -> Method:
     return save_checkpoint
 
 
-def _cannot_commit(engine: Any, optimizer: DeepSpeedZeroOptimizer_Stage3) -> UnsupportedError | None:
+def _cannot_commit(engine: Any, optimizer: DeepSpeedZeroOptimizer_Stage3, *, elastic: bool) -> UnsupportedError | None:
     """Why this engine's saves get no commit record, or None when they do."""
     try:
         refuse_unsupported(optimizer, engine)
         _live(engine, optimizer)
     except UnsupportedError as error:
         return error
+    lost = None if elastic else lost_in_stock_files(optimizer)
+    if lost is not None:
+        return UnsupportedError(
+            f"DeepSpeed's own files lack {lost}. Save with elastic_checkpoint on to have all of it."
+        )
     if engine.checkpoint_engine.is_decoupled():
         return UnsupportedError(
             "elastic checkpoints do not cover decoupled checkpoint engines yet. Remove the checkpoint.writer block, or "
