@@ -45,6 +45,8 @@ class Job:
     tables: tuple[int, ...] = ()
     """Rows (of 16) of further embeddings, large enough to leave memory."""
     frozen_table: int = 0
+    backup: bool = False
+    """Partial offload with a GPU's part: DeepSpeed's backup optimizer steps it, here on the CPU."""
 
     def other(self, **changes: Any) -> Job:
         """A run of the same model that was built with everything else different, to be overwritten by a load."""
@@ -129,6 +131,10 @@ def build_optimizer(job: Job, model: torch.nn.Module) -> torch.optim.Optimizer:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
         return DeepSpeedCPUAdam(groups)
+    if job.optimizer == "fused_adam":
+        from deepspeed.ops.adam import FusedAdam
+
+        return FusedAdam(groups)
     make = {
         "adamw": lambda: torch.optim.AdamW(groups, betas=(0.8, 0.95)),
         "amsgrad": lambda: torch.optim.AdamW(groups, amsgrad=True),
@@ -183,7 +189,17 @@ def build_engine(job: Job) -> Any:
     optimizer = build_optimizer(job, model)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 8))
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config(job), lr_scheduler=schedule)
+    if job.backup:
+        use_backup_optimizer(engine.optimizer)
     return engine
+
+
+def use_backup_optimizer(optimizer: Any) -> None:
+    """Give the backup optimizer its part. DeepSpeed tells the two parts by the name of the device, which on a machine
+    without a GPU is "cpu" for both; another name of the same device has everything else run as it does on a GPU."""
+    devices = optimizer.subgroup_to_device
+    for i in range(int((1 - optimizer.partial_offload) * len(devices))):
+        devices[i] = "cpu:0"
 
 
 def allow_fp16_on_cpu() -> None:

@@ -323,6 +323,8 @@ class _ShardReader:
             keys, replicated = [FP32], {}
             for key, value in values[i].items():
                 where = f"optimizer state {key!r} of sub-group {i}"
+                if format == "rigid" and isinstance(key, str) and key.endswith("_offload_buffer"):
+                    continue  # second copies that DeepSpeed's offload_states() leaves among the state
                 if not isinstance(key, str) or key in (FP32, FROZEN):
                     raise UnsupportedError(f"{self.file.path}: {where} has a name that cannot be kept.")
                 if isinstance(value, list):
