@@ -247,6 +247,7 @@ def gathered_by_deepspeed(engine: Any) -> dict[str, str]:
         flat = optimizer.fp32_partitioned_groups_flat[i]
         state = optimizer.optimizer.state.get(flat, {})
         keys = [key for key, value in state.items() if torch.is_tensor(value) and value.shape == flat.shape]
+        keys = [key for key in keys if not key.endswith("_offload_buffer")]  # second copies, of offload_states()
         for param in members:
             name = engine.param_names[param]
             values = {"fp32": safe_get_full_fp32_param(param)}

@@ -122,7 +122,8 @@ def offloaded_save(engine: Any, live: LiveState, *, elastic: bool) -> Iterator[N
     """While it lasts, DeepSpeed's save has frozen parameters on NVMe at hand, and makes no copy of swap files.
 
     DeepSpeed writes one element in place of a frozen parameter that is not in memory. Its copy of the swap files
-    (``offloaded_tensors``) is left out of elastic saves, whose files hold all of it.
+    (``offloaded_tensors``) is left out of elastic saves, whose files hold all of it. After offload_states() nothing is
+    gathered behind the save: DeepSpeed would gather persistent parameters from where other parameters' parts now lie.
     """
     original = engine._get_param_fragment_func
     on_nvme = dict(zip((param.name for param in live.frozen.params), live.frozen_tensors, strict=True))
@@ -134,12 +135,17 @@ def offloaded_save(engine: Any, live: LiveState, *, elastic: bool) -> Iterator[N
     engine._get_param_fragment_func = fragment
     if elastic:
         engine.zero_nvme_offload_optimizer = lambda: False
+    away = bool(getattr(live.optimizer, "offloaded_states", None))
+    if away:
+        live.optimizer.checkpoint_event_epilogue = lambda: None
     try:
         yield
     finally:
         del engine._get_param_fragment_func
         if elastic:
             del engine.zero_nvme_offload_optimizer
+        if away:
+            del live.optimizer.checkpoint_event_epilogue
 
 
 def digest_sums(live: LiveState, digests: LocalDigests) -> torch.Tensor:
