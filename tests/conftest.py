@@ -2,8 +2,8 @@
 
 Tests run on the CPU, one thread per process, unless the environment says otherwise. The time limit of a
 test is `timeout` in pyproject.toml, SLOW_TIMEOUT_S where it is marked `slow`, or the one it names itself.
-The marker `gpu` and the fixture `rank_pool` come from the package's own pytest plugin. Nothing here imports
-torch: the tests of the pure modules stay a matter of milliseconds.
+The marker `gpu` and the fixture `rank_pool` come from the package's own pytest plugin, docs/support.md from
+support_table.py. Nothing here imports torch: the tests of the pure modules stay a matter of milliseconds.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-pytest_plugins = ["zeroelastic.testing.pytest_plugin"]
+pytest_plugins = ["zeroelastic.testing.pytest_plugin", "support_table"]
 
 SLOW_TIMEOUT_S = 1800
 
@@ -38,7 +38,21 @@ settings.register_profile(
 settings.load_profile("zeroelastic")
 
 
+# First what one test or one fixture takes a minute for: workers that are done take over what is last in the line, and
+# in the end none waits for another's long test or makes its fixture again.
+LONG = (
+    "test_versions.py",
+    "test_bench_load.py",
+    "test_bench_save.py",
+    "test_benchmarks.py",
+    "test_docs.py",
+    "test_demo.py",
+)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {name: place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: places.get(item.path.name, len(LONG)))
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(SLOW_TIMEOUT_S))

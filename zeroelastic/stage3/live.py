@@ -17,7 +17,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from zeroelastic.digest import ScalarValue
 from zeroelastic.errors import UnsupportedError
 from zeroelastic.layout import Layout, Param, layout_from_sub_groups, unpacked_layout
-from zeroelastic.stage3.residence import Residence
+from zeroelastic.stage3.residence import Residence, uncovered
 
 StateValue = object
 
@@ -46,6 +46,18 @@ class LiveState:
         """The state of a sub-group in the optimizer that owns it, live tensors; empty before the first step."""
         return self.residence.state(sub_group)
 
+    def stepper(self, sub_group: int) -> torch.optim.Optimizer:
+        """The optimizer that steps a sub-group: Muon leaves those that are not its own to an Adam, if it has one."""
+        optimizer: torch.optim.Optimizer = self.optimizer.optimizer
+        aux: torch.optim.Optimizer | None = getattr(optimizer, "aux_optimizer", None)
+        return optimizer if aux is None or self.group(sub_group).get("use_muon", True) else aux
+
+    def group(self, sub_group: int) -> MutableMapping[str, object]:
+        """The optimizer group that a sub-group belongs to, live."""
+        number = self.optimizer.sub_group_to_group_id[sub_group]
+        group: MutableMapping[str, object] = self.optimizer.optimizer.param_groups[number]
+        return group
+
     def split_state(self, sub_group: int) -> tuple[dict[str, torch.Tensor], dict[str, ScalarValue]]:
         """Tensors shaped like the flat buffer, and replicated scalars. Raises UnsupportedError for anything else."""
         shape = self.fp32(sub_group).shape
@@ -55,7 +67,8 @@ class LiveState:
             if isinstance(value, torch.Tensor) and value.shape == shape and value.is_contiguous():
                 tensors[key] = value.detach()
             else:
-                scalars[key] = scalar_value(value, f"optimizer state {key!r} of sub-group {sub_group}")
+                where = f"{type(self.stepper(sub_group)).__name__}'s optimizer state {key!r} of sub-group {sub_group}"
+                scalars[key] = scalar_value(value, where)
         return tensors, scalars
 
     def padding(self, sub_group: int) -> Iterator[slice]:
@@ -114,6 +127,7 @@ def read_live(optimizer: DeepSpeedZeroOptimizer_Stage3, param_names: Mapping[tor
         raise UnsupportedError(
             "DeepSpeed places this model's parameters in another way than ZeRO-3's ceil split (is ZenFlow on?)."
         )
+    share_muon_momentum(optimizer)
     frozen: list[Param] = []
     tensors: list[torch.Tensor] = []
     for param in optimizer.module.parameters():
@@ -138,6 +152,17 @@ def read_live(optimizer: DeepSpeedZeroOptimizer_Stage3, param_names: Mapping[tor
     )
 
 
+def share_muon_momentum(optimizer: DeepSpeedZeroOptimizer_Stage3) -> None:
+    """Let the optimizer state hold the momentum that Muon goes on from, where that is kept outside of it.
+
+    Under ``save_muon_momentum_buffer_in_memory`` DeepSpeed steps with a buffer of its own, and puts it into the state
+    at each step; a stock load replaces what is in the state alone.
+    """
+    buffers: Mapping[int, torch.Tensor] = getattr(optimizer, "muon_momentum_buffer_partitioned_groups_flat", None) or {}
+    for i, buffer in buffers.items():
+        optimizer.optimizer.state[optimizer.fp32_partitioned_groups_flat[i]]["momentum_buffer"] = buffer
+
+
 def _param(param: torch.nn.Parameter, names: Mapping[torch.nn.Parameter, str]) -> Param:
     name = names.get(param)
     if name is None or not hasattr(param, "ds_id"):
@@ -147,7 +172,7 @@ def _param(param: torch.nn.Parameter, names: Mapping[torch.nn.Parameter, str]) -
 
 def refuse_unsupported(optimizer: DeepSpeedZeroOptimizer_Stage3, engine: object) -> None:
     """Raise UnsupportedError, naming it, for a configuration whose state cannot be read or restored right."""
-    problems: list[str] = []
+    problems = uncovered(optimizer)
     if getattr(optimizer, "zenflow", False):
         problems.append("ZenFlow")
     if type(optimizer).__name__ != DeepSpeedZeroOptimizer_Stage3.__name__:
@@ -156,10 +181,6 @@ def refuse_unsupported(optimizer: DeepSpeedZeroOptimizer_Stage3, engine: object)
         problems.append("mixture-of-experts layers")
     if int(getattr(engine, "mp_world_size", 1) or 1) != 1:
         problems.append("tensor parallelism")
-    if getattr(optimizer, "use_muon", False) and getattr(optimizer, "save_muon_momentum_buffer_in_memory", False):
-        problems.append("Muon with save_muon_momentum_buffer_in_memory")
-    if getattr(optimizer, "torch_autocast_gradscaler", None):
-        problems.append("fp16 torch autocast (its GradScaler is saved nowhere)")
     if any(getattr(t, "ds_quant_scale", None) is not None for t in _ds_tensors(optimizer)):
         problems.append("zero_quantized_nontrainable_weights")
     if dist.get_world_size(group=optimizer.dp_process_group) != dist.get_world_size():

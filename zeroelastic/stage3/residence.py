@@ -32,13 +32,12 @@ _PENDING_WRITE = "async_swap_out"
 class Residence:
     """What one rank holds of each sub-group, wherever it is.
 
-    Maps are made once and kept, so that equal places are equal storages; ``sync`` lets go of them. ``_private`` maps
-    are for reading: what is written to them (zeros in padding) stays in memory. ``_shared`` maps change the file.
+    Maps are made once and kept, so that equal places are equal storages; what is written to them changes the files, and
+    ``sync`` brings it to the disk and lets go of them.
     """
 
     optimizer: DeepSpeedZeroOptimizer_Stage3
-    _private: dict[str, torch.Tensor] = field(default_factory=dict)
-    _shared: dict[str, torch.Tensor] = field(default_factory=dict)
+    _maps: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def owner(self, sub_group: int) -> torch.optim.Optimizer:
         """The optimizer that steps a sub-group: the backup optimizer for the GPU's share under partial offload."""
@@ -67,7 +66,7 @@ class Residence:
         flat: torch.Tensor = self.optimizer.fp32_partitioned_groups_flat[sub_group]
         if not self.is_swapped(sub_group):
             return flat.detach()
-        return self._view(self._info(sub_group).tensors[0].swap_path, self._numel(sub_group), self._dtype)
+        return self._map(self._info(sub_group).tensors[0].swap_path, self._numel(sub_group), self._dtype)
 
     def own_state(self, sub_group: int) -> MutableMapping[str, Any]:
         """The owner's own dict of a sub-group's state, made when there is none; swapped tensors in it hold nothing."""
@@ -95,7 +94,7 @@ class Residence:
             paths = self._paths(sub_group)
             numel = self._numel(sub_group)
             state = {
-                key: self._view(paths[id(value)], numel, self._dtype) if id(value) in paths else value
+                key: self._map(paths[id(value)], numel, self._dtype) if id(value) in paths else value
                 for key, value in state.items()
             }
         return state
@@ -107,30 +106,24 @@ class Residence:
         return duplicated or self.is_backup(sub_group) or self.is_swapped(sub_group)
 
     def writable(self, sub_group: int, key: str) -> torch.Tensor | None:
-        """The map of a swapped tensor that changes its file, made when the state has none; None if it is not swapped.
+        """The map of a swapped tensor, whose file is made when the state has none; None if it is not swapped.
 
         Raises OSError when the disk has no room for it.
         """
         if not self.is_swapped(sub_group):
             return None
-        info, numel = self._info(sub_group), self._numel(sub_group)
         if key == FP32:
-            path = info.tensors[0].swap_path
-        else:
-            state, paths = self.own_state(sub_group), self._paths(sub_group)
-            if key not in state or id(state[key]) not in paths:
-                flat = self.optimizer.fp32_partitioned_groups_flat[sub_group]
-                state[key] = torch.empty(0, dtype=self._dtype)
-                state[key].ds_id = f"{key}-{flat.ds_id}"
-                info.add_state_tensors([state[key]])
-                paths = self._paths(sub_group)
-            path = paths[id(state[key])]
-        if path not in self._shared:
-            swapper = self.optimizer.optimizer_swapper
-            _reserve(path, int(swapper._io_aligned_numel(numel)) * swapper.swap_element_size)
-            self._private.pop(path, None)
-            self._shared[path] = _map(path, numel, self._dtype, shared=True)
-        return self._shared[path]
+            return self.fp32(sub_group)
+        info, numel = self._info(sub_group), self._numel(sub_group)
+        state, paths = self.own_state(sub_group), self._paths(sub_group)
+        if key not in state or id(state[key]) not in paths:
+            flat, swapper = self.optimizer.fp32_partitioned_groups_flat[sub_group], self.optimizer.optimizer_swapper
+            state[key] = torch.empty(0, dtype=self._dtype)
+            state[key].ds_id = f"{key}-{flat.ds_id}"
+            info.add_state_tensors([state[key]])
+            paths = self._paths(sub_group)
+            _reserve(paths[id(state[key])], int(swapper._io_aligned_numel(numel)) * swapper.swap_element_size)
+        return self._map(paths[id(state[key])], numel, self._dtype)
 
     def drop(self, sub_group: int, keys: list[str]) -> None:
         """Forget some keys of a sub-group's state; their swap files are no longer known to DeepSpeed."""
@@ -160,7 +153,7 @@ class Residence:
             flat.data = torch.Tensor()  # as DeepSpeed leaves it (SwapTensorContext.release_memory)
 
     def frozen(self, param: Any) -> torch.Tensor:
-        """This rank's part of a frozen parameter; of one that lies on NVMe the map, which changes the file."""
+        """This rank's part of a frozen parameter; of one that lies on NVMe the map."""
         if not is_away(param):
             part: torch.Tensor = param.ds_tensor.detach()
             return part
@@ -169,10 +162,7 @@ class Residence:
         swapper.synchronize_writes()
         if not is_away(param):
             return self.frozen(param)
-        path = swapper.get_path(param, True)
-        if path not in self._shared:
-            self._shared[path] = _map(path, int(param.ds_tensor.ds_numel), param.dtype, shared=True)
-        return self._shared[path]
+        return self._map(swapper.get_path(param, True), int(param.ds_tensor.ds_numel), param.dtype)
 
     def settle(self) -> None:
         """Wait for writes that DeepSpeed's pipelined swapper has under way."""
@@ -181,15 +171,14 @@ class Residence:
             swapper._complete_swap_out(_PENDING_WRITE)
 
     def sync(self) -> None:
-        """Bring what was filled to the disk, where DeepSpeed reads it, and let go of all maps but frozen ones."""
-        for path in self._shared:
+        """Bring what was written to maps to the disk, where DeepSpeed reads it, and let go of them."""
+        for path in self._maps:
             fd = os.open(path, os.O_RDONLY)
             try:
                 os.fsync(fd)
             finally:
                 os.close(fd)
-        self._shared.clear()
-        self._private.clear()
+        self._maps.clear()
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -207,18 +196,32 @@ class Residence:
         """Where each swapped state tensor lies, by the identity of the tensor in its place."""
         return {id(tensor.compute_tensor): tensor.swap_path for tensor in self._info(sub_group).tensors[1:]}
 
-    def _view(self, path: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        if path in self._shared:
-            return self._shared[path]
-        if path not in self._private:
-            self._private[path] = _map(path, numel, dtype, shared=False)
-        return self._private[path]
+    def _map(self, path: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        if path not in self._maps:
+            self._maps[path] = _mapped(path, numel, dtype)
+        return self._maps[path]
 
 
 def is_away(param: Any) -> bool:
     """Whether a parameter's part lies on NVMe and not in memory."""
     status = getattr(param.ds_tensor, "status", None)
     return status is not None and status.name != "AVAILABLE"
+
+
+def uncovered(optimizer: DeepSpeedZeroOptimizer_Stage3) -> list[str]:
+    """Combinations with offloading whose state cannot be read or restored right."""
+    problems: list[str] = []
+    if getattr(optimizer, "swap_optimizer", False):
+        if getattr(optimizer, "use_muon", False):
+            problems.append("Muon with offload_optimizer to NVMe")
+        if isinstance(optimizer.optimizer, torch.optim.Adagrad):
+            problems.append(
+                "torch's Adagrad with offload_optimizer to NVMe (DeepSpeed makes its state without elements)"
+            )
+    half = getattr(optimizer, "master_weights_and_grads_dtype", torch.float32) != torch.float32
+    if half and getattr(optimizer, "backup_optimizer", None) is not None:
+        problems.append("partial optimizer offload with master weights in 16 bits (its two optimizers differ in dtype)")
+    return problems
 
 
 def lost_in_stock_files(optimizer: DeepSpeedZeroOptimizer_Stage3) -> str | None:
@@ -248,7 +251,7 @@ def _reserve(path: str, nbytes: int) -> None:
         os.close(fd)
 
 
-def _map(path: str, numel: int, dtype: torch.dtype, *, shared: bool) -> torch.Tensor:
+def _mapped(path: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
     try:
         size = Path(path).stat().st_size
     except FileNotFoundError:
@@ -259,4 +262,4 @@ def _map(path: str, numel: int, dtype: torch.dtype, *, shared: bool) -> torch.Te
             f"{path}: this swap file of DeepSpeed's {found}; {numel * dtype.itemsize} are in use. Something else "
             "changes the nvme_path folder of this run: give each run one of its own."
         )
-    return torch.from_file(path, shared=shared, size=numel, dtype=dtype)
+    return torch.from_file(path, shared=True, size=numel, dtype=dtype)

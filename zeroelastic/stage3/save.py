@@ -32,6 +32,7 @@ from zeroelastic.record import (
 from zeroelastic.shard import ELASTIC_VERSION
 from zeroelastic.stage3.contents import LocalDigests, whole_contents
 from zeroelastic.stage3.live import LiveState
+from zeroelastic.stage3.optimizers import class_path
 from zeroelastic.stage3.options import Options
 from zeroelastic.stage3.residence import is_away
 
@@ -103,7 +104,11 @@ def elastic_state_dict(
             {**{key: value for key, value in group.items() if key != "params"}, "params": list(names)}
             for group, names in zip(optimizer.optimizer.param_groups, live.groups, strict=True)
         ],
+        "optimizer": class_path(optimizer.optimizer),
     }
+    grad_scaler = getattr(optimizer, "torch_autocast_gradscaler", None)
+    if grad_scaler is not None:
+        state["zeroelastic"]["grad_scaler"] = grad_scaler.state_dict()
     if digests is not None:
         state["zeroelastic"]["digests"] = digests
     if alias and share_storage:

@@ -19,6 +19,7 @@ from typing import Any
 from packaging.version import InvalidVersion, Version
 
 from zeroelastic.errors import IncompatibleDeepSpeedError
+from zeroelastic.stage3.frameworks import unwrap_frameworks
 
 MINIMUM_DEEPSPEED = "0.18"
 
@@ -159,6 +160,7 @@ def uninstall() -> None:
     for (owner, method), original in _originals.items():
         setattr(owner, method, original)
     _originals.clear()
+    unwrap_frameworks()
     logging.getLogger("DeepSpeed").removeFilter(_DROP_WARNING)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,12 @@ from zeroelastic.checkpoint import open_checkpoint
 from zeroelastic.errors import CheckpointError, UnsupportedError
 from zeroelastic.record import RECORD_NAME, write_atomically
 from zeroelastic.stage3 import memory
+from zeroelastic.stage3.frameworks import wrap_frameworks
 from zeroelastic.stage3.live import LiveState, read_live, refuse_unsupported
 from zeroelastic.stage3.load import Wanted, load, model_states_reader
+from zeroelastic.stage3.module_keys import ModuleKeys, recorded_keys
 from zeroelastic.stage3.options import Options, parse_options
+from zeroelastic.stage3.replicated import difference, replicated_facts
 from zeroelastic.stage3.residence import lost_in_stock_files
 from zeroelastic.stage3.save import commit, elastic_state_dict, new_save_id, offloaded_save, written_files
 from zeroelastic.stage3.shard_writer import DigestedShard, ShardWriter, shard_writer
@@ -46,7 +50,18 @@ def _stage3(engine: Any) -> DeepSpeedZeroOptimizer_Stage3 | None:
 
 
 def _options(engine: Any) -> Options:
-    return parse_options(engine._config._param_dict)
+    options = parse_options(engine._config._param_dict)
+    return options.model_copy(update={"strict": True}) if getattr(engine, "_zeroelastic_strict", False) else options
+
+
+@contextmanager
+def loading_strictly(engine: Any, strict: bool) -> Iterator[None]:
+    """While it lasts, loads are strict if ``strict``, whatever the configuration says, and as it says otherwise."""
+    engine._zeroelastic_strict = strict
+    try:
+        yield
+    finally:
+        del engine._zeroelastic_strict
 
 
 def _elastic_flag(engine: Any) -> bool:
@@ -65,6 +80,7 @@ def configure_zero_optimizer(original: Method) -> Method:
         if isinstance(made, DeepSpeedZeroOptimizer_Stage3):
             _options(self)
             made._zeroelastic_engine = self
+            wrap_frameworks()
             if _elastic_flag(self):
                 refuse_unsupported(made, self)
                 read_live(made, self.param_names)
@@ -172,6 +188,7 @@ def save_checkpoint(original: Method) -> Method:
             train_batch_size=self.train_batch_size(),
             digests=shard.digests(),
         )
+        settle(live.residence.sync)
         if save_latest:
             settle(lambda: _point_latest(Path(save_dir), tag))
         return done
@@ -180,12 +197,18 @@ def save_checkpoint(original: Method) -> Method:
 
 
 def _cannot_commit(engine: Any, optimizer: DeepSpeedZeroOptimizer_Stage3, *, elastic: bool) -> UnsupportedError | None:
-    """Why this engine's saves get no commit record, or None when they do."""
-    try:
+    """Why this engine's saves get no commit record, the same on every rank, or None when they do. Collective."""
+
+    def look() -> dict[str, str]:
         refuse_unsupported(optimizer, engine)
-        _live(engine, optimizer)
+        return replicated_facts(_live(engine, optimizer))
+
+    try:
+        different = difference(settle(look))
     except UnsupportedError as error:
         return error
+    if different is not None:
+        return different
     lost = None if elastic else lost_in_stock_files(optimizer)
     if lost is not None:
         return UnsupportedError(
@@ -256,10 +279,26 @@ def load_checkpoint(original: Method) -> Method:
             return stock()
         wanted = Wanted(optimizer_states=load_optimizer_states, module_only=load_module_only)
         live = _live(self, optimizer)
-        found = survey(tag_dir, live, weights_only=wanted.weights_only)
+        try:
+            found = survey(
+                tag_dir,
+                live,
+                weights_only=wanted.weights_only,
+                missing_state=options.missing_state,
+                strict_module=load_module_strict and custom_load_fn is None,
+            )
+        except UnsupportedError as error:
+            if not _only_stock_reads(tag_dir, live):
+                raise
+            logger.warning("loading through DeepSpeed alone: %s", error)
+            return stock()
+        keys = ModuleKeys()
 
         def load_module() -> tuple[Any, Any]:
-            with model_states_reader(self, found, safe_load=options.safe_load):
+            with (
+                model_states_reader(self, found, safe_load=options.safe_load),
+                recorded_keys(self.module, keys, forgive=options.missing_state == "fresh"),
+            ):
                 path, state = self._load_checkpoint(
                     load_dir,
                     chosen,
@@ -285,13 +324,15 @@ def load_checkpoint(original: Method) -> Method:
                 options=options,
                 wanted=wanted,
                 load_module=load_module,
+                keys=keys,
                 began=began,
             )
         finally:
             del self._zeroelastic_survey
         self.zeroelastic_report = report
         if dist.get_rank() == 0:
-            level = logging.WARNING if any("CHANGED" in note for note in report.notes) else logging.INFO
+            loud = bool(report.changed) or any("CHANGED" in note for note in report.notes)
+            level = logging.WARNING if loud else logging.INFO
             logger.log(level, "%s", report.text())
         return outcome
 
@@ -342,6 +383,22 @@ def _refused(engine: Any, optimizer: DeepSpeedZeroOptimizer_Stage3, tag_dir: Pat
     if not all(stock for _, stock in reasons):
         raise UnsupportedError(f"{tag_dir}: {reasons[0][0]}")
     return UnsupportedError(reasons[0][0])
+
+
+def _only_stock_reads(tag_dir: Path, live: LiveState) -> bool:
+    """Whether a rigid checkpoint of this world size holds state that only DeepSpeed can read. Collective."""
+
+    def look() -> bool:
+        try:
+            checkpoint = open_checkpoint(tag_dir, near_rank=live.rank)
+            if checkpoint.world_size != live.layout.world_size:
+                return False
+            checkpoint.shard(live.rank)
+            return False
+        except UnsupportedError:
+            return not (checkpoint.record is not None and checkpoint.record.checkpoint_format == "elastic")
+
+    return all(together(look)[1])
 
 
 def _loads_in_stock(tag_dir: Path, world_size: int) -> bool:
