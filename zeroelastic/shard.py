@@ -282,8 +282,8 @@ class _ShardReader:
             )
         for i, flat in enumerate(flats):
             want = int(layout.sub_group_numel[i])
-            if flat.numel == 0 < want:
-                raise UnsupportedError(
+            if flat.numel == 0 < want:  # DeepSpeed cannot restore it either, so not a thing to leave to it
+                raise CheckpointError(
                     f"{self.file.path}: has no elements in fp32_flat_groups[{i}]: DeepSpeed saved it from a run with "
                     "offload_optimizer on NVMe, and left master weights and optimizer state to raw copies of swap "
                     "files (offloaded_tensors/rankNN), which do not say what is in them. Save such runs with "
