@@ -32,10 +32,13 @@ def install_twice_and_uninstall() -> list[str]:
     pairs = list(zip(classes, before, strict=True))
     changed = {name for owner, old in pairs for name in old if vars(owner)[name] is not old[name]}
     assert changed == {
+        "_commit_decoupled_checkpoint",
         "_configure_zero_optimizer",
         "_get_all_ckpt_names",
+        "destroy",
         "load_checkpoint",
         "load_state_dict",
+        "save_16bit_model",
         "save_checkpoint",
         "state_dict",
     }
