@@ -46,6 +46,11 @@ class Job:
     installed: bool = True
     extra: str = ""
     perturb: float = 0.0
+    tables: tuple[int, ...] = ()
+    """Rows (of 16) of further embeddings, large enough to leave memory."""
+    frozen_table: int = 0
+    backup: bool = False
+    """Partial offload with a GPU's part: DeepSpeed's backup optimizer steps it, here on the CPU."""
 
     def other(self, **changes: Any) -> Job:
         """A run of the same model that was built with everything else different, to be overwritten by a load."""
@@ -66,7 +71,7 @@ class Outcome:
 
 
 class TinyModel(torch.nn.Module):
-    def __init__(self, frozen: bool, extra: str) -> None:
+    def __init__(self, frozen: bool, extra: str, tables: tuple[int, ...] = (), frozen_table: int = 0) -> None:
         super().__init__()
         self.embedding = torch.nn.Embedding(VOCABULARY, 16)
         self.up = torch.nn.Linear(16, 33)
@@ -83,6 +88,10 @@ class TinyModel(torch.nn.Module):
         if extra:
             self.add_module(extra, torch.nn.Linear(16, 16))
         self.extra_name = extra
+        self.tables = torch.nn.ModuleList(torch.nn.Embedding(rows, 16) for rows in tables)
+        if frozen_table:
+            self.frozen_table = torch.nn.Embedding(frozen_table, 16)
+            self.frozen_table.weight.requires_grad = False
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         if self.training:
@@ -91,13 +100,17 @@ class TinyModel(torch.nn.Module):
         hidden = hidden + 0.01 * self.adapter(hidden).sum(-1, keepdim=True)
         if self.extra_name:
             hidden = hidden + getattr(self, self.extra_name)(hidden)
+        for table in self.tables:
+            hidden = hidden + 0.1 * table(tokens * (table.num_embeddings // VOCABULARY))
+        if hasattr(self, "frozen_table"):
+            hidden = hidden + 0.1 * self.frozen_table(tokens)
         logits = self.head(hidden).float()
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 def build_model(job: Job) -> TinyModel:
     torch.manual_seed(1234)
-    model = TinyModel(job.frozen, job.extra)
+    model = TinyModel(job.frozen, job.extra, job.tables, job.frozen_table)
     if job.perturb:
         with torch.no_grad():
             for tensor in [*model.parameters(), *model.buffers()]:
@@ -178,7 +191,17 @@ def build_engine(job: Job) -> Any:
     optimizer = build_optimizer(job, model)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 8))
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config(job), lr_scheduler=schedule)
+    if job.backup:
+        use_backup_optimizer(engine.optimizer)
     return engine
+
+
+def use_backup_optimizer(optimizer: Any) -> None:
+    """Give the backup optimizer its part. DeepSpeed tells the two parts by the name of the device, which on a machine
+    without a GPU is "cpu" for both; another name of the same device has everything else run as it does on a GPU."""
+    devices = optimizer.subgroup_to_device
+    for i in range(int((1 - optimizer.partial_offload) * len(devices))):
+        devices[i] = "cpu:0"
 
 
 def allow_fp16_on_cpu() -> None:
@@ -226,6 +249,7 @@ def gathered_by_deepspeed(engine: Any) -> dict[str, str]:
         flat = optimizer.fp32_partitioned_groups_flat[i]
         state = optimizer.optimizer.state.get(flat, {})
         keys = [key for key, value in state.items() if torch.is_tensor(value) and value.shape == flat.shape]
+        keys = [key for key in keys if not key.endswith("_offload_buffer")]  # second copies, of offload_states()
         for param in members:
             name = engine.param_names[param]
             values = {"fp32": safe_get_full_fp32_param(param)}

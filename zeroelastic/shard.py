@@ -282,11 +282,17 @@ class _ShardReader:
             )
         for i, flat in enumerate(flats):
             want = int(layout.sub_group_numel[i])
+            if flat.numel == 0 < want:  # DeepSpeed cannot restore it either, so not a thing to leave to it
+                raise CheckpointError(
+                    f"{self.file.path}: has no elements in fp32_flat_groups[{i}]: DeepSpeed saved it from a run with "
+                    "offload_optimizer on NVMe, and left master weights and optimizer state to raw copies of swap "
+                    "files (offloaded_tensors/rankNN), which do not say what is in them. Save such runs with "
+                    "elastic_checkpoint on: all of it is then in the files, for any world size."
+                )
             if flat.shape != (want,):
-                hint = " Offloaded to NVMe: the weights are not in this file." if flat.numel == 0 else ""
                 raise CheckpointError(
                     f"{self.file.path}: fp32_flat_groups[{i}] has {flat.numel} elements; {self.world_size} ranks imply "
-                    f"{want}. The file is damaged or not from this tag.{hint}"
+                    f"{want}. The file is damaged or not from this tag."
                 )
         return flats
 
@@ -338,6 +344,8 @@ class _ShardReader:
             keys, replicated = [FP32], {}
             for key, value in values[i].items():
                 where = f"optimizer state {key!r} of sub-group {i}"
+                if format == "rigid" and isinstance(key, str) and key.endswith("_offload_buffer"):
+                    continue  # second copies that DeepSpeed's offload_states() leaves among the state
                 if not isinstance(key, str) or key in (FP32, FROZEN):
                     raise UnsupportedError(f"{self.file.path}: {where} has a name that cannot be kept.")
                 if isinstance(value, list):

@@ -17,6 +17,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from zeroelastic.digest import ScalarValue
 from zeroelastic.errors import UnsupportedError
 from zeroelastic.layout import Layout, Param, layout_from_sub_groups, unpacked_layout
+from zeroelastic.stage3.residence import Residence, uncovered
 
 StateValue = object
 
@@ -26,7 +27,7 @@ class LiveState:
     """This rank's view of the optimizer: layouts of trained and frozen parameters and the tensors behind them.
 
     Invariants: ``layout`` matches the optimizer's own table; ``groups[g]`` names the parameters of optimizer group g in
-    flat order; ``frozen_tensors`` run parallel to ``frozen.params``.
+    flat order; ``frozen_tensors`` run parallel to ``frozen.params``. ``residence`` knows where each sub-group is.
     """
 
     optimizer: DeepSpeedZeroOptimizer_Stage3
@@ -35,17 +36,15 @@ class LiveState:
     groups: tuple[tuple[str, ...], ...]
     frozen: Layout
     frozen_tensors: tuple[torch.Tensor, ...]
+    residence: Residence
 
     def fp32(self, sub_group: int) -> torch.Tensor:
         """The flat fp32 master weights of a sub-group: 1-D, padding included."""
-        flat: torch.Tensor = self.optimizer.fp32_partitioned_groups_flat[sub_group].detach()
-        return flat
+        return self.residence.fp32(sub_group)
 
     def state(self, sub_group: int) -> MutableMapping[str, StateValue]:
-        """The optimizer's state of a sub-group, live; empty before the first step."""
-        flat = self.optimizer.fp32_partitioned_groups_flat[sub_group]
-        state: MutableMapping[str, StateValue] = self.optimizer.optimizer.state.get(flat, {})
-        return state
+        """The state of a sub-group in the optimizer that owns it, live tensors; empty before the first step."""
+        return self.residence.state(sub_group)
 
     def stepper(self, sub_group: int) -> torch.optim.Optimizer:
         """The optimizer that steps a sub-group: Muon leaves those that are not its own to an Adam, if it has one."""
@@ -101,6 +100,8 @@ def read_live(optimizer: DeepSpeedZeroOptimizer_Stage3, param_names: Mapping[tor
     """The live state of one rank. Raises UnsupportedError for parameters that are not partitioned over all ranks."""
     world_size = dist.get_world_size(group=optimizer.dp_process_group)
     rank = dist.get_rank(group=optimizer.dp_process_group)
+    residence = Residence(optimizer)
+    residence.settle()
     sub_groups: list[list[Param]] = []
     owned_by_optimizer: set[int] = set()
     group_names: list[list[str]] = [[] for _ in optimizer.optimizer.param_groups]
@@ -139,7 +140,7 @@ def read_live(optimizer: DeepSpeedZeroOptimizer_Stage3, param_names: Mapping[tor
                 "give it to the optimizer or freeze it."
             )
         frozen.append(live)
-        tensors.append(param.ds_tensor.detach())
+        tensors.append(residence.frozen(param))
     return LiveState(
         optimizer=optimizer,
         rank=rank,
@@ -147,6 +148,7 @@ def read_live(optimizer: DeepSpeedZeroOptimizer_Stage3, param_names: Mapping[tor
         groups=tuple(tuple(names) for names in group_names),
         frozen=unpacked_layout(frozen, world_size),
         frozen_tensors=tuple(tensors),
+        residence=residence,
     )
 
 
@@ -170,13 +172,7 @@ def _param(param: torch.nn.Parameter, names: Mapping[torch.nn.Parameter, str]) -
 
 def refuse_unsupported(optimizer: DeepSpeedZeroOptimizer_Stage3, engine: object) -> None:
     """Raise UnsupportedError, naming it, for a configuration whose state cannot be read or restored right."""
-    problems: list[str] = []
-    if getattr(optimizer, "swap_optimizer", False):
-        problems.append("offload_optimizer to NVMe")
-    if getattr(optimizer, "params_in_nvme_and_cpu", False):
-        problems.append("offload_param to NVMe")
-    if getattr(optimizer, "offload_optimizer", False) and getattr(optimizer, "partial_offload", 1.0) != 1.0:
-        problems.append(f"partial optimizer offload (ratio {optimizer.partial_offload})")
+    problems = uncovered(optimizer)
     if getattr(optimizer, "zenflow", False):
         problems.append("ZenFlow")
     if type(optimizer).__name__ != DeepSpeedZeroOptimizer_Stage3.__name__:
@@ -187,8 +183,6 @@ def refuse_unsupported(optimizer: DeepSpeedZeroOptimizer_Stage3, engine: object)
         problems.append("tensor parallelism")
     if any(getattr(t, "ds_quant_scale", None) is not None for t in _ds_tensors(optimizer)):
         problems.append("zero_quantized_nontrainable_weights")
-    if getattr(optimizer, "offloaded_states", None):
-        problems.append("states moved away by offload_states() (call reload_states() first)")
     if dist.get_world_size(group=optimizer.dp_process_group) != dist.get_world_size():
         problems.append("a data parallel group smaller than the world")
     if problems:

@@ -77,6 +77,8 @@ def load(
     if batch is not None and not wanted.module_only:
         notes.append(batch)
     optimizer = live.optimizer
+    if getattr(optimizer, "offloaded_states", None):
+        optimizer.reload_states()
     optimizer.checkpoint_event_prologue()
     outcome = settle(load_module)
     live = read_live(optimizer, engine.param_names)
@@ -170,11 +172,13 @@ def rebind_muon_momentum(live: LiveState) -> None:
 
 def destination(live: LiveState, sub_group: int, key: str, dtype: torch.dtype) -> torch.Tensor:
     """The live tensor that a key fills: the one that is there, or a new one with the saved dtype."""
+    swapped = live.residence.writable(sub_group, key)
+    if swapped is not None:
+        return swapped
     flat = live.fp32(sub_group)
     if key == FP32:
         return flat
-    owner = live.optimizer.fp32_partitioned_groups_flat[sub_group]
-    state = live.optimizer.optimizer.state[owner]
+    state = live.residence.own_state(sub_group)
     current = state.get(key)
     if not (isinstance(current, torch.Tensor) and current.shape == flat.shape and current.dtype == dtype):
         current = torch.zeros(flat.shape, dtype=dtype, device=flat.device)
@@ -184,14 +188,10 @@ def destination(live: LiveState, sub_group: int, key: str, dtype: torch.dtype) -
 
 def drop_state(live: LiveState, sub_group: int, *, keep: tuple[str, ...]) -> None:
     """Forget live state that the checkpoint does not have; a checkpoint from before the first step has none."""
-    owner = live.optimizer.fp32_partitioned_groups_flat[sub_group]
-    state = live.optimizer.optimizer.state.get(owner)
-    if state is None:
-        return
-    for key in [key for key in state if key not in keep]:
-        del state[key]
+    state = live.residence.own_state(sub_group)
+    live.residence.drop(sub_group, [key for key in state if key not in keep])
     if not state and keep == (FP32,):
-        live.optimizer.optimizer.state.pop(owner)
+        live.residence.forget(sub_group)
 
 
 def _restore(engine: Any, live: LiveState, found: Survey, wanted: Wanted, notes: list[str], reset: list[str]) -> None:
@@ -216,21 +216,25 @@ def finish_weights(live: LiveState, *, from_16_bit: bool) -> None:
     """
     optimizer = live.optimizer
     for i in range(live.layout.num_sub_groups):
-        optimizer._reassign_or_swap_out_partitioned_parameters(i)
+        with live.residence.in_memory(i):
+            optimizer._reassign_or_swap_out_partitioned_parameters(i)
         low = optimizer.fp16_partitioned_groups_flat[i]
-        if from_16_bit and low is not None:
-            live.fp32(i).copy_(low)
+        if from_16_bit:
+            live.fp32(i).copy_(live.fp32(i).to(optimizer.dtype) if low is None else low)
     for param in optimizer.module.parameters():
         if getattr(param, "ds_secondary_tensor", None) is not None:
             param.ds_secondary_tensor = None
     if len(optimizer.persistent_parameters) > 0:
         optimizer.persistent_parameters[0].partition(optimizer.persistent_parameters)
+    live.residence.sync()
 
 
 def set_scalar(live: LiveState, sub_group: int, key: str, value: object) -> None:
     """Set a replicated value of a sub-group's state; a 0-dim tensor becomes one of its own, never an alias."""
     owner = live.optimizer.fp32_partitioned_groups_flat[sub_group]
-    state = live.optimizer.optimizer.state[owner]
+    state = live.residence.own_state(sub_group)
+    if key == "step" and isinstance(value, (int, float)) and live.residence.is_backup(sub_group):
+        value = torch.tensor(float(value))  # torch's AdamW, which is the backup optimizer, counts in a tensor
     if not isinstance(value, torch.Tensor):
         state[key] = value
         return

@@ -75,7 +75,8 @@ def load_state_dicts(
         saved: Mapping[str, Any] = state_dicts[0]["base_optimizer_state"][source] if optimizer_states else {}
         if optimizer_states:
             drop_state(live, i, keep=(FP32, *saved))
-        _copy(plan, i, live.fp32(i), [state["fp32_flat_groups"] for state in state_dicts], None)
+        weights = destination(live, i, FP32, live.fp32(i).dtype)
+        _copy(plan, i, weights, [state["fp32_flat_groups"] for state in state_dicts], None)
         for key, value in saved.items():
             if isinstance(value, list):
                 dtype = state_dtype(live.stepper(i), live.group(i), key, live.fp32(i).dtype) or value[0].dtype

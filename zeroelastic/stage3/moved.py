@@ -88,11 +88,14 @@ def fresh_state(live: LiveState, sub_group: int) -> None:
     """Put the optimizer state of a sub-group back to what it is before the first step, which is mostly none."""
     optimizer = live.optimizer.optimizer
     owner = live.optimizer.fp32_partitioned_groups_flat[sub_group]
-    state = optimizer.state.pop(owner, None)
-    if state is not None and isinstance(optimizer, torch.optim.Adagrad):  # makes its state when it is made itself
-        state["sum"].fill_(_initial(live, sub_group, "sum"))
-        state["step"].zero_()
-        optimizer.state[owner] = state
+    if owner in optimizer.state and isinstance(
+        optimizer, torch.optim.Adagrad
+    ):  # makes its state when it is made itself
+        optimizer.state[owner]["sum"].fill_(_initial(live, sub_group, "sum"))
+        optimizer.state[owner]["step"].zero_()
+        return
+    live.residence.drop(sub_group, list(live.residence.own_state(sub_group)))
+    live.residence.forget(sub_group)
 
 
 def clear_fresh(live: LiveState, found: Survey, sub_group: int) -> None:

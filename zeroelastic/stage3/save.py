@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from zeroelastic.shard import ELASTIC_VERSION
 from zeroelastic.stage3.contents import LocalDigests
 from zeroelastic.stage3.live import LiveState
 from zeroelastic.stage3.optimizers import class_path
+from zeroelastic.stage3.residence import is_away
 from zeroelastic.storage import file_sizes
 
 
@@ -62,6 +64,11 @@ def elastic_state_dict(
     zero_padding(live)
     state: dict[str, Any] = optimizer._rigid_state_dict()
     nested = state.pop("optimizer_state_dict")
+    away = [i for i in range(live.layout.num_sub_groups) if live.residence.differs_from_stock(i)]
+    if away:  # DeepSpeed's state dict has nothing of what is on NVMe or with the backup optimizer
+        number = _numbers(live)
+        nested = {**nested, "state": {**nested["state"], **{number[i]: dict(live.state(i)) for i in away}}}
+        state["fp32_flat_groups"] = [live.fp32(i) for i in range(live.layout.num_sub_groups)]
     start, owned = live.layout.owned(live.rank)
     base: list[dict[str, Any]] = []
     tables: list[dict[str, list[Any]]] = []
@@ -109,6 +116,43 @@ def elastic_state_dict(
     if alias and share_storage:
         state["optimizer_state_dict"] = nested
     return state
+
+
+def _numbers(live: LiveState) -> dict[int, int]:
+    """The number of each sub-group in a state dict of torch's, which counts group by group."""
+    group_of = [live.optimizer.sub_group_to_group_id[i] for i in range(live.layout.num_sub_groups)]
+    return {i: number for number, i in enumerate(sorted(range(len(group_of)), key=lambda i: (group_of[i], i)))}
+
+
+@contextmanager
+def offloaded_save(engine: Any, live: LiveState, *, elastic: bool) -> Iterator[None]:
+    """While it lasts, DeepSpeed's save has frozen parameters on NVMe at hand, and makes no copy of swap files.
+
+    DeepSpeed writes one element in place of a frozen parameter that is not in memory. Its copy of the swap files
+    (``offloaded_tensors``) is left out of elastic saves, whose files hold all of it. After offload_states() nothing is
+    gathered behind the save: DeepSpeed would gather persistent parameters from where other parameters' parts now lie.
+    """
+    original = engine._get_param_fragment_func
+    on_nvme = dict(zip((param.name for param in live.frozen.params), live.frozen_tensors, strict=True))
+
+    def fragment(param: Any) -> Any:
+        name = engine.param_names.get(param)
+        return on_nvme[name] if name in on_nvme and is_away(param) else original(param)
+
+    engine._get_param_fragment_func = fragment
+    if elastic:
+        engine.zero_nvme_offload_optimizer = lambda: False
+    away = bool(getattr(live.optimizer, "offloaded_states", None))
+    if away:
+        live.optimizer.checkpoint_event_epilogue = lambda: None
+    try:
+        yield
+    finally:
+        del engine._get_param_fragment_func
+        if elastic:
+            del engine.zero_nvme_offload_optimizer
+        if away:
+            del live.optimizer.checkpoint_event_epilogue
 
 
 def digest_sums(live: LiveState, digests: LocalDigests) -> torch.Tensor:

@@ -45,6 +45,10 @@ _ENGINE = "deepspeed.runtime.engine.DeepSpeedEngine"
 _TORCH_ENGINE = "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine.TorchCheckpointEngine"
 _DECOUPLED_ENGINE = "deepspeed.runtime.checkpoint_engine.decoupled_checkpoint_engine.DecoupledCheckpointEngine"
 _STAGE3 = "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3"
+_SWAPPER = "deepspeed.runtime.swap_tensor.optimizer_utils.OptimizerSwapper"
+_SWAP_INFO = "deepspeed.runtime.swap_tensor.optimizer_utils.OptimizerStateSwapInfo"
+_PIPELINED = "deepspeed.runtime.swap_tensor.pipelined_optimizer_swapper.PipelinedOptimizerSwapper"
+_PARAM_SWAPPER = "deepspeed.runtime.swap_tensor.partitioned_param_swapper.AsyncPartitionedParameterSwapper"
 
 SEAMS = (
     Seam(_ENGINE, "_configure_zero_optimizer", ("self", "optimizer")),
@@ -105,6 +109,17 @@ USED = (
     Seam(_STAGE3, "checkpoint_event_epilogue", ("self",)),
     Seam(_STAGE3, "get_param_id", ("self", "param")),
     Seam(_TORCH_ENGINE, "save", ("self", "state_dict", "path")),
+    Seam(_ENGINE, "_get_param_fragment_func", ("self", "param")),
+    Seam(_ENGINE, "zero_nvme_offload_optimizer", ("self",)),
+    Seam(_STAGE3, "_swappable_optimizer_subgroup", ("self", "sub_group_id")),
+    Seam(_STAGE3, "reload_states", ("self",)),
+    Seam(_SWAPPER, "_io_aligned_numel", ("self", "numel")),
+    Seam(_SWAP_INFO, "add_state_tensors", ("self", "tensor_list")),
+    Seam(_SWAP_INFO, "release_unswapped_gradients", ("self",)),
+    Seam(_PIPELINED, "_complete_swap_out", ("self", "swap_out_type")),
+    Seam(_PARAM_SWAPPER, "get_path", ("self", "param", "must_exist")),
+    Seam(_PARAM_SWAPPER, "synchronize_reads", ("self",)),
+    Seam(_PARAM_SWAPPER, "synchronize_writes", ("self",)),
     Seam(_DECOUPLED_ENGINE, "commit", ("self", "info")),
 )
 """Methods that are called but not wrapped; checked in the same way."""

@@ -130,6 +130,8 @@ def _open(tag_dir: Path, live: LiveState, allowed: _Allowed, *, weights_only: bo
         _check_kinds(membership, head, live)
         _check_optimizer(membership, head, live, tag_dir)
 
+    if not weights_only and model.global_steps > 0:
+        _refuse_lost_state(head)
     plan = make_plan(head.layout, layout.only(set(membership.restored)), rank)
     check_plan(plan)
     newly_frozen = _planned(head.layout, live.frozen.only(set(membership.newly_frozen)), rank)
@@ -156,6 +158,20 @@ def _open(tag_dir: Path, live: LiveState, allowed: _Allowed, *, weights_only: bo
         scalars=scalars,
         train_batch_size=batch if batch is not None else configured_batch(head.ds_config, saved),
     )
+
+
+def _refuse_lost_state(head: Shard) -> None:
+    """DeepSpeed's own files of a run with partial offload lack the state of the sub-groups that the GPU stepped."""
+    block = head.ds_config.get("zero_optimization")
+    offload = block.get("offload_optimizer") if isinstance(block, Mapping) else None
+    ratio = offload.get("ratio", 1.0) if isinstance(offload, Mapping) else 1.0
+    without = sum(keys == (FP32,) for keys in head.tensor_keys)
+    if head.format == "rigid" and ratio != 1.0 and without:
+        raise UnsupportedError(
+            f"{head.path}: was saved by DeepSpeed alone from a run with partial optimizer offload (ratio {ratio}), and "
+            f"lacks the optimizer state of the {without} of {len(head.tensor_keys)} sub-groups that the GPU stepped. "
+            "Save such runs with elastic_checkpoint on. load_checkpoint(load_optimizer_states=False) takes the weights."
+        )
 
 
 def _check_membership(

@@ -37,7 +37,15 @@ from zeroelastic.stage3.load import Wanted, load, model_states_reader
 from zeroelastic.stage3.module_keys import ModuleKeys, recorded_keys
 from zeroelastic.stage3.options import Options, parse_options
 from zeroelastic.stage3.replicated import difference, replicated_facts
-from zeroelastic.stage3.save import Uncommitted, commit, elastic_state_dict, new_save_id, written_files
+from zeroelastic.stage3.residence import lost_in_stock_files
+from zeroelastic.stage3.save import (
+    Uncommitted,
+    commit,
+    elastic_state_dict,
+    new_save_id,
+    offloaded_save,
+    written_files,
+)
 from zeroelastic.stage3.shard_writer import DigestedShard, ShardWriter, shard_writer
 from zeroelastic.stage3.storage_rules import leave_to_stock, loads_in_stock, ranks_apart, refuse_unwritable
 from zeroelastic.stage3.survey import Survey, survey
@@ -52,6 +60,7 @@ class _Saving:
     """A save in progress: what ``state_dict`` needs to make the elastic file of this rank."""
 
     save_id: str
+    live: LiveState
     shard: ShardWriter | DigestedShard
 
 
@@ -112,7 +121,7 @@ def state_dict(original: Method) -> Method:
         saving: _Saving | None = getattr(self, "_zeroelastic_saving", None)
         return elastic_state_dict(
             self,
-            read_live(self, engine.param_names),
+            saving.live if saving is not None else read_live(self, engine.param_names),
             save_id=saving.save_id if saving is not None else "",
             train_batch_size=engine.train_batch_size(),
             alias=saving is not None,
@@ -174,7 +183,7 @@ def save_checkpoint(original: Method) -> Method:
         elastic = _elastic_flag(self)
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
         tag_dir = Path(save_dir) / tag
-        reason = _cannot_commit(self, optimizer, tag_dir)
+        reason = _cannot_commit(self, optimizer, tag_dir, elastic=elastic)
         if reason is not None:
             if elastic:
                 raise reason
@@ -188,10 +197,12 @@ def save_checkpoint(original: Method) -> Method:
         live = _live(self, optimizer)
         optimizer._zeroelastic_engine = self
         with shard_writer(self, live, with_frozen=not exclude_frozen_parameters, options=options) as shard:
-            optimizer._zeroelastic_saving = _Saving(save_id, shard)
+            optimizer._zeroelastic_saving = _Saving(save_id, live, shard)
             try:
                 # A decoupled engine keeps the wish for ``latest`` until it commits; others would write it too early.
-                done = original(self, save_dir, tag, client_state, save_latest and decoupled, exclude_frozen_parameters)
+                latest = save_latest and decoupled
+                with offloaded_save(self, live, elastic=elastic):
+                    done = original(self, save_dir, tag, client_state, latest, exclude_frozen_parameters)
                 commit_info = self.checkpoint_engine.commit_info
             finally:
                 del optimizer._zeroelastic_saving
@@ -206,6 +217,7 @@ def save_checkpoint(original: Method) -> Method:
             trained=frozenset(param.name for param in live.layout.params),
             written=written_files(tag_dir, self.global_rank, bf16=self.bfloat16_enabled()),
         )
+        settle(live.residence.sync)
         point_latest = partial(_point_latest, Path(save_dir), tag) if save_latest else None
         if decoupled:
             hand_over(self, Pending(save, commit_info, options.fsync, point_latest))
@@ -218,7 +230,9 @@ def save_checkpoint(original: Method) -> Method:
     return save_checkpoint
 
 
-def _cannot_commit(engine: Any, optimizer: DeepSpeedZeroOptimizer_Stage3, tag_dir: Path) -> ZeroElasticError | None:
+def _cannot_commit(
+    engine: Any, optimizer: DeepSpeedZeroOptimizer_Stage3, tag_dir: Path, *, elastic: bool
+) -> ZeroElasticError | None:
     """Why this engine's saves get no commit record, the same on every rank, or None when they do. Collective."""
 
     def look() -> dict[str, str]:
@@ -232,6 +246,11 @@ def _cannot_commit(engine: Any, optimizer: DeepSpeedZeroOptimizer_Stage3, tag_di
         return error
     if different is not None:
         return different
+    lost = None if elastic else lost_in_stock_files(optimizer)
+    if lost is not None:
+        return UnsupportedError(
+            f"DeepSpeed's own files lack {lost}. Save with elastic_checkpoint on to have all of it."
+        )
     places = sorted(set(gather(str(tag_dir))))
     if len(places) > 1:
         return UsageError(
