@@ -23,6 +23,8 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 # a cache shared by two environments would be rebuilt at each change of sides, under the feet of running processes.
 OPS := ShareMemCommBuilder CPUAdamBuilder AsyncIOBuilder FusedAdamBuilder CPUAdagradBuilder CPULionBuilder
 OTHER_DEEPSPEEDS := 0.18.9 0.19.5
+# Likewise one ninja: versions that differ rebuild one another's work.
+export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/$(VENV)/torch_extensions
 export DS_ACCELERATOR ?= cpu
 export OMP_NUM_THREADS ?= 1
