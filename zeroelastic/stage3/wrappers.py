@@ -501,6 +501,9 @@ def _only_stock_reads(tag_dir: Path, live: LiveState) -> bool:
     def look() -> bool:
         try:
             checkpoint = open_checkpoint(tag_dir, near_rank=live.rank)
+        except UnsupportedError:  # of another stage: what is wrong with it is ours to say
+            return False
+        try:
             if checkpoint.world_size != live.layout.world_size:
                 return False
             checkpoint.shard(live.rank)
