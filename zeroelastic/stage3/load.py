@@ -64,9 +64,9 @@ def load(
     result and the report. Raises the same error on every rank.
     """
     notes: list[str] = []
-    batch = check_batch(
-        found.train_batch_size, engine.train_batch_size(), live.layout.world_size, strict=options.strict
-    )
+    micro = engine.train_micro_batch_size_per_gpu() * engine.gradient_accumulation_steps()
+    copies = engine.train_batch_size() // micro  # of the model: ranks that share a sequence take one batch
+    batch = check_batch(found.train_batch_size, engine.train_batch_size(), copies, strict=options.strict)
     if batch is not None and not wanted.module_only:
         notes.append(batch)
     optimizer = live.optimizer
@@ -274,6 +274,10 @@ def _report(
         notes.append(f"ignored {len(checkpoint.stale_files)} files of an older save in this directory")
     if proof.note is not None:
         notes.append(proof.note)
+    if live.tp.size > 1:
+        notes.append(
+            f"each of {live.tp.size} tensor parallel ranks: the ranks above are those of its data parallel group"
+        )
     return ResumeReport(
         path=str(tag_dir),
         format=found.format,
@@ -366,10 +370,10 @@ class _ModelStatesReader:
 
     def load(self, path: str, map_location: Any = None) -> Any:
         """DeepSpeed's loader asks twice for the same file; the second time it gets the first result."""
-        if os.fspath(path) != str(self._found.model.path):
+        if os.fspath(path) not in self._found.model_paths:
             return self._original.load(path, map_location=map_location)
-        if self._loaded is None:
-            self._loaded = self._read(os.fspath(path))
+        if self._loaded is None:  # of its tensor parallel peers' files it looks at what is in this rank's own, too
+            self._loaded = self._read(str(self._found.model.path))
         return dict(self._loaded)
 
     def _read(self, path: str) -> dict[str, Any]:

@@ -11,12 +11,12 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from zeroelastic.agree import broadcast
+from zeroelastic.agree import gather
 from zeroelastic.checkpoint import Checkpoint
-from zeroelastic.digest import combine, content_root, digest_range, stream_seed
+from zeroelastic.digest import ParamContent, combine, content_root, digest_range, stream_seed
 from zeroelastic.errors import CheckpointError, DigestMismatchError, ZeroElasticError
 from zeroelastic.shard import FP32, FROZEN, Shard
-from zeroelastic.stage3.contents import differences, local_digests, whole_contents
+from zeroelastic.stage3.contents import differences, local_digests, of_every_tp_rank, whole_contents
 from zeroelastic.stage3.fill import Filled
 from zeroelastic.stage3.live import LiveState
 from zeroelastic.stage3.options import Options
@@ -64,13 +64,14 @@ def prove(
     contents = whole_contents(live, local, device=device)
     cast = sorted(filled.cast_digests)
     if record is None:
-        return Proof(None, content_root(contents), None, "saved without a commit record: nothing to compare with")
-    saved = record.contents()
+        root = _root(live, contents)
+        return Proof(None, root, None, "saved without a commit record: nothing to compare with")
+    saved = [content for content in record.contents() if content.tp_rank == live.tp.rank]
     if not with_frozen:
         saved = [replace(c, tensors=_without(c.tensors, {FROZEN})) for c in saved if FROZEN not in c.tensors]
     if from_16_bit:
         saved = [replace(c, tensors=_without(c.tensors, {FP32})) for c in saved]
-    sums = _cast_sums(filled, cast, device)
+    sums = _cast_sums(live, filled, cast, device)
     digests = {(c.param.name, key): digest for c in saved for key, (_, digest) in c.tensors.items()}
     wrong = [stream for stream in cast if digests.get(stream, sums[stream]) != sums[stream]]
     cast_keys: dict[str, set[str]] = {}
@@ -78,14 +79,14 @@ def prove(
         cast_keys.setdefault(name, set()).add(key)
     comparable = [replace(c, tensors=_without(c.tensors, cast_keys.get(c.param.name, set()))) for c in saved]
     wrong += differences(comparable, contents, weights_only=weights_only)
-    if wrong:
-        raise DigestMismatchError(_describe(wrong, found.checkpoint, tag_dir))
+    if any(of_every_tp_rank(live, bool(wrong))):
+        raise DigestMismatchError(_describe(live, wrong, found.checkpoint, tag_dir))
     if cast or from_16_bit or weights_only:
         what = [f"{len(cast)} tensors cast to this run's dtype (compared as read)"] if cast else []
         what += ["master weights taken from 16-bit copies (load_from_fp32_weights is off)"] if from_16_bit else []
         what += ["weights only"] if weights_only else []
         return Proof(saved_root, None, None, f"digests of what was loaded match the record; {', '.join(what)}")
-    root = content_root(contents)
+    root = _root(live, contents)
     if root != saved_root:  # the live state has something that the saved one has not
         raise DigestMismatchError(
             f"{tag_dir}: everything that was saved is live, but the live state's content root is {root[:12]} and the "
@@ -99,20 +100,30 @@ def _without(tensors: Mapping[str, tuple[str, int]], keys: Collection[str]) -> d
     return {key: value for key, value in tensors.items() if key not in keys}
 
 
-def _cast_sums(filled: Filled, streams: Sequence[tuple[str, str]], device: torch.device) -> dict[tuple[str, str], int]:
+def _root(live: LiveState, contents: list[ParamContent]) -> str:
+    """The content root over all tensor parallel ranks. Collective."""
+    return content_root(content for part in of_every_tp_rank(live, contents) for content in part)
+
+
+def _cast_sums(
+    live: LiveState, filled: Filled, streams: Sequence[tuple[str, str]], device: torch.device
+) -> dict[tuple[str, str], int]:
     if not streams:
         return {}
     partial = np.array([filled.cast_digests[stream] for stream in streams], dtype=np.uint64)
     table = torch.from_numpy(partial.view(np.int64)).to(device)
-    dist.all_reduce(table)
+    dist.all_reduce(table, group=live.optimizer.dp_process_group)
     return dict(zip(streams, table.cpu().numpy().view(np.uint64).tolist(), strict=True))
 
 
-def _describe(wrong: Sequence[tuple[str, str]], checkpoint: Checkpoint, tag_dir: Path) -> str:
-    """The message; rank 0 looks for the damaged files and tells the others. Collective."""
+def _describe(live: LiveState, wrong: Sequence[tuple[str, str]], checkpoint: Checkpoint, tag_dir: Path) -> str:
+    """The message; the first rank of each data parallel group looks for damaged files and tells all. Collective."""
+    files = " ".join(
+        filter(None, gather(_damaged_files(wrong[:_NAMED], checkpoint) if live.rank == 0 and wrong else ""))
+    )
+    wrong = [stream for part in of_every_tp_rank(live, list(wrong)) for stream in part]
     named = ", ".join(f"{name}: {key}" for name, key in sorted(wrong)[:_NAMED])
     more = " ..." if len(wrong) > _NAMED else ""
-    files = broadcast(_damaged_files(wrong[:_NAMED], checkpoint) if dist.get_rank() == 0 else "")
     return (
         f"{tag_dir}: {len(wrong)} tensors differ from what the commit record says was saved: {named}{more}. {files} "
         "The checkpoint is damaged; resume from another tag. The engine now holds damaged state: do not train on it."

@@ -28,7 +28,7 @@ from zeroelastic.record import (
     write_atomically,
 )
 from zeroelastic.shard import ELASTIC_VERSION
-from zeroelastic.stage3.contents import LocalDigests, whole_contents
+from zeroelastic.stage3.contents import LocalDigests, of_every_tp_rank, whole_contents
 from zeroelastic.stage3.live import LiveState
 from zeroelastic.stage3.options import Options
 
@@ -96,6 +96,8 @@ def elastic_state_dict(
             for group, names in zip(optimizer.optimizer.param_groups, live.groups, strict=True)
         ],
     }
+    if live.tp.size > 1:
+        state["zeroelastic"] |= {"tp_rank": live.tp.rank, "tp_size": live.tp.size}
     if digests is not None:
         state["zeroelastic"]["digests"] = digests
     if alias and share_storage:
@@ -139,7 +141,8 @@ def commit(
     ``written`` are the names of this rank's files, ``digests`` those of what they hold. Raises the same error on every
     rank when one of them is missing or cannot be made durable.
     """
-    contents = whole_contents(live, digests, device=device)
+    trainable = frozenset(param.name for param in live.layout.params)
+    parts = of_every_tp_rank(live, (whole_contents(live, digests, device=device), trainable))
 
     def settle_files() -> dict[str, int]:
         sizes: dict[str, int] = {}
@@ -162,12 +165,16 @@ def commit(
             save_id=save_id,
             tag=tag_dir.name,
             world_size=live.layout.world_size,
+            tp_size=live.tp.size,
             global_steps=global_steps,
             train_batch_size=train_batch_size,
             versions=Versions(zeroelastic=__version__, deepspeed=deepspeed.__version__, torch=str(torch.__version__)),
             files={name: size for part in sizes for name, size in sorted(part.items())},
-            params=param_records(contents, frozenset(param.name for param in live.layout.params)),
-            content_root=content_root(contents),
+            params=sorted(
+                (param for contents, trained in parts for param in param_records(contents, trained)),
+                key=lambda param: (param.name, param.tp_rank),
+            ),
+            content_root=content_root(content for contents, _ in parts for content in contents),
         )
         write_atomically(tag_dir / RECORD_NAME, record_text(record))
 
@@ -182,10 +189,7 @@ def _sync_file(path: Path) -> None:
         os.close(fd)
 
 
-def written_files(tag_dir: Path, rank: int, *, bf16: bool) -> tuple[str, ...]:
-    """The names under which DeepSpeed writes this rank's files at stage 3 (``_get_zero_ckpt_name``, 0.19.8)."""
-    prefix = "bf16_" if bf16 else ""
-    return (
-        f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt",
-        f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt",
-    )
+def written_files(engine: Any, save_dir: Path, tag: str) -> tuple[str, ...]:
+    """The names under which DeepSpeed writes this rank's files at stage 3."""
+    paths = (engine._get_ckpt_name(str(save_dir), tag), engine._get_zero_ckpt_name(str(save_dir), tag))
+    return tuple(Path(path).name for path in paths)

@@ -23,6 +23,7 @@ from zeroelastic.stage3.options import Options, parse_options
 from zeroelastic.stage3.save import commit, elastic_state_dict, new_save_id, written_files
 from zeroelastic.stage3.shard_writer import DigestedShard, ShardWriter, shard_writer
 from zeroelastic.stage3.survey import Survey, survey
+from zeroelastic.stage3.topology import tensor_parallel
 
 logger = logging.getLogger(__name__)
 
@@ -64,11 +65,16 @@ def configure_zero_optimizer(original: Method) -> Method:
             _options(self)
             made._zeroelastic_engine = self
             if _elastic_flag(self):
-                refuse_unsupported(made, self)
-                read_live(made, self.param_names)
+                settle(lambda: _check_covered(self, made))
         return made
 
     return _configure_zero_optimizer
+
+
+def _check_covered(engine: Any, optimizer: DeepSpeedZeroOptimizer_Stage3) -> None:
+    """Raise UnsupportedError for a run that elastic checkpoints do not cover."""
+    refuse_unsupported(optimizer, engine)
+    _live(engine, optimizer)
 
 
 def state_dict(original: Method) -> Method:
@@ -118,7 +124,7 @@ def get_all_ckpt_names(original: Method) -> Method:
         found: Survey | None = getattr(self, "_zeroelastic_survey", None)
         if found is None:
             return original(self, checkpoints_path, tag)
-        return [str(found.model.path)]
+        return list(found.model_paths)
 
     return _get_all_ckpt_names
 
@@ -142,7 +148,8 @@ def save_checkpoint(original: Method) -> Method:
         if reason is not None:
             if elastic:
                 raise reason
-            logger.info("no commit record is written: %s", reason)
+            if dist.get_rank() == 0:
+                logger.info("no commit record is written: %s", reason)
             return original(self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
         options = _options(self)
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
@@ -164,7 +171,7 @@ def save_checkpoint(original: Method) -> Method:
             device=self.device,
             save_id=save_id,
             checkpoint_format="elastic" if elastic else "rigid",
-            written=written_files(tag_dir, self.global_rank, bf16=self.bfloat16_enabled()),
+            written=written_files(self, Path(save_dir), tag),
             global_steps=self.global_steps,
             train_batch_size=self.train_batch_size(),
             digests=shard.digests(),
@@ -177,10 +184,9 @@ def save_checkpoint(original: Method) -> Method:
 
 
 def _cannot_commit(engine: Any, optimizer: DeepSpeedZeroOptimizer_Stage3) -> UnsupportedError | None:
-    """Why this engine's saves get no commit record, or None when they do."""
+    """Why this engine's saves get no commit record, or None when they do; the same on every rank. Collective."""
     try:
-        refuse_unsupported(optimizer, engine)
-        _live(engine, optimizer)
+        settle(lambda: _check_covered(engine, optimizer))
     except UnsupportedError as error:
         return error
     if engine.checkpoint_engine.is_decoupled():
@@ -244,7 +250,8 @@ def load_checkpoint(original: Method) -> Method:
         tag_dir = Path(load_dir) / chosen
         refused = _refused(self, optimizer, tag_dir)
         if refused is not None:
-            logger.warning("loading through DeepSpeed alone: %s", refused)
+            if dist.get_rank() == 0:
+                logger.warning("loading through DeepSpeed alone: %s", refused)
             return stock()
         wanted = Wanted(optimizer_states=load_optimizer_states, module_only=load_module_only)
         live = _live(self, optimizer)
@@ -321,11 +328,10 @@ def _refused(engine: Any, optimizer: DeepSpeedZeroOptimizer_Stage3, tag_dir: Pat
 
     def look() -> tuple[str, bool] | None:
         try:
-            refuse_unsupported(optimizer, engine)
-            _live(engine, optimizer)
+            _check_covered(engine, optimizer)
             return None
         except UnsupportedError as error:
-            return str(error), _loads_in_stock(tag_dir, dist.get_world_size(group=optimizer.dp_process_group))
+            return str(error), _loads_in_stock(tag_dir, optimizer)
 
     _, outcomes = together(look)
     reasons: list[tuple[str, bool]] = [outcome for outcome in outcomes if outcome is not None]
@@ -336,9 +342,7 @@ def _refused(engine: Any, optimizer: DeepSpeedZeroOptimizer_Stage3, tag_dir: Pat
     return UnsupportedError(reasons[0][0])
 
 
-def _loads_in_stock(tag_dir: Path, world_size: int) -> bool:
-    """Whether DeepSpeed alone can load it: the same number of ranks saved it."""
-    try:
-        return open_checkpoint(tag_dir).world_size == world_size
-    except UnsupportedError:
-        return True  # other tensor parallel ranks: DeepSpeed decides
+def _loads_in_stock(tag_dir: Path, optimizer: DeepSpeedZeroOptimizer_Stage3) -> bool:
+    """Whether DeepSpeed alone can load it: the same number of ranks saved it, at the same tensor parallel size."""
+    checkpoint = open_checkpoint(tag_dir, tp=tensor_parallel(optimizer))
+    return checkpoint.world_size == dist.get_world_size(group=optimizer.dp_process_group)
