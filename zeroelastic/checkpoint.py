@@ -39,6 +39,11 @@ class TensorParallel(NamedTuple):
 
 NO_TENSOR_PARALLEL = TensorParallel()
 
+OFFLINE_TENSOR_PARALLEL = (
+    "The command line works on checkpoints without tensor parallelism. A training job of the same tensor parallel size "
+    "resumes this one at any data parallel size, and DeepSpeed's ds_to_universal converts it."
+)
+
 
 @dataclass(frozen=True, slots=True)
 class ModelStates:
@@ -256,7 +261,7 @@ def _check_tp_size(tag_dir: FilePath, names: Iterable[str], record: CommitRecord
 def _other_tp_size(where: FilePath, saved: object, tp: TensorParallel | None) -> UnsupportedError:
     if tp is None:
         return UnsupportedError(
-            f"{where}: was saved with {reprlib.repr(saved)} tensor parallel ranks, which cannot be resharded yet."
+            f"{where}: was saved with {reprlib.repr(saved)} tensor parallel ranks. {OFFLINE_TENSOR_PARALLEL}"
         )
     return UnsupportedError(
         f"{where}: was saved with tensor parallel size {reprlib.repr(saved)}, and the run has {tp.size}. The data "
@@ -282,8 +287,7 @@ def _rank_files(
                 continue
             if tp_rank is None and mp_rank != 0:
                 raise UnsupportedError(
-                    f"{tag_dir}: {name} belongs to tensor parallel rank {mp_rank}; checkpoints of more than one tensor "
-                    "parallel rank cannot be resharded yet."
+                    f"{tag_dir}: {name} belongs to tensor parallel rank {mp_rank}. {OFFLINE_TENSOR_PARALLEL}"
                 )
             if rank in files:
                 raise CheckpointError(
@@ -423,6 +427,7 @@ def frozen_layouts(models: Mapping[int, ModelStates]) -> Layout:
 __all__ = [
     "FROZEN",
     "NO_TENSOR_PARALLEL",
+    "OFFLINE_TENSOR_PARALLEL",
     "Checkpoint",
     "Int64Array",
     "ModelStates",
