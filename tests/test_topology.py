@@ -7,6 +7,7 @@ test_resume.py; each feature goes up and down once.
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -166,6 +167,58 @@ def test_communication_settings_may_differ(rank_pool: RankPool, tmp_path: Path, 
     one, other = BUCKETS[name]
     there_and_back(rank_pool, tmp_path / "a", Job(zero=one), other=Job(zero=other).other(), pairs=((2, 3),))
     there_and_back(rank_pool, tmp_path / "b", Job(zero=other), other=Job(zero=one).other(), pairs=((3, 2),))
+
+
+def save_in_the_middle(job: Job, directory: str) -> tuple[Outcome, list[str]]:
+    """Two steps, then two of the six micro batches of a third."""
+    engine = training.build_engine(job)
+    for step in range(2):
+        training.train_step(engine, step)
+    part_of_a_step(engine)
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("zeroelastic").addHandler(handler)
+    state, gathered = training.look(engine)
+    engine.save_checkpoint(directory, client_state={"note": "hello"})
+    return Outcome(state, gathered, []), [text for text in records if "LOST" in text]
+
+
+def part_of_a_step(engine: Any) -> None:
+    for seed in range(2):
+        tokens = torch.randint(0, training.VOCABULARY, (10, 5), generator=torch.Generator().manual_seed(seed))
+        engine.backward(engine(tokens, tokens.roll(1, 1)))
+        engine.step()
+
+
+@pytest.mark.support(
+    "Using it", "saving while gradients accumulate", "exact", "gradients are not saved: how many are lost is said"
+)
+@pytest.mark.parametrize("elastic", [True, False], ids=["elastic", "rigid"])
+def test_gradient_accumulation_in_flight(rank_pool: RankPool, tmp_path: Path, elastic: bool) -> None:
+    job = Job(micro=10, elastic=elastic)
+    saves = rank_pool.run(save_in_the_middle, 2, job, str(tmp_path))
+    assert [len(warnings) for _, warnings in saves] == [1, 0], "rank 0 speaks, once"
+    assert "gradients of 2 of 6 micro batches" in saves[0][1][0]
+    outcomes = rank_pool.run(resume, 3, job.other(), str(tmp_path), before=2, after=0)
+    check_resumed(Saved(str(tmp_path), saves[0][0]), outcomes, job)
+    assert "LOST: the gradients of 2 micro batches" in outcomes[0].report.text()
+    record = read_record(tmp_path / "global_step2")
+    assert record is not None and record.lost_micro_batches == 2
+
+
+def test_gradients_that_are_pending_at_a_load_are_told_of(rank_pool: RankPool, tmp_path: Path) -> None:
+    job = Job(micro=10)
+    rank_pool.run(train_and_save, 2, job, str(tmp_path), after=0)
+    texts = rank_pool.run(load_in_the_middle, 3, job.other(), str(tmp_path))
+    assert "NOT LOST, though it should be: the gradients of 2 micro batches" in texts[0] and "LOST: the" not in texts[0]
+
+
+def load_in_the_middle(job: Job, directory: str) -> str:
+    engine = training.build_engine(job)
+    part_of_a_step(engine)
+    engine.load_checkpoint(directory)
+    return str(engine.zeroelastic_report.text())
 
 
 # Tensor parallelism: every tensor parallel rank is a ZeRO-3 run of its own, over its data parallel ranks.

@@ -97,6 +97,7 @@ class CommitRecord(_Schema):
     tag: str
     world_size: Annotated[int, Field(ge=1, le=1 << 24)]
     tp_size: Annotated[int, Field(ge=1, le=1 << 16)] = 1
+    lost_micro_batches: Annotated[int, Field(ge=0)] = 0
     global_steps: int
     train_batch_size: int
     versions: Versions
@@ -173,12 +174,14 @@ def _first_problem(error: Exception) -> str:
 def record_text(record: CommitRecord) -> bytes:
     """The bytes of ``zeroelastic.json``: one parameter a line, so that two records can be compared by eye.
 
-    Tensor parallelism is not mentioned where there is none.
+    Tensor parallelism and lost micro batches are not mentioned where there are none.
     """
     data = record.model_dump(mode="json")
     params = data.pop("params")
     if record.tp_size == 1:
         del data["tp_size"]
+    if record.lost_micro_batches == 0:
+        del data["lost_micro_batches"]
     for param in params:
         if param["tp_rank"] == 0:
             del param["tp_rank"]

@@ -69,6 +69,8 @@ def load(
     batch = check_batch(found.train_batch_size, engine.train_batch_size(), copies, strict=options.strict)
     if batch is not None and not wanted.module_only:
         notes.append(batch)
+    if not wanted.weights_only:
+        notes += _lost_micro_batches(engine, found)
     optimizer = live.optimizer
     optimizer.checkpoint_event_prologue()
     outcome = settle(load_module)
@@ -93,6 +95,28 @@ def load(
     )
     report = _report(engine, live, found, filled, proof, tag_dir, wanted, notes, began)
     return outcome, report
+
+
+def accumulated_micro_batches(engine: Any) -> int:
+    """How many micro batches were taken since the last optimizer step: their gradients wait in memory."""
+    return int(engine.micro_steps % engine.gradient_accumulation_steps())
+
+
+def _lost_micro_batches(engine: Any, found: Survey) -> list[str]:
+    record = found.checkpoint.record
+    lost, pending = record.lost_micro_batches if record is not None else 0, accumulated_micro_batches(engine)
+    notes: list[str] = []
+    if lost:
+        notes.append(
+            f"LOST: the gradients of {_count(lost, 'micro batch', 'micro batches')} that were accumulated when this "
+            "was saved; accumulation begins anew"
+        )
+    if pending:
+        notes.append(
+            f"NOT LOST, though it should be: the gradients of {_count(pending, 'micro batch', 'micro batches')} that "
+            "this engine accumulated before the load go into its next optimizer step"
+        )
+    return notes
 
 
 def _fill(live: LiveState, found: Survey, options: Options, wanted: Wanted) -> Filled:
@@ -339,8 +363,8 @@ def _inventory(
     return tuple(exact), tuple(rederived), tuple(reset)
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+def _count(number: int, what: str, several: str = "") -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {several or what + 's'}"
 
 
 def _ranks(first: int, end: int) -> str:

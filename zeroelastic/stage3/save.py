@@ -134,6 +134,7 @@ def commit(
     written: tuple[str, ...],
     global_steps: int,
     train_batch_size: int,
+    lost_micro_batches: int,
     digests: LocalDigests,
 ) -> None:
     """Make this save's files durable and write the commit record; on return every rank knows it is there. Collective.
@@ -168,6 +169,7 @@ def commit(
             tp_size=live.tp.size,
             global_steps=global_steps,
             train_batch_size=train_batch_size,
+            lost_micro_batches=lost_micro_batches,
             versions=Versions(zeroelastic=__version__, deepspeed=deepspeed.__version__, torch=str(torch.__version__)),
             files={name: size for part in sizes for name, size in sorted(part.items())},
             params=sorted(

@@ -18,7 +18,7 @@ from zeroelastic.errors import CheckpointError, UnsupportedError
 from zeroelastic.record import RECORD_NAME, write_atomically
 from zeroelastic.stage3 import memory
 from zeroelastic.stage3.live import LiveState, read_live, refuse_unsupported
-from zeroelastic.stage3.load import Wanted, load, model_states_reader
+from zeroelastic.stage3.load import Wanted, accumulated_micro_batches, load, model_states_reader
 from zeroelastic.stage3.options import Options, parse_options
 from zeroelastic.stage3.save import commit, elastic_state_dict, new_save_id, written_files
 from zeroelastic.stage3.shard_writer import DigestedShard, ShardWriter, shard_writer
@@ -174,6 +174,7 @@ def save_checkpoint(original: Method) -> Method:
             written=written_files(self, Path(save_dir), tag),
             global_steps=self.global_steps,
             train_batch_size=self.train_batch_size(),
+            lost_micro_batches=_warn_of_lost_micro_batches(self, tag_dir),
             digests=shard.digests(),
         )
         if save_latest:
@@ -200,6 +201,20 @@ def _cannot_commit(engine: Any, optimizer: DeepSpeedZeroOptimizer_Stage3) -> Uns
             "elastic_checkpoint off."
         )
     return None
+
+
+def _warn_of_lost_micro_batches(engine: Any, tag_dir: Path) -> int:
+    """How many micro batches wait in gradients, which DeepSpeed does not save; loudly, where there are any."""
+    lost = accumulated_micro_batches(engine)
+    if lost and dist.get_rank() == 0:
+        logger.warning(
+            "%s: LOST on a resume: the gradients of %d of %d micro batches, accumulated since the last optimizer step. "
+            "No checkpoint of DeepSpeed holds gradients. Save at a gradient accumulation boundary to lose none.",
+            tag_dir,
+            lost,
+            engine.gradient_accumulation_steps(),
+        )
+    return lost
 
 
 def _forget_record(tag_dir: Path) -> None:
@@ -290,7 +305,8 @@ def load_checkpoint(original: Method) -> Method:
             del self._zeroelastic_survey
         self.zeroelastic_report = report
         if dist.get_rank() == 0:
-            level = logging.WARNING if any("CHANGED" in note for note in report.notes) else logging.INFO
+            loud = any(word in note for note in report.notes for word in ("CHANGED", "LOST"))
+            level = logging.WARNING if loud else logging.INFO
             logger.log(level, "%s", report.text())
         return outcome
 
