@@ -169,6 +169,86 @@ def test_communication_settings_may_differ(rank_pool: RankPool, tmp_path: Path, 
     there_and_back(rank_pool, tmp_path / "b", Job(zero=other), other=Job(zero=one).other(), pairs=((3, 2),))
 
 
+class HostQuantizer:
+    """In place of DeepSpeed's CUDA op, which does not run on a CPU: one int8 scale per partition, by torch.
+
+    Everything else of quantised communication is DeepSpeed's own.
+    """
+
+    calls = 0
+
+    def quantize(self, param: torch.Tensor, groups: object = None) -> tuple[torch.Tensor, torch.Tensor]:
+        HostQuantizer.calls += 1
+        scale = (param.float().abs().max() / 127).clamp(min=1e-12).view(1)
+        return (param.float() / scale).round().to(torch.int8), scale
+
+    def dequantize(self, quantized: torch.Tensor, scale: torch.Tensor, dtype: Any = None) -> torch.Tensor:
+        part = -(-quantized.numel() // scale.numel())  # the last one is cut short
+        scales = scale.view(-1)[torch.arange(quantized.numel()) // part]
+        whole = quantized.float() * scales.view_as(quantized)
+        return whole if dtype is None else whole.to(dtype)
+
+
+def with_quantized_weights(job: Job) -> None:
+    """Weights are int8 on the wire (qwZ)."""
+    from deepspeed.runtime.zero import partition_parameters
+
+    partition_parameters.CUDAQuantizer = HostQuantizer
+
+
+def with_quantized_gradients(job: Job) -> None:
+    """Gradients are rounded on the wire (qgZ), which DeepSpeed does between nodes: here every rank is one."""
+    from deepspeed.runtime.comm.coalesced_collectives import reduce_scatter_coalesced
+    from deepspeed.runtime.zero import stage3
+
+    def rounded(tensors: Any, groups: object) -> Any:
+        HostQuantizer.calls += 1
+        return [(part * 64).round() / 64 for part in reduce_scatter_coalesced(tensors, torch.distributed.group.WORLD)]
+
+    stage3.all_to_all_quant_reduce = rounded
+
+
+def wire_job(job: Job, directory: str, *, save: bool) -> tuple[dict[str, Any], dict[str, str], Any]:
+    """What is saved or loaded, but the gathered 16-bit weights: they went over the wire. And that some did."""
+    run = train_and_save(job, directory, after=0) if save else resume(job, directory, after=1)
+    assert HostQuantizer.calls > 0, "nothing was quantised"
+    state = {key: value for key, value in run.state.items() if not key.startswith("weight/")}
+    return state, run.gathered, run.report
+
+
+QUANTISED = "; DeepSpeed's CUDA op replaced by torch in the tests"
+
+
+@pytest.mark.parametrize(
+    ("option", "change"),
+    [
+        pytest.param(
+            "zero_quantized_weights",
+            with_quantized_weights,
+            marks=pytest.mark.support(SECTION, "qwZ (`zero_quantized_weights`)", "exact", "wire only" + QUANTISED),
+        ),
+        pytest.param(
+            "zero_quantized_gradients",
+            with_quantized_gradients,
+            marks=pytest.mark.support(SECTION, "qgZ (`zero_quantized_gradients`)", "exact", "wire only" + QUANTISED),
+        ),
+    ],
+)
+def test_quantised_communication(
+    rank_pool: RankPool, tmp_path: Path, option: str, change: Callable[[Job], None]
+) -> None:
+    """Quantised on the wire, never in a checkpoint: master weights, moments and frozen weights are the saved ones."""
+    job = Job(zero={option: True})
+    for save_world_size, world_size in ((2, 3), (3, 2)):
+        directory = str(tmp_path / f"{save_world_size}")
+        saved, gathered, _ = rank_pool.run(run_with, save_world_size, change, wire_job, job, directory, save=True)[0]
+        results = rank_pool.run(run_with, world_size, change, wire_job, job.other(), directory, save=False)
+        for state, found, report in results:
+            assert compare_states(saved, state) == []
+            assert found == gathered
+            assert report.root_matches  # frozen weights included
+
+
 def save_in_the_middle(job: Job, directory: str) -> tuple[Outcome, list[str]]:
     """Two steps, then two of the six micro batches of a third."""
     engine = training.build_engine(job)
