@@ -217,6 +217,26 @@ def open_checkpoint(
     return checkpoint
 
 
+def saved_sizes(tag_dir: FilePath) -> tuple[int, int]:
+    """The data parallel and the tensor parallel size of a save, also of one whose layout is not covered.
+
+    From the record, or else from one model states file. Raises MissingFileError, CheckpointError, UnsupportedError.
+    """
+    record = read_record(tag_dir)
+    if record is not None:
+        return record.world_size, record.tp_size
+    names = file_sizes(tag_dir)
+    name = next((name for name in sorted(names) if _MODEL_FILE.match(name) is not None), None)
+    if name is None:
+        _rank_files(tag_dir, names)  # says what this is
+        raise MissingFileError(f"{tag_dir}: holds no zero_pp_rank_*_model_states.pt. The checkpoint is incomplete.")
+    root = read_torch_file(tag_dir / name, foreign="inert").root
+    found = [root.get(key) if isinstance(root, dict) else None for key in ("dp_world_size", "mp_world_size")]
+    if not all(type(size) is int and size > 0 for size in found):
+        raise CheckpointError(f"{tag_dir / name}: states no world size. It is not a ZeRO-3 model states file.")
+    return found[0], found[1]
+
+
 class RankFile(NamedTuple):
     """What the name of a stage 3 file says: whose it is, and which of that rank's two."""
 
@@ -441,5 +461,6 @@ __all__ = [
     "open_model_states",
     "parse_rank_file",
     "rank_files",
+    "saved_sizes",
     "source_ranks",
 ]

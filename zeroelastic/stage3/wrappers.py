@@ -13,7 +13,7 @@ import torch.distributed as dist
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from zeroelastic.agree import settle, together
-from zeroelastic.checkpoint import open_checkpoint
+from zeroelastic.checkpoint import saved_sizes
 from zeroelastic.errors import CheckpointError, UnsupportedError
 from zeroelastic.record import RECORD_NAME, write_atomically
 from zeroelastic.stage3 import memory
@@ -360,5 +360,5 @@ def _refused(engine: Any, optimizer: DeepSpeedZeroOptimizer_Stage3, tag_dir: Pat
 
 def _loads_in_stock(tag_dir: Path, optimizer: DeepSpeedZeroOptimizer_Stage3) -> bool:
     """Whether DeepSpeed alone can load it: the same number of ranks saved it, at the same tensor parallel size."""
-    checkpoint = open_checkpoint(tag_dir, tp=tensor_parallel(optimizer))
-    return checkpoint.world_size == dist.get_world_size(group=optimizer.dp_process_group)
+    here = dist.get_world_size(group=optimizer.dp_process_group), tensor_parallel(optimizer).size
+    return saved_sizes(tag_dir) == here
