@@ -1,7 +1,7 @@
 """What cannot be saved or resumed right is refused by name, before anything is written or touched, on every rank.
 
-With elastic_checkpoint on that happens while the engine is built. With it off DeepSpeed saves and loads at the same size
-as it does without us, with one line in the log, and another world size is refused with the reason. Configurations
+With elastic_checkpoint on that happens while the engine is built. With it off DeepSpeed saves and loads at the same
+size as it does without us, with one line in the log, and another world size is refused with the reason. Configurations
 that DeepSpeed builds on a CPU are built; of the others an engine is given the attributes that DeepSpeed gives it.
 """
 

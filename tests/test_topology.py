@@ -21,7 +21,7 @@ from test_resume import Saved, check_resumed
 from training import Job, Outcome, resume, train_and_save
 
 from zeroelastic.checkpoint import TensorParallel, open_checkpoint
-from zeroelastic.errors import UnsupportedError, ZeroElasticError
+from zeroelastic.errors import CheckpointError, UnsupportedError, ZeroElasticError
 from zeroelastic.record import read_record
 from zeroelastic.testing import RankPool, compare_states
 
@@ -562,6 +562,31 @@ def load_sliced_error(job: Job, directory: str) -> str:
     with pytest.raises(ZeroElasticError) as caught:
         engine.load_checkpoint(directory)
     return str(caught.value)
+
+
+def load_in_memory(job: Job) -> tuple[list[str], str]:
+    """State dicts of both tensor parallel ranks (of one data parallel rank each), loaded into others of the same job."""
+    engine = build_sliced(job, 2)
+    sliced_step(engine, 0)
+    state, _ = training.look(engine)
+    dicts: list[Any] = [None, None]
+    torch.distributed.all_gather_object(dicts, engine.optimizer.state_dict())
+    sliced_step(engine, 1)
+    rank = engine.optimizer.model_parallel_rank
+    with pytest.raises(CheckpointError) as caught:
+        engine.optimizer.load_state_dict([dicts[1 - rank]])
+    engine.optimizer.load_state_dict([dicts[rank]])
+    found, _ = training.look(engine)
+    kept = ("master/", "state/", "scalar/")
+    return compare_states(*({k: v for k, v in s.items() if k.startswith(kept)} for s in (state, found))), str(
+        caught.value
+    )
+
+
+def test_state_dicts_in_memory_are_of_one_tensor_parallel_rank(rank_pool: RankPool, sliced_job: Job) -> None:
+    for rank, (differences, said) in enumerate(rank_pool.run(load_in_memory, 2, sliced_job)):
+        assert differences == []
+        assert f"state dicts of tensor parallel rank {1 - rank} of 2 were given to rank {rank} of 2" in said
 
 
 def test_zero_init_before_tensor_parallelism_is_refused(rank_pool: RankPool, sliced_job: Job) -> None:

@@ -231,10 +231,10 @@ def saved_sizes(tag_dir: FilePath) -> tuple[int, int]:
         _rank_files(tag_dir, names)  # says what this is
         raise MissingFileError(f"{tag_dir}: holds no zero_pp_rank_*_model_states.pt. The checkpoint is incomplete.")
     root = read_torch_file(tag_dir / name, foreign="inert").root
-    found = [root.get(key) if isinstance(root, dict) else None for key in ("dp_world_size", "mp_world_size")]
-    if not all(type(size) is int and size > 0 for size in found):
+    dp_size, tp_size = (root.get(f"{group}_world_size") if isinstance(root, dict) else None for group in ("dp", "mp"))
+    if type(dp_size) is not int or type(tp_size) is not int:
         raise CheckpointError(f"{tag_dir / name}: states no world size. It is not a ZeRO-3 model states file.")
-    return found[0], found[1]
+    return dp_size, tp_size
 
 
 class RankFile(NamedTuple):
