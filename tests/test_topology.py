@@ -565,7 +565,7 @@ def load_sliced_error(job: Job, directory: str) -> str:
 
 
 def load_in_memory(job: Job) -> tuple[list[str], str]:
-    """State dicts of both tensor parallel ranks (of one data parallel rank each), loaded into others of the same job."""
+    """State dicts of two tensor parallel ranks (of one data parallel rank each), loaded into others of the same job."""
     engine = build_sliced(job, 2)
     sliced_step(engine, 0)
     state, _ = training.look(engine)
