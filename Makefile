@@ -21,7 +21,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
 # DeepSpeed compiles an op on its first use. The cache lives in the environment that the op was compiled against:
 # a cache shared by two environments would be rebuilt at each change of sides, under the feet of running processes.
-OPS := ShareMemCommBuilder CPUAdamBuilder AsyncIOBuilder
+OPS := ShareMemCommBuilder CPUAdamBuilder AsyncIOBuilder FusedAdamBuilder CPUAdagradBuilder CPULionBuilder
 OTHER_DEEPSPEEDS := 0.18.9 0.19.5
 export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/$(VENV)/torch_extensions
 export DS_ACCELERATOR ?= cpu
@@ -29,7 +29,7 @@ export OMP_NUM_THREADS ?= 1
 
 NATIVE_SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
 
-.PHONY: help venv warm versions demo test test-gpu test-native crash bench lint format clean
+.PHONY: help venv warm versions demo test test-gpu test-native crash bench support lint format clean
 
 help:
 	@echo "make demo      the demonstration; its results go to demo/"
@@ -39,6 +39,7 @@ help:
 	@echo "make bench     the benchmarks; needs a quiet machine"
 	@echo "make crash     kill -9 at random moments of a reshard"
 	@echo "make lint      ruff, mypy --strict, clang-format; changes nothing"
+	@echo "make support   docs/support.md, from the marks on the tests"
 	@echo "make format    ruff and clang-format, in place"
 	@echo "make venv      the environment in $(VENV)"
 	@echo "make versions  older DeepSpeed versions, for the tests"
@@ -103,6 +104,10 @@ bench: $(STAMP)
 	$(PY) benchmarks/bench_load.py --out benchmarks/results
 	$(PY) benchmarks/bench_save.py --out benchmarks/results
 	$(PY) benchmarks/bench_cli.py --out benchmarks/results
+
+# What the tests show, as a table; tests/test_support.py compares.
+support: $(STAMP)
+	$(PY) -m pytest -q --collect-only --support-table docs/support.md tests >/dev/null
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .

@@ -134,6 +134,9 @@ def test_buffers_and_every_name_of_a_tied_weight_are_there(tmp_path: Path) -> No
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.support(
+    "Using it", "`zeroelastic convert` to torch DCP", "exact", "torch's own functions load model and optimizer"
+)
 def test_a_model_and_its_optimizer_load_by_torchs_own_functions(tmp_path: Path) -> None:
     """dcp.load into the state dicts of a live model and optimizer, without anything of ours."""
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict

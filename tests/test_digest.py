@@ -265,3 +265,23 @@ def test_scalars_that_differ_have_different_texts(left, right):
 def test_equal_scalars_have_equal_texts():
     assert ScalarValue("pyfloat", float("nan")).canonical() == ScalarValue("pyfloat", float("nan")).canonical()
     assert ScalarValue("float32", 10.0).canonical() == ScalarValue("float32", 1e1).canonical()
+
+
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [
+        (ScalarValue("pyint", 3), ScalarValue("float32", 3.0)),
+        (ScalarValue("pyfloat", 0.5), ScalarValue("bfloat16", 0.5)),
+        (ScalarValue("pybool", True), ScalarValue("bool", True)),
+    ],
+)
+def test_the_same_number_kept_in_two_forms(left, right):
+    assert left.number() == right.number() and left.canonical() != right.canonical()
+
+
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [(0.0, -0.0), (3.0, 3.0000000000000004), (2.0**53, 2**53 + 1), (float("inf"), float("-inf")), (1, True), (0, None)],
+)
+def test_other_numbers_are_other_numbers(left, right):
+    assert ScalarValue.of_python(left).number() != ScalarValue.of_python(right).number()

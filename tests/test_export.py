@@ -110,6 +110,9 @@ def test_it_is_what_zero_to_fp32_gives(
     assert same(found["torch.float64"], buffers()["torch.float64"])
 
 
+@pytest.mark.support(
+    "Using it", "`zeroelastic export` to safetensors", "exact", "the weights that `zero_to_fp32.py` merges"
+)
 @pytest.mark.parametrize("folder", ["rigid2", "rigid3", "elastic2", "elastic3"])
 def test_checkpoints_of_deepspeed_give_what_its_own_script_gives(folder: str, tmp_path: Path) -> None:
     tag_dir = GOLDEN / folder / "global_step2"
@@ -532,6 +535,7 @@ def train_llama(directory: str) -> dict[str, torch.Tensor]:
     return weights
 
 
+@pytest.mark.support("Frameworks", "`from_pretrained` on exported weights", "exact", "tied embeddings too")
 def test_a_llama_with_tied_embeddings_loads_by_from_pretrained(tmp_path: Path) -> None:
     from transformers import LlamaForCausalLM
 

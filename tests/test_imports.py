@@ -21,7 +21,7 @@ LEVELS = [
     {"plan", "digest", "torchfile"},
     {"record", "picklegraph", "zip_records", "element_stats"},
     {"shard"},
-    {"checkpoint"},
+    {"checkpoint", "membership"},
     {"source", "rows", "census", "findings"},
     {"state", "forecast"},
     {"universal_cost"},
@@ -40,7 +40,7 @@ LEVELS = [
 ]
 """Modules and folders from the ground up; each imports only from levels below. "" is the package itself."""
 
-PURE = ("errors", "layout", "plan", "digest", "torchfile", "record", "shard", "checkpoint", "report",
+PURE = ("errors", "layout", "plan", "digest", "torchfile", "record", "shard", "checkpoint", "report", "membership",
         "executors/table", "executors/numpy_executor")  # fmt: skip
 KNOWS_DEEPSPEED = {"stage3", "testing"}
 

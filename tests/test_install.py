@@ -12,6 +12,7 @@ import pytest
 from zeroelastic.testing import RankPool
 
 
+@pytest.mark.core
 def test_uninstall_restores_every_attribute(rank_pool: RankPool) -> None:
     assert rank_pool.run(install_twice_and_uninstall, 1) == [[]]
 
@@ -52,6 +53,7 @@ def install_twice_and_uninstall() -> list[str]:
     ]
 
 
+@pytest.mark.core
 def test_signatures_are_kept(rank_pool: RankPool) -> None:
     """HF Trainer looks at save_checkpoint's parameters before it passes exclude_frozen_parameters."""
     assert rank_pool.run(signatures, 1)[0]
@@ -68,12 +70,17 @@ def signatures() -> bool:
     return all(inspect.signature(getattr(DeepSpeedEngine, name)) == sig for name, sig in before.items())
 
 
+@pytest.mark.support("Using it", "DeepSpeed below 0.18", "refused", "by `install()`, which changes nothing")
 def test_a_deepspeed_that_is_too_old_is_refused(rank_pool: RankPool) -> None:
     name, text, installed = rank_pool.run(install_on, 1, version="0.16.9")[0]
     assert (name, installed) == ("IncompatibleDeepSpeedError", False)
     assert "0.16.9" in text and "deepspeed>=0.18" in text
 
 
+@pytest.mark.support(
+    "Using it", "a DeepSpeed whose seams have changed", "refused", "by `install()`, naming the seam; nothing is changed"
+)
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("change", "named"),
     [
@@ -138,6 +145,9 @@ print("ran", sys.argv[1:], __name__, sys.path[0], file=open(sys.argv[1], "w"))
 """
 
 
+@pytest.mark.support(
+    "Using it", "`python -m zeroelastic.run`, scripts unchanged", "exact", "under `torchrun`, scripts and modules"
+)
 @pytest.mark.parametrize("module", [False, True])
 def test_launcher_runs_an_unchanged_script(tmp_path: Path, module: bool) -> None:
     script = tmp_path / "train_it.py"

@@ -26,6 +26,10 @@ def saves(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict
     return made
 
 
+@pytest.mark.support(
+    "Using it", "training with zeroelastic installed", "exact", "the same losses and states as without"
+)
+@pytest.mark.core
 def test_installing_does_not_change_training(saves: dict[str, tuple[Path, Outcome]]) -> None:
     states = [outcome.state for _, outcome in saves.values()]
     losses = [outcome.losses for _, outcome in saves.values()]
@@ -33,7 +37,8 @@ def test_installing_does_not_change_training(saves: dict[str, tuple[Path, Outcom
     assert losses[0] == losses[1] == losses[2]
 
 
-@pytest.mark.parametrize("elastic_flag", [False, True])
+@pytest.mark.support("Using it", "elastic checkpoints in stock DeepSpeed, at the same world size", "exact")
+@pytest.mark.parametrize("elastic_flag", [pytest.param(False, marks=pytest.mark.core), True])
 def test_stock_deepspeed_loads_an_elastic_file_at_the_same_world_size(
     rank_pool: RankPool, saves: dict[str, tuple[Path, Outcome]], elastic_flag: bool
 ) -> None:
@@ -45,6 +50,7 @@ def test_stock_deepspeed_loads_an_elastic_file_at_the_same_world_size(
     assert outcome.losses == pytest.approx(saved.losses, rel=LOSS_RTOL["bf16"])
 
 
+@pytest.mark.core
 def test_elastic_files_are_not_larger(saves: dict[str, tuple[Path, Outcome]]) -> None:
     elastic, stock = saves["elastic"][0] / "global_step3", saves["stock"][0] / "global_step3"
     num_params = 9
@@ -95,6 +101,7 @@ def _sum_of(model: torch.nn.Module) -> torch.Tensor:
     return torch.stack([param.sum() for param in model.parameters()]).mean()
 
 
+@pytest.mark.core
 def test_padding_is_zero_on_disk(saves: dict[str, tuple[Path, Outcome]]) -> None:
     for path in sorted((saves["elastic"][0] / "global_step3").glob("*optim_states.pt")):
         state = torch.load(path, weights_only=False)["optimizer_state_dict"]
@@ -119,6 +126,8 @@ def test_lean_tensors_share_the_storage_of_the_stock_ones(saves: dict[str, tuple
             assert all(t.untyped_storage().data_ptr() == stock[key].untyped_storage().data_ptr() for t in base[key])
 
 
+@pytest.mark.support("Using it", "`zero_to_fp32.py` on elastic checkpoints", "exact")
+@pytest.mark.core
 def test_zero_to_fp32_gives_the_trained_weights(
     rank_pool: RankPool, saves: dict[str, tuple[Path, Outcome]], tmp_path: Path
 ) -> None:
@@ -152,6 +161,7 @@ def full_masters(job: Job, directory: str) -> dict[str, torch.Tensor]:
     return {key.removeprefix("master/"): t for key, t in gather_state(engine).items() if key.startswith("master/")}
 
 
+@pytest.mark.support("Using it", "`ds_to_universal` on elastic checkpoints", "exact")
 def test_ds_to_universal_converts_an_elastic_checkpoint(
     rank_pool: RankPool, saves: dict[str, tuple[Path, Outcome]], tmp_path: Path
 ) -> None:
@@ -180,7 +190,8 @@ def test_ds_to_universal_converts_an_elastic_checkpoint(
         assert torch.equal(torch.as_tensor(left), torch.as_tensor(right)), key
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.support("Using it", "runs at stages 0, 1 and 2", "exact", "left to DeepSpeed")
+@pytest.mark.parametrize("stage", [0, 1, pytest.param(2, marks=pytest.mark.core)])
 def test_other_stages_are_as_without_us(rank_pool: RankPool, tmp_path: Path, stage: int) -> None:
     results = {
         installed: rank_pool.run(
@@ -208,6 +219,7 @@ def train_save_load(job: Job, directory: str) -> list[float]:
     return losses
 
 
+@pytest.mark.support("Using it", "Universal Checkpoints (`load_universal`)", "exact", "left to DeepSpeed")
 def test_universal_checkpoints_are_left_to_deepspeed(
     rank_pool: RankPool, saves: dict[str, tuple[Path, Outcome]], tmp_path: Path
 ) -> None:

@@ -43,8 +43,16 @@ def copied(source: Path, target: Path) -> Path:
     return target / "global_step3"
 
 
-@pytest.mark.parametrize("kind", ["optim_states", "model_states"])
-@pytest.mark.parametrize("format", ["elastic", "rigid"])
+@pytest.mark.support("Checkpoint engines and storage", "missing files", "refused", "all of them named")
+@pytest.mark.parametrize(
+    ("format", "kind"),
+    [
+        pytest.param("elastic", "optim_states", marks=pytest.mark.core),
+        ("elastic", "model_states"),
+        ("rigid", "optim_states"),
+        pytest.param("rigid", "model_states", marks=pytest.mark.core),
+    ],
+)
 def test_missing_shard(
     rank_pool: RankPool, request: pytest.FixtureRequest, tmp_path: Path, format: str, kind: str
 ) -> None:
@@ -55,6 +63,7 @@ def test_missing_shard(
     assert error == "MissingFileError" and f"zero_pp_rank_2_mp_rank_00_{kind}.pt" in text
 
 
+@pytest.mark.support("Checkpoint engines and storage", "missing files", "refused", "all of them named")
 def test_two_missing_shards_are_both_named(rank_pool: RankPool, elastic_save: Path, tmp_path: Path) -> None:
     tag = copied(elastic_save, tmp_path / "c")
     for rank in (1, 3):
@@ -63,6 +72,7 @@ def test_two_missing_shards_are_both_named(rank_pool: RankPool, elastic_save: Pa
     assert error == "MissingFileError" and "rank_1_" in text and "rank_3_" in text
 
 
+@pytest.mark.support("Checkpoint engines and storage", "files of two saves in one tag", "refused")
 @pytest.mark.parametrize("with_record", [True, False])
 def test_elastic_shards_of_two_saves(
     rank_pool: RankPool, elastic_save: Path, tmp_path: Path, with_record: bool
@@ -77,6 +87,8 @@ def test_elastic_shards_of_two_saves(
     assert error == "CheckpointError" and "two saves are mixed" in text
 
 
+@pytest.mark.support("Checkpoint engines and storage", "files of two saves in one tag", "refused")
+@pytest.mark.core
 def test_rigid_shards_of_two_steps(rank_pool: RankPool, rigid_save: Path, tmp_path: Path) -> None:
     rank_pool.run(train_and_save, 4, Job(elastic=False, installed=False), str(tmp_path / "o"), before=2, after=0)
     tag = copied(rigid_save, tmp_path / "c")
@@ -86,6 +98,7 @@ def test_rigid_shards_of_two_steps(rank_pool: RankPool, rigid_save: Path, tmp_pa
     assert error == "CheckpointError" and "two saves are mixed" in text and "step" in text
 
 
+@pytest.mark.support("Checkpoint engines and storage", "files of two saves in one tag", "refused")
 def test_shards_of_another_world_size(rank_pool: RankPool, rigid_save: Path, tmp_path: Path) -> None:
     rank_pool.run(train_and_save, 3, Job(elastic=False, installed=False), str(tmp_path / "o"), after=0)
     tag = copied(rigid_save, tmp_path / "c")
@@ -95,6 +108,7 @@ def test_shards_of_another_world_size(rank_pool: RankPool, rigid_save: Path, tmp
     assert error == "CheckpointError" and "two saves are mixed" in text
 
 
+@pytest.mark.support("Checkpoint engines and storage", "truncated files", "refused")
 @pytest.mark.parametrize("cut", [0.0, 0.3, 0.9, 0.999])
 @pytest.mark.parametrize("format", ["elastic", "rigid"])
 def test_truncated_shard(
@@ -108,6 +122,7 @@ def test_truncated_shard(
     assert error == "CheckpointError" and path.name in text
 
 
+@pytest.mark.core
 def test_every_layout_problem_is_listed(rank_pool: RankPool, elastic_save: Path) -> None:
     errors = rank_pool.run(attempt_other_model, 3, str(elastic_save), timeout=LIMIT_S)
     assert len(set(errors)) == 1
@@ -174,7 +189,8 @@ def test_frozen_parameter_that_was_trained(rank_pool: RankPool, elastic_save: Pa
     assert error == "LayoutMismatchError" and "adapter.weight" in text
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.support("Using it", "stage 1 and 2 checkpoints in a stage 3 run", "refused")
+@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.core)])
 def test_stage_1_and_2_checkpoints(rank_pool: RankPool, tmp_path: Path, stage: int) -> None:
     rank_pool.run(save_stage, 2, stage, str(tmp_path))
     error, text = refused(rank_pool, Job(), tmp_path)
@@ -206,6 +222,7 @@ def _edit(path: Path, change: Callable[[dict[str, object]], object]) -> None:
     path.write_text(json.dumps(record))
 
 
+@pytest.mark.support("Checkpoint engines and storage", "a damaged or newer commit record", "refused")
 @pytest.mark.parametrize("damage", RECORD_DAMAGE)
 def test_corrupt_commit_record(rank_pool: RankPool, elastic_save: Path, tmp_path: Path, damage: str) -> None:
     tag = copied(elastic_save, tmp_path / "c")
@@ -214,7 +231,10 @@ def test_corrupt_commit_record(rank_pool: RankPool, elastic_save: Path, tmp_path
     assert error in ("CheckpointError", "MissingFileError") and str(tag) in text
 
 
-@pytest.mark.parametrize("key", ["fp32", "exp_avg"])
+@pytest.mark.support(
+    "Checkpoint engines and storage", "changed bytes", "refused", "file, parameter and state key are named"
+)
+@pytest.mark.parametrize("key", ["fp32", pytest.param("exp_avg", marks=pytest.mark.core)])
 def test_damaged_payload_names_parameter_and_state(
     rank_pool: RankPool, elastic_save: Path, tmp_path: Path, key: str
 ) -> None:
@@ -243,6 +263,7 @@ def load_error(job: Job, directory: str) -> tuple[str, str]:
     return "", ""
 
 
+@pytest.mark.support("Using it", "unknown options of the `zeroelastic` block", "refused", "the known ones are named")
 @pytest.mark.parametrize(
     ("options", "named"),
     [({"verfiy": True}, "verfiy"), ({"verify": "sometimes"}, "verify"), ({"strict": 1}, "strict"), ([], "block")],
@@ -253,7 +274,7 @@ def test_misspelt_option(rank_pool: RankPool, options: object, named: str) -> No
     error, text = errors[0]
     assert error == "ConfigError" and named in text
     if named == "verfiy":
-        assert "executor, fsync, safe_load, strict, verify" in text
+        assert "executor, fsync, missing_state, safe_load, strict, verify" in text
 
 
 def build_error(job: Job) -> tuple[str, str]:
@@ -264,6 +285,10 @@ def build_error(job: Job) -> tuple[str, str]:
     return "", ""
 
 
+@pytest.mark.support(
+    "Using it", 'another global batch under `"strict": true`', "refused", "otherwise a loud line of the report"
+)
+@pytest.mark.core
 def test_changed_global_batch_is_loud_and_strict_refuses(rank_pool: RankPool, elastic_save: Path) -> None:
     job = Job().other(batch=60)
     reports = rank_pool.run(load_report, 3, job, str(elastic_save))
@@ -311,6 +336,13 @@ def fail_in_module_load(directory: str) -> None:
     build_engine(Job()).load_checkpoint(directory, custom_load_fn=load)
 
 
+@pytest.mark.support(
+    "Parameters",
+    "a trained parameter that no optimizer group has",
+    "refused",
+    "a rigid run at one world size is left to DeepSpeed",
+)
+@pytest.mark.core
 def test_unsupported_configuration_is_refused_by_name(rank_pool: RankPool, elastic_save: Path) -> None:
     errors = rank_pool.run(build_error, 2, Job(extra="orphan", config={"comment": 1}), timeout=LIMIT_S)
     assert errors[0] == ("", "")  # an extra layer alone is fine
@@ -318,6 +350,13 @@ def test_unsupported_configuration_is_refused_by_name(rank_pool: RankPool, elast
     assert len(set(errors)) == 1 and errors[0][0] == "UnsupportedError" and "down.bias" in errors[0][1]
 
 
+@pytest.mark.support(
+    "Parameters",
+    "a trained parameter that no optimizer group has",
+    "refused",
+    "a rigid run at one world size is left to DeepSpeed",
+)
+@pytest.mark.core
 def test_a_rigid_run_that_we_do_not_cover_is_left_to_deepspeed(rank_pool: RankPool, tmp_path: Path) -> None:
     """Saved and loaded at one size without the flag, it works as without us; at another size it is refused by name."""
     rank_pool.run(use_orphan, 2, str(tmp_path), save=True)

@@ -14,7 +14,7 @@ from training import Job, Outcome, build_engine, look, resume, sub_group_steps, 
 from zeroelastic.testing import RankError, RankPool, gather_state
 
 
-@pytest.fixture(scope="module", params=["elastic", "rigid"])
+@pytest.fixture(scope="module", params=[pytest.param("elastic", marks=pytest.mark.core), "rigid"])
 def save(request: pytest.FixtureRequest, rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Any:
     directory = str(tmp_path_factory.mktemp(request.param))
     job = Job(elastic=request.param == "elastic")
@@ -34,6 +34,7 @@ def pick(state: dict[str, Any], *prefixes: str) -> dict[str, Any]:
 WEIGHTS = ("weight/", "master/", "buffer/")
 
 
+@pytest.mark.support("Using it", "`load_optimizer_states=False`", "exact", "weights; the optimizer is the run's own")
 def test_without_optimizer_states_the_weights_are_exact_and_the_rest_is_the_runs(
     rank_pool: RankPool, save: tuple[str, Outcome]
 ) -> None:
@@ -51,6 +52,7 @@ def test_without_optimizer_states_the_weights_are_exact_and_the_rest_is_the_runs
     assert any("not asked for" in line for line in outcome.report.reset)
 
 
+@pytest.mark.support("Using it", "`load_module_only=True`", "exact", "weights and buffers, nothing else")
 def test_module_only_loads_the_trained_weights_and_nothing_else(rank_pool: RankPool, save: tuple[str, Outcome]) -> None:
     directory, saved = save
     job = Job().other()
@@ -61,6 +63,7 @@ def test_module_only_loads_the_trained_weights_and_nothing_else(rank_pool: RankP
     assert pick(outcome.state, *rest) == pick(fresh, *rest)
 
 
+@pytest.mark.support("Using it", "`load_lr_scheduler_states=False`", "exact", "all but the scheduler")
 def test_without_lr_scheduler_states(rank_pool: RankPool, save: tuple[str, Outcome]) -> None:
     directory, saved = save
     job = Job().other()
@@ -71,6 +74,7 @@ def test_without_lr_scheduler_states(rank_pool: RankPool, save: tuple[str, Outco
     assert pick(outcome.state, *everything_else) == pick(saved.state, *everything_else)
 
 
+@pytest.mark.support("Precision", "`load_from_fp32_weights: false`", "exact", "master weights are the 16-bit ones")
 @pytest.mark.parametrize("optimizer_states", [True, False])
 def test_load_from_fp32_weights_off_rounds_the_master_weights_to_16_bit(
     rank_pool: RankPool, save: tuple[str, Outcome], optimizer_states: bool
@@ -95,6 +99,8 @@ def masters_are_the_16_bit_weights(job: Job, directory: str, optimizer_states: b
     return all(torch.equal(state[key], state[f"weight/{key.removeprefix('master/')}"].float()) for key in masters)
 
 
+@pytest.mark.support("Parameters", "`exclude_frozen_parameters=True`", "exact", "the run's own frozen weights stay")
+@pytest.mark.core
 def test_frozen_parameters_can_be_left_out(rank_pool: RankPool, tmp_path: Path) -> None:
     saved = rank_pool.run(train_and_save, 4, Job(), str(tmp_path), exclude_frozen_parameters=True)[0]
     job = Job().other()
@@ -107,6 +113,8 @@ def test_frozen_parameters_can_be_left_out(rank_pool: RankPool, tmp_path: Path) 
     assert any("excluded from the save" in line for line in outcome.report.reset)
 
 
+@pytest.mark.support("Using it", "client state", "exact", "of the same rank; new ranks get that of rank 0")
+@pytest.mark.support("Using it", '`"safe_load": true`', "exact", "nothing is unpickled outside an allow-list")
 @pytest.mark.parametrize("safe_load", [False, True])
 def test_new_ranks_get_client_state_and_buffers_of_rank_0(
     rank_pool: RankPool, save: tuple[str, Outcome], safe_load: bool
@@ -118,6 +126,7 @@ def test_new_ranks_get_client_state_and_buffers_of_rank_0(
     assert all(pick(o.state, "buffer/") == pick(saved.state, "buffer/") for o in outcomes)
 
 
+@pytest.mark.support("Using it", "loading into a run that has trained", "exact")
 def test_loading_into_a_run_that_has_trained(rank_pool: RankPool, save: tuple[str, Outcome]) -> None:
     directory, saved = save
     states = rank_pool.run(train_then_load, 3, Job().other(), directory)
@@ -132,6 +141,8 @@ def train_then_load(job: Job, directory: str) -> dict[str, Any]:
     return look(engine)[0]
 
 
+@pytest.mark.support("Using it", "saving over a tag, and loading it again in one process", "exact")
+@pytest.mark.core
 def test_save_load_save_in_one_process(rank_pool: RankPool, tmp_path: Path) -> None:
     pairs = rank_pool.run(save_train_load, 3, Job(), str(tmp_path))
     assert all(before == after for before, after in pairs)
@@ -149,6 +160,8 @@ def save_train_load(job: Job, directory: str) -> tuple[dict[str, Any], dict[str,
     return before, look(engine)[0]
 
 
+@pytest.mark.support("Using it", "explicit `tag`, `save_latest=False`", "exact")
+@pytest.mark.core
 def test_explicit_tag_without_latest(rank_pool: RankPool, tmp_path: Path) -> None:
     job = Job()
     saved = rank_pool.run(train_and_save, 2, job, str(tmp_path), tag="mine", save_latest=False)[0]
@@ -157,6 +170,7 @@ def test_explicit_tag_without_latest(rank_pool: RankPool, tmp_path: Path) -> Non
     assert outcome.state == saved.state
 
 
+@pytest.mark.support("Using it", '`"verify"`: full, quick, off', "exact", "what was not verified is said")
 def test_verify_off_and_quick_say_so(rank_pool: RankPool, save: tuple[str, Outcome]) -> None:
     directory, saved = save
     for level in ("quick", "off", False):
@@ -166,6 +180,12 @@ def test_verify_off_and_quick_say_so(rank_pool: RankPool, save: tuple[str, Outco
         assert any("not verified" in note for note in outcome.report.notes)
 
 
+@pytest.mark.support(
+    "Precision",
+    "`bf16` checkpoint in an fp32 run",
+    "exact",
+    "master weights and optimizer state; frozen weights are cast",
+)
 def test_precision_can_change(rank_pool: RankPool, save: tuple[str, Outcome]) -> None:
     """bf16 to fp32: master weights and moments are fp32 in both, so they stay exact; frozen weights are cast."""
     directory, saved = save
@@ -176,7 +196,10 @@ def test_precision_can_change(rank_pool: RankPool, save: tuple[str, Outcome]) ->
     assert any("cast" in note for note in outcome.report.notes)
 
 
-@pytest.mark.parametrize("world_size", [1, 3, 4])
+@pytest.mark.support(
+    "Using it", "`optimizer.state_dict()` and `load_state_dict()`", "exact", "lists of all ranks' dicts"
+)
+@pytest.mark.parametrize("world_size", [1, pytest.param(3, marks=pytest.mark.core), 4])
 def test_state_dict_of_the_optimizer_loads_at_another_size(
     rank_pool: RankPool, tmp_path: Path, world_size: int
 ) -> None:
@@ -217,6 +240,10 @@ def test_state_dicts_with_other_groups_are_refused(rank_pool: RankPool, tmp_path
         rank_pool.run(load_state_dicts, 2, Job(), str(tmp_path), 2, swap_groups=True)
 
 
+@pytest.mark.support(
+    "Checkpoint engines and storage", "a save that fails", "refused", "the tag is not committed, `latest` stays"
+)
+@pytest.mark.core
 def test_a_save_that_fails_leaves_the_tag_uncommitted_and_latest_alone(rank_pool: RankPool, tmp_path: Path) -> None:
     """Overwriting a committed tag: from the first byte on it is not the tag that its record describes."""
     results = rank_pool.run(fail_second_save, 2, Job(), str(tmp_path))

@@ -15,6 +15,7 @@ def test_the_defaults_are_the_safe_ones(config):
     assert (options.verify, options.strict, options.safe_load, options.fsync, options.executor) == (
         "full", False, False, True, "auto",
     )  # fmt: skip
+    assert options.missing_state == "error"
 
 
 @pytest.mark.parametrize(
@@ -25,7 +26,10 @@ def test_verify_is_a_flag_or_a_word(value, want):
 
 
 def test_every_option_is_taken():
-    block = {"verify": "quick", "strict": True, "safe_load": True, "fsync": False, "executor": "numpy"}
+    block = {
+        "verify": "quick", "strict": True, "missing_state": "fresh", "safe_load": True, "fsync": False,
+        "executor": "numpy",
+    }  # fmt: skip
     assert parse_options({"zeroelastic": block}).model_dump() == block
 
 
@@ -40,6 +44,7 @@ def test_an_unknown_option_names_the_known_ones():
     [
         ("verify", "fully"), ("verify", 1), ("verify", None), ("strict", "yes"), ("strict", 1), ("strict", None),
         ("safe_load", "true"), ("fsync", 0), ("executor", "warp"), ("executor", None), ("executor", ["numpy"]),
+        ("missing_state", "zero"), ("missing_state", True),
     ],
 )  # fmt: skip
 def test_a_wrong_value_names_its_option(name, value):

@@ -642,6 +642,12 @@ def zeroelastic(*arguments: object, directory: Path) -> subprocess.CompletedProc
     )  # fmt: skip
 
 
+@pytest.mark.support(
+    "Checkpoint engines and storage",
+    "`s3://` sources on the command line",
+    "exact",
+    "read by range, written to this machine",
+)
 def test_the_command_line_reshards_from_s3(calm, checkpoints, tmp_path):
     local, url = checkpoints["elastic3"]
     for source, target in ((url, "from-s3"), (local, "from-disk")):

@@ -55,6 +55,21 @@ def make(root: Path, world_size: int, **options: Any) -> Any:
     return truth
 
 
+def test_optimizer_and_grad_scaler_are_carried_over(tmp_path):
+    make(tmp_path / "a", 2)
+    scaler = dict.fromkeys(("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"), 2)
+    for rank in range(2):
+        edit_optim(
+            tmp_path / "a" / "tag" / optim_name(rank),
+            lambda state: state["zeroelastic"].update(optimizer="torch.optim.adamw.AdamW", grad_scaler=scaler),
+        )
+    run(tmp_path / "a", tmp_path / "b", 3)
+    checkpoint = open_checkpoint(tmp_path / "b" / "tag")
+    for rank in range(3):
+        assert checkpoint.shard(rank).optimizer == "torch.optim.adamw.AdamW"
+        assert checkpoint.shard(rank).grad_scaler == scaler
+
+
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     saved=st.integers(1, 9),

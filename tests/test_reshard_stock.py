@@ -48,10 +48,13 @@ def run(src: Path, dst: Path, world_size: int, **options: Any) -> ReshardReport:
 STOCK = Job(elastic=False, installed=False)
 
 
+@pytest.mark.support(
+    "Using it", "`zeroelastic reshard`, then stock DeepSpeed", "exact", "to elastic or rigid files for any world size"
+)
 @pytest.mark.parametrize(
     ("job", "world_size", "to_world_size", "format"),
     [
-        (STOCK, 4, 3, "elastic"),
+        pytest.param(STOCK, 4, 3, "elastic", marks=pytest.mark.core),
         (STOCK, 1, 4, "rigid"),
         (STOCK, 8, 1, "elastic"),
         (STOCK, 2, 5, "elastic"),
@@ -86,6 +89,9 @@ def test_stock_deepspeed_resumes_it(
             assert got == pytest.approx(want, rel=LOSS_RTOL[job.precision])
 
 
+@pytest.mark.support(
+    "Using it", "`zeroelastic reshard`, then stock DeepSpeed", "exact", "to elastic or rigid files for any world size"
+)
 @pytest.mark.parametrize(
     ("elastic", "world_size", "to_world_size", "format"),
     [(False, 4, 3, "elastic"), (True, 3, 4, "rigid"), (False, 2, 1, "rigid")],

@@ -7,8 +7,9 @@ scheduler, loss scale, counters) and, separately, what DeepSpeed's safe_get_full
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,6 +21,9 @@ from zeroelastic.record import read_record
 from zeroelastic.testing import RankPool, compare_states, run_ranks
 
 WORLD_SIZES = (1, 2, 3, 4, 5, 6, 8)
+CORE_PAIRS = ((4, 3), (3, 5), (1, 2))
+
+support = pytest.mark.support
 
 
 @dataclass(frozen=True)
@@ -67,13 +71,31 @@ def check_resumed(saved: Saved, outcomes: list[Outcome], job: Job) -> None:
         assert outcome.report == outcomes[0].report
         assert outcome.client_state["note"] == "hello"
         steps, distinct = outcome.steps
-        assert distinct in (0, len(steps)), "sub-groups share one step tensor"
+        assert distinct in (0, sum(step is not None for step in steps)), "sub-groups share one step tensor"
         for got, want in zip(outcome.losses, saved.outcome.losses, strict=True):
             assert got == pytest.approx(want, rel=LOSS_RTOL[job.precision])
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.parametrize("save_world_size", WORLD_SIZES)
+def marked(cases: Iterable[object], core: Iterable[object]) -> list[object]:
+    """Cases of a parametrised test, those of the core suite marked; all of those must exist."""
+    cases, core = list(cases), list(core)
+    assert all(case in cases for case in core)
+    values = [case if isinstance(case, tuple) else (case,) for case in cases]
+    return [pytest.param(*v, marks=pytest.mark.core if c in core else ()) for c, v in zip(cases, values, strict=True)]
+
+
+@support("Using it", "elastic checkpoints, from N to M ranks", "exact", "all pairs of 1, 2, 3, 4, 5, 6 and 8")
+@support("Parameters", "several optimizer groups, each with its hyper-parameters", "exact")
+@support("Parameters", "tied parameters", "exact")
+@support("Parameters", "frozen parameters", "exact")
+@support("Parameters", "parameters smaller than the number of ranks", "exact")
+@support("Parameters", "buffers", "exact", "of the same rank; new ranks get those of rank 0")
+@support("Parameters", "`sub_group_size` that differs between save and load", "exact")
+@support("Optimizers", "torch AdamW", "exact")
+@support("Precision", "`bf16`", "exact")
+@pytest.mark.parametrize(
+    ("save_world_size", "world_size"), marked(itertools.product(WORLD_SIZES, WORLD_SIZES), CORE_PAIRS)
+)
 def test_elastic_resume_is_bit_exact(rank_pool: RankPool, saved: Saver, save_world_size: int, world_size: int) -> None:
     job = Job()
     checkpoint = saved(job, save_world_size)
@@ -87,7 +109,11 @@ def test_elastic_resume_is_bit_exact(rank_pool: RankPool, saved: Saver, save_wor
     assert report.root_matches and report.loaded_root == checkpoint.root
 
 
-@pytest.mark.parametrize(("save_world_size", "world_size"), [(4, 3), (3, 4), (2, 5), (6, 4), (8, 1), (1, 2), (4, 4)])
+@support("Using it", "rigid checkpoints that DeepSpeed alone saved", "exact")
+@pytest.mark.parametrize(
+    ("save_world_size", "world_size"),
+    marked([(4, 3), (3, 4), (2, 5), (6, 4), (8, 1), (1, 2), (4, 4)], [(4, 3), (3, 4)]),
+)
 def test_stock_rigid_checkpoint_resumes(
     rank_pool: RankPool, saved: Saver, save_world_size: int, world_size: int
 ) -> None:
@@ -101,6 +127,7 @@ def test_stock_rigid_checkpoint_resumes(
         assert report.format == "rigid" and report.root_matches is None and report.saved_root is None
 
 
+@support("Using it", "rigid checkpoints saved with zeroelastic", "exact", "with a commit record and a content root")
 def test_rigid_save_with_zeroelastic_has_a_commit_record(rank_pool: RankPool, saved: Saver) -> None:
     checkpoint = saved(Job(elastic=False), 4)
     outcomes = rank_pool.run(resume, 3, Job(elastic=False).other(), checkpoint.directory)
@@ -108,6 +135,7 @@ def test_rigid_save_with_zeroelastic_has_a_commit_record(rank_pool: RankPool, sa
     assert outcomes[0].report.root_matches
 
 
+@support("Using it", "the content root", "exact", "the same at every world size and in both formats")
 def test_content_root_is_the_same_at_every_world_size_and_in_both_formats(
     rank_pool: RankPool, saved: Saver, tmp_path: Path
 ) -> None:
@@ -141,11 +169,50 @@ VARIANTS = {
     "accumulation": Job(micro=2),
     "group_of_frozen_parameters": Job(groups=3),
 }
+SHOWS = {
+    "amsgrad": ("Optimizers", "torch AdamW, `amsgrad`"),
+    "sgd_momentum": ("Optimizers", "torch SGD with momentum"),
+    "plain_sgd": ("Optimizers", "optimizers without state", "torch SGD"),
+    "rmsprop": ("Optimizers", "torch RMSprop, with momentum, centered"),
+    "adagrad": ("Optimizers", "torch Adagrad", "one group: DeepSpeed itself fails with more"),
+    "cpu_adam": ("Optimizers", "DeepSpeedCPUAdam"),
+    "fp32": ("Precision", "fp32"),
+    "fp16": ("Precision", "`fp16`, dynamic loss scale"),
+    "one_sub_group": ("Parameters", "one sub-group, or one a parameter"),
+    "tiny_sub_groups": ("Parameters", "one sub-group, or one a parameter"),
+    "offload_optimizer": ("Offload", "`offload_optimizer: cpu`"),
+    "offload_both": ("Offload", "`offload_param: cpu`"),
+    "everything_persistent": ("Parameters", "persistent parameters", "any threshold"),
+    "nothing_persistent": ("Parameters", "persistent parameters", "any threshold"),
+    "accumulation": ("Using it", "gradient accumulation", "the global batch stays, or the report says so"),
+    "group_of_frozen_parameters": ("Parameters", "a group of frozen parameters alone"),
+}
+CORE_VARIANTS = {
+    "fp32-elastic",
+    "fp16-rigid",
+    "sgd_momentum-rigid",
+    "adagrad-elastic",
+    "offload_optimizer-rigid",
+    "offload_both-elastic",
+    "group_of_frozen_parameters-elastic",
+}
 PAIRS = ((4, 3), (2, 6), (3, 8), (6, 1), (1, 5), (5, 2), (8, 4), (3, 2), (4, 6))
 
 
-@pytest.mark.parametrize("elastic", [True, False], ids=["elastic", "rigid"])
-@pytest.mark.parametrize("name", VARIANTS)
+def variants() -> list[object]:
+    """Every variant in both formats, with the row that it shows."""
+    cases = []
+    for name, elastic in itertools.product(VARIANTS, (True, False)):
+        case = f"{name}-{'elastic' if elastic else 'rigid'}"
+        section, feature, *note = SHOWS.get(name, (None, None))
+        marks = [support(section, feature, "exact", *note)] if section else []
+        marks += [pytest.mark.core] if case in CORE_VARIANTS else []
+        cases.append(pytest.param(name, elastic, marks=marks, id=case))
+    assert {case.id for case in cases} >= CORE_VARIANTS and SHOWS.keys() <= VARIANTS.keys()
+    return cases
+
+
+@pytest.mark.parametrize(("name", "elastic"), variants())
 def test_variant_resumes_bit_exact(rank_pool: RankPool, saved: Saver, name: str, elastic: bool) -> None:
     """Each variant at two pairs of world sizes, which differ between variants so that together they cover all."""
     job = replace(VARIANTS[name], elastic=elastic)
@@ -161,7 +228,8 @@ def test_variant_resumes_bit_exact(rank_pool: RankPool, saved: Saver, name: str,
         assert outcomes[0].report.root_matches
 
 
-@pytest.mark.parametrize("elastic", [True, False], ids=["elastic", "rigid"])
+@support("Precision", "loss scale and skipped steps after an overflow", "exact")
+@pytest.mark.parametrize("elastic", marked([True, False], [False]), ids=["elastic", "rigid"])
 def test_fp16_after_an_overflow_keeps_scale_and_skipped_steps(rank_pool: RankPool, saved: Saver, elastic: bool) -> None:
     job = Job(precision="fp16", elastic=elastic, config={"fp16": {"initial_scale_power": 24, "hysteresis": 1}})
     checkpoint = saved(job, 4)
@@ -171,7 +239,8 @@ def test_fp16_after_an_overflow_keeps_scale_and_skipped_steps(rank_pool: RankPoo
     check_resumed(checkpoint, outcomes, job)
 
 
-@pytest.mark.parametrize("elastic", [True, False], ids=["elastic", "rigid"])
+@support("Using it", "checkpoints from before the first step", "exact")
+@pytest.mark.parametrize("elastic", marked([True, False], [True, False]), ids=["elastic", "rigid"])
 def test_checkpoint_from_before_the_first_step(rank_pool: RankPool, tmp_path: Path, elastic: bool) -> None:
     job = Job(elastic=elastic)
     outcome = rank_pool.run(train_and_save, 3, job, str(tmp_path), before=0)[0]
@@ -180,7 +249,8 @@ def test_checkpoint_from_before_the_first_step(rank_pool: RankPool, tmp_path: Pa
     assert not any(key.startswith("state/") for key in outcomes[0].state)
 
 
-@pytest.mark.parametrize("between", [3, 6, 1])
+@support("Using it", "there and back: 4 to M to 4 ranks", "exact", "every tensor of every file is the first one's")
+@pytest.mark.parametrize("between", marked([3, 6, 1], [3]))
 def test_there_and_back_gives_the_same_lean_tensors(
     rank_pool: RankPool, saved: Saver, tmp_path: Path, between: int
 ) -> None:

@@ -142,6 +142,34 @@ def test_state_that_is_none_is_a_scalar(tmp_path):
     assert opened(tmp_path).scalars[0]["momentum_buffer"] == ScalarValue("none", None)
 
 
+GRAD_SCALER = {"scale": 96.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 7, "_growth_tracker": 3}
+
+
+def test_optimizer_and_grad_scaler_of_an_elastic_file(tmp_path):
+    write_checkpoint(tmp_path, world_size=2)
+    assert (opened(tmp_path).optimizer, opened(tmp_path).grad_scaler) == (None, None)  # older files have neither
+    table = {"optimizer": "torch.optim.adamw.AdamW", "grad_scaler": GRAD_SCALER}
+    edit_optim(tmp_path / optim_name(0), lambda state: state["zeroelastic"].update(table))
+    assert (opened(tmp_path).optimizer, opened(tmp_path).grad_scaler) == (table["optimizer"], GRAD_SCALER)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("optimizer", 3),
+        ("grad_scaler", [1.0]),
+        ("grad_scaler", {"scale": 1.0}),
+        ("grad_scaler", GRAD_SCALER | {"more": 1}),
+        ("grad_scaler", GRAD_SCALER | {"scale": "1"}),
+    ],
+)
+def test_an_optimizer_or_a_grad_scaler_that_is_none(tmp_path, key, value):
+    write_checkpoint(tmp_path, world_size=2)
+    edit_optim(tmp_path / optim_name(0), lambda state: state["zeroelastic"].update({key: value}))
+    with pytest.raises(CheckpointError, match=f"{key}.* is damaged"):
+        opened(tmp_path)
+
+
 def test_an_unstepped_optimizer_has_only_weights(tmp_path):
     write_checkpoint(tmp_path, world_size=2, format="rigid")
     edit_optim(tmp_path / optim_name(0), lambda state: state["optimizer_state_dict"]["state"].clear())

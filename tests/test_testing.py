@@ -298,6 +298,23 @@ def test_a_variable_that_is_read_at_import_takes_effect_in_the_pool_too(rank_poo
     assert rank_pool.run(torch.get_num_threads, 1, env={"OMP_NUM_THREADS": "2"}) == [2]
 
 
+def test_what_a_library_sets_when_it_is_imported_does_not_end_forking(rank_pool, monkeypatch):
+    """deepspeed sets the first where it is imported, so also in the process of the tests; transformers the second."""
+    server = rank_pool.run(os.getppid, 1)
+    assert server != [os.getpid()]
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/nowhere")
+    assert rank_pool.run(os.getppid, 1) == server
+    names = ("PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_CACHE_DIR")
+    assert list(rank_pool.run(environment_of_rank, 1, *names)[0].values()) == ["1", "/nowhere"]
+
+
+def test_a_change_of_the_environment_that_ends_forking_is_said(rank_pool, monkeypatch):
+    monkeypatch.setenv("PYTHONHASHSEED", "3")
+    with pytest.warns(RuntimeWarning, match="from scratch, which is slow: PYTHONHASHSEED changed"):
+        assert rank_pool.run(os.getppid, 1) == [os.getpid()]
+
+
 def test_the_first_traceback_is_shown_and_peers_are_not_blamed(rank_pool):
     with pytest.raises(RankError) as info:
         rank_pool.run(fail_on_rank, 3, 1)

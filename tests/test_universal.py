@@ -124,6 +124,9 @@ def saves(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict
     return made
 
 
+@pytest.mark.support(
+    "Using it", "`zeroelastic convert` to Universal Checkpoint", "exact", "the files that `ds_to_universal` makes"
+)
 @pytest.mark.parametrize("name", ["elastic", "stock"])
 def test_stock_deepspeed_resumes_at_other_world_sizes(
     rank_pool: RankPool, saves: dict[str, tuple[Path, Outcome]], tmp_path: Path, name: str
@@ -273,7 +276,13 @@ def test_there_and_back_is_the_same_content(tmp_path_factory, saved, world_size,
     assert ours.parts[0].scalars == theirs.parts[0].scalars
 
 
-@pytest.mark.parametrize("by", ["deepspeed", "us"])
+@pytest.mark.support(
+    "Using it",
+    "`zeroelastic convert` from Universal Checkpoint",
+    "exact",
+    "to elastic or rigid files for any world size",
+)
+@pytest.mark.parametrize("by", ["deepspeed", pytest.param("us", marks=pytest.mark.core)])
 def test_universal_checkpoints_become_what_reshard_makes_and_resume(
     rank_pool: RankPool, saves: dict[str, tuple[Path, Outcome]], tmp_path: Path, by: str
 ) -> None:

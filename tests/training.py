@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from optimizers import OTHER_OPTIMIZERS
 
 GLOBAL_BATCH = 120  # divisible by 1, 2, 3, 4, 5, 6 and 8
 VOCABULARY = 50
@@ -118,6 +119,8 @@ def build_optimizer(job: Job, model: torch.nn.Module) -> torch.optim.Optimizer:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
         return DeepSpeedCPUAdam(groups)
+    if job.optimizer in OTHER_OPTIMIZERS:
+        return OTHER_OPTIMIZERS[job.optimizer](groups)
     make = {
         "adamw": lambda: torch.optim.AdamW(groups, betas=(0.8, 0.95)),
         "amsgrad": lambda: torch.optim.AdamW(groups, amsgrad=True),

@@ -19,6 +19,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import copysign
 from typing import Protocol
 
 import numpy as np
@@ -151,6 +152,12 @@ class ScalarValue:
         """One text per distinct value; floats by their exact bits."""
         value = float(self.value).hex() if isinstance(self.value, float) else repr(self.value)
         return f"{self.kind}:{value}"
+
+    def number(self) -> str:
+        """One text per numeric value, whatever it is kept as: 3 and a float32 tensor of 3.0 are the same number."""
+        if isinstance(self.value, float) and self.value.is_integer() and (self.value or copysign(1.0, self.value) > 0):
+            return repr(int(self.value))
+        return self.canonical().partition(":")[2]
 
 
 @dataclass(frozen=True, slots=True)

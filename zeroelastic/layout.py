@@ -13,7 +13,7 @@ mirrored: it books the whole padding on the last rank, which is wrong for parame
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -86,6 +86,20 @@ class Layout:
     def index(self) -> dict[str, int]:
         """Position of each parameter by name."""
         return {param.name: i for i, param in enumerate(self.params)}
+
+    def only(self, names: Collection[str]) -> Layout:
+        """The same buffers with the parameters that are named alone: a plan for it leaves the others untouched."""
+        if all(param.name in names for param in self.params):
+            return self
+        keep = np.array([i for i, param in enumerate(self.params) if param.name in names], dtype=np.int64)
+        return Layout(
+            world_size=self.world_size,
+            params=tuple(self.params[i] for i in keep.tolist()),
+            numel=self.numel[keep],
+            sub_group=self.sub_group[keep],
+            offset=self.offset[keep],
+            sub_group_numel=self.sub_group_numel,
+        )
 
 
 def layout_from_sub_groups(sub_groups: Sequence[Sequence[Param]], world_size: int) -> Layout:

@@ -28,7 +28,7 @@ from zeroelastic.picklegraph import (
     torch_size,
 )
 from zeroelastic.record import CheckpointFormat
-from zeroelastic.shard import ELASTIC_VERSION, FP32, FROZEN, configured_batch, scalar_bytes
+from zeroelastic.shard import CARRIED, ELASTIC_VERSION, FP32, FROZEN, configured_batch, scalar_bytes
 from zeroelastic.state import SavedPart, SavedState
 from zeroelastic.storage import FilePath
 
@@ -362,6 +362,7 @@ def _optim_root(
             ],
             "digests": tensor(digests, 0, (layout.num_params,)),
             "param_groups": [{**group.options, "params": list(group.params)} for group in source.groups],
+            **{key: value for key in CARRIED if (value := entry(inner, "zeroelastic", key)) is not None},
         }
     return {**source.optim_root, "optimizer_state_dict": state}
 

@@ -14,7 +14,7 @@ class ResumeReport:
     padding excluded; ``bytes_read`` the payload read for it; ``header_bytes`` what was read besides (zip directories,
     pickles, scalars, the module states file, the commit record). ``saved_root`` is None without a commit record and
     ``root_matches`` is None when it was not verified, with the reason in ``notes``, and never False: a
-    difference is an error.
+    difference is an error. ``changed`` names what the save and the run do not have in common, and what became of it.
     """
 
     path: str
@@ -34,6 +34,7 @@ class ResumeReport:
     rederived: tuple[str, ...]
     reset: tuple[str, ...]
     notes: tuple[str, ...]
+    changed: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, object]:
         """The report as plain JSON values."""
@@ -57,6 +58,7 @@ class ResumeReport:
             ("exact", self.exact),
             ("re-derived", self.rederived),
             ("not restored", self.reset),
+            ("changed since the save", self.changed),
             ("note", self.notes),
         ):
             if items:

@@ -27,6 +27,12 @@ FROZEN = "frozen"
 
 ELASTIC_VERSION = 1
 
+CARRIED = ("optimizer", "grad_scaler")
+"""Keys of the zeroelastic table that are the same in every file of a save, at every world size."""
+
+GRAD_SCALER = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
+"""What the state of torch's GradScaler holds."""
+
 _MAX_OPTION_DEPTH = 3
 _MAX_OPTION_ITEMS = 1024
 _MAX_NUMEL = 1 << 60
@@ -73,7 +79,8 @@ class Shard:
     Invariants: every flat buffer and lean tensor has exactly the size that the layout implies, and every extent lies
     inside its file. ``tensor_keys[i]`` and ``scalars[i]`` belong to sub-group i; ``tensor_keys`` includes "fp32".
     ``digests`` is where the file keeps, for each parameter, the sum over its state keys of the partial digests of this
-    shard's own part (int64); only elastic files that a save wrote have it.
+    shard's own part (int64); only elastic files that a save wrote have it. Elastic files alone say the class of the
+    ``optimizer`` and, under fp16 autocast, the state of torch's ``grad_scaler``.
     """
 
     path: FilePath
@@ -91,6 +98,8 @@ class Shard:
     ds_config: Mapping[str, object]
     train_batch_size: int | None
     header_bytes: int
+    optimizer: str | None = None
+    grad_scaler: Mapping[str, OptionValue] | None = None
 
 
 def open_shard(
@@ -215,7 +224,15 @@ class _ShardReader:
             if not isinstance(group, dict) or not isinstance(names, list) or not all(isinstance(n, str) for n in names):
                 raise self.fail(f"optimizer group {g} is not a group")
             groups.append(ParamGroup(self._options(group, f"optimizer group {g}"), tuple(names)))
-        batch = meta.get("train_batch_size")
+        batch, optimizer, scaler = (meta.get(key) for key in ("train_batch_size", *CARRIED))
+        if not isinstance(optimizer, (str, type(None))):
+            raise self.fail(f"names an optimizer {reprlib.repr(optimizer)}")
+        if scaler is not None and (
+            not isinstance(scaler, dict)
+            or scaler.keys() != GRAD_SCALER
+            or not all(isinstance(value, (int, float)) for value in scaler.values())
+        ):
+            raise self.fail(f"has a grad_scaler {reprlib.repr(scaler)}")
         return self._shard(
             "elastic",
             save_id,
@@ -226,6 +243,8 @@ class _ShardReader:
             config,
             batch if type(batch) is int else None,
             self._digests(meta, layout),
+            optimizer,
+            None if scaler is None else self._options(scaler, CARRIED[1]),
         )
 
     def _elastic_params(self, meta: Mapping[str, object]) -> list[list[Param]]:
@@ -312,6 +331,8 @@ class _ShardReader:
         config: object,
         train_batch_size: int | None = None,
         digests: Extent | None = None,
+        optimizer: str | None = None,
+        grad_scaler: Mapping[str, OptionValue] | None = None,
     ) -> Shard:
         members = [np.flatnonzero(layout.sub_group == i) for i in range(layout.num_sub_groups)]
         owned = layout.owned(self.rank)[1]
@@ -365,6 +386,8 @@ class _ShardReader:
             ds_config={str(k): v for k, v in config.items()} if isinstance(config, dict) else {},
             train_batch_size=train_batch_size,
             header_bytes=self.file.header_bytes,
+            optimizer=optimizer,
+            grad_scaler=grad_scaler,
         )
 
     def _lean(self, tensors: list[object], owned: Int64Array, where: str) -> tuple[Int64Array, str]:

@@ -198,7 +198,8 @@ def shard_facts(shard: Shard) -> dict[str, str]:
         "hyper-parameters": repr([(sorted(g.options.items()), g.params) for g in shard.groups]),
         "optimizer state keys": repr(shard.tensor_keys),
         "step and other scalars": repr([sorted((k, v.canonical()) for k, v in s.items()) for s in shard.scalars]),
-        "loss scale": repr(shard.scaler),
+        "loss scale": repr((shard.scaler, shard.grad_scaler)),
+        "optimizer": repr(shard.optimizer),
         "dtypes": repr([(key, sorted(pieces.dtype.items())) for key, pieces in sorted(shard.pieces.items())]),
     }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
@@ -137,7 +137,8 @@ def differences(
 ) -> list[tuple[str, str]]:
     """Every tensor and scalar in which two lists of contents differ, as (parameter, state key).
 
-    ``weights_only`` compares master weights and frozen parameters alone.
+    Scalars are compared as numbers: optimizers differ in what they keep a step as. ``weights_only`` compares master
+    weights and frozen parameters alone.
     """
     found: list[tuple[str, str]] = []
     others = {content.param.name: content for content in live}
@@ -152,9 +153,26 @@ def differences(
         found += [
             (name, key)
             for key, value in sorted(scalars.items())
-            if key not in other.scalars or other.scalars[key].canonical() != value.canonical()
+            if key not in other.scalars or other.scalars[key].number() != value.number()
         ]
     return found
+
+
+def with_saved_kinds(live: Collection[ParamContent], saved: Collection[ParamContent]) -> list[ParamContent]:
+    """Live contents with scalars written as they were saved, where they are the same number."""
+    kept = {content.param.name: content.scalars for content in saved}
+    return [
+        replace(
+            content,
+            scalars={
+                key: other
+                if (other := kept.get(content.param.name, {}).get(key)) and other.number() == value.number()
+                else value
+                for key, value in content.scalars.items()
+            },
+        )
+        for content in live
+    ]
 
 
 def _dtype_name(tensor: torch.Tensor) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -57,13 +57,15 @@ class Target:
 class Filled:
     """What filling cost, and the digests of what was cast on the way: {(parameter, key): partial digest}.
 
-    ``cast_digests`` has the same keys on every rank; 0 where the rank owns nothing of a parameter.
+    ``cast_digests`` has the same keys on every rank; 0 where the rank owns nothing of a parameter. So has
+    ``moved_digests``, of what the save has as trained and the run as frozen, or the other way.
     """
 
     bytes_read: int
     bytes_owned: int
     files: tuple[FilePath, ...]
     cast_digests: Mapping[tuple[str, str], int]
+    moved_digests: Mapping[tuple[str, str], int] = field(default_factory=dict)
 
 
 def fill(

@@ -51,6 +51,18 @@ class LiveState:
         state: MutableMapping[str, StateValue] = self.optimizer.optimizer.state.get(flat, {})
         return state
 
+    def stepper(self, sub_group: int) -> torch.optim.Optimizer:
+        """The optimizer that steps a sub-group: Muon leaves those that are not its own to an Adam, if it has one."""
+        optimizer: torch.optim.Optimizer = self.optimizer.optimizer
+        aux: torch.optim.Optimizer | None = getattr(optimizer, "aux_optimizer", None)
+        return optimizer if aux is None or self.group(sub_group).get("use_muon", True) else aux
+
+    def group(self, sub_group: int) -> MutableMapping[str, object]:
+        """The optimizer group that a sub-group belongs to, live."""
+        number = self.optimizer.sub_group_to_group_id[sub_group]
+        group: MutableMapping[str, object] = self.optimizer.optimizer.param_groups[number]
+        return group
+
     def split_state(self, sub_group: int) -> tuple[dict[str, torch.Tensor], dict[str, ScalarValue]]:
         """Tensors shaped like the flat buffer, and replicated scalars. Raises UnsupportedError for anything else."""
         shape = self.fp32(sub_group).shape
@@ -60,7 +72,8 @@ class LiveState:
             if isinstance(value, torch.Tensor) and value.shape == shape and value.is_contiguous():
                 tensors[key] = value.detach()
             else:
-                scalars[key] = scalar_value(value, f"optimizer state {key!r} of sub-group {sub_group}")
+                where = f"{type(self.stepper(sub_group)).__name__}'s optimizer state {key!r} of sub-group {sub_group}"
+                scalars[key] = scalar_value(value, where)
         return tensors, scalars
 
     def padding(self, sub_group: int) -> Iterator[slice]:
@@ -112,6 +125,7 @@ def read_live(optimizer: DeepSpeedZeroOptimizer_Stage3, param_names: Mapping[tor
         raise UnsupportedError(
             "DeepSpeed places this model's parameters in another way than ZeRO-3's ceil split (is ZenFlow on?)."
         )
+    share_muon_momentum(optimizer)
     frozen: list[Param] = []
     tensors: list[torch.Tensor] = []
     for param in optimizer.module.parameters():
@@ -151,6 +165,17 @@ def _check_partition_group(param: torch.nn.Parameter, name: str, rank: int, worl
     )
 
 
+def share_muon_momentum(optimizer: DeepSpeedZeroOptimizer_Stage3) -> None:
+    """Let the optimizer state hold the momentum that Muon goes on from, where that is kept outside of it.
+
+    Under ``save_muon_momentum_buffer_in_memory`` DeepSpeed steps with a buffer of its own, and puts it into the state
+    at each step; a stock load replaces what is in the state alone.
+    """
+    buffers: Mapping[int, torch.Tensor] = getattr(optimizer, "muon_momentum_buffer_partitioned_groups_flat", None) or {}
+    for i, buffer in buffers.items():
+        optimizer.optimizer.state[optimizer.fp32_partitioned_groups_flat[i]]["momentum_buffer"] = buffer
+
+
 def _param(param: torch.nn.Parameter, names: Mapping[torch.nn.Parameter, str]) -> Param:
     name = names.get(param)
     if name is None or not hasattr(param, "ds_id"):
@@ -168,10 +193,6 @@ def refuse_unsupported(optimizer: DeepSpeedZeroOptimizer_Stage3, engine: object)
     if getattr(optimizer, "offload_optimizer", False) and getattr(optimizer, "partial_offload", 1.0) != 1.0:
         problems.append(f"partial optimizer offload (ratio {optimizer.partial_offload})")
     problems += uncovered_topology(optimizer, engine)
-    if getattr(optimizer, "use_muon", False) and getattr(optimizer, "save_muon_momentum_buffer_in_memory", False):
-        problems.append("Muon with save_muon_momentum_buffer_in_memory")
-    if getattr(optimizer, "torch_autocast_gradscaler", None):
-        problems.append("fp16 torch autocast (its GradScaler is saved nowhere)")
     if any(getattr(t, "ds_quant_scale", None) is not None for t in _ds_tensors(optimizer)):
         problems.append("zero_quantized_nontrainable_weights")
     if getattr(optimizer, "offloaded_states", None):

@@ -6,7 +6,7 @@ import copy
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,13 +20,18 @@ from zeroelastic.agree import gather, settle
 from zeroelastic.digest import ScalarValue
 from zeroelastic.errors import CheckpointError, UnsafePickleError
 from zeroelastic.report import ResumeReport
-from zeroelastic.shard import FP32, FROZEN, OptionValue, ScalerState
+from zeroelastic.shard import FP32, FROZEN, OptionValue
 from zeroelastic.stage3.fill import Filled, Target, fill
 from zeroelastic.stage3.live import LiveState, read_live
+from zeroelastic.stage3.module_keys import ModuleKeys
+from zeroelastic.stage3.moved import changes, clear_fresh, fill_moved, fresh_state, join
+from zeroelastic.stage3.optimizers import SavedGroup, changed_class, options_to_set, state_dtype
 from zeroelastic.stage3.options import Options
+from zeroelastic.stage3.precision import restore_scales
 from zeroelastic.stage3.proof import Proof, prove
-from zeroelastic.stage3.survey import Survey, check_batch
-from zeroelastic.torchfile import DTYPE_BYTES, DType
+from zeroelastic.stage3.schedule import rearranged
+from zeroelastic.stage3.survey import Survey, check_batch, saved_groups
+from zeroelastic.torchfile import DTYPE_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -55,15 +60,17 @@ def load(
     options: Options,
     wanted: Wanted,
     load_module: Callable[[], tuple[Any, Any]],
+    keys: ModuleKeys,
     began: float,
 ) -> tuple[tuple[Any, Any], ResumeReport]:
     """Fill the engine from a surveyed checkpoint. Collective.
 
     ``load_module`` runs DeepSpeed's own ``_load_checkpoint`` (module, counters, scheduler, client state) on the file
-    that ``model_states_reader`` serves; ``began`` is when the whole load did (``time.perf_counter``). Returns its
-    result and the report. Raises the same error on every rank.
+    that ``model_states_reader`` serves, and leaves in ``keys`` what the module finds missing; ``began`` is when the
+    whole load did (``time.perf_counter``). Returns its result and the report. Raises the same error on every rank.
     """
     notes: list[str] = []
+    reset: list[str] = []
     micro = engine.train_micro_batch_size_per_gpu() * engine.gradient_accumulation_steps()
     copies = engine.train_batch_size() // micro  # of the model: ranks that share a sequence take one batch
     batch = check_batch(found.train_batch_size, engine.train_batch_size(), copies, strict=options.strict)
@@ -77,8 +84,8 @@ def load(
     live = read_live(optimizer, engine.param_names)
 
     def fill_and_restore() -> Filled:
-        filled = _fill(live, found, options, wanted)
-        _restore(engine, live, found, wanted, notes)
+        filled = _fill(live, found, options, wanted, notes)
+        _restore(engine, live, found, wanted, notes, reset)
         return filled
 
     filled = settle(fill_and_restore)
@@ -93,7 +100,8 @@ def load(
         weights_only=wanted.weights_only,
         from_16_bit=not engine.zero_load_from_fp32_weights(),
     )
-    report = _report(engine, live, found, filled, proof, tag_dir, wanted, notes, began)
+    changed = changes(live, found, keys, weights_only=wanted.weights_only)
+    report = _report(engine, live, found, filled, proof, tag_dir, wanted, notes, reset, changed, began)
     return outcome, report
 
 
@@ -119,45 +127,69 @@ def _lost_micro_batches(engine: Any, found: Survey) -> list[str]:
     return notes
 
 
-def _fill(live: LiveState, found: Survey, options: Options, wanted: Wanted) -> Filled:
-    """Master weights, optimizer tensors and frozen parameters, in place."""
+def _fill(live: LiveState, found: Survey, options: Options, wanted: Wanted, notes: list[str]) -> Filled:
+    """Master weights, optimizer tensors and frozen parameters, in place; notes what is cast."""
     targets: list[Target] = []
-    index = found.head.layout.index()
-    for i, keys in enumerate(found.tensor_keys):
-        first = live.layout.params[int(np.argmax(live.layout.sub_group == i))].name
-        source = int(found.head.layout.sub_group[index[first]])
+    for i, (keys, source) in enumerate(zip(found.tensor_keys, found.state_sources, strict=True)):
+        if source is None:
+            if not wanted.weights_only:
+                fresh_state(live, i)
+            continue
         for key in keys:
             dtype = found.head.pieces[key].dtype[source]
-            targets.append(Target(key, i, destination(live, i, key, getattr(torch, dtype)), dtype))
+            kept = state_dtype(live.stepper(i), live.group(i), key, live.fp32(i).dtype) or getattr(torch, dtype)
+            targets.append(Target(key, i, destination(live, i, key, kept), dtype))
         if not wanted.weights_only:
             drop_state(live, i, keep=(*keys, *found.scalars[i]))
+    if not wanted.weights_only:
+        rebind_muon_momentum(live)
+    notes += _casts(targets)
     pieces = {rank: shard.pieces for rank, shard in found.shards.items()}
     filled = fill(found.plan, pieces, targets, executor=options.executor)
+    moved = fill_moved(live, found, options)
     for i in range(live.layout.num_sub_groups):
+        if not wanted.weights_only and found.state_sources[i] is not None:
+            clear_fresh(live, found, i)
         tensors, _ = ({}, {}) if wanted.weights_only else live.split_state(i)
         for gap in live.padding(i):
             for flat in (live.fp32(i), *tensors.values()):
                 flat[gap].zero_()
-    if found.frozen_plan is None:
-        return filled
-    assert found.model.frozen_pieces is not None
-    index = found.frozen_plan.src.index()
-    frozen_targets = [
-        Target(FROZEN, p, tensor.view(-1), found.model.frozen_pieces.dtype[index[live.frozen.params[p].name]])
-        for p, tensor in enumerate(live.frozen_tensors)
-        if tensor.numel()
-    ]
-    frozen_pieces = {rank: {FROZEN: piece} for rank, piece in found.frozen_pieces.items()}
-    frozen = fill(found.frozen_plan, frozen_pieces, frozen_targets, executor=options.executor)
+    frozen: list[Filled] = []
+    if found.frozen_plan is not None:
+        plan = found.frozen_plan
+        assert found.model.frozen_pieces is not None
+        index = plan.src.index()
+        frozen_targets = [
+            Target(FROZEN, p, live.frozen_tensors[p].view(-1), found.model.frozen_pieces.dtype[index[param.name]])
+            for p, param in zip(plan.dst.sub_group.tolist(), plan.dst.params, strict=True)
+            if live.frozen_tensors[p].numel()
+        ]
+        notes += _casts(frozen_targets)
+        frozen_pieces = {rank: {FROZEN: piece} for rank, piece in found.frozen_pieces.items()}
+        frozen.append(fill(plan, frozen_pieces, frozen_targets, executor=options.executor))
     owned = live.frozen.owned(live.rank)[1]
     for p, tensor in enumerate(live.frozen_tensors):
         tensor.view(-1)[int(owned[p]) :].zero_()
-    return Filled(
-        bytes_read=filled.bytes_read + frozen.bytes_read,
-        bytes_owned=filled.bytes_owned + frozen.bytes_owned,
-        files=tuple(dict.fromkeys((*filled.files, *frozen.files))),
-        cast_digests={**filled.cast_digests, **frozen.cast_digests},
-    )
+    return join([filled, moved, *frozen])
+
+
+def _casts(targets: Sequence[Target]) -> list[str]:
+    """A sentence for each kind of tensor that is not kept in the dtype that it was saved in."""
+    names = {FP32: "master weights", FROZEN: "frozen parameters"}
+    casts = {(names.get(t.key, t.key), t.dtype, str(t.tensor.dtype).removeprefix("torch.")) for t in targets if t.cast}
+    return [f"{what}: cast from {saved} to {live}" for what, saved, live in sorted(casts)]
+
+
+def rebind_muon_momentum(live: LiveState) -> None:
+    """Let Muon step with the momentum that the state now holds, where DeepSpeed keeps it outside of the state too."""
+    optimizer = live.optimizer
+    buffers = getattr(optimizer, "muon_momentum_buffer_partitioned_groups_flat", None) or {}
+    for i, buffer in list(buffers.items()):
+        state = optimizer.optimizer.state[optimizer.fp32_partitioned_groups_flat[i]]
+        held = state.setdefault("momentum_buffer", torch.zeros_like(buffer))
+        if held is not buffer:
+            held.swappable, held.ds_id = getattr(buffer, "swappable", False), getattr(buffer, "ds_id", None)
+            buffers[i] = held
 
 
 def destination(live: LiveState, sub_group: int, key: str, dtype: torch.dtype) -> torch.Tensor:
@@ -186,23 +218,18 @@ def drop_state(live: LiveState, sub_group: int, *, keep: tuple[str, ...]) -> Non
         live.optimizer.optimizer.state.pop(owner)
 
 
-def _restore(engine: Any, live: LiveState, found: Survey, wanted: Wanted, notes: list[str]) -> None:
+def _restore(engine: Any, live: LiveState, found: Survey, wanted: Wanted, notes: list[str], reset: list[str]) -> None:
     """Scalars, hyper-parameters and loss scale, then the 16-bit weights from the master weights."""
     optimizer = live.optimizer
     if not wanted.weights_only:
         for i, scalars in enumerate(found.scalars):
             for key, value in scalars.items():
-                set_scalar(live, i, key, _live_value(value))
-        for live_group, saved in zip(optimizer.optimizer.param_groups, found.head.groups, strict=True):
-            for option, choice in saved.options.items():
-                set_option(live_group, option, choice)
-        if _precision(found.head.ds_config) == _precision(engine._config._param_dict):
-            _set_scaler(optimizer, found.head.scaler)
-        else:
-            notes.append(
-                f"saved with {_precision(found.head.ds_config)}, running with "
-                f"{_precision(engine._config._param_dict)}: the loss scale is the run's own"
-            )
+                set_scalar(live, i, key, live_value(value))
+        notes += _converted(found)
+        notes += set_groups(live, _sources(found))
+        said, lost = restore_scales(optimizer, found.head, engine._config._param_dict)
+        notes += said
+        reset += lost
     finish_weights(live, from_16_bit=not engine.zero_load_from_fp32_weights())
 
 
@@ -240,7 +267,51 @@ def set_scalar(live: LiveState, sub_group: int, key: str, value: object) -> None
     state[key] = value.detach().clone().to(owner.device if on_device else "cpu")
 
 
-def _live_value(value: ScalarValue) -> object:
+def _sources(found: Survey) -> list[SavedGroup | None]:
+    """The saved group that each live one takes its hyper-parameters from; None for those that keep their own."""
+    groups = saved_groups(found.head)
+    return [None if match.source is None else groups[match.source] for match in found.membership.groups]
+
+
+def set_groups(live: LiveState, groups: Sequence[SavedGroup | None]) -> list[str]:
+    """Set the hyper-parameters of every group that takes saved ones; what differs from them comes back as sentences."""
+    optimizer = live.optimizer.optimizer
+    notes: dict[str, None] = {}
+    for saved, group in zip(groups, optimizer.param_groups, strict=True):
+        if saved is None:
+            continue
+        changed = changed_class(saved, optimizer)
+        taken, left, own = options_to_set(saved, optimizer, group)
+        for option, choice in taken.items():
+            set_option(group, option, choice)
+        for note in (
+            changed,
+            f"hyper-parameters of the checkpoint that this optimizer does not have: {', '.join(left)}"
+            if left
+            else None,
+            f"hyper-parameters that are the run's own: {', '.join(own)}" if own else None,
+        ):
+            if note is not None:
+                notes[note] = None
+    return list(notes)
+
+
+def _converted(found: Survey) -> list[str]:
+    """A sentence for each scalar that the run's optimizer keeps in another form than the saved one did."""
+    saved = {(key, value.kind) for entry in found.head.scalars for key, value in entry.items()}
+    live = {(key, value.kind) for entry in found.scalars for key, value in entry.items()}
+    return [
+        f"{key}: the same number, as {_kind_name(kind)} here and as "
+        f"{' or '.join(sorted(_kind_name(other) for name, other in saved if name == key))} in the checkpoint"
+        for key, kind in sorted(live - saved)
+    ]
+
+
+def _kind_name(kind: str) -> str:
+    return f"a Python {kind.removeprefix('py')}" if kind.startswith("py") else f"a {kind} tensor"
+
+
+def live_value(value: ScalarValue) -> object:
     dtype = getattr(torch, value.kind, None)
     return torch.tensor(value.value, dtype=dtype) if isinstance(dtype, torch.dtype) else value.value
 
@@ -256,26 +327,6 @@ def set_option(group: dict[str, Any], option: str, value: OptionValue) -> None:
         group[option] = value
 
 
-def _set_scaler(optimizer: Any, saved: ScalerState | None) -> None:
-    if saved is None:
-        return
-    kind = getattr(ds_loss_scaler, saved.class_name)
-    scaler = optimizer.loss_scaler if type(optimizer.loss_scaler) is kind else kind.__new__(kind)
-    for key, value in saved.attributes.items():
-        setattr(scaler, key, getattr(torch, value.name) if isinstance(value, DType) else value)
-    optimizer.loss_scaler = scaler
-    optimizer.dynamic_loss_scale = saved.dynamic
-    optimizer.overflow = saved.overflow
-
-
-def _precision(config: Mapping[str, Any]) -> str:
-    for name, key in (("bf16", "bf16"), ("bf16", "bfloat16"), ("fp16", "fp16")):
-        block = config.get(key)
-        if isinstance(block, Mapping) and block.get("enabled"):
-            return name
-    return "fp32"
-
-
 def _report(
     engine: Any,
     live: LiveState,
@@ -285,6 +336,8 @@ def _report(
     tag_dir: Path,
     wanted: Wanted,
     notes: list[str],
+    lost: list[str],
+    changed: tuple[str, ...],
     began: float,
 ) -> ResumeReport:
     checkpoint = found.checkpoint
@@ -318,8 +371,9 @@ def _report(
         root_matches=proof.matches,
         exact=exact,
         rederived=rederived,
-        reset=reset,
+        reset=(*reset, *lost),
         notes=tuple(notes),
+        changed=changed,
     )
 
 
@@ -337,7 +391,8 @@ def _module_bytes(found: Survey) -> int:
 def _inventory(
     engine: Any, live: LiveState, found: Survey, wanted: Wanted
 ) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
-    exact = [_count(live.layout.num_params, "parameter")]
+    membership = found.membership
+    exact = [_count(len(membership.restored), "parameter")]
     rederived: list[str] = []
     reset: list[str] = []
     states = sorted({key for keys in found.head.tensor_keys for key in keys} - {FP32})
@@ -350,11 +405,13 @@ def _inventory(
         reset.append("optimizer state, hyper-parameters and loss scale (not asked for)")
     else:
         exact.append(f"optimizer state ({', '.join((*states, *scalars)) or 'none was saved'})")
-        exact.append(f"hyper-parameters of {_count(len(found.head.groups), 'group')}")
-    if live.frozen.num_params and found.model.frozen is not None:
-        exact.append(_count(live.frozen.num_params, "frozen parameter"))
-    elif live.frozen.num_params:
-        reset.append(f"{_count(live.frozen.num_params, 'frozen parameter')} (excluded from the save)")
+        matched = sum(match.source is not None for match in membership.groups)
+        exact.append(f"hyper-parameters of {_count(matched, 'group')}")
+    if membership.frozen:
+        exact.append(_count(len(membership.frozen), "frozen parameter"))
+    if membership.excluded:
+        named = ", ".join(membership.excluded)
+        reset.append(f"{_count(len(membership.excluded), 'frozen parameter')} (excluded from the save): {named}")
     saved, current = found.checkpoint.world_size, live.layout.world_size
     if current > saved:
         rederived.append(f"buffers and client state of {_ranks(saved, current)} from saved rank 0")
@@ -375,7 +432,7 @@ def _ranks(first: int, end: int) -> str:
 def model_states_reader(engine: Any, found: Survey, *, safe_load: bool) -> Iterator[None]:
     """While it lasts, DeepSpeed reads the module states once, from the file of the survey, without frozen payload."""
     original = engine.checkpoint_engine
-    engine.checkpoint_engine = _ModelStatesReader(original, found, safe_load)
+    engine.checkpoint_engine = _ModelStatesReader(original, found, safe_load, engine.lr_scheduler)
     try:
         yield
     finally:
@@ -385,8 +442,8 @@ def model_states_reader(engine: Any, found: Survey, *, safe_load: bool) -> Itera
 class _ModelStatesReader:
     """Stands in for the checkpoint engine while the module states are loaded; everything else is the original's."""
 
-    def __init__(self, original: Any, found: Survey, safe_load: bool) -> None:
-        self._original, self._found, self._safe_load = original, found, safe_load
+    def __init__(self, original: Any, found: Survey, safe_load: bool, scheduler: Any) -> None:
+        self._original, self._found, self._safe_load, self._scheduler = original, found, safe_load, scheduler
         self._loaded: dict[str, Any] | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -402,11 +459,14 @@ class _ModelStatesReader:
 
     def _read(self, path: str) -> dict[str, Any]:
         frozen = self._found.model.frozen
-        if frozen is None or not frozen.numel.any():
-            return self._unpickle(path, mmap=False)
-        state = self._unpickle(path, mmap=True)  # maps the payload, so that fragments left out are never read
+        mapped = frozen is not None and bool(frozen.numel.any())
+        state = self._unpickle(path, mmap=mapped)  # maps the payload, so that fragments left out are never read
         state[_FRAGMENTS] = None  # DeepSpeed then leaves frozen parameters to us
-        return copy.deepcopy(state)  # nothing may keep a mapping of a file that a later save overwrites
+        schedule = state.get("lr_scheduler")
+        if self._scheduler is not None and isinstance(schedule, Mapping) and not self._found.membership.same_groups:
+            state["lr_scheduler"] = rearranged(schedule, self._scheduler.state_dict(), self._found.membership.groups)
+        # nothing may keep a mapping of a file that a later save overwrites
+        return copy.deepcopy(state) if mapped else state
 
     def _unpickle(self, path: str, *, mmap: bool) -> dict[str, Any]:
         try:

@@ -5,6 +5,7 @@ The same layout and plan as for files; the segments are copied from the tensors 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,8 +18,19 @@ from zeroelastic.errors import CheckpointError, LayoutMismatchError
 from zeroelastic.layout import Layout, Param, layout_from_sub_groups
 from zeroelastic.plan import Plan, check_plan, make_plan, match_params
 from zeroelastic.shard import FP32
-from zeroelastic.stage3.live import LiveState
-from zeroelastic.stage3.load import destination, drop_state, finish_weights, set_option, set_scalar
+from zeroelastic.stage3.live import LiveState, scalar_value
+from zeroelastic.stage3.load import (
+    destination,
+    drop_state,
+    finish_weights,
+    live_value,
+    rebind_muon_momentum,
+    set_groups,
+    set_scalar,
+)
+from zeroelastic.stage3.optimizers import SavedGroup, live_form, misfits, state_dtype
+
+logger = logging.getLogger(__name__)
 
 
 def is_elastic(state_dicts: object) -> bool:
@@ -47,8 +59,13 @@ def load_state_dicts(
     saved_groups = [tuple(group["params"]) for group in head["param_groups"]]
     if optimizer_states and [set(group) for group in saved_groups] != [set(group) for group in live.groups]:
         problems.append("the optimizer groups of the state dicts hold other parameters than those of the run")
+    groups = _saved_groups(state_dicts[0])
+    if optimizer_states and not problems:
+        problems += misfits(enumerate(groups), optimizer.optimizer)
     if problems:
-        raise LayoutMismatchError("the state dicts do not fit the model:", problems)
+        raise LayoutMismatchError(
+            'the state dicts do not fit the model ("missing_state" concerns checkpoints on disk):', problems
+        )
     plan = make_plan(layout, live.layout, live.rank)
     check_plan(plan)
     index = layout.index()
@@ -61,21 +78,49 @@ def load_state_dicts(
         _copy(plan, i, live.fp32(i), [state["fp32_flat_groups"] for state in state_dicts], None)
         for key, value in saved.items():
             if isinstance(value, list):
-                target = destination(live, i, key, value[0].dtype)
+                dtype = state_dtype(live.stepper(i), live.group(i), key, live.fp32(i).dtype) or value[0].dtype
+                target = destination(live, i, key, dtype)
                 _copy(plan, i, target, [state["base_optimizer_state"] for state in state_dicts], key)
             else:
-                set_scalar(live, i, key, value)
+                where = f"optimizer state {key!r}"
+                kept = live_form(
+                    scalar_value(value, where),
+                    key=key,
+                    current=live.state(i).get(key),
+                    optimizer=live.stepper(i),
+                    options=live.group(i),
+                    where=where,
+                )
+                set_scalar(live, i, key, live_value(kept))
         for gap in live.padding(i):
             live.fp32(i)[gap].zero_()
     if optimizer_states:
-        for group, options in zip(optimizer.optimizer.param_groups, head["param_groups"], strict=True):
-            for option, choice in options.items():
-                if option != "params":
-                    set_option(group, option, choice)
+        rebind_muon_momentum(live)
+        for note in set_groups(live, groups):
+            logger.info("%s", note)
         optimizer.loss_scaler = state_dicts[0]["loss_scaler"]
         optimizer.dynamic_loss_scale = state_dicts[0]["dynamic_loss_scale"]
         optimizer.overflow = state_dicts[0]["overflow"]
+        grad_scaler = getattr(optimizer, "torch_autocast_gradscaler", None)
+        if grad_scaler is not None and head.get("grad_scaler"):
+            grad_scaler.load_state_dict(head["grad_scaler"])
     finish_weights(live, from_16_bit=False)
+
+
+def _saved_groups(state_dict: Mapping[str, Any]) -> list[SavedGroup]:
+    meta = state_dict["zeroelastic"]
+    keys: dict[str, set[str]] = {}
+    for table, entry in zip(meta["sub_groups"], state_dict["base_optimizer_state"], strict=True):
+        for name in table["names"]:
+            keys[name] = {key for key, value in entry.items() if value is not None}
+    return [
+        SavedGroup(
+            meta.get("optimizer"),
+            {option: value for option, value in group.items() if option != "params"},
+            frozenset().union(*(keys.get(name, set()) for name in group["params"])),
+        )
+        for group in meta["param_groups"]
+    ]
 
 
 def _saved_layout(state_dicts: Sequence[Mapping[str, Any]], live: LiveState) -> Layout:

@@ -11,6 +11,7 @@ from zeroelastic.errors import ConfigError
 from zeroelastic.executors import OPERATIONS, Executor
 
 Verify = Literal["full", "quick", "off"]
+MissingState = Literal["error", "fresh"]
 
 
 class Options(BaseModel):
@@ -18,7 +19,9 @@ class Options(BaseModel):
 
     ``verify``: "full" (or true) recomputes the content digests after a load and compares them with the commit record;
     "quick" checks headers, sizes and save ids only; "off" (or false) does not report a content root either.
-    ``strict``: refuse a resume that changes the global batch. ``safe_load``: unpickle ``*_model_states.pt`` through
+    ``strict``: refuse a resume that changes the global batch. ``missing_state``: "error" refuses a checkpoint whose
+    parameters or optimizer groups are not those of the run; "fresh" restores what both have and names what becomes of
+    the rest. ``safe_load``: unpickle ``*_model_states.pt`` through
     torch's allow-list too. ``fsync``: make files durable before the commit record names them. ``executor``: the engine
     that reads and writes payload: "numpy" or "native" for host memory and files, "cuda" for a GPU's memory, or "torch"
     for it by way of host memory; what is not named, "auto" chooses.
@@ -28,6 +31,7 @@ class Options(BaseModel):
 
     verify: Verify = "full"
     strict: bool = False
+    missing_state: MissingState = "error"
     safe_load: bool = False
     fsync: bool = True
     executor: Executor = "auto"

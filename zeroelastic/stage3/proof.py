@@ -16,7 +16,13 @@ from zeroelastic.checkpoint import Checkpoint
 from zeroelastic.digest import ParamContent, combine, content_root, digest_range, stream_seed
 from zeroelastic.errors import CheckpointError, DigestMismatchError, ZeroElasticError
 from zeroelastic.shard import FP32, FROZEN, Shard
-from zeroelastic.stage3.contents import differences, local_digests, of_every_tp_rank, whole_contents
+from zeroelastic.stage3.contents import (
+    differences,
+    local_digests,
+    of_every_tp_rank,
+    whole_contents,
+    with_saved_kinds,
+)
 from zeroelastic.stage3.fill import Filled
 from zeroelastic.stage3.live import LiveState
 from zeroelastic.stage3.options import Options
@@ -26,6 +32,7 @@ from zeroelastic.torchfile import DTYPE_BYTES, Extent
 
 _NAMED = 8
 _CHUNK_BYTES = 4 << 20
+_INCOMPARABLE = "content roots are not comparable, because the run does not train the parameters of the save"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +73,23 @@ def prove(
     if record is None:
         root = _root(live, contents)
         return Proof(None, root, None, "saved without a commit record: nothing to compare with")
+    membership = found.membership
     saved = [content for content in record.contents() if content.tp_rank == live.tp.rank]
+    moved = sorted(filled.moved_digests)
+    recorded = {(c.param.name, key): digest for c in saved for key, (_, digest) in c.tensors.items()}
+    moved_sums = _sums(live, filled.moved_digests, moved, device)
+    wrong = [stream for stream in moved if recorded.get(stream) != moved_sums[stream]]
+    common = {*membership.restored, *membership.frozen}
+    if not membership.same_params:  # what is named in the report, and what has moved, is not alike on both sides
+        saved = [c for c in saved if c.param.name in common]
+        wrong += [(name, "the parameter itself") for name in sorted(common - {c.param.name for c in saved})]
     if not with_frozen:
         saved = [replace(c, tensors=_without(c.tensors, {FROZEN})) for c in saved if FROZEN not in c.tensors]
     if from_16_bit:
         saved = [replace(c, tensors=_without(c.tensors, {FP32})) for c in saved]
-    sums = _cast_sums(live, filled, cast, device)
+    sums = _sums(live, filled.cast_digests, cast, device)
     digests = {(c.param.name, key): digest for c in saved for key, (_, digest) in c.tensors.items()}
-    wrong = [stream for stream in cast if digests.get(stream, sums[stream]) != sums[stream]]
+    wrong += [stream for stream in cast if digests.get(stream, sums[stream]) != sums[stream]]
     cast_keys: dict[str, set[str]] = {}
     for name, key in cast:
         cast_keys.setdefault(name, set()).add(key)
@@ -85,14 +101,23 @@ def prove(
         what = [f"{len(cast)} tensors cast to this run's dtype (compared as read)"] if cast else []
         what += ["master weights taken from 16-bit copies (load_from_fp32_weights is off)"] if from_16_bit else []
         what += ["weights only"] if weights_only else []
+        what += [_INCOMPARABLE] if not membership.same_params else []
         return Proof(saved_root, None, None, f"digests of what was loaded match the record; {', '.join(what)}")
+    contents = with_saved_kinds(contents, saved)
     root = _root(live, contents)
-    if root != saved_root:  # the live state has something that the saved one has not
+    same_params = all(of_every_tp_rank(live, membership.same_params))
+    if not same_params:
+        ours, theirs = _root(live, [c for c in contents if c.param.name in common]), _root(live, saved)
+    else:
+        ours, theirs = root, record.content_root
+    if ours != theirs:  # the live state has something that the saved one has not
         raise DigestMismatchError(
-            f"{tag_dir}: everything that was saved is live, but the live state's content root is {root[:12]} and the "
-            f"saved one {record.content_root[:12]}: the optimizer holds state that the checkpoint does not. Do not "
+            f"{tag_dir}: everything that was saved is live, but the live state's content root is {ours[:12]} and the "
+            f"saved one {theirs[:12]}: the optimizer holds state that the checkpoint does not. Do not "
             "train on it; load into a new engine."
         )
+    if not same_params:
+        return Proof(saved_root, root, None, f"digests of what was restored match the record; {_INCOMPARABLE}")
     return Proof(saved_root, root, True, None)
 
 
@@ -105,12 +130,16 @@ def _root(live: LiveState, contents: list[ParamContent]) -> str:
     return content_root(content for part in of_every_tp_rank(live, contents) for content in part)
 
 
-def _cast_sums(
-    live: LiveState, filled: Filled, streams: Sequence[tuple[str, str]], device: torch.device
+def _sums(
+    live: LiveState,
+    digests: Mapping[tuple[str, str], int],
+    streams: Sequence[tuple[str, str]],
+    device: torch.device,
 ) -> dict[tuple[str, str], int]:
+    """Partial digests of some streams added up over all ranks. Collective."""
     if not streams:
         return {}
-    partial = np.array([filled.cast_digests[stream] for stream in streams], dtype=np.uint64)
+    partial = np.array([digests[stream] for stream in streams], dtype=np.uint64)
     table = torch.from_numpy(partial.view(np.int64)).to(device)
     dist.all_reduce(table, group=live.optimizer.dp_process_group)
     return dict(zip(streams, table.cpu().numpy().view(np.uint64).tolist(), strict=True))

@@ -30,6 +30,7 @@ from zeroelastic.record import (
 from zeroelastic.shard import ELASTIC_VERSION
 from zeroelastic.stage3.contents import LocalDigests, of_every_tp_rank, whole_contents
 from zeroelastic.stage3.live import LiveState
+from zeroelastic.stage3.optimizers import class_path
 from zeroelastic.stage3.options import Options
 
 
@@ -95,7 +96,11 @@ def elastic_state_dict(
             {**{key: value for key, value in group.items() if key != "params"}, "params": list(names)}
             for group, names in zip(optimizer.optimizer.param_groups, live.groups, strict=True)
         ],
+        "optimizer": class_path(optimizer.optimizer),
     }
+    grad_scaler = getattr(optimizer, "torch_autocast_gradscaler", None)
+    if grad_scaler is not None:
+        state["zeroelastic"]["grad_scaler"] = grad_scaler.state_dict()
     if live.tp.size > 1:
         state["zeroelastic"] |= {"tp_rank": live.tp.rank, "tp_size": live.tp.size}
     if digests is not None:

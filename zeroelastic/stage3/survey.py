@@ -6,22 +6,26 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from zeroelastic.agree import together
 from zeroelastic.checkpoint import (
     Checkpoint,
     ModelStates,
-    compare_params,
     frozen_layouts,
     open_checkpoint,
     source_ranks,
 )
 from zeroelastic.digest import ScalarValue
 from zeroelastic.errors import CheckpointError, LayoutMismatchError, StrictError, UnsupportedError
+from zeroelastic.layout import Layout, unpacked_layout
+from zeroelastic.membership import Inventory, Membership, compare
 from zeroelastic.plan import Plan, check_plan, make_plan
 from zeroelastic.record import CheckpointFormat
 from zeroelastic.shard import FP32, Pieces, Shard, configured_batch
 from zeroelastic.stage3.live import LiveState
+from zeroelastic.stage3.optimizers import SavedGroup, live_form, misfits
+from zeroelastic.stage3.options import MissingState
 from zeroelastic.state import check_same_save, shard_facts
 
 
@@ -30,7 +34,10 @@ class Survey:
     """What one rank is going to load, all of it checked.
 
     ``model`` is the module states file this rank takes; ``plan`` moves trained parameters, ``frozen_plan`` frozen ones
-    (None when there are none to restore). ``tensor_keys[i]`` and ``scalars[i]`` are what target sub-group i gets.
+    (None when there are none to restore). ``unfrozen_plan`` moves what was frozen and is trained now, each parameter to
+    a buffer of its own, which is its part of the master weights; ``newly_frozen_plan`` the other way.
+    ``tensor_keys[i]`` and ``scalars[i]`` are what target sub-group i gets, like saved sub-group ``state_sources[i]``;
+    None where all of it is new to the optimizer, and gets nothing.
     """
 
     checkpoint: Checkpoint
@@ -39,8 +46,12 @@ class Survey:
     shards: Mapping[int, Shard]
     head: Shard
     plan: Plan
+    membership: Membership
     frozen_plan: Plan | None
+    unfrozen_plan: Plan | None
+    newly_frozen_plan: Plan | None
     frozen_pieces: Mapping[int, Pieces]
+    state_sources: tuple[int | None, ...]
     tensor_keys: tuple[tuple[str, ...], ...]
     scalars: tuple[Mapping[str, ScalarValue], ...]
     train_batch_size: int | None
@@ -61,16 +72,26 @@ _SHARED_FACTS = ("format", "save id", "world size", "global step", "commit recor
 """The facts that tensor parallel ranks share; the others are about slices, of which each has its own."""
 
 
-def survey(tag_dir: Path, live: LiveState, *, weights_only: bool) -> Survey:
+def survey(
+    tag_dir: Path,
+    live: LiveState,
+    *,
+    weights_only: bool,
+    missing_state: MissingState = "error",
+    strict_module: bool = False,
+) -> Survey:
     """Open what this rank needs, check it against the model, and compare with the other ranks. Collective.
 
-    ``weights_only`` leaves optimizer groups and state out of the comparison. Raises the same error on every rank:
-    CheckpointError, LayoutMismatchError (every disagreement listed), UnsupportedError.
+    ``weights_only`` leaves optimizer groups and state out of the comparison. ``missing_state`` says what to do about
+    parameters that the save and the run do not have in common; ``strict_module`` refuses a save that lacks frozen
+    parameters of the run, unless it says "fresh". Raises the same error on every rank: CheckpointError,
+    LayoutMismatchError (every disagreement listed), UnsupportedError.
     """
     kept: list[Survey] = []
+    allowed = _Allowed(missing_state, strict_module)
 
     def look() -> Token:
-        kept.append(_open(tag_dir, live, weights_only=weights_only))
+        kept.append(_open(tag_dir, live, allowed, weights_only=weights_only))
         return _token(kept[0], weights_only=weights_only)
 
     _, tokens = together(look)
@@ -89,7 +110,14 @@ def survey(tag_dir: Path, live: LiveState, *, weights_only: bool) -> Survey:
     return kept[0]
 
 
-def _open(tag_dir: Path, live: LiveState, *, weights_only: bool) -> Survey:
+class _Allowed(NamedTuple):
+    """Which differences between the save and the run are an error."""
+
+    missing_state: MissingState
+    strict_module: bool
+
+
+def _open(tag_dir: Path, live: LiveState, allowed: _Allowed, *, weights_only: bool) -> Survey:
     layout, rank = live.layout, live.rank
     checkpoint = open_checkpoint(tag_dir, near_rank=rank, tp=live.tp)
     saved = checkpoint.world_size
@@ -105,20 +133,25 @@ def _open(tag_dir: Path, live: LiveState, *, weights_only: bool) -> Survey:
             f"{model.path}: was saved at step {model.global_steps}, the commit record at step {record.global_steps}. "
             "Files of two saves are mixed in this directory."
         )
-    problems = compare_params(head.layout.params, layout.params, kind="parameter")
-    if model.frozen is not None:
-        problems += compare_params(model.frozen.params, live.frozen.params, kind="frozen parameter")
+    membership = compare(
+        Inventory(head.layout.params, None if model.frozen is None else model.frozen.params),
+        Inventory(layout.params, live.frozen.params),
+        head.groups,
+        live.groups,
+    )
+    _check_membership(membership, allowed, tag_dir, live, weights_only=weights_only)
     if not weights_only:
-        problems += _compare_groups(head, live)
-    if problems:
-        raise LayoutMismatchError(f"{tag_dir}: the checkpoint does not fit the model:", sorted(set(problems)))
-    check_same_save(shards, head)
+        _check_kinds(membership, head, live)
+        _check_optimizer(membership, head, live, tag_dir)
 
-    plan = make_plan(head.layout, layout, rank)
+    plan = make_plan(head.layout, layout.only(set(membership.restored)), rank)
     check_plan(plan)
-    assert set(plan.source_ranks) <= set(shards)
-    frozen_plan, pieces = _open_frozen(checkpoint, model, live)
-    keys, scalars = _target_state(plan, head, live, weights_only=weights_only)
+    newly_frozen = _planned(head.layout, live.frozen.only(set(membership.newly_frozen)), rank)
+    for part in (plan, newly_frozen):
+        shards |= {source: checkpoint.shard(source) for source in (part.source_ranks if part else ())}
+    check_same_save(shards, head)
+    frozen_plan, unfrozen_plan, pieces = _open_frozen(checkpoint, model, live, membership)
+    sources, keys, scalars = _target_state(membership, head, live, weights_only=weights_only)
     batch = record.train_batch_size if record is not None else head.train_batch_size
     return Survey(
         checkpoint=checkpoint,
@@ -127,42 +160,110 @@ def _open(tag_dir: Path, live: LiveState, *, weights_only: bool) -> Survey:
         shards=shards,
         head=head,
         plan=plan,
+        membership=membership,
         frozen_plan=frozen_plan,
+        unfrozen_plan=unfrozen_plan,
+        newly_frozen_plan=newly_frozen,
         frozen_pieces=pieces,
+        state_sources=sources,
         tensor_keys=keys,
         scalars=scalars,
         train_batch_size=batch if batch is not None else configured_batch(head.ds_config, saved),
     )
 
 
-def _open_frozen(
-    checkpoint: Checkpoint, model: ModelStates, live: LiveState
-) -> tuple[Plan | None, Mapping[int, Pieces]]:
-    if model.frozen is None or not len(live.frozen.numel) or not live.frozen.numel.any():
-        return None, {}
-    sources = source_ranks(
-        live.frozen.numel.tolist(),
-        saved_world_size=checkpoint.world_size,
-        world_size=live.frozen.world_size,
-        rank=live.rank,
+def _check_membership(
+    membership: Membership, allowed: _Allowed, tag_dir: Path, live: LiveState, *, weights_only: bool
+) -> None:
+    """Raise LayoutMismatchError, listing everything that differs and is not allowed to."""
+    problems = [*membership.reshaped]
+    if allowed.missing_state == "error":
+        tolerated = () if allowed.strict_module else membership.frozen_problems
+        problems += [problem for problem in membership.problems if problem not in tolerated]
+        problems += membership.group_problems if not weights_only else ()
+    if allowed.strict_module and allowed.missing_state == "error":
+        shapes = {param.name: list(param.shape) for param in live.frozen.params}
+        # Without elements and trained, it is listed with the frozen ones, but its entry was not left out of the save.
+        module = live.optimizer.module
+        trained = {name for name, param in module.named_parameters() if param.requires_grad}
+        problems += [
+            f"frozen parameter {name} {shapes[name]} is not in the checkpoint, which was saved without frozen "
+            "parameters: load_module_strict=False keeps the run's own"
+            for name in membership.excluded
+            if name not in trained
+        ]
+    if not problems:
+        return
+    advice = ""
+    if set(problems) <= {*membership.problems, *membership.group_problems} - set(membership.reshaped):
+        advice = ' ("missing_state": "fresh" in the "zeroelastic" block restores what both have and names the rest)'
+    raise LayoutMismatchError(
+        f"{tag_dir}: the checkpoint does not fit the model{advice}:", sorted(dict.fromkeys(problems))
     )
-    models = {source: checkpoint.model_states(source) for source in sources}
-    layout = frozen_layouts({model.rank: model, **models})
-    plan = make_plan(layout, live.frozen, live.rank)
+
+
+def _check_kinds(membership: Membership, head: Shard, live: LiveState) -> None:
+    """Raise UnsupportedError where Muon would have to go on from the state of Adam, or the other way."""
+    for g, match in enumerate(membership.groups):
+        now = bool(live.optimizer.optimizer.param_groups[g].get("use_muon", False))
+        for s in match.shared:
+            if bool(head.groups[s].options.get("use_muon", False)) != now:
+                was = "stepped" if not now else "not stepped"
+                raise UnsupportedError(
+                    f"{head.path}: optimizer group {g} of this run is {'' if now else 'not '}stepped by Muon and takes "
+                    f"parameters of group {s} of the checkpoint, which was {was} by it. Their states have nothing in "
+                    "common: keep use_muon as it was, or pass load_optimizer_states=False."
+                )
+
+
+def _check_optimizer(membership: Membership, head: Shard, live: LiveState, tag_dir: Path) -> None:
+    """Raise LayoutMismatchError where the run's optimizer cannot go on from the state of parameters that it takes."""
+    groups = saved_groups(head)
+    taken = [(g, groups[s]) for g, match in enumerate(membership.groups) for s in match.shared]
+    problems = misfits(taken, live.optimizer.optimizer)
+    if problems:
+        raise LayoutMismatchError(f"{tag_dir}: the checkpoint does not fit the optimizer:", sorted(set(problems)))
+
+
+def _planned(src: Layout, dst: Layout, rank: int) -> Plan | None:
+    """A checked plan; None where there is nothing to plan for."""
+    if not dst.num_params or not dst.numel.any():
+        return None
+    plan = make_plan(src, dst, rank)
     check_plan(plan)
+    return plan
+
+
+def _open_frozen(
+    checkpoint: Checkpoint, model: ModelStates, live: LiveState, membership: Membership
+) -> tuple[Plan | None, Plan | None, Mapping[int, Pieces]]:
+    """The plans for what was frozen, and where it lies."""
+    if model.frozen is None:
+        return None, None, {}
+    unfrozen = set(membership.unfrozen)
+    own_buffers = unpacked_layout([p for p in live.layout.params if p.name in unfrozen], live.layout.world_size)
+    plans = (
+        _planned(model.frozen, live.frozen.only(set(membership.frozen)), live.rank),
+        _planned(model.frozen, own_buffers, live.rank),
+    )
+    sources = sorted({source for plan in plans if plan for source in plan.source_ranks})
+    models = {source: checkpoint.model_states(source) for source in sources}
+    frozen_layouts({model.rank: model, **models})
     pieces = {source: states.frozen_pieces for source, states in models.items()}
-    return plan, {source: piece for source, piece in pieces.items() if piece is not None}
+    return *plans, {source: piece for source, piece in pieces.items() if piece is not None}
 
 
-def _compare_groups(head: Shard, live: LiveState) -> list[str]:
-    if len(head.groups) != len(live.groups):
-        return [f"the checkpoint has {len(head.groups)} optimizer groups and the run has {len(live.groups)}"]
-    saved_group = {name: g for g, group in enumerate(head.groups) for name in group.params}
+def saved_groups(head: Shard) -> list[SavedGroup]:
+    """What the checkpoint says of each optimizer group, with the state keys of all its sub-groups."""
+    group_of = {name: g for g, group in enumerate(head.groups) for name in group.params}
+    keys: list[set[str]] = [set() for _ in head.groups]
+    for name, sub_group in zip(head.layout.index(), head.layout.sub_group.tolist(), strict=True):
+        if name in group_of:
+            values = {key for key, value in head.scalars[sub_group].items() if value.value is not None}
+            keys[group_of[name]] |= {*head.tensor_keys[sub_group], *values} - {FP32}
     return [
-        f"parameter {name} is in optimizer group {saved_group[name]} of the checkpoint and in group {g} of the run"
-        for g, names in enumerate(live.groups)
-        for name in names
-        if saved_group.get(name, g) != g
+        SavedGroup(head.optimizer, group.options, frozenset(found))
+        for group, found in zip(head.groups, keys, strict=True)
     ]
 
 
@@ -180,16 +281,24 @@ def _token(found: Survey, *, weights_only: bool) -> Token:
 
 
 def _target_state(
-    plan: Plan, head: Shard, live: LiveState, *, weights_only: bool
-) -> tuple[tuple[tuple[str, ...], ...], tuple[Mapping[str, ScalarValue], ...]]:
-    """What each target sub-group gets, from the source sub-groups that its parameters come from."""
+    membership: Membership, head: Shard, live: LiveState, *, weights_only: bool
+) -> tuple[tuple[int | None, ...], tuple[tuple[str, ...], ...], tuple[Mapping[str, ScalarValue], ...]]:
+    """What each target sub-group gets, from the source sub-groups that its restored parameters come from."""
     index = head.layout.index()
+    restored = set(membership.restored)
+    sources: list[int | None] = []
     keys: list[tuple[str, ...]] = []
     scalars: list[Mapping[str, ScalarValue]] = []
     members: list[list[str]] = [[] for _ in range(live.layout.num_sub_groups)]
     for param, sub_group in zip(live.layout.params, live.layout.sub_group.tolist(), strict=True):
-        members[sub_group].append(param.name)
+        if param.name in restored:
+            members[sub_group].append(param.name)
     for names in members:
+        if not names:
+            sources.append(None)
+            keys.append(())
+            scalars.append({})
+            continue
         first = int(head.layout.sub_group[index[names[0]]])
         want = _state_of(head, first)
         for name in names[1:]:
@@ -200,14 +309,31 @@ def _target_state(
                     f"different optimizer state ({_difference(_state_of(head, first), _state_of(head, other))}). "
                     "Choose a sub_group_size that keeps them apart."
                 )
+        sources.append(first)
         keys.append((FP32,) if weights_only else head.tensor_keys[first])
-        scalars.append({} if weights_only else head.scalars[first])
-    return tuple(keys), tuple(scalars)
+        scalars.append({} if weights_only else _live_scalars(head, first, live, len(scalars)))
+    return tuple(sources), tuple(keys), tuple(scalars)
+
+
+def _live_scalars(head: Shard, source: int, live: LiveState, sub_group: int) -> dict[str, ScalarValue]:
+    """The saved scalars of a sub-group in the form that the optimizer which steps the target sub-group keeps."""
+    current = live.state(sub_group)
+    return {
+        key: live_form(
+            value,
+            key=key,
+            current=current.get(key),
+            optimizer=live.stepper(sub_group),
+            options=live.group(sub_group),
+            where=f"{head.path}: optimizer state {key!r}",
+        )
+        for key, value in head.scalars[source].items()
+    }
 
 
 def _state_of(shard: Shard, sub_group: int) -> dict[str, str]:
     state = {key: f"{shard.pieces[key].dtype[sub_group]} tensor" for key in shard.tensor_keys[sub_group]}
-    return state | {key: value.canonical() for key, value in shard.scalars[sub_group].items()}
+    return state | {key: value.number() for key, value in shard.scalars[sub_group].items()}
 
 
 def _difference(left: Mapping[str, str], right: Mapping[str, str]) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,15 @@ import torch.distributed as dist
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from zeroelastic.agree import settle, together
-from zeroelastic.checkpoint import saved_sizes
+from zeroelastic.checkpoint import open_checkpoint, saved_sizes
 from zeroelastic.errors import CheckpointError, UnsupportedError
 from zeroelastic.record import RECORD_NAME, write_atomically
 from zeroelastic.stage3 import memory
 from zeroelastic.stage3.live import LiveState, read_live, refuse_unsupported
 from zeroelastic.stage3.load import Wanted, accumulated_micro_batches, load, model_states_reader
+from zeroelastic.stage3.module_keys import ModuleKeys, recorded_keys
 from zeroelastic.stage3.options import Options, parse_options
+from zeroelastic.stage3.replicated import difference, replicated_facts
 from zeroelastic.stage3.save import commit, elastic_state_dict, new_save_id, written_files
 from zeroelastic.stage3.shard_writer import DigestedShard, ShardWriter, shard_writer
 from zeroelastic.stage3.survey import Survey, survey
@@ -45,7 +48,18 @@ def _stage3(engine: Any) -> DeepSpeedZeroOptimizer_Stage3 | None:
 
 
 def _options(engine: Any) -> Options:
-    return parse_options(engine._config._param_dict)
+    options = parse_options(engine._config._param_dict)
+    return options.model_copy(update={"strict": True}) if getattr(engine, "_zeroelastic_strict", False) else options
+
+
+@contextmanager
+def loading_strictly(engine: Any, strict: bool) -> Iterator[None]:
+    """While it lasts, loads are strict if ``strict``, whatever the configuration says, and as it says otherwise."""
+    engine._zeroelastic_strict = strict
+    try:
+        yield
+    finally:
+        del engine._zeroelastic_strict
 
 
 def _elastic_flag(engine: Any) -> bool:
@@ -185,11 +199,18 @@ def save_checkpoint(original: Method) -> Method:
 
 
 def _cannot_commit(engine: Any, optimizer: DeepSpeedZeroOptimizer_Stage3) -> UnsupportedError | None:
-    """Why this engine's saves get no commit record, or None when they do; the same on every rank. Collective."""
+    """Why this engine's saves get no commit record, the same on every rank, or None when they do. Collective."""
+
+    def look() -> dict[str, str]:
+        refuse_unsupported(optimizer, engine)
+        return replicated_facts(_live(engine, optimizer))
+
     try:
-        settle(lambda: _check_covered(engine, optimizer))
+        different = difference(settle(look), tensor_parallel(optimizer).rank)
     except UnsupportedError as error:
         return error
+    if different is not None:
+        return different
     if engine.checkpoint_engine.is_decoupled():
         return UnsupportedError(
             "elastic checkpoints do not cover decoupled checkpoint engines yet. Remove the checkpoint.writer block, or "
@@ -270,10 +291,26 @@ def load_checkpoint(original: Method) -> Method:
             return stock()
         wanted = Wanted(optimizer_states=load_optimizer_states, module_only=load_module_only)
         live = _live(self, optimizer)
-        found = survey(tag_dir, live, weights_only=wanted.weights_only)
+        try:
+            found = survey(
+                tag_dir,
+                live,
+                weights_only=wanted.weights_only,
+                missing_state=options.missing_state,
+                strict_module=load_module_strict and custom_load_fn is None,
+            )
+        except UnsupportedError as error:
+            if not _only_stock_reads(tag_dir, live):
+                raise
+            logger.warning("loading through DeepSpeed alone: %s", error)
+            return stock()
+        keys = ModuleKeys()
 
         def load_module() -> tuple[Any, Any]:
-            with model_states_reader(self, found, safe_load=options.safe_load):
+            with (
+                model_states_reader(self, found, safe_load=options.safe_load),
+                recorded_keys(self.module, keys, forgive=options.missing_state == "fresh"),
+            ):
                 path, state = self._load_checkpoint(
                     load_dir,
                     chosen,
@@ -299,13 +336,14 @@ def load_checkpoint(original: Method) -> Method:
                 options=options,
                 wanted=wanted,
                 load_module=load_module,
+                keys=keys,
                 began=began,
             )
         finally:
             del self._zeroelastic_survey
         self.zeroelastic_report = report
         if dist.get_rank() == 0:
-            loud = any(word in note for note in report.notes for word in ("CHANGED", "LOST"))
+            loud = bool(report.changed) or any(word in note for note in report.notes for word in ("CHANGED", "LOST"))
             level = logging.WARNING if loud else logging.INFO
             logger.log(level, "%s", report.text())
         return outcome
@@ -356,6 +394,22 @@ def _refused(engine: Any, optimizer: DeepSpeedZeroOptimizer_Stage3, tag_dir: Pat
     if not all(stock for _, stock in reasons):
         raise UnsupportedError(f"{tag_dir}: {reasons[0][0]}")
     return UnsupportedError(reasons[0][0])
+
+
+def _only_stock_reads(tag_dir: Path, live: LiveState) -> bool:
+    """Whether a rigid checkpoint of this world size holds state that only DeepSpeed can read. Collective."""
+
+    def look() -> bool:
+        checkpoint = open_checkpoint(tag_dir, near_rank=live.rank, tp=live.tp)
+        try:
+            if checkpoint.world_size != live.layout.world_size:
+                return False
+            checkpoint.shard(live.rank)
+            return False
+        except UnsupportedError:
+            return not (checkpoint.record is not None and checkpoint.record.checkpoint_format == "elastic")
+
+    return all(together(look)[1])
 
 
 def _loads_in_stock(tag_dir: Path, optimizer: DeepSpeedZeroOptimizer_Stage3) -> bool:

@@ -45,7 +45,8 @@ def gather_state(engine: Any) -> State:
         scalar/PARAM/KEY     a number of optimizer state that the parameter shares with its sub-group, e.g.
         step buffer/NAME          a persistent buffer group/I/NAME         a hyper-parameter of parameter
         group I; group/I/params names its trained parameters scheduler/...        the leaves of the lr
-        scheduler's state loss_scaler/NAME     the numbers of the loss scaler engine/NAME
+        scheduler's state loss_scaler/NAME     the numbers of the loss scaler; grad_scaler/NAME those of torch's
+        GradScaler under fp16 autocast engine/NAME
         global_steps, global_samples and skipped_steps
 
     Padding is left out. Every tensor has its parameter's full shape, or a RuntimeError says which has not.
@@ -67,6 +68,9 @@ def gather_state(engine: Any) -> State:
     if engine.lr_scheduler is not None:
         state.update(flatten("scheduler", engine.lr_scheduler.state_dict()))
     state.update(flatten("loss_scaler", vars(engine.optimizer.loss_scaler)))
+    grad_scaler = getattr(engine.optimizer, "torch_autocast_gradscaler", None)
+    if grad_scaler is not None:
+        state.update(flatten("grad_scaler", grad_scaler.state_dict()))
     state.update({f"engine/{name}": getattr(engine, name) for name in _ENGINE_COUNTERS})
     return state
 

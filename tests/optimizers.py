@@ -1,0 +1,139 @@
+"""Optimizers beyond the common ones, by the name that a ``Job`` gives; some of them are made to be refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+Groups = list[dict[str, Any]]
+
+
+def _fused_adam(groups: Groups) -> torch.optim.Optimizer:
+    from deepspeed.ops.adam import FusedAdam
+
+    return FusedAdam(groups, betas=(0.8, 0.95))
+
+
+def _cpu_adam_16(groups: Groups) -> torch.optim.Optimizer:
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    return DeepSpeedCPUAdam(groups, fp32_optimizer_states=False)
+
+
+def _cpu_adagrad(groups: Groups) -> torch.optim.Optimizer:
+    from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
+
+    return DeepSpeedCPUAdagrad(groups)
+
+
+def _cpu_lion(groups: Groups) -> torch.optim.Optimizer:
+    from deepspeed.ops.lion import DeepSpeedCPULion
+
+    return DeepSpeedCPULion(groups)
+
+
+def _muon(groups: Groups, **aux: Any) -> torch.optim.Optimizer:
+    """Matrices but the embedding by Muon, the rest by Adam, each half with the options of its own group."""
+    import torch._dynamo
+    from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
+
+    torch._dynamo.config.disable = True  # compiling its kernels would take longer than the test
+    halves: Groups = []
+    for group in groups:
+        for use_muon in (True, False):
+            params = [p for p in group["params"] if (p.ndim > 1 and p.shape[0] != 50) is use_muon]
+            for param in params:
+                param.use_muon = use_muon
+            if params:
+                own = {"momentum": 0.9} if use_muon else {"betas": (0.8, 0.95), "eps": 1e-8}
+                decay = group.get("weight_decay", 0.0)
+                halves.append({"params": params, "use_muon": use_muon, "lr": group["lr"], "weight_decay": decay, **own})
+    return MuonWithAuxAdam(halves, **aux)
+
+
+class Quantised(torch.optim.Optimizer):
+    """Keeps its momentum in blocks of 8 bits, each with a scale, as bitsandbytes does."""
+
+    def __init__(self, groups: Groups) -> None:
+        super().__init__(groups, {"lr": 1e-3})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                state = self.state[param]
+                blocks = torch.nn.functional.pad(param.grad, (0, -param.numel() % 4)).view(-1, 4)
+                state["absmax"] = blocks.abs().amax(1)
+                state["momentum"] = (blocks / (state["absmax"][:, None] + 1e-8) * 127 + 128).to(torch.uint8).flatten()
+                param.add_(param.grad, alpha=-group["lr"])
+
+
+class Factored(torch.optim.Optimizer):
+    """Scales its step by a statistic of what it is given, which at stage 3 is one rank's part."""
+
+    def __init__(self, groups: Groups) -> None:
+        super().__init__(groups, {"lr": 1e-3})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                state = self.state[param]
+                state["rms"] = float(param.grad.square().mean().sqrt()) + torch.distributed.get_rank()
+                param.add_(param.grad, alpha=-group["lr"] / (1 + state["rms"]))
+
+
+class Lamb(torch.optim.Optimizer):
+    """Moments like Adam's, and a trust ratio that is no state: its state is cut like the weights."""
+
+    def __init__(self, groups: Groups, beta: float = 0.9) -> None:
+        super().__init__(groups, {"lr": 1e-3, "beta": beta})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                state = self.state[param]
+                if not state:
+                    state.update(count=0, ema=torch.zeros_like(param, dtype=torch.float64), warm=True)
+                state["count"] += 1
+                state["warm"] = state["count"] < 3
+                state["ema"].lerp_(param.grad.double(), 1 - group["beta"])
+                param.add_(state["ema"].float(), alpha=-group["lr"])
+
+
+class Unplain(torch.optim.SGD):
+    """Has a hyper-parameter that no checkpoint of ours can hold."""
+
+    def __init__(self, groups: Groups) -> None:
+        super().__init__([{**group, "schedule": {"warm": 3}} for group in groups])
+
+
+OTHER_OPTIMIZERS: dict[str, Callable[[Groups], torch.optim.Optimizer]] = {
+    "adam": lambda groups: torch.optim.Adam(groups, betas=(0.8, 0.95)),
+    "nadam": lambda groups: torch.optim.NAdam(groups),
+    "radam": lambda groups: torch.optim.RAdam(groups),
+    "adamax": lambda groups: torch.optim.Adamax(groups),
+    "adadelta": lambda groups: torch.optim.Adadelta(groups),
+    "rprop": lambda groups: torch.optim.Rprop([{"params": group["params"], "lr": group["lr"]} for group in groups]),
+    "asgd": lambda groups: torch.optim.ASGD(groups),
+    "fused_adam": _fused_adam,
+    "cpu_adam_16": _cpu_adam_16,
+    "cpu_adagrad": _cpu_adagrad,
+    "cpu_lion": _cpu_lion,
+    "muon": _muon,
+    "muon_torch_adam": lambda groups: _muon(groups, adam_optimizer=torch.optim.AdamW),
+    "muon_fused_adam": lambda groups: _muon(groups, adam_optimizer=_fused_class()),
+    "quantised": Quantised,
+    "factored": Factored,
+    "lamb": Lamb,
+    "unplain": Unplain,
+}
+
+
+def _fused_class() -> type[torch.optim.Optimizer]:
+    from deepspeed.ops.adam import FusedAdam
+
+    return FusedAdam

@@ -1,0 +1,284 @@
+"""docs/support.md from the tests: a row of the table is a mark on the tests that show it.
+
+    @pytest.mark.support("Precision", "fp16, dynamic loss scale", "exact", "the scale and skipped steps too")
+
+A pytest plugin. `pytest --collect-only --support-table docs/support.md tests` (`make support`) writes the page;
+tests/test_support.py compares it with what the tests say. So that a row cannot be claimed and not shown, a marked
+test carries no skip or xfail mark, and where the variable CI is set, a marked test that is skipped has failed. So has
+a skipped test marked `core`, which every DeepSpeed version must pass.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections import Counter
+from collections.abc import Generator, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "support.md"
+
+SECTIONS = (
+    "Parameters",
+    "Optimizers",
+    "Precision",
+    "Offload",
+    "Parallelism and communication",
+    "Checkpoint engines and storage",
+    "Using it",
+    "Frameworks",
+)
+VERDICTS = ("exact", "refused")
+MARKS_THAT_SKIP = ("skip", "skipif", "xfail")
+MUST_RUN = ("support", "core")
+MOST_CASES_NAMED = 2
+
+
+class SupportTableError(ValueError):
+    """The marks contradict each other or are not what the table takes; all of it, one line each."""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """One mark on one test: its file, its name, how many cases its function has, and whether it needs a GPU."""
+
+    section: str
+    feature: str
+    verdict: str
+    note: str
+    path: str
+    function: str
+    case: str
+    gpu: bool
+    cases: int = 1
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table, with the tests that show it."""
+
+    section: str
+    feature: str
+    verdict: str
+    notes: tuple[str, ...]
+    shown_by: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Versions:
+    """What the package needs at least, and the DeepSpeed versions that CI runs."""
+
+    python: str
+    torch: str
+    deepspeed: str
+    tested: tuple[str, ...]
+
+
+def read_marks(items: Iterable[pytest.Item]) -> tuple[Shown, ...]:
+    """Every support mark of the items; raises SupportTableError with all marks that are not as they must be."""
+    items = tuple(items)
+    cases = Counter(_name(item)[:2] for item in items)
+    found, problems = [], []
+    for item in items:
+        marks = list(item.iter_markers("support"))
+        if not marks:
+            continue
+        problems += [
+            f"{item.nodeid} carries {mark.name}" for mark in item.iter_markers() if mark.name in MARKS_THAT_SKIP
+        ]
+        for mark in marks:
+            try:
+                values = _arguments(*mark.args, **mark.kwargs)
+            except TypeError as error:
+                problems.append(f"{item.nodeid}: {error}")
+                continue
+            problems += [f"{item.nodeid}: {problem}" for problem in _problems(*values)]
+            gpu = item.get_closest_marker("gpu") is not None
+            path, function, case = _name(item)
+            found.append(Shown(*values, path, function, case, gpu, cases[path, function]))
+    if problems:
+        raise SupportTableError("support marks:\n  " + "\n  ".join(problems))
+    return tuple(found)
+
+
+def _arguments(section: str, feature: str, verdict: str, note: str = "") -> tuple[str, str, str, str]:
+    return section, feature, verdict, note
+
+
+def _problems(section: object, feature: object, verdict: object, note: object) -> list[str]:
+    """What is wrong with one mark."""
+    problems = []
+    if section not in SECTIONS:
+        problems.append(f"section {section!r} is none of {', '.join(map(repr, SECTIONS))}")
+    if verdict not in VERDICTS:
+        problems.append(f"verdict {verdict!r} is none of {', '.join(map(repr, VERDICTS))}")
+    for name, value in (("feature", feature), ("note", note)):
+        if not isinstance(value, str) or re.search(r"[|\n]", value) or value != value.strip():
+            problems.append(f"{name} {value!r} is not the text of one cell (one line, no '|', nothing blank around it)")
+    if not feature:
+        problems.append("the feature has no name")
+    return problems
+
+
+def _name(item: pytest.Item) -> tuple[str, str, str]:
+    path, _, rest = item.nodeid.partition("::")
+    function, _, case = rest.partition("[")
+    return path, function, case.removesuffix("]")
+
+
+def make_rows(marks: Iterable[Shown]) -> tuple[Row, ...]:
+    """The rows in the order of the page; raises SupportTableError where marks contradict each other.
+
+    A feature stands in one section with one verdict, and at least one test shows it without a GPU.
+    """
+    by_feature: dict[str, list[Shown]] = {}
+    for mark in marks:
+        by_feature.setdefault(_spelling(mark.feature), []).append(mark)
+    problems, rows = [], []
+    for shown in by_feature.values():
+        first = shown[0]
+        for field in ("section", "feature", "verdict"):
+            values = {getattr(mark, field): f"{mark.path}::{mark.function}" for mark in reversed(shown)}
+            if len(values) > 1:
+                said = ", ".join(f"{value!r} ({test})" for value, test in sorted(values.items()))
+                problems.append(f"{first.feature}: more than one {field}: {said}")
+        if all(mark.gpu for mark in shown):
+            problems.append(f"{first.feature}: shown by nothing but {first.path}::{first.function}, which needs a GPU")
+        notes = dict.fromkeys(mark.note for mark in sorted(shown, key=_place) if mark.note)
+        rows.append(Row(first.section, first.feature, first.verdict, tuple(notes), _shown_by(shown)))
+    if problems:
+        raise SupportTableError("support marks:\n  " + "\n  ".join(sorted(problems)))
+    return tuple(sorted(rows, key=_order))
+
+
+def _spelling(feature: str) -> str:
+    """A feature without what is only typography, so that two spellings of one feature are noticed."""
+    return re.sub(r"[^a-z0-9<>=.]+", " ", feature.lower()).strip()
+
+
+def _order(row: Row) -> tuple[int, int, str]:
+    return SECTIONS.index(row.section), VERDICTS.index(row.verdict), _spelling(row.feature)
+
+
+def _place(mark: Shown) -> tuple[str, str, str]:
+    return mark.path, mark.function, mark.case
+
+
+def _shown_by(shown: list[Shown]) -> tuple[str, ...]:
+    """Tests by file and name, with the cases where they are few of many."""
+    by_function: dict[tuple[str, str], list[Shown]] = {}
+    for mark in sorted(shown, key=_place):
+        by_function.setdefault((Path(mark.path).name, mark.function), []).append(mark)
+    names = []
+    for (file, function), marks in by_function.items():
+        some = len(marks) <= MOST_CASES_NAMED and len(marks) < marks[0].cases
+        names += [f"{file}::{function}[{mark.case}]" for mark in marks] if some else [f"{file}::{function}"]
+    return tuple(names)
+
+
+def read_versions() -> Versions:
+    """From pyproject.toml, constraints.txt and tests/test_versions.py."""
+    from test_versions import VERSIONS
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    requirements = [*project["dependencies"], *project["optional-dependencies"]["deepspeed"]]
+    floors = {name: floor for name, _, floor in (requirement.partition(">=") for requirement in requirements)}
+    pinned = re.search(r"^deepspeed==(\S+)$", (ROOT / "constraints.txt").read_text(), flags=re.MULTILINE)
+    assert pinned is not None
+    python = project["requires-python"].removeprefix(">=")
+    return Versions(python, floors["torch"], floors["deepspeed"], (*VERSIONS, pinned[1]))
+
+
+HEAD = """\
+# What is supported, and what is refused
+
+Written by `make support` from the marks on the tests; `tests/test_support.py` holds it to them. A row stands here
+because the tests beside it pass: in CI, one of them that does not run is one that failed.
+
+* **exact**: saved on N ranks and resumed on M, all of the state is the saved one, bit for bit, up and down.
+* **refused**: an error that names what is not supported and what to do instead, the same on every rank, before a tensor
+  or a file is touched.
+
+What is in neither list is not tested. Python >= {python}, torch >= {torch}, DeepSpeed >= {deepspeed}, Linux. All tests
+run on DeepSpeed {newest}, the core of them on {others} too.
+"""
+
+
+def render(rows: Iterable[Row], versions: Versions) -> str:
+    """The page."""
+    rows = tuple(rows)
+    *others, newest = versions.tested
+    text = HEAD.format(
+        python=versions.python,
+        torch=versions.torch,
+        deepspeed=versions.deepspeed,
+        newest=newest,
+        others=" and ".join(others),
+    )
+    for section in SECTIONS:
+        lines = [_line(row) for row in rows if row.section == section]
+        if lines:
+            table = ["| feature | | note | shown by |", "|---|---|---|---|", *lines]
+            text += f"\n## {section}\n\n" + "\n".join(table) + "\n"
+    return text
+
+
+def _line(row: Row) -> str:
+    tests = "<br>".join(f"`{name.replace('|', '-')}`" for name in row.shown_by)
+    return f"| {row.feature} | {row.verdict} | {'; '.join(row.notes)} | {tests} |"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--support-table", metavar="FILE", help="write the table of what the collected tests show")
+
+
+COLLECTED = pytest.StashKey[tuple[pytest.Item, ...]]()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keeps what was collected, before -k and -m leave some of it out."""
+    config.stash[COLLECTED] = tuple(items)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    target = session.config.getoption("--support-table")
+    if target and not session.testsfailed:  # what cannot be imported shows nothing
+        try:
+            text = render(make_rows(read_marks(session.config.stash[COLLECTED])), read_versions())
+        except SupportTableError as error:
+            raise pytest.UsageError(str(error)) from error
+        Path(target).write_text(text)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """In CI, a test that must run and is skipped, or excused by xfail, has failed."""
+    report = yield
+    named = [name for name in MUST_RUN if item.get_closest_marker(name)]
+    if report.skipped and named and "CI" in os.environ and not _lacks_gpu(item):
+        why: Any = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
+        report.outcome = "failed"
+        report.longrepr = (
+            f"{item.nodeid} is marked {named[0]} and did not run, so nothing shows what it is to show: {why}"
+        )
+        report.__dict__.pop("wasxfail", None)
+    return report
+
+
+def _lacks_gpu(item: pytest.Item) -> bool:
+    """A test of GPUs may be skipped: no row is shown by such tests alone."""
+    return item.get_closest_marker("gpu") is not None

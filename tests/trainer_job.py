@@ -1,0 +1,292 @@
+"""A Hugging Face Trainer job for the rank pool: a tiny Llama, samples that say which they are, and what a run saw.
+
+Functions run on ranks, so they are at module level and take plain values. Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import warnings
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+GLOBAL_BATCH = 12  # divisible by 1, 2, 3 and 4
+SAMPLES = 43  # three whole batches, and seven samples
+VOCABULARY = 64
+WORDS = torch.randint(0, VOCABULARY, (SAMPLES, 9), generator=torch.Generator().manual_seed(0))
+
+DS_CONFIG = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "bf16": {"enabled": "auto"},
+    "zero_optimization": {
+        "stage": 3,
+        "elastic_checkpoint": True,
+        "reduce_bucket_size": "auto",
+        "stage3_prefetch_bucket_size": "auto",
+        "stage3_param_persistence_threshold": "auto",
+        "stage3_gather_16bit_weights_on_model_save": True,
+    },
+}
+
+
+@dataclass(frozen=True)
+class TrainerJob:
+    """How one run is configured; picklable. ``stop_at`` ends the run there, as somebody's scheduler would."""
+
+    directory: str
+    elastic: bool = True
+    lora: bool = False
+    micro: int | None = None
+    stop_at: int | None = None
+    resume: Any = None
+    args: dict[str, Any] = field(default_factory=dict)
+    zero: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+    dropout: float = 0.0
+    iterable: bool = False
+
+    def at(self, **changes: Any) -> TrainerJob:
+        return replace(self, **changes)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one rank saw of a run, by step: samples of all ranks, log, generators, and the state at saves and resume."""
+
+    first_step: int
+    samples: dict[int, list[int]]
+    losses: dict[int, float]
+    rates: dict[int, float]
+    generators: dict[int, str]
+    saved: dict[int, Any]
+    resumed: Any
+    report: Any
+    max_steps: int
+    num_groups: int
+    final: Any
+    micro_steps: int
+    weights_file: dict[str, Any]
+
+
+class Words(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"input_ids": WORDS[index], "labels": WORDS[index], "index": index}
+
+
+class WordStream(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
+    def __iter__(self) -> Any:
+        return (Words()[index] for index in range(SAMPLES))
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+
+def collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    batch = {key: torch.stack([row[key] for row in rows]) for key in ("input_ids", "labels")}
+    return {**batch, "index": torch.tensor([row["index"] for row in rows])}
+
+
+def generators() -> str:
+    """This rank's generators of Python, numpy and torch, as a hash."""
+    numpy_state = np.random.get_state()
+    assert isinstance(numpy_state, tuple)
+    states = (repr(random.getstate()), numpy_state[1].tobytes(), torch.get_rng_state().numpy().tobytes())
+    return hashlib.sha256(repr(states).encode()).hexdigest()
+
+
+def run_trainer(job: TrainerJob) -> Seen:
+    """Build a Trainer as a script does, train, and tell what was seen. Collective."""
+    import transformers
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+    import zeroelastic
+    from zeroelastic.integrations.batch import plan_batch
+    from zeroelastic.testing import fingerprint, gather_state
+
+    transformers.utils.logging.set_verbosity_error()
+    warnings.simplefilter("ignore")
+    plan = plan_batch(GLOBAL_BATCH, world_size=dist.get_world_size(), max_micro=job.micro or 3)
+    zero = {**DS_CONFIG["zero_optimization"], **job.zero}
+    args = TrainingArguments(
+        **{
+            "output_dir": job.directory,
+            "per_device_train_batch_size": plan.micro,
+            "gradient_accumulation_steps": plan.accumulation,
+            "use_cpu": True,
+            "bf16": True,
+            "deepspeed": json.loads(json.dumps({**DS_CONFIG, **job.config, "zero_optimization": zero})),
+            "num_train_epochs": 3,
+            "learning_rate": 1e-2,
+            "weight_decay": 0.1,
+            "warmup_steps": 2,
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "report_to": [],
+            "disable_tqdm": True,
+            "remove_unused_columns": False,
+            **job.args,
+        }
+    )
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=24,
+        intermediate_size=40,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        attention_dropout=job.dropout,
+    )
+    torch.manual_seed(7)
+    model = LlamaForCausalLM(config)
+    if job.lora:
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(model, LoraConfig(r=3, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+
+    mine: dict[int, list[int]] = {}
+    seen: dict[str, Any] = {"micro": 0, "generators": {}, "saved": {}, "report": None, "resumed": None, "first": 0}
+
+    class Watch(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            seen["first"] = state.global_step
+            seen["report"] = getattr(trainer.model_wrapped, "zeroelastic_report", None)
+            seen["resumed"] = fingerprint(gather_state(trainer.model_wrapped))
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            seen["generators"][state.global_step] = generators()
+            mine[state.global_step] = []
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == job.stop_at:
+                control.should_training_stop = True
+
+        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            seen["saved"][state.global_step] = fingerprint(gather_state(trainer.model_wrapped))
+
+    class WatchedTrainer(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, *rest: Any, **kwargs: Any) -> Any:
+            seen["micro"] += 1
+            mine[self.state.global_step] += inputs.pop("index").tolist()
+            return super().compute_loss(model, inputs, *rest, **kwargs)
+
+        def prediction_step(self, model: Any, inputs: Any, *rest: Any, **kwargs: Any) -> Any:
+            inputs.pop("index")
+            with torch.no_grad():
+                return super().compute_loss(model, inputs).detach(), None, None
+
+    if not job.elastic:
+        zeroelastic.install()
+    trainer = WatchedTrainer(
+        model=model,
+        args=args,
+        train_dataset=WordStream() if job.iterable else Words(),
+        eval_dataset=Words(),
+        data_collator=collate,
+        callbacks=[],
+    )
+    if job.elastic:
+        from zeroelastic.integrations.transformers import elastic
+
+        assert elastic(trainer) is trainer
+    trainer.add_callback(Watch())
+    trainer.train(resume_from_checkpoint=job.resume)
+    engine = trainer.model_wrapped
+    shared: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(shared, mine)
+    log = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return Seen(
+        first_step=seen["first"],
+        samples={step: sorted(index for rank in shared for index in rank[step]) for step in mine},
+        losses={entry["step"]: entry["loss"] for entry in log},
+        rates={entry["step"]: entry["learning_rate"] for entry in log},
+        generators=seen["generators"],
+        saved=seen["saved"],
+        resumed=seen["resumed"],
+        report=seen["report"],
+        max_steps=trainer.state.max_steps,
+        num_groups=len(engine.optimizer.param_groups),
+        final=fingerprint(gather_state(engine)),
+        micro_steps=seen["micro"],
+        weights_file=weights_file(Path(job.directory) / f"checkpoint-{trainer.state.global_step}"),
+    )
+
+
+def weights_file(checkpoint: Path) -> dict[str, Any]:
+    """The fingerprints of what a checkpoint's model.safetensors holds; empty where there is none."""
+    from safetensors.torch import load_file
+
+    from zeroelastic.testing import fingerprint
+
+    path = checkpoint / "model.safetensors"
+    return fingerprint(load_file(path)) if path.exists() else {}
+
+
+def attempt(job: TrainerJob) -> tuple[str, str]:
+    """The type and text of the error that a run raises on this rank."""
+    try:
+        run_trainer(job)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def saved_steps(directory: str) -> list[int]:
+    return sorted(int(path.name.removeprefix("checkpoint-")) for path in Path(directory).glob("checkpoint-*"))
+
+
+def generators_of_a_new_rank(seed: int, step: int, rank: int) -> str:
+    from zeroelastic.integrations.transformers import _seed_generators
+
+    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        _seed_generators(seed, step, rank)
+        return generators()
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+        torch.set_rng_state(before[2])
+
+
+def refusals(directory: str) -> dict[str, str]:
+    """What elastic() says to each setting that it cannot do right."""
+    from transformers import Trainer, TrainingArguments
+
+    from zeroelastic import ZeroElasticError
+    from zeroelastic.integrations.transformers import elastic
+
+    class Weighted(Trainer):
+        def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+            return torch.utils.data.WeightedRandomSampler([1.0] * SAMPLES, SAMPLES)
+
+    def refusal(kind: Any = Trainer, **settings: Any) -> str:
+        common = {"output_dir": directory, "use_cpu": True, "report_to": [], "remove_unused_columns": False}
+        trainer = kind(model=torch.nn.Linear(2, 2), args=TrainingArguments(**common, **settings), train_dataset=Words())
+        try:
+            elastic(trainer).get_train_dataloader()
+            elastic(trainer)
+        except ZeroElasticError as error:
+            return str(error)
+        return ""
+
+    return {
+        "group_by_length": refusal(train_sampling_strategy="group_by_length"),
+        "batch_rebalance": refusal(train_sampling_strategy="batch_rebalance"),
+        "auto_find_batch_size": refusal(auto_find_batch_size=True),
+        "split_batches": refusal(accelerator_config={"split_batches": True}),
+        "twice": refusal(),
+        "sampler": refusal(Weighted),
+        "too_few": refusal(per_device_train_batch_size=64, dataloader_drop_last=True),
+    }

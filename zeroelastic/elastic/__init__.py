@@ -1,0 +1,24 @@
+"""Elastic torchrun jobs: what keeps a ZeRO-3 run the same run while its number of ranks changes."""
+
+from __future__ import annotations
+
+from zeroelastic.elastic.batch import BatchPlan, batch_plan, world_sizes
+from zeroelastic.elastic.preemption import EXIT_PREEMPTED, Every, Preemption, every, preemption
+from zeroelastic.elastic.resume import Resumed, resume
+from zeroelastic.elastic.sampler import ElasticBatchSampler, ElasticDistributedSampler, ElasticIterableDataset
+
+__all__ = [
+    "EXIT_PREEMPTED",
+    "BatchPlan",
+    "ElasticBatchSampler",
+    "ElasticDistributedSampler",
+    "ElasticIterableDataset",
+    "Every",
+    "Preemption",
+    "Resumed",
+    "batch_plan",
+    "every",
+    "preemption",
+    "resume",
+    "world_sizes",
+]

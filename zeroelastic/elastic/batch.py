@@ -1,0 +1,150 @@
+"""The batch plan: the micro batch and the gradient accumulation that keep the global batch at another world size.
+
+Every rank takes the same number of micro steps: at ZeRO stage 3 a forward pass gathers parameters, so a rank that took
+one step fewer would leave the others waiting. Samples are dealt out as ``torch.utils.data.DistributedSampler`` deals
+them: sample i of a global batch goes to rank i mod W, whatever W is.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from zeroelastic.errors import ConfigError
+
+Misfit = Literal["error", "fewer_ranks", "pad"]
+
+_NAMED = 24
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPlan:
+    """How one global batch is taken: ``accumulation`` micro steps of ``micro_batch`` samples on each of ``num_ranks``.
+
+    ``num_ranks`` is less than ``world_size`` where only a part of the ranks can train, and ``padding`` more than 0
+    where the last micro steps have room for more samples than there are: ``num_samples`` and ``loss_weight`` then say
+    how many are real and what keeps the gradient that of the global batch.
+    """
+
+    global_batch: int
+    world_size: int
+    num_ranks: int
+    micro_batch: int
+    accumulation: int
+
+    @property
+    def padding(self) -> int:
+        """Places of a global batch that no sample fills: 0 unless padding was asked for and needed."""
+        return self.micro_batch * self.accumulation * self.num_ranks - self.global_batch
+
+    def trains(self, rank: int) -> bool:
+        """Whether a rank takes part; ranks from ``num_ranks`` on stand by."""
+        return rank < self.num_ranks
+
+    def num_samples(self, rank: int, micro_step: int) -> int:
+        """How many samples a rank has in a micro step of a global batch: ``micro_batch``, fewer where it is padded."""
+        first = micro_step % self.accumulation * self.micro_batch
+        mine = len(range(rank, self.global_batch, self.num_ranks))
+        return min(max(mine - first, 0), self.micro_batch)
+
+    def loss_weight(self, rank: int, micro_step: int) -> float:
+        """What to multiply a micro step's mean loss (over its ``num_samples``) by; 1.0 wherever nothing is padded.
+
+        DeepSpeed averages over micro steps and ranks alike, so a micro step with fewer samples would count too much:
+        with this weight the gradient is exactly that of the mean over the global batch. 0.0 where a rank has none; it
+        takes the step all the same, on any sample.
+        """
+        return self.num_samples(rank, micro_step) * self.accumulation * self.num_ranks / self.global_batch
+
+    def apply(self, ds_config: Mapping[str, Any]) -> dict[str, Any]:
+        """A copy of a DeepSpeed configuration with this plan's three batch settings in place of its own."""
+        config = copy.deepcopy(dict(ds_config))
+        config["train_batch_size"] = self.micro_batch * self.accumulation * self.num_ranks
+        config["train_micro_batch_size_per_gpu"] = self.micro_batch
+        config["gradient_accumulation_steps"] = self.accumulation
+        return config
+
+    def text(self) -> str:
+        """One line for people."""
+        line = (
+            f"global batch {self.global_batch} = {self.num_ranks} ranks x micro batch {self.micro_batch} x "
+            f"{self.accumulation} accumulated"
+        )
+        if self.padding:
+            line += f", {self.padding} places of it empty"
+        if self.num_ranks < self.world_size:
+            line += f"; {self.world_size - self.num_ranks} of {self.world_size} ranks stand by"
+        return line
+
+
+def batch_plan(
+    global_batch: int, world_size: int | None = None, max_micro: int | None = None, *, misfit: Misfit = "error"
+) -> BatchPlan:
+    """The plan with the fewest micro steps that keeps ``global_batch`` on ``world_size`` ranks.
+
+    ``world_size`` is that of the process group or of torchrun's environment if it is not given; ``max_micro`` is the
+    largest micro batch that fits in memory (any, if not given). At a world size that does not divide the global batch,
+    ``misfit`` decides: "error"; "fewer_ranks" trains on the largest number of ranks that does divide it; "pad" leaves
+    places of the last micro step empty. Raises ConfigError naming the world sizes that work::
+
+        plan = batch_plan(global_batch=512, max_micro=8)
+        engine, *_ = deepspeed.initialize(model=model, config=plan.apply(ds_config))
+    """
+    size = current_world_size() if world_size is None else world_size
+    for what, value in (("global_batch", global_batch), ("world_size", size), ("max_micro", max_micro)):
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise ConfigError(f"{what} is {value!r}; a whole number of 1 or more is needed.")
+    if misfit not in ("error", "fewer_ranks", "pad"):
+        raise ConfigError(f'misfit is {misfit!r}; it may be "error", "fewer_ranks" or "pad".')
+    most = global_batch if max_micro is None else max_micro
+    if global_batch % size == 0:
+        return _plan(global_batch, size, size, most)
+    if misfit == "fewer_ranks":
+        return _plan(global_batch, size, max(n for n in range(1, size) if global_batch % n == 0), most)
+    if misfit == "pad" and size < global_batch:
+        quota = -(-global_batch // size)
+        accumulation = -(-quota // most)
+        return BatchPlan(global_batch, size, size, -(-quota // accumulation), accumulation)
+    works = world_sizes(global_batch)
+    listed = ", ".join(map(str, works[:_NAMED])) + (f" ... {works[-1]}" if len(works) > _NAMED else "")
+    raise ConfigError(
+        f"a global batch of {global_batch} cannot be dealt out evenly to {size} ranks. World sizes that work: "
+        f"{listed}. "
+        'misfit="fewer_ranks" lets some ranks stand by, misfit="pad" leaves places of the last micro step empty.'
+    )
+
+
+def world_sizes(global_batch: int) -> tuple[int, ...]:
+    """Every world size at which each rank gets the same number of samples of a global batch, ascending."""
+    low = [n for n in range(1, int(global_batch**0.5) + 2) if global_batch % n == 0]
+    return tuple(sorted({*low, *(global_batch // n for n in low)}))
+
+
+def current_world_size() -> int:
+    """The size of the process group; before there is one, what torchrun says (``WORLD_SIZE``); 1 without it."""
+    return _current("WORLD_SIZE", 1, "get_world_size")
+
+
+def current_rank() -> int:
+    """The rank in the process group; before there is one, what torchrun says (``RANK``); 0 without it."""
+    return _current("RANK", 0, "get_rank")
+
+
+def _current(variable: str, alone: int, function: str) -> int:
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        return int(getattr(dist, function)())
+    text = os.environ.get(variable, str(alone))
+    if not text.isdecimal():
+        raise ConfigError(f"the environment says {variable}={text!r}, which is no number.")
+    return int(text)
+
+
+def _plan(global_batch: int, world_size: int, num_ranks: int, max_micro: int) -> BatchPlan:
+    quota = global_batch // num_ranks
+    micro = max(n for n in world_sizes(quota) if n <= max_micro)
+    return BatchPlan(global_batch, world_size, num_ranks, micro, quota // micro)

@@ -1,0 +1,114 @@
+"""What a run carries beside its weights: the position in its data and the random generators, in the client state.
+
+The position is the same on every rank and fits any world size. Generators belong to a rank: they are restored where the
+rank and the world size are the saved ones, and derived anew from the checkpoint elsewhere, differently on each rank.
+Everything is kept as numbers, strings and tensors, so that ``"safe_load": true`` reads it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from zeroelastic.errors import StrictError
+from zeroelastic.rng import derived_seed
+
+KEY = "zeroelastic"
+"""The entry of the client state that is ours."""
+
+_NUMPY = ("keys", "position", "has_gauss", "gauss")
+
+
+class Position(Protocol):
+    """Something with a place in the data: our samplers, or anything that follows torchdata's Stateful protocol."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position: the same on every rank."""
+
+    def load_state_dict(self, state: Any) -> None:
+        """Go there."""
+
+
+def pack_position(data: Position | None, *, rank: int, world_size: int, device: torch.device) -> dict[str, Any]:
+    """The entry of one rank's client state."""
+    return {
+        "data": None if data is None else data.state_dict(),
+        "rank": rank,
+        "world_size": world_size,
+        "generators": _generators(device),
+    }
+
+
+def unpack_position(
+    entry: Mapping[str, Any] | None,
+    data: Position | None,
+    *,
+    identity: str,
+    rank: int,
+    world_size: int,
+    device: torch.device,
+    strict: bool,
+) -> tuple[str, ...]:
+    """Restore what ``pack_position`` kept; returns what was not restored exactly, a line each, the same on all ranks.
+
+    ``identity`` is what new generators are derived from. Raises StrictError when ``strict`` and there is no position to
+    go to.
+    """
+    notes: list[str] = []
+    saved = None if entry is None else entry.get("data")
+    if data is not None and saved is not None:
+        data.load_state_dict(saved)
+    elif data is not None:
+        problem = "the checkpoint has no position in the data: it was not saved through zeroelastic.elastic"
+        if strict:
+            raise StrictError(
+                f"{problem}. Set the position yourself and call resume without data, or with strict=False to begin at "
+                "the first sample."
+            )
+        notes.append(f"{problem}; it begins at the first sample")
+    same = entry is not None and (entry.get("rank"), entry.get("world_size")) == (rank, world_size)
+    if same and entry is not None:
+        _restore_generators(entry["generators"], device)
+    else:
+        _seed_generators(derived_seed(identity, rank), device)
+    if entry is None or entry.get("world_size") != world_size:
+        notes.append("random generators were derived anew, from the checkpoint and the rank")
+    return tuple(notes)
+
+
+def _generators(device: torch.device) -> dict[str, Any]:
+    version, words, gauss = random.getstate()
+    legacy: Any = np.random.get_state(legacy=False)
+    state = legacy["state"]
+    found: dict[str, Any] = {
+        "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
+        "torch": torch.get_rng_state(),
+    }
+    if legacy["bit_generator"] == "MT19937":
+        keys = torch.from_numpy(state["key"].astype(np.int64))
+        values = (keys, int(state["pos"]), int(legacy["has_gauss"]), float(legacy["gauss"]))
+        found["numpy"] = dict(zip(_NUMPY, values, strict=True))
+    if device.type == "cuda":
+        found["cuda"] = torch.cuda.get_rng_state(device)
+    return found
+
+
+def _restore_generators(saved: Mapping[str, Any], device: torch.device) -> None:
+    python = saved["python"]
+    random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
+    torch.set_rng_state(saved["torch"])
+    if "numpy" in saved:
+        keys, position, has_gauss, gauss = (saved["numpy"][name] for name in _NUMPY)
+        np.random.set_state(("MT19937", keys.numpy().astype(np.uint32), position, has_gauss, gauss))
+    if "cuda" in saved and device.type == "cuda":
+        torch.cuda.set_rng_state(saved["cuda"], device)
+
+
+def _seed_generators(seed: int, device: torch.device) -> None:
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    torch.manual_seed(seed)  # GPUs included

@@ -1,0 +1,215 @@
+"""Save and stop together when a node is about to go, and save in between: agreed by all ranks, at the same step.
+
+A signal handler does nothing but set a flag. At each accumulation boundary one small all-reduce tells every rank
+whether any of them was told to stop, and whether a save is due; so a signal to one rank stops all of them at one step,
+and a signal that arrives during a save changes nothing about it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from zeroelastic.elastic.position import KEY, Position, pack_position
+from zeroelastic.errors import ConfigError
+
+EXIT_PREEMPTED = 75
+"""The exit code of a job that was told to stop and is to be started again (EX_TEMPFAIL of sysexits.h)."""
+
+_MARGIN = 1.2
+"""How much longer than the last save the next may take."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Every:
+    """When a save is due: so many steps or seconds after the last one, whichever comes first; never, if neither."""
+
+    seconds: float | None = None
+    steps: int | None = None
+
+    def __post_init__(self) -> None:
+        for what, value in (("seconds", self.seconds), ("steps", self.steps)):
+            if value is not None and not value > 0:
+                raise ConfigError(f"every: {what} is {value!r}; it has to be more than 0.")
+
+    def due(self, *, seconds: float, steps: int) -> bool:
+        """Whether one is due so long after the last."""
+        by_time = self.seconds is not None and seconds >= self.seconds
+        return by_time or (self.steps is not None and steps >= self.steps)
+
+
+def every(*, seconds: float | None = None, steps: int | None = None) -> Every:
+    """Periodic saves: what a crash costs is at most this much work, and what is in flight."""
+    return Every(seconds, steps)
+
+
+class Preemption:
+    """What ``preemption`` gives: call it after each ``engine.step()``, on every rank.
+
+    ``saves`` are the tags saved so far, ``stopped`` whether the run was told to stop, ``save_seconds`` how long the
+    last save took on the slowest rank, None before the first.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        directory: str | os.PathLike[str],
+        *,
+        data: Position | None,
+        saving: Every,
+        grace: float,
+        signals: Sequence[signal.Signals],
+        client_state: Callable[[], Mapping[str, Any]] | None,
+    ) -> None:
+        self.saves: list[str] = []
+        self.stopped = False
+        self.save_seconds: float | None = None
+        self._engine, self._directory, self._data = engine, Path(directory), data
+        self._saving, self._grace, self._signals, self._client_state = saving, grace, tuple(signals), client_state
+        self._told_at: float | None = None
+        self._timer: threading.Timer | None = None
+        self._old: dict[signal.Signals, Any] = {}
+        self._group: dist.ProcessGroup | None = None
+        self._last_time = time.monotonic()
+        self._last_step = self._seen_step = int(engine.global_steps)
+
+    def __call__(self) -> bool:
+        """Whether to leave the training loop; saves first, if one is due or the run has to stop. Collective.
+
+        Advances the data by the global batches that were trained on. Within an accumulation it answers without asking
+        anybody: a save there would lose gradients.
+        """
+        step = int(self._engine.global_steps)
+        if self.stopped or step == self._seen_step:
+            return self.stopped
+        advance = getattr(self._data, "advance", None)
+        if advance is not None:
+            advance(step - self._seen_step)
+        self._seen_step = step
+        due = self._saving.due(seconds=time.monotonic() - self._last_time, steps=step - self._last_step)
+        told, due, left = self._agree(due)
+        if told:
+            self.stopped = True
+            if step == self._last_step and self.saves:
+                logger.info("stopping at step %d, which is saved already", step)
+            elif self.save_seconds is not None and self.save_seconds * _MARGIN > left:
+                logger.warning(
+                    "stopping at step %d without a save: the last one took %.1f s, and %.1f s are left",
+                    *(step, self.save_seconds, left),
+                )
+            else:
+                self.save()
+        elif due and step != self._last_step:
+            self.save()
+        return self.stopped
+
+    def save(self, tag: str | None = None) -> str:
+        """Save now, with the position in the data and the random generators. Collective. Returns the tag."""
+        engine = self._engine
+        chosen = tag if tag is not None else f"global_step{engine.global_steps}"
+        own = dict(self._client_state()) if self._client_state is not None else {}
+        entry = pack_position(self._data, rank=dist.get_rank(), world_size=dist.get_world_size(), device=engine.device)
+        began = time.monotonic()
+        engine.save_checkpoint(str(self._directory), tag=chosen, client_state={**own, KEY: entry})
+        took = torch.tensor([time.monotonic() - began], dtype=torch.float64)
+        dist.all_reduce(took, op=dist.ReduceOp.MAX, group=self._group)
+        self.save_seconds = float(took)
+        self.saves.append(chosen)
+        self._last_time, self._last_step = time.monotonic(), int(engine.global_steps)
+        return chosen
+
+    def exit(self) -> NoReturn:
+        """End this process with ``EXIT_PREEMPTED``, so that whatever started it knows to start it again."""
+        sys.exit(EXIT_PREEMPTED)
+
+    def __enter__(self) -> Preemption:
+        self._group = dist.new_group(backend="gloo") if dist.get_backend() != "gloo" else None
+        if threading.current_thread() is not threading.main_thread():
+            raise ConfigError("preemption() sets signal handlers, which only the main thread can do.")
+        for number in self._signals:
+            self._old[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._old.items():
+            with contextlib.suppress(TypeError):  # a handler that was not set from Python cannot be set again
+                signal.signal(number, handler)
+        self._old.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._told_at is None:
+            self._told_at = time.monotonic()
+            self._timer = threading.Timer(self._grace, _give_up)
+            self._timer.daemon = True
+            self._timer.start()
+        old = self._old.get(signal.Signals(number))
+        if callable(old) and old is not signal.default_int_handler:
+            old(number, frame)
+
+    def _agree(self, due: bool) -> tuple[bool, bool, float]:
+        """Whether any rank was told to stop, whether any has a save due, and the seconds left on the worst one."""
+        since = time.monotonic() - self._told_at if self._told_at is not None else 0.0
+        asked = torch.tensor([float(self._told_at is not None), float(due), since], dtype=torch.float64)
+        dist.all_reduce(asked, op=dist.ReduceOp.MAX, group=self._group)
+        return bool(asked[0]), bool(asked[1]), self._grace - float(asked[2])
+
+
+def preemption(
+    engine: Any,
+    directory: str | os.PathLike[str],
+    *,
+    data: Position | None = None,
+    saving: Every | None = None,
+    grace: float = 30.0,
+    signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGUSR1),
+    client_state: Callable[[], Mapping[str, Any]] | None = None,
+) -> Preemption:
+    """Stop all ranks together at one step, with a checkpoint, when any of them gets one of ``signals``.
+
+    ``grace``: seconds from the signal to the end; what is not done by then is given up (``os._exit`` with
+    ``EXIT_PREEMPTED``), and a save that took longer than what is left is not begun. ``saving`` adds periodic saves;
+    ``client_state`` gives what to save of the caller's own. ``data``, if it has ``advance`` as our samplers do, is
+    advanced with every optimizer step. Handlers that were there are called too, and put back at the end::
+
+        with preemption(engine, "ckpt", data=sampler, saving=every(seconds=600)) as stop:
+            for batch in loader:
+                engine.backward(engine(batch))
+                engine.step()
+                if stop():
+                    break
+        if stop.stopped:
+            stop.exit()
+    """
+    return Preemption(
+        engine,
+        directory,
+        data=data,
+        saving=saving if saving is not None else Every(),
+        grace=grace,
+        signals=signals,
+        client_state=client_state,
+    )
+
+
+def _give_up() -> None:
+    logger.error("the time to stop is over; what was not saved by now is given up")
+    os._exit(EXIT_PREEMPTED)

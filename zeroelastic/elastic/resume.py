@@ -1,0 +1,201 @@
+"""Resume a job from the newest checkpoint that loads, at whatever world size it has now; or begin, when there is none.
+
+The ranks agree on the tag before any of them opens it. A tag that is damaged is passed over, loudly, for the one
+before it; so is one under which the job died twice while loading it. What is wrong with the run rather than with the
+tag (another model, another global batch) is raised.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from zeroelastic.agree import broadcast, gather, settle
+from zeroelastic.elastic.position import KEY, Position, unpack_position
+from zeroelastic.errors import CheckpointError, UsageError
+from zeroelastic.record import write_atomically
+from zeroelastic.report import ResumeReport
+from zeroelastic.tags import Tag, check_quickly, check_tag, list_run
+
+ATTEMPTS_NAME = ".zeroelastic-attempts.json"
+"""Loads that were begun and not finished, by tag; only while there are any."""
+
+_MOST_FAILURES = 2
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """What a job goes on from: ``tag`` None is a fresh start.
+
+    ``passed_over`` says, newest first, which tags were not used and why; ``notes`` what was not restored exactly
+    besides what ``report`` lists. ``client_state`` is what the checkpoint carried of the caller's own.
+    """
+
+    tag: str | None
+    global_steps: int
+    client_state: Mapping[str, Any]
+    report: ResumeReport | None
+    passed_over: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+def resume(
+    engine: Any, directory: str | os.PathLike[str], *, data: Position | None = None, strict: bool = True
+) -> Resumed:
+    """Load the newest checkpoint of ``directory`` that can be loaded, with the position of ``data``. Collective.
+
+    ``strict`` refuses a changed global batch and a checkpoint without a position in the data. With an empty or missing
+    directory nothing happens, and ``Resumed.tag`` is None. Raises CheckpointError when there are checkpoints and none
+    can be loaded, and whatever ``engine.load_checkpoint`` raises for a run that does not fit::
+
+        sampler = ElasticDistributedSampler(dataset, global_batch=512)
+        start = resume(engine, "ckpt", data=sampler)
+        for step in range(start.global_steps, total_steps): ...
+    """
+    from zeroelastic import install
+    from zeroelastic.stage3.wrappers import loading_strictly
+
+    install()
+    root = Path(directory)
+    passed: list[str] = []
+    remaining: list[Tag] | None = None
+    while True:
+
+        def choose() -> tuple[str, str] | None:
+            nonlocal remaining
+            if _rank() != 0:
+                return None
+            remaining = _tags(root) if remaining is None else remaining
+            return _next(root, remaining, passed)
+
+        chosen = broadcast(settle(choose))
+        if chosen is None:
+            break
+        load_dir, name = chosen
+        settle(partial(_count_attempt, root, name, 1))
+        try:
+            with loading_strictly(engine, strict):
+                path, client_state = engine.load_checkpoint(load_dir, tag=name)
+            if path is None:
+                raise CheckpointError(f"{load_dir}: DeepSpeed did not load {name}.")
+            return _finish(engine, root, name, dict(client_state or {}), data, strict, broadcast(tuple(passed)))
+        except CheckpointError as error:
+            passed.append(f"{name}: {error}")
+            if _rank() == 0:
+                logger.warning("passed over %s, which cannot be loaded: %s", name, error)
+        finally:  # an error that we live to see is no death
+            with suppress(OSError):
+                _count_attempt(root, name, -1)
+    passed = broadcast(passed)
+    if passed:
+        listed = "".join(f"\n  - {one}" for one in passed)
+        raise CheckpointError(
+            f"{root}: none of the checkpoints can be loaded:{listed}\nThe engine may hold damaged state: do not train "
+            "on it. To begin anew, give another directory."
+        )
+    if _rank() == 0:
+        logger.info("%s: no checkpoint; the run begins", root)
+    return Resumed(None, 0, {}, None, (), ())
+
+
+def _finish(
+    engine: Any,
+    root: Path,
+    name: str,
+    client_state: dict[str, Any],
+    data: Position | None,
+    strict: bool,
+    passed: tuple[str, ...],
+) -> Resumed:
+    import torch.distributed as dist
+
+    report: ResumeReport | None = getattr(engine, "zeroelastic_report", None)
+    root_digest = report.loaded_root if report is not None and report.loaded_root is not None else name
+    entry = client_state.pop(KEY, None)
+    notes = settle(
+        lambda: unpack_position(
+            entry,
+            data,
+            identity=f"{root_digest} {engine.global_steps}",
+            rank=dist.get_rank(),
+            world_size=dist.get_world_size(),
+            device=engine.device,
+            strict=strict,
+        )
+    )
+    positions = gather(json.dumps(data.state_dict(), default=str, sort_keys=True) if data is not None else "")
+    if len(set(positions)) > 1:
+        raise CheckpointError(
+            f"{root / name}: the ranks came to different positions in the data "
+            f"({', '.join(sorted(set(positions))[:4])}). "
+            "Its client state is of two saves, or the position depends on the rank."
+        )
+    if _rank() == 0:
+        for note in notes:
+            logger.info("%s: %s", name, note)
+    return Resumed(name, int(engine.global_steps), client_state, report, passed, notes)
+
+
+def _tags(root: Path) -> list[Tag]:
+    """The checkpoints of a directory, newest first; none where there is no directory yet."""
+    try:
+        return list(list_run(root).tags)
+    except UsageError:
+        return []
+
+
+def _next(root: Path, remaining: list[Tag], passed: list[str]) -> tuple[str, str] | None:
+    """Directory and tag of the newest of the remaining ones that looks whole; those before it go to ``passed``."""
+    attempts = _attempts(root)
+    while remaining:
+        tag = remaining.pop(0)
+        problem = _problem(tag, attempts)
+        if problem is None:
+            return str(tag.tag_dir.parent), tag.tag_dir.name
+        passed.append(f"{tag.name}: {problem}")
+        logger.warning("passed over %s: %s", tag.name, problem)
+    return None
+
+
+def _problem(tag: Tag, attempts: Mapping[str, int]) -> str | None:
+    if attempts.get(tag.tag_dir.name, 0) >= _MOST_FAILURES:
+        return f"the job ended {attempts[tag.tag_dir.name]} times while it was being loaded"
+    verdict = check_tag(tag, check_quickly)
+    return None if verdict is None else " ".join(verdict.problems)
+
+
+def _attempts(root: Path) -> dict[str, int]:
+    try:
+        found = json.loads((root / ATTEMPTS_NAME).read_bytes())
+    except (OSError, ValueError):
+        return {}
+    counts = found.items() if isinstance(found, dict) else ()
+    return {tag: count for tag, count in counts if isinstance(count, int)}
+
+
+def _count_attempt(root: Path, name: str, change: int) -> None:
+    """Written before a load and taken back after it: what is left tells that the job ended in between."""
+    if _rank() != 0:
+        return
+    counts = _attempts(root)
+    counts[name] = counts.get(name, 0) + change if change > 0 else 0
+    counts = {tag: count for tag, count in counts.items() if count > 0}
+    if counts:
+        write_atomically(root / ATTEMPTS_NAME, json.dumps(counts).encode())
+    else:
+        (root / ATTEMPTS_NAME).unlink(missing_ok=True)
+
+
+def _rank() -> int:
+    import torch.distributed as dist
+
+    return dist.get_rank()

@@ -1,0 +1,260 @@
+"""Samplers whose position has no world size in it: each sample once per epoch, however often the ranks change.
+
+One permutation per epoch (seed + epoch, as ``torch.utils.data.DistributedSampler`` draws it) is cut into global
+batches; rank r of W takes elements r, r + W, ... of each. So a step trains on the same samples at every world size, in
+the order of DistributedSampler, and the whole position is one number: the samples consumed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from typing import Any, TypeVar
+
+import torch
+from torch.utils.data import IterableDataset, Sampler, get_worker_info
+
+from zeroelastic.elastic.batch import BatchPlan, current_rank, current_world_size
+from zeroelastic.errors import ConfigError, StrictError
+
+T = TypeVar("T")
+
+_STATE = ("epoch", "consumed", "seed", "length", "global_batch", "shuffle", "drop_last")
+
+
+class ElasticDistributedSampler(Sampler[int]):
+    """This rank's sample indices, from where the run is to the end of the epoch; its state fits any world size.
+
+    Epochs are counted in global batches: with ``drop_last`` the samples after the last whole one are left out, else the
+    last is filled up from the beginning of the permutation. ``advance`` says that a global batch was trained on
+    (prefetching loaders draw more than that). Where the global batch is a multiple of the world size and divides the
+    dataset, the indices are those of ``DistributedSampler(dataset, seed=seed, shuffle=shuffle)``::
+
+        sampler = ElasticDistributedSampler(dataset, global_batch=512, seed=0)
+        loader = DataLoader(dataset, batch_size=plan.micro_batch, sampler=sampler)
+        for epoch in range(sampler.epoch, epochs):
+            for step, batch in enumerate(loader, 1):
+                ...
+                if step % plan.accumulation == 0:
+                    sampler.advance()
+    """
+
+    def __init__(
+        self,
+        dataset: Sized,
+        global_batch: int,
+        *,
+        seed: int = 0,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        rank: int | None = None,
+        world_size: int | None = None,
+    ) -> None:
+        self.length, self.global_batch = len(dataset), global_batch
+        self.seed, self.shuffle, self.drop_last = seed, shuffle, drop_last
+        self.epoch = self.consumed = 0
+        self._rank, self._world_size = rank, world_size
+        self._drawn: tuple[int, torch.Tensor] | None = None
+        if global_batch < 1 or self.length < 1:
+            raise ConfigError(
+                f"a dataset of {self.length} samples and a global batch of {global_batch}: both must be 1 or more."
+            )
+        if self.num_batches == 0:
+            raise ConfigError(
+                f"{self.length} samples are less than a global batch of {global_batch}, and drop_last leaves them out."
+            )
+
+    @property
+    def num_batches(self) -> int:
+        """Global batches in an epoch."""
+        return self.length // self.global_batch if self.drop_last else -(-self.length // self.global_batch)
+
+    @property
+    def rank(self) -> int:
+        """This rank: that of the process group, if none was given."""
+        return current_rank() if self._rank is None else self._rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks: that of the process group, if none was given."""
+        return current_world_size() if self._world_size is None else self._world_size
+
+    @property
+    def global_step(self) -> int:
+        """Global batches trained on since the beginning of the first epoch."""
+        return self.epoch * self.num_batches + self.consumed // self.global_batch
+
+    def advance(self, num_batches: int = 1) -> None:
+        """So many more global batches were trained on; after the last of an epoch the next epoch begins."""
+        step = self.global_step + num_batches
+        if num_batches < 0:
+            raise ValueError(f"advance by {num_batches}: a run does not go back; load_state_dict sets a position.")
+        self.epoch, batches = divmod(step, self.num_batches)
+        self.consumed = batches * self.global_batch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin an epoch, unless the run is in it already: then it goes on from where it is."""
+        if epoch != self.epoch:
+            self.epoch, self.consumed = epoch, 0
+
+    def batch(self, number: int) -> torch.Tensor:
+        """The indices of a global batch of the current epoch, of all ranks: int64, shape ``(global_batch,)``."""
+        if not 0 <= number < self.num_batches:
+            raise IndexError(f"global batch {number} of an epoch of {self.num_batches}")
+        return next(self._batches(number))
+
+    def global_batches(self) -> Iterator[torch.Tensor]:
+        """The indices of each global batch from here to the end of the epoch, those of all ranks."""
+        return self._batches(self.consumed // self.global_batch)
+
+    def __iter__(self) -> Iterator[int]:
+        rank, world_size = self.rank, self.world_size
+        _check_rank(rank, world_size)
+        if self.global_batch % world_size:
+            raise ConfigError(
+                f"a global batch of {self.global_batch} cannot be dealt out evenly to {world_size} ranks; take an "
+                'ElasticBatchSampler with batch_plan(..., misfit="pad"), or another number of ranks.'
+            )
+        for batch in self.global_batches():
+            yield from batch[rank::world_size].tolist()
+
+    def __len__(self) -> int:
+        """This rank's indices from here to the end of the epoch."""
+        return (self.num_batches - self.consumed // self.global_batch) * self.global_batch // self.world_size
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position and what it is a position in: the same on every rank, at every world size."""
+        return {name: getattr(self, name) for name in _STATE}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to a saved position. Raises StrictError when it is one in other data or in other batches.
+
+        A changed seed or order would train some samples twice and others not at all, so it is refused as well.
+        """
+        missing = [name for name in _STATE if name not in state]
+        if missing:
+            raise StrictError(f"the saved position has no {', '.join(missing)}; it is not of this sampler.")
+        changed = [
+            f"{name} was {state[name]!r} and is {getattr(self, name)!r}"
+            for name in _STATE
+            if name not in ("epoch", "consumed") and state[name] != getattr(self, name)
+        ]
+        if changed:
+            raise StrictError(
+                f"the saved position is one in another order of samples: {'; '.join(changed)}. Build the sampler as it "
+                "was, or begin a new epoch without this state."
+            )
+        if state["consumed"] % self.global_batch or not 0 <= state["consumed"] < self.num_batches * self.global_batch:
+            raise StrictError(f"the saved position, {state['consumed']} samples, is not the end of a global batch.")
+        self.epoch, self.consumed = state["epoch"], state["consumed"]
+
+    def _batches(self, first: int) -> Iterator[torch.Tensor]:
+        """Global batches of the epoch that is the current one when the first is asked for."""
+        order = self._order()
+        for number in range(first, self.num_batches):
+            places = torch.arange(number * self.global_batch, (number + 1) * self.global_batch)
+            yield order[places % self.length]
+
+    def _order(self) -> torch.Tensor:
+        if self._drawn is None or self._drawn[0] != self.epoch:
+            generator = torch.Generator().manual_seed(self.seed + self.epoch)
+            order = torch.randperm(self.length, generator=generator) if self.shuffle else torch.arange(self.length)
+            self._drawn = (self.epoch, order)
+        return self._drawn[1]
+
+
+class ElasticBatchSampler(Sampler[list[int]]):
+    """The micro batches of this rank, for ``DataLoader(dataset, batch_sampler=...)``: ``plan.accumulation`` a step.
+
+    With a padded plan the last ones of a global batch are shorter; where a rank has no sample at all it gets one again,
+    to be weighted with ``plan.loss_weight``, which is then 0.
+    """
+
+    def __init__(self, sampler: ElasticDistributedSampler, plan: BatchPlan) -> None:
+        if plan.global_batch != sampler.global_batch:
+            raise ConfigError(
+                f"the plan is for a global batch of {plan.global_batch}, the sampler has {sampler.global_batch}."
+            )
+        self.sampler, self.plan = sampler, plan
+
+    def __iter__(self) -> Iterator[list[int]]:
+        plan, rank = self.plan, self.sampler.rank
+        _check_rank(rank, plan.num_ranks)
+        for whole in self.sampler.global_batches():
+            mine = whole[rank :: plan.num_ranks].tolist()
+            for step in range(plan.accumulation):
+                micro = mine[step * plan.micro_batch : (step + 1) * plan.micro_batch]
+                yield micro or [int(whole[0])]
+
+    def __len__(self) -> int:
+        """This rank's micro batches from here to the end of the epoch."""
+        return (self.sampler.num_batches - self.sampler.consumed // self.plan.global_batch) * self.plan.accumulation
+
+
+class ElasticIterableDataset(IterableDataset[T]):
+    """A stream dealt out by the number of each sample in it: position and order are the same at every world size.
+
+    ``stream()`` gives the samples of the run from the first on, the same ones in the same order on every rank;
+    ``stream(skip)`` those from number ``skip`` on, if ``can_skip``, otherwise they are read and passed over. Every rank
+    and every worker reads the whole stream and keeps its share, so it suits streams that are cheap to read beside
+    training. A loader with ``batch_size=plan.micro_batch`` gets whole micro batches in order, whatever its number of
+    workers. What remains of a finite stream after its last whole global batch is left out.
+    """
+
+    def __init__(
+        self,
+        stream: Callable[..., Iterable[T]],
+        plan: BatchPlan,
+        *,
+        can_skip: bool = False,
+        rank: int | None = None,
+    ) -> None:
+        if plan.padding:
+            raise ConfigError(f"a stream cannot be dealt out with empty places: {plan.text()}.")
+        self.stream, self.plan, self.can_skip, self._rank = stream, plan, can_skip, rank
+        self.consumed = 0
+
+    def advance(self, num_batches: int = 1) -> None:
+        """So many more global batches were trained on."""
+        self.consumed += num_batches * self.plan.global_batch
+
+    def state_dict(self) -> dict[str, int]:
+        """The position: the same on every rank, at every world size."""
+        return {"consumed": self.consumed, "global_batch": self.plan.global_batch}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go to a saved position. Raises StrictError when the global batch was another one."""
+        if state.get("global_batch") != self.plan.global_batch or not isinstance(state.get("consumed"), int):
+            raise StrictError(
+                f"the saved position is one with a global batch of {state.get('global_batch')}; this run's is "
+                f"{self.plan.global_batch}."
+            )
+        self.consumed = state["consumed"]
+
+    def __iter__(self) -> Iterator[T]:
+        plan, rank = self.plan, current_rank() if self._rank is None else self._rank
+        _check_rank(rank, plan.num_ranks)
+        worker = get_worker_info()
+        number, count = (worker.id, worker.num_workers) if worker is not None else (0, 1)
+        samples = iter(self.stream(self.consumed) if self.can_skip else self.stream())
+        if not self.can_skip:
+            for _ in zip(range(self.consumed), samples, strict=False):
+                pass
+        first_micro = 0
+        while True:
+            mine: list[T] = []
+            for place in range(plan.global_batch):
+                try:
+                    sample = next(samples)
+                except StopIteration:
+                    return
+                if place % plan.num_ranks == rank:
+                    mine.append(sample)
+            for step in range(plan.accumulation):
+                if (first_micro + step) % count == number:
+                    yield from mine[step * plan.micro_batch : (step + 1) * plan.micro_batch]
+            first_micro += plan.accumulation
+
+
+def _check_rank(rank: int, num_ranks: int) -> None:
+    if not 0 <= rank < num_ranks:
+        raise ConfigError(f"rank {rank} has no samples: {num_ranks} ranks train.")

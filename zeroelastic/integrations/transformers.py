@@ -1,0 +1,289 @@
+"""What the Hugging Face Trainer needs besides ``zeroelastic.install()`` to go on at another world size.
+
+The Trainer calls the engine's own methods, so weights, optimizer state, counters and scheduler are resumed without this
+module. It adds what lies outside of the engine: the global batch, the order and the end of an epoch, and the random
+number generators of new ranks. ``Trainer`` of transformers 5.23 is what is described here.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import transformers
+from accelerate.data_loader import SeedableRandomSampler
+from torch.utils.data import RandomSampler, Sampler, SequentialSampler
+from transformers import Trainer, TrainerCallback
+
+from zeroelastic import install
+from zeroelastic.errors import StrictError, UnsupportedError
+from zeroelastic.integrations.batch import launched_world_size, plan_batch
+from zeroelastic.integrations.whole_batches import WholeBatches
+from zeroelastic.report import ResumeReport
+from zeroelastic.rng import derived_seed
+from zeroelastic.stage3.options import parse_options
+
+__all__ = ["batch_args", "elastic"]
+
+logger = logging.getLogger(__name__)
+
+AnyTrainer = TypeVar("AnyTrainer", bound=Trainer)
+
+_STRATEGIES = ("random", "sequential")
+
+
+def batch_args(*, global_batch: int, max_per_device: int, world_size: int | None = None) -> dict[str, int]:
+    """The batch settings of ``TrainingArguments`` that keep the global batch at the world size of this launch.
+
+    ``max_per_device`` is the largest micro batch that fits; the largest one that divides a rank's share is taken.
+    Raises UsageError, listing the world sizes that work, when the ranks cannot share the batch evenly.
+
+    >>> batch_args(global_batch=24, max_per_device=6, world_size=3)
+    {'per_device_train_batch_size': 4, 'gradient_accumulation_steps': 2}
+    """
+    plan = plan_batch(global_batch, world_size=world_size or launched_world_size(), max_micro=max_per_device)
+    return {"per_device_train_batch_size": plan.micro, "gradient_accumulation_steps": plan.accumulation}
+
+
+def elastic(trainer: AnyTrainer) -> AnyTrainer:
+    """Make a Trainer go on at any world size as it would have at the old one; returns the same trainer.
+
+    Installs zeroelastic. From then on, for this trainer:
+
+    * an epoch has a whole number of global batches: the last one is dropped (``dataloader_drop_last``) or filled up
+      with the epoch's first samples, so epochs, steps and the learning rate schedule do not depend on the world size;
+    * a resumed epoch is shuffled as it was begun, also the second and later ones;
+    * ranks that have no saved random number generators get new ones, seeded from the run's seed, the step and the rank;
+    * a resume that takes another position in the data or another schedule says so loudly, and is an error under
+      ``"strict": true`` in the ``"zeroelastic"`` block.
+
+    Raises UnsupportedError for settings whose order of samples depends on the world size.
+
+    >>> trainer = elastic(Trainer(model=model, args=args, train_dataset=data))  # doctest: +SKIP
+    >>> trainer.train(resume_from_checkpoint=True)  # doctest: +SKIP
+    """
+    _refuse(trainer)
+    install()
+    sampler_of, load_generators = trainer._get_train_sampler, trainer._load_rng_state
+    trainer._get_train_sampler = lambda *args, **kwargs: _whole_batches(trainer, sampler_of(*args, **kwargs))
+    trainer._load_rng_state = lambda checkpoint: _load_generators(trainer, load_generators, checkpoint)
+    trainer.add_callback(_Follow(trainer))
+    return trainer
+
+
+def _refuse(trainer: Trainer) -> None:
+    args = trainer.args
+    problems: list[str] = []
+    strategy = getattr(args, "train_sampling_strategy", "random")
+    if strategy not in _STRATEGIES:
+        problems.append(
+            f"train_sampling_strategy {strategy!r}: its order depends on the world size; use "
+            + " or ".join(map(repr, _STRATEGIES))
+        )
+    if args.auto_find_batch_size:
+        problems.append("auto_find_batch_size: it changes the global batch; use batch_args")
+    if trainer.accelerator.split_batches:
+        problems.append(
+            "split_batches in accelerator_config: the Trainer counts such a batch once per rank; leave it out"
+        )
+    for name in ("_get_train_sampler", "_load_rng_state"):
+        if not callable(getattr(trainer, name, None)):
+            problems.append(f"transformers {transformers.__version__} has no Trainer.{name}")
+    if any(isinstance(callback, _Follow) for callback in trainer.callback_handler.callbacks):
+        problems.append("elastic() was called for this trainer before")
+    if problems:
+        raise UnsupportedError(
+            "this Trainer cannot be made elastic: "
+            + "; ".join(problems)
+            + ". Without elastic() its state still resumes "
+            "at any world size."
+        )
+
+
+def _whole_batches(trainer: Trainer, sampler: Sampler[int] | None) -> Sampler[int] | None:
+    """The Trainer's own order of samples, in whole global batches; None stays None (iterable datasets)."""
+    if sampler is None:
+        return None
+    args = trainer.args
+    if type(sampler) is RandomSampler:  # as accelerate shuffles: by the seed and the epoch's number
+        sampler = SeedableRandomSampler(
+            sampler.data_source,
+            replacement=sampler.replacement,
+            num_samples=sampler._num_samples,
+            data_seed=args.seed if args.data_seed is None else args.data_seed,
+        )
+    elif not isinstance(sampler, SequentialSampler) and not hasattr(sampler, "set_epoch"):
+        raise UnsupportedError(
+            f"the order of a {type(sampler).__name__} cannot be found again after a resume: it has no set_epoch(). "
+            "Give it one that seeds it by the epoch's number."
+        )
+    return WholeBatches(sampler, trainer.get_total_train_batch_size(args), drop_last=args.dataloader_drop_last)
+
+
+class _Follow(TrainerCallback):
+    """Follows one trainer: adds to its resume report, and tells the sampler which epoch it is."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer, self.epoch = trainer, 0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        # As Trainer._init_training_state counts: the epochs that are done by now.
+        self.epoch = state.global_step // _updates_per_epoch(self.trainer, kwargs["train_dataloader"])
+        report = getattr(self.trainer.model_wrapped, "zeroelastic_report", None)
+        if isinstance(report, ResumeReport) and state.global_step:
+            self.trainer.model_wrapped.zeroelastic_report = _complete(self.trainer, kwargs["train_dataloader"], report)
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        # accelerate does not reach the sampler of a loader that skips batches (1.15): it would begin at epoch 0.
+        sampler = _sampler_of(kwargs["train_dataloader"])
+        if sampler is not None:
+            sampler.set_epoch(self.epoch)
+        self.epoch += 1
+
+
+def _sampler_of(loader: Any) -> WholeBatches | None:
+    batches = getattr(loader, "batch_sampler", None)
+    while batches is not None and not hasattr(batches, "sampler"):
+        batches = getattr(batches, "batch_sampler", None)
+    sampler = getattr(batches, "sampler", None)
+    return sampler if isinstance(sampler, WholeBatches) else None
+
+
+def _updates_per_epoch(trainer: Trainer, loader: Any) -> int:
+    """Optimizer steps of an epoch, as the Trainer counts them; a stream without a length is one epoch."""
+    sampler = _sampler_of(loader)
+    if sampler is not None:
+        return sampler.num_batches
+    try:
+        micro_steps = len(loader)
+    except TypeError:
+        return int(trainer.state.max_steps)
+    return max(1, -(-micro_steps // int(trainer.args.gradient_accumulation_steps)))
+
+
+def _complete(trainer: Trainer, loader: Any, report: ResumeReport) -> ResumeReport:
+    """The engine's report with what lies outside of the engine. Raises StrictError, the same on every rank."""
+    checkpoint = Path(report.path).parent
+    exact, rederived, reset = _generators(checkpoint, report)
+    notes = _drift(trainer, loader, checkpoint)
+    strict = parse_options(trainer.accelerator.state.deepspeed_plugin.deepspeed_config).strict
+    if notes and strict:
+        raise StrictError(f"{checkpoint}: " + "; ".join(notes) + '. ("strict": false allows it.)')
+    sampler = _sampler_of(loader)
+    if trainer.args.ignore_data_skip:
+        reset.append("position in the data (ignore_data_skip)")
+    elif sampler is not None:
+        if not notes:
+            exact.append(f"position in the data (epochs of {sampler.num_batches} global batches)")
+    else:
+        notes.append("the order of an iterable dataset is its own; epochs may end elsewhere at another world size")
+    if trainer.is_world_process_zero():
+        level = logging.WARNING if any("CHANGED" in note for note in notes) else logging.INFO
+        for title, items in (("exact", exact), ("re-derived", rederived), ("not restored", reset), ("note", notes)):
+            if items:
+                logger.log(level, "%s: %s: %s", checkpoint, title, "; ".join(items))
+    return replace(
+        report,
+        exact=(*report.exact, *exact),
+        rederived=(*report.rederived, *rederived),
+        reset=(*report.reset, *reset),
+        notes=(*report.notes, *notes),
+    )
+
+
+def _drift(trainer: Trainer, loader: Any, checkpoint: Path) -> list[str]:
+    """What would go on elsewhere than the saved run, from what the Trainer has of it: position and schedule."""
+    notes: list[str] = []
+    state, updates = trainer.state, _updates_per_epoch(trainer, loader)
+    here = state.global_step / updates
+    # Within an epoch the saved number counts micro steps, the last of them fewer: that is less than one update.
+    if abs(state.epoch - here) * updates > 0.999:
+        notes.append(
+            f"POSITION CHANGED: step {state.global_step} was saved at epoch {state.epoch:.3f} and is epoch {here:.3f} "
+            f"of this run, which has {updates} steps an epoch. Other data, or a run without elastic() that cut its "
+            "epochs by the world size"
+        )
+    saved = json.loads((checkpoint / "trainer_state.json").read_text())
+    if saved["max_steps"] != state.max_steps:
+        meant = trainer.args.max_steps > 0 or saved["num_train_epochs"] != state.num_train_epochs
+        if meant:
+            logger.warning(
+                "%s: the run ends at step %d, the saved one at %d: the learning rate follows the new schedule",
+                checkpoint,
+                state.max_steps,
+                saved["max_steps"],
+            )
+        else:
+            notes.append(
+                f"SCHEDULE CHANGED: the same {state.num_train_epochs} epochs end at step {state.max_steps} and ended "
+                f"at step {saved['max_steps']} in the saved run, so the learning rates differ"
+            )
+    return notes
+
+
+def _generators(checkpoint: Path, report: ResumeReport) -> tuple[list[str], list[str], list[str]]:
+    """What becomes of the random number generators, as sentences: exact, re-derived, not restored."""
+    exact, rederived, reset = list[str](), list[str](), list[str]()
+    saved = _saved_generators(checkpoint, report.saved_world_size)
+    kept = [rank for rank in range(report.world_size) if rank in saved]
+    new = [rank for rank in range(report.world_size) if rank not in saved]
+    left = [rank for rank in saved if rank >= report.world_size]
+    if kept:
+        exact.append(f"random number generators of {_ranks(kept)}")
+    if new:
+        rederived.append(f"random number generators of {_ranks(new)} from the seed, the step and the rank")
+    if left:
+        reset.append(f"random number generators of saved {_ranks(left)} (no longer there)")
+    return exact, rederived, reset
+
+
+def _ranks(ranks: list[int]) -> str:
+    if len(ranks) > 1 and ranks[-1] - ranks[0] == len(ranks) - 1:
+        return f"ranks {ranks[0]} to {ranks[-1]}"
+    return f"rank {', '.join(map(str, ranks))}"
+
+
+def _saved_generators(checkpoint: Path, saved_world_size: int) -> dict[int, Path]:
+    """The files of ``Trainer._save_rng_state`` by rank, without those that an older save of more ranks left there."""
+    if saved_world_size == 1:
+        found = {0: checkpoint / "rng_state.pth"}
+    else:
+        found = {rank: checkpoint / f"rng_state_{rank}.pth" for rank in range(saved_world_size)}
+    return {rank: path for rank, path in found.items() if path.is_file()}
+
+
+def _load_generators(trainer: Trainer, load: Callable[[str | None], None], checkpoint: str | None) -> None:
+    """The Trainer's own load, from the file that this rank has; without one, generators of its own."""
+    report = getattr(trainer.model_wrapped, "zeroelastic_report", None)
+    if checkpoint is None or not isinstance(report, ResumeReport):
+        load(checkpoint)
+        return
+    args = trainer.args
+    path = _saved_generators(Path(checkpoint), report.saved_world_size).get(args.process_index)
+    if path is None:
+        _seed_generators(args.seed, trainer.state.global_step, args.process_index)
+        return
+    wanted = f"rng_state_{args.process_index}.pth" if args.world_size > 1 else "rng_state.pth"
+    if path.name == wanted:
+        load(checkpoint)
+        return
+    with tempfile.TemporaryDirectory() as directory:  # the same file under the name that this world size asks for
+        os.symlink(path.absolute(), Path(directory) / wanted)
+        load(directory)
+
+
+def _seed_generators(seed: int, step: int, rank: int) -> None:
+    """Seed Python's, numpy's and torch's generators, those of GPUs too, with a number that no other rank has."""
+    own = derived_seed(f"transformers {seed} {step}", rank)
+    random.seed(own)
+    np.random.seed(own & 0xFFFFFFFF)
+    torch.manual_seed(own)
