@@ -98,7 +98,7 @@ ZENFLOW = {
     },
 }
 CASES: dict[str, tuple[Change, Job, str]] = {
-    "ZenFlow": (zenflow, Job(optimizer="cpu_adam", zero=ZENFLOW), "ZenFlow (parameters are transposed"),
+    "ZenFlow": (zenflow, Job(zero=ZENFLOW), "ZenFlow (parameters are transposed"),
     "SuperOffload": (superoffload, Job(), "SuperOffload (its moments are in another process"),
     "MiCS": (mics, Job(), "MiCS (parameters are partitioned within shard groups"),
     "mixture-of-experts layers (AutoEP)": (experts, Job(), "mixture-of-experts layers"),
