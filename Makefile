@@ -83,8 +83,9 @@ $(VENV)/deepspeed-%/.stamp: $(STAMP)
 demo: $(VENV)/.op-ShareMemCommBuilder
 	$(PY) examples/demo.py --out demo
 
+# Tests of a file stay together, in order, until a worker runs out of work and takes over the last half of another's.
 test: warm versions
-	$(PY) -m pytest -q -n $(JOBS) --dist loadfile $(PYTEST_ARGS) tests
+	$(PY) -m pytest -q -n $(JOBS) --dist worksteal $(PYTEST_ARGS) tests
 
 test-gpu: $(STAMP)
 	DS_ACCELERATOR=cuda $(PY) -m pytest -q -m gpu $(PYTEST_ARGS) tests

@@ -8,7 +8,7 @@ Four things are shown, and the exit status is 1 when one of them fails:
 * TOLERANCE means something: a control run that resumes the weights but not the optimizer's moments leaves it.
 
     python examples/demo.py --out demo             # 5 launches of torchrun; a few minutes on 2 cores
-    python examples/demo.py --out demo --quick     # a smaller model, resumed on 3 and 6 ranks
+    python examples/demo.py --out demo --quick     # a smaller model, resumed on 3 ranks
 
 Writes demo.json, loss.png, the checkpoint and one log per run below --out. Needs matplotlib.
 """
@@ -72,7 +72,7 @@ QUICK = Plan(
     steps=20,
     save_at=12,
     global_batch=12,
-    resumed_world_sizes=(3, 6),
+    resumed_world_sizes=(3,),
     model=("--width", "80", "--depth", "2", "--context", "64"),
 )
 

@@ -38,7 +38,21 @@ settings.register_profile(
 settings.load_profile("zeroelastic")
 
 
+# First what one test or one fixture takes a minute for: workers that are done take over what is last in the line, and
+# in the end none waits for another's long test or makes its fixture again.
+LONG = (
+    "test_versions.py",
+    "test_bench_load.py",
+    "test_bench_save.py",
+    "test_benchmarks.py",
+    "test_docs.py",
+    "test_demo.py",
+)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {name: place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: places.get(item.path.name, len(LONG)))
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(SLOW_TIMEOUT_S))

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = ("README.md", "docs/quickstart.md", "docs/format.md", "docs/cli.md")
+DOCUMENTS = ("README.md", "docs/quickstart.md", "docs/format.md", "docs/cli.md", "docs/huggingface.md")
 
 # Commands that are not run from here: they install or build what this test runs in, or run this test.
 SET_UP = ("make ", "pip install ")
@@ -76,7 +76,15 @@ def run(command: list[str], directory: Path) -> None:
 
 
 def test_links_in_the_documentation_exist() -> None:
-    for document in (*DOCUMENTS, "CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md", "benchmarks/README.md"):
+    frameworks = ("docs/accelerate.md", "docs/lightning.md")
+    for document in (
+        *DOCUMENTS,
+        *frameworks,
+        "CONTRIBUTING.md",
+        "CHANGELOG.md",
+        "examples/README.md",
+        "benchmarks/README.md",
+    ):
         for link in re.findall(r"\]\(([^)#:]+)\)", (ROOT / document).read_text()):
             assert ((ROOT / document).parent / link).exists(), f"{document}: {link}"
 

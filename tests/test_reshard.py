@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import shutil
@@ -393,6 +394,36 @@ def test_what_another_command_left_is_not_taken_over(tmp_path: Path, monkeypatch
 
 def _end(*args: object) -> None:
     raise SystemExit(143)
+
+
+@pytest.mark.parametrize("then", ["b", "c"])
+def test_what_a_kill_after_the_renaming_left_is_removed_by_the_next_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, then: str
+) -> None:
+    """Whether it has the same target, which is there, or another; what another command is at stays."""
+    from zeroelastic.verification import verify_checkpoint
+
+    write_sample(tmp_path / "a", world_size=4)
+    with monkeypatch.context() as patch:
+        patch.setattr("zeroelastic.staging.sync_directory", lambda path: path == tmp_path and _end())
+        with pytest.raises(SystemExit):
+            run(tmp_path / "a", tmp_path / "b", 3)
+    left = staging_of(tmp_path / "b")
+    assert left.is_dir() and (tmp_path / "b" / "latest").exists()
+    unfinished = staging_of(tmp_path / "x")
+    unfinished.mkdir()
+    with open(left / "lock") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(UsageError, match="is there already"):
+            run(tmp_path / "a", tmp_path / "b", 3)
+        assert left.is_dir()
+    if then == "b":
+        with pytest.raises(UsageError, match="is there already"):
+            run(tmp_path / "a", tmp_path / "b", 3)
+    else:
+        run(tmp_path / "a", tmp_path / "c", 3)
+    assert not left.exists() and unfinished.is_dir()
+    assert verify_checkpoint(tmp_path / "b" / "global_step4").valid
 
 
 def test_two_runs_into_one_target_do_not_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

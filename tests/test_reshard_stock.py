@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from training import LOSS_RTOL, Job, Outcome, resume, train_and_save
+from training import LOSS_RTOL, Job, Outcome, merged_by_zero_to_fp32, resume, train_and_save
 
 from zeroelastic.reshard import ReshardOptions, ReshardReport, plan_reshard, reshard
 from zeroelastic.source import find_source
@@ -134,21 +134,7 @@ def test_weights_that_zero_to_fp32_merges_are_the_same(saved: Saver, tmp_path: P
     source, _ = saved(STOCK, 4)
     run(source, tmp_path / "to", 3, format="rigid")
     run(source, tmp_path / "too", 7, format="elastic")
-    weights = []
-    for directory in (source, tmp_path / "to", tmp_path / "too"):
-        script = (
-            "import sys, torch; from zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint as merge; "
-            "torch.save(merge(sys.argv[1]), sys.argv[2])"
-        )
-        target = tmp_path / f"{directory.name}.bin"
-        subprocess.run(
-            [sys.executable, "-c", script, str(directory), str(target)],
-            check=True,
-            timeout=180,
-            capture_output=True,
-            cwd=directory,
-        )
-        weights.append(torch.load(target, weights_only=True))
+    weights = merged_by_zero_to_fp32([source, tmp_path / "to", tmp_path / "too"], tmp_path)
     for other in weights[1:]:
         assert other.keys() == weights[0].keys()
         assert all(torch.equal(other[key], value) for key, value in weights[0].items())

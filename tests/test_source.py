@@ -82,6 +82,32 @@ def test_latest_that_names_nothing_is_the_checkpoints_fault(root: Path) -> None:
     assert read_latest(root) is None
 
 
+@pytest.mark.parametrize("url", [False, True])
+def test_each_directory_is_listed_once(root: Path, monkeypatch: pytest.MonkeyPatch, url: bool) -> None:
+    """A listing is what costs time behind a URL."""
+    import fsspec
+
+    from zeroelastic import storage
+
+    listed: list[str] = []
+    entries = storage._entries
+
+    def counted(directory: storage.FilePath) -> object:
+        listed.append(directory.name)
+        return entries(directory)
+
+    monkeypatch.setattr(storage, "_entries", counted)
+    memory = fsspec.filesystem("memory")
+    memory.put(str(root), "/bucket/run", recursive=True)
+    try:
+        where = "memory://bucket/run" if url else str(root)
+        assert find_source(where).tag == "global_step4" and listed == ["run"]
+        listed.clear()
+        assert find_source(f"{where}/global_step2").latest == "global_step4" and listed == ["global_step2", "run"]
+    finally:
+        memory.rm("/bucket", recursive=True)
+
+
 def test_a_url_that_nothing_reads_says_so() -> None:
     with pytest.raises(UsageError, match="no file system of this name"):
         find_source("nosuch://bucket/run")

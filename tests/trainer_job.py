@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+import sys
 import warnings
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -46,7 +47,6 @@ class TrainerJob:
     directory: str
     elastic: bool = True
     lora: bool = False
-    micro: int | None = None
     stop_at: int | None = None
     resume: Any = None
     args: dict[str, Any] = field(default_factory=dict)
@@ -113,18 +113,16 @@ def run_trainer(job: TrainerJob) -> Seen:
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
     import zeroelastic
-    from zeroelastic.integrations.batch import plan_batch
+    from zeroelastic.integrations.transformers import batch_args
     from zeroelastic.testing import fingerprint, gather_state
 
     transformers.utils.logging.set_verbosity_error()
     warnings.simplefilter("ignore")
-    plan = plan_batch(GLOBAL_BATCH, world_size=dist.get_world_size(), max_micro=job.micro or 3)
     zero = {**DS_CONFIG["zero_optimization"], **job.zero}
     args = TrainingArguments(
         **{
             "output_dir": job.directory,
-            "per_device_train_batch_size": plan.micro,
-            "gradient_accumulation_steps": plan.accumulation,
+            **batch_args(global_batch=GLOBAL_BATCH, max_per_device=3),
             "use_cpu": True,
             "bf16": True,
             "deepspeed": json.loads(json.dumps({**DS_CONFIG, **job.config, "zero_optimization": zero})),
@@ -261,11 +259,17 @@ def generators_of_a_new_rank(seed: int, step: int, rank: int) -> str:
 
 
 def refusals(directory: str) -> dict[str, str]:
-    """What elastic() says to each setting that it cannot do right."""
+    """What elastic() and batch_args() say to each setting that they cannot do right."""
+    preloaded = str("transformers.trainer" in sys.modules)
     from transformers import Trainer, TrainingArguments
 
     from zeroelastic import ZeroElasticError
-    from zeroelastic.integrations.transformers import elastic
+    from zeroelastic.integrations.transformers import batch_args, elastic
+
+    try:
+        batch = str(batch_args(global_batch=24, max_per_device=4, world_size=5))
+    except ZeroElasticError as error:
+        batch = str(error)
 
     class Weighted(Trainer):
         def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
@@ -282,6 +286,8 @@ def refusals(directory: str) -> dict[str, str]:
         return ""
 
     return {
+        "preloaded": preloaded,
+        "batch": batch,
         "group_by_length": refusal(train_sampling_strategy="group_by_length"),
         "batch_rebalance": refusal(train_sampling_strategy="batch_rebalance"),
         "auto_find_batch_size": refusal(auto_find_batch_size=True),

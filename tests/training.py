@@ -7,6 +7,9 @@ the same at every world size. Functions run on ranks, so they are at module leve
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -289,3 +292,24 @@ def attempt(job: Job, directory: str, **load: Any) -> tuple[str, str]:
         assert after == before, "a load that was refused changed the live state"
         return type(error).__name__, str(error)
     return "", ""
+
+
+def merged_by_zero_to_fp32(directories: Sequence[Path], scratch: Path) -> list[dict[str, torch.Tensor]]:
+    """Full fp32 weights of each directory's checkpoint, by the script that lies in it; one process runs them all."""
+    program = """
+import importlib.util, sys, torch
+target, *directories = sys.argv[1:]
+merged = []
+for directory in directories:
+    spec = importlib.util.spec_from_file_location("zero_to_fp32", f"{directory}/zero_to_fp32.py")
+    script = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = script
+    spec.loader.exec_module(script)
+    merged.append(script.get_fp32_state_dict_from_zero_checkpoint(directory))
+torch.save(merged, target)
+"""
+    command = [sys.executable, "-c", program, str(scratch / "merged.bin"), *map(str, directories)]
+    subprocess.run(command, check=True, timeout=180, capture_output=True, cwd=scratch)
+    merged = torch.load(scratch / "merged.bin", weights_only=True)
+    assert len(merged) == len(directories)
+    return merged

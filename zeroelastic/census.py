@@ -14,7 +14,7 @@ from typing import Literal
 from zeroelastic.checkpoint import is_rank_file, parse_rank_file
 from zeroelastic.errors import CheckpointError
 from zeroelastic.record import RECORD_NAME
-from zeroelastic.storage import FilePath, file_sizes, folders
+from zeroelastic.storage import FilePath, file_sizes, list_directory
 
 SWAP_FOLDER = "offloaded_tensors"
 """DeepSpeed's raw copies of what a run had offloaded to NVMe, one folder per rank."""
@@ -79,7 +79,7 @@ class Census:
 
 def take_census(directory: FilePath) -> Census:
     """List a tag directory. Raises MissingFileError, CheckpointError where it cannot be listed."""
-    sizes, inside = file_sizes(directory), folders(directory)
+    sizes, inside = list_directory(directory)
     optim: dict[tuple[int, int], str] = {}
     models: dict[tuple[int, int], str] = {}
     doubles: list[str] = []
@@ -118,8 +118,7 @@ def is_temporary(name: str) -> bool:
 def is_universal(directory: FilePath) -> bool:
     """Whether a directory is what ``ds_to_universal`` writes: a folder of whole parameters, each one of its own."""
     try:
-        inside = folders(directory)
-        names = file_sizes(directory)
+        names, inside = list_directory(directory)
     except CheckpointError:
         return False
     return not any(_is_optimizer_file(name) for name in names) and _holds_whole_params(directory, inside)
@@ -149,8 +148,7 @@ def _holds_whole_params(directory: FilePath, inside: tuple[str, ...]) -> bool:
         return False
     zero = directory / "zero"
     try:
-        if "optimizer_state.pt" in file_sizes(zero):
-            return True
-        return any("fp32.pt" in file_sizes(zero / name) for name in folders(zero)[:1])
+        names, params = list_directory(zero)
+        return "optimizer_state.pt" in names or any("fp32.pt" in file_sizes(zero / name) for name in params[:1])
     except CheckpointError:
         return False

@@ -21,12 +21,20 @@ class MissingFileError(CheckpointError, FileNotFoundError):
     """A file that the checkpoint needs is not there."""
 
 
+class OldFormatError(CheckpointError):
+    """A file in torch.save's format from before 1.6, which is no zip archive: its payload cannot be addressed."""
+
+
 class DigestMismatchError(CheckpointError):
     """State that differs from what the commit record says was saved."""
 
 
 class UnsafePickleError(CheckpointError):
     """A pickle that names something outside the allow-list; nothing of it was run."""
+
+
+class SaveError(ZeroElasticError, OSError):
+    """A checkpoint that could not be written whole; its tag is not committed, and ``latest`` is as it was."""
 
 
 class LayoutMismatchError(ZeroElasticError, ValueError):

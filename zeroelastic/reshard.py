@@ -39,7 +39,7 @@ from zeroelastic.record import (
     write_atomically,
 )
 from zeroelastic.source import LATEST, Source
-from zeroelastic.staging import publish, staged, staged_bytes
+from zeroelastic.staging import publish, staged, staged_bytes, sweep
 from zeroelastic.state import SavedState, open_state
 from zeroelastic.storage import FilePath
 
@@ -143,6 +143,7 @@ def reshard(
     """
     processes = processes or Processes()
     dst = Path(os.path.abspath(dst))
+    processes.first(lambda: sweep(dst.parent))
     processes.first(lambda: check_target(plan, dst))
     with staged(dst, _manifest(plan), processes) as (staging, save_id):
         writer = RankWriter(

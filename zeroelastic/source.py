@@ -8,14 +8,23 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from zeroelastic.checkpoint import is_rank_file
 from zeroelastic.errors import CheckpointError, MissingFileError, UsageError
-from zeroelastic.storage import FilePath, RemotePath, as_path, file_size, file_sizes, folders, read_whole
+from zeroelastic.storage import (
+    FilePath,
+    RemotePath,
+    as_path,
+    file_size,
+    file_sizes,
+    folders,
+    list_directory,
+    read_whole,
+)
 
 LATEST = "latest"
 """The file that names the tag to load."""
@@ -52,8 +61,7 @@ def find_source(text: str | os.PathLike[str], *, tag: str | None = None) -> Sour
     if isinstance(path, Path):
         path = Path(os.path.abspath(path))
     try:
-        names = file_sizes(path)
-        inside = folders(path)
+        names, inside = list_directory(path)
     except MissingFileError:
         what = "is a file, not a checkpoint directory" if file_size(path) is not None else "no such directory"
         raise UsageError(f"{path}: {what}.") from None
@@ -61,7 +69,12 @@ def find_source(text: str | os.PathLike[str], *, tag: str | None = None) -> Sour
         if tag not in (None, path.name):
             raise UsageError(f"{path}: is the tag {path.name} itself; to take {tag}, give the directory above.")
         root = path.parent
-        return Source(root, path.name, path, _latest_if_any(root), _framework(root, path.name))
+        try:
+            around = file_sizes(root)
+        except CheckpointError:  # only the tag may be listed
+            return Source(root, path.name, path, _latest_if_any(root), "deepspeed")
+        latest = _latest_if_any(root) if LATEST in around else None
+        return Source(root, path.name, path, latest, _framework(around, path.name))
     latest = None
     if LATEST in names:
         latest = read_latest(path) if tag is None else _latest_if_any(path)
@@ -76,7 +89,7 @@ def find_source(text: str | os.PathLike[str], *, tag: str | None = None) -> Sour
         if tag is not None:
             raise UsageError(f"{path}: has no tag {tag}. {there}")
         raise MissingFileError(f"{path}/{LATEST}: names {chosen}, which is not there. {there} Choose one with --tag.")
-    return Source(path, chosen, path / chosen, latest, _framework(path, chosen))
+    return Source(path, chosen, path / chosen, latest, _framework(names, chosen))
 
 
 def read_latest(root: FilePath) -> str | None:
@@ -115,12 +128,8 @@ def _is_tag(path: FilePath) -> bool:
         return False
 
 
-def _framework(root: FilePath, tag: str) -> Framework:
-    """Who laid a directory out, by the files that only one of them writes."""
-    try:
-        names = set(file_sizes(root))
-    except CheckpointError:
-        return "deepspeed"
+def _framework(names: Collection[str], tag: str) -> Framework:
+    """Who laid a directory out, by the files in it that only one of them writes."""
     if "trainer_state.json" in names:
         return "hf-trainer"
     if tag == "pytorch_model" or "random_states_0.pkl" in names:

@@ -24,11 +24,12 @@ from zeroelastic.record import sync_directory, write_atomically
 logger = logging.getLogger(__name__)
 
 _LOCK, _MANIFEST = "lock", "manifest.json"
+_SUFFIX = ".zeroelastic-partial"
 
 
 def staging_of(dst: Path) -> Path:
     """The hidden directory in which ``dst`` is made."""
-    return dst.parent / f".{dst.name}.zeroelastic-partial"
+    return dst.parent / f".{dst.name}{_SUFFIX}"
 
 
 def staged_bytes(dst: Path) -> int:
@@ -38,6 +39,23 @@ def staged_bytes(dst: Path) -> int:
         with suppress(OSError):
             sizes.append(file.stat().st_blocks * 512)
     return sum(sizes)
+
+
+def sweep(parent: Path) -> None:
+    """Remove the hidden directories of targets that are there: left by a kill between the renaming and the removal.
+
+    One whose lock is held, or cannot be asked for, stays.
+    """
+    for staging in parent.glob(f".?*{_SUFFIX}"):
+        dst = parent / staging.name[1 : -len(_SUFFIX)]
+        if os.path.lexists(dst) and staging.is_dir() and not staging.is_symlink():
+            with suppress(OSError):
+                lock = os.open(staging / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(staging)
+                finally:
+                    os.close(lock)
 
 
 @contextmanager

@@ -149,17 +149,25 @@ def _reason(error: BaseException) -> str:
     return text or type(error).__name__
 
 
-def file_sizes(directory: FilePath) -> dict[str, int]:
-    """The files of a directory and their sizes in bytes; links to files count as files. One request where it is remote.
+def list_directory(directory: FilePath) -> tuple[dict[str, int], tuple[str, ...]]:
+    """The files of a directory with their sizes in bytes, and the names of its directories, sorted.
 
-    Raises MissingFileError where there is no such directory, CheckpointError where it cannot be listed.
+    Links to files count as files. One listing, so one request where the directory is remote and not large. Raises
+    MissingFileError where there is no such directory, CheckpointError where it cannot be listed.
     """
-    return {name: size for name, size in _entries(directory) if size is not None}
+    entries = list(_entries(directory))
+    files = {name: size for name, size in entries if size is not None}
+    return files, tuple(sorted(name for name, size in entries if size is None))
+
+
+def file_sizes(directory: FilePath) -> dict[str, int]:
+    """The files of a directory and their sizes in bytes. Lists and raises as ``list_directory``."""
+    return list_directory(directory)[0]
 
 
 def folders(directory: FilePath) -> tuple[str, ...]:
-    """The names of the directories in a directory, sorted. Raises as ``file_sizes``."""
-    return tuple(sorted(name for name, size in _entries(directory) if size is None))
+    """The names of the directories in a directory, sorted. Lists and raises as ``list_directory``."""
+    return list_directory(directory)[1]
 
 
 def _entries(directory: FilePath) -> Iterable[tuple[str, int | None]]:

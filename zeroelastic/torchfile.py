@@ -27,7 +27,7 @@ from typing import Literal, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from zeroelastic.errors import CheckpointError, MissingFileError, UnsafePickleError
+from zeroelastic.errors import CheckpointError, MissingFileError, OldFormatError, UnsafePickleError
 from zeroelastic.storage import BlockFile, FilePath, RemotePath, as_path
 
 DTYPE_BYTES = {
@@ -584,7 +584,7 @@ def read_torch_file(path: str | os.PathLike[str] | RemotePath, *, foreign: Forei
     ``foreign`` says what becomes of globals outside the allow-list: "refuse" raises UnsafePickleError naming it,
     "inert" puts a ``Stub`` in its place (for files whose interesting part lies beside user objects).
 
-    Raises MissingFileError, CheckpointError (damaged, truncated, or the pre-1.6 format without a zip archive),
+    Raises MissingFileError, CheckpointError (damaged, truncated), OldFormatError (before 1.6, without a zip archive),
     UnsafePickleError.
 
     Example::
@@ -618,7 +618,7 @@ def read_pickle(path: str | os.PathLike[str] | RemotePath) -> tuple[bytes, Torch
         size = raw.size
         start = raw.read(4)
         if start[:4] != b"PK\x03\x04":
-            raise CheckpointError(_not_zip(path, start, size))
+            raise _not_zip(path, start, size)
         try:
             archive = zipfile.ZipFile(raw)
             records, pickled = _records(archive, path, size)
@@ -672,16 +672,16 @@ def _check_stored(info: zipfile.ZipInfo, path: FilePath, limit: int) -> None:
         )
 
 
-def _not_zip(path: FilePath, start: bytes, size: int) -> str:
+def _not_zip(path: FilePath, start: bytes, size: int) -> CheckpointError:
     if size == 0:
-        return f"{path}: is empty. The save did not finish."
+        return CheckpointError(f"{path}: is empty. The save did not finish.")
     if start[:2] in (b"\x80\x02", b"\x80\x03", b"\x80\x04"):
-        return (
+        return OldFormatError(
             f"{path}: is in torch.save's old format without a zip archive, whose payload cannot be addressed. Save "
             'with "checkpoint": {"checkpoint_serialization": true} (DeepSpeed\'s default), or rewrite the file once: '
             "torch.save(torch.load(path, weights_only=False), path)."
         )
-    return f"{path}: is not a torch.save file. The file is damaged."
+    return CheckpointError(f"{path}: is not a torch.save file. The file is damaged.")
 
 
 def walk_refs(tree: object) -> Iterator[TensorRef]:

@@ -61,7 +61,7 @@ def resume(
         start = resume(engine, "ckpt", data=sampler)
         for step in range(start.global_steps, total_steps): ...
     """
-    from zeroelastic import install
+    from zeroelastic.stage3.seams import install
     from zeroelastic.stage3.wrappers import loading_strictly
 
     install()

@@ -25,8 +25,8 @@ from torch.utils.data import RandomSampler, Sampler, SequentialSampler
 from transformers import Trainer, TrainerCallback
 
 from zeroelastic import install
+from zeroelastic.elastic.batch import batch_plan
 from zeroelastic.errors import StrictError, UnsupportedError
-from zeroelastic.integrations.batch import launched_world_size, plan_batch
 from zeroelastic.integrations.whole_batches import WholeBatches
 from zeroelastic.report import ResumeReport
 from zeroelastic.rng import derived_seed
@@ -39,19 +39,21 @@ logger = logging.getLogger(__name__)
 AnyTrainer = TypeVar("AnyTrainer", bound=Trainer)
 
 _STRATEGIES = ("random", "sequential")
+_RECORD = "zeroelastic"
+"""Our entry of ``stateful_callbacks`` in ``trainer_state.json``."""
 
 
 def batch_args(*, global_batch: int, max_per_device: int, world_size: int | None = None) -> dict[str, int]:
     """The batch settings of ``TrainingArguments`` that keep the global batch at the world size of this launch.
 
     ``max_per_device`` is the largest micro batch that fits; the largest one that divides a rank's share is taken.
-    Raises UsageError, listing the world sizes that work, when the ranks cannot share the batch evenly.
+    Raises ConfigError, listing the world sizes that work, when the ranks cannot share the batch evenly.
 
     >>> batch_args(global_batch=24, max_per_device=6, world_size=3)
     {'per_device_train_batch_size': 4, 'gradient_accumulation_steps': 2}
     """
-    plan = plan_batch(global_batch, world_size=world_size or launched_world_size(), max_micro=max_per_device)
-    return {"per_device_train_batch_size": plan.micro, "gradient_accumulation_steps": plan.accumulation}
+    plan = batch_plan(global_batch, world_size, max_per_device)
+    return {"per_device_train_batch_size": plan.micro_batch, "gradient_accumulation_steps": plan.accumulation}
 
 
 def elastic(trainer: AnyTrainer) -> AnyTrainer:
@@ -61,7 +63,6 @@ def elastic(trainer: AnyTrainer) -> AnyTrainer:
 
     * an epoch has a whole number of global batches: the last one is dropped (``dataloader_drop_last``) or filled up
       with the epoch's first samples, so epochs, steps and the learning rate schedule do not depend on the world size;
-    * a resumed epoch is shuffled as it was begun, also the second and later ones;
     * ranks that have no saved random number generators get new ones, seeded from the run's seed, the step and the rank;
     * a resume that takes another position in the data or another schedule says so loudly, and is an error under
       ``"strict": true`` in the ``"zeroelastic"`` block.
@@ -141,9 +142,12 @@ class _Follow(TrainerCallback):
         report = getattr(self.trainer.model_wrapped, "zeroelastic_report", None)
         if isinstance(report, ResumeReport) and state.global_step:
             self.trainer.model_wrapped.zeroelastic_report = _complete(self.trainer, kwargs["train_dataloader"], report)
+        sampler = _sampler_of(kwargs["train_dataloader"])
+        if sampler is not None:
+            state.stateful_callbacks[_RECORD] = {"args": {}, "attributes": _order(sampler)}
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        # accelerate does not reach the sampler of a loader that skips batches (1.15): it would begin at epoch 0.
+        # Behind a loader that skips batches accelerate (1.15) reaches no sampler but its own.
         sampler = _sampler_of(kwargs["train_dataloader"])
         if sampler is not None:
             sampler.set_epoch(self.epoch)
@@ -164,10 +168,10 @@ def _updates_per_epoch(trainer: Trainer, loader: Any) -> int:
     if sampler is not None:
         return sampler.num_batches
     try:
-        micro_steps = len(loader)
+        micro_steps, accumulation = len(loader), int(trainer.args.gradient_accumulation_steps)
     except TypeError:
         return int(trainer.state.max_steps)
-    return max(1, -(-micro_steps // int(trainer.args.gradient_accumulation_steps)))
+    return max(1, -(-micro_steps // accumulation))
 
 
 def _complete(trainer: Trainer, loader: Any, report: ResumeReport) -> ResumeReport:
@@ -175,9 +179,8 @@ def _complete(trainer: Trainer, loader: Any, report: ResumeReport) -> ResumeRepo
     checkpoint = Path(report.path).parent
     exact, rederived, reset = _generators(checkpoint, report)
     notes = _drift(trainer, loader, checkpoint)
-    strict = parse_options(trainer.accelerator.state.deepspeed_plugin.deepspeed_config).strict
-    if notes and strict:
-        raise StrictError(f"{checkpoint}: " + "; ".join(notes) + '. ("strict": false allows it.)')
+    if notes and parse_options(trainer.accelerator.state.deepspeed_plugin.deepspeed_config).strict:
+        raise StrictError(f'{checkpoint}: {"; ".join(notes)}. ("strict": false allows it.)')
     sampler = _sampler_of(loader)
     if trainer.args.ignore_data_skip:
         reset.append("position in the data (ignore_data_skip)")
@@ -186,6 +189,12 @@ def _complete(trainer: Trainer, loader: Any, report: ResumeReport) -> ResumeRepo
             exact.append(f"position in the data (epochs of {sampler.num_batches} global batches)")
     else:
         notes.append("the order of an iterable dataset is its own; epochs may end elsewhere at another world size")
+    saved = _saved_state(checkpoint)
+    if saved["max_steps"] != trainer.state.max_steps and _other_length_is_meant(trainer, saved):
+        notes.append(
+            f"the run ends at step {trainer.state.max_steps}, the saved one at {saved['max_steps']}: learning rates "
+            "follow the new schedule"
+        )
     if trainer.is_world_process_zero():
         level = logging.WARNING if any("CHANGED" in note for note in notes) else logging.INFO
         for title, items in (("exact", exact), ("re-derived", rederived), ("not restored", reset), ("note", notes)):
@@ -204,30 +213,48 @@ def _drift(trainer: Trainer, loader: Any, checkpoint: Path) -> list[str]:
     """What would go on elsewhere than the saved run, from what the Trainer has of it: position and schedule."""
     notes: list[str] = []
     state, updates = trainer.state, _updates_per_epoch(trainer, loader)
-    here = state.global_step / updates
-    # Within an epoch the saved number counts micro steps, the last of them fewer: that is less than one update.
-    if abs(state.epoch - here) * updates > 0.999:
+    here, sampler = state.global_step / updates, _sampler_of(loader)
+    recorded = state.stateful_callbacks.get(_RECORD, {}).get("attributes")
+    if recorded is not None and sampler is not None:
+        order = _order(sampler)
+        changes = [f"{key} {recorded.get(key)} -> {order[key]}" for key in order if recorded.get(key) != order[key]]
+        if changes:
+            notes.append(f"POSITION CHANGED: {', '.join(changes)}: other samples follow than in the saved run")
+    # Without a record of ours. Within an epoch the saved number counts micro steps, the last update has fewer of them:
+    # that is less than one update.
+    elif abs(state.epoch - here) * updates > 0.999:
         notes.append(
             f"POSITION CHANGED: step {state.global_step} was saved at epoch {state.epoch:.3f} and is epoch {here:.3f} "
             f"of this run, which has {updates} steps an epoch. Other data, or a run without elastic() that cut its "
             "epochs by the world size"
         )
-    saved = json.loads((checkpoint / "trainer_state.json").read_text())
-    if saved["max_steps"] != state.max_steps:
-        meant = trainer.args.max_steps > 0 or saved["num_train_epochs"] != state.num_train_epochs
-        if meant:
-            logger.warning(
-                "%s: the run ends at step %d, the saved one at %d: the learning rate follows the new schedule",
-                checkpoint,
-                state.max_steps,
-                saved["max_steps"],
-            )
-        else:
-            notes.append(
-                f"SCHEDULE CHANGED: the same {state.num_train_epochs} epochs end at step {state.max_steps} and ended "
-                f"at step {saved['max_steps']} in the saved run, so the learning rates differ"
-            )
+    saved = _saved_state(checkpoint)
+    if saved["max_steps"] != state.max_steps and not _other_length_is_meant(trainer, saved):
+        notes.append(
+            f"SCHEDULE CHANGED: the same {state.num_train_epochs} epochs end at step {state.max_steps} and ended at "
+            f"step {saved['max_steps']} in the saved run, so the learning rates differ"
+        )
     return notes
+
+
+def _order(sampler: WholeBatches) -> dict[str, Any]:
+    """What the order of samples follows from, for ``trainer_state.json``."""
+    return {
+        "samples": len(sampler.order),  # type: ignore[arg-type]
+        "global_batch": sampler.global_batch,
+        "drop_last": sampler.drop_last,
+        "shuffle_seed": getattr(sampler.order, "initial_seed", None),
+    }
+
+
+def _saved_state(checkpoint: Path) -> dict[str, Any]:
+    state: dict[str, Any] = json.loads((checkpoint / "trainer_state.json").read_text())
+    return state
+
+
+def _other_length_is_meant(trainer: Trainer, saved: dict[str, Any]) -> bool:
+    """Whether the user asked for a longer or shorter run than the saved one."""
+    return trainer.args.max_steps > 0 or bool(saved["num_train_epochs"] != trainer.state.num_train_epochs)
 
 
 def _generators(checkpoint: Path, report: ResumeReport) -> tuple[list[str], list[str], list[str]]:

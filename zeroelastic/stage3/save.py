@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,8 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from zeroelastic._version import __version__
 from zeroelastic.agree import broadcast, settle, together
-from zeroelastic.digest import combine, content_root
+from zeroelastic.digest import ParamContent, combine, content_root
+from zeroelastic.errors import SaveError
 from zeroelastic.record import (
     RECORD_NAME,
     RECORD_VERSION,
@@ -28,10 +31,10 @@ from zeroelastic.record import (
     write_atomically,
 )
 from zeroelastic.shard import ELASTIC_VERSION
-from zeroelastic.stage3.contents import LocalDigests, of_every_tp_rank, whole_contents
+from zeroelastic.stage3.contents import LocalDigests
 from zeroelastic.stage3.live import LiveState
 from zeroelastic.stage3.optimizers import class_path
-from zeroelastic.stage3.options import Options
+from zeroelastic.storage import file_sizes
 
 
 def new_save_id() -> str:
@@ -128,64 +131,95 @@ def zero_padding(live: LiveState) -> None:
                 flat[gap].zero_()
 
 
-def commit(
-    tag_dir: Path,
-    live: LiveState,
-    *,
-    options: Options,
-    device: torch.device,
-    save_id: str,
-    checkpoint_format: CheckpointFormat,
-    written: tuple[str, ...],
-    global_steps: int,
-    train_batch_size: int,
-    lost_micro_batches: int,
-    digests: LocalDigests,
-) -> None:
-    """Make this save's files durable and write the commit record; on return every rank knows it is there. Collective.
+@dataclass(frozen=True, slots=True)
+class Uncommitted:
+    """A save that was handed to its writer: all that the commit record says but the sizes of the files.
 
-    ``written`` are the names of this rank's files, ``digests`` those of what they hold. Raises the same error on every
-    rank when one of them is missing or cannot be made durable.
+    ``contents`` are of the state at the moment of the save, over all ranks; ``trained`` names the trained parameters
+    among them, and ``written`` this rank's files.
     """
-    trainable = frozenset(param.name for param in live.layout.params)
-    parts = of_every_tp_rank(live, (whole_contents(live, digests, device=device), trainable))
+
+    tag_dir: Path
+    save_id: str
+    checkpoint_format: CheckpointFormat
+    world_size: int
+    global_steps: int
+    train_batch_size: int
+    contents: tuple[ParamContent, ...]
+    trained: frozenset[str]
+    written: tuple[str, ...]
+    tp_size: int = 1
+    lost_micro_batches: int = 0
+
+
+def commit(save: Uncommitted, *, fsync: bool) -> None:
+    """Make the files of a save durable and write its record; on return every rank knows it is there. Collective.
+
+    Everything that the record names has been written, by whatever process. Raises SaveError on every rank when a file
+    is missing, cannot be made durable, or is not visible to rank 0.
+    """
 
     def settle_files() -> dict[str, int]:
         sizes: dict[str, int] = {}
-        for name in written:
-            sizes[name] = (tag_dir / name).stat().st_size
-            if options.fsync:
-                _sync_file(tag_dir / name)
-        if options.fsync:
-            sync_directory(tag_dir)
+        try:
+            for name in save.written:
+                sizes[name] = (save.tag_dir / name).stat().st_size
+                if fsync:
+                    _sync_file(save.tag_dir / name)
+            if fsync:
+                sync_directory(save.tag_dir)
+        except OSError as error:
+            raise _not_committed(save, f"{error.filename or save.tag_dir}: {error.strerror}") from error
         return sizes
 
-    _, sizes = together(settle_files)
+    _, parts = together(settle_files)
 
     def write() -> None:
         if dist.get_rank() != 0:
             return
-        record = CommitRecord(
-            format_version=RECORD_VERSION,
-            checkpoint_format=checkpoint_format,
-            save_id=save_id,
-            tag=tag_dir.name,
-            world_size=live.layout.world_size,
-            tp_size=live.tp.size,
-            global_steps=global_steps,
-            train_batch_size=train_batch_size,
-            lost_micro_batches=lost_micro_batches,
-            versions=Versions(zeroelastic=__version__, deepspeed=deepspeed.__version__, torch=str(torch.__version__)),
-            files={name: size for part in sizes for name, size in sorted(part.items())},
-            params=sorted(
-                (param for contents, trained in parts for param in param_records(contents, trained)),
-                key=lambda param: (param.name, param.tp_rank),
-            ),
-            content_root=content_root(content for contents, _ in parts for content in contents),
-        )
-        write_atomically(tag_dir / RECORD_NAME, record_text(record))
+        sizes = {name: size for part in parts for name, size in sorted(part.items())}
+        _check_visible(save, parts)
+        try:
+            record = CommitRecord(
+                format_version=RECORD_VERSION,
+                checkpoint_format=save.checkpoint_format,
+                save_id=save.save_id,
+                tag=save.tag_dir.name,
+                world_size=save.world_size,
+                tp_size=save.tp_size,
+                global_steps=save.global_steps,
+                train_batch_size=save.train_batch_size,
+                lost_micro_batches=save.lost_micro_batches,
+                versions=Versions(
+                    zeroelastic=__version__, deepspeed=deepspeed.__version__, torch=str(torch.__version__)
+                ),
+                files=sizes,
+                params=param_records(save.contents, save.trained),
+                content_root=content_root(save.contents),
+            )
+            write_atomically(save.tag_dir / RECORD_NAME, record_text(record))
+        except OSError as error:
+            raise _not_committed(save, f"{error.filename or save.tag_dir}: {error.strerror}") from error
 
     settle(write)
+
+
+def _check_visible(save: Uncommitted, parts: Sequence[Mapping[str, int]]) -> None:
+    """A record is for one directory that holds every rank's files; on node-local storage it would be a lie."""
+    found = file_sizes(save.tag_dir)
+    unseen = {rank: [name for name, size in part.items() if found.get(name) != size] for rank, part in enumerate(parts)}
+    unseen = {rank: names for rank, names in unseen.items() if names}
+    if unseen:
+        first = min(unseen)
+        raise _not_committed(
+            save,
+            f"rank 0 does not see what rank{'s' if len(unseen) > 1 else ''} {', '.join(map(str, unseen))} wrote "
+            f"({', '.join(unseen[first])}): the directory is not the same on all nodes, or another save is using it",
+        )
+
+
+def _not_committed(save: Uncommitted, why: str) -> SaveError:
+    return SaveError(f"{save.tag_dir}: not committed: {why}. Its files are not to be used; `latest` is unchanged.")
 
 
 def _sync_file(path: Path) -> None:

@@ -2,8 +2,9 @@
 
 Wrapped at class level, because HF Trainer, accelerate, Lightning and Fabric all end in these methods and bypass
 anything else: ``DeepSpeedEngine._configure_zero_optimizer``, ``save_checkpoint``, ``load_checkpoint``,
-``_get_all_ckpt_names``, and ``DeepSpeedZeroOptimizer_Stage3.state_dict``, ``load_state_dict``. Every wrapper hands
-anything that is not ZeRO stage 3 to the original untouched.
+``_get_all_ckpt_names``, and ``DeepSpeedZeroOptimizer_Stage3.state_dict``, ``load_state_dict``; and for decoupled
+checkpoint engines ``DeepSpeedEngine._commit_decoupled_checkpoint``, ``save_16bit_model`` and ``destroy``. Every wrapper
+hands anything that is not ZeRO stage 3 to the original untouched.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 from packaging.version import InvalidVersion, Version
 
 from zeroelastic.errors import IncompatibleDeepSpeedError
+from zeroelastic.stage3.frameworks import unwrap_frameworks
 
 MINIMUM_DEEPSPEED = "0.18"
 
@@ -41,6 +43,7 @@ class Seam:
 
 _ENGINE = "deepspeed.runtime.engine.DeepSpeedEngine"
 _TORCH_ENGINE = "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine.TorchCheckpointEngine"
+_DECOUPLED_ENGINE = "deepspeed.runtime.checkpoint_engine.decoupled_checkpoint_engine.DecoupledCheckpointEngine"
 _STAGE3 = "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3"
 
 SEAMS = (
@@ -65,6 +68,9 @@ SEAMS = (
         ),
     ),
     Seam(_ENGINE, "_get_all_ckpt_names", ("self", "checkpoints_path", "tag")),
+    Seam(_ENGINE, "_commit_decoupled_checkpoint", ("self",)),
+    Seam(_ENGINE, "save_16bit_model", ("self", "save_dir")),
+    Seam(_ENGINE, "destroy", ("self",)),
     Seam(_STAGE3, "state_dict", ("self",)),
     Seam(
         _STAGE3,
@@ -91,12 +97,15 @@ USED = (
     Seam(_ENGINE, "_get_zero_ckpt_name", ("self", "checkpoints_path", "tag")),
     Seam(_ENGINE, "_get_ckpt_name", ("self", "checkpoints_path", "tag")),
     Seam(_ENGINE, "zero_load_from_fp32_weights", ("self",)),
+    Seam(_ENGINE, "_copy_recovery_script", ("self", "save_path")),
+    Seam(_ENGINE, "use_node_local_storage", ("self",)),
     Seam(_STAGE3, "_rigid_state_dict", ("self",)),
     Seam(_STAGE3, "_reassign_or_swap_out_partitioned_parameters", ("self", "sub_group_id")),
     Seam(_STAGE3, "checkpoint_event_prologue", ("self",)),
     Seam(_STAGE3, "checkpoint_event_epilogue", ("self",)),
     Seam(_STAGE3, "get_param_id", ("self", "param")),
     Seam(_TORCH_ENGINE, "save", ("self", "state_dict", "path")),
+    Seam(_DECOUPLED_ENGINE, "commit", ("self", "info")),
 )
 """Methods that are called but not wrapped; checked in the same way."""
 
@@ -144,6 +153,7 @@ def uninstall() -> None:
     for (owner, method), original in _originals.items():
         setattr(owner, method, original)
     _originals.clear()
+    unwrap_frameworks()
     logging.getLogger("DeepSpeed").removeFilter(_DROP_WARNING)
 
 

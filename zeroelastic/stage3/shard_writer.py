@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from zeroelastic.agree import settle
 from zeroelastic.digest import stream_seed
 from zeroelastic.errors import UnsupportedError
 from zeroelastic.stage3.contents import LiveStreams, LocalDigests, live_streams
+from zeroelastic.stage3.hand_over import EngineGuard, HandOver
 from zeroelastic.stage3.live import LiveState
 from zeroelastic.stage3.options import Options
 from zeroelastic.stage3.save import digest_sums
@@ -34,21 +35,30 @@ def shard_writer(
     """While it lasts, the engine's files are written by a ``ShardWriter``, if its checkpoint engine is torch's.
 
     What another checkpoint engine is going to write is digested at once. Collective; an error of one rank is raised on
-    all of them.
+    all of them, at the end where it came while a file was written: DeepSpeed's own barriers are passed by all.
     """
     original = engine.checkpoint_engine
     streams = settle(lambda: live_streams(live, with_frozen=with_frozen))
-    if not _writes_with_torch(original):
+    shard: ShardWriter | DigestedShard
+    if _writes_with_torch(original):
+        shard = ShardWriter(original, live, streams, options)
+    else:
         digests = settle(streams.digest)
         sharing = getattr(original, "preserves_storage_sharing", None)
-        yield DigestedShard(digest_sums(live, digests), bool(sharing()) if callable(sharing) else True, digests)
-        return
-    writer = ShardWriter(original, live, streams, options)
-    engine.checkpoint_engine = writer
+        shares = bool(sharing()) if callable(sharing) else True
+        hand_over = (
+            HandOver(original, streams.pieces, shares_storage=shares) if original.is_decoupled() else original.save
+        )
+        shard = DigestedShard(digest_sums(live, digests), shares, digests, hand_over)
+    guard = EngineGuard(original, shard.save)
+    engine.checkpoint_engine = guard
+    engine._copy_recovery_script = guard.guarded(engine._copy_recovery_script)  # on rank 0 only
     try:
-        yield writer
+        yield shard
     finally:
         engine.checkpoint_engine = original
+        del engine._copy_recovery_script
+    settle(guard.raise_failure)
 
 
 def _writes_with_torch(checkpoint_engine: Any) -> bool:
@@ -68,6 +78,7 @@ class DigestedShard:
     table: torch.Tensor
     shares_storage: bool
     made: LocalDigests
+    save: Callable[[Any, str], None]
 
     def digests(self) -> LocalDigests:
         """The partial digests of this rank."""
@@ -78,7 +89,6 @@ class ShardWriter:
     """Writes what ``TorchCheckpointEngine.save`` is given, the same bytes, and digests it on the way.
 
     ``table``, the digest sums inside the elastic state dict, is filled when everything else of its file is written.
-    Everything but ``save`` is the original engine's.
     """
 
     shares_storage = True
@@ -91,9 +101,6 @@ class ShardWriter:
             Run(piece, stream_seed(*stream), start)
             for stream, piece, start in zip(streams.streams, streams.pieces, streams.starts, strict=True)
         ]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._original, name)
 
     def save(self, state_dict: Any, path: str) -> None:
         """Write one file; a layout of torch that is not known here is left to torch, with the digests made apart."""

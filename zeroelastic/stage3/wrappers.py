@@ -3,28 +3,43 @@
 from __future__ import annotations
 
 import logging
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
-from zeroelastic.agree import settle, together
-from zeroelastic.checkpoint import open_checkpoint, saved_sizes
-from zeroelastic.errors import CheckpointError, UnsupportedError
+from zeroelastic.agree import gather, settle, together
+from zeroelastic.checkpoint import open_checkpoint
+from zeroelastic.errors import (
+    CheckpointError,
+    MissingFileError,
+    OldFormatError,
+    SaveError,
+    UnsupportedError,
+    UsageError,
+    ZeroElasticError,
+)
 from zeroelastic.record import RECORD_NAME, write_atomically
 from zeroelastic.stage3 import memory
+from zeroelastic.stage3.contents import of_every_tp_rank, whole_contents
+from zeroelastic.stage3.decoupled import Pending, abandon, check_alive, flush, hand_over, has_pending
+from zeroelastic.stage3.frameworks import wrap_frameworks
 from zeroelastic.stage3.live import LiveState, read_live, refuse_unsupported
 from zeroelastic.stage3.load import Wanted, accumulated_micro_batches, load, model_states_reader
 from zeroelastic.stage3.module_keys import ModuleKeys, recorded_keys
 from zeroelastic.stage3.options import Options, parse_options
 from zeroelastic.stage3.replicated import difference, replicated_facts
-from zeroelastic.stage3.save import commit, elastic_state_dict, new_save_id, written_files
+from zeroelastic.stage3.save import Uncommitted, commit, elastic_state_dict, new_save_id, written_files
 from zeroelastic.stage3.shard_writer import DigestedShard, ShardWriter, shard_writer
+from zeroelastic.stage3.storage_rules import leave_to_stock, loads_in_stock, ranks_apart, refuse_unwritable
 from zeroelastic.stage3.survey import Survey, survey
 from zeroelastic.stage3.topology import tensor_parallel
 
@@ -78,8 +93,10 @@ def configure_zero_optimizer(original: Method) -> Method:
         if isinstance(made, DeepSpeedZeroOptimizer_Stage3):
             _options(self)
             made._zeroelastic_engine = self
+            wrap_frameworks()
             if _elastic_flag(self):
                 settle(lambda: _check_covered(self, made))
+                refuse_unwritable(self, made)
         return made
 
     return _configure_zero_optimizer
@@ -157,8 +174,13 @@ def save_checkpoint(original: Method) -> Method:
         optimizer = _stage3(self)
         if optimizer is None or not save_dir:
             return original(self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
+        decoupled = self.checkpoint_engine.is_decoupled()
+        if decoupled:
+            self._commit_decoupled_checkpoint()  # the save before this one
         elastic = _elastic_flag(self)
-        reason = _cannot_commit(self, optimizer)
+        tag = f"global_step{self.global_steps}" if tag is None else str(tag)
+        tag_dir = Path(save_dir) / tag
+        reason = _cannot_commit(self, optimizer, tag_dir)
         if reason is not None:
             if elastic:
                 raise reason
@@ -166,43 +188,53 @@ def save_checkpoint(original: Method) -> Method:
                 logger.info("no commit record is written: %s", reason)
             return original(self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
         options = _options(self)
-        tag = f"global_step{self.global_steps}" if tag is None else str(tag)
-        tag_dir = Path(save_dir) / tag
-        settle(lambda: _forget_record(tag_dir))
+        if decoupled:
+            check_alive(self)
+        settle(lambda: _prepare_directory(Path(save_dir), tag_dir))
         save_id = new_save_id()
         live = _live(self, optimizer)
         optimizer._zeroelastic_engine = self
         with shard_writer(self, live, with_frozen=not exclude_frozen_parameters, options=options) as shard:
             optimizer._zeroelastic_saving = _Saving(save_id, shard)
             try:
-                done = original(self, save_dir, tag, client_state, False, exclude_frozen_parameters)
+                # A decoupled engine keeps the wish for ``latest`` until it commits; others would write it too early.
+                done = original(self, save_dir, tag, client_state, save_latest and decoupled, exclude_frozen_parameters)
+                commit_info = self.checkpoint_engine.commit_info
             finally:
                 del optimizer._zeroelastic_saving
-        commit(
-            tag_dir,
-            _live(self, optimizer),
-            options=options,
-            device=self.device,
+        trained = frozenset(param.name for param in live.layout.params)
+        parts = of_every_tp_rank(live, (whole_contents(live, shard.digests(), device=self.device), trained))
+        save = Uncommitted(
+            tag_dir=tag_dir,
             save_id=save_id,
             checkpoint_format="elastic" if elastic else "rigid",
-            written=written_files(self, Path(save_dir), tag),
+            world_size=live.layout.world_size,
+            tp_size=live.tp.size,
             global_steps=self.global_steps,
             train_batch_size=self.train_batch_size(),
             lost_micro_batches=_warn_of_lost_micro_batches(self, tag_dir),
-            digests=shard.digests(),
+            contents=tuple(content for contents, _ in parts for content in contents),
+            trained=frozenset().union(*(names for _, names in parts)),
+            written=written_files(self, Path(save_dir), tag),
         )
-        if save_latest:
-            settle(lambda: _point_latest(Path(save_dir), tag))
+        point_latest = partial(_point_latest, Path(save_dir), tag) if save_latest else None
+        if decoupled:
+            hand_over(self, Pending(save, commit_info, options.fsync, point_latest))
+            return done
+        commit(save, fsync=options.fsync)
+        if point_latest is not None:
+            settle(point_latest)
         return done
 
     return save_checkpoint
 
 
-def _cannot_commit(engine: Any, optimizer: DeepSpeedZeroOptimizer_Stage3) -> UnsupportedError | None:
+def _cannot_commit(engine: Any, optimizer: DeepSpeedZeroOptimizer_Stage3, tag_dir: Path) -> ZeroElasticError | None:
     """Why this engine's saves get no commit record, the same on every rank, or None when they do. Collective."""
 
     def look() -> dict[str, str]:
         refuse_unsupported(optimizer, engine)
+        refuse_unwritable(engine, optimizer)
         return replicated_facts(_live(engine, optimizer))
 
     try:
@@ -211,16 +243,21 @@ def _cannot_commit(engine: Any, optimizer: DeepSpeedZeroOptimizer_Stage3) -> Uns
         return error
     if different is not None:
         return different
-    if engine.checkpoint_engine.is_decoupled():
-        return UnsupportedError(
-            "elastic checkpoints do not cover decoupled checkpoint engines yet. Remove the checkpoint.writer block, or "
-            "save with elastic_checkpoint off."
+    places = sorted(set(gather(str(tag_dir))))
+    if len(places) > 1:
+        return UsageError(
+            f"the ranks save to different places ({', '.join(places[:3])}{' ...' if len(places) > 3 else ''}). A "
+            "checkpoint has one tag and one directory, which all ranks share: pass the same ones everywhere."
         )
     if engine.use_node_local_storage():
-        return UnsupportedError(
-            "elastic checkpoints do not cover use_node_local_storage yet. Save to a shared directory, or with "
-            "elastic_checkpoint off."
-        )
+        unseen = ranks_apart(tag_dir)
+        if unseen:
+            return UnsupportedError(
+                f"{tag_dir}: with use_node_local_storage, rank{'s' if len(unseen) > 1 else ''} "
+                f"{', '.join(map(str, unseen))} cannot see what rank 0 writes there. An elastic checkpoint is one "
+                "directory that all ranks see: save to a shared directory, or with elastic_checkpoint off and resume "
+                "at the same world size on the same nodes."
+            )
     return None
 
 
@@ -238,15 +275,68 @@ def _warn_of_lost_micro_batches(engine: Any, tag_dir: Path) -> int:
     return lost
 
 
-def _forget_record(tag_dir: Path) -> None:
-    """A tag that is saved again is uncommitted from its first overwritten byte on."""
-    if dist.get_rank() == 0:
+def _prepare_directory(save_dir: Path, tag_dir: Path) -> None:
+    """Make the tag's directory; a tag that is saved again is uncommitted from its first overwritten byte on."""
+    if dist.get_rank() != 0:
+        return
+    try:
+        tag_dir.mkdir(parents=True, exist_ok=True)
         (tag_dir / RECORD_NAME).unlink(missing_ok=True)
+        for directory in {save_dir, tag_dir}:
+            with tempfile.TemporaryFile(dir=directory):
+                pass
+    except OSError as error:
+        raise SaveError(
+            f"{tag_dir}: cannot be written: {error.strerror} ({error.filename or tag_dir}). Nothing was saved, and "
+            "`latest` is unchanged."
+        ) from error
 
 
 def _point_latest(save_dir: Path, tag: str) -> None:
-    if dist.get_rank() == 0:
+    if dist.get_rank() != 0:
+        return
+    try:
         write_atomically(save_dir / "latest", tag.encode())
+    except OSError as error:
+        raise SaveError(
+            f"{save_dir / 'latest'}: cannot be written: {error.strerror}. The checkpoint {tag} is complete; load it by "
+            "its tag."
+        ) from error
+
+
+def commit_decoupled_checkpoint(original: Method) -> Method:
+    """What DeepSpeed does before an optimizer step; for a save of ours, its record and ``latest`` too."""
+
+    def _commit_decoupled_checkpoint(self: Any) -> Any:
+        return flush(self) if has_pending(self) else original(self)
+
+    return _commit_decoupled_checkpoint
+
+
+def save_16bit_model(original: Method) -> Method:
+    """DeepSpeed's own; a decoupled save before it is committed first, which it would make forgotten."""
+
+    def save_16bit_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+        flush(self)
+        return original(self, *args, **kwargs)
+
+    return save_16bit_model
+
+
+def destroy(original: Method) -> Method:
+    """DeepSpeed's own, after a pending save is committed; the garbage collector cannot, for it acts on its own."""
+
+    def destroy(self: Any) -> Any:
+        try:
+            if has_pending(self):
+                if sys._getframe(1).f_code.co_name == "__del__" or not dist.is_initialized():
+                    abandon(self)
+                else:
+                    flush(self)
+        finally:
+            original(self)
+
+    return destroy
 
 
 def load_checkpoint(original: Method) -> Method:
@@ -275,14 +365,16 @@ def load_checkpoint(original: Method) -> Method:
             )
 
         optimizer = _stage3(self)
+        flush(self)  # what a load fills is what a decoupled engine may still be writing
         if optimizer is None or self.load_universal_checkpoint():
             return stock()
         began = time.perf_counter()
         self.__dict__.pop("zeroelastic_report", None)  # that of an earlier load
         options = _options(self)
-        chosen = _choose_tag(Path(load_dir), tag)
+        chosen = _choose_tag(Path(load_dir), tag, node_local=self.use_node_local_storage())
         if chosen is None:
             return stock()
+        tag = chosen
         tag_dir = Path(load_dir) / chosen
         refused = _refused(self, optimizer, tag_dir)
         if refused is not None:
@@ -299,6 +391,10 @@ def load_checkpoint(original: Method) -> Method:
                 missing_state=options.missing_state,
                 strict_module=load_module_strict and custom_load_fn is None,
             )
+        except (MissingFileError, OldFormatError) as error:
+            leave_to_stock(error, tag_dir, live, node_local=self.use_node_local_storage())
+            logger.warning("loading through DeepSpeed alone: %s", error)
+            return stock()
         except UnsupportedError as error:
             if not _only_stock_reads(tag_dir, live):
                 raise
@@ -351,8 +447,11 @@ def load_checkpoint(original: Method) -> Method:
     return load_checkpoint
 
 
-def _choose_tag(load_dir: Path, tag: Any) -> str | None:
-    """The tag to load, agreed by all ranks; None when there is no ``latest`` to choose it. Collective."""
+def _choose_tag(load_dir: Path, tag: Any, *, node_local: bool) -> str | None:
+    """The tag to load, agreed by all ranks; None when there is no ``latest`` to choose it. Collective.
+
+    With ``node_local`` storage a node may have no ``latest``: DeepSpeed writes one, on the first node.
+    """
 
     def read() -> str | None:
         if tag is not None:
@@ -365,6 +464,9 @@ def _choose_tag(load_dir: Path, tag: Any) -> str | None:
             raise CheckpointError(f"{load_dir / 'latest'}: cannot be read: {error.strerror}.") from None
 
     chosen, all_chosen = together(read)
+    named = {other for other in all_chosen if other is not None}
+    if node_local and len(named) == 1:
+        return named.pop()
     if any(other != chosen for other in all_chosen):
         raise CheckpointError(
             f"{load_dir}: the ranks do not see the same tag ({', '.join(sorted({str(t) for t in all_chosen}))}). Pass "
@@ -385,7 +487,14 @@ def _refused(engine: Any, optimizer: DeepSpeedZeroOptimizer_Stage3, tag_dir: Pat
             _check_covered(engine, optimizer)
             return None
         except UnsupportedError as error:
-            return str(error), _loads_in_stock(tag_dir, optimizer)
+            world_size = dist.get_world_size(group=optimizer.dp_process_group)
+            return str(error), loads_in_stock(
+                tag_dir,
+                engine.global_rank,
+                world_size,
+                tensor_parallel(optimizer),
+                node_local=engine.use_node_local_storage(),
+            )
 
     _, outcomes = together(look)
     reasons: list[tuple[str, bool]] = [outcome for outcome in outcomes if outcome is not None]
@@ -410,9 +519,3 @@ def _only_stock_reads(tag_dir: Path, live: LiveState) -> bool:
             return not (checkpoint.record is not None and checkpoint.record.checkpoint_format == "elastic")
 
     return all(together(look)[1])
-
-
-def _loads_in_stock(tag_dir: Path, optimizer: DeepSpeedZeroOptimizer_Stage3) -> bool:
-    """Whether DeepSpeed alone can load it: the same number of ranks saved it, at the same tensor parallel size."""
-    here = dist.get_world_size(group=optimizer.dp_process_group), tensor_parallel(optimizer).size
-    return saved_sizes(tag_dir) == here

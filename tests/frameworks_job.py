@@ -1,0 +1,389 @@
+"""The training jobs of the tests of accelerate and Lightning: functions that run on pooled ranks, and what they saw."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+import runpy
+import sys
+import warnings
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset
+
+WIDTH, SAMPLES = 8, 48
+
+
+class Rows(Dataset):
+    """Rows of numbers that follow from their index."""
+
+    def __init__(self, samples: int = SAMPLES) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        row = torch.randn(WIDTH, generator=torch.Generator().manual_seed(index))
+        return row, torch.tensor(index)
+
+
+class Net(torch.nn.Module):
+    """Small, with parameters of fewer elements than ranks, a frozen one and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(WIDTH, 33), torch.nn.Linear(33, 3)
+        self.scale = torch.nn.Parameter(torch.ones(1))
+        self.frozen = torch.nn.Linear(3, 3)
+        self.frozen.requires_grad_(False)
+        self.register_buffer("batches_seen", torch.zeros(1))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        out = self.down(torch.tanh(self.up(rows))) * self.scale
+        return (out + 0.1 * self.frozen(out) - rows[:, :3]).square().mean()
+
+
+def groups(model: torch.nn.Module, lr: float) -> list[dict[str, Any]]:
+    params = [param for param in model.parameters() if param.requires_grad]
+    return [
+        {"params": [param for param in params if param.dim() > 1], "weight_decay": 0.1, "lr": lr},
+        {"params": [param for param in params if param.dim() <= 1], "weight_decay": 0.0, "lr": lr / 3},
+    ]
+
+
+@dataclass(frozen=True)
+class AccelerateJob:
+    """One run of accelerate; picklable."""
+
+    micro: int = 2
+    accumulation: int = 1
+    schedule: str = "lambda"
+    options: dict[str, Any] = field(default_factory=lambda: {"strict": True})
+    seed: int = 3
+    shuffle: bool = True
+
+    def at(self, world_size: int, global_batch: int = 24) -> AccelerateJob:
+        """The same job with a micro batch that keeps the global batch."""
+        return replace(self, micro=global_batch // world_size // self.accumulation)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one rank saw of a run: its state, then the learning rate and the samples of each step, and what was said."""
+
+    state: dict[str, Any]
+    step: int
+    rates: list[float]
+    samples: list[list[int]]
+    losses: list[float]
+    draws: tuple[Any, ...]
+    said: list[str]
+    notes: tuple[str, ...] = ()
+    error: tuple[str, str] = ("", "")
+
+
+class Listener(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(f"{record.levelname} {record.getMessage()}")
+
+
+def listen() -> list[str]:
+    """What zeroelastic says from now on."""
+    listener = Listener()
+    log = logging.getLogger("zeroelastic")
+    log.addHandler(listener)
+    log.setLevel(logging.INFO)
+    return listener.said
+
+
+def schedule_of(kind: str, optimizer: torch.optim.Optimizer, world_size: int) -> Any:
+    from torch.optim import lr_scheduler
+
+    if kind == "lambda":  # written for accelerate: its lengths are multiplied by the number of processes
+        return lr_scheduler.LambdaLR(optimizer, lambda tick: max(0.05, 1 - tick / (20 * world_size)))
+    if kind == "fixed lambda":  # written without a thought of it
+        return lr_scheduler.LambdaLR(optimizer, lambda tick: max(0.05, 1 - tick / 60))
+    if kind == "cosine":
+        return lr_scheduler.CosineAnnealingLR(optimizer, T_max=20 * world_size)
+    assert kind == "one cycle"
+    return lr_scheduler.OneCycleLR(optimizer, max_lr=[0.02, 0.01], total_steps=20 * world_size)
+
+
+def prepare(job: AccelerateJob) -> tuple[Any, Any, Any, Any, Any]:
+    from accelerate import Accelerator, DataLoaderConfiguration
+    from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs, set_seed
+
+    import zeroelastic
+
+    zeroelastic.install()
+    config = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "train_batch_size": "auto",
+        "gradient_accumulation_steps": job.accumulation,
+        "zero_optimization": {
+            "stage": 3,
+            "elastic_checkpoint": True,
+            "sub_group_size": 150,
+            "stage3_param_persistence_threshold": 40,
+        },
+        "zeroelastic": job.options,
+    }
+    accelerator = Accelerator(
+        gradient_accumulation_steps=job.accumulation,
+        deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config),
+        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=5),
+        kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")],
+    )
+    set_seed(job.seed, device_specific=True)
+    with torch.random.fork_rng():
+        torch.manual_seed(11)
+        model = Net()
+    optimizer = torch.optim.AdamW(groups(model, 1e-2))
+    schedule = schedule_of(job.schedule, optimizer, dist.get_world_size())
+    loader = DataLoader(Rows(), batch_size=job.micro, shuffle=job.shuffle)
+    return accelerator, *accelerator.prepare(model, optimizer, loader, schedule)
+
+
+def accelerate_steps(parts: tuple[Any, ...], steps: int) -> tuple[list[float], list[list[int]], list[float]]:
+    """Train up to optimizer step ``steps``, from wherever the engine stands."""
+    from zeroelastic.integrations.accelerate import remaining_epochs
+
+    accelerator, model, optimizer, loader, schedule = parts
+    rates, samples, losses = [], [], []
+    seen: list[int] = []
+    part = 0.0
+    if model.global_steps >= steps:
+        return rates, samples, losses
+    for _, batches in remaining_epochs(accelerator, loader, 10):
+        for rows, index in batches:
+            with accelerator.accumulate(model):
+                loss = model(rows)
+                accelerator.backward(loss)
+                optimizer.step()
+                rate = optimizer.param_groups[0]["lr"]
+                schedule.step()
+            seen += accelerator.gather(index).tolist()
+            part += accelerator.gather(loss.detach().double()).mean().item()
+            if accelerator.sync_gradients:
+                rates.append(rate)
+                samples.append(sorted(seen))
+                losses.append(part / accelerator.gradient_accumulation_steps)
+                seen, part = [], 0.0
+                if model.global_steps >= steps:
+                    return rates, samples, losses
+    raise AssertionError("the epochs ended too early")
+
+
+def accelerate_run(
+    job: AccelerateJob, steps: int, *, load: str | None = None, save: tuple[int, str] | None = None, extra: int = 0
+) -> Seen:
+    """Build, load, look, train up to ``steps`` and save at a step on the way; ``extra`` micro-steps before the save."""
+    from zeroelastic.testing import fingerprint, gather_state
+
+    warnings.simplefilter("ignore")
+    said = listen()
+    parts = prepare(job)
+    accelerator, model, *_ = parts
+    before = fingerprint(gather_state(model))
+    if load is not None:
+        try:
+            accelerator.load_state(load)
+        except Exception as error:
+            assert fingerprint(gather_state(model)) == before, "a load that was refused changed the live state"
+            return Seen({}, accelerator.step, [], [], [], (), said, error=(type(error).__name__, str(error)))
+    state = fingerprint(gather_state(model))
+    step = accelerator.step
+    draws = (random.random(), float(np.random.rand()), float(torch.rand(())))
+    history: tuple[list[Any], ...] = ([], [], [])
+    for stop in sorted({steps, *([save[0]] if save else [])}):
+        for old, new in zip(history, accelerate_steps(parts, stop), strict=True):
+            old += new
+        if save is not None and stop == save[0]:
+            for _ in range(extra):
+                with accelerator.accumulate(model):
+                    accelerator.backward(model(torch.ones(job.micro, WIDTH)))
+            state = fingerprint(gather_state(model))
+            accelerator.save_state(save[1])
+            draws = (random.random(), float(np.random.rand()), float(torch.rand(())))
+    report = getattr(model, "zeroelastic_report", None)
+    return Seen(state, step, *history, draws, said, report.notes if report is not None else ())
+
+
+def run_script(script: str, arguments: list[str]) -> None:
+    """Run an example as ``__main__`` on this rank, as a launcher would have it run."""
+    warnings.simplefilter("ignore")
+    os.environ["WORLD_SIZE"], os.environ["RANK"] = str(dist.get_world_size()), str(dist.get_rank())
+    os.environ["LOCAL_RANK"] = os.environ["RANK"]
+    os.chdir(Path(script).parent)
+    sys.argv = [script, *arguments]
+    runpy.run_path(script, run_name="__main__")
+
+
+def read_history(directory: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (directory / "history.jsonl").read_text().splitlines()]
+
+
+@dataclass(frozen=True)
+class LightningJob:
+    """One run of Lightning's Trainer; picklable."""
+
+    micro: int = 2
+    accumulation: int = 1
+    options: dict[str, Any] = field(default_factory=lambda: {"strict": True})
+    loader: str = "plain"
+    samples: int = SAMPLES
+    save_in: str = ""
+    workers: int = 0
+
+    def at(self, world_size: int, global_batch: int = 24) -> LightningJob:
+        """The same job with a micro batch that keeps the global batch."""
+        return replace(self, micro=global_batch // world_size // self.accumulation)
+
+
+class Stateful(DataLoader):
+    """A loader that keeps its own position, as torchdata's does: in batches of this rank."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.given = self.start = 0
+
+    def __iter__(self) -> Any:
+        start, self.start = self.start, 0
+        for number, batch in enumerate(super().__iter__()):
+            if number >= start:
+                self.given = number + 1
+                yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        return {"given": self.given}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.start = state["given"]
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """All samples in order, each rank every world-size-th micro batch's worth: rank-strided."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Any:
+        for index in range(dist.get_rank(), self.samples, dist.get_world_size()):
+            yield Rows(self.samples)[index]
+
+
+def lightning_run(
+    job: LightningJob, steps: int, *, load: str | None = None, save: tuple[int, str] | None = None
+) -> Seen:
+    """Fit up to ``steps``, saving on the way at the end of a batch (or in another hook), and say what was seen."""
+    import lightning.pytorch as pl
+    from cpu_accelerator import TrainerOnCPU
+    from lightning.pytorch.strategies import DeepSpeedStrategy
+
+    import zeroelastic
+    from zeroelastic.testing import fingerprint, gather_state
+
+    warnings.simplefilter("ignore")
+    os.environ["LOCAL_RANK"] = str(dist.get_rank())
+    zeroelastic.install()
+    said = listen()
+    states: dict[str, Any] = {}
+    rates: list[float] = []
+    samples: list[list[int]] = []
+    losses: list[float] = []
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Net()
+            self.seen: list[int] = []
+            self.part = 0.0
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            rows, index = batch
+            loss = self.net(rows)
+            self.seen += self.all_gather(index).flatten().tolist()
+            self.part += self.all_gather(loss.detach().double()).mean().item()
+            self.rate = self.trainer.optimizers[0].param_groups[0]["lr"]
+            return loss
+
+        def on_train_start(self) -> None:
+            states["start"] = fingerprint(gather_state(self.trainer.strategy.model))
+            states["step"] = self.trainer.global_step
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if (batch_idx + 1) % job.accumulation == 0:
+                rates.append(self.rate)
+                samples.append(sorted(self.seen))
+                losses.append(self.part / job.accumulation)
+                self.seen, self.part = [], 0.0
+            if save is not None and self.trainer.global_step == save[0] and "saved" not in states:
+                states["saved"] = fingerprint(gather_state(self.trainer.strategy.model))
+                if not job.save_in:
+                    self.trainer.save_checkpoint(save[1])
+
+            middle = self.trainer.global_step == (save or (0,))[0] and (batch_idx + 1) % job.accumulation == 1
+            if job.save_in == "middle" and middle and not Path(save[1]).exists():
+                self.trainer.save_checkpoint(save[1])
+            if job.save_in == "epoch end" and self.trainer.is_last_batch and not Path(save[1]).exists():
+                self.trainer.save_checkpoint(save[1])
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            wanted = job.save_in == "batch start" and save is not None and self.trainer.global_step == save[0]
+            if wanted and not Path(save[1]).exists():
+                self.trainer.save_checkpoint(save[1])
+
+        def configure_optimizers(self) -> dict[str, Any]:
+            optimizer = torch.optim.AdamW(groups(self, 1e-2))
+            schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.05, 1 - step / 20))
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    config = {
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {
+            "stage": 3,
+            "elastic_checkpoint": True,
+            "sub_group_size": 150,
+            "stage3_param_persistence_threshold": 40,
+        },
+        "zeroelastic": job.options,
+    }
+    pl.seed_everything(3)
+    trainer = pl.Trainer(
+        accelerator=TrainerOnCPU(),
+        devices=dist.get_world_size(),
+        strategy=DeepSpeedStrategy(config=config),
+        max_steps=steps,
+        accumulate_grad_batches=job.accumulation,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    module = Module()
+    if job.loader == "stream":
+        loader: Any = DataLoader(Stream(job.samples), batch_size=job.micro)
+    else:
+        kind = Stateful if job.loader == "stateful" else DataLoader
+        loader = kind(Rows(job.samples), batch_size=job.micro, shuffle=True, num_workers=job.workers)
+    try:
+        trainer.fit(module, loader, ckpt_path=load)
+    except Exception as error:
+        if type(error).__module__ != "zeroelastic.errors":
+            raise
+        return Seen({}, 0, [], [], [], (), said, error=(type(error).__name__, str(error)))
+    report = getattr(trainer.strategy.model, "zeroelastic_report", None)
+    notes = report.notes if report is not None else ()
+    return Seen(states.get("saved", states["start"]), states["step"], rates, samples, losses, (), said, notes)

@@ -1,0 +1,125 @@
+"""Saves that a decoupled checkpoint engine finishes later: committed when it has, never before.
+
+DeepSpeed's engine writes in a process of its own and is waited for at the next optimizer step
+(``DeepSpeedEngine._commit_decoupled_checkpoint``, 0.19.8). Ours waits there too, and also before whatever else would
+change what is being written, or end it: the next save, a load, ``save_16bit_model`` and ``destroy``.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from deepspeed.runtime.checkpoint_engine import decoupled_checkpoint_engine as ds_decoupled
+
+from zeroelastic.agree import settle
+from zeroelastic.errors import SaveError
+from zeroelastic.stage3.save import Uncommitted, commit
+
+logger = logging.getLogger(__name__)
+
+_ATTRIBUTE = "_zeroelastic_pending"
+_TICK_S = 0.1
+_engines: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """A save that was handed over: its record to be, what DeepSpeed announced of it, and how ``latest`` is written."""
+
+    save: Uncommitted
+    commit_info: Any
+    fsync: bool
+    point_latest: Callable[[], None] | None
+
+
+def hand_over(engine: Any, pending: Pending) -> None:
+    """Remember a save until ``flush``."""
+    setattr(engine, _ATTRIBUTE, pending)
+    _engines.add(engine)
+
+
+def has_pending(engine: Any) -> bool:
+    """Whether a save of ours waits for its commit."""
+    return engine.__dict__.get(_ATTRIBUTE) is not None
+
+
+def flush(engine: Any) -> None:
+    """Wait until the engine's writer has written the pending save, then commit it. Collective.
+
+    Raises SaveError on every rank when a writer has ended: the tag stays uncommitted, ``latest`` as it was.
+    """
+    pending: Pending | None = engine.__dict__.pop(_ATTRIBUTE, None)
+    if pending is None:
+        return
+    try:
+        settle(lambda: _wait(engine, pending))
+    except BaseException:
+        # DeepSpeed would try to commit it before each step from now on, and leave ranks alone in its barriers.
+        engine.checkpoint_engine.commit_info = None
+        raise
+    settle(lambda: engine.checkpoint_engine.commit(pending.commit_info))
+    commit(pending.save, fsync=pending.fsync)
+    if pending.point_latest is not None:
+        settle(pending.point_latest)
+
+
+def check_alive(engine: Any) -> None:
+    """Refuse to hand over to a writer that has ended; DeepSpeed's engine would leave the file out. Collective."""
+
+    def look() -> None:
+        process = getattr(engine.checkpoint_engine, "ckpt_process", None)
+        if process is not None and not process.is_alive():
+            raise SaveError(
+                f"the checkpoint process {process.pid} of rank {engine.global_rank} has ended (exit code "
+                f"{process.exitcode}); nothing was written. Its own output says why. Restart the run to save again."
+            )
+
+    settle(look)
+
+
+def _wait(engine: Any, pending: Pending) -> None:
+    """Until DeepSpeed's writer process is through its queue; other engines wait in their ``commit``.
+
+    Without this, ``DecoupledCheckpointEngine.commit`` raises on the rank whose process has died while the others wait
+    in a barrier of its; and it gives up after five minutes, however much there is to write.
+    """
+    writer = engine.checkpoint_engine
+    process = getattr(writer, "ckpt_process", None)
+    if not isinstance(writer, ds_decoupled.DecoupledCheckpointEngine) or process is None:
+        return
+    if process.is_alive():
+        writer.save_queue.put((None, ds_decoupled.DecoupledEvent.COMMIT_EVENT))
+        while not writer.save_event.wait(timeout=_TICK_S):
+            if not process.is_alive():
+                break
+    if not writer.save_event.is_set():
+        raise SaveError(
+            f"{pending.save.tag_dir}: the checkpoint process {process.pid} of rank {engine.global_rank} ended (exit "
+            f"code {process.exitcode}) before it had written its files. Its own output says why. The tag is not "
+            "committed, and `latest` is unchanged."
+        )
+    writer.save_event.clear()
+
+
+def abandon(engine: Any) -> None:
+    """Say that a pending save will never be committed, where its ranks can no longer be asked together."""
+    pending: Pending | None = engine.__dict__.pop(_ATTRIBUTE, None)
+    if pending is not None and engine.global_rank == 0:
+        logger.error(
+            "%s: was saved, but the run ended before it was committed: `latest` does not name it, and it has no "
+            "commit record. Call engine.destroy() on every rank at the end of a run whose checkpoints are decoupled.",
+            pending.save.tag_dir,
+        )
+
+
+def _at_exit() -> None:
+    for engine in list(_engines):
+        abandon(engine)
+
+
+atexit.register(_at_exit)

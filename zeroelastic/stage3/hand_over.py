@@ -1,0 +1,136 @@
+"""Between DeepSpeed and a checkpoint engine during a save of ours: what it is given, and what becomes of its errors."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from deepspeed.runtime.checkpoint_engine.decoupled_checkpoint_engine import DecoupledCheckpointEngine
+
+from zeroelastic.errors import SaveError, ZeroElasticError
+
+logger = logging.getLogger(__name__)
+
+
+class EngineGuard:
+    """Stands in for a checkpoint engine during one save, so that an error of one rank leaves no other rank waiting.
+
+    DeepSpeed's save has barriers between its parts: what fails on the way is remembered, the rest of this rank's part
+    is left out, and ``raise_failure`` tells when all ranks are through. ``save`` writes one file; everything else is
+    the original engine's. ``commit_info`` is what DeepSpeed announced.
+    """
+
+    def __init__(self, original: Any, save: Callable[[Any, str], None]) -> None:
+        self._original, self._save = original, save
+        self._failure: ZeroElasticError | None = None
+        self.commit_info: Any = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)
+
+    def makedirs(self, path: Any, exist_ok: bool = False) -> None:
+        """Make a directory; DeepSpeed does it on some ranks only."""
+        self.guarded(self._original.makedirs)(path, exist_ok=exist_ok)
+
+    def create(self, info: Any) -> Any:
+        """Announce a save; engines with a process of their own measure the directory, on all ranks together."""
+        self.commit_info = info
+        return self._original.create(info)
+
+    def save(self, state_dict: Any, path: str) -> None:
+        """Write one file."""
+        self.guarded(self._save, path)(state_dict, path)
+
+    def commit(self, info: Any) -> bool:
+        """Only engines that are not decoupled are asked at the end of the save itself."""
+        self.guarded(self._original.commit, getattr(info, "tag", None))(info)
+        return True
+
+    def guarded(self, action: Callable[..., Any], where: object = None) -> Callable[..., None]:
+        """The action, with its error kept for later; after an error it does nothing."""
+
+        def attempt(*args: Any, **kwargs: Any) -> None:
+            if self._failure is not None:
+                return
+            try:
+                action(*args, **kwargs)
+            except ZeroElasticError as error:
+                self._failure = error
+            except Exception as error:
+                logger.debug("a save failed", exc_info=True)
+                path = where if where is not None else args[0]
+                self._failure = SaveError(
+                    f"{path}: cannot be written: {_words(error)}. The tag is not committed, and `latest` is unchanged."
+                )
+
+        return attempt
+
+    def raise_failure(self) -> None:
+        """Raise the first error of this rank, if there was one."""
+        if self._failure is not None:
+            raise self._failure
+
+
+def _words(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return f"{type(error).__name__}: {error}"
+
+
+class HandOver:
+    """``save`` for an engine that writes later: nothing that it was given changes until it has committed.
+
+    ``constant`` are live tensors that only an optimizer step or a load changes, before either of which the engine is
+    made to commit; they are handed over as they are. Every other tensor, such as a buffer that the next forward pass
+    updates, is copied. DeepSpeed's own engine pickles what it is given into another process: there a storage travels
+    once, whatever the number of its views, since each time takes a file descriptor.
+    """
+
+    def __init__(self, original: Any, constant: Iterable[torch.Tensor], *, shares_storage: bool) -> None:
+        self._original = original
+        self._copied = frozenset() if shares_storage else frozenset({"base_optimizer_state"})
+        self._constant = {tensor.untyped_storage().data_ptr() for tensor in constant if tensor.numel()}
+        self._pickled = isinstance(original, DecoupledCheckpointEngine)
+
+    def __call__(self, state_dict: Any, path: str) -> None:
+        """Hand over one file."""
+        self._original.save(self._prepared(state_dict, {}), path)
+
+    def _prepared(self, tree: Any, known: dict[Any, Any]) -> Any:
+        if isinstance(tree, torch.Tensor):
+            return self._tensor(tree.detach(), known)
+        if isinstance(tree, dict):
+            made = copy.copy(tree)  # keeps the kind of dict, and the attributes of a module's state dict
+            for key, value in tree.items():
+                if key not in self._copied:  # lean clones, made for an engine that writes every tensor on its own
+                    made[key] = self._prepared(value, known)
+            return made
+        if type(tree) in (list, tuple):
+            return type(tree)(self._prepared(value, known) for value in tree)
+        return tree
+
+    def _tensor(self, tensor: torch.Tensor, known: dict[Any, Any]) -> Any:
+        if tensor.layout is not torch.strided:
+            return tensor.clone()
+        storage = tensor.untyped_storage()
+        place = (storage.data_ptr(), tensor.dtype)
+        if tensor.numel() == 0 or place[0] not in self._constant:
+            return tensor.clone()
+        if not self._pickled:
+            return tensor
+        if place not in known:
+            known[place] = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage)
+        return _View(known[place], tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
+
+
+class _View:
+    """A view that is made where it is unpickled, of a base that is pickled once."""
+
+    def __init__(self, *place: Any) -> None:
+        self._place = place
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return torch.as_strided, self._place
