@@ -234,6 +234,7 @@ CHANGES = {
     "scalar type": ParamContent(CONTENTS[0].param, CONTENTS[0].tensors, {"step": ScalarValue("float32", 3)}),
     "scalar key": ParamContent(CONTENTS[0].param, CONTENTS[0].tensors, {"steps": ScalarValue("float32", 3.0)}),
     "no scalar": ParamContent(CONTENTS[0].param, CONTENTS[0].tensors, {}),
+    "tensor parallel rank": ParamContent(CONTENTS[0].param, CONTENTS[0].tensors, CONTENTS[0].scalars, tp_rank=1),
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,24 @@ def make(contents=CONTENTS, **changes) -> CommitRecord:
 def put(tag_dir: Path, record: CommitRecord) -> CommitRecord | None:
     (tag_dir / RECORD_NAME).write_bytes(record_text(record))
     return read_record(tag_dir)
+
+
+def test_tensor_parallel_ranks_and_lost_micro_batches_are_mentioned_where_there_are_any(tmp_path: Path) -> None:
+    """A record without them has the fields that it always had."""
+    plain = json.loads(record_text(make()))
+    assert set(plain) == {
+        "format_version", "checkpoint_format", "save_id", "tag", "world_size", "global_steps", "train_batch_size",
+        "versions", "files", "params", "content_root",
+    }  # fmt: skip
+    assert all(set(param) == {"name", "shape", "trainable", "tensors", "scalars"} for param in plain["params"])
+    slices = (*CONTENTS, *(replace(content, tp_rank=1) for content in CONTENTS))
+    record = make(slices, tp_size=2, lost_micro_batches=3)
+    told = json.loads(record_text(record))
+    assert (told["tp_size"], told["lost_micro_batches"]) == (2, 3)
+    assert [(p["name"], p.get("tp_rank", 0)) for p in told["params"]] == [
+        ("frozen.b", 0), ("frozen.b", 1), ("w", 0), ("w", 1)
+    ]  # fmt: skip
+    assert put(tmp_path, record) == record
 
 
 def put_json(tag_dir: Path, data: object) -> CommitRecord | None:

@@ -30,6 +30,21 @@ _MAX_WORLD_SIZE = 1 << 24
 _OTHER_STAGES = re.compile(r"^mp_rank_\d+_model_states\.pt$")
 
 
+class TensorParallel(NamedTuple):
+    """One tensor parallel rank of several, each of which is a ZeRO-3 run of its own with its own files and slices."""
+
+    rank: int = 0
+    size: int = 1
+
+
+NO_TENSOR_PARALLEL = TensorParallel()
+
+OFFLINE_TENSOR_PARALLEL = (
+    "The command line works on checkpoints without tensor parallelism. A training job of the same tensor parallel size "
+    "resumes this one at any data parallel size, and DeepSpeed's ds_to_universal converts it."
+)
+
+
 @dataclass(frozen=True, slots=True)
 class ModelStates:
     """What one rank's ``*_model_states.pt`` says about the layout; the module itself is not looked at.
@@ -54,7 +69,8 @@ class Checkpoint:
     """The files of one tag and what is known of them.
 
     Invariants: ``world_size`` ranks each have one optimizer and one model states file in ``optim_files`` and
-    ``model_files``; where there is a commit record, every file has the size that it states.
+    ``model_files``; where there is a commit record, every file has the size that it states. Of a tensor parallel run
+    these are the files of one tensor parallel rank, ``tp``, and ``world_size`` is the data parallel size.
     """
 
     tag_dir: FilePath
@@ -64,6 +80,7 @@ class Checkpoint:
     record: CommitRecord | None
     stale_files: tuple[str, ...]
     record_bytes: int = 0
+    tp: TensorParallel = NO_TENSOR_PARALLEL
     _shards: dict[int, Shard] = field(default_factory=dict, repr=False)
     _models: dict[int, ModelStates] = field(default_factory=dict, repr=False)
 
@@ -76,7 +93,7 @@ class Checkpoint:
                 self.model_states(rank)
             if self._models:
                 rigid = next(iter(self._models.values())).sub_groups
-            shard = open_shard(path, rank, world_size=self.world_size, rigid_params=rigid)
+            shard = open_shard(path, rank, world_size=self.world_size, rigid_params=rigid, tp_rank=self.tp.rank)
             if self.record is not None and shard.save_id not in (None, self.record.save_id):
                 raise CheckpointError(
                     f"{path}: belongs to save {str(shard.save_id)[:8]}, the commit record to "
@@ -88,7 +105,7 @@ class Checkpoint:
     def model_states(self, rank: int) -> ModelStates:
         """The layout part of one rank's model states file; parsed once. Raises CheckpointError."""
         if rank not in self._models:
-            self._models[rank] = open_model_states(self.model_files[rank], rank, world_size=self.world_size)
+            self._models[rank] = open_model_states(self.model_files[rank], rank, world_size=self.world_size, tp=self.tp)
         return self._models[rank]
 
     @property
@@ -122,14 +139,18 @@ def source_ranks(numels: Iterable[int], *, saved_world_size: int, world_size: in
     return tuple(np.flatnonzero(np.cumsum(marks)[:-1] > 0).tolist())
 
 
-def open_checkpoint(tag_dir: str | os.PathLike[str] | RemotePath, *, near_rank: int = 0) -> Checkpoint:
+def open_checkpoint(
+    tag_dir: str | os.PathLike[str] | RemotePath, *, near_rank: int = 0, tp: TensorParallel | None = None
+) -> Checkpoint:
     """Look at a tag directory: which files, how many ranks, which record. Opens at most one model states header.
 
     ``tag_dir`` is a path or a URL that fsspec reads (zeroelastic.storage); a remote directory is listed once.
 
     ``near_rank`` is the rank whose own model states file is read when no record tells the world size; a rank that the
-    save did not have takes rank 0's. Raises MissingFileError (no directory, a rank's file missing), CheckpointError
-    (sizes that contradict the record, files of two precisions), UnsupportedError (other stages, tensor parallelism).
+    save did not have takes rank 0's. ``tp`` chooses the files of one tensor parallel rank, and states how many there
+    have to be; without it there may be only one. Raises MissingFileError (no directory, a rank's file missing),
+    CheckpointError (sizes that contradict the record, files of two precisions), UnsupportedError (other stages, another
+    tensor parallel size).
 
     Example::
 
@@ -138,8 +159,14 @@ def open_checkpoint(tag_dir: str | os.PathLike[str] | RemotePath, *, near_rank: 
     """
     tag_dir = as_path(tag_dir)
     sizes = file_sizes(tag_dir)
-    optim, models = _rank_files(tag_dir, sizes)
-    record = read_record(tag_dir)
+    if tp is not None:
+        record = read_record(tag_dir)
+        _check_tp_size(tag_dir, sizes, record, tp)
+        optim, models = _rank_files(tag_dir, sizes, tp.rank)
+    else:
+        optim, models = _rank_files(tag_dir, sizes)
+        record = read_record(tag_dir)
+    mp_rank = f"mp_rank_{tp.rank if tp is not None else 0:02d}"
     early: ModelStates | None = None
     if record is not None:
         world_size = record.world_size
@@ -147,9 +174,9 @@ def open_checkpoint(tag_dir: str | os.PathLike[str] | RemotePath, *, near_rank: 
         rank = near_rank if near_rank in models else 0
         if rank not in models:
             raise MissingFileError(
-                f"{tag_dir}: zero_pp_rank_{rank}_mp_rank_00_model_states.pt is missing. The checkpoint is incomplete."
+                f"{tag_dir}: zero_pp_rank_{rank}_{mp_rank}_model_states.pt is missing. The checkpoint is incomplete."
             )
-        early = open_model_states(tag_dir / models[rank], rank, world_size=None)
+        early = open_model_states(tag_dir / models[rank], rank, world_size=None, tp=tp)
         world_size = early.world_size
     num_missing = sum(world_size - sum(rank < world_size for rank in files) for files in (optim, models))
     if num_missing:
@@ -157,8 +184,8 @@ def open_checkpoint(tag_dir: str | os.PathLike[str] | RemotePath, *, near_rank: 
             pattern
             for rank in range(world_size)
             for files, pattern in (
-                (optim, f"*zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"),
-                (models, f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"),
+                (optim, f"*zero_pp_rank_{rank}_{mp_rank}_optim_states.pt"),
+                (models, f"zero_pp_rank_{rank}_{mp_rank}_model_states.pt"),
             )
             if rank not in files
         )
@@ -183,10 +210,31 @@ def open_checkpoint(tag_dir: str | os.PathLike[str] | RemotePath, *, near_rank: 
         record=record,
         stale_files=tuple(stale),
         record_bytes=sizes.get(RECORD_NAME, 0) if record is not None else 0,
+        tp=tp or NO_TENSOR_PARALLEL,
     )
     if early is not None:
         checkpoint._models[early.rank] = early
     return checkpoint
+
+
+def saved_sizes(tag_dir: FilePath) -> tuple[int, int]:
+    """The data parallel and the tensor parallel size of a save, also of one whose layout is not covered.
+
+    From the record, or else from one model states file. Raises MissingFileError, CheckpointError, UnsupportedError.
+    """
+    record = read_record(tag_dir)
+    if record is not None:
+        return record.world_size, record.tp_size
+    names = file_sizes(tag_dir)
+    name = next((name for name in sorted(names) if _MODEL_FILE.match(name) is not None), None)
+    if name is None:
+        _rank_files(tag_dir, names)  # says what this is
+        raise MissingFileError(f"{tag_dir}: holds no zero_pp_rank_*_model_states.pt. The checkpoint is incomplete.")
+    root = read_torch_file(tag_dir / name, foreign="inert").root
+    dp_size, tp_size = (root.get(f"{group}_world_size") if isinstance(root, dict) else None for group in ("dp", "mp"))
+    if type(dp_size) is not int or type(tp_size) is not int:
+        raise CheckpointError(f"{tag_dir / name}: states no world size. It is not a ZeRO-3 model states file.")
+    return dp_size, tp_size
 
 
 class RankFile(NamedTuple):
@@ -219,7 +267,32 @@ def rank_files(tag_dir: FilePath, names: Iterable[str]) -> tuple[dict[int, str],
     return _rank_files(tag_dir, names)
 
 
-def _rank_files(tag_dir: FilePath, names: Iterable[str]) -> tuple[dict[int, str], dict[int, str]]:
+def _check_tp_size(tag_dir: FilePath, names: Iterable[str], record: CommitRecord | None, tp: TensorParallel) -> None:
+    """Raise UnsupportedError where another number of tensor parallel ranks saved, by the record or by the names."""
+    if record is not None:
+        saved = record.tp_size
+    else:
+        files = [file for file in map(parse_rank_file, names) if file is not None]
+        saved = max((file.tp_rank + 1 for file in files), default=tp.size)
+    if saved != tp.size:
+        raise _other_tp_size(tag_dir, saved, tp)
+
+
+def _other_tp_size(where: FilePath, saved: object, tp: TensorParallel | None) -> UnsupportedError:
+    if tp is None:
+        return UnsupportedError(
+            f"{where}: was saved with {reprlib.repr(saved)} tensor parallel ranks. {OFFLINE_TENSOR_PARALLEL}"
+        )
+    return UnsupportedError(
+        f"{where}: was saved with tensor parallel size {reprlib.repr(saved)}, and the run has {tp.size}. The data "
+        "parallel size may change, the tensor parallel size may not: resume with the saved one, or convert the "
+        "checkpoint with DeepSpeed's ds_to_universal first."
+    )
+
+
+def _rank_files(
+    tag_dir: FilePath, names: Iterable[str], tp_rank: int | None = None
+) -> tuple[dict[int, str], dict[int, str]]:
     optim: dict[int, str] = {}
     models: dict[int, str] = {}
     other_stage = False
@@ -230,10 +303,11 @@ def _rank_files(tag_dir: FilePath, names: Iterable[str]) -> tuple[dict[int, str]
             if match is None:
                 continue
             rank, mp_rank = int(match[rank_at]), int(match[rank_at + 1])
-            if mp_rank != 0:
+            if tp_rank is not None and mp_rank != tp_rank:
+                continue
+            if tp_rank is None and mp_rank != 0:
                 raise UnsupportedError(
-                    f"{tag_dir}: {name} belongs to tensor parallel rank {mp_rank}; checkpoints of more than one tensor "
-                    "parallel rank cannot be resharded yet."
+                    f"{tag_dir}: {name} belongs to tensor parallel rank {mp_rank}. {OFFLINE_TENSOR_PARALLEL}"
                 )
             if rank in files:
                 raise CheckpointError(
@@ -270,15 +344,19 @@ def _some(names: Sequence[str], count: int | None = None) -> str:
     return ", ".join(names[:_SHOWN]) + more
 
 
-def open_model_states(path: FilePath, rank: int, *, world_size: int | None) -> ModelStates:
+def open_model_states(
+    path: FilePath, rank: int, *, world_size: int | None, tp: TensorParallel | None = None
+) -> ModelStates:
     """Parse what a model states file says about the layout; objects of unknown classes in it stay inert.
 
     With ``world_size`` given, a file that says otherwise raises CheckpointError.
     """
-    return model_states_of(read_torch_file(path, foreign="inert"), rank, world_size=world_size)
+    return model_states_of(read_torch_file(path, foreign="inert"), rank, world_size=world_size, tp=tp)
 
 
-def model_states_of(file: TorchFile, rank: int, *, world_size: int | None) -> ModelStates:
+def model_states_of(
+    file: TorchFile, rank: int, *, world_size: int | None, tp: TensorParallel | None = None
+) -> ModelStates:
     """``open_model_states`` of a file that was read already."""
     path, root = file.path, file.root
     if not isinstance(root, dict):
@@ -292,11 +370,8 @@ def model_states_of(file: TorchFile, rank: int, *, world_size: int | None) -> Mo
             "mixed in this directory."
         )
     mp_world_size = root.get("mp_world_size", 1)
-    if mp_world_size != 1:
-        raise UnsupportedError(
-            f"{path}: was saved with {reprlib.repr(mp_world_size)} tensor parallel ranks, which cannot be resharded "
-            "yet."
-        )
+    if mp_world_size != (1 if tp is None else tp.size):
+        raise _other_tp_size(path, mp_world_size, tp)
     tables = root.get("param_shapes")
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
         raise CheckpointError(f"{path}: holds no param_shapes. It is not a ZeRO-3 model states file.")
@@ -371,10 +446,13 @@ def frozen_layouts(models: Mapping[int, ModelStates]) -> Layout:
 
 __all__ = [
     "FROZEN",
+    "NO_TENSOR_PARALLEL",
+    "OFFLINE_TENSOR_PARALLEL",
     "Checkpoint",
     "Int64Array",
     "ModelStates",
     "RankFile",
+    "TensorParallel",
     "compare_params",
     "frozen_layouts",
     "is_rank_file",
@@ -383,5 +461,6 @@ __all__ = [
     "open_model_states",
     "parse_rank_file",
     "rank_files",
+    "saved_sizes",
     "source_ranks",
 ]

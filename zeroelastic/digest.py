@@ -165,12 +165,13 @@ class ParamContent:
     """What a checkpoint holds of one parameter: a digest per tensor and the scalars of its optimizer state.
 
     ``tensors`` maps a state key ("fp32" for the master weights, "frozen" for a frozen parameter, else the optimizer's
-    key) to (dtype name, digest).
+    key) to (dtype name, digest). ``tp_rank`` is the tensor parallel rank whose slice of the parameter this is.
     """
 
     param: Param
     tensors: Mapping[str, tuple[str, int]]
     scalars: Mapping[str, ScalarValue]
+    tp_rank: int = 0
 
 
 def content_root(contents: Iterable[ParamContent]) -> str:
@@ -184,7 +185,8 @@ def content_root(contents: Iterable[ParamContent]) -> str:
             (key, dtype, f"{digest:016x}") for key, (dtype, digest) in content.tensors.items()
         )
         scalars = sorted((key, value.canonical()) for key, value in content.scalars.items())
-        lines.append(json.dumps([content.param.name, list(content.param.shape), tensors, scalars]))
+        slice_of = [content.tp_rank] if content.tp_rank else []
+        lines.append(json.dumps([content.param.name, list(content.param.shape), tensors, scalars, *slice_of]))
     root = hashlib.sha256()
     for line in sorted(lines):
         root.update(line.encode())

@@ -11,7 +11,14 @@ from functools import partial
 from typing import TypeVar
 
 from zeroelastic.census import SWAP_FOLDER, Census, is_temporary, take_census
-from zeroelastic.checkpoint import ModelStates, model_states_of, open_checkpoint, open_model_states
+from zeroelastic.checkpoint import (
+    OFFLINE_TENSOR_PARALLEL,
+    ModelStates,
+    TensorParallel,
+    model_states_of,
+    open_checkpoint,
+    open_model_states,
+)
 from zeroelastic.errors import CheckpointError, UnsupportedError
 from zeroelastic.findings import BufferView, GroupView, Inspection, ParamKind, ParamView, StateView
 from zeroelastic.layout import Param
@@ -214,7 +221,9 @@ class _Look:
         world_size = None if self.commit is None else self.commit.world_size
         if world_size is not None and self.root.get("dp_world_size") != world_size:
             self.attempt(lambda: model_states_of(file, rank, world_size=world_size))
-        return model_states_of(file, rank, world_size=None)
+        saved = self.root.get("mp_world_size")
+        tp = TensorParallel(0, self.census.tp_size) if saved == self.census.tp_size > 1 else None  # told of later
+        return model_states_of(file, rank, world_size=None, tp=tp)
 
     def _open_shard(self, name: str) -> Shard:
         rank = _rank_of(self.census.optim, name)
@@ -337,8 +346,8 @@ class _Look:
             found.notes.append(f"files of ranks that this save does not have are left over: {_some(found.stale)}")
         if census.tp_size > 1 and not found.unsupported:
             found.unsupported.append(
-                f"{census.directory}: was saved with {census.tp_size} tensor parallel ranks, which cannot be resharded "
-                "yet."
+                f"{census.directory}: was saved with {census.tp_size} tensor parallel ranks, of which the first is "
+                f"shown. {OFFLINE_TENSOR_PARALLEL}"
             )
 
     def params(self) -> None:

@@ -58,9 +58,13 @@ class ScalarRecord(_Schema):
 
 
 class ParamRecord(_Schema):
-    """One parameter: name, full shape, whether it is trained, its tensors by state key and its scalars."""
+    """One parameter: name, full shape, whether it is trained, its tensors by state key and its scalars.
+
+    Under tensor parallelism every rank of it has parameters of its own: slices of some, copies of others.
+    """
 
     name: str
+    tp_rank: Annotated[int, Field(ge=0, lt=1 << 16)] = 0
     shape: list[Annotated[int, Field(ge=0, lt=1 << 62)]]
     trainable: bool
     tensors: dict[str, TensorRecord]
@@ -72,6 +76,7 @@ class ParamRecord(_Schema):
             param=Param(self.name, tuple(self.shape)),
             tensors={key: (tensor.dtype, int(tensor.digest, 16)) for key, tensor in self.tensors.items()},
             scalars={key: ScalarValue(scalar.kind, scalar.value) for key, scalar in self.scalars.items()},
+            tp_rank=self.tp_rank,
         )
 
 
@@ -91,6 +96,8 @@ class CommitRecord(_Schema):
     save_id: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
     tag: str
     world_size: Annotated[int, Field(ge=1, le=1 << 24)]
+    tp_size: Annotated[int, Field(ge=1, le=1 << 16)] = 1
+    lost_micro_batches: Annotated[int, Field(ge=0)] = 0
     global_steps: int
     train_batch_size: int
     versions: Versions
@@ -99,15 +106,16 @@ class CommitRecord(_Schema):
     content_root: _Root
 
     def contents(self) -> list[ParamContent]:
-        """What was saved of each parameter."""
+        """What was saved of each parameter, by every tensor parallel rank."""
         return [param.content() for param in self.params]
 
 
 def param_records(contents: Iterable[ParamContent], trainable: frozenset[str]) -> list[ParamRecord]:
-    """The record's parameter table, sorted by name."""
+    """The record's parameter table, sorted by name and tensor parallel rank."""
     return [
         ParamRecord(
             name=content.param.name,
+            tp_rank=content.tp_rank,
             shape=list(content.param.shape),
             trainable=content.param.name in trainable,
             tensors={
@@ -119,7 +127,7 @@ def param_records(contents: Iterable[ParamContent], trainable: frozenset[str]) -
                 for key, scalar in sorted(content.scalars.items())
             },
         )
-        for content in sorted(contents, key=lambda content: content.param.name)
+        for content in sorted(contents, key=lambda content: (content.param.name, content.tp_rank))
     ]
 
 
@@ -164,9 +172,19 @@ def _first_problem(error: Exception) -> str:
 
 
 def record_text(record: CommitRecord) -> bytes:
-    """The bytes of ``zeroelastic.json``: one parameter a line, so that two records can be compared by eye."""
+    """The bytes of ``zeroelastic.json``: one parameter a line, so that two records can be compared by eye.
+
+    Tensor parallelism and lost micro batches are not mentioned where there are none.
+    """
     data = record.model_dump(mode="json")
     params = data.pop("params")
+    if record.tp_size == 1:
+        del data["tp_size"]
+    if record.lost_micro_batches == 0:
+        del data["lost_micro_batches"]
+    for param in params:
+        if param["tp_rank"] == 0:
+            del param["tp_rank"]
     head = json.dumps(data, indent=1)[:-2]
     lines = ",\n".join("  " + json.dumps(param, separators=(",", ":")) for param in params)
     return f'{head},\n "params": [\n{lines}\n ]\n}}\n'.encode()

@@ -102,8 +102,15 @@ class Shard:
     grad_scaler: Mapping[str, OptionValue] | None = None
 
 
-def open_shard(path: FilePath, rank: int, *, world_size: int, rigid_params: Sequence[Sequence[Param]] | None) -> Shard:
-    """Parse one optimizer file of a ``world_size``-rank save.
+def open_shard(
+    path: FilePath,
+    rank: int,
+    *,
+    world_size: int,
+    rigid_params: Sequence[Sequence[Param]] | None,
+    tp_rank: int = 0,
+) -> Shard:
+    """Parse one optimizer file of a ``world_size``-rank save, that of tensor parallel rank ``tp_rank``.
 
     ``rigid_params`` are the parameters by sub-group, which a rigid optimizer file does not name (they come from a
     ``*_model_states.pt``); elastic files name them themselves. Raises CheckpointError, UnsupportedError.
@@ -128,14 +135,15 @@ def open_shard(path: FilePath, rank: int, *, world_size: int, rigid_params: Sequ
             "two saves are mixed in this directory."
         )
     file.locate()
-    reader = _ShardReader(file, state, rank, world_size)
+    reader = _ShardReader(file, state, rank, world_size, tp_rank)
     config = root.get("ds_config")
     return reader.elastic(config) if "base_optimizer_state" in state else reader.rigid(rigid_params, config)
 
 
 class _ShardReader:
-    def __init__(self, file: TorchFile, state: Mapping[str, object], rank: int, world_size: int) -> None:
+    def __init__(self, file: TorchFile, state: Mapping[str, object], rank: int, world_size: int, tp_rank: int) -> None:
         self.file, self.state, self.rank, self.world_size = file, state, rank, world_size
+        self.tp_rank = tp_rank
 
     def fail(self, problem: str) -> CheckpointError:
         return CheckpointError(f"{self.file.path}: {problem}. The file is damaged or not from this tag.")
@@ -192,6 +200,11 @@ class _ShardReader:
             raise CheckpointError(
                 f"{self.file.path}: was written as rank {reprlib.repr(rank)} of {reprlib.repr(world_size)}; its name "
                 f"says rank {self.rank} of {self.world_size}. The file is in the wrong place."
+            )
+        if (tp_rank := meta.get("tp_rank", 0)) != self.tp_rank:
+            raise CheckpointError(
+                f"{self.file.path}: was written as tensor parallel rank {reprlib.repr(tp_rank)}; its name says rank "
+                f"{self.tp_rank}. The file is in the wrong place."
             )
         save_id = meta.get("save_id")
         if not isinstance(save_id, str):
@@ -459,7 +472,10 @@ def configured_batch(config: Mapping[str, object], world_size: int) -> int | Non
     if type(batch) is int:
         return batch
     micro, steps = config.get("train_micro_batch_size_per_gpu"), config.get("gradient_accumulation_steps", 1)
-    return micro * steps * world_size if type(micro) is int and type(steps) is int else None
+    shared = config.get("sequence_parallel_size", 1)  # ranks that take one batch together
+    if type(micro) is not int or type(steps) is not int or type(shared) is not int or shared < 1:
+        return None
+    return micro * steps * (world_size // shared)
 
 
 def checked_param(name: object, shape: object, path: FilePath) -> Param:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -14,6 +15,8 @@ from zeroelastic.shard import FP32, FROZEN
 from zeroelastic.stage3.live import LiveState
 
 _COPY_NUMEL = 1 << 22
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,20 +95,30 @@ def local_digests(live: LiveState, *, weights_only: bool = False, with_frozen: b
 def whole_contents(live: LiveState, local: LocalDigests, *, device: torch.device) -> list[ParamContent]:
     """Digests and scalars of every parameter over all ranks: the same list everywhere. Collective.
 
-    One int64 all-reduce of one number per tensor, on ``device``, adds the partial digests up.
+    One int64 all-reduce of one number per tensor, on ``device``, adds the partial digests up. Under tensor parallelism
+    the list is of this tensor parallel rank, and the same over its data parallel group.
     """
     table = torch.from_numpy(np.array(local.partial, dtype=np.uint64).view(np.int64)).to(device)
-    dist.all_reduce(table)
+    dist.all_reduce(table, group=live.optimizer.dp_process_group)
     totals = table.cpu().numpy().view(np.uint64).tolist()
     by_name: dict[str, dict[str, tuple[str, int]]] = {}
     for (name, key), dtype, total in zip(local.streams, local.dtypes, totals, strict=True):
         by_name.setdefault(name, {})[key] = (dtype, total)
     return [
-        ParamContent(param, by_name[param.name], local.scalars.get(param.name, {}))
+        ParamContent(param, by_name[param.name], local.scalars.get(param.name, {}), live.tp.rank)
         for layout in (live.layout, live.frozen)
         for param in layout.params
         if param.name in by_name
     ]
+
+
+def of_every_tp_rank(live: LiveState, value: T) -> list[T]:
+    """The value of each tensor parallel rank, by rank; the data parallel ranks must have it alike. Collective."""
+    if live.tp.size == 1:
+        return [value]
+    values: list[tuple[int, T] | None] = [None] * live.tp.size
+    dist.all_gather_object(values, (live.tp.rank, value), group=live.optimizer.model_parallel_group)
+    return [each for _, each in sorted((pair for pair in values if pair is not None), key=lambda pair: pair[0])]
 
 
 def digest_tensor(piece: torch.Tensor, name: str, key: str, start: int) -> int:

@@ -14,10 +14,12 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
+from zeroelastic.checkpoint import NO_TENSOR_PARALLEL, TensorParallel
 from zeroelastic.digest import ScalarValue
 from zeroelastic.errors import UnsupportedError
 from zeroelastic.layout import Layout, Param, layout_from_sub_groups, unpacked_layout
 from zeroelastic.stage3.residence import Residence, uncovered
+from zeroelastic.stage3.topology import tensor_parallel, uncovered_topology
 
 StateValue = object
 
@@ -27,7 +29,9 @@ class LiveState:
     """This rank's view of the optimizer: layouts of trained and frozen parameters and the tensors behind them.
 
     Invariants: ``layout`` matches the optimizer's own table; ``groups[g]`` names the parameters of optimizer group g in
-    flat order; ``frozen_tensors`` run parallel to ``frozen.params``. ``residence`` knows where each sub-group is.
+    flat order; ``frozen_tensors`` run parallel to ``frozen.params``. ``residence`` knows where each sub-group is. Under
+    tensor parallelism ``rank`` and the layouts are those of one tensor parallel rank, ``tp``, over its data parallel
+    group.
     """
 
     optimizer: DeepSpeedZeroOptimizer_Stage3
@@ -37,6 +41,7 @@ class LiveState:
     frozen: Layout
     frozen_tensors: tuple[torch.Tensor, ...]
     residence: Residence
+    tp: TensorParallel = NO_TENSOR_PARALLEL
 
     def fp32(self, sub_group: int) -> torch.Tensor:
         """The flat fp32 master weights of a sub-group: 1-D, padding included."""
@@ -110,12 +115,7 @@ def read_live(optimizer: DeepSpeedZeroOptimizer_Stage3, param_names: Mapping[tor
         names: list[Param] = []
         for param in members:
             live = _param(param, param_names)
-            count = dist.get_world_size(group=getattr(param, "ds_process_group", optimizer.dp_process_group))
-            if count != world_size:
-                raise UnsupportedError(
-                    f"parameter {live.name} is partitioned over {count} ranks, the model over {world_size}. Expert and "
-                    "other per-parameter partition groups cannot be resharded yet."
-                )
+            _check_partition_group(param, live.name, rank, world_size)
             owned_by_optimizer.add(param.ds_id)
             names.append(live)
             position = optimizer.grad_position[optimizer.get_param_id(param)]
@@ -139,6 +139,7 @@ def read_live(optimizer: DeepSpeedZeroOptimizer_Stage3, param_names: Mapping[tor
                 f"parameter {live.name} requires a gradient but is in no optimizer group. DeepSpeed saves it nowhere: "
                 "give it to the optimizer or freeze it."
             )
+        _check_partition_group(param, live.name, rank, world_size)
         frozen.append(live)
         tensors.append(residence.frozen(param))
     return LiveState(
@@ -149,6 +150,21 @@ def read_live(optimizer: DeepSpeedZeroOptimizer_Stage3, param_names: Mapping[tor
         frozen=unpacked_layout(frozen, world_size),
         frozen_tensors=tuple(tensors),
         residence=residence,
+        tp=tensor_parallel(optimizer),
+    )
+
+
+def _check_partition_group(param: torch.nn.Parameter, name: str, rank: int, world_size: int) -> None:
+    """Raise UnsupportedError for a parameter that is cut over other ranks than the data parallel group's."""
+    group = getattr(param, "ds_process_group", None)
+    count = world_size if group is None else dist.get_world_size(group=group)
+    if count == world_size and (group is None or dist.get_rank(group=group) == rank):
+        return
+    raise UnsupportedError(
+        f"parameter {name} is partitioned over {count} ranks, the model over {world_size}. Expert and other "
+        "per-parameter partition groups cannot be resharded yet. (Under tensor parallelism, deepspeed.zero.Init "
+        "partitions what is not sliced over all ranks: build the model without it.) Save with elastic_checkpoint off, "
+        "and resume at the world size that saved."
     )
 
 
@@ -173,18 +189,9 @@ def _param(param: torch.nn.Parameter, names: Mapping[torch.nn.Parameter, str]) -
 def refuse_unsupported(optimizer: DeepSpeedZeroOptimizer_Stage3, engine: object) -> None:
     """Raise UnsupportedError, naming it, for a configuration whose state cannot be read or restored right."""
     problems = uncovered(optimizer)
-    if getattr(optimizer, "zenflow", False):
-        problems.append("ZenFlow")
-    if type(optimizer).__name__ != DeepSpeedZeroOptimizer_Stage3.__name__:
-        problems.append(type(optimizer).__name__)
-    if getattr(engine, "has_moe_layers", False):
-        problems.append("mixture-of-experts layers")
-    if int(getattr(engine, "mp_world_size", 1) or 1) != 1:
-        problems.append("tensor parallelism")
+    problems += uncovered_topology(optimizer, engine)
     if any(getattr(t, "ds_quant_scale", None) is not None for t in _ds_tensors(optimizer)):
         problems.append("zero_quantized_nontrainable_weights")
-    if dist.get_world_size(group=optimizer.dp_process_group) != dist.get_world_size():
-        problems.append("a data parallel group smaller than the world")
     if problems:
         raise UnsupportedError(
             f"elastic checkpoints do not cover {', '.join(problems)} yet. Save with elastic_checkpoint off, and resume "

@@ -71,11 +71,13 @@ def load(
     """
     notes: list[str] = []
     reset: list[str] = []
-    batch = check_batch(
-        found.train_batch_size, engine.train_batch_size(), live.layout.world_size, strict=options.strict
-    )
+    micro = engine.train_micro_batch_size_per_gpu() * engine.gradient_accumulation_steps()
+    copies = engine.train_batch_size() // micro  # of the model: ranks that share a sequence take one batch
+    batch = check_batch(found.train_batch_size, engine.train_batch_size(), copies, strict=options.strict)
     if batch is not None and not wanted.module_only:
         notes.append(batch)
+    if not wanted.weights_only:
+        notes += _lost_micro_batches(engine, found)
     optimizer = live.optimizer
     if getattr(optimizer, "offloaded_states", None):
         optimizer.reload_states()
@@ -103,6 +105,28 @@ def load(
     changed = changes(live, found, keys, weights_only=wanted.weights_only)
     report = _report(engine, live, found, filled, proof, tag_dir, wanted, notes, reset, changed, began)
     return outcome, report
+
+
+def accumulated_micro_batches(engine: Any) -> int:
+    """How many micro batches were taken since the last optimizer step: their gradients wait in memory."""
+    return int(engine.micro_steps % engine.gradient_accumulation_steps())
+
+
+def _lost_micro_batches(engine: Any, found: Survey) -> list[str]:
+    record = found.checkpoint.record
+    lost, pending = record.lost_micro_batches if record is not None else 0, accumulated_micro_batches(engine)
+    notes: list[str] = []
+    if lost:
+        notes.append(
+            f"LOST: the gradients of {_count(lost, 'micro batch', 'micro batches')} that were accumulated when this "
+            "was saved; accumulation begins anew"
+        )
+    if pending:
+        notes.append(
+            f"NOT LOST, though it should be: the gradients of {_count(pending, 'micro batch', 'micro batches')} that "
+            "this engine accumulated before the load go into its next optimizer step"
+        )
+    return notes
 
 
 def _fill(live: LiveState, found: Survey, options: Options, wanted: Wanted, notes: list[str]) -> Filled:
@@ -331,6 +355,10 @@ def _report(
         notes.append(f"ignored {len(checkpoint.stale_files)} files of an older save in this directory")
     if proof.note is not None:
         notes.append(proof.note)
+    if live.tp.size > 1:
+        notes.append(
+            f"each of {live.tp.size} tensor parallel ranks: the ranks above are those of its data parallel group"
+        )
     return ResumeReport(
         path=str(tag_dir),
         format=found.format,
@@ -396,8 +424,8 @@ def _inventory(
     return tuple(exact), tuple(rederived), tuple(reset)
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+def _count(number: int, what: str, several: str = "") -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {several or what + 's'}"
 
 
 def _ranks(first: int, end: int) -> str:
@@ -427,10 +455,10 @@ class _ModelStatesReader:
 
     def load(self, path: str, map_location: Any = None) -> Any:
         """DeepSpeed's loader asks twice for the same file; the second time it gets the first result."""
-        if os.fspath(path) != str(self._found.model.path):
+        if os.fspath(path) not in self._found.model_paths:
             return self._original.load(path, map_location=map_location)
-        if self._loaded is None:
-            self._loaded = self._read(os.fspath(path))
+        if self._loaded is None:  # of its tensor parallel peers' files it looks at what is in this rank's own, too
+            self._loaded = self._read(str(self._found.model.path))
         return dict(self._loaded)
 
     def _read(self, path: str) -> dict[str, Any]:

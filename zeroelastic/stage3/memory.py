@@ -53,7 +53,7 @@ def load_state_dicts(
 
     Raises CheckpointError when they are not one complete set, LayoutMismatchError when they do not fit the model.
     """
-    layout = _saved_layout(state_dicts)
+    layout = _saved_layout(state_dicts, live)
     head = state_dicts[0]["zeroelastic"]
     problems = compare_params(layout.params, live.layout.params, kind="parameter")
     saved_groups = [tuple(group["params"]) for group in head["param_groups"]]
@@ -124,7 +124,7 @@ def _saved_groups(state_dict: Mapping[str, Any]) -> list[SavedGroup]:
     ]
 
 
-def _saved_layout(state_dicts: Sequence[Mapping[str, Any]]) -> Layout:
+def _saved_layout(state_dicts: Sequence[Mapping[str, Any]], live: LiveState) -> Layout:
     metas = [state["zeroelastic"] for state in state_dicts]
     world_size = metas[0]["world_size"]
     if [meta["rank"] for meta in metas] != list(range(world_size)):
@@ -132,6 +132,12 @@ def _saved_layout(state_dicts: Sequence[Mapping[str, Any]]) -> Layout:
             f"state dicts of ranks {[meta['rank'] for meta in metas]} were given; those of ranks 0 to {world_size - 1} "
             "are needed, in this order."
         )
+    for meta in metas:
+        if meta.get("tp_rank", 0) != live.tp.rank or meta.get("tp_size", 1) != live.tp.size:
+            raise CheckpointError(
+                f"state dicts of tensor parallel rank {meta.get('tp_rank', 0)} of {meta.get('tp_size', 1)} were given "
+                f"to rank {live.tp.rank} of {live.tp.size}. Each loads its own."
+            )
     tables = [
         [(table["names"], [tuple(shape) for shape in table["shapes"]]) for table in meta["sub_groups"]]
         for meta in metas

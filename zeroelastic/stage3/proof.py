@@ -11,12 +11,18 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from zeroelastic.agree import broadcast
+from zeroelastic.agree import gather
 from zeroelastic.checkpoint import Checkpoint
-from zeroelastic.digest import combine, content_root, digest_range, stream_seed
+from zeroelastic.digest import ParamContent, combine, content_root, digest_range, stream_seed
 from zeroelastic.errors import CheckpointError, DigestMismatchError, ZeroElasticError
 from zeroelastic.shard import FP32, FROZEN, Shard
-from zeroelastic.stage3.contents import differences, local_digests, whole_contents, with_saved_kinds
+from zeroelastic.stage3.contents import (
+    differences,
+    local_digests,
+    of_every_tp_rank,
+    whole_contents,
+    with_saved_kinds,
+)
 from zeroelastic.stage3.fill import Filled
 from zeroelastic.stage3.live import LiveState
 from zeroelastic.stage3.options import Options
@@ -65,14 +71,15 @@ def prove(
     contents = whole_contents(live, local, device=device)
     cast = sorted(filled.cast_digests)
     if record is None:
-        return Proof(None, content_root(contents), None, "saved without a commit record: nothing to compare with")
+        root = _root(live, contents)
+        return Proof(None, root, None, "saved without a commit record: nothing to compare with")
     membership = found.membership
+    saved = [content for content in record.contents() if content.tp_rank == live.tp.rank]
     moved = sorted(filled.moved_digests)
-    recorded = {(c.param.name, key): digest for c in record.contents() for key, (_, digest) in c.tensors.items()}
-    moved_sums = _sums(filled.moved_digests, moved, device)
+    recorded = {(c.param.name, key): digest for c in saved for key, (_, digest) in c.tensors.items()}
+    moved_sums = _sums(live, filled.moved_digests, moved, device)
     wrong = [stream for stream in moved if recorded.get(stream) != moved_sums[stream]]
     common = {*membership.restored, *membership.frozen}
-    saved = record.contents()
     if not membership.same_params:  # what is named in the report, and what has moved, is not alike on both sides
         saved = [c for c in saved if c.param.name in common]
         wrong += [(name, "the parameter itself") for name in sorted(common - {c.param.name for c in saved})]
@@ -80,7 +87,7 @@ def prove(
         saved = [replace(c, tensors=_without(c.tensors, {FROZEN})) for c in saved if FROZEN not in c.tensors]
     if from_16_bit:
         saved = [replace(c, tensors=_without(c.tensors, {FP32})) for c in saved]
-    sums = _sums(filled.cast_digests, cast, device)
+    sums = _sums(live, filled.cast_digests, cast, device)
     digests = {(c.param.name, key): digest for c in saved for key, (_, digest) in c.tensors.items()}
     wrong += [stream for stream in cast if digests.get(stream, sums[stream]) != sums[stream]]
     cast_keys: dict[str, set[str]] = {}
@@ -88,8 +95,8 @@ def prove(
         cast_keys.setdefault(name, set()).add(key)
     comparable = [replace(c, tensors=_without(c.tensors, cast_keys.get(c.param.name, set()))) for c in saved]
     wrong += differences(comparable, contents, weights_only=weights_only)
-    if wrong:
-        raise DigestMismatchError(_describe(wrong, found.checkpoint, tag_dir))
+    if any(of_every_tp_rank(live, bool(wrong))):
+        raise DigestMismatchError(_describe(live, wrong, found.checkpoint, tag_dir))
     if cast or from_16_bit or weights_only:
         what = [f"{len(cast)} tensors cast to this run's dtype (compared as read)"] if cast else []
         what += ["master weights taken from 16-bit copies (load_from_fp32_weights is off)"] if from_16_bit else []
@@ -97,9 +104,10 @@ def prove(
         what += [_INCOMPARABLE] if not membership.same_params else []
         return Proof(saved_root, None, None, f"digests of what was loaded match the record; {', '.join(what)}")
     contents = with_saved_kinds(contents, saved)
-    root = content_root(contents)
-    if not membership.same_params:
-        ours, theirs = content_root([c for c in contents if c.param.name in common]), content_root(saved)
+    root = _root(live, contents)
+    same_params = all(of_every_tp_rank(live, membership.same_params))
+    if not same_params:
+        ours, theirs = _root(live, [c for c in contents if c.param.name in common]), _root(live, saved)
     else:
         ours, theirs = root, record.content_root
     if ours != theirs:  # the live state has something that the saved one has not
@@ -108,7 +116,7 @@ def prove(
             f"saved one {theirs[:12]}: the optimizer holds state that the checkpoint does not. Do not "
             "train on it; load into a new engine."
         )
-    if not membership.same_params:
+    if not same_params:
         return Proof(saved_root, root, None, f"digests of what was restored match the record; {_INCOMPARABLE}")
     return Proof(saved_root, root, True, None)
 
@@ -117,23 +125,34 @@ def _without(tensors: Mapping[str, tuple[str, int]], keys: Collection[str]) -> d
     return {key: value for key, value in tensors.items() if key not in keys}
 
 
+def _root(live: LiveState, contents: list[ParamContent]) -> str:
+    """The content root over all tensor parallel ranks. Collective."""
+    return content_root(content for part in of_every_tp_rank(live, contents) for content in part)
+
+
 def _sums(
-    digests: Mapping[tuple[str, str], int], streams: Sequence[tuple[str, str]], device: torch.device
+    live: LiveState,
+    digests: Mapping[tuple[str, str], int],
+    streams: Sequence[tuple[str, str]],
+    device: torch.device,
 ) -> dict[tuple[str, str], int]:
     """Partial digests of some streams added up over all ranks. Collective."""
     if not streams:
         return {}
     partial = np.array([digests[stream] for stream in streams], dtype=np.uint64)
     table = torch.from_numpy(partial.view(np.int64)).to(device)
-    dist.all_reduce(table)
+    dist.all_reduce(table, group=live.optimizer.dp_process_group)
     return dict(zip(streams, table.cpu().numpy().view(np.uint64).tolist(), strict=True))
 
 
-def _describe(wrong: Sequence[tuple[str, str]], checkpoint: Checkpoint, tag_dir: Path) -> str:
-    """The message; rank 0 looks for the damaged files and tells the others. Collective."""
+def _describe(live: LiveState, wrong: Sequence[tuple[str, str]], checkpoint: Checkpoint, tag_dir: Path) -> str:
+    """The message; the first rank of each data parallel group looks for damaged files and tells all. Collective."""
+    files = " ".join(
+        filter(None, gather(_damaged_files(wrong[:_NAMED], checkpoint) if live.rank == 0 and wrong else ""))
+    )
+    wrong = [stream for part in of_every_tp_rank(live, list(wrong)) for stream in part]
     named = ", ".join(f"{name}: {key}" for name, key in sorted(wrong)[:_NAMED])
     more = " ..." if len(wrong) > _NAMED else ""
-    files = broadcast(_damaged_files(wrong[:_NAMED], checkpoint) if dist.get_rank() == 0 else "")
     return (
         f"{tag_dir}: {len(wrong)} tensors differ from what the commit record says was saved: {named}{more}. {files} "
         "The checkpoint is damaged; resume from another tag. The engine now holds damaged state: do not train on it."

@@ -34,18 +34,24 @@ def replicated_facts(live: LiveState) -> dict[str, str]:
     return facts
 
 
-def difference(facts: dict[str, str]) -> UnsupportedError | None:
-    """An error that names what the ranks do not hold alike, the same everywhere; None when they agree. Collective."""
-    tokens = gather(hashlib.sha256(repr(sorted(facts.items())).encode()).hexdigest())
-    if all(token == tokens[0] for token in tokens):
+def difference(facts: dict[str, str], tp_rank: int = 0) -> UnsupportedError | None:
+    """An error that names what the ranks do not hold alike, the same everywhere; None when they agree. Collective.
+
+    Tensor parallel ranks are not compared with one another: each has sub-groups of its own.
+    """
+    tokens = gather((tp_rank, hashlib.sha256(repr(sorted(facts.items())).encode()).hexdigest()))
+    firsts: dict[int, int] = {}  # the first rank of each tensor parallel rank
+    first_of = [firsts.setdefault(tp_rank, rank) for rank, (tp_rank, _) in enumerate(tokens)]
+    if all(token == tokens[first] for token, first in zip(tokens, first_of, strict=True)):
         return None
     tables = gather(facts)
     named: list[str] = []
     for what in dict.fromkeys(key for table in tables for key in table):
         values = [table.get(what, "none") for table in tables]
-        other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
+        other = next((rank for rank, first in enumerate(first_of) if values[rank] != values[first]), None)
         if other is not None:
-            named.append(f"{what} is {values[0]} on rank 0 and {values[other]} on rank {other}")
+            first = first_of[other]
+            named.append(f"{what} is {values[first]} on rank {first} and {values[other]} on rank {other}")
     more = f" and {len(named) - _SHOWN} more" if len(named) > _SHOWN else ""
     return UnsupportedError(
         f"{'; '.join(named[:_SHOWN])}{more}. Values that follow from a rank's own part of the weights cannot be "

@@ -111,6 +111,8 @@ def elastic_state_dict(
     grad_scaler = getattr(optimizer, "torch_autocast_gradscaler", None)
     if grad_scaler is not None:
         state["zeroelastic"]["grad_scaler"] = grad_scaler.state_dict()
+    if live.tp.size > 1:
+        state["zeroelastic"] |= {"tp_rank": live.tp.rank, "tp_size": live.tp.size}
     if digests is not None:
         state["zeroelastic"]["digests"] = digests
     if alias and share_storage:
@@ -190,6 +192,8 @@ class Uncommitted:
     contents: tuple[ParamContent, ...]
     trained: frozenset[str]
     written: tuple[str, ...]
+    tp_size: int = 1
+    lost_micro_batches: int = 0
 
 
 def commit(save: Uncommitted, *, fsync: bool) -> None:
@@ -226,8 +230,10 @@ def commit(save: Uncommitted, *, fsync: bool) -> None:
                 save_id=save.save_id,
                 tag=save.tag_dir.name,
                 world_size=save.world_size,
+                tp_size=save.tp_size,
                 global_steps=save.global_steps,
                 train_batch_size=save.train_batch_size,
+                lost_micro_batches=save.lost_micro_batches,
                 versions=Versions(
                     zeroelastic=__version__, deepspeed=deepspeed.__version__, torch=str(torch.__version__)
                 ),
@@ -268,10 +274,7 @@ def _sync_file(path: Path) -> None:
         os.close(fd)
 
 
-def written_files(tag_dir: Path, rank: int, *, bf16: bool) -> tuple[str, ...]:
-    """The names under which DeepSpeed writes this rank's files at stage 3 (``_get_zero_ckpt_name``, 0.19.8)."""
-    prefix = "bf16_" if bf16 else ""
-    return (
-        f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt",
-        f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt",
-    )
+def written_files(engine: Any, save_dir: Path, tag: str) -> tuple[str, ...]:
+    """The names under which DeepSpeed writes this rank's files at stage 3."""
+    paths = (engine._get_ckpt_name(str(save_dir), tag), engine._get_zero_ckpt_name(str(save_dir), tag))
+    return tuple(Path(path).name for path in paths)

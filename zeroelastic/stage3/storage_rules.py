@@ -12,7 +12,7 @@ import torch.distributed as dist
 from deepspeed.io import fast_file_writer
 
 from zeroelastic.agree import broadcast, gather, settle, together
-from zeroelastic.checkpoint import open_checkpoint, open_model_states, rank_files
+from zeroelastic.checkpoint import TensorParallel, open_checkpoint, open_model_states, rank_files, saved_sizes
 from zeroelastic.errors import CheckpointError, MissingFileError, OldFormatError, SaveError, UnsupportedError
 from zeroelastic.stage3.live import LiveState
 from zeroelastic.storage import file_sizes
@@ -93,7 +93,7 @@ def leave_to_stock(
     """
 
     def look() -> tuple[bool, bool]:
-        own = loads_in_stock(tag_dir, live.rank, live.layout.world_size, node_local=node_local)
+        own = loads_in_stock(tag_dir, live.rank, live.layout.world_size, live.tp, node_local=node_local)
         return own, _sees_all(tag_dir, live.rank)
 
     told = together(look)[1]
@@ -119,16 +119,18 @@ def _sees_all(tag_dir: Path, rank: int) -> bool:
     return True
 
 
-def loads_in_stock(tag_dir: Path, rank: int, world_size: int, *, node_local: bool) -> bool:
+def loads_in_stock(tag_dir: Path, rank: int, world_size: int, tp: TensorParallel, *, node_local: bool) -> bool:
     """Whether DeepSpeed alone can load this rank's part: the same number of ranks saved it, as a rigid checkpoint."""
     try:
-        return open_checkpoint(tag_dir, near_rank=rank).world_size == world_size
+        return open_checkpoint(tag_dir, near_rank=rank, tp=tp).world_size == world_size
     except UnsupportedError:
-        return True  # other tensor parallel ranks: DeepSpeed decides
+        return saved_sizes(tag_dir) == (world_size, tp.size)
     except OldFormatError:
         return _counted(tag_dir) == world_size
     except MissingFileError:
         return node_local and _own_rigid_files(tag_dir, rank, world_size)
+    except CheckpointError:  # of a layout that is not covered: only the sizes count
+        return saved_sizes(tag_dir) == (world_size, tp.size)
 
 
 def _counted(tag_dir: Path) -> int:

@@ -56,9 +56,20 @@ class Survey:
     scalars: tuple[Mapping[str, ScalarValue], ...]
     train_batch_size: int | None
 
+    @property
+    def model_paths(self) -> tuple[str, ...]:
+        """The names of ``model`` and of the same file of every tensor parallel rank, as DeepSpeed wants them listed."""
+        tag_dir, rank = self.checkpoint.tag_dir, self.model.rank
+        names = (f"zero_pp_rank_{rank}_mp_rank_{tp:02d}_model_states.pt" for tp in range(self.checkpoint.tp.size))
+        return tuple(str(tag_dir / name) for name in names)
+
 
 Token = tuple[tuple[str, str], ...]
 """Facts that every rank must have read alike: (what, a hash of it)."""
+
+_TP_RANK = "tensor parallel rank"
+_SHARED_FACTS = ("format", "save id", "world size", "global step", "commit record")
+"""The facts that tensor parallel ranks share; the others are about slices, of which each has its own."""
 
 
 def survey(
@@ -84,15 +95,18 @@ def survey(
         return _token(kept[0], weights_only=weights_only)
 
     _, tokens = together(look)
+    peers: dict[str, tuple[int, Token]] = {}  # the first rank of each tensor parallel rank, whose slices are its own
     for rank, token in enumerate(tokens):
-        if token != tokens[0]:
-            mixed = ", ".join(
-                what for (what, ours), (_, theirs) in zip(tokens[0], token, strict=True) if ours != theirs
-            )
-            raise CheckpointError(
-                f"{tag_dir}: ranks 0 and {rank} read files that differ in {mixed}. Files of two saves are mixed in "
-                "this directory."
-            )
+        facts = dict(token)
+        first, peer = peers.setdefault(facts[_TP_RANK], (rank, token))
+        for other, others in ((first, peer), (0, tokens[0])):
+            names = facts if other == first else _SHARED_FACTS
+            mixed = [what for what, theirs in others if what in names and facts.get(what) != theirs]
+            if mixed:
+                raise CheckpointError(
+                    f"{tag_dir}: ranks {other} and {rank} read files that differ in {', '.join(mixed)}. Files of two "
+                    "saves are mixed in this directory."
+                )
     return kept[0]
 
 
@@ -105,7 +119,7 @@ class _Allowed(NamedTuple):
 
 def _open(tag_dir: Path, live: LiveState, allowed: _Allowed, *, weights_only: bool) -> Survey:
     layout, rank = live.layout, live.rank
-    checkpoint = open_checkpoint(tag_dir, near_rank=rank)
+    checkpoint = open_checkpoint(tag_dir, near_rank=rank, tp=live.tp)
     saved = checkpoint.world_size
     model = checkpoint.model_states(rank if rank < saved else 0)
     needed = source_ranks(layout.numel.tolist(), saved_world_size=saved, world_size=layout.world_size, rank=rank) or (
@@ -273,6 +287,7 @@ def _token(found: Survey, *, weights_only: bool) -> Token:
     facts = shard_facts(found.head)
     if weights_only:
         facts = {what: facts[what] for what in ("format", "save id", "parameters", "sub-groups")}
+    facts[_TP_RANK] = str(found.checkpoint.tp.rank)
     facts["world size"] = str(found.checkpoint.world_size)
     facts["global step"] = str(found.model.global_steps)
     facts["frozen parameters"] = repr(None if found.model.frozen is None else found.model.frozen.params)

@@ -29,11 +29,11 @@ from zeroelastic.errors import (
 )
 from zeroelastic.record import RECORD_NAME, write_atomically
 from zeroelastic.stage3 import memory
-from zeroelastic.stage3.contents import whole_contents
+from zeroelastic.stage3.contents import of_every_tp_rank, whole_contents
 from zeroelastic.stage3.decoupled import Pending, abandon, check_alive, flush, hand_over, has_pending
 from zeroelastic.stage3.frameworks import wrap_frameworks
 from zeroelastic.stage3.live import LiveState, read_live, refuse_unsupported
-from zeroelastic.stage3.load import Wanted, load, model_states_reader
+from zeroelastic.stage3.load import Wanted, accumulated_micro_batches, load, model_states_reader
 from zeroelastic.stage3.module_keys import ModuleKeys, recorded_keys
 from zeroelastic.stage3.options import Options, parse_options
 from zeroelastic.stage3.replicated import difference, replicated_facts
@@ -49,6 +49,7 @@ from zeroelastic.stage3.save import (
 from zeroelastic.stage3.shard_writer import DigestedShard, ShardWriter, shard_writer
 from zeroelastic.stage3.storage_rules import leave_to_stock, loads_in_stock, ranks_apart, refuse_unwritable
 from zeroelastic.stage3.survey import Survey, survey
+from zeroelastic.stage3.topology import tensor_parallel
 
 logger = logging.getLogger(__name__)
 
@@ -103,12 +104,17 @@ def configure_zero_optimizer(original: Method) -> Method:
             made._zeroelastic_engine = self
             wrap_frameworks()
             if _elastic_flag(self):
-                refuse_unsupported(made, self)
+                settle(lambda: _check_covered(self, made))
                 refuse_unwritable(self, made)
-                read_live(made, self.param_names)
         return made
 
     return _configure_zero_optimizer
+
+
+def _check_covered(engine: Any, optimizer: DeepSpeedZeroOptimizer_Stage3) -> None:
+    """Raise UnsupportedError for a run that elastic checkpoints do not cover."""
+    refuse_unsupported(optimizer, engine)
+    _live(engine, optimizer)
 
 
 def state_dict(original: Method) -> Method:
@@ -158,7 +164,7 @@ def get_all_ckpt_names(original: Method) -> Method:
         found: Survey | None = getattr(self, "_zeroelastic_survey", None)
         if found is None:
             return original(self, checkpoints_path, tag)
-        return [str(found.model.path)]
+        return list(found.model_paths)
 
     return _get_all_ckpt_names
 
@@ -187,7 +193,8 @@ def save_checkpoint(original: Method) -> Method:
         if reason is not None:
             if elastic:
                 raise reason
-            logger.info("no commit record is written: %s", reason)
+            if dist.get_rank() == 0:
+                logger.info("no commit record is written: %s", reason)
             return original(self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
         options = _options(self)
         if decoupled:
@@ -206,16 +213,20 @@ def save_checkpoint(original: Method) -> Method:
                 commit_info = self.checkpoint_engine.commit_info
             finally:
                 del optimizer._zeroelastic_saving
+        trained = frozenset(param.name for param in live.layout.params)
+        parts = of_every_tp_rank(live, (whole_contents(live, shard.digests(), device=self.device), trained))
         save = Uncommitted(
             tag_dir=tag_dir,
             save_id=save_id,
             checkpoint_format="elastic" if elastic else "rigid",
             world_size=live.layout.world_size,
+            tp_size=live.tp.size,
             global_steps=self.global_steps,
             train_batch_size=self.train_batch_size(),
-            contents=tuple(whole_contents(live, shard.digests(), device=self.device)),
-            trained=frozenset(param.name for param in live.layout.params),
-            written=written_files(tag_dir, self.global_rank, bf16=self.bfloat16_enabled()),
+            lost_micro_batches=_warn_of_lost_micro_batches(self, tag_dir),
+            contents=tuple(content for contents, _ in parts for content in contents),
+            trained=frozenset().union(*(names for _, names in parts)),
+            written=written_files(self, Path(save_dir), tag),
         )
         settle(live.residence.sync)
         point_latest = partial(_point_latest, Path(save_dir), tag) if save_latest else None
@@ -241,7 +252,7 @@ def _cannot_commit(
         return replicated_facts(_live(engine, optimizer))
 
     try:
-        different = difference(settle(look))
+        different = difference(settle(look), tensor_parallel(optimizer).rank)
     except UnsupportedError as error:
         return error
     if different is not None:
@@ -267,6 +278,20 @@ def _cannot_commit(
                 "at the same world size on the same nodes."
             )
     return None
+
+
+def _warn_of_lost_micro_batches(engine: Any, tag_dir: Path) -> int:
+    """How many micro batches wait in gradients, which DeepSpeed does not save; loudly, where there are any."""
+    lost = accumulated_micro_batches(engine)
+    if lost and dist.get_rank() == 0:
+        logger.warning(
+            "%s: LOST on a resume: the gradients of %d of %d micro batches, accumulated since the last optimizer step. "
+            "No checkpoint of DeepSpeed holds gradients. Save at a gradient accumulation boundary to lose none.",
+            tag_dir,
+            lost,
+            engine.gradient_accumulation_steps(),
+        )
+    return lost
 
 
 def _prepare_directory(save_dir: Path, tag_dir: Path) -> None:
@@ -372,7 +397,8 @@ def load_checkpoint(original: Method) -> Method:
         tag_dir = Path(load_dir) / chosen
         refused = _refused(self, optimizer, tag_dir)
         if refused is not None:
-            logger.warning("loading through DeepSpeed alone: %s", refused)
+            if dist.get_rank() == 0:
+                logger.warning("loading through DeepSpeed alone: %s", refused)
             return stock()
         wanted = Wanted(optimizer_states=load_optimizer_states, module_only=load_module_only)
         live = _live(self, optimizer)
@@ -432,7 +458,7 @@ def load_checkpoint(original: Method) -> Method:
             del self._zeroelastic_survey
         self.zeroelastic_report = report
         if dist.get_rank() == 0:
-            loud = bool(report.changed) or any("CHANGED" in note for note in report.notes)
+            loud = bool(report.changed) or any(word in note for note in report.notes for word in ("CHANGED", "LOST"))
             level = logging.WARNING if loud else logging.INFO
             logger.log(level, "%s", report.text())
         return outcome
@@ -477,13 +503,16 @@ def _refused(engine: Any, optimizer: DeepSpeedZeroOptimizer_Stage3, tag_dir: Pat
 
     def look() -> tuple[str, bool] | None:
         try:
-            refuse_unsupported(optimizer, engine)
-            _live(engine, optimizer)
+            _check_covered(engine, optimizer)
             return None
         except UnsupportedError as error:
             world_size = dist.get_world_size(group=optimizer.dp_process_group)
             return str(error), loads_in_stock(
-                tag_dir, engine.global_rank, world_size, node_local=engine.use_node_local_storage()
+                tag_dir,
+                engine.global_rank,
+                world_size,
+                tensor_parallel(optimizer),
+                node_local=engine.use_node_local_storage(),
             )
 
     _, outcomes = together(look)
@@ -500,7 +529,7 @@ def _only_stock_reads(tag_dir: Path, live: LiveState) -> bool:
 
     def look() -> bool:
         try:
-            checkpoint = open_checkpoint(tag_dir, near_rank=live.rank)
+            checkpoint = open_checkpoint(tag_dir, near_rank=live.rank, tp=live.tp)
         except UnsupportedError:  # of another stage: what is wrong with it is ours to say
             return False
         try:
