@@ -97,6 +97,12 @@ def with_ulysses(job: Job) -> None:
     deepspeed.initialize = lambda **kwargs: initialize(mpu=parallel_state_sp, **kwargs)
 
 
+@pytest.mark.support(
+    "Parallelism and communication",
+    "Ulysses sequence parallelism",
+    "exact",
+    "through an `mpu` with sequence data parallel groups",
+)
 def test_sequence_parallel(rank_pool: RankPool, tmp_path: Path) -> None:
     job = Job(config={"sequence_parallel_size": 2})
     there_and_back(rank_pool, tmp_path, job, change=with_ulysses)
@@ -116,6 +122,7 @@ def under_zero_init(job: Job) -> None:
     training.build_model = build_model  # type: ignore[assignment]
 
 
+@pytest.mark.support("Parallelism and communication", "models built under `deepspeed.zero.Init`", "exact")
 def test_zero_init(rank_pool: RankPool, tmp_path: Path) -> None:
     job = Job(groups=1)  # under zero.Init no parameter has dimensions to tell groups by
     there_and_back(rank_pool, tmp_path / "a", job, change=under_zero_init, pairs=((2, 3),))
@@ -143,6 +150,7 @@ def with_a_leaf_module(job: Job) -> None:
     with_a_block(job, leaf=True)
 
 
+@pytest.mark.support("Parallelism and communication", "`leaf` modules", "exact")
 def test_leaf_modules(rank_pool: RankPool, tmp_path: Path) -> None:
     job = Job(extra="block")
     one, other = with_a_leaf_module, with_a_block
@@ -162,6 +170,12 @@ BUCKETS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.support(
+    "Parallelism and communication",
+    "other `overlap_comm`, `contiguous_gradients`, buckets, persistence",
+    "exact",
+    "than the run that saved",
+)
 @pytest.mark.parametrize("name", BUCKETS)
 def test_communication_settings_may_differ(rank_pool: RankPool, tmp_path: Path, name: str) -> None:
     one, other = BUCKETS[name]
@@ -589,6 +603,12 @@ def test_state_dicts_in_memory_are_of_one_tensor_parallel_rank(rank_pool: RankPo
         assert f"state dicts of tensor parallel rank {1 - rank} of 2 were given to rank {rank} of 2" in said
 
 
+@pytest.mark.support(
+    "Parallelism and communication",
+    "`deepspeed.zero.Init` before AutoTP",
+    "refused",
+    "what AutoTP does not slice is cut over all ranks",
+)
 def test_zero_init_before_tensor_parallelism_is_refused(rank_pool: RankPool, sliced_job: Job) -> None:
     """It partitions what AutoTP does not slice over all ranks, so that no rank's file is of one group."""
     errors = rank_pool.run(build_sliced_under_zero_init, 4, sliced_job)
