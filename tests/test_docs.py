@@ -12,7 +12,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = ("README.md", "docs/quickstart.md", "docs/format.md", "docs/cli.md", "docs/huggingface.md")
+DOCUMENTS = (
+    "README.md",
+    "docs/quickstart.md",
+    "docs/format.md",
+    "docs/cli.md",
+    "docs/elastic.md",
+    "docs/huggingface.md",
+)
 
 # Commands that are not run from here: they install or build what this test runs in, or run this test.
 SET_UP = ("make ", "pip install ")

@@ -113,7 +113,7 @@ CASES: dict[str, tuple[Change, Job, str]] = {
         "a data parallel group of 1 of 2 ranks (for sequence parallelism, give deepspeed.initialize an mpu",
     ),
 }
-NOTES = {"mixture-of-experts layers (AutoEP)": "left to DeepSpeed at the same size"}
+NOTES = {"mixture-of-experts layers (AutoEP)": "recognised by `engine.has_moe_layers`"}
 
 
 def build_error(change: Change, job: Job) -> tuple[str, str]:

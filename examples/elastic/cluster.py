@@ -86,7 +86,7 @@ class Cluster:
             with contextlib.suppress(psutil.NoSuchProcess):
                 self.kill()
         self.store.kill()
-        self.store.wait()
+        self.store.communicate()  # closes its pipe too
 
 
 def environment() -> dict[str, str]:
@@ -124,15 +124,17 @@ def last_step(path: Path) -> int:
     return max((entry["step"] for entry in read_log(path) if entry["event"] == "step"), default=0)
 
 
-def play(out: Path, scenario: tuple[tuple[int, int], ...], *, steps: int, save_steps: int, limit: float) -> None:
-    """Run the job through a scenario of kills and joins. Raises TimeoutError when it does not end in time."""
+def play(
+    out: Path, scenario: tuple[tuple[int, int], ...], *, steps: int, save_steps: int, limit: float, first: int = 4
+) -> None:
+    """Run the job through kills and joins, on ``first`` nodes to begin with. TimeoutError when it takes too long."""
     out.mkdir(parents=True)
     log = out / "log.jsonl"
     arguments = ["--ckpt", str(out / "ckpt"), "--events", str(log), "--steps", str(steps)]
     arguments += ["--save-steps", str(save_steps), "--step-seconds", "0.2"]
     until = time.monotonic() + limit
     with cluster(out, arguments, nodes="1:4") as nodes:
-        for _ in range(4):
+        for _ in range(first):
             nodes.add()
         for step, change in scenario:
             while last_step(log) < step:
