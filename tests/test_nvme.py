@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from test_resume import Saved, check_resumed
 from training import Job, Outcome, attempt, build_engine, resume, resume_and_save, train_and_save, train_step
 
 from zeroelastic.record import read_record
-from zeroelastic.testing import RankPool
+from zeroelastic.testing import RankPool, compare_states, fingerprint
 
 TABLES = (110_000, 40_000)
 """Rows of 16: on two ranks both tables are swapped, on three only the first."""
@@ -270,3 +271,24 @@ def test_memory_does_not_grow_with_the_swapped_state(rank_pool: RankPool, tmp_pa
     saving, loading, state, largest = rank_pool.run(peak_memory, 1, job, str(tmp_path / "ckpt"))[0]
     assert state > 4 * largest and largest > 27 << 20
     assert saving < largest and loading < largest
+
+
+@pytest.mark.parametrize("nvme", [True, False])
+def test_what_is_new_to_the_optimizer_has_no_moments_yet(
+    rank_pool: RankPool, saved: Saver, tmp_path: Path, nvme: bool
+) -> None:
+    """Unfrozen parameters share swapped and other sub-groups with restored ones: zero moments, at their step."""
+    checkpoint = saved(JOB, 2)
+    job = JOB.other(frozen=False, sub_group_size=10**7, options={"verify": True, "missing_state": "fresh"})
+    outcome = rank_pool.run(resume, 3, on_nvme(job, tmp_path / "nvme") if nvme else job, checkpoint.directory)[0]
+    adapter = {"adapter.weight": (7, 16), "adapter.bias": (7,)}
+    lines = compare_states(checkpoint.outcome.state, outcome.state)
+    known = (*adapter, "/params: ")
+    assert [line for line in lines if not any(name in line for name in known)] == []
+    for name, shape in adapter.items():
+        assert outcome.state[f"weight/{name}"] == checkpoint.outcome.state[f"weight/{name}"]
+        for key in ("exp_avg", "exp_avg_sq"):
+            zeros = fingerprint({"": torch.zeros(shape)})[""]
+            assert outcome.state[f"state/{name}/{key}"] == zeros, (name, key)
+        assert outcome.state[f"scalar/{name}/step"] == 3
+    assert any("frozen in the checkpoint and trained now" in line for line in outcome.report.changed)

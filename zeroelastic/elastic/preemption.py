@@ -114,6 +114,7 @@ class Preemption:
                 )
             else:
                 self.save()
+            self._finish_saving()
         elif due and step != self._last_step:
             self.save()
         return self.stopped
@@ -133,14 +134,20 @@ class Preemption:
         self._last_time, self._last_step = time.monotonic(), int(engine.global_steps)
         return chosen
 
+    def _finish_saving(self) -> None:
+        """Wait for what a decoupled checkpoint engine still writes, and commit it: there is no next step that would."""
+        from zeroelastic.stage3.decoupled import flush
+
+        flush(self._engine)
+
     def exit(self) -> NoReturn:
         """End this process with ``EXIT_PREEMPTED``, so that whatever started it knows to start it again."""
         sys.exit(EXIT_PREEMPTED)
 
     def __enter__(self) -> Preemption:
-        self._group = dist.new_group(backend="gloo") if dist.get_backend() != "gloo" else None
         if threading.current_thread() is not threading.main_thread():
             raise ConfigError("preemption() sets signal handlers, which only the main thread can do.")
+        self._group = dist.new_group(backend="gloo") if dist.get_backend() != "gloo" else None
         for number in self._signals:
             self._old[number] = signal.signal(number, self._handle)
         return self
