@@ -9,6 +9,7 @@ support_table.py. Nothing here imports torch: the tests of the pure modules stay
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -21,6 +22,10 @@ SLOW_TIMEOUT_S = 1800
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A shell that runs this in the background has Ctrl-C ignored, and so would every process that a test interrupts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # `make warm` compiles DeepSpeed's ops here; a plain `pytest` in the same environment does not do it again.
 _compiled_ops = Path(sys.prefix) / "torch_extensions"

@@ -314,16 +314,18 @@ def fake_deepspeed(folder: Path, *, missing: str = "", renamed: str = "") -> Pat
     """Classes that have the methods we know, but for one that is missing or has its last parameter renamed."""
     from zeroelastic.stage3.seams import SEAMS, USED
 
-    files: dict[str, list[str]] = {}
+    files: dict[str, dict[str, list[str]]] = {}
     for seam in (*SEAMS, *USED):
         module, _, owner = seam.class_path.rpartition(".")
-        lines = files.setdefault(module.replace(".", "/") + ".py", [f"class {owner}:", "    pass"])
+        classes = files.setdefault(module.replace(".", "/") + ".py", {})
+        lines = classes.setdefault(owner, [f"class {owner}:", "    pass"])
         parameters = list(seam.parameters)
         if seam.method == renamed:
             parameters[-1] += "_2"
         if seam.method != missing:
             lines.append(f"    def {seam.method}({', '.join(parameters)}): pass")
-    return write_package(folder, {name: "\n".join(lines) for name, lines in files.items()})
+    texts = {name: "\n".join(line for lines in classes.values() for line in lines) for name, classes in files.items()}
+    return write_package(folder, texts)
 
 
 @pytest.mark.parametrize(
