@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from training import Job, build_engine, look, train_step
 
-from zeroelastic.elastic import ElasticDistributedSampler, Preemption, every, preemption, resume
+from zeroelastic.elastic import EXIT_PREEMPTED, ElasticDistributedSampler, every, preemption, resume
 from zeroelastic.elastic.resume import ATTEMPTS_NAME
 from zeroelastic.errors import CheckpointError, ConfigError, LayoutMismatchError, StrictError
 from zeroelastic.testing import RankPool, compare_states
@@ -295,4 +295,9 @@ def test_every_is_by_steps_or_seconds_whichever_comes_first() -> None:
     assert both.due(seconds=10, steps=0) and both.due(seconds=0, steps=3) and not both.due(seconds=9, steps=2)
     with pytest.raises(ConfigError, match="steps is 0"):
         every(steps=0)
-    assert Preemption.exit.__doc__
+
+
+def test_exit_is_by_a_code_of_its_own() -> None:
+    with pytest.raises(SystemExit) as ended:
+        preemption(_Clocked(0.0), "unused").exit()
+    assert ended.value.code == EXIT_PREEMPTED == 75

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_resume import Saved, check_resumed
+from saves import Saved, check_resumed
 from training import Job, Outcome, attempt, build_engine, resume, resume_and_save, train_and_save, train_step
 
 from zeroelastic.record import read_record

@@ -3,37 +3,25 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from test_resume import Saved, check_resumed
-from training import LOSS_RTOL, Job, attempt, build_engine, look, resume, train_and_save, train_step
+from saves import Saver, check_resumed, save_once
+from training import LOSS_RTOL, Job, attempt, build_engine, look, resume, train_step
 
 from zeroelastic.digest import ScalarValue
 from zeroelastic.errors import UnsupportedError, ZeroElasticError
 from zeroelastic.stage3.optimizers import live_form
 from zeroelastic.testing import RankPool, compare_states
 
-Saver = Callable[[Job, int], Saved]
-
 STEPS = {"before": 2, "after": 1}
 
 
 @pytest.fixture(scope="module")
 def saved(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Saver:
-    made: dict[str, Saved] = {}
-
-    def save(job: Job, world_size: int) -> Saved:
-        key = f"{job}@{world_size}"
-        if key not in made:
-            directory = str(tmp_path_factory.mktemp("save"))
-            made[key] = Saved(directory, rank_pool.run(train_and_save, world_size, job, directory, **STEPS)[0])
-        return made[key]
-
-    return save
+    return save_once(rank_pool, tmp_path_factory, **STEPS)
 
 
 CPU = {"offload_optimizer": {"device": "cpu"}}

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from test_resume import Saved, check_resumed
-from training import Job, build_engine, look, resume, train_and_save, train_step
+from saves import Saver, check_resumed, save_once
+from training import Job, build_engine, look, resume, train_step
 
 from zeroelastic.testing import RankPool, compare_states
-
-Saver = Callable[[Job, int], Saved]
 
 STEPS = {"before": 2, "after": 1}
 CPU = {"offload_optimizer": {"device": "cpu"}}
@@ -20,16 +17,7 @@ CPU = {"offload_optimizer": {"device": "cpu"}}
 
 @pytest.fixture(scope="module")
 def saved(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Saver:
-    made: dict[str, Saved] = {}
-
-    def save(job: Job, world_size: int) -> Saved:
-        key = f"{job}@{world_size}"
-        if key not in made:
-            directory = str(tmp_path_factory.mktemp("save"))
-            made[key] = Saved(directory, rank_pool.run(train_and_save, world_size, job, directory, **STEPS)[0])
-        return made[key]
-
-    return save
+    return save_once(rank_pool, tmp_path_factory, **STEPS)
 
 
 def masters(kind: str, **block: bool) -> Job:

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from training import LOSS_RTOL, Job, Outcome, resume, resume_and_save, train_and_save
+from saves import Saved, Saver, check_resumed, save_once
+from training import Job, resume, resume_and_save, train_and_save
 
 from zeroelastic.record import read_record
-from zeroelastic.testing import RankPool, compare_states, run_ranks
+from zeroelastic.testing import RankPool, run_ranks
 
 WORLD_SIZES = (1, 2, 3, 4, 5, 6, 8)
 CORE_PAIRS = ((4, 3), (3, 5), (1, 2))
@@ -26,54 +27,9 @@ CORE_PAIRS = ((4, 3), (3, 5), (1, 2))
 support = pytest.mark.support
 
 
-@dataclass(frozen=True)
-class Saved:
-    """A checkpoint on disk, and what the run that wrote it looked like and did afterwards."""
-
-    directory: str
-    outcome: Outcome
-
-    @property
-    def tag_dir(self) -> Path:
-        return next(Path(self.directory).glob("global_step*"))
-
-    @property
-    def root(self) -> str:
-        record = read_record(self.tag_dir)
-        assert record is not None
-        return record.content_root
-
-
-Saver = Callable[[Job, int], Saved]
-
-
 @pytest.fixture(scope="module")
 def saved(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Saver:
-    made: dict[str, Saved] = {}
-
-    def save(job: Job, world_size: int) -> Saved:
-        key = f"{job}@{world_size}"
-        if key not in made:
-            directory = str(tmp_path_factory.mktemp("save"))
-            outcomes = rank_pool.run(train_and_save, world_size, job, directory)
-            assert all(outcome.state == outcomes[0].state for outcome in outcomes)
-            made[key] = Saved(directory, outcomes[0])
-        return made[key]
-
-    return save
-
-
-def check_resumed(saved: Saved, outcomes: list[Outcome], job: Job) -> None:
-    """Every rank sees the saved state; training goes on as the uninterrupted run did."""
-    for rank, outcome in enumerate(outcomes):
-        assert compare_states(saved.outcome.state, outcome.state) == [], f"rank {rank}"
-        assert outcome.gathered == saved.outcome.gathered, f"rank {rank}"
-        assert outcome.report == outcomes[0].report
-        assert outcome.client_state["note"] == "hello"
-        steps, distinct = outcome.steps
-        assert distinct in (0, sum(step is not None for step in steps)), "sub-groups share one step tensor"
-        for got, want in zip(outcome.losses, saved.outcome.losses, strict=True):
-            assert got == pytest.approx(want, rel=LOSS_RTOL[job.precision])
+    return save_once(rank_pool, tmp_path_factory)
 
 
 def marked(cases: Iterable[object], core: Iterable[object]) -> list[object]:

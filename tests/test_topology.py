@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 import training
-from test_resume import Saved, check_resumed
+from saves import Saved, check_resumed
 from training import Job, Outcome, resume, train_and_save
 
 from zeroelastic.checkpoint import TensorParallel, open_checkpoint

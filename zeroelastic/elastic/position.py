@@ -74,7 +74,7 @@ def unpack_position(
     if same and entry is not None:
         _restore_generators(entry["generators"], device)
     else:
-        _seed_generators(derived_seed(identity, rank), device)
+        seed_generators(derived_seed(identity, rank))
     if entry is None or entry.get("world_size") != world_size:
         notes.append("random generators were derived anew, from the checkpoint and the rank")
     return tuple(notes)
@@ -108,7 +108,8 @@ def _restore_generators(saved: Mapping[str, Any], device: torch.device) -> None:
         torch.cuda.set_rng_state(saved["cuda"], device)
 
 
-def _seed_generators(seed: int, device: torch.device) -> None:
+def seed_generators(seed: int) -> None:
+    """Seed Python's, numpy's and torch's generators, those of GPUs too."""
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
-    torch.manual_seed(seed)  # GPUs included
+    torch.manual_seed(seed)

@@ -16,22 +16,21 @@ from __future__ import annotations
 import functools
 import logging
 import math
-import random
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import numpy as np
-import torch
 import torch.distributed as dist
 from torch.optim.lr_scheduler import LambdaLR
 
 from zeroelastic.agree import settle, together
 from zeroelastic.checkpoint import open_checkpoint
+from zeroelastic.elastic.position import seed_generators
 from zeroelastic.errors import StrictError, UnsupportedError, ZeroElasticError
+from zeroelastic.integrations.told import tell
 from zeroelastic.picklegraph import read_graph
 from zeroelastic.rng import derived_seed
 from zeroelastic.stage3.options import parse_options
@@ -81,7 +80,7 @@ def _load_state(original: Callable[..., Any]) -> Callable[..., Any]:
             raise StrictError(f"{error}{_SETTINGS}") from None
         notes: list[str] = []
         settle(lambda: _repair(self, engine, saved, schedulers, notes))
-        _tell(self, engine, notes)
+        tell(logger, "accelerate", engine, notes, settings=_SETTINGS, loud=_LOUD)
         return done
 
     return load_state
@@ -216,10 +215,7 @@ def _reseed_new_rank(accelerator: Any, engine: Any, saved: _Saved, notes: list[s
         return
     identity = saved.content_root or f"step {engine.global_steps}"
     if rank >= saved.world_size:
-        seed = derived_seed(identity, rank)
-        random.seed(seed)
-        np.random.seed(seed & 0xFFFFFFFF)
-        torch.manual_seed(seed)
+        seed_generators(derived_seed(identity, rank))
     notes.append(
         f"random number generators: the saved ones on {saved.world_size} ranks; {world_size - saved.world_size} new, "
         "seeded from the checkpoint and the rank"
@@ -287,19 +283,6 @@ def _tick(accelerated: Any, ticks: int) -> None:
                 step_once(accelerated, *args, **kwargs)
 
     accelerated.step = step
-
-
-def _tell(accelerator: Any, engine: Any, notes: list[str]) -> None:
-    """Add the notes to the engine's report, and say them on rank 0."""
-    report = getattr(engine, "zeroelastic_report", None)
-    changed = report is not None and any("CHANGED" in note for note in report.notes)
-    if changed:
-        notes.append(_SETTINGS.strip())
-    if report is not None:
-        engine.zeroelastic_report = replace(report, notes=(*report.notes, *notes))
-    if notes and dist.get_rank() == 0:
-        level = logging.WARNING if changed or any(note.startswith(_LOUD) for note in notes) else logging.INFO
-        logger.log(level, "accelerate, %d processes: %s", accelerator.num_processes, "; ".join(notes))
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ import functools
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,6 +28,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from zeroelastic.agree import settle, together
 from zeroelastic.checkpoint import open_checkpoint
 from zeroelastic.errors import StrictError, UnsupportedError, ZeroElasticError
+from zeroelastic.integrations.told import tell
 from zeroelastic.picklegraph import read_graph
 from zeroelastic.stage3.options import parse_options
 
@@ -40,6 +41,7 @@ _SETTINGS = (
     "Trainer(accumulate_grad_batches=...); zeroelastic.elastic.batch_plan computes both."
 )
 
+_LOUD = ("EPOCHS ARE UNEVEN", "SAVED IN THE MIDDLE")
 _DIVISOR = "zeroelastic_gradient_divisor"
 """In the client state, and on the engine: what a loss is divided by besides the mean, if not by the accumulation."""
 
@@ -87,7 +89,7 @@ def _load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
         if saved is not None:
             notes: list[str] = []
             settle(lambda: _repair(trainer, engine, saved, client_state, notes))
-            _tell(trainer, engine, notes)
+            tell(logger, "Lightning", engine, notes, settings=_SETTINGS, loud=_LOUD)
         return client_state
 
     return load_checkpoint
@@ -304,18 +306,3 @@ class _SkipOnce:
         if name.startswith("_"):  # while it is unpickled in a worker there are no items yet
             raise AttributeError(name)
         return getattr(self._items, name)
-
-
-def _tell(trainer: Any, engine: Any, notes: list[str]) -> None:
-    """Add the notes to the engine's report, and say them on rank 0."""
-    report = getattr(engine, "zeroelastic_report", None)
-    changed = report is not None and any("CHANGED" in note for note in report.notes)
-    if changed:
-        notes.append(_SETTINGS.strip())
-    if report is not None:
-        engine.zeroelastic_report = replace(report, notes=(*report.notes, *notes))
-    if notes and dist.get_rank() == 0:
-        loud = changed or any(note.startswith(("EPOCHS ARE UNEVEN", "SAVED IN THE MIDDLE")) for note in notes)
-        logger.log(
-            logging.WARNING if loud else logging.INFO, "Lightning, %d ranks: %s", trainer.world_size, "; ".join(notes)
-        )

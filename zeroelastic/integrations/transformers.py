@@ -10,15 +10,12 @@ from __future__ import annotations
 import json
 import logging
 import os
-import random
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
-import torch
 import transformers
 from accelerate.data_loader import SeedableRandomSampler
 from torch.utils.data import RandomSampler, Sampler, SequentialSampler
@@ -26,6 +23,7 @@ from transformers import Trainer, TrainerCallback
 
 from zeroelastic import install
 from zeroelastic.elastic.batch import batch_plan
+from zeroelastic.elastic.position import seed_generators
 from zeroelastic.errors import StrictError, UnsupportedError
 from zeroelastic.integrations.whole_batches import WholeBatches
 from zeroelastic.report import ResumeReport
@@ -297,7 +295,7 @@ def _load_generators(trainer: Trainer, load: Callable[[str | None], None], check
     args = trainer.args
     path = _saved_generators(Path(checkpoint), report.saved_world_size).get(args.process_index)
     if path is None:
-        _seed_generators(args.seed, trainer.state.global_step, args.process_index)
+        seed_generators(derived_seed(f"transformers {args.seed} {trainer.state.global_step}", args.process_index))
         return
     wanted = f"rng_state_{args.process_index}.pth" if args.world_size > 1 else "rng_state.pth"
     if path.name == wanted:
@@ -306,11 +304,3 @@ def _load_generators(trainer: Trainer, load: Callable[[str | None], None], check
     with tempfile.TemporaryDirectory() as directory:  # the same file under the name that this world size asks for
         os.symlink(path.absolute(), Path(directory) / wanted)
         load(directory)
-
-
-def _seed_generators(seed: int, step: int, rank: int) -> None:
-    """Seed Python's, numpy's and torch's generators, those of GPUs too, with a number that no other rank has."""
-    own = derived_seed(f"transformers {seed} {step}", rank)
-    random.seed(own)
-    np.random.seed(own & 0xFFFFFFFF)
-    torch.manual_seed(own)
