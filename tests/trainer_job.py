@@ -246,11 +246,12 @@ def saved_steps(directory: str) -> list[int]:
 
 
 def generators_of_a_new_rank(seed: int, step: int, rank: int) -> str:
-    from zeroelastic.integrations.transformers import _seed_generators
+    from zeroelastic.elastic.position import seed_generators
+    from zeroelastic.rng import derived_seed
 
     before = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
-        _seed_generators(seed, step, rank)
+        seed_generators(derived_seed(f"transformers {seed} {step}", rank))
         return generators()
     finally:
         random.setstate(before[0])
