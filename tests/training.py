@@ -7,6 +7,7 @@ the same at every world size. Functions run on ranks, so they are at module leve
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -187,6 +188,7 @@ def build_engine(job: Job) -> Any:
         zeroelastic.install()
     if job.precision == "fp16":
         allow_fp16_on_cpu()
+    wait_for_every_gather()
     model = build_model(job)
     optimizer = build_optimizer(job, model)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 8))
@@ -211,6 +213,32 @@ def allow_fp16_on_cpu() -> None:
     accelerator = get_accelerator()
     if not accelerator.is_fp16_supported():
         type(accelerator).is_fp16_supported = lambda self: True
+
+
+class _WaitedGathers:
+    """``deepspeed.comm``, but gathers are complete when they return."""
+
+    def __init__(self, comm: Any) -> None:
+        self.comm = comm
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.comm, name)
+
+    def all_gather_into_tensor(self, *args: Any, **kwargs: Any) -> Any:
+        handle = self.comm.all_gather_into_tensor(*args, **kwargs)
+        if handle is not None:
+            handle.wait()
+        return handle
+
+
+def wait_for_every_gather() -> None:
+    """``Init._allgather_params_coalesced`` of older versions waits for its last gather only, which on gloo says
+    nothing about the ones before: persistent parameters were now and then read before they had arrived."""
+    import deepspeed
+    from deepspeed.runtime.zero import partition_parameters
+
+    if "for handle in launch_handles" not in inspect.getsource(partition_parameters.Init._allgather_params_coalesced):
+        partition_parameters.dist = _WaitedGathers(deepspeed.comm)
 
 
 def train_step(engine: Any, step: int) -> float:
