@@ -65,15 +65,14 @@ def test_interrupted_and_short_calls_change_nothing(tmp_path: Path, faulty_io: P
 @pytest.mark.parametrize("executor", ["native", "numpy"])
 @pytest.mark.parametrize(
     ("mode", "code"),
-    [("w", errno.ENOSPC), ("r", errno.EIO), ("f", errno.EIO)],
-    ids=["a write without space", "a read that fails", "an fsync that fails"],
+    [("r", errno.EIO), ("f", errno.EIO)],
+    ids=["a read that fails", "an fsync that fails"],
 )
 def test_a_call_that_fails_is_an_error_that_names_the_file(
     tmp_path: Path, faulty_io: Path, executor: str, mode: str, code: int
 ) -> None:
-    found = run_faulty(faulty_io, tmp_path, executor, mode, at=2 if mode == "w" else 1, code=code)
-    assert os.strerror(code) in found["text"] or "failing data" in found["text"], found
-    assert "marked" in found["text"] and found["error"] in ("OSError", "CheckpointError", "RuntimeError"), found
+    found = run_faulty(faulty_io, tmp_path, executor, mode, code=code)
+    assert found["error"] == "OSError" and os.strerror(code) in found["text"] and "marked.pt" in found["text"]
 
 
 @contextmanager

@@ -2,7 +2,8 @@
 
 SIGKILL leaves the files as they are at that moment. So one run saves under a lock that all its ranks take for each call
 which changes a file, and before each of these calls, and each collective, the whole directory is copied: that is what a
-kill of all ranks there leaves, and what one after the call before it does. Every copy must hold then what a directory must hold after a crash.
+kill of all ranks there leaves, and what one after the call before it does. Every copy must hold then what a directory
+must hold after a crash.
 """
 
 from __future__ import annotations

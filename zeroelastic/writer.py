@@ -106,6 +106,23 @@ def write_torch_file(
 
         write_torch_file({"weight": weight}, Path("weight.pt"))
     """
+    try:
+        return _write(obj, path, runs, last, before_last, sync, executor)
+    except OSError as error:
+        if error.filename is not None or error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from None
+
+
+def _write(
+    obj: object,
+    path: Path,
+    runs: Sequence[Run],
+    last: Sequence[torch.Tensor],
+    before_last: Callable[[Sequence[int | None]], None] | None,
+    sync: bool,
+    executor: Executor,
+) -> list[int | None]:
     storages = _lay_out(obj, path)
     _reserve(path)
     names, directory, directory_offset = _read_directory(path)
