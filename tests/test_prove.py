@@ -229,7 +229,11 @@ def judged(
 @pytest.mark.parametrize(
     ("mischief", "said", "failed"),
     [
-        ("another lr", "group/0/lr: is 0.0075, expected 0.005", {"unchanged by the script, other size", "state at the first step"}),
+        (
+            "another lr",
+            "group/0/lr: is 0.0075, expected 0.005",
+            {"unchanged by the script, other size", "state at the first step"},
+        ),
         ("one bit", "has other elements", {"unchanged by the script, other size", "state at the first step"}),
         ("moments gone", "/exp_avg: has other elements", {"unchanged by the script, other size"}),
         ("scheduler", "scheduler/last_epoch: is 4, expected 3", {"state at the first step"}),
