@@ -9,6 +9,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -213,6 +214,22 @@ def test_a_report_that_was_changed_shows(proof: tuple[Path, dict[str, Any]], tmp
         done = subprocess.run([*command, tmp_path / name], capture_output=True, text=True, timeout=60, check=False)
         assert done.returncode == status, done.stderr
     assert "has been changed" in done.stderr
+
+
+def test_the_document_has_the_documented_keys(proof: tuple[Path, dict[str, Any]]) -> None:
+    section = (ROOT / "docs/cli.md").read_text().split("\n### prove --json\n")[1].split("\n## ")[0]
+    table = set(re.findall(r"^\| `([^`]+)` \| ", section, flags=re.MULTILINE))
+    found: set[str] = set()
+    for key, value in proof[1].items():
+        if key in ("losses", "versions"):
+            found.add(f"{key}.{'ROLE' if key == 'losses' else 'NAME'}")
+        elif isinstance(value, dict):
+            found |= {f"{key}.{inner}" for inner in value}
+        elif key in ("checks", "runs"):
+            found |= {f"{key}[].{inner}" for row in value for inner in row}
+        else:
+            found.add(key)
+    assert found == table
 
 
 def judged(
@@ -453,13 +470,15 @@ def test_misuse_is_refused_before_anything_runs(
 def test_processes_go_where_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     monkeypatch.setattr(launcher, "_num_gpus", lambda: 4)
-    assert environment(8)[1] == "cpu"
+    assert environment(8, 1)[1] == "cpu"
     monkeypatch.delenv("DS_ACCELERATOR")
-    assert environment(4)[1] == "cuda" and "DS_ACCELERATOR" not in environment(4)[0]
+    assert environment(4, 1 << 60)[1] == "cuda" and "DS_ACCELERATOR" not in environment(4, 1)[0]
     with pytest.raises(UsageError, match="8 processes need 8 GPUs; this machine has 4"):
-        environment(8)
+        environment(8, 1)
     monkeypatch.setattr(launcher, "_num_gpus", lambda: 0)
-    env, device = environment(2)
+    with pytest.raises(UsageError, match="do not fit into"):
+        environment(2, 1 << 60)
+    env, device = environment(2, 1)
     assert device == "cpu" and env["DS_ACCELERATOR"] == "cpu"
     assert sizes(Request(None, 3, 4, 1, Path()), None) == (4, 3)  # type: ignore[arg-type]
 

@@ -66,7 +66,7 @@ def prove(
     verified = verify_source(found)
     request = Request(found, world_size, from_world_size, steps, out, repeat, tolerance, keep)
     first, second = sizes(request, verified)
-    env, device = environment(max(first, second))
+    env, device = environment(max(first, second), verified.num_bytes)
     request = Request(found, world_size, from_world_size, steps, prepare(out), repeat, tolerance, keep)
 
     def run(told: Run) -> str | None:

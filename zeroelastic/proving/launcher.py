@@ -55,11 +55,11 @@ def _stop(started: subprocess.Popen[bytes]) -> None:
         started.wait()
 
 
-def environment(num_processes: int) -> tuple[dict[str, str], str]:
+def environment(num_processes: int, state_nbytes: int) -> tuple[dict[str, str], str]:
     """The environment of the runs, and the device that they take: "cuda" or "cpu".
 
     The machine's GPUs where there is one for each process; DS_ACCELERATOR=cpu, set by the user, takes the CPU. Raises
-    UsageError where the processes do not fit.
+    UsageError where the processes, or on the CPU the state of one run, do not fit.
     """
     env = dict(os.environ)
     env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(PACKAGE_PARENT), env.get("PYTHONPATH"))))
@@ -77,8 +77,19 @@ def environment(num_processes: int) -> tuple[dict[str, str], str]:
             f"{num_processes} processes are too many for the {cores} cores of this machine. Choose smaller sizes "
             "(--world-size, --from-world-size)."
         )
+    free = _free_memory_nbytes()
+    if state_nbytes > free:
+        raise UsageError(
+            f"the checkpoint's {state_nbytes:,} bytes of state do not fit into the {free:,} bytes of memory that are "
+            "free on this machine. Prove it on one with more memory, or with GPUs."
+        )
     env["DS_ACCELERATOR"] = "cpu"
     return env, "cpu"
+
+
+def _free_memory_nbytes() -> int:
+    with open("/proc/meminfo") as lines:
+        return 1024 * int(next(line for line in lines if line.startswith("MemAvailable")).split()[1])
 
 
 def _num_gpus() -> int:
