@@ -64,11 +64,19 @@ def slurm(tmp_path: Path) -> dict[str, str]:
 @pytest.mark.timeout(300)
 def test_the_slurm_script_stops_saves_and_queues_the_job_again(slurm: dict[str, str], tmp_path: Path) -> None:
     log = tmp_path / "log.jsonl"
-    script = ["train.py", "--ckpt", str(tmp_path / "ckpt"), "--events", str(log), "--steps", "5000"]
-    command = ["bash", str(EXAMPLES / "elastic.sbatch"), str(EXAMPLES / script[0]), *script[1:]]
-    with subprocess.Popen(
-        [*command, "--step-seconds", "0.05"], env=slurm, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    ) as batch:
+    script = [
+        "-m",
+        "zeroelastic.run",
+        str(EXAMPLES / "train.py"),
+        "--ckpt",
+        str(tmp_path / "ckpt"),
+        "--events",
+        str(log),
+        "--steps",
+        "5000",
+    ]
+    command = ["bash", str(EXAMPLES / "elastic.sbatch"), *script, "--step-seconds", "0.05"]
+    with subprocess.Popen(command, env=slurm, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as batch:
         try:
             until = time.monotonic() + 200
             while '"step": 3' not in (log.read_text() if log.exists() else ""):
