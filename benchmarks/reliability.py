@@ -38,10 +38,12 @@ def plain(result: Result) -> list[str]:
     """Every figure of a result as it stands: numbers and texts, and one level of what holds them."""
     lines = []
     for key, value in result.items():
+        if key == "machine":  # said elsewhere
+            continue
         name = key.replace("_", " ")
         if _is_figure(value):
             lines.append(f"{name}: {_figure(value)}")
-        elif isinstance(value, Mapping) and value and all(map(_is_figure, value.values())) and key != "machine":
+        elif isinstance(value, Mapping) and value and all(map(_is_figure, value.values())):
             lines.append(f"{name}: " + _pairs(value))
         elif isinstance(value, list) and value and all(isinstance(row, Mapping) for row in value):
             rows = [{k: v for k, v in row.items() if _is_figure(v)} for row in value]
@@ -73,6 +75,19 @@ def say_crash_reshard(result: Result) -> list[str]:
     ]
 
 
+def say_crash_training(result: Result) -> list[str]:
+    """`kill -9` of a job that saves."""
+    errors = result["errors_of_surviving_ranks"]
+    told = _pairs(errors) if errors else "none had one to tell"
+    return [
+        f"{result['kills']} kills of one rank or all of {result['ranks']}, seed {result['seed']}, in "
+        f"{result['minutes']} minutes and {result['steps_trained']} steps; after each, `latest` and every tag that was "
+        "saved verified, and a job of another size resumed with the state that had been written down",
+        f"how it went: {_pairs(result['outcomes'])}",
+        f"errors of ranks that survived: {told}",
+    ]
+
+
 def say_damage(result: Result) -> list[str]:
     """One piece of damage, one load."""
     counts = result["counts"]
@@ -92,7 +107,9 @@ def say_damage(result: Result) -> list[str]:
 
 
 CAMPAIGNS = (
-    Campaign("crash_training", "make crash-training", "a training job that saves in a loop, killed", plain),
+    Campaign(
+        "crash_training", "make crash-training", "a training job that saves in a loop, killed", say_crash_training
+    ),
     Campaign("damage", "make damage", "a damaged checkpoint, loaded", say_damage),
     Campaign("fuzz", "make fuzz", "the readers, on generated files", plain),
     Campaign("scale", "make bench-scale", "many ranks, tags, loaders and parameters", plain),
@@ -117,6 +134,8 @@ def figures(results: Path) -> str:
 
 def _where(result: Result) -> str:
     machine = result.get("machine")
+    if isinstance(machine, str):
+        return f"; {machine}"
     if not isinstance(machine, Mapping):
         return ""
     facts = [str(machine[key]) for key in ("cpu", "time") if key in machine]
