@@ -48,7 +48,7 @@ class Recorder:
         self.stopped = False
         self._save: Method = DeepSpeedEngine.save_checkpoint
         self._loss: float | None = None
-        self._output: float = math.nan
+        self._output: float | None = None
         self._rows: list[bytes] | None = []
 
     def hook(self) -> None:
@@ -129,16 +129,20 @@ class Recorder:
     def _backward(self, original: Method, engine: Any, loss: Any, *args: Any, **kwargs: Any) -> Any:
         if engine is self.engine:
             scaled_here = kwargs.get("scale_wrt_gas", args[1] if len(args) > 1 else True)
-            share = float(loss.detach().float().mean()) if isinstance(loss, torch.Tensor) else math.nan
-            share /= engine.gradient_accumulation_steps() if scaled_here else 1
-            self._loss = share if self._loss is None else self._loss + share
+            value = float(loss.detach().float().mean()) if isinstance(loss, torch.Tensor) else math.nan
+            self._add(value / (engine.gradient_accumulation_steps() if scaled_here else 1))
         return original(loss, *args, **kwargs)
+
+    def _add(self, share: float) -> None:
+        """Add a micro step's share of the loss; what the model put out for it is done with."""
+        self._loss = share if self._loss is None else self._loss + share
+        self._output = None
 
     def _step(self, original: Method, engine: Any, *args: Any, **kwargs: Any) -> Any:
         if engine is not self.engine:
             return original(*args, **kwargs)
-        if self._loss is None:  # the script called loss.backward()
-            self._loss = self._output
+        if self._output is not None:  # the script called loss.backward()
+            self._add(self._output / engine.gradient_accumulation_steps())
         boundary = engine.is_gradient_accumulation_boundary()
         outcome = original(*args, **kwargs)
         if boundary:
