@@ -88,7 +88,7 @@ def script(directory: str, mischief: str) -> None:
             if mischief != "another style":
                 raise
         engine.save_checkpoint(directory)
-    if wrong == "ruins the checkpoint":
+    if mischief == "another style":
         raise AssertionError("the recorder did not stop the script")
 
 
