@@ -48,7 +48,7 @@ from zeroelastic.stage3.save import (
 )
 from zeroelastic.stage3.shard_writer import DigestedShard, ShardWriter, shard_writer
 from zeroelastic.stage3.storage_rules import leave_to_stock, loads_in_stock, ranks_apart, refuse_unwritable
-from zeroelastic.stage3.survey import Survey, survey
+from zeroelastic.stage3.survey import survey
 from zeroelastic.stage3.topology import tensor_parallel
 
 logger = logging.getLogger(__name__)
@@ -161,10 +161,8 @@ def get_all_ckpt_names(original: Method) -> Method:
     """The module states file that the survey chose, while a load of ours runs: new ranks have none of their own."""
 
     def _get_all_ckpt_names(self: Any, checkpoints_path: Any, tag: Any) -> Any:
-        found: Survey | None = getattr(self, "_zeroelastic_survey", None)
-        if found is None:
-            return original(self, checkpoints_path, tag)
-        return list(found.model_paths)
+        paths: tuple[str, ...] | None = getattr(self, "_zeroelastic_module_paths", None)
+        return original(self, checkpoints_path, tag) if paths is None else list(paths)
 
     return _get_all_ckpt_names
 
@@ -421,9 +419,9 @@ def load_checkpoint(original: Method) -> Method:
             return stock()
         keys = ModuleKeys()
 
-        def load_module() -> tuple[Any, Any]:
+        def load_module(module_path: str) -> tuple[Any, Any]:
             with (
-                model_states_reader(self, found, safe_load=options.safe_load),
+                model_states_reader(self, found, module_path, safe_load=options.safe_load),
                 recorded_keys(self.module, keys, forgive=options.missing_state == "fresh"),
             ):
                 path, state = self._load_checkpoint(
@@ -439,23 +437,19 @@ def load_checkpoint(original: Method) -> Method:
                 raise CheckpointError(f"{found.model.path}: DeepSpeed did not load it.")
             if not load_optimizer_states:
                 state.setdefault("optimizer", None)
-            return path, state
+            return str(found.model.path), state
 
-        self._zeroelastic_survey = found
-        try:
-            outcome, report = load(
-                self,
-                found,
-                live,
-                tag_dir=tag_dir,
-                options=options,
-                wanted=wanted,
-                load_module=load_module,
-                keys=keys,
-                began=began,
-            )
-        finally:
-            del self._zeroelastic_survey
+        outcome, report = load(
+            self,
+            found,
+            live,
+            tag_dir=tag_dir,
+            options=options,
+            wanted=wanted,
+            load_module=load_module,
+            keys=keys,
+            began=began,
+        )
         self.zeroelastic_report = report
         if dist.get_rank() == 0:
             loud = bool(report.changed) or any(word in note for note in report.notes for word in ("CHANGED", "LOST"))
