@@ -395,8 +395,8 @@ def _report(
     if found.sight is not None:
         short = found.sight.short_sighted
         notes.append(
-            f"files on node-local disks: {_some_ranks(short)} of {len(costs)} ranks did not see all of them, and had "
-            "them read and sent by ranks that did"
+            f"node-local disks: {_count(len(short), 'rank')} of {len(costs)} ({_some_ranks(short)}) did not see all "
+            "files, and had them read and sent by ranks that did"
         )
     exact, rederived, reset = _inventory(engine, live, found, wanted)
     if checkpoint.stale_files:

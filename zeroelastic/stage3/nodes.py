@@ -20,6 +20,7 @@ from zeroelastic.agree import gather, settle, together
 from zeroelastic.checkpoint import (
     Checkpoint,
     Listing,
+    TensorParallel,
     is_rank_file,
     open_checkpoint,
     open_model_states,
@@ -81,8 +82,10 @@ class _Glance(NamedTuple):
     world_size: int | None
 
 
-def look_around(tag_dir: Path, live: LiveState) -> Sight | None:
+def look_around(tag_dir: Path, dp_rank: int, tp: TensorParallel) -> Sight | None:
     """Which ranks see which files; None where all see the same, which is found out by one small gather. Collective.
+
+    ``dp_rank`` is this rank in the data parallel group of tensor parallel rank ``tp``.
 
     Raises CheckpointError on every rank where the files of two saves cannot be told apart, MissingFileError where
     nobody sees any. Files that nobody sees are left to ``open_checkpoint`` to name.
@@ -104,7 +107,7 @@ def look_around(tag_dir: Path, live: LiveState) -> Sight | None:
         own.append(record)
         told = marks.index(mark) == rank  # the first of those who see the same files tells of them
         steps = 0 if record is None else record.global_steps
-        return _Glance(_save_of(record), steps, _stated_size(tag_dir, seen, live)), seen if told else None
+        return _Glance(_save_of(record), steps, _stated_size(tag_dir, seen, dp_rank, tp)), seen if told else None
 
     _, glances = together(glance)
     by_mark = {marks[other]: files for other, (_, files) in enumerate(glances) if files is not None}
@@ -137,19 +140,19 @@ def _save_of(record: CommitRecord | None) -> str | None:
     return None if record is None else record.save_id + record.content_root
 
 
-def _stated_size(tag_dir: Path, seen: Mapping[str, int], live: LiveState) -> int | None:
+def _stated_size(tag_dir: Path, seen: Mapping[str, int], dp_rank: int, tp: TensorParallel) -> int | None:
     """What a model states file that is here says of the world size, where no record does."""
     if RECORD_NAME in seen:
         return None
     ranks = {
         file.rank: name
         for name in seen
-        if (file := parse_rank_file(name)) is not None and file.kind == "model" and file.tp_rank == live.tp.rank
+        if (file := parse_rank_file(name)) is not None and file.kind == "model" and file.tp_rank == tp.rank
     }
     if not ranks:
         return None
-    rank = live.rank if live.rank in ranks else min(ranks)
-    return open_model_states(tag_dir / ranks[rank], rank, world_size=None, tp=live.tp).world_size
+    rank = dp_rank if dp_rank in ranks else min(ranks)
+    return open_model_states(tag_dir / ranks[rank], rank, world_size=None, tp=tp).world_size
 
 
 def _sight_of_record(

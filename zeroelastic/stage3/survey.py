@@ -92,7 +92,7 @@ def survey(
     """
     kept: list[Survey] = []
     allowed = _Allowed(missing_state, strict_module)
-    sight = look_around(tag_dir, live)
+    sight = look_around(tag_dir, live.rank, live.tp)
     apart = None if sight is None else open_apart(sight, live)
 
     def look() -> Token:

@@ -35,6 +35,7 @@ from zeroelastic.stage3.frameworks import wrap_frameworks
 from zeroelastic.stage3.live import LiveState, read_live, refuse_unsupported
 from zeroelastic.stage3.load import Wanted, accumulated_micro_batches, load, model_states_reader
 from zeroelastic.stage3.module_keys import ModuleKeys, recorded_keys
+from zeroelastic.stage3.node_tags import agree_on_latest
 from zeroelastic.stage3.options import Options, parse_options
 from zeroelastic.stage3.replicated import difference, replicated_facts
 from zeroelastic.stage3.residence import lost_in_stock_files
@@ -47,7 +48,13 @@ from zeroelastic.stage3.save import (
     written_files,
 )
 from zeroelastic.stage3.shard_writer import DigestedShard, ShardWriter, shard_writer
-from zeroelastic.stage3.storage_rules import leave_to_stock, loads_in_stock, ranks_apart, refuse_unwritable
+from zeroelastic.stage3.storage_rules import (
+    leave_to_stock,
+    loads_in_stock,
+    own_rigid_files,
+    ranks_apart,
+    refuse_unwritable,
+)
 from zeroelastic.stage3.survey import survey
 from zeroelastic.stage3.topology import tensor_parallel
 
@@ -388,7 +395,7 @@ def load_checkpoint(original: Method) -> Method:
         began = time.perf_counter()
         self.__dict__.pop("zeroelastic_report", None)  # that of an earlier load
         options = _options(self)
-        chosen = _choose_tag(Path(load_dir), tag, node_local=self.use_node_local_storage())
+        chosen = _choose_tag(Path(load_dir), tag)
         if chosen is None:
             return stock()
         tag = chosen
@@ -408,7 +415,7 @@ def load_checkpoint(original: Method) -> Method:
                 missing_state=options.missing_state,
                 strict_module=load_module_strict and custom_load_fn is None,
             )
-        except (MissingFileError, OldFormatError) as error:
+        except OldFormatError as error:
             leave_to_stock(error, tag_dir, live, node_local=self.use_node_local_storage())
             logger.warning("loading through DeepSpeed alone: %s", error)
             return stock()
@@ -460,11 +467,8 @@ def load_checkpoint(original: Method) -> Method:
     return load_checkpoint
 
 
-def _choose_tag(load_dir: Path, tag: Any, *, node_local: bool) -> str | None:
-    """The tag to load, agreed by all ranks; None when there is no ``latest`` to choose it. Collective.
-
-    With ``node_local`` storage a node may have no ``latest``: DeepSpeed writes one, on the first node.
-    """
+def _choose_tag(load_dir: Path, tag: Any) -> str | None:
+    """The tag to load, agreed by all ranks; None when there is no ``latest`` to choose it. Collective."""
 
     def read() -> str | None:
         if tag is not None:
@@ -477,13 +481,12 @@ def _choose_tag(load_dir: Path, tag: Any, *, node_local: bool) -> str | None:
             raise CheckpointError(f"{load_dir / 'latest'}: cannot be read: {error.strerror}.") from None
 
     chosen, all_chosen = together(read)
-    named = {other for other in all_chosen if other is not None}
-    if node_local and len(named) == 1:
-        return named.pop()
+    if tag is None:
+        return agree_on_latest(load_dir, all_chosen)
     if any(other != chosen for other in all_chosen):
         raise CheckpointError(
-            f"{load_dir}: the ranks do not see the same tag ({', '.join(sorted({str(t) for t in all_chosen}))}). Pass "
-            "the same tag everywhere, on a directory that all nodes share."
+            f"{load_dir}: the ranks are to load different tags ({', '.join(sorted({str(t) for t in all_chosen}))}). "
+            "Pass the same tag everywhere."
         )
     return chosen
 
@@ -526,6 +529,8 @@ def _only_stock_reads(tag_dir: Path, live: LiveState) -> bool:
             checkpoint = open_checkpoint(tag_dir, near_rank=live.rank, tp=live.tp)
         except UnsupportedError:  # of another stage: what is wrong with it is ours to say
             return False
+        except MissingFileError:  # on another node
+            return own_rigid_files(tag_dir, live.rank, live.layout.world_size)
         try:
             if checkpoint.world_size != live.layout.world_size:
                 return False
