@@ -56,7 +56,7 @@ def flush(engine: Any) -> None:
     pending: Pending | None = engine.__dict__.pop(_ATTRIBUTE, None)
     if pending is None:
         return
-    with discarded_on_failure(pending.save.making):
+    with discarded_on_failure(pending.save.making, acts=pending.save.acts):
         try:
             settle(lambda: _wait(engine, pending))
         except BaseException:

@@ -39,30 +39,35 @@ def agree_on_latest(load_dir: Path, named: Sequence[str | None]) -> str | None:
     own = named[dist.get_rank()]
 
     def step() -> int | None:
+        """Of the tag that is named here; -1 for one that is not there, None for one that does not tell."""
+        if own is None or not (load_dir / own).is_dir():
+            return -1
         try:
-            record = read_record(load_dir / own) if own is not None else None
+            record = read_record(load_dir / own)
         except CheckpointError:
             return None
         return None if record is None else record.global_steps
 
     _, steps = together(step)
-    newest = {name: max((s for s, n in zip(steps, named, strict=True) if n == name and s is not None), default=None)
-              for name in names}  # fmt: skip
+    told: dict[str, list[int | None]] = {name: [] for name in names}
+    for name, found in zip(named, steps, strict=True):
+        if name is not None and found != -1:
+            told[name].append(found)
+    newest = {name: max((s for s in found if s is not None), default=None) for name, found in told.items() if found}
     known = {name: found for name, found in newest.items() if found is not None}
-    if len(known) < len(names) or len(set(known.values())) < len(names):
+    if not known or len(known) < len(newest) or len(set(known.values())) < len(known):
         raise CheckpointError(
             f"{load_dir}: the ranks do not see the same tag ({', '.join(names)}), and no commit record tells which is "
             "newer. Pass the tag to load."
         )
-    chosen = max(names, key=lambda name: known[name])
+    chosen = max(known, key=lambda name: known[name])
     if dist.get_rank() == 0:
         old = [rank for rank, name in enumerate(named) if name not in (None, chosen)]
         logger.warning(
-            "%s: latest names %s, the newest, on some nodes and an older tag where ranks %s are. %s is loaded",
+            "%s: latest names %s, which is the newest and is loaded, and another tag where ranks %s are",
             load_dir,
             chosen,
             ", ".join(map(str, old)),
-            chosen,
         )
     return chosen
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -56,32 +55,28 @@ def _on_nvme(optimizer: Any) -> bool:
     return bool(getattr(optimizer, "swap_optimizer", False) or getattr(optimizer, "params_in_nvme_and_cpu", False))
 
 
-def ranks_apart(tag_dir: Path) -> list[int]:
-    """The ranks that do not see a file that rank 0 makes where the tag is going to be. Collective.
+def directory_heads(tag_dir: Path) -> tuple[int, ...]:
+    """For each rank the first of those that see the same directory where the tag is going to be. Collective.
 
-    Raises SaveError on every rank where it cannot be made. It is gone afterwards, and its directory if that was new.
+    Found out by files that the ranks make there for a moment. Raises SaveError on every rank where one cannot.
     """
-    probe = tag_dir / f".zeroelastic.{broadcast(uuid.uuid4().hex)}"
-    made: list[Path] = []
+    stem = f".zeroelastic.{broadcast(uuid.uuid4().hex)}"
+    place, rank = tag_dir.parent, dist.get_rank()
+
+    def probe(number: int) -> Path:
+        return place / f"{stem}.{number}"
 
     def make() -> None:
-        if dist.get_rank() != 0:
-            return
         try:
-            made.extend(folder for folder in (tag_dir, *tag_dir.parents) if not folder.exists())
-            tag_dir.mkdir(parents=True, exist_ok=True)
-            probe.touch()
+            place.mkdir(parents=True, exist_ok=True)
+            probe(rank).touch()
         except OSError as error:
             raise SaveError(f"{tag_dir}: cannot be written: {error.strerror}. Nothing was saved.") from error
 
     settle(make)
-    seen = gather(probe.exists())
-    if dist.get_rank() == 0:
-        probe.unlink(missing_ok=True)
-        for folder in made:
-            with suppress(OSError):  # somebody else is using it by now
-                folder.rmdir()
-    return [rank for rank, sees in enumerate(seen) if not sees]
+    heads = gather(next(number for number in range(rank + 1) if number == rank or probe(number).exists()))
+    probe(rank).unlink(missing_ok=True)
+    return tuple(heads)
 
 
 def leave_to_stock(error: OldFormatError, tag_dir: Path, live: LiveState, *, node_local: bool) -> None:
