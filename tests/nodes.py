@@ -12,21 +12,21 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch.distributed as dist
 
 _CLONE_NEWNS = 0x00020000
 _MS_BIND, _MS_REC, _MS_PRIVATE = 4096, 16384, 1 << 18
 
 
-def _can_mount() -> bool:
+MOUNTS_NEED = "mount namespaces are not permitted here; they take root"
+
+
+def can_mount() -> bool:
+    """Whether a process may have mounts of its own."""
     done = subprocess.run(
         ["unshare", "--mount", "mount", "--bind", "/tmp", "/tmp"], capture_output=True, check=False, timeout=20
     )
     return done.returncode == 0
-
-
-needs_mounts = pytest.mark.skipif(not _can_mount(), reason="mount namespaces are not permitted here; they take root")
 
 
 class Nodes:

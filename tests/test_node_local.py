@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import test_io_counts
 import torch
-from nodes import Nodes, needs_mounts, on_nodes
+from nodes import MOUNTS_NEED, Nodes, can_mount, on_nodes
 from saves import Saved, check_resumed
 from training import Job, Outcome, attempt, build_engine, look, resume, train_and_save, train_step
 
@@ -24,9 +24,7 @@ from zeroelastic.record import RECORD_NAME
 from zeroelastic.shard import open_shard
 from zeroelastic.testing import RankPool, compare_states
 
-pytestmark = needs_mounts
-
-SECTION = "Node-local disks"
+SECTION = "Checkpoint engines and storage"
 NODE_LOCAL = {"checkpoint": {"use_node_local_storage": True}}
 ELASTIC = Job(config=NODE_LOCAL)
 RIGID = Job(config=NODE_LOCAL, elastic=False)
@@ -36,6 +34,12 @@ PLACED = ((1, 0, 0), (2, 0, 1), (2, 1, 3, 0, 0, 3))
 """Fewer ranks on the old nodes; a new node with rank 0; more ranks, most of them on new nodes."""
 
 support = pytest.mark.support
+
+
+@pytest.fixture(scope="module", autouse=True)
+def mounts() -> None:
+    if not can_mount():
+        pytest.skip(MOUNTS_NEED)
 
 
 class Run:
@@ -78,7 +82,9 @@ def run(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Callab
     return get
 
 
-@support(SECTION, "saving, elastic and rigid: a commit record and `latest` on every node", "exact")
+@support(
+    SECTION, "`use_node_local_storage`, saves on disks that differ", "exact", "a commit record and `latest` on each"
+)
 def test_every_node_has_the_same_record_and_latest(run: Callable[..., Run]) -> None:
     for job in (ELASTIC, RIGID):
         saved = run(job)
@@ -95,8 +101,9 @@ def test_every_node_has_the_same_record_and_latest(run: Callable[..., Run]) -> N
             assert not [path for path in saved.nodes.disk(node).iterdir() if path.name.startswith(".")]
 
 
-@support(SECTION, "the same nodes, nodes that are new, more and fewer ranks", "exact", "each byte read once")
-@support(SECTION, "rigid checkpoints that DeepSpeed alone saved on node-local disks", "exact")
+@support(
+    SECTION, "node-local disks, more and fewer ranks, on nodes old and new", "exact", "also of DeepSpeed's own saves"
+)
 @pytest.mark.parametrize("job", [ELASTIC, RIGID, STOCK], ids=["elastic", "rigid", "stock"])
 def test_shards_of_other_nodes_are_resumed(run: Callable[..., Run], job: Job) -> None:
     saved = run(job)
@@ -142,7 +149,7 @@ def test_what_is_cast_on_the_way_is_verified_as_read(run: Callable[..., Run]) ->
         assert any("digests of what was loaded match the record" in note for note in report.notes)
 
 
-@support(SECTION, "a node that is gone with its shards", "refused", "`zeroelastic.elastic.resume` takes an older tag")
+@support(SECTION, "node-local shards that no node has any more", "refused", "`elastic.resume` takes an older tag")
 def test_shards_that_no_node_has_are_named(run: Callable[..., Run]) -> None:
     for job, placed in ((ELASTIC, (0, 0, 2)), (STOCK, (2, 0))):
         saved = run(job)
