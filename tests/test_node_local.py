@@ -82,9 +82,7 @@ def run(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Callab
     return get
 
 
-@support(
-    SECTION, "`use_node_local_storage`, saves on disks that differ", "exact", "a commit record and `latest` on each"
-)
+@support(SECTION, "`use_node_local_storage`, saves on disks that differ", "exact", "with a commit record each")
 def test_every_node_has_the_same_record_and_latest(run: Callable[..., Run]) -> None:
     for job in (ELASTIC, RIGID):
         saved = run(job)
@@ -101,9 +99,7 @@ def test_every_node_has_the_same_record_and_latest(run: Callable[..., Run]) -> N
             assert not [path for path in saved.nodes.disk(node).iterdir() if path.name.startswith(".")]
 
 
-@support(
-    SECTION, "node-local disks, more and fewer ranks, on nodes old and new", "exact", "also of DeepSpeed's own saves"
-)
+@support(SECTION, "node-local disks, more and fewer ranks, on nodes old and new", "exact", "stock saves too")
 @pytest.mark.parametrize("job", [ELASTIC, RIGID, STOCK], ids=["elastic", "rigid", "stock"])
 def test_shards_of_other_nodes_are_resumed(run: Callable[..., Run], job: Job) -> None:
     saved = run(job)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from zeroelastic._version import __version__
-from zeroelastic.agree import broadcast, settle, together
+from zeroelastic.agree import broadcast
 from zeroelastic.digest import ParamContent, combine, content_root
 from zeroelastic.errors import SaveError
 from zeroelastic.record import (
@@ -37,6 +37,7 @@ from zeroelastic.stage3.contents import LocalDigests
 from zeroelastic.stage3.live import LiveState
 from zeroelastic.stage3.optimizers import class_path
 from zeroelastic.stage3.residence import is_away
+from zeroelastic.stage3.roll_call import RollCall
 from zeroelastic.storage import file_sizes
 
 
@@ -176,6 +177,26 @@ def zero_padding(live: LiveState) -> None:
                 flat[gap].zero_()
 
 
+@contextmanager
+def met_after_writing(optimizer: DeepSpeedZeroOptimizer_Stage3, roll_call: RollCall) -> Iterator[None]:
+    """While it lasts, the ranks meet when their files are written, before the collectives that end DeepSpeed's save."""
+    original = optimizer.checkpoint_event_epilogue
+    shadowed = "checkpoint_event_epilogue" in vars(optimizer)
+
+    def epilogue() -> None:
+        roll_call.meet("its files were written")
+        original()
+
+    optimizer.checkpoint_event_epilogue = epilogue
+    try:
+        yield
+    finally:
+        if shadowed:
+            optimizer.checkpoint_event_epilogue = original
+        else:
+            del optimizer.checkpoint_event_epilogue
+
+
 @dataclass(frozen=True, slots=True)
 class Uncommitted:
     """A save that was handed to its writer: all that the commit record says but the sizes of the files.
@@ -210,16 +231,18 @@ def acts(heads: Sequence[int]) -> bool:
     return heads[dist.get_rank()] == dist.get_rank()
 
 
-def commit(save: Uncommitted, *, fsync: bool) -> None:
+def commit(save: Uncommitted, roll_call: RollCall, *, fsync: bool) -> None:
     """Make the files of a save durable, write its record and put the tag in place, on all ranks or none. Collective.
 
     Everything that the record names has been written, by whatever process. Raises SaveError on every rank when a file
-    is missing, cannot be made durable, or is not visible to the head: then the tag is what it was before the save.
+    is missing, cannot be made durable, or is not visible to the head, or a rank does not arrive: then the tag is what
+    it was before the save.
     """
-    with discarded_on_failure(save.making, acts=save.acts):
-        _, parts = together(lambda: _settled_files(save, fsync=fsync))
-        settle(lambda: _write_record(save, parts) if save.acts else None)
-        settle(lambda: _put_in_place(save) if save.acts else None)
+    with discarded_on_failure(save.making, acts=save.acts), roll_call.naming_the_lost():
+        _, parts = roll_call.together(lambda: _settled_files(save, fsync=fsync), "its files were made durable")
+        roll_call.settle(lambda: _write_record(save, parts) if save.acts else None, "its commit record was written")
+        roll_call.settle(lambda: _put_in_place(save) if save.acts else None, "it was put in place")
+    roll_call.left = "The checkpoint is complete; load it by its tag."
 
 
 def _settled_files(save: Uncommitted, *, fsync: bool) -> dict[str, int]:

@@ -25,11 +25,13 @@ from zeroelastic.stage3.load import accumulated_micro_batches
 from zeroelastic.stage3.options import Options, parse_options
 from zeroelastic.stage3.replicated import difference, replicated_facts
 from zeroelastic.stage3.residence import lost_in_stock_files
+from zeroelastic.stage3.roll_call import RollCall
 from zeroelastic.stage3.save import (
     Uncommitted,
     acts,
     commit,
     discarded_on_failure,
+    met_after_writing,
     new_save_id,
     offloaded_save,
     written_files,
@@ -88,12 +90,15 @@ def save_checkpoint(original: Method) -> Method:
         optimizer = stage3_optimizer(self)
         if optimizer is None or not save_dir:
             return original(self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
+        options = options_of(self)
+        tag = f"global_step{self.global_steps}" if tag is None else str(tag)
+        tag_dir = Path(save_dir) / tag
+        roll_call = RollCall(tag_dir, timeout_s=options.save_timeout_s)
+        roll_call.meet("it was about to be saved")
         decoupled = self.checkpoint_engine.is_decoupled()
         if decoupled:
             self._commit_decoupled_checkpoint()  # the save before this one
         elastic = saves_elastic(self)
-        tag = f"global_step{self.global_steps}" if tag is None else str(tag)
-        tag_dir = Path(save_dir) / tag
         reason = _cannot_commit(self, optimizer, tag_dir, elastic=elastic)
         if reason is not None:
             if elastic:
@@ -101,14 +106,13 @@ def save_checkpoint(original: Method) -> Method:
             if dist.get_rank() == 0:
                 logger.info("no commit record is written: %s", reason)
             return original(self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
-        options = options_of(self)
         if decoupled:
             check_alive(self)
         save_id = new_save_id()
         making = making_of(tag_dir, save_id)
         heads = directory_heads(tag_dir) if self.use_node_local_storage() else (0,) * dist.get_world_size()
         settle(lambda: _begin(Path(save_dir), tag_dir, save_id) if acts(heads) else None)
-        with discarded_on_failure(making, acts=acts(heads)):
+        with discarded_on_failure(making, acts=acts(heads)), roll_call.naming_the_lost():
             live = live_of(self, optimizer)
             optimizer._zeroelastic_engine = self
             with shard_writer(
@@ -119,7 +123,7 @@ def save_checkpoint(original: Method) -> Method:
                     # A decoupled engine keeps the wish for ``latest`` until it commits; others would write it too
                     # early.
                     latest = save_latest and decoupled
-                    with offloaded_save(self, live, elastic=elastic):
+                    with offloaded_save(self, live, elastic=elastic), met_after_writing(optimizer, roll_call):
                         done = original(self, save_dir, tag, client_state, latest, exclude_frozen_parameters)
                     commit_info = self.checkpoint_engine.commit_info
                 finally:
@@ -144,11 +148,11 @@ def save_checkpoint(original: Method) -> Method:
             settle(live.residence.sync)
         point_latest = partial(_point_latest, Path(save_dir), tag, acts=acts(heads)) if save_latest else None
         if decoupled:
-            hand_over(self, Pending(save, commit_info, options.fsync, point_latest))
+            hand_over(self, Pending(save, commit_info, options, point_latest))
             return done
-        commit(save, fsync=options.fsync)
+        commit(save, roll_call, fsync=options.fsync)
         if point_latest is not None:
-            settle(point_latest)
+            roll_call.settle(point_latest, "`latest` was written")
         return done
 
     return save_checkpoint
