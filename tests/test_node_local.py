@@ -18,6 +18,7 @@ import test_io_counts
 import torch
 from nodes import MOUNTS_NEED, Nodes, can_mount, on_nodes
 from saves import Saved, check_resumed
+from test_topology import use_sliced
 from training import Job, Outcome, attempt, build_engine, look, resume, train_and_save, train_step
 
 from zeroelastic.record import RECORD_NAME
@@ -121,6 +122,18 @@ def test_one_node_serves_all_new_ones(run: Callable[..., Run]) -> None:
     # Without the flag it is found out all the same.
     outcomes = saved.resume((1, 0), config={})
     check_resumed(Saved(str(saved.nodes.disk(0)), saved.outcome), outcomes, ELASTIC)
+
+
+@pytest.mark.parametrize("elastic", [True, False], ids=["elastic", "rigid"])
+def test_tensor_parallel_ranks_read_for_each_other(rank_pool: RankPool, tmp_path: Path, elastic: bool) -> None:
+    """Of the two nodes each has one rank of the new run, and neither sees all files of its own tensor parallel rank."""
+    nodes, job = Nodes(tmp_path), Job(batch=12, elastic=elastic, config=NODE_LOCAL)
+    saved = rank_pool.run(on_nodes, 4, nodes, (0, 0, 1, 1), use_sliced, job, 2, nodes.path, save=True)
+    loaded = rank_pool.run(on_nodes, 2, nodes, (0, 1), use_sliced, job.other(), 2, nodes.path)
+    for tp_rank, outcome in loaded:
+        same = [other for other_rank, other in saved if other_rank == tp_rank]
+        assert compare_states(same[0].state, outcome.state) == []
+        assert outcome.report.root_matches and outcome.report.bytes_sent > 0
 
 
 def test_a_directory_that_all_see_is_loaded_as_ever(run: Callable[..., Run]) -> None:

@@ -130,6 +130,11 @@ class Checkpoint:
         return self._models[rank]
 
     @property
+    def has_models(self) -> bool:
+        """Whether a model states header was parsed, which names the parameters of a rigid checkpoint."""
+        return bool(self._models)
+
+    @property
     def header_bytes(self) -> int:
         """Bytes read so far for headers, scalars and the commit record."""
         shards = sum(shard.header_bytes for shard in self._shards.values())

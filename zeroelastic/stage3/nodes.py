@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -207,62 +207,65 @@ def _numbers(ranks: Iterable[int]) -> str:
     return ", ".join(map(str, ranks))
 
 
-Header = tuple[Literal["model", "optimizer"], int]
-"""Which of a saved rank's two files."""
-
-
 @dataclass(slots=True)
 class _Headers:
-    """The headers of a checkpoint that this rank reads, for itself and for others, each once."""
+    """The headers of a checkpoint that this rank reads, for itself and for others, each once; by file name.
 
-    checkpoint: Checkpoint
+    ``checkpoints`` are by tensor parallel rank: this rank's own, and those of which it has read a header for others.
+    """
+
     sight: Sight
-    recorded: dict[Header, tuple[int, Ranges]] = field(default_factory=dict)
+    listing: Listing
+    tp_size: int
+    checkpoints: dict[int, Checkpoint]
+    recorded: dict[str, tuple[int, Ranges]] = field(default_factory=dict)
 
-    def name(self, header: Header) -> str:
-        kind, rank = header
-        return (self.checkpoint.model_files if kind == "model" else self.checkpoint.optim_files)[rank].name
-
-    def fetch(self, wanted: Iterable[Header]) -> None:
+    def fetch(self, wanted: Iterable[str]) -> None:
         """Parse the wanted headers that others see, and give them those that they want. Collective."""
-        asked: dict[int, list[Header]] = {}
-        away = self.sight.away
-        for header in wanted:
-            if (name := self.name(header)) in away:
-                asked.setdefault(self.sight.reader(name), []).append(header)
+        asked: dict[int, list[str]] = {}
+        for name in wanted:
+            if name in self.listing.away:
+                asked.setdefault(self.sight.reader(name), []).append(name)
         requests = [row.get(self.sight.rank, []) for row in gather(asked)]
-        settle(partial(self.record, [header for headers in requests for header in headers]))
+        settle(partial(self.record, [name for names in requests for name in names]))
         answers = {
-            peer: pickle.dumps([(header, *self.recorded[header]) for header in headers])
-            for peer, headers in enumerate(requests)
-            if headers
+            peer: pickle.dumps([(name, *self.recorded[name]) for name in names])
+            for peer, names in enumerate(requests)
+            if names
         }
         arrived = swap(answers)
         settle(partial(self.take, [one for data in arrived.values() for one in pickle.loads(data)]))
 
-    def record(self, headers: Iterable[Header]) -> None:
+    def record(self, names: Iterable[str]) -> None:
         """Read headers of files that this rank sees, those that it has not read yet."""
-        for header in dict.fromkeys(headers):
-            if header in self.recorded:
+        for name in dict.fromkeys(names):
+            if name in self.recorded:
                 continue
-            file = RecordedFile(self.sight.tag_dir / self.name(header))
+            file = RecordedFile(self.sight.tag_dir / name)
             try:
-                self.parse(header, file)
+                self.parse(name, file)
             finally:
                 file.close()
-            self.recorded[header] = (file.size, file.ranges)
+            self.recorded[name] = (file.size, file.ranges)
 
-    def take(self, arrived: Iterable[tuple[Header, int, Ranges]]) -> None:
+    def take(self, arrived: Iterable[tuple[str, int, Ranges]]) -> None:
         """Parse headers that others have read."""
-        for header, size, ranges in arrived:
-            self.parse(header, ReceivedFile(self.sight.tag_dir / self.name(header), size, ranges))
+        for name, size, ranges in arrived:
+            self.parse(name, ReceivedFile(self.sight.tag_dir / name, size, ranges))
 
-    def parse(self, header: Header, through: RecordedFile | ReceivedFile) -> None:
-        kind, rank = header
-        if kind == "model":
-            self.checkpoint.model_states(rank, through=through)
-        else:
-            self.checkpoint.shard(rank, through=through)
+    def parse(self, name: str, through: RecordedFile | ReceivedFile) -> None:
+        file = parse_rank_file(name)
+        assert file is not None
+        if file.tp_rank not in self.checkpoints:
+            tp = TensorParallel(file.tp_rank, self.tp_size)
+            self.checkpoints[file.tp_rank] = open_checkpoint(self.sight.tag_dir, tp=tp, listing=self.listing)
+        checkpoint = self.checkpoints[file.tp_rank]
+        if file.kind == "model":
+            checkpoint.model_states(file.rank, through=through)
+            return
+        if not checkpoint.has_models and checkpoint.model_files[file.rank].name not in self.listing.away:
+            checkpoint.model_states(file.rank)  # rigid optimizer files do not name their parameters
+        checkpoint.shard(file.rank, through=through)
 
 
 def open_apart(sight: Sight, live: LiveState) -> Checkpoint:
@@ -272,15 +275,17 @@ def open_apart(sight: Sight, live: LiveState) -> Checkpoint:
     """
     listing = Listing(sight.sizes, sight.record, sight.world_size, sight.away, sight.record_bytes)
     checkpoint = settle(lambda: open_checkpoint(sight.tag_dir, tp=live.tp, listing=listing))
-    headers = _Headers(checkpoint, sight)
+    headers = _Headers(sight, listing, live.tp.size, {live.tp.rank: checkpoint})
     saved, rank = checkpoint.world_size, live.rank
-    own: Header = ("model", rank if rank < saved else 0)
-    settle(partial(headers.record, [own] if headers.name(own) not in sight.away else []))
-    headers.fetch([own])
+    own = rank if rank < saved else 0
+    own_file = checkpoint.model_files[own].name
+    settle(partial(headers.record, [own_file] if own_file not in listing.away else []))
+    headers.fetch([own_file])
     numels = [*live.layout.numel.tolist(), *live.frozen.numel.tolist()]
-    needed = source_ranks(numels, saved_world_size=saved, world_size=live.layout.world_size, rank=rank)
-    wanted: list[Header] = [("optimizer", source) for source in {*needed, min(rank, saved - 1)}]
-    if checkpoint.model_states(own[1]).frozen is not None:
-        wanted += [("model", source) for source in needed if source != own[1]]
-    headers.fetch(sorted(wanted))
+    needed = {min(rank, saved - 1)}
+    needed.update(source_ranks(numels, saved_world_size=saved, world_size=live.layout.world_size, rank=rank))
+    wanted = [checkpoint.optim_files[source].name for source in sorted(needed)]
+    if checkpoint.model_states(own).frozen is not None:
+        wanted += [checkpoint.model_files[source].name for source in sorted(needed - {own})]
+    headers.fetch(wanted)
     return checkpoint
