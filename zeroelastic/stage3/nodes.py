@@ -263,8 +263,9 @@ class _Headers:
         if file.kind == "model":
             checkpoint.model_states(file.rank, through=through)
             return
-        if not checkpoint.has_models and checkpoint.model_files[file.rank].name not in self.listing.away:
-            checkpoint.model_states(file.rank)  # rigid optimizer files do not name their parameters
+        model = checkpoint.model_files[file.rank].name
+        if not checkpoint.has_models and model not in self.listing.away:
+            self.record([model])  # rigid optimizer files do not name their parameters
         checkpoint.shard(file.rank, through=through)
 
 
