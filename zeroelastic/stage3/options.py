@@ -22,10 +22,10 @@ class Options(BaseModel):
     ``strict``: refuse a resume that changes the global batch. ``missing_state``: "error" refuses a checkpoint whose
     parameters or optimizer groups are not those of the run; "fresh" restores what both have and names what becomes of
     the rest. ``safe_load``: unpickle ``*_model_states.pt`` through torch's allow-list too. ``fsync``: make files
-    durable before the commit record names them. ``save_timeout_s``: how many seconds the ranks of a save wait for one another
-    before it fails, naming those that did not arrive. ``executor``: the engine that reads and writes payload: "numpy"
-    or "native" for host memory and files, "cuda" for a GPU's memory, or "torch" for it by way of host memory; what is
-    not named, "auto" chooses.
+    durable before the commit record names them. ``save_timeout_s``: how many seconds the ranks of a save wait for one
+    another before it fails, naming those that did not arrive. ``executor``: the engine that reads and writes payload:
+    "numpy" or "native" for host memory and files, "cuda" for a GPU's memory, or "torch" for it by way of host memory;
+    what is not named, "auto" chooses.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
