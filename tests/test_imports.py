@@ -17,7 +17,7 @@ LEVELS = [
     {"errors", "_version", "report"},
     {"layout"},
     {"storage", "agree"},
-    {"processes"},
+    {"processes", "relayed"},
     {"plan", "digest", "torchfile"},
     {"record", "picklegraph", "zip_records", "element_stats"},
     {"shard"},
