@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from zeroelastic.elastic.batch import BatchPlan, batch_plan, world_sizes
+from zeroelastic.elastic.events import Events, events
 from zeroelastic.elastic.preemption import EXIT_PREEMPTED, Every, Preemption, every, preemption
 from zeroelastic.elastic.resume import Resumed, resume
 from zeroelastic.elastic.sampler import ElasticBatchSampler, ElasticDistributedSampler, ElasticIterableDataset
@@ -13,10 +14,12 @@ __all__ = [
     "ElasticBatchSampler",
     "ElasticDistributedSampler",
     "ElasticIterableDataset",
+    "Events",
     "Every",
     "Preemption",
     "Resumed",
     "batch_plan",
+    "events",
     "every",
     "preemption",
     "resume",
