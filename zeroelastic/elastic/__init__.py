@@ -7,6 +7,7 @@ from zeroelastic.elastic.events import Events, events
 from zeroelastic.elastic.preemption import EXIT_PREEMPTED, Every, Preemption, every, preemption
 from zeroelastic.elastic.resume import Resumed, resume
 from zeroelastic.elastic.sampler import ElasticBatchSampler, ElasticDistributedSampler, ElasticIterableDataset
+from zeroelastic.elastic.timeout import set_collective_timeout
 
 __all__ = [
     "EXIT_PREEMPTED",
@@ -23,5 +24,6 @@ __all__ = [
     "every",
     "preemption",
     "resume",
+    "set_collective_timeout",
     "world_sizes",
 ]

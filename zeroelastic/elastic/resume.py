@@ -64,8 +64,8 @@ def resume(
 
     ``strict`` refuses a changed global batch and a checkpoint without a position in the data. With an empty or missing
     directory nothing happens, and ``Resumed.tag`` is None. ``log`` is told what the job goes on from. Raises
-    CheckpointError when there are checkpoints and none can be loaded, and whatever ``engine.load_checkpoint`` raises for
-    a run that does not fit::
+    CheckpointError when there are checkpoints and none can be loaded, and whatever ``engine.load_checkpoint`` raises
+    for a run that does not fit::
 
         sampler = ElasticDistributedSampler(dataset, global_batch=512)
         start = resume(engine, "ckpt", data=sampler)
