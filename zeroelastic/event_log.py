@@ -91,10 +91,13 @@ class SaveEvent(_Event):
 
 
 class EndEvent(_Event):
-    """A rank left the log: its work done, told to stop, or by an error, which any node's first rank writes."""
+    """A rank left the log: its work done, told to stop, or by an error, which any node's first rank writes.
+
+    ``step`` is None where the rank had not resumed yet: it knows nothing of where the job is.
+    """
 
     event: Literal["end"] = "end"
-    step: int
+    step: int | None
     rank: int
     reason: EndReason
     error: str | None = None

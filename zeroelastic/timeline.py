@@ -139,7 +139,7 @@ def _incarnation(
 def _reached(one: Incarnation, before: int) -> int:
     """How far the job was when this start of it had ended."""
     marks = [event.step for event in (one.resume, *one.steps, *one.saves, *one.ends) if event is not None]
-    return max(marks, default=before)
+    return max((step for step in marks if step is not None), default=before)
 
 
 def _restart(

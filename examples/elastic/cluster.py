@@ -72,7 +72,7 @@ class Cluster:
 
     def __init__(self, out: Path, arguments: list[str], *, nodes: str, network: Loopback) -> None:
         self.out, self.arguments, self.size, self.network = out, arguments, nodes, network
-        self.trace, self.events = out / "trace.jsonl", out / "events.jsonl"
+        self.trace, self.events, self.hold = out / "trace.jsonl", out / "events.jsonl", out / "hold"
         self.nodes: list[Node] = []
         self.port = free_port()
         self.store = subprocess.Popen(
@@ -94,6 +94,7 @@ class Cluster:
             f"--rdzv-endpoint={self.network.store_address}:{self.port}",
             *(f"--rdzv-conf={RENDEZVOUS},read_timeout={READ_TIMEOUT}", f"--local-addr={self.network.address(host)}"),
             *(str(HERE / "train.py"), *self.arguments, "--trace", str(self.trace), "--events", str(self.events)),
+            *("--hold", str(self.hold)),
         ]
         with open(self.out / f"node{number}.log", "wb") as output:
             agent = subprocess.Popen(
@@ -127,6 +128,21 @@ class Cluster:
             if time.monotonic() > until or any(node.agent.poll() is not None for node in self.nodes):
                 raise TimeoutError(f"{what} was not reached; see {self.out}/node*.log")
             time.sleep(0.1)
+
+    def arrive(self, size: int, until: float, *, before: int) -> None:
+        """Wait until the job has begun again at a size; meanwhile it trains no further than the step ``before``."""
+        since, written = time.time(), self.hold.with_suffix(".new")
+        written.write_text(str(before))
+        written.replace(self.hold)
+        self.reach(
+            f"a start on {size} nodes",
+            until,
+            lambda: any(
+                entry["event"] == "resume" and entry["world_size"] == size and entry["time"] > since
+                for entry in read_trace(self.trace)
+            ),
+        )
+        self.hold.unlink()
 
     def finish(self, until: float) -> None:
         """Wait until all nodes have ended. RuntimeError when one did by an error."""
@@ -184,9 +200,12 @@ def play(
     """Run the job through kills and joins, on ``first`` nodes to begin with. TimeoutError when it takes too long."""
     until = time.monotonic() + limit
     with cluster(out, nodes="1:4", steps=steps, save_steps=save_steps, first=first) as job:
-        for step, change in scenario:
+        for number, (step, change) in enumerate(scenario, 1):
             job.reach(f"step {step}", until, lambda step=step: last_step(job.trace) >= step)
             job.change(change)
+            if change > 0:
+                following = scenario[number][0] if number < len(scenario) else steps
+                job.arrive(len(job.nodes), until, before=following - 1)
         job.finish(until)
 
 
@@ -202,7 +221,7 @@ def play_fixed_size(
         at_kill = len(read_trace(job.trace))
         time.sleep(away)
         found = {
-            "entries_while_waiting": len(read_trace(job.trace)) - at_kill,
+            "steps_while_waiting": len(read_trace(job.trace)) - at_kill,
             "agents_waiting": sum(node.agent.poll() is None for node in job.nodes),
         }
         job.change(+1)
@@ -240,10 +259,9 @@ def play_cut(
             found["workers_of_new_agent"] = len(again.family()[1:])
         else:
             job.nodes.append(lost)
-        mended = time.time()
         network.mend(lost.host)
         note_nodes(job.events, +1, "link up")
-        job.reach("a step with it again", until, lambda: last_step(job.trace, world_size=size, after=mended) > 0)
+        job.arrive(size, until, before=steps - 1)
         job.finish(until)
         pids = {worker.pid for worker in workers}
         found["steps_by_lost_workers"] = sum(
@@ -284,7 +302,7 @@ def main() -> int:
         happened = play_fixed_size(broken, size=3, kill_at=8, away=15.0, **common)
     else:
         happened = play_cut(broken, size=3, cut_at=8, give_up=True, **common)
-    found = {"scenario": args.scenario, **happened, **compare(whole, broken, save_steps=args.save_steps)}
+    found = {"scenario": args.scenario, **compare(whole, broken, happened, save_steps=args.save_steps)}
     names = [write_result(directory, found, broken) for directory in (args.out, args.results) if directory is not None]
     print(names[0].read_text())
     return 1 if found["problems"] else 0

@@ -18,6 +18,14 @@ WEIGHT_TOLERANCE = 1e-4
 """Of final weights: at another world size gradients are summed in another order, and Adam divides small ones."""
 OUR_SHARE = 0.10
 """Of the time from the last kill to the first step after it, the most that ``resume`` may take."""
+EXPECTED = {
+    "steps_while_waiting": 0,
+    "agents_waiting": 2,
+    "workers_left": 0,
+    "workers_of_new_agent": 0,
+    "steps_by_lost_workers": 0,
+}
+"""Of what happened to a node that was lost; each scenario has some of these."""
 PHASES = ("noticing", "rendezvous", "imports", "engine", "load", "first_step")
 
 
@@ -28,13 +36,13 @@ def read_trace(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
 
 
-def last_step(path: Path, *, world_size: int | None = None, after: float = 0.0) -> int:
-    """The furthest step that any rank trained, at a world size or at any, after a time."""
+def last_step(path: Path, *, world_size: int | None = None) -> int:
+    """The furthest step that any rank trained, at a world size or at any."""
     return max(
         (
             entry["step"]
             for entry in read_trace(path)
-            if entry["event"] == "step" and world_size in (None, entry["world_size"]) and entry["time"] > after
+            if entry["event"] == "step" and world_size in (None, entry["world_size"])
         ),
         default=0,
     )
@@ -93,7 +101,7 @@ def furthest_weight(first: Path, second: Path) -> float:
     return max(float((ours - theirs).abs().max() / ours.abs().max()) for ours, theirs in pairs)
 
 
-def compare(whole: Path, elastic: Path, *, save_steps: int) -> dict[str, Any]:
+def compare(whole: Path, elastic: Path, happened: dict[str, Any], *, save_steps: int) -> dict[str, Any]:
     """What the demonstration shows, and ``problems`` for what it was to show and did not."""
     trace = elastic / "trace.jsonl"
     resumes = [entry for entry in read_trace(trace) if entry["event"] == "resume"]
@@ -111,10 +119,11 @@ def compare(whole: Path, elastic: Path, *, save_steps: int) -> dict[str, Any]:
     }
     found["our_largest_share"] = max((one["our_share"] for one in found["restarts"]), default=0.0)
     problems = [what for what in ("samples_as_uninterrupted", "bit_exact_resumes") if not found[what]]
+    problems += [what for what, value in EXPECTED.items() if happened.get(what, value) != value]
     problems += ["lost_steps"] if max(found["lost_steps"], default=0) > save_steps else []
     problems += ["our_largest_share"] if found["our_largest_share"] > OUR_SHARE else []
     problems += ["furthest_weight"] if not found["furthest_weight"] <= WEIGHT_TOLERANCE else []
-    return {**found, "problems": problems}
+    return {**happened, **found, "problems": problems}
 
 
 def restarts(timeline: Timeline) -> list[dict[str, Any]]:

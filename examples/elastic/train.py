@@ -76,6 +76,7 @@ def main() -> None:
     parser.add_argument("--events", help="the event log, for `zeroelastic timeline`; a file that all nodes share")
     parser.add_argument("--trace", help="append what each rank trains on to this file, a line of JSON at a time")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds until a silent rank counts as lost")
+    parser.add_argument("--hold", help="while this file exists, train no further than the step that it says")
     args = parser.parse_args()
 
     zeroelastic.install()
@@ -109,6 +110,8 @@ def main() -> None:
                         trace(args.trace, event="step", world_size=plan.world_size, rank=engine.global_rank,
                               step=engine.global_steps, samples=samples, loss=float(loss))  # fmt: skip
                         samples = []
+                        while held(args.hold, engine.global_steps) and not stop.told:
+                            time.sleep(0.1)
                     if stop() or engine.global_steps >= args.steps:
                         break
             if not stop.stopped:
@@ -118,6 +121,14 @@ def main() -> None:
         stop.exit()  # a code of its own: whatever started this is to start it again
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
+
+
+def held(path: str | None, step: int) -> bool:
+    """Whether to wait for nodes that are slow to start, so that a demonstration is not over before they come."""
+    try:
+        return path is not None and step >= int(Path(path).read_text())
+    except FileNotFoundError:
+        return False
 
 
 def trace(path: str | None, **fields: object) -> None:

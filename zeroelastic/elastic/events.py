@@ -56,7 +56,7 @@ class Events:
         self._first_of_node = self._rank == 0 or os.environ.get("LOCAL_RANK") == "0"
         self._seen_step = int(engine.global_steps)
         self._steps_logged = 0
-        self._stopped = False
+        self._stopped = self._placed = False
         self._before: int | None = None
         self._status = StatusLine() if status and self._rank == 0 else None
         self._state = Status(world_size=self._world_size, restart=_environment_number("TORCHELASTIC_RESTART_COUNT"))
@@ -70,9 +70,11 @@ class Events:
         ``loss`` is looked at only where a line is written, so a tensor on a GPU is waited for no more often.
         """
         step = int(self._engine.global_steps)
-        if self._rank != 0 or step == self._seen_step:
+        if step == self._seen_step:
             return
-        self._seen_step = step
+        self._seen_step, self._placed = step, True
+        if self._rank != 0:
+            return
         logged = self._steps_logged == 0 or step % self._every == 0
         shown = self._status is not None and self._status.due()
         if not logged and not shown:
@@ -89,7 +91,7 @@ class Events:
     ) -> None:  # fmt: skip
         """``resume`` is done; it calls this itself."""
         step = int(self._engine.global_steps)
-        self._seen_step = step
+        self._seen_step, self._placed = step, True
         if self._rank != 0:
             return
         self.lost_steps = None if self._before is None else max(self._before - step, 0)
@@ -124,7 +126,7 @@ class Events:
             error = f"{type(value).__name__}: {value}".splitlines()[0][:300] if failed else None
             self._write(
                 EndEvent(
-                    **self._when(), step=int(self._engine.global_steps), rank=self._rank,
+                    **self._when(), step=int(self._engine.global_steps) if self._placed else None, rank=self._rank,
                     reason="error" if failed else "stopped" if self._stopped else "done", error=error,
                 )
             )  # fmt: skip

@@ -126,6 +126,11 @@ class Preemption:
             self.save()
         return self.stopped
 
+    @property
+    def told(self) -> bool:
+        """Whether this rank got a signal. ``stopped`` follows with the next call, on all ranks."""
+        return self._told_at is not None
+
     def save(self, tag: str | None = None) -> str:
         """Save now, with the position in the data and the random generators. Collective. Returns the tag."""
         engine = self._engine
