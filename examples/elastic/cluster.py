@@ -33,11 +33,6 @@ from network import Loopback, Namespaces
 from zeroelastic.event_log import note_nodes
 
 HERE = Path(__file__).resolve().parent
-STORE = (
-    "import sys, time, datetime; from torch.distributed import TCPStore; "
-    "store = TCPStore(sys.argv[1], int(sys.argv[2]), is_master=True, wait_for_workers=False); "
-    "print('ready', flush=True); time.sleep(1e6)"
-)
 SCENARIO = ((6, -1), (16, -1), (26, +2), (38, -3), (48, +2))
 """(once this step is trained, nodes that go or come)"""
 RENDEZVOUS = (
@@ -76,11 +71,11 @@ class Cluster:
         self.nodes: list[Node] = []
         self.port = free_port()
         self.store = subprocess.Popen(
-            [*network.command(None), sys.executable, "-c", STORE, network.store_address, str(self.port)],
+            [*network.command(None), sys.executable, str(HERE / "store.py"), str(self.port)],
             stdout=subprocess.PIPE,
         )
         assert self.store.stdout is not None
-        if self.store.stdout.readline().strip() != b"ready":
+        if not self.store.stdout.readline().startswith(b"ready"):
             raise RuntimeError("the rendezvous store did not start")
 
     def add(self, host: int | None = None) -> Node:
