@@ -73,6 +73,7 @@ def test_a_job_goes_on_through_a_lost_and_a_new_node(cluster: ModuleType, tmp_pa
     assert lost.change == -1 and new.change == 1 and third.lost_steps == 0
 
 
+@pytest.mark.support("Using it", "torchrun job of a fixed size", "exact", "waits for a node that was killed")
 @pytest.mark.timeout(420)
 def test_a_job_of_a_fixed_size_waits_for_the_node_that_was_killed(cluster: ModuleType, tmp_path: Path) -> None:
     out, steps = tmp_path / "job", 14

@@ -96,7 +96,7 @@ def test_a_torn_end_costs_the_torn_line_and_no_other(
     assert last_step(path) == 7
 
 
-@pytest.mark.parametrize("filler", [0, 1 << 16, (1 << 16) - 30, 200_000])
+@pytest.mark.parametrize("filler", [0, 1 << 16, (1 << 16) - 30, (1 << 16) - 102, 200_000])
 def test_the_last_step_is_found_from_the_end_of_a_long_log(tmp_path: Path, filler: int) -> None:
     path = write(tmp_path / "log", step(1, "a", 41))
     with open(path, "a") as file:
