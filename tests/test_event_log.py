@@ -153,8 +153,8 @@ def test_a_restart_is_counted_from_the_last_kill_and_its_phases_add_up(tmp_path:
     """The start "b" in between never trained: its seconds are part of what "c" has cost."""
     a = [start(0, "a", ranks=4), resume(0.2, "a", step=0), *(step(n, "a", n) for n in range(1, 13))]
     a += [SaveEvent(**at(10.5), step=10, tag="global_step10", seconds=0.1)]
-    kills = [NodesEvent(**at(11.9, ""), change=-1), NodesEvent(**at(20, ""), change=-1)]
-    a += [EndEvent(**at(13, "a"), step=12, rank=2, reason="error", error="RuntimeError: reset")]
+    kills = [NodesEvent(**at(11.9, ""), change=-1), NodesEvent(**at(13.5, ""), change=-1)]
+    a += [EndEvent(**at(14, "a"), step=12, rank=2, reason="error", error="RuntimeError: reset")]
     b = [
         start(19, "b", ranks=3),
         EndEvent(**at(22, "b"), step=None, rank=1, reason="error", error="RuntimeError: reset"),
@@ -164,10 +164,10 @@ def test_a_restart_is_counted_from_the_last_kill_and_its_phases_add_up(tmp_path:
     first, second, third = made.incarnations
     assert first.restart is None and second.restart is None
     expected = RestartCost(
-        since_kill=True, noticing=2.0, rendezvous=8.0, imports=4.0, engine=6.5, load=1.5, first_step=1.0
+        since_kill=True, noticing=0.5, rendezvous=16.0, imports=4.0, engine=6.5, load=1.5, first_step=1.0
     )  # fmt: skip
     assert third.restart == expected
-    assert third.restart.total == pytest.approx(43 - 20) and third.restart.our_share == pytest.approx(1.5 / 23)
+    assert third.restart.total == pytest.approx(43 - 13.5) and third.restart.our_share == pytest.approx(1.5 / 29.5)
     assert [one.lost_steps for one in made.incarnations] == [0, 0, 2] and made.lost_steps == 2
     assert (first.end, second.end, third.end) == ("error", "error", None)
 

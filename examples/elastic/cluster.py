@@ -7,7 +7,8 @@
 Each runs train.py once without a break and once through its scenario, and compares the two: the samples of every step,
 the weights at the end, the steps that were lost and what each restart cost. "elastic" goes through 4 -> 3 -> 2 -> 4 ->
 1 -> 3 nodes and loses them by SIGKILL; "fixed-size" needs 3 nodes, so it waits for the one that was killed; "network"
-gives each node a host of its own and pulls the cable of one.
+gives each node a host of its own and pulls the cable of one, until its agent gives up; in "network-return" it is put
+back before.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 from judge import compare, last_step, read_trace, write_result
@@ -45,6 +46,9 @@ SILENCE = 8
 RETRIES = 5
 """Of net.ipv4.tcp_retries2: a host that reaches nobody knows it after about 15 seconds, instead of 15 minutes."""
 
+Back = Literal["new agent", "same agent"]
+BACK: dict[str, Back] = {"network": "new agent", "network-return": "same agent"}
+
 
 @dataclass(frozen=True)
 class Node:
@@ -61,6 +65,13 @@ class Node:
         except psutil.NoSuchProcess:
             return []
 
+    def kill(self) -> None:
+        """SIGKILL all of it."""
+        for process in self.family():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self.agent.wait()
+
 
 class Cluster:
     """Agents of one job, their rendezvous store in a process of its own, so that any node may die."""
@@ -69,6 +80,7 @@ class Cluster:
         self.out, self.arguments, self.size, self.network = out, arguments, nodes, network
         self.trace, self.events, self.hold = out / "trace.jsonl", out / "events.jsonl", out / "hold"
         self.nodes: list[Node] = []
+        self.started: list[Node] = []
         self.port = free_port()
         self.store = subprocess.Popen(
             [*network.command(None), sys.executable, str(HERE / "store.py"), str(self.port)],
@@ -99,17 +111,13 @@ class Cluster:
                 start_new_session=True,
                 env={**environment(), **self.network.environment()},
             )
-        self.nodes.append(Node(agent, host))
+        self.started.append(Node(agent, host))
+        self.nodes.append(self.started[-1])
         return self.nodes[-1]
 
-    def kill(self) -> Node:
+    def kill(self) -> None:
         """SIGKILL a node: the oldest agent and all its workers, at once."""
-        node = self.nodes.pop(0)
-        for process in node.family():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        node.agent.wait()
-        return node
+        self.nodes.pop(0).kill()
 
     def change(self, number: int) -> None:
         """Kill so many nodes, or start as many."""
@@ -124,11 +132,15 @@ class Cluster:
                 raise TimeoutError(f"{what} was not reached; see {self.out}/node*.log")
             time.sleep(0.1)
 
-    def arrive(self, size: int, until: float, *, before: int) -> None:
-        """Wait until the job has begun again at a size; meanwhile it trains no further than the step ``before``."""
-        since, written = time.time(), self.hold.with_suffix(".new")
-        written.write_text(str(before))
+    def wait_before(self, step: int) -> None:
+        """Let the job not take this step while the file ``hold`` is there."""
+        written = self.hold.with_suffix(".new")
+        written.write_text(str(step - 1))
         written.replace(self.hold)
+
+    def arrive(self, size: int, until: float) -> None:
+        """Wait until the job has begun again at a size."""
+        since = time.time()
         self.reach(
             f"a start on {size} nodes",
             until,
@@ -137,7 +149,6 @@ class Cluster:
                 for entry in read_trace(self.trace)
             ),
         )
-        self.hold.unlink()
 
     def finish(self, until: float) -> None:
         """Wait until all nodes have ended. RuntimeError when one did by an error."""
@@ -147,9 +158,8 @@ class Cluster:
 
     def close(self) -> None:
         """End what is left."""
-        while self.nodes:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                self.kill()
+        for node in self.started:
+            node.kill()
         self.store.kill()
         self.store.communicate()  # closes its pipe too
 
@@ -199,8 +209,9 @@ def play(
             job.reach(f"step {step}", until, lambda step=step: last_step(job.trace) >= step)
             job.change(change)
             if change > 0:
-                following = scenario[number][0] if number < len(scenario) else steps
-                job.arrive(len(job.nodes), until, before=following - 1)
+                job.wait_before(scenario[number][0] if number < len(scenario) else steps)
+                job.arrive(len(job.nodes), until)
+                job.hold.unlink()
         job.finish(until)
 
 
@@ -225,26 +236,28 @@ def play_fixed_size(
 
 
 def play_cut(
-    out: Path, *, size: int, cut_at: int, steps: int, save_steps: int, limit: float, give_up: bool
+    out: Path, *, size: int, cut_at: int, steps: int, save_steps: int, limit: float, back: Back | None
 ) -> dict[str, Any]:
-    """Run a job on hosts of their own, pull one's cable, and put it back. Returns what happened.
+    """Run a job on hosts of their own, and pull one's cable. Returns what happened.
 
-    With ``give_up`` the cable stays away for longer than the agent behind it waits: it ends, a new one is started in
-    its place and finds nobody until the cable is back. Without, the agent is still there then and goes on by itself.
+    ``back``: with "new agent" the cable stays away for longer than the agent behind it waits: it ends, a new one is
+    started in its place and finds nobody until the cable is back. With "same agent" the cable is back earlier, and the
+    agent goes on by itself. Otherwise the job ends without it.
     """
     until = time.monotonic() + limit
-    network = Namespaces(size, retries=RETRIES if give_up else None)
+    network = Namespaces(size, retries=RETRIES if back == "new agent" else None)
     with cluster(out, nodes=f"1:{size}", steps=steps, save_steps=save_steps, first=size, network=network) as job:
         job.reach(f"step {cut_at}", until, lambda: last_step(job.trace) >= cut_at)
         lost = job.nodes.pop(0)
         workers = lost.family()[1:]
         note_nodes(job.events, -1, "link down")
+        job.wait_before(steps)
         cut_time, began = time.time(), time.monotonic()
         network.cut(lost.host)
         job.reach("a step without it", until, lambda: last_step(job.trace, world_size=size - 1) > 0)
         found: dict[str, Any] = {"seconds_to_a_step_without_it": time.monotonic() - began}
         found["workers_left"] = sum(map(alive, {*workers, *lost.family()[1:]}))
-        if give_up:
+        if back == "new agent":
             with contextlib.suppress(subprocess.TimeoutExpired):
                 lost.agent.wait(max(until - time.monotonic(), 0.1))
             found["seconds_to_its_end"], found["its_exit_code"] = time.monotonic() - began, lost.agent.poll()
@@ -252,11 +265,13 @@ def play_cut(
             again = job.add(lost.host)
             time.sleep(4.0)
             found["workers_of_new_agent"] = len(again.family()[1:])
-        else:
+        elif back == "same agent":
             job.nodes.append(lost)
-        network.mend(lost.host)
-        note_nodes(job.events, +1, "link up")
-        job.arrive(size, until, before=steps - 1)
+        if back is not None:
+            network.mend(lost.host)
+            note_nodes(job.events, +1, "link up")
+            job.arrive(size, until)
+        job.hold.unlink()
         job.finish(until)
         pids = {worker.pid for worker in workers}
         found["steps_by_lost_workers"] = sum(
@@ -277,7 +292,7 @@ def alive(process: psutil.Process) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("demo-elastic"))
-    parser.add_argument("--scenario", choices=("elastic", "fixed-size", "network"), default="elastic")
+    parser.add_argument("--scenario", choices=("elastic", "fixed-size", *BACK), default="elastic")
     parser.add_argument("--steps", type=int, help="60, or 30 where one node goes and comes back")
     parser.add_argument("--save-steps", type=int, default=5)
     parser.add_argument("--limit", type=float, default=900.0, help="seconds for each of the two runs")
@@ -296,7 +311,7 @@ def main() -> int:
     elif args.scenario == "fixed-size":
         happened = play_fixed_size(broken, size=3, kill_at=8, away=15.0, **common)
     else:
-        happened = play_cut(broken, size=3, cut_at=8, give_up=True, **common)
+        happened = play_cut(broken, size=3, cut_at=8, back=BACK[args.scenario], **common)
     found = {"scenario": args.scenario, **compare(whole, broken, happened, save_steps=args.save_steps)}
     names = [write_result(directory, found, broken) for directory in (args.out, args.results) if directory is not None]
     print(names[0].read_text())

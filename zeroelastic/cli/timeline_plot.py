@@ -26,7 +26,8 @@ def draw_timeline(path: Path, timeline: Timeline) -> None:
     runs = timeline.incarnations
     for number, one in enumerate(runs):
         since = (one.resume.time if one.resume is not None else one.start.time) - began
-        until = one.last_time - began
+        worked = max((event.time for event in (*one.steps, *one.saves)), default=one.last_time)
+        until = max(worked - began, since)
         ranks.fill_between([since, until], one.start.world_size, color="tab:blue", alpha=0.5, step="pre")
         ranks.annotate(str(one.start.world_size), ((since + until) / 2, one.start.world_size), ha="center", va="bottom")
         if one.restart is not None:
