@@ -9,6 +9,7 @@ is noticed and refused.
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import struct
@@ -32,6 +33,8 @@ STAGING_BYTES = 16 << 20
 """Host memory through which tensors on a device are written."""
 
 _EARLY_BYTES = 4 << 20  # what is less is flushed with the rest, when the file is complete
+
+_SHORT_OF_SPACE = 1 << 20
 
 _END = struct.Struct("<4sHHHHIIH")
 _END64_LOCATOR = struct.Struct("<4sIQI")
@@ -112,6 +115,12 @@ def write_torch_file(
         if error.filename is not None or error.errno is None:
             raise
         raise OSError(error.errno, error.strerror, os.fspath(path)) from None
+    except RuntimeError as error:
+        if "unexpected pos" not in str(error):  # what torch's own writer says when the system takes less than it gave
+            raise
+        free = os.statvfs(path.parent)
+        code = errno.ENOSPC if free.f_bavail * free.f_frsize < _SHORT_OF_SPACE else errno.EIO
+        raise OSError(code, os.strerror(code), os.fspath(path)) from error
 
 
 def _write(

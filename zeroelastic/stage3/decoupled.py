@@ -59,7 +59,7 @@ def flush(engine: Any) -> None:
     if pending is None:
         return
     roll_call = RollCall(pending.save.tag_dir, timeout_s=pending.options.save_timeout_s)
-    with discarded_on_failure(pending.save.making), roll_call.naming_the_lost():
+    with discarded_on_failure(pending.save.making, acts=pending.save.acts), roll_call.naming_the_lost():
         try:
             roll_call.settle(lambda: _wait(engine, pending), "its files were written")
         except BaseException:

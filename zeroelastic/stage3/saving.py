@@ -28,6 +28,7 @@ from zeroelastic.stage3.residence import lost_in_stock_files
 from zeroelastic.stage3.roll_call import RollCall
 from zeroelastic.stage3.save import (
     Uncommitted,
+    acts,
     commit,
     discarded_on_failure,
     met_after_writing,
@@ -36,7 +37,7 @@ from zeroelastic.stage3.save import (
     written_files,
 )
 from zeroelastic.stage3.shard_writer import DigestedShard, ShardWriter, shard_writer
-from zeroelastic.stage3.storage_rules import ranks_apart, refuse_unwritable
+from zeroelastic.stage3.storage_rules import directory_heads, refuse_unwritable
 from zeroelastic.stage3.topology import tensor_parallel
 
 logger = logging.getLogger(__name__)
@@ -140,8 +141,9 @@ def _save(
         check_alive(engine)
     save_id = new_save_id()
     making = making_of(tag_dir, save_id)
-    settle(lambda: _begin(asked.directory, tag_dir, save_id))
-    with discarded_on_failure(making):
+    heads = directory_heads(tag_dir) if engine.use_node_local_storage() else (0,) * dist.get_world_size()
+    settle(lambda: _begin(asked.directory, tag_dir, save_id) if acts(heads) else None)
+    with discarded_on_failure(making, acts=acts(heads)):
         live = live_of(engine, optimizer)
         optimizer._zeroelastic_engine = engine
         with shard_writer(
@@ -177,9 +179,10 @@ def _save(
             trained=frozenset().union(*(names for _, names in parts)),
             written=written_files(engine, asked.directory, asked.tag),
             making=making,
+            heads=heads,
         )
         settle(live.residence.sync)
-    point_latest = partial(_point_latest, asked.directory, asked.tag) if asked.save_latest else None
+    point_latest = partial(_point_latest, asked.directory, asked.tag, acts=acts(heads)) if asked.save_latest else None
     if decoupled:
         hand_over(engine, Pending(save, commit_info, options, point_latest))
         return done
@@ -216,15 +219,6 @@ def _cannot_commit(
             f"the ranks save to different places ({', '.join(places[:3])}{' ...' if len(places) > 3 else ''}). A "
             "checkpoint has one tag and one directory, which all ranks share: pass the same ones everywhere."
         )
-    if engine.use_node_local_storage():
-        unseen = ranks_apart(tag_dir)
-        if unseen:
-            return UnsupportedError(
-                f"{tag_dir}: with use_node_local_storage, rank{'s' if len(unseen) > 1 else ''} "
-                f"{', '.join(map(str, unseen))} cannot see what rank 0 writes there. An elastic checkpoint is one "
-                "directory that all ranks see: save to a shared directory, or with elastic_checkpoint off and resume "
-                "at the same world size on the same nodes."
-            )
     return None
 
 
@@ -243,9 +237,7 @@ def _warn_of_lost_micro_batches(engine: Any, tag_dir: Path) -> int:
 
 
 def _begin(save_dir: Path, tag_dir: Path, save_id: str) -> None:
-    """Make the directory in which rank 0 sees every rank's file appear, where ``latest`` can be written too."""
-    if dist.get_rank() != 0:
-        return
+    """Make the directory in which this rank sees others' files appear, where ``latest`` can be written too."""
     try:
         save_dir.mkdir(parents=True, exist_ok=True)
         begin(tag_dir, save_id)
@@ -259,8 +251,8 @@ def _begin(save_dir: Path, tag_dir: Path, save_id: str) -> None:
         ) from error
 
 
-def _point_latest(save_dir: Path, tag: str) -> None:
-    if dist.get_rank() != 0:
+def _point_latest(save_dir: Path, tag: str, *, acts: bool) -> None:
+    if not acts:
         return
     try:
         write_atomically(save_dir / "latest", tag.encode())
