@@ -345,7 +345,7 @@ def load_and_save(job: Job, directory: str, tag: str) -> None:
 
 
 def save_fails(job: Job, directory: str) -> tuple[str, str]:
-    """The disk of node 1 cannot take the tag: a directory is where a file is to be renamed to."""
+    """The disk of node 1 cannot take the tag: a file has its name."""
     engine = build_engine(job)
     train_step(engine, 0)
     try:
@@ -360,5 +360,6 @@ def test_a_node_that_cannot_write_fails_the_save_on_all(rank_pool: RankPool, tmp
     (nodes.disk(1) / "blocked").write_text("a file")
     errors = rank_pool.run(on_nodes, 2, nodes, (0, 1), save_fails, ELASTIC, nodes.path)
     assert len(set(errors)) == 1 and errors[0][0] == "SaveError" and "blocked" in errors[0][1]
-    assert not list(nodes.disk(0).iterdir()), "nothing is left of the other nodes' part"
+    left = {path.name for path in nodes.disk(0).iterdir()}
+    assert left <= {"zero_to_fp32.py", "zero_to_torch.py"}, "nothing is left of the other node's part"
     assert [path.name for path in nodes.disk(1).iterdir()] == ["blocked"]
