@@ -31,7 +31,7 @@ export OMP_NUM_THREADS ?= 1
 
 NATIVE_SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
 
-.PHONY: help venv warm versions demo demo-elastic demo-elastic-netns demo-elastic-fixed test test-gpu test-native crash bench support lint format clean
+.PHONY: help venv warm versions demo demo-elastic demo-elastic-netns demo-elastic-fixed test test-gpu test-native crash bench reliability support lint format clean
 
 help:
 	@echo "make demo      the demonstration; its results go to demo/"
@@ -43,6 +43,7 @@ help:
 	@echo "make test-native  the C++ tests, with sanitizers"
 	@echo "make bench     the benchmarks; needs a quiet machine"
 	@echo "make crash     kill -9 at random moments of a reshard"
+	@echo "make reliability  docs/reliability.md, from the raw results of the campaigns"
 	@echo "make lint      ruff, mypy --strict, clang-format; changes nothing"
 	@echo "make support   docs/support.md, from the marks on the tests"
 	@echo "make format    ruff and clang-format, in place"
@@ -120,6 +121,10 @@ bench: $(STAMP)
 	$(PY) benchmarks/bench_load.py --out benchmarks/results
 	$(PY) benchmarks/bench_save.py --out benchmarks/results
 	$(PY) benchmarks/bench_cli.py --out benchmarks/results
+
+# What the campaigns found, as a page; tests/test_reliability.py compares.
+reliability: $(STAMP)
+	$(PY) benchmarks/reliability.py
 
 # What the tests show, as a table; tests/test_support.py compares.
 support: $(STAMP)

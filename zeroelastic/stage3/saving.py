@@ -25,16 +25,19 @@ from zeroelastic.stage3.load import accumulated_micro_batches
 from zeroelastic.stage3.options import Options, parse_options
 from zeroelastic.stage3.replicated import difference, replicated_facts
 from zeroelastic.stage3.residence import lost_in_stock_files
+from zeroelastic.stage3.roll_call import RollCall
 from zeroelastic.stage3.save import (
     Uncommitted,
+    acts,
     commit,
     discarded_on_failure,
+    met_after_writing,
     new_save_id,
     offloaded_save,
     written_files,
 )
 from zeroelastic.stage3.shard_writer import DigestedShard, ShardWriter, shard_writer
-from zeroelastic.stage3.storage_rules import ranks_apart, refuse_unwritable
+from zeroelastic.stage3.storage_rules import directory_heads, refuse_unwritable
 from zeroelastic.stage3.topology import tensor_parallel
 
 logger = logging.getLogger(__name__)
@@ -87,12 +90,15 @@ def save_checkpoint(original: Method) -> Method:
         optimizer = stage3_optimizer(self)
         if optimizer is None or not save_dir:
             return original(self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
+        options = options_of(self)
+        tag = f"global_step{self.global_steps}" if tag is None else str(tag)
+        tag_dir = Path(save_dir) / tag
+        roll_call = RollCall(tag_dir, timeout_s=options.save_timeout_s)
+        roll_call.meet("it was about to be saved")
         decoupled = self.checkpoint_engine.is_decoupled()
         if decoupled:
             self._commit_decoupled_checkpoint()  # the save before this one
         elastic = saves_elastic(self)
-        tag = f"global_step{self.global_steps}" if tag is None else str(tag)
-        tag_dir = Path(save_dir) / tag
         reason = _cannot_commit(self, optimizer, tag_dir, elastic=elastic)
         if reason is not None:
             if elastic:
@@ -100,13 +106,13 @@ def save_checkpoint(original: Method) -> Method:
             if dist.get_rank() == 0:
                 logger.info("no commit record is written: %s", reason)
             return original(self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
-        options = options_of(self)
         if decoupled:
             check_alive(self)
         save_id = new_save_id()
         making = making_of(tag_dir, save_id)
-        settle(lambda: _begin(Path(save_dir), tag_dir, save_id))
-        with discarded_on_failure(making):
+        heads = directory_heads(tag_dir) if self.use_node_local_storage() else (0,) * dist.get_world_size()
+        settle(lambda: _begin(Path(save_dir), tag_dir, save_id) if acts(heads) else None)
+        with discarded_on_failure(making, acts=acts(heads)), roll_call.naming_the_lost():
             live = live_of(self, optimizer)
             optimizer._zeroelastic_engine = self
             with shard_writer(
@@ -117,7 +123,7 @@ def save_checkpoint(original: Method) -> Method:
                     # A decoupled engine keeps the wish for ``latest`` until it commits; others would write it too
                     # early.
                     latest = save_latest and decoupled
-                    with offloaded_save(self, live, elastic=elastic):
+                    with offloaded_save(self, live, elastic=elastic), met_after_writing(optimizer, roll_call):
                         done = original(self, save_dir, tag, client_state, latest, exclude_frozen_parameters)
                     commit_info = self.checkpoint_engine.commit_info
                 finally:
@@ -137,15 +143,16 @@ def save_checkpoint(original: Method) -> Method:
                 trained=frozenset().union(*(names for _, names in parts)),
                 written=written_files(self, Path(save_dir), tag),
                 making=making,
+                heads=heads,
             )
             settle(live.residence.sync)
-        point_latest = partial(_point_latest, Path(save_dir), tag) if save_latest else None
+        point_latest = partial(_point_latest, Path(save_dir), tag, acts=acts(heads)) if save_latest else None
         if decoupled:
-            hand_over(self, Pending(save, commit_info, options.fsync, point_latest))
+            hand_over(self, Pending(save, commit_info, options, point_latest))
             return done
-        commit(save, fsync=options.fsync)
+        commit(save, roll_call, fsync=options.fsync)
         if point_latest is not None:
-            settle(point_latest)
+            roll_call.settle(point_latest, "`latest` was written")
         return done
 
     return save_checkpoint
@@ -178,15 +185,6 @@ def _cannot_commit(
             f"the ranks save to different places ({', '.join(places[:3])}{' ...' if len(places) > 3 else ''}). A "
             "checkpoint has one tag and one directory, which all ranks share: pass the same ones everywhere."
         )
-    if engine.use_node_local_storage():
-        unseen = ranks_apart(tag_dir)
-        if unseen:
-            return UnsupportedError(
-                f"{tag_dir}: with use_node_local_storage, rank{'s' if len(unseen) > 1 else ''} "
-                f"{', '.join(map(str, unseen))} cannot see what rank 0 writes there. An elastic checkpoint is one "
-                "directory that all ranks see: save to a shared directory, or with elastic_checkpoint off and resume "
-                "at the same world size on the same nodes."
-            )
     return None
 
 
@@ -205,9 +203,7 @@ def _warn_of_lost_micro_batches(engine: Any, tag_dir: Path) -> int:
 
 
 def _begin(save_dir: Path, tag_dir: Path, save_id: str) -> None:
-    """Make the directory in which rank 0 sees every rank's file appear, where ``latest`` can be written too."""
-    if dist.get_rank() != 0:
-        return
+    """Make the directory in which this rank sees others' files appear, where ``latest`` can be written too."""
     try:
         save_dir.mkdir(parents=True, exist_ok=True)
         begin(tag_dir, save_id)
@@ -221,8 +217,8 @@ def _begin(save_dir: Path, tag_dir: Path, save_id: str) -> None:
         ) from error
 
 
-def _point_latest(save_dir: Path, tag: str) -> None:
-    if dist.get_rank() != 0:
+def _point_latest(save_dir: Path, tag: str, *, acts: bool) -> None:
+    if not acts:
         return
     try:
         write_atomically(save_dir / "latest", tag.encode())
