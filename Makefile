@@ -31,7 +31,8 @@ export OMP_NUM_THREADS ?= 1
 
 NATIVE_SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
 
-.PHONY: help venv warm versions demo demo-elastic demo-elastic-netns demo-elastic-fixed test test-gpu test-native crash bench reliability support lint format clean
+.PHONY: help venv warm versions demo demo-elastic demo-elastic-netns demo-elastic-fixed test test-gpu test-native crash \
+    bench reliability support lint format clean
 
 help:
 	@echo "make demo      the demonstration; its results go to demo/"

@@ -31,7 +31,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-for command in (inspect, verify, plan, reshard, diff, export, convert, latest, prune, timeline, prove, doctor):
+for command in (inspect, verify, plan, reshard, diff, export, convert, latest, prune, prove, timeline, doctor):
     app.command()(verb(command))
 
 
