@@ -13,7 +13,15 @@ import torch
 import torch.distributed as dist
 from training import Job, build_engine, train_step
 
-from zeroelastic.elastic import ElasticDistributedSampler, events, every, preemption, resume, set_collective_timeout
+from zeroelastic.elastic import (
+    ElasticDistributedSampler,
+    events,
+    every,
+    preemption,
+    resume,
+    set_collective_timeout,
+    status,
+)
 from zeroelastic.elastic.status import Status, StatusLine
 from zeroelastic.errors import ConfigError
 from zeroelastic.event_log import EndEvent, ResumeEvent, SaveEvent, StartEvent, StepEvent, read_events
@@ -136,7 +144,8 @@ def test_where_output_is_no_terminal_a_plain_line_comes_now_and_then(
 def test_on_a_terminal_one_line_is_drawn_over(tmp_path: Path) -> None:
     """In a terminal of its own: the lines of a print in between stay, and the status is drawn again below them."""
     code = (
-        "import sys, time; from zeroelastic.elastic.status import *\n"
+        "import runpy, time\n"  # the module alone: it needs no torch
+        f"globals().update(runpy.run_path({status.__file__!r}, run_name='status'))\n"
         "line = StatusLine(); status = Status(world_size=2)\n"
         "for n in range(1, 4): line.show(status.with_(step=n)); print('printed', n); time.sleep(0.3)\n"
         "line.close()"

@@ -260,7 +260,7 @@ def play_cut(
         if back == "new agent":
             with contextlib.suppress(subprocess.TimeoutExpired):
                 lost.agent.wait(max(until - time.monotonic(), 0.1))
-            found["seconds_to_its_end"], found["its_exit_code"] = time.monotonic() - began, lost.agent.poll()
+            found["its_end_seen_after_seconds"], found["its_exit_code"] = time.monotonic() - began, lost.agent.poll()
             # Where it was cut off it cannot begin a job of its own, though one node would be enough for one.
             again = job.add(lost.host)
             time.sleep(4.0)
