@@ -65,7 +65,7 @@ class ParamRecord(_Schema):
 
     name: str
     tp_rank: Annotated[int, Field(ge=0, lt=1 << 16)] = 0
-    shape: list[Annotated[int, Field(ge=0, lt=1 << 62)]]
+    shape: Annotated[list[Annotated[int, Field(ge=0, lt=1 << 62)]], Field(max_length=64)]
     trainable: bool
     tensors: dict[str, TensorRecord]
     scalars: dict[str, ScalarRecord]
