@@ -31,7 +31,7 @@ export OMP_NUM_THREADS ?= 1
 
 NATIVE_SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
 
-.PHONY: help venv warm versions demo demo-elastic test test-gpu test-native crash bench support lint format clean
+.PHONY: help venv warm versions demo demo-elastic test test-gpu test-native crash fuzz bench bench-scale support lint format clean
 
 help:
 	@echo "make demo      the demonstration; its results go to demo/"
@@ -41,6 +41,8 @@ help:
 	@echo "make test-native  the C++ tests, with sanitizers"
 	@echo "make bench     the benchmarks; needs a quiet machine"
 	@echo "make crash     kill -9 at random moments of a reshard"
+	@echo "make fuzz      fuzzes every reader of files, FUZZ_SECONDS=600 each (FUZZ_TARGETS='pickle table' narrows)"
+	@echo "make bench-scale  many ranks, loaders, parameters and tags; needs a quiet machine"
 	@echo "make lint      ruff, mypy --strict, clang-format; changes nothing"
 	@echo "make support   docs/support.md, from the marks on the tests"
 	@echo "make format    ruff and clang-format, in place"
@@ -104,6 +106,19 @@ test-native:
 # Kills reshard at random moments; the raw result goes to benchmarks/results.
 crash: $(STAMP)
 	$(PY) benchmarks/crash_reshard.py --kills 50 --out benchmarks/results
+
+# Readers under atheris, the C++ engine under libFuzzer (clang); the raw result goes to benchmarks/results.
+FUZZ_SECONDS ?= 600
+FUZZ_TARGETS ?=
+FUZZ_SEED ?= 1
+fuzz: $(STAMP)
+	@$(INSTALL) -e '.[fuzz]' --no-build-isolation
+	$(PY) tests/fuzz/campaign.py --seconds $(FUZZ_SECONDS) --seed $(FUZZ_SEED) --targets '$(FUZZ_TARGETS)' \
+	    --out benchmarks/results
+
+# Many ranks, loaders, parameters and tags; raw results go to benchmarks/results.
+bench-scale: $(STAMP)
+	$(PY) benchmarks/bench_scale.py --out benchmarks/results
 
 # Needs a quiet machine; raw results go to benchmarks/results.
 bench: $(STAMP)

@@ -143,7 +143,7 @@ def read_record(tag_dir: FilePath) -> CommitRecord | None:
     except MissingFileError:
         return None
     try:
-        data = json.loads(text)
+        data = json.loads(text.decode("utf-8"))  # of bytes, json would guess the encoding
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: is not JSON ({error}). The commit record is damaged.") from None
     version = data.get("format_version") if isinstance(data, dict) else None

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from zeroelastic.errors import ConfigError
 from zeroelastic.executors import OPERATIONS, Executor
+from zeroelastic.safepickle import split_global
 
 Verify = Literal["full", "quick", "off"]
 MissingState = Literal["error", "fresh"]
@@ -21,10 +22,11 @@ class Options(BaseModel):
     "quick" checks headers, sizes and save ids only; "off" (or false) does not report a content root either.
     ``strict``: refuse a resume that changes the global batch. ``missing_state``: "error" refuses a checkpoint whose
     parameters or optimizer groups are not those of the run; "fresh" restores what both have and names what becomes of
-    the rest. ``safe_load``: unpickle ``*_model_states.pt`` through
-    torch's allow-list too. ``fsync``: make files durable before the commit record names them. ``executor``: the engine
-    that reads and writes payload: "numpy" or "native" for host memory and files, "cuda" for a GPU's memory, or "torch"
-    for it by way of host memory; what is not named, "auto" chooses.
+    the rest. ``safe_load``: unpickle ``*_model_states.pt`` through torch's allow-list too. ``allow_globals``: classes,
+    such as "package.module.Class", that a file may name beyond the allow-lists: they are inert stand-ins in optimizer
+    files; under ``safe_load``, torch makes objects of them. ``fsync``: make files durable before the commit record
+    names them. ``executor``: the engine that reads and writes payload: "numpy" or "native" for host memory and files,
+    "cuda" for a GPU's memory, or "torch" for it by way of host memory; what is not named, "auto" chooses.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -33,6 +35,7 @@ class Options(BaseModel):
     strict: bool = False
     missing_state: MissingState = "error"
     safe_load: bool = False
+    allow_globals: list[str] = Field(default_factory=list)
     fsync: bool = True
     executor: Executor = "auto"
 
@@ -40,6 +43,13 @@ class Options(BaseModel):
     def host_executor(self) -> Executor:
         """The engine for files and host memory: "auto" where ``executor`` names one for a GPU."""
         return self.executor if "write" in OPERATIONS.get(self.executor, ("write",)) else "auto"
+
+    @field_validator("allow_globals")
+    @classmethod
+    def _are_names(cls, names: list[str]) -> list[str]:
+        for name in names:
+            split_global(name)
+        return names
 
     @field_validator("verify", mode="before")
     @classmethod

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import tempfile
 import time
@@ -26,8 +27,11 @@ from zeroelastic.errors import (
     UnsupportedError,
     UsageError,
     ZeroElasticError,
+    shown,
 )
 from zeroelastic.record import RECORD_NAME, write_atomically
+from zeroelastic.safepickle import allow_globals
+from zeroelastic.source import LATEST
 from zeroelastic.stage3 import memory
 from zeroelastic.stage3.contents import of_every_tp_rank, whole_contents
 from zeroelastic.stage3.decoupled import Pending, abandon, check_alive, flush, hand_over, has_pending
@@ -50,8 +54,11 @@ from zeroelastic.stage3.shard_writer import DigestedShard, ShardWriter, shard_wr
 from zeroelastic.stage3.storage_rules import leave_to_stock, loads_in_stock, ranks_apart, refuse_unwritable
 from zeroelastic.stage3.survey import Survey, survey
 from zeroelastic.stage3.topology import tensor_parallel
+from zeroelastic.storage import read_whole
 
 logger = logging.getLogger(__name__)
+
+_MOST_LATEST_BYTES = 4096
 
 Method = Callable[..., Any]
 
@@ -403,13 +410,14 @@ def load_checkpoint(original: Method) -> Method:
         wanted = Wanted(optimizer_states=load_optimizer_states, module_only=load_module_only)
         live = _live(self, optimizer)
         try:
-            found = survey(
-                tag_dir,
-                live,
-                weights_only=wanted.weights_only,
-                missing_state=options.missing_state,
-                strict_module=load_module_strict and custom_load_fn is None,
-            )
+            with allow_globals(options.allow_globals):
+                found = survey(
+                    tag_dir,
+                    live,
+                    weights_only=wanted.weights_only,
+                    missing_state=options.missing_state,
+                    strict_module=load_module_strict and custom_load_fn is None,
+                )
         except (MissingFileError, OldFormatError) as error:
             leave_to_stock(error, tag_dir, live, node_local=self.use_node_local_storage())
             logger.warning("loading through DeepSpeed alone: %s", error)
@@ -423,7 +431,7 @@ def load_checkpoint(original: Method) -> Method:
 
         def load_module() -> tuple[Any, Any]:
             with (
-                model_states_reader(self, found, safe_load=options.safe_load),
+                model_states_reader(self, found, safe_load=options.safe_load, allow_globals=options.allow_globals),
                 recorded_keys(self.module, keys, forgive=options.missing_state == "fresh"),
             ):
                 path, state = self._load_checkpoint(
@@ -443,17 +451,18 @@ def load_checkpoint(original: Method) -> Method:
 
         self._zeroelastic_survey = found
         try:
-            outcome, report = load(
-                self,
-                found,
-                live,
-                tag_dir=tag_dir,
-                options=options,
-                wanted=wanted,
-                load_module=load_module,
-                keys=keys,
-                began=began,
-            )
+            with allow_globals(options.allow_globals):
+                outcome, report = load(
+                    self,
+                    found,
+                    live,
+                    tag_dir=tag_dir,
+                    options=options,
+                    wanted=wanted,
+                    load_module=load_module,
+                    keys=keys,
+                    began=began,
+                )
         finally:
             del self._zeroelastic_survey
         self.zeroelastic_report = report
@@ -476,11 +485,12 @@ def _choose_tag(load_dir: Path, tag: Any, *, node_local: bool) -> str | None:
         if tag is not None:
             return str(tag)
         try:
-            return (load_dir / "latest").read_text().strip()
-        except FileNotFoundError:
+            name = read_whole(load_dir / LATEST, limit=_MOST_LATEST_BYTES).decode(errors="replace").strip()
+        except MissingFileError:
             return None
-        except OSError as error:
-            raise CheckpointError(f"{load_dir / 'latest'}: cannot be read: {error.strerror}.") from None
+        if os.path.isabs(name) or ".." in Path(name).parts or "\0" in name:
+            raise CheckpointError(f"{load_dir / LATEST}: names {shown(name)}, which is not a tag of this directory.")
+        return name
 
     chosen, all_chosen = together(read)
     named = {other for other in all_chosen if other is not None}
