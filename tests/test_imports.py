@@ -40,7 +40,8 @@ LEVELS = [
 ]
 """Modules and folders from the ground up; each imports only from levels below. "" is the package itself."""
 
-PURE = ("errors", "layout", "plan", "digest", "opcodes", "safepickle", "torchfile", "record", "shard", "checkpoint", "report", "membership",
+PURE = ("errors", "layout", "plan", "digest", "opcodes", "safepickle", "torchfile", "record", "shard", "checkpoint",
+        "report", "membership",
         "executors/table", "executors/numpy_executor")  # fmt: skip
 KNOWS_DEEPSPEED = {"stage3", "testing"}
 

@@ -102,8 +102,8 @@ def write(out: Path, results: dict[str, dict[str, object]]) -> None:
     text = [
         "# Fuzzing",
         "",
-        f"`make fuzz`: readers under atheris, the C++ engine's tables under libFuzzer with ASan and UBSan; {MOST_MIB} MiB",
-        "is the limit of a whole process. A finding ends the run of its target.",
+        "`make fuzz`: readers under atheris, the C++ engine's tables under libFuzzer with ASan and UBSan;",
+        f"{MOST_MIB} MiB is the limit of a whole process. A finding ends the run of its target.",
         "",
         "| target | inputs | seconds | edges | features | peak MiB | slowest input, s | findings |",
         "|---|---:|---:|---:|---:|---:|---:|---:|",
