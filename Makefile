@@ -31,7 +31,7 @@ export OMP_NUM_THREADS ?= 1
 
 NATIVE_SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
 
-.PHONY: help venv warm versions demo demo-elastic test test-gpu test-native crash fuzz bench bench-scale support lint format clean
+.PHONY: help venv warm versions demo demo-elastic test test-gpu test-native crash fuzz bench bench-scale reliability support lint format clean
 
 help:
 	@echo "make demo      the demonstration; its results go to demo/"
@@ -43,6 +43,7 @@ help:
 	@echo "make crash     kill -9 at random moments of a reshard"
 	@echo "make fuzz      fuzzes every reader of files, FUZZ_SECONDS=600 each (FUZZ_TARGETS='pickle table' narrows)"
 	@echo "make bench-scale  many ranks, loaders, parameters and tags; needs a quiet machine"
+	@echo "make reliability  docs/reliability.md, from the raw results of the campaigns"
 	@echo "make lint      ruff, mypy --strict, clang-format; changes nothing"
 	@echo "make support   docs/support.md, from the marks on the tests"
 	@echo "make format    ruff and clang-format, in place"
@@ -127,6 +128,10 @@ bench: $(STAMP)
 	$(PY) benchmarks/bench_load.py --out benchmarks/results
 	$(PY) benchmarks/bench_save.py --out benchmarks/results
 	$(PY) benchmarks/bench_cli.py --out benchmarks/results
+
+# What the campaigns found, as a page; tests/test_reliability.py compares.
+reliability: $(STAMP)
+	$(PY) benchmarks/reliability.py
 
 # What the tests show, as a table; tests/test_support.py compares.
 support: $(STAMP)

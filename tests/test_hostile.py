@@ -473,8 +473,6 @@ def test_classes_in_client_state_are_loaded_by_deepspeed_alone_or_when_they_are_
     assert loaded(rank_pool, job_save, safe_load=True, allow_globals=[MINE]) == ("", 7)
     error, _ = loaded(rank_pool, job_save, safe_load=True, allow_globals=["no.such.Class"])
     assert error.startswith("ConfigError") and "no.such.Class" in error
-    error, _ = loaded(rank_pool, job_save, allow_globals=["nothing"])
-    assert error.startswith("ConfigError") and "does not name a class" in error
 
 
 @pytest.mark.support("Checkpoint engines and storage", "code in an optimizer file", "refused", "on every rank; named")

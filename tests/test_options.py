@@ -33,6 +33,11 @@ def test_every_option_is_taken():
     assert parse_options({"zeroelastic": block}).model_dump() == block
 
 
+def test_a_global_that_is_no_name_of_a_class_is_refused():
+    with pytest.raises(ConfigError, match=r"allow_globals is .* 'nothing' does not name a class"):
+        parse_options({"zeroelastic": {"allow_globals": ["a.B", "nothing"]}})
+
+
 def test_an_unknown_option_names_the_known_ones():
     with pytest.raises(ConfigError, match=r"has no option 'verfy', 'x'\. Known options: ") as caught:
         parse_options({"zeroelastic": {"verfy": True, "x": 1, "strict": True}})

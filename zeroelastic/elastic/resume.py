@@ -19,10 +19,10 @@ from typing import Any
 
 from zeroelastic.agree import broadcast, gather, settle
 from zeroelastic.elastic.position import KEY, Position, unpack_position
-from zeroelastic.errors import CheckpointError, UsageError
+from zeroelastic.errors import CheckpointError
 from zeroelastic.record import write_atomically
 from zeroelastic.report import ResumeReport
-from zeroelastic.tags import Tag, check_quickly, check_tag, list_run
+from zeroelastic.tags import Tag, check_quickly, check_tag
 
 ATTEMPTS_NAME = ".zeroelastic-attempts.json"
 """Loads that were begun and not finished, by tag; only while there are any."""
@@ -61,26 +61,28 @@ def resume(
         start = resume(engine, "ckpt", data=sampler)
         for step in range(start.global_steps, total_steps): ...
     """
+    from zeroelastic.stage3.node_tags import problem_over_nodes, tags_of_all_nodes
     from zeroelastic.stage3.seams import install
+    from zeroelastic.stage3.topology import rank_and_tp
     from zeroelastic.stage3.wrappers import loading_strictly
 
     install()
     root = Path(directory)
     passed: list[str] = []
-    remaining: list[Tag] | None = None
-    while True:
+    remaining = tags_of_all_nodes(root)
 
-        def choose() -> tuple[str, str] | None:
-            nonlocal remaining
-            if _rank() != 0:
-                return None
-            remaining = _tags(root) if remaining is None else remaining
-            return _next(root, remaining, passed)
+    def choose() -> tuple[str, str, str | None] | None:
+        return _next(root, remaining, passed) if _rank() == 0 else None
 
-        chosen = broadcast(settle(choose))
-        if chosen is None:
-            break
-        load_dir, name = chosen
+    while (chosen := broadcast(settle(choose))) is not None:
+        load_dir, name, problem = chosen
+        if problem is not None:
+            problem = problem_over_nodes(Path(load_dir) / name, problem, *rank_and_tp(engine))
+        if problem is not None:
+            passed.append(f"{name}: {problem}")
+            if _rank() == 0:
+                logger.warning("passed over %s: %s", name, problem)
+            continue
         settle(partial(_count_attempt, root, name, 1))
         try:
             with loading_strictly(engine, strict):
@@ -145,32 +147,24 @@ def _finish(
     return Resumed(name, int(engine.global_steps), client_state, report, passed, notes)
 
 
-def _tags(root: Path) -> list[Tag]:
-    """The checkpoints of a directory, newest first; none where there is no directory yet."""
-    try:
-        return list(list_run(root).tags)
-    except UsageError:
-        return []
+def _next(root: Path, remaining: list[Tag], passed: list[str]) -> tuple[str, str, str | None] | None:
+    """Directory and tag of the newest of the remaining ones, and what rank 0 sees wrong with it, if anything.
 
-
-def _next(root: Path, remaining: list[Tag], passed: list[str]) -> tuple[str, str] | None:
-    """Directory and tag of the newest of the remaining ones that looks whole; those before it go to ``passed``."""
+    Those under which the job died go to ``passed``.
+    """
     attempts = _attempts(root)
     while remaining:
         tag = remaining.pop(0)
-        problem = _problem(tag, attempts)
+        died = attempts.get(tag.tag_dir.name, 0)
+        problem = tag.unfinished
+        if died >= _MOST_FAILURES:
+            problem = f"the job ended {died} times while it was being loaded"
         if problem is None:
-            return str(tag.tag_dir.parent), tag.tag_dir.name
+            verdict = check_tag(tag, check_quickly)
+            return str(tag.tag_dir.parent), tag.tag_dir.name, None if verdict is None else " ".join(verdict.problems)
         passed.append(f"{tag.name}: {problem}")
         logger.warning("passed over %s: %s", tag.name, problem)
     return None
-
-
-def _problem(tag: Tag, attempts: Mapping[str, int]) -> str | None:
-    if attempts.get(tag.tag_dir.name, 0) >= _MOST_FAILURES:
-        return f"the job ended {attempts[tag.tag_dir.name]} times while it was being loaded"
-    verdict = check_tag(tag, check_quickly)
-    return None if verdict is None else " ".join(verdict.problems)
 
 
 def _attempts(root: Path) -> dict[str, int]:
@@ -190,6 +184,7 @@ def _count_attempt(root: Path, name: str, change: int) -> None:
     counts[name] = counts.get(name, 0) + change if change > 0 else 0
     counts = {tag: count for tag, count in counts.items() if count > 0}
     if counts:
+        root.mkdir(parents=True, exist_ok=True)  # a node that is new to the job
         write_atomically(root / ATTEMPTS_NAME, json.dumps(counts).encode())
     else:
         (root / ATTEMPTS_NAME).unlink(missing_ok=True)

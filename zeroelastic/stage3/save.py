@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from zeroelastic._version import __version__
-from zeroelastic.agree import broadcast, settle, together
+from zeroelastic.agree import broadcast
 from zeroelastic.digest import ParamContent, combine, content_root
 from zeroelastic.errors import SaveError
 from zeroelastic.record import (
@@ -28,14 +29,15 @@ from zeroelastic.record import (
     Versions,
     param_records,
     record_text,
-    sync_directory,
     write_atomically,
 )
+from zeroelastic.save_place import carry_over, put_in_place
 from zeroelastic.shard import ELASTIC_VERSION
 from zeroelastic.stage3.contents import LocalDigests
 from zeroelastic.stage3.live import LiveState
 from zeroelastic.stage3.optimizers import class_path
 from zeroelastic.stage3.residence import is_away
+from zeroelastic.stage3.roll_call import RollCall
 from zeroelastic.storage import file_sizes
 
 
@@ -175,12 +177,33 @@ def zero_padding(live: LiveState) -> None:
                 flat[gap].zero_()
 
 
+@contextmanager
+def met_after_writing(optimizer: DeepSpeedZeroOptimizer_Stage3, roll_call: RollCall) -> Iterator[None]:
+    """While it lasts, the ranks meet when their files are written, before the collectives that end DeepSpeed's save."""
+    original = optimizer.checkpoint_event_epilogue
+    shadowed = "checkpoint_event_epilogue" in vars(optimizer)
+
+    def epilogue() -> None:
+        roll_call.meet("its files were written")
+        original()
+
+    optimizer.checkpoint_event_epilogue = epilogue
+    try:
+        yield
+    finally:
+        if shadowed:
+            optimizer.checkpoint_event_epilogue = original
+        else:
+            del optimizer.checkpoint_event_epilogue
+
+
 @dataclass(frozen=True, slots=True)
 class Uncommitted:
     """A save that was handed to its writer: all that the commit record says but the sizes of the files.
 
     ``contents`` are of the state at the moment of the save, over all ranks; ``trained`` names the trained parameters
-    among them, and ``written`` this rank's files.
+    among them, and ``written`` this rank's files in ``making``, the hidden directory that becomes ``tag_dir``. Ranks
+    that see the same directory have the same one of ``heads``, by rank: the first of them, which acts for all.
     """
 
     tag_dir: Path
@@ -192,78 +215,112 @@ class Uncommitted:
     contents: tuple[ParamContent, ...]
     trained: frozenset[str]
     written: tuple[str, ...]
+    making: Path
+    heads: tuple[int, ...]
     tp_size: int = 1
     lost_micro_batches: int = 0
 
+    @property
+    def acts(self) -> bool:
+        """Whether this rank does what one rank does for all that see its directory."""
+        return acts(self.heads)
 
-def commit(save: Uncommitted, *, fsync: bool) -> None:
-    """Make the files of a save durable and write its record; on return every rank knows it is there. Collective.
+
+def acts(heads: Sequence[int]) -> bool:
+    """Whether this rank is the first of those that see its directory."""
+    return heads[dist.get_rank()] == dist.get_rank()
+
+
+def commit(save: Uncommitted, roll_call: RollCall, *, fsync: bool) -> None:
+    """Make the files of a save durable, write its record and put the tag in place, on all ranks or none. Collective.
 
     Everything that the record names has been written, by whatever process. Raises SaveError on every rank when a file
-    is missing, cannot be made durable, or is not visible to rank 0.
+    is missing, cannot be made durable, or is not visible to the head, or a rank does not arrive: then the tag is what
+    it was before the save.
     """
+    with discarded_on_failure(save.making, acts=save.acts), roll_call.naming_the_lost():
+        _, parts = roll_call.together(lambda: _settled_files(save, fsync=fsync), "its files were made durable")
+        roll_call.settle(lambda: _write_record(save, parts) if save.acts else None, "its commit record was written")
+        roll_call.settle(lambda: _put_in_place(save) if save.acts else None, "it was put in place")
+    roll_call.left = "The checkpoint is complete; load it by its tag."
 
-    def settle_files() -> dict[str, int]:
-        sizes: dict[str, int] = {}
-        try:
-            for name in save.written:
-                sizes[name] = (save.tag_dir / name).stat().st_size
-                if fsync:
-                    _sync_file(save.tag_dir / name)
+
+def _settled_files(save: Uncommitted, *, fsync: bool) -> dict[str, int]:
+    """The sizes of this rank's files, which are on the device then."""
+    sizes: dict[str, int] = {}
+    try:
+        for name in save.written:
+            sizes[name] = (save.making / name).stat().st_size
             if fsync:
-                sync_directory(save.tag_dir)
-        except OSError as error:
-            raise _not_committed(save, f"{error.filename or save.tag_dir}: {error.strerror}") from error
-        return sizes
+                _sync_file(save.making / name)
+    except OSError as error:
+        raise _not_committed(save, f"{error.filename or save.tag_dir}: {error.strerror}") from error
+    return sizes
 
-    _, parts = together(settle_files)
 
-    def write() -> None:
-        if dist.get_rank() != 0:
-            return
-        sizes = {name: size for part in parts for name, size in sorted(part.items())}
-        _check_visible(save, parts)
-        try:
-            record = CommitRecord(
-                format_version=RECORD_VERSION,
-                checkpoint_format=save.checkpoint_format,
-                save_id=save.save_id,
-                tag=save.tag_dir.name,
-                world_size=save.world_size,
-                tp_size=save.tp_size,
-                global_steps=save.global_steps,
-                train_batch_size=save.train_batch_size,
-                lost_micro_batches=save.lost_micro_batches,
-                versions=Versions(
-                    zeroelastic=__version__, deepspeed=deepspeed.__version__, torch=str(torch.__version__)
-                ),
-                files=sizes,
-                params=param_records(save.contents, save.trained),
-                content_root=content_root(save.contents),
-            )
-            write_atomically(save.tag_dir / RECORD_NAME, record_text(record))
-        except OSError as error:
-            raise _not_committed(save, f"{error.filename or save.tag_dir}: {error.strerror}") from error
+def _write_record(save: Uncommitted, parts: Sequence[Mapping[str, int]]) -> None:
+    """The record of the whole save, in every directory that has a part of it."""
+    _check_visible(save, parts)
+    record = CommitRecord(
+        format_version=RECORD_VERSION,
+        checkpoint_format=save.checkpoint_format,
+        save_id=save.save_id,
+        tag=save.tag_dir.name,
+        world_size=save.world_size,
+        tp_size=save.tp_size,
+        global_steps=save.global_steps,
+        train_batch_size=save.train_batch_size,
+        lost_micro_batches=save.lost_micro_batches,
+        versions=Versions(zeroelastic=__version__, deepspeed=deepspeed.__version__, torch=str(torch.__version__)),
+        files={name: size for part in parts for name, size in sorted(part.items())},
+        params=param_records(save.contents, save.trained),
+        content_root=content_root(save.contents),
+    )
+    try:
+        carry_over(save.tag_dir, save.making)
+        write_atomically(save.making / RECORD_NAME, record_text(record))
+    except OSError as error:
+        raise _not_committed(save, f"{error.filename or save.tag_dir}: {error.strerror}") from error
 
-    settle(write)
+
+def _put_in_place(save: Uncommitted) -> None:
+    """The one rename that makes the tag."""
+    try:
+        put_in_place(save.making, save.tag_dir)
+    except OSError as error:
+        raise _not_committed(save, f"{error.filename or save.tag_dir}: {error.strerror}") from error
+
+
+@contextmanager
+def discarded_on_failure(making: Path, *, acts: bool) -> Iterator[None]:
+    """Remove what was made of a save when it fails, on the rank that ``acts``: the one that made the directory."""
+    try:
+        yield
+    except Exception:
+        if acts:
+            shutil.rmtree(making, ignore_errors=True)
+        raise
 
 
 def _check_visible(save: Uncommitted, parts: Sequence[Mapping[str, int]]) -> None:
-    """A record is for one directory that holds every rank's files; on node-local storage it would be a lie."""
-    found = file_sizes(save.tag_dir)
-    unseen = {rank: [name for name, size in part.items() if found.get(name) != size] for rank, part in enumerate(parts)}
+    """The head of a directory must see the files of all ranks whose head it is."""
+    found = file_sizes(save.making)
+    here = {rank: part for rank, part in enumerate(parts) if save.heads[rank] == dist.get_rank()}
+    unseen = {rank: [name for name, size in part.items() if found.get(name) != size] for rank, part in here.items()}
     unseen = {rank: names for rank, names in unseen.items() if names}
     if unseen:
         first = min(unseen)
         raise _not_committed(
             save,
-            f"rank 0 does not see what rank{'s' if len(unseen) > 1 else ''} {', '.join(map(str, unseen))} wrote "
-            f"({', '.join(unseen[first])}): the directory is not the same on all nodes, or another save is using it",
+            f"rank {dist.get_rank()} does not see what rank{'s' if len(unseen) > 1 else ''} "
+            f"{', '.join(map(str, unseen))} wrote "
+            f"({', '.join(unseen[first])}): the directory is not the same on all nodes (which "
+            '"use_node_local_storage": true allows), or another save is using it',
         )
 
 
 def _not_committed(save: Uncommitted, why: str) -> SaveError:
-    return SaveError(f"{save.tag_dir}: not committed: {why}. Its files are not to be used; `latest` is unchanged.")
+    return SaveError(f"{save.tag_dir}: not committed: {why}. The tag is what it was before; `latest` is unchanged.")
 
 
 def _sync_file(path: Path) -> None:

@@ -5,54 +5,32 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
-from zeroelastic.agree import gather, settle, together
+from zeroelastic.agree import settle, together
 from zeroelastic.checkpoint import open_checkpoint
-from zeroelastic.errors import (
-    CheckpointError,
-    MissingFileError,
-    OldFormatError,
-    SaveError,
-    UnsupportedError,
-    UsageError,
-    ZeroElasticError,
-    shown,
-)
-from zeroelastic.record import RECORD_NAME, write_atomically
+from zeroelastic.errors import CheckpointError, MissingFileError, OldFormatError, UnsupportedError, shown
 from zeroelastic.safepickle import allow_globals
+from zeroelastic.save_place import recover
 from zeroelastic.source import LATEST
 from zeroelastic.stage3 import memory
-from zeroelastic.stage3.contents import of_every_tp_rank, whole_contents
-from zeroelastic.stage3.decoupled import Pending, abandon, check_alive, flush, hand_over, has_pending
+from zeroelastic.stage3.decoupled import abandon, flush, has_pending
 from zeroelastic.stage3.frameworks import wrap_frameworks
 from zeroelastic.stage3.live import LiveState, read_live, refuse_unsupported
-from zeroelastic.stage3.load import Wanted, accumulated_micro_batches, load, model_states_reader
+from zeroelastic.stage3.load import Wanted, load, model_states_reader
 from zeroelastic.stage3.module_keys import ModuleKeys, recorded_keys
-from zeroelastic.stage3.options import Options, parse_options
-from zeroelastic.stage3.replicated import difference, replicated_facts
-from zeroelastic.stage3.residence import lost_in_stock_files
-from zeroelastic.stage3.save import (
-    Uncommitted,
-    commit,
-    elastic_state_dict,
-    new_save_id,
-    offloaded_save,
-    written_files,
-)
-from zeroelastic.stage3.shard_writer import DigestedShard, ShardWriter, shard_writer
-from zeroelastic.stage3.storage_rules import leave_to_stock, loads_in_stock, ranks_apart, refuse_unwritable
-from zeroelastic.stage3.survey import Survey, survey
+from zeroelastic.stage3.node_tags import agree_on_latest
+from zeroelastic.stage3.save import elastic_state_dict
+from zeroelastic.stage3.saving import Saving, live_of, options_of, save_checkpoint, saves_elastic, stage3_optimizer
+from zeroelastic.stage3.storage_rules import leave_to_stock, loads_in_stock, own_rigid_files, refuse_unwritable
+from zeroelastic.stage3.survey import survey
 from zeroelastic.stage3.topology import tensor_parallel
 from zeroelastic.storage import read_whole
 
@@ -61,26 +39,6 @@ logger = logging.getLogger(__name__)
 _MOST_LATEST_BYTES = 4096
 
 Method = Callable[..., Any]
-
-
-@dataclass(frozen=True, slots=True)
-class _Saving:
-    """A save in progress: what ``state_dict`` needs to make the elastic file of this rank."""
-
-    save_id: str
-    live: LiveState
-    shard: ShardWriter | DigestedShard
-
-
-def _stage3(engine: Any) -> DeepSpeedZeroOptimizer_Stage3 | None:
-    """The engine's ZeRO-3 optimizer, or None when there is nothing for us to do."""
-    optimizer = getattr(engine, "optimizer", None)
-    return optimizer if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3) else None
-
-
-def _options(engine: Any) -> Options:
-    options = parse_options(engine._config._param_dict)
-    return options.model_copy(update={"strict": True}) if getattr(engine, "_zeroelastic_strict", False) else options
 
 
 @contextmanager
@@ -93,24 +51,16 @@ def loading_strictly(engine: Any, strict: bool) -> Iterator[None]:
         del engine._zeroelastic_strict
 
 
-def _elastic_flag(engine: Any) -> bool:
-    return bool(engine._config.zero_config.elastic_checkpoint)
-
-
-def _live(engine: Any, optimizer: DeepSpeedZeroOptimizer_Stage3) -> LiveState:
-    return read_live(optimizer, engine.param_names)
-
-
 def configure_zero_optimizer(original: Method) -> Method:
     """Validate our options and refuse what elastic saving cannot cover, while the engine is being built."""
 
     def _configure_zero_optimizer(self: Any, optimizer: Any) -> Any:
         made = original(self, optimizer)
         if isinstance(made, DeepSpeedZeroOptimizer_Stage3):
-            _options(self)
+            options_of(self)
             made._zeroelastic_engine = self
             wrap_frameworks()
-            if _elastic_flag(self):
+            if saves_elastic(self):
                 settle(lambda: _check_covered(self, made))
                 refuse_unwritable(self, made)
         return made
@@ -121,7 +71,7 @@ def configure_zero_optimizer(original: Method) -> Method:
 def _check_covered(engine: Any, optimizer: DeepSpeedZeroOptimizer_Stage3) -> None:
     """Raise UnsupportedError for a run that elastic checkpoints do not cover."""
     refuse_unsupported(optimizer, engine)
-    _live(engine, optimizer)
+    live_of(engine, optimizer)
 
 
 def state_dict(original: Method) -> Method:
@@ -129,9 +79,9 @@ def state_dict(original: Method) -> Method:
 
     def state_dict(self: Any) -> Any:
         engine = getattr(self, "_zeroelastic_engine", None)
-        if engine is None or not _elastic_flag(engine):
+        if engine is None or not saves_elastic(engine):
             return original(self)
-        saving: _Saving | None = getattr(self, "_zeroelastic_saving", None)
+        saving: Saving | None = getattr(self, "_zeroelastic_saving", None)
         return elastic_state_dict(
             self,
             saving.live if saving is not None else read_live(self, engine.param_names),
@@ -168,166 +118,10 @@ def get_all_ckpt_names(original: Method) -> Method:
     """The module states file that the survey chose, while a load of ours runs: new ranks have none of their own."""
 
     def _get_all_ckpt_names(self: Any, checkpoints_path: Any, tag: Any) -> Any:
-        found: Survey | None = getattr(self, "_zeroelastic_survey", None)
-        if found is None:
-            return original(self, checkpoints_path, tag)
-        return list(found.model_paths)
+        paths: tuple[str, ...] | None = getattr(self, "_zeroelastic_module_paths", None)
+        return original(self, checkpoints_path, tag) if paths is None else list(paths)
 
     return _get_all_ckpt_names
-
-
-def save_checkpoint(original: Method) -> Method:
-    """DeepSpeed's save, then the commit record, then ``latest``: in that order, each durable before the next."""
-
-    def save_checkpoint(
-        self: Any,
-        save_dir: Any,
-        tag: Any = None,
-        client_state: Any = {},  # noqa: B006  DeepSpeed's own default, passed on unchanged
-        save_latest: bool = True,
-        exclude_frozen_parameters: bool = False,
-    ) -> Any:
-        optimizer = _stage3(self)
-        if optimizer is None or not save_dir:
-            return original(self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
-        decoupled = self.checkpoint_engine.is_decoupled()
-        if decoupled:
-            self._commit_decoupled_checkpoint()  # the save before this one
-        elastic = _elastic_flag(self)
-        tag = f"global_step{self.global_steps}" if tag is None else str(tag)
-        tag_dir = Path(save_dir) / tag
-        reason = _cannot_commit(self, optimizer, tag_dir, elastic=elastic)
-        if reason is not None:
-            if elastic:
-                raise reason
-            if dist.get_rank() == 0:
-                logger.info("no commit record is written: %s", reason)
-            return original(self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
-        options = _options(self)
-        if decoupled:
-            check_alive(self)
-        settle(lambda: _prepare_directory(Path(save_dir), tag_dir))
-        save_id = new_save_id()
-        live = _live(self, optimizer)
-        optimizer._zeroelastic_engine = self
-        with shard_writer(self, live, with_frozen=not exclude_frozen_parameters, options=options) as shard:
-            optimizer._zeroelastic_saving = _Saving(save_id, live, shard)
-            try:
-                # A decoupled engine keeps the wish for ``latest`` until it commits; others would write it too early.
-                latest = save_latest and decoupled
-                with offloaded_save(self, live, elastic=elastic):
-                    done = original(self, save_dir, tag, client_state, latest, exclude_frozen_parameters)
-                commit_info = self.checkpoint_engine.commit_info
-            finally:
-                del optimizer._zeroelastic_saving
-        trained = frozenset(param.name for param in live.layout.params)
-        parts = of_every_tp_rank(live, (whole_contents(live, shard.digests(), device=self.device), trained))
-        save = Uncommitted(
-            tag_dir=tag_dir,
-            save_id=save_id,
-            checkpoint_format="elastic" if elastic else "rigid",
-            world_size=live.layout.world_size,
-            tp_size=live.tp.size,
-            global_steps=self.global_steps,
-            train_batch_size=self.train_batch_size(),
-            lost_micro_batches=_warn_of_lost_micro_batches(self, tag_dir),
-            contents=tuple(content for contents, _ in parts for content in contents),
-            trained=frozenset().union(*(names for _, names in parts)),
-            written=written_files(self, Path(save_dir), tag),
-        )
-        settle(live.residence.sync)
-        point_latest = partial(_point_latest, Path(save_dir), tag) if save_latest else None
-        if decoupled:
-            hand_over(self, Pending(save, commit_info, options.fsync, point_latest))
-            return done
-        commit(save, fsync=options.fsync)
-        if point_latest is not None:
-            settle(point_latest)
-        return done
-
-    return save_checkpoint
-
-
-def _cannot_commit(
-    engine: Any, optimizer: DeepSpeedZeroOptimizer_Stage3, tag_dir: Path, *, elastic: bool
-) -> ZeroElasticError | None:
-    """Why this engine's saves get no commit record, the same on every rank, or None when they do. Collective."""
-
-    def look() -> dict[str, str]:
-        refuse_unsupported(optimizer, engine)
-        refuse_unwritable(engine, optimizer)
-        return replicated_facts(_live(engine, optimizer))
-
-    try:
-        different = difference(settle(look), tensor_parallel(optimizer).rank)
-    except UnsupportedError as error:
-        return error
-    if different is not None:
-        return different
-    lost = None if elastic else lost_in_stock_files(optimizer)
-    if lost is not None:
-        return UnsupportedError(
-            f"DeepSpeed's own files lack {lost}. Save with elastic_checkpoint on to have all of it."
-        )
-    places = sorted(set(gather(str(tag_dir))))
-    if len(places) > 1:
-        return UsageError(
-            f"the ranks save to different places ({', '.join(places[:3])}{' ...' if len(places) > 3 else ''}). A "
-            "checkpoint has one tag and one directory, which all ranks share: pass the same ones everywhere."
-        )
-    if engine.use_node_local_storage():
-        unseen = ranks_apart(tag_dir)
-        if unseen:
-            return UnsupportedError(
-                f"{tag_dir}: with use_node_local_storage, rank{'s' if len(unseen) > 1 else ''} "
-                f"{', '.join(map(str, unseen))} cannot see what rank 0 writes there. An elastic checkpoint is one "
-                "directory that all ranks see: save to a shared directory, or with elastic_checkpoint off and resume "
-                "at the same world size on the same nodes."
-            )
-    return None
-
-
-def _warn_of_lost_micro_batches(engine: Any, tag_dir: Path) -> int:
-    """How many micro batches wait in gradients, which DeepSpeed does not save; loudly, where there are any."""
-    lost = accumulated_micro_batches(engine)
-    if lost and dist.get_rank() == 0:
-        logger.warning(
-            "%s: LOST on a resume: the gradients of %d of %d micro batches, accumulated since the last optimizer step. "
-            "No checkpoint of DeepSpeed holds gradients. Save at a gradient accumulation boundary to lose none.",
-            tag_dir,
-            lost,
-            engine.gradient_accumulation_steps(),
-        )
-    return lost
-
-
-def _prepare_directory(save_dir: Path, tag_dir: Path) -> None:
-    """Make the tag's directory; a tag that is saved again is uncommitted from its first overwritten byte on."""
-    if dist.get_rank() != 0:
-        return
-    try:
-        tag_dir.mkdir(parents=True, exist_ok=True)
-        (tag_dir / RECORD_NAME).unlink(missing_ok=True)
-        for directory in {save_dir, tag_dir}:
-            with tempfile.TemporaryFile(dir=directory):
-                pass
-    except OSError as error:
-        raise SaveError(
-            f"{tag_dir}: cannot be written: {error.strerror} ({error.filename or tag_dir}). Nothing was saved, and "
-            "`latest` is unchanged."
-        ) from error
-
-
-def _point_latest(save_dir: Path, tag: str) -> None:
-    if dist.get_rank() != 0:
-        return
-    try:
-        write_atomically(save_dir / "latest", tag.encode())
-    except OSError as error:
-        raise SaveError(
-            f"{save_dir / 'latest'}: cannot be written: {error.strerror}. The checkpoint {tag} is complete; load it by "
-            "its tag."
-        ) from error
 
 
 def commit_decoupled_checkpoint(original: Method) -> Method:
@@ -390,14 +184,14 @@ def load_checkpoint(original: Method) -> Method:
                 custom_load_fn=custom_load_fn,
             )
 
-        optimizer = _stage3(self)
+        optimizer = stage3_optimizer(self)
         flush(self)  # what a load fills is what a decoupled engine may still be writing
         if optimizer is None or self.load_universal_checkpoint():
             return stock()
         began = time.perf_counter()
         self.__dict__.pop("zeroelastic_report", None)  # that of an earlier load
-        options = _options(self)
-        chosen = _choose_tag(Path(load_dir), tag, node_local=self.use_node_local_storage())
+        options = options_of(self)
+        chosen = _choose_tag(Path(load_dir), tag)
         if chosen is None:
             return stock()
         tag = chosen
@@ -408,7 +202,7 @@ def load_checkpoint(original: Method) -> Method:
                 logger.warning("loading through DeepSpeed alone: %s", refused)
             return stock()
         wanted = Wanted(optimizer_states=load_optimizer_states, module_only=load_module_only)
-        live = _live(self, optimizer)
+        live = live_of(self, optimizer)
         try:
             with allow_globals(options.allow_globals):
                 found = survey(
@@ -418,7 +212,7 @@ def load_checkpoint(original: Method) -> Method:
                     missing_state=options.missing_state,
                     strict_module=load_module_strict and custom_load_fn is None,
                 )
-        except (MissingFileError, OldFormatError) as error:
+        except OldFormatError as error:
             leave_to_stock(error, tag_dir, live, node_local=self.use_node_local_storage())
             logger.warning("loading through DeepSpeed alone: %s", error)
             return stock()
@@ -429,9 +223,11 @@ def load_checkpoint(original: Method) -> Method:
             return stock()
         keys = ModuleKeys()
 
-        def load_module() -> tuple[Any, Any]:
+        def load_module(module_path: str) -> tuple[Any, Any]:
             with (
-                model_states_reader(self, found, safe_load=options.safe_load, allow_globals=options.allow_globals),
+                model_states_reader(
+                    self, found, module_path, safe_load=options.safe_load, allow_globals=options.allow_globals
+                ),
                 recorded_keys(self.module, keys, forgive=options.missing_state == "fresh"),
             ):
                 path, state = self._load_checkpoint(
@@ -447,24 +243,20 @@ def load_checkpoint(original: Method) -> Method:
                 raise CheckpointError(f"{found.model.path}: DeepSpeed did not load it.")
             if not load_optimizer_states:
                 state.setdefault("optimizer", None)
-            return path, state
+            return str(found.model.path), state
 
-        self._zeroelastic_survey = found
-        try:
-            with allow_globals(options.allow_globals):
-                outcome, report = load(
-                    self,
-                    found,
-                    live,
-                    tag_dir=tag_dir,
-                    options=options,
-                    wanted=wanted,
-                    load_module=load_module,
-                    keys=keys,
-                    began=began,
-                )
-        finally:
-            del self._zeroelastic_survey
+        with allow_globals(options.allow_globals):
+            outcome, report = load(
+                self,
+                found,
+                live,
+                tag_dir=tag_dir,
+                options=options,
+                wanted=wanted,
+                load_module=load_module,
+                keys=keys,
+                began=began,
+            )
         self.zeroelastic_report = report
         if dist.get_rank() == 0:
             loud = bool(report.changed) or any(word in note for note in report.notes for word in ("CHANGED", "LOST"))
@@ -475,31 +267,32 @@ def load_checkpoint(original: Method) -> Method:
     return load_checkpoint
 
 
-def _choose_tag(load_dir: Path, tag: Any, *, node_local: bool) -> str | None:
-    """The tag to load, agreed by all ranks; None when there is no ``latest`` to choose it. Collective.
-
-    With ``node_local`` storage a node may have no ``latest``: DeepSpeed writes one, on the first node.
-    """
+def _choose_tag(load_dir: Path, tag: Any) -> str | None:
+    """The tag to load, agreed by all ranks; None when there is no ``latest`` to choose it. Collective."""
 
     def read() -> str | None:
-        if tag is not None:
-            return str(tag)
+        name = str(tag) if tag is not None else None
         try:
-            name = read_whole(load_dir / LATEST, limit=_MOST_LATEST_BYTES).decode(errors="replace").strip()
+            if name is None:
+                name = read_whole(load_dir / LATEST, limit=_MOST_LATEST_BYTES).decode(errors="replace").strip()
+                if os.path.isabs(name) or ".." in Path(name).parts or "\0" in name:
+                    raise CheckpointError(
+                        f"{load_dir / LATEST}: names {shown(name)}, which is no tag of this directory."
+                    )
         except MissingFileError:
             return None
-        if os.path.isabs(name) or ".." in Path(name).parts or "\0" in name:
-            raise CheckpointError(f"{load_dir / LATEST}: names {shown(name)}, which is not a tag of this directory.")
+        if dist.get_rank() == 0:
+            with suppress(OSError):  # a directory that cannot be written: what is missing is said when it is opened
+                recover(load_dir / name)
         return name
 
     chosen, all_chosen = together(read)
-    named = {other for other in all_chosen if other is not None}
-    if node_local and len(named) == 1:
-        return named.pop()
+    if tag is None:
+        return agree_on_latest(load_dir, all_chosen)
     if any(other != chosen for other in all_chosen):
         raise CheckpointError(
-            f"{load_dir}: the ranks do not see the same tag ({', '.join(sorted({str(t) for t in all_chosen}))}). Pass "
-            "the same tag everywhere, on a directory that all nodes share."
+            f"{load_dir}: the ranks are to load different tags ({', '.join(sorted({str(t) for t in all_chosen}))}). "
+            "Pass the same tag everywhere."
         )
     return chosen
 
@@ -542,6 +335,8 @@ def _only_stock_reads(tag_dir: Path, live: LiveState) -> bool:
             checkpoint = open_checkpoint(tag_dir, near_rank=live.rank, tp=live.tp)
         except UnsupportedError:  # of another stage: what is wrong with it is ours to say
             return False
+        except MissingFileError:  # on another node
+            return own_rigid_files(tag_dir, live.rank, live.layout.world_size)
         try:
             if checkpoint.world_size != live.layout.world_size:
                 return False
@@ -551,3 +346,17 @@ def _only_stock_reads(tag_dir: Path, live: LiveState) -> bool:
             return not (checkpoint.record is not None and checkpoint.record.checkpoint_format == "elastic")
 
     return all(together(look)[1])
+
+
+__all__ = [
+    "commit_decoupled_checkpoint",
+    "configure_zero_optimizer",
+    "destroy",
+    "get_all_ckpt_names",
+    "load_checkpoint",
+    "load_state_dict",
+    "loading_strictly",
+    "save_16bit_model",
+    "save_checkpoint",
+    "state_dict",
+]
