@@ -28,7 +28,7 @@ def test_verify_is_a_flag_or_a_word(value, want):
 def test_every_option_is_taken():
     block = {
         "verify": "quick", "strict": True, "missing_state": "fresh", "safe_load": True, "fsync": False,
-        "executor": "numpy", "allow_globals": ["package.module.Class"],
+        "executor": "numpy", "allow_globals": ["package.module.Class"], "save_timeout_s": 30.0,
     }  # fmt: skip
     assert parse_options({"zeroelastic": block}).model_dump() == block
 
