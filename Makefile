@@ -31,8 +31,8 @@ export OMP_NUM_THREADS ?= 1
 
 NATIVE_SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
 
-.PHONY: help venv warm versions demo demo-elastic demo-elastic-netns demo-elastic-fixed test test-gpu test-native crash crash-training \
-    bench reliability support lint format clean
+.PHONY: help venv warm versions demo demo-elastic demo-elastic-netns demo-elastic-fixed test test-gpu test-native \
+    crash crash-training fuzz bench bench-scale reliability support lint format clean
 
 help:
 	@echo "make demo      the demonstration; its results go to demo/"
@@ -45,6 +45,8 @@ help:
 	@echo "make bench     the benchmarks; needs a quiet machine"
 	@echo "make crash     kill -9 at random moments of a reshard"
 	@echo "make crash-training  kill -9 at 200 random moments of a training job that saves"
+	@echo "make fuzz      fuzzes every reader of files, FUZZ_SECONDS=600 each (FUZZ_TARGETS='pickle table' narrows)"
+	@echo "make bench-scale  many ranks, loaders, parameters and tags; needs a quiet machine"
 	@echo "make reliability  docs/reliability.md, from the raw results of the campaigns"
 	@echo "make lint      ruff, mypy --strict, clang-format; changes nothing"
 	@echo "make support   docs/support.md, from the marks on the tests"
@@ -118,6 +120,19 @@ crash: $(STAMP)
 
 crash-training: $(STAMP)
 	$(PY) benchmarks/crash_training.py --kills 200 --out benchmarks/results
+
+# Readers under atheris, the C++ engine under libFuzzer (clang); the raw result goes to benchmarks/results.
+FUZZ_SECONDS ?= 600
+FUZZ_TARGETS ?=
+FUZZ_SEED ?= 1
+fuzz: $(STAMP)
+	@$(INSTALL) -e '.[fuzz]' --no-build-isolation
+	$(PY) tests/fuzz/campaign.py --seconds $(FUZZ_SECONDS) --seed $(FUZZ_SEED) --targets '$(FUZZ_TARGETS)' \
+	    --out benchmarks/results
+
+# Many ranks, loaders, parameters and tags; raw results go to benchmarks/results.
+bench-scale: $(STAMP)
+	$(PY) benchmarks/bench_scale.py --out benchmarks/results
 
 # Needs a quiet machine; raw results go to benchmarks/results.
 bench: $(STAMP)

@@ -10,8 +10,12 @@
 #if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
 #define ZE_X86 1
 #define ZE_TARGET_AVX2 __attribute__((target("avx2,fma,f16c")))
+#if defined(__clang__)  // ignores the whole attribute where it does not know a part of it
+#define ZE_TARGET_AVX512 __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")))
+#else
 #define ZE_TARGET_AVX512 \
     __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512")))
+#endif
 #else
 #define ZE_X86 0
 #endif

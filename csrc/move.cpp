@@ -170,7 +170,7 @@ void expect_destinations(const ze_table& table, const std::vector<int64_t>& orde
     for (const Unit& unit : units) {
         Pieces pieces(table, order, unit);
         Piece part;
-        while (pieces.peek(kUnitBytes * 2, &part)) {
+        while (pieces.peek(unit.nbytes, &part)) {
             destinations->expect(table.dst[part.row]);
             pieces.take(part);
         }

@@ -96,7 +96,7 @@ bool read_unit(const Read& read, const Unit& unit, int fd, int64_t* bytes_read, 
             if (read.digest != nullptr) {
                 add_digest(*read.digest, piece, read.cast == ZE_CAST_NONE ? to : from);
             }
-            from += piece.nbytes;
+            if (read.cast != ZE_CAST_NONE) from += piece.nbytes;  // else there is nothing staged
         }
         if (!read.progress->add(nbytes, error)) return false;
     }

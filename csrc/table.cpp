@@ -79,6 +79,12 @@ bool check_table(const ze_table& table, int64_t num_src, const int64_t* src_byte
             }
         }
     });
+    // Also of all rows together, so that whatever is counted in bytes can be counted.
+    int64_t total = 0;
+    for (int64_t row = 0; row < bad.load(); ++row) {
+        if (table.nbytes[row] > kMost / 2 - total) bad.store(row);
+        total += table.nbytes[row];
+    }
     if (bad.load() < table.num_rows) {
         error->offset = bad.load();
         return false;
@@ -102,14 +108,14 @@ std::vector<int64_t> file_order(const ze_table& table, const int64_t* file, cons
 }
 
 int64_t total_bytes(const ze_table& table) {
-    return std::accumulate(
-        table.nbytes, table.nbytes + table.num_rows, int64_t{0},
-        [](int64_t sum, int64_t nbytes) { return nbytes > kMost - sum ? kMost : sum + nbytes; });
+    return std::accumulate(table.nbytes, table.nbytes + table.num_rows, int64_t{0});
 }
 
 int64_t choose_unit_bytes(int64_t total, int threads, int64_t most) {
+    // However long a (sparse) file claims to be, its units fit into memory.
+    constexpr int64_t kMostUnits = int64_t{1} << 20;
     const int64_t fair = total / (static_cast<int64_t>(threads) * 4);
-    const int64_t unit = std::clamp(fair, int64_t{256} << 10, most);
+    const int64_t unit = std::max(std::clamp(fair, int64_t{256} << 10, most), total / kMostUnits);
     return (unit + kCut - 1) / kCut * kCut;
 }
 

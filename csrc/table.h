@@ -26,9 +26,9 @@ inline int64_t converted_bytes(int64_t nbytes, int32_t cast) {
 }
 
 // Checks every row: sides exist, ranges are not negative, do not overflow and lie inside the buffers, rows
-// are whole elements. `src_bytes` and `dst_bytes` hold the sides' sizes, null for files; a table without
-// destinations has none to check. Returns true if all is well, else the first row that is not in `error`.
-// Many rows are checked by several threads.
+// are whole elements, and all together have less than 2^62 bytes. `src_bytes` and `dst_bytes` hold the sides'
+// sizes, null for files; a table without destinations has none to check. Returns true if all is well, else
+// the first row that is not in `error`. Many rows are checked by several threads.
 bool check_table(const ze_table& table, int64_t num_src, const int64_t* src_bytes, int64_t num_dst,
                  const int64_t* dst_bytes, const ze_digest* digest, int32_t cast, ze_error* error,
                  int threads = 1);

@@ -16,8 +16,8 @@ PACKAGE = Path(zeroelastic.__file__).parent
 LEVELS = [
     {"errors", "_version", "report"},
     {"layout"},
-    {"storage", "agree", "event_log"},
-    {"processes", "relayed", "timeline"},
+    {"storage", "agree", "event_log", "opcodes"},
+    {"processes", "relayed", "timeline", "safepickle"},
     {"plan", "digest", "torchfile"},
     {"record", "picklegraph", "zip_records", "element_stats"},
     {"shard"},
@@ -43,7 +43,8 @@ LEVELS = [
 ]
 """Modules and folders from the ground up; each imports only from levels below. "" is the package itself."""
 
-PURE = ("errors", "layout", "plan", "digest", "torchfile", "record", "shard", "checkpoint", "report", "membership",
+PURE = ("errors", "layout", "plan", "digest", "opcodes", "safepickle", "torchfile", "record", "shard", "checkpoint",
+        "report", "membership",
         "executors/table", "executors/numpy_executor")  # fmt: skip
 KNOWS_DEEPSPEED = {"stage3", "testing", "proving"}
 

@@ -28,9 +28,14 @@ def test_verify_is_a_flag_or_a_word(value, want):
 def test_every_option_is_taken():
     block = {
         "verify": "quick", "strict": True, "missing_state": "fresh", "safe_load": True, "fsync": False,
-        "save_timeout_s": 60.0, "executor": "numpy",
+        "save_timeout_s": 60.0, "executor": "numpy", "allow_globals": ["package.module.Class"],
     }  # fmt: skip
     assert parse_options({"zeroelastic": block}).model_dump() == block
+
+
+def test_a_global_that_is_no_name_of_a_class_is_refused():
+    with pytest.raises(ConfigError, match=r"allow_globals is .* 'nothing' does not name a class"):
+        parse_options({"zeroelastic": {"allow_globals": ["a.B", "nothing"]}})
 
 
 def test_an_unknown_option_names_the_known_ones():

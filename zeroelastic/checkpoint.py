@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -16,7 +15,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from zeroelastic.errors import CheckpointError, MissingFileError, UnsupportedError
+from zeroelastic.errors import CheckpointError, MissingFileError, UnsupportedError, brief, shown
 from zeroelastic.layout import Int64Array, Layout, Param, partition_numel, unpacked_layout
 from zeroelastic.record import RECORD_NAME, CommitRecord, read_record
 from zeroelastic.shard import FROZEN, Pieces, Shard, checked_param, checked_params, open_shard
@@ -324,10 +323,10 @@ def _check_tp_size(tag_dir: FilePath, names: Iterable[str], record: CommitRecord
 def _other_tp_size(where: FilePath, saved: object, tp: TensorParallel | None) -> UnsupportedError:
     if tp is None:
         return UnsupportedError(
-            f"{where}: was saved with {reprlib.repr(saved)} tensor parallel ranks. {OFFLINE_TENSOR_PARALLEL}"
+            f"{where}: was saved with {shown(saved)} tensor parallel ranks. {OFFLINE_TENSOR_PARALLEL}"
         )
     return UnsupportedError(
-        f"{where}: was saved with tensor parallel size {reprlib.repr(saved)}, and the run has {tp.size}. The data "
+        f"{where}: was saved with tensor parallel size {shown(saved)}, and the run has {tp.size}. The data "
         "parallel size may change, the tensor parallel size may not: resume with the saved one, or convert the "
         "checkpoint with DeepSpeed's ds_to_universal first."
     )
@@ -406,7 +405,7 @@ def model_states_of(
         raise CheckpointError(f"{path}: is not a DeepSpeed model states file.")
     count = root.get("dp_world_size")
     if type(count) is not int or not 1 <= count <= _MAX_WORLD_SIZE:
-        raise CheckpointError(f"{path}: dp_world_size is {reprlib.repr(count)}. It is not a ZeRO-3 model states file.")
+        raise CheckpointError(f"{path}: dp_world_size is {shown(count)}. It is not a ZeRO-3 model states file.")
     if world_size is not None and count != world_size:
         raise CheckpointError(
             f"{path}: was saved by {count} ranks, the rest of the checkpoint by {world_size}. Files of two saves are "
@@ -431,10 +430,10 @@ def model_states_of(
             fragment = fragments.get(param.name)
             want = partition_numel(param.numel, count)
             if not isinstance(fragment, TensorRef) or (param.numel > 0 and fragment.shape != (want,)):
-                got = fragment.shape if isinstance(fragment, TensorRef) else reprlib.repr(fragment)
+                got = fragment.shape if isinstance(fragment, TensorRef) else shown(fragment)
                 raise CheckpointError(
-                    f"{path}: the part of frozen parameter {param.name} is {got}; {count} ranks imply ({want},). The "
-                    "file is damaged, or the parameter was offloaded to NVMe when it was saved."
+                    f"{path}: the part of frozen parameter {brief(param.name)} is {got}; {count} ranks imply "
+                    f"({want},). The file is damaged, or the parameter was offloaded to NVMe when it was saved."
                 )
             if param.numel > 0:
                 offset[i] = file.extent(fragment).offset

@@ -22,7 +22,7 @@ import numpy as np
 
 from zeroelastic.digest import ByteArray
 from zeroelastic.element_stats import CHUNK, ElementStats, compare_elements
-from zeroelastic.errors import UsageError
+from zeroelastic.errors import UsageError, brief, shown
 from zeroelastic.executors import ReadTable, read_segments
 from zeroelastic.layout import Int64Array
 from zeroelastic.rows import ByteRows
@@ -36,6 +36,7 @@ BUFFER = "buffer"
 Progress = Callable[[int], None]
 
 _MOST_VALUES = 100_000
+_MOST_LEVELS = 50
 _SMALL_BYTES = 1 << 20
 _MOST_SHOWN = 120
 _OF_THE_SAVE = {
@@ -412,7 +413,7 @@ def _state_values(state: SavedState, file: TorchFile) -> dict[str, str]:
     if isinstance(root, dict):
         for key, value in root.items():
             if key not in _OF_THE_SAVE:
-                for what, text in _flattened(value, str(key), file):
+                for what, text in _flattened(value, brief(str(key)), file):
                     values[what] = text
                     if len(values) >= _MOST_VALUES:
                         return values
@@ -458,20 +459,22 @@ def _saving_values(state: SavedState) -> dict[str, str]:
     return values
 
 
-def _flattened(value: object, what: str, file: TorchFile) -> Iterator[tuple[str, str]]:
-    """The leaves of containers as (what, text)."""
-    if isinstance(value, dict) and value:
+def _flattened(value: object, what: str, file: TorchFile, levels: int = _MOST_LEVELS) -> Iterator[tuple[str, str]]:
+    """The leaves of containers as (what, text); what holds itself is not followed for ever."""
+    if levels == 0:
+        yield what, "nested deeper than is looked at"
+    elif isinstance(value, dict) and value:
         for key, item in value.items():
-            yield from _flattened(item, f"{what}.{key}", file)
+            yield from _flattened(item, f"{what}.{brief(key) if type(key) is str else shown(key)}", file, levels - 1)
     elif isinstance(value, (list, tuple)) and value:
         for i, item in enumerate(value):
-            yield from _flattened(item, f"{what}[{i}]", file)
+            yield from _flattened(item, f"{what}[{i}]", file, levels - 1)
     elif isinstance(value, TensorRef):
         yield what, _tensor_text(value, file)
     elif isinstance(value, Stub):
         yield what, f"a {value.module}.{value.qualname}"
-        yield from _flattened(value.attributes or None, f"{what}.", file)
-        yield from _flattened([*value.args, *value.items] or None, f"{what}.", file)
+        yield from _flattened(value.attributes or None, f"{what}.", file, levels - 1)
+        yield from _flattened([*value.args, *value.items] or None, f"{what}.", file, levels - 1)
     else:
         yield what, _text(value)
 

@@ -6,7 +6,23 @@ Messages say where, what was found, what was expected and what to do.
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterable
+
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel = 3
+_SHORT.maxother = _SHORT.maxstring = 120
+_MOST_SHOWN = 240
+
+
+def shown(value: object) -> str:
+    """Something of a file as an error message has it: its ``repr``, cut where it is long, nested or holds itself."""
+    return brief(_SHORT.repr(value))
+
+
+def brief(text: str) -> str:
+    """A name from a file as an error message has it: as it is, or its two ends where it is long."""
+    return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN // 2]}...{text[-_MOST_SHOWN // 2 :]}"
 
 
 class ZeroElasticError(Exception):

@@ -17,6 +17,7 @@ from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
+from weakref import WeakValueDictionary
 
 from zeroelastic.errors import CheckpointError, UnsafePickleError, UnsupportedError
 from zeroelastic.storage import FilePath
@@ -33,6 +34,7 @@ from zeroelastic.torchfile import (
 _NO_STATE = object()
 _BATCH = 1000
 _MOST_NESTED = 250
+_MOST_GLOBALS = 4096
 
 
 class Global(type):
@@ -120,8 +122,9 @@ def _call(function: Global, *args: Any, **kwargs: Any) -> Node:
     return node
 
 
-_globals: dict[tuple[str, str], Global] = {}
-_attributes: dict[tuple[Global, str], Global] = {}
+# Weak, so that what one file names is forgotten with it.
+_globals: WeakValueDictionary[tuple[str, str], Global] = WeakValueDictionary()
+_attributes: WeakValueDictionary[tuple[Global, str], Global] = WeakValueDictionary()
 
 
 def global_named(module: str, name: str) -> Global:
@@ -233,8 +236,12 @@ class _GraphUnpickler(pickle.Unpickler):
         self._file = file
         self._old_names = data[:1] != b"\x80" or data[1] < 3
         self._storages: dict[str, Storage] = {}
+        self._named: set[tuple[str, str]] = set()
 
     def find_class(self, module: str, name: str) -> Global:
+        self._named.add((module, name))
+        if len(self._named) > _MOST_GLOBALS:
+            raise UnsafePickleError(f"the pickle names more than {_MOST_GLOBALS} globals")
         if "\n" in module or "\n" in name:
             raise UnsafePickleError("the pickle has a global whose name has two lines")
         if self._old_names:  # protocol 2 calls some modules as Python 2 did; whoever loads knows both

@@ -65,7 +65,7 @@ class ParamRecord(_Schema):
 
     name: str
     tp_rank: Annotated[int, Field(ge=0, lt=1 << 16)] = 0
-    shape: list[Annotated[int, Field(ge=0, lt=1 << 62)]]
+    shape: Annotated[list[Annotated[int, Field(ge=0, lt=1 << 62)]], Field(max_length=64)]
     trainable: bool
     tensors: dict[str, TensorRecord]
     scalars: dict[str, ScalarRecord]
@@ -143,7 +143,7 @@ def read_record(tag_dir: FilePath) -> CommitRecord | None:
     except MissingFileError:
         return None
     try:
-        data = json.loads(text)
+        data = json.loads(text.decode("utf-8"))  # of bytes, json would guess the encoding
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: is not JSON ({error}). The commit record is damaged.") from None
     version = data.get("format_version") if isinstance(data, dict) else None

@@ -6,14 +6,13 @@ format (``base_optimizer_state``: one lean tensor per parameter), see docs/forma
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from zeroelastic.digest import ScalarValue
-from zeroelastic.errors import CheckpointError, UnsupportedError
+from zeroelastic.errors import CheckpointError, UnsupportedError, brief, shown
 from zeroelastic.layout import Int64Array, Layout, Param, layout_from_sub_groups
 from zeroelastic.record import CheckpointFormat
 from zeroelastic.storage import FilePath
@@ -36,6 +35,7 @@ GRAD_SCALER = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_
 _MAX_OPTION_DEPTH = 3
 _MAX_OPTION_ITEMS = 1024
 _MAX_NUMEL = 1 << 60
+_MAX_DIMENSIONS = 64
 
 OptionValue = int | float | bool | str | None | tuple[object, ...]
 
@@ -125,7 +125,7 @@ def open_shard(
     stage = state.get("zero_stage")
     if stage != 3:
         raise UnsupportedError(
-            f"{path}: was saved with ZeRO stage {reprlib.repr(stage)}; only stage 3 checkpoints are loaded into a "
+            f"{path}: was saved with ZeRO stage {shown(stage)}; only stage 3 checkpoints are loaded into a "
             "stage 3 run. Convert the weights with zero_to_fp32.py, or resume with the stage that saved it."
         )
     if state.get("ds_zero_partition_groups") is not None:
@@ -133,7 +133,7 @@ def open_shard(
     count = state.get("partition_count")
     if count != world_size:
         raise CheckpointError(
-            f"{path}: was saved by {reprlib.repr(count)} ranks, the rest of the checkpoint by {world_size}. Files of "
+            f"{path}: was saved by {shown(count)} ranks, the rest of the checkpoint by {world_size}. Files of "
             "two saves are mixed in this directory."
         )
     file.locate()
@@ -172,7 +172,7 @@ class _ShardReader:
             for index in dict.fromkeys(indices):
                 position = len(flat_of_index)
                 if position >= len(flats) or index in flat_of_index:
-                    raise self.fail(f"optimizer group {g} refers to {index!r}; there are {len(flats)} flat groups")
+                    raise self.fail(f"optimizer group {g} refers to {shown(index)}; there are {len(flats)} flat groups")
                 flat_of_index[index] = position
                 names += [param.name for param in sub_groups[position]]
             groups.append(ParamGroup(self._options(group, f"optimizer group {g}"), tuple(names)))
@@ -181,7 +181,7 @@ class _ShardReader:
         values: list[Mapping[str, object]] = [{} for _ in flats]
         for index, entry in states_raw.items():
             if index not in flat_of_index or not isinstance(entry, dict):
-                raise self.fail(f"optimizer state {reprlib.repr(index)} belongs to no flat group")
+                raise self.fail(f"optimizer state {shown(index)} belongs to no flat group")
             values[flat_of_index[index]] = entry
         return self._shard("rigid", None, layout, flats, values, tuple(groups), config)
 
@@ -191,7 +191,7 @@ class _ShardReader:
             raise self.fail("has base_optimizer_state but no zeroelastic table")
         version = meta.get("format_version")
         if type(version) is not int or version < 1:
-            raise self.fail(f"has elastic format version {reprlib.repr(version)}")
+            raise self.fail(f"has elastic format version {shown(version)}")
         if version > ELASTIC_VERSION:
             raise CheckpointError(
                 f"{self.file.path}: elastic format version {version} is newer than {ELASTIC_VERSION}. Upgrade "
@@ -200,12 +200,12 @@ class _ShardReader:
         rank, world_size = meta.get("rank"), meta.get("world_size")
         if rank != self.rank or world_size != self.world_size:
             raise CheckpointError(
-                f"{self.file.path}: was written as rank {reprlib.repr(rank)} of {reprlib.repr(world_size)}; its name "
+                f"{self.file.path}: was written as rank {shown(rank)} of {shown(world_size)}; its name "
                 f"says rank {self.rank} of {self.world_size}. The file is in the wrong place."
             )
         if (tp_rank := meta.get("tp_rank", 0)) != self.tp_rank:
             raise CheckpointError(
-                f"{self.file.path}: was written as tensor parallel rank {reprlib.repr(tp_rank)}; its name says rank "
+                f"{self.file.path}: was written as tensor parallel rank {shown(tp_rank)}; its name says rank "
                 f"{self.tp_rank}. The file is in the wrong place."
             )
         save_id = meta.get("save_id")
@@ -228,13 +228,13 @@ class _ShardReader:
             groups.append(ParamGroup(self._options(group, f"optimizer group {g}"), tuple(names)))
         batch, optimizer, scaler = (meta.get(key) for key in ("train_batch_size", *CARRIED))
         if not isinstance(optimizer, (str, type(None))):
-            raise self.fail(f"names an optimizer {reprlib.repr(optimizer)}")
+            raise self.fail(f"names an optimizer {shown(optimizer)}")
         if scaler is not None and (
             not isinstance(scaler, dict)
             or scaler.keys() != GRAD_SCALER
             or not all(isinstance(value, (int, float)) for value in scaler.values())
         ):
-            raise self.fail(f"has a grad_scaler {reprlib.repr(scaler)}")
+            raise self.fail(f"has a grad_scaler {shown(scaler)}")
         return self._shard(
             "elastic",
             save_id,
@@ -323,7 +323,7 @@ class _ShardReader:
             return tuple(self._option(item, where, depth + 1) for item in value)
         if isinstance(value, TensorRef) and value.numel == 1:
             return self._scalar(value, where).value
-        raise UnsupportedError(f"{self.file.path}: {where} is {reprlib.repr(value)}, which is not a plain value.")
+        raise UnsupportedError(f"{self.file.path}: {where} is {shown(value)}, which is not a plain value.")
 
     def _scalar(self, value: object, where: str) -> ScalarValue:
         return read_scalar(self.file, value, where)
@@ -358,7 +358,7 @@ class _ShardReader:
             place(FP32, i, base.offset + layout.offset[members[i]] * DTYPE_BYTES[flat.dtype], flat.dtype)
             keys, replicated = [FP32], {}
             for key, value in values[i].items():
-                where = f"optimizer state {key!r} of sub-group {i}"
+                where = f"optimizer state {shown(key)} of sub-group {i}"
                 if format == "rigid" and isinstance(key, str) and key.endswith("_offload_buffer"):
                     continue  # second copies that DeepSpeed's offload_states() leaves among the state
                 if not isinstance(key, str) or key in (FP32, FROZEN):
@@ -457,7 +457,7 @@ def read_scalar(file: TorchFile, value: object, where: str) -> ScalarValue:
         return ScalarValue(value.dtype, raw.view(_NUMPY_DTYPES[value.dtype])[0].item())
     if value is None or isinstance(value, (bool, int, float)):
         return ScalarValue.of_python(value)
-    raise UnsupportedError(f"{file.path}: {where} is {reprlib.repr(value)}, which cannot be resharded.")
+    raise UnsupportedError(f"{file.path}: {where} is {shown(value)}, which cannot be resharded.")
 
 
 def scalar_bytes(value: ScalarValue) -> bytes | None:
@@ -483,11 +483,9 @@ def configured_batch(config: Mapping[str, object], world_size: int) -> int | Non
 def checked_param(name: object, shape: object, path: FilePath) -> Param:
     """A parameter from a file's name and shape. Raises CheckpointError when they are not one."""
     if not isinstance(name, str) or not isinstance(shape, (tuple, list)):
-        raise CheckpointError(
-            f"{path}: a parameter table holds {reprlib.repr(name)}: {reprlib.repr(shape)}. The file is damaged."
-        )
-    if not all(type(size) is int and 0 <= size < _MAX_NUMEL for size in shape):
-        raise CheckpointError(f"{path}: parameter {name} has shape {reprlib.repr(shape)}. The file is damaged.")
+        raise CheckpointError(f"{path}: a parameter table holds {shown(name)}: {shown(shape)}. The file is damaged.")
+    if len(shape) > _MAX_DIMENSIONS or not all(type(size) is int and 0 <= size < _MAX_NUMEL for size in shape):
+        raise CheckpointError(f"{path}: parameter {brief(name)} has shape {shown(shape)}. The file is damaged.")
     return Param(name, tuple(int(size) for size in shape))
 
 

@@ -10,6 +10,8 @@ GOOGLE_APPLICATION_CREDENTIALS, STORAGE_EMULATOR_HOST; for everything fsspec's c
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import re
 import stat
@@ -27,6 +29,9 @@ _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 _PATIENCE_S = 300.0
 _THREADS = 8
 _MAX_REQUEST_BYTES = 8 << 20
+
+FOLLOW_LINKS = "ZEROELASTIC_FOLLOW_LINKS"
+"""The environment variable that, set to 1, lets symbolic links to files lead anywhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,8 +283,47 @@ def _range(path: FilePath, offset: int, nbytes: int) -> bytes:
     return _local_range(path, offset, nbytes)
 
 
+def open_regular(path: Path) -> io.FileIO:
+    """Open a local file for reading, unbuffered. Never waits, as opening a named pipe does.
+
+    A symbolic link may lead to files below the directory above its own (the tag's, for a file of a tag), and from a
+    snapshot of the Hugging Face Hub's cache to that cache's blobs: a checkpoint that somebody else made must not have
+    other files of this machine read, and copied, in its place. FOLLOW_LINKS in the environment lifts that. Links to
+    directories are followed. Raises OSError, CheckpointError for such a link.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        mode = os.fstat(fd).st_mode
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
+        if not stat.S_ISREG(mode):
+            raise OSError(errno.EINVAL, "it is not a regular file", os.fspath(path))
+        if os.path.islink(path):
+            _check_link(path)
+        return io.FileIO(fd, "rb")
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def _check_link(path: Path) -> None:
+    if os.environ.get(FOLLOW_LINKS) == "1":
+        return
+    folder, target = os.path.realpath(path.parent), os.path.realpath(path)
+    allowed = [os.path.dirname(folder)]
+    repository, snapshots, revision = folder.rpartition("/snapshots/")
+    if snapshots and revision:
+        allowed.append(f"{repository}/blobs")
+    if any(target.startswith(f"{directory.rstrip('/')}/") for directory in allowed):
+        return
+    raise CheckpointError(
+        f"{path}: is a symbolic link to {target}, which is outside of {allowed[0]}. It was not read. Put the file "
+        f"itself there; or, if you made this link, set {FOLLOW_LINKS}=1."
+    )
+
+
 def _local_range(path: Path, offset: int, nbytes: int) -> bytes:
-    with open(path, "rb", buffering=0) as file:
+    with open_regular(path) as file:
         left = min(nbytes, max(0, os.fstat(file.fileno()).st_size - offset))  # no memory for what is not there
         pieces: list[bytes] = []
         while left and (piece := os.pread(file.fileno(), left, offset)):

@@ -220,7 +220,7 @@ def _record_step(path: FilePath) -> int:
     if match is not None:
         return int(match[1])
     try:
-        data = json.loads(read_whole(path, limit=_MOST_RECORD_BYTES))
+        data = json.loads(read_whole(path, limit=_MOST_RECORD_BYTES).decode("utf-8"))
     except (ValueError, RecursionError):
         data = None
     step = data.get("global_steps") if isinstance(data, dict) else None

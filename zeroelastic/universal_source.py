@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +17,7 @@ import numpy as np
 
 from zeroelastic.checkpoint import Checkpoint, ModelStates, frozen_layouts, open_model_states
 from zeroelastic.digest import ScalarValue
-from zeroelastic.errors import CheckpointError, MissingFileError, UnsupportedError, UsageError
+from zeroelastic.errors import CheckpointError, MissingFileError, UnsupportedError, UsageError, brief, shown
 from zeroelastic.extras import plan_extras
 from zeroelastic.layout import Int64Array, Layout, Param, unpacked_layout
 from zeroelastic.native import (
@@ -35,7 +34,7 @@ from zeroelastic.reshard import ReshardOptions, ReshardPlan
 from zeroelastic.shard import FP32, FROZEN, ParamGroup, Pieces, Shard, checked_params, read_scalar
 from zeroelastic.source import Source, find_source
 from zeroelastic.state import SavedPart, SavedState
-from zeroelastic.storage import FilePath
+from zeroelastic.storage import FilePath, read_whole
 from zeroelastic.torchfile import DTYPE_BYTES, TensorRef, TorchFile, read_torch_file
 from zeroelastic.universal import LATEST_UNIVERSAL, OPTIMIZER_STATE, ZERO_FOLDER, check_file_name
 
@@ -66,22 +65,21 @@ def find_universal(text: str | os.PathLike[str], *, tag: str | None = None) -> S
     Raises UsageError saying what was found instead.
     """
     path = Path(os.path.abspath(text))
-    if tag is None and (path / ZERO_FOLDER).is_dir():
+    if tag is None and os.path.isdir(path / ZERO_FOLDER):
         return _universal_source(path)
-    if not path.is_dir():
+    if not os.path.isdir(path):
         raise UsageError(f"{path}: no such directory.")
     if tag is None:
         try:
-            with open(path / LATEST_UNIVERSAL, "rb") as file:
-                tag = file.read(_MOST_LATEST_BYTES).decode(errors="replace").strip()
-        except FileNotFoundError:
+            tag = read_whole(path / LATEST_UNIVERSAL, limit=_MOST_LATEST_BYTES).decode(errors="replace").strip()
+        except MissingFileError:
             raise UsageError(
                 f"{path}: is no Universal checkpoint: it has neither a folder {ZERO_FOLDER} nor a file "
                 f"{LATEST_UNIVERSAL}. Give its tag directory, or --tag."
             ) from None
     if _TAG.fullmatch(tag) is None or tag in (".", ".."):
-        raise UsageError(f"{path}: {tag!r} is not the name of a tag.")
-    if not (path / tag / ZERO_FOLDER).is_dir():
+        raise UsageError(f"{path}: {shown(tag)} is not the name of a tag.")
+    if not os.path.isdir(path / tag / ZERO_FOLDER):  # which has no error for a name that is too long
         raise UsageError(f"{path}: has no Universal checkpoint {tag} (no folder {tag}/{ZERO_FOLDER}).")
     return _universal_source(path / tag)
 
@@ -253,7 +251,7 @@ def _tensors(zero: Path, layout: Layout) -> tuple[tuple[Mapping[str, str], ...],
             raise MissingFileError(f"{zero / param.name / FP32}.pt: no such file. The checkpoint is incomplete.")
         for key in sorted(keys, key=lambda key: (key != FP32, key)):
             if key == FROZEN or _KEY.fullmatch(key) is None:
-                raise UnsupportedError(f"{zero / param.name}: {key!r} is not the name of a state.")
+                raise UnsupportedError(f"{zero / param.name}: {shown(key)} is not the name of a state.")
             path = zero / param.name / f"{key}.pt"
             file = read_torch_file(path)
             ref = _whole_tensor(file, param)
@@ -282,11 +280,11 @@ def _whole_tensor(file: TorchFile, param: Param) -> TensorRef:
             raise UnsupportedError(f"{file.path}: holds AutoEP expert parameters, which cannot be taken yet.")
         root = root.get("param")
     if not isinstance(root, TensorRef) or root.dtype not in DTYPE_BYTES:
-        raise CheckpointError(f"{file.path}: holds {reprlib.repr(root)}, not a tensor. The file is damaged.")
+        raise CheckpointError(f"{file.path}: holds {shown(root)}, not a tensor. The file is damaged.")
     if root.numel != param.numel:
         raise CheckpointError(
-            f"{file.path}: has {root.numel} elements; {param.name} has {param.numel} of shape {list(param.shape)}. The "
-            "file is damaged, or was saved with tensor parallelism."
+            f"{file.path}: has {root.numel} elements; {brief(param.name)} has {param.numel} of shape "
+            f"{list(param.shape)}. The file is damaged, or was saved with tensor parallelism."
         )
     return root
 
@@ -303,7 +301,7 @@ def _scalars(
     for i, members in enumerate(sub_groups):
         values = state.get(i, {})
         if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
-            raise CheckpointError(f"{file.path}: the state of sub-group {i} is {reprlib.repr(values)}.")
+            raise CheckpointError(f"{file.path}: the state of sub-group {i} is {shown(values)}.")
         keys = dtypes[len(scalars)] if members else {}
         own: dict[str, ScalarValue] = {}
         for key, value in values.items():
@@ -311,7 +309,7 @@ def _scalars(
                 if key not in keys:
                     lost[key] = None
             else:
-                own[key] = read_scalar(file, value, f"state {key!r} of sub-group {i}")
+                own[key] = read_scalar(file, value, f"state {shown(key)} of sub-group {i}")
         scalars += [own] * len(members)
     sentences = (
         f"{key} of the optimizer: DeepSpeed's converter keeps rank 0's part of it only, so it is left out"
@@ -332,7 +330,7 @@ def _groups(path: FilePath, groups: object, sub_groups: Sequence[Sequence[Param]
     for g, group in enumerate(groups):
         numbers = group.get("params")
         if not isinstance(numbers, list) or not all(type(n) is int and 0 <= n < len(sub_groups) for n in numbers):
-            raise CheckpointError(f"{path}: optimizer group {g} lists {reprlib.repr(numbers)}. The file is damaged.")
+            raise CheckpointError(f"{path}: optimizer group {g} lists {shown(numbers)}. The file is damaged.")
         own = list(dict.fromkeys(numbers))
         if seen & set(own):
             raise CheckpointError(f"{path}: sub-group {min(seen & set(own))} is in two optimizer groups.")

@@ -7,7 +7,6 @@ from rank 0's module states, as DeepSpeed's ``zero_to_fp32`` reads them (``buffe
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -15,7 +14,7 @@ from typing import Literal
 import numpy as np
 
 from zeroelastic.digest import ByteArray
-from zeroelastic.errors import CheckpointError, UnsupportedError
+from zeroelastic.errors import CheckpointError, UnsupportedError, shown
 from zeroelastic.shard import FP32, FROZEN
 from zeroelastic.state import SavedState
 from zeroelastic.storage import read_range
@@ -100,11 +99,11 @@ def model_tensors(state: SavedState) -> ModelTensors:
     for name in names:
         value = module.get(name) if isinstance(name, str) else None
         if not isinstance(name, str) or name in found:
-            raise CheckpointError(f"{path}: buffer_names holds {reprlib.repr(name)}. The file is damaged.")
+            raise CheckpointError(f"{path}: buffer_names holds {shown(name)}. The file is damaged.")
         if isinstance(value, TensorRef):
             found[name] = _buffer(name, value, file)
         elif name in module:
-            left_out.append(f"buffer {name}: it is of a kind that is not read ({reprlib.repr(value)})")
+            left_out.append(f"buffer {name}: it is of a kind that is not read ({shown(value)})")
     if state.models[0].frozen is None:
         left_out.append("frozen parameters: the checkpoint was saved without them (exclude_frozen_parameters)")
     tied = _tied(root.get("shared_params"), found, left_out, state)
@@ -166,13 +165,11 @@ def _tied(shared: object, found: Mapping[str, ModelTensor], left_out: list[str],
     if shared is None:
         return {}
     if not isinstance(shared, dict):
-        raise CheckpointError(f"{path}: shared_params is {reprlib.repr(shared)}. The file is damaged.")
+        raise CheckpointError(f"{path}: shared_params is {shown(shared)}. The file is damaged.")
     tied: dict[str, str] = {}
     for alias, name in shared.items():
         if not isinstance(alias, str) or not isinstance(name, str) or alias in found:
-            raise CheckpointError(
-                f"{path}: shared_params holds {reprlib.repr(alias)}: {reprlib.repr(name)}. The file is damaged."
-            )
+            raise CheckpointError(f"{path}: shared_params holds {shown(alias)}: {shown(name)}. The file is damaged.")
         if name in found or name in tied:
             tied[alias] = tied.get(name, name)
         else:

@@ -43,11 +43,29 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def _global_options(
+    context: typer.Context,
+    allow_global: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--allow-global",
+            metavar="NAME",
+            help="Let headers name this class, such as package.module.Class: it is neither imported nor called, an "
+            "inert stand-in takes its place. May be given several times.",
+        ),
+    ] = None,
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
     """DeepSpeed ZeRO-3 checkpoints that resume at any world size."""
+    if allow_global:
+        from zeroelastic.errors import UsageError
+        from zeroelastic.safepickle import allow_globals
+
+        try:
+            context.with_resource(allow_globals(allow_global))
+        except UsageError as error:
+            raise typer.BadParameter(str(error), param_hint="--allow-global") from None
 
 
 def main() -> None:

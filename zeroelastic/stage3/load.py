@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,8 +21,9 @@ from deepspeed.runtime.fp16 import loss_scaler as ds_loss_scaler
 
 from zeroelastic.agree import gather, settle
 from zeroelastic.digest import ScalarValue
-from zeroelastic.errors import CheckpointError, UnsafePickleError
+from zeroelastic.errors import CheckpointError, ConfigError, UnsafePickleError
 from zeroelastic.report import ResumeReport
+from zeroelastic.safepickle import split_global
 from zeroelastic.shard import FP32, FROZEN, OptionValue
 from zeroelastic.stage3.fill import Filled, Part, Target, fill
 from zeroelastic.stage3.live import LiveState, read_live
@@ -33,6 +36,7 @@ from zeroelastic.stage3.proof import Proof, prove
 from zeroelastic.stage3.relay import Relayed, fill_from_others, module_file
 from zeroelastic.stage3.schedule import rearranged
 from zeroelastic.stage3.survey import Survey, check_batch, saved_groups
+from zeroelastic.storage import open_regular
 from zeroelastic.torchfile import DTYPE_BYTES
 
 logger = logging.getLogger(__name__)
@@ -490,10 +494,17 @@ def _ranks(first: int, end: int) -> str:
 
 
 @contextmanager
-def model_states_reader(engine: Any, found: Survey, path: str, *, safe_load: bool) -> Iterator[None]:
-    """While it lasts, DeepSpeed reads the module states of the survey once, from ``path``, without frozen payload."""
+def model_states_reader(
+    engine: Any, found: Survey, path: str, *, safe_load: bool, allow_globals: Sequence[str] = ()
+) -> Iterator[None]:
+    """While it lasts, DeepSpeed reads the module states of the survey once, from ``path``, without frozen payload.
+
+    With ``safe_load``, objects are made of torch's allow-list, DeepSpeed's own and ``allow_globals`` only. Raises
+    ConfigError for one of these that cannot be imported.
+    """
+    safe = [*_safe_classes(), *map(_imported, allow_globals)] if safe_load else None
     original = engine.checkpoint_engine
-    reader = _ModelStatesReader(original, found, path, safe_load, engine.lr_scheduler)
+    reader = _ModelStatesReader(original, found, path, safe, engine.lr_scheduler)
     engine.checkpoint_engine, engine._zeroelastic_module_paths = reader, reader.paths
     try:
         yield
@@ -505,12 +516,12 @@ def model_states_reader(engine: Any, found: Survey, path: str, *, safe_load: boo
 class _ModelStatesReader:
     """Stands in for the checkpoint engine while the module states are loaded; everything else is the original's."""
 
-    def __init__(self, original: Any, found: Survey, path: str, safe_load: bool, scheduler: Any) -> None:
+    def __init__(self, original: Any, found: Survey, path: str, safe: list[Any] | None, scheduler: Any) -> None:
         self._original, self._found, self._path = original, found, path
         # DeepSpeed wants one for each tensor parallel rank, and that of its own to exist.
         away = found.model.path.name in found.checkpoint.away
         self.paths = (path,) * found.checkpoint.tp.size if away else found.model_paths
-        self._safe_load, self._scheduler = safe_load, scheduler
+        self._safe, self._scheduler = safe, scheduler
         self._loaded: dict[str, Any] | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -537,12 +548,17 @@ class _ModelStatesReader:
 
     def _unpickle(self, *, mmap: bool) -> dict[str, Any]:
         path = self._found.model.path
+        if self._path == str(path):
+            open_regular(Path(self._path)).close()  # refuses what is no file, and links that lead elsewhere
         try:
-            with torch.serialization.safe_globals(_safe_classes() if self._safe_load else []):
-                state = torch.load(self._path, map_location="cpu", mmap=mmap, weights_only=self._safe_load)
+            with torch.serialization.safe_globals(self._safe or []):
+                state = torch.load(self._path, map_location="cpu", mmap=mmap, weights_only=self._safe is not None)
         except Exception as error:
-            if self._safe_load:
-                raise UnsafePickleError(f'{path}: refused by "safe_load": {error}') from None
+            if self._safe is not None:
+                raise UnsafePickleError(
+                    f'{path}: refused by "safe_load": {error} To let objects of a class be made all the same, name it '
+                    'in "allow_globals": ["package.module.Class"] in the "zeroelastic" block.'
+                ) from None
             raise CheckpointError(f"{path}: {error}") from error
         if not isinstance(state, dict):
             raise CheckpointError(f"{path}: is not a DeepSpeed model states file.")
@@ -553,3 +569,12 @@ def _safe_classes() -> list[Any]:
     from deepspeed.runtime.zero.config import ZeroStageEnum
 
     return [ZeroStageEnum, ds_loss_scaler.LossScaler, ds_loss_scaler.DynamicLossScaler]
+
+
+def _imported(name: str) -> Any:
+    """The class that the user has named."""
+    module, qualname = split_global(name)
+    try:
+        return attrgetter(qualname)(import_module(module))
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f'"zeroelastic": allow_globals names {name}, which cannot be imported: {error}.') from None

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from zeroelastic.errors import ConfigError
 from zeroelastic.executors import OPERATIONS, Executor
+from zeroelastic.safepickle import split_global
 
 Verify = Literal["full", "quick", "off"]
 MissingState = Literal["error", "fresh"]
@@ -21,11 +22,13 @@ class Options(BaseModel):
     "quick" checks headers, sizes and save ids only; "off" (or false) does not report a content root either.
     ``strict``: refuse a resume that changes the global batch. ``missing_state``: "error" refuses a checkpoint whose
     parameters or optimizer groups are not those of the run; "fresh" restores what both have and names what becomes of
-    the rest. ``safe_load``: unpickle ``*_model_states.pt`` through torch's allow-list too. ``fsync``: make files
-    durable before the commit record names them. ``save_timeout_s``: how many seconds the ranks of a save wait for one
-    another before it fails, naming those that did not arrive. ``executor``: the engine that reads and writes payload:
-    "numpy" or "native" for host memory and files, "cuda" for a GPU's memory, or "torch" for it by way of host memory;
-    what is not named, "auto" chooses.
+    the rest. ``safe_load``: unpickle ``*_model_states.pt`` through torch's allow-list too. ``allow_globals``: classes,
+    such as "package.module.Class", that a file may name beyond the allow-lists: they are inert stand-ins in optimizer
+    files; under ``safe_load``, torch makes objects of them. ``fsync``: make files durable before the commit record
+    names them. ``save_timeout_s``: how many seconds the ranks of a save wait for one another before it fails, naming
+    those that did not arrive. ``executor``: the engine that reads and writes payload: "numpy" or "native" for host
+    memory and files, "cuda" for a GPU's memory, or "torch" for it by way of host memory; what is not named, "auto"
+    chooses.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -34,6 +37,7 @@ class Options(BaseModel):
     strict: bool = False
     missing_state: MissingState = "error"
     safe_load: bool = False
+    allow_globals: list[str] = Field(default_factory=list)
     fsync: bool = True
     save_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 900.0
     executor: Executor = "auto"
@@ -42,6 +46,13 @@ class Options(BaseModel):
     def host_executor(self) -> Executor:
         """The engine for files and host memory: "auto" where ``executor`` names one for a GPU."""
         return self.executor if "write" in OPERATIONS.get(self.executor, ("write",)) else "auto"
+
+    @field_validator("allow_globals")
+    @classmethod
+    def _are_names(cls, names: list[str]) -> list[str]:
+        for name in names:
+            split_global(name)
+        return names
 
     @field_validator("verify", mode="before")
     @classmethod

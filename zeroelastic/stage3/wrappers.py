@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -15,8 +16,10 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from zeroelastic.agree import settle, together
 from zeroelastic.checkpoint import open_checkpoint
-from zeroelastic.errors import CheckpointError, MissingFileError, OldFormatError, UnsupportedError
+from zeroelastic.errors import CheckpointError, MissingFileError, OldFormatError, UnsupportedError, shown
+from zeroelastic.safepickle import allow_globals
 from zeroelastic.save_place import recover
+from zeroelastic.source import LATEST
 from zeroelastic.stage3 import memory
 from zeroelastic.stage3.decoupled import abandon, flush, has_pending
 from zeroelastic.stage3.frameworks import wrap_frameworks
@@ -29,8 +32,11 @@ from zeroelastic.stage3.saving import Saving, live_of, options_of, save_checkpoi
 from zeroelastic.stage3.storage_rules import leave_to_stock, loads_in_stock, own_rigid_files, refuse_unwritable
 from zeroelastic.stage3.survey import survey
 from zeroelastic.stage3.topology import tensor_parallel
+from zeroelastic.storage import read_whole
 
 logger = logging.getLogger(__name__)
+
+_MOST_LATEST_BYTES = 4096
 
 Method = Callable[..., Any]
 
@@ -198,13 +204,14 @@ def load_checkpoint(original: Method) -> Method:
         wanted = Wanted(optimizer_states=load_optimizer_states, module_only=load_module_only)
         live = live_of(self, optimizer)
         try:
-            found = survey(
-                tag_dir,
-                live,
-                weights_only=wanted.weights_only,
-                missing_state=options.missing_state,
-                strict_module=load_module_strict and custom_load_fn is None,
-            )
+            with allow_globals(options.allow_globals):
+                found = survey(
+                    tag_dir,
+                    live,
+                    weights_only=wanted.weights_only,
+                    missing_state=options.missing_state,
+                    strict_module=load_module_strict and custom_load_fn is None,
+                )
         except OldFormatError as error:
             leave_to_stock(error, tag_dir, live, node_local=self.use_node_local_storage())
             logger.warning("loading through DeepSpeed alone: %s", error)
@@ -218,7 +225,9 @@ def load_checkpoint(original: Method) -> Method:
 
         def load_module(module_path: str) -> tuple[Any, Any]:
             with (
-                model_states_reader(self, found, module_path, safe_load=options.safe_load),
+                model_states_reader(
+                    self, found, module_path, safe_load=options.safe_load, allow_globals=options.allow_globals
+                ),
                 recorded_keys(self.module, keys, forgive=options.missing_state == "fresh"),
             ):
                 path, state = self._load_checkpoint(
@@ -236,17 +245,18 @@ def load_checkpoint(original: Method) -> Method:
                 state.setdefault("optimizer", None)
             return str(found.model.path), state
 
-        outcome, report = load(
-            self,
-            found,
-            live,
-            tag_dir=tag_dir,
-            options=options,
-            wanted=wanted,
-            load_module=load_module,
-            keys=keys,
-            began=began,
-        )
+        with allow_globals(options.allow_globals):
+            outcome, report = load(
+                self,
+                found,
+                live,
+                tag_dir=tag_dir,
+                options=options,
+                wanted=wanted,
+                load_module=load_module,
+                keys=keys,
+                began=began,
+            )
         self.zeroelastic_report = report
         if dist.get_rank() == 0:
             loud = bool(report.changed) or any(word in note for note in report.notes for word in ("CHANGED", "LOST"))
@@ -263,11 +273,14 @@ def _choose_tag(load_dir: Path, tag: Any) -> str | None:
     def read() -> str | None:
         name = str(tag) if tag is not None else None
         try:
-            name = name or (load_dir / "latest").read_text().strip()
-        except FileNotFoundError:
+            if name is None:
+                name = read_whole(load_dir / LATEST, limit=_MOST_LATEST_BYTES).decode(errors="replace").strip()
+                if os.path.isabs(name) or ".." in Path(name).parts or "\0" in name:
+                    raise CheckpointError(
+                        f"{load_dir / LATEST}: names {shown(name)}, which is no tag of this directory."
+                    )
+        except MissingFileError:
             return None
-        except OSError as error:
-            raise CheckpointError(f"{load_dir / 'latest'}: cannot be read: {error.strerror}.") from None
         if dist.get_rank() == 0:
             with suppress(OSError):  # a directory that cannot be written: what is missing is said when it is opened
                 recover(load_dir / name)
