@@ -21,7 +21,7 @@ from zeroelastic.layout import Int64Array, Layout, Param, partition_numel, unpac
 from zeroelastic.record import RECORD_NAME, CommitRecord, read_record
 from zeroelastic.shard import FROZEN, Pieces, Shard, checked_param, checked_params, open_shard
 from zeroelastic.storage import FilePath, RemotePath, as_path, file_sizes
-from zeroelastic.torchfile import TensorRef, TorchFile, read_torch_file
+from zeroelastic.torchfile import DTYPE_BYTES, TensorRef, TorchFile, read_torch_file
 
 _OPTIM_FILE = re.compile(r"^(bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt$")
 _MODEL_FILE = re.compile(r"^zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt$")
@@ -50,7 +50,8 @@ class ModelStates:
     """What one rank's ``*_model_states.pt`` says about the layout; the module itself is not looked at.
 
     ``sub_groups`` are the trained parameters in flat order; ``frozen`` the others, or None where they were excluded
-    from the save; ``frozen_pieces`` where this rank's parts of them are.
+    from the save; ``frozen_pieces`` where this rank's parts of them are; ``directory`` is the file's digest of its zip
+    directory.
     """
 
     path: FilePath
@@ -62,6 +63,17 @@ class ModelStates:
     frozen: Layout | None
     frozen_pieces: Pieces | None
     header_bytes: int
+    directory: str = ""
+
+    def fragments(self) -> list[tuple[int, int]]:
+        """(offset, nbytes) in the file of this rank's part of each frozen parameter, of those that have any."""
+        if self.frozen is None or self.frozen_pieces is None:
+            return []
+        return [
+            (int(self.frozen_pieces.offset[i]), int(self.frozen.part[i]) * DTYPE_BYTES[self.frozen_pieces.dtype[i]])
+            for i in range(self.frozen.num_params)
+            if self.frozen_pieces.offset[i] >= 0
+        ]
 
 
 @dataclass(slots=True)
@@ -71,6 +83,7 @@ class Checkpoint:
     Invariants: ``world_size`` ranks each have one optimizer and one model states file in ``optim_files`` and
     ``model_files``; where there is a commit record, every file has the size that it states. Of a tensor parallel run
     these are the files of one tensor parallel rank, ``tp``, and ``world_size`` is the data parallel size.
+    ``compare_directories``: whether a file that is opened must have the zip directory that the record states.
     """
 
     tag_dir: FilePath
@@ -81,6 +94,7 @@ class Checkpoint:
     stale_files: tuple[str, ...]
     record_bytes: int = 0
     tp: TensorParallel = NO_TENSOR_PARALLEL
+    compare_directories: bool = True
     _shards: dict[int, Shard] = field(default_factory=dict, repr=False)
     _models: dict[int, ModelStates] = field(default_factory=dict, repr=False)
 
@@ -99,14 +113,23 @@ class Checkpoint:
                     f"{path}: belongs to save {str(shard.save_id)[:8]}, the commit record to "
                     f"{self.record.save_id[:8]}. Files of two saves are mixed in this directory."
                 )
+            self._check_directory(path, shard.directory)
             self._shards[rank] = shard
         return self._shards[rank]
 
     def model_states(self, rank: int) -> ModelStates:
         """The layout part of one rank's model states file; parsed once. Raises CheckpointError."""
         if rank not in self._models:
-            self._models[rank] = open_model_states(self.model_files[rank], rank, world_size=self.world_size, tp=self.tp)
+            path = self.model_files[rank]
+            model = open_model_states(path, rank, world_size=self.world_size, tp=self.tp)
+            self._check_directory(path, model.directory)
+            self._models[rank] = model
         return self._models[rank]
+
+    def _check_directory(self, path: FilePath, found: str) -> None:
+        recorded = self.record.directories.get(path.name) if self.record is not None else None
+        if self.compare_directories and recorded not in (None, found):
+            raise CheckpointError(other_directory(path))
 
     @property
     def header_bytes(self) -> int:
@@ -119,6 +142,14 @@ class Checkpoint:
         """The checkpoint files whose headers were read so far."""
         shards = tuple(shard.path for shard in self._shards.values())
         return shards + tuple(model.path for model in self._models.values())
+
+
+def other_directory(path: FilePath) -> str:
+    """The sentence about a file whose zip directory is not the one that the commit record states."""
+    return (
+        f"{path}: its zip directory, which has the sizes and checksums of everything in it, is not the one that the "
+        "commit record states. The file is damaged, altered or from another save."
+    )
 
 
 def source_ranks(numels: Iterable[int], *, saved_world_size: int, world_size: int, rank: int) -> tuple[int, ...]:
@@ -140,7 +171,11 @@ def source_ranks(numels: Iterable[int], *, saved_world_size: int, world_size: in
 
 
 def open_checkpoint(
-    tag_dir: str | os.PathLike[str] | RemotePath, *, near_rank: int = 0, tp: TensorParallel | None = None
+    tag_dir: str | os.PathLike[str] | RemotePath,
+    *,
+    near_rank: int = 0,
+    tp: TensorParallel | None = None,
+    compare_directories: bool = True,
 ) -> Checkpoint:
     """Look at a tag directory: which files, how many ranks, which record. Opens at most one model states header.
 
@@ -148,7 +183,8 @@ def open_checkpoint(
 
     ``near_rank`` is the rank whose own model states file is read when no record tells the world size; a rank that the
     save did not have takes rank 0's. ``tp`` chooses the files of one tensor parallel rank, and states how many there
-    have to be; without it there may be only one. Raises MissingFileError (no directory, a rank's file missing),
+    have to be; without it there may be only one. ``compare_directories`` holds the zip directory of each file that is
+    opened against the record's digest of it. Raises MissingFileError (no directory, a rank's file missing),
     CheckpointError (sizes that contradict the record, files of two precisions), UnsupportedError (other stages, another
     tensor parallel size).
 
@@ -211,6 +247,7 @@ def open_checkpoint(
         stale_files=tuple(stale),
         record_bytes=sizes.get(RECORD_NAME, 0) if record is not None else 0,
         tp=tp or NO_TENSOR_PARALLEL,
+        compare_directories=compare_directories,
     )
     if early is not None:
         checkpoint._models[early.rank] = early
@@ -252,6 +289,14 @@ def parse_rank_file(name: str) -> RankFile | None:
         return RankFile("optimizer", int(match[2]), int(match[3]))
     match = _MODEL_FILE.match(name)
     return None if match is None else RankFile("model", int(match[1]), int(match[2]))
+
+
+def saved_as(folder: str, name: str) -> str | None:
+    """The name under which a rank's file was saved, where that is another's; torch calls an archive after its file."""
+    saved = f"{folder}.pt"
+    if saved.removeprefix("bf16_") == name.removeprefix("bf16_") or not is_rank_file(saved):
+        return None
+    return saved
 
 
 def is_rank_file(name: str) -> bool:
@@ -361,6 +406,9 @@ def model_states_of(
     path, root = file.path, file.root
     if not isinstance(root, dict):
         raise CheckpointError(f"{path}: is not a DeepSpeed model states file.")
+    misplaced = saved_as(file.folder, path.name)
+    if misplaced is not None:
+        raise CheckpointError(f"{path}: was saved as {misplaced}. Files of different ranks have changed places.")
     count = root.get("dp_world_size")
     if type(count) is not int or not 1 <= count <= _MAX_WORLD_SIZE:
         raise CheckpointError(f"{path}: dp_world_size is {reprlib.repr(count)}. It is not a ZeRO-3 model states file.")
@@ -407,6 +455,7 @@ def model_states_of(
         frozen=frozen,
         frozen_pieces=pieces,
         header_bytes=file.header_bytes,
+        directory=file.directory,
     )
 
 
@@ -459,8 +508,10 @@ __all__ = [
     "model_states_of",
     "open_checkpoint",
     "open_model_states",
+    "other_directory",
     "parse_rank_file",
     "rank_files",
+    "saved_as",
     "saved_sizes",
     "source_ranks",
 ]

@@ -10,19 +10,21 @@ rank that was saved, ``combine``, ``judge``.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from zeroelastic.checkpoint import ModelStates, other_directory
 from zeroelastic.digest import content_root
 from zeroelastic.inventory import Inventory, Problem, take_inventory
 from zeroelastic.layout import Int64Array
 from zeroelastic.processes import Processes
 from zeroelastic.record import RECORD_NAME, CheckpointFormat
 from zeroelastic.scan import BadRecord, Progress, RankRows, RankScan, combine, file_rows, scan_rank
+from zeroelastic.shard import Shard
 from zeroelastic.storage import FilePath
 
 _SHOWN = 4
@@ -137,8 +139,20 @@ def judge(inventory: Inventory, scan: RankScan) -> VerifyReport:
     if record is not None and root is not None and whole and root != record.content_root and not problems:
         sentence = f"the files have content root {root[:12]}..., the commit record {record.content_root[:12]}...."
         problems.append(Problem(RECORD_NAME, sentence))
+    problems += _other_directories(inventory, {problem.file for problem in problems})
     checked, unchecked = _words(inventory, scan, right, comparable)
     return _report(inventory, scan, problems, checked, unchecked, root if whole else None, scan.num_files)
+
+
+def _other_directories(inventory: Inventory, blamed: Collection[str]) -> list[Problem]:
+    """Files that are sound in themselves, and not those that the commit record states."""
+    recorded = inventory.record.directories if inventory.record is not None else {}
+    headers: list[Shard | ModelStates] = [*inventory.shards.values(), *inventory.models.values()]
+    return [
+        Problem(header.path.name, other_directory(header.path).replace(f"{header.path.parent}/", ""))
+        for header in headers
+        if header.path.name not in blamed and recorded.get(header.path.name, header.directory) != header.directory
+    ]
 
 
 def _report(

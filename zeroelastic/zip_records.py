@@ -36,12 +36,16 @@ _MOST_DIRECTORY = 1 << 31
 
 
 class ZipRecord(NamedTuple):
-    """One record: its name in the archive, the place of its payload in the file, and the checksum it should have."""
+    """One record: its name in the archive, the place of its payload in the file, and the checksum it should have.
+
+    ``by_header`` is where a reader who goes by the header before it finds the payload: the same, or it is damaged.
+    """
 
     name: str
     offset: int
     nbytes: int
     crc32: int
+    by_header: int = -1
 
 
 class Fault(NamedTuple):
@@ -83,8 +87,9 @@ class _Entry(NamedTuple):
     length: int
 
 
-def read_zip_records(path: FilePath, size: int) -> ZipRecords:
-    """Read the structure of an uncompressed archive of ``size`` bytes; payload is not read.
+def read_zip_records(path: FilePath, size: int, *, window_bytes: int = _WINDOW) -> ZipRecords:
+    """Read the structure of an uncompressed archive of ``size`` bytes; payload is not read, except what shares a read
+    of ``window_bytes`` with a header.
 
     Raises CheckpointError when the records cannot be told from it, MissingFileError.
     """
@@ -93,7 +98,7 @@ def read_zip_records(path: FilePath, size: int) -> ZipRecords:
     entries = sorted(_entries(path, offset, nbytes, faults), key=lambda entry: entry.header)
     if len(entries) != count:
         faults.append(Fault(f"the directory has {len(entries)} entries and its end says {count}", offset, nbytes))
-    window = _Window(path, size)
+    window = _Window(path, size, window_bytes)
     records: list[ZipRecord] = []
     at = 0
     for entry, following in zip(entries, [*(entry.header for entry in entries[1:]), offset], strict=False):
@@ -104,10 +109,10 @@ def read_zip_records(path: FilePath, size: int) -> ZipRecords:
             raise CheckpointError(f"{path}: bytes behind byte {entry.header} belong to no record. The file is damaged.")
         if entry.header > at:
             faults.append(Fault(f"{entry.header - at} bytes belong to no record", at, entry.header - at))
-        _check_header(window, entry, begin, faults)
+        by_header = _check_header(window, entry, begin, faults)
         if not right:
             faults.append(Fault(f"the sums behind {_shown(entry.name)} are wrong", end, following - end))
-        records.append(ZipRecord(entry.name.decode("utf-8", "replace"), begin, entry.nbytes, entry.crc32))
+        records.append(ZipRecord(entry.name.decode("utf-8", "replace"), begin, entry.nbytes, entry.crc32, by_header))
         at = following
     return ZipRecords(tuple(records), tuple(faults))
 
@@ -219,8 +224,8 @@ def _payload(window: _Window, entry: _Entry, following: int) -> tuple[int, int, 
     return end - entry.nbytes, end, right
 
 
-def _check_header(window: _Window, entry: _Entry, begin: int, faults: list[Fault]) -> None:
-    """Compare the header before a record with the directory."""
+def _check_header(window: _Window, entry: _Entry, begin: int, faults: list[Fault]) -> int:
+    """Compare the header before a record with the directory; returns where the header says that the payload begins."""
     head = window.read(entry.header, begin - entry.header)
     fields = _LOCAL.unpack_from(head)
     name, extra = head[_LOCAL.size :][: fields[9]], head[_LOCAL.size + fields[9] :]
@@ -239,6 +244,7 @@ def _check_header(window: _Window, entry: _Entry, begin: int, faults: list[Fault
     if not good:
         what = f"the header of {_shown(entry.name)} contradicts the directory"
         faults.append(Fault(what, entry.header, begin - entry.header))
+    return entry.header + _LOCAL.size + int(fields[9]) + int(fields[10])
 
 
 def _shown(name: bytes) -> str:
@@ -250,13 +256,13 @@ def _shown(name: bytes) -> str:
 class _Window:
     """Small reads of a file, each from what the last one brought if that has it."""
 
-    def __init__(self, path: FilePath, size: int) -> None:
-        self._path, self._size, self._begin, self._data = path, size, 0, b""
+    def __init__(self, path: FilePath, size: int, nbytes: int) -> None:
+        self._path, self._size, self._nbytes, self._begin, self._data = path, size, nbytes, 0, b""
 
     def read(self, offset: int, nbytes: int) -> bytes:
         """Up to ``nbytes`` bytes: fewer where the file ends."""
         if offset < self._begin or offset + nbytes > self._begin + len(self._data):
             self._begin = offset
-            self._data = read_range(self._path, offset, max(0, min(max(nbytes, _WINDOW), self._size - offset)))
+            self._data = read_range(self._path, offset, max(0, min(max(nbytes, self._nbytes), self._size - offset)))
         at = offset - self._begin
         return self._data[at : at + nbytes]

@@ -17,12 +17,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from zeroelastic.agree import broadcast, gather, settle
+from zeroelastic.agree import gather, settle
 from zeroelastic.elastic.position import KEY, Position, unpack_position
 from zeroelastic.errors import CheckpointError, UsageError
 from zeroelastic.record import write_atomically
 from zeroelastic.report import ResumeReport
-from zeroelastic.tags import Tag, check_quickly, check_tag, list_run
+from zeroelastic.tags import Tag, list_run
 
 ATTEMPTS_NAME = ".zeroelastic-attempts.json"
 """Loads that were begun and not finished, by tag; only while there are any."""
@@ -53,7 +53,8 @@ def resume(
 ) -> Resumed:
     """Load the newest checkpoint of ``directory`` that can be loaded, with the position of ``data``. Collective.
 
-    ``strict`` refuses a changed global batch and a checkpoint without a position in the data. With an empty or missing
+    A tag that is damaged although its save was finished is marked (zeroelastic.quarantine) and not read by the next
+    ``resume``; nothing is deleted. ``strict`` refuses a changed global batch and a checkpoint without a position in the data. With an empty or missing
     directory nothing happens, and ``Resumed.tag`` is None. Raises CheckpointError when there are checkpoints and none
     can be loaded, and whatever ``engine.load_checkpoint`` raises for a run that does not fit::
 
@@ -61,47 +62,30 @@ def resume(
         start = resume(engine, "ckpt", data=sampler)
         for step in range(start.global_steps, total_steps): ...
     """
+    from zeroelastic.stage3.fallback import none_loads, walk_back
     from zeroelastic.stage3.seams import install
     from zeroelastic.stage3.wrappers import loading_strictly
 
     install()
     root = Path(directory)
-    passed: list[str] = []
-    remaining: list[Tag] | None = None
-    while True:
 
-        def choose() -> tuple[str, str] | None:
-            nonlocal remaining
-            if _rank() != 0:
-                return None
-            remaining = _tags(root) if remaining is None else remaining
-            return _next(root, remaining, passed)
-
-        chosen = broadcast(settle(choose))
-        if chosen is None:
-            break
-        load_dir, name = chosen
+    def load(load_dir: str, name: str, passed: tuple[str, ...]) -> Resumed:
         settle(partial(_count_attempt, root, name, 1))
         try:
             with loading_strictly(engine, strict):
                 path, client_state = engine.load_checkpoint(load_dir, tag=name)
             if path is None:
                 raise CheckpointError(f"{load_dir}: DeepSpeed did not load {name}.")
-            return _finish(engine, root, name, dict(client_state or {}), data, strict, broadcast(tuple(passed)))
-        except CheckpointError as error:
-            passed.append(f"{name}: {error}")
-            if _rank() == 0:
-                logger.warning("passed over %s, which cannot be loaded: %s", name, error)
+            return _finish(engine, root, name, dict(client_state or {}), data, strict, passed)
         finally:  # an error that we live to see is no death
             with suppress(OSError):
                 _count_attempt(root, name, -1)
-    passed = broadcast(passed)
+
+    resumed, passed = walk_back(root, partial(_tags, root), load, refuse=partial(_deadly, root))
+    if resumed is not None:
+        return resumed
     if passed:
-        listed = "".join(f"\n  - {one}" for one in passed)
-        raise CheckpointError(
-            f"{root}: none of the checkpoints can be loaded:{listed}\nThe engine may hold damaged state: do not train "
-            "on it. To begin anew, give another directory."
-        )
+        raise none_loads(root, passed)
     if _rank() == 0:
         logger.info("%s: no checkpoint; the run begins", root)
     return Resumed(None, 0, {}, None, (), ())
@@ -118,23 +102,28 @@ def _finish(
 ) -> Resumed:
     import torch.distributed as dist
 
+    from zeroelastic.stage3.fallback import UnusableError
+
     report: ResumeReport | None = getattr(engine, "zeroelastic_report", None)
     root_digest = report.loaded_root if report is not None and report.loaded_root is not None else name
     entry = client_state.pop(KEY, None)
-    notes = settle(
-        lambda: unpack_position(
-            entry,
-            data,
-            identity=f"{root_digest} {engine.global_steps}",
-            rank=dist.get_rank(),
-            world_size=dist.get_world_size(),
-            device=engine.device,
-            strict=strict,
+    try:
+        notes = settle(
+            lambda: unpack_position(
+                entry,
+                data,
+                identity=f"{root_digest} {engine.global_steps}",
+                rank=dist.get_rank(),
+                world_size=dist.get_world_size(),
+                device=engine.device,
+                strict=strict,
+            )
         )
-    )
+    except CheckpointError as error:
+        raise UnusableError(str(error)) from None
     positions = gather(json.dumps(data.state_dict(), default=str, sort_keys=True) if data is not None else "")
     if len(set(positions)) > 1:
-        raise CheckpointError(
+        raise UnusableError(
             f"{root / name}: the ranks came to different positions in the data "
             f"({', '.join(sorted(set(positions))[:4])}). "
             "Its client state is of two saves, or the position depends on the rank."
@@ -153,24 +142,10 @@ def _tags(root: Path) -> list[Tag]:
         return []
 
 
-def _next(root: Path, remaining: list[Tag], passed: list[str]) -> tuple[str, str] | None:
-    """Directory and tag of the newest of the remaining ones that looks whole; those before it go to ``passed``."""
-    attempts = _attempts(root)
-    while remaining:
-        tag = remaining.pop(0)
-        problem = _problem(tag, attempts)
-        if problem is None:
-            return str(tag.tag_dir.parent), tag.tag_dir.name
-        passed.append(f"{tag.name}: {problem}")
-        logger.warning("passed over %s: %s", tag.name, problem)
-    return None
-
-
-def _problem(tag: Tag, attempts: Mapping[str, int]) -> str | None:
-    if attempts.get(tag.tag_dir.name, 0) >= _MOST_FAILURES:
-        return f"the job ended {attempts[tag.tag_dir.name]} times while it was being loaded"
-    verdict = check_tag(tag, check_quickly)
-    return None if verdict is None else " ".join(verdict.problems)
+def _deadly(root: Path, tag: Tag) -> str | None:
+    """Why a tag is not even tried: the job has died under it before."""
+    count = _attempts(root).get(tag.tag_dir.name, 0)
+    return f"the job ended {count} times while it was being loaded" if count >= _MOST_FAILURES else None
 
 
 def _attempts(root: Path) -> dict[str, int]:

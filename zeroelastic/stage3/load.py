@@ -8,11 +8,10 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from deepspeed.runtime.fp16 import loss_scaler as ds_loss_scaler
 
@@ -21,6 +20,7 @@ from zeroelastic.digest import ScalarValue
 from zeroelastic.errors import CheckpointError, UnsafePickleError
 from zeroelastic.report import ResumeReport
 from zeroelastic.shard import FP32, FROZEN, OptionValue
+from zeroelastic.stage3.contents import local_digests
 from zeroelastic.stage3.fill import Filled, Target, fill
 from zeroelastic.stage3.live import LiveState, read_live
 from zeroelastic.stage3.module_keys import ModuleKeys
@@ -31,7 +31,6 @@ from zeroelastic.stage3.precision import restore_scales
 from zeroelastic.stage3.proof import Proof, prove
 from zeroelastic.stage3.schedule import rearranged
 from zeroelastic.stage3.survey import Survey, check_batch, saved_groups
-from zeroelastic.torchfile import DTYPE_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +57,7 @@ def load(
     *,
     tag_dir: Path,
     options: Options,
+    said: Sequence[str] = (),
     wanted: Wanted,
     load_module: Callable[[], tuple[Any, Any]],
     keys: ModuleKeys,
@@ -67,9 +67,9 @@ def load(
 
     ``load_module`` runs DeepSpeed's own ``_load_checkpoint`` (module, counters, scheduler, client state) on the file
     that ``model_states_reader`` serves, and leaves in ``keys`` what the module finds missing; ``began`` is when the
-    whole load did (``time.perf_counter``). Returns its result and the report. Raises the same error on every rank.
+    whole load did (``time.perf_counter``); ``said`` goes into the report first. Returns its result and the report. Raises the same error on every rank.
     """
-    notes: list[str] = []
+    notes = list(said)
     reset: list[str] = []
     micro = engine.train_micro_batch_size_per_gpu() * engine.gradient_accumulation_steps()
     copies = engine.train_batch_size() // micro  # of the model: ranks that share a sequence take one batch
@@ -84,9 +84,12 @@ def load(
     optimizer.checkpoint_event_prologue()
     outcome = settle(load_module)
     live = read_live(optimizer, engine.param_names)
+    from_16_bit = not engine.zero_load_from_fp32_weights()
 
     def fill_and_restore() -> Filled:
         filled = _fill(live, found, options, wanted, notes)
+        if from_16_bit and options.verify == "full":
+            filled = _with_read_weights(live, filled)
         _restore(engine, live, found, wanted, notes, reset)
         return filled
 
@@ -100,10 +103,10 @@ def load(
         options=options,
         device=engine.device,
         weights_only=wanted.weights_only,
-        from_16_bit=not engine.zero_load_from_fp32_weights(),
+        from_16_bit=from_16_bit,
     )
     changed = changes(live, found, keys, weights_only=wanted.weights_only)
-    report = _report(engine, live, found, filled, proof, tag_dir, wanted, notes, reset, changed, began)
+    report = _report(engine, live, found, filled, proof, tag_dir, options, wanted, notes, reset, changed, began)
     return outcome, report
 
 
@@ -173,6 +176,12 @@ def _fill(live: LiveState, found: Survey, options: Options, wanted: Wanted, note
     for p, tensor in enumerate(live.frozen_tensors):
         tensor.view(-1)[int(owned[p]) :].zero_()
     return join([filled, moved, *frozen])
+
+
+def _with_read_weights(live: LiveState, filled: Filled) -> Filled:
+    """With the digests of the master weights as they were read, which are going to be rounded."""
+    local = local_digests(live, weights_only=True, with_frozen=False)
+    return replace(filled, cast_digests={**local.table(), **filled.cast_digests})
 
 
 def _casts(targets: Sequence[Target]) -> list[str]:
@@ -338,6 +347,7 @@ def _report(
     filled: Filled,
     proof: Proof,
     tag_dir: Path,
+    options: Options,
     wanted: Wanted,
     notes: list[str],
     lost: list[str],
@@ -346,7 +356,8 @@ def _report(
 ) -> ResumeReport:
     checkpoint = found.checkpoint
     opened = {*checkpoint.opened, *filled.files}
-    headers = checkpoint.header_bytes + _module_bytes(found)
+    passes = 2 if options.verify == "full" else 1  # for its checksums, and by DeepSpeed
+    headers = checkpoint.header_bytes + passes * _module_bytes(found)
     cost = (filled.bytes_owned, filled.bytes_read, headers, len(opened), time.perf_counter() - began)
     costs = gather(cost)
     owned, read, header_bytes, files, seconds = (max(column) for column in zip(*costs, strict=True))
@@ -382,14 +393,8 @@ def _report(
 
 
 def _module_bytes(found: Survey) -> int:
-    """What DeepSpeed reads of the module states file: all of it but the frozen fragments, which are mapped."""
-    model = found.model
-    if model.frozen is None or model.frozen_pieces is None:
-        return model.size
-    sizes = np.array(
-        [DTYPE_BYTES[model.frozen_pieces.dtype[i]] for i in range(model.frozen.num_params)], dtype=np.int64
-    )
-    return model.size - int((model.frozen.part * sizes).sum())
+    """What is read of the module states file: all of it but the frozen fragments, which are mapped."""
+    return found.model.size - sum(nbytes for _, nbytes in found.model.fragments())
 
 
 def _inventory(

@@ -37,6 +37,7 @@ from zeroelastic.stage3.live import LiveState
 from zeroelastic.stage3.optimizers import class_path
 from zeroelastic.stage3.residence import is_away
 from zeroelastic.storage import file_sizes
+from zeroelastic.torchfile import directory_digest
 
 
 def new_save_id() -> str:
@@ -203,20 +204,25 @@ def commit(save: Uncommitted, *, fsync: bool) -> None:
     is missing, cannot be made durable, or is not visible to rank 0.
     """
 
-    def settle_files() -> dict[str, int]:
+    def settle_files() -> tuple[dict[str, int], dict[str, str]]:
         sizes: dict[str, int] = {}
+        directories: dict[str, str] = {}
         try:
             for name in save.written:
                 sizes[name] = (save.tag_dir / name).stat().st_size
                 if fsync:
                     _sync_file(save.tag_dir / name)
+                directory = directory_digest(save.tag_dir / name)
+                if directory is not None:
+                    directories[name] = directory
             if fsync:
                 sync_directory(save.tag_dir)
         except OSError as error:
             raise _not_committed(save, f"{error.filename or save.tag_dir}: {error.strerror}") from error
-        return sizes
+        return sizes, directories
 
-    _, parts = together(settle_files)
+    _, settled = together(settle_files)
+    parts = [sizes for sizes, _ in settled]
 
     def write() -> None:
         if dist.get_rank() != 0:
@@ -238,6 +244,7 @@ def commit(save: Uncommitted, *, fsync: bool) -> None:
                     zeroelastic=__version__, deepspeed=deepspeed.__version__, torch=str(torch.__version__)
                 ),
                 files=sizes,
+                directories={name: found for _, part in settled for name, found in sorted(part.items())},
                 params=param_records(save.contents, save.trained),
                 content_root=content_root(save.contents),
             )

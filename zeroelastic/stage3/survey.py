@@ -18,6 +18,7 @@ from zeroelastic.checkpoint import (
 )
 from zeroelastic.digest import ScalarValue
 from zeroelastic.errors import CheckpointError, LayoutMismatchError, StrictError, UnsupportedError
+from zeroelastic.intact import check_records
 from zeroelastic.layout import Layout, unpacked_layout
 from zeroelastic.membership import Inventory, Membership, compare
 from zeroelastic.plan import Plan, check_plan, make_plan
@@ -25,7 +26,7 @@ from zeroelastic.record import CheckpointFormat
 from zeroelastic.shard import FP32, Pieces, Shard, configured_batch
 from zeroelastic.stage3.live import LiveState
 from zeroelastic.stage3.optimizers import SavedGroup, live_form, misfits
-from zeroelastic.stage3.options import MissingState
+from zeroelastic.stage3.options import MissingState, Options, Verify
 from zeroelastic.state import check_same_save, shard_facts
 
 
@@ -77,21 +78,25 @@ def survey(
     live: LiveState,
     *,
     weights_only: bool,
-    missing_state: MissingState = "error",
+    options: Options,
     strict_module: bool = False,
 ) -> Survey:
     """Open what this rank needs, check it against the model, and compare with the other ranks. Collective.
 
-    ``weights_only`` leaves optimizer groups and state out of the comparison. ``missing_state`` says what to do about
-    parameters that the save and the run do not have in common; ``strict_module`` refuses a save that lacks frozen
-    parameters of the run, unless it says "fresh". Raises the same error on every rank: CheckpointError,
-    LayoutMismatchError (every disagreement listed), UnsupportedError.
+    ``weights_only`` leaves optimizer groups and state out of the comparison. ``options``: ``missing_state`` says what
+    to do about parameters that the save and the run do not have in common, ``verify`` how closely files are looked at;
+    ``strict_module`` refuses a save that lacks frozen parameters of the run, unless the former is "fresh". Raises
+    the same error on every rank: CheckpointError, LayoutMismatchError (every disagreement listed), UnsupportedError.
     """
     kept: list[Survey] = []
-    allowed = _Allowed(missing_state, strict_module)
+    allowed = _Allowed(options.missing_state, strict_module)
 
     def look() -> Token:
-        kept.append(_open(tag_dir, live, allowed, weights_only=weights_only))
+        found = _open(tag_dir, live, allowed, verify=options.verify, weights_only=weights_only)
+        if options.verify == "full":  # what DeepSpeed is going to read, and torch does not check
+            model = found.model
+            check_records(model.path, model.size, without=model.fragments(), executor=options.host_executor)
+        kept.append(found)
         return _token(kept[0], weights_only=weights_only)
 
     _, tokens = together(look)
@@ -117,9 +122,9 @@ class _Allowed(NamedTuple):
     strict_module: bool
 
 
-def _open(tag_dir: Path, live: LiveState, allowed: _Allowed, *, weights_only: bool) -> Survey:
+def _open(tag_dir: Path, live: LiveState, allowed: _Allowed, *, verify: Verify, weights_only: bool) -> Survey:
     layout, rank = live.layout, live.rank
-    checkpoint = open_checkpoint(tag_dir, near_rank=rank, tp=live.tp)
+    checkpoint = open_checkpoint(tag_dir, near_rank=rank, tp=live.tp, compare_directories=verify != "off")
     saved = checkpoint.world_size
     model = checkpoint.model_states(rank if rank < saved else 0)
     needed = source_ranks(layout.numel.tolist(), saved_world_size=saved, world_size=layout.world_size, rank=rank) or (

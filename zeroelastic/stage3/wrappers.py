@@ -27,10 +27,12 @@ from zeroelastic.errors import (
     UsageError,
     ZeroElasticError,
 )
+from zeroelastic.quarantine import lift_mark
 from zeroelastic.record import RECORD_NAME, write_atomically
 from zeroelastic.stage3 import memory
 from zeroelastic.stage3.contents import of_every_tp_rank, whole_contents
 from zeroelastic.stage3.decoupled import Pending, abandon, check_alive, flush, hand_over, has_pending
+from zeroelastic.stage3.fallback import load_newest
 from zeroelastic.stage3.frameworks import wrap_frameworks
 from zeroelastic.stage3.live import LiveState, read_live, refuse_unsupported
 from zeroelastic.stage3.load import Wanted, accumulated_micro_batches, load, model_states_reader
@@ -49,6 +51,7 @@ from zeroelastic.stage3.save import (
 from zeroelastic.stage3.shard_writer import DigestedShard, ShardWriter, shard_writer
 from zeroelastic.stage3.storage_rules import leave_to_stock, loads_in_stock, ranks_apart, refuse_unwritable
 from zeroelastic.stage3.survey import Survey, survey
+from zeroelastic.stage3.tag_choice import about_choice, choose_tag
 from zeroelastic.stage3.topology import tensor_parallel
 
 logger = logging.getLogger(__name__)
@@ -301,6 +304,7 @@ def _prepare_directory(save_dir: Path, tag_dir: Path) -> None:
     try:
         tag_dir.mkdir(parents=True, exist_ok=True)
         (tag_dir / RECORD_NAME).unlink(missing_ok=True)
+        lift_mark(tag_dir)
         for directory in {save_dir, tag_dir}:
             with tempfile.TemporaryFile(dir=directory):
                 pass
@@ -389,8 +393,24 @@ def load_checkpoint(original: Method) -> Method:
             return stock()
         began = time.perf_counter()
         self.__dict__.pop("zeroelastic_report", None)  # that of an earlier load
-        options = _options(self)
-        chosen = _choose_tag(Path(load_dir), tag, node_local=self.use_node_local_storage())
+        options = _agreed(_options(self))
+        if options.fallback and tag is None:
+            loaded = load_newest(
+                Path(load_dir),
+                lambda directory, name: self.load_checkpoint(
+                    directory,
+                    name,
+                    load_module_strict=load_module_strict,
+                    load_optimizer_states=load_optimizer_states,
+                    load_lr_scheduler_states=load_lr_scheduler_states,
+                    load_module_only=load_module_only,
+                    custom_load_fn=custom_load_fn,
+                ),
+                self,
+            )
+            if loaded is not None:
+                return loaded[0]
+        chosen, newer = choose_tag(Path(load_dir), tag, node_local=self.use_node_local_storage())
         if chosen is None:
             return stock()
         tag = chosen
@@ -407,7 +427,7 @@ def load_checkpoint(original: Method) -> Method:
                 tag_dir,
                 live,
                 weights_only=wanted.weights_only,
-                missing_state=options.missing_state,
+                options=options,
                 strict_module=load_module_strict and custom_load_fn is None,
             )
         except (MissingFileError, OldFormatError) as error:
@@ -449,6 +469,7 @@ def load_checkpoint(original: Method) -> Method:
                 live,
                 tag_dir=tag_dir,
                 options=options,
+                said=about_choice(Path(load_dir), chosen, newer),
                 wanted=wanted,
                 load_module=load_module,
                 keys=keys,
@@ -458,7 +479,9 @@ def load_checkpoint(original: Method) -> Method:
             del self._zeroelastic_survey
         self.zeroelastic_report = report
         if dist.get_rank() == 0:
-            loud = bool(report.changed) or any(word in note for note in report.notes for word in ("CHANGED", "LOST"))
+            loud = bool(report.changed) or any(
+                word in note for note in report.notes for word in ("CHANGED", "LOST", "NOT THE NEWEST")
+            )
             level = logging.WARNING if loud else logging.INFO
             logger.log(level, "%s", report.text())
         return outcome
@@ -466,32 +489,12 @@ def load_checkpoint(original: Method) -> Method:
     return load_checkpoint
 
 
-def _choose_tag(load_dir: Path, tag: Any, *, node_local: bool) -> str | None:
-    """The tag to load, agreed by all ranks; None when there is no ``latest`` to choose it. Collective.
-
-    With ``node_local`` storage a node may have no ``latest``: DeepSpeed writes one, on the first node.
-    """
-
-    def read() -> str | None:
-        if tag is not None:
-            return str(tag)
-        try:
-            return (load_dir / "latest").read_text().strip()
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            raise CheckpointError(f"{load_dir / 'latest'}: cannot be read: {error.strerror}.") from None
-
-    chosen, all_chosen = together(read)
-    named = {other for other in all_chosen if other is not None}
-    if node_local and len(named) == 1:
-        return named.pop()
-    if any(other != chosen for other in all_chosen):
-        raise CheckpointError(
-            f"{load_dir}: the ranks do not see the same tag ({', '.join(sorted({str(t) for t in all_chosen}))}). Pass "
-            "the same tag everywhere, on a directory that all nodes share."
-        )
-    return chosen
+def _agreed(options: Options) -> Options:
+    """The options with one level of verification for all ranks: the least, where the default differs. Collective."""
+    levels = set(gather(options.verify))
+    if len(levels) == 1:
+        return options
+    return options.model_copy(update={"verify": next(level for level in ("off", "quick", "full") if level in levels)})
 
 
 def _refused(engine: Any, optimizer: DeepSpeedZeroOptimizer_Stage3, tag_dir: Path) -> UnsupportedError | None:
