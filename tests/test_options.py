@@ -43,8 +43,8 @@ def test_an_unknown_option_names_the_known_ones():
     ("name", "value"),
     [
         ("verify", "fully"), ("verify", 1), ("verify", None), ("strict", "yes"), ("strict", 1), ("strict", None),
-        ("safe_load", "true"), ("fallback", 1), ("fallback", "newest"), ("fsync", 0), ("executor", "warp"), ("executor", None), ("executor", ["numpy"]),
-        ("missing_state", "zero"), ("missing_state", True),
+        ("safe_load", "true"), ("fsync", 0), ("executor", "warp"), ("executor", None), ("executor", ["numpy"]),
+        ("missing_state", "zero"), ("missing_state", True), ("fallback", 1), ("fallback", "newest"),
     ],
 )  # fmt: skip
 def test_a_wrong_value_names_its_option(name, value):

@@ -1,8 +1,8 @@
 """The mark of a damaged checkpoint: a small file in its tag directory that says what is wrong, since when, and where.
 
 A marked tag is passed over by whatever looks for one that is whole, without being read again. Nothing is deleted, and
-a load that names the tag is not kept from it. ``zeroelastic verify --lift-quarantine`` takes the mark away from a tag that
-turns out whole, and a save into the tag replaces it.
+a load that names the tag is not kept from it. ``zeroelastic verify --lift-quarantine`` takes the mark away from a tag
+that turns out whole, and so does a save into the tag.
 """
 
 from __future__ import annotations

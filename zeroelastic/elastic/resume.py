@@ -54,9 +54,10 @@ def resume(
     """Load the newest checkpoint of ``directory`` that can be loaded, with the position of ``data``. Collective.
 
     A tag that is damaged although its save was finished is marked (zeroelastic.quarantine) and not read by the next
-    ``resume``; nothing is deleted. ``strict`` refuses a changed global batch and a checkpoint without a position in the data. With an empty or missing
-    directory nothing happens, and ``Resumed.tag`` is None. Raises CheckpointError when there are checkpoints and none
-    can be loaded, and whatever ``engine.load_checkpoint`` raises for a run that does not fit::
+    ``resume``; nothing is deleted. ``strict`` refuses a changed global batch and a checkpoint without a position in the
+    data. With an empty or missing directory nothing happens, and ``Resumed.tag`` is None. Raises CheckpointError when
+    there are checkpoints and none can be loaded, and whatever ``engine.load_checkpoint`` raises for a run that does
+    not fit::
 
         sampler = ElasticDistributedSampler(dataset, global_batch=512)
         start = resume(engine, "ckpt", data=sampler)

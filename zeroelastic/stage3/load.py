@@ -67,7 +67,8 @@ def load(
 
     ``load_module`` runs DeepSpeed's own ``_load_checkpoint`` (module, counters, scheduler, client state) on the file
     that ``model_states_reader`` serves, and leaves in ``keys`` what the module finds missing; ``began`` is when the
-    whole load did (``time.perf_counter``); ``said`` goes into the report first. Returns its result and the report. Raises the same error on every rank.
+    whole load did (``time.perf_counter``); ``said`` goes into the report
+    first. Returns its result and the report. Raises the same error on every rank.
     """
     notes = list(said)
     reset: list[str] = []

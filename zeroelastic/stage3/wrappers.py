@@ -27,7 +27,7 @@ from zeroelastic.errors import (
     UsageError,
     ZeroElasticError,
 )
-from zeroelastic.quarantine import lift_mark
+from zeroelastic.quarantine import lift_mark, read_mark
 from zeroelastic.record import RECORD_NAME, write_atomically
 from zeroelastic.stage3 import memory
 from zeroelastic.stage3.contents import of_every_tp_rank, whole_contents
@@ -57,6 +57,8 @@ from zeroelastic.stage3.topology import tensor_parallel
 logger = logging.getLogger(__name__)
 
 Method = Callable[..., Any]
+
+_LOUD = ("CHANGED", "LOST", "NOT THE NEWEST")
 
 
 @dataclass(frozen=True, slots=True)
@@ -415,6 +417,9 @@ def load_checkpoint(original: Method) -> Method:
             return stock()
         tag = chosen
         tag_dir = Path(load_dir) / chosen
+        mark = read_mark(tag_dir) if dist.get_rank() == 0 else None
+        if mark is not None:
+            logger.warning("%s %s", tag_dir, mark.sentence)
         refused = _refused(self, optimizer, tag_dir)
         if refused is not None:
             if dist.get_rank() == 0:
@@ -479,9 +484,7 @@ def load_checkpoint(original: Method) -> Method:
             del self._zeroelastic_survey
         self.zeroelastic_report = report
         if dist.get_rank() == 0:
-            loud = bool(report.changed) or any(
-                word in note for note in report.notes for word in ("CHANGED", "LOST", "NOT THE NEWEST")
-            )
+            loud = bool(report.changed) or any(word in note for note in report.notes for word in _LOUD)
             level = logging.WARNING if loud else logging.INFO
             logger.log(level, "%s", report.text())
         return outcome
