@@ -480,7 +480,7 @@ def test_an_altered_rigid_file_is_found_by_the_record(samples: Path, tmp_path: P
     assert size is not None
     (tag_dir / RECORD_NAME).write_text(sealed(text.replace(size[0], f'"{path.name}": {path.stat().st_size}')))
     problem, other = verify_checkpoint(tag_dir).problems
-    assert other.file == path.name and "is not the one that the commit record states" in other.sentence
+    assert other.file == path.name and f"is not the one that {RECORD_NAME} states" in other.sentence
     assert (problem.param, problem.key) == ("model.embed_tokens.weight", "exp_avg")
     assert path.name in problem.sentence and problem.file == ""
 

@@ -147,8 +147,8 @@ class Checkpoint:
 def other_directory(path: FilePath) -> str:
     """The sentence about a file whose zip directory is not the one that the commit record states."""
     return (
-        f"{path}: its zip directory, which has the sizes and checksums of everything in it, is not the one that the "
-        "commit record states. The file is damaged, altered or from another save."
+        f"{path}: its zip directory, which has the sizes and checksums of everything in it, is not the one that "
+        f"{RECORD_NAME} states. One of the two is damaged, altered or from another save."
     )
 
 

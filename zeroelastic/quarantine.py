@@ -14,7 +14,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from zeroelastic._version import __version__
-from zeroelastic.errors import CheckpointError, MissingFileError
+from zeroelastic.errors import MissingFileError, UnreadableError
 from zeroelastic.record import sync_directory, write_atomically
 from zeroelastic.storage import FilePath, read_whole
 
@@ -45,12 +45,14 @@ class Quarantine:
 
 
 def read_mark(tag_dir: FilePath) -> Quarantine | None:
-    """The mark of a tag directory, None where there is none."""
+    """The mark of a tag directory, None where there is none. Raises UnreadableError where that cannot be known now."""
     try:
         found = json.loads(read_whole(tag_dir / MARK_NAME, limit=_MOST_BYTES))
     except MissingFileError:
         return None
-    except (CheckpointError, ValueError, RecursionError) as error:
+    except UnreadableError:
+        raise
+    except (ValueError, RecursionError) as error:  # a CheckpointError for a file that is too large, among them
         return Quarantine(f"its mark ({MARK_NAME}) cannot be read: {error}")
     fields = found if isinstance(found, dict) else {}
     files = fields.get("files")
@@ -63,7 +65,8 @@ def read_mark(tag_dir: FilePath) -> Quarantine | None:
 
 
 def write_mark(tag_dir: Path, why: str) -> Quarantine:
-    """Mark a tag directory as damaged; a mark that is there stays. On return it is on disk. Raises OSError.
+    """Mark a tag directory as damaged; a mark that is there stays. On return it is on disk. Raises OSError,
+    UnreadableError.
 
     Example::
 

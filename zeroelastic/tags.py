@@ -136,10 +136,10 @@ def check_tag(tag: Tag, check: Check) -> PassedOver | None:
     """None for a tag that is whole, else what is wrong with it. Of a quarantined one only the mark is read."""
     if tag.unfinished is not None:
         return PassedOver(tag, (tag.unfinished,))
-    mark = read_mark(tag.tag_dir)
-    if mark is not None:
-        return PassedOver(tag, (mark.sentence,), quarantined=True)
     try:
+        mark = read_mark(tag.tag_dir)
+        if mark is not None:
+            return PassedOver(tag, (mark.sentence,), quarantined=True)
         problems = check(tag.tag_dir)
     except UnsupportedError as error:
         return PassedOver(tag, (_brief(str(error), tag),), undecided=True)

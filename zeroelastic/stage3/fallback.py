@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from zeroelastic.agree import broadcast, settle
-from zeroelastic.errors import CheckpointError, UsageError
+from zeroelastic.errors import CheckpointError, UnreadableError, UsageError
 from zeroelastic.quarantine import write_mark
 from zeroelastic.record import RECORD_NAME
 from zeroelastic.report import ResumeReport
@@ -100,10 +100,8 @@ def _quarantine(tag_dir: Path, error: CheckpointError) -> None:
         return
     try:
         write_mark(tag_dir, str(error))
-    except OSError as problem:
-        logger.warning(
-            "%s is damaged and could not be marked so (%s): the next walk reads it again", tag_dir, problem.strerror
-        )
+    except (OSError, UnreadableError) as problem:
+        logger.warning("%s is damaged and could not be marked so (%s): the next walk reads it again", tag_dir, problem)
     else:
         logger.warning("%s is quarantined; nothing of it was deleted", tag_dir)
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import logging
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from zeroelastic.agree import together
-from zeroelastic.errors import CheckpointError, MissingFileError
+from zeroelastic.errors import CheckpointError, MissingFileError, UnreadableError
+from zeroelastic.quarantine import read_mark
 from zeroelastic.source import LATEST
 from zeroelastic.storage import read_whole
 from zeroelastic.tags import committed_after
+
+logger = logging.getLogger(__name__)
 
 _NAMED = 3
 _MOST_LATEST_BYTES = 1 << 12
@@ -60,6 +65,16 @@ def choose_tag(load_dir: Path, tag: Any, *, node_local: bool) -> tuple[str | Non
             "the same tag everywhere, on a directory that all nodes share."
         )
     return chosen, newer
+
+
+def warn_of_mark(tag_dir: Path) -> None:
+    """Say on rank 0 that a tag which is going to be loaded all the same was found damaged before."""
+    if dist.get_rank() != 0:
+        return
+    with suppress(UnreadableError):  # which a load says itself
+        mark = read_mark(tag_dir)
+        if mark is not None:
+            logger.warning("%s %s", tag_dir, mark.sentence)
 
 
 def _read_latest(path: Path) -> str | None:

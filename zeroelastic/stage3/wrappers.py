@@ -27,7 +27,7 @@ from zeroelastic.errors import (
     UsageError,
     ZeroElasticError,
 )
-from zeroelastic.quarantine import lift_mark, read_mark
+from zeroelastic.quarantine import lift_mark
 from zeroelastic.record import RECORD_NAME, write_atomically
 from zeroelastic.stage3 import memory
 from zeroelastic.stage3.contents import of_every_tp_rank, whole_contents
@@ -51,7 +51,7 @@ from zeroelastic.stage3.save import (
 from zeroelastic.stage3.shard_writer import DigestedShard, ShardWriter, shard_writer
 from zeroelastic.stage3.storage_rules import leave_to_stock, loads_in_stock, ranks_apart, refuse_unwritable
 from zeroelastic.stage3.survey import Survey, survey
-from zeroelastic.stage3.tag_choice import about_choice, choose_tag
+from zeroelastic.stage3.tag_choice import about_choice, choose_tag, warn_of_mark
 from zeroelastic.stage3.topology import tensor_parallel
 
 logger = logging.getLogger(__name__)
@@ -417,9 +417,7 @@ def load_checkpoint(original: Method) -> Method:
             return stock()
         tag = chosen
         tag_dir = Path(load_dir) / chosen
-        mark = read_mark(tag_dir) if dist.get_rank() == 0 else None
-        if mark is not None:
-            logger.warning("%s %s", tag_dir, mark.sentence)
+        warn_of_mark(tag_dir)
         refused = _refused(self, optimizer, tag_dir)
         if refused is not None:
             if dist.get_rank() == 0:
