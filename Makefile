@@ -31,7 +31,7 @@ export OMP_NUM_THREADS ?= 1
 
 NATIVE_SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
 
-.PHONY: help venv warm versions demo demo-elastic test test-gpu test-native crash bench support lint format clean
+.PHONY: help venv warm versions demo demo-elastic test test-gpu test-native crash damage bench support lint format clean
 
 help:
 	@echo "make demo      the demonstration; its results go to demo/"
@@ -41,6 +41,7 @@ help:
 	@echo "make test-native  the C++ tests, with sanitizers"
 	@echo "make bench     the benchmarks; needs a quiet machine"
 	@echo "make crash     kill -9 at random moments of a reshard"
+	@echo "make damage    a thousand flipped bits and other damage, each judged by a load"
 	@echo "make lint      ruff, mypy --strict, clang-format; changes nothing"
 	@echo "make support   docs/support.md, from the marks on the tests"
 	@echo "make format    ruff and clang-format, in place"
@@ -104,6 +105,10 @@ test-native:
 # Kills reshard at random moments; the raw result goes to benchmarks/results.
 crash: $(STAMP)
 	$(PY) benchmarks/crash_reshard.py --kills 50 --out benchmarks/results
+
+# Damages a checkpoint and loads it, again and again; the raw result goes to benchmarks/results.
+damage: warm
+	$(PY) benchmarks/damage.py --flips 1000 --truncations 200 --seed 0 --out benchmarks/results
 
 # Needs a quiet machine; raw results go to benchmarks/results.
 bench: $(STAMP)

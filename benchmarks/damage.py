@@ -272,12 +272,16 @@ def choose(root: Path, other: Path, *, flips: int, truncations: int, blocks: int
     chance = random.Random(seed)
     places = regions(root)
     damages: list[Damage] = []
-    drawn = chance.choices(list(SHARES), weights=list(SHARES.values()), k=flips)
-    drawn[: len(SHARES)] = list(SHARES)[:flips]  # each of them at least once
+    drawn = chance.choices(list(SHARES), weights=list(SHARES.values()), k=flips - 1)
+    drawn[: len(SHARES)] = list(SHARES)[: flips - 1]  # each of them at least once
     for kind, part in drawn:
         file, begin, nbytes = chance.choices(places[kind, part], weights=[p[2] for p in places[kind, part]])[0]
         at = begin + chance.randrange(nbytes)
         damages.append(Damage("flip", f"{kind}: {part}", file, at, chance.randrange(8)))
+    last = len(TAG) - 1  # the digit, of which one bit makes the other tag
+    damages.append(
+        Damage("flip", "latest: to the other tag", "latest", last, (ord(TAG[last]) ^ ord(OLDER[last])).bit_length() - 1)
+    )
     names = sorted(path.name for path in (root / TAG).glob("*.pt"))
     files = [f"{TAG}/{name}" for name in names]
     kinds = {f: "optimizer" if "optim" in f else "model" for f in files} | {f"{TAG}/{RECORD_NAME}": "record"}

@@ -66,7 +66,7 @@ class ModelStates:
     directory: str = ""
 
     def fragments(self) -> list[tuple[int, int]]:
-        """(offset, nbytes) in the file of this rank's part of each frozen parameter, of those that have any."""
+        """(offset, nbytes) in the file of this rank's part of each frozen parameter that has elements."""
         if self.frozen is None or self.frozen_pieces is None:
             return []
         return [

@@ -1,56 +1,48 @@
-"""Is a torch.save archive what its directory says? For a file that is going to be used as a whole.
+"""What lies in a torch.save archive beside the tensors that have digests: is it what the archive says of itself?
 
-The payload of a checkpoint's state has digests, which are compared when it is loaded. What lies beside it in a
-``*_model_states.pt`` (buffers, schedules, client state) has the CRC-32 that torch writes, and torch does not look at.
+Tensors of a checkpoint's state are compared by digest when they are loaded. Buffers, schedules, client state and
+scalars have the CRC-32 that torch writes and does not look at, and the headers between them say everything twice.
 """
 
 from __future__ import annotations
-
-from collections.abc import Collection
 
 import numpy as np
 
 from zeroelastic.errors import CheckpointError
 from zeroelastic.executors import Executor, FileRows, scan_segments
+from zeroelastic.layout import Int64Array
 from zeroelastic.storage import FilePath
 from zeroelastic.zip_records import ZipRecord, read_zip_records
 
 _HEADER_WINDOW = 512
 
 
-def check_records(
-    path: FilePath, size: int, *, without: Collection[tuple[int, int]] = (), executor: Executor = "auto"
-) -> None:
-    """Compare every record's CRC-32, and that a reader who goes by its header finds it where the directory has it.
+def check_records(path: FilePath, size: int, *, digested: Int64Array | None = None, executor: Executor = "auto") -> int:
+    """Compare every header of an archive with its directory, and records with their CRC-32; returns the bytes read.
 
-    ``without`` are the (offset, nbytes) of payload that is left to others: records that are just that are not read.
-    ``size`` is the file's. Raises CheckpointError naming the file and the record, MissingFileError.
+    ``digested`` are places in the file, in bytes, whose content is compared by digest: the records that hold them are
+    not read. ``size`` is the file's. Raises CheckpointError naming the file and what in it, MissingFileError.
     """
-    skipped = set(without)
-    records = read_zip_records(path, size, window_bytes=_HEADER_WINDOW).records
-    for record in records:
-        if record.by_header != record.offset:
-            raise CheckpointError(
-                f"{path}: the header of record {_short(record)} contradicts the directory. The file is damaged."
-            )
-    looked_at = [record for record in records if record.nbytes and (record.offset, record.nbytes) not in skipped]
-    found = np.zeros(len(looked_at), dtype=np.uint32)
-    scan_segments(
-        FileRows(
-            (path,),
-            np.zeros(len(looked_at), dtype=np.int64),
-            np.array([record.offset for record in looked_at], dtype=np.int64),
-            np.array([record.nbytes for record in looked_at], dtype=np.int64),
-        ),
-        crc32=found,
-        executor=executor,
-    )
-    for record, checksum in zip(looked_at, found.tolist(), strict=True):
+    archive = read_zip_records(path, size, window_bytes=_HEADER_WINDOW)
+    end = max((record.offset + record.nbytes for record in archive.records), default=0)
+    for fault in archive.faults:
+        if fault.offset < end:  # the directory behind it may be as another writer makes it
+            raise CheckpointError(f"{path}: {fault.what} (byte {fault.offset}). The file is damaged.")
+    places = np.sort(digested) if digested is not None else np.empty(0, dtype=np.int64)
+    begins = np.array([record.offset for record in archive.records], dtype=np.int64)
+    ends = begins + np.array([record.nbytes for record in archive.records], dtype=np.int64)
+    read = np.flatnonzero((np.searchsorted(places, begins) == np.searchsorted(places, ends)) & (ends > begins))
+    found = np.zeros(len(read), dtype=np.uint32)
+    table = FileRows((path,), np.zeros(len(read), dtype=np.int64), begins[read], (ends - begins)[read])
+    scan_segments(table, crc32=found, executor=executor)
+    for number, checksum in zip(read.tolist(), found.tolist(), strict=True):
+        record = archive.records[number]
         if checksum != record.crc32:
             raise CheckpointError(
                 f"{path}: record {_short(record)}, bytes {record.offset} to {record.offset + record.nbytes}, has CRC-32"
                 f" {checksum:08x} and should have {record.crc32:08x}. The file is damaged."
             )
+    return archive.bytes_read + int(table.nbytes.sum())
 
 
 def _short(record: ZipRecord) -> str:

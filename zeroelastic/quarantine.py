@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 
 from zeroelastic._version import __version__
 from zeroelastic.errors import MissingFileError, UnreadableError
-from zeroelastic.record import sync_directory, write_atomically
+from zeroelastic.record import RECORD_NAME, sync_directory, write_atomically
 from zeroelastic.storage import FilePath, read_whole
 
 MARK_NAME = "zeroelastic-quarantine.json"
@@ -75,7 +76,9 @@ def write_mark(tag_dir: Path, why: str) -> Quarantine:
     earlier = read_mark(tag_dir)
     if earlier is not None:
         return earlier
-    files = tuple(sorted(name for name in os.listdir(tag_dir) if f"{name}:" in why or f"{name} " in why))
+    said = {word.rstrip(".") for word in re.findall(r"[\w.-]+", why)}
+    said -= set() if f"{RECORD_NAME}:" in why else {RECORD_NAME}  # other sentences mention it, too
+    files = tuple(sorted(said.intersection(os.listdir(tag_dir))))
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
     mark = Quarantine(why[:_MOST_WHY], files, now, __version__)
     data = {"why": mark.why, "files": list(files), "marked_at": now, "zeroelastic": __version__}

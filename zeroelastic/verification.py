@@ -22,6 +22,7 @@ from zeroelastic.digest import content_root
 from zeroelastic.inventory import Inventory, Problem, take_inventory
 from zeroelastic.layout import Int64Array
 from zeroelastic.processes import Processes
+from zeroelastic.quarantine import MARK_NAME, Quarantine, read_mark
 from zeroelastic.record import RECORD_NAME, CheckpointFormat
 from zeroelastic.scan import BadRecord, Progress, RankRows, RankScan, combine, file_rows, scan_rank
 from zeroelastic.shard import Shard
@@ -36,7 +37,8 @@ _Flags: TypeAlias = npt.NDArray[np.bool_]
 class VerifyReport:
     """What was found. ``valid`` means that nothing is wrong with what was checked; ``unchecked`` says what was not.
 
-    ``content_root`` is computed from the files, None when not all of them could be read or ``quick`` was asked for;
+    ``quarantine`` is a mark of damage that was found in the tag, whatever was found now. ``content_root`` is computed
+    from the files, None when not all of them could be read or ``quick`` was asked for;
     ``recorded_root`` is the commit record's. ``num_bytes`` were read to the last one; ``num_records`` are those whose
     CRC-32 was computed, ``num_tensors`` those whose digest was.
     """
@@ -55,6 +57,7 @@ class VerifyReport:
     num_tensors: int
     num_records: int
     num_bytes: int
+    quarantine: Quarantine | None = None
 
     @property
     def valid(self) -> bool:
@@ -181,6 +184,7 @@ def _report(
         num_tensors=0 if scan is None else len(inventory.tensors),
         num_records=0 if scan is None else scan.num_records,
         num_bytes=0 if scan is None else scan.nbytes,
+        quarantine=read_mark(inventory.tag_dir) if MARK_NAME in inventory.sizes else None,
     )
 
 

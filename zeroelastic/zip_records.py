@@ -36,16 +36,12 @@ _MOST_DIRECTORY = 1 << 31
 
 
 class ZipRecord(NamedTuple):
-    """One record: its name in the archive, the place of its payload in the file, and the checksum it should have.
-
-    ``by_header`` is where a reader who goes by the header before it finds the payload: the same, or it is damaged.
-    """
+    """One record: its name in the archive, the place of its payload in the file, and the checksum it should have."""
 
     name: str
     offset: int
     nbytes: int
     crc32: int
-    by_header: int = -1
 
 
 class Fault(NamedTuple):
@@ -61,11 +57,12 @@ class ZipRecords:
     """An archive's records in the order of their bytes.
 
     Invariant: the payloads lie inside the file and do not overlap. ``faults`` is empty where all bytes outside of them
-    are as they must be.
+    are as they must be. ``bytes_read`` is what that took.
     """
 
     records: tuple[ZipRecord, ...]
     faults: tuple[Fault, ...]
+    bytes_read: int = 0
 
     @property
     def folder(self) -> str:
@@ -109,12 +106,12 @@ def read_zip_records(path: FilePath, size: int, *, window_bytes: int = _WINDOW) 
             raise CheckpointError(f"{path}: bytes behind byte {entry.header} belong to no record. The file is damaged.")
         if entry.header > at:
             faults.append(Fault(f"{entry.header - at} bytes belong to no record", at, entry.header - at))
-        by_header = _check_header(window, entry, begin, faults)
+        _check_header(window, entry, begin, faults)
         if not right:
             faults.append(Fault(f"the sums behind {_shown(entry.name)} are wrong", end, following - end))
-        records.append(ZipRecord(entry.name.decode("utf-8", "replace"), begin, entry.nbytes, entry.crc32, by_header))
+        records.append(ZipRecord(entry.name.decode("utf-8", "replace"), begin, entry.nbytes, entry.crc32))
         at = following
-    return ZipRecords(tuple(records), tuple(faults))
+    return ZipRecords(tuple(records), tuple(faults), size - offset + window.bytes_read)
 
 
 def _directory_place(path: FilePath, size: int, faults: list[Fault]) -> tuple[int, int, int]:
@@ -224,8 +221,8 @@ def _payload(window: _Window, entry: _Entry, following: int) -> tuple[int, int, 
     return end - entry.nbytes, end, right
 
 
-def _check_header(window: _Window, entry: _Entry, begin: int, faults: list[Fault]) -> int:
-    """Compare the header before a record with the directory; returns where the header says that the payload begins."""
+def _check_header(window: _Window, entry: _Entry, begin: int, faults: list[Fault]) -> None:
+    """Compare the header before a record with the directory."""
     head = window.read(entry.header, begin - entry.header)
     fields = _LOCAL.unpack_from(head)
     name, extra = head[_LOCAL.size :][: fields[9]], head[_LOCAL.size + fields[9] :]
@@ -244,7 +241,6 @@ def _check_header(window: _Window, entry: _Entry, begin: int, faults: list[Fault
     if not good:
         what = f"the header of {_shown(entry.name)} contradicts the directory"
         faults.append(Fault(what, entry.header, begin - entry.header))
-    return entry.header + _LOCAL.size + int(fields[9]) + int(fields[10])
 
 
 def _shown(name: bytes) -> str:
@@ -258,11 +254,13 @@ class _Window:
 
     def __init__(self, path: FilePath, size: int, nbytes: int) -> None:
         self._path, self._size, self._nbytes, self._begin, self._data = path, size, nbytes, 0, b""
+        self.bytes_read = 0
 
     def read(self, offset: int, nbytes: int) -> bytes:
         """Up to ``nbytes`` bytes: fewer where the file ends."""
         if offset < self._begin or offset + nbytes > self._begin + len(self._data):
             self._begin = offset
             self._data = read_range(self._path, offset, max(0, min(max(nbytes, self._nbytes), self._size - offset)))
+            self.bytes_read += len(self._data)
         at = offset - self._begin
         return self._data[at : at + nbytes]

@@ -107,7 +107,7 @@ def load(
         from_16_bit=from_16_bit,
     )
     changed = changes(live, found, keys, weights_only=wanted.weights_only)
-    report = _report(engine, live, found, filled, proof, tag_dir, options, wanted, notes, reset, changed, began)
+    report = _report(engine, live, found, filled, proof, tag_dir, wanted, notes, reset, changed, began)
     return outcome, report
 
 
@@ -348,7 +348,6 @@ def _report(
     filled: Filled,
     proof: Proof,
     tag_dir: Path,
-    options: Options,
     wanted: Wanted,
     notes: list[str],
     lost: list[str],
@@ -357,8 +356,7 @@ def _report(
 ) -> ResumeReport:
     checkpoint = found.checkpoint
     opened = {*checkpoint.opened, *filled.files}
-    passes = 2 if options.verify == "full" else 1  # for its checksums, and by DeepSpeed
-    headers = checkpoint.header_bytes + passes * _module_bytes(found)
+    headers = checkpoint.header_bytes + found.checked_bytes + _module_bytes(found)
     cost = (filled.bytes_owned, filled.bytes_read, headers, len(opened), time.perf_counter() - began)
     costs = gather(cost)
     owned, read, header_bytes, files, seconds = (max(column) for column in zip(*costs, strict=True))
@@ -394,7 +392,7 @@ def _report(
 
 
 def _module_bytes(found: Survey) -> int:
-    """What is read of the module states file: all of it but the frozen fragments, which are mapped."""
+    """What DeepSpeed reads of the module states file: all of it but the frozen fragments, which are mapped."""
     return found.model.size - sum(nbytes for _, nbytes in found.model.fragments())
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
+
+import numpy as np
 
 from zeroelastic.agree import together
 from zeroelastic.checkpoint import (
@@ -18,6 +20,7 @@ from zeroelastic.checkpoint import (
 )
 from zeroelastic.digest import ScalarValue
 from zeroelastic.errors import CheckpointError, LayoutMismatchError, StrictError, UnsupportedError
+from zeroelastic.executors import Executor
 from zeroelastic.intact import check_records
 from zeroelastic.layout import Layout, unpacked_layout
 from zeroelastic.membership import Inventory, Membership, compare
@@ -38,7 +41,7 @@ class Survey:
     (None when there are none to restore). ``unfrozen_plan`` moves what was frozen and is trained now, each parameter to
     a buffer of its own, which is its part of the master weights; ``newly_frozen_plan`` the other way.
     ``tensor_keys[i]`` and ``scalars[i]`` are what target sub-group i gets, like saved sub-group ``state_sources[i]``;
-    None where all of it is new to the optimizer, and gets nothing.
+    None where all of it is new to the optimizer, and gets nothing. ``checked_bytes`` were read for checksums alone.
     """
 
     checkpoint: Checkpoint
@@ -56,6 +59,7 @@ class Survey:
     tensor_keys: tuple[tuple[str, ...], ...]
     scalars: tuple[Mapping[str, ScalarValue], ...]
     train_batch_size: int | None
+    checked_bytes: int = 0
 
     @property
     def model_paths(self) -> tuple[str, ...]:
@@ -93,10 +97,7 @@ def survey(
 
     def look() -> Token:
         found = _open(tag_dir, live, allowed, verify=options.verify, weights_only=weights_only)
-        if options.verify == "full":  # what DeepSpeed is going to read, and torch does not check
-            model = found.model
-            check_records(model.path, model.size, without=model.fragments(), executor=options.host_executor)
-        kept.append(found)
+        kept.append(_checked(found, options.host_executor) if options.verify == "full" else found)
         return _token(kept[0], weights_only=weights_only)
 
     _, tokens = together(look)
@@ -177,6 +178,19 @@ def _open(tag_dir: Path, live: LiveState, allowed: _Allowed, *, verify: Verify, 
         scalars=scalars,
         train_batch_size=batch if batch is not None else configured_batch(head.ds_config, saved),
     )
+
+
+def _checked(found: Survey, executor: Executor) -> Survey:
+    """The same, when all that has no digest is what its checksums say, in every file that this rank uses."""
+    model = found.model
+    parts = {model.path: (model.size, [np.array([at for at, _ in model.fragments()], dtype=np.int64)])}
+    for shard in found.shards.values():
+        parts[shard.path] = (shard.size, [pieces.offset for pieces in shard.pieces.values()])
+    nbytes = sum(
+        check_records(path, size, digested=np.concatenate(places), executor=executor)
+        for path, (size, places) in parts.items()
+    )
+    return replace(found, checked_bytes=nbytes)
 
 
 def _refuse_lost_state(head: Shard) -> None:
