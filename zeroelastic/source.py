@@ -15,6 +15,7 @@ from typing import Literal
 
 from zeroelastic.checkpoint import is_rank_file
 from zeroelastic.errors import CheckpointError, MissingFileError, UsageError
+from zeroelastic.save_place import is_unfinished
 from zeroelastic.storage import (
     FilePath,
     RemotePath,
@@ -118,7 +119,7 @@ def _latest_if_any(root: FilePath) -> str | None:
 
 def list_tags(root: FilePath) -> tuple[str, ...]:
     """The directories in ``root`` that hold files of ZeRO-3 ranks, sorted by name. Raises MissingFileError."""
-    return tuple(name for name in folders(root) if _is_tag(root / name))
+    return tuple(name for name in folders(root) if not is_unfinished(name) and _is_tag(root / name))
 
 
 def _is_tag(path: FilePath) -> bool:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from zeroelastic.elastic.batch import BatchPlan, batch_plan, world_sizes
 from zeroelastic.elastic.preemption import EXIT_PREEMPTED, Every, Preemption, every, preemption
 from zeroelastic.elastic.resume import Resumed, resume
 from zeroelastic.elastic.sampler import ElasticBatchSampler, ElasticDistributedSampler, ElasticIterableDataset
+
+if TYPE_CHECKING:
+    from zeroelastic.elastic.loader import ElasticStatefulDataLoader
 
 __all__ = [
     "EXIT_PREEMPTED",
@@ -13,6 +18,7 @@ __all__ = [
     "ElasticBatchSampler",
     "ElasticDistributedSampler",
     "ElasticIterableDataset",
+    "ElasticStatefulDataLoader",
     "Every",
     "Preemption",
     "Resumed",
@@ -22,3 +28,16 @@ __all__ = [
     "resume",
     "world_sizes",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """What needs torchdata is imported when it is asked for."""
+    if name != "ElasticStatefulDataLoader":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        from zeroelastic.elastic.loader import ElasticStatefulDataLoader
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "torchdata":
+            raise
+        raise ImportError("ElasticStatefulDataLoader needs torchdata: pip install 'zeroelastic[data]'.") from error
+    return ElasticStatefulDataLoader

@@ -18,7 +18,7 @@ from deepspeed.runtime.checkpoint_engine import decoupled_checkpoint_engine as d
 
 from zeroelastic.agree import settle
 from zeroelastic.errors import SaveError
-from zeroelastic.stage3.save import Uncommitted, commit
+from zeroelastic.stage3.save import Uncommitted, commit, discarded_on_failure
 
 logger = logging.getLogger(__name__)
 
@@ -56,13 +56,14 @@ def flush(engine: Any) -> None:
     pending: Pending | None = engine.__dict__.pop(_ATTRIBUTE, None)
     if pending is None:
         return
-    try:
-        settle(lambda: _wait(engine, pending))
-    except BaseException:
-        # DeepSpeed would try to commit it before each step from now on, and leave ranks alone in its barriers.
-        engine.checkpoint_engine.commit_info = None
-        raise
-    settle(lambda: engine.checkpoint_engine.commit(pending.commit_info))
+    with discarded_on_failure(pending.save.making):
+        try:
+            settle(lambda: _wait(engine, pending))
+        except BaseException:
+            # DeepSpeed would try to commit it before each step from now on, and leave ranks alone in its barriers.
+            engine.checkpoint_engine.commit_info = None
+            raise
+        settle(lambda: engine.checkpoint_engine.commit(pending.commit_info))
     commit(pending.save, fsync=pending.fsync)
     if pending.point_latest is not None:
         settle(pending.point_latest)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,6 +20,7 @@ from zeroelastic.errors import CheckpointError, UnreadableError, UsageError
 from zeroelastic.quarantine import write_mark
 from zeroelastic.record import RECORD_NAME
 from zeroelastic.report import ResumeReport
+from zeroelastic.save_place import recover
 from zeroelastic.tags import Tag, check_quickly, check_tag, is_damage, list_run, named_latest
 
 logger = logging.getLogger(__name__)
@@ -115,6 +117,10 @@ def load_newest(root: Path, load: Callable[[str, str], T], engine: Any) -> tuple
     """
 
     def candidates() -> Sequence[Tag]:
+        named, problem = named_latest(root)
+        if named is not None:
+            with suppress(OSError):
+                recover(root / named)
         try:
             run = list_run(root)
         except UsageError:
@@ -122,7 +128,6 @@ def load_newest(root: Path, load: Callable[[str, str], T], engine: Any) -> tuple
         if run.in_folders:  # which have a ``latest`` each
             return ()
         tags = run.tags
-        named, problem = named_latest(root)
         at = next((i for i, tag in enumerate(tags) if tag.name == named), None)
         if at is not None:
             return tags[at:]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,12 +21,14 @@ class EngineGuard:
     """Stands in for a checkpoint engine during one save, so that an error of one rank leaves no other rank waiting.
 
     DeepSpeed's save has barriers between its parts: what fails on the way is remembered, the rest of this rank's part
-    is left out, and ``raise_failure`` tells when all ranks are through. ``save`` writes one file; everything else is
-    the original engine's. ``commit_info`` is what DeepSpeed announced.
+    is left out, and ``raise_failure`` tells when all ranks are through. ``save`` writes one file; what DeepSpeed wants
+    in ``tag_dir`` goes to ``making``, the directory that becomes it. Everything else is the original engine's.
+    ``commit_info`` is what DeepSpeed announced.
     """
 
-    def __init__(self, original: Any, save: Callable[[Any, str], None]) -> None:
+    def __init__(self, original: Any, save: Callable[[Any, str], None], *, tag_dir: Path, making: Path) -> None:
         self._original, self._save = original, save
+        self._tag_dir, self._making = tag_dir, making
         self._failure: ZeroElasticError | None = None
         self.commit_info: Any = None
 
@@ -32,8 +36,9 @@ class EngineGuard:
         return getattr(self._original, name)
 
     def makedirs(self, path: Any, exist_ok: bool = False) -> None:
-        """Make a directory; DeepSpeed does it on some ranks only."""
-        self.guarded(self._original.makedirs)(path, exist_ok=exist_ok)
+        """Make a directory; DeepSpeed does it on some ranks only. That of the tag is made by one rename, later."""
+        if Path(path) != self._tag_dir:
+            self.guarded(self._original.makedirs)(path, exist_ok=exist_ok)
 
     def create(self, info: Any) -> Any:
         """Announce a save; engines with a process of their own measure the directory, on all ranks together."""
@@ -42,7 +47,9 @@ class EngineGuard:
 
     def save(self, state_dict: Any, path: str) -> None:
         """Write one file."""
-        self.guarded(self._save, path)(state_dict, path)
+        wanted = Path(path)
+        place = os.fspath(self._making / wanted.name) if wanted.parent == self._tag_dir else path
+        self.guarded(self._save, path)(state_dict, place)
 
     def commit(self, info: Any) -> bool:
         """Only engines that are not decoupled are asked at the end of the save itself."""

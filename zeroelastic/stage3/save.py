@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,9 +29,9 @@ from zeroelastic.record import (
     Versions,
     param_records,
     record_text,
-    sync_directory,
     write_atomically,
 )
+from zeroelastic.save_place import carry_over, put_in_place
 from zeroelastic.shard import ELASTIC_VERSION
 from zeroelastic.stage3.contents import LocalDigests
 from zeroelastic.stage3.live import LiveState
@@ -181,7 +182,7 @@ class Uncommitted:
     """A save that was handed to its writer: all that the commit record says but the sizes of the files.
 
     ``contents`` are of the state at the moment of the save, over all ranks; ``trained`` names the trained parameters
-    among them, and ``written`` this rank's files.
+    among them, and ``written`` this rank's files in ``making``, the hidden directory that becomes ``tag_dir``.
     """
 
     tag_dir: Path
@@ -193,71 +194,81 @@ class Uncommitted:
     contents: tuple[ParamContent, ...]
     trained: frozenset[str]
     written: tuple[str, ...]
+    making: Path
     tp_size: int = 1
     lost_micro_batches: int = 0
 
 
 def commit(save: Uncommitted, *, fsync: bool) -> None:
-    """Make the files of a save durable and write its record; on return every rank knows it is there. Collective.
+    """Make the files of a save durable, write its record and put the tag in place, on all ranks or none. Collective.
 
     Everything that the record names has been written, by whatever process. Raises SaveError on every rank when a file
-    is missing, cannot be made durable, or is not visible to rank 0.
+    is missing, cannot be made durable, or is not visible to rank 0: then the tag is what it was before the save.
     """
+    with discarded_on_failure(save.making):
+        _, settled = together(lambda: _settled_files(save, fsync=fsync))
+        settle(lambda: _finish(save, settled) if dist.get_rank() == 0 else None)
 
-    def settle_files() -> tuple[dict[str, int], dict[str, str]]:
-        sizes: dict[str, int] = {}
-        directories: dict[str, str] = {}
-        try:
-            for name in save.written:
-                sizes[name] = (save.tag_dir / name).stat().st_size
-                if fsync:
-                    _sync_file(save.tag_dir / name)
-                directory = directory_digest(save.tag_dir / name)
-                if directory is not None:
-                    directories[name] = directory
+
+def _settled_files(save: Uncommitted, *, fsync: bool) -> tuple[dict[str, int], dict[str, str]]:
+    """The sizes and the digests of the zip directories of this rank's files, which are on the device then."""
+    sizes: dict[str, int] = {}
+    directories: dict[str, str] = {}
+    try:
+        for name in save.written:
+            sizes[name] = (save.making / name).stat().st_size
             if fsync:
-                sync_directory(save.tag_dir)
-        except OSError as error:
-            raise _not_committed(save, f"{error.filename or save.tag_dir}: {error.strerror}") from error
-        return sizes, directories
+                _sync_file(save.making / name)
+            directory = directory_digest(save.making / name)
+            if directory is not None:
+                directories[name] = directory
+    except OSError as error:
+        raise _not_committed(save, f"{error.filename or save.tag_dir}: {error.strerror}") from error
+    return sizes, directories
 
-    _, settled = together(settle_files)
+
+def _finish(save: Uncommitted, settled: Sequence[tuple[Mapping[str, int], Mapping[str, str]]]) -> None:
+    """On rank 0: the record, then the one rename that makes the tag."""
     parts = [sizes for sizes, _ in settled]
+    _check_visible(save, parts)
+    record = CommitRecord(
+        format_version=RECORD_VERSION,
+        checkpoint_format=save.checkpoint_format,
+        save_id=save.save_id,
+        tag=save.tag_dir.name,
+        world_size=save.world_size,
+        tp_size=save.tp_size,
+        global_steps=save.global_steps,
+        train_batch_size=save.train_batch_size,
+        lost_micro_batches=save.lost_micro_batches,
+        versions=Versions(zeroelastic=__version__, deepspeed=deepspeed.__version__, torch=str(torch.__version__)),
+        files={name: size for part in parts for name, size in sorted(part.items())},
+        directories={name: digest for _, part in settled for name, digest in sorted(part.items())},
+        params=param_records(save.contents, save.trained),
+        content_root=content_root(save.contents),
+    )
+    try:
+        carry_over(save.tag_dir, save.making)
+        write_atomically(save.making / RECORD_NAME, record_text(record))
+        put_in_place(save.making, save.tag_dir)
+    except OSError as error:
+        raise _not_committed(save, f"{error.filename or save.tag_dir}: {error.strerror}") from error
 
-    def write() -> None:
-        if dist.get_rank() != 0:
-            return
-        sizes = {name: size for part in parts for name, size in sorted(part.items())}
-        _check_visible(save, parts)
-        try:
-            record = CommitRecord(
-                format_version=RECORD_VERSION,
-                checkpoint_format=save.checkpoint_format,
-                save_id=save.save_id,
-                tag=save.tag_dir.name,
-                world_size=save.world_size,
-                tp_size=save.tp_size,
-                global_steps=save.global_steps,
-                train_batch_size=save.train_batch_size,
-                lost_micro_batches=save.lost_micro_batches,
-                versions=Versions(
-                    zeroelastic=__version__, deepspeed=deepspeed.__version__, torch=str(torch.__version__)
-                ),
-                files=sizes,
-                directories={name: found for _, part in settled for name, found in sorted(part.items())},
-                params=param_records(save.contents, save.trained),
-                content_root=content_root(save.contents),
-            )
-            write_atomically(save.tag_dir / RECORD_NAME, record_text(record))
-        except OSError as error:
-            raise _not_committed(save, f"{error.filename or save.tag_dir}: {error.strerror}") from error
 
-    settle(write)
+@contextmanager
+def discarded_on_failure(making: Path) -> Iterator[None]:
+    """Remove what was made of a save when it fails: on rank 0, which made the directory."""
+    try:
+        yield
+    except Exception:
+        if dist.get_rank() == 0:
+            shutil.rmtree(making, ignore_errors=True)
+        raise
 
 
 def _check_visible(save: Uncommitted, parts: Sequence[Mapping[str, int]]) -> None:
     """A record is for one directory that holds every rank's files; on node-local storage it would be a lie."""
-    found = file_sizes(save.tag_dir)
+    found = file_sizes(save.making)
     unseen = {rank: [name for name, size in part.items() if found.get(name) != size] for rank, part in enumerate(parts)}
     unseen = {rank: names for rank, names in unseen.items() if names}
     if unseen:
@@ -270,7 +281,7 @@ def _check_visible(save: Uncommitted, parts: Sequence[Mapping[str, int]]) -> Non
 
 
 def _not_committed(save: Uncommitted, why: str) -> SaveError:
-    return SaveError(f"{save.tag_dir}: not committed: {why}. Its files are not to be used; `latest` is unchanged.")
+    return SaveError(f"{save.tag_dir}: not committed: {why}. The tag is what it was before; `latest` is unchanged.")
 
 
 def _sync_file(path: Path) -> None:

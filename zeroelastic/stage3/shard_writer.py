@@ -30,11 +30,12 @@ _TORCH_SAVE = TorchCheckpointEngine.save
 
 @contextmanager
 def shard_writer(
-    engine: Any, live: LiveState, *, with_frozen: bool, options: Options
+    engine: Any, live: LiveState, *, tag_dir: Path, making: Path, with_frozen: bool, options: Options
 ) -> Iterator[ShardWriter | DigestedShard]:
     """While it lasts, the engine's files are written by a ``ShardWriter``, if its checkpoint engine is torch's.
 
-    What another checkpoint engine is going to write is digested at once. Collective; an error of one rank is raised on
+    What another checkpoint engine is going to write is digested at once. Files of ``tag_dir`` are written in
+    ``making``. Collective; an error of one rank is raised on
     all of them, at the end where it came while a file was written: DeepSpeed's own barriers are passed by all.
     """
     original = engine.checkpoint_engine
@@ -50,7 +51,7 @@ def shard_writer(
             HandOver(original, streams.pieces, shares_storage=shares) if original.is_decoupled() else original.save
         )
         shard = DigestedShard(digest_sums(live, digests), shares, digests, hand_over)
-    guard = EngineGuard(original, shard.save)
+    guard = EngineGuard(original, shard.save, tag_dir=tag_dir, making=making)
     engine.checkpoint_engine = guard
     engine._copy_recovery_script = guard.guarded(engine._copy_recovery_script)  # on rank 0 only
     try:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from zeroelastic.agree import together
 from zeroelastic.errors import CheckpointError, MissingFileError, UnreadableError
 from zeroelastic.quarantine import read_mark
+from zeroelastic.save_place import recover
 from zeroelastic.source import LATEST
 from zeroelastic.storage import read_whole
 from zeroelastic.tags import committed_after
@@ -42,16 +43,19 @@ def choose_tag(load_dir: Path, tag: Any, *, node_local: bool) -> tuple[str | Non
     """
 
     def read() -> tuple[str | None, tuple[str, ...]]:
+        named = str(tag) if tag is not None else _read_latest(load_dir / LATEST)
+        if named is None or dist.get_rank() != 0:
+            return named, ()
+        with suppress(OSError):  # a directory that cannot be written: what is missing is said when it is opened
+            recover(load_dir / named)
         if tag is not None:
-            return str(tag), ()
-        named = _read_latest(load_dir / LATEST)
-        if named is not None and not node_local and not (load_dir / named).is_dir():
+            return named, ()
+        if not node_local and not (load_dir / named).is_dir():
             raise MissingFileError(
                 f"{load_dir / LATEST}: names {named!r}, which is not in {load_dir}. The file is damaged, or the tag "
                 "was removed: pass a tag, or let `zeroelastic latest --fix` write it anew."
             )
-        after = committed_after(load_dir, named) if named is not None and dist.get_rank() == 0 else ()
-        return named, after
+        return named, committed_after(load_dir, named)
 
     (chosen, _), outcomes = together(read)
     newer = outcomes[0][1]

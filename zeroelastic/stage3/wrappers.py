@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import logging
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,38 +15,18 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from zeroelastic.agree import gather, settle, together
 from zeroelastic.checkpoint import open_checkpoint
-from zeroelastic.errors import (
-    CheckpointError,
-    MissingFileError,
-    OldFormatError,
-    SaveError,
-    UnsupportedError,
-    UsageError,
-    ZeroElasticError,
-)
-from zeroelastic.quarantine import lift_mark
-from zeroelastic.record import RECORD_NAME, write_atomically
+from zeroelastic.errors import CheckpointError, MissingFileError, OldFormatError, UnsupportedError
 from zeroelastic.stage3 import memory
-from zeroelastic.stage3.contents import of_every_tp_rank, whole_contents
-from zeroelastic.stage3.decoupled import Pending, abandon, check_alive, flush, hand_over, has_pending
+from zeroelastic.stage3.decoupled import abandon, flush, has_pending
 from zeroelastic.stage3.fallback import load_newest
 from zeroelastic.stage3.frameworks import wrap_frameworks
 from zeroelastic.stage3.live import LiveState, read_live, refuse_unsupported
-from zeroelastic.stage3.load import Wanted, accumulated_micro_batches, load, model_states_reader
+from zeroelastic.stage3.load import Wanted, load, model_states_reader
 from zeroelastic.stage3.module_keys import ModuleKeys, recorded_keys
-from zeroelastic.stage3.options import Options, parse_options
-from zeroelastic.stage3.replicated import difference, replicated_facts
-from zeroelastic.stage3.residence import lost_in_stock_files
-from zeroelastic.stage3.save import (
-    Uncommitted,
-    commit,
-    elastic_state_dict,
-    new_save_id,
-    offloaded_save,
-    written_files,
-)
-from zeroelastic.stage3.shard_writer import DigestedShard, ShardWriter, shard_writer
-from zeroelastic.stage3.storage_rules import leave_to_stock, loads_in_stock, ranks_apart, refuse_unwritable
+from zeroelastic.stage3.options import Options
+from zeroelastic.stage3.save import elastic_state_dict
+from zeroelastic.stage3.saving import Saving, live_of, options_of, save_checkpoint, saves_elastic, stage3_optimizer
+from zeroelastic.stage3.storage_rules import leave_to_stock, loads_in_stock, refuse_unwritable
 from zeroelastic.stage3.survey import Survey, survey
 from zeroelastic.stage3.tag_choice import about_choice, choose_tag, warn_of_mark
 from zeroelastic.stage3.topology import tensor_parallel
@@ -59,26 +36,6 @@ logger = logging.getLogger(__name__)
 Method = Callable[..., Any]
 
 _LOUD = ("CHANGED", "LOST", "NOT THE NEWEST")
-
-
-@dataclass(frozen=True, slots=True)
-class _Saving:
-    """A save in progress: what ``state_dict`` needs to make the elastic file of this rank."""
-
-    save_id: str
-    live: LiveState
-    shard: ShardWriter | DigestedShard
-
-
-def _stage3(engine: Any) -> DeepSpeedZeroOptimizer_Stage3 | None:
-    """The engine's ZeRO-3 optimizer, or None when there is nothing for us to do."""
-    optimizer = getattr(engine, "optimizer", None)
-    return optimizer if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3) else None
-
-
-def _options(engine: Any) -> Options:
-    options = parse_options(engine._config._param_dict)
-    return options.model_copy(update={"strict": True}) if getattr(engine, "_zeroelastic_strict", False) else options
 
 
 @contextmanager
@@ -91,24 +48,16 @@ def loading_strictly(engine: Any, strict: bool) -> Iterator[None]:
         del engine._zeroelastic_strict
 
 
-def _elastic_flag(engine: Any) -> bool:
-    return bool(engine._config.zero_config.elastic_checkpoint)
-
-
-def _live(engine: Any, optimizer: DeepSpeedZeroOptimizer_Stage3) -> LiveState:
-    return read_live(optimizer, engine.param_names)
-
-
 def configure_zero_optimizer(original: Method) -> Method:
     """Validate our options and refuse what elastic saving cannot cover, while the engine is being built."""
 
     def _configure_zero_optimizer(self: Any, optimizer: Any) -> Any:
         made = original(self, optimizer)
         if isinstance(made, DeepSpeedZeroOptimizer_Stage3):
-            _options(self)
+            options_of(self)
             made._zeroelastic_engine = self
             wrap_frameworks()
-            if _elastic_flag(self):
+            if saves_elastic(self):
                 settle(lambda: _check_covered(self, made))
                 refuse_unwritable(self, made)
         return made
@@ -119,7 +68,7 @@ def configure_zero_optimizer(original: Method) -> Method:
 def _check_covered(engine: Any, optimizer: DeepSpeedZeroOptimizer_Stage3) -> None:
     """Raise UnsupportedError for a run that elastic checkpoints do not cover."""
     refuse_unsupported(optimizer, engine)
-    _live(engine, optimizer)
+    live_of(engine, optimizer)
 
 
 def state_dict(original: Method) -> Method:
@@ -127,9 +76,9 @@ def state_dict(original: Method) -> Method:
 
     def state_dict(self: Any) -> Any:
         engine = getattr(self, "_zeroelastic_engine", None)
-        if engine is None or not _elastic_flag(engine):
+        if engine is None or not saves_elastic(engine):
             return original(self)
-        saving: _Saving | None = getattr(self, "_zeroelastic_saving", None)
+        saving: Saving | None = getattr(self, "_zeroelastic_saving", None)
         return elastic_state_dict(
             self,
             saving.live if saving is not None else read_live(self, engine.param_names),
@@ -172,161 +121,6 @@ def get_all_ckpt_names(original: Method) -> Method:
         return list(found.model_paths)
 
     return _get_all_ckpt_names
-
-
-def save_checkpoint(original: Method) -> Method:
-    """DeepSpeed's save, then the commit record, then ``latest``: in that order, each durable before the next."""
-
-    def save_checkpoint(
-        self: Any,
-        save_dir: Any,
-        tag: Any = None,
-        client_state: Any = {},  # noqa: B006  DeepSpeed's own default, passed on unchanged
-        save_latest: bool = True,
-        exclude_frozen_parameters: bool = False,
-    ) -> Any:
-        optimizer = _stage3(self)
-        if optimizer is None or not save_dir:
-            return original(self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
-        decoupled = self.checkpoint_engine.is_decoupled()
-        if decoupled:
-            self._commit_decoupled_checkpoint()  # the save before this one
-        elastic = _elastic_flag(self)
-        tag = f"global_step{self.global_steps}" if tag is None else str(tag)
-        tag_dir = Path(save_dir) / tag
-        reason = _cannot_commit(self, optimizer, tag_dir, elastic=elastic)
-        if reason is not None:
-            if elastic:
-                raise reason
-            if dist.get_rank() == 0:
-                logger.info("no commit record is written: %s", reason)
-            return original(self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
-        options = _options(self)
-        if decoupled:
-            check_alive(self)
-        settle(lambda: _prepare_directory(Path(save_dir), tag_dir))
-        save_id = new_save_id()
-        live = _live(self, optimizer)
-        optimizer._zeroelastic_engine = self
-        with shard_writer(self, live, with_frozen=not exclude_frozen_parameters, options=options) as shard:
-            optimizer._zeroelastic_saving = _Saving(save_id, live, shard)
-            try:
-                # A decoupled engine keeps the wish for ``latest`` until it commits; others would write it too early.
-                latest = save_latest and decoupled
-                with offloaded_save(self, live, elastic=elastic):
-                    done = original(self, save_dir, tag, client_state, latest, exclude_frozen_parameters)
-                commit_info = self.checkpoint_engine.commit_info
-            finally:
-                del optimizer._zeroelastic_saving
-        trained = frozenset(param.name for param in live.layout.params)
-        parts = of_every_tp_rank(live, (whole_contents(live, shard.digests(), device=self.device), trained))
-        save = Uncommitted(
-            tag_dir=tag_dir,
-            save_id=save_id,
-            checkpoint_format="elastic" if elastic else "rigid",
-            world_size=live.layout.world_size,
-            tp_size=live.tp.size,
-            global_steps=self.global_steps,
-            train_batch_size=self.train_batch_size(),
-            lost_micro_batches=_warn_of_lost_micro_batches(self, tag_dir),
-            contents=tuple(content for contents, _ in parts for content in contents),
-            trained=frozenset().union(*(names for _, names in parts)),
-            written=written_files(self, Path(save_dir), tag),
-        )
-        settle(live.residence.sync)
-        point_latest = partial(_point_latest, Path(save_dir), tag) if save_latest else None
-        if decoupled:
-            hand_over(self, Pending(save, commit_info, options.fsync, point_latest))
-            return done
-        commit(save, fsync=options.fsync)
-        if point_latest is not None:
-            settle(point_latest)
-        return done
-
-    return save_checkpoint
-
-
-def _cannot_commit(
-    engine: Any, optimizer: DeepSpeedZeroOptimizer_Stage3, tag_dir: Path, *, elastic: bool
-) -> ZeroElasticError | None:
-    """Why this engine's saves get no commit record, the same on every rank, or None when they do. Collective."""
-
-    def look() -> dict[str, str]:
-        refuse_unsupported(optimizer, engine)
-        refuse_unwritable(engine, optimizer)
-        return replicated_facts(_live(engine, optimizer))
-
-    try:
-        different = difference(settle(look), tensor_parallel(optimizer).rank)
-    except UnsupportedError as error:
-        return error
-    if different is not None:
-        return different
-    lost = None if elastic else lost_in_stock_files(optimizer)
-    if lost is not None:
-        return UnsupportedError(
-            f"DeepSpeed's own files lack {lost}. Save with elastic_checkpoint on to have all of it."
-        )
-    places = sorted(set(gather(str(tag_dir))))
-    if len(places) > 1:
-        return UsageError(
-            f"the ranks save to different places ({', '.join(places[:3])}{' ...' if len(places) > 3 else ''}). A "
-            "checkpoint has one tag and one directory, which all ranks share: pass the same ones everywhere."
-        )
-    if engine.use_node_local_storage():
-        unseen = ranks_apart(tag_dir)
-        if unseen:
-            return UnsupportedError(
-                f"{tag_dir}: with use_node_local_storage, rank{'s' if len(unseen) > 1 else ''} "
-                f"{', '.join(map(str, unseen))} cannot see what rank 0 writes there. An elastic checkpoint is one "
-                "directory that all ranks see: save to a shared directory, or with elastic_checkpoint off and resume "
-                "at the same world size on the same nodes."
-            )
-    return None
-
-
-def _warn_of_lost_micro_batches(engine: Any, tag_dir: Path) -> int:
-    """How many micro batches wait in gradients, which DeepSpeed does not save; loudly, where there are any."""
-    lost = accumulated_micro_batches(engine)
-    if lost and dist.get_rank() == 0:
-        logger.warning(
-            "%s: LOST on a resume: the gradients of %d of %d micro batches, accumulated since the last optimizer step. "
-            "No checkpoint of DeepSpeed holds gradients. Save at a gradient accumulation boundary to lose none.",
-            tag_dir,
-            lost,
-            engine.gradient_accumulation_steps(),
-        )
-    return lost
-
-
-def _prepare_directory(save_dir: Path, tag_dir: Path) -> None:
-    """Make the tag's directory; a tag that is saved again is uncommitted from its first overwritten byte on."""
-    if dist.get_rank() != 0:
-        return
-    try:
-        tag_dir.mkdir(parents=True, exist_ok=True)
-        (tag_dir / RECORD_NAME).unlink(missing_ok=True)
-        lift_mark(tag_dir)
-        for directory in {save_dir, tag_dir}:
-            with tempfile.TemporaryFile(dir=directory):
-                pass
-    except OSError as error:
-        raise SaveError(
-            f"{tag_dir}: cannot be written: {error.strerror} ({error.filename or tag_dir}). Nothing was saved, and "
-            "`latest` is unchanged."
-        ) from error
-
-
-def _point_latest(save_dir: Path, tag: str) -> None:
-    if dist.get_rank() != 0:
-        return
-    try:
-        write_atomically(save_dir / "latest", tag.encode())
-    except OSError as error:
-        raise SaveError(
-            f"{save_dir / 'latest'}: cannot be written: {error.strerror}. The checkpoint {tag} is complete; load it by "
-            "its tag."
-        ) from error
 
 
 def commit_decoupled_checkpoint(original: Method) -> Method:
@@ -389,13 +183,13 @@ def load_checkpoint(original: Method) -> Method:
                 custom_load_fn=custom_load_fn,
             )
 
-        optimizer = _stage3(self)
+        optimizer = stage3_optimizer(self)
         flush(self)  # what a load fills is what a decoupled engine may still be writing
         if optimizer is None or self.load_universal_checkpoint():
             return stock()
         began = time.perf_counter()
         self.__dict__.pop("zeroelastic_report", None)  # that of an earlier load
-        options = _agreed(_options(self))
+        options = _agreed(options_of(self))
         if options.fallback and tag is None:
             loaded = load_newest(
                 Path(load_dir),
@@ -424,7 +218,7 @@ def load_checkpoint(original: Method) -> Method:
                 logger.warning("loading through DeepSpeed alone: %s", refused)
             return stock()
         wanted = Wanted(optimizer_states=load_optimizer_states, module_only=load_module_only)
-        live = _live(self, optimizer)
+        live = live_of(self, optimizer)
         try:
             found = survey(
                 tag_dir,
@@ -545,3 +339,17 @@ def _only_stock_reads(tag_dir: Path, live: LiveState) -> bool:
             return not (checkpoint.record is not None and checkpoint.record.checkpoint_format == "elastic")
 
     return all(together(look)[1])
+
+
+__all__ = [
+    "commit_decoupled_checkpoint",
+    "configure_zero_optimizer",
+    "destroy",
+    "get_all_ckpt_names",
+    "load_checkpoint",
+    "load_state_dict",
+    "loading_strictly",
+    "save_16bit_model",
+    "save_checkpoint",
+    "state_dict",
+]

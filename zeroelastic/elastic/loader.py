@@ -1,0 +1,61 @@
+"""torchdata's ``StatefulDataLoader`` with a state that fits any world size and any number of workers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch.utils.data import Dataset, IterableDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from zeroelastic.elastic.batch import BatchPlan
+from zeroelastic.elastic.sampler import ElasticBatchSampler, ElasticDistributedSampler
+from zeroelastic.errors import ConfigError
+
+_OURS = ("batch_size", "batch_sampler", "drop_last", "sampler", "shuffle")
+
+
+class ElasticStatefulDataLoader(StatefulDataLoader):  # type: ignore[misc]
+    """Micro batches of a map-style dataset, ``plan.accumulation`` a step; the position is kept by the loader itself.
+
+    A global batch counts from the moment its last micro batch is handed out, whatever the workers have fetched ahead,
+    so there is no ``advance`` to call; ``state_dict`` in the middle of an accumulation is the position before it, whose
+    gradients no checkpoint has. Stock ``StatefulDataLoader`` keeps batches handed out by this rank and a snapshot of
+    each worker: that fits one number of ranks and of workers (torchdata 0.11). Further arguments are those of
+    ``StatefulDataLoader``. Raises ConfigError for what cannot be elastic: a stream, or a dataset that has a state of
+    its own, of which every worker holds another copy::
+
+        loader = ElasticStatefulDataLoader(dataset, sampler, plan, num_workers=4)
+        start = resume(engine, "ckpt", data=loader)
+        for batch in loader: ...
+    """
+
+    def __init__(
+        self, dataset: Dataset[Any], sampler: ElasticDistributedSampler, plan: BatchPlan, **options: Any
+    ) -> None:
+        clash = sorted(set(options) & set(_OURS))
+        if clash:
+            raise ConfigError(f"{', '.join(clash)}: the sampler and the plan say this.")
+        if isinstance(dataset, IterableDataset):
+            raise ConfigError("a stream has no sampler: put an ElasticIterableDataset under torch's DataLoader.")
+        if hasattr(dataset, "state_dict"):
+            raise ConfigError(
+                f"{type(dataset).__name__} has a state_dict. Each worker of each rank would have a state of its own, "
+                "which fits no other number of them; make what it returns a function of the index alone."
+            )
+        super().__init__(dataset, batch_sampler=ElasticBatchSampler(sampler, plan), **options)
+        self._position, self._plan = sampler, plan
+
+    def __iter__(self) -> Iterator[Any]:
+        for number, batch in enumerate(super().__iter__(), 1):
+            if number % self._plan.accumulation == 0:
+                self._position.advance()
+            yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """The sampler's position after the global batches handed out: the same on every rank."""
+        return self._position.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go to a saved position; the next iteration begins there. Raises what the sampler's own raises."""
+        self._position.load_state_dict(state_dict)

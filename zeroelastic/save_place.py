@@ -1,0 +1,178 @@
+"""Where a save is made until it is complete: a hidden directory beside its tag, which one rename puts in place.
+
+So a tag is there whole, its commit record included, or not at all; and one that is saved again is the old one, whole,
+until it is the new one, whole. ``renameat2`` with RENAME_EXCHANGE (Linux 3.15: ext4, XFS, Btrfs, tmpfs, overlayfs)
+swaps the two directories. Where a file system cannot (NFS), the old one is moved aside first, and a crash between
+these two renames is mended by the next load or save of the tag: see ``recover``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import os
+import re
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+from zeroelastic.checkpoint import is_rank_file
+from zeroelastic.quarantine import MARK_NAME
+from zeroelastic.record import RECORD_NAME, sync_directory
+
+logger = logging.getLogger(__name__)
+
+_MADE, _ASIDE = "tmp", "old"
+_NAME = re.compile(r"\.(.+)\.([0-9a-f]{32})\.(tmp|old)", re.DOTALL)
+_LONGEST = 200  # of 255 bytes that a name may have
+_HERE = -100  # linux/fcntl.h: AT_FDCWD
+_EXCHANGE = 2  # linux/fs.h: RENAME_EXCHANGE
+_CANNOT_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def making_of(tag_dir: Path, save_id: str) -> Path:
+    """The hidden directory in which this save of a tag is made."""
+    return _beside(tag_dir, save_id, _MADE)
+
+
+def _beside(tag_dir: Path, save_id: str, suffix: str) -> Path:
+    place = Path(os.path.realpath(tag_dir))
+    return place.parent / f".{_stem(place)}.{save_id}.{suffix}"
+
+
+def _stem(place: Path) -> str:
+    return os.fsdecode(os.fsencode(place.name)[:_LONGEST])
+
+
+def is_unfinished(name: str) -> bool:
+    """Whether a directory has the name of a save that is being made, or was when its run died."""
+    return _NAME.fullmatch(name) is not None
+
+
+def unfinished(tag_dir: Path) -> tuple[Path, ...]:
+    """The hidden directories that saves of this tag have left beside it, or are making."""
+    place = Path(os.path.realpath(tag_dir))
+    try:
+        names = sorted(os.listdir(place.parent))
+    except FileNotFoundError:
+        return ()
+    found = ((name, _NAME.fullmatch(name)) for name in names)
+    return tuple(place.parent / name for name, match in found if match is not None and match[1] == _stem(place))
+
+
+def begin(tag_dir: Path, save_id: str) -> Path:
+    """An empty directory to make a save of this tag in; what dead saves of it have left is removed. Raises OSError."""
+    recover(tag_dir)
+    for left in unfinished(tag_dir):
+        logger.info("%s: removed, left by a save that did not finish", left)
+        shutil.rmtree(left)
+    making = making_of(tag_dir, save_id)
+    making.parent.mkdir(parents=True, exist_ok=True)
+    making.mkdir()
+    with suppress(FileNotFoundError):
+        shutil.copymode(tag_dir, making)
+    return making
+
+
+def carry_over(tag_dir: Path, making: Path) -> None:
+    """Give the new directory, by hard link, what lies in the old one and is no file of a save. Raises OSError."""
+    try:
+        entries = list(os.scandir(tag_dir))
+    except FileNotFoundError:
+        return
+    for entry in entries:
+        target = making / entry.name
+        if (
+            is_rank_file(entry.name)
+            or entry.name in (RECORD_NAME, MARK_NAME)
+            or _is_leftover(entry.name)
+            or os.path.lexists(target)
+        ):
+            continue
+        if entry.is_dir(follow_symlinks=False):
+            shutil.copytree(entry.path, target, symlinks=True, copy_function=_link)
+        else:
+            _link(entry.path, os.fspath(target))
+
+
+def _is_leftover(name: str) -> bool:
+    return name.startswith(f".{RECORD_NAME}.")
+
+
+def _link(src: str, dst: str) -> None:
+    try:
+        os.link(src, dst, follow_symlinks=False)
+    except OSError:  # a file system without hard links
+        shutil.copy2(src, dst, follow_symlinks=False)
+
+
+def put_in_place(making: Path, tag_dir: Path) -> None:
+    """Make a complete directory the tag, and remove what it replaces. Raises OSError; then the tag is what it was.
+
+    Everything in it is durable already, and so is the tag on return.
+    """
+    place = Path(os.path.realpath(tag_dir))
+    try:
+        os.rename(making, place)  # nothing is there, or an empty directory
+        replaced = None
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        replaced = making if _exchange(making, place) else _move_aside(making, place)
+    sync_directory(place.parent)
+    if replaced is not None:
+        shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _exchange(making: Path, place: Path) -> bool:
+    """Swap two directories at once; False where the file system cannot."""
+    if not hasattr(_libc, "renameat2"):
+        return False
+    if _libc.renameat2(_HERE, os.fsencode(making), _HERE, os.fsencode(place), _EXCHANGE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in _CANNOT_EXCHANGE:
+        return False
+    raise OSError(code, os.strerror(code), os.fspath(place))
+
+
+def _move_aside(making: Path, place: Path) -> Path:
+    """Two renames for one: what ``recover`` finds between them is a complete directory and no tag."""
+    aside = making.with_suffix(f".{_ASIDE}")
+    os.rename(place, aside)
+    try:
+        os.rename(making, place)
+    except OSError:
+        os.rename(aside, place)
+        raise
+    return aside
+
+
+def recover(tag_dir: Path) -> bool:
+    """Finish a replacement that was killed between its two renames; whether there was one. Raises OSError.
+
+    The new directory was complete and durable when the old one was moved aside, so it is what is put in place.
+    """
+    place = Path(os.path.realpath(tag_dir))
+    if os.path.lexists(place) and not _is_empty(place):
+        return False
+    left = unfinished(tag_dir)
+    for aside in left:
+        if aside.suffix == f".{_ASIDE}":
+            made = aside.with_suffix(f".{_MADE}")
+            chosen = made if (made / RECORD_NAME).is_file() else aside
+            os.rename(chosen, place)
+            sync_directory(place.parent)
+            logger.warning("%s: a replacement of this tag was cut short; it is finished now", place)
+            return True
+    return False
+
+
+def _is_empty(directory: Path) -> bool:
+    try:
+        return not os.listdir(directory)
+    except NotADirectoryError:
+        return False

@@ -1,0 +1,233 @@
+"""A save: DeepSpeed's own, into a hidden directory, then the commit record, the tag and ``latest``."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+
+from zeroelastic.agree import gather, settle
+from zeroelastic.errors import SaveError, UnsupportedError, UsageError, ZeroElasticError
+from zeroelastic.record import write_atomically
+from zeroelastic.save_place import begin, making_of
+from zeroelastic.stage3.contents import of_every_tp_rank, whole_contents
+from zeroelastic.stage3.decoupled import Pending, check_alive, hand_over
+from zeroelastic.stage3.live import LiveState, read_live, refuse_unsupported
+from zeroelastic.stage3.load import accumulated_micro_batches
+from zeroelastic.stage3.options import Options, parse_options
+from zeroelastic.stage3.replicated import difference, replicated_facts
+from zeroelastic.stage3.residence import lost_in_stock_files
+from zeroelastic.stage3.save import (
+    Uncommitted,
+    commit,
+    discarded_on_failure,
+    new_save_id,
+    offloaded_save,
+    written_files,
+)
+from zeroelastic.stage3.shard_writer import DigestedShard, ShardWriter, shard_writer
+from zeroelastic.stage3.storage_rules import ranks_apart, refuse_unwritable
+from zeroelastic.stage3.topology import tensor_parallel
+
+logger = logging.getLogger(__name__)
+
+Method = Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Saving:
+    """A save in progress: what ``state_dict`` needs to make the elastic file of this rank."""
+
+    save_id: str
+    live: LiveState
+    shard: ShardWriter | DigestedShard
+
+
+def stage3_optimizer(engine: Any) -> DeepSpeedZeroOptimizer_Stage3 | None:
+    """The engine's ZeRO-3 optimizer, or None when there is nothing for us to do."""
+    optimizer = getattr(engine, "optimizer", None)
+    return optimizer if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3) else None
+
+
+def options_of(engine: Any) -> Options:
+    """The engine's "zeroelastic" block; strict while a caller loads strictly. Raises ConfigError."""
+    options = parse_options(engine._config._param_dict)
+    return options.model_copy(update={"strict": True}) if getattr(engine, "_zeroelastic_strict", False) else options
+
+
+def saves_elastic(engine: Any) -> bool:
+    """Whether the configuration asks for elastic saves."""
+    return bool(engine._config.zero_config.elastic_checkpoint)
+
+
+def live_of(engine: Any, optimizer: DeepSpeedZeroOptimizer_Stage3) -> LiveState:
+    """The engine's state, by the names of its parameters."""
+    return read_live(optimizer, engine.param_names)
+
+
+def save_checkpoint(original: Method) -> Method:
+    """DeepSpeed's save, the commit record, the tag, ``latest``: in that order, each durable before the next."""
+
+    def save_checkpoint(
+        self: Any,
+        save_dir: Any,
+        tag: Any = None,
+        client_state: Any = {},  # noqa: B006  DeepSpeed's own default, passed on unchanged
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> Any:
+        optimizer = stage3_optimizer(self)
+        if optimizer is None or not save_dir:
+            return original(self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
+        decoupled = self.checkpoint_engine.is_decoupled()
+        if decoupled:
+            self._commit_decoupled_checkpoint()  # the save before this one
+        elastic = saves_elastic(self)
+        tag = f"global_step{self.global_steps}" if tag is None else str(tag)
+        tag_dir = Path(save_dir) / tag
+        reason = _cannot_commit(self, optimizer, tag_dir, elastic=elastic)
+        if reason is not None:
+            if elastic:
+                raise reason
+            if dist.get_rank() == 0:
+                logger.info("no commit record is written: %s", reason)
+            return original(self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
+        options = options_of(self)
+        if decoupled:
+            check_alive(self)
+        save_id = new_save_id()
+        making = making_of(tag_dir, save_id)
+        settle(lambda: _begin(Path(save_dir), tag_dir, save_id))
+        with discarded_on_failure(making):
+            live = live_of(self, optimizer)
+            optimizer._zeroelastic_engine = self
+            with shard_writer(
+                self, live, tag_dir=tag_dir, making=making, with_frozen=not exclude_frozen_parameters, options=options
+            ) as shard:
+                optimizer._zeroelastic_saving = Saving(save_id, live, shard)
+                try:
+                    # A decoupled engine keeps the wish for ``latest`` until it commits; others would write it too
+                    # early.
+                    latest = save_latest and decoupled
+                    with offloaded_save(self, live, elastic=elastic):
+                        done = original(self, save_dir, tag, client_state, latest, exclude_frozen_parameters)
+                    commit_info = self.checkpoint_engine.commit_info
+                finally:
+                    del optimizer._zeroelastic_saving
+            trained = frozenset(param.name for param in live.layout.params)
+            parts = of_every_tp_rank(live, (whole_contents(live, shard.digests(), device=self.device), trained))
+            save = Uncommitted(
+                tag_dir=tag_dir,
+                save_id=save_id,
+                checkpoint_format="elastic" if elastic else "rigid",
+                world_size=live.layout.world_size,
+                tp_size=live.tp.size,
+                global_steps=self.global_steps,
+                train_batch_size=self.train_batch_size(),
+                lost_micro_batches=_warn_of_lost_micro_batches(self, tag_dir),
+                contents=tuple(content for contents, _ in parts for content in contents),
+                trained=frozenset().union(*(names for _, names in parts)),
+                written=written_files(self, Path(save_dir), tag),
+                making=making,
+            )
+            settle(live.residence.sync)
+        point_latest = partial(_point_latest, Path(save_dir), tag) if save_latest else None
+        if decoupled:
+            hand_over(self, Pending(save, commit_info, options.fsync, point_latest))
+            return done
+        commit(save, fsync=options.fsync)
+        if point_latest is not None:
+            settle(point_latest)
+        return done
+
+    return save_checkpoint
+
+
+def _cannot_commit(
+    engine: Any, optimizer: DeepSpeedZeroOptimizer_Stage3, tag_dir: Path, *, elastic: bool
+) -> ZeroElasticError | None:
+    """Why this engine's saves get no commit record, the same on every rank, or None when they do. Collective."""
+
+    def look() -> dict[str, str]:
+        refuse_unsupported(optimizer, engine)
+        refuse_unwritable(engine, optimizer)
+        return replicated_facts(live_of(engine, optimizer))
+
+    try:
+        different = difference(settle(look), tensor_parallel(optimizer).rank)
+    except UnsupportedError as error:
+        return error
+    if different is not None:
+        return different
+    lost = None if elastic else lost_in_stock_files(optimizer)
+    if lost is not None:
+        return UnsupportedError(
+            f"DeepSpeed's own files lack {lost}. Save with elastic_checkpoint on to have all of it."
+        )
+    places = sorted(set(gather(str(tag_dir))))
+    if len(places) > 1:
+        return UsageError(
+            f"the ranks save to different places ({', '.join(places[:3])}{' ...' if len(places) > 3 else ''}). A "
+            "checkpoint has one tag and one directory, which all ranks share: pass the same ones everywhere."
+        )
+    if engine.use_node_local_storage():
+        unseen = ranks_apart(tag_dir)
+        if unseen:
+            return UnsupportedError(
+                f"{tag_dir}: with use_node_local_storage, rank{'s' if len(unseen) > 1 else ''} "
+                f"{', '.join(map(str, unseen))} cannot see what rank 0 writes there. An elastic checkpoint is one "
+                "directory that all ranks see: save to a shared directory, or with elastic_checkpoint off and resume "
+                "at the same world size on the same nodes."
+            )
+    return None
+
+
+def _warn_of_lost_micro_batches(engine: Any, tag_dir: Path) -> int:
+    """How many micro batches wait in gradients, which DeepSpeed does not save; loudly, where there are any."""
+    lost = accumulated_micro_batches(engine)
+    if lost and dist.get_rank() == 0:
+        logger.warning(
+            "%s: LOST on a resume: the gradients of %d of %d micro batches, accumulated since the last optimizer step. "
+            "No checkpoint of DeepSpeed holds gradients. Save at a gradient accumulation boundary to lose none.",
+            tag_dir,
+            lost,
+            engine.gradient_accumulation_steps(),
+        )
+    return lost
+
+
+def _begin(save_dir: Path, tag_dir: Path, save_id: str) -> None:
+    """Make the directory in which rank 0 sees every rank's file appear, where ``latest`` can be written too."""
+    if dist.get_rank() != 0:
+        return
+    try:
+        save_dir.mkdir(parents=True, exist_ok=True)
+        begin(tag_dir, save_id)
+        with tempfile.TemporaryFile(dir=save_dir):
+            pass
+    except OSError as error:
+        shutil.rmtree(making_of(tag_dir, save_id), ignore_errors=True)
+        raise SaveError(
+            f"{tag_dir}: cannot be written: {error.strerror} ({error.filename or tag_dir}). Nothing was saved, and "
+            "`latest` is unchanged."
+        ) from error
+
+
+def _point_latest(save_dir: Path, tag: str) -> None:
+    if dist.get_rank() != 0:
+        return
+    try:
+        write_atomically(save_dir / "latest", tag.encode())
+    except OSError as error:
+        raise SaveError(
+            f"{save_dir / 'latest'}: cannot be written: {error.strerror}. The checkpoint {tag} is complete; load it by "
+            "its tag."
+        ) from error
