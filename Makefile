@@ -32,7 +32,7 @@ export OMP_NUM_THREADS ?= 1
 NATIVE_SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
 
 .PHONY: help venv warm versions demo demo-elastic demo-elastic-netns demo-elastic-fixed test test-gpu test-native \
-    crash crash-training fuzz bench bench-scale reliability support lint format clean
+    crash crash-training damage fuzz bench bench-scale reliability support lint format clean
 
 help:
 	@echo "make demo      the demonstration; its results go to demo/"
@@ -48,6 +48,7 @@ help:
 	@echo "make fuzz      fuzzes every reader of files, FUZZ_SECONDS=600 each (FUZZ_TARGETS='pickle table' narrows)"
 	@echo "make bench-scale  many ranks, loaders, parameters and tags; needs a quiet machine"
 	@echo "make reliability  docs/reliability.md, from the raw results of the campaigns"
+	@echo "make damage    a thousand flipped bits and other damage, each judged by a load"
 	@echo "make lint      ruff, mypy --strict, clang-format; changes nothing"
 	@echo "make support   docs/support.md, from the marks on the tests"
 	@echo "make format    ruff and clang-format, in place"
@@ -133,6 +134,10 @@ fuzz: $(STAMP)
 # Many ranks, loaders, parameters and tags; raw results go to benchmarks/results.
 bench-scale: $(STAMP)
 	$(PY) benchmarks/bench_scale.py --out benchmarks/results
+
+# Damages a checkpoint and loads it, again and again; the raw result goes to benchmarks/results.
+damage: warm
+	$(PY) benchmarks/damage.py --flips 1000 --truncations 200 --seed 0 --out benchmarks/results
 
 # Needs a quiet machine; raw results go to benchmarks/results.
 bench: $(STAMP)

@@ -9,6 +9,7 @@ the arithmetic of zeroelastic.layout. Padding is NaN or 255, so that whoever rea
 
 from __future__ import annotations
 
+import json
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -20,7 +21,15 @@ import torch
 from zeroelastic.checkpoint import Checkpoint
 from zeroelastic.digest import ParamContent, ScalarValue, content_root, digest_range, stream_seed
 from zeroelastic.layout import Param, pack_sub_groups
-from zeroelastic.record import RECORD_NAME, RECORD_VERSION, CommitRecord, Versions, param_records, record_text
+from zeroelastic.record import (
+    RECORD_NAME,
+    RECORD_VERSION,
+    CommitRecord,
+    Versions,
+    param_records,
+    record_checksum,
+    record_text,
+)
 from zeroelastic.storage import FilePath, read_range
 from zeroelastic.torchfile import DTYPE_BYTES
 
@@ -240,6 +249,12 @@ def write_record(
         content_root=content_root(contents),
     )
     (tag_dir / RECORD_NAME).write_bytes(record_text(record))
+
+
+def sealed(record: str) -> str:
+    """The text of an edited commit record with the checksum of what it says now."""
+    data = json.loads(record)
+    return record.replace(data["checksum"], record_checksum(data))
 
 
 def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:

@@ -20,6 +20,7 @@ from synthetic import (
     gather,
     model_name,
     optim_name,
+    sealed,
     write_checkpoint,
 )
 
@@ -289,7 +290,7 @@ def test_files_that_the_record_names_besides_must_be_there(tmp_path):
     write_checkpoint(tmp_path, world_size=2, record=True)
     data = json.loads((tmp_path / RECORD_NAME).read_text())
     data["files"]["more.pt"] = 3
-    (tmp_path / RECORD_NAME).write_text(json.dumps(data))
+    (tmp_path / RECORD_NAME).write_text(sealed(json.dumps(data)))
     with pytest.raises(CheckpointError, match=r"contradicts its commit record: more\.pt is missing"):
         open_checkpoint(tmp_path)
 

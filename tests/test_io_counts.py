@@ -141,7 +141,7 @@ def needed_files(directory: Path, world_size: int, rank: int) -> set[str]:
     record = read_record(tag)
     assert record is not None
     saved = record.world_size
-    names = {"latest", "zeroelastic.json", tag.name}
+    names = {"latest", "zeroelastic.json", "zeroelastic-quarantine.json", tag.name}
     names.add(f"zero_pp_rank_{rank if rank < saved else 0}_mp_rank_00_model_states.pt")
     for param in record.params:
         numel = torch.Size(param.shape).numel()

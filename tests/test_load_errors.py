@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from synthetic import sealed
 from training import Job, attempt, build_engine, train_and_save
 
 from zeroelastic.testing import RankError, RankPool
@@ -215,7 +216,7 @@ RECORD_DAMAGE: dict[str, Callable[[Path], None]] = {
 def _edit(path: Path, change: Callable[[dict[str, object]], object]) -> None:
     record = json.loads(path.read_text())
     change(record)
-    path.write_text(json.dumps(record))
+    path.write_text(sealed(json.dumps(record)))
 
 
 @pytest.mark.support("Checkpoint engines and storage", "a damaged or newer commit record", "refused")
@@ -270,7 +271,7 @@ def test_misspelt_option(rank_pool: RankPool, options: object, named: str) -> No
     error, text = errors[0]
     assert error == "ConfigError" and named in text
     if named == "verfiy":
-        assert "executor, fsync, missing_state, safe_load, strict, verify" in text
+        assert "executor, fallback, fsync, missing_state, safe_load, strict, verify" in text
 
 
 def build_error(job: Job) -> tuple[str, str]:

@@ -28,7 +28,7 @@ def test_verify_is_a_flag_or_a_word(value, want):
 def test_every_option_is_taken():
     block = {
         "verify": "quick", "strict": True, "missing_state": "fresh", "safe_load": True, "fsync": False,
-        "save_timeout_s": 60.0, "executor": "numpy", "allow_globals": ["package.module.Class"],
+        "save_timeout_s": 60.0, "executor": "numpy", "allow_globals": ["package.module.Class"], "fallback": True,
     }  # fmt: skip
     assert parse_options({"zeroelastic": block}).model_dump() == block
 
@@ -49,7 +49,7 @@ def test_an_unknown_option_names_the_known_ones():
     [
         ("verify", "fully"), ("verify", 1), ("verify", None), ("strict", "yes"), ("strict", 1), ("strict", None),
         ("safe_load", "true"), ("fsync", 0), ("executor", "warp"), ("executor", None), ("executor", ["numpy"]),
-        ("missing_state", "zero"), ("missing_state", True),
+        ("missing_state", "zero"), ("missing_state", True), ("fallback", 1), ("fallback", "newest"),
     ],
 )  # fmt: skip
 def test_a_wrong_value_names_its_option(name, value):

@@ -19,7 +19,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.synthetic import GROUPS, edit, edit_optim, model_name, optim_name, write_checkpoint
+from tests.synthetic import GROUPS, edit, edit_optim, model_name, optim_name, sealed, write_checkpoint
 from zeroelastic import zip_records
 from zeroelastic.errors import CheckpointError, MissingFileError, UnsupportedError
 from zeroelastic.inventory import Problem, take_inventory
@@ -478,8 +478,9 @@ def test_an_altered_rigid_file_is_found_by_the_record(samples: Path, tmp_path: P
     text = (tag_dir / RECORD_NAME).read_text()
     size = re.search(rf'"{path.name}": (\d+)', text)
     assert size is not None
-    (tag_dir / RECORD_NAME).write_text(text.replace(size[0], f'"{path.name}": {path.stat().st_size}'))
-    problem = only(verify_checkpoint(tag_dir))
+    (tag_dir / RECORD_NAME).write_text(sealed(text.replace(size[0], f'"{path.name}": {path.stat().st_size}')))
+    problem, other = verify_checkpoint(tag_dir).problems
+    assert other.file == path.name and f"is not the one that {RECORD_NAME} states" in other.sentence
     assert (problem.param, problem.key) == ("model.embed_tokens.weight", "exp_avg")
     assert path.name in problem.sentence and problem.file == ""
 
@@ -528,7 +529,7 @@ def test_missing_files_are_named(tag_dir: Path) -> None:
 def test_a_record_of_many_ranks_does_not_fill_the_report(samples: Path, tmp_path: Path) -> None:
     tag_dir = copy(samples, tmp_path, "elastic")
     path = tag_dir / RECORD_NAME
-    path.write_text(path.read_text().replace(f'"world_size": {RANKS}', '"world_size": 16000000'))
+    path.write_text(sealed(path.read_text().replace(f'"world_size": {RANKS}', '"world_size": 16000000')))
     report = verify_checkpoint(tag_dir, quick=True)
     assert 0 < len(report.problems) < 300 and "16000000 ranks are missing" in report.problems[-1].sentence
 
@@ -545,7 +546,7 @@ def test_the_record_is_compared_with_what_the_headers_say(tmp_path: Path) -> Non
         ('"save_id": "0', '"save_id": "1', "belongs to save 01234567"),
     ):
         assert old in before
-        path.write_text(before.replace(old, new, 1))
+        path.write_text(sealed(before.replace(old, new, 1)))
         assert any(said in problem.sentence for problem in verify_checkpoint(tmp_path).problems), said
 
 

@@ -8,6 +8,8 @@ Importing this package changes nothing and imports neither torch nor deepspeed::
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from zeroelastic._version import __version__
 from zeroelastic.errors import (
     CheckpointError,
@@ -20,12 +22,16 @@ from zeroelastic.errors import (
     RemoteRankError,
     SaveError,
     StrictError,
+    UnreadableError,
     UnsafePickleError,
     UnsupportedError,
     UsageError,
     ZeroElasticError,
 )
 from zeroelastic.report import ResumeReport
+
+if TYPE_CHECKING:
+    from zeroelastic.elastic.resume import resume as resume
 
 __all__ = [
     "CheckpointError",
@@ -39,6 +45,7 @@ __all__ = [
     "ResumeReport",
     "SaveError",
     "StrictError",
+    "UnreadableError",
     "UnsafePickleError",
     "UnsupportedError",
     "UsageError",
@@ -46,8 +53,18 @@ __all__ = [
     "__version__",
     "install",
     "is_installed",
+    "resume",
     "uninstall",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """``resume`` is that of ``zeroelastic.elastic``, which imports torch, and only when it is asked for."""
+    if name == "resume":
+        from zeroelastic.elastic import resume
+
+        return resume
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def install() -> None:

@@ -13,6 +13,7 @@ from typing import Literal
 
 from zeroelastic.checkpoint import is_rank_file, parse_rank_file
 from zeroelastic.errors import CheckpointError
+from zeroelastic.quarantine import MARK_NAME
 from zeroelastic.record import RECORD_NAME
 from zeroelastic.storage import FilePath, file_sizes, list_directory
 
@@ -95,7 +96,7 @@ def take_census(directory: FilePath) -> Census:
                 files[file.rank, file.tp_rank] = name
         elif is_temporary(name):
             temporaries.append(name)
-        elif name != RECORD_NAME and not is_rank_file(name):
+        elif name not in (RECORD_NAME, MARK_NAME) and not is_rank_file(name):
             odd.append(name)
     return Census(
         directory=directory,

@@ -20,7 +20,7 @@ from zeroelastic.layout import Int64Array, Layout, Param, partition_numel, unpac
 from zeroelastic.record import RECORD_NAME, CommitRecord, read_record
 from zeroelastic.shard import FROZEN, Pieces, Shard, checked_param, checked_params, open_shard
 from zeroelastic.storage import FilePath, RemotePath, as_path, file_sizes
-from zeroelastic.torchfile import Blocks, TensorRef, TorchFile, read_torch_file
+from zeroelastic.torchfile import DTYPE_BYTES, Blocks, TensorRef, TorchFile, read_torch_file
 
 _OPTIM_FILE = re.compile(r"^(bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt$")
 _MODEL_FILE = re.compile(r"^zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt$")
@@ -50,7 +50,8 @@ class ModelStates:
     """What one rank's ``*_model_states.pt`` says about the layout; the module itself is not looked at.
 
     ``sub_groups`` are the trained parameters in flat order; ``frozen`` the others, or None where they were excluded
-    from the save; ``frozen_pieces`` where this rank's parts of them are.
+    from the save; ``frozen_pieces`` where this rank's parts of them are; ``directory`` is the file's digest of its zip
+    directory.
     """
 
     path: FilePath
@@ -62,6 +63,17 @@ class ModelStates:
     frozen: Layout | None
     frozen_pieces: Pieces | None
     header_bytes: int
+    directory: str = ""
+
+    def fragments(self) -> list[tuple[int, int]]:
+        """(offset, nbytes) in the file of this rank's part of each frozen parameter that has elements."""
+        if self.frozen is None or self.frozen_pieces is None:
+            return []
+        return [
+            (int(self.frozen_pieces.offset[i]), int(self.frozen.part[i]) * DTYPE_BYTES[self.frozen_pieces.dtype[i]])
+            for i in range(self.frozen.num_params)
+            if self.frozen_pieces.offset[i] >= 0
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +99,7 @@ class Checkpoint:
     ``model_files``; where there is a commit record, every file has the size that it states. Of a tensor parallel run
     these are the files of one tensor parallel rank, ``tp``, and ``world_size`` is the data parallel size. ``away`` are
     files that this process does not see: their headers are parsed from what those who do have read (``through``).
+    ``compare_directories``: whether a file that is opened must have the zip directory that the record states.
     """
 
     tag_dir: FilePath
@@ -98,6 +111,7 @@ class Checkpoint:
     record_bytes: int = 0
     tp: TensorParallel = NO_TENSOR_PARALLEL
     away: frozenset[str] = frozenset()
+    compare_directories: bool = True
     _shards: dict[int, Shard] = field(default_factory=dict, repr=False)
     _models: dict[int, ModelStates] = field(default_factory=dict, repr=False)
 
@@ -118,15 +132,24 @@ class Checkpoint:
                     f"{path}: belongs to save {str(shard.save_id)[:8]}, the commit record to "
                     f"{self.record.save_id[:8]}. Files of two saves are mixed in this directory."
                 )
+            self._check_directory(path, shard.directory)
             self._shards[rank] = shard
         return self._shards[rank]
 
     def model_states(self, rank: int, *, through: Blocks | None = None) -> ModelStates:
         """The layout part of one rank's model states file; parsed once. Raises CheckpointError."""
         if rank not in self._models:
-            file = read_torch_file(self.model_files[rank], foreign="inert", through=through)
-            self._models[rank] = model_states_of(file, rank, world_size=self.world_size, tp=self.tp)
+            path = self.model_files[rank]
+            file = read_torch_file(path, foreign="inert", through=through)
+            model = model_states_of(file, rank, world_size=self.world_size, tp=self.tp)
+            self._check_directory(path, model.directory)
+            self._models[rank] = model
         return self._models[rank]
+
+    def _check_directory(self, path: FilePath, found: str) -> None:
+        recorded = self.record.directories.get(path.name) if self.record is not None else None
+        if self.compare_directories and recorded not in (None, found):
+            raise CheckpointError(other_directory(path))
 
     @property
     def has_models(self) -> bool:
@@ -145,6 +168,14 @@ class Checkpoint:
         shards = tuple(shard.path for shard in self._shards.values())
         opened = shards + tuple(model.path for model in self._models.values())
         return tuple(path for path in opened if path.name not in self.away)
+
+
+def other_directory(path: FilePath) -> str:
+    """The sentence about a file whose zip directory is not the one that the commit record states."""
+    return (
+        f"{path}: its zip directory, which has the sizes and checksums of everything in it, is not the one that "
+        f"{RECORD_NAME} states. One of the two is damaged, altered or from another save."
+    )
 
 
 def source_ranks(numels: Iterable[int], *, saved_world_size: int, world_size: int, rank: int) -> tuple[int, ...]:
@@ -171,6 +202,7 @@ def open_checkpoint(
     near_rank: int = 0,
     tp: TensorParallel | None = None,
     listing: Listing | None = None,
+    compare_directories: bool = True,
 ) -> Checkpoint:
     """Look at a tag directory: which files, how many ranks, which record. Opens at most one model states header.
 
@@ -178,7 +210,8 @@ def open_checkpoint(
 
     ``near_rank`` is the rank whose own model states file is read when no record tells the world size; a rank that the
     save did not have takes rank 0's. ``tp`` chooses the files of one tensor parallel rank, and states how many there
-    have to be; without it there may be only one. Raises MissingFileError (no directory, a rank's file missing),
+    have to be; without it there may be only one. ``compare_directories`` holds the zip directory of each file that is
+    opened against the record's digest of it. Raises MissingFileError (no directory, a rank's file missing),
     CheckpointError (sizes that contradict the record, files of two precisions), UnsupportedError (other stages, another
     tensor parallel size).
 
@@ -249,6 +282,7 @@ def open_checkpoint(
         record_bytes=_record_bytes(sizes, record) if listing is None else listing.record_bytes,
         tp=tp or NO_TENSOR_PARALLEL,
         away=frozenset() if listing is None else listing.away,
+        compare_directories=compare_directories,
     )
     if early is not None:
         checkpoint._models[early.rank] = early
@@ -294,6 +328,14 @@ def parse_rank_file(name: str) -> RankFile | None:
         return RankFile("optimizer", int(match[2]), int(match[3]))
     match = _MODEL_FILE.match(name)
     return None if match is None else RankFile("model", int(match[1]), int(match[2]))
+
+
+def saved_as(folder: str, name: str) -> str | None:
+    """The name under which a rank's file was saved, where that is another's; torch calls an archive after its file."""
+    saved = f"{folder}.pt"
+    if saved.removeprefix("bf16_") == name.removeprefix("bf16_") or not is_rank_file(saved):
+        return None
+    return saved
 
 
 def is_rank_file(name: str) -> bool:
@@ -403,6 +445,9 @@ def model_states_of(
     path, root = file.path, file.root
     if not isinstance(root, dict):
         raise CheckpointError(f"{path}: is not a DeepSpeed model states file.")
+    misplaced = saved_as(file.folder, path.name)
+    if misplaced is not None:
+        raise CheckpointError(f"{path}: was saved as {misplaced}. Files of different ranks have changed places.")
     count = root.get("dp_world_size")
     if type(count) is not int or not 1 <= count <= _MAX_WORLD_SIZE:
         raise CheckpointError(f"{path}: dp_world_size is {shown(count)}. It is not a ZeRO-3 model states file.")
@@ -449,6 +494,7 @@ def model_states_of(
         frozen=frozen,
         frozen_pieces=pieces,
         header_bytes=file.header_bytes,
+        directory=file.directory,
     )
 
 
@@ -502,8 +548,10 @@ __all__ = [
     "model_states_of",
     "open_checkpoint",
     "open_model_states",
+    "other_directory",
     "parse_rank_file",
     "rank_files",
+    "saved_as",
     "saved_sizes",
     "source_ranks",
 ]

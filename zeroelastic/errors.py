@@ -37,6 +37,10 @@ class MissingFileError(CheckpointError, FileNotFoundError):
     """A file that the checkpoint needs is not there."""
 
 
+class UnreadableError(CheckpointError):
+    """A file that cannot be read here and now: no permission, an I/O error, a server that is away. It may be whole."""
+
+
 class OldFormatError(CheckpointError):
     """A file in torch.save's format from before 1.6, which is no zip archive: its payload cannot be addressed."""
 

@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from typing import Literal
 
 from zeroelastic.digest import ScalarValue
+from zeroelastic.quarantine import Quarantine
 from zeroelastic.shard import OptionValue, ScalerState
 
 ParamKind = Literal["trained", "frozen", "tied"]
@@ -104,6 +105,7 @@ class Inspection:
     leftovers: tuple[str, ...] = ()
     folders: tuple[str, ...] = ()
     headers_read: int = 0
+    quarantine: Quarantine | None = None
     notes: list[str] = field(default_factory=list)
     unsupported: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)

@@ -22,6 +22,7 @@ from zeroelastic.checkpoint import (
 from zeroelastic.errors import CheckpointError, UnsupportedError
 from zeroelastic.findings import BufferView, GroupView, Inspection, ParamKind, ParamView, StateView
 from zeroelastic.layout import Param
+from zeroelastic.quarantine import MARK_NAME, read_mark
 from zeroelastic.record import CommitRecord, read_record
 from zeroelastic.shard import FROZEN, Shard, open_shard
 from zeroelastic.source import Source
@@ -144,6 +145,9 @@ class _Look:
             found.notes.append(f"latest names {source.latest}, not this tag")
         if census.temporaries:
             found.notes.append(f"a save left temporary files, or is under way: {_some(census.temporaries)}")
+        found.quarantine = self.attempt(lambda: read_mark(census.directory)) if MARK_NAME in census.sizes else None
+        if found.quarantine is not None:
+            self.problem(f"{census.directory}: {found.quarantine.sentence}")
         if SWAP_FOLDER in census.folders:
             found.notes.append(
                 f"{SWAP_FOLDER} holds DeepSpeed's raw copies of state on NVMe, which no other world size can use"

@@ -133,6 +133,8 @@ def _decide(root: Path, run: Run, keep: int, invalid: bool, min_age_s: float, ch
         elif verdict is not None and (tag.step is None or tag.age_key > whole[0].age_key):
             older = "its step cannot be known" if tag.step is None else "not older than the newest that does"
             reason = f"does not verify, but {older}: {verdict.problems[0]}"
+        elif verdict is not None and verdict.quarantined and not invalid:
+            reason = f"quarantined, so that it does not count (--invalid removes it): {verdict.problems[0]}"
         elif verdict is not None and not invalid:
             reason = f"does not verify (--invalid removes it): {verdict.problems[0]}"
         else:

@@ -6,9 +6,10 @@ field by field in docs/format.md. A record is read as hostile input: validated i
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -89,7 +90,11 @@ class Versions(_Schema):
 
 
 class CommitRecord(_Schema):
-    """The whole record. Invariant: ``content_root`` is the root of ``params``, checked when it is read."""
+    """The whole record. Invariant: ``content_root`` is the root of ``params``, checked when it is read.
+
+    ``directories`` are the digests of the files' zip directories (``torchfile.directory_digest``), which hold the name,
+    place, size and CRC-32 of everything in a file; files that are no zip archives, and older records, have none.
+    """
 
     format_version: Annotated[int, Field(ge=1)]
     checkpoint_format: CheckpointFormat
@@ -102,6 +107,7 @@ class CommitRecord(_Schema):
     train_batch_size: int
     versions: Versions
     files: dict[_FileName, Annotated[int, Field(ge=0)]]
+    directories: dict[_FileName, _Root] = {}
     params: list[ParamRecord]
     content_root: _Root
 
@@ -135,7 +141,7 @@ def read_record(tag_dir: FilePath) -> CommitRecord | None:
     """The commit record of a tag directory, or None where there is none.
 
     Raises CheckpointError when it is there and cannot be believed: not JSON, not the schema, a newer format, a root
-    that is not the root of its own table, or more than 1 GiB.
+    that is not the root of its own table, a checksum that is not that of the rest, or more than 1 GiB.
     """
     path = tag_dir / RECORD_NAME
     try:
@@ -151,6 +157,7 @@ def read_record(tag_dir: FilePath) -> CommitRecord | None:
         raise CheckpointError(
             f"{path}: format version {version} is newer than {RECORD_VERSION}. Upgrade zeroelastic to load it."
         )
+    checksum = data.pop("checksum", None) if isinstance(data, dict) else None
     try:
         record = CommitRecord.model_validate(data)
     except (ValidationError, RecursionError) as error:
@@ -161,7 +168,20 @@ def read_record(tag_dir: FilePath) -> CommitRecord | None:
             f"{path}: content_root is {record.content_root[:12]}..., its own table gives {root[:12]}.... The commit "
             "record is damaged."
         )
+    if checksum is not None or record.directories:  # older records have neither
+        found = record_checksum(data)
+        if checksum != found:
+            raise CheckpointError(
+                f"{path}: its checksum is {str(checksum)[:12]}..., its content gives {found[:12]}.... The commit "
+                "record is damaged, or was edited by hand."
+            )
     return record
+
+
+def record_checksum(data: Mapping[str, object]) -> str:
+    """The SHA-256 of a record's other fields as sorted JSON without spaces: 64 hexadecimal digits."""
+    rest = {key: value for key, value in data.items() if key != "checksum"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def _first_problem(error: Exception) -> str:
@@ -174,10 +194,12 @@ def _first_problem(error: Exception) -> str:
 def record_text(record: CommitRecord) -> bytes:
     """The bytes of ``zeroelastic.json``: one parameter a line, so that two records can be compared by eye.
 
-    Tensor parallelism and lost micro batches are not mentioned where there are none.
+    Tensor parallelism, lost micro batches and directories are not mentioned where there are none.
     """
     data = record.model_dump(mode="json")
-    params = data.pop("params")
+    params = data["params"]
+    if not record.directories:
+        del data["directories"]
     if record.tp_size == 1:
         del data["tp_size"]
     if record.lost_micro_batches == 0:
@@ -185,6 +207,8 @@ def record_text(record: CommitRecord) -> bytes:
     for param in params:
         if param["tp_rank"] == 0:
             del param["tp_rank"]
+    data["checksum"] = record_checksum(data)
+    del data["params"]
     head = json.dumps(data, indent=1)[:-2]
     lines = ",\n".join("  " + json.dumps(param, separators=(",", ":")) for param in params)
     return f'{head},\n "params": [\n{lines}\n ]\n}}\n'.encode()

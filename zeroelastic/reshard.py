@@ -42,6 +42,7 @@ from zeroelastic.source import LATEST, Source
 from zeroelastic.staging import publish, staged, staged_bytes, sweep
 from zeroelastic.state import SavedState, open_state
 from zeroelastic.storage import FilePath
+from zeroelastic.torchfile import directory_digest
 
 LEAST_MEMORY = 64 << 20
 """The smallest ``max_memory``: buffers of a few threads and the tables of one rank."""
@@ -216,6 +217,9 @@ def _publish(
     source_record = plan.state.checkpoint.record
     _compare(plan, contents, root)
     source, state = plan.source, plan.state
+    root_dir = staging / "root"
+    files = {name: size for rank in done for name, size in sorted(rank.files.items())}
+    found = {name: directory_digest(root_dir / source.tag / name) for name in files}
     record = CommitRecord(
         format_version=RECORD_VERSION,
         checkpoint_format=plan.options.format,
@@ -225,11 +229,11 @@ def _publish(
         global_steps=state.models[0].global_steps,
         train_batch_size=plan.native.train_batch_size or 0,
         versions=_versions(plan),
-        files={name: size for rank in done for name, size in sorted(rank.files.items())},
+        files=files,
+        directories={name: directory for name, directory in found.items() if directory is not None},
         params=param_records(contents, frozenset(param.name for param in plan.target.layout.params)),
         content_root=root,
     )
-    root_dir = staging / "root"
     write_atomically(root_dir / source.tag / RECORD_NAME, record_text(record))
     notes = [*plan.extras.notes, *write_extras(source, plan.extras, root_dir, identity=root)]
     if source.latest not in (None, source.tag):

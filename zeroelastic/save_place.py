@@ -18,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from zeroelastic.checkpoint import is_rank_file
+from zeroelastic.quarantine import MARK_NAME
 from zeroelastic.record import RECORD_NAME, sync_directory
 
 logger = logging.getLogger(__name__)
@@ -84,7 +85,12 @@ def carry_over(tag_dir: Path, making: Path) -> None:
         return
     for entry in entries:
         target = making / entry.name
-        if is_rank_file(entry.name) or entry.name == RECORD_NAME or _is_leftover(entry.name) or os.path.lexists(target):
+        if (
+            is_rank_file(entry.name)
+            or entry.name in (RECORD_NAME, MARK_NAME)
+            or _is_leftover(entry.name)
+            or os.path.lexists(target)
+        ):
             continue
         if entry.is_dir(follow_symlinks=False):
             shutil.copytree(entry.path, target, symlinks=True, copy_function=_link)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from zeroelastic.checkpoint import is_rank_file
+from zeroelastic.checkpoint import saved_as
 from zeroelastic.digest import UInt64Array
 from zeroelastic.errors import CheckpointError
 from zeroelastic.executors import DigestRows, FileRows, UInt32Array, join_crc32, scan_segments
@@ -149,7 +149,7 @@ def _scan_file(inventory: Inventory, rank: int, path: FilePath, size: int, progr
         progress(size)
         return _unread(nothing, path, error)
     damage = [_fault(name, fault) for fault in archive.faults]
-    if (folder := _misplaced(archive.folder, name)) is not None:
+    if (folder := saved_as(archive.folder, name)) is not None:
         damage.append(Damage(name, f"{name}: was written as {folder}. The file is in the wrong place."))
     rows = file_rows(inventory, rank, path)
     records = [record for record in archive.records if record.nbytes]
@@ -271,14 +271,6 @@ def _bad_parts(
     have = np.zeros(len(counts), dtype=np.uint64)
     np.add.at(have, np.repeat(np.arange(len(counts)), counts), digests[: inventory.num_trained])
     return tuple(BadPart(shard.rank, shard.path.name, p) for p in np.flatnonzero(have != want).tolist())
-
-
-def _misplaced(folder: str, name: str) -> str | None:
-    """The name under which a file was saved, where that is another rank's; torch calls the archive after its file."""
-    saved = f"{folder}.pt"
-    if saved.removeprefix("bf16_") == name.removeprefix("bf16_") or not is_rank_file(saved):
-        return None
-    return saved
 
 
 def _fault(name: str, fault: Fault) -> Damage:

@@ -80,7 +80,8 @@ class Shard:
     inside its file. ``tensor_keys[i]`` and ``scalars[i]`` belong to sub-group i; ``tensor_keys`` includes "fp32".
     ``digests`` is where the file keeps, for each parameter, the sum over its state keys of the partial digests of this
     shard's own part (int64); only elastic files that a save wrote have it. Elastic files alone say the class of the
-    ``optimizer`` and, under fp16 autocast, the state of torch's ``grad_scaler``.
+    ``optimizer`` and, under fp16 autocast, the state of torch's ``grad_scaler``. ``directory`` is the file's digest of
+    its zip directory.
     """
 
     path: FilePath
@@ -100,6 +101,7 @@ class Shard:
     header_bytes: int
     optimizer: str | None = None
     grad_scaler: Mapping[str, OptionValue] | None = None
+    directory: str = ""
 
 
 def open_shard(
@@ -398,6 +400,7 @@ class _ShardReader:
             header_bytes=self.file.header_bytes,
             optimizer=optimizer,
             grad_scaler=grad_scaler,
+            directory=self.file.directory,
         )
 
     def _lean(self, tensors: list[object], owned: Int64Array, where: str) -> tuple[Int64Array, str]:

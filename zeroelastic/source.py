@@ -105,7 +105,7 @@ def read_latest(root: FilePath) -> str | None:
     except UnicodeDecodeError:
         tag = ""
     if _TAG.fullmatch(tag) is None or tag in (".", ".."):
-        raise CheckpointError(f"{path}: holds no name of a tag. Choose a tag with --tag.")
+        raise CheckpointError(f"{path}: holds no name of a tag. It is damaged; say which tag is meant.")
     return tag
 
 

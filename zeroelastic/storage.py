@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from zeroelastic.errors import CheckpointError, MissingFileError, UsageError, ZeroElasticError
+from zeroelastic.errors import CheckpointError, MissingFileError, UnreadableError, UsageError, ZeroElasticError
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 _CHAIN = re.compile(r"[a-z0-9+.-]+::", re.IGNORECASE)
@@ -190,7 +190,7 @@ def _entries(directory: FilePath) -> Iterable[tuple[str, int | None]]:
     except (FileNotFoundError, NotADirectoryError):
         raise MissingFileError(f"{directory}: no such checkpoint directory.") from None
     except OSError as error:
-        raise CheckpointError(f"{directory}: cannot be listed: {error.strerror}.") from None
+        raise UnreadableError(f"{directory}: cannot be listed: {error.strerror}.") from None
     return found
 
 
@@ -202,7 +202,7 @@ def _remote_entries(directory: RemotePath) -> list[tuple[str, int | None]]:
     except (FileNotFoundError, NotADirectoryError):
         raise MissingFileError(f"{directory}: no such checkpoint directory.") from None
     except Exception as error:  # each file system has errors of its own
-        raise CheckpointError(f"{directory}: cannot be listed: {_reason(error)}.") from None
+        raise UnreadableError(f"{directory}: cannot be listed: {_reason(error)}.") from None
     here = directory.path.rstrip("/")
     found: list[tuple[str, int | None]] = []
     for entry in listed:
@@ -255,7 +255,7 @@ def read_range(path: FilePath, offset: int, nbytes: int) -> bytes:
     except FileNotFoundError:
         raise _missing(path) from None
     except Exception as error:  # each file system has errors of its own
-        raise CheckpointError(f"{path}: reading at byte {offset} failed: {_reason(error)}.") from None
+        raise UnreadableError(f"{path}: reading at byte {offset} failed: {_reason(error)}.") from None
 
 
 def read_whole(path: FilePath, *, limit: int) -> bytes:
@@ -267,7 +267,7 @@ def read_whole(path: FilePath, *, limit: int) -> bytes:
     except FileNotFoundError:
         raise _missing(path) from None
     except Exception as error:  # each file system has errors of its own
-        raise CheckpointError(f"{path}: cannot be read: {_reason(error)}.") from None
+        raise UnreadableError(f"{path}: cannot be read: {_reason(error)}.") from None
     if len(data) > limit:
         raise CheckpointError(f"{path}: has more than {limit} bytes, which such a file never has.")
     return data
@@ -396,7 +396,7 @@ def _failure(path: RemotePath, offset: int, nbytes: int, answer: object) -> Chec
         size = _beyond_the_end(answer, path, offset + nbytes)
         if size is not None:
             return CheckpointError(f"{path}: ends at byte {size}. The file is truncated.")
-        return CheckpointError(f"{path}: reading at byte {offset} failed: {_reason(answer)}.")
+        return UnreadableError(f"{path}: reading at byte {offset} failed: {_reason(answer)}.")
     got = len(answer) if isinstance(answer, bytes) else 0
     if got < nbytes:
         return CheckpointError(f"{path}: ends at byte {offset + got}. The file is truncated.")

@@ -18,7 +18,16 @@ from typing import Literal
 
 from zeroelastic.census import is_universal
 from zeroelastic.checkpoint import is_rank_file, open_checkpoint
-from zeroelastic.errors import CheckpointError, MissingFileError, UnsafePickleError, UnsupportedError, UsageError
+from zeroelastic.errors import (
+    CheckpointError,
+    MissingFileError,
+    OldFormatError,
+    UnreadableError,
+    UnsafePickleError,
+    UnsupportedError,
+    UsageError,
+)
+from zeroelastic.quarantine import read_mark
 from zeroelastic.record import RECORD_NAME
 from zeroelastic.source import LATEST, list_tags, read_latest
 from zeroelastic.state import open_state
@@ -73,11 +82,15 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class PassedOver:
-    """A tag that is not whole, and why; ``undecided`` where it may be, and cannot be judged here and now."""
+    """A tag that is not whole, and why; ``undecided`` where it may be, and cannot be judged here and now.
+
+    ``quarantined``: it is marked as damaged, and was not looked at again.
+    """
 
     tag: Tag
     problems: tuple[str, ...]
     undecided: bool = False
+    quarantined: bool = False
 
 
 Check = Callable[[FilePath], tuple[str, ...]]
@@ -120,22 +133,53 @@ def find_newest(tags: Iterable[Tag], check: Check) -> tuple[Tag | None, tuple[Pa
 
 
 def check_tag(tag: Tag, check: Check) -> PassedOver | None:
-    """None for a tag that is whole, else what is wrong with it."""
+    """None for a tag that is whole, else what is wrong with it. Of a quarantined one only the mark is read."""
     if tag.unfinished is not None:
         return PassedOver(tag, (tag.unfinished,))
     try:
+        mark = read_mark(tag.tag_dir)
+        if mark is not None:
+            return PassedOver(tag, (mark.sentence,), quarantined=True)
         problems = check(tag.tag_dir)
     except UnsupportedError as error:
         return PassedOver(tag, (_brief(str(error), tag),), undecided=True)
     except CheckpointError as error:
-        cause = error.__context__
-        unreadable = isinstance(cause, OSError) and not isinstance(cause, (FileNotFoundError, NotADirectoryError))
         problems = (_brief(str(error), tag),)
-        if unreadable or _UPGRADE in str(error):  # a server that is away, a file of tomorrow
+        if isinstance(error, UnreadableError) or _UPGRADE in str(error):  # a server that is away, a file of tomorrow
             return PassedOver(tag, problems, undecided=True)
     if problems and is_universal(tag.tag_dir):
         return PassedOver(tag, ("is a Universal checkpoint (ds_to_universal).",), undecided=True)
     return PassedOver(tag, problems) if problems else None
+
+
+def is_damage(error: CheckpointError) -> bool:
+    """Whether an error says that files are not what was saved, rather than that they are not for us to read now.
+
+    Not for us: a server that is away, a file of tomorrow, torch's old format, and what an allow-list refuses.
+    """
+    return not isinstance(error, (UnreadableError, UnsafePickleError, OldFormatError)) and _UPGRADE not in str(error)
+
+
+def committed_after(root: Path, name: str) -> tuple[str, ...]:
+    """The tags of a directory whose commit records state a later step than that of the tag ``name``, newest first.
+
+    Reads the first lines of each record; a tag that has none, or a mark of quarantine, does not count.
+    """
+
+    def step(tag: str) -> int | None:
+        try:
+            return None if read_mark(root / tag) is not None else _record_step(root / tag / RECORD_NAME)
+        except CheckpointError:
+            return None
+
+    try:
+        own = _record_step(root / name / RECORD_NAME)
+        names = [other for other in folders(root) if not other.startswith(_HIDDEN) and other != name]
+    except CheckpointError:
+        return ()
+    with ThreadPoolExecutor(_THREADS) as pool:
+        steps = {other: found for other, found in zip(names, pool.map(step, names), strict=True) if found is not None}
+    return tuple(sorted((other for other in steps if steps[other] > own), key=lambda other: -steps[other]))
 
 
 def _brief(problem: str, tag: Tag) -> str:

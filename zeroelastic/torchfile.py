@@ -11,6 +11,7 @@ Byte layout: PyTorch writes every storage as one uncompressed zip record ``<arch
 from __future__ import annotations
 
 import errno
+import hashlib
 import io
 import os
 import struct
@@ -23,7 +24,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from zeroelastic.errors import CheckpointError, MissingFileError, OldFormatError
+from zeroelastic.errors import CheckpointError, MissingFileError, OldFormatError, UnreadableError
 from zeroelastic.opcodes import check_opcodes
 from zeroelastic.safepickle import (
     DTYPE_BYTES,
@@ -41,6 +42,7 @@ from zeroelastic.storage import BlockFile, FilePath, RemotePath, as_path, open_r
 
 _LOCAL_HEADER = struct.Struct("<4sHHHHHIIIHH")
 _MAX_PICKLE_BYTES = 1 << 31
+_UTF8_NAMES = 1 << 11
 _LOCATED_BYTES = 512  # a local header with its padding, and a scalar that follows it
 
 
@@ -74,12 +76,16 @@ class TorchFile:
 
     Invariant: every extent that it hands out lies inside the file and inside one uncompressed record. ``root`` is the
     unpickled tree with ``TensorRef`` in place of tensors. ``header_bytes`` is what was read so far to get here.
+    ``directory`` is the digest of the archive's directory (``directory_digest``), ``folder`` what the archive calls
+    itself: the name of the file without its ending, as torch.save has it, or "archive".
     """
 
     path: FilePath
     size: int
     root: object
     header_bytes: int
+    directory: str
+    folder: str
     _records: dict[str, zipfile.ZipInfo] = field(repr=False)
     _offsets: dict[str, int] = field(default_factory=dict, repr=False)
     _blocks: Blocks | None = field(default=None, repr=False)
@@ -112,7 +118,7 @@ class TorchFile:
         for at in range(0, len(order), self._blocks.capacity):
             offsets = {key: self._records[key].header_offset for key in order[at : at + self._blocks.capacity]}
             self._blocks.prefetch((offset, _LOCATED_BYTES) for offset in offsets.values())
-            self._headers |= {key: self._blocks.read(offset, _LOCAL_HEADER.size) for key, offset in offsets.items()}
+            self._headers |= {key: self._blocks.read(offset, _LOCATED_BYTES) for key, offset in offsets.items()}
         self.header_bytes = self._blocks.bytes_read
 
     def _read(self, offset: int, nbytes: int) -> bytes:
@@ -146,18 +152,30 @@ class TorchFile:
         data = self._headers.get(storage.key)
         if data is None:
             inside = 0 <= info.header_offset < self.size
-            data = self._read(info.header_offset, _LOCAL_HEADER.size) if inside else b""
+            data = self._read(info.header_offset, _LOCATED_BYTES) if inside else b""
         offset = _payload_offset(data, info, self.path, self.size)
         self._offsets[storage.key] = offset
         return offset
 
 
 def _payload_offset(data: bytes, info: zipfile.ZipInfo, path: FilePath, size: int) -> int:
-    """Where a record's payload begins, from the first bytes of its local header."""
-    if len(data) != _LOCAL_HEADER.size or data[:4] != b"PK\x03\x04":
+    """Where a record's payload begins, from the first bytes of its local header.
+
+    The two lengths that the place follows from are checked: against the directory's name, and against what fills them.
+    """
+    if len(data) < _LOCAL_HEADER.size or data[:4] != b"PK\x03\x04":
         raise CheckpointError(f"{path}: no zip record at byte {info.header_offset}. The file is damaged.")
-    fields = _LOCAL_HEADER.unpack(data)
-    offset = info.header_offset + _LOCAL_HEADER.size + int(fields[9]) + int(fields[10])
+    fields = _LOCAL_HEADER.unpack_from(data)
+    name = len(info.orig_filename.encode("utf-8" if info.flag_bits & _UTF8_NAMES else "cp437"))
+    at = _LOCAL_HEADER.size + name
+    end = at + int(fields[10])
+    while at + 4 <= min(end, len(data)):
+        at += 4 + int.from_bytes(data[at + 2 : at + 4], "little")
+    if fields[9] != name or at != end:
+        raise CheckpointError(
+            f"{path}: the header of record {info.filename} contradicts the directory. The file is damaged."
+        )
+    offset = info.header_offset + end
     if offset + info.compress_size > size:
         raise CheckpointError(f"{path}: record {info.filename} ends behind the file. The file is truncated.")
     return offset
@@ -281,12 +299,32 @@ def read_pickle(path: str | os.PathLike[str] | RemotePath, *, through: Blocks | 
             archive = zipfile.ZipFile(raw)
             records, pickled = _records(archive, path, size)
             data = archive.read(pickled)
+            directory = _digest_of_directory(archive, raw, size)
         except CheckpointError:
             raise
         except Exception as error:  # zipfile raises eight kinds of error for damaged archives, RuntimeError among them
             raise CheckpointError(f"{path}: {error}. The file is truncated or damaged.") from None
         header_bytes = raw.count
-    return data, TorchFile(path, size, None, header_bytes, records, _blocks=blocks)
+    folder = pickled.filename.partition("/")[0]
+    return data, TorchFile(path, size, None, header_bytes, directory, folder, records, _blocks=blocks)
+
+
+def directory_digest(path: Path) -> str | None:
+    """SHA-256 of a file from its zip directory to its end, 64 hexadecimal digits; None for one that is no zip archive.
+
+    The directory states the name, place, size and CRC-32 of every record, so this tells apart any two files that are
+    not the same, as far as CRC-32 does, at the price of a few KB. Raises MissingFileError, CheckpointError.
+    """
+    with _open_local(path) as raw:
+        try:
+            return _digest_of_directory(zipfile.ZipFile(raw), raw, raw.size)
+        except zipfile.BadZipFile:
+            return None
+
+
+def _digest_of_directory(archive: zipfile.ZipFile, raw: _CountingFile | _BlockStream, size: int) -> str:
+    raw.seek(archive.start_dir)
+    return hashlib.sha256(raw.read(size - archive.start_dir)).hexdigest()
 
 
 def _open_local(path: FilePath) -> _CountingFile:
@@ -296,7 +334,7 @@ def _open_local(path: FilePath) -> _CountingFile:
     except FileNotFoundError:
         raise MissingFileError(f"{path}: no such file. The checkpoint is incomplete.") from None
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}.") from None
+        raise UnreadableError(f"{path}: cannot be read: {error.strerror}.") from None
 
 
 def _records(archive: zipfile.ZipFile, path: FilePath, size: int) -> tuple[dict[str, zipfile.ZipInfo], zipfile.ZipInfo]:

@@ -10,19 +10,22 @@ rank that was saved, ``combine``, ``judge``.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from zeroelastic.checkpoint import ModelStates, other_directory
 from zeroelastic.digest import content_root
 from zeroelastic.inventory import Inventory, Problem, take_inventory
 from zeroelastic.layout import Int64Array
 from zeroelastic.processes import Processes
+from zeroelastic.quarantine import MARK_NAME, Quarantine, read_mark
 from zeroelastic.record import RECORD_NAME, CheckpointFormat
 from zeroelastic.scan import BadRecord, Progress, RankRows, RankScan, combine, file_rows, scan_rank
+from zeroelastic.shard import Shard
 from zeroelastic.storage import FilePath
 
 _SHOWN = 4
@@ -34,7 +37,8 @@ _Flags: TypeAlias = npt.NDArray[np.bool_]
 class VerifyReport:
     """What was found. ``valid`` means that nothing is wrong with what was checked; ``unchecked`` says what was not.
 
-    ``content_root`` is computed from the files, None when not all of them could be read or ``quick`` was asked for;
+    ``quarantine`` is a mark of damage that was found in the tag, whatever was found now. ``content_root`` is computed
+    from the files, None when not all of them could be read or ``quick`` was asked for;
     ``recorded_root`` is the commit record's. ``num_bytes`` were read to the last one; ``num_records`` are those whose
     CRC-32 was computed, ``num_tensors`` those whose digest was.
     """
@@ -53,6 +57,7 @@ class VerifyReport:
     num_tensors: int
     num_records: int
     num_bytes: int
+    quarantine: Quarantine | None = None
 
     @property
     def valid(self) -> bool:
@@ -137,8 +142,20 @@ def judge(inventory: Inventory, scan: RankScan) -> VerifyReport:
     if record is not None and root is not None and whole and root != record.content_root and not problems:
         sentence = f"the files have content root {root[:12]}..., the commit record {record.content_root[:12]}...."
         problems.append(Problem(RECORD_NAME, sentence))
+    problems += _other_directories(inventory, {problem.file for problem in problems})
     checked, unchecked = _words(inventory, scan, right, comparable)
     return _report(inventory, scan, problems, checked, unchecked, root if whole else None, scan.num_files)
+
+
+def _other_directories(inventory: Inventory, blamed: Collection[str]) -> list[Problem]:
+    """Files that are sound in themselves, and not those that the commit record states."""
+    recorded = inventory.record.directories if inventory.record is not None else {}
+    headers: list[Shard | ModelStates] = [*inventory.shards.values(), *inventory.models.values()]
+    return [
+        Problem(header.path.name, other_directory(header.path).replace(f"{header.path.parent}/", ""))
+        for header in headers
+        if header.path.name not in blamed and recorded.get(header.path.name, header.directory) != header.directory
+    ]
 
 
 def _report(
@@ -167,6 +184,7 @@ def _report(
         num_tensors=0 if scan is None else len(inventory.tensors),
         num_records=0 if scan is None else scan.num_records,
         num_bytes=0 if scan is None else scan.nbytes,
+        quarantine=read_mark(inventory.tag_dir) if MARK_NAME in inventory.sizes else None,
     )
 
 

@@ -57,11 +57,12 @@ class ZipRecords:
     """An archive's records in the order of their bytes.
 
     Invariant: the payloads lie inside the file and do not overlap. ``faults`` is empty where all bytes outside of them
-    are as they must be.
+    are as they must be. ``bytes_read`` is what that took.
     """
 
     records: tuple[ZipRecord, ...]
     faults: tuple[Fault, ...]
+    bytes_read: int = 0
 
     @property
     def folder(self) -> str:
@@ -83,8 +84,9 @@ class _Entry(NamedTuple):
     length: int
 
 
-def read_zip_records(path: FilePath, size: int) -> ZipRecords:
-    """Read the structure of an uncompressed archive of ``size`` bytes; payload is not read.
+def read_zip_records(path: FilePath, size: int, *, window_bytes: int = _WINDOW) -> ZipRecords:
+    """Read the structure of an uncompressed archive of ``size`` bytes; payload is not read, except what shares a read
+    of ``window_bytes`` with a header.
 
     Raises CheckpointError when the records cannot be told from it, MissingFileError.
     """
@@ -93,7 +95,7 @@ def read_zip_records(path: FilePath, size: int) -> ZipRecords:
     entries = sorted(_entries(path, offset, nbytes, faults), key=lambda entry: entry.header)
     if len(entries) != count:
         faults.append(Fault(f"the directory has {len(entries)} entries and its end says {count}", offset, nbytes))
-    window = _Window(path, size)
+    window = _Window(path, size, window_bytes)
     records: list[ZipRecord] = []
     at = 0
     for entry, following in zip(entries, [*(entry.header for entry in entries[1:]), offset], strict=False):
@@ -109,7 +111,7 @@ def read_zip_records(path: FilePath, size: int) -> ZipRecords:
             faults.append(Fault(f"the sums behind {_shown(entry.name)} are wrong", end, following - end))
         records.append(ZipRecord(entry.name.decode("utf-8", "replace"), begin, entry.nbytes, entry.crc32))
         at = following
-    return ZipRecords(tuple(records), tuple(faults))
+    return ZipRecords(tuple(records), tuple(faults), size - offset + window.bytes_read)
 
 
 def _directory_place(path: FilePath, size: int, faults: list[Fault]) -> tuple[int, int, int]:
@@ -250,13 +252,15 @@ def _shown(name: bytes) -> str:
 class _Window:
     """Small reads of a file, each from what the last one brought if that has it."""
 
-    def __init__(self, path: FilePath, size: int) -> None:
-        self._path, self._size, self._begin, self._data = path, size, 0, b""
+    def __init__(self, path: FilePath, size: int, nbytes: int) -> None:
+        self._path, self._size, self._nbytes, self._begin, self._data = path, size, nbytes, 0, b""
+        self.bytes_read = 0
 
     def read(self, offset: int, nbytes: int) -> bytes:
         """Up to ``nbytes`` bytes: fewer where the file ends."""
         if offset < self._begin or offset + nbytes > self._begin + len(self._data):
             self._begin = offset
-            self._data = read_range(self._path, offset, max(0, min(max(nbytes, _WINDOW), self._size - offset)))
+            self._data = read_range(self._path, offset, max(0, min(max(nbytes, self._nbytes), self._size - offset)))
+            self.bytes_read += len(self._data)
         at = offset - self._begin
         return self._data[at : at + nbytes]

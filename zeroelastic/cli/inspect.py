@@ -122,6 +122,7 @@ def to_document(found: Inspection, params: Iterable[ParamView]) -> dict[str, obj
         "train_batch_size": found.train_batch_size,
         "sub_group_size": found.sub_group_size,
         "num_sub_groups": found.num_sub_groups,
+        "quarantine": None if found.quarantine is None else asdict(found.quarantine),
         "record": {"state": found.record, "content_root": found.content_root},
         "totals": {
             "params": trained[0] + frozen[0],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -24,6 +25,9 @@ def verify(
     quick: Annotated[
         bool, typer.Option("--quick", help="Look at names, sizes and the commit record only; open no payload.")
     ] = False,
+    lift: Annotated[
+        bool, typer.Option("--lift-quarantine", help="Take the mark of damage away, if the checkpoint is valid.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
 ) -> None:
     """Check that a checkpoint is what its save left: complete, undamaged, of one save.
@@ -31,6 +35,8 @@ def verify(
     Reads every byte of every rank's files once: headers, checksums of all records, digests of all tensors against the
     commit record. What is damaged is named by file, parameter, state key and byte. Started by torchrun or srun, its
     processes share the reading.
+    A checkpoint that was found damaged on a load may have a mark, by which it is passed over; --lift-quarantine removes
+    it from one that turns out valid.
     Exit code 0: valid; 1: it could not be checked; 2: wrong usage; 3: invalid.
 
     \b
@@ -38,19 +44,26 @@ def verify(
         zeroelastic verify ckpt
         zeroelastic verify ckpt --tag global_step2 --json
         zeroelastic verify ckpt/global_step4 --quick
+        zeroelastic verify ckpt --tag global_step4 --lift-quarantine
     """
+    from zeroelastic.errors import UsageError
     from zeroelastic.processes import launched_processes
 
+    if lift and quick:
+        raise UsageError(
+            "--lift-quarantine: only a whole verification tells that a checkpoint is undamaged; no --quick."
+        )
     with launched_processes() as processes:
         began = time.monotonic()
         report, read_seconds = _verify(src, tag, quick, processes)
         seconds = time.monotonic() - began
+    lifted = lift and report.valid and processes.rank == 0 and _lift(report.tag_dir)
     if processes.rank != 0:
         pass  # rank 0 speaks for all
     elif as_json:
-        typer.echo(json.dumps(_document(report, seconds, read_seconds), indent=2))
+        typer.echo(json.dumps(_document(report, seconds, read_seconds, lifted), indent=2))
     else:
-        _show(report, read_seconds)
+        _show(report, read_seconds, lifted)
     if not report.valid:
         raise typer.Exit(INVALID)
 
@@ -75,7 +88,20 @@ def _verify(src: str, tag: str | None, quick: bool, processes: Processes) -> tup
     return report, time.monotonic() - began
 
 
-def _document(report: VerifyReport, seconds: float, read_seconds: float) -> dict[str, object]:
+def _lift(tag_dir: str) -> bool:
+    from pathlib import Path
+
+    from zeroelastic.errors import UsageError
+    from zeroelastic.quarantine import lift_mark
+    from zeroelastic.storage import RemotePath, as_path
+
+    path = as_path(tag_dir)
+    if isinstance(path, RemotePath):
+        raise UsageError(f"{tag_dir}: --lift-quarantine writes on this machine only.")
+    return lift_mark(Path(path))
+
+
+def _document(report: VerifyReport, seconds: float, read_seconds: float, lifted: bool) -> dict[str, object]:
     """What --json prints; the keys are documented in docs/cli.md."""
     return {
         "valid": report.valid,
@@ -86,6 +112,8 @@ def _document(report: VerifyReport, seconds: float, read_seconds: float) -> dict
         "content_root": report.content_root,
         "recorded_root": report.recorded_root,
         "problems": [problem._asdict() for problem in report.problems],
+        "quarantine": None if report.quarantine is None else asdict(report.quarantine),
+        "lifted": lifted,
         "checked": list(report.checked),
         "unchecked": list(report.unchecked),
         "num_files": report.num_files,
@@ -98,7 +126,7 @@ def _document(report: VerifyReport, seconds: float, read_seconds: float) -> dict
     }
 
 
-def _show(report: VerifyReport, seconds: float) -> None:
+def _show(report: VerifyReport, seconds: float, lifted: bool) -> None:
     from rich.console import Console
     from rich.text import Text
 
@@ -122,6 +150,9 @@ def _show(report: VerifyReport, seconds: float) -> None:
     if report.mode == "full" and report.num_bytes:
         rate = format_size(report.num_bytes / max(seconds, 1e-9))
         say(f"        {format_size(report.num_bytes)} read in {seconds:.2f} s, {rate}/s")
+    if report.quarantine is not None:
+        done = "; the mark is gone now" if lifted else " (--lift-quarantine removes the mark)" if report.valid else ""
+        say("  ", ("note", "yellow"), "  ", report.quarantine.sentence, done)
     if report.valid:
         say(("Valid" if report.mode == "full" else "Nothing is wrong with names and sizes", "green"), ".")
         return

@@ -18,15 +18,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zeroelastic.agree import broadcast, gather, settle
+from zeroelastic.agree import gather, settle
 from zeroelastic.elastic.position import KEY, Position, unpack_position
 from zeroelastic.errors import CheckpointError
 from zeroelastic.record import write_atomically
 from zeroelastic.report import ResumeReport
-from zeroelastic.tags import Tag, check_quickly, check_tag
 
 if TYPE_CHECKING:
     from zeroelastic.elastic.events import Events
+    from zeroelastic.tags import Tag
 
 ATTEMPTS_NAME = ".zeroelastic-attempts.json"
 """Loads that were begun and not finished, by tag; only while there are any."""
@@ -62,60 +62,42 @@ def resume(
 ) -> Resumed:
     """Load the newest checkpoint of ``directory`` that can be loaded, with the position of ``data``. Collective.
 
-    ``strict`` refuses a changed global batch and a checkpoint without a position in the data. With an empty or missing
-    directory nothing happens, and ``Resumed.tag`` is None. ``log`` is told what the job goes on from. Raises
-    CheckpointError when there are checkpoints and none can be loaded, and whatever ``engine.load_checkpoint`` raises
-    for a run that does not fit::
+    A tag that is damaged although its save was finished is marked (zeroelastic.quarantine) and not read by the next
+    ``resume``; nothing is deleted. ``strict`` refuses a changed global batch and a checkpoint without a position in the
+    data. With an empty or missing directory nothing happens, and ``Resumed.tag`` is None. ``log`` is told what the job
+    goes on from. Raises CheckpointError when there are checkpoints and none can be loaded, and whatever
+    ``engine.load_checkpoint`` raises for a run that does not fit::
 
         sampler = ElasticDistributedSampler(dataset, global_batch=512)
         start = resume(engine, "ckpt", data=sampler)
         for step in range(start.global_steps, total_steps): ...
     """
-    from zeroelastic.stage3.node_tags import problem_over_nodes, tags_of_all_nodes
+    from zeroelastic.stage3.fallback import none_loads, walk_back
+    from zeroelastic.stage3.node_tags import tags_of_all_nodes
     from zeroelastic.stage3.seams import install
-    from zeroelastic.stage3.topology import rank_and_tp
     from zeroelastic.stage3.wrappers import loading_strictly
 
     install()
     began = time.monotonic()
     root = Path(directory)
-    passed: list[str] = []
-    remaining = tags_of_all_nodes(root)
 
-    def choose() -> tuple[str, str, str | None] | None:
-        return _next(root, remaining, passed) if _rank() == 0 else None
-
-    while (chosen := broadcast(settle(choose))) is not None:
-        load_dir, name, problem = chosen
-        if problem is not None:
-            problem = problem_over_nodes(Path(load_dir) / name, problem, *rank_and_tp(engine))
-        if problem is not None:
-            passed.append(f"{name}: {problem}")
-            if _rank() == 0:
-                logger.warning("passed over %s: %s", name, problem)
-            continue
+    def load(load_dir: str, name: str, passed: tuple[str, ...]) -> Resumed:
         settle(partial(_count_attempt, root, name, 1))
         try:
             with loading_strictly(engine, strict):
                 path, client_state = engine.load_checkpoint(load_dir, tag=name)
             if path is None:
                 raise CheckpointError(f"{load_dir}: DeepSpeed did not load {name}.")
-            resumed = _finish(engine, root, name, dict(client_state or {}), data, strict, broadcast(tuple(passed)))
-            return _logged(resumed, log, began)
-        except CheckpointError as error:
-            passed.append(f"{name}: {error}")
-            if _rank() == 0:
-                logger.warning("passed over %s, which cannot be loaded: %s", name, error)
+            return _finish(engine, root, name, dict(client_state or {}), data, strict, passed)
         finally:  # an error that we live to see is no death
             with suppress(OSError):
                 _count_attempt(root, name, -1)
-    passed = broadcast(passed)
+
+    resumed, passed = walk_back(root, tags_of_all_nodes(root), load, engine=engine, refuse=partial(_deadly, root))
+    if resumed is not None:
+        return _logged(resumed, log, began)
     if passed:
-        listed = "".join(f"\n  - {one}" for one in passed)
-        raise CheckpointError(
-            f"{root}: none of the checkpoints can be loaded:{listed}\nThe engine may hold damaged state: do not train "
-            "on it. To begin anew, give another directory."
-        )
+        raise none_loads(root, passed)
     if _rank() == 0:
         logger.info("%s: no checkpoint; the run begins", root)
     return _logged(Resumed(None, 0, {}, None, (), ()), log, began)
@@ -146,23 +128,28 @@ def _finish(
 ) -> Resumed:
     import torch.distributed as dist
 
+    from zeroelastic.stage3.fallback import UnusableError
+
     report: ResumeReport | None = getattr(engine, "zeroelastic_report", None)
     root_digest = report.loaded_root if report is not None and report.loaded_root is not None else name
     entry = client_state.pop(KEY, None)
-    notes = settle(
-        lambda: unpack_position(
-            entry,
-            data,
-            identity=f"{root_digest} {engine.global_steps}",
-            rank=dist.get_rank(),
-            world_size=dist.get_world_size(),
-            device=engine.device,
-            strict=strict,
+    try:
+        notes = settle(
+            lambda: unpack_position(
+                entry,
+                data,
+                identity=f"{root_digest} {engine.global_steps}",
+                rank=dist.get_rank(),
+                world_size=dist.get_world_size(),
+                device=engine.device,
+                strict=strict,
+            )
         )
-    )
+    except CheckpointError as error:
+        raise UnusableError(str(error)) from None
     positions = gather(json.dumps(data.state_dict(), default=str, sort_keys=True) if data is not None else "")
     if len(set(positions)) > 1:
-        raise CheckpointError(
+        raise UnusableError(
             f"{root / name}: the ranks came to different positions in the data "
             f"({', '.join(sorted(set(positions))[:4])}). "
             "Its client state is of two saves, or the position depends on the rank."
@@ -173,24 +160,10 @@ def _finish(
     return Resumed(name, int(engine.global_steps), client_state, report, passed, notes)
 
 
-def _next(root: Path, remaining: list[Tag], passed: list[str]) -> tuple[str, str, str | None] | None:
-    """Directory and tag of the newest of the remaining ones, and what rank 0 sees wrong with it, if anything.
-
-    Those under which the job died go to ``passed``.
-    """
-    attempts = _attempts(root)
-    while remaining:
-        tag = remaining.pop(0)
-        died = attempts.get(tag.tag_dir.name, 0)
-        problem = tag.unfinished
-        if died >= _MOST_FAILURES:
-            problem = f"the job ended {died} times while it was being loaded"
-        if problem is None:
-            verdict = check_tag(tag, check_quickly)
-            return str(tag.tag_dir.parent), tag.tag_dir.name, None if verdict is None else " ".join(verdict.problems)
-        passed.append(f"{tag.name}: {problem}")
-        logger.warning("passed over %s: %s", tag.name, problem)
-    return None
+def _deadly(root: Path, tag: Tag) -> str | None:
+    """Why a tag is not even tried: the job has died under it before."""
+    count = _attempts(root).get(tag.tag_dir.name, 0)
+    return f"the job ended {count} times while it was being loaded" if count >= _MOST_FAILURES else None
 
 
 def _attempts(root: Path) -> dict[str, int]:

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from zeroelastic.digest import ByteArray, UInt64Array
-from zeroelastic.errors import CheckpointError, MissingFileError, UnsupportedError
+from zeroelastic.errors import CheckpointError, MissingFileError, UnreadableError, UnsupportedError
 from zeroelastic.executors.progress import ProgressFunction
 from zeroelastic.executors.table import CASTS, Cast, DeviceBuffer, DigestRows, FileRows, SegmentTable
 
@@ -229,11 +229,11 @@ def exception_of(
     if error.code == _END_OF_FILE:
         return CheckpointError(f"{path}: ends at byte {error.offset}. The file is truncated.")
     if error.code == _READ_FAILED:
-        return CheckpointError(f"{path}: reading at byte {error.offset} failed: {reason}.")
+        return UnreadableError(f"{path}: reading at byte {error.offset} failed: {reason}.")
     if error.code == _OPEN_FAILED and error.side == _SOURCE:
         if error.errnum == errno.ENOENT:
             return MissingFileError(f"{path}: no such file. The checkpoint is incomplete.")
-        return CheckpointError(f"{path}: cannot be opened: {reason}.")
+        return UnreadableError(f"{path}: cannot be opened: {reason}.")
     if error.code == _WRITE_FAILED:
         return OSError(error.errnum, f"{reason}, writing at byte {error.offset}", str(path))
     if error.code in (_OPEN_FAILED, _SYNC_FAILED):

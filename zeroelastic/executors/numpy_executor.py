@@ -13,7 +13,7 @@ import numpy as np
 
 from zeroelastic.digest import ByteArray, UInt64Array, combine
 from zeroelastic.digest import digest_range_reference as digest_range  # this is what other executors are held to
-from zeroelastic.errors import CheckpointError, MissingFileError
+from zeroelastic.errors import CheckpointError, MissingFileError, UnreadableError
 from zeroelastic.executors.cast import cast_bytes
 from zeroelastic.executors.progress import Progress, ProgressFunction
 from zeroelastic.executors.table import (
@@ -352,7 +352,7 @@ def _source(path: Path) -> Iterator[int]:
     except FileNotFoundError:
         raise MissingFileError(f"{path}: no such file. The checkpoint is incomplete.") from None
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be opened: {error.strerror}.") from None
+        raise UnreadableError(f"{path}: cannot be opened: {error.strerror}.") from None
     try:
         yield fd
     finally:
@@ -394,7 +394,7 @@ def _read_run(fd: int, path: Path, offset: int, views: list[memoryview]) -> None
         try:
             got = os.preadv(fd, views, offset)
         except OSError as error:
-            raise CheckpointError(f"{path}: reading at byte {offset} failed: {error.strerror}.") from None
+            raise UnreadableError(f"{path}: reading at byte {offset} failed: {error.strerror}.") from None
         if got == 0:
             raise CheckpointError(f"{path}: ends at byte {offset}. The file is truncated.")
         offset += got

@@ -8,14 +8,13 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from deepspeed.runtime.fp16 import loss_scaler as ds_loss_scaler
 
@@ -25,6 +24,7 @@ from zeroelastic.errors import CheckpointError, ConfigError, UnsafePickleError
 from zeroelastic.report import ResumeReport
 from zeroelastic.safepickle import split_global
 from zeroelastic.shard import FP32, FROZEN, OptionValue
+from zeroelastic.stage3.contents import local_digests
 from zeroelastic.stage3.fill import Filled, Part, Target, fill
 from zeroelastic.stage3.live import LiveState, read_live
 from zeroelastic.stage3.module_keys import ModuleKeys
@@ -37,7 +37,6 @@ from zeroelastic.stage3.relay import Relayed, fill_from_others, module_file
 from zeroelastic.stage3.schedule import rearranged
 from zeroelastic.stage3.survey import Survey, check_batch, saved_groups
 from zeroelastic.storage import open_regular
-from zeroelastic.torchfile import DTYPE_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +63,7 @@ def load(
     *,
     tag_dir: Path,
     options: Options,
+    said: Sequence[str] = (),
     wanted: Wanted,
     load_module: Callable[[str], tuple[Any, Any]],
     keys: ModuleKeys,
@@ -73,10 +73,10 @@ def load(
 
     ``load_module`` runs DeepSpeed's own ``_load_checkpoint`` (module, counters, scheduler, client state) on the file
     that ``model_states_reader`` serves from the path that it is given, and leaves in ``keys`` what the module finds
-    missing; ``began`` is when the whole load did (``time.perf_counter``). Returns its result and the report. Raises the
-    same error on every rank.
+    missing; ``began`` is when the whole load did (``time.perf_counter``); ``said`` goes into the report first. Returns
+    its result and the report. Raises the same error on every rank.
     """
-    notes: list[str] = []
+    notes = list(said)
     reset: list[str] = []
     micro = engine.train_micro_batch_size_per_gpu() * engine.gradient_accumulation_steps()
     copies = engine.train_batch_size() // micro  # of the model: ranks that share a sequence take one batch
@@ -92,12 +92,15 @@ def load(
     with module_file(found.sight, found.model, executor=options.executor) as (module_path, relayed):
         outcome = settle(partial(load_module, module_path))
     live = read_live(optimizer, engine.param_names)
+    from_16_bit = not engine.zero_load_from_fp32_weights()
 
     def read() -> _Filling:
         return _fill(live, found, options, wanted, notes)
 
     def restore(filling: _Filling) -> Filled:
         filled = _complete(live, found, filling, wanted)
+        if from_16_bit and options.verify == "full":
+            filled = _with_read_weights(live, filled)
         _restore(engine, live, found, wanted, notes, reset)
         return filled
 
@@ -117,7 +120,7 @@ def load(
         options=options,
         device=engine.device,
         weights_only=wanted.weights_only,
-        from_16_bit=not engine.zero_load_from_fp32_weights(),
+        from_16_bit=from_16_bit,
     )
     changed = changes(live, found, keys, weights_only=wanted.weights_only)
     cost = _Cost(filled, relayed, payload)
@@ -209,6 +212,12 @@ def _complete(live: LiveState, found: Survey, filling: _Filling, wanted: Wanted)
             for part, filled, has_moved in zip(filling.parts, filling.filled, moved, strict=True)
         ]
     )
+
+
+def _with_read_weights(live: LiveState, filled: Filled) -> Filled:
+    """With the digests of the master weights as they were read, which are going to be rounded."""
+    local = local_digests(live, weights_only=True, with_frozen=False)
+    return replace(filled, cast_digests={**local.table(), **filled.cast_digests})
 
 
 def _casts(targets: Sequence[Target]) -> list[str]:
@@ -390,7 +399,7 @@ def _report(
 ) -> ResumeReport:
     checkpoint = found.checkpoint
     opened = {*checkpoint.opened, *spent.filled.files, *spent.module.files, *spent.payload.files}
-    headers = checkpoint.header_bytes + _module_bytes(found) + spent.module.bytes_read
+    headers = checkpoint.header_bytes + found.checked_bytes + _module_bytes(found) + spent.module.bytes_read
     read_here = spent.filled.bytes_read + spent.payload.bytes_read
     wire = (spent.module.sent + spent.payload.sent, spent.module.received + spent.payload.received)
     cost = (spent.filled.bytes_owned, read_here, headers, len(opened), time.perf_counter() - began, *wire)
@@ -442,15 +451,9 @@ def _some_ranks(ranks: Sequence[int]) -> str:
 
 def _module_bytes(found: Survey) -> int:
     """What DeepSpeed reads of the module states file: all of it but the frozen fragments, which are mapped."""
-    model = found.model
-    if model.path.name in found.checkpoint.away:
+    if found.model.path.name in found.checkpoint.away:
         return 0
-    if model.frozen is None or model.frozen_pieces is None:
-        return model.size
-    sizes = np.array(
-        [DTYPE_BYTES[model.frozen_pieces.dtype[i]] for i in range(model.frozen.num_params)], dtype=np.int64
-    )
-    return model.size - int((model.frozen.part * sizes).sum())
+    return found.model.size - sum(nbytes for _, nbytes in found.model.fragments())
 
 
 def _inventory(

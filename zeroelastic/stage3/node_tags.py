@@ -19,7 +19,7 @@ from zeroelastic.checkpoint import Listing, TensorParallel, open_checkpoint
 from zeroelastic.errors import CheckpointError, MissingFileError, UnsupportedError, UsageError
 from zeroelastic.record import read_record
 from zeroelastic.stage3.nodes import Sight, look_around
-from zeroelastic.storage import folders
+from zeroelastic.storage import file_sizes, folders
 from zeroelastic.tags import Tag, list_run
 
 logger = logging.getLogger(__name__)
@@ -70,6 +70,18 @@ def agree_on_latest(load_dir: Path, named: Sequence[str | None]) -> str | None:
             ", ".join(map(str, old)),
         )
     return chosen
+
+
+def seen_alike(directory: Path) -> bool:
+    """Whether all ranks see the same files, by name and size, in a directory. Collective."""
+    return len(set(gather(_fingerprint(directory)))) == 1
+
+
+def _fingerprint(directory: Path) -> str:
+    try:
+        return hashlib.sha256(repr(sorted(file_sizes(directory).items())).encode()).hexdigest()
+    except CheckpointError:
+        return ""
 
 
 def tags_of_all_nodes(root: Path) -> list[Tag]:

@@ -218,6 +218,7 @@ class _Headers:
     listing: Listing
     tp_size: int
     checkpoints: dict[int, Checkpoint]
+    compare_directories: bool
     recorded: dict[str, tuple[int, Ranges]] = field(default_factory=dict)
 
     def fetch(self, wanted: Iterable[str]) -> None:
@@ -258,7 +259,9 @@ class _Headers:
         assert file is not None
         if file.tp_rank not in self.checkpoints:
             tp = TensorParallel(file.tp_rank, self.tp_size)
-            self.checkpoints[file.tp_rank] = open_checkpoint(self.sight.tag_dir, tp=tp, listing=self.listing)
+            self.checkpoints[file.tp_rank] = open_checkpoint(
+                self.sight.tag_dir, tp=tp, listing=self.listing, compare_directories=self.compare_directories
+            )
         checkpoint = self.checkpoints[file.tp_rank]
         if file.kind == "model":
             checkpoint.model_states(file.rank, through=through)
@@ -269,14 +272,17 @@ class _Headers:
         checkpoint.shard(file.rank, through=through)
 
 
-def open_apart(sight: Sight, live: LiveState) -> Checkpoint:
+def open_apart(sight: Sight, live: LiveState, *, compare_directories: bool = True) -> Checkpoint:
     """The checkpoint, with every header that this rank needs and does not see from one that does. Collective.
 
+    ``compare_directories`` is that of ``open_checkpoint``.
     Raises on every rank what ``open_checkpoint`` and the parsing of headers raise on any.
     """
     listing = Listing(sight.sizes, sight.record, sight.world_size, sight.away, sight.record_bytes)
-    checkpoint = settle(lambda: open_checkpoint(sight.tag_dir, tp=live.tp, listing=listing))
-    headers = _Headers(sight, listing, live.tp.size, {live.tp.rank: checkpoint})
+    checkpoint = settle(
+        lambda: open_checkpoint(sight.tag_dir, tp=live.tp, listing=listing, compare_directories=compare_directories)
+    )
+    headers = _Headers(sight, listing, live.tp.size, {live.tp.rank: checkpoint}, compare_directories)
     saved, rank = checkpoint.world_size, live.rank
     own = rank if rank < saved else 0
     own_file = checkpoint.model_files[own].name

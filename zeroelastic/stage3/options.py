@@ -9,17 +9,26 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from zeroelastic.errors import ConfigError
 from zeroelastic.executors import OPERATIONS, Executor
+from zeroelastic.executors.build_info import describe_build
 from zeroelastic.safepickle import split_global
 
 Verify = Literal["full", "quick", "off"]
 MissingState = Literal["error", "fresh"]
 
 
+def _verify_default() -> Verify:
+    """Digests in numpy take longer than the load that they prove."""
+    return "full" if describe_build("native").usable else "quick"
+
+
 class Options(BaseModel):
     """What users can say in the "zeroelastic" block; every option has a safe default.
 
-    ``verify``: "full" (or true) recomputes the content digests after a load and compares them with the commit record;
-    "quick" checks headers, sizes and save ids only; "off" (or false) does not report a content root either.
+    ``verify``: "full" (or true) digests what was loaded and compares it with the commit record, and compares the
+    CRC-32 of the module states' records; "quick" looks at no payload, but holds the headers against the record's
+    digests of them; "off" (or false) leaves that out too, for files that were changed on purpose. The default is "full"
+    where the native engine is built, else "quick". ``fallback``: a load without a tag goes on to the newest tag that
+    verifies, and marks damaged ones (zeroelastic.quarantine).
     ``strict``: refuse a resume that changes the global batch. ``missing_state``: "error" refuses a checkpoint whose
     parameters or optimizer groups are not those of the run; "fresh" restores what both have and names what becomes of
     the rest. ``safe_load``: unpickle ``*_model_states.pt`` through torch's allow-list too. ``allow_globals``: classes,
@@ -33,7 +42,8 @@ class Options(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    verify: Verify = "full"
+    verify: Verify = Field(default_factory=_verify_default)
+    fallback: bool = False
     strict: bool = False
     missing_state: MissingState = "error"
     safe_load: bool = False

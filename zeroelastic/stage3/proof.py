@@ -15,6 +15,7 @@ from zeroelastic.agree import gather
 from zeroelastic.checkpoint import Checkpoint
 from zeroelastic.digest import ParamContent, combine, content_root, digest_range, stream_seed
 from zeroelastic.errors import CheckpointError, DigestMismatchError, ZeroElasticError
+from zeroelastic.intact import check_records
 from zeroelastic.shard import FP32, FROZEN, Shard
 from zeroelastic.stage3.contents import (
     differences,
@@ -28,7 +29,7 @@ from zeroelastic.stage3.live import LiveState
 from zeroelastic.stage3.nodes import Sight
 from zeroelastic.stage3.options import Options
 from zeroelastic.stage3.survey import Survey
-from zeroelastic.storage import FilePath, read_range
+from zeroelastic.storage import FilePath, file_sizes, read_range
 from zeroelastic.torchfile import DTYPE_BYTES, Extent
 
 _NAMED = 8
@@ -60,14 +61,14 @@ def prove(
 ) -> Proof:
     """Digest the live state and compare with the commit record. Collective.
 
-    What was cast on the way is compared by the digest of what was read; what the run derives anew (``from_16_bit``
-    master weights) is not compared. Raises DigestMismatchError on every rank, naming parameters, state keys and, where
+    What was cast on the way is compared by the digest of what was read; so are master weights that the run then rounds
+    to 16 bits (``from_16_bit``). Raises DigestMismatchError on every rank, naming parameters, state keys and, where
     the shards carry digests of their own, the files.
     """
     record = found.checkpoint.record
     saved_root = record.content_root if record is not None else None
     if options.verify != "full":
-        return Proof(saved_root, None, None, f'content not verified ("verify": "{options.verify}")')
+        return Proof(saved_root, None, None, _unverified(options))
     with_frozen = found.model.frozen is not None
     local = local_digests(live, weights_only=weights_only, with_frozen=with_frozen)
     contents = whole_contents(live, local, device=device)
@@ -87,21 +88,22 @@ def prove(
         wrong += [(name, "the parameter itself") for name in sorted(common - {c.param.name for c in saved})]
     if not with_frozen:
         saved = [replace(c, tensors=_without(c.tensors, {FROZEN})) for c in saved if FROZEN not in c.tensors]
-    if from_16_bit:
-        saved = [replace(c, tensors=_without(c.tensors, {FP32})) for c in saved]
     sums = _sums(live, filled.cast_digests, cast, device)
     digests = {(c.param.name, key): digest for c in saved for key, (_, digest) in c.tensors.items()}
     wrong += [stream for stream in cast if digests.get(stream, sums[stream]) != sums[stream]]
+    if from_16_bit:
+        saved = [replace(c, tensors=_without(c.tensors, {FP32})) for c in saved]
+        cast = [stream for stream in cast if stream[1] != FP32]
     cast_keys: dict[str, set[str]] = {}
     for name, key in cast:
         cast_keys.setdefault(name, set()).add(key)
     comparable = [replace(c, tensors=_without(c.tensors, cast_keys.get(c.param.name, set()))) for c in saved]
     wrong += differences(comparable, contents, weights_only=weights_only)
-    if any(of_every_tp_rank(live, bool(wrong))):
+    if any(gather(bool(wrong))):
         raise DigestMismatchError(_describe(live, wrong, found, tag_dir))
     if cast or from_16_bit or weights_only:
         what = [f"{len(cast)} tensors cast to this run's dtype (compared as read)"] if cast else []
-        what += ["master weights taken from 16-bit copies (load_from_fp32_weights is off)"] if from_16_bit else []
+        what += ["master weights rounded to 16 bits (load_from_fp32_weights is off)"] if from_16_bit else []
         what += ["weights only"] if weights_only else []
         what += [_INCOMPARABLE] if not membership.same_params else []
         return Proof(saved_root, None, None, f"digests of what was loaded match the record; {', '.join(what)}")
@@ -121,6 +123,11 @@ def prove(
     if not same_params:
         return Proof(saved_root, root, None, f"digests of what was restored match the record; {_INCOMPARABLE}")
     return Proof(saved_root, root, True, None)
+
+
+def _unverified(options: Options) -> str:
+    why = "" if "verify" in options.model_fields_set else ", the default where the native engine is not built"
+    return f'content not verified ("verify": "{options.verify}"{why})'
 
 
 def _without(tensors: Mapping[str, tuple[str, int]], keys: Collection[str]) -> dict[str, tuple[str, int]]:
@@ -157,8 +164,9 @@ def _describe(live: LiveState, wrong: Sequence[tuple[str, str]], found: Survey, 
     told = gather(_damaged_files(wrong[:_NAMED], found.checkpoint, sight) if looks and wrong else "")
     damaged = [sentence for sentence in told if sentence.startswith(_DAMAGED)]
     files = " ".join(filter(None, damaged or told))
-    wrong = [stream for part in of_every_tp_rank(live, list(wrong)) for stream in part]
-    named = ", ".join(f"{name}: {key}" for name, key in sorted(wrong)[:_NAMED])
+    everywhere = {(tp_rank, *stream) for tp_rank, part in gather((live.tp.rank, list(wrong))) for stream in part}
+    wrong = sorted((name, key) for _, name, key in everywhere)
+    named = ", ".join(f"{name}: {key}" for name, key in wrong[:_NAMED])
     more = " ..." if len(wrong) > _NAMED else ""
     return (
         f"{tag_dir}: {len(wrong)} tensors differ from what the commit record says was saved: {named}{more}. {files} "
@@ -167,7 +175,7 @@ def _describe(live: LiveState, wrong: Sequence[tuple[str, str]], found: Survey, 
 
 
 def _damaged_files(wrong: Sequence[tuple[str, str]], checkpoint: Checkpoint, sight: Sight | None) -> str:
-    """A sentence that names the files whose payload is not what their own digests say, as far as that can be known."""
+    """A sentence that names the files whose payload is not what their own digests or checksums say, as far as known."""
     names = sorted({name for name, _ in wrong})
     bad: set[str] = set()
     holders: set[str] = set()
@@ -181,19 +189,33 @@ def _damaged_files(wrong: Sequence[tuple[str, str]], checkpoint: Checkpoint, sig
                 if index is None or shard.layout.owned(rank)[1][index] == 0:
                     continue
                 holders.add(shard.path.name)
-                if shard.digests is not None and _part_digest(shard, index) != _recorded(shard, shard.digests, index):
+                if shard.digests is None:
+                    if _contradicts_itself(shard.path, shard.size):
+                        bad.add(shard.path.name)
+                    break
+                if _part_digest(shard, index) != _recorded(shard, shard.digests, index):
                     bad.add(shard.path.name)
         except (ZeroElasticError, OSError) as error:  # the others wait for this sentence
             return f"({error})"
+    if any(key == FROZEN for _, key in wrong):
+        models = [path for path in checkpoint.model_files if sight is None or sight.reader(path.name) == sight.rank]
+        holders |= {path.name for path in models}
+        sizes = file_sizes(checkpoint.tag_dir)
+        bad |= {path.name for path in models if _contradicts_itself(path, sizes.get(path.name, 0))}
     if bad:
         return f"{_DAMAGED} {', '.join(sorted(bad))}."
-    if any(key == FROZEN for _, key in wrong):
-        holders |= {path.name for path in checkpoint.model_files}
-    return (
-        ""
-        if not holders
-        else f"They are in {', '.join(sorted(holders)[:_NAMED])}{' ...' if len(holders) > _NAMED else ''}."
-    )
+    if not holders:
+        return ""
+    return f"They are in {', '.join(sorted(holders)[:_NAMED])}{' ...' if len(holders) > _NAMED else ''}."
+
+
+def _contradicts_itself(path: FilePath, size: int) -> bool:
+    """Whether a file, read as a whole, does not have the checksums that it states."""
+    try:
+        check_records(path, size)
+    except CheckpointError:
+        return True
+    return False
 
 
 def _recorded(shard: Shard, digests: Extent, index: int) -> int:

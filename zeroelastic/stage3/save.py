@@ -39,6 +39,7 @@ from zeroelastic.stage3.optimizers import class_path
 from zeroelastic.stage3.residence import is_away
 from zeroelastic.stage3.roll_call import RollCall
 from zeroelastic.storage import file_sizes
+from zeroelastic.torchfile import directory_digest
 
 
 def new_save_id() -> str:
@@ -239,27 +240,32 @@ def commit(save: Uncommitted, roll_call: RollCall, *, fsync: bool) -> None:
     it was before the save.
     """
     with discarded_on_failure(save.making, acts=save.acts), roll_call.naming_the_lost():
-        _, parts = roll_call.together(lambda: _settled_files(save, fsync=fsync), "its files were made durable")
-        roll_call.settle(lambda: _write_record(save, parts) if save.acts else None, "its commit record was written")
+        _, settled = roll_call.together(lambda: _settled_files(save, fsync=fsync), "its files were made durable")
+        roll_call.settle(lambda: _write_record(save, settled) if save.acts else None, "its commit record was written")
         roll_call.settle(lambda: _put_in_place(save) if save.acts else None, "it was put in place")
     roll_call.left = "The checkpoint is complete; load it by its tag."
 
 
-def _settled_files(save: Uncommitted, *, fsync: bool) -> dict[str, int]:
-    """The sizes of this rank's files, which are on the device then."""
+def _settled_files(save: Uncommitted, *, fsync: bool) -> tuple[dict[str, int], dict[str, str]]:
+    """The sizes and the digests of the zip directories of this rank's files, which are on the device then."""
     sizes: dict[str, int] = {}
+    directories: dict[str, str] = {}
     try:
         for name in save.written:
             sizes[name] = (save.making / name).stat().st_size
             if fsync:
                 _sync_file(save.making / name)
+            directory = directory_digest(save.making / name)
+            if directory is not None:
+                directories[name] = directory
     except OSError as error:
         raise _not_committed(save, f"{error.filename or save.tag_dir}: {error.strerror}") from error
-    return sizes
+    return sizes, directories
 
 
-def _write_record(save: Uncommitted, parts: Sequence[Mapping[str, int]]) -> None:
+def _write_record(save: Uncommitted, settled: Sequence[tuple[Mapping[str, int], Mapping[str, str]]]) -> None:
     """The record of the whole save, in every directory that has a part of it."""
+    parts = [sizes for sizes, _ in settled]
     _check_visible(save, parts)
     record = CommitRecord(
         format_version=RECORD_VERSION,
@@ -273,6 +279,7 @@ def _write_record(save: Uncommitted, parts: Sequence[Mapping[str, int]]) -> None
         lost_micro_batches=save.lost_micro_batches,
         versions=Versions(zeroelastic=__version__, deepspeed=deepspeed.__version__, torch=str(torch.__version__)),
         files={name: size for part in parts for name, size in sorted(part.items())},
+        directories={name: digest for _, part in settled for name, digest in sorted(part.items())},
         params=param_records(save.contents, save.trained),
         content_root=content_root(save.contents),
     )

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
+
+import numpy as np
 
 from zeroelastic.agree import together
 from zeroelastic.checkpoint import (
@@ -18,6 +20,8 @@ from zeroelastic.checkpoint import (
 )
 from zeroelastic.digest import ScalarValue
 from zeroelastic.errors import CheckpointError, LayoutMismatchError, StrictError, UnsupportedError
+from zeroelastic.executors import Executor
+from zeroelastic.intact import check_records
 from zeroelastic.layout import Layout, unpacked_layout
 from zeroelastic.membership import Inventory, Membership, compare
 from zeroelastic.plan import Plan, check_plan, make_plan
@@ -26,8 +30,9 @@ from zeroelastic.shard import FP32, Pieces, Shard, configured_batch
 from zeroelastic.stage3.live import LiveState
 from zeroelastic.stage3.nodes import Sight, look_around, open_apart
 from zeroelastic.stage3.optimizers import SavedGroup, live_form, misfits
-from zeroelastic.stage3.options import MissingState
+from zeroelastic.stage3.options import MissingState, Options
 from zeroelastic.state import check_same_save, shard_facts
+from zeroelastic.storage import FilePath
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +44,7 @@ class Survey:
     a buffer of its own, which is its part of the master weights; ``newly_frozen_plan`` the other way.
     ``tensor_keys[i]`` and ``scalars[i]`` are what target sub-group i gets, like saved sub-group ``state_sources[i]``;
     None where all of it is new to the optimizer, and gets nothing. ``sight`` says who sees which file, where not every
-    rank sees all.
+    rank sees all. ``checked_bytes`` were read for checksums alone.
     """
 
     checkpoint: Checkpoint
@@ -58,6 +63,7 @@ class Survey:
     scalars: tuple[Mapping[str, ScalarValue], ...]
     train_batch_size: int | None
     sight: Sight | None = None
+    checked_bytes: int = 0
 
     @property
     def model_paths(self) -> tuple[str, ...]:
@@ -80,24 +86,28 @@ def survey(
     live: LiveState,
     *,
     weights_only: bool,
-    missing_state: MissingState = "error",
+    options: Options,
     strict_module: bool = False,
 ) -> Survey:
     """Open what this rank needs, check it against the model, and compare with the other ranks. Collective.
 
-    ``weights_only`` leaves optimizer groups and state out of the comparison. ``missing_state`` says what to do about
-    parameters that the save and the run do not have in common; ``strict_module`` refuses a save that lacks frozen
-    parameters of the run, unless it says "fresh". Raises the same error on every rank: CheckpointError,
-    LayoutMismatchError (every disagreement listed), UnsupportedError.
+    ``weights_only`` leaves optimizer groups and state out of the comparison. ``options``: ``missing_state`` says what
+    to do about parameters that the save and the run do not have in common, ``verify`` how closely files are looked at;
+    ``strict_module`` refuses a save that lacks frozen parameters of the run, unless the former is "fresh". Raises
+    the same error on every rank: CheckpointError, LayoutMismatchError (every disagreement listed), UnsupportedError.
     """
     kept: list[Survey] = []
-    allowed = _Allowed(missing_state, strict_module)
+    allowed = _Allowed(options.missing_state, strict_module)
+    compare_directories = options.verify != "off"
     sight = look_around(tag_dir, live.rank, live.tp)
-    apart = None if sight is None else open_apart(sight, live)
+    apart = None if sight is None else open_apart(sight, live, compare_directories=compare_directories)
 
     def look() -> Token:
-        checkpoint = apart if apart is not None else open_checkpoint(tag_dir, near_rank=live.rank, tp=live.tp)
-        kept.append(_open(checkpoint, sight, live, allowed, weights_only=weights_only))
+        checkpoint = apart or open_checkpoint(
+            tag_dir, near_rank=live.rank, tp=live.tp, compare_directories=compare_directories
+        )
+        found = _open(checkpoint, sight, live, allowed, weights_only=weights_only)
+        kept.append(_checked(found, options.host_executor) if options.verify == "full" else found)
         return _token(kept[0], weights_only=weights_only)
 
     _, tokens = together(look)
@@ -180,6 +190,31 @@ def _open(
         train_batch_size=batch if batch is not None else configured_batch(head.ds_config, saved),
         sight=sight,
     )
+
+
+def _checked(found: Survey, executor: Executor) -> Survey:
+    """The same, when all that has no digest is what its checksums say, in every file that this rank uses or reads."""
+    checkpoint, sight = found.checkpoint, found.sight
+    shards, models = dict(found.shards), {found.model.rank: found.model}
+    if sight is not None:  # what this rank reads for others, too
+        shards |= {rank: checkpoint.shard(rank) for rank in _read_here(checkpoint.optim_files, sight)}
+        models |= {rank: checkpoint.model_states(rank) for rank in _read_here(checkpoint.model_files, sight)}
+    parts = {
+        model.path: (model.size, [np.array([at for at, _ in model.fragments()], dtype=np.int64)])
+        for model in models.values()
+    }
+    for shard in shards.values():
+        parts[shard.path] = (shard.size, [pieces.offset for pieces in shard.pieces.values()])
+    nbytes = sum(
+        check_records(path, size, digested=np.concatenate(places), executor=executor)
+        for path, (size, places) in parts.items()
+        if path.name not in checkpoint.away
+    )
+    return replace(found, checked_bytes=nbytes)
+
+
+def _read_here(paths: Sequence[FilePath], sight: Sight) -> list[int]:
+    return [rank for rank, path in enumerate(paths) if sight.reader(path.name) == sight.rank]
 
 
 def _refuse_lost_state(head: Shard) -> None:

@@ -3,42 +3,42 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
-from zeroelastic.agree import settle, together
+from zeroelastic.agree import gather, settle, together
 from zeroelastic.checkpoint import open_checkpoint
-from zeroelastic.errors import CheckpointError, MissingFileError, OldFormatError, UnsupportedError, shown
+from zeroelastic.errors import CheckpointError, MissingFileError, OldFormatError, UnsupportedError
 from zeroelastic.safepickle import allow_globals
-from zeroelastic.save_place import recover
-from zeroelastic.source import LATEST
 from zeroelastic.stage3 import memory
 from zeroelastic.stage3.decoupled import abandon, flush, has_pending
+from zeroelastic.stage3.fallback import load_newest
 from zeroelastic.stage3.frameworks import wrap_frameworks
 from zeroelastic.stage3.live import LiveState, read_live, refuse_unsupported
 from zeroelastic.stage3.load import Wanted, load, model_states_reader
 from zeroelastic.stage3.module_keys import ModuleKeys, recorded_keys
-from zeroelastic.stage3.node_tags import agree_on_latest
+from zeroelastic.stage3.options import Options
 from zeroelastic.stage3.save import elastic_state_dict
 from zeroelastic.stage3.saving import Saving, live_of, options_of, save_checkpoint, saves_elastic, stage3_optimizer
 from zeroelastic.stage3.storage_rules import leave_to_stock, loads_in_stock, own_rigid_files, refuse_unwritable
 from zeroelastic.stage3.survey import survey
+from zeroelastic.stage3.tag_choice import about_choice, choose_tag, warn_of_mark
 from zeroelastic.stage3.topology import tensor_parallel
-from zeroelastic.storage import read_whole
 
 logger = logging.getLogger(__name__)
 
 _MOST_LATEST_BYTES = 4096
 
 Method = Callable[..., Any]
+
+_LOUD = ("CHANGED", "LOST", "NOT THE NEWEST")
 
 
 @contextmanager
@@ -190,12 +190,29 @@ def load_checkpoint(original: Method) -> Method:
             return stock()
         began = time.perf_counter()
         self.__dict__.pop("zeroelastic_report", None)  # that of an earlier load
-        options = options_of(self)
-        chosen = _choose_tag(Path(load_dir), tag)
+        options = _agreed(options_of(self))
+        if options.fallback and tag is None:
+            loaded = load_newest(
+                Path(load_dir),
+                lambda directory, name: self.load_checkpoint(
+                    directory,
+                    name,
+                    load_module_strict=load_module_strict,
+                    load_optimizer_states=load_optimizer_states,
+                    load_lr_scheduler_states=load_lr_scheduler_states,
+                    load_module_only=load_module_only,
+                    custom_load_fn=custom_load_fn,
+                ),
+                self,
+            )
+            if loaded is not None:
+                return loaded[0]
+        chosen, newer = choose_tag(Path(load_dir), tag)
         if chosen is None:
             return stock()
         tag = chosen
         tag_dir = Path(load_dir) / chosen
+        warn_of_mark(tag_dir)
         refused = _refused(self, optimizer, tag_dir)
         if refused is not None:
             if dist.get_rank() == 0:
@@ -209,7 +226,7 @@ def load_checkpoint(original: Method) -> Method:
                     tag_dir,
                     live,
                     weights_only=wanted.weights_only,
-                    missing_state=options.missing_state,
+                    options=options,
                     strict_module=load_module_strict and custom_load_fn is None,
                 )
         except OldFormatError as error:
@@ -252,6 +269,7 @@ def load_checkpoint(original: Method) -> Method:
                 live,
                 tag_dir=tag_dir,
                 options=options,
+                said=about_choice(Path(load_dir), chosen, newer),
                 wanted=wanted,
                 load_module=load_module,
                 keys=keys,
@@ -259,7 +277,7 @@ def load_checkpoint(original: Method) -> Method:
             )
         self.zeroelastic_report = report
         if dist.get_rank() == 0:
-            loud = bool(report.changed) or any(word in note for note in report.notes for word in ("CHANGED", "LOST"))
+            loud = bool(report.changed) or any(word in note for note in report.notes for word in _LOUD)
             level = logging.WARNING if loud else logging.INFO
             logger.log(level, "%s", report.text())
         return outcome
@@ -267,34 +285,12 @@ def load_checkpoint(original: Method) -> Method:
     return load_checkpoint
 
 
-def _choose_tag(load_dir: Path, tag: Any) -> str | None:
-    """The tag to load, agreed by all ranks; None when there is no ``latest`` to choose it. Collective."""
-
-    def read() -> str | None:
-        name = str(tag) if tag is not None else None
-        try:
-            if name is None:
-                name = read_whole(load_dir / LATEST, limit=_MOST_LATEST_BYTES).decode(errors="replace").strip()
-                if os.path.isabs(name) or ".." in Path(name).parts or "\0" in name:
-                    raise CheckpointError(
-                        f"{load_dir / LATEST}: names {shown(name)}, which is no tag of this directory."
-                    )
-        except MissingFileError:
-            return None
-        if dist.get_rank() == 0:
-            with suppress(OSError):  # a directory that cannot be written: what is missing is said when it is opened
-                recover(load_dir / name)
-        return name
-
-    chosen, all_chosen = together(read)
-    if tag is None:
-        return agree_on_latest(load_dir, all_chosen)
-    if any(other != chosen for other in all_chosen):
-        raise CheckpointError(
-            f"{load_dir}: the ranks are to load different tags ({', '.join(sorted({str(t) for t in all_chosen}))}). "
-            "Pass the same tag everywhere."
-        )
-    return chosen
+def _agreed(options: Options) -> Options:
+    """The options with one level of verification for all ranks: the least, where the default differs. Collective."""
+    levels = set(gather(options.verify))
+    if len(levels) == 1:
+        return options
+    return options.model_copy(update={"verify": next(level for level in ("off", "quick", "full") if level in levels)})
 
 
 def _refused(engine: Any, optimizer: DeepSpeedZeroOptimizer_Stage3, tag_dir: Path) -> UnsupportedError | None:

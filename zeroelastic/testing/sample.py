@@ -30,6 +30,7 @@ from zeroelastic.record import (
     write_atomically,
 )
 from zeroelastic.shard import ELASTIC_VERSION
+from zeroelastic.torchfile import directory_digest
 
 STATES = ("exp_avg", "exp_avg_sq")
 TIED, EMBEDDING, FROZEN_NAME, BUFFER = (
@@ -147,6 +148,7 @@ def _write_tag(
         train_batch_size=24,
         versions=Versions(zeroelastic=__version__, deepspeed=_DEEPSPEED, torch=str(torch.__version__)),
         files=files,
+        directories={name: directory_digest(tag_dir / name) or "" for name in files},
         params=param_records(contents, frozenset(param.name for param in layout.params)),
         content_root=content_root(contents),
     )

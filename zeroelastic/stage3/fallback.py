@@ -1,0 +1,179 @@
+"""Walk back over the tags of a run to the newest one that loads; damaged ones are marked and never deleted.
+
+The ranks agree on a tag before any of them opens it. What is wrong with a tag passes it over for the one before it;
+what is wrong with the run (another model, another configuration) is raised, whatever the tag.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch.distributed as dist
+
+from zeroelastic.agree import broadcast, settle
+from zeroelastic.errors import CheckpointError, UnreadableError
+from zeroelastic.quarantine import write_mark
+from zeroelastic.record import RECORD_NAME
+from zeroelastic.report import ResumeReport
+from zeroelastic.save_place import recover
+from zeroelastic.stage3.node_tags import problem_over_nodes, seen_alike, tags_of_all_nodes
+from zeroelastic.stage3.topology import rank_and_tp
+from zeroelastic.tags import Tag, check_quickly, check_tag, is_damage, named_latest
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class UnusableError(CheckpointError):
+    """A tag that is whole, and that this run cannot go on from all the same: passed over, and not marked."""
+
+
+class _Step(NamedTuple):
+    """The next tag, what rank 0 sees wrong with it, whether that is damage, and the tags passed over so far."""
+
+    directory: str
+    name: str
+    problem: str | None
+    damage: bool
+    passed: tuple[str, ...]
+
+
+def walk_back(
+    root: Path,
+    tags: Sequence[Tag],
+    load: Callable[[str, str, tuple[str, ...]], T],
+    *,
+    engine: Any,
+    refuse: Callable[[Tag], str | None] = lambda tag: None,
+) -> tuple[T | None, tuple[str, ...]]:
+    """The result of the first load that succeeds, None where none does, and the tags before it with the reasons.
+
+    Rank 0's ``tags`` count, newest first, and ``refuse`` is asked for each of them there; ``load(directory, tag, passed
+    over so far)`` runs on every rank and raises the same there. A tag that is damaged although its commit record says
+    that it was finished gets a mark of quarantine, and is not read by the next walk; where nodes have disks of their
+    own, nothing is marked, since what is missing may come back. Whatever ``load`` raises that is no CheckpointError
+    ends the walk. Collective.
+    """
+    remaining, passed = list(tags), list[str]()
+
+    def choose() -> _Step | None:
+        return _next(remaining, passed, refuse) if dist.get_rank() == 0 else None
+
+    def pass_over(name: str, tag_dir: Path, error: CheckpointError, *, damage: bool) -> None:
+        alike = not damage or seen_alike(tag_dir)
+        if dist.get_rank() == 0:
+            passed.append(f"{name}: {error}")
+            logger.warning("passed over %s: %s", name, error)
+            if damage and alike:
+                _quarantine(tag_dir, error)
+
+    while True:
+        step = broadcast(settle(choose))
+        if step is None:
+            return None, broadcast(tuple(passed))
+        tag_dir = Path(step.directory) / step.name
+        if step.problem is not None:
+            problem = problem_over_nodes(tag_dir, step.problem, *rank_and_tp(engine))
+            if problem is not None:
+                pass_over(step.name, tag_dir, CheckpointError(problem), damage=step.damage)
+                continue
+        try:
+            return load(step.directory, step.name, step.passed), step.passed
+        except CheckpointError as error:
+            pass_over(step.name, tag_dir, error, damage=True)
+
+
+def _next(remaining: list[Tag], passed: list[str], refuse: Callable[[Tag], str | None]) -> _Step | None:
+    """The newest of the remaining tags; those that are not to be tried at all are passed over."""
+    while remaining:
+        tag = remaining.pop(0)
+        problem = refuse(tag)
+        verdict = check_tag(tag, check_quickly) if problem is None else None
+        if problem is None and not (verdict is not None and verdict.quarantined):
+            damage = verdict is not None and not verdict.undecided and tag.unfinished is None
+            said = " ".join(verdict.problems) if verdict is not None else None
+            return _Step(str(tag.tag_dir.parent), tag.tag_dir.name, said, damage, tuple(passed))
+        if verdict is not None:
+            problem = " ".join(verdict.problems)
+        passed.append(f"{tag.name}: {problem}")
+        logger.warning("passed over %s: %s", tag.name, problem)
+    return None
+
+
+def _quarantine(tag_dir: Path, error: CheckpointError) -> None:
+    """Mark what was finished once and is damaged now. A tag without a record never was, or is not of ours to judge."""
+    if isinstance(error, UnusableError) or not is_damage(error) or not (tag_dir / RECORD_NAME).exists():
+        return
+    try:
+        write_mark(tag_dir, str(error))
+    except (OSError, UnreadableError) as problem:
+        logger.warning("%s is damaged and could not be marked so (%s): the next walk reads it again", tag_dir, problem)
+    else:
+        logger.warning("%s is quarantined; nothing of it was deleted", tag_dir)
+
+
+def load_newest(root: Path, load: Callable[[str, str], T], engine: Any) -> tuple[T] | None:
+    """What ``load(directory, tag)`` returns for the tag that ``latest`` names, or the newest older one that loads.
+
+    Where ``latest`` cannot be read, or names nothing that is there, the walk begins at the newest tag; newer ones than
+    it names are left alone, because somebody may have pointed it at an older tag on purpose. None where there are no
+    tags. Raises CheckpointError where there are some and none can be loaded. Collective.
+    """
+
+    def chosen() -> Sequence[Tag]:
+        if dist.get_rank() != 0 or not tags or str(tags[0].tag_dir.parent) != str(root):
+            return ()  # in folders that have a ``latest`` each, there is no newest one of all
+        named, problem = named_latest(root)
+        at = next((i for i, tag in enumerate(tags) if tag.name == named), None)
+        if at is not None:
+            return tags[at:]
+        said = problem or (f"names {named!r}, which is not there" if named else "is not there")
+        logger.warning("%s/latest: %s. The newest tag that verifies is taken instead", root, said.rstrip("."))
+        return tags
+
+    settle(partial(_recover_latest, root))
+    tags = tags_of_all_nodes(root)
+
+    def attempt(directory: str, tag: str, passed: tuple[str, ...]) -> tuple[str, T]:
+        return tag, load(directory, tag)
+
+    found, passed = walk_back(root, settle(chosen), attempt, engine=engine)
+    if found is None:
+        if not passed:
+            return None
+        raise none_loads(root, passed)
+    tag, outcome = found
+    if passed:
+        note = f"FELL BACK to {tag}; passed over: {'; '.join(passed)}"
+        report: ResumeReport | None = getattr(engine, "zeroelastic_report", None)
+        if report is not None:
+            engine.zeroelastic_report = replace(report, notes=(note, *report.notes))
+        if dist.get_rank() == 0:
+            logger.warning("%s: %s", root, note)
+    return (outcome,)
+
+
+def _recover_latest(root: Path) -> None:
+    """Finish a replacement of the tag that ``latest`` names, if a crash cut it short."""
+    if dist.get_rank() != 0:
+        return
+    named, _ = named_latest(root)
+    if named is not None:
+        with suppress(OSError):
+            recover(root / named)
+
+
+def none_loads(root: Path, passed: Sequence[str]) -> CheckpointError:
+    """The error for a directory whose every tag was passed over."""
+    listed = "".join(f"\n  - {one}" for one in passed)
+    return CheckpointError(
+        f"{root}: none of the checkpoints can be loaded:{listed}\nThe engine may hold damaged state: do not train "
+        "on it. To begin anew, give another directory."
+    )

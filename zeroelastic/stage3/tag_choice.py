@@ -1,0 +1,100 @@
+"""Which tag a load takes: the one it is given, or the one that ``latest`` names, the same on every rank."""
+
+from __future__ import annotations
+
+import logging
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from zeroelastic.agree import together
+from zeroelastic.errors import CheckpointError, MissingFileError, UnreadableError, shown
+from zeroelastic.quarantine import read_mark
+from zeroelastic.save_place import recover
+from zeroelastic.source import LATEST
+from zeroelastic.stage3.node_tags import agree_on_latest
+from zeroelastic.storage import read_whole
+from zeroelastic.tags import committed_after
+
+logger = logging.getLogger(__name__)
+
+_NAMED = 3
+_MOST_LATEST_BYTES = 1 << 12
+
+
+def about_choice(load_dir: Path, tag: str, newer: tuple[str, ...]) -> list[str]:
+    """Sentences for the report about the choice of a tag: the same on every rank."""
+    said: list[str] = []
+    if newer:
+        said.append(
+            f"NOT THE NEWEST: {load_dir / LATEST} names {tag}, and {', '.join(newer[:_NAMED])} "
+            f"{'was' if len(newer) == 1 else 'were'} committed at a later step. Unless you pointed it there, the file "
+            "is damaged"
+        )
+    return said
+
+
+def choose_tag(load_dir: Path, tag: Any) -> tuple[str | None, tuple[str, ...]]:
+    """The tag to load, agreed by all ranks, and the newer ones where ``latest`` names it. Collective.
+
+    The tag is None when there is no ``latest`` to choose it. Nodes with disks of their own may name different ones:
+    then the newest is taken (``agree_on_latest``).
+    """
+
+    def read() -> str | None:
+        named = str(tag) if tag is not None else _read_latest(load_dir / LATEST)
+        if named is not None and dist.get_rank() == 0:
+            with suppress(OSError):  # a directory that cannot be written: what is missing is said when it is opened
+                recover(load_dir / named)
+        return named
+
+    chosen, all_chosen = together(read)
+    if tag is not None:
+        if any(other != chosen for other in all_chosen):
+            raise CheckpointError(
+                f"{load_dir}: the ranks are to load different tags ({', '.join(sorted(map(str, set(all_chosen))))}). "
+                "Pass the same tag everywhere."
+            )
+        return chosen, ()
+    named = agree_on_latest(load_dir, all_chosen)
+    if named is None:
+        return None, ()
+
+    def look() -> tuple[bool, tuple[str, ...]]:
+        there = (load_dir / named).is_dir()
+        return there, committed_after(load_dir, named) if there and dist.get_rank() == 0 else ()
+
+    _, outcomes = together(look)
+    if not any(there for there, _ in outcomes):
+        raise MissingFileError(
+            f"{load_dir / LATEST}: names {shown(named)}, which is not in {load_dir}. The file is damaged, or the tag "
+            "was removed: pass a tag, or let `zeroelastic latest --fix` write it anew."
+        )
+    return named, outcomes[0][1]
+
+
+def warn_of_mark(tag_dir: Path) -> None:
+    """Say on rank 0 that a tag which is going to be loaded all the same was found damaged before."""
+    if dist.get_rank() != 0:
+        return
+    with suppress(UnreadableError):  # which a load says itself
+        mark = read_mark(tag_dir)
+        if mark is not None:
+            logger.warning("%s %s", tag_dir, mark.sentence)
+
+
+def _read_latest(path: Path) -> str | None:
+    """What the file names, None where there is none. A tag may lie deeper than in the directory itself here."""
+    try:
+        data = read_whole(path, limit=_MOST_LATEST_BYTES)
+    except MissingFileError:
+        return None
+    tag = data.decode(errors="replace").strip()
+    if not tag or not tag.isprintable() or "\ufffd" in tag:
+        raise CheckpointError(f"{path}: holds no name of a tag ({data[:80]!r}). It is damaged; pass the tag to load.")
+    if os.path.isabs(tag) or ".." in Path(tag).parts:
+        raise CheckpointError(f"{path}: names {shown(tag)}, which is no tag of this directory.")
+    return tag
