@@ -111,3 +111,18 @@ def test_the_command_line_is_measured_beside_every_other_tool(tmp_path: Path) ->
     assert all(0 < peak < limit for peak in document["peak_rss"].values()) and len(document["peak_rss"]) >= 6
     text = (tmp_path / "cli.md").read_text()
     assert all(f"| {name} |" in text for name in [*document["raw_seconds"], *document["ratios"]])
+
+
+@native
+def test_bench_background_saves_while_it_trains(tmp_path: Path) -> None:
+    done = run(
+        "bench_background.py", "--small", "--ranks", "1", "--rounds", "1", "--steps", "2", "--out", str(tmp_path)
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    document = json.loads((tmp_path / "background.json").read_text())
+    (rounds,) = document["samples"]["1"]
+    assert len(rounds) == 2 and all(len(one["steps"]) == 2 for one in rounds)
+    assert all(one["snapshot_bytes"] >= 12 * document["numel"] for one in rounds)
+    assert all(0 < one["snapshot"] <= one["whole"] for one in rounds)
+    text = (tmp_path / "background.md").read_text()
+    assert "training stalls for a snapshot" in text and "| 1 rank |" in text

@@ -277,7 +277,11 @@ def test_each_byte_is_read_once_and_memory_is_bounded(rank_pool: RankPool, tmp_p
         assert report.root_matches
         assert report.total_bytes_read == state, "all ranks together read the state once"
         assert report.bytes_received < 1.01 * report.bytes_owned + report.header_bytes
-        assert sum(here for _, here, _ in found) == (state + modules if executor == "numpy" else 0)
+        here = sum(here for _, here, _ in found)
+        if executor == "numpy":  # what has no digest is read for its checksum, too
+            assert state + modules <= here < 1.005 * (state + modules)
+        else:
+            assert here == 0
         for rank, (_, _, growth) in enumerate(found):
             assert growth < 64 << 20, (placed, rank, growth)
 

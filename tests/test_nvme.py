@@ -292,3 +292,28 @@ def test_what_is_new_to_the_optimizer_has_no_moments_yet(
             assert outcome.state[f"state/{name}/{key}"] == zeros, (name, key)
         assert outcome.state[f"scalar/{name}/step"] == 3
     assert any("frozen in the checkpoint and trained now" in line for line in outcome.report.changed)
+
+
+def save_in_the_background(job: Job, directory: str) -> tuple[bool, str | None, list[str]]:
+    import logging
+
+    engine = build_engine(job)
+    train_step(engine, 0)
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("zeroelastic.stage3.background").addHandler(handler)
+    for tag in ("one", "two"):
+        engine.save_checkpoint(directory, tag=tag)
+    threads = any(thread.name == "zeroelastic-save" for thread in threading.enumerate())
+    record = read_record(Path(directory) / "two")
+    return threads, record.tag if record is not None else None, said
+
+
+@pytest.mark.support("Using it", '`"background_save"`', "exact", "waited for with NVMe offload and tensor parallelism")
+def test_a_save_in_the_background_is_waited_for(rank_pool: RankPool, tmp_path: Path) -> None:
+    """A snapshot would take the memory that NVMe is there to save; that is said once."""
+    job = on_nvme(replace(JOB, options={"background_save": True}), tmp_path / "nvme")
+    results = rank_pool.run(save_in_the_background, 2, job, str(tmp_path / "ckpt"))
+    assert [result[:2] for result in results] == [(False, "two")] * 2
+    assert len(results[0][2]) == 1 and "NVMe" in results[0][2][0] and results[1][2] == []

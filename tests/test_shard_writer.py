@@ -146,14 +146,14 @@ def test_a_save_method_that_was_replaced_is_called(monkeypatch: pytest.MonkeyPat
     """On the object or on the class: whoever did that wants to see what is saved."""
     from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
-    from zeroelastic.stage3.shard_writer import _writes_with_torch
+    from zeroelastic.stage3.shard_writer import writes_with_torch
 
     engine = TorchCheckpointEngine()
-    assert not _writes_with_torch(engine)  # the format without a zip archive
+    assert not writes_with_torch(engine)  # the format without a zip archive
     engine.zipfile_serialization = True
-    assert _writes_with_torch(engine)
+    assert writes_with_torch(engine)
     with monkeypatch.context() as patch:
         patch.setattr(TorchCheckpointEngine, "save", lambda self, state_dict, path: None)
-        assert not _writes_with_torch(engine)
+        assert not writes_with_torch(engine)
     engine.save = lambda state_dict, path: None
-    assert not _writes_with_torch(engine)
+    assert not writes_with_torch(engine)

@@ -8,7 +8,7 @@ Importing this package changes nothing and imports neither torch nor deepspeed::
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from zeroelastic._version import __version__
 from zeroelastic.errors import (
@@ -55,6 +55,7 @@ __all__ = [
     "is_installed",
     "resume",
     "uninstall",
+    "wait_for_save",
 ]
 
 
@@ -79,7 +80,10 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Put every DeepSpeed method back as it was; does nothing when nothing is installed."""
+    """Put every DeepSpeed method back as it was; does nothing when nothing is installed.
+
+    Waits for a save in the background. Raises SaveError, when all is put back, if that could not be finished.
+    """
     from zeroelastic.stage3.seams import uninstall as unwrap_deepspeed
 
     unwrap_deepspeed()
@@ -91,3 +95,18 @@ def is_installed() -> bool:
 
     seams = sys.modules.get("zeroelastic.stage3.seams")
     return bool(seams is not None and seams.is_installed())
+
+
+def wait_for_save(engine: Any) -> None:
+    """Return when the engine's save in the background is committed; at once where there is none. Collective.
+
+    What a decoupled checkpoint engine has not committed is committed too. Raises SaveError on every rank when the save
+    failed: its tag is not committed then, and ``latest`` is as it was::
+
+        engine.save_checkpoint("ckpt")   # with "background_save": true
+        train_on()
+        zeroelastic.wait_for_save(engine)
+    """
+    from zeroelastic.stage3.pending import flush
+
+    flush(engine, before="wait_for_save()")

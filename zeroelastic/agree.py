@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import NoReturn, TypeVar
 
 import torch
@@ -16,6 +18,21 @@ T = TypeVar("T")
 Description = tuple[str, str, tuple[str, ...]]
 """An error that travels: its type's name, its message, and the problems that it lists."""
 
+_group: ContextVar[dist.ProcessGroup | None] = ContextVar("zeroelastic_group", default=None)
+
+
+@contextmanager
+def agreeing_over(group: dist.ProcessGroup) -> Iterator[None]:
+    """While it lasts, this thread's agreements go over ``group``, of all ranks, in place of the default group.
+
+    What a thread agrees on while training goes on must not come between the collectives of training.
+    """
+    token = _group.set(group)
+    try:
+        yield
+    finally:
+        _group.reset(token)
+
 
 def gather(value: T) -> list[T]:
     """The value of every rank, by rank. Collective."""
@@ -23,7 +40,7 @@ def gather(value: T) -> list[T]:
     if world_size == 1:
         return [value]
     values: list[T | None] = [None] * world_size
-    dist.all_gather_object(values, value)
+    dist.all_gather_object(values, value, group=_group.get())
     return values  # type: ignore[return-value]
 
 
@@ -32,7 +49,7 @@ def broadcast(value: T) -> T:
     if dist.get_world_size() == 1:
         return value
     values = [value]
-    dist.broadcast_object_list(values, src=0)
+    dist.broadcast_object_list(values, src=0, group=_group.get())
     return values[0]
 
 
@@ -58,9 +75,10 @@ def settle(action: Callable[[], T]) -> T:
     return result  # type: ignore[return-value]
 
 
-def collective_device() -> torch.device:
-    """Where tensors have to be for collectives of the process group."""
-    return torch.device("cpu") if dist.get_backend() == "gloo" else torch.device("cuda", torch.cuda.current_device())
+def collective_device(group: dist.ProcessGroup | None = None) -> torch.device:
+    """Where tensors have to be for collectives of a process group, the default one if none is given."""
+    on_host = dist.get_backend(group) == "gloo"
+    return torch.device("cpu") if on_host else torch.device("cuda", torch.cuda.current_device())
 
 
 def _attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
@@ -75,8 +93,9 @@ def _any(flag: bool) -> bool:
     """Whether the flag is set on any rank. Collective."""
     if dist.get_world_size() == 1:
         return flag
-    votes = torch.tensor([int(flag)], dtype=torch.int32, device=collective_device())
-    dist.all_reduce(votes, op=dist.ReduceOp.MAX)
+    group = _group.get()
+    votes = torch.tensor([int(flag)], dtype=torch.int32, device=collective_device(group))
+    dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=group)
     return bool(votes.item())
 
 

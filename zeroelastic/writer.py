@@ -15,7 +15,8 @@ import pickle
 import struct
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -109,8 +110,93 @@ def write_torch_file(
 
         write_torch_file({"weight": weight}, Path("weight.pt"))
     """
+    return lay_out_torch_file(obj, path).fill(
+        runs=runs, last=last, before_last=before_last, sync=sync, executor=executor
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class LaidOut:
+    """A file of torch.save's that lacks its payload and the checksums of it: all else is on the disk already.
+
+    ``storages`` are what it holds, in file order, and ``places`` their records. Nothing is asked of the object any
+    more, so a file that is filled from copies of its storages (``of``) is that of the moment when it was laid out.
+    """
+
+    path: Path
+    storages: tuple[torch.UntypedStorage, ...]
+    places: tuple[_Record, ...]
+    records: Mapping[str, _Record]
+    directory: bytes
+    directory_offset: int
+
+    def of(self, storages: Sequence[torch.UntypedStorage]) -> LaidOut:
+        """The same file, filled from other storages of the same sizes."""
+        assert [storage.nbytes() for storage in storages] == [place.nbytes for place in self.places]
+        return replace(self, storages=tuple(storages))
+
+    def fill(
+        self,
+        *,
+        runs: Sequence[Run] = (),
+        last: Sequence[torch.Tensor] = (),
+        before_last: Callable[[Sequence[int | None]], None] | None = None,
+        sync: bool = False,
+        threads: int | None = None,
+        executor: Executor = "auto",
+    ) -> list[int | None]:
+        """Write the payload and its checksums: arguments, result and errors of ``write_torch_file``.
+
+        ``threads``: how many write, as of ``executors.write_segments``.
+        """
+        with _naming(self.path):
+            _reserve(self.path)
+            index = {storage._cdata: i for i, storage in enumerate(self.storages)}
+            late = {index.get(tensor.untyped_storage()._cdata, -1) for tensor in last} - {-1}
+            rows = _cut(self.places, _place_runs(runs, index))
+            digests: list[int | None] = [None] * len(runs)
+            checksums = np.zeros(len(rows.nbytes), dtype=np.uint32)
+            is_late = np.isin(rows.storage, sorted(late))
+            payload = _Payload(self.path, self.storages, rows, runs, digests, checksums, sync, threads, executor)
+            payload.write(np.flatnonzero(~is_late))
+            if before_last is not None and late:
+                before_last(digests)
+            payload.write(np.flatnonzero(is_late))
+            bounds = np.searchsorted(rows.storage, np.arange(len(self.places) + 1))
+            sums = {
+                place.name: join_crc32(checksums[begin:end], rows.nbytes[begin:end])
+                for place, begin, end in zip(self.places, bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)
+            }
+            directory = bytearray(self.directory)
+            _write_checksums(self.path, self.records, sums, directory, self.directory_offset, sync=sync)
+            return digests
+
+
+def lay_out_torch_file(obj: object, path: Path) -> LaidOut:
+    """Write what ``torch.save(obj, path)`` writes but the payload, to be filled later: see ``LaidOut``.
+
+    Raises OSError naming the file, and UnsupportedError when this torch lays its files out in another way.
+    """
+    with _naming(path):
+        storages = _lay_out(obj, path)
+        names, directory, directory_offset = _read_directory(path)
+    places = {key: _record_of(key, storages[key], names, path) for key in storages}
+    order = sorted(storages, key=lambda key: places[key].offset)
+    return LaidOut(
+        path,
+        tuple(storages[key] for key in order),
+        tuple(places[key] for key in order),
+        names,
+        bytes(directory),
+        directory_offset,
+    )
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Errors of the system, as torch's own writer tells them too, name the file."""
     try:
-        return _write(obj, path, runs, last, before_last, sync, executor)
+        yield
     except OSError as error:
         if error.filename is not None or error.errno is None:
             raise
@@ -121,42 +207,6 @@ def write_torch_file(
         free = os.statvfs(path.parent)
         code = errno.ENOSPC if free.f_bavail * free.f_frsize < _SHORT_OF_SPACE else errno.EIO
         raise OSError(code, os.strerror(code), os.fspath(path)) from error
-
-
-def _write(
-    obj: object,
-    path: Path,
-    runs: Sequence[Run],
-    last: Sequence[torch.Tensor],
-    before_last: Callable[[Sequence[int | None]], None] | None,
-    sync: bool,
-    executor: Executor,
-) -> list[int | None]:
-    storages = _lay_out(obj, path)
-    _reserve(path)
-    names, directory, directory_offset = _read_directory(path)
-    records = {key: _record_of(key, storages[key], names, path) for key in storages}
-    order = sorted(storages, key=lambda key: records[key].offset)
-    index = {storages[key]._cdata: i for i, key in enumerate(order)}
-    late = {index.get(tensor.untyped_storage()._cdata, -1) for tensor in last} - {-1}
-    placed = _place_runs(runs, index)
-    rows = _cut([records[key] for key in order], placed)
-    owners = [storages[key] for key in order]
-    digests: list[int | None] = [None] * len(runs)
-    checksums = np.zeros(len(rows.nbytes), dtype=np.uint32)
-    is_late = np.isin(rows.storage, sorted(late))
-    payload = _Payload(path, owners, rows, runs, digests, checksums, sync, executor)
-    payload.write(np.flatnonzero(~is_late))
-    if before_last is not None and late:
-        before_last(digests)
-    payload.write(np.flatnonzero(is_late))
-    bounds = np.searchsorted(rows.storage, np.arange(len(order) + 1))
-    sums = {
-        records[key].name: join_crc32(checksums[begin:end], rows.nbytes[begin:end])
-        for key, begin, end in zip(order, bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)
-    }
-    _write_checksums(path, names, sums, directory, directory_offset, sync=sync)
-    return digests
 
 
 def _lay_out(obj: object, path: Path) -> dict[str, torch.UntypedStorage]:
@@ -318,6 +368,7 @@ class _Payload:
     digests: list[int | None]
     checksums: UInt32Array
     sync: bool
+    threads: int | None
     executor: Executor
 
     def write(self, chosen: Int64Array) -> None:
@@ -369,7 +420,14 @@ class _Payload:
         digest = None if numbers[0] < 0 else self._digest_rows(numbers, within)
         sync = self.sync and int(table.nbytes.sum()) >= _EARLY_BYTES
         totals = write_segments(
-            table, buffers, [self.path], digest=digest, crc32=sums, sync=sync, executor=self.executor
+            table,
+            buffers,
+            [self.path],
+            digest=digest,
+            crc32=sums,
+            sync=sync,
+            threads=self.threads,
+            executor=self.executor,
         )
         if totals is not None:
             for number, total in zip(numbers.tolist(), totals.tolist(), strict=True):

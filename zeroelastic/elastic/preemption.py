@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from zeroelastic.elastic.position import KEY, Position, pack_position
-from zeroelastic.errors import ConfigError
+from zeroelastic.errors import ConfigError, SaveError
 
 if TYPE_CHECKING:
     from zeroelastic.elastic.events import Events
@@ -40,10 +40,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Every:
-    """When a save is due: so many steps or seconds after the last one, whichever comes first; never, if neither."""
+    """When a save is due: so many steps or seconds after the last one, whichever comes first; never, if neither.
+
+    ``background``: whether training goes on while it is written; None leaves that to ``"background_save"``.
+    """
 
     seconds: float | None = None
     steps: int | None = None
+    background: bool | None = None
 
     def __post_init__(self) -> None:
         for what, value in (("seconds", self.seconds), ("steps", self.steps)):
@@ -56,16 +60,20 @@ class Every:
         return by_time or (self.steps is not None and steps >= self.steps)
 
 
-def every(*, seconds: float | None = None, steps: int | None = None) -> Every:
-    """Periodic saves: what a crash costs is at most this much work, and what is in flight."""
-    return Every(seconds, steps)
+def every(*, seconds: float | None = None, steps: int | None = None, background: bool | None = None) -> Every:
+    """Periodic saves: what a crash costs is at most this much work, and what is in flight.
+
+    ``background`` lets training go on while they are written, or not, whatever ``"background_save"`` says.
+    """
+    return Every(seconds, steps, background)
 
 
 class Preemption:
     """What ``preemption`` gives: call it after each ``engine.step()``, on every rank.
 
-    ``saves`` are the tags saved so far, ``stopped`` whether the run was told to stop, ``save_seconds`` how long the
-    last save took on the slowest rank, None before the first.
+    ``saves`` are the tags saved so far, the last of which may still be on its way in the background; ``stopped``
+    whether the run was told to stop; ``save_seconds`` how long the last whole save took on the slowest rank, None
+    before the first. What a save in the background ended with is raised by the next save, or where the block ends.
     """
 
     def __init__(
@@ -112,18 +120,9 @@ class Preemption:
             self.stopped = True
             if self._log is not None:
                 self._log.stopping()
-            if step == self._last_step and self.saves:
-                logger.info("stopping at step %d, which is saved already", step)
-            elif self.save_seconds is not None and self.save_seconds * _MARGIN > left:
-                logger.warning(
-                    "stopping at step %d without a save: the last one took %.1f s, and %.1f s are left",
-                    *(step, self.save_seconds, left),
-                )
-            else:
-                self.save()
-            self._finish_saving()
+            self._stop(step, left)
         elif due and step != self._last_step:
-            self.save()
+            self.save(background=self._saving.background)
         return self.stopped
 
     @property
@@ -131,28 +130,75 @@ class Preemption:
         """Whether this rank got a signal. ``stopped`` follows with the next call, on all ranks."""
         return self._told_at is not None
 
-    def save(self, tag: str | None = None) -> str:
-        """Save now, with the position in the data and the random generators. Collective. Returns the tag."""
+    def _stop(self, step: int, left: float) -> None:
+        """Finish the save that is being written, then save once more, if there is something new and time for it."""
+        from zeroelastic.stage3.pending import has_pending
+
+        if has_pending(self._engine):
+            try:
+                self._finish("stopping")
+            except SaveError as error:
+                logger.error("the save in the background failed: %s", error)
+            _, _, left = self._agree(False)
+        if step == self._last_step and self.saves:
+            logger.info("stopping at step %d, which is saved already", step)
+        elif self.save_seconds is not None and self.save_seconds * _MARGIN > left:
+            logger.warning(
+                "stopping at step %d without a save: the last one took %.1f s, and %.1f s are left",
+                *(step, self.save_seconds, left),
+            )
+        else:
+            self.save(background=False)
+            self._finish()  # of a decoupled engine: there is no next step that would
+
+    def save(self, tag: str | None = None, *, background: bool | None = None) -> str:
+        """Save now, with the position in the data and the random generators. Collective. Returns the tag.
+
+        ``background`` as of ``every``. Waits for the save before this one, and raises what that ended with.
+        """
+        from zeroelastic.stage3.background import saving_in_background
+        from zeroelastic.stage3.pending import has_pending
+
         engine = self._engine
         chosen = tag if tag is not None else f"global_step{engine.global_steps}"
+        self._finish(f"the save of {chosen}")
         own = dict(self._client_state()) if self._client_state is not None else {}
         entry = pack_position(self._data, rank=dist.get_rank(), world_size=dist.get_world_size(), device=engine.device)
         began = time.monotonic()
-        engine.save_checkpoint(str(self._directory), tag=chosen, client_state={**own, KEY: entry})
-        took = torch.tensor([time.monotonic() - began], dtype=torch.float64)
-        dist.all_reduce(took, op=dist.ReduceOp.MAX, group=self._group)
-        self.save_seconds = float(took)
+        with saving_in_background(engine, background):
+            engine.save_checkpoint(str(self._directory), tag=chosen, client_state={**own, KEY: entry})
+        if not has_pending(engine):
+            self._note_seconds(time.monotonic() - began)
         self.saves.append(chosen)
         self._last_time, self._last_step = time.monotonic(), int(engine.global_steps)
-        if self._log is not None:
-            self._log.saved(chosen, self.save_seconds)
+        if not has_pending(engine):
+            self._log_saved(chosen)
         return chosen
 
-    def _finish_saving(self) -> None:
-        """Wait for what a decoupled checkpoint engine still writes, and commit it: there is no next step that would."""
-        from zeroelastic.stage3.decoupled import flush
+    def _finish(self, before: str = "") -> None:
+        """Wait for what is still being written, and commit it. Raises on every rank what it ended with."""
+        from zeroelastic.stage3.pending import flush, pending_of
 
-        flush(self._engine)
+        pending = pending_of(self._engine)
+        try:
+            seconds = flush(self._engine, before=before)
+        except SaveError:
+            if pending is not None and pending.tag_dir.name in self.saves[-1:]:
+                self.saves.pop()
+                self._last_step = -1  # of nothing that could be resumed from
+            raise
+        if pending is not None and seconds is not None:
+            self._note_seconds(seconds)
+            self._log_saved(pending.tag_dir.name)
+
+    def _log_saved(self, tag: str) -> None:
+        if self._log is not None and self.save_seconds is not None:
+            self._log.saved(tag, self.save_seconds)
+
+    def _note_seconds(self, seconds: float) -> None:
+        took = torch.tensor([seconds], dtype=torch.float64)
+        dist.all_reduce(took, op=dist.ReduceOp.MAX, group=self._group)
+        self.save_seconds = float(took)
 
     def exit(self) -> NoReturn:
         """End this process with ``EXIT_PREEMPTED``, so that whatever started it knows to start it again."""
@@ -169,12 +215,16 @@ class Preemption:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for number, handler in self._old.items():
-            with contextlib.suppress(TypeError):  # a handler that was not set from Python cannot be set again
-                signal.signal(number, handler)
-        self._old.clear()
-        if self._timer is not None:
-            self._timer.cancel()
+        try:
+            if kind is None:
+                self._finish("the end of the training loop")
+        finally:
+            for number, handler in self._old.items():
+                with contextlib.suppress(TypeError):  # a handler that was not set from Python cannot be set again
+                    signal.signal(number, handler)
+            self._old.clear()
+            if self._timer is not None:
+                self._timer.cancel()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self._told_at is None:

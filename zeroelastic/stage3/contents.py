@@ -92,14 +92,17 @@ def local_digests(live: LiveState, *, weights_only: bool = False, with_frozen: b
     return live_streams(live, weights_only=weights_only, with_frozen=with_frozen).digest()
 
 
-def whole_contents(live: LiveState, local: LocalDigests, *, device: torch.device) -> list[ParamContent]:
+def whole_contents(
+    live: LiveState, local: LocalDigests, *, device: torch.device, group: dist.ProcessGroup | None = None
+) -> list[ParamContent]:
     """Digests and scalars of every parameter over all ranks: the same list everywhere. Collective.
 
-    One int64 all-reduce of one number per tensor, on ``device``, adds the partial digests up. Under tensor parallelism
+    One int64 all-reduce of one number per tensor, on ``device``, adds the partial digests up, over ``group`` where it
+    is not the data parallel group itself that is used. Under tensor parallelism
     the list is of this tensor parallel rank, and the same over its data parallel group.
     """
     table = torch.from_numpy(np.array(local.partial, dtype=np.uint64).view(np.int64)).to(device)
-    dist.all_reduce(table, group=live.optimizer.dp_process_group)
+    dist.all_reduce(table, group=group if group is not None else live.optimizer.dp_process_group)
     totals = table.cpu().numpy().view(np.uint64).tolist()
     by_name: dict[str, dict[str, tuple[str, int]]] = {}
     for (name, key), dtype, total in zip(local.streams, local.dtypes, totals, strict=True):

@@ -68,10 +68,7 @@ class EngineGuard:
                 self._failure = error
             except Exception as error:
                 logger.debug("a save failed", exc_info=True)
-                path = where if where is not None else args[0]
-                self._failure = SaveError(
-                    f"{path}: cannot be written: {_words(error)}. The tag is not committed, and `latest` is unchanged."
-                )
+                self._failure = not_written(where if where is not None else args[0], error)
 
         return attempt
 
@@ -79,6 +76,13 @@ class EngineGuard:
         """Raise the first error of this rank, if there was one."""
         if self._failure is not None:
             raise self._failure
+
+
+def not_written(path: object, error: Exception) -> SaveError:
+    """What is said of a file of a save that could not be written."""
+    return SaveError(
+        f"{path}: cannot be written: {_words(error)}. The tag is not committed, and `latest` is unchanged."
+    )
 
 
 def _words(error: Exception) -> str:

@@ -34,10 +34,10 @@ class Options(BaseModel):
     the rest. ``safe_load``: unpickle ``*_model_states.pt`` through torch's allow-list too. ``allow_globals``: classes,
     such as "package.module.Class", that a file may name beyond the allow-lists: they are inert stand-ins in optimizer
     files; under ``safe_load``, torch makes objects of them. ``fsync``: make files durable before the commit record
-    names them. ``save_timeout_s``: how many seconds the ranks of a save wait for one another before it fails, naming
-    those that did not arrive. ``executor``: the engine that reads and writes payload: "numpy" or "native" for host
-    memory and files, "cuda" for a GPU's memory, or "torch" for it by way of host memory; what is not named, "auto"
-    chooses.
+    names them. ``background_save``: copy what is saved to host memory, and write and commit it while training goes on.
+    ``save_timeout_s``: how many seconds the ranks of a save wait for one another before it fails, naming those that did
+    not arrive. ``executor``: the engine that reads and writes payload: "numpy" or "native" for host memory and files,
+    "cuda" for a GPU's memory, or "torch" for it by way of host memory; what is not named, "auto" chooses.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -49,6 +49,7 @@ class Options(BaseModel):
     safe_load: bool = False
     allow_globals: list[str] = Field(default_factory=list)
     fsync: bool = True
+    background_save: bool = False
     save_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 900.0
     executor: Executor = "auto"
 

@@ -33,9 +33,10 @@ _EVERYBODY = "everybody"
 
 @dataclass(slots=True)
 class _Known:
-    """The process group that was last seen, how many saves its ranks have begun, and this rank's keys of a meeting.
+    """The process group that was last seen, how many saves its ranks have begun, and this rank's keys of those ended.
 
-    When all are at the next meeting nobody asks for these keys any more, and they are removed.
+    Every rank has ended a save before it meets for a later one that is begun after that: when all are at such a
+    meeting nobody asks for these keys any more, and they are removed.
     """
 
     group: Any = None
@@ -53,10 +54,12 @@ class RollCall:
     """
 
     def __init__(self, what: object, *, timeout_s: float) -> None:
-        self._what, self._timeout_s = what, timeout_s
+        self._what, self.timeout_s = what, timeout_s
         self.left = "The tag is not committed, and `latest` is unchanged."
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._meeting = 0
+        self._keys: tuple[str, ...] = ()
+        self._ended_before: tuple[str, ...] = ()
         if self._world_size == 1:
             return
         self._store = _get_default_store()
@@ -65,6 +68,7 @@ class RollCall:
             self._told(lambda: self._store.set(f"{_PREFIX}/process/{self._rank}", _identity(os.getpid())))
         _known.saves += 1
         self._save = _known.saves
+        self._ended_before, _known.keys = _known.keys, ()
 
     def meet(self, doing: str) -> None:
         """Return when every rank is here. Raises AbsentRankError, the same on every rank that is. Collective."""
@@ -74,9 +78,16 @@ class RollCall:
         verdict = self._told(self._wait_for_all)
         if verdict != _EVERYBODY:
             raise AbsentRankError(f"{self._what}: {verdict} while {doing}. {self.left}")
-        self._told(lambda: [self._store.delete_key(key) for key in _known.keys])
+        self._told(lambda: [self._store.delete_key(key) for key in (*self._ended_before, *self._keys)])
         names = (self._rank, "outcome", "count") if self._rank == 0 else (self._rank,)
-        _known.keys = tuple(self._key(self._meeting, name) for name in names)
+        self._ended_before, self._keys = (), tuple(self._key(self._meeting, name) for name in names)
+
+    def end(self) -> None:
+        """There are no more meetings: what the last has left at the store is removed at the first of a later save.
+
+        In the thread that makes the next roll call: a save in the background may meet while another is begun.
+        """
+        _known.keys, self._keys = (*_known.keys, *self._keys), ()
 
     def settle(self, action: Callable[[], T], doing: str) -> T:
         """``agree.settle``, entered when every rank is through with its action. Collective."""
@@ -123,8 +134,8 @@ class RollCall:
             if self._store.check([self._key(0, "alarm")]):
                 verdict = self._count_the_living()
                 return verdict if verdict != _EVERYBODY else "a collective failed on another rank"
-            if waited > self._timeout_s:
-                why = f'{_ranks(missing)} did not arrive within {self._timeout_s:g} s ("save_timeout_s")'
+            if waited > self.timeout_s:
+                why = f'{_ranks(missing)} did not arrive within {self.timeout_s:g} s ("save_timeout_s")'
                 return self._decide(outcome, why)
         return str(self._store.get(outcome).decode())
 
@@ -133,7 +144,7 @@ class RollCall:
         self._store.set(self._key(0, "alarm"), "1")
         self._store.set(self._key(0, self._rank), "1")
         outcome = self._key(0, "outcome")
-        deadline = time.monotonic() + min(_GRACE_S, self._timeout_s)
+        deadline = time.monotonic() + min(_GRACE_S, self.timeout_s)
         while True:
             missing = self._missing(0)
             if not missing:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import shutil
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
@@ -18,11 +20,20 @@ from zeroelastic.agree import gather, settle
 from zeroelastic.errors import SaveError, UnsupportedError, UsageError, ZeroElasticError
 from zeroelastic.record import write_atomically
 from zeroelastic.save_place import begin, making_of
-from zeroelastic.stage3.contents import of_every_tp_rank, whole_contents
-from zeroelastic.stage3.decoupled import Pending, check_alive, hand_over
+from zeroelastic.stage3.background import (
+    Background,
+    BackgroundSave,
+    background_of,
+    refuse_background,
+    wants_background,
+    why_not,
+)
+from zeroelastic.stage3.contents import LocalDigests, of_every_tp_rank, whole_contents
+from zeroelastic.stage3.decoupled import DecoupledSave, check_alive
 from zeroelastic.stage3.live import LiveState, read_live, refuse_unsupported
 from zeroelastic.stage3.load import accumulated_micro_batches
 from zeroelastic.stage3.options import Options, parse_options
+from zeroelastic.stage3.pending import flush, hand_over
 from zeroelastic.stage3.replicated import difference, replicated_facts
 from zeroelastic.stage3.residence import lost_in_stock_files
 from zeroelastic.stage3.roll_call import RollCall
@@ -37,6 +48,7 @@ from zeroelastic.stage3.save import (
     written_files,
 )
 from zeroelastic.stage3.shard_writer import DigestedShard, ShardWriter, shard_writer
+from zeroelastic.stage3.snapshot import Snapshot
 from zeroelastic.stage3.storage_rules import directory_heads, refuse_unwritable
 from zeroelastic.stage3.topology import tensor_parallel
 
@@ -56,13 +68,14 @@ class Saving:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """What ``save_checkpoint`` was called with."""
+    """What ``save_checkpoint`` was called with, and when, on the monotonic clock."""
 
     save_dir: Any
     tag: str
     client_state: Any
     save_latest: bool
     exclude_frozen_parameters: bool
+    began: float
 
     @property
     def directory(self) -> Path:
@@ -111,10 +124,12 @@ def save_checkpoint(original: Method) -> Method:
         if optimizer is None or not save_dir:
             return original(self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
+        began = time.monotonic()
+        flush(self, before=f"the save of {tag}")
         roll_call = RollCall(Path(save_dir) / tag, timeout_s=options_of(self).save_timeout_s)
         roll_call.meet("it was about to be saved")
         with roll_call.naming_the_lost():
-            asked = _Asked(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
+            asked = _Asked(save_dir, tag, client_state, save_latest, exclude_frozen_parameters, began)
             return _save(self, optimizer, original, asked, roll_call)
 
     return save_checkpoint
@@ -128,7 +143,7 @@ def _save(
     tag_dir = asked.directory / asked.tag
     decoupled = engine.checkpoint_engine.is_decoupled()
     if decoupled:
-        engine._commit_decoupled_checkpoint()  # the save before this one
+        engine._commit_decoupled_checkpoint()  # a save before this one that is not ours
     elastic = saves_elastic(engine)
     reason = _cannot_commit(engine, optimizer, tag_dir, elastic=elastic)
     if reason is not None:
@@ -139,6 +154,7 @@ def _save(
         return asked.of(original, engine)
     if decoupled:
         check_alive(engine)
+    background = _background(engine, optimizer, options)
     save_id = new_save_id()
     making = making_of(tag_dir, save_id)
     heads = directory_heads(tag_dir) if engine.use_node_local_storage() else (0,) * dist.get_world_size()
@@ -153,6 +169,7 @@ def _save(
             making=making,
             with_frozen=not asked.exclude_frozen_parameters,
             options=options,
+            writer=ShardWriter if background is None else partial(Snapshot, memory=background.memory),
         ) as shard:
             optimizer._zeroelastic_saving = Saving(save_id, live, shard)
             try:
@@ -164,9 +181,8 @@ def _save(
                 commit_info = engine.checkpoint_engine.commit_info
             finally:
                 del optimizer._zeroelastic_saving
-        trained = frozenset(param.name for param in live.layout.params)
-        parts = of_every_tp_rank(live, (whole_contents(live, shard.digests(), device=engine.device), trained))
-        save = Uncommitted(
+        described = partial(
+            Uncommitted,
             tag_dir=tag_dir,
             save_id=save_id,
             checkpoint_format="elastic" if elastic else "rigid",
@@ -175,21 +191,71 @@ def _save(
             global_steps=engine.global_steps,
             train_batch_size=engine.train_batch_size(),
             lost_micro_batches=_warn_of_lost_micro_batches(engine, tag_dir),
-            contents=tuple(content for contents, _ in parts for content in contents),
-            trained=frozenset().union(*(names for _, names in parts)),
             written=written_files(engine, asked.directory, asked.tag),
             making=making,
             heads=heads,
         )
+        finish = partial(_point_latest, asked.directory, asked.tag, acts=acts(heads))
+        point_latest = finish if asked.save_latest else None
+        if background is not None:
+            assert isinstance(shard, Snapshot)
+            settle(shard.complete)
+            work = partial(_finish, live, shard, described, options, background, point_latest, roll_call, acts(heads))
+            hand_over(engine, BackgroundSave(tag_dir, work, background.group, roll_call, began=asked.began))
+            return done
+        save = described(**_contents(live, shard.digests(), device=engine.device))
         settle(live.residence.sync)
-    point_latest = partial(_point_latest, asked.directory, asked.tag, acts=acts(heads)) if asked.save_latest else None
     if decoupled:
-        hand_over(engine, Pending(save, commit_info, options, point_latest))
+        hand_over(engine, DecoupledSave(engine, save, commit_info, options=options, point_latest=point_latest))
+        roll_call.end()
         return done
     commit(save, roll_call, fsync=options.fsync)
     if point_latest is not None:
         roll_call.settle(point_latest, "`latest` was written")
+    roll_call.end()
     return done
+
+
+def _background(engine: Any, optimizer: DeepSpeedZeroOptimizer_Stage3, options: Options) -> Background | None:
+    """What a save in the background needs, or None for one that is waited for. Collective.
+
+    Raises UnsupportedError where a checkpoint engine writes that has a background of its own.
+    """
+    if not wants_background(engine, options.background_save):
+        return None
+    settle(lambda: refuse_background(engine))
+    return background_of(engine) if why_not(engine, live_of(engine, optimizer)) is None else None
+
+
+def _contents(
+    live: LiveState, local: LocalDigests, *, device: torch.device, group: dist.ProcessGroup | None = None
+) -> dict[str, Any]:
+    """What a commit record says of the state: the digests of all ranks. Collective."""
+    trained = frozenset(param.name for param in live.layout.params)
+    parts = of_every_tp_rank(live, (whole_contents(live, local, device=device, group=group), trained))
+    return {
+        "contents": tuple(content for contents, _ in parts for content in contents),
+        "trained": frozenset().union(*(names for _, names in parts)),
+    }
+
+
+def _finish(
+    live: LiveState,
+    shard: Snapshot,
+    described: partial[Uncommitted],
+    options: Options,
+    background: Background,
+    point_latest: Callable[[], None] | None,
+    roll_call: RollCall,
+    acts: bool,
+) -> None:
+    """What is left of a save when its snapshot is taken. Collective, over the group that the thread agrees over."""
+    with discarded_on_failure(described.keywords["making"], acts=acts), roll_call.naming_the_lost():
+        roll_call.settle(shard.write, "its files were written")
+        contents = _contents(live, shard.digests(), device=torch.device("cpu"), group=background.group)
+    commit(described(**contents), roll_call, fsync=options.fsync)
+    if point_latest is not None:
+        roll_call.settle(point_latest, "`latest` was written")
 
 
 def _cannot_commit(

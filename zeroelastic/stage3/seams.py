@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module, metadata
@@ -170,6 +171,9 @@ def uninstall() -> None:
     _originals.clear()
     unwrap_frameworks()
     logging.getLogger("DeepSpeed").removeFilter(_DROP_WARNING)
+    background = sys.modules.get("zeroelastic.stage3.background")
+    if background is not None:
+        background.finish_all()
 
 
 class _DropElasticWarning(logging.Filter):

@@ -30,9 +30,16 @@ _TORCH_SAVE = TorchCheckpointEngine.save
 
 @contextmanager
 def shard_writer(
-    engine: Any, live: LiveState, *, tag_dir: Path, making: Path, with_frozen: bool, options: Options
+    engine: Any,
+    live: LiveState,
+    *,
+    tag_dir: Path,
+    making: Path,
+    with_frozen: bool,
+    options: Options,
+    writer: Callable[[Any, LiveState, LiveStreams, Options], ShardWriter],
 ) -> Iterator[ShardWriter | DigestedShard]:
-    """While it lasts, the engine's files are written by a ``ShardWriter``, if its checkpoint engine is torch's.
+    """While it lasts, the engine's files are written by a ``writer``, if its checkpoint engine is torch's.
 
     What another checkpoint engine is going to write is digested at once. Files of ``tag_dir`` are written in
     ``making``. Collective; an error of one rank is raised on
@@ -41,8 +48,8 @@ def shard_writer(
     original = engine.checkpoint_engine
     streams = settle(lambda: live_streams(live, with_frozen=with_frozen))
     shard: ShardWriter | DigestedShard
-    if _writes_with_torch(original):
-        shard = ShardWriter(original, live, streams, options)
+    if writes_with_torch(original):
+        shard = writer(original, live, streams, options)
     else:
         digests = settle(streams.digest)
         sharing = getattr(original, "preserves_storage_sharing", None)
@@ -62,7 +69,7 @@ def shard_writer(
     settle(guard.raise_failure)
 
 
-def _writes_with_torch(checkpoint_engine: Any) -> bool:
+def writes_with_torch(checkpoint_engine: Any) -> bool:
     """Whether an engine does nothing but ``torch.save`` into a zip archive, so that its files can be written by us."""
     return (
         type(checkpoint_engine) is TorchCheckpointEngine
@@ -98,10 +105,7 @@ class ShardWriter:
         self.table = torch.zeros(live.layout.num_params, dtype=torch.int64)
         self._original, self._live, self._streams, self._options = original, live, streams, options
         self._known: list[int | None] = [None] * len(streams.streams)
-        self._runs = [
-            Run(piece, stream_seed(*stream), start)
-            for stream, piece, start in zip(streams.streams, streams.pieces, streams.starts, strict=True)
-        ]
+        self._runs = runs_of(streams)
 
     def save(self, state_dict: Any, path: str) -> None:
         """Write one file; a layout of torch that is not known here is left to torch, with the digests made apart."""
@@ -134,3 +138,11 @@ class ShardWriter:
         made = self.digests()
         self._known = list(made.partial)
         self.table.copy_(digest_sums(self._live, made))
+
+
+def runs_of(streams: LiveStreams) -> list[Run]:
+    """What is digested while it is written."""
+    return [
+        Run(piece, stream_seed(*stream), start)
+        for stream, piece, start in zip(streams.streams, streams.pieces, streams.starts, strict=True)
+    ]

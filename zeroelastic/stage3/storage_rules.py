@@ -35,7 +35,7 @@ def refuse_unwritable(engine: Any, optimizer: Any) -> None:
             'the checkpoint writer "fast" needs DeepSpeed\'s op "utils", which it does not have for this accelerator. '
             'Use "type": "python"'
         )
-    elif writer is not None and writer["decoupled"] and _on_nvme(optimizer):
+    elif writer is not None and writer["decoupled"] and on_nvme(optimizer):
         problem = (
             "a decoupled checkpoint writer reads state in place while it writes, and with NVMe offload there is none. "
             'Use "decoupled": false'
@@ -51,7 +51,7 @@ def _fast_writer_exists() -> bool:
     return str(fast_file_writer.UtilsBuilder.__name__) != "NotImplementedBuilder"
 
 
-def _on_nvme(optimizer: Any) -> bool:
+def on_nvme(optimizer: Any) -> bool:
     return bool(getattr(optimizer, "swap_optimizer", False) or getattr(optimizer, "params_in_nvme_and_cpu", False))
 
 

@@ -18,13 +18,14 @@ from zeroelastic.checkpoint import open_checkpoint
 from zeroelastic.errors import CheckpointError, MissingFileError, OldFormatError, UnsupportedError
 from zeroelastic.safepickle import allow_globals
 from zeroelastic.stage3 import memory
-from zeroelastic.stage3.decoupled import abandon, flush, has_pending
+from zeroelastic.stage3.background import forget_background, refuse_background, wants_background
 from zeroelastic.stage3.fallback import load_newest
 from zeroelastic.stage3.frameworks import wrap_frameworks
 from zeroelastic.stage3.live import LiveState, read_live, refuse_unsupported
 from zeroelastic.stage3.load import Wanted, load, model_states_reader
 from zeroelastic.stage3.module_keys import ModuleKeys, recorded_keys
 from zeroelastic.stage3.options import Options
+from zeroelastic.stage3.pending import abandon, flush, has_pending
 from zeroelastic.stage3.save import elastic_state_dict
 from zeroelastic.stage3.saving import Saving, live_of, options_of, save_checkpoint, saves_elastic, stage3_optimizer
 from zeroelastic.stage3.storage_rules import leave_to_stock, loads_in_stock, own_rigid_files, refuse_unwritable
@@ -57,7 +58,8 @@ def configure_zero_optimizer(original: Method) -> Method:
     def _configure_zero_optimizer(self: Any, optimizer: Any) -> Any:
         made = original(self, optimizer)
         if isinstance(made, DeepSpeedZeroOptimizer_Stage3):
-            options_of(self)
+            if wants_background(self, options_of(self).background_save):
+                settle(lambda: refuse_background(self))
             made._zeroelastic_engine = self
             wrap_frameworks()
             if saves_elastic(self):
@@ -134,10 +136,10 @@ def commit_decoupled_checkpoint(original: Method) -> Method:
 
 
 def save_16bit_model(original: Method) -> Method:
-    """DeepSpeed's own; a decoupled save before it is committed first, which it would make forgotten."""
+    """DeepSpeed's own; a pending save is committed first, which it would make a decoupled engine forget."""
 
     def save_16bit_model(self: Any, *args: Any, **kwargs: Any) -> Any:
-        flush(self)
+        flush(self, before="save_16bit_model()")
         return original(self, *args, **kwargs)
 
     return save_16bit_model
@@ -152,8 +154,9 @@ def destroy(original: Method) -> Method:
                 if sys._getframe(1).f_code.co_name == "__del__" or not dist.is_initialized():
                     abandon(self)
                 else:
-                    flush(self)
+                    flush(self, before="destroy()")
         finally:
+            forget_background(self)
             original(self)
 
     return destroy
@@ -185,7 +188,7 @@ def load_checkpoint(original: Method) -> Method:
             )
 
         optimizer = stage3_optimizer(self)
-        flush(self)  # what a load fills is what a decoupled engine may still be writing
+        flush(self, before="load_checkpoint()")  # what a load fills is what a decoupled engine may still be writing
         if optimizer is None or self.load_universal_checkpoint():
             return stock()
         began = time.perf_counter()
