@@ -89,6 +89,7 @@ def test_links_in_the_documentation_exist() -> None:
         *frameworks,
         "CONTRIBUTING.md",
         "CHANGELOG.md",
+        "docs/reliability.md",
         "examples/README.md",
         "benchmarks/README.md",
     ):

@@ -16,8 +16,8 @@ PACKAGE = Path(zeroelastic.__file__).parent
 LEVELS = [
     {"errors", "_version", "report"},
     {"layout"},
-    {"storage", "agree"},
-    {"processes", "relayed"},
+    {"storage", "agree", "event_log"},
+    {"processes", "relayed", "timeline"},
     {"plan", "digest", "torchfile"},
     {"record", "picklegraph", "zip_records", "element_stats"},
     {"shard"},
@@ -36,14 +36,16 @@ LEVELS = [
     {"universal_source"},
     {"elastic"},
     {""},
-    {"cli", "run", "integrations", "testing"},
+    {"run", "integrations", "testing"},
+    {"proving"},
+    {"cli"},
     {"__main__"},
 ]
 """Modules and folders from the ground up; each imports only from levels below. "" is the package itself."""
 
 PURE = ("errors", "layout", "plan", "digest", "torchfile", "record", "shard", "checkpoint", "report", "membership",
         "executors/table", "executors/numpy_executor")  # fmt: skip
-KNOWS_DEEPSPEED = {"stage3", "testing"}
+KNOWS_DEEPSPEED = {"stage3", "testing", "proving"}
 
 
 def modules() -> list[Path]:
@@ -101,7 +103,7 @@ def test_imports_run_one_way(path):
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_only_stage3_and_testing_know_deepspeed(path):
+def test_only_stage3_testing_and_proving_know_deepspeed(path):
     if unit(own_name(path)) not in KNOWS_DEEPSPEED:
         assert not {name for name in imports(path) if name.split(".")[0] == "deepspeed"}
 
@@ -145,7 +147,9 @@ def test_importing_zeroelastic_loads_no_native_library_of_ours_and_changes_nothi
     assert fresh(code) == "[] True 1 False\n[]\n"
 
 
-@pytest.mark.parametrize("name", ["layout", "plan", "checkpoint", "universal_cost", "executors", "testing", "cli.app"])
+@pytest.mark.parametrize(
+    "name", ["layout", "plan", "checkpoint", "universal_cost", "executors", "testing", "proving.driver", "cli.app"]
+)
 def test_these_work_without_torch_and_deepspeed(name):
     assert fresh(f"import zeroelastic.{name}; {LOADED}") in ("[]\n", "['numpy']\n")
 

@@ -17,7 +17,7 @@ from zeroelastic.cli.show import harmless
 from zeroelastic.errors import CheckpointError, UsageError, ZeroElasticError
 
 FAILED = 1
-"""Something went wrong; for ``diff``: the checkpoints differ."""
+"""Something went wrong; for ``diff``: the checkpoints differ; for ``prove``: not proved."""
 
 MISUSE = 2
 """It cannot be done as it was asked for."""

@@ -10,12 +10,13 @@ from __future__ import annotations
 import json
 import logging
 import os
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zeroelastic.agree import broadcast, gather, settle
 from zeroelastic.elastic.position import KEY, Position, unpack_position
@@ -23,6 +24,9 @@ from zeroelastic.errors import CheckpointError
 from zeroelastic.record import write_atomically
 from zeroelastic.report import ResumeReport
 from zeroelastic.tags import Tag, check_quickly, check_tag
+
+if TYPE_CHECKING:
+    from zeroelastic.elastic.events import Events
 
 ATTEMPTS_NAME = ".zeroelastic-attempts.json"
 """Loads that were begun and not finished, by tag; only while there are any."""
@@ -49,13 +53,19 @@ class Resumed:
 
 
 def resume(
-    engine: Any, directory: str | os.PathLike[str], *, data: Position | None = None, strict: bool = True
+    engine: Any,
+    directory: str | os.PathLike[str],
+    *,
+    data: Position | None = None,
+    strict: bool = True,
+    log: Events | None = None,
 ) -> Resumed:
     """Load the newest checkpoint of ``directory`` that can be loaded, with the position of ``data``. Collective.
 
     ``strict`` refuses a changed global batch and a checkpoint without a position in the data. With an empty or missing
-    directory nothing happens, and ``Resumed.tag`` is None. Raises CheckpointError when there are checkpoints and none
-    can be loaded, and whatever ``engine.load_checkpoint`` raises for a run that does not fit::
+    directory nothing happens, and ``Resumed.tag`` is None. ``log`` is told what the job goes on from. Raises
+    CheckpointError when there are checkpoints and none can be loaded, and whatever ``engine.load_checkpoint`` raises
+    for a run that does not fit::
 
         sampler = ElasticDistributedSampler(dataset, global_batch=512)
         start = resume(engine, "ckpt", data=sampler)
@@ -67,6 +77,7 @@ def resume(
     from zeroelastic.stage3.wrappers import loading_strictly
 
     install()
+    began = time.monotonic()
     root = Path(directory)
     passed: list[str] = []
     remaining = tags_of_all_nodes(root)
@@ -89,7 +100,8 @@ def resume(
                 path, client_state = engine.load_checkpoint(load_dir, tag=name)
             if path is None:
                 raise CheckpointError(f"{load_dir}: DeepSpeed did not load {name}.")
-            return _finish(engine, root, name, dict(client_state or {}), data, strict, broadcast(tuple(passed)))
+            resumed = _finish(engine, root, name, dict(client_state or {}), data, strict, broadcast(tuple(passed)))
+            return _logged(resumed, log, began)
         except CheckpointError as error:
             passed.append(f"{name}: {error}")
             if _rank() == 0:
@@ -106,7 +118,21 @@ def resume(
         )
     if _rank() == 0:
         logger.info("%s: no checkpoint; the run begins", root)
-    return Resumed(None, 0, {}, None, (), ())
+    return _logged(Resumed(None, 0, {}, None, (), ()), log, began)
+
+
+def _logged(resumed: Resumed, log: Events | None, began: float) -> Resumed:
+    if log is not None:
+        report = resumed.report
+        log.resumed(
+            tag=resumed.tag,
+            saved_world_size=report.saved_world_size if report is not None else None,
+            proved=report.root_matches if report is not None else None,
+            seconds=time.monotonic() - began,
+            load_seconds=report.seconds if report is not None else None,
+            passed_over=len(resumed.passed_over),
+        )
+    return resumed
 
 
 def _finish(

@@ -54,6 +54,26 @@ class Saving:
     shard: ShardWriter | DigestedShard
 
 
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What ``save_checkpoint`` was called with."""
+
+    save_dir: Any
+    tag: str
+    client_state: Any
+    save_latest: bool
+    exclude_frozen_parameters: bool
+
+    @property
+    def directory(self) -> Path:
+        return Path(self.save_dir)
+
+    def of(self, original: Method, engine: Any, *, save_latest: bool | None = None) -> Any:
+        """The same call of DeepSpeed's own method; with ``save_latest`` as said here, where it is said."""
+        latest = self.save_latest if save_latest is None else save_latest
+        return original(engine, self.save_dir, self.tag, self.client_state, latest, self.exclude_frozen_parameters)
+
+
 def stage3_optimizer(engine: Any) -> DeepSpeedZeroOptimizer_Stage3 | None:
     """The engine's ZeRO-3 optimizer, or None when there is nothing for us to do."""
     optimizer = getattr(engine, "optimizer", None)
@@ -90,72 +110,86 @@ def save_checkpoint(original: Method) -> Method:
         optimizer = stage3_optimizer(self)
         if optimizer is None or not save_dir:
             return original(self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
-        options = options_of(self)
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
-        tag_dir = Path(save_dir) / tag
-        roll_call = RollCall(tag_dir, timeout_s=options.save_timeout_s)
+        roll_call = RollCall(Path(save_dir) / tag, timeout_s=options_of(self).save_timeout_s)
         roll_call.meet("it was about to be saved")
-        decoupled = self.checkpoint_engine.is_decoupled()
-        if decoupled:
-            self._commit_decoupled_checkpoint()  # the save before this one
-        elastic = saves_elastic(self)
-        reason = _cannot_commit(self, optimizer, tag_dir, elastic=elastic)
-        if reason is not None:
-            if elastic:
-                raise reason
-            if dist.get_rank() == 0:
-                logger.info("no commit record is written: %s", reason)
-            return original(self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
-        if decoupled:
-            check_alive(self)
-        save_id = new_save_id()
-        making = making_of(tag_dir, save_id)
-        heads = directory_heads(tag_dir) if self.use_node_local_storage() else (0,) * dist.get_world_size()
-        settle(lambda: _begin(Path(save_dir), tag_dir, save_id) if acts(heads) else None)
-        with discarded_on_failure(making, acts=acts(heads)), roll_call.naming_the_lost():
-            live = live_of(self, optimizer)
-            optimizer._zeroelastic_engine = self
-            with shard_writer(
-                self, live, tag_dir=tag_dir, making=making, with_frozen=not exclude_frozen_parameters, options=options
-            ) as shard:
-                optimizer._zeroelastic_saving = Saving(save_id, live, shard)
-                try:
-                    # A decoupled engine keeps the wish for ``latest`` until it commits; others would write it too
-                    # early.
-                    latest = save_latest and decoupled
-                    with offloaded_save(self, live, elastic=elastic), met_after_writing(optimizer, roll_call):
-                        done = original(self, save_dir, tag, client_state, latest, exclude_frozen_parameters)
-                    commit_info = self.checkpoint_engine.commit_info
-                finally:
-                    del optimizer._zeroelastic_saving
-            trained = frozenset(param.name for param in live.layout.params)
-            parts = of_every_tp_rank(live, (whole_contents(live, shard.digests(), device=self.device), trained))
-            save = Uncommitted(
-                tag_dir=tag_dir,
-                save_id=save_id,
-                checkpoint_format="elastic" if elastic else "rigid",
-                world_size=live.layout.world_size,
-                tp_size=live.tp.size,
-                global_steps=self.global_steps,
-                train_batch_size=self.train_batch_size(),
-                lost_micro_batches=_warn_of_lost_micro_batches(self, tag_dir),
-                contents=tuple(content for contents, _ in parts for content in contents),
-                trained=frozenset().union(*(names for _, names in parts)),
-                written=written_files(self, Path(save_dir), tag),
-                making=making,
-                heads=heads,
-            )
-            settle(live.residence.sync)
-        point_latest = partial(_point_latest, Path(save_dir), tag, acts=acts(heads)) if save_latest else None
-        if decoupled:
-            hand_over(self, Pending(save, commit_info, options, point_latest))
-            return done
-        commit(save, roll_call, fsync=options.fsync)
-        if point_latest is not None:
-            roll_call.settle(point_latest, "`latest` was written")
-        return done
+        with roll_call.naming_the_lost():
+            asked = _Asked(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
+            return _save(self, optimizer, original, asked, roll_call)
 
     return save_checkpoint
+
+
+def _save(
+    engine: Any, optimizer: DeepSpeedZeroOptimizer_Stage3, original: Method, asked: _Asked, roll_call: RollCall
+) -> Any:
+    """The save itself, when all ranks have come to it. Collective."""
+    options = options_of(engine)
+    tag_dir = asked.directory / asked.tag
+    decoupled = engine.checkpoint_engine.is_decoupled()
+    if decoupled:
+        engine._commit_decoupled_checkpoint()  # the save before this one
+    elastic = saves_elastic(engine)
+    reason = _cannot_commit(engine, optimizer, tag_dir, elastic=elastic)
+    if reason is not None:
+        if elastic:
+            raise reason
+        if dist.get_rank() == 0:
+            logger.info("no commit record is written: %s", reason)
+        return asked.of(original, engine)
+    if decoupled:
+        check_alive(engine)
+    save_id = new_save_id()
+    making = making_of(tag_dir, save_id)
+    heads = directory_heads(tag_dir) if engine.use_node_local_storage() else (0,) * dist.get_world_size()
+    settle(lambda: _begin(asked.directory, tag_dir, save_id) if acts(heads) else None)
+    with discarded_on_failure(making, acts=acts(heads)):
+        live = live_of(engine, optimizer)
+        optimizer._zeroelastic_engine = engine
+        with shard_writer(
+            engine,
+            live,
+            tag_dir=tag_dir,
+            making=making,
+            with_frozen=not asked.exclude_frozen_parameters,
+            options=options,
+        ) as shard:
+            optimizer._zeroelastic_saving = Saving(save_id, live, shard)
+            try:
+                # A decoupled engine keeps the wish for ``latest`` until it commits; others would write it too
+                # early.
+                latest = asked.save_latest and decoupled
+                with offloaded_save(engine, live, elastic=elastic), met_after_writing(optimizer, roll_call):
+                    done = asked.of(original, engine, save_latest=latest)
+                commit_info = engine.checkpoint_engine.commit_info
+            finally:
+                del optimizer._zeroelastic_saving
+        trained = frozenset(param.name for param in live.layout.params)
+        parts = of_every_tp_rank(live, (whole_contents(live, shard.digests(), device=engine.device), trained))
+        save = Uncommitted(
+            tag_dir=tag_dir,
+            save_id=save_id,
+            checkpoint_format="elastic" if elastic else "rigid",
+            world_size=live.layout.world_size,
+            tp_size=live.tp.size,
+            global_steps=engine.global_steps,
+            train_batch_size=engine.train_batch_size(),
+            lost_micro_batches=_warn_of_lost_micro_batches(engine, tag_dir),
+            contents=tuple(content for contents, _ in parts for content in contents),
+            trained=frozenset().union(*(names for _, names in parts)),
+            written=written_files(engine, asked.directory, asked.tag),
+            making=making,
+            heads=heads,
+        )
+        settle(live.residence.sync)
+    point_latest = partial(_point_latest, asked.directory, asked.tag, acts=acts(heads)) if asked.save_latest else None
+    if decoupled:
+        hand_over(engine, Pending(save, commit_info, options, point_latest))
+        return done
+    commit(save, roll_call, fsync=options.fsync)
+    if point_latest is not None:
+        roll_call.settle(point_latest, "`latest` was written")
+    return done
 
 
 def _cannot_commit(

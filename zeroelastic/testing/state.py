@@ -52,6 +52,21 @@ def gather_state(engine: Any) -> State:
     Padding is left out. Every tensor has its parameter's full shape, or a RuntimeError says which has not.
     Raises TypeError when the engine does not train with ZeRO stage 3.
     """
+    return dict(_entries(engine))
+
+
+def fingerprint_state(engine: Any) -> State:
+    """What `gather_state` gathers, as fingerprints, in the memory of one parameter at a time. Collective.
+
+    Raises TypeError when the engine does not train with ZeRO stage 3.
+    """
+    import torch
+
+    return {key: _digest(entry) if isinstance(entry, torch.Tensor) else entry for key, entry in _entries(engine)}
+
+
+def _entries(engine: Any) -> Iterator[tuple[str, Entry]]:
+    """The keys and values of `gather_state`, one by one; every rank has to take all of them."""
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
     if not isinstance(engine.optimizer, DeepSpeedZeroOptimizer_Stage3):
@@ -59,20 +74,19 @@ def gather_state(engine: Any) -> State:
             f"gather_state needs an engine that trains with ZeRO stage 3; its optimizer is {type(engine.optimizer)}."
         )
     names = {param: name for name, param in engine.module.named_parameters()}
-    state: State = {}
     for param, name in names.items():
-        state[f"weight/{name}"] = _gather_weight(param, name)
-    state.update(_gather_optimizer(engine.optimizer, names))
-    state.update(_gather_buffers(engine.module))
-    state.update(_groups(engine.optimizer, names))
+        yield f"weight/{name}", _gather_weight(param, name)
+    yield from _gather_optimizer(engine.optimizer, names)
+    yield from _gather_buffers(engine.module).items()
+    yield from _groups(engine.optimizer, names).items()
     if engine.lr_scheduler is not None:
-        state.update(flatten("scheduler", engine.lr_scheduler.state_dict()))
-    state.update(flatten("loss_scaler", vars(engine.optimizer.loss_scaler)))
+        yield from flatten("scheduler", engine.lr_scheduler.state_dict()).items()
+    yield from flatten("loss_scaler", vars(engine.optimizer.loss_scaler)).items()
     grad_scaler = getattr(engine.optimizer, "torch_autocast_gradscaler", None)
     if grad_scaler is not None:
-        state.update(flatten("grad_scaler", grad_scaler.state_dict()))
-    state.update({f"engine/{name}": getattr(engine, name) for name in _ENGINE_COUNTERS})
-    return state
+        yield from flatten("grad_scaler", grad_scaler.state_dict()).items()
+    for name in _ENGINE_COUNTERS:
+        yield f"engine/{name}", getattr(engine, name)
 
 
 def flatten(prefix: str, value: Any) -> State:
@@ -125,9 +139,8 @@ def _gather_weight(param: Any, name: str) -> torch.Tensor:
     return _checked(weight, param, f"weight/{name}")
 
 
-def _gather_optimizer(optimizer: Any, names: Mapping[torch.nn.Parameter, str]) -> State:
+def _gather_optimizer(optimizer: Any, names: Mapping[torch.nn.Parameter, str]) -> Iterator[tuple[str, Entry]]:
     """Master weights and optimizer state, sub-group by sub-group; tensors keep their own dtype."""
-    gathered: State = {}
     for index, group in enumerate(optimizer.fp16_groups):
         with _resident(optimizer, index):
             master = optimizer.fp32_partitioned_groups_flat[index]
@@ -141,9 +154,9 @@ def _gather_optimizer(optimizer: Any, names: Mapping[torch.nn.Parameter, str]) -
                     f"master/{name}": master,
                     **{f"state/{name}/{k}": v for k, v in sharded.items()},
                 }.items():
-                    gathered[key] = _gather_fragment(flat.narrow(0, offset, length), param, key)
-                gathered.update({f"scalar/{name}/{key}": number for key, number in scalars.items()})
-    return gathered
+                    yield key, _gather_fragment(flat.narrow(0, offset, length), param, key)
+                for key, number in scalars.items():
+                    yield f"scalar/{name}/{key}", number
 
 
 @contextmanager

@@ -1,0 +1,169 @@
+"""The figures of docs/reliability.md, from the raw results of the campaigns: ``make reliability``.
+
+    python benchmarks/reliability.py            # writes the part of the page between its two marks
+    python benchmarks/reliability.py --check    # exit status 1 where the page says something else
+
+A campaign whose result is not there is "not run yet"; what a result says and is not known here is listed as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE, RESULTS = ROOT / "docs/reliability.md", ROOT / "benchmarks/results"
+BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
+NOT_RUN = "not run yet"
+
+Result = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Campaign:
+    """A campaign: its result is ``results/NAME.json``, ``say`` makes sentences of it, one a line."""
+
+    name: str
+    target: str
+    about: str
+    say: Callable[[Result], list[str]]
+
+
+def plain(result: Result) -> list[str]:
+    """Every figure of a result as it stands: numbers and texts, and one level of what holds them."""
+    lines = []
+    for key, value in result.items():
+        if key == "machine":  # said elsewhere
+            continue
+        name = key.replace("_", " ")
+        if _is_figure(value):
+            lines.append(f"{name}: {_figure(value)}")
+        elif isinstance(value, Mapping) and value and all(map(_is_figure, value.values())):
+            lines.append(f"{name}: " + _pairs(value))
+        elif isinstance(value, list) and value and all(isinstance(row, Mapping) for row in value):
+            rows = [{k: v for k, v in row.items() if _is_figure(v)} for row in value]
+            lines += [f"{name}: {_pairs(row)}" for row in rows if row]
+    return lines
+
+
+def _is_figure(value: object) -> bool:
+    return isinstance(value, (int, float, str)) and len(str(value)) <= 80
+
+
+def _figure(value: object) -> str:
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+
+
+def _pairs(values: Result) -> str:
+    return ", ".join(f"{key.replace('_', ' ')} {_figure(value)}" for key, value in values.items())
+
+
+def say_crash_reshard(result: Result) -> list[str]:
+    """`kill -9` of the offline verb."""
+    outcomes = result["outcomes"]
+    sizes = " -> ".join(map(str, result["world_sizes"]))
+    return [
+        f"{result['kills']} kills of a reshard {sizes}, seed {result['seed']}: {outcomes['absent']} left no target, "
+        f"{outcomes['complete']} a whole one, none anything else; the source was the same byte for byte each time",
+        f"{outcomes['resumed']} were run again and came to a whole target, with up to "
+        f"{max(result['ranks_taken_over'])} ranks taken over from the killed run",
+    ]
+
+
+def say_crash_training(result: Result) -> list[str]:
+    """`kill -9` of a job that saves."""
+    errors = result["errors_of_surviving_ranks"]
+    told = _pairs(errors) if errors else "none had one to tell"
+    return [
+        f"{result['kills']} kills of one rank or all of {result['ranks']}, seed {result['seed']}, in "
+        f"{result['minutes']} minutes and {result['steps_trained']} steps; after each, `latest` and every tag that was "
+        "saved verified, and a job of another size resumed with the state that had been written down",
+        f"how it went: {_pairs(result['outcomes'])}",
+        f"errors of ranks that survived: {told}",
+    ]
+
+
+def say_damage(result: Result) -> list[str]:
+    """One piece of damage, one load."""
+    counts = result["counts"]
+    verdicts = [key for key in counts[0] if key not in ("damage", "where")]
+
+    def of(rows: list[Result]) -> str:
+        total = sum(row[key] for row in rows for key in verdicts)
+        found = {key: sum(row[key] for row in rows) for key in verdicts}
+        return f"{total:,}: " + ", ".join(f"{found[key]:,} {key.lower()}" for key in verdicts)
+
+    kinds = dict.fromkeys(row["damage"] for row in counts)
+    return [
+        f"loads of a checkpoint of {result['saved_on']} ranks on {result['loaded_on']}, seed {result['seed']}: "
+        + of(counts),
+        *(f"{kind}: {of([row for row in counts if row['damage'] == kind])}" for kind in kinds),
+    ]
+
+
+CAMPAIGNS = (
+    Campaign(
+        "crash_training", "make crash-training", "a training job that saves in a loop, killed", say_crash_training
+    ),
+    Campaign("damage", "make damage", "a damaged checkpoint, loaded", say_damage),
+    Campaign("fuzz", "make fuzz", "the readers, on generated files", plain),
+    Campaign("scale", "make bench-scale", "many ranks, tags, loaders and parameters", plain),
+    Campaign("crash_reshard", "make crash", "`zeroelastic reshard`, killed", say_crash_reshard),
+)
+
+
+def figures(results: Path) -> str:
+    """The generated part of the page, from the raw results of a directory."""
+    lines: list[str] = []
+    for campaign in CAMPAIGNS:
+        path = results / f"{campaign.name}.json"
+        lines += [f"**`{campaign.target}`**: {campaign.about}.", ""]
+        if not path.exists():
+            lines += [f"* {NOT_RUN}", ""]
+            continue
+        result = json.loads(path.read_text())
+        lines += [f"* {sentence}" for sentence in campaign.say(result)]
+        lines += [f"* raw: [{path.name}](../benchmarks/results/{path.name}){_where(result)}", ""]
+    return "\n".join(lines)
+
+
+def _where(result: Result) -> str:
+    machine = result.get("machine")
+    if isinstance(machine, str):
+        return f"; {machine}"
+    if not isinstance(machine, Mapping):
+        return ""
+    facts = [str(machine[key]) for key in ("cpu", "time") if key in machine]
+    facts += [f"commit {str(machine['commit'])[:12]}"] if machine.get("commit") else []
+    return f"; {', '.join(facts)}" if facts else ""
+
+
+def written(page: str, results: Path) -> str:
+    """The page with its figures written anew. Raises ValueError where its marks are missing."""
+    before, begin, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise ValueError(f"the page has no {BEGIN} ... {END}")
+    return f"{before}{BEGIN}\n\n{figures(results)}\n{END}{after}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    parser.add_argument("--page", type=Path, default=PAGE)
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    chosen = parser.parse_args()
+    page = chosen.page.read_text()
+    new = written(page, chosen.results)
+    if chosen.check:
+        sys.exit(None if new == page else f"{chosen.page}: its figures are not those of the results: make reliability")
+    chosen.page.write_text(new)
+
+
+if __name__ == "__main__":
+    main()

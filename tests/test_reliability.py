@@ -1,0 +1,77 @@
+"""docs/reliability.md says what the campaigns found and names tests that exist; benchmarks/reliability.py writes it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from reliability import CAMPAIGNS, NOT_RUN, PAGE, RESULTS, figures, plain, written  # noqa: E402
+
+
+def test_the_page_has_the_figures_of_the_raw_results() -> None:
+    page = PAGE.read_text()
+    assert page == written(page, RESULTS), "make reliability"
+
+
+def test_the_page_names_tests_and_targets_that_exist() -> None:
+    page = PAGE.read_text()
+    named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", page)
+    assert len(named) >= 50
+    for file, name in set(named):
+        assert re.search(rf"^def {name}\(", (ROOT / "tests" / file).read_text(), re.MULTILINE), f"{file}::{name}"
+    makefile = (ROOT / "Makefile").read_text()
+    without_result = {campaign.target for campaign in CAMPAIGNS if not (RESULTS / f"{campaign.name}.json").exists()}
+    for target in set(re.findall(r"`make ([\w-]+)`", page)):
+        assert f"make {target}" in without_result or re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+def test_what_was_not_run_is_said_and_a_changed_figure_shows(tmp_path: Path) -> None:
+    assert figures(tmp_path).count(NOT_RUN) == len(CAMPAIGNS)
+    result = json.loads((RESULTS / "crash_reshard.json").read_text())
+    (tmp_path / "crash_reshard.json").write_text(json.dumps({**result, "kills": 4711}))
+    assert "4711 kills" in figures(tmp_path) and figures(tmp_path).count(NOT_RUN) == len(CAMPAIGNS) - 1
+    page = tmp_path / "page.md"
+    shutil.copy(PAGE, page)
+    command = [sys.executable, ROOT / "benchmarks/reliability.py", "--page", page, "--results", tmp_path]
+    checked = subprocess.run([*command, "--check"], capture_output=True, text=True, timeout=60, check=False)
+    assert checked.returncode == 1 and "make reliability" in checked.stderr
+    subprocess.run(command, timeout=60, check=True)
+    assert "4711 kills" in page.read_text()
+    subprocess.run([*command, "--check"], timeout=60, check=True)
+    with pytest.raises(ValueError, match="the page has no"):
+        written("# A page", tmp_path)
+
+
+def test_damage_is_added_up_by_kind() -> None:
+    rows = [
+        {"damage": "flip", "where": "a", "detected": 900, "warned": 2, "harmless": 3, "FAILED": 0},
+        {"damage": "flip", "where": "b", "detected": 95, "warned": 0, "harmless": 0, "FAILED": 0},
+        {"damage": "swap", "where": "a", "detected": 6, "warned": 0, "harmless": 0, "FAILED": 1},
+    ]
+    say = next(campaign.say for campaign in CAMPAIGNS if campaign.name == "damage")
+    lines = say({"seed": 0, "saved_on": 3, "loaded_on": 2, "counts": rows})
+    assert lines[0].endswith("1,007: 1,001 detected, 2 warned, 3 harmless, 1 failed")
+    assert lines[1:] == [
+        "flip: 1,000: 995 detected, 2 warned, 3 harmless, 0 failed",
+        "swap: 7: 6 detected, 0 warned, 0 harmless, 1 failed",
+    ]
+
+
+def test_an_unknown_result_is_listed_as_it_is() -> None:
+    result = {
+        "machine": {"cpu": "x"},
+        "kills": 1200,
+        "found": {"a": 1, "b": 2},
+        "rows": [{"n": 3, "raw": [1]}],
+        "raw": [1],
+    }
+    assert plain(result) == ["kills: 1,200", "found: a 1, b 2", "rows: n 3"]

@@ -1,0 +1,110 @@
+"""A run of a proof under torchrun on this machine, within a time limit."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from zeroelastic.errors import UsageError
+from zeroelastic.proving.records import Failure, Run, write_run
+
+_PROCESSES_PER_CORE = 8
+_END_SECONDS = 40.0
+_TAIL_LINES = 15
+
+PACKAGE_PARENT = Path(__file__).parents[2]
+
+
+def command(run: Run, script: Sequence[str]) -> list[str]:
+    """The command line of a run: the one a person would give, with our module where python would stand."""
+    return [
+        sys.executable,
+        *("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(run.world_size)),
+        *("-m", "zeroelastic.proving.rank", str(Path(run.folder) / "run.json"), *script),
+    ]
+
+
+def launch(run: Run, script: Sequence[str], *, time_limit_s: float, env: dict[str, str]) -> int | None:
+    """Run a script on ``run.world_size`` ranks and wait; returns torchrun's status, None when the time was up."""
+    write_run(Path(run.folder) / "run.json", run)
+    with run.log_path.open("wb") as log:
+        started = subprocess.Popen(
+            command(run, script), stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=env
+        )
+        try:
+            return started.wait(timeout=time_limit_s)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            _stop(started)
+
+
+def _stop(started: subprocess.Popen[bytes]) -> None:
+    """End torchrun, which ends its ranks; if it does not in time, the ranks end with it."""
+    if started.poll() is None:
+        started.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            started.wait(timeout=_END_SECONDS)
+    if started.poll() is None:
+        started.kill()
+        started.wait()
+
+
+def environment(num_processes: int, state_nbytes: int) -> tuple[dict[str, str], str]:
+    """The environment of the runs, and the device that they take: "cuda" or "cpu".
+
+    The machine's GPUs where there is one for each process; DS_ACCELERATOR=cpu, set by the user, takes the CPU. Raises
+    UsageError where the processes, or on the CPU the state of one run, do not fit.
+    """
+    env = dict(os.environ)
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(PACKAGE_PARENT), env.get("PYTHONPATH"))))
+    num_gpus = 0 if env.get("DS_ACCELERATOR") == "cpu" else _num_gpus()
+    if num_gpus >= num_processes:
+        return env, "cuda"
+    if num_gpus:
+        raise UsageError(
+            f"{num_processes} processes need {num_processes} GPUs; this machine has {num_gpus}. Choose smaller sizes "
+            "(--world-size, --from-world-size), or set DS_ACCELERATOR=cpu to prove it on the CPU."
+        )
+    cores = len(os.sched_getaffinity(0))
+    if num_processes > cores * _PROCESSES_PER_CORE:
+        raise UsageError(
+            f"{num_processes} processes are too many for the {cores} cores of this machine. Choose smaller sizes "
+            "(--world-size, --from-world-size)."
+        )
+    free = _free_memory_nbytes()
+    if state_nbytes > free:
+        raise UsageError(
+            f"the checkpoint's {state_nbytes:,} bytes of state do not fit into the {free:,} bytes of memory that are "
+            "free on this machine. Prove it on one with more memory, or with GPUs."
+        )
+    env["DS_ACCELERATOR"] = "cpu"
+    return env, "cpu"
+
+
+def _free_memory_nbytes() -> int:
+    with open("/proc/meminfo") as lines:
+        return 1024 * int(next(line for line in lines if line.startswith("MemAvailable")).split()[1])
+
+
+def _num_gpus() -> int:
+    """Counted in a process of its own: one that has initialised CUDA is no good for starting others."""
+    code = "import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
+    return int(done.stdout) if done.returncode == 0 else 0
+
+
+def failure_of(run: Run) -> str:
+    """Why a run failed: the error of its first rank that failed with one, or the end of its log."""
+    failures = [Failure(**json.loads(path.read_text())) for path in Path(run.folder).glob("failure-*.json")]
+    if failures:
+        first = min(failures, key=lambda failure: failure.rank)
+        return f"rank {first.rank}: {first.error}"
+    if not run.log_path.exists():
+        return "there is no log"
+    return "\n".join(run.log_path.read_text(errors="replace").splitlines()[-_TAIL_LINES:])

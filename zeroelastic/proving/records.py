@@ -1,0 +1,128 @@
+"""What one run of a proof is told, and what its ranks recorded: plain data that travels as JSON."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from zeroelastic.testing.state import Entry, Fingerprint, State
+
+Role = Literal["reference size", "reference size again", "other size", "back"]
+"""The checkpoint at the size that saved it, the same once more, at the other size; and the other size's save back."""
+
+ROLES: tuple[Role, ...] = get_args(Role)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What one run is told. ``folder`` is its own: everything that it records is written there.
+
+    It counts as resumed when the script loads ``source``, a tag directory. In place of it, it is given the tag
+    ``instead`` (save directory, tag). It is stopped after ``steps`` optimizer steps, or by ``save_to`` (save directory,
+    tag) a save after them. Of ``protected`` paths and what is below them nothing may be written.
+    """
+
+    role: Role
+    world_size: int
+    steps: int
+    source: str
+    folder: str
+    protected: tuple[str, ...] = ()
+    instead: tuple[str, str] | None = None
+    save_to: tuple[str, str] | None = None
+
+    @property
+    def record_path(self) -> Path:
+        """Where the first rank writes its record."""
+        return Path(self.folder) / "record.json"
+
+    @property
+    def log_path(self) -> Path:
+        """What the ranks print."""
+        return Path(self.folder) / "log.txt"
+
+    def failure_path(self, rank: int) -> Path:
+        """Where a rank says what it failed with."""
+        return Path(self.folder) / f"failure-{rank}.json"
+
+
+@dataclass(slots=True)
+class Record:
+    """What a run looked like from within. States are gathered over its ranks, tensors as fingerprints.
+
+    ``loaded`` is the state when the checkpoint's load returned, ``started`` that at the first forward pass after it,
+    ``ended`` that after the last step. ``replicas`` are differences between what ranks hold of the same. ``losses`` and
+    ``samples`` are by optimizer step: the mean over the global batch, and a digest of its samples in no order.
+    ``loads`` are the places that the script loaded from. ``report`` is the resume report, as plain values.
+    """
+
+    role: Role
+    world_size: int
+    finished: bool = False
+    loads: list[str] = field(default_factory=list)
+    report: dict[str, Any] | None = None
+    loaded: State | None = None
+    started: State | None = None
+    ended: State | None = None
+    replicas: list[str] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    samples: list[str | None] = field(default_factory=list)
+    global_batch: int | None = None
+    accumulation: int | None = None
+    precision: str | None = None
+    device: str | None = None
+    saves_skipped: int = 0
+    versions: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The exception that ended a rank."""
+
+    rank: int
+    error: str
+    traceback: str
+
+
+def write_run(path: Path, run: Run) -> None:
+    """Write what a run is told."""
+    path.write_text(json.dumps(asdict(run), indent=1) + "\n")
+
+
+def read_run(path: Path) -> Run:
+    """Read what ``write_run`` wrote."""
+    data = json.loads(path.read_text())
+    pairs = {name: None if data[name] is None else tuple(data[name]) for name in ("protected", "instead", "save_to")}
+    return Run(**{**data, **pairs})
+
+
+def write_record(path: Path, record: Record) -> None:
+    """Write a record, whole or not at all."""
+    data = asdict(record)
+    for name in ("loaded", "started", "ended"):
+        state: State | None = getattr(record, name)
+        data[name] = None if state is None else {key: _to_json(entry) for key, entry in state.items()}
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(data, indent=1) + "\n")
+    temporary.replace(path)
+
+
+def read_record(path: Path) -> Record:
+    """Read what ``write_record`` wrote."""
+    data = json.loads(path.read_text())
+    for name in ("loaded", "started", "ended"):
+        if data[name] is not None:
+            data[name] = {key: _from_json(entry) for key, entry in data[name].items()}
+    return Record(**data)
+
+
+def _to_json(entry: Entry) -> object:
+    return list((entry.dtype, entry.shape, entry.digest)) if isinstance(entry, Fingerprint) else entry
+
+
+def _from_json(entry: Any) -> Entry:
+    if isinstance(entry, list):
+        return Fingerprint(entry[0], tuple(entry[1]), entry[2])
+    return entry  # type: ignore[no-any-return]
