@@ -31,11 +31,14 @@ export OMP_NUM_THREADS ?= 1
 
 NATIVE_SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
 
-.PHONY: help venv warm versions demo demo-elastic test test-gpu test-native crash bench reliability support lint format clean
+.PHONY: help venv warm versions demo demo-elastic demo-elastic-netns demo-elastic-fixed test test-gpu test-native crash \
+    bench reliability support lint format clean
 
 help:
 	@echo "make demo      the demonstration; its results go to demo/"
 	@echo "make demo-elastic  a job that loses and gains nodes; its results go to demo-elastic/"
+	@echo "make demo-elastic-netns  one of whose hosts is cut off; needs root; results in demo-elastic-netns/"
+	@echo "make demo-elastic-fixed  of a fixed size, which waits; its results go to demo-elastic-fixed/"
 	@echo "make test      all tests (PYTEST_ARGS='-k name' narrows, JOBS sets the number of workers)"
 	@echo "make test-gpu  the tests that need a CUDA device"
 	@echo "make test-native  the C++ tests, with sanitizers"
@@ -89,7 +92,13 @@ demo: $(VENV)/.op-ShareMemCommBuilder
 
 # Four torchrun agents on this machine, of which some are killed and others come; its results go to demo-elastic/.
 demo-elastic: $(VENV)/.op-ShareMemCommBuilder
-	$(PY) examples/elastic/cluster.py --out demo-elastic
+	$(PY) examples/elastic/cluster.py --out demo-elastic --results benchmarks/results
+
+demo-elastic-netns: $(VENV)/.op-ShareMemCommBuilder
+	$(PY) examples/elastic/cluster.py --out demo-elastic-netns --scenario network --results benchmarks/results
+
+demo-elastic-fixed: $(VENV)/.op-ShareMemCommBuilder
+	$(PY) examples/elastic/cluster.py --out demo-elastic-fixed --scenario fixed-size --results benchmarks/results
 
 # Tests of a file stay together, in order, until a worker runs out of work and takes over the last half of another's.
 test: warm versions
@@ -134,5 +143,5 @@ format: $(STAMP)
 	$(if $(NATIVE_SOURCES),$(VENV)/bin/clang-format -i $(NATIVE_SOURCES))
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info demo demo-elastic .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist *.egg-info demo demo-elastic demo-elastic-netns demo-elastic-fixed .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

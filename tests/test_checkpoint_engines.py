@@ -11,7 +11,6 @@ import pickle
 import signal
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -379,21 +378,6 @@ def test_the_old_format_is_deepspeeds_at_the_same_size_and_refused_at_another(
 NODE_LOCAL = {"checkpoint": {"use_node_local_storage": True}}
 
 
-def on_its_own_node(call: Callable[..., Any], job: Job, directory: str, **options: Any) -> Any:
-    """Runs with a directory that no other rank sees, as if each rank were a node."""
-    own = Path(directory) / f"node{dist.get_rank()}"
-    own.mkdir(exist_ok=True)
-    os.chdir(own)
-    return call(job, "ckpt", **options)
-
-
-def save_refused(job: Job, directory: str) -> tuple[tuple[str, str], list[str]]:
-    engine = build_engine(job)
-    train_step(engine, 0)
-    error = tried(lambda: engine.save_checkpoint(directory))
-    return error, sorted(str(path) for path in Path(directory).rglob("*"))
-
-
 @pytest.mark.support(ENGINES, "`use_node_local_storage`, every rank sees all files", "exact")
 def test_node_local_storage_that_all_ranks_see_is_like_any_other(rank_pool: RankPool, tmp_path: Path) -> None:
     job = Job(config=NODE_LOCAL)
@@ -406,35 +390,6 @@ def test_node_local_storage_that_all_ranks_see_is_like_any_other(rank_pool: Rank
     ]
     for outcome in rank_pool.run(resume, 3, job.other(), str(tmp_path)):
         assert compare_states(saved.state, outcome.state) == [] and outcome.report.root_matches
-
-
-@pytest.mark.support(
-    ENGINES,
-    "`use_node_local_storage`, files on other nodes",
-    "refused",
-    "rigid ones load at the same size, by DeepSpeed",
-)
-def test_node_local_storage_whose_files_are_not_seen_is_refused_by_name(rank_pool: RankPool, tmp_path: Path) -> None:
-    job = Job(config=NODE_LOCAL)
-    results = rank_pool.run(on_its_own_node, 2, save_refused, job, str(tmp_path), timeout=60)
-    assert results[0] == results[1]
-    (kind, said), left = results[0]
-    assert kind == "UnsupportedError" and "rank 1 cannot see what rank 0 writes there" in said
-    assert left == []
-
-    rigid = replace(job, elastic=False)
-    saved = rank_pool.run(on_its_own_node, 2, train_and_save, rigid, str(tmp_path), timeout=60)[0]
-    assert not (tmp_path / "node0" / "ckpt" / "global_step3" / RECORD_NAME).exists()
-    same = rigid.other(sub_group_size=rigid.sub_group_size)
-    for outcome in rank_pool.run(on_its_own_node, 2, resume, same, str(tmp_path), timeout=60):
-        assert compare_states(saved.state, outcome.state) == [] and outcome.report is None
-    for world_size in (1, 3):
-        refused = rank_pool.run(on_its_own_node, world_size, attempt, job.other(), str(tmp_path), timeout=60)
-        assert len(set(refused)) == 1
-        kind, said = refused[0]
-        assert kind == "UnsupportedError"
-        assert "zero_pp_rank_1_mp_rank_00_optim_states.pt" in said
-        assert f"Ranks that do not see all files: {', '.join(map(str, range(world_size)))}." in said
 
 
 def save_in_many_places(job: Job, directory: str) -> Any:

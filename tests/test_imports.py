@@ -16,8 +16,8 @@ PACKAGE = Path(zeroelastic.__file__).parent
 LEVELS = [
     {"errors", "_version", "report"},
     {"layout"},
-    {"storage", "agree"},
-    {"processes"},
+    {"storage", "agree", "event_log"},
+    {"processes", "relayed", "timeline"},
     {"plan", "digest", "torchfile"},
     {"record", "picklegraph", "zip_records", "element_stats"},
     {"shard"},

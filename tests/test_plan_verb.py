@@ -22,7 +22,8 @@ from zeroelastic.checkpoint import open_checkpoint
 from zeroelastic.cli import bandwidth, plan
 from zeroelastic.cli.bandwidth import Bandwidth, measure_bandwidth
 from zeroelastic.cli.heat_map import heat_map
-from zeroelastic.cli.plan_plot import check_plot, draw_plan
+from zeroelastic.cli.plan_plot import draw_plan
+from zeroelastic.cli.plot_file import check_plot
 from zeroelastic.errors import UsageError
 from zeroelastic.forecast import Traffic, make_forecast, read_head
 from zeroelastic.source import Source
@@ -249,11 +250,11 @@ def test_the_plot_is_a_new_file_and_the_same_each_time(
     made = []
     for name in ("one", "two"):
         path = tmp_path / f"{name}{suffix}"
-        check_plot(path)
+        check_plot(path, "a plan")
         draw_plan(path, forecast, universal)
         made.append(path.read_bytes())
         with pytest.raises(UsageError, match="nothing is overwritten"):
-            check_plot(path)
+            check_plot(path, "a plan")
         with pytest.raises(UsageError, match="nothing is overwritten"):
             draw_plan(path, forecast, universal)
     assert made[0].startswith(magic) and made[0] == made[1]

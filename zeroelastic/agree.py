@@ -58,6 +58,11 @@ def settle(action: Callable[[], T]) -> T:
     return result  # type: ignore[return-value]
 
 
+def collective_device() -> torch.device:
+    """Where tensors have to be for collectives of the process group."""
+    return torch.device("cpu") if dist.get_backend() == "gloo" else torch.device("cuda", torch.cuda.current_device())
+
+
 def _attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
     """The result or the exception, which the caller raises on every rank."""
     try:
@@ -70,8 +75,7 @@ def _any(flag: bool) -> bool:
     """Whether the flag is set on any rank. Collective."""
     if dist.get_world_size() == 1:
         return flag
-    device = "cpu" if dist.get_backend() == "gloo" else torch.device("cuda", torch.cuda.current_device())
-    votes = torch.tensor([int(flag)], dtype=torch.int32, device=device)
+    votes = torch.tensor([int(flag)], dtype=torch.int32, device=collective_device())
     dist.all_reduce(votes, op=dist.ReduceOp.MAX)
     return bool(votes.item())
 

@@ -21,12 +21,13 @@ from zeroelastic.layout import Int64Array, Layout, Param, partition_numel, unpac
 from zeroelastic.record import RECORD_NAME, CommitRecord, read_record
 from zeroelastic.shard import FROZEN, Pieces, Shard, checked_param, checked_params, open_shard
 from zeroelastic.storage import FilePath, RemotePath, as_path, file_sizes
-from zeroelastic.torchfile import TensorRef, TorchFile, read_torch_file
+from zeroelastic.torchfile import Blocks, TensorRef, TorchFile, read_torch_file
 
 _OPTIM_FILE = re.compile(r"^(bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt$")
 _MODEL_FILE = re.compile(r"^zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt$")
 _SHOWN = 6
 _MAX_WORLD_SIZE = 1 << 24
+_ON_NO_NODE = "The nodes that hold it have to take part, or use an older tag."
 _OTHER_STAGES = re.compile(r"^mp_rank_\d+_model_states\.pt$")
 
 
@@ -64,13 +65,29 @@ class ModelStates:
     header_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """What is known of a tag directory whose files are not all seen here: the sizes of those that somebody sees.
+
+    ``away`` are the ones that others see; ``world_size`` is what headers say where there is no ``record``.
+    ``record_bytes`` is what was read here of the record.
+    """
+
+    sizes: Mapping[str, int]
+    record: CommitRecord | None
+    world_size: int
+    away: frozenset[str]
+    record_bytes: int = 0
+
+
 @dataclass(slots=True)
 class Checkpoint:
     """The files of one tag and what is known of them.
 
     Invariants: ``world_size`` ranks each have one optimizer and one model states file in ``optim_files`` and
     ``model_files``; where there is a commit record, every file has the size that it states. Of a tensor parallel run
-    these are the files of one tensor parallel rank, ``tp``, and ``world_size`` is the data parallel size.
+    these are the files of one tensor parallel rank, ``tp``, and ``world_size`` is the data parallel size. ``away`` are
+    files that this process does not see: their headers are parsed from what those who do have read (``through``).
     """
 
     tag_dir: FilePath
@@ -81,10 +98,11 @@ class Checkpoint:
     stale_files: tuple[str, ...]
     record_bytes: int = 0
     tp: TensorParallel = NO_TENSOR_PARALLEL
+    away: frozenset[str] = frozenset()
     _shards: dict[int, Shard] = field(default_factory=dict, repr=False)
     _models: dict[int, ModelStates] = field(default_factory=dict, repr=False)
 
-    def shard(self, rank: int) -> Shard:
+    def shard(self, rank: int, *, through: Blocks | None = None) -> Shard:
         """The header of one rank's optimizer file; parsed once. Raises CheckpointError, UnsupportedError."""
         if rank not in self._shards:
             path = self.optim_files[rank]
@@ -93,7 +111,9 @@ class Checkpoint:
                 self.model_states(rank)
             if self._models:
                 rigid = next(iter(self._models.values())).sub_groups
-            shard = open_shard(path, rank, world_size=self.world_size, rigid_params=rigid, tp_rank=self.tp.rank)
+            shard = open_shard(
+                path, rank, world_size=self.world_size, rigid_params=rigid, tp_rank=self.tp.rank, through=through
+            )
             if self.record is not None and shard.save_id not in (None, self.record.save_id):
                 raise CheckpointError(
                     f"{path}: belongs to save {str(shard.save_id)[:8]}, the commit record to "
@@ -102,11 +122,17 @@ class Checkpoint:
             self._shards[rank] = shard
         return self._shards[rank]
 
-    def model_states(self, rank: int) -> ModelStates:
+    def model_states(self, rank: int, *, through: Blocks | None = None) -> ModelStates:
         """The layout part of one rank's model states file; parsed once. Raises CheckpointError."""
         if rank not in self._models:
-            self._models[rank] = open_model_states(self.model_files[rank], rank, world_size=self.world_size, tp=self.tp)
+            file = read_torch_file(self.model_files[rank], foreign="inert", through=through)
+            self._models[rank] = model_states_of(file, rank, world_size=self.world_size, tp=self.tp)
         return self._models[rank]
+
+    @property
+    def has_models(self) -> bool:
+        """Whether a model states header was parsed, which names the parameters of a rigid checkpoint."""
+        return bool(self._models)
 
     @property
     def header_bytes(self) -> int:
@@ -116,9 +142,10 @@ class Checkpoint:
 
     @property
     def opened(self) -> tuple[FilePath, ...]:
-        """The checkpoint files whose headers were read so far."""
+        """The checkpoint files whose headers were read here so far."""
         shards = tuple(shard.path for shard in self._shards.values())
-        return shards + tuple(model.path for model in self._models.values())
+        opened = shards + tuple(model.path for model in self._models.values())
+        return tuple(path for path in opened if path.name not in self.away)
 
 
 def source_ranks(numels: Iterable[int], *, saved_world_size: int, world_size: int, rank: int) -> tuple[int, ...]:
@@ -140,7 +167,11 @@ def source_ranks(numels: Iterable[int], *, saved_world_size: int, world_size: in
 
 
 def open_checkpoint(
-    tag_dir: str | os.PathLike[str] | RemotePath, *, near_rank: int = 0, tp: TensorParallel | None = None
+    tag_dir: str | os.PathLike[str] | RemotePath,
+    *,
+    near_rank: int = 0,
+    tp: TensorParallel | None = None,
+    listing: Listing | None = None,
 ) -> Checkpoint:
     """Look at a tag directory: which files, how many ranks, which record. Opens at most one model states header.
 
@@ -158,18 +189,20 @@ def open_checkpoint(
         checkpoint.shard(0).groups[0].options["lr"]
     """
     tag_dir = as_path(tag_dir)
-    sizes = file_sizes(tag_dir)
+    sizes = file_sizes(tag_dir) if listing is None else listing.sizes
     if tp is not None:
-        record = read_record(tag_dir)
+        record = read_record(tag_dir) if listing is None else listing.record
         _check_tp_size(tag_dir, sizes, record, tp)
         optim, models = _rank_files(tag_dir, sizes, tp.rank)
     else:
         optim, models = _rank_files(tag_dir, sizes)
-        record = read_record(tag_dir)
+        record = read_record(tag_dir) if listing is None else listing.record
     mp_rank = f"mp_rank_{tp.rank if tp is not None else 0:02d}"
     early: ModelStates | None = None
     if record is not None:
         world_size = record.world_size
+    elif listing is not None:
+        world_size = listing.world_size
     else:
         rank = near_rank if near_rank in models else 0
         if rank not in models:
@@ -190,16 +223,21 @@ def open_checkpoint(
             if rank not in files
         )
         missing = _some(tuple(islice(names, _SHOWN)), num_missing)
+        why = "incomplete, or its files are on other nodes (use_node_local_storage)."
+        if listing is not None:
+            gone = [str(rank) for rank in range(world_size) if rank not in optim or rank not in models]
+            why = f"incomplete: no rank of this run sees what {_some(gone)} of the saved ranks wrote. {_ON_NO_NODE}"
         raise MissingFileError(
             f"{tag_dir}: {num_missing} of the files of {world_size} ranks are missing: {missing}. The checkpoint is "
-            "incomplete, or its files are on other nodes (use_node_local_storage)."
+            + why
         )
     if record is not None:
         _check_sizes(tag_dir, sizes, record)
     stale = [files[rank] for files in (optim, models) for rank in sorted(files) if rank >= world_size]
     if stale and record is None:
+        first = early.rank if early else min(models)
         raise CheckpointError(
-            f"{tag_dir}: {models[early.rank if early else 0]} was saved by {world_size} ranks, but there are also "
+            f"{tag_dir}: {models[first]} was saved by {world_size} ranks, but there are also "
             f"{_some(stale)}. Files of two saves are mixed in this directory; remove those that do not belong."
         )
     checkpoint = Checkpoint(
@@ -209,12 +247,17 @@ def open_checkpoint(
         model_files=tuple(tag_dir / models[rank] for rank in range(world_size)),
         record=record,
         stale_files=tuple(stale),
-        record_bytes=sizes.get(RECORD_NAME, 0) if record is not None else 0,
+        record_bytes=_record_bytes(sizes, record) if listing is None else listing.record_bytes,
         tp=tp or NO_TENSOR_PARALLEL,
+        away=frozenset() if listing is None else listing.away,
     )
     if early is not None:
         checkpoint._models[early.rank] = early
     return checkpoint
+
+
+def _record_bytes(sizes: Mapping[str, int], record: CommitRecord | None) -> int:
+    return sizes.get(RECORD_NAME, 0) if record is not None else 0
 
 
 def saved_sizes(tag_dir: FilePath) -> tuple[int, int]:
@@ -450,6 +493,7 @@ __all__ = [
     "OFFLINE_TENSOR_PARALLEL",
     "Checkpoint",
     "Int64Array",
+    "Listing",
     "ModelStates",
     "RankFile",
     "TensorParallel",

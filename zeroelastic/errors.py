@@ -37,6 +37,10 @@ class SaveError(ZeroElasticError, OSError):
     """A checkpoint that could not be written whole; its tag is not committed, and ``latest`` is as it was."""
 
 
+class AbsentRankError(SaveError, TimeoutError):
+    """A rank that has ended, or did not arrive in time where a save needs all of them."""
+
+
 class LayoutMismatchError(ZeroElasticError, ValueError):
     """The checkpoint and the model disagree; every disagreement is listed in ``problems``."""
 

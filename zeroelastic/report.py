@@ -15,6 +15,8 @@ class ResumeReport:
     pickles, scalars, the module states file, the commit record). ``saved_root`` is None without a commit record and
     ``root_matches`` is None when it was not verified, with the reason in ``notes``, and never False: a
     difference is an error. ``changed`` names what the save and the run do not have in common, and what became of it.
+    Where files are on node-local disks, ``bytes_read`` has in it what the rank read for others, and ``bytes_sent`` and
+    ``bytes_received`` are the payload and the module states that went from rank to rank.
     """
 
     path: str
@@ -35,6 +37,8 @@ class ResumeReport:
     reset: tuple[str, ...]
     notes: tuple[str, ...]
     changed: tuple[str, ...] = ()
+    bytes_sent: int = 0
+    bytes_received: int = 0
 
     def to_dict(self) -> dict[str, object]:
         """The report as plain JSON values."""
@@ -54,6 +58,10 @@ class ResumeReport:
             f"  worst rank: owns {_size(self.bytes_owned)}, read {_size(self.bytes_read)} + {_size(self.header_bytes)} "
             f"of headers from {self.files_opened} files",
         ]
+        if self.bytes_sent:
+            lines.append(
+                f"  between ranks, worst rank: sent {_size(self.bytes_sent)}, received {_size(self.bytes_received)}"
+            )
         for title, items in (
             ("exact", self.exact),
             ("re-derived", self.rederived),

@@ -17,7 +17,7 @@ from zeroelastic.errors import CheckpointError, UnsupportedError
 from zeroelastic.layout import Int64Array, Layout, Param, layout_from_sub_groups
 from zeroelastic.record import CheckpointFormat
 from zeroelastic.storage import FilePath
-from zeroelastic.torchfile import DTYPE_BYTES, DType, Extent, Stub, TensorRef, TorchFile, read_torch_file
+from zeroelastic.torchfile import DTYPE_BYTES, Blocks, DType, Extent, Stub, TensorRef, TorchFile, read_torch_file
 
 FP32 = "fp32"
 """The state key of the master weights; every other key is the optimizer's own."""
@@ -109,13 +109,15 @@ def open_shard(
     world_size: int,
     rigid_params: Sequence[Sequence[Param]] | None,
     tp_rank: int = 0,
+    through: Blocks | None = None,
 ) -> Shard:
     """Parse one optimizer file of a ``world_size``-rank save, that of tensor parallel rank ``tp_rank``.
 
     ``rigid_params`` are the parameters by sub-group, which a rigid optimizer file does not name (they come from a
-    ``*_model_states.pt``); elastic files name them themselves. Raises CheckpointError, UnsupportedError.
+    ``*_model_states.pt``); elastic files name them themselves. ``through`` as of ``read_torch_file``. Raises
+    CheckpointError, UnsupportedError.
     """
-    file = read_torch_file(path)
+    file = read_torch_file(path, through=through)
     root = file.root
     state = root.get("optimizer_state_dict") if isinstance(root, dict) else None
     if not isinstance(root, dict) or not isinstance(state, dict):

@@ -22,7 +22,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -415,6 +415,20 @@ class _HeaderUnpickler(pickle.Unpickler):
         return StorageRef(key, kind.dtype, numel)
 
 
+class Blocks(Protocol):
+    """A file of which a header is read otherwise than by opening its path: ``storage.BlockFile``, ``relayed``."""
+
+    size: int
+    bytes_read: int
+
+    def read(self, offset: int, nbytes: int) -> bytes: ...
+
+    def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None: ...
+
+    @property
+    def capacity(self) -> int: ...
+
+
 @dataclass(slots=True)
 class TorchFile:
     """An opened torch.save archive: its object tree, and where each storage lies in the file.
@@ -429,7 +443,7 @@ class TorchFile:
     header_bytes: int
     _records: dict[str, zipfile.ZipInfo] = field(repr=False)
     _offsets: dict[str, int] = field(default_factory=dict, repr=False)
-    _blocks: BlockFile | None = field(default=None, repr=False)
+    _blocks: Blocks | None = field(default=None, repr=False)
     _headers: dict[str, bytes] = field(default_factory=dict, repr=False)
 
     def extent(self, ref: TensorRef) -> Extent:
@@ -541,9 +555,9 @@ class _CountingFile(io.RawIOBase):
 
 
 class _BlockStream(io.RawIOBase):
-    """A remote file as a stream, for zipfile."""
+    """A file that is not opened by its path as a stream, for zipfile."""
 
-    def __init__(self, blocks: BlockFile) -> None:
+    def __init__(self, blocks: Blocks) -> None:
         self._blocks = blocks
         self._at = 0
 
@@ -578,11 +592,14 @@ class _BlockStream(io.RawIOBase):
         return self._blocks.bytes_read
 
 
-def read_torch_file(path: str | os.PathLike[str] | RemotePath, *, foreign: ForeignGlobals = "refuse") -> TorchFile:
+def read_torch_file(
+    path: str | os.PathLike[str] | RemotePath, *, foreign: ForeignGlobals = "refuse", through: Blocks | None = None
+) -> TorchFile:
     """Parse the header of a torch.save file; payload is not read, except what shares a 16 KiB block of a remote file.
 
     ``foreign`` says what becomes of globals outside the allow-list: "refuse" raises UnsafePickleError naming it,
-    "inert" puts a ``Stub`` in its place (for files whose interesting part lies beside user objects).
+    "inert" puts a ``Stub`` in its place (for files whose interesting part lies beside user objects). ``through`` is
+    what the file is read by, where that is not its path.
 
     Raises MissingFileError, CheckpointError (damaged, truncated), OldFormatError (before 1.6, without a zip archive),
     UnsafePickleError.
@@ -592,7 +609,7 @@ def read_torch_file(path: str | os.PathLike[str] | RemotePath, *, foreign: Forei
         file = read_torch_file("global_step10/zero_pp_rank_0_mp_rank_00_optim_states.pt")
         file.extent(file.root["optimizer_state_dict"]["fp32_flat_groups"][0])
     """
-    data, file = read_pickle(path)
+    data, file = read_pickle(path, through=through)
     try:
         check_opcodes(data)
         file.root = _HeaderUnpickler(data, file.path, foreign).load()
@@ -607,13 +624,13 @@ def read_torch_file(path: str | os.PathLike[str] | RemotePath, *, foreign: Forei
     return file
 
 
-def read_pickle(path: str | os.PathLike[str] | RemotePath) -> tuple[bytes, TorchFile]:
+def read_pickle(path: str | os.PathLike[str] | RemotePath, *, through: Blocks | None = None) -> tuple[bytes, TorchFile]:
     """The pickle of a torch.save file, not unpickled, and the file it belongs to, whose ``root`` is None.
 
     Raises as ``read_torch_file``.
     """
     path = as_path(path)
-    blocks = BlockFile(path) if isinstance(path, RemotePath) else None
+    blocks = through if through is not None else BlockFile(path) if isinstance(path, RemotePath) else None
     with _BlockStream(blocks) if blocks is not None else _open_local(path) as raw:
         size = raw.size
         start = raw.read(4)

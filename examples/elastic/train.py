@@ -10,6 +10,7 @@ checkpoint is, with the same global batch and the next samples.
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import os
 import time
@@ -20,7 +21,15 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import zeroelastic
-from zeroelastic.elastic import ElasticDistributedSampler, batch_plan, every, preemption, resume
+from zeroelastic.elastic import (
+    ElasticDistributedSampler,
+    batch_plan,
+    events,
+    every,
+    preemption,
+    resume,
+    set_collective_timeout,
+)
 
 CONFIG = {
     "gradient_clipping": 1.0,
@@ -64,47 +73,65 @@ def main() -> None:
     parser.add_argument("--global-batch", type=int, default=12)
     parser.add_argument("--max-micro", type=int, default=4)
     parser.add_argument("--step-seconds", type=float, default=0.0, help="wait in each step, to play a larger model")
-    parser.add_argument("--events", help="append what each rank does to this file, a line of JSON at a time")
+    parser.add_argument("--events", help="the event log, for `zeroelastic timeline`; a file that all nodes share")
+    parser.add_argument("--trace", help="append what each rank trains on to this file, a line of JSON at a time")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds until a silent rank counts as lost")
+    parser.add_argument("--hold", help="while this file exists, train no further than the step that it says")
     args = parser.parse_args()
 
     zeroelastic.install()
+    deepspeed.init_distributed(timeout=datetime.timedelta(seconds=args.timeout))
     plan = batch_plan(args.global_batch, max_micro=args.max_micro)
     torch.manual_seed(0)
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=plan.apply(CONFIG))
+    set_collective_timeout(args.timeout)
     data = Text(argparse.__file__)
     sampler = ElasticDistributedSampler(data, plan.global_batch, seed=0)
-    start = resume(engine, args.ckpt, data=sampler)
-    log(args.events, event="resume", world_size=plan.world_size, rank=engine.global_rank, tag=start.tag,
-        step=start.global_steps, exact=start.report.root_matches if start.report else None)  # fmt: skip
-    loader = DataLoader(data, batch_size=plan.micro_batch, sampler=sampler)
-    with preemption(engine, args.ckpt, data=sampler, saving=every(steps=args.save_steps)) as stop:
-        while engine.global_steps < args.steps and not stop.stopped:
-            samples: list[int] = []
-            for indices, tokens in loader:  # from where the sampler is to the end of the epoch
-                loss = engine(tokens)
-                engine.backward(loss)
-                before = engine.global_steps
-                engine.step()
-                samples += indices.tolist()
-                if engine.global_steps > before:
-                    time.sleep(args.step_seconds)
-                    log(args.events, event="step", world_size=plan.world_size, rank=engine.global_rank,
-                        step=engine.global_steps, samples=samples, loss=float(loss))  # fmt: skip
-                    samples = []
-                if stop() or engine.global_steps >= args.steps:
-                    break
-        if not stop.stopped:
-            stop.save()
-    log(args.events, event="end", rank=engine.global_rank, step=engine.global_steps, stopped=stop.stopped)
+    with events(engine, args.events, status=True) as log:
+        start = resume(engine, args.ckpt, data=sampler, log=log)
+        trace(args.trace, event="resume", world_size=plan.world_size, rank=engine.global_rank, tag=start.tag,
+              step=start.global_steps, exact=start.report.root_matches if start.report else None)  # fmt: skip
+        loader = DataLoader(data, batch_size=plan.micro_batch, sampler=sampler)
+        saving = every(steps=args.save_steps)
+        with preemption(engine, args.ckpt, data=sampler, saving=saving, log=log) as stop:
+            while engine.global_steps < args.steps and not stop.stopped:
+                samples: list[int] = []
+                for indices, tokens in loader:  # from where the sampler is to the end of the epoch
+                    loss = engine(tokens)
+                    engine.backward(loss)
+                    before = engine.global_steps
+                    engine.step()
+                    log.step(loss)
+                    samples += indices.tolist()
+                    if engine.global_steps > before:
+                        time.sleep(args.step_seconds)
+                        trace(args.trace, event="step", world_size=plan.world_size, rank=engine.global_rank,
+                              step=engine.global_steps, samples=samples, loss=float(loss))  # fmt: skip
+                        samples = []
+                        while held(args.hold, engine.global_steps) and not stop.told:
+                            time.sleep(0.1)
+                    if stop() or engine.global_steps >= args.steps:
+                        break
+            if not stop.stopped:
+                stop.save()
+    trace(args.trace, event="end", rank=engine.global_rank, step=engine.global_steps, stopped=stop.stopped)
     if stop.stopped:
         stop.exit()  # a code of its own: whatever started this is to start it again
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
 
-def log(path: str | None, **fields: object) -> None:
+def held(path: str | None, step: int) -> bool:
+    """Whether to wait for nodes that are slow to start, so that a demonstration is not over before they come."""
+    try:
+        return path is not None and step >= int(Path(path).read_text())
+    except FileNotFoundError:
+        return False
+
+
+def trace(path: str | None, **fields: object) -> None:
     if path is not None:
         line = json.dumps({"time": time.time(), "pid": os.getpid(), **fields}) + "\n"
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

@@ -22,6 +22,7 @@ from zeroelastic.cli.plan import plan
 from zeroelastic.cli.prove import prove
 from zeroelastic.cli.prune import prune
 from zeroelastic.cli.reshard import reshard
+from zeroelastic.cli.timeline import timeline
 from zeroelastic.cli.verify import verify
 
 app = typer.Typer(
@@ -30,7 +31,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-for command in (inspect, verify, plan, reshard, diff, export, convert, latest, prune, prove, doctor):
+for command in (inspect, verify, plan, reshard, diff, export, convert, latest, prune, prove, timeline, doctor):
     app.command()(verb(command))
 
 

@@ -60,9 +60,9 @@ def plan(
     """
     given = _given(bandwidth, write_bandwidth)
     if plot is not None:
-        from zeroelastic.cli.plan_plot import check_plot
+        from zeroelastic.cli.plot_file import check_plot
 
-        check_plot(plot)
+        check_plot(plot, "a plan")
     from zeroelastic.checkpoint import open_checkpoint
     from zeroelastic.forecast import make_forecast, read_head
     from zeroelastic.source import find_source

@@ -2,38 +2,21 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zeroelastic.errors import UsageError
+from zeroelastic.cli.plot_file import write_figure
 
 if TYPE_CHECKING:
     from zeroelastic.forecast import Forecast
     from zeroelastic.universal_cost import UniversalCost
 
-_FORMATS = (".png", ".svg")
 _MOST_CELLS = 256
 _MIB = 1 << 20
 
 
-def check_plot(path: Path) -> None:
-    """Find out what stands in the way of drawing to ``path``. Raises UsageError that says what to do."""
-    if path.suffix.lower() not in _FORMATS:
-        raise UsageError(f"{path}: a plan is drawn as .png or .svg.")
-    if path.exists():
-        raise UsageError(f"{path}: exists; nothing is overwritten. Give another name.")
-    if not path.absolute().parent.is_dir():
-        raise UsageError(f"{path}: there is no directory {path.absolute().parent}.")
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise UsageError("--plot needs matplotlib. Install it: pip install 'zeroelastic[plot]'.") from None
-
-
 def draw_plan(path: Path, forecast: Forecast, universal: UniversalCost) -> None:
     """Write the picture as a new file, in the format that its name says. Raises UsageError when it exists by now."""
-    import matplotlib
     import numpy as np
     from matplotlib.colors import LogNorm
     from matplotlib.figure import Figure
@@ -77,13 +60,4 @@ def draw_plan(path: Path, forecast: Forecast, universal: UniversalCost) -> None:
     bars.legend(loc="center right")
     for axis in (cells.xaxis, cells.yaxis, bars.xaxis):
         axis.get_major_locator().set_params(integer=True)
-    # Made in memory first, so that no half-made file is left behind; the same plan makes the same bytes.
-    drawing = io.BytesIO()
-    svg = path.suffix.lower() == ".svg"
-    with matplotlib.rc_context({"svg.hashsalt": "zeroelastic"}):
-        figure.savefig(drawing, format="svg" if svg else "png", dpi=120, metadata={"Date": None} if svg else None)
-    try:
-        with open(path, "xb") as file:
-            file.write(drawing.getvalue())
-    except FileExistsError:
-        raise UsageError(f"{path}: exists by now; nothing is overwritten. Give another name.") from None
+    write_figure(path, figure)

@@ -18,13 +18,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from zeroelastic.elastic.position import KEY, Position, pack_position
 from zeroelastic.errors import ConfigError
+
+if TYPE_CHECKING:
+    from zeroelastic.elastic.events import Events
 
 EXIT_PREEMPTED = 75
 """The exit code of a job that was told to stop and is to be started again (EX_TEMPFAIL of sysexits.h)."""
@@ -75,12 +78,14 @@ class Preemption:
         grace: float,
         signals: Sequence[signal.Signals],
         client_state: Callable[[], Mapping[str, Any]] | None,
+        log: Events | None = None,
     ) -> None:
         self.saves: list[str] = []
         self.stopped = False
         self.save_seconds: float | None = None
         self._engine, self._directory, self._data = engine, Path(directory), data
         self._saving, self._grace, self._signals, self._client_state = saving, grace, tuple(signals), client_state
+        self._log = log
         self._told_at: float | None = None
         self._timer: threading.Timer | None = None
         self._old: dict[signal.Signals, Any] = {}
@@ -105,6 +110,8 @@ class Preemption:
         told, due, left = self._agree(due)
         if told:
             self.stopped = True
+            if self._log is not None:
+                self._log.stopping()
             if step == self._last_step and self.saves:
                 logger.info("stopping at step %d, which is saved already", step)
             elif self.save_seconds is not None and self.save_seconds * _MARGIN > left:
@@ -119,6 +126,11 @@ class Preemption:
             self.save()
         return self.stopped
 
+    @property
+    def told(self) -> bool:
+        """Whether this rank got a signal. ``stopped`` follows with the next call, on all ranks."""
+        return self._told_at is not None
+
     def save(self, tag: str | None = None) -> str:
         """Save now, with the position in the data and the random generators. Collective. Returns the tag."""
         engine = self._engine
@@ -132,6 +144,8 @@ class Preemption:
         self.save_seconds = float(took)
         self.saves.append(chosen)
         self._last_time, self._last_step = time.monotonic(), int(engine.global_steps)
+        if self._log is not None:
+            self._log.saved(chosen, self.save_seconds)
         return chosen
 
     def _finish_saving(self) -> None:
@@ -189,13 +203,15 @@ def preemption(
     grace: float = 30.0,
     signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGUSR1),
     client_state: Callable[[], Mapping[str, Any]] | None = None,
+    log: Events | None = None,
 ) -> Preemption:
     """Stop all ranks together at one step, with a checkpoint, when any of them gets one of ``signals``.
 
     ``grace``: seconds from the signal to the end; what is not done by then is given up (``os._exit`` with
     ``EXIT_PREEMPTED``), and a save that took longer than what is left is not begun. ``saving`` adds periodic saves;
     ``client_state`` gives what to save of the caller's own. ``data``, if it has ``advance`` as our samplers do, is
-    advanced with every optimizer step. Handlers that were there are called too, and put back at the end::
+    advanced with every optimizer step. ``log`` is told of saves and of the stop. Handlers that were there are called
+    too, and put back at the end::
 
         with preemption(engine, "ckpt", data=sampler, saving=every(seconds=600)) as stop:
             for batch in loader:
@@ -214,6 +230,7 @@ def preemption(
         grace=grace,
         signals=signals,
         client_state=client_state,
+        log=log,
     )
 
 

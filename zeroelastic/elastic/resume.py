@@ -10,19 +10,23 @@ from __future__ import annotations
 import json
 import logging
 import os
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zeroelastic.agree import broadcast, gather, settle
 from zeroelastic.elastic.position import KEY, Position, unpack_position
-from zeroelastic.errors import CheckpointError, UsageError
+from zeroelastic.errors import CheckpointError
 from zeroelastic.record import write_atomically
 from zeroelastic.report import ResumeReport
-from zeroelastic.tags import Tag, check_quickly, check_tag, list_run
+from zeroelastic.tags import Tag, check_quickly, check_tag
+
+if TYPE_CHECKING:
+    from zeroelastic.elastic.events import Events
 
 ATTEMPTS_NAME = ".zeroelastic-attempts.json"
 """Loads that were begun and not finished, by tag; only while there are any."""
@@ -49,45 +53,55 @@ class Resumed:
 
 
 def resume(
-    engine: Any, directory: str | os.PathLike[str], *, data: Position | None = None, strict: bool = True
+    engine: Any,
+    directory: str | os.PathLike[str],
+    *,
+    data: Position | None = None,
+    strict: bool = True,
+    log: Events | None = None,
 ) -> Resumed:
     """Load the newest checkpoint of ``directory`` that can be loaded, with the position of ``data``. Collective.
 
     ``strict`` refuses a changed global batch and a checkpoint without a position in the data. With an empty or missing
-    directory nothing happens, and ``Resumed.tag`` is None. Raises CheckpointError when there are checkpoints and none
-    can be loaded, and whatever ``engine.load_checkpoint`` raises for a run that does not fit::
+    directory nothing happens, and ``Resumed.tag`` is None. ``log`` is told what the job goes on from. Raises
+    CheckpointError when there are checkpoints and none can be loaded, and whatever ``engine.load_checkpoint`` raises
+    for a run that does not fit::
 
         sampler = ElasticDistributedSampler(dataset, global_batch=512)
         start = resume(engine, "ckpt", data=sampler)
         for step in range(start.global_steps, total_steps): ...
     """
+    from zeroelastic.stage3.node_tags import problem_over_nodes, tags_of_all_nodes
     from zeroelastic.stage3.seams import install
+    from zeroelastic.stage3.topology import rank_and_tp
     from zeroelastic.stage3.wrappers import loading_strictly
 
     install()
+    began = time.monotonic()
     root = Path(directory)
     passed: list[str] = []
-    remaining: list[Tag] | None = None
-    while True:
+    remaining = tags_of_all_nodes(root)
 
-        def choose() -> tuple[str, str] | None:
-            nonlocal remaining
-            if _rank() != 0:
-                return None
-            remaining = _tags(root) if remaining is None else remaining
-            return _next(root, remaining, passed)
+    def choose() -> tuple[str, str, str | None] | None:
+        return _next(root, remaining, passed) if _rank() == 0 else None
 
-        chosen = broadcast(settle(choose))
-        if chosen is None:
-            break
-        load_dir, name = chosen
+    while (chosen := broadcast(settle(choose))) is not None:
+        load_dir, name, problem = chosen
+        if problem is not None:
+            problem = problem_over_nodes(Path(load_dir) / name, problem, *rank_and_tp(engine))
+        if problem is not None:
+            passed.append(f"{name}: {problem}")
+            if _rank() == 0:
+                logger.warning("passed over %s: %s", name, problem)
+            continue
         settle(partial(_count_attempt, root, name, 1))
         try:
             with loading_strictly(engine, strict):
                 path, client_state = engine.load_checkpoint(load_dir, tag=name)
             if path is None:
                 raise CheckpointError(f"{load_dir}: DeepSpeed did not load {name}.")
-            return _finish(engine, root, name, dict(client_state or {}), data, strict, broadcast(tuple(passed)))
+            resumed = _finish(engine, root, name, dict(client_state or {}), data, strict, broadcast(tuple(passed)))
+            return _logged(resumed, log, began)
         except CheckpointError as error:
             passed.append(f"{name}: {error}")
             if _rank() == 0:
@@ -104,7 +118,21 @@ def resume(
         )
     if _rank() == 0:
         logger.info("%s: no checkpoint; the run begins", root)
-    return Resumed(None, 0, {}, None, (), ())
+    return _logged(Resumed(None, 0, {}, None, (), ()), log, began)
+
+
+def _logged(resumed: Resumed, log: Events | None, began: float) -> Resumed:
+    if log is not None:
+        report = resumed.report
+        log.resumed(
+            tag=resumed.tag,
+            saved_world_size=report.saved_world_size if report is not None else None,
+            proved=report.root_matches if report is not None else None,
+            seconds=time.monotonic() - began,
+            load_seconds=report.seconds if report is not None else None,
+            passed_over=len(resumed.passed_over),
+        )
+    return resumed
 
 
 def _finish(
@@ -145,32 +173,24 @@ def _finish(
     return Resumed(name, int(engine.global_steps), client_state, report, passed, notes)
 
 
-def _tags(root: Path) -> list[Tag]:
-    """The checkpoints of a directory, newest first; none where there is no directory yet."""
-    try:
-        return list(list_run(root).tags)
-    except UsageError:
-        return []
+def _next(root: Path, remaining: list[Tag], passed: list[str]) -> tuple[str, str, str | None] | None:
+    """Directory and tag of the newest of the remaining ones, and what rank 0 sees wrong with it, if anything.
 
-
-def _next(root: Path, remaining: list[Tag], passed: list[str]) -> tuple[str, str] | None:
-    """Directory and tag of the newest of the remaining ones that looks whole; those before it go to ``passed``."""
+    Those under which the job died go to ``passed``.
+    """
     attempts = _attempts(root)
     while remaining:
         tag = remaining.pop(0)
-        problem = _problem(tag, attempts)
+        died = attempts.get(tag.tag_dir.name, 0)
+        problem = tag.unfinished
+        if died >= _MOST_FAILURES:
+            problem = f"the job ended {died} times while it was being loaded"
         if problem is None:
-            return str(tag.tag_dir.parent), tag.tag_dir.name
+            verdict = check_tag(tag, check_quickly)
+            return str(tag.tag_dir.parent), tag.tag_dir.name, None if verdict is None else " ".join(verdict.problems)
         passed.append(f"{tag.name}: {problem}")
         logger.warning("passed over %s: %s", tag.name, problem)
     return None
-
-
-def _problem(tag: Tag, attempts: Mapping[str, int]) -> str | None:
-    if attempts.get(tag.tag_dir.name, 0) >= _MOST_FAILURES:
-        return f"the job ended {attempts[tag.tag_dir.name]} times while it was being loaded"
-    verdict = check_tag(tag, check_quickly)
-    return None if verdict is None else " ".join(verdict.problems)
 
 
 def _attempts(root: Path) -> dict[str, int]:
@@ -190,6 +210,7 @@ def _count_attempt(root: Path, name: str, change: int) -> None:
     counts[name] = counts.get(name, 0) + change if change > 0 else 0
     counts = {tag: count for tag, count in counts.items() if count > 0}
     if counts:
+        root.mkdir(parents=True, exist_ok=True)  # a node that is new to the job
         write_atomically(root / ATTEMPTS_NAME, json.dumps(counts).encode())
     else:
         (root / ATTEMPTS_NAME).unlink(missing_ok=True)

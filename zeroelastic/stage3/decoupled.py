@@ -18,6 +18,8 @@ from deepspeed.runtime.checkpoint_engine import decoupled_checkpoint_engine as d
 
 from zeroelastic.agree import settle
 from zeroelastic.errors import SaveError
+from zeroelastic.stage3.options import Options
+from zeroelastic.stage3.roll_call import RollCall
 from zeroelastic.stage3.save import Uncommitted, commit, discarded_on_failure
 
 logger = logging.getLogger(__name__)
@@ -33,7 +35,7 @@ class Pending:
 
     save: Uncommitted
     commit_info: Any
-    fsync: bool
+    options: Options
     point_latest: Callable[[], None] | None
 
 
@@ -56,17 +58,18 @@ def flush(engine: Any) -> None:
     pending: Pending | None = engine.__dict__.pop(_ATTRIBUTE, None)
     if pending is None:
         return
-    with discarded_on_failure(pending.save.making):
+    roll_call = RollCall(pending.save.tag_dir, timeout_s=pending.options.save_timeout_s)
+    with discarded_on_failure(pending.save.making, acts=pending.save.acts), roll_call.naming_the_lost():
         try:
-            settle(lambda: _wait(engine, pending))
+            roll_call.settle(lambda: _wait(engine, pending), "its files were written")
         except BaseException:
             # DeepSpeed would try to commit it before each step from now on, and leave ranks alone in its barriers.
             engine.checkpoint_engine.commit_info = None
             raise
         settle(lambda: engine.checkpoint_engine.commit(pending.commit_info))
-    commit(pending.save, fsync=pending.fsync)
+    commit(pending.save, roll_call, fsync=pending.options.fsync)
     if pending.point_latest is not None:
-        settle(pending.point_latest)
+        roll_call.settle(pending.point_latest, "`latest` was written")
 
 
 def check_alive(engine: Any) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -53,12 +54,21 @@ class Target:
         return bool(self.tensor.dtype != getattr(torch, self.dtype))
 
 
+class Part(NamedTuple):
+    """Something to fill: a plan, where its source lies (``pieces[source rank][key]``), and the tensors it goes to."""
+
+    plan: Plan
+    pieces: Mapping[int, Mapping[str, Pieces]]
+    targets: Sequence[Target]
+
+
 @dataclass(frozen=True, slots=True)
 class Filled:
     """What filling cost, and the digests of what was cast on the way: {(parameter, key): partial digest}.
 
     ``cast_digests`` has the same keys on every rank; 0 where the rank owns nothing of a parameter. So has
-    ``moved_digests``, of what the save has as trained and the run as frozen, or the other way.
+    ``moved_digests``, of what the save has as trained and the run as frozen, or the other way. ``unread`` are
+    rows whose files are away.
     """
 
     bytes_read: int
@@ -66,6 +76,12 @@ class Filled:
     files: tuple[FilePath, ...]
     cast_digests: Mapping[tuple[str, str], int]
     moved_digests: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    unread: ByteRows | None = None
+
+
+def host_executor(executor: Executor) -> Executor:
+    """The engine for host memory, where the one that is named is for a GPU."""
+    return "auto" if executor in ("torch", "cuda") else executor
 
 
 def fill(
@@ -74,8 +90,9 @@ def fill(
     targets: Sequence[Target],
     *,
     executor: Executor = "auto",
+    away: Collection[str] = (),
 ) -> Filled:
-    """Fill every target with what ``plan`` says, from ``pieces[source rank][key]``.
+    """Fill every target with what ``plan`` says, from ``pieces[source rank][key]``, but for files that are ``away``.
 
     Tensors with the file's dtype are filled in place, those on a GPU by the cuda engine, if it is built; the others
     through ``STAGING_BYTES`` of staging, cast like ``Tensor.copy_``. ``executor`` "numpy" and "native" name the engine
@@ -83,10 +100,14 @@ def fill(
     error. Padding of the targets is not touched. Raises CheckpointError as the executors do, ConfigError when the
     engine that is named is not built.
     """
-    host: Executor = "auto" if executor in ("torch", "cuda") else executor
+    host = host_executor(executor)
     choose_executor(executor)
     rows = byte_rows(plan, pieces, [RowTarget(target.key, target.sub_group, target.dtype) for target in targets])
     owned = int((rows.numel * rows.itemsize).sum())
+    unread = None
+    if away:
+        elsewhere = np.array([path.name in away for path in rows.paths], dtype=bool)[rows.file]
+        rows, unread = rows.take(np.flatnonzero(~elsewhere)), rows.take(np.flatnonzero(elsewhere))
     ways = [_way(target, executor) for target in targets]
     files: dict[FilePath, None] = {}
     total = 0
@@ -113,7 +134,7 @@ def fill(
         filled = _fill_staged(plan, batch, targets, digests, host)
         total += filled.bytes_read
         files.update(dict.fromkeys(filled.files))
-    return Filled(total, owned, tuple(files), digests)
+    return Filled(total, owned, tuple(files), digests, unread=unread)
 
 
 def _way(target: Target, executor: Executor) -> str:

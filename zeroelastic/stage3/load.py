@@ -9,8 +9,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,14 +22,15 @@ from zeroelastic.digest import ScalarValue
 from zeroelastic.errors import CheckpointError, UnsafePickleError
 from zeroelastic.report import ResumeReport
 from zeroelastic.shard import FP32, FROZEN, OptionValue
-from zeroelastic.stage3.fill import Filled, Target, fill
+from zeroelastic.stage3.fill import Filled, Part, Target, fill
 from zeroelastic.stage3.live import LiveState, read_live
 from zeroelastic.stage3.module_keys import ModuleKeys
-from zeroelastic.stage3.moved import changes, clear_fresh, fill_moved, fresh_state, join
+from zeroelastic.stage3.moved import changes, clear_fresh, fresh_state, join, moved_parts, with_moved_digests
 from zeroelastic.stage3.optimizers import SavedGroup, changed_class, options_to_set, state_dtype
 from zeroelastic.stage3.options import Options
 from zeroelastic.stage3.precision import restore_scales
 from zeroelastic.stage3.proof import Proof, prove
+from zeroelastic.stage3.relay import Relayed, fill_from_others, module_file
 from zeroelastic.stage3.schedule import rearranged
 from zeroelastic.stage3.survey import Survey, check_batch, saved_groups
 from zeroelastic.torchfile import DTYPE_BYTES
@@ -59,15 +61,16 @@ def load(
     tag_dir: Path,
     options: Options,
     wanted: Wanted,
-    load_module: Callable[[], tuple[Any, Any]],
+    load_module: Callable[[str], tuple[Any, Any]],
     keys: ModuleKeys,
     began: float,
 ) -> tuple[tuple[Any, Any], ResumeReport]:
     """Fill the engine from a surveyed checkpoint. Collective.
 
     ``load_module`` runs DeepSpeed's own ``_load_checkpoint`` (module, counters, scheduler, client state) on the file
-    that ``model_states_reader`` serves, and leaves in ``keys`` what the module finds missing; ``began`` is when the
-    whole load did (``time.perf_counter``). Returns its result and the report. Raises the same error on every rank.
+    that ``model_states_reader`` serves from the path that it is given, and leaves in ``keys`` what the module finds
+    missing; ``began`` is when the whole load did (``time.perf_counter``). Returns its result and the report. Raises the
+    same error on every rank.
     """
     notes: list[str] = []
     reset: list[str] = []
@@ -82,15 +85,25 @@ def load(
     if getattr(optimizer, "offloaded_states", None):
         optimizer.reload_states()
     optimizer.checkpoint_event_prologue()
-    outcome = settle(load_module)
+    with module_file(found.sight, found.model, executor=options.executor) as (module_path, relayed):
+        outcome = settle(partial(load_module, module_path))
     live = read_live(optimizer, engine.param_names)
 
-    def fill_and_restore() -> Filled:
-        filled = _fill(live, found, options, wanted, notes)
+    def read() -> _Filling:
+        return _fill(live, found, options, wanted, notes)
+
+    def restore(filling: _Filling) -> Filled:
+        filled = _complete(live, found, filling, wanted)
         _restore(engine, live, found, wanted, notes, reset)
         return filled
 
-    filled = settle(fill_and_restore)
+    if found.sight is None:
+        filled = settle(lambda: restore(read()))
+        payload = Relayed()
+    else:
+        parts, own = settle(read)
+        complete, payload = fill_from_others(found.sight, parts, own, executor=options.executor)
+        filled = settle(lambda: restore(_Filling(parts, complete)))
     optimizer.checkpoint_event_epilogue()
     proof = prove(
         live,
@@ -103,7 +116,8 @@ def load(
         from_16_bit=not engine.zero_load_from_fp32_weights(),
     )
     changed = changes(live, found, keys, weights_only=wanted.weights_only)
-    report = _report(engine, live, found, filled, proof, tag_dir, wanted, notes, reset, changed, began)
+    cost = _Cost(filled, relayed, payload)
+    report = _report(engine, live, found, cost, proof, tag_dir, wanted, notes, reset, changed, began)
     return outcome, report
 
 
@@ -129,7 +143,14 @@ def _lost_micro_batches(engine: Any, found: Survey) -> list[str]:
     return notes
 
 
-def _fill(live: LiveState, found: Survey, options: Options, wanted: Wanted, notes: list[str]) -> Filled:
+class _Filling(NamedTuple):
+    """What is filled, and what came of it so far."""
+
+    parts: Sequence[Part]
+    filled: Sequence[Filled]
+
+
+def _fill(live: LiveState, found: Survey, options: Options, wanted: Wanted, notes: list[str]) -> _Filling:
     """Master weights, optimizer tensors and frozen parameters, in place; notes what is cast."""
     targets: list[Target] = []
     for i, (keys, source) in enumerate(zip(found.tensor_keys, found.state_sources, strict=True)):
@@ -147,16 +168,7 @@ def _fill(live: LiveState, found: Survey, options: Options, wanted: Wanted, note
         rebind_muon_momentum(live)
     notes += _casts(targets)
     pieces = {rank: shard.pieces for rank, shard in found.shards.items()}
-    filled = fill(found.plan, pieces, targets, executor=options.executor)
-    moved = fill_moved(live, found, options)
-    for i in range(live.layout.num_sub_groups):
-        if not wanted.weights_only and found.state_sources[i] is not None:
-            clear_fresh(live, found, i)
-        tensors, _ = ({}, {}) if wanted.weights_only else live.split_state(i)
-        for gap in live.padding(i):
-            for flat in (live.fp32(i), *tensors.values()):
-                flat[gap].zero_()
-    frozen: list[Filled] = []
+    parts = [Part(found.plan, pieces, targets), *moved_parts(live, found)]
     if found.frozen_plan is not None:
         plan = found.frozen_plan
         assert found.model.frozen_pieces is not None
@@ -168,11 +180,31 @@ def _fill(live: LiveState, found: Survey, options: Options, wanted: Wanted, note
         ]
         notes += _casts(frozen_targets)
         frozen_pieces = {rank: {FROZEN: piece} for rank, piece in found.frozen_pieces.items()}
-        frozen.append(fill(plan, frozen_pieces, frozen_targets, executor=options.executor))
+        parts.append(Part(plan, frozen_pieces, frozen_targets))
+    away = found.checkpoint.away
+    filled = [fill(*part, executor=options.executor, away=away) for part in parts]
+    return _Filling(parts, filled)
+
+
+def _complete(live: LiveState, found: Survey, filling: _Filling, wanted: Wanted) -> Filled:
+    """What is to be done when everything that was read is in place: fresh state, padding, digests of what has moved."""
+    for i in range(live.layout.num_sub_groups):
+        if not wanted.weights_only and found.state_sources[i] is not None:
+            clear_fresh(live, found, i)
+        tensors, _ = ({}, {}) if wanted.weights_only else live.split_state(i)
+        for gap in live.padding(i):
+            for flat in (live.fp32(i), *tensors.values()):
+                flat[gap].zero_()
     owned = live.frozen.owned(live.rank)[1]
     for p, tensor in enumerate(live.frozen_tensors):
         tensor.view(-1)[int(owned[p]) :].zero_()
-    return join([filled, moved, *frozen])
+    moved = [part.plan is found.unfrozen_plan or part.plan is found.newly_frozen_plan for part in filling.parts]
+    return join(
+        [
+            with_moved_digests(part, filled, live.rank) if has_moved else filled
+            for part, filled, has_moved in zip(filling.parts, filling.filled, moved, strict=True)
+        ]
+    )
 
 
 def _casts(targets: Sequence[Target]) -> list[str]:
@@ -331,11 +363,19 @@ def set_option(group: dict[str, Any], option: str, value: OptionValue) -> None:
         group[option] = value
 
 
+class _Cost(NamedTuple):
+    """What a load cost this rank: for its own state, and for the module states and the payload of others."""
+
+    filled: Filled
+    module: Relayed
+    payload: Relayed
+
+
 def _report(
     engine: Any,
     live: LiveState,
     found: Survey,
-    filled: Filled,
+    spent: _Cost,
     proof: Proof,
     tag_dir: Path,
     wanted: Wanted,
@@ -345,11 +385,19 @@ def _report(
     began: float,
 ) -> ResumeReport:
     checkpoint = found.checkpoint
-    opened = {*checkpoint.opened, *filled.files}
-    headers = checkpoint.header_bytes + _module_bytes(found)
-    cost = (filled.bytes_owned, filled.bytes_read, headers, len(opened), time.perf_counter() - began)
+    opened = {*checkpoint.opened, *spent.filled.files, *spent.module.files, *spent.payload.files}
+    headers = checkpoint.header_bytes + _module_bytes(found) + spent.module.bytes_read
+    read_here = spent.filled.bytes_read + spent.payload.bytes_read
+    wire = (spent.module.sent + spent.payload.sent, spent.module.received + spent.payload.received)
+    cost = (spent.filled.bytes_owned, read_here, headers, len(opened), time.perf_counter() - began, *wire)
     costs = gather(cost)
-    owned, read, header_bytes, files, seconds = (max(column) for column in zip(*costs, strict=True))
+    owned, read, header_bytes, files, seconds, sent, received = (max(column) for column in zip(*costs, strict=True))
+    if found.sight is not None:
+        short = found.sight.short_sighted
+        notes.append(
+            f"node-local disks: {_count(len(short), 'rank')} of {len(costs)} ({_some_ranks(short)}) did not see all "
+            "files, and had them read and sent by ranks that did"
+        )
     exact, rederived, reset = _inventory(engine, live, found, wanted)
     if checkpoint.stale_files:
         notes.append(f"ignored {len(checkpoint.stale_files)} files of an older save in this directory")
@@ -378,12 +426,21 @@ def _report(
         reset=(*reset, *lost),
         notes=tuple(notes),
         changed=changed,
+        bytes_sent=int(sent),
+        bytes_received=int(received),
     )
+
+
+def _some_ranks(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8]))
+    return shown if len(ranks) <= 8 else f"{shown} and {len(ranks) - 8} more"
 
 
 def _module_bytes(found: Survey) -> int:
     """What DeepSpeed reads of the module states file: all of it but the frozen fragments, which are mapped."""
     model = found.model
+    if model.path.name in found.checkpoint.away:
+        return 0
     if model.frozen is None or model.frozen_pieces is None:
         return model.size
     sizes = np.array(
@@ -433,21 +490,27 @@ def _ranks(first: int, end: int) -> str:
 
 
 @contextmanager
-def model_states_reader(engine: Any, found: Survey, *, safe_load: bool) -> Iterator[None]:
-    """While it lasts, DeepSpeed reads the module states once, from the file of the survey, without frozen payload."""
+def model_states_reader(engine: Any, found: Survey, path: str, *, safe_load: bool) -> Iterator[None]:
+    """While it lasts, DeepSpeed reads the module states of the survey once, from ``path``, without frozen payload."""
     original = engine.checkpoint_engine
-    engine.checkpoint_engine = _ModelStatesReader(original, found, safe_load, engine.lr_scheduler)
+    reader = _ModelStatesReader(original, found, path, safe_load, engine.lr_scheduler)
+    engine.checkpoint_engine, engine._zeroelastic_module_paths = reader, reader.paths
     try:
         yield
     finally:
         engine.checkpoint_engine = original
+        del engine._zeroelastic_module_paths
 
 
 class _ModelStatesReader:
     """Stands in for the checkpoint engine while the module states are loaded; everything else is the original's."""
 
-    def __init__(self, original: Any, found: Survey, safe_load: bool, scheduler: Any) -> None:
-        self._original, self._found, self._safe_load, self._scheduler = original, found, safe_load, scheduler
+    def __init__(self, original: Any, found: Survey, path: str, safe_load: bool, scheduler: Any) -> None:
+        self._original, self._found, self._path = original, found, path
+        # DeepSpeed wants one for each tensor parallel rank, and that of its own to exist.
+        away = found.model.path.name in found.checkpoint.away
+        self.paths = (path,) * found.checkpoint.tp.size if away else found.model_paths
+        self._safe_load, self._scheduler = safe_load, scheduler
         self._loaded: dict[str, Any] | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -455,16 +518,16 @@ class _ModelStatesReader:
 
     def load(self, path: str, map_location: Any = None) -> Any:
         """DeepSpeed's loader asks twice for the same file; the second time it gets the first result."""
-        if os.fspath(path) not in self._found.model_paths:
+        if os.fspath(path) not in self.paths:
             return self._original.load(path, map_location=map_location)
         if self._loaded is None:  # of its tensor parallel peers' files it looks at what is in this rank's own, too
-            self._loaded = self._read(str(self._found.model.path))
+            self._loaded = self._read()
         return dict(self._loaded)
 
-    def _read(self, path: str) -> dict[str, Any]:
+    def _read(self) -> dict[str, Any]:
         frozen = self._found.model.frozen
         mapped = frozen is not None and bool(frozen.numel.any())
-        state = self._unpickle(path, mmap=mapped)  # maps the payload, so that fragments left out are never read
+        state = self._unpickle(mmap=mapped)  # maps the payload, so that fragments left out are never read
         state[_FRAGMENTS] = None  # DeepSpeed then leaves frozen parameters to us
         schedule = state.get("lr_scheduler")
         if self._scheduler is not None and isinstance(schedule, Mapping) and not self._found.membership.same_groups:
@@ -472,10 +535,11 @@ class _ModelStatesReader:
         # nothing may keep a mapping of a file that a later save overwrites
         return copy.deepcopy(state) if mapped else state
 
-    def _unpickle(self, path: str, *, mmap: bool) -> dict[str, Any]:
+    def _unpickle(self, *, mmap: bool) -> dict[str, Any]:
+        path = self._found.model.path
         try:
             with torch.serialization.safe_globals(_safe_classes() if self._safe_load else []):
-                state = torch.load(path, map_location="cpu", mmap=mmap, weights_only=self._safe_load)
+                state = torch.load(self._path, map_location="cpu", mmap=mmap, weights_only=self._safe_load)
         except Exception as error:
             if self._safe_load:
                 raise UnsafePickleError(f'{path}: refused by "safe_load": {error}') from None

@@ -15,19 +15,15 @@ import torch
 from zeroelastic.membership import Membership
 from zeroelastic.shard import FP32, FROZEN
 from zeroelastic.stage3.contents import digest_tensor
-from zeroelastic.stage3.fill import Filled, Target, fill
+from zeroelastic.stage3.fill import Filled, Part, Target
 from zeroelastic.stage3.live import LiveState
 from zeroelastic.stage3.module_keys import ModuleKeys
-from zeroelastic.stage3.options import Options
 from zeroelastic.stage3.survey import Survey
 
 
-def fill_moved(live: LiveState, found: Survey, options: Options) -> Filled:
-    """Saved frozen parameters into master weights, and saved master weights into frozen parameters.
-
-    ``moved_digests`` of the result are those of the saved tensors: as read where they were cast, else of what is live.
-    """
-    parts: list[Filled] = []
+def moved_parts(live: LiveState, found: Survey) -> list[Part]:
+    """Saved frozen parameters into master weights, and saved master weights into frozen parameters: one target each."""
+    parts: list[Part] = []
     if found.unfrozen_plan is not None:
         plan = found.unfrozen_plan
         assert found.model.frozen_pieces is not None
@@ -38,10 +34,7 @@ def fill_moved(live: LiveState, found: Survey, options: Options) -> Filled:
             begin = int(live.layout.offset[at])
             part = live.fp32(int(live.layout.sub_group[at]))[begin : begin + int(live.layout.part[at])]
             targets.append(Target(FROZEN, p, part, found.model.frozen_pieces.dtype[saved[param.name]]))
-        pieces = {rank: {FROZEN: piece} for rank, piece in found.frozen_pieces.items()}
-        names = [param.name for param in plan.dst.params]
-        filled = fill(plan, pieces, targets, executor=options.executor)
-        parts.append(_with_digests(filled, names, targets, plan.dst.owned(live.rank)))
+        parts.append(Part(plan, {rank: {FROZEN: piece} for rank, piece in found.frozen_pieces.items()}, targets))
     if found.newly_frozen_plan is not None:
         plan = found.newly_frozen_plan
         saved = plan.src.index()
@@ -52,23 +45,23 @@ def fill_moved(live: LiveState, found: Survey, options: Options) -> Filled:
             )
             for number, param in zip(plan.dst.sub_group.tolist(), plan.dst.params, strict=True)
         ]
-        names = [param.name for param in plan.dst.params]
-        filled = fill(plan, {rank: s.pieces for rank, s in found.shards.items()}, targets, executor=options.executor)
-        parts.append(_with_digests(filled, names, targets, plan.dst.owned(live.rank)))
-    return join(parts)
+        parts.append(Part(plan, {rank: shard.pieces for rank, shard in found.shards.items()}, targets))
+    return parts
 
 
-def _with_digests(
-    filled: Filled, names: Sequence[str], targets: Sequence[Target], owned: tuple[np.ndarray, np.ndarray]
-) -> Filled:
-    """The same with the digests of every target under the saved state key, cast or not."""
+def with_moved_digests(part: Part, filled: Filled, rank: int) -> Filled:
+    """The same with the digests of every target of a moved part under the saved state key.
+
+    They are those of the saved tensors: as read where they were cast, else of what is live.
+    """
     digests: dict[tuple[str, str], int] = {}
-    for name, target, start, length in zip(names, targets, *(column.tolist() for column in owned), strict=True):
-        stream = (name, target.key)
+    owned = (column.tolist() for column in part.plan.dst.owned(rank))
+    for param, target, start, length in zip(part.plan.dst.params, part.targets, *owned, strict=True):
+        stream = (param.name, target.key)
         digests[stream] = (
             filled.cast_digests[stream]
             if target.cast
-            else digest_tensor(target.tensor[:length], name, target.key, start)
+            else digest_tensor(target.tensor[:length], param.name, target.key, start)
         )
     return Filled(filled.bytes_read, filled.bytes_owned, filled.files, {}, digests)
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from zeroelastic.errors import ConfigError
 from zeroelastic.executors import OPERATIONS, Executor
@@ -21,10 +21,11 @@ class Options(BaseModel):
     "quick" checks headers, sizes and save ids only; "off" (or false) does not report a content root either.
     ``strict``: refuse a resume that changes the global batch. ``missing_state``: "error" refuses a checkpoint whose
     parameters or optimizer groups are not those of the run; "fresh" restores what both have and names what becomes of
-    the rest. ``safe_load``: unpickle ``*_model_states.pt`` through
-    torch's allow-list too. ``fsync``: make files durable before the commit record names them. ``executor``: the engine
-    that reads and writes payload: "numpy" or "native" for host memory and files, "cuda" for a GPU's memory, or "torch"
-    for it by way of host memory; what is not named, "auto" chooses.
+    the rest. ``safe_load``: unpickle ``*_model_states.pt`` through torch's allow-list too. ``fsync``: make files
+    durable before the commit record names them. ``save_timeout_s``: how many seconds the ranks of a save wait for one
+    another before it fails, naming those that did not arrive. ``executor``: the engine that reads and writes payload:
+    "numpy" or "native" for host memory and files, "cuda" for a GPU's memory, or "torch" for it by way of host memory;
+    what is not named, "auto" chooses.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -34,6 +35,7 @@ class Options(BaseModel):
     missing_state: MissingState = "error"
     safe_load: bool = False
     fsync: bool = True
+    save_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 900.0
     executor: Executor = "auto"
 
     @property

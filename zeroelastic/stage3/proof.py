@@ -25,6 +25,7 @@ from zeroelastic.stage3.contents import (
 )
 from zeroelastic.stage3.fill import Filled
 from zeroelastic.stage3.live import LiveState
+from zeroelastic.stage3.nodes import Sight
 from zeroelastic.stage3.options import Options
 from zeroelastic.stage3.survey import Survey
 from zeroelastic.storage import FilePath, read_range
@@ -32,6 +33,7 @@ from zeroelastic.torchfile import DTYPE_BYTES, Extent
 
 _NAMED = 8
 _CHUNK_BYTES = 4 << 20
+_DAMAGED = "Damaged:"
 _INCOMPARABLE = "content roots are not comparable, because the run does not train the parameters of the save"
 
 
@@ -96,7 +98,7 @@ def prove(
     comparable = [replace(c, tensors=_without(c.tensors, cast_keys.get(c.param.name, set()))) for c in saved]
     wrong += differences(comparable, contents, weights_only=weights_only)
     if any(of_every_tp_rank(live, bool(wrong))):
-        raise DigestMismatchError(_describe(live, wrong, found.checkpoint, tag_dir))
+        raise DigestMismatchError(_describe(live, wrong, found, tag_dir))
     if cast or from_16_bit or weights_only:
         what = [f"{len(cast)} tensors cast to this run's dtype (compared as read)"] if cast else []
         what += ["master weights taken from 16-bit copies (load_from_fp32_weights is off)"] if from_16_bit else []
@@ -145,11 +147,16 @@ def _sums(
     return dict(zip(streams, table.cpu().numpy().view(np.uint64).tolist(), strict=True))
 
 
-def _describe(live: LiveState, wrong: Sequence[tuple[str, str]], checkpoint: Checkpoint, tag_dir: Path) -> str:
-    """The message; the first rank of each data parallel group looks for damaged files and tells all. Collective."""
-    files = " ".join(
-        filter(None, gather(_damaged_files(wrong[:_NAMED], checkpoint) if live.rank == 0 and wrong else ""))
-    )
+def _describe(live: LiveState, wrong: Sequence[tuple[str, str]], found: Survey, tag_dir: Path) -> str:
+    """The message; who looks for damaged files tells all. Collective.
+
+    That is the first rank of each data parallel group; where it does not see all files, a rank that sees them for each.
+    """
+    sight = found.sight
+    looks = live.rank == 0 if sight is None else any(sight.reader(name) == sight.rank for name in sight.names)
+    told = gather(_damaged_files(wrong[:_NAMED], found.checkpoint, sight) if looks and wrong else "")
+    damaged = [sentence for sentence in told if sentence.startswith(_DAMAGED)]
+    files = " ".join(filter(None, damaged or told))
     wrong = [stream for part in of_every_tp_rank(live, list(wrong)) for stream in part]
     named = ", ".join(f"{name}: {key}" for name, key in sorted(wrong)[:_NAMED])
     more = " ..." if len(wrong) > _NAMED else ""
@@ -159,12 +166,14 @@ def _describe(live: LiveState, wrong: Sequence[tuple[str, str]], checkpoint: Che
     )
 
 
-def _damaged_files(wrong: Sequence[tuple[str, str]], checkpoint: Checkpoint) -> str:
+def _damaged_files(wrong: Sequence[tuple[str, str]], checkpoint: Checkpoint, sight: Sight | None) -> str:
     """A sentence that names the files whose payload is not what their own digests say, as far as that can be known."""
     names = sorted({name for name, _ in wrong})
     bad: set[str] = set()
     holders: set[str] = set()
-    for rank in range(checkpoint.world_size):
+    for rank, path in enumerate(checkpoint.optim_files):
+        if sight is not None and sight.reader(path.name) != sight.rank:
+            continue
         try:
             shard = checkpoint.shard(rank)
             for name in names:
@@ -177,10 +186,14 @@ def _damaged_files(wrong: Sequence[tuple[str, str]], checkpoint: Checkpoint) -> 
         except (ZeroElasticError, OSError) as error:  # the others wait for this sentence
             return f"({error})"
     if bad:
-        return f"Damaged: {', '.join(sorted(bad))}."
+        return f"{_DAMAGED} {', '.join(sorted(bad))}."
     if any(key == FROZEN for _, key in wrong):
         holders |= {path.name for path in checkpoint.model_files}
-    return f"They are in {', '.join(sorted(holders)[:_NAMED])}{' ...' if len(holders) > _NAMED else ''}."
+    return (
+        ""
+        if not holders
+        else f"They are in {', '.join(sorted(holders)[:_NAMED])}{' ...' if len(holders) > _NAMED else ''}."
+    )
 
 
 def _recorded(shard: Shard, digests: Extent, index: int) -> int:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from zeroelastic._version import __version__
-from zeroelastic.agree import broadcast, settle, together
+from zeroelastic.agree import broadcast
 from zeroelastic.digest import ParamContent, combine, content_root
 from zeroelastic.errors import SaveError
 from zeroelastic.record import (
@@ -37,6 +37,7 @@ from zeroelastic.stage3.contents import LocalDigests
 from zeroelastic.stage3.live import LiveState
 from zeroelastic.stage3.optimizers import class_path
 from zeroelastic.stage3.residence import is_away
+from zeroelastic.stage3.roll_call import RollCall
 from zeroelastic.storage import file_sizes
 
 
@@ -176,12 +177,33 @@ def zero_padding(live: LiveState) -> None:
                 flat[gap].zero_()
 
 
+@contextmanager
+def met_after_writing(optimizer: DeepSpeedZeroOptimizer_Stage3, roll_call: RollCall) -> Iterator[None]:
+    """While it lasts, the ranks meet when their files are written, before the collectives that end DeepSpeed's save."""
+    original = optimizer.checkpoint_event_epilogue
+    shadowed = "checkpoint_event_epilogue" in vars(optimizer)
+
+    def epilogue() -> None:
+        roll_call.meet("its files were written")
+        original()
+
+    optimizer.checkpoint_event_epilogue = epilogue
+    try:
+        yield
+    finally:
+        if shadowed:
+            optimizer.checkpoint_event_epilogue = original
+        else:
+            del optimizer.checkpoint_event_epilogue
+
+
 @dataclass(frozen=True, slots=True)
 class Uncommitted:
     """A save that was handed to its writer: all that the commit record says but the sizes of the files.
 
     ``contents`` are of the state at the moment of the save, over all ranks; ``trained`` names the trained parameters
-    among them, and ``written`` this rank's files in ``making``, the hidden directory that becomes ``tag_dir``.
+    among them, and ``written`` this rank's files in ``making``, the hidden directory that becomes ``tag_dir``. Ranks
+    that see the same directory have the same one of ``heads``, by rank: the first of them, which acts for all.
     """
 
     tag_dir: Path
@@ -194,19 +216,33 @@ class Uncommitted:
     trained: frozenset[str]
     written: tuple[str, ...]
     making: Path
+    heads: tuple[int, ...]
     tp_size: int = 1
     lost_micro_batches: int = 0
 
+    @property
+    def acts(self) -> bool:
+        """Whether this rank does what one rank does for all that see its directory."""
+        return acts(self.heads)
 
-def commit(save: Uncommitted, *, fsync: bool) -> None:
+
+def acts(heads: Sequence[int]) -> bool:
+    """Whether this rank is the first of those that see its directory."""
+    return heads[dist.get_rank()] == dist.get_rank()
+
+
+def commit(save: Uncommitted, roll_call: RollCall, *, fsync: bool) -> None:
     """Make the files of a save durable, write its record and put the tag in place, on all ranks or none. Collective.
 
     Everything that the record names has been written, by whatever process. Raises SaveError on every rank when a file
-    is missing, cannot be made durable, or is not visible to rank 0: then the tag is what it was before the save.
+    is missing, cannot be made durable, or is not visible to the head, or a rank does not arrive: then the tag is what
+    it was before the save.
     """
-    with discarded_on_failure(save.making):
-        _, parts = together(lambda: _settled_files(save, fsync=fsync))
-        settle(lambda: _finish(save, parts) if dist.get_rank() == 0 else None)
+    with discarded_on_failure(save.making, acts=save.acts), roll_call.naming_the_lost():
+        _, parts = roll_call.together(lambda: _settled_files(save, fsync=fsync), "its files were made durable")
+        roll_call.settle(lambda: _write_record(save, parts) if save.acts else None, "its commit record was written")
+        roll_call.settle(lambda: _put_in_place(save) if save.acts else None, "it was put in place")
+    roll_call.left = "The checkpoint is complete; load it by its tag."
 
 
 def _settled_files(save: Uncommitted, *, fsync: bool) -> dict[str, int]:
@@ -222,8 +258,8 @@ def _settled_files(save: Uncommitted, *, fsync: bool) -> dict[str, int]:
     return sizes
 
 
-def _finish(save: Uncommitted, parts: Sequence[Mapping[str, int]]) -> None:
-    """On rank 0: the record, then the one rename that makes the tag."""
+def _write_record(save: Uncommitted, parts: Sequence[Mapping[str, int]]) -> None:
+    """The record of the whole save, in every directory that has a part of it."""
     _check_visible(save, parts)
     record = CommitRecord(
         format_version=RECORD_VERSION,
@@ -243,33 +279,43 @@ def _finish(save: Uncommitted, parts: Sequence[Mapping[str, int]]) -> None:
     try:
         carry_over(save.tag_dir, save.making)
         write_atomically(save.making / RECORD_NAME, record_text(record))
+    except OSError as error:
+        raise _not_committed(save, f"{error.filename or save.tag_dir}: {error.strerror}") from error
+
+
+def _put_in_place(save: Uncommitted) -> None:
+    """The one rename that makes the tag."""
+    try:
         put_in_place(save.making, save.tag_dir)
     except OSError as error:
         raise _not_committed(save, f"{error.filename or save.tag_dir}: {error.strerror}") from error
 
 
 @contextmanager
-def discarded_on_failure(making: Path) -> Iterator[None]:
-    """Remove what was made of a save when it fails: on rank 0, which made the directory."""
+def discarded_on_failure(making: Path, *, acts: bool) -> Iterator[None]:
+    """Remove what was made of a save when it fails, on the rank that ``acts``: the one that made the directory."""
     try:
         yield
     except Exception:
-        if dist.get_rank() == 0:
+        if acts:
             shutil.rmtree(making, ignore_errors=True)
         raise
 
 
 def _check_visible(save: Uncommitted, parts: Sequence[Mapping[str, int]]) -> None:
-    """A record is for one directory that holds every rank's files; on node-local storage it would be a lie."""
+    """The head of a directory must see the files of all ranks whose head it is."""
     found = file_sizes(save.making)
-    unseen = {rank: [name for name, size in part.items() if found.get(name) != size] for rank, part in enumerate(parts)}
+    here = {rank: part for rank, part in enumerate(parts) if save.heads[rank] == dist.get_rank()}
+    unseen = {rank: [name for name, size in part.items() if found.get(name) != size] for rank, part in here.items()}
     unseen = {rank: names for rank, names in unseen.items() if names}
     if unseen:
         first = min(unseen)
         raise _not_committed(
             save,
-            f"rank 0 does not see what rank{'s' if len(unseen) > 1 else ''} {', '.join(map(str, unseen))} wrote "
-            f"({', '.join(unseen[first])}): the directory is not the same on all nodes, or another save is using it",
+            f"rank {dist.get_rank()} does not see what rank{'s' if len(unseen) > 1 else ''} "
+            f"{', '.join(map(str, unseen))} wrote "
+            f"({', '.join(unseen[first])}): the directory is not the same on all nodes (which "
+            '"use_node_local_storage": true allows), or another save is using it',
         )
 
 

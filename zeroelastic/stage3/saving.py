@@ -25,16 +25,19 @@ from zeroelastic.stage3.load import accumulated_micro_batches
 from zeroelastic.stage3.options import Options, parse_options
 from zeroelastic.stage3.replicated import difference, replicated_facts
 from zeroelastic.stage3.residence import lost_in_stock_files
+from zeroelastic.stage3.roll_call import RollCall
 from zeroelastic.stage3.save import (
     Uncommitted,
+    acts,
     commit,
     discarded_on_failure,
+    met_after_writing,
     new_save_id,
     offloaded_save,
     written_files,
 )
 from zeroelastic.stage3.shard_writer import DigestedShard, ShardWriter, shard_writer
-from zeroelastic.stage3.storage_rules import ranks_apart, refuse_unwritable
+from zeroelastic.stage3.storage_rules import directory_heads, refuse_unwritable
 from zeroelastic.stage3.topology import tensor_parallel
 
 logger = logging.getLogger(__name__)
@@ -49,6 +52,26 @@ class Saving:
     save_id: str
     live: LiveState
     shard: ShardWriter | DigestedShard
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What ``save_checkpoint`` was called with."""
+
+    save_dir: Any
+    tag: str
+    client_state: Any
+    save_latest: bool
+    exclude_frozen_parameters: bool
+
+    @property
+    def directory(self) -> Path:
+        return Path(self.save_dir)
+
+    def of(self, original: Method, engine: Any, *, save_latest: bool | None = None) -> Any:
+        """The same call of DeepSpeed's own method; with ``save_latest`` as said here, where it is said."""
+        latest = self.save_latest if save_latest is None else save_latest
+        return original(engine, self.save_dir, self.tag, self.client_state, latest, self.exclude_frozen_parameters)
 
 
 def stage3_optimizer(engine: Any) -> DeepSpeedZeroOptimizer_Stage3 | None:
@@ -87,68 +110,86 @@ def save_checkpoint(original: Method) -> Method:
         optimizer = stage3_optimizer(self)
         if optimizer is None or not save_dir:
             return original(self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
-        decoupled = self.checkpoint_engine.is_decoupled()
-        if decoupled:
-            self._commit_decoupled_checkpoint()  # the save before this one
-        elastic = saves_elastic(self)
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
-        tag_dir = Path(save_dir) / tag
-        reason = _cannot_commit(self, optimizer, tag_dir, elastic=elastic)
-        if reason is not None:
-            if elastic:
-                raise reason
-            if dist.get_rank() == 0:
-                logger.info("no commit record is written: %s", reason)
-            return original(self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
-        options = options_of(self)
-        if decoupled:
-            check_alive(self)
-        save_id = new_save_id()
-        making = making_of(tag_dir, save_id)
-        settle(lambda: _begin(Path(save_dir), tag_dir, save_id))
-        with discarded_on_failure(making):
-            live = live_of(self, optimizer)
-            optimizer._zeroelastic_engine = self
-            with shard_writer(
-                self, live, tag_dir=tag_dir, making=making, with_frozen=not exclude_frozen_parameters, options=options
-            ) as shard:
-                optimizer._zeroelastic_saving = Saving(save_id, live, shard)
-                try:
-                    # A decoupled engine keeps the wish for ``latest`` until it commits; others would write it too
-                    # early.
-                    latest = save_latest and decoupled
-                    with offloaded_save(self, live, elastic=elastic):
-                        done = original(self, save_dir, tag, client_state, latest, exclude_frozen_parameters)
-                    commit_info = self.checkpoint_engine.commit_info
-                finally:
-                    del optimizer._zeroelastic_saving
-            trained = frozenset(param.name for param in live.layout.params)
-            parts = of_every_tp_rank(live, (whole_contents(live, shard.digests(), device=self.device), trained))
-            save = Uncommitted(
-                tag_dir=tag_dir,
-                save_id=save_id,
-                checkpoint_format="elastic" if elastic else "rigid",
-                world_size=live.layout.world_size,
-                tp_size=live.tp.size,
-                global_steps=self.global_steps,
-                train_batch_size=self.train_batch_size(),
-                lost_micro_batches=_warn_of_lost_micro_batches(self, tag_dir),
-                contents=tuple(content for contents, _ in parts for content in contents),
-                trained=frozenset().union(*(names for _, names in parts)),
-                written=written_files(self, Path(save_dir), tag),
-                making=making,
-            )
-            settle(live.residence.sync)
-        point_latest = partial(_point_latest, Path(save_dir), tag) if save_latest else None
-        if decoupled:
-            hand_over(self, Pending(save, commit_info, options.fsync, point_latest))
-            return done
-        commit(save, fsync=options.fsync)
-        if point_latest is not None:
-            settle(point_latest)
-        return done
+        roll_call = RollCall(Path(save_dir) / tag, timeout_s=options_of(self).save_timeout_s)
+        roll_call.meet("it was about to be saved")
+        with roll_call.naming_the_lost():
+            asked = _Asked(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
+            return _save(self, optimizer, original, asked, roll_call)
 
     return save_checkpoint
+
+
+def _save(
+    engine: Any, optimizer: DeepSpeedZeroOptimizer_Stage3, original: Method, asked: _Asked, roll_call: RollCall
+) -> Any:
+    """The save itself, when all ranks have come to it. Collective."""
+    options = options_of(engine)
+    tag_dir = asked.directory / asked.tag
+    decoupled = engine.checkpoint_engine.is_decoupled()
+    if decoupled:
+        engine._commit_decoupled_checkpoint()  # the save before this one
+    elastic = saves_elastic(engine)
+    reason = _cannot_commit(engine, optimizer, tag_dir, elastic=elastic)
+    if reason is not None:
+        if elastic:
+            raise reason
+        if dist.get_rank() == 0:
+            logger.info("no commit record is written: %s", reason)
+        return asked.of(original, engine)
+    if decoupled:
+        check_alive(engine)
+    save_id = new_save_id()
+    making = making_of(tag_dir, save_id)
+    heads = directory_heads(tag_dir) if engine.use_node_local_storage() else (0,) * dist.get_world_size()
+    settle(lambda: _begin(asked.directory, tag_dir, save_id) if acts(heads) else None)
+    with discarded_on_failure(making, acts=acts(heads)):
+        live = live_of(engine, optimizer)
+        optimizer._zeroelastic_engine = engine
+        with shard_writer(
+            engine,
+            live,
+            tag_dir=tag_dir,
+            making=making,
+            with_frozen=not asked.exclude_frozen_parameters,
+            options=options,
+        ) as shard:
+            optimizer._zeroelastic_saving = Saving(save_id, live, shard)
+            try:
+                # A decoupled engine keeps the wish for ``latest`` until it commits; others would write it too
+                # early.
+                latest = asked.save_latest and decoupled
+                with offloaded_save(engine, live, elastic=elastic), met_after_writing(optimizer, roll_call):
+                    done = asked.of(original, engine, save_latest=latest)
+                commit_info = engine.checkpoint_engine.commit_info
+            finally:
+                del optimizer._zeroelastic_saving
+        trained = frozenset(param.name for param in live.layout.params)
+        parts = of_every_tp_rank(live, (whole_contents(live, shard.digests(), device=engine.device), trained))
+        save = Uncommitted(
+            tag_dir=tag_dir,
+            save_id=save_id,
+            checkpoint_format="elastic" if elastic else "rigid",
+            world_size=live.layout.world_size,
+            tp_size=live.tp.size,
+            global_steps=engine.global_steps,
+            train_batch_size=engine.train_batch_size(),
+            lost_micro_batches=_warn_of_lost_micro_batches(engine, tag_dir),
+            contents=tuple(content for contents, _ in parts for content in contents),
+            trained=frozenset().union(*(names for _, names in parts)),
+            written=written_files(engine, asked.directory, asked.tag),
+            making=making,
+            heads=heads,
+        )
+        settle(live.residence.sync)
+    point_latest = partial(_point_latest, asked.directory, asked.tag, acts=acts(heads)) if asked.save_latest else None
+    if decoupled:
+        hand_over(engine, Pending(save, commit_info, options, point_latest))
+        return done
+    commit(save, roll_call, fsync=options.fsync)
+    if point_latest is not None:
+        roll_call.settle(point_latest, "`latest` was written")
+    return done
 
 
 def _cannot_commit(
@@ -178,15 +219,6 @@ def _cannot_commit(
             f"the ranks save to different places ({', '.join(places[:3])}{' ...' if len(places) > 3 else ''}). A "
             "checkpoint has one tag and one directory, which all ranks share: pass the same ones everywhere."
         )
-    if engine.use_node_local_storage():
-        unseen = ranks_apart(tag_dir)
-        if unseen:
-            return UnsupportedError(
-                f"{tag_dir}: with use_node_local_storage, rank{'s' if len(unseen) > 1 else ''} "
-                f"{', '.join(map(str, unseen))} cannot see what rank 0 writes there. An elastic checkpoint is one "
-                "directory that all ranks see: save to a shared directory, or with elastic_checkpoint off and resume "
-                "at the same world size on the same nodes."
-            )
     return None
 
 
@@ -205,9 +237,7 @@ def _warn_of_lost_micro_batches(engine: Any, tag_dir: Path) -> int:
 
 
 def _begin(save_dir: Path, tag_dir: Path, save_id: str) -> None:
-    """Make the directory in which rank 0 sees every rank's file appear, where ``latest`` can be written too."""
-    if dist.get_rank() != 0:
-        return
+    """Make the directory in which this rank sees others' files appear, where ``latest`` can be written too."""
     try:
         save_dir.mkdir(parents=True, exist_ok=True)
         begin(tag_dir, save_id)
@@ -221,8 +251,8 @@ def _begin(save_dir: Path, tag_dir: Path, save_id: str) -> None:
         ) from error
 
 
-def _point_latest(save_dir: Path, tag: str) -> None:
-    if dist.get_rank() != 0:
+def _point_latest(save_dir: Path, tag: str, *, acts: bool) -> None:
+    if not acts:
         return
     try:
         write_atomically(save_dir / "latest", tag.encode())

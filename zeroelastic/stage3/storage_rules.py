@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -56,67 +55,41 @@ def _on_nvme(optimizer: Any) -> bool:
     return bool(getattr(optimizer, "swap_optimizer", False) or getattr(optimizer, "params_in_nvme_and_cpu", False))
 
 
-def ranks_apart(tag_dir: Path) -> list[int]:
-    """The ranks that do not see a file that rank 0 makes where the tag is going to be. Collective.
+def directory_heads(tag_dir: Path) -> tuple[int, ...]:
+    """For each rank the first of those that see the same directory where the tag is going to be. Collective.
 
-    Raises SaveError on every rank where it cannot be made. It is gone afterwards, and its directory if that was new.
+    Found out by files that the ranks make there for a moment. Raises SaveError on every rank where one cannot.
     """
-    probe = tag_dir / f".zeroelastic.{broadcast(uuid.uuid4().hex)}"
-    made: list[Path] = []
+    stem = f".zeroelastic.{broadcast(uuid.uuid4().hex)}"
+    place, rank = tag_dir.parent, dist.get_rank()
+
+    def probe(number: int) -> Path:
+        return place / f"{stem}.{number}"
 
     def make() -> None:
-        if dist.get_rank() != 0:
-            return
         try:
-            made.extend(folder for folder in (tag_dir, *tag_dir.parents) if not folder.exists())
-            tag_dir.mkdir(parents=True, exist_ok=True)
-            probe.touch()
+            place.mkdir(parents=True, exist_ok=True)
+            probe(rank).touch()
         except OSError as error:
             raise SaveError(f"{tag_dir}: cannot be written: {error.strerror}. Nothing was saved.") from error
 
     settle(make)
-    seen = gather(probe.exists())
-    if dist.get_rank() == 0:
-        probe.unlink(missing_ok=True)
-        for folder in made:
-            with suppress(OSError):  # somebody else is using it by now
-                folder.rmdir()
-    return [rank for rank, sees in enumerate(seen) if not sees]
+    heads = gather(next(number for number in range(rank + 1) if number == rank or probe(number).exists()))
+    probe(rank).unlink(missing_ok=True)
+    return tuple(heads)
 
 
-def leave_to_stock(
-    error: MissingFileError | OldFormatError, tag_dir: Path, live: LiveState, *, node_local: bool
-) -> None:
+def leave_to_stock(error: OldFormatError, tag_dir: Path, live: LiveState, *, node_local: bool) -> None:
     """Return if DeepSpeed alone can load what we cannot read, else raise: the same on every rank. Collective.
 
     It can where each rank finds its own files of a rigid checkpoint, saved by as many ranks.
     """
 
-    def look() -> tuple[bool, bool]:
-        own = loads_in_stock(tag_dir, live.rank, live.layout.world_size, live.tp, node_local=node_local)
-        return own, _sees_all(tag_dir, live.rank)
+    def look() -> bool:
+        return loads_in_stock(tag_dir, live.rank, live.layout.world_size, live.tp, node_local=node_local)
 
-    told = together(look)[1]
-    if all(own for own, _ in told) and (node_local or isinstance(error, OldFormatError)):
-        return
-    if node_local and isinstance(error, MissingFileError):
-        short = ", ".join(str(rank) for rank, (_, sees_all) in enumerate(told) if not sees_all)
-        raise UnsupportedError(
-            f"{error}\nRanks that do not see all files: {short}. With use_node_local_storage each node has the files "
-            "of its own ranks, which is enough at the world size that saved, in DeepSpeed's rigid format, on the same "
-            "nodes. Elsewhere put the files of all ranks into the same directory on every node, or on shared storage."
-        ) from error
-    raise error
-
-
-def _sees_all(tag_dir: Path, rank: int) -> bool:
-    try:
-        open_checkpoint(tag_dir, near_rank=rank)
-    except CheckpointError as error:
-        return not isinstance(error, MissingFileError)
-    except UnsupportedError:
-        return True
-    return True
+    if not all(together(look)[1]):
+        raise error
 
 
 def loads_in_stock(tag_dir: Path, rank: int, world_size: int, tp: TensorParallel, *, node_local: bool) -> bool:
@@ -128,7 +101,7 @@ def loads_in_stock(tag_dir: Path, rank: int, world_size: int, tp: TensorParallel
     except OldFormatError:
         return _counted(tag_dir) == world_size
     except MissingFileError:
-        return node_local and _own_rigid_files(tag_dir, rank, world_size)
+        return node_local and own_rigid_files(tag_dir, rank, world_size)
     except CheckpointError:  # of a layout that is not covered: only the sizes count
         return saved_sizes(tag_dir) == (world_size, tp.size)
 
@@ -138,7 +111,7 @@ def _counted(tag_dir: Path) -> int:
     return len(rank_files(tag_dir, file_sizes(tag_dir))[1])
 
 
-def _own_rigid_files(tag_dir: Path, rank: int, world_size: int) -> bool:
+def own_rigid_files(tag_dir: Path, rank: int, world_size: int) -> bool:
     """Whether this rank's two files are here, and are a rigid checkpoint's of this many ranks."""
     try:
         optim, models = rank_files(tag_dir, file_sizes(tag_dir))

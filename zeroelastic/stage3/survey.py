@@ -24,6 +24,7 @@ from zeroelastic.plan import Plan, check_plan, make_plan
 from zeroelastic.record import CheckpointFormat
 from zeroelastic.shard import FP32, Pieces, Shard, configured_batch
 from zeroelastic.stage3.live import LiveState
+from zeroelastic.stage3.nodes import Sight, look_around, open_apart
 from zeroelastic.stage3.optimizers import SavedGroup, live_form, misfits
 from zeroelastic.stage3.options import MissingState
 from zeroelastic.state import check_same_save, shard_facts
@@ -37,7 +38,8 @@ class Survey:
     (None when there are none to restore). ``unfrozen_plan`` moves what was frozen and is trained now, each parameter to
     a buffer of its own, which is its part of the master weights; ``newly_frozen_plan`` the other way.
     ``tensor_keys[i]`` and ``scalars[i]`` are what target sub-group i gets, like saved sub-group ``state_sources[i]``;
-    None where all of it is new to the optimizer, and gets nothing.
+    None where all of it is new to the optimizer, and gets nothing. ``sight`` says who sees which file, where not every
+    rank sees all.
     """
 
     checkpoint: Checkpoint
@@ -55,6 +57,7 @@ class Survey:
     tensor_keys: tuple[tuple[str, ...], ...]
     scalars: tuple[Mapping[str, ScalarValue], ...]
     train_batch_size: int | None
+    sight: Sight | None = None
 
     @property
     def model_paths(self) -> tuple[str, ...]:
@@ -89,9 +92,12 @@ def survey(
     """
     kept: list[Survey] = []
     allowed = _Allowed(missing_state, strict_module)
+    sight = look_around(tag_dir, live.rank, live.tp)
+    apart = None if sight is None else open_apart(sight, live)
 
     def look() -> Token:
-        kept.append(_open(tag_dir, live, allowed, weights_only=weights_only))
+        checkpoint = apart if apart is not None else open_checkpoint(tag_dir, near_rank=live.rank, tp=live.tp)
+        kept.append(_open(checkpoint, sight, live, allowed, weights_only=weights_only))
         return _token(kept[0], weights_only=weights_only)
 
     _, tokens = together(look)
@@ -117,9 +123,10 @@ class _Allowed(NamedTuple):
     strict_module: bool
 
 
-def _open(tag_dir: Path, live: LiveState, allowed: _Allowed, *, weights_only: bool) -> Survey:
-    layout, rank = live.layout, live.rank
-    checkpoint = open_checkpoint(tag_dir, near_rank=rank, tp=live.tp)
+def _open(
+    checkpoint: Checkpoint, sight: Sight | None, live: LiveState, allowed: _Allowed, *, weights_only: bool
+) -> Survey:
+    layout, rank, tag_dir = live.layout, live.rank, Path(str(checkpoint.tag_dir))
     saved = checkpoint.world_size
     model = checkpoint.model_states(rank if rank < saved else 0)
     needed = source_ranks(layout.numel.tolist(), saved_world_size=saved, world_size=layout.world_size, rank=rank) or (
@@ -171,6 +178,7 @@ def _open(tag_dir: Path, live: LiveState, allowed: _Allowed, *, weights_only: bo
         tensor_keys=keys,
         scalars=scalars,
         train_batch_size=batch if batch is not None else configured_batch(head.ds_config, saved),
+        sight=sight,
     )
 
 

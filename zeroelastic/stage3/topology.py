@@ -6,6 +6,8 @@ slices parameters first: ``data parallel size x tensor parallel size`` is the wo
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.distributed as dist
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
@@ -23,6 +25,14 @@ def tensor_parallel(optimizer: DeepSpeedZeroOptimizer_Stage3) -> TensorParallel:
     if group is None:
         return NO_TENSOR_PARALLEL
     return TensorParallel(int(optimizer.model_parallel_rank), dist.get_world_size(group=group))
+
+
+def rank_and_tp(engine: Any) -> tuple[int, TensorParallel]:
+    """This rank in its data parallel group, and which of the tensor parallel ranks it is."""
+    optimizer = getattr(engine, "optimizer", None)
+    if not isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+        return dist.get_rank(), NO_TENSOR_PARALLEL
+    return dist.get_rank(group=optimizer.dp_process_group), tensor_parallel(optimizer)
 
 
 def uncovered_topology(optimizer: DeepSpeedZeroOptimizer_Stage3, engine: object) -> list[str]:

@@ -23,10 +23,11 @@ from zeroelastic.stage3.frameworks import wrap_frameworks
 from zeroelastic.stage3.live import LiveState, read_live, refuse_unsupported
 from zeroelastic.stage3.load import Wanted, load, model_states_reader
 from zeroelastic.stage3.module_keys import ModuleKeys, recorded_keys
+from zeroelastic.stage3.node_tags import agree_on_latest
 from zeroelastic.stage3.save import elastic_state_dict
 from zeroelastic.stage3.saving import Saving, live_of, options_of, save_checkpoint, saves_elastic, stage3_optimizer
-from zeroelastic.stage3.storage_rules import leave_to_stock, loads_in_stock, refuse_unwritable
-from zeroelastic.stage3.survey import Survey, survey
+from zeroelastic.stage3.storage_rules import leave_to_stock, loads_in_stock, own_rigid_files, refuse_unwritable
+from zeroelastic.stage3.survey import survey
 from zeroelastic.stage3.topology import tensor_parallel
 
 logger = logging.getLogger(__name__)
@@ -111,10 +112,8 @@ def get_all_ckpt_names(original: Method) -> Method:
     """The module states file that the survey chose, while a load of ours runs: new ranks have none of their own."""
 
     def _get_all_ckpt_names(self: Any, checkpoints_path: Any, tag: Any) -> Any:
-        found: Survey | None = getattr(self, "_zeroelastic_survey", None)
-        if found is None:
-            return original(self, checkpoints_path, tag)
-        return list(found.model_paths)
+        paths: tuple[str, ...] | None = getattr(self, "_zeroelastic_module_paths", None)
+        return original(self, checkpoints_path, tag) if paths is None else list(paths)
 
     return _get_all_ckpt_names
 
@@ -186,7 +185,7 @@ def load_checkpoint(original: Method) -> Method:
         began = time.perf_counter()
         self.__dict__.pop("zeroelastic_report", None)  # that of an earlier load
         options = options_of(self)
-        chosen = _choose_tag(Path(load_dir), tag, node_local=self.use_node_local_storage())
+        chosen = _choose_tag(Path(load_dir), tag)
         if chosen is None:
             return stock()
         tag = chosen
@@ -206,7 +205,7 @@ def load_checkpoint(original: Method) -> Method:
                 missing_state=options.missing_state,
                 strict_module=load_module_strict and custom_load_fn is None,
             )
-        except (MissingFileError, OldFormatError) as error:
+        except OldFormatError as error:
             leave_to_stock(error, tag_dir, live, node_local=self.use_node_local_storage())
             logger.warning("loading through DeepSpeed alone: %s", error)
             return stock()
@@ -217,9 +216,9 @@ def load_checkpoint(original: Method) -> Method:
             return stock()
         keys = ModuleKeys()
 
-        def load_module() -> tuple[Any, Any]:
+        def load_module(module_path: str) -> tuple[Any, Any]:
             with (
-                model_states_reader(self, found, safe_load=options.safe_load),
+                model_states_reader(self, found, module_path, safe_load=options.safe_load),
                 recorded_keys(self.module, keys, forgive=options.missing_state == "fresh"),
             ):
                 path, state = self._load_checkpoint(
@@ -235,23 +234,19 @@ def load_checkpoint(original: Method) -> Method:
                 raise CheckpointError(f"{found.model.path}: DeepSpeed did not load it.")
             if not load_optimizer_states:
                 state.setdefault("optimizer", None)
-            return path, state
+            return str(found.model.path), state
 
-        self._zeroelastic_survey = found
-        try:
-            outcome, report = load(
-                self,
-                found,
-                live,
-                tag_dir=tag_dir,
-                options=options,
-                wanted=wanted,
-                load_module=load_module,
-                keys=keys,
-                began=began,
-            )
-        finally:
-            del self._zeroelastic_survey
+        outcome, report = load(
+            self,
+            found,
+            live,
+            tag_dir=tag_dir,
+            options=options,
+            wanted=wanted,
+            load_module=load_module,
+            keys=keys,
+            began=began,
+        )
         self.zeroelastic_report = report
         if dist.get_rank() == 0:
             loud = bool(report.changed) or any(word in note for note in report.notes for word in ("CHANGED", "LOST"))
@@ -262,11 +257,8 @@ def load_checkpoint(original: Method) -> Method:
     return load_checkpoint
 
 
-def _choose_tag(load_dir: Path, tag: Any, *, node_local: bool) -> str | None:
-    """The tag to load, agreed by all ranks; None when there is no ``latest`` to choose it. Collective.
-
-    With ``node_local`` storage a node may have no ``latest``: DeepSpeed writes one, on the first node.
-    """
+def _choose_tag(load_dir: Path, tag: Any) -> str | None:
+    """The tag to load, agreed by all ranks; None when there is no ``latest`` to choose it. Collective."""
 
     def read() -> str | None:
         name = str(tag) if tag is not None else None
@@ -282,13 +274,12 @@ def _choose_tag(load_dir: Path, tag: Any, *, node_local: bool) -> str | None:
         return name
 
     chosen, all_chosen = together(read)
-    named = {other for other in all_chosen if other is not None}
-    if node_local and len(named) == 1:
-        return named.pop()
+    if tag is None:
+        return agree_on_latest(load_dir, all_chosen)
     if any(other != chosen for other in all_chosen):
         raise CheckpointError(
-            f"{load_dir}: the ranks do not see the same tag ({', '.join(sorted({str(t) for t in all_chosen}))}). Pass "
-            "the same tag everywhere, on a directory that all nodes share."
+            f"{load_dir}: the ranks are to load different tags ({', '.join(sorted({str(t) for t in all_chosen}))}). "
+            "Pass the same tag everywhere."
         )
     return chosen
 
@@ -331,6 +322,8 @@ def _only_stock_reads(tag_dir: Path, live: LiveState) -> bool:
             checkpoint = open_checkpoint(tag_dir, near_rank=live.rank, tp=live.tp)
         except UnsupportedError:  # of another stage: what is wrong with it is ours to say
             return False
+        except MissingFileError:  # on another node
+            return own_rigid_files(tag_dir, live.rank, live.layout.world_size)
         try:
             if checkpoint.world_size != live.layout.world_size:
                 return False

@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 # What the others say within this time after the first failure is reported too, in seconds.
 _GRACE = 0.5
+# How many seconds the others may go on when a rank has failed: for tests of what they make of it.
+GRACE_VARIABLE = "ZEROELASTIC_TEST_GRACE_S"
 _TICK = 0.5
 _OUTPUT_LINES = 20
 _ENTRY = rank_main.__code__
@@ -135,7 +137,8 @@ def _watch(ranks: list[_Rank], deadline: float, owner: Connection | None) -> Non
         for rank in pending:
             _update(rank)
         if any(rank.state in ("failed", "died") for rank in ranks):
-            deadline = min(deadline, time.monotonic() + _GRACE)
+            grace = float(ranks[0].job.environment.get(GRACE_VARIABLE, _GRACE))
+            deadline = min(deadline, time.monotonic() + grace)
 
 
 def _update(rank: _Rank) -> None:

@@ -1,0 +1,48 @@
+"""What runs with faulty_io.c preloaded: a torch file is written, read in pieces and as a whole; prints what came of it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from zeroelastic.digest import stream_seed
+from zeroelastic.executors import ReadTable, read_segments
+from zeroelastic.record import write_atomically
+from zeroelastic.torchfile import read_torch_file
+from zeroelastic.writer import Run, write_torch_file
+
+
+def main(directory: Path, executor: Any) -> dict[str, object]:
+    state = {"w": torch.arange(50_000, dtype=torch.float32), "b": torch.arange(7, dtype=torch.int64)}
+    path = directory / "marked.pt"
+    digests = write_torch_file(
+        state, path, runs=[Run(state["w"], stream_seed("w", "fp32"), 0)], sync=True, executor=executor
+    )
+    torch.save(state, directory / "expected" / path.name)
+    expected = (directory / "expected" / path.name).read_bytes()
+    got = np.zeros(path.stat().st_size, dtype=np.uint8)
+    zero = np.zeros(1, dtype=np.int64)
+    table = ReadTable((path,), zero, zero, zero, zero, np.array([len(got)], dtype=np.int64))
+    read_segments(table, [got], executor=executor)
+    header = read_torch_file(path).root
+    write_atomically(directory / "marked.json", b"x" * 5000)
+    return {
+        "digest": digests[0],
+        "same": got.tobytes() == expected,
+        "keys": sorted(header) if isinstance(header, dict) else [],
+        "json": (directory / "marked.json").stat().st_size,
+    }
+
+
+if __name__ == "__main__":
+    try:
+        print(json.dumps(main(Path(sys.argv[1]), sys.argv[2])))
+    except Exception as error:
+        print(
+            json.dumps({"error": type(error).__mro__[0].__name__, "text": str(error), "os": isinstance(error, OSError)})
+        )

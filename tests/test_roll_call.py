@@ -1,0 +1,133 @@
+"""Ranks of a save that are late, that never come, and that die: the others are told which, all of them the same."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from training import Job, build_engine, train_step
+
+from zeroelastic.errors import AbsentRankError
+from zeroelastic.testing import RankError, RankPool
+from zeroelastic.testing.supervisor import GRACE_VARIABLE
+from zeroelastic.verification import verify_checkpoint
+
+SAVING = "Checkpoint engines and storage"
+
+
+def raised(action: Callable[[], Any]) -> tuple[str, str, float]:
+    """The type and text of an error, and how long it took."""
+    began = time.monotonic()
+    try:
+        action()
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - began
+    return "", "", time.monotonic() - began
+
+
+def save_late(directory: str, late_s: float, limit_s: float) -> list[tuple[str, str, float]]:
+    """Rank 2 comes late to a save, then to the middle of another one; then all are there."""
+    from zeroelastic.stage3 import shard_writer
+
+    engine = build_engine(Job(options={"save_timeout_s": limit_s}))
+    train_step(engine, 0)
+    engine.save_checkpoint(directory, tag="good")
+    write = shard_writer.write_torch_file
+
+    def sleep() -> None:
+        if dist.get_rank() == 2:
+            time.sleep(late_s)
+
+    def slow_write(*args: Any, **kwargs: Any) -> Any:
+        sleep()
+        return write(*args, **kwargs)
+
+    sleep()
+    told = [raised(lambda: engine.save_checkpoint(directory, tag="late"))]
+    dist.barrier()
+    shard_writer.write_torch_file = slow_write
+    told.append(raised(lambda: engine.save_checkpoint(directory, tag="slow")))
+    shard_writer.write_torch_file = write
+    dist.barrier()
+    left = sorted(name for name in os.listdir(directory) if not name.endswith(".py"))
+    told.append((",".join(left), (Path(directory) / "latest").read_text(), 0.0))
+    dist.barrier()
+    engine.save_checkpoint(directory, tag="next")
+    return told
+
+
+@pytest.mark.support(SAVING, "a rank that does not arrive within `save_timeout_s`", "refused", "named on every rank")
+def test_a_rank_that_does_not_arrive_is_named_on_every_rank(rank_pool: RankPool, tmp_path: Path) -> None:
+    """The late one is told the same when it comes, and the next save goes well."""
+    results = rank_pool.run(save_late, 3, str(tmp_path), 5.0, 1.0)
+    for told in results:
+        (kind, said, _), (slow_kind, slow_said, _), (left, latest, _) = told
+        assert kind == slow_kind == "AbsentRankError"
+        assert said == results[0][0][1] and slow_said == results[0][1][1]
+        assert f"{tmp_path}/late: rank 2 did not arrive within 1 s" in said and "was about to be saved" in said
+        assert f"{tmp_path}/slow: rank 2 did not arrive within 1 s" in slow_said and "files were written" in slow_said
+        assert (left, latest) == ("good,latest", "good")
+    assert all(told[0][2] < 4 for told in results)
+    assert issubclass(AbsentRankError, (OSError, TimeoutError))
+    assert verify_checkpoint(tmp_path / "next").valid and (tmp_path / "latest").read_text() == "next"
+
+
+def test_a_slow_rank_is_waited_for(rank_pool: RankPool, tmp_path: Path) -> None:
+    for told in rank_pool.run(save_late, 3, str(tmp_path), 1.0, 60.0):
+        assert [kind for kind, _, _ in told[:2]] == ["", ""]
+    assert verify_checkpoint(tmp_path / "slow").valid
+
+
+def die_in_a_save(directory: str, moment: str, victim: int) -> None:
+    from zeroelastic.stage3 import save, shard_writer
+
+    engine = build_engine(Job())
+    train_step(engine, 0)
+    engine.save_checkpoint(directory, tag="good")
+    dist.barrier()
+
+    def die(*args: Any, **kwargs: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if dist.get_rank() == victim:
+        if moment == "before":
+            die()
+        module, name = {
+            "writing": (shard_writer, "write_torch_file"),
+            "syncing": (save, "_settled_files"),
+            "in a collective": (dist, "all_gather_object"),
+            "placing": (save, "put_in_place"),
+        }[moment]
+        setattr(module, name, die)
+    engine.save_checkpoint(directory, tag="bad")
+
+
+@pytest.mark.support(SAVING, "a rank that is killed during a save", "refused", "named on every rank, within seconds")
+@pytest.mark.parametrize(
+    ("moment", "victim"),
+    [("before", 1), ("writing", 2), ("in a collective", 1), ("placing", 0)],
+)
+def test_a_rank_that_dies_is_named_on_every_other_and_the_last_save_stays(
+    rank_pool: RankPool, tmp_path: Path, moment: str, victim: int
+) -> None:
+    """Within seconds on one machine, whatever the time limit, which is at its default of minutes here."""
+    began = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        rank_pool.run(die_in_a_save, 3, str(tmp_path), moment, victim, env={GRACE_VARIABLE: "60"})
+    assert time.monotonic() - began < 60
+    said = {failure.rank: failure.headline for failure in caught.value.failures}
+    assert set(said) == {0, 1, 2} and "SIGKILL" in said.pop(victim)
+    assert len(set(said.values())) == 1
+    (text,) = set(said.values())
+    assert text.startswith(
+        f"zeroelastic.errors.AbsentRankError: {tmp_path}/bad: the process of rank {victim} has ended"
+    )
+    assert "The tag is not committed, and `latest` is unchanged" in text
+    assert not (tmp_path / "bad").exists() and (tmp_path / "latest").read_text() == "good"
+    assert verify_checkpoint(tmp_path / "good").valid

@@ -1,0 +1,146 @@
+"""``zeroelastic timeline``: what became of an elastic job, from the event log that it kept."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from zeroelastic.cli.show import columns, print_document, say
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from zeroelastic.timeline import Incarnation, RestartCost, Timeline
+
+_PHASES = ("noticing", "rendezvous", "imports", "engine", "load", "first_step")
+
+
+def timeline(
+    logs: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="EVENTS...", help="The event log of a job; several, where nodes kept logs of their own."
+        ),
+    ],
+    plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw it, as a new .png or .svg.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
+) -> None:
+    """Show every start of an elastic job: its ranks and steps, the steps that were lost, and what each restart cost.
+
+    The log is what zeroelastic.elastic.events writes. Half lines, as a kill may leave them, are left out and counted.
+
+    \b
+    Examples:
+        zeroelastic timeline events.jsonl
+        zeroelastic timeline events.jsonl --plot timeline.png
+        zeroelastic timeline events.jsonl --json
+    """
+    from zeroelastic.cli.plot_file import check_plot
+    from zeroelastic.event_log import read_events
+    from zeroelastic.timeline import make_timeline
+
+    if plot is not None:
+        check_plot(plot, "a timeline")
+    log = read_events(logs)
+    made = make_timeline(log)
+    if plot is not None:
+        from zeroelastic.cli.timeline_plot import draw_timeline
+
+        draw_timeline(plot, made)
+    if as_json:
+        print_document(_document(made, log.num_torn, plot))
+    else:
+        _show(made, log.num_torn)
+
+
+def _document(made: Timeline, num_torn: int, plot: Path | None) -> dict[str, object]:
+    return {
+        "began": made.began,
+        "lost_steps": made.lost_steps,
+        "torn_lines": num_torn,
+        "plot": None if plot is None else str(plot),
+        "starts": [
+            {
+                "time": one.start.time,
+                "world_size": one.start.world_size,
+                "nodes": one.start.num_nodes,
+                "host": one.start.host,
+                "restart_count": one.start.restart,
+                "tag": None if one.resume is None else one.resume.tag,
+                "resumed_at": None if one.resume is None else one.resume.step,
+                "proved": None if one.resume is None else one.resume.proved,
+                "last_step": one.steps[-1].step if one.steps else None,
+                "lost_steps": one.lost_steps,
+                "saves": len(one.saves),
+                "save_seconds": sum(save.seconds for save in one.saves),
+                "end": one.end,
+                "error": next((end.error for end in one.ends if end.error), None),
+                "restart": None if one.restart is None else _cost(one.restart),
+            }
+            for one in made.incarnations
+        ],
+        "nodes": [{"time": one.time, "change": one.change, "cause": one.cause} for one in made.nodes],
+    }
+
+
+def _cost(cost: RestartCost) -> dict[str, object]:
+    return {**asdict(cost), "total": cost.total, "our_share": cost.our_share}
+
+
+def _show(made: Timeline, num_torn: int) -> None:
+    from rich.console import Console
+
+    out = Console(highlight=False)
+    began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(made.began))
+    last = max(one.last_time for one in made.incarnations) - made.began
+    starts = len(made.incarnations)
+    say(out, f"began {began}, {last:.0f} s, {starts} start{'s' if starts != 1 else ''}, {made.lost_steps} steps lost")
+    head: tuple[str, ...] = ("after", "ranks", "from", "to step", "lost", "saves", "ended")
+    rows = [_row(one, made.began, one is made.incarnations[-1]) for one in made.incarnations]
+    _print(out, [head, *rows], right=frozenset(range(6)))
+    restarts = [one for one in made.incarnations if one.restart is not None]
+    if restarts:
+        say(out, "")
+        say(out, ("Restarts", "bold"), ", in seconds; load is our part")
+        head = ("after", "ranks", "noticing", "rendezvous", "imports", "engine", "load", "first step", "total", "ours")
+        _print(out, [head, *(_cost_row(one, made.began) for one in restarts)], right=frozenset(range(len(head))))
+    if num_torn:
+        say(out, f"{num_torn} half line{'s' if num_torn != 1 else ''} left out")
+
+
+def _print(out: Console, rows: list[tuple[str, ...]], *, right: frozenset[int]) -> None:
+    for line in columns(rows, right=right):
+        say(out, f"  {line}")
+
+
+def _row(one: Incarnation, began: float, last_one: bool) -> tuple[str, ...]:
+    resumed = "-" if one.resume is None else "new" if one.resume.tag is None else f"step {one.resume.step}"
+    last = str(one.steps[-1].step) if one.steps else "-"
+    error = next((end.error for end in one.ends if end.error), None)
+    end = one.end or ("-" if last_one else "killed")
+    return (
+        f"{one.start.time - began:.1f} s",
+        str(one.start.world_size),
+        resumed,
+        last,
+        str(one.lost_steps),
+        str(len(one.saves)),
+        f"{end}: {error[:60]}" if error else end,
+    )
+
+
+def _cost_row(one: Incarnation, began: float) -> tuple[str, ...]:
+    cost = one.restart
+    assert cost is not None
+    figures = [getattr(cost, phase) for phase in _PHASES]
+    return (
+        f"{one.start.time - began:.1f} s",
+        str(one.start.world_size),
+        *("-" if seconds is None else f"{seconds:.2f}" for seconds in figures),
+        f"{cost.total:.2f}",
+        f"{cost.our_share:.1%}",
+    )
