@@ -31,7 +31,7 @@ export OMP_NUM_THREADS ?= 1
 
 NATIVE_SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
 
-.PHONY: help venv warm versions demo demo-elastic demo-elastic-netns demo-elastic-fixed test test-gpu test-native crash \
+.PHONY: help venv warm versions demo demo-elastic demo-elastic-netns demo-elastic-fixed test test-gpu test-native crash crash-training \
     bench reliability support lint format clean
 
 help:
@@ -44,6 +44,7 @@ help:
 	@echo "make test-native  the C++ tests, with sanitizers"
 	@echo "make bench     the benchmarks; needs a quiet machine"
 	@echo "make crash     kill -9 at random moments of a reshard"
+	@echo "make crash-training  kill -9 at 200 random moments of a training job that saves"
 	@echo "make reliability  docs/reliability.md, from the raw results of the campaigns"
 	@echo "make lint      ruff, mypy --strict, clang-format; changes nothing"
 	@echo "make support   docs/support.md, from the marks on the tests"
@@ -114,6 +115,13 @@ test-native:
 # Kills reshard at random moments; the raw result goes to benchmarks/results.
 crash: $(STAMP)
 	$(PY) benchmarks/crash_reshard.py --kills 50 --out benchmarks/results
+
+# Kills reshard at random moments; the raw result goes to benchmarks/results.
+crash: $(STAMP)
+	$(PY) benchmarks/crash_reshard.py --kills 50 --out benchmarks/results
+
+crash-training: $(STAMP)
+	$(PY) benchmarks/crash_training.py --kills 200 --out benchmarks/results
 
 # Needs a quiet machine; raw results go to benchmarks/results.
 bench: $(STAMP)
