@@ -116,10 +116,6 @@ test-native:
 crash: $(STAMP)
 	$(PY) benchmarks/crash_reshard.py --kills 50 --out benchmarks/results
 
-# Kills reshard at random moments; the raw result goes to benchmarks/results.
-crash: $(STAMP)
-	$(PY) benchmarks/crash_reshard.py --kills 50 --out benchmarks/results
-
 crash-training: $(STAMP)
 	$(PY) benchmarks/crash_training.py --kills 200 --out benchmarks/results
 
