@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,13 +77,16 @@ def say_crash_reshard(result: Result) -> list[str]:
 
 
 def say_crash_training(result: Result) -> list[str]:
-    """`kill -9` of a job that saves."""
-    errors = result["errors_of_surviving_ranks"]
+    """`kill -9` of jobs that save."""
+    jobs = result.get("jobs", [result])
+    errors = sum((Counter(job["errors_of_surviving_ranks"]) for job in jobs), Counter[str]())
     told = _pairs(errors) if errors else "none had one to tell"
+    seeds = ", ".join(str(job["seed"]) for job in jobs)
+    steps, minutes = sum(job["steps_trained"] for job in jobs), sum(job["minutes"] for job in jobs)
     return [
-        f"{result['kills']} kills of one rank or all of {result['ranks']}, seed {result['seed']}, in "
-        f"{result['minutes']} minutes and {result['steps_trained']} steps; after each, `latest` and every tag that was "
-        "saved verified, and a job of another size resumed with the state that had been written down",
+        f"{result['kills']} kills of one rank or all of {result['ranks']}, seed {seeds}, in {minutes:.0f} minutes and "
+        f"{steps:,} steps; after each, `latest` and every tag that was saved verified, and a job of another size "
+        "resumed with the state that had been written down",
         f"how it went: {_pairs(result['outcomes'])}",
         f"errors of ranks that survived: {told}",
     ]
@@ -127,9 +131,17 @@ def figures(results: Path) -> str:
             lines += [f"* {NOT_RUN}", ""]
             continue
         result = json.loads(path.read_text())
-        lines += [f"* {sentence}" for sentence in campaign.say(result)]
+        lines += [f"* {sentence}" for sentence in _said(campaign, result)]
         lines += [f"* raw: [{path.name}](../benchmarks/results/{path.name}){_where(result)}", ""]
     return "\n".join(lines)
+
+
+def _said(campaign: Campaign, result: Result) -> list[str]:
+    """The sentences of a result, or its figures as they stand where it is not of the form that is known."""
+    try:
+        return campaign.say(result)
+    except (KeyError, TypeError, IndexError, ValueError):
+        return plain(result)
 
 
 def _where(result: Result) -> str:

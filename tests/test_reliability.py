@@ -66,6 +66,21 @@ def test_damage_is_added_up_by_kind() -> None:
     ]
 
 
+def test_a_result_of_another_form_is_listed_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "damage.json").write_text(json.dumps({"damages": 12, "seed": 3}))
+    assert "* damages: 12\n* seed: 3\n" in figures(tmp_path)
+
+
+def test_kills_are_added_up_over_jobs() -> None:
+    say = next(campaign.say for campaign in CAMPAIGNS if campaign.name == "crash_training")
+    job = {"seed": 0, "minutes": 1.5, "steps_trained": 600, "errors_of_surviving_ranks": {"AbsentRankError": 2}}
+    result = {"kills": 200, "ranks": 4, "outcomes": {"resumed": 9}}
+    for told, counted in (({**result, **job}, 2), ({**result, "jobs": [job, {**job, "seed": 1}]}, 4)):
+        lines = say(told)
+        assert lines[0].startswith(f"200 kills of one rank or all of 4, seed {'0' if counted == 2 else '0, 1'}, in")
+        assert lines[1:] == ["how it went: resumed 9", f"errors of ranks that survived: AbsentRankError {counted}"]
+
+
 def test_an_unknown_result_is_listed_as_it_is() -> None:
     result = {
         "machine": {"cpu": "x"},
