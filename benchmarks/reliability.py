@@ -110,12 +110,21 @@ def say_damage(result: Result) -> list[str]:
     ]
 
 
+def say_fuzz(result: Result) -> list[str]:
+    """Each reader for some minutes."""
+    return [
+        f"{name}: {row['inputs']:,} inputs in {row['seconds']:,} s, {row['peak_mib']} MiB at most, "
+        f"{len(row['findings'])} findings"
+        for name, row in result["targets"].items()
+    ]
+
+
 CAMPAIGNS = (
     Campaign(
         "crash_training", "make crash-training", "a training job that saves in a loop, killed", say_crash_training
     ),
     Campaign("damage", "make damage", "a damaged checkpoint, loaded", say_damage),
-    Campaign("fuzz", "make fuzz", "the readers, on generated files", plain),
+    Campaign("fuzz", "make fuzz", "the readers, on generated files, with what they found mended", say_fuzz),
     Campaign("scale", "make bench-scale", "many ranks, tags, loaders and parameters", plain),
     Campaign("crash_reshard", "make crash", "`zeroelastic reshard`, killed", say_crash_reshard),
 )

@@ -209,6 +209,26 @@ def test_what_may_be_being_written_stays(run: Path) -> None:
     assert document(run, "--keep", 1, "--yes", "--min-age", "90s")["removed"] == ["s1"]
 
 
+def test_what_dead_saves_left_goes_and_what_may_be_on_its_way_stays(run: Path) -> None:
+    old, new, only = (f".global_step{step}.{digit * 32}" for step, digit in ((10, "a"), (20, "b"), (15, "c")))
+    for name in (f"{old}.tmp", f"{new}.tmp", f"{only}.tmp", f"{only}.old"):
+        save(run / name, 10)
+        age(run / name, 2 * HOUR)
+    age(run / f"{new}.tmp", 0)
+    assert not (run / "global_step15").exists()  # moved aside, and its replacement was not put in place yet
+    found = document(run, "--keep", 5, "--yes")
+    told = {one["name"]: (one["action"], one["reason"][:30]) for one in found["unfinished"]}
+    there = ("kept", "the tag that it belongs to is ")
+    assert told == {
+        f"{old}.tmp": ("removed", "of a save that did not finish"),
+        f"{new}.tmp": ("kept", "a save may be on its way: it c"),
+        f"{only}.tmp": there,
+        f"{only}.old": there,
+    }
+    left = {path.name for path in run.iterdir() if path.name.startswith(".global")}
+    assert left == {f"{new}.tmp", f"{only}.tmp", f"{only}.old"} and found["freed_nbytes"] > 0
+
+
 def test_a_clock_that_is_ahead_makes_nothing_old(run: Path) -> None:
     (run / "s1" / RECORD_NAME).unlink()
     age(run / "s1", -10 * HOUR)
@@ -438,10 +458,13 @@ def test_misuse(run: Path, arguments: list[str], said: str) -> None:
 
 
 def test_the_document_has_the_documented_keys(run: Path) -> None:
+    save(run / f".global_step10.{'a' * 32}.tmp", 10)
     found = document(run, "--keep", 1, "--dry-run")
     section = (ROOT / "docs/cli.md").read_text().split("\n### prune --json\n")[1].split("\n## ")[0]
     table = set(re.findall(r"^\| `([^`]+)` \| ", section, flags=re.MULTILINE))
-    assert {key for key in found if key != "tags"} | {f"tags[].{key}" for key in found["tags"][0]} == table
+    lists = ("tags", "unfinished")
+    keys = {f"{name}[].{key}" for name in lists for key in found[name][0]}
+    assert {key for key in found if key not in lists} | keys == table
 
 
 def test_ctrl_c_ends_it_with_130(run: Path) -> None:

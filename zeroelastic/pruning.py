@@ -20,6 +20,7 @@ from pathlib import Path
 from zeroelastic.census import is_temporary
 from zeroelastic.errors import CheckpointError, UsageError
 from zeroelastic.record import RECORD_NAME, sync_directory
+from zeroelastic.save_place import is_unfinished, replaces_nothing
 from zeroelastic.storage import FilePath, read_whole
 from zeroelastic.tags import Check, Run, Tag, check_quickly, check_tag, list_run, named_latest
 
@@ -56,12 +57,23 @@ class Decision:
 
 
 @dataclass(frozen=True, slots=True)
+class Unfinished:
+    """A hidden directory in which a save was made that did not finish, or that may still be on its way."""
+
+    name: str
+    tree: Tree
+    remove: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class PrunePlan:
     """What to remove from a directory; ``decisions`` are newest first. ``leftovers``: of a removal that was killed."""
 
     root: Path
     decisions: tuple[Decision, ...]
     leftovers: tuple[str, ...]
+    unfinished: tuple[Unfinished, ...] = ()
 
     @property
     def removals(self) -> tuple[Decision, ...]:
@@ -99,7 +111,24 @@ def plan_prune(
         if leftovers:  # an interrupted removal took the last one
             return PrunePlan(root, (), leftovers)
         raise
-    return PrunePlan(root, tuple(_decide(root, run, keep, invalid, min_age_s, check)), leftovers)
+    decisions = tuple(_decide(root, run, keep, invalid, min_age_s, check))
+    return PrunePlan(root, decisions, leftovers, tuple(_unfinished(root, min_age_s)))
+
+
+def _unfinished(root: Path, min_age_s: float) -> Iterator[Unfinished]:
+    """The saves that were not put in place, directly in a directory, as save_place makes them."""
+    for entry in sorted(os.scandir(root), key=lambda entry: entry.name):
+        if not is_unfinished(entry.name) or not entry.is_dir(follow_symlinks=False):
+            continue
+        tree = survey(Path(entry.path))
+        kept = ""
+        if replaces_nothing(root / entry.name):
+            kept = "the tag that it belongs to is not there: a load or save of that tag puts it back"
+        elif not tree.one_device:
+            kept = "another file system is mounted in it"
+        elif time.time() - tree.changed_at < min_age_s:
+            kept = f"a save may be on its way: it changed within the last {min_age_s / 60:.0f} minutes"
+        yield Unfinished(entry.name, tree, not kept, kept or "of a save that did not finish")
 
 
 def _decide(root: Path, run: Run, keep: int, invalid: bool, min_age_s: float, check: Check) -> Iterator[Decision]:
@@ -203,12 +232,28 @@ def remove_tag(plan: PrunePlan, decision: Decision) -> str | None:
             return "it changed while this ran"
     except FileNotFoundError:
         return "it changed while this ran"
-    trash = _trash(plan.root, make=True)
+    _move_to_trash(plan.root, path)
+    return None
+
+
+def remove_unfinished(plan: PrunePlan, found: Unfinished) -> str | None:
+    """Remove what a dead save left; as ``remove_tag``."""
+    path = plan.root / found.name
+    try:
+        if replaces_nothing(path) or survey(path).mark != found.tree.mark:
+            return "it changed while this ran"
+    except FileNotFoundError:
+        return None
+    _move_to_trash(plan.root, path)
+    return None
+
+
+def _move_to_trash(root: Path, path: Path) -> None:
+    trash = _trash(root, make=True)
     os.rename(path, trash / secrets.token_hex(8))
     sync_directory(trash)
-    sync_directory(plan.root)
-    empty_trash(plan.root)
-    return None
+    sync_directory(root)
+    empty_trash(root)
 
 
 def empty_trash(root: Path) -> None:

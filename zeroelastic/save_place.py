@@ -52,6 +52,15 @@ def is_unfinished(name: str) -> bool:
     return _NAME.fullmatch(name) is not None
 
 
+def replaces_nothing(left: Path) -> bool:
+    """Whether a hidden directory is all there is of its tag: moved aside by a replacement that was cut short."""
+    match = _NAME.fullmatch(left.name)
+    if match is None or (match[3] != _ASIDE and not (left.with_suffix(f".{_ASIDE}")).exists()):
+        return False
+    place = left.parent / match[1]
+    return not os.path.lexists(place) or _is_empty(place)
+
+
 def unfinished(tag_dir: Path) -> tuple[Path, ...]:
     """The hidden directories that saves of this tag have left beside it, or are making."""
     place = Path(os.path.realpath(tag_dir))

@@ -13,7 +13,7 @@ from zeroelastic.cli.show import harmless, print_document
 from zeroelastic.cli.sizes import format_size
 
 if TYPE_CHECKING:
-    from zeroelastic.pruning import Decision, PrunePlan
+    from zeroelastic.pruning import Decision, PrunePlan, Unfinished
 
 _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
@@ -50,7 +50,8 @@ def prune(
     from zeroelastic.storage import as_path
 
     plan = plan_prune(as_path(directory), keep=keep, invalid=invalid, min_age_s=_seconds(min_age))
-    work = bool(plan.removals or plan.leftovers) and not dry_run
+    dead = [found for found in plan.unfinished if found.remove]
+    work = bool(plan.removals or plan.leftovers or dead) and not dry_run
     if work and not yes:
         if not sys.stdin.isatty() or as_json:
             raise UsageError("--yes is needed where nobody can be asked; --dry-run shows what would be removed.")
@@ -84,12 +85,14 @@ def _what(plan: PrunePlan) -> str:
     count = len(plan.removals)
     parts = [f"{count} {'checkpoint' if count == 1 else 'checkpoints'}"] if count else []
     parts += ["what an interrupted removal left"] if plan.leftovers else []
-    return f"{' and '.join(parts)} ({format_size(removable(plan.removals) + leftover_bytes(plan))})"
+    dead = [found.tree.nbytes for found in plan.unfinished if found.remove]
+    parts += [f"{len(dead)} {'save' if len(dead) == 1 else 'saves'} that did not finish"] if dead else []
+    return f"{' and '.join(parts)} ({format_size(removable(plan.removals) + leftover_bytes(plan) + sum(dead))})"
 
 
 def _carry_out(plan: PrunePlan) -> dict[str, str]:
     """Remove what was decided; returns, for each tag that was tried, why it is still there: empty where it is gone."""
-    from zeroelastic.pruning import empty_trash, remove_tag
+    from zeroelastic.pruning import empty_trash, remove_tag, remove_unfinished
 
     outcomes: dict[str, str] = {}
     if plan.leftovers:
@@ -99,19 +102,32 @@ def _carry_out(plan: PrunePlan) -> dict[str, str]:
             outcomes[decision.tag.name] = remove_tag(plan, decision) or ""
         except OSError as error:
             outcomes[decision.tag.name] = f"{error.filename}: {error.strerror}"
+    for found in plan.unfinished:
+        if found.remove:
+            try:
+                outcomes[found.name] = remove_unfinished(plan, found) or ""
+            except OSError as error:
+                outcomes[found.name] = f"{error.filename}: {error.strerror}"
     return outcomes
 
 
 def _freed(plan: PrunePlan, outcomes: dict[str, str]) -> int:
-    return sum(d.tree.nbytes for d in plan.removals if d.tree is not None and outcomes.get(d.tag.name) == "")
+    tags = sum(d.tree.nbytes for d in plan.removals if d.tree is not None and outcomes.get(d.tag.name) == "")
+    return tags + sum(found.tree.nbytes for found in plan.unfinished if outcomes.get(found.name) == "")
 
 
-def _action(decision: Decision, outcomes: dict[str, str], dry_run: bool) -> str:
+def _action(decision: Decision | Unfinished, outcomes: dict[str, str], dry_run: bool) -> str:
     if not decision.remove:
         return "kept"
     if dry_run:
         return "would be removed"
-    return "failed" if outcomes.get(decision.tag.name) else "removed"
+    return "failed" if outcomes.get(_name(decision)) else "removed"
+
+
+def _name(decision: Decision | Unfinished) -> str:
+    from zeroelastic.pruning import Decision
+
+    return decision.tag.name if isinstance(decision, Decision) else decision.name
 
 
 def _document(plan: PrunePlan, outcomes: dict[str, str], *, keep: int, dry_run: bool) -> dict[str, object]:
@@ -133,6 +149,15 @@ def _document(plan: PrunePlan, outcomes: dict[str, str], *, keep: int, dry_run: 
             }
             for decision in plan.decisions
         ],
+        "unfinished": [
+            {
+                "name": found.name,
+                "action": _action(found, outcomes, dry_run),
+                "reason": outcomes.get(found.name) or found.reason,
+                "nbytes": found.tree.nbytes,
+            }
+            for found in plan.unfinished
+        ],
         "removed": [name for name, problem in outcomes.items() if not problem],
         "freed_nbytes": _freed(plan, outcomes),
         "leftovers": len(plan.leftovers),
@@ -150,6 +175,15 @@ def _show(plan: PrunePlan, outcomes: dict[str, str], *, dry_run: bool) -> None:
             outcomes.get(decision.tag.name) or decision.reason,
         )
         for decision in plan.decisions
+    ]
+    rows += [
+        (
+            _action(found, outcomes, dry_run),
+            found.name,
+            format_size(found.tree.nbytes),
+            outcomes.get(found.name) or found.reason,
+        )
+        for found in plan.unfinished
     ]
     for line in columns(rows, right=frozenset({2})) if rows else ():
         typer.echo(line)
