@@ -158,7 +158,6 @@ def load_images(copies: list[str]) -> list[tuple[int, dict[str, Any], bool]]:
     return found
 
 
-@pytest.mark.core
 def test_every_boundary_of_a_save_leaves_a_checkpoint_that_verifies_and_resumes(
     rank_pool: RankPool, tmp_path: Path
 ) -> None:
