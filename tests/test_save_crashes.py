@@ -19,7 +19,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch.distributed as dist
 from training import Job, build_engine, look, train_step
 
