@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -66,6 +67,8 @@ def test_code_blocks_run(document: str, tmp_path: Path) -> None:
                 options += ["-p", "no:cacheprovider"] if program == "pytest" else []
                 run([sys.executable, "-m", modules[program], *options, *arguments], tmp_path)
                 ran += 1
+        elif block.language == "json":
+            json.loads(block.text)
         else:
             assert block.language == "text", block.language
     assert ran > 0

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import base64
 import random
 import sys
 from pathlib import Path
@@ -26,6 +27,15 @@ FOUND = {
     "tags": b"global_step" + b"\xc3\xa9" * 120 + b"2\xffglobal_step2/zeroelastic.json\xfe{",
     # json guessed UTF-32 and imported its codec
     "record": b"\0\0\0\0\0\0\0\0\0\x0a{~",
+    # a directory that places two records behind itself was a struct.error
+    "archive": base64.b64decode(
+        b"UEsDBBQAAAAAADYQdl2+1DdNhAAAAIQDFAAAAAAANhB2Xb7UN02EAAAAhAAAAAoAAAAAAAAAAAAAAIABAAAAAGEvZGF0YS5wa2xQ"
+        b"SwECFAMUAAAAAAA2EHZdb8bVewwAAAAMAAAACAAAAAAAAAAAAAAAgAGsAAAAYS9kYXRhLzBQSwEASgMAAACFSwGFiWNjb2xsZWN0"
+        b"aW9ucwpPcmRlcmVkRGljdAopUnRSLlBLAwQUAAAAAAA2EHZdb8bVewwAAAAMAAAACAAAAGEvZGF0YS8wAAAAAAAAAAAAAAAAUEsD"
+        b"BBQAAAAAADYQdl3RnmdVAgAAAAIAAAAJAAAAYS92ZXJzaW9uMwpQSwECFAMUAAAAAAA2EHZdvtQ3TYQAAACEAAAACgAAAAAAAAAA"
+        b"AAAAgAEAAAAAYS9kYXRhLnBrbFBLAQIUAxQAAAAAADYQdl1vxtV7DAAAAAwAAAAIAAAAAAAAAAAAAACAAawIAABhL2RhdGEvMFBL"
+        b"AQIUAxQAAAAAADYQdl3RnmdVAgAAAAIAAAAJAAAAAAAAAPv///9//iH/AABhL3ZlcnNpb25QSwUGAAAAAAMAAwClAAAABwEAAAAA"
+    ),
 }
 
 

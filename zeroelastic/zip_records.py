@@ -99,6 +99,8 @@ def read_zip_records(path: FilePath, size: int, *, window_bytes: int = _WINDOW) 
     records: list[ZipRecord] = []
     at = 0
     for entry, following in zip(entries, [*(entry.header for entry in entries[1:]), offset], strict=False):
+        if following > offset:
+            raise CheckpointError(f"{path}: a record begins at byte {following}, behind the last. The file is damaged.")
         begin, end, right = _payload(window, entry, following)
         if entry.header < at or begin < entry.header + _LOCAL.size + len(entry.name):
             raise CheckpointError(f"{path}: two records overlap at byte {entry.header}. The file is damaged.")
