@@ -48,6 +48,10 @@ from zeroelastic.verification import verify_checkpoint  # noqa: E402
 RANKS = 4
 KEPT = 4
 JOB = Job()
+AIMED = 0.7
+"""The part of the kills that is meant for a save; the others come at any time."""
+SAVE_S = 0.2
+"""Up to so long after its beginning: about what a save takes here."""
 
 
 def state_hash(engine: Any) -> str:
@@ -119,11 +123,15 @@ class Campaign:
             (self.log / name).unlink(missing_ok=True)
         early, whole = number % 8 == 7, self.chance.random() < 0.5
         victim, moment = self.chance.randrange(RANKS), self.chance.uniform(0, 1.0)
+        within = self.chance.uniform(0, SAVE_S) if self.chance.random() < AIMED else None
         job = threading.Thread(target=self._run_job)
         job.start()
         self._wait_for("pids" if early else "moments", RANKS if early else 1, job)
         time.sleep(moment)
-        self.moments.append(round(moment, 4))
+        if within is not None and not early:
+            self._wait_for_a_save(job)
+            time.sleep(within)
+        self.moments.append(round(moment + (within or 0), 4))
         before = lines(self.log / "moments")
         where = "starting" if early and not before else "saving" if before and before[-1][0] == "save" else "training"
         pids = [int(pid) for (pid,) in lines(self.log / "pids")]
@@ -147,6 +155,13 @@ class Campaign:
         while len(lines(self.log / name)) < count:
             assert job.is_alive() and time.monotonic() < deadline, self.ended_by
             time.sleep(0.002)
+
+    def _wait_for_a_save(self, job: threading.Thread) -> None:
+        """Return when the next save begins."""
+        begun, deadline = len(lines(self.log / "moments")), time.monotonic() + 60
+        while not any(kind == "save" for kind, *_ in lines(self.log / "moments")[begun:]):
+            assert job.is_alive() and time.monotonic() < deadline, self.ended_by
+            time.sleep(0.001)
 
     def _check(self, number: int) -> None:
         for kind, *words in lines(self.log / "moments"):
