@@ -20,7 +20,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from synthetic import FROZEN_PARAMS, GROUPS, edit, edit_optim, gather, model_name, optim_name, write_checkpoint
+from synthetic import FROZEN_PARAMS, GROUPS, edit, edit_optim, gather, model_name, optim_name, sealed, write_checkpoint
 
 from zeroelastic import archive, rank_writer
 from zeroelastic.checkpoint import open_checkpoint
@@ -51,7 +51,7 @@ def make(root: Path, world_size: int, **options: Any) -> Any:
     if options.get("record"):
         record = json.loads((root / "tag" / "zeroelastic.json").read_text())
         record["files"] = {name: (root / "tag" / name).stat().st_size for name in record["files"]}
-        (root / "tag" / "zeroelastic.json").write_text(json.dumps(record))
+        (root / "tag" / "zeroelastic.json").write_text(sealed(json.dumps(record)))
     (root / "latest").write_text("tag")
     return truth
 
