@@ -33,7 +33,7 @@ from hypothesis import strategies as st
 
 from zeroelastic import executors
 from zeroelastic.digest import combine, digest_range_reference
-from zeroelastic.errors import CheckpointError, ConfigError, MissingFileError
+from zeroelastic.errors import CheckpointError, ConfigError, MissingFileError, UnreadableError
 from zeroelastic.executors import (
     OPERATIONS,
     Cast,
@@ -347,11 +347,11 @@ def test_a_missing_file_is_named(engine: Engine, tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_read_is_named_with_the_reason(engine: Engine, tmp_path: Path) -> None:
     buffers = [np.zeros(4, dtype=np.uint8)]
     got = message(one_row(tmp_path, 12, 4), buffers, engine)
-    assert got == (CheckpointError, f"{tmp_path}: reading at byte 12 failed: Is a directory.")
+    assert got == (UnreadableError, f"{tmp_path}: reading at byte 12 failed: Is a directory.")
     loop = tmp_path / "loop"
     loop.symlink_to(loop)
     got = message(one_row(loop, 0, 4), buffers, engine)
-    assert got == (CheckpointError, f"{loop}: cannot be opened: Too many levels of symbolic links.")
+    assert got == (UnreadableError, f"{loop}: cannot be opened: Too many levels of symbolic links.")
 
 
 def test_names_that_are_not_utf8_are_opened(engine: Engine, tmp_path: Path) -> None:

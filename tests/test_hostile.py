@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 import torch
-from synthetic import edit, edit_optim, model_name, optim_name, write_checkpoint
+from synthetic import edit, edit_optim, model_name, optim_name, sealed, write_checkpoint
 from training import Job, build_engine
 from typer.testing import CliRunner
 
@@ -254,7 +254,7 @@ def write_record(tag: Path, data: bytes) -> None:
 
 def edit_record(tag: Path, **changes: object) -> None:
     data = json.loads((tag / "zeroelastic.json").read_bytes())
-    write_record(tag, json.dumps(data | changes).encode())
+    write_record(tag, sealed(json.dumps(data | changes)).encode())
 
 
 def bent_optimizer(tag: Path, pickled: bytes) -> None:

@@ -245,7 +245,7 @@ def make_forecast(head: Head, world_size: int) -> Forecast:
         header_bytes=head.record_bytes
         + optimizer_files * head.shard.header_bytes
         + model_files * head.model.header_bytes
-        + module,
+        + 2 * module,  # for its checksums, and when DeepSpeed loads it
         optimizer_files=optimizer_files,
         model_files=model_files,
         segments=segments,
