@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections import OrderedDict
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +28,7 @@ from zeroelastic.cli.show import columns, harmless
 from zeroelastic.errors import CheckpointError, UnsupportedError
 from zeroelastic.inspection import inspect_source
 from zeroelastic.layout import Param
+from zeroelastic.quarantine import Quarantine
 from zeroelastic.record import RECORD_NAME
 from zeroelastic.source import find_source
 from zeroelastic.testing.sample import write_sample
@@ -137,8 +139,10 @@ def test_the_document_has_the_documented_keys(sample: Path) -> None:
     section = (ROOT / "docs/cli.md").read_text().split("\n### inspect --json\n")[1].split("\n## ")[0]
     table = set(re.findall(r"^\| `([^`]+)` \| ", section, flags=re.MULTILINE))
     scaler = {key for key in table if key.startswith("loss_scaler.")}
-    assert code == 0 and len(scaler) == 4
-    assert keys(found) - {"loss_scaler"} == table - scaler
+    mark = {key for key in table if key.startswith("quarantine.")}
+    assert code == 0 and len(scaler) == 4 and found["quarantine"] is None
+    assert mark == {f"quarantine.{field.name}" for field in fields(Quarantine)}
+    assert keys(found) - {"loss_scaler"} == table - scaler - mark
     tied = next(param for param in found["params"] if param["kind"] == "tied")
     assert (tied["name"], tied["tied_to"], tied["nbytes"]) == ("lm_head.weight", "model.embed_tokens.weight", 0)
     assert found["totals"]["trained_params"] == 18 and found["totals"]["tied_params"] == 1
