@@ -135,9 +135,9 @@ def measure(directory: str, num_layers: int, width: int, rounds: int, num_steps:
                     seconds = step()
                     still = torch.tensor(int(not pending.is_done()))
                     dist.all_reduce(still, op=dist.ReduceOp.MIN)
+                    during.append(seconds)  # the last one began while the save was written, and outlasted it
                     if not int(still):
                         break
-                    during.append(seconds)
                 zeroelastic.wait_for_save(engine)
                 assert pending.seconds is not None
                 found["during"], found["whole"] = during, pending.seconds
@@ -185,7 +185,10 @@ def text_of(document: dict[str, Any]) -> str:
     head = ["seconds: median (least - greatest)", *(f"{ranks} rank{'s' if ranks != '1' else ''}" for ranks in results)]
     rows = [
         ["a step without a save", *(_cell(found["step"]) for found in results.values())],
-        ["a step while a save is written", *(_cell(found["step_while_writing"]) for found in results.values())],
+        [
+            "a step that began while a save was written",
+            *(_cell(found["step_while_writing"]) for found in results.values()),
+        ],
         ["**ratio of the two**", *(_cell(found["ratio"], 2) for found in results.values())],
         ["training stalls for a save that is waited for", *(_cell(found["waited"]) for found in results.values())],
         ["training stalls for a snapshot", *(_cell(found["snapshot"]) for found in results.values())],
@@ -193,7 +196,7 @@ def text_of(document: dict[str, Any]) -> str:
         ["the first snapshot, which allocates", *(f"{found['first_snapshot']:.3f}" for found in results.values())],
         ["from the call to the commit, in the background", *(_cell(found["whole"]) for found in results.values())],
         ["snapshot per rank, MiB", *(f"{found['snapshot_bytes'] / 2**20:.0f}" for found in results.values())],
-        ["steps that ended while writing", *(str(found["steps_while_writing"]) for found in results.values())],
+        ["such steps", *(str(found["steps_while_writing"]) for found in results.values())],
         ["processors in the hands of others", *(f"{found['others']:.0%}" for found in results.values())],
     ]
     lines = ["# Saving in the background", "", *describe(document["machine"]), ""]
