@@ -186,7 +186,7 @@ def text_of(document: dict[str, Any]) -> str:
     rows = [
         ["a step without a save", *(_cell(found["step"]) for found in results.values())],
         [
-            "a step that began while a save was written",
+            "a step begun while a save is written",
             *(_cell(found["step_while_writing"]) for found in results.values()),
         ],
         ["**ratio of the two**", *(_cell(found["ratio"], 2) for found in results.values())],

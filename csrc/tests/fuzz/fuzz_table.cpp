@@ -125,8 +125,12 @@ struct Columns {
     std::vector<int64_t> src, src_offset, dst, dst_offset, nbytes, stream, start, itemsize;
 
     ze_table table() const {
-        return {static_cast<int64_t>(nbytes.size()), src.data(), src_offset.data(), dst.data(),
-                dst_offset.data(), nbytes.data()};
+        return {static_cast<int64_t>(nbytes.size()),
+                src.data(),
+                src_offset.data(),
+                dst.data(),
+                dst_offset.data(),
+                nbytes.data()};
     }
 };
 
@@ -174,8 +178,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     uint32_t* const sums = wanted & 2 ? crc32.data() : nullptr;
     Told told{{tell, 0, 0, 0}, 0, input.bytes(1) % 20};
     // Threads would write into each other's overlapping rows, which callers promise not to have.
-    const ze_options options{operation == 5 ? 4 : 1, static_cast<int32_t>(input.number(4)),
-                             0, 0, &told.progress};
+    const ze_options options{operation == 5 ? 4 : 1, static_cast<int32_t>(input.number(4)), 0, 0,
+                             &told.progress};
     const ze_table table = rows.table();
     ze_error error{};
     int32_t code = ZE_OK;
