@@ -126,7 +126,7 @@ def say_scale(result: Result) -> list[str]:
         steps = found["steps"]
         slowest = max(steps, key=lambda name: steps[name]["cpu_seconds"])
         most = max(step["peak_mib"] for step in steps.values())
-        said.append(f"{part}: slowest is to {slowest}, {steps[slowest]['cpu_seconds']:.1f} s; {most:,} MiB at most")
+        said.append(f"{part}: slowest step: {slowest}, {steps[slowest]['cpu_seconds']:.1f} s; {most:,} MiB at most")
     return said
 
 
