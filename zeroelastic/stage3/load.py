@@ -2,45 +2,33 @@
 
 from __future__ import annotations
 
-import copy
 import logging
-import os
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib import import_module
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from deepspeed.runtime.fp16 import loss_scaler as ds_loss_scaler
 
-from zeroelastic.agree import gather, settle
+from zeroelastic.agree import settle
 from zeroelastic.digest import ScalarValue
-from zeroelastic.errors import CheckpointError, ConfigError, UnsafePickleError
 from zeroelastic.report import ResumeReport
-from zeroelastic.safepickle import split_global
 from zeroelastic.shard import FP32, FROZEN, OptionValue
 from zeroelastic.stage3.contents import local_digests
 from zeroelastic.stage3.fill import Filled, Part, Target, fill
 from zeroelastic.stage3.live import LiveState, read_live
+from zeroelastic.stage3.load_report import LoadCost, count, load_report
 from zeroelastic.stage3.module_keys import ModuleKeys
 from zeroelastic.stage3.moved import changes, clear_fresh, fresh_state, join, moved_parts, with_moved_digests
 from zeroelastic.stage3.optimizers import SavedGroup, changed_class, options_to_set, state_dtype
 from zeroelastic.stage3.options import Options
 from zeroelastic.stage3.precision import restore_scales
-from zeroelastic.stage3.proof import Proof, prove
+from zeroelastic.stage3.proof import prove
 from zeroelastic.stage3.relay import Relayed, fill_from_others, module_file
-from zeroelastic.stage3.schedule import rearranged
 from zeroelastic.stage3.survey import Survey, check_batch, saved_groups
-from zeroelastic.storage import open_regular
 
 logger = logging.getLogger(__name__)
-
-_FRAGMENTS = "frozen_param_fragments"
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +111,19 @@ def load(
         from_16_bit=from_16_bit,
     )
     changed = changes(live, found, keys, weights_only=wanted.weights_only)
-    cost = _Cost(filled, relayed, payload)
-    report = _report(engine, live, found, cost, proof, tag_dir, wanted, notes, reset, changed, began)
+    report = load_report(
+        engine,
+        live,
+        found,
+        LoadCost(filled, relayed, payload),
+        proof,
+        tag_dir,
+        weights_only=wanted.weights_only,
+        notes=notes,
+        lost=reset,
+        changed=changed,
+        began=began,
+    )
     return outcome, report
 
 
@@ -139,12 +138,12 @@ def _lost_micro_batches(engine: Any, found: Survey) -> list[str]:
     notes: list[str] = []
     if lost:
         notes.append(
-            f"LOST: the gradients of {_count(lost, 'micro batch', 'micro batches')} that were accumulated when this "
+            f"LOST: the gradients of {count(lost, 'micro batch', 'micro batches')} that were accumulated when this "
             "was saved; accumulation begins anew"
         )
     if pending:
         notes.append(
-            f"NOT LOST, though it should be: the gradients of {_count(pending, 'micro batch', 'micro batches')} that "
+            f"NOT LOST, though it should be: the gradients of {count(pending, 'micro batch', 'micro batches')} that "
             "this engine accumulated before the load go into its next optimizer step"
         )
     return notes
@@ -374,210 +373,3 @@ def set_option(group: dict[str, Any], option: str, value: OptionValue) -> None:
         group[option] = list(value)
     else:
         group[option] = value
-
-
-class _Cost(NamedTuple):
-    """What a load cost this rank: for its own state, and for the module states and the payload of others."""
-
-    filled: Filled
-    module: Relayed
-    payload: Relayed
-
-
-def _report(
-    engine: Any,
-    live: LiveState,
-    found: Survey,
-    spent: _Cost,
-    proof: Proof,
-    tag_dir: Path,
-    wanted: Wanted,
-    notes: list[str],
-    lost: list[str],
-    changed: tuple[str, ...],
-    began: float,
-) -> ResumeReport:
-    checkpoint = found.checkpoint
-    opened = {*checkpoint.opened, *spent.filled.files, *spent.module.files, *spent.payload.files}
-    headers = checkpoint.header_bytes + found.checked_bytes + _module_bytes(found) + spent.module.bytes_read
-    read_here = spent.filled.bytes_read + spent.payload.bytes_read
-    wire = (spent.module.sent + spent.payload.sent, spent.module.received + spent.payload.received)
-    cost = (spent.filled.bytes_owned, read_here, headers, len(opened), time.perf_counter() - began, *wire)
-    costs = gather(cost)
-    owned, read, header_bytes, files, seconds, sent, received = (max(column) for column in zip(*costs, strict=True))
-    if found.sight is not None:
-        short = found.sight.short_sighted
-        notes.append(
-            f"node-local disks: {_count(len(short), 'rank')} of {len(costs)} ({_some_ranks(short)}) did not see all "
-            "files, and had them read and sent by ranks that did"
-        )
-    exact, rederived, reset = _inventory(engine, live, found, wanted)
-    if checkpoint.stale_files:
-        notes.append(f"ignored {len(checkpoint.stale_files)} files of an older save in this directory")
-    if proof.note is not None:
-        notes.append(proof.note)
-    if live.tp.size > 1:
-        notes.append(
-            f"each of {live.tp.size} tensor parallel ranks: the ranks above are those of its data parallel group"
-        )
-    return ResumeReport(
-        path=str(tag_dir),
-        format=found.format,
-        saved_world_size=checkpoint.world_size,
-        world_size=live.layout.world_size,
-        bytes_owned=int(owned),
-        bytes_read=int(read),
-        header_bytes=int(header_bytes),
-        files_opened=int(files),
-        total_bytes_read=int(sum(cost[1] for cost in costs)),
-        seconds=float(seconds),
-        saved_root=proof.saved_root,
-        loaded_root=proof.loaded_root,
-        root_matches=proof.matches,
-        exact=exact,
-        rederived=rederived,
-        reset=(*reset, *lost),
-        notes=tuple(notes),
-        changed=changed,
-        bytes_sent=int(sent),
-        bytes_received=int(received),
-    )
-
-
-def _some_ranks(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8]))
-    return shown if len(ranks) <= 8 else f"{shown} and {len(ranks) - 8} more"
-
-
-def _module_bytes(found: Survey) -> int:
-    """What DeepSpeed reads of the module states file: all of it but the frozen fragments, which are mapped."""
-    if found.model.path.name in found.checkpoint.away:
-        return 0
-    return found.model.size - sum(nbytes for _, nbytes in found.model.fragments())
-
-
-def _inventory(
-    engine: Any, live: LiveState, found: Survey, wanted: Wanted
-) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
-    membership = found.membership
-    exact = [_count(len(membership.restored), "parameter")]
-    rederived: list[str] = []
-    reset: list[str] = []
-    states = sorted({key for keys in found.head.tensor_keys for key in keys} - {FP32})
-    scalars = sorted({key for entry in found.head.scalars for key in entry})
-    if engine.zero_load_from_fp32_weights():
-        rederived.append("16-bit weights from the fp32 master weights")
-    else:
-        rederived.append("fp32 master weights from 16-bit copies (load_from_fp32_weights is off)")
-    if wanted.weights_only:
-        reset.append("optimizer state, hyper-parameters and loss scale (not asked for)")
-    else:
-        exact.append(f"optimizer state ({', '.join((*states, *scalars)) or 'none was saved'})")
-        matched = sum(match.source is not None for match in membership.groups)
-        exact.append(f"hyper-parameters of {_count(matched, 'group')}")
-    if membership.frozen:
-        exact.append(_count(len(membership.frozen), "frozen parameter"))
-    if membership.excluded:
-        named = ", ".join(membership.excluded)
-        reset.append(f"{_count(len(membership.excluded), 'frozen parameter')} (excluded from the save): {named}")
-    saved, current = found.checkpoint.world_size, live.layout.world_size
-    if current > saved:
-        rederived.append(f"buffers and client state of {_ranks(saved, current)} from saved rank 0")
-    if current < saved:
-        reset.append(f"buffers and client state of saved {_ranks(current, saved)} (no longer there)")
-    return tuple(exact), tuple(rederived), tuple(reset)
-
-
-def _count(number: int, what: str, several: str = "") -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {several or what + 's'}"
-
-
-def _ranks(first: int, end: int) -> str:
-    return f"rank {first}" if end - first == 1 else f"ranks {first} to {end - 1}"
-
-
-@contextmanager
-def model_states_reader(
-    engine: Any, found: Survey, path: str, *, safe_load: bool, allow_globals: Sequence[str] = ()
-) -> Iterator[None]:
-    """While it lasts, DeepSpeed reads the module states of the survey once, from ``path``, without frozen payload.
-
-    With ``safe_load``, objects are made of torch's allow-list, DeepSpeed's own and ``allow_globals`` only. Raises
-    ConfigError for one of these that cannot be imported.
-    """
-    safe = [*_safe_classes(), *map(_imported, allow_globals)] if safe_load else None
-    original = engine.checkpoint_engine
-    reader = _ModelStatesReader(original, found, path, safe, engine.lr_scheduler)
-    engine.checkpoint_engine, engine._zeroelastic_module_paths = reader, reader.paths
-    try:
-        yield
-    finally:
-        engine.checkpoint_engine = original
-        del engine._zeroelastic_module_paths
-
-
-class _ModelStatesReader:
-    """Stands in for the checkpoint engine while the module states are loaded; everything else is the original's."""
-
-    def __init__(self, original: Any, found: Survey, path: str, safe: list[Any] | None, scheduler: Any) -> None:
-        self._original, self._found, self._path = original, found, path
-        # DeepSpeed wants one for each tensor parallel rank, and that of its own to exist.
-        away = found.model.path.name in found.checkpoint.away
-        self.paths = (path,) * found.checkpoint.tp.size if away else found.model_paths
-        self._safe, self._scheduler = safe, scheduler
-        self._loaded: dict[str, Any] | None = None
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._original, name)
-
-    def load(self, path: str, map_location: Any = None) -> Any:
-        """DeepSpeed's loader asks twice for the same file; the second time it gets the first result."""
-        if os.fspath(path) not in self.paths:
-            return self._original.load(path, map_location=map_location)
-        if self._loaded is None:  # of its tensor parallel peers' files it looks at what is in this rank's own, too
-            self._loaded = self._read()
-        return dict(self._loaded)
-
-    def _read(self) -> dict[str, Any]:
-        frozen = self._found.model.frozen
-        mapped = frozen is not None and bool(frozen.numel.any())
-        state = self._unpickle(mmap=mapped)  # maps the payload, so that fragments left out are never read
-        state[_FRAGMENTS] = None  # DeepSpeed then leaves frozen parameters to us
-        schedule = state.get("lr_scheduler")
-        if self._scheduler is not None and isinstance(schedule, Mapping) and not self._found.membership.same_groups:
-            state["lr_scheduler"] = rearranged(schedule, self._scheduler.state_dict(), self._found.membership.groups)
-        # nothing may keep a mapping of a file that a later save overwrites
-        return copy.deepcopy(state) if mapped else state
-
-    def _unpickle(self, *, mmap: bool) -> dict[str, Any]:
-        path = self._found.model.path
-        if self._path == str(path):
-            open_regular(Path(self._path)).close()  # refuses what is no file, and links that lead elsewhere
-        try:
-            with torch.serialization.safe_globals(self._safe or []):
-                state = torch.load(self._path, map_location="cpu", mmap=mmap, weights_only=self._safe is not None)
-        except Exception as error:
-            if self._safe is not None:
-                raise UnsafePickleError(
-                    f'{path}: refused by "safe_load": {error} To let objects of a class be made all the same, name it '
-                    'in "allow_globals": ["package.module.Class"] in the "zeroelastic" block.'
-                ) from None
-            raise CheckpointError(f"{path}: {error}") from error
-        if not isinstance(state, dict):
-            raise CheckpointError(f"{path}: is not a DeepSpeed model states file.")
-        return state
-
-
-def _safe_classes() -> list[Any]:
-    from deepspeed.runtime.zero.config import ZeroStageEnum
-
-    return [ZeroStageEnum, ds_loss_scaler.LossScaler, ds_loss_scaler.DynamicLossScaler]
-
-
-def _imported(name: str) -> Any:
-    """The class that the user has named."""
-    module, qualname = split_global(name)
-    try:
-        return attrgetter(qualname)(import_module(module))
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f'"zeroelastic": allow_globals names {name}, which cannot be imported: {error}.') from None

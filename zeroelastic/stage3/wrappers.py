@@ -22,8 +22,9 @@ from zeroelastic.stage3.background import forget_background, refuse_background, 
 from zeroelastic.stage3.fallback import load_newest
 from zeroelastic.stage3.frameworks import wrap_frameworks
 from zeroelastic.stage3.live import LiveState, read_live, refuse_unsupported
-from zeroelastic.stage3.load import Wanted, load, model_states_reader
+from zeroelastic.stage3.load import Wanted, load
 from zeroelastic.stage3.module_keys import ModuleKeys, recorded_keys
+from zeroelastic.stage3.module_states import model_states_reader
 from zeroelastic.stage3.options import Options
 from zeroelastic.stage3.pending import abandon, flush, has_pending
 from zeroelastic.stage3.save import elastic_state_dict
