@@ -102,6 +102,12 @@ int32_t ze_scan_segments(const ze_table* table, const ze_files* src, const ze_di
                    [&] { return zeroelastic::scan_segments(*table, *src, digest, *options, crc32, error); });
 }
 
+int32_t ze_sum_segments(const ze_table* table, const ze_buffers* src, const ze_digest* digest,
+                        const ze_options* options, uint32_t* crc32, ze_error* error) {
+    return guarded(error,
+                   [&] { return zeroelastic::sum_segments(*table, *src, digest, *options, crc32, error); });
+}
+
 uint64_t ze_digest_range(const void* data, int64_t count, int32_t itemsize, uint64_t seed, int64_t start,
                          int32_t threads) {
     constexpr int64_t kPart = 256 * zeroelastic::kDigestBlock;

@@ -31,6 +31,9 @@ int32_t write_segments(const ze_table& table, const ze_buffers& src, const ze_fi
 int32_t move_segments(const ze_table& table, const ze_files& src, const ze_files& dst,
                       const ze_digest* digest, const ze_options& options, uint32_t* crc32, ze_error* error);
 
+int32_t sum_segments(const ze_table& table, const ze_buffers& src, const ze_digest* digest,
+                     const ze_options& options, uint32_t* crc32, ze_error* error);
+
 int32_t scan_segments(const ze_table& table, const ze_files& src, const ze_digest* digest,
                       const ze_options& options, uint32_t* crc32, ze_error* error);
 

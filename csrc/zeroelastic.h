@@ -16,7 +16,7 @@
 #define ZE_API __attribute__((visibility("default")))
 
 // Raised with every change of this file, so that a library and its caller of different ages notice.
-#define ZE_ABI_VERSION 6
+#define ZE_ABI_VERSION 7
 
 #ifdef __cplusplus
 extern "C" {
@@ -105,7 +105,7 @@ struct ze_options {
     int32_t cast;     // ze_cast
     int32_t sync;     // write and move: flush what was written to the device
     int32_t reserved;
-    ze_progress* progress;  // read, write, move and scan: whom to tell; may be null
+    ze_progress* progress;  // all but copy: whom to tell; may be null
 };
 
 ZE_API int32_t ze_abi_version(void);
@@ -146,6 +146,10 @@ ZE_API int32_t ze_move_segments(const ze_table* table, const ze_files* src, cons
 // null, `crc32` is of what was read of each row.
 ZE_API int32_t ze_scan_segments(const ze_table* table, const ze_files* src, const ze_digest* digest,
                                 const ze_options* options, uint32_t* crc32, ze_error* error);
+
+// memory -> digests and checksums: as ze_scan_segments, of buffers.
+ZE_API int32_t ze_sum_segments(const ze_table* table, const ze_buffers* src, const ze_digest* digest,
+                               const ze_options* options, uint32_t* crc32, ze_error* error);
 
 // The partial digest of `count` elements from global position `start` of the stream.
 ZE_API uint64_t ze_digest_range(const void* data, int64_t count, int32_t itemsize, uint64_t seed,

@@ -40,6 +40,7 @@ from zeroelastic.executors import (
     DeviceBuffer,
     DigestRows,
     FileRows,
+    MemoryRows,
     ReadTable,
     SegmentTable,
     copy_segments,
@@ -47,6 +48,7 @@ from zeroelastic.executors import (
     move_segments,
     read_segments,
     scan_segments,
+    sum_segments,
     write_segments,
 )
 from zeroelastic.executors.build_info import _load, describe_build
@@ -142,6 +144,21 @@ def test_writes_and_moves_fill_every_row_and_nothing_else(
     for path, wanted in zip(paths, want, strict=True):
         assert path.read_bytes() == wanted.tobytes()
     assert totals is None if digest is None else totals is not None and totals.tolist() == digests
+
+
+@settings(max_examples=80)
+@given(data=st.data(), digested=st.booleans(), summed=st.booleans(), threads=st.sampled_from([None, 1, 3]))
+def test_memory_is_digested_and_summed_row_by_row(
+    data: st.DataObject, digested: bool, summed: bool, threads: int | None, scanner: Engine
+) -> None:
+    case = data.draw(cases(casts=("none",)))
+    table = MemoryRows(case.rows.src, case.rows.src_offset, case.rows.nbytes)
+    digest = case.digest if digested else None
+    sums = np.full(len(case.rows.nbytes), 1, dtype=np.uint32) if summed else None
+    totals = sum_segments(table, case.src, digest=digest, crc32=sums, threads=threads, executor=scanner.name)
+    assert totals is None if digest is None else totals is not None and totals.tolist() == expected(case)[1]
+    if sums is not None:
+        assert sums.tolist() == [zlib.crc32(bytes(part)) for part in parts(case)]
 
 
 @settings(max_examples=80)
@@ -562,6 +579,38 @@ def test_checksums_without_a_place_for_each_row_are_a_bug_that_is_caught(scanner
     for sums in (np.zeros(2, dtype=np.uint32), np.zeros(1, dtype=np.int64)):
         with pytest.raises(AssertionError):
             scan_segments(table, crc32=sums, executor=scanner.name)
+
+
+# --- sums of memory -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("row", [(1, 0, 4), (-1, 0, 4), (0, -1, 4), (0, 0, -4), (0, 7, 4), (0, 2**63 - 1, 4)])
+def test_a_row_that_leaves_its_buffer_is_a_bug_that_is_caught_before_it_is_summed(
+    scanner: Engine, row: tuple[int, ...]
+) -> None:
+    columns = (np.ascontiguousarray(column) for column in np.array([(0, 0, 10), row], dtype=np.int64).T)
+    with pytest.raises(AssertionError, match="row 1 of a segment table"):
+        sum_segments(MemoryRows(*columns), [np.zeros(10, dtype=np.uint8)], executor=scanner.name)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_long_rows_of_memory_are_summed_by_several_threads(scanner: Engine, threads: int) -> None:
+    data = [np.random.default_rng(size).integers(0, 256, size, dtype=np.uint8) for size in (33_000_001, 9_000_003)]
+    rows = np.array([(0, 1, 32_000_000), (1, 0, 9_000_003), (0, 5, 0), (1, 17, 8_000_000)], dtype=np.int64)
+    buffer, offset, nbytes = (np.ascontiguousarray(column) for column in rows.T)
+    digest = DigestRows(
+        seeds=np.array([9], dtype=np.uint64), stream=buffer * 0, start=buffer * 0 + 3, itemsize=buffer * 0 + 1
+    )
+    sums = np.zeros(4, dtype=np.uint32)
+    totals = sum_segments(
+        MemoryRows(buffer, offset, nbytes), data, digest=digest, crc32=sums, threads=threads, executor=scanner.name
+    )
+    cut = [data[number][begin : begin + length] for number, begin, length in rows.tolist()]
+    assert sums.tolist() == [zlib.crc32(part.data) for part in cut]
+    want = 0
+    for part in cut:
+        want = combine(want, digest_range_reference(part, 1, seed=9, start=3))
+    assert totals is not None and totals.tolist() == [want]
 
 
 # --- names ----------------------------------------------------------------------------------------------------------

@@ -89,8 +89,8 @@ class File {
     const char* name_;
 };
 
-// The four operations, each as it is called with a table of one source and one destination.
-enum Operation { kRead, kWrite, kMove, kScan };
+// The operations, each as it is called with a table of one source and one destination.
+enum Operation { kRead, kWrite, kMove, kScan, kSum };
 
 int32_t run(Operation operation, const Repeated& rows, int64_t size, int threads, ze_progress* progress,
             ze_error* error) {
@@ -110,8 +110,10 @@ int32_t run(Operation operation, const Repeated& rows, int64_t size, int threads
             return ze_write_segments(&table, &buffers, &to, nullptr, &options, nullptr, error);
         case kMove:
             return ze_move_segments(&table, &from, &to, nullptr, &options, nullptr, error);
-        default:
+        case kScan:
             return ze_scan_segments(&table, &from, nullptr, &options, crc32.data(), error);
+        default:
+            return ze_sum_segments(&table, &buffers, nullptr, &options, crc32.data(), error);
     }
 }
 
@@ -126,7 +128,7 @@ int next_descriptor() {
 }  // namespace
 
 TEST(a_caller_is_told_of_every_byte) {
-    for (const Operation operation : {kRead, kWrite, kMove, kScan}) {
+    for (const Operation operation : {kRead, kWrite, kMove, kScan, kSum}) {
         for (int threads = 1; threads <= 3; ++threads) {
             for (const int64_t nbytes : {int64_t{0}, int64_t{5}, int64_t{3'000'001}}) {
                 const Repeated rows(1, nbytes * threads);
@@ -141,7 +143,7 @@ TEST(a_caller_is_told_of_every_byte) {
 
 TEST(a_caller_that_cancels_ends_what_would_take_long) {
     const Repeated rows(1'000'000, 1 << 20);  // a tebibyte
-    for (const Operation operation : {kRead, kWrite, kMove, kScan}) {
+    for (const Operation operation : {kRead, kWrite, kMove, kScan, kSum}) {
         // Destinations overlap, which several threads must not write to.
         for (int threads = 1; threads <= (operation == kScan ? 4 : 1); ++threads) {
             const int before = next_descriptor();
@@ -156,7 +158,7 @@ TEST(a_caller_that_cancels_ends_what_would_take_long) {
 }
 
 TEST(a_caller_that_cancels_in_the_end_has_cancelled) {
-    for (const Operation operation : {kRead, kWrite, kMove, kScan}) {
+    for (const Operation operation : {kRead, kWrite, kMove, kScan, kSum}) {
         Listener listener(1);
         ze_error error;
         CHECK(run(operation, Repeated(1, 100), 100, 2, &listener, &error) == ZE_CANCELLED);

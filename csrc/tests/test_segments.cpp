@@ -390,6 +390,41 @@ TEST(scans_split_long_rows_over_threads) {
     }
 }
 
+TEST(sums_of_memory_are_those_of_what_the_rows_say) {
+    for_each_isa([] {
+        for (int i = 0; i < 60; ++i) {
+            Case made = make_case(static_cast<int>(between(0, 60)), i < 40 ? 9000 : 1 << 20);
+            ze_table table = made.rows.table();
+            table.dst = table.dst_offset = nullptr;
+            const ze_buffers src = made.src.buffers();
+            const ze_options opts = options(static_cast<int>(between(1, 4)));
+            ze_digest digest = made.digests.digest();
+            std::vector<uint32_t> sums(made.crc32.size(), 1);
+            ze_error error;
+            CHECK(ze_sum_segments(&table, &src, i % 3 ? &digest : nullptr, &opts,
+                                  i % 3 < 2 ? sums.data() : nullptr, &error) == ZE_OK);
+            if (i % 3) CHECK(made.digests.totals == made.totals);
+            if (i % 3 < 2) CHECK(sums == made.crc32);
+        }
+    });
+}
+
+TEST(sums_of_memory_stay_inside_of_it_and_convert_nothing) {
+    Side side;
+    side.add(100, -1);
+    const ze_buffers src = side.buffers();
+    Rows rows;
+    rows.add(0, 96, 0, 0, 4);
+    rows.add(0, 97, 0, 0, 4);
+    const ze_table table = rows.table();
+    ze_error error;
+    for (const int32_t cast : {ZE_CAST_NONE, ZE_CAST_F32_BF16}) {
+        const ze_options opts = options(1, cast);
+        CHECK(ze_sum_segments(&table, &src, nullptr, &opts, nullptr, &error) == ZE_BAD_TABLE);
+        CHECK(error.offset == (cast == ZE_CAST_NONE ? 1 : -1));
+    }
+}
+
 TEST(a_scan_converts_nothing) {
     Rows rows;
     rows.add(0, 0, 0, 0, 4);

@@ -29,6 +29,7 @@ from zeroelastic.executors.table import (
     DeviceBuffer,
     DigestRows,
     FileRows,
+    MemoryRows,
     ReadResult,
     ReadTable,
     SegmentTable,
@@ -48,6 +49,7 @@ __all__ = [
     "DigestRows",
     "Executor",
     "FileRows",
+    "MemoryRows",
     "Operation",
     "ReadResult",
     "ReadTable",
@@ -60,16 +62,17 @@ __all__ = [
     "move_segments",
     "read_segments",
     "scan_segments",
+    "sum_segments",
     "write_segments",
 ]
 
 Executor = Literal["auto", "numpy", "torch", "native", "cuda"]
-Operation = Literal["read", "copy", "write", "move", "scan"]
+Operation = Literal["read", "copy", "write", "move", "scan", "sum"]
 
 OPERATIONS: dict[str, tuple[Operation, ...]] = {
-    "numpy": ("read", "copy", "write", "move", "scan"),
+    "numpy": ("read", "copy", "write", "move", "scan", "sum"),
     "torch": ("read", "copy"),
-    "native": ("read", "copy", "write", "move", "scan"),
+    "native": ("read", "copy", "write", "move", "scan", "sum"),
     "cuda": ("read", "copy"),
 }
 """What each executor can do."""
@@ -141,6 +144,16 @@ class _HostEngine(Protocol):
         crc32: UInt32Array | None = None,
         threads: int | None = None,
         progress: ProgressFunction | None = None,
+    ) -> UInt64Array | None: ...
+
+    def sum_segments(
+        self,
+        table: MemoryRows,
+        src: Sequence[ByteArray],
+        *,
+        digest: DigestRows | None = None,
+        crc32: UInt32Array | None = None,
+        threads: int | None = None,
     ) -> UInt64Array | None: ...
 
 
@@ -297,6 +310,23 @@ def scan_segments(
     """
     engine = _host(choose_executor(executor, "scan"), table.paths)
     return engine.scan_segments(table, digest=digest, crc32=crc32, threads=threads, progress=progress)
+
+
+def sum_segments(
+    table: MemoryRows,
+    src: Sequence[ByteArray],
+    *,
+    digest: DigestRows | None = None,
+    crc32: UInt32Array | None = None,
+    threads: int | None = None,
+    executor: Executor = "auto",
+) -> UInt64Array | None:
+    """Digests and checksums of what lies in host memory, in one pass over it.
+
+    Returns the digests, when asked; ``crc32`` as of ``scan_segments``, ConfigError as of ``read_segments``.
+    """
+    engine = _HOST[choose_executor(executor, "sum")]
+    return engine.sum_segments(table, src, digest=digest, crc32=crc32, threads=threads)
 
 
 def choose_executor(executor: Executor, operation: Operation = "read", *, on_gpu: bool = False) -> str:

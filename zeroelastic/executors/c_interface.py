@@ -14,7 +14,7 @@ import numpy.typing as npt
 from zeroelastic.digest import ByteArray, UInt64Array
 from zeroelastic.errors import CheckpointError, MissingFileError, UnreadableError, UnsupportedError
 from zeroelastic.executors.progress import ProgressFunction
-from zeroelastic.executors.table import CASTS, Cast, DeviceBuffer, DigestRows, FileRows, SegmentTable
+from zeroelastic.executors.table import CASTS, Cast, DeviceBuffer, DigestRows, FileRows, MemoryRows, SegmentTable
 
 _OPEN_FAILED, _READ_FAILED, _END_OF_FILE, _WRITE_FAILED, _SYNC_FAILED, _BAD_TABLE, _NO_MEMORY = range(1, 8)
 _SOURCE = 0
@@ -106,7 +106,7 @@ class Call:
 
     def __init__(
         self,
-        table: SegmentTable | FileRows,
+        table: SegmentTable | FileRows | MemoryRows,
         digest: DigestRows | None,
         cast: Cast,
         *,
@@ -119,6 +119,8 @@ class Call:
         num_rows = len(table.nbytes)
         if isinstance(table, FileRows):
             columns = [table.file, table.file_offset, None, None, table.nbytes]
+        elif isinstance(table, MemoryRows):
+            columns = [table.buffer, table.offset, None, None, table.nbytes]
         else:
             columns = [table.src, table.src_offset, table.dst, table.dst_offset, table.nbytes]
         addresses = (None if column is None else self._column(column, np.int64, num_rows) for column in columns)

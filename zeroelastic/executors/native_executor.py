@@ -24,6 +24,7 @@ from zeroelastic.executors.table import (
     Cast,
     DigestRows,
     FileRows,
+    MemoryRows,
     ReadResult,
     ReadTable,
     SegmentTable,
@@ -43,7 +44,7 @@ _MAX_DEFAULT_THREADS = 8
 def _library() -> ctypes.CDLL:
     library = load_library("native")
     pointer = ctypes.c_void_p
-    for name, num_arguments in (("read", 7), ("copy", 6), ("write", 7), ("move", 7), ("scan", 6)):
+    for name, num_arguments in (("read", 7), ("copy", 6), ("write", 7), ("move", 7), ("scan", 6), ("sum", 6)):
         function = getattr(library, f"ze_{name}_segments")
         function.restype = ctypes.c_int32
         function.argtypes = [pointer] * num_arguments
@@ -212,12 +213,27 @@ def scan_segments(
     return call.totals
 
 
+def sum_segments(
+    table: MemoryRows,
+    src: Sequence[ByteArray],
+    *,
+    digest: DigestRows | None = None,
+    crc32: UInt32Array | None = None,
+    threads: int | None = None,
+) -> UInt64Array | None:
+    """Digests, when asked, and checksums of rows of memory. ``crc32`` as of ``scan_segments``."""
+    check_crc32(crc32, len(table.nbytes))
+    call = _call(table, digest, "none", threads)
+    _run("sum", call, call.buffers(src), None, _address(crc32))
+    return call.totals
+
+
 def _address(crc32: UInt32Array | None) -> ctypes.c_void_p | None:
     return None if crc32 is None else ctypes.c_void_p(crc32.ctypes.data)
 
 
 def _call(
-    table: SegmentTable | FileRows,
+    table: SegmentTable | FileRows | MemoryRows,
     digest: DigestRows | None,
     cast: Cast,
     threads: int | None,

@@ -21,6 +21,7 @@ from zeroelastic.executors.table import (
     Cast,
     DigestRows,
     FileRows,
+    MemoryRows,
     ReadResult,
     ReadTable,
     SegmentTable,
@@ -220,6 +221,27 @@ def scan_segments(
                 if crc32 is not None:
                     crc32[i] = checksum
     told.finish()
+    return totals.array()
+
+
+def sum_segments(
+    table: MemoryRows,
+    src: Sequence[ByteArray],
+    *,
+    digest: DigestRows | None = None,
+    crc32: UInt32Array | None = None,
+    threads: int | None = None,
+) -> UInt64Array | None:
+    """Digests, when asked, and checksums of rows of memory. ``crc32`` as of ``scan_segments``."""
+    table.check([len(buffer) for buffer in src], digest=digest)
+    check_crc32(crc32, len(table.nbytes))
+    totals = _Totals(digest)
+    rows = zip(table.buffer.tolist(), table.offset.tolist(), table.nbytes.tolist(), strict=True)
+    for i, (number, offset, nbytes) in enumerate(rows):
+        data = src[number][offset : offset + nbytes]
+        totals.add(i, data, 0)
+        if crc32 is not None:
+            crc32[i] = zlib.crc32(data.data)
     return totals.array()
 
 

@@ -176,15 +176,41 @@ class FileRows:
 
     def check(self, *, digest: DigestRows | None = None) -> None:
         """Assert once that every row is a range of one of the files; a failure is a bug of ours."""
-        num_rows = len(self.nbytes)
-        for column in (self.file, self.file_offset, self.nbytes):
-            assert column.shape == (num_rows,), f"a column has shape {column.shape}, not {(num_rows,)}"
-        good = (self.nbytes >= 0) & (self.nbytes <= _MOST // 2)
-        nbytes = np.where(good, self.nbytes, 0)
-        good &= _inside(self.file, self.file_offset, nbytes, len(self.paths), None)
-        if digest is not None:
-            good &= _digestible(digest, nbytes)
-        _assert_all(good)
+        _check_rows(self.file, self.file_offset, self.nbytes, len(self.paths), None, digest)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryRows:
+    """Row i is ``nbytes[i]`` bytes at ``offset[i]`` of buffer ``buffer[i]``.
+
+    Rows may be in any order and overlap. Each array has shape ``(num_rows,)``; all quantities are in bytes.
+    """
+
+    buffer: Int64Array
+    offset: Int64Array
+    nbytes: Int64Array
+
+    def check(self, buffer_nbytes: Sequence[int], *, digest: DigestRows | None = None) -> None:
+        """Assert once that every row lies inside its buffer; a failure is a bug of ours."""
+        _check_rows(self.buffer, self.offset, self.nbytes, len(buffer_nbytes), buffer_nbytes, digest)
+
+
+def _check_rows(
+    side: Int64Array,
+    offset: Int64Array,
+    nbytes: Int64Array,
+    count: int,
+    sizes: Sequence[int] | None,
+    digest: DigestRows | None,
+) -> None:
+    for column in (side, offset, nbytes):
+        assert column.shape == nbytes.shape, f"a column has shape {column.shape}, not {nbytes.shape}"
+    good = (nbytes >= 0) & (nbytes <= _MOST // 2)
+    length = np.where(good, nbytes, 0)
+    good &= _inside(side, offset, length, count, sizes)
+    if digest is not None:
+        good &= _digestible(digest, length)
+    _assert_all(good)
 
 
 @dataclass(frozen=True, slots=True)

@@ -152,7 +152,7 @@ void tell(ze_progress* self) {
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     Input input(data, size);
-    const uint64_t operation = input.bytes(1) % 7;
+    const uint64_t operation = input.bytes(1) % 8;
     const int64_t num_src = input.below(kMostSides) + 1;
     const int64_t num_dst = input.below(kMostSides) + 1;
     const int64_t num_rows = input.below(kMostRows + 1);
@@ -205,6 +205,10 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
                               : ze_move_segments(&table, &src, &b, digests, &options, sums, &error);
     } else if (operation == 4 || operation == 5) {
         code = ze_scan_segments(&table, &src, digests, &options, sums, &error);
+    } else if (operation == 6) {
+        const Buffers from(num_src, &input);
+        const ze_buffers a = from.buffers();
+        code = ze_sum_segments(&table, &a, digests, &options, sums, &error);
     } else {
         ze_crc32_join(crc32.data(), rows.start.data(), 0);
         const Buffers one(1, &input);
