@@ -3,9 +3,16 @@
     python benchmarks/bench_background.py --out benchmarks/results          # 40M parameters, on 1 rank and on 2
     python benchmarks/bench_background.py --small --rounds 2 --out /tmp/x   # a few million parameters, half a minute
 
-Each round trains some steps without a save, saves and waits, and saves in the background while training goes on; where
-it begins with moves on from round to round. Every rank computes with one thread, and every file is flushed to the
-device. Writes background.json (every sample) and background.md.
+Each round takes some steps, saves in the background and goes on stepping until that is committed, takes some steps,
+saves and waits, and takes some steps. A step that ran from its beginning to its end while a save was written is
+compared with the steps of the same round before and after that save, so that a machine that changes its pace from one
+second to the next does not count. Two kinds of steps: micro batches, which are shorter than the writing, and optimizer
+steps, which may be longer: of these, all that overlap the writing count, and for how long is said. Every rank computes
+with one thread, and every file is flushed to the device.
+
+By default glibc is told to keep what a step frees for the next one. Else it goes back to the system after each step and
+comes again page by page, which takes half of the step; that is measured too, on the fewest ranks, as "memory given
+back". Writes background.json (every sample) and background.md.
 """
 
 from __future__ import annotations
@@ -13,15 +20,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 sys.path.insert(0, os.fspath(Path(__file__).resolve().parent))
@@ -37,26 +46,40 @@ from zeroelastic.testing import RankPool
 
 _TAG = "tag"
 _TIMEOUT_S = 3600.0
-_TOKENS = 48
+_TOKENS = 8
+_KEEP = {"MALLOC_MMAP_THRESHOLD_": str(1 << 33), "MALLOC_TRIM_THRESHOLD_": str(1 << 34)}  # see mallopt(3)
+_KINDS = {"micro batches": 1 << 20, "optimizer steps": 1}  # and how many batches make an optimizer step
 _WIDTH, _SMALL_WIDTH = 1024, 512
-_ARMS = ("without", "waited", "background")
 
 
 @dataclass(frozen=True)
 class Round:
-    """Seconds of one round on one rank. ``steps`` are without a save, ``during`` those that ended while it was written.
+    """Seconds of one round on one rank.
 
-    ``whole`` is from the call of the save in the background until it is committed; ``others`` the share of the
-    processors that other processes used.
+    ``before`` and ``after`` are steps without a save, next to ``during``: those that began while it was written, with
+    the seconds of each for which it still was. ``whole`` is from the call of the save in the background until it is
+    committed; ``others`` the share of the processors that other processes used.
     """
 
-    steps: list[float]
+    before: list[float]
     during: list[float]
+    overlap: list[float]
+    after: list[float]
     waited: float
     snapshot: float
     whole: float
     others: float
     snapshot_bytes: int
+
+    @property
+    def covered(self) -> list[float]:
+        """The steps that ended before the writing did."""
+        return [step for step, overlap in zip(self.during, self.overlap, strict=True) if overlap >= step]
+
+    @property
+    def plain(self) -> float:
+        """Seconds of a step without a save, in the middle of this round."""
+        return mean([mean(self.before), mean(self.after)])
 
 
 def build(num_layers: int, width: int) -> Any:
@@ -79,6 +102,21 @@ def build(num_layers: int, width: int) -> Any:
     return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
 
 
+@contextmanager
+def keeping_memory(kept: bool) -> Iterator[None]:
+    """Processes that are started meanwhile keep what they free, or do as glibc does by default."""
+    before = {name: os.environ.pop(name, None) for name in _KEEP}
+    if kept:
+        os.environ.update(_KEEP)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
 def share_of_others() -> Callable[[], float]:
     """Begins to count; what is returned tells the share of the processors that no rank of this run has used since."""
     busy, own, clock = _busy_cpu_seconds(), time.process_time(), time.perf_counter()
@@ -93,10 +131,10 @@ def share_of_others() -> Callable[[], float]:
     return share
 
 
-def measure(directory: str, num_layers: int, width: int, rounds: int, num_steps: int) -> list[Round]:
+def measure(directory: str, num_layers: int, width: int, accumulation: int, rounds: int, num_steps: int) -> list[Round]:
     """All rounds on this rank."""
     import zeroelastic
-    from zeroelastic.stage3.background import background_of, saving_in_background
+    from zeroelastic.stage3.background import BackgroundSave, background_of, saving_in_background
     from zeroelastic.stage3.pending import pending_of
 
     engine = build(num_layers, width)
@@ -108,46 +146,62 @@ def measure(directory: str, num_layers: int, width: int, rounds: int, num_steps:
         engine.step()
         return time.perf_counter() - began
 
-    def save(arm: str) -> float:
-        folder = Path(directory) / arm
+    def steps() -> list[float]:
+        return [step() for _ in range(num_steps)]
+
+    def save(*, background: bool) -> float:
+        folder = Path(directory) / ("background" if background else "waited")
         if dist.get_rank() == 0:
             shutil.rmtree(folder, ignore_errors=True)
             os.sync()
         dist.barrier()
         began = time.perf_counter()
-        with saving_in_background(engine, arm == "background"):
+        with saving_in_background(engine, background):
             engine.save_checkpoint(os.fspath(folder), tag=_TAG)
         return time.perf_counter() - began
 
-    def run_round(number: int) -> Round:
-        found: dict[str, Any] = {}
-        others = share_of_others()
-        for arm in _ARMS[number % 3 :] + _ARMS[: number % 3]:
-            if arm == "without":
-                found["steps"] = [step() for _ in range(num_steps)]
-            elif arm == "waited":
-                found["waited"] = save(arm)
-            else:
-                found["snapshot"] = save(arm)
-                pending, during = pending_of(engine), []
-                assert pending is not None
-                while True:
-                    seconds = step()
-                    still = torch.tensor(int(not pending.is_done()))
-                    dist.all_reduce(still, op=dist.ReduceOp.MIN)
-                    during.append(seconds)  # the last one began while the save was written, and outlasted it
-                    if not int(still):
-                        break
-                zeroelastic.wait_for_save(engine)
-                assert pending.seconds is not None
-                found["during"], found["whole"] = during, pending.seconds
-                assert read_record(Path(directory) / arm / _TAG) is not None
-        return Round(**found, others=others(), snapshot_bytes=background_of(engine).memory.nbytes)
+    def steps_while_writing(pending: BackgroundSave) -> tuple[list[float], list[float]]:
+        """And of each the seconds until the save was committed, at most its own."""
+        begins, during = [], []
+        while True:
+            begins.append(time.monotonic())
+            during.append(step())
+            still = torch.tensor(int(not pending.is_done()))
+            dist.all_reduce(still, op=dist.ReduceOp.MAX)
+            if not int(still):
+                break
+        assert pending.ended is not None
+        end = pending.ended
+        left = [max(0.0, end - began) for began in begins]
+        return during, [min(seconds, rest) for seconds, rest in zip(during, left, strict=True)]
 
-    for _ in range(3):
+    def run_round() -> Round:
+        others = share_of_others()
         step()
-    first = run_round(0)  # allocates the snapshot, which later ones use again: reported on its own
-    return [first, *(run_round(number) for number in range(1, rounds + 1))]
+        before = steps()
+        snapshot = save(background=True)
+        pending = pending_of(engine)
+        assert isinstance(pending, BackgroundSave)
+        during, overlap = steps_while_writing(pending)
+        zeroelastic.wait_for_save(engine)
+        assert pending.seconds is not None
+        assert read_record(Path(directory) / "background" / _TAG) is not None
+        after = steps()
+        return Round(
+            before=before,
+            during=during,
+            overlap=overlap,
+            after=after,
+            waited=save(background=False),
+            snapshot=snapshot,
+            whole=pending.seconds,
+            others=others(),
+            snapshot_bytes=background_of(engine).memory.nbytes,
+        )
+
+    steps()  # from here on there are moments
+    engine.set_train_batch_size(_TOKENS * accumulation * dist.get_world_size())
+    return [run_round() for _ in range(rounds + 1)]  # the first allocates the snapshot, which later ones use again
 
 
 def summarise(ranks: list[list[Round]]) -> dict[str, Any]:
@@ -156,14 +210,20 @@ def summarise(ranks: list[list[Round]]) -> dict[str, Any]:
         name: [max(getattr(rank, name) for rank in together) for together in zip(*ranks, strict=True)]
         for name in ("waited", "snapshot", "whole", "others")
     }
-    steps = [median(one.steps) for one in ranks[0]]
-    during = [median(one.during) if one.during else None for one in ranks[0]]
-    ratios = [now / alone for now, alone in zip(during[1:], steps[1:], strict=True) if now is not None]
+    rounds = ranks[0][1:]
+    covered = [mean(one.covered) / one.plain for one in rounds if one.covered]
+    touched = [
+        (mean(one.during) / one.plain, sum(one.overlap) / sum(one.during)) for one in rounds if sum(one.overlap) > 0
+    ]
     return {
-        "step": spread(steps[1:]),
-        "step_while_writing": spread([value for value in during[1:] if value is not None]),
-        "ratio": spread(ratios),
-        "steps_while_writing": sum(len(one.during) for one in ranks[0][1:]),
+        "step": spread([one.plain for one in rounds]),
+        "covered_ratio": spread(covered) if covered else None,
+        "covered_interval": interval(covered) if covered else None,
+        "covered_steps": sum(len(one.covered) for one in rounds),
+        "ratio": spread([ratio for ratio, _ in touched]),
+        "interval": interval([ratio for ratio, _ in touched]),
+        "coverage": median(share for _, share in touched),
+        "steps_while_writing": sum(len(one.during) for one in rounds),
         "waited": spread(worst["waited"][1:]),
         "snapshot": spread(worst["snapshot"][1:]),
         "first_snapshot": worst["snapshot"][0],
@@ -174,30 +234,49 @@ def summarise(ranks: list[list[Round]]) -> dict[str, Any]:
     }
 
 
+def interval(values: list[float]) -> tuple[float, float]:
+    """The 95 % interval of a median: of 2,000 resamples (bootstrap, percentiles)."""
+    chosen = random.Random(0)
+    medians = sorted(median(chosen.choices(values, k=len(values))) for _ in range(2000))
+    return medians[50], medians[1949]
+
+
 def _cell(values: tuple[float, float, float], digits: int = 3) -> str:
     low, middle, high = (f"{value:.{digits}f}" for value in values)
     return f"{middle} ({low} - {high})"
 
 
+def _ratio(values: tuple[float, float, float] | None, bounds: tuple[float, float] | None) -> str:
+    if values is None or bounds is None:
+        return "none was"
+    return f"**{values[1]:.2f}** ({bounds[0]:.2f} - {bounds[1]:.2f})"
+
+
 def text_of(document: dict[str, Any]) -> str:
     """The results as Markdown."""
     results: dict[str, dict[str, Any]] = document["results"]
-    head = ["seconds: median (least - greatest)", *(f"{ranks} rank{'s' if ranks != '1' else ''}" for ranks in results)]
+    found = list(results.values())
+    head = ["seconds: median (least - greatest)", *results]
     rows = [
-        ["a step without a save", *(_cell(found["step"]) for found in results.values())],
+        ["a step without a save", *(_cell(one["step"]) for one in found)],
         [
-            "a step begun while a save is written",
-            *(_cell(found["step_while_writing"]) for found in results.values()),
+            "a step wholly while a save is written, over one without: median (its 95 % interval)",
+            *(_ratio(one["covered_ratio"], one["covered_interval"]) for one in found),
         ],
-        ["**ratio of the two**", *(_cell(found["ratio"], 2) for found in results.values())],
-        ["training stalls for a save that is waited for", *(_cell(found["waited"]) for found in results.values())],
-        ["training stalls for a snapshot", *(_cell(found["snapshot"]) for found in results.values())],
-        ["**times shorter**", *(_cell(found["stall_ratio"], 1) for found in results.values())],
-        ["the first snapshot, which allocates", *(f"{found['first_snapshot']:.3f}" for found in results.values())],
-        ["from the call to the commit, in the background", *(_cell(found["whole"]) for found in results.values())],
-        ["snapshot per rank, MiB", *(f"{found['snapshot_bytes'] / 2**20:.0f}" for found in results.values())],
-        ["such steps", *(str(found["steps_while_writing"]) for found in results.values())],
-        ["processors in the hands of others", *(f"{found['others']:.0%}" for found in results.values())],
+        ["such steps", *(str(one["covered_steps"]) for one in found)],
+        [
+            "a step begun while a save is written, over one without",
+            *(_ratio(one["ratio"], one["interval"]) for one in found),
+        ],
+        ["such steps", *(str(one["steps_while_writing"]) for one in found)],
+        ["the share of these in which it was written", *(f"{one['coverage']:.0%}" for one in found)],
+        ["training stalls for a save that is waited for", *(_cell(one["waited"]) for one in found)],
+        ["training stalls for a snapshot", *(_cell(one["snapshot"]) for one in found)],
+        ["**times shorter**", *(_cell(one["stall_ratio"], 1) for one in found)],
+        ["the first snapshot, which allocates", *(f"{one['first_snapshot']:.3f}" for one in found)],
+        ["from the call to the commit, in the background", *(_cell(one["whole"]) for one in found)],
+        ["snapshot per rank, MiB", *(f"{one['snapshot_bytes'] / 2**20:.0f}" for one in found)],
+        ["processors in the hands of others", *(f"{one['others']:.0%}" for one in found)],
     ]
     lines = ["# Saving in the background", "", *describe(document["machine"]), ""]
     lines += [
@@ -206,9 +285,9 @@ def text_of(document: dict[str, Any]) -> str:
         "",
         *table(head, rows),
     ]
-    noisy = [ranks for ranks, found in results.items() if found["others"] > NOISY]
+    noisy = [name for name, one in results.items() if one["others"] > NOISY]
     if noisy:
-        lines += ["", f"Others used more than {NOISY:.0%} of the processors (ranks: {', '.join(noisy)})."]
+        lines += ["", f"Others used more than {NOISY:.0%} of the processors ({', '.join(noisy)})."]
     return "\n".join(lines) + "\n"
 
 
@@ -217,8 +296,8 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=40, help=f"linear layers of {_WIDTH}^2 weights")
     parser.add_argument("--small", action="store_true", help="few and small layers: to test the benchmark itself")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=8, help="steps without a save in each round")
+    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--steps", type=int, default=2, help="steps before and after each save in the background")
     parser.add_argument("--directory", type=Path, help="where checkpoints are put for the time being; not in memory")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="directory of the results")
     arguments = parser.parse_args()
@@ -226,18 +305,25 @@ def main() -> None:
     num_layers, width = (6, _SMALL_WIDTH) if arguments.small else (arguments.layers, _WIDTH)
     results: dict[str, Any] = {}
     samples: dict[str, Any] = {}
-    with (
-        tempfile.TemporaryDirectory(prefix="bench-background-", dir=arguments.directory) as directory,
-        RankPool(max(arguments.ranks)) as pool,
-    ):
+    with tempfile.TemporaryDirectory(prefix="bench-background-", dir=arguments.directory) as directory:
         where = filesystem(Path(directory).resolve())
-        for ranks in arguments.ranks:
-            place = f"{directory}/{ranks}"
-            found = pool.run(
-                measure, ranks, place, num_layers, width, arguments.rounds, arguments.steps, timeout=_TIMEOUT_S
-            )
-            results[str(ranks)] = summarise(found)
-            samples[str(ranks)] = [[asdict(one) for one in rank] for rank in found]
+        for kept, ranks in [*((True, ranks) for ranks in arguments.ranks), (False, min(arguments.ranks))]:
+            with keeping_memory(kept), RankPool(ranks) as pool:
+                for kind, accumulation in _KINDS.items():
+                    name = f"{kind}, {ranks} rank{'s' if ranks != 1 else ''}{'' if kept else ', memory given back'}"
+                    found = pool.run(
+                        measure,
+                        ranks,
+                        f"{directory}/{ranks}",
+                        num_layers,
+                        width,
+                        accumulation,
+                        arguments.rounds,
+                        arguments.steps,
+                        timeout=_TIMEOUT_S,
+                    )
+                    results[name] = summarise(found)
+                    samples[name] = [[asdict(one) for one in rank] for rank in found]
     document = {
         "machine": about | {"load_average_after": os.getloadavg()[0]},
         "filesystem": where,

@@ -33,9 +33,9 @@ from load_systems import KEYS, TAG, Job, Run, fill_with_noise, owned_params, sha
 from meter import Cost, Meter, files_below
 
 from zeroelastic.digest import stream_seed
+from zeroelastic.laid_out import Run as DigestRun
 from zeroelastic.record import read_record
 from zeroelastic.testing import RankPool
-from zeroelastic.writer import Run as DigestRun
 from zeroelastic.writer import write_torch_file
 
 _BLOCK = 1 << 20

@@ -199,11 +199,11 @@ def test_at_most_one_is_in_flight_and_what_comes_next_waits_for_it(rank_pool: Ra
 
 def save_onto_a_disk_that_fills(job: Job, directory: str, how: str) -> tuple[list[tuple[str, str]], list[Any]]:
     """One save that works, one that does not on rank 1, found out by each of the next calls, and one that works."""
-    from zeroelastic import writer
+    from zeroelastic import file_image
 
     engine = build_engine(job)
     train_step(engine, 0)
-    reserve = writer._reserve
+    reserve = file_image.reserve
 
     def full(path: Path) -> None:
         if dist.get_rank() == 1 and threading.current_thread() is not threading.main_thread():
@@ -220,11 +220,11 @@ def save_onto_a_disk_that_fills(job: Job, directory: str, how: str) -> tuple[lis
         "wait": lambda: zeroelastic.wait_for_save(engine),
     }
     for tag in ("bad", "good"):
-        writer._reserve = full
+        file_image.reserve = full
         engine.save_checkpoint(directory, tag=tag)
         train_step(engine, 1)  # goes on
         errors.append(tried(calls[how]))
-        writer._reserve = reserve
+        file_image.reserve = reserve
     seen = [
         latest(directory),
         sorted(p.name for p in Path(directory).iterdir() if p.suffix != ".py"),
@@ -252,20 +252,20 @@ def test_what_went_wrong_on_one_rank_is_raised_on_all_by_the_next_call(
 
 
 def die_while_it_is_written(job: Job, directory: str) -> None:
-    from zeroelastic import writer
+    from zeroelastic import file_image
 
     engine = build_engine(job)
     train_step(engine, 0)
     engine.save_checkpoint(directory, tag="first")
     zeroelastic.wait_for_save(engine)
-    checksums = writer._write_checksums
+    write = file_image.write_past_cache
 
     def die(*args: Any, **kwargs: Any) -> None:
         if dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        checksums(*args, **kwargs)
+        write(*args, **kwargs)
 
-    writer._write_checksums = die  # type: ignore[assignment]
+    file_image.write_past_cache = die  # type: ignore[assignment]
     engine.save_checkpoint(directory, tag="second")
     for step in range(1, 1000):
         train_step(engine, step)
@@ -326,7 +326,7 @@ def test_a_save_that_loses_its_process_group_is_named_and_not_committed(rank_poo
 
 def use_one_engine(job: Job, directory: str) -> tuple[bool, tuple[int, int], list[str], list[str]]:
     """Memory over three snapshots; then files that torch has to write itself, as its layout is not known."""
-    from zeroelastic import writer
+    from zeroelastic import laid_out
     from zeroelastic.errors import UnsupportedError
     from zeroelastic.stage3.background import background_of, saving_in_background
 
@@ -336,20 +336,20 @@ def use_one_engine(job: Job, directory: str) -> tuple[bool, tuple[int, int], lis
     for _ in range(3):
         engine.save_checkpoint(directory, tag="known")
         memory = background_of(engine).memory
-        addresses.append(sorted(storage.data_ptr() for storage in memory._used))
-        assert memory._spare == {}
+        addresses.append(sorted(used.data_ptr() for used in memory._used))
+        assert memory._spare == []
     zeroelastic.wait_for_save(engine)
     copied = memory.nbytes
     payload = sum(path.stat().st_size for path in Path(directory, "known").glob(f"*_rank_{dist.get_rank()}_*.pt"))
     said = heard("snapshot")
-    lay_out = writer._lay_out
+    lay_out = laid_out._lay_out
 
     def refuse(obj: object, path: Path) -> Any:
         raise UnsupportedError(f"{path}: this torch is from the future")
 
-    writer._lay_out = refuse
+    laid_out._lay_out = refuse
     engine.save_checkpoint(directory, tag="unknown")
-    writer._lay_out = lay_out
+    laid_out._lay_out = lay_out
     train_step(engine, 1)
     zeroelastic.wait_for_save(engine)
     records = [read_record(Path(directory) / tag) for tag in ("known", "unknown")]
@@ -365,7 +365,7 @@ def use_one_engine(job: Job, directory: str) -> tuple[bool, tuple[int, int], lis
 def test_the_memory_is_that_of_the_files_and_used_again(rank_pool: RankPool, tmp_path: Path) -> None:
     """And files whose layout is not known are written by torch at once, with the same record."""
     for same, (copied, payload), said, roots in rank_pool.run(use_one_engine, 2, JOB, str(tmp_path)):
-        assert same and 0 < copied < payload
+        assert same and payload <= copied <= payload + payload // 64 + 2 * (64 << 10)
         assert len(said) == 2 and all("from the future" in line for line in said)
         assert len(roots) == 2 and roots[0] == roots[1]
 

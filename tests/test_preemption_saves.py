@@ -29,10 +29,10 @@ def train_until_told(
     With ``fails`` the last rank cannot write in the background. Returns the tags, the last step, the state then, and
     how many signals came.
     """
-    from zeroelastic import writer
+    from zeroelastic import file_image, writer
 
     engine = build_engine(job)
-    write, reserve, sent = writer._Payload.write, writer._reserve, [0]
+    write, write_image, reserve, sent = writer._Payload.write, file_image.write_past_cache, writer.reserve, [0]
 
     def tell() -> None:
         if dist.get_rank() == rank:
@@ -45,6 +45,11 @@ def train_until_told(
         write(self, chosen)
         tell()
 
+    def write_image_and_tell(*args: Any, **kwargs: Any) -> None:
+        tell()
+        write_image(*args, **kwargs)
+        tell()
+
     def full(path: Path) -> None:
         if fails and threading.current_thread() is not threading.main_thread():
             tell()
@@ -52,7 +57,8 @@ def train_until_told(
                 raise OSError(28, "No space left on device", str(path))
         reserve(path)
 
-    writer._Payload.write, writer._reserve = write_and_tell, full  # type: ignore[method-assign]
+    writer._Payload.write, file_image.write_past_cache = write_and_tell, write_image_and_tell  # type: ignore[method-assign]
+    writer.reserve = file_image.reserve = full
     with preemption(engine, directory, saving=every(steps=3, background=background), grace=200) as stop:
         for step in range(STEPS):
             train_step(engine, step)

@@ -113,7 +113,7 @@ def patch(images: Images) -> None:
     for name in ("mkdir", "rename", "replace", "unlink", "rmdir", "link", "fsync", "chmod"):
         setattr(os, name, images.changing(getattr(os, name), name))
     save_place._exchange = images.changing(save_place._exchange, "exchange")  # type: ignore[assignment]
-    for name in ("_lay_out", "_reserve", "write_segments", "_write_checksums", "_write_fully"):
+    for name in ("lay_out_torch_file", "reserve", "write_segments", "_complete", "write_fully"):
         setattr(writer, name, images.changing(getattr(writer, name), name))
     for name in ("all_reduce", "all_gather_object", "broadcast_object_list", "barrier"):
         setattr(dist, name, images.meeting(getattr(dist, name), name))

@@ -69,7 +69,7 @@ def test_a_torch_that_lays_files_out_in_another_way_saves_them_itself(rank_pool:
 
 def save_with_other_layout(job: Job, directory: str) -> str:
     """The record is that of an ordinary save of the same state, and the checkpoint loads."""
-    from zeroelastic import writer
+    from zeroelastic import laid_out
     from zeroelastic.stage3 import shard_writer
 
     engine = build_engine(job)
@@ -81,9 +81,9 @@ def save_with_other_layout(job: Job, directory: str) -> str:
 
     said: list[str] = []
     shard_writer.logger.addHandler(handler := _Listener(said))
-    lay_out, writer._lay_out = writer._lay_out, refuse
+    lay_out, laid_out._lay_out = laid_out._lay_out, refuse
     engine.save_checkpoint(directory, tag="unknown")
-    writer._lay_out = lay_out
+    laid_out._lay_out = lay_out
     shard_writer.logger.removeHandler(handler)
     assert len(said) == 2 and all("from the future" in line for line in said)
     known, unknown = (read_record(Path(directory) / tag) for tag in ("known", "unknown"))

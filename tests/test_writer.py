@@ -17,13 +17,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zeroelastic import archive, writer
+from zeroelastic import archive, laid_out, writer
 from zeroelastic.digest import combine, digest_range_reference
 from zeroelastic.errors import UnsupportedError
 from zeroelastic.executors import Executor, describe_build, join_crc32
 from zeroelastic.executors.crc32 import join_crc32_reference
+from zeroelastic.laid_out import Run
 from zeroelastic.torchfile import read_torch_file
-from zeroelastic.writer import Run, write_torch_file
+from zeroelastic.writer import write_torch_file
 
 EXECUTORS = ["numpy", "native"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool, torch.float64]
@@ -161,8 +162,8 @@ def test_the_last_tensor_is_written_after_the_digests_are_known(tmp_path: Path, 
 def test_more_than_4_gib_are_laid_out_with_64_bit_sizes(tmp_path: Path) -> None:
     """The layout of a large file, which has no payload yet: offsets of its records and where their checksums go."""
     obj = {"a": torch.empty(5 << 30, dtype=torch.uint8), "b": torch.arange(7.0)}
-    storages = writer._lay_out(obj, tmp_path / "x.pt")
-    records, directory, offset = writer._read_directory(tmp_path / "x.pt")
+    storages = laid_out._lay_out(obj, tmp_path / "x.pt")
+    records, directory, offset = laid_out._read_directory(tmp_path / "x.pt")
     assert records["data/0"].nbytes == 5 << 30 and records["data/1"].offset > 5 << 30
     assert offset > 5 << 30 and len(directory) > 0 and len(storages) == 2
     file = read_torch_file(tmp_path / "x.pt")
@@ -194,7 +195,7 @@ def test_a_file_system_that_cannot_reserve_is_written_all_the_same(
 
 
 def test_a_layout_that_is_not_known_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from zeroelastic.writer import _lay_out
+    from zeroelastic.laid_out import _lay_out
 
     def compressed(obj: object, path: Path) -> dict[str, torch.UntypedStorage]:
         storages = _lay_out(obj, path)
@@ -205,7 +206,7 @@ def test_a_layout_that_is_not_known_is_refused_by_name(tmp_path: Path, monkeypat
                 after.writestr(name, text)
         return storages
 
-    monkeypatch.setattr(writer, "_lay_out", compressed)
+    monkeypatch.setattr(laid_out, "_lay_out", compressed)
     with pytest.raises(UnsupportedError, match=r"x\.pt: torch .* lays files out in a way that is not known here"):
         write_torch_file(torch.ones(1000), tmp_path / "x.pt")
 
@@ -222,7 +223,7 @@ def test_a_torch_that_cannot_leave_payload_out_is_refused_by_name(
 def test_anything_else_than_the_expected_archive_is_refused_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
 ) -> None:
-    from zeroelastic.writer import _lay_out
+    from zeroelastic.laid_out import _lay_out
 
     def damaged(obj: object, path: Path) -> dict[str, torch.UntypedStorage]:
         storages = _lay_out(obj, path)
@@ -233,7 +234,7 @@ def test_anything_else_than_the_expected_archive_is_refused_by_name(
         path.write_bytes({"short": b"PK", "text": b"x" * 500}.get(damage, bytes(data)))
         return storages
 
-    monkeypatch.setattr(writer, "_lay_out", damaged)
+    monkeypatch.setattr(laid_out, "_lay_out", damaged)
     with pytest.raises(UnsupportedError, match="in a way that is not known here"):
         write_torch_file(torch.ones(1000), tmp_path / "x.pt")
 

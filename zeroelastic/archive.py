@@ -99,8 +99,10 @@ class Archive:
             fd = os.open(self.path, os.O_WRONLY | os.O_CLOEXEC)
             try:
                 for record in self._records:
-                    _write(fd, self._local_header(record, checksums[record.name]) + (record.data or b""), record.header)
-                _write(fd, self._directory_bytes(checksums), self._directory)
+                    write_fully(
+                        fd, self._local_header(record, checksums[record.name]) + (record.data or b""), record.header
+                    )
+                write_fully(fd, self._directory_bytes(checksums), self._directory)
                 if sync:
                     os.fsync(fd)
             finally:
@@ -199,13 +201,14 @@ def write_at(path: Path, data: bytes, offset: int) -> None:
     """Write bytes into a file that is there. Raises OSError naming it."""
     try:
         with open(path, "r+b", buffering=0) as file:
-            _write(file.fileno(), data, offset)
+            write_fully(file.fileno(), data, offset)
     except OSError as error:
         raise OSError(error.errno, error.strerror, os.fspath(path)) from None
 
 
-def _write(fd: int, data: bytes, offset: int) -> None:
-    view = memoryview(data)
+def write_fully(fd: int, data: bytes | bytearray | memoryview, offset: int) -> None:
+    """Write all of ``data`` at ``offset``, whatever the system does in pieces. Raises OSError."""
+    view = memoryview(data).cast("B")
     while len(view):
         put = os.pwrite(fd, view, offset)
         view, offset = view[put:], offset + put

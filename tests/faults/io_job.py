@@ -12,9 +12,10 @@ import torch
 
 from zeroelastic.digest import stream_seed
 from zeroelastic.executors import ReadTable, read_segments
+from zeroelastic.laid_out import Run
 from zeroelastic.record import write_atomically
 from zeroelastic.torchfile import read_torch_file
-from zeroelastic.writer import Run, write_torch_file
+from zeroelastic.writer import write_torch_file
 
 
 def main(directory: Path, executor: Any) -> dict[str, object]:

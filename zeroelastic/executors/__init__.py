@@ -146,6 +146,10 @@ class _HostEngine(Protocol):
         progress: ProgressFunction | None = None,
     ) -> UInt64Array | None: ...
 
+
+class _LocalEngine(_HostEngine, Protocol):
+    """And of one that works on host memory itself."""
+
     def sum_segments(
         self,
         table: MemoryRows,
@@ -157,7 +161,7 @@ class _HostEngine(Protocol):
     ) -> UInt64Array | None: ...
 
 
-_HOST: dict[str, _HostEngine] = {"numpy": numpy_executor, "native": native_executor}
+_HOST: dict[str, _LocalEngine] = {"numpy": numpy_executor, "native": native_executor}
 
 
 def _host(name: str, sources: Sequence[FilePath]) -> _HostEngine:

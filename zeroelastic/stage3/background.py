@@ -113,7 +113,7 @@ class BackgroundSave(Pending):
     """A save whose ``work``, collective over ``group`` and by ``roll_call``, is done by a thread that begins at once.
 
     ``work`` raises the same error on every rank. Where it cannot, because a rank has died or the group is gone, each
-    rank has its own, and ``finish`` raises on all.
+    rank has its own, and ``finish`` raises on all. ``ended`` is when the thread was done, on the monotonic clock.
     """
 
     def __init__(
@@ -122,6 +122,7 @@ class BackgroundSave(Pending):
         self.tag_dir, self._roll_call = tag_dir, roll_call
         self._work, self._group, self._began = work, group, began
         self._failure: ZeroElasticError | None = None
+        self.ended: float | None = None
         self._rank = dist.get_rank()
         self._thread = threading.Thread(target=self._run, name="zeroelastic-save", daemon=True)
         _running.add(self)
@@ -152,7 +153,8 @@ class BackgroundSave(Pending):
                 )
             )
         finally:
-            self.seconds = time.monotonic() - self._began
+            self.ended = time.monotonic()
+            self.seconds = self.ended - self._began
             del self._work
             _running.discard(self)
 

@@ -15,12 +15,13 @@ from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchChe
 from zeroelastic.agree import settle
 from zeroelastic.digest import stream_seed
 from zeroelastic.errors import UnsupportedError
+from zeroelastic.laid_out import Run
 from zeroelastic.stage3.contents import LiveStreams, LocalDigests, live_streams
 from zeroelastic.stage3.hand_over import EngineGuard, HandOver
 from zeroelastic.stage3.live import LiveState
 from zeroelastic.stage3.options import Options
 from zeroelastic.stage3.save import digest_sums
-from zeroelastic.writer import Run, write_torch_file
+from zeroelastic.writer import write_torch_file
 
 logger = logging.getLogger(__name__)
 
