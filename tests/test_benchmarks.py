@@ -120,9 +120,16 @@ def test_bench_background_saves_while_it_trains(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     document = json.loads((tmp_path / "background.json").read_text())
-    (rounds,) = document["samples"]["1"]
-    assert len(rounds) == 2 and all(len(one["steps"]) == 2 for one in rounds)
-    assert all(one["snapshot_bytes"] >= 12 * document["numel"] for one in rounds)
-    assert all(0 < one["snapshot"] <= one["whole"] for one in rounds)
+    kinds = ["micro batches, 1 rank", "optimizer steps, 1 rank"]
+    names = [*kinds, *(f"{kind}, memory given back" for kind in kinds)]
+    assert list(document["samples"]) == list(document["results"]) == names
+    for name in names:
+        (rounds,) = document["samples"][name]
+        assert len(rounds) == 2 and all(len(one["before"]) == len(one["after"]) == 2 for one in rounds)
+        assert all(one["snapshot_bytes"] >= 12 * document["numel"] for one in rounds)
+        assert all(0 < one["snapshot"] <= one["whole"] for one in rounds)
+        for one in rounds:
+            assert len(one["during"]) == len(one["overlap"]) >= 1
+            assert all(0 <= overlap <= step for overlap, step in zip(one["overlap"], one["during"], strict=True))
     text = (tmp_path / "background.md").read_text()
-    assert "training stalls for a snapshot" in text and "| 1 rank |" in text
+    assert "training stalls for a snapshot" in text and all(name in text for name in names)

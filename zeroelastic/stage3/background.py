@@ -31,7 +31,7 @@ from zeroelastic.stage3.storage_rules import on_nvme
 
 logger = logging.getLogger(__name__)
 
-_NICER = 10
+_NICER = 19
 _WISH, _PLACE, _WARNED = "_zeroelastic_background_wish", "_zeroelastic_background", "_zeroelastic_said_why_not"
 _running: set[BackgroundSave] = set()
 
