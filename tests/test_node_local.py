@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import test_io_counts
 import torch
+import torch.distributed as dist
 from nodes import MOUNTS_NEED, Nodes, can_mount, on_nodes
 from saves import Saved, check_resumed
 from test_topology import use_sliced
@@ -46,9 +47,16 @@ def mounts() -> None:
 class Run:
     """A save over nodes, its nodes, and what the run looked like."""
 
-    def __init__(self, root: Path, pool: RankPool, job: Job, placed: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        root: Path,
+        pool: RankPool,
+        job: Job,
+        placed: tuple[int, ...],
+        save: Callable[[Job, str], Outcome] = train_and_save,
+    ) -> None:
         self.nodes, self.pool, self.job = Nodes(root), pool, job
-        self.outcome: Outcome = self.call(placed, train_and_save, job, self.nodes.path)[0]
+        self.outcome: Outcome = self.call(placed, save, job, self.nodes.path)[0]
 
     def call(self, placed: tuple[int, ...], function: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
         return self.pool.run(on_nodes, len(placed), self.nodes, placed, function, *args, timeout=120, **options)
@@ -333,6 +341,27 @@ def load_large(directory: str, executor: str) -> tuple[Any, int, int]:
     resident = test_io_counts._status("VmRSS")
     engine.load_checkpoint(directory)
     return engine.zeroelastic_report, read, test_io_counts._status("VmHWM") - resident
+
+
+def train_on_and_save(job: Job, directory: str) -> Outcome:
+    """The save is of the moment before the last two steps, which are taken while it is written."""
+    from zeroelastic.stage3.background import finish_all
+
+    outcome = train_and_save(job, directory)
+    finish_all()
+    dist.barrier()
+    return outcome
+
+
+@support(SECTION, '`use_node_local_storage` with `"background_save"`', "exact")
+def test_shards_written_in_the_background_are_resumed_on_other_nodes(rank_pool: RankPool, tmp_path: Path) -> None:
+    job = Job(config=NODE_LOCAL, options={"background_save": True})
+    saved = Run(tmp_path, rank_pool, job, (0, 0, 1, 1), train_on_and_save)
+    records = [(saved.tag(node) / RECORD_NAME).read_bytes() for node in (0, 1)]
+    assert records[0] == records[1] and len(json.loads(records[0])["files"]) == 8
+    outcomes = saved.resume((1, 0, 2))
+    check_resumed(Saved(str(saved.nodes.disk(0)), saved.outcome), outcomes, job)
+    assert outcomes[0].report.root_matches and outcomes[0].report.bytes_sent > 0
 
 
 def test_a_save_at_the_new_size_on_other_nodes_has_the_same_root(run: Callable[..., Run], tmp_path: Path) -> None:
