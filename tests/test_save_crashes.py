@@ -13,15 +13,18 @@ import fcntl
 import hashlib
 import os
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 from training import Job, build_engine, look, train_step
 
+import zeroelastic
 from zeroelastic.record import RECORD_NAME, read_record
 from zeroelastic.save_place import is_unfinished, recover
 from zeroelastic.testing import RankPool, compare_states
@@ -48,25 +51,31 @@ class Images:
     def __init__(self, root: Path, images: Path) -> None:
         self.root, self.images, self.depth = root, images, 0
         self.lock = os.open(images / "lock", os.O_RDWR | os.O_CREAT)
-        self.copying = True  # until a save begins
+        self.threads = threading.RLock()
+        self.watching = False
         self.last = ()
+        self.own = threading.local()  # calls: those that taking an image makes are not watched
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        self.depth += 1
-        if self.depth == 1:
-            fcntl.flock(self.lock, fcntl.LOCK_EX)
-        try:
-            yield
-        finally:
-            self.depth -= 1
-            if self.depth == 0:
-                fcntl.flock(self.lock, fcntl.LOCK_UN)
+        with self.threads:
+            self.depth += 1
+            if self.depth == 1:
+                fcntl.flock(self.lock, fcntl.LOCK_EX)
+            try:
+                yield
+            finally:
+                self.depth -= 1
+                if self.depth == 0:
+                    fcntl.flock(self.lock, fcntl.LOCK_UN)
+
+    def passes(self) -> bool:
+        return not self.watching or getattr(self.own, "calls", False)
 
     def take(self, name: str) -> None:
-        if self.copying:
+        if self.passes():
             return
-        self.copying = True
+        self.own.calls = True
         with self.alone():
             now = tuple(
                 (str(path), found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
@@ -80,13 +89,13 @@ class Images:
             self.last = now
             with REAL_OPEN(self.images / "trace", "a") as file:
                 file.write(f"{dist.get_rank()} {name}\n")
-        self.copying = False
+        self.own.calls = False
 
     def changing(self, call: Callable[..., Any], name: str) -> Callable[..., Any]:
         """A call that changes files, and no rank is in the middle of another."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            if self.copying:
+            if self.passes():
                 return call(*args, **kwargs)
             with self.alone():
                 self.take(name)
@@ -108,13 +117,16 @@ REAL_OPEN = builtins.open
 
 
 def patch(images: Images) -> None:
-    from zeroelastic import save_place, writer
+    from zeroelastic import file_image, save_place, writer
 
     for name in ("mkdir", "rename", "replace", "unlink", "rmdir", "link", "fsync", "chmod"):
         setattr(os, name, images.changing(getattr(os, name), name))
     save_place._exchange = images.changing(save_place._exchange, "exchange")  # type: ignore[assignment]
     for name in ("lay_out_torch_file", "reserve", "write_segments", "_complete", "write_fully"):
         setattr(writer, name, images.changing(getattr(writer, name), name))
+    for name in ("reserve", "write_past_cache", "write_fully"):
+        setattr(file_image, name, images.changing(getattr(file_image, name), name))
+    os.pwrite = images.changing(os.pwrite, "pwrite")  # type: ignore[assignment]
     for name in ("all_reduce", "all_gather_object", "broadcast_object_list", "barrier"):
         setattr(dist, name, images.meeting(getattr(dist, name), name))
 
@@ -125,9 +137,13 @@ def patch(images: Images) -> None:
     builtins.open = opened  # type: ignore[assignment]
 
 
-def save_under_watch(directory: str, copies: str) -> dict[int, Any]:
-    """Saves: the first, one under a new tag, that tag again by exchange, and again by two renames. States by step."""
+def save_under_watch(directory: str, copies: str, behind: bool) -> dict[int, Any]:
+    """Saves: the first, one under a new tag, that tag again by exchange, and again by two renames. States by step.
+
+    In the background, training goes a step on before it waits.
+    """
     from zeroelastic import save_place
+    from zeroelastic.stage3.background import saving_in_background
 
     engine = build_engine(JOB)
     states: dict[int, Any] = {}
@@ -136,14 +152,17 @@ def save_under_watch(directory: str, copies: str) -> dict[int, Any]:
     dist.barrier()
     patch(images)
     for step, tag in enumerate(("first", "second", "second", "second")):
-        train_step(engine, step)
-        states[step + 1] = look(engine)[0]
+        train_step(engine, 2 * step)
+        states[engine.global_steps] = look(engine)[0]
         if step == 3:
             save_place._exchange = lambda making, place: False  # type: ignore[assignment]
-        images.copying = False
-        engine.save_checkpoint(directory, tag=tag, client_state={"note": tag})
+        images.watching = True
+        with saving_in_background(engine, behind):
+            engine.save_checkpoint(directory, tag=tag, client_state={"note": tag})
+        train_step(engine, 2 * step + 1)
+        zeroelastic.wait_for_save(engine)
         images.take("saved")
-        images.copying = True
+        images.watching = False
         dist.barrier()
     return states
 
@@ -157,14 +176,16 @@ def load_images(copies: list[str]) -> list[tuple[int, dict[str, Any], bool]]:
     return found
 
 
+@pytest.mark.parametrize("behind", [False, True], ids=["waited for", "in the background"])
 def test_every_boundary_of_a_save_leaves_a_checkpoint_that_verifies_and_resumes(
-    rank_pool: RankPool, tmp_path: Path
+    rank_pool: RankPool, tmp_path: Path, behind: bool
 ) -> None:
     root, copies = tmp_path / "run", tmp_path / "images"
     copies.mkdir()
-    states = rank_pool.run(save_under_watch, 2, str(root), str(copies), timeout=280)[0]
+    states = rank_pool.run(save_under_watch, 2, str(root), str(copies), behind, timeout=280)[0]
     trace = (copies / "trace").read_text().splitlines()
-    for name in ("exchange", "rename", "fsync", "write_segments", "open", "mkdir", "all_reduce"):
+    writing = ("write_past_cache", "pwrite") if behind else ("write_segments",)
+    for name in ("exchange", "rename", "fsync", "open", "mkdir", "all_reduce", *writing):
         assert any(line.endswith(f" {name}") for line in trace), name
     images = [path for path in sorted(copies.iterdir()) if path.is_dir()]
     committed: dict[str, Path] = {}
@@ -190,7 +211,7 @@ def test_every_boundary_of_a_save_leaves_a_checkpoint_that_verifies_and_resumes(
         assert matches and compare_states(states[step], state) == [], image
         steps.add(step)
         assert not recover(image / "second")
-    assert steps == {1, 2, 3, 4}
+    assert steps == {1, 3, 5, 7}
     assert sorted(os.listdir(root)) == ["first", "latest", "second", "zero_to_fp32.py", "zero_to_torch.py"]
 
 
