@@ -9,6 +9,7 @@ by what it has in bytes: see ``opcodes`` for what is refused before anything is 
 from __future__ import annotations
 
 import io
+import math
 import pickle
 import re
 from collections import OrderedDict
@@ -101,10 +102,7 @@ class TensorRef:
     @property
     def numel(self) -> int:
         """Number of elements; 1 for a 0-dim tensor."""
-        numel = 1
-        for size in self.shape:
-            numel *= size
-        return numel
+        return math.prod(self.shape)
 
     @property
     def is_contiguous(self) -> bool:

@@ -7,6 +7,7 @@ from rank 0's module states, as DeepSpeed's ``zero_to_fp32`` reads them (``buffe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -57,10 +58,7 @@ class ModelTensor:
     @property
     def numel(self) -> int:
         """Number of elements; 1 for a 0-dim tensor."""
-        numel = 1
-        for size in self.shape:
-            numel *= size
-        return numel
+        return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import typer
+
+from zeroelastic.documents import json_proper
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -43,14 +44,4 @@ def columns(rows: Sequence[Sequence[str]], *, right: frozenset[int] = frozenset(
 
 def print_document(document: Mapping[str, object]) -> None:
     """What --json prints: one document, in JSON proper, which has no NaN and no infinity; they become text."""
-    typer.echo(json.dumps(_plain(document), indent=2))
-
-
-def _plain(value: object) -> object:
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return value
+    typer.echo(json.dumps(json_proper(document), indent=2))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import platform
 import sys
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from zeroelastic._version import __version__
+from zeroelastic.documents import json_proper
 from zeroelastic.proving.driver import Outcome
 from zeroelastic.proving.judge import BACK, CONTROL, OTHER, REPEAT, Check, tolerance_of
 from zeroelastic.proving.records import ROLES, Record, Role
@@ -76,7 +76,7 @@ def document(
         "written": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         "signed_off_by": signed_off_by,
     }
-    plain = _plain(body)
+    plain = json_proper(body)
     assert isinstance(plain, dict)
     return {**plain, DIGEST: report_digest(plain)}
 
@@ -197,17 +197,6 @@ def _run(role: Role, record: Record | None, world_size: int, seconds: float, fol
             "resume_report": record.report,
         }
     return found
-
-
-def _plain(value: object) -> object:
-    """The same in JSON proper, which has no NaN and no infinity; they become text."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return value
 
 
 def main() -> None:
