@@ -186,6 +186,28 @@ def test_a_full_disk_is_an_error_before_the_payload_is_written(tmp_path: Path, m
     assert os.stat(tmp_path / "x.pt").st_blocks * 512 < 1 << 20
 
 
+def test_what_cannot_fit_is_refused_before_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system gives a request that is too large all that it has before it refuses: nobody could write then."""
+    asked: list[int] = []
+    fallocate = archive._fallocate
+
+    def told(fd: int, mode: int, offset: Any, nbytes: Any) -> int:
+        asked.append(nbytes.value)
+        return fallocate(fd, mode, offset, nbytes)
+
+    monkeypatch.setattr(archive, "_fallocate", told)
+    free = os.statvfs(tmp_path)
+    with open(tmp_path / "x", "wb") as file:
+        with pytest.raises(OSError, match="No space left on device") as caught:
+            archive.reserve_space(file.fileno(), free.f_blocks * free.f_frsize + (1 << 40))
+        assert caught.value.errno == errno.ENOSPC
+        assert asked == [1] and os.fstat(file.fileno()).st_blocks * 512 <= 1 << 20
+        archive.reserve_space(file.fileno(), 3 << 20)
+        assert asked == [1, 1, 3 << 20]
+        held = os.fstat(file.fileno())
+        assert held.st_size == 3 << 20 and held.st_blocks * 512 >= 3 << 20
+
+
 def test_a_file_system_that_cannot_reserve_is_written_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -221,9 +221,23 @@ _fallocate = _libc.fallocate64 if hasattr(_libc, "fallocate64") else _libc.fallo
 def reserve_space(fd: int, nbytes: int) -> None:
     """Let the file system set space aside, where it can: it writes faster, and a full disk is noticed early.
 
-    Not ``os.posix_fallocate``, which writes to every block where the file system cannot. Raises OSError.
+    What cannot fit is not tried: a file system gives such a request all that it has before it refuses, and nobody else
+    can write then. Not ``os.posix_fallocate``, which writes to every block where the file system cannot set it aside.
+    Raises OSError.
     """
-    if _fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes)) != 0:
-        error = ctypes.get_errno()
-        if error not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINTR, errno.EINVAL, errno.EPERM):
-            raise OSError(error, os.strerror(error))
+    if not _fallocates(fd, min(nbytes, 1)):
+        return
+    system, held = os.fstatvfs(fd), os.fstat(fd).st_blocks * 512
+    if system.f_blocks and nbytes > held + system.f_bfree * system.f_frsize:  # some say nothing of their size
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    _fallocates(fd, nbytes)
+
+
+def _fallocates(fd: int, nbytes: int) -> bool:
+    """Whether the file system knows how to set space aside, which it has done then."""
+    if _fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes)) == 0:
+        return True
+    error = ctypes.get_errno()
+    if error not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINTR, errno.EINVAL, errno.EPERM):
+        raise OSError(error, os.strerror(error))
+    return False
