@@ -279,12 +279,17 @@ def test_a_kill_while_it_is_written_leaves_the_save_before(rank_pool: RankPool, 
         assert outcome.report.root_matches
 
 
-def leave_without_a_word(job: Job, directory: str) -> tuple[Any, list[str]]:
+def leave_without_a_word(job: Job, directory: str, decorated: bool) -> tuple[Any, list[str]]:
     """One rank's engine is collected, the others live on, and every rank's program ends while a save is written."""
     import atexit
 
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
     engine = build_engine(job)
     train_step(engine, 0)
+    destroy = DeepSpeedEngine.destroy
+    if decorated:
+        DeepSpeedEngine.destroy = lambda self: destroy(self)
     said = heard("background")
     with held_writers() as gate:
         engine.save_checkpoint(directory, tag="left")
@@ -297,10 +302,44 @@ def leave_without_a_word(job: Job, directory: str) -> tuple[Any, list[str]]:
     return (before, latest(directory), committed(directory, "left")), said
 
 
-def test_a_program_that_ends_lets_its_save_come_to_its_end(rank_pool: RankPool, tmp_path: Path) -> None:
-    for seen, said in rank_pool.run(leave_without_a_word, 2, JOB, str(tmp_path), timeout=60):
+@pytest.mark.parametrize("decorated", [False, True])
+def test_a_program_that_ends_lets_its_save_come_to_its_end(
+    rank_pool: RankPool, tmp_path: Path, decorated: bool
+) -> None:
+    """The collected engine waits for nobody, also where another library has decorated ``destroy``."""
+    for seen, said in rank_pool.run(leave_without_a_word, 2, JOB, str(tmp_path), decorated, timeout=60):
         assert seen == (None, "left", True)
         assert sum("the run ends when this save is finished" in line for line in said) == 1
+
+
+def fork_while_saving(job: Job, directory: str) -> tuple[str, list[str]]:
+    """A forked child ends, with the engine that it has a copy of, while a save of its parent is written."""
+    import atexit
+
+    engine = build_engine(job)
+    train_step(engine, 0)
+    said = heard("background")
+    with held_writers() as gate:
+        engine.save_checkpoint(directory, tag="saved")
+        read_end, write_end = os.pipe()
+        child = os.fork()
+        if child == 0:
+            engine.destroy()
+            atexit._run_exitfuncs()
+            os.write(write_end, "; ".join(said).encode())
+            os._exit(0)
+        os.close(write_end)
+        os.waitpid(child, 0)
+        child_said = os.read(read_end, 4096).decode()
+        gate.set()
+        zeroelastic.wait_for_save(engine)
+    return child_said, said
+
+
+def test_a_forked_child_says_nothing_of_its_parents_save(rank_pool: RankPool, tmp_path: Path) -> None:
+    ((child_said, said),) = rank_pool.run(fork_while_saving, 1, JOB, str(tmp_path), timeout=60)
+    assert child_said == "" and latest(tmp_path) == "saved"
+    assert [line for line in said if "saved in the background" in line]
 
 
 def destroy_the_groups_first(job: Job, directory: str) -> tuple[list[str], list[str]]:

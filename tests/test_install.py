@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import subprocess
@@ -32,6 +33,7 @@ def install_twice_and_uninstall() -> list[str]:
     pairs = list(zip(classes, before, strict=True))
     changed = {name for owner, old in pairs for name in old if vars(owner)[name] is not old[name]}
     assert changed == {
+        "__del__",
         "_commit_decoupled_checkpoint",
         "_configure_zero_optimizer",
         "_get_all_ckpt_names",
@@ -55,6 +57,83 @@ def install_twice_and_uninstall() -> list[str]:
         for name in old.keys() | new.keys()
         if old.get(name) is not new.get(name)
     ]
+
+
+@pytest.mark.core
+def test_uninstall_leaves_what_another_library_wrapped_later(rank_pool: RankPool) -> None:
+    """Its wrapper is called as before; ours, below it, does nothing until the next install(), and then acts once."""
+    assert rank_pool.run(install_under_another_wrapper, 1)[0] == [
+        ["another", "stock"],
+        ["another", "ours", "stock"],
+        ["another", "stock"],
+        ["ours", "stock"],
+        ["stock"],
+    ]
+
+
+def install_under_another_wrapper() -> list[list[str]]:
+    """What a call of save_16bit_model comes through."""
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    import zeroelastic
+    from zeroelastic.stage3 import wrappers
+
+    through: list[str] = []
+
+    def calls() -> list[str]:
+        through.clear()
+        DeepSpeedEngine.save_16bit_model(None, "somewhere")
+        return list(through)
+
+    DeepSpeedEngine.save_16bit_model = lambda self, save_dir: through.append("stock")
+    wrappers.flush = lambda engine, before: through.append("ours")
+    zeroelastic.install()
+    below = DeepSpeedEngine.save_16bit_model
+
+    @functools.wraps(below)
+    def another(self: object, *args: object) -> object:
+        through.append("another")
+        return below(self, *args)
+
+    DeepSpeedEngine.save_16bit_model = another
+    zeroelastic.uninstall()
+    seen = [calls()]
+    assert not zeroelastic.is_installed() and DeepSpeedEngine.save_16bit_model is another
+    zeroelastic.install()
+    seen.append(calls())
+    zeroelastic.uninstall()
+    seen.append(calls())
+    zeroelastic.install()
+    DeepSpeedEngine.save_16bit_model = below  # the other library takes its wrapper off
+    seen.append(calls())
+    zeroelastic.uninstall()
+    seen.append(calls())
+    return seen
+
+
+def save_with_overrides(directory: str) -> list[bool]:
+    """Whether what somebody has put on the engine and its optimizer is there after a save, and nothing else is."""
+    from training import Job, build_engine
+
+    engine = build_engine(Job())
+    engine._get_param_fragment_func = functools.partial(type(engine)._get_param_fragment_func, engine)
+    engine.zero_nvme_offload_optimizer = lambda: False
+    engine._copy_recovery_script = functools.partial(type(engine)._copy_recovery_script, engine)
+    engine.optimizer.checkpoint_event_epilogue = functools.partial(
+        type(engine.optimizer).checkpoint_event_epilogue, engine.optimizer
+    )
+    before = [dict(vars(engine)), dict(vars(engine.optimizer))]
+    engine.save_checkpoint(directory)
+    after = [vars(engine), vars(engine.optimizer)]
+    return [
+        {name: id(value) for name, value in then.items() if callable(value)}
+        == {name: id(value) for name, value in now.items() if callable(value)}
+        for then, now in zip(before, after, strict=True)
+    ]
+
+
+def test_a_save_leaves_the_engines_own_attributes_as_they_were(rank_pool: RankPool, tmp_path: Path) -> None:
+    assert rank_pool.run(save_with_overrides, 1, str(tmp_path)) == [[True, True]]
 
 
 @pytest.mark.core

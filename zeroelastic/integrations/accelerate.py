@@ -13,7 +13,6 @@ What is not DeepSpeed ZeRO-3 goes to accelerate untouched. accelerate itself is 
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 import re
@@ -31,6 +30,7 @@ from zeroelastic.checkpoint import open_checkpoint
 from zeroelastic.elastic.position import seed_generators
 from zeroelastic.errors import StrictError, UnsupportedError, ZeroElasticError
 from zeroelastic.integrations.told import tell
+from zeroelastic.patching import wrap
 from zeroelastic.picklegraph import read_graph
 from zeroelastic.rng import derived_seed
 from zeroelastic.stage3.options import parse_options
@@ -46,22 +46,10 @@ as there are processes."""
 _LR_TOLERANCE = 1e-6
 _LOUD = ("SAVED IN THE MIDDLE", "LEARNING RATE CHANGED")
 
-_originals: dict[type, Callable[..., Any]] = {}
 
-
-def wrap(module: ModuleType) -> None:
+def wrap_module(module: ModuleType) -> None:
     """Wrap ``accelerate.accelerator.Accelerator.load_state``; does nothing the second time."""
-    owner = module.Accelerator
-    if owner not in _originals:
-        _originals[owner] = owner.load_state
-        owner.load_state = functools.wraps(owner.load_state)(_load_state(owner.load_state))
-
-
-def unwrap() -> None:
-    """Put accelerate's own method back."""
-    for owner, original in _originals.items():
-        owner.load_state = original  # type: ignore[attr-defined]
-    _originals.clear()
+    wrap(module.Accelerator, "load_state", _load_state)
 
 
 def _load_state(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,7 +13,6 @@ Runs without ZeRO-3, and whatever else than fitting, are left to Lightning, whic
 
 from __future__ import annotations
 
-import functools
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -29,6 +28,7 @@ from zeroelastic.agree import settle, together
 from zeroelastic.checkpoint import open_checkpoint
 from zeroelastic.errors import StrictError, UnsupportedError, ZeroElasticError
 from zeroelastic.integrations.told import tell
+from zeroelastic.patching import wrap
 from zeroelastic.picklegraph import read_graph
 from zeroelastic.stage3.options import parse_options
 
@@ -45,24 +45,11 @@ _LOUD = ("EPOCHS ARE UNEVEN", "SAVED IN THE MIDDLE")
 _DIVISOR = "zeroelastic_gradient_divisor"
 """In the client state, and on the engine: what a loss is divided by besides the mean, if not by the accumulation."""
 
-_originals: dict[tuple[type, str], Callable[..., Any]] = {}
 
-
-def wrap(module: ModuleType) -> None:
+def wrap_module(module: ModuleType) -> None:
     """Wrap two methods of ``DeepSpeedStrategy`` of ``lightning.pytorch``; does nothing the second time."""
-    owner = module.DeepSpeedStrategy
-    for name, make in (("load_checkpoint", _load_checkpoint), ("save_checkpoint", _save_checkpoint)):
-        if (owner, name) not in _originals:
-            original = getattr(owner, name)
-            _originals[owner, name] = original
-            setattr(owner, name, functools.wraps(original)(make(original)))
-
-
-def unwrap() -> None:
-    """Put Lightning's own methods back."""
-    for (owner, name), original in _originals.items():
-        setattr(owner, name, original)
-    _originals.clear()
+    wrap(module.DeepSpeedStrategy, "load_checkpoint", _load_checkpoint)
+    wrap(module.DeepSpeedStrategy, "save_checkpoint", _save_checkpoint)
 
 
 def _save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:

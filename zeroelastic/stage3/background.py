@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from zeroelastic.agree import agreeing_over
 from zeroelastic.errors import SaveError, UnsupportedError, ZeroElasticError
+from zeroelastic.patching import patched
 from zeroelastic.stage3.live import LiveState
 from zeroelastic.stage3.pending import Pending
 from zeroelastic.stage3.roll_call import RollCall
@@ -39,12 +40,8 @@ _running: set[BackgroundSave] = set()
 @contextmanager
 def saving_in_background(engine: Any, wish: bool | None) -> Iterator[None]:
     """While it lasts, saves of an engine are in the background, or are not; None leaves that to the options."""
-    before = engine.__dict__.get(_WISH)
-    setattr(engine, _WISH, wish)
-    try:
+    with patched(engine, **{_WISH: wish}):
         yield
-    finally:
-        setattr(engine, _WISH, before)
 
 
 def wants_background(engine: Any, option: bool) -> bool:
@@ -119,7 +116,8 @@ class BackgroundSave(Pending):
     def __init__(
         self, tag_dir: Path, work: Callable[[], None], group: dist.ProcessGroup, roll_call: RollCall, *, began: float
     ) -> None:
-        self.tag_dir, self._roll_call = tag_dir, roll_call
+        super().__init__(tag_dir)
+        self._roll_call = roll_call
         self._work, self._group, self._began = work, group, began
         self._failure: ZeroElasticError | None = None
         self.ended: float | None = None
@@ -190,9 +188,14 @@ class BackgroundSave(Pending):
         """The thread goes on; the end of the interpreter waits for it."""
 
 
+def _own_saves() -> list[BackgroundSave]:
+    """Those that a thread of this process writes."""
+    return [save for save in list(_running) if save.is_own()]
+
+
 def finish_all() -> None:
     """Wait for all saves of this process, without the other ranks. Raises what the first that failed ended with."""
-    saves = list(_running)
+    saves = _own_saves()
     for save in saves:
         save.wait()
     for save in saves:
@@ -208,7 +211,7 @@ def _lower_priority() -> None:
 
 def _at_exit() -> None:
     """Let saves come to their end; the threads of all ranks do not need the rest of their programs for it."""
-    for save in list(_running):
+    for save in _own_saves():
         logger.warning("%s: the run ends when this save is finished; call engine.destroy() first", save.tag_dir)
         save.wait()
         if save._failure is not None:

@@ -39,7 +39,7 @@ class DecoupledSave(Pending):
         options: Options,
         point_latest: Callable[[], None] | None,
     ) -> None:
-        self.tag_dir = save.tag_dir
+        super().__init__(save.tag_dir)
         self._engine, self._save, self._commit_info = weakref.ref(engine), save, commit_info
         self._options, self._point_latest, self._rank = options, point_latest, engine.global_rank
         _engines.add(engine)

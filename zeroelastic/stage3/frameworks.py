@@ -14,18 +14,11 @@ _INTEGRATIONS = {
     "lightning.pytorch.strategies.deepspeed": "zeroelastic.integrations.lightning",
     "pytorch_lightning.strategies.deepspeed": "zeroelastic.integrations.lightning",
 }
-"""The module of a framework that is wrapped -> our module whose ``wrap`` does it, and whose ``unwrap`` reverts it."""
+"""The module of a framework that is wrapped -> our module whose ``wrap_module`` does it."""
 
 
 def wrap_frameworks() -> None:
     """Wrap what is to be wrapped in the frameworks that are imported; idempotent."""
     for framework, integration in _INTEGRATIONS.items():
         if sys.modules.get(framework) is not None:
-            import_module(integration).wrap(sys.modules[framework])
-
-
-def unwrap_frameworks() -> None:
-    """Put every framework's methods back as they were."""
-    for integration in sorted(set(_INTEGRATIONS.values())):
-        if integration in sys.modules:
-            sys.modules[integration].unwrap()
+            import_module(integration).wrap_module(sys.modules[framework])

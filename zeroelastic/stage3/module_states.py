@@ -15,6 +15,7 @@ import torch
 from deepspeed.runtime.fp16 import loss_scaler as ds_loss_scaler
 
 from zeroelastic.errors import CheckpointError, ConfigError, UnsafePickleError
+from zeroelastic.patching import patched
 from zeroelastic.safepickle import split_global
 from zeroelastic.stage3.schedule import rearranged
 from zeroelastic.stage3.survey import Survey
@@ -33,14 +34,9 @@ def model_states_reader(
     ConfigError for one of these that cannot be imported.
     """
     safe = [*_safe_classes(), *map(_imported, allow_globals)] if safe_load else None
-    original = engine.checkpoint_engine
-    reader = _ModelStatesReader(original, found, path, safe, engine.lr_scheduler)
-    engine.checkpoint_engine, engine._zeroelastic_module_paths = reader, reader.paths
-    try:
+    reader = _ModelStatesReader(engine.checkpoint_engine, found, path, safe, engine.lr_scheduler)
+    with patched(engine, checkpoint_engine=reader, _zeroelastic_module_paths=reader.paths):
         yield
-    finally:
-        engine.checkpoint_engine = original
-        del engine._zeroelastic_module_paths
 
 
 class _ModelStatesReader:

@@ -7,6 +7,7 @@ before what would change what is being written, or end it: the next save, a load
 from __future__ import annotations
 
 import logging
+import os
 import time
 from abc import ABC, abstractmethod
 from pathlib import Path
@@ -20,12 +21,21 @@ _ATTRIBUTE = "_zeroelastic_pending"
 
 
 class Pending(ABC):
-    """A save that is not committed yet, as far as this rank knows."""
+    """A save that is not committed yet, as far as this rank knows.
 
-    tag_dir: Path
+    A process that is forked from a rank has a copy of its saves, which are not its own: they end in the rank.
+    """
+
     seconds: float | None = None
     """From the call of ``save_checkpoint`` to the end of the save, once it is finished; None where that says nothing,
     because nothing was done in between."""
+
+    def __init__(self, tag_dir: Path) -> None:
+        self.tag_dir, self._process = tag_dir, os.getpid()
+
+    def is_own(self) -> bool:
+        """Whether this process began it."""
+        return self._process == os.getpid()
 
     @abstractmethod
     def is_done(self) -> bool:
@@ -52,9 +62,9 @@ def has_pending(engine: Any) -> bool:
 
 
 def pending_of(engine: Any) -> Pending | None:
-    """The save that waits for its end."""
+    """The save of this process that waits for its end."""
     found: Pending | None = engine.__dict__.get(_ATTRIBUTE)
-    return found
+    return found if found is not None and found.is_own() else None
 
 
 def flush(engine: Any, *, before: str = "") -> float | None:
@@ -63,7 +73,7 @@ def flush(engine: Any, *, before: str = "") -> float | None:
     ``before`` says what has to wait: rank 0 logs it with the seconds that it waited, as a warning, for training stands
     still. Raises on every rank what the save ended with: then its tag is not committed, ``latest`` as it was.
     """
-    pending: Pending | None = engine.__dict__.pop(_ATTRIBUTE, None)
+    pending = _taken(engine)
     if pending is None:
         return None
     waits, began = not pending.is_done(), time.monotonic()
@@ -79,6 +89,13 @@ def flush(engine: Any, *, before: str = "") -> float | None:
 
 def abandon(engine: Any) -> None:
     """Let go of a pending save where its ranks can no longer be asked together."""
-    pending: Pending | None = engine.__dict__.pop(_ATTRIBUTE, None)
+    pending = _taken(engine)
     if pending is not None:
         pending.abandon()
+
+
+def _taken(engine: Any) -> Pending | None:
+    """The save that waits for its end, which the engine does not have any more."""
+    pending = pending_of(engine)
+    engine.__dict__.pop(_ATTRIBUTE, None)
+    return pending

@@ -21,6 +21,7 @@ from zeroelastic._version import __version__
 from zeroelastic.agree import broadcast
 from zeroelastic.digest import ParamContent, combine, content_root
 from zeroelastic.errors import SaveError
+from zeroelastic.patching import patched
 from zeroelastic.record import (
     RECORD_NAME,
     RECORD_VERSION,
@@ -144,20 +145,14 @@ def offloaded_save(engine: Any, live: LiveState, *, elastic: bool) -> Iterator[N
         name = engine.param_names.get(param)
         return on_nvme[name] if name in on_nvme and is_away(param) else original(param)
 
-    engine._get_param_fragment_func = fragment
-    if elastic:
-        engine.zero_nvme_offload_optimizer = lambda: False
+    without_copy = {"zero_nvme_offload_optimizer": lambda: False} if elastic else {}
     away = bool(getattr(live.optimizer, "offloaded_states", None))
-    if away:
-        live.optimizer.checkpoint_event_epilogue = lambda: None
-    try:
+    without_gather = {"checkpoint_event_epilogue": lambda: None} if away else {}
+    with (
+        patched(engine, _get_param_fragment_func=fragment, **without_copy),
+        patched(live.optimizer, **without_gather),
+    ):
         yield
-    finally:
-        del engine._get_param_fragment_func
-        if elastic:
-            del engine.zero_nvme_offload_optimizer
-        if away:
-            del live.optimizer.checkpoint_event_epilogue
 
 
 def digest_sums(live: LiveState, digests: LocalDigests) -> torch.Tensor:
@@ -182,20 +177,13 @@ def zero_padding(live: LiveState) -> None:
 def met_after_writing(optimizer: DeepSpeedZeroOptimizer_Stage3, roll_call: RollCall) -> Iterator[None]:
     """While it lasts, the ranks meet when their files are written, before the collectives that end DeepSpeed's save."""
     original = optimizer.checkpoint_event_epilogue
-    shadowed = "checkpoint_event_epilogue" in vars(optimizer)
 
     def epilogue() -> None:
         roll_call.meet("its files were written")
         original()
 
-    optimizer.checkpoint_event_epilogue = epilogue
-    try:
+    with patched(optimizer, checkpoint_event_epilogue=epilogue):
         yield
-    finally:
-        if shadowed:
-            optimizer.checkpoint_event_epilogue = original
-        else:
-            del optimizer.checkpoint_event_epilogue
 
 
 @dataclass(frozen=True, slots=True)

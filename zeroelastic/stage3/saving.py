@@ -18,6 +18,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from zeroelastic.agree import gather, settle
 from zeroelastic.errors import SaveError, UnsupportedError, UsageError, ZeroElasticError
+from zeroelastic.patching import patched
 from zeroelastic.record import write_atomically
 from zeroelastic.save_place import begin, making_of
 from zeroelastic.stage3.background import (
@@ -171,16 +172,15 @@ def _save(
             options=options,
             writer=ShardWriter if background is None else partial(Snapshot, memory=background.memory),
         ) as shard:
-            optimizer._zeroelastic_saving = Saving(save_id, live, shard)
-            try:
-                # A decoupled engine keeps the wish for ``latest`` until it commits; others would write it too
-                # early.
-                latest = asked.save_latest and decoupled
-                with offloaded_save(engine, live, elastic=elastic), met_after_writing(optimizer, roll_call):
-                    done = asked.of(original, engine, save_latest=latest)
-                commit_info = engine.checkpoint_engine.commit_info
-            finally:
-                del optimizer._zeroelastic_saving
+            # A decoupled engine keeps the wish for ``latest`` until it commits; others would write it too early.
+            latest = asked.save_latest and decoupled
+            with (
+                patched(optimizer, _zeroelastic_saving=Saving(save_id, live, shard)),
+                offloaded_save(engine, live, elastic=elastic),
+                met_after_writing(optimizer, roll_call),
+            ):
+                done = asked.of(original, engine, save_latest=latest)
+            commit_info = engine.checkpoint_engine.commit_info
         described = partial(
             Uncommitted,
             tag_dir=tag_dir,

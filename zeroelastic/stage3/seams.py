@@ -2,26 +2,23 @@
 
 Wrapped at class level, because HF Trainer, accelerate, Lightning and Fabric all end in these methods and bypass
 anything else: ``DeepSpeedEngine._configure_zero_optimizer``, ``save_checkpoint``, ``load_checkpoint``,
-``_get_all_ckpt_names``, and ``DeepSpeedZeroOptimizer_Stage3.state_dict``, ``load_state_dict``; and for decoupled
-checkpoint engines ``DeepSpeedEngine._commit_decoupled_checkpoint``, ``save_16bit_model`` and ``destroy``. Every wrapper
-hands anything that is not ZeRO stage 3 to the original untouched.
+``_get_all_ckpt_names``, and ``DeepSpeedZeroOptimizer_Stage3.state_dict``, ``load_state_dict``; and for saves that go on
+after they returned ``DeepSpeedEngine._commit_decoupled_checkpoint``, ``save_16bit_model``, ``destroy`` and ``__del__``.
+Every wrapper passes anything that is not ZeRO stage 3 to the original untouched.
 """
 
 from __future__ import annotations
 
-import functools
 import inspect
 import logging
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module, metadata
-from typing import Any
 
 from packaging.version import InvalidVersion, Version
 
 from zeroelastic.errors import IncompatibleDeepSpeedError
-from zeroelastic.stage3.frameworks import unwrap_frameworks
+from zeroelastic.patching import is_wrapped, unwrap_all, wrap
 
 MINIMUM_DEEPSPEED = "0.18"
 
@@ -76,6 +73,7 @@ SEAMS = (
     Seam(_ENGINE, "_commit_decoupled_checkpoint", ("self",)),
     Seam(_ENGINE, "save_16bit_model", ("self", "save_dir")),
     Seam(_ENGINE, "destroy", ("self",)),
+    Seam(_ENGINE, "__del__", ("self",)),
     Seam(_STAGE3, "state_dict", ("self",)),
     Seam(
         _STAGE3,
@@ -140,36 +138,27 @@ class CheckedSeam:
     problem: str
 
 
-_originals: dict[tuple[type, str], Callable[..., Any]] = {}
-
-
 def is_installed() -> bool:
     """Whether the wrappers are in place."""
-    return bool(_originals)
+    engine = sys.modules.get("deepspeed.runtime.engine")
+    return engine is not None and is_wrapped(engine.DeepSpeedEngine, "load_checkpoint")
 
 
 def install() -> None:
     """Check every seam, then wrap; see ``zeroelastic.install``."""
-    if _originals:
+    if is_installed():
         return
     classes = _check()
-    from zeroelastic.stage3 import wrappers
+    from zeroelastic.stage3.wrappers import REPLACEMENTS
 
     for seam in SEAMS:
-        owner = classes[seam.class_path]
-        original = owner.__dict__[seam.method]
-        wrapper = functools.wraps(original)(getattr(wrappers, seam.method.lstrip("_"))(original))
-        _originals[owner, seam.method] = original
-        setattr(owner, seam.method, wrapper)
+        wrap(classes[seam.class_path], seam.method, REPLACEMENTS[seam.method])
     logging.getLogger("DeepSpeed").addFilter(_DROP_WARNING)
 
 
 def uninstall() -> None:
     """Put the originals back; see ``zeroelastic.uninstall``."""
-    for (owner, method), original in _originals.items():
-        setattr(owner, method, original)
-    _originals.clear()
-    unwrap_frameworks()
+    unwrap_all()
     logging.getLogger("DeepSpeed").removeFilter(_DROP_WARNING)
     background = sys.modules.get("zeroelastic.stage3.background")
     if background is not None:

@@ -16,6 +16,7 @@ from zeroelastic.agree import settle
 from zeroelastic.digest import stream_seed
 from zeroelastic.errors import UnsupportedError
 from zeroelastic.laid_out import Run
+from zeroelastic.patching import patched
 from zeroelastic.stage3.contents import LiveStreams, LocalDigests, live_streams
 from zeroelastic.stage3.hand_over import EngineGuard, HandOver
 from zeroelastic.stage3.live import LiveState
@@ -60,13 +61,9 @@ def shard_writer(
         )
         shard = DigestedShard(digest_sums(live, digests), shares, digests, hand_over)
     guard = EngineGuard(original, shard.save, tag_dir=tag_dir, making=making)
-    engine.checkpoint_engine = guard
-    engine._copy_recovery_script = guard.guarded(engine._copy_recovery_script)  # on rank 0 only
-    try:
+    copy = guard.guarded(engine._copy_recovery_script)  # called on rank 0 only
+    with patched(engine, checkpoint_engine=guard, _copy_recovery_script=copy):
         yield shard
-    finally:
-        engine.checkpoint_engine = original
-        del engine._copy_recovery_script
     settle(guard.raise_failure)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from zeroelastic.agree import gather, settle, together
 from zeroelastic.checkpoint import open_checkpoint
 from zeroelastic.errors import CheckpointError, MissingFileError, OldFormatError, UnsupportedError
+from zeroelastic.patching import patched
 from zeroelastic.safepickle import allow_globals
 from zeroelastic.stage3 import memory
 from zeroelastic.stage3.background import forget_background, refuse_background, wants_background
@@ -46,11 +46,8 @@ _LOUD = ("CHANGED", "LOST", "NOT THE NEWEST")
 @contextmanager
 def loading_strictly(engine: Any, strict: bool) -> Iterator[None]:
     """While it lasts, loads are strict if ``strict``, whatever the configuration says, and as it says otherwise."""
-    engine._zeroelastic_strict = strict
-    try:
+    with patched(engine, _zeroelastic_strict=strict):
         yield
-    finally:
-        del engine._zeroelastic_strict
 
 
 def configure_zero_optimizer(original: Method) -> Method:
@@ -147,20 +144,29 @@ def save_16bit_model(original: Method) -> Method:
 
 
 def destroy(original: Method) -> Method:
-    """DeepSpeed's own, after a pending save is committed; the garbage collector cannot, for it acts on its own."""
+    """DeepSpeed's own, after a pending save is committed."""
 
     def destroy(self: Any) -> Any:
         try:
-            if has_pending(self):
-                if sys._getframe(1).f_code.co_name == "__del__" or not dist.is_initialized():
-                    abandon(self)
-                else:
-                    flush(self, before="destroy()")
+            if dist.is_initialized():
+                flush(self, before="destroy()")
+            else:
+                abandon(self)
         finally:
             forget_background(self)
             original(self)
 
     return destroy
+
+
+def collect(original: Method) -> Method:
+    """DeepSpeed's own, which calls ``destroy``: a pending save is let go of before, for this rank is here alone."""
+
+    def __del__(self: Any) -> None:
+        abandon(self)
+        original(self)
+
+    return __del__
 
 
 def load_checkpoint(original: Method) -> Method:
@@ -348,15 +354,16 @@ def _only_stock_reads(tag_dir: Path, live: LiveState) -> bool:
     return all(together(look)[1])
 
 
-__all__ = [
-    "commit_decoupled_checkpoint",
-    "configure_zero_optimizer",
-    "destroy",
-    "get_all_ckpt_names",
-    "load_checkpoint",
-    "load_state_dict",
-    "loading_strictly",
-    "save_16bit_model",
-    "save_checkpoint",
-    "state_dict",
-]
+REPLACEMENTS: dict[str, Callable[[Method], Method]] = {
+    "_commit_decoupled_checkpoint": commit_decoupled_checkpoint,
+    "_configure_zero_optimizer": configure_zero_optimizer,
+    "_get_all_ckpt_names": get_all_ckpt_names,
+    "__del__": collect,
+    "destroy": destroy,
+    "load_checkpoint": load_checkpoint,
+    "load_state_dict": load_state_dict,
+    "save_16bit_model": save_16bit_model,
+    "save_checkpoint": save_checkpoint,
+    "state_dict": state_dict,
+}
+"""What makes the replacement of each method that is wrapped, of its original."""

@@ -87,6 +87,7 @@ class RankPool:
         self._server: SpawnProcess | None = None
         self._connection: Connection | None = None
         self._environment: dict[str, str] = {}
+        self._owner = os.getpid()
 
     def __enter__(self) -> RankPool:
         self._start()
@@ -132,13 +133,15 @@ class RankPool:
             self._connection.close()
             self._connection = None
         if self._server is not None:
-            self._server.kill()
-            self._server.join()
-            self._server.close()
+            if self._owner == os.getpid():  # a child that was forked has the object, and not the pool
+                self._server.kill()
+                self._server.join()
+                self._server.close()
             self._server = None
 
     def _start(self) -> None:
         self.close()
+        self._owner = os.getpid()
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
         environment = rank_jobs(1, "", timeout=0.0, backend=None, env=None)[0].environment
