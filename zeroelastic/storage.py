@@ -118,6 +118,16 @@ def as_path(text: str | os.PathLike[str] | RemotePath) -> FilePath:
         raise _not_read(protocol, error) from None
 
 
+def absolute(text: str | os.PathLike[str]) -> str:
+    """A local path as it is meant now: absolute, symbolic links kept. A URL stays what it is.
+
+    What is used again later, by a thread, another process or a later call, is made absolute first: the working
+    directory may have changed by then.
+    """
+    path = os.fspath(text)
+    return path if "://" in path and (_URL.match(path) or _CHAIN.match(path)) else os.path.abspath(path)
+
+
 def _system(protocol: str, options: Iterable[tuple[str, Any]]) -> Any:
     import fsspec
 

@@ -32,6 +32,7 @@ from zeroelastic.event_log import (
     note_nodes,
     read_events,
 )
+from zeroelastic.storage import absolute
 
 __all__ = ["EventLog", "Events", "events", "note_nodes", "read_events"]
 
@@ -51,7 +52,7 @@ class Events:
     def __init__(self, engine: Any, path: str | os.PathLike[str] | None, *, steps: int, status: bool) -> None:
         self.lost_steps: int | None = None
         self.run = broadcast(uuid.uuid4().hex[:12])
-        self._engine, self._path, self._every = engine, None if path is None else Path(path), steps
+        self._engine, self._path, self._every = engine, None if path is None else Path(absolute(path)), steps
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._first_of_node = self._rank == 0 or os.environ.get("LOCAL_RANK") == "0"
         self._seen_step = int(engine.global_steps)

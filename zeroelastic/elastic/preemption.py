@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from zeroelastic.elastic.position import KEY, Position, pack_position
 from zeroelastic.errors import ConfigError, SaveError
+from zeroelastic.storage import absolute
 
 if TYPE_CHECKING:
     from zeroelastic.elastic.events import Events
@@ -91,7 +92,7 @@ class Preemption:
         self.saves: list[str] = []
         self.stopped = False
         self.save_seconds: float | None = None
-        self._engine, self._directory, self._data = engine, Path(directory), data
+        self._engine, self._directory, self._data = engine, Path(absolute(directory)), data
         self._saving, self._grace, self._signals, self._client_state = saving, grace, tuple(signals), client_state
         self._log = log
         self._told_at: float | None = None

@@ -23,6 +23,7 @@ from zeroelastic.elastic.position import KEY, Position, unpack_position
 from zeroelastic.errors import CheckpointError
 from zeroelastic.record import write_atomically
 from zeroelastic.report import ResumeReport
+from zeroelastic.storage import absolute
 
 if TYPE_CHECKING:
     from zeroelastic.elastic.events import Events
@@ -79,7 +80,7 @@ def resume(
 
     install()
     began = time.monotonic()
-    root = Path(directory)
+    root = Path(absolute(directory))
 
     def load(load_dir: str, name: str, passed: tuple[str, ...]) -> Resumed:
         settle(partial(_count_attempt, root, name, 1))

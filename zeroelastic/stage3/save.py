@@ -191,11 +191,13 @@ class Uncommitted:
     """A save that was handed to its writer: all that the commit record says but the sizes of the files.
 
     ``contents`` are of the state at the moment of the save, over all ranks; ``trained`` names the trained parameters
-    among them, and ``written`` this rank's files in ``making``, the hidden directory that becomes ``tag_dir``. Ranks
+    among them, and ``written`` this rank's files in ``making``, the hidden directory that becomes ``tag_dir``, which is
+    ``place`` without the symbolic links that led there when the save began. Ranks
     that see the same directory have the same one of ``heads``, by rank: the first of them, which acts for all.
     """
 
     tag_dir: Path
+    place: Path
     save_id: str
     checkpoint_format: CheckpointFormat
     world_size: int
@@ -272,7 +274,7 @@ def _write_record(save: Uncommitted, settled: Sequence[tuple[Mapping[str, int], 
         content_root=content_root(save.contents),
     )
     try:
-        carry_over(save.tag_dir, save.making)
+        carry_over(save.place, save.making)
         write_atomically(save.making / RECORD_NAME, record_text(record))
     except OSError as error:
         raise _not_committed(save, f"{error.filename or save.tag_dir}: {error.strerror}") from error
@@ -281,7 +283,7 @@ def _write_record(save: Uncommitted, settled: Sequence[tuple[Mapping[str, int], 
 def _put_in_place(save: Uncommitted) -> None:
     """The one rename that makes the tag."""
     try:
-        put_in_place(save.making, save.tag_dir)
+        put_in_place(save.making, save.place)
     except OSError as error:
         raise _not_committed(save, f"{error.filename or save.tag_dir}: {error.strerror}") from error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import tempfile
 import time
@@ -52,6 +53,7 @@ from zeroelastic.stage3.shard_writer import DigestedShard, ShardWriter, shard_wr
 from zeroelastic.stage3.snapshot import Snapshot
 from zeroelastic.stage3.storage_rules import directory_heads, refuse_unwritable
 from zeroelastic.stage3.topology import tensor_parallel
+from zeroelastic.storage import absolute
 
 logger = logging.getLogger(__name__)
 
@@ -69,10 +71,14 @@ class Saving:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """What ``save_checkpoint`` was called with, and when, on the monotonic clock."""
+    """What ``save_checkpoint`` was called with, and when, on the monotonic clock.
 
-    save_dir: Any
+    ``save_dir`` is absolute; ``named`` is the tag directory in the caller's own words, the same on all ranks.
+    """
+
+    save_dir: str
     tag: str
+    named: str
     client_state: Any
     save_latest: bool
     exclude_frozen_parameters: bool
@@ -126,11 +132,13 @@ def save_checkpoint(original: Method) -> Method:
             return original(self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
         began = time.monotonic()
+        named = str(Path(save_dir) / tag)
+        save_dir = absolute(save_dir)
         flush(self, before=f"the save of {tag}")
         roll_call = RollCall(Path(save_dir) / tag, timeout_s=options_of(self).save_timeout_s)
         roll_call.meet("it was about to be saved")
         with roll_call.naming_the_lost():
-            asked = _Asked(save_dir, tag, client_state, save_latest, exclude_frozen_parameters, began)
+            asked = _Asked(save_dir, tag, named, client_state, save_latest, exclude_frozen_parameters, began)
             return _save(self, optimizer, original, asked, roll_call)
 
     return save_checkpoint
@@ -142,11 +150,13 @@ def _save(
     """The save itself, when all ranks have come to it. Collective."""
     options = options_of(engine)
     tag_dir = asked.directory / asked.tag
+    # Where symbolic links lead now: they may lead somewhere else when the save is put in place.
+    root, place = Path(os.path.realpath(asked.directory)), Path(os.path.realpath(tag_dir))
     decoupled = engine.checkpoint_engine.is_decoupled()
     if decoupled:
         engine._commit_decoupled_checkpoint()  # a save before this one that is not ours
     elastic = saves_elastic(engine)
-    reason = _cannot_commit(engine, optimizer, tag_dir, elastic=elastic)
+    reason = _cannot_commit(engine, optimizer, asked.named, elastic=elastic)
     if reason is not None:
         if elastic:
             raise reason
@@ -157,9 +167,9 @@ def _save(
         check_alive(engine)
     background = _background(engine, optimizer, options)
     save_id = new_save_id()
-    making = making_of(tag_dir, save_id)
+    making = making_of(place, save_id)
     heads = directory_heads(tag_dir) if engine.use_node_local_storage() else (0,) * dist.get_world_size()
-    settle(lambda: _begin(asked.directory, tag_dir, save_id) if acts(heads) else None)
+    settle(lambda: _begin(root, place, save_id) if acts(heads) else None)
     with discarded_on_failure(making, acts=acts(heads)):
         live = live_of(engine, optimizer)
         optimizer._zeroelastic_engine = engine
@@ -184,6 +194,7 @@ def _save(
         described = partial(
             Uncommitted,
             tag_dir=tag_dir,
+            place=place,
             save_id=save_id,
             checkpoint_format="elastic" if elastic else "rigid",
             world_size=live.layout.world_size,
@@ -195,7 +206,7 @@ def _save(
             making=making,
             heads=heads,
         )
-        finish = partial(_point_latest, asked.directory, asked.tag, acts=acts(heads))
+        finish = partial(_point_latest, root, asked.tag, acts=acts(heads))
         point_latest = finish if asked.save_latest else None
         if background is not None:
             assert isinstance(shard, Snapshot)
@@ -259,7 +270,7 @@ def _finish(
 
 
 def _cannot_commit(
-    engine: Any, optimizer: DeepSpeedZeroOptimizer_Stage3, tag_dir: Path, *, elastic: bool
+    engine: Any, optimizer: DeepSpeedZeroOptimizer_Stage3, named: str, *, elastic: bool
 ) -> ZeroElasticError | None:
     """Why this engine's saves get no commit record, the same on every rank, or None when they do. Collective."""
 
@@ -279,7 +290,7 @@ def _cannot_commit(
         return UnsupportedError(
             f"DeepSpeed's own files lack {lost}. Save with elastic_checkpoint on to have all of it."
         )
-    places = sorted(set(gather(str(tag_dir))))
+    places = sorted(set(gather(named)))
     if len(places) > 1:
         return UsageError(
             f"the ranks save to different places ({', '.join(places[:3])}{' ...' if len(places) > 3 else ''}). A "

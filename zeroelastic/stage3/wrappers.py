@@ -33,10 +33,9 @@ from zeroelastic.stage3.storage_rules import leave_to_stock, loads_in_stock, own
 from zeroelastic.stage3.survey import survey
 from zeroelastic.stage3.tag_choice import about_choice, choose_tag, warn_of_mark
 from zeroelastic.stage3.topology import tensor_parallel
+from zeroelastic.storage import absolute
 
 logger = logging.getLogger(__name__)
-
-_MOST_LATEST_BYTES = 4096
 
 Method = Callable[..., Any]
 
@@ -198,6 +197,7 @@ def load_checkpoint(original: Method) -> Method:
         flush(self, before="load_checkpoint()")  # what a load fills is what a decoupled engine may still be writing
         if optimizer is None or self.load_universal_checkpoint():
             return stock()
+        load_dir = absolute(load_dir)
         began = time.perf_counter()
         self.__dict__.pop("zeroelastic_report", None)  # that of an earlier load
         options = _agreed(options_of(self))
