@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <functional>
 #include <new>
 
 #include "cpu.h"
@@ -26,9 +27,6 @@ int32_t guarded(ze_error* error, const Fn& fn) {
 }
 
 }  // namespace
-
-#define ZE_TEXT_(x) #x
-#define ZE_TEXT(x) ZE_TEXT_(x)
 
 extern "C" {
 
@@ -126,8 +124,13 @@ uint64_t ze_digest_range(const void* data, int64_t count, int32_t itemsize, uint
         }
         total.fetch_add(sum);
     };
-    // Waking a thread takes as long as summing a few parts.
-    zeroelastic::run_parallel(static_cast<int>(std::min<int64_t>(threads, parts / 2)), work);
+    try {
+        // Waking a thread takes as long as summing a few parts.
+        zeroelastic::run_parallel(static_cast<int>(std::min<int64_t>(threads, parts / 2)), std::cref(work));
+    } catch (...) {
+        // No memory or no mutex for a pool, so no thread has begun: the caller's thread takes every part.
+        work(0);
+    }
     return total.load();
 }
 

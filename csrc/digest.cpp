@@ -19,19 +19,7 @@
 namespace zeroelastic {
 namespace {
 
-constexpr uint64_t kGolden = 0x9E3779B97F4A7C15u;
 constexpr int kBlock = static_cast<int>(kDigestBlock);
-
-// The output function of splitmix64.
-constexpr uint64_t mix(uint64_t value) {
-    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9u;
-    value = (value ^ (value >> 27)) * 0x94D049BB133111EBu;
-    return value ^ (value >> 31);
-}
-
-constexpr uint64_t block_weight(uint64_t seed, int64_t block) {
-    return mix(seed + (static_cast<uint64_t>(block) + 1) * kGolden) | 1;
-}
 
 // So many weights of zero are before and behind those of a block: what a line holds of its neighbours.
 constexpr int kNoWeights = 64;
@@ -39,7 +27,7 @@ constexpr int kNoWeights = 64;
 constexpr std::array<uint64_t, kBlock + 2 * kNoWeights> make_weights() {
     std::array<uint64_t, kBlock + 2 * kNoWeights> weights{};
     for (int j = 0; j < kBlock; ++j) {
-        weights[static_cast<size_t>(kNoWeights + j)] = mix((static_cast<uint64_t>(j) + 1) * kGolden) | 1;
+        weights[static_cast<size_t>(kNoWeights + j)] = digest_weight(0, j);
     }
     return weights;
 }
@@ -140,7 +128,7 @@ ZE_TARGET_AVX512 inline __m512i add_line(__m512i sum, __m512i line, const uint64
 }
 
 ZE_TARGET_AVX512 inline void end_block(Sum512* to) {
-    const __m512i weight = _mm512_set1_epi64(static_cast<int64_t>(block_weight(to->seed, to->block++)));
+    const __m512i weight = _mm512_set1_epi64(static_cast<int64_t>(digest_weight(to->seed, to->block++)));
     to->total = _mm512_add_epi64(to->total, _mm512_mullo_epi64(to->sum, weight));
     to->sum = _mm512_setzero_si512();
     to->at -= kDigestBlock;
@@ -277,7 +265,7 @@ uint64_t digest_elements(const void* data, int64_t count, int itemsize, uint64_t
     int64_t lead = start % kDigestBlock;
     while (count > 0) {
         const int64_t here = count < kDigestBlock - lead ? count : kDigestBlock - lead;
-        total += sum(at, kWeights.data() + kNoWeights + lead, here) * block_weight(seed, block++);
+        total += sum(at, kWeights.data() + kNoWeights + lead, here) * digest_weight(seed, block++);
         at += here * itemsize;
         count -= here;
         lead = 0;

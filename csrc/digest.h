@@ -5,10 +5,9 @@
 
 #include <cstdint>
 
-namespace zeroelastic {
+#include "digest_weights.h"
 
-// Elements that share one block weight.
-constexpr int64_t kDigestBlock = 1024;
+namespace zeroelastic {
 
 // The partial digest of `count` elements at `data`, the first of which is element `start` of the stream.
 // `data` need not be aligned; `itemsize` is 1, 2, 4 or 8.

@@ -1,6 +1,5 @@
 // files -> memory: vectored reads of whole file runs, scattered straight into their destinations.
 
-#include <errno.h>
 #include <fcntl.h>
 #include <sys/uio.h>
 
@@ -31,34 +30,6 @@ struct Read {
 char* destination(const Read& read, const Piece& piece) {
     return static_cast<char*>(read.dst.data[read.table.dst[piece.row]]) + read.table.dst_offset[piece.row] +
            converted_bytes(piece.within, read.cast);
-}
-
-bool read_vectors(int fd, std::vector<iovec>* vectors, int64_t offset, int64_t file, int64_t* bytes_read,
-                  ze_error* error) {
-    iovec* at = vectors->data();
-    size_t left = vectors->size();
-    while (left > 0) {
-        const ssize_t got = preadv(fd, at, static_cast<int>(left), offset);
-        if (got < 0 && errno == EINTR) continue;
-        if (got <= 0) {
-            *error = got == 0 ? failure(ZE_END_OF_FILE, 0, ZE_SOURCE, file, offset)
-                              : failure(ZE_READ_FAILED, errno, ZE_SOURCE, file, offset);
-            return false;
-        }
-        offset += got;
-        *bytes_read += got;
-        size_t rest = static_cast<size_t>(got);
-        while (left > 0 && rest >= at->iov_len) {
-            rest -= at->iov_len;
-            ++at;
-            --left;
-        }
-        if (rest > 0) {
-            at->iov_base = static_cast<char*>(at->iov_base) + rest;
-            at->iov_len -= rest;
-        }
-    }
-    return true;
 }
 
 bool read_unit(const Read& read, const Unit& unit, int fd, int64_t* bytes_read, ze_error* error) {

@@ -22,6 +22,36 @@ bool inside(int64_t offset, int64_t nbytes, const int64_t* sizes, int64_t side) 
     return sizes == nullptr || offset + nbytes <= sizes[side];
 }
 
+// Calls `call` until all of the vectors went through it; false after `failed` was given the offset in the
+// file and what the call returned.
+template <typename Call, typename Failed>
+bool transfer(const Call& call, int fd, std::vector<iovec>* vectors, int64_t offset, int64_t* done,
+              const Failed& failed) {
+    iovec* at = vectors->data();
+    size_t left = vectors->size();
+    while (left > 0) {
+        const ssize_t moved = call(fd, at, static_cast<int>(left), offset);
+        if (moved < 0 && errno == EINTR) continue;
+        if (moved <= 0) {
+            failed(offset, moved);
+            return false;
+        }
+        offset += moved;
+        if (done != nullptr) *done += moved;
+        size_t rest = static_cast<size_t>(moved);
+        while (left > 0 && rest >= at->iov_len) {
+            rest -= at->iov_len;
+            ++at;
+            --left;
+        }
+        if (rest > 0) {
+            at->iov_base = static_cast<char*>(at->iov_base) + rest;
+            at->iov_len -= rest;
+        }
+    }
+    return true;
+}
+
 }  // namespace
 
 int64_t source_itemsize(int32_t cast) {
@@ -168,7 +198,7 @@ int64_t next_run(const ze_table& table, Pieces* pieces, int64_t most, std::vecto
     int64_t nbytes = 0;
     int64_t end = 0;
     Piece piece;
-    while (run->size() < kMaxPieces && nbytes < most &&
+    while (run->size() < kMaxVectors && nbytes < most &&
            pieces->peek((most - nbytes + kCut - 1) / kCut * kCut, &piece)) {
         const int64_t offset = table.src_offset[piece.row] + piece.within;
         if (nbytes > 0 && offset != end) break;
@@ -240,36 +270,27 @@ bool OpenFiles::release(int64_t file, bool sync, ze_error* error) {
 }
 
 bool read_fully(int fd, void* data, int64_t nbytes, int64_t offset, int64_t file, ze_error* error) {
-    char* at = static_cast<char*>(data);
-    while (nbytes > 0) {
-        const ssize_t got = pread(fd, at, static_cast<size_t>(nbytes), offset);
-        if (got < 0 && errno == EINTR) continue;
-        if (got <= 0) {
-            *error = got == 0 ? failure(ZE_END_OF_FILE, 0, ZE_SOURCE, file, offset)
-                              : failure(ZE_READ_FAILED, errno, ZE_SOURCE, file, offset);
-            return false;
-        }
-        at += got;
-        offset += got;
-        nbytes -= got;
-    }
-    return true;
+    std::vector<iovec> whole{{data, static_cast<size_t>(nbytes)}};
+    return nbytes <= 0 || read_vectors(fd, &whole, offset, file, nullptr, error);
 }
 
 bool write_fully(int fd, const void* data, int64_t nbytes, int64_t offset, int64_t file, ze_error* error) {
-    const char* at = static_cast<const char*>(data);
-    while (nbytes > 0) {
-        const ssize_t put = pwrite(fd, at, static_cast<size_t>(nbytes), offset);
-        if (put < 0 && errno == EINTR) continue;
-        if (put <= 0) {
-            *error = failure(ZE_WRITE_FAILED, put == 0 ? ENOSPC : errno, ZE_DESTINATION, file, offset);
-            return false;
-        }
-        at += put;
-        offset += put;
-        nbytes -= put;
-    }
-    return true;
+    std::vector<iovec> whole{{const_cast<void*>(data), static_cast<size_t>(nbytes)}};
+    return nbytes <= 0 || write_vectors(fd, &whole, offset, file, error);
+}
+
+bool read_vectors(int fd, std::vector<iovec>* vectors, int64_t offset, int64_t file, int64_t* done,
+                  ze_error* error) {
+    return transfer(preadv, fd, vectors, offset, done, [&](int64_t at, ssize_t got) {
+        *error = got == 0 ? failure(ZE_END_OF_FILE, 0, ZE_SOURCE, file, at)
+                          : failure(ZE_READ_FAILED, errno, ZE_SOURCE, file, at);
+    });
+}
+
+bool write_vectors(int fd, std::vector<iovec>* vectors, int64_t offset, int64_t file, ze_error* error) {
+    return transfer(pwritev, fd, vectors, offset, nullptr, [&](int64_t at, ssize_t put) {
+        *error = failure(ZE_WRITE_FAILED, put == 0 ? ENOSPC : errno, ZE_DESTINATION, file, at);
+    });
 }
 
 void add_digest(const ze_digest& digest, const Piece& piece, const void* data) {

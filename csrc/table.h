@@ -4,6 +4,8 @@
 #ifndef ZEROELASTIC_TABLE_H_
 #define ZEROELASTIC_TABLE_H_
 
+#include <sys/uio.h>
+
 #include <atomic>
 #include <cstdint>
 #include <memory>
@@ -101,8 +103,8 @@ class Pieces {
     int64_t left_;
 };
 
-// The most pieces of a run: IOV_MAX on Linux.
-constexpr size_t kMaxPieces = 1024;
+// The most ranges of memory that one call reads or writes: IOV_MAX on Linux.
+constexpr size_t kMaxVectors = 1024;
 
 // Takes the next run of a file that is sorted by its sources: pieces that follow each other there, `most`
 // bytes of them and less than kCut more. Returns its bytes; 0 at the end of the unit.
@@ -195,6 +197,12 @@ int32_t run_units(size_t num_units, int threads, Progress* progress, ze_error* e
 // Reads or writes all of a range, whatever the system does in pieces; false with `error` filled.
 bool read_fully(int fd, void* data, int64_t nbytes, int64_t offset, int64_t file, ze_error* error);
 bool write_fully(int fd, const void* data, int64_t nbytes, int64_t offset, int64_t file, ze_error* error);
+
+// The same of ranges of memory that follow each other in the file, which are used up; `done` may be null,
+// else the bytes that came across are added to it, also before an error.
+bool read_vectors(int fd, std::vector<iovec>* vectors, int64_t offset, int64_t file, int64_t* done,
+                  ze_error* error);
+bool write_vectors(int fd, std::vector<iovec>* vectors, int64_t offset, int64_t file, ze_error* error);
 
 // Adds the digest of a piece of a row, whose source bytes are at `data`.
 void add_digest(const ze_digest& digest, const Piece& piece, const void* data);

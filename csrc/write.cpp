@@ -1,6 +1,5 @@
 // memory -> files: vectored writes in file order, several files at a time.
 
-#include <errno.h>
 #include <fcntl.h>
 #include <sys/uio.h>
 
@@ -20,7 +19,6 @@ constexpr int64_t kStagedCallBytes = int64_t{128} << 10;
 // The page cache takes a large call in large folios. What was summed just before is still in the second-level
 // cache.
 constexpr int64_t kCallBytes = int64_t{1} << 20;
-constexpr size_t kMaxVectors = 1024;  // IOV_MAX on Linux
 
 struct Write {
     const ze_table& table;
@@ -31,31 +29,6 @@ struct Write {
     bool sync;
     Progress* progress;
 };
-
-bool write_vectors(int fd, std::vector<iovec>* vectors, int64_t offset, int64_t file, ze_error* error) {
-    iovec* at = vectors->data();
-    size_t left = vectors->size();
-    while (left > 0) {
-        const ssize_t put = pwritev(fd, at, static_cast<int>(left), offset);
-        if (put < 0 && errno == EINTR) continue;
-        if (put <= 0) {
-            *error = failure(ZE_WRITE_FAILED, put == 0 ? ENOSPC : errno, ZE_DESTINATION, file, offset);
-            return false;
-        }
-        offset += put;
-        size_t rest = static_cast<size_t>(put);
-        while (left > 0 && rest >= at->iov_len) {
-            rest -= at->iov_len;
-            ++at;
-            --left;
-        }
-        if (rest > 0) {
-            at->iov_base = static_cast<char*>(at->iov_base) + rest;
-            at->iov_len -= rest;
-        }
-    }
-    return true;
-}
 
 bool write_unit(const Write& write, const Unit& unit, int fd, Checksums::OfUnit* sums, ze_error* error) {
     const ze_table& table = write.table;

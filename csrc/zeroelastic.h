@@ -50,6 +50,14 @@ enum ze_cast {
 // Instruction sets, each including those before it.
 enum ze_isa_level { ZE_ISA_PLAIN = 0, ZE_ISA_AVX2 = 1, ZE_ISA_AVX512 = 2 };
 
+typedef struct ze_error ze_error;
+typedef struct ze_table ze_table;
+typedef struct ze_files ze_files;
+typedef struct ze_buffers ze_buffers;
+typedef struct ze_digest ze_digest;
+typedef struct ze_progress ze_progress;
+typedef struct ze_options ze_options;
+
 struct ze_error {
     int32_t code;
     int32_t errnum;

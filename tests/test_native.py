@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import multiprocessing
 import os
@@ -23,7 +24,7 @@ from hypothesis import strategies as st
 
 from zeroelastic.digest import combine, digest_range, digest_range_reference
 from zeroelastic.errors import CheckpointError, ConfigError, MissingFileError
-from zeroelastic.executors import Cast, DigestRows, ReadTable, SegmentTable, native_executor
+from zeroelastic.executors import Cast, DigestRows, ReadTable, SegmentTable, c_interface, native_executor
 from zeroelastic.executors.build_info import describe_build
 from zeroelastic.executors.native_executor import (
     copy_segments,
@@ -566,6 +567,44 @@ def test_the_number_of_threads_is_a_share_of_the_cores(monkeypatch: pytest.Monke
 def test_the_build_says_what_made_it() -> None:
     assert BUILD.path.is_file() and BUILD.reason == ""
     assert BUILD.compiler.startswith(("gcc", "clang"))
+
+
+HEADERS = ("csrc/zeroelastic.h", "csrc/cuda/zeroelastic_cuda.h")
+STRUCTURES = {
+    "ze_error": c_interface.Error,
+    "ze_table": c_interface.Table,
+    "ze_files": c_interface.Files,
+    "ze_buffers": c_interface.Buffers,
+    "ze_digest": c_interface.Digest,
+    "ze_progress": c_interface.Progress,
+    "ze_options": c_interface.Options,
+}
+
+
+@native
+@pytest.mark.parametrize("language", ["c", "c++"])
+@pytest.mark.parametrize("header", HEADERS)
+def test_the_headers_are_c_and_cpp(header: str, language: str) -> None:
+    command = ["g++", "-x", language, "-Wall", "-Wextra", "-Werror", "-fsyntax-only", str(REPOSITORY / header)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+@native
+def test_the_structures_have_the_fields_and_offsets_of_the_header(tmp_path: Path) -> None:
+    lines = [f'#include "{REPOSITORY / HEADERS[0]}"', "#include <stddef.h>", "#include <stdio.h>", "int main(void) {"]
+    expected = []
+    for name, structure in STRUCTURES.items():
+        lines.append(f'    printf("{name} %zu\\n", sizeof({name}));')
+        expected.append(f"{name} {ctypes.sizeof(structure)}")
+        for field, *_ in structure._fields_:
+            lines.append(f'    printf("{name}.{field} %zu\\n", offsetof({name}, {field}));')
+            expected.append(f"{name}.{field} {getattr(structure, field).offset}")
+    source, program = tmp_path / "layout.c", tmp_path / "layout"
+    source.write_text("\n".join([*lines, "    return 0;", "}", ""]))
+    subprocess.run(["g++", "-x", "c", source, "-o", program], check=True, timeout=60)
+    printed = subprocess.run([program], check=True, capture_output=True, text=True, timeout=60).stdout
+    assert printed.split("\n")[:-1] == expected
 
 
 @native

@@ -11,10 +11,13 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <new>
 #include <vector>
 
+#include "../digest_weights.h"
+#include "../table.h"
 #include "on_device.h"
 #include "zeroelastic_cuda.h"
 
@@ -24,8 +27,7 @@ constexpr int kThreads = 256;
 constexpr int kWarp = 32;
 constexpr int kUnroll = 4;
 constexpr int64_t kTaskBytes = 8192;
-constexpr int64_t kBlock = 1024;  // elements that share one block weight
-constexpr uint64_t kGolden = 0x9E3779B97F4A7C15u;
+constexpr int64_t kBlock = zeroelastic::kDigestBlock;
 
 struct Task {
     uint64_t src;
@@ -42,12 +44,6 @@ struct Launch {
     int64_t num_tasks;
     unsigned long long* totals;
 };
-
-__host__ __device__ constexpr uint64_t mix(uint64_t value) {
-    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9u;
-    value = (value ^ (value >> 27)) * 0x94D049BB133111EBu;
-    return value ^ (value >> 31);
-}
 
 __device__ __forceinline__ uint4 load_once(const uint4* from) {
     return __ldcs(from);
@@ -244,7 +240,7 @@ __global__ void __launch_bounds__(kThreads, 4) run_tasks(Launch launch) {
     __shared__ uint64_t weights[kDigest ? kBlock : 1];
     if (kDigest) {
         for (int j = static_cast<int>(threadIdx.x); j < kBlock; j += kThreads) {
-            weights[j] = mix((static_cast<uint64_t>(j) + 1) * kGolden) | 1;
+            weights[j] = zeroelastic::digest_weight(0, j);
         }
         __syncthreads();
     }
@@ -304,8 +300,7 @@ void add_tasks(uint64_t src, uint64_t dst, int64_t nbytes, int64_t src_size, int
             task.stream = static_cast<uint32_t>(digest->stream[row]);
             task.lead = static_cast<uint32_t>(start % kBlock);
             task.itemsize = static_cast<uint32_t>(itemsize);
-            task.weight =
-                mix(digest->seeds[task.stream] + (static_cast<uint64_t>(start / kBlock) + 1) * kGolden) | 1;
+            task.weight = zeroelastic::digest_weight(digest->seeds[task.stream], start / kBlock);
         } else if (dst != 0) {
             // After the first, tasks begin on a boundary of the destination: no heads and tails inside a row.
             most -= static_cast<int64_t>(task.dst % 128) * src_size / dst_size / src_size * src_size;
@@ -314,10 +309,6 @@ void add_tasks(uint64_t src, uint64_t dst, int64_t nbytes, int64_t src_size, int
         done += task.nbytes;
         tasks->push_back(task);
     }
-}
-
-bool inside(int64_t offset, int64_t nbytes, int64_t size) {
-    return offset >= 0 && nbytes >= 0 && offset <= size && nbytes <= size - offset;
 }
 
 }  // namespace
@@ -401,38 +392,34 @@ int32_t ze_cuda_plan_create(const ze_table* table, const ze_buffers* src, const 
                             ze_error* error) {
     *error = ze_error{};
     *plan = nullptr;
-    if (cast < ZE_CAST_NONE || cast > ZE_CAST_F16_F32 ||
-        (dst == nullptr && (digest == nullptr || cast != 0))) {
+    // What check_table does not know: a digest alone converts nothing, and tasks count streams in 32 bits.
+    if ((dst == nullptr && (digest == nullptr || cast != ZE_CAST_NONE)) ||
+        (digest != nullptr && digest->num_streams > std::numeric_limits<uint32_t>::max())) {
         return fail(ZE_BAD_TABLE, 0, -1, error);
     }
-    const bool narrowing = cast == ZE_CAST_F32_BF16 || cast == ZE_CAST_F32_F16;
-    const int64_t src_size = cast == ZE_CAST_NONE ? 1 : narrowing ? 4 : 2;
-    const int64_t dst_size = cast == ZE_CAST_NONE ? 1 : 6 - src_size;
+    ze_table checked = *table;
+    if (dst == nullptr) checked.dst = nullptr;
     try {
+        if (!zeroelastic::check_table(checked, src->count, src->nbytes, dst == nullptr ? 0 : dst->count,
+                                      dst == nullptr ? nullptr : dst->nbytes, digest, cast, error)) {
+            return error->code;
+        }
+        const int64_t src_size = zeroelastic::source_itemsize(cast);
+        const int64_t dst_size = cast == ZE_CAST_NONE ? 1 : 6 - src_size;
         std::vector<Task> tasks;
         for (int64_t row = 0; row < table->num_rows; ++row) {
-            const int64_t s = table->src[row], d = table->dst[row], nbytes = table->nbytes[row];
-            if (s < 0 || s >= src->count || nbytes < 0 || nbytes % src_size != 0 ||
-                !inside(table->src_offset[row], nbytes, src->nbytes[s])) {
-                return fail(ZE_BAD_TABLE, 0, row, error);
-            }
-            const uint64_t from = reinterpret_cast<uint64_t>(src->data[s]) + table->src_offset[row];
+            const int64_t nbytes = table->nbytes[row];
+            const uint64_t from = reinterpret_cast<uint64_t>(src->data[table->src[row]]) +
+                                  static_cast<uint64_t>(table->src_offset[row]);
             uint64_t to = 0;
             if (dst != nullptr) {
-                if (d < 0 || d >= dst->count ||
-                    !inside(table->dst_offset[row], nbytes / src_size * dst_size, dst->nbytes[d])) {
-                    return fail(ZE_BAD_TABLE, 0, row, error);
-                }
-                to = reinterpret_cast<uint64_t>(dst->data[d]) + table->dst_offset[row];
-                if (from % src_size != 0 || to % dst_size != 0) return fail(ZE_BAD_TABLE, 0, row, error);
+                to = reinterpret_cast<uint64_t>(dst->data[table->dst[row]]) +
+                     static_cast<uint64_t>(table->dst_offset[row]);
             }
-            if (digest != nullptr) {
-                const int64_t size = digest->itemsize[row];
-                if (digest->stream[row] < 0 || digest->stream[row] >= digest->num_streams ||
-                    digest->start[row] < 0 || (size != 1 && size != 2 && size != 4 && size != 8) ||
-                    nbytes % size != 0 || size % src_size != 0) {
-                    return fail(ZE_BAD_TABLE, 0, row, error);
-                }
+            // Kernels take whole elements: of the conversion, and of the digest that goes with it.
+            if (from % static_cast<uint64_t>(src_size) != 0 || to % static_cast<uint64_t>(dst_size) != 0 ||
+                (digest != nullptr && digest->itemsize[row] % src_size != 0)) {
+                return fail(ZE_BAD_TABLE, 0, row, error);
             }
             add_tasks(from, to, nbytes, src_size, dst_size, digest, row, &tasks);
         }

@@ -14,7 +14,7 @@
 extern "C" {
 #endif
 
-struct ze_cuda_plan;
+typedef struct ze_cuda_plan ze_cuda_plan;
 
 // The text of a failure: `errnum` of ze_error holds a cudaError_t where `code` is ZE_INTERNAL.
 ZE_API const char* ze_cuda_error_text(int32_t errnum);

@@ -2,7 +2,8 @@
 
 The work is done by the library built from csrc/ (interface: csrc/zeroelastic.h). It releases the GIL, checks every row
 once, and starts no thread before the first call that has work for one. Results agree bit for bit with the numpy
-executor, error messages included. Ctrl-C is heard while it works where there is a progress function.
+executor, and a fault raises the same error; of several faults in different files, another one may come first. Ctrl-C
+interrupts the work where there is a progress function.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <memory>
 
 #include "../../cuda/zeroelastic_cuda.h"
@@ -164,6 +165,22 @@ TEST(bad_tables_and_failures_are_reported) {
         const ze_table table = rows.table();
         CHECK(ze_cuda_plan_create(&table, &src, &dst, nullptr, 0, 0, &plan.plan, &error) == ZE_BAD_TABLE);
         CHECK(error.offset == 1 && plan.plan == nullptr);
+    }
+    const int64_t most = std::numeric_limits<int64_t>::max();
+    for (const int64_t start : {int64_t{-1}, most - 3, most}) {  // the last element has no position
+        Rows digested;
+        Digests digests;
+        digested.add(0, 0, 0, 0, 4);
+        digests.add(1);
+        digests.start = {start};
+        const ze_table table = digested.table();
+        const ze_digest digest = digests.digest();
+        CHECK(ze_cuda_plan_create(&table, &src, nullptr, &digest, 0, 0, &plan.plan, &error) == ZE_BAD_TABLE);
+        CHECK(error.offset == 0 && plan.plan == nullptr);
+        ze_digest too_many = digest;
+        too_many.num_streams = int64_t{1} << 33;
+        CHECK(ze_cuda_plan_create(&table, &src, nullptr, &too_many, 0, 0, &plan.plan, &error) ==
+              ZE_BAD_TABLE);
     }
     Rows rows;
     rows.add(0, 2, 0, 0, 8);  // not aligned to the elements of a conversion
