@@ -14,7 +14,7 @@ import zeroelastic
 PACKAGE = Path(zeroelastic.__file__).parent
 
 LEVELS = [
-    {"errors", "_version", "report", "documents", "patching"},
+    {"errors", "_version", "report", "documents", "patching", "living"},
     {"layout"},
     {"storage", "agree", "event_log", "opcodes"},
     {"processes", "relayed", "timeline", "safepickle"},

@@ -84,6 +84,62 @@ def test_a_slow_rank_is_waited_for(rank_pool: RankPool, tmp_path: Path) -> None:
     assert verify_checkpoint(tmp_path / "slow").valid
 
 
+def die_beside_a_slow_rank(meets: bool) -> tuple[str, str, float]:
+    """Rank 1 dies, rank 0 loses a collective by it, and rank 2 is busy for longer than the others are patient."""
+    from zeroelastic.stage3 import roll_call
+
+    calls = roll_call.RollCall("the save", timeout_s=60.0)
+    calls.meet("it began")
+    roll_call._GRACE_S = 1.0
+
+    def lose_a_collective() -> None:
+        with calls.naming_the_lost():
+            raise RuntimeError("Connection closed by peer [127.0.0.1]: gloo")
+
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if dist.get_rank() == 2:
+        time.sleep(4)
+        if meets:
+            calls.meet("its files were written")
+    lose_a_collective()
+    raise AssertionError("nobody is lost")
+
+
+@pytest.mark.parametrize("meets", [True, False])
+def test_a_slow_rank_that_lives_is_not_called_lost_when_another_dies(rank_pool: RankPool, meets: bool) -> None:
+    """Whether it comes to the next meeting, or finds its own collective lost."""
+    with pytest.raises(RankError) as caught:
+        rank_pool.run(die_beside_a_slow_rank, 3, meets, env={GRACE_VARIABLE: "60"})
+    said = {failure.rank: failure.headline for failure in caught.value.failures}
+    assert "SIGKILL" in said[1]
+    assert all("the save: the process of rank 1 has ended" in said[rank] for rank in (0, 2)), said
+
+
+def slow_beside_a_lost_collective() -> tuple[str, str, float]:
+    """A collective fails on rank 0 although nobody is lost, while rank 1 is busy for a while."""
+    from zeroelastic.stage3 import roll_call
+
+    calls = roll_call.RollCall("the save", timeout_s=60.0)
+    calls.meet("it began")
+    roll_call._GRACE_S = 1.0
+
+    def lose_a_collective() -> None:
+        with calls.naming_the_lost():
+            raise RuntimeError("gloo is confused")
+
+    if dist.get_rank() == 1:
+        time.sleep(3)
+        return raised(lambda: calls.meet("its files were written"))
+    return raised(lose_a_collective)
+
+
+def test_a_slow_rank_that_lives_is_not_called_lost_when_nobody_dies(rank_pool: RankPool) -> None:
+    (kind, said, _), (other_kind, other_said, _) = rank_pool.run(slow_beside_a_lost_collective, 2)
+    assert (kind, said) == ("RuntimeError", "gloo is confused")
+    assert other_kind == "AbsentRankError" and "a collective failed on another rank" in other_said
+
+
 def die_in_a_save(directory: str, moment: str, victim: int) -> None:
     from zeroelastic.stage3 import save, shard_writer
 

@@ -75,10 +75,12 @@ def resume(
     """
     from zeroelastic.stage3.fallback import none_loads, walk_back
     from zeroelastic.stage3.node_tags import tags_of_all_nodes
+    from zeroelastic.stage3.partners import require_partners
     from zeroelastic.stage3.seams import install
     from zeroelastic.stage3.wrappers import loading_strictly
 
     install()
+    require_partners()
     began = time.monotonic()
     root = Path(absolute(directory))
 

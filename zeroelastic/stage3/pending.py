@@ -15,6 +15,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from zeroelastic.stage3.partners import require_partners
+
 logger = logging.getLogger(__name__)
 
 _ATTRIBUTE = "_zeroelastic_pending"
@@ -76,6 +78,7 @@ def flush(engine: Any, *, before: str = "") -> float | None:
     pending = _taken(engine)
     if pending is None:
         return None
+    require_partners()
     waits, began = not pending.is_done(), time.monotonic()
     try:
         pending.finish()

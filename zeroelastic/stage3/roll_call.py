@@ -8,13 +8,11 @@ ended, says so to all: they raise the same error.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -22,13 +20,16 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from zeroelastic.agree import settle, together
 from zeroelastic.errors import AbsentRankError, ZeroElasticError
+from zeroelastic.stage3.partners import announce, life_of_rank
 
 T = TypeVar("T")
 
 _PREFIX = "zeroelastic/save"
 _TICK_S = 0.2
-_GRACE_S = 10.0
+_GRACE_S = 60.0
+"""How long a rank may take to answer, in a save that has lost another, where nobody sees whether it lives."""
 _EVERYBODY = "everybody"
+_FAILED = "a collective failed on another rank"
 
 
 @dataclass(slots=True)
@@ -65,7 +66,7 @@ class RollCall:
         self._store = _get_default_store()
         if _known.group is not dist.group.WORLD:
             _known.group, _known.saves, _known.keys = dist.group.WORLD, 0, ()
-            self._told(lambda: self._store.set(f"{_PREFIX}/process/{self._rank}", _identity(os.getpid())))
+            self._told(announce)
         _known.saves += 1
         self._save = _known.saves
         self._ended_before, _known.keys = _known.keys, ()
@@ -77,6 +78,7 @@ class RollCall:
         self._meeting += 1
         verdict = self._told(self._wait_for_all)
         if verdict != _EVERYBODY:
+            self._told(lambda: self._decide(self._key(0, "outcome"), verdict))  # those in a collective wait for it
             raise AbsentRankError(f"{self._what}: {verdict} while {doing}. {self.left}")
         self._told(lambda: [self._store.delete_key(key) for key in (*self._ended_before, *self._keys)])
         names = (self._rank, "outcome", "count") if self._rank == 0 else (self._rank,)
@@ -124,38 +126,44 @@ class RollCall:
             return self._decide(outcome, _EVERYBODY)
         began = time.monotonic()
         while not self._appears(outcome, _TICK_S):
-            waited = time.monotonic() - began
-            missing = self._missing(self._meeting)
-            ended = [rank for rank in missing if self._has_ended(rank)]
-            if not missing:
-                continue  # the last of them is about to say so
-            if ended:
-                return self._decide(outcome, f"the process of {_ranks(ended)} has ended")
             if self._store.check([self._key(0, "alarm")]):
                 verdict = self._count_the_living()
-                return verdict if verdict != _EVERYBODY else "a collective failed on another rank"
-            if waited > self.timeout_s:
-                why = f'{_ranks(missing)} did not arrive within {self.timeout_s:g} s ("save_timeout_s")'
-                return self._decide(outcome, why)
+                return self._decide(outcome, verdict if verdict != _EVERYBODY else _FAILED)
+            waited = time.monotonic() - began
+            missing = self._missing(self._meeting)
+            ended = [rank for rank in missing if life_of_rank(rank) == "ended"]
+            if ended:
+                return self._decide(outcome, _have_ended(ended))
+            if missing and waited > self.timeout_s:
+                return self._decide(outcome, self._late(missing))
         return str(self._store.get(outcome).decode())
 
     def _count_the_living(self) -> str:
-        """Every rank that still runs comes here when one of them has lost another; the rest is lost."""
+        """Every rank that still runs comes here when one of them has lost another, or says who is lost at a meeting.
+
+        A rank whose process is seen to live is waited for, as in a meeting: what it does may take its time.
+        """
         self._store.set(self._key(0, "alarm"), "1")
         self._store.set(self._key(0, self._rank), "1")
         outcome = self._key(0, "outcome")
-        deadline = time.monotonic() + min(_GRACE_S, self.timeout_s)
-        while True:
+        began = time.monotonic()
+        while not self._appears(outcome, _TICK_S):
             missing = self._missing(0)
-            if not missing:
-                return self._decide(outcome, _EVERYBODY)
-            if all(self._has_ended(rank) for rank in missing):
-                return self._decide(outcome, f"the process of {_ranks(missing)} has ended")
-            if time.monotonic() > deadline:
-                return self._decide(outcome, f"{_ranks(missing)} cannot be reached")
-            if self._appears(outcome, _TICK_S):
-                break
+            life = {rank: life_of_rank(rank) for rank in missing}
+            ended = [rank for rank in missing if life[rank] == "ended"]
+            silent = [rank for rank in missing if life[rank] == "unknown"]
+            waited = time.monotonic() - began
+            if len(ended) == len(missing):
+                return self._decide(outcome, _have_ended(ended) if ended else _EVERYBODY)
+            if waited > min(_GRACE_S, self.timeout_s) and (ended or silent):
+                verdict = f"{_ranks(silent)} did not answer for {waited:.0f} s"
+                return self._decide(outcome, _have_ended(ended) if ended else verdict)
+            if waited > self.timeout_s:
+                return self._decide(outcome, self._late(missing))
         return str(self._store.get(outcome).decode())
+
+    def _late(self, ranks: list[int]) -> str:
+        return f'{_ranks(ranks)} did not arrive within {self.timeout_s:g} s ("save_timeout_s")'
 
     def _decide(self, key: str, verdict: str) -> str:
         """The first verdict that any rank passes holds for all."""
@@ -170,15 +178,6 @@ class RollCall:
 
     def _missing(self, meeting: int) -> list[int]:
         return [rank for rank in range(self._world_size) if not self._store.check([self._key(meeting, rank)])]
-
-    def _has_ended(self, rank: int) -> bool:
-        """Whether a rank's process is known to have ended: only where it runs on this machine."""
-        key = f"{_PREFIX}/process/{rank}"
-        if not self._store.check([key]):
-            return False
-        said = self._store.get(key).decode()
-        place, _, process = said.partition(" ")
-        return bool(place == _place() and _identity(int(process.partition(" ")[0])) != said)
 
     def _told(self, ask: Callable[[], T]) -> T:
         try:
@@ -209,20 +208,9 @@ def _is_of_a_collective(error: RuntimeError) -> bool:
     return isinstance(error, dist.DistError) or any(word in words for word in ("gloo", "nccl", "peer", "socket"))
 
 
+def _have_ended(ranks: list[int]) -> str:
+    return f"the process of {_ranks(ranks)} has ended"
+
+
 def _ranks(ranks: list[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-
-
-def _place() -> str:
-    """A machine that runs, and a numbering of processes on it."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
-
-
-def _identity(process: int) -> str:
-    """One process of all: its place, number and time of start; without a time where it has ended."""
-    try:
-        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return f"{_place()} {process} -"
-    return f"{_place()} {process} {'-' if fields[0] in 'ZX' else fields[19]}"

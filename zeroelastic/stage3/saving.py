@@ -35,6 +35,7 @@ from zeroelastic.stage3.decoupled import DecoupledSave, check_alive
 from zeroelastic.stage3.live import LiveState, read_live, refuse_unsupported
 from zeroelastic.stage3.load import accumulated_micro_batches
 from zeroelastic.stage3.options import Options, parse_options
+from zeroelastic.stage3.partners import agree_on, require_partners
 from zeroelastic.stage3.pending import flush, hand_over
 from zeroelastic.stage3.replicated import difference, replicated_facts
 from zeroelastic.stage3.residence import lost_in_stock_files
@@ -111,6 +112,13 @@ def saves_elastic(engine: Any) -> bool:
     return bool(engine._config.zero_config.elastic_checkpoint)
 
 
+def facts_of(engine: Any) -> dict[str, object]:
+    """What has to be the same on every rank. Raises ConfigError. ``verify`` may differ: the least of it holds."""
+    options = parse_options(engine._config._param_dict).model_dump(exclude={"verify", "executor"})
+    named = {f'"{name}" in the "zeroelastic" block': value for name, value in options.items()}
+    return {'"elastic_checkpoint"': saves_elastic(engine), **named}
+
+
 def live_of(engine: Any, optimizer: DeepSpeedZeroOptimizer_Stage3) -> LiveState:
     """The engine's state, by the names of its parameters."""
     return read_live(optimizer, engine.param_names)
@@ -134,6 +142,8 @@ def save_checkpoint(original: Method) -> Method:
         began = time.monotonic()
         named = str(Path(save_dir) / tag)
         save_dir = absolute(save_dir)
+        require_partners()
+        agree_on(self, partial(facts_of, self))
         flush(self, before=f"the save of {tag}")
         roll_call = RollCall(Path(save_dir) / tag, timeout_s=options_of(self).save_timeout_s)
         roll_call.meet("it was about to be saved")

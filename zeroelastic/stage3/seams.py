@@ -146,14 +146,16 @@ def is_installed() -> bool:
 
 def install() -> None:
     """Check every seam, then wrap; see ``zeroelastic.install``."""
-    if is_installed():
-        return
-    classes = _check()
-    from zeroelastic.stage3.wrappers import REPLACEMENTS
+    if not is_installed():
+        classes = _check()
+        from zeroelastic.stage3.wrappers import REPLACEMENTS
 
-    for seam in SEAMS:
-        wrap(classes[seam.class_path], seam.method, REPLACEMENTS[seam.method])
-    logging.getLogger("DeepSpeed").addFilter(_DROP_WARNING)
+        for seam in SEAMS:
+            wrap(classes[seam.class_path], seam.method, REPLACEMENTS[seam.method])
+        logging.getLogger("DeepSpeed").addFilter(_DROP_WARNING)
+    from zeroelastic.stage3.partners import announce
+
+    announce()
 
 
 def uninstall() -> None:
@@ -161,8 +163,13 @@ def uninstall() -> None:
     unwrap_all()
     logging.getLogger("DeepSpeed").removeFilter(_DROP_WARNING)
     background = sys.modules.get("zeroelastic.stage3.background")
-    if background is not None:
-        background.finish_all()
+    try:
+        if background is not None:
+            background.finish_all()
+    finally:
+        partners = sys.modules.get("zeroelastic.stage3.partners")
+        if partners is not None:
+            partners.withdraw()
 
 
 class _DropElasticWarning(logging.Filter):

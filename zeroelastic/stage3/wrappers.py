@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,18 @@ from zeroelastic.stage3.load import Wanted, load
 from zeroelastic.stage3.module_keys import ModuleKeys, recorded_keys
 from zeroelastic.stage3.module_states import model_states_reader
 from zeroelastic.stage3.options import Options
+from zeroelastic.stage3.partners import agree_on, announce, require_partners
 from zeroelastic.stage3.pending import abandon, flush, has_pending
 from zeroelastic.stage3.save import elastic_state_dict
-from zeroelastic.stage3.saving import Saving, live_of, options_of, save_checkpoint, saves_elastic, stage3_optimizer
+from zeroelastic.stage3.saving import (
+    Saving,
+    facts_of,
+    live_of,
+    options_of,
+    save_checkpoint,
+    saves_elastic,
+    stage3_optimizer,
+)
 from zeroelastic.stage3.storage_rules import leave_to_stock, loads_in_stock, own_rigid_files, refuse_unwritable
 from zeroelastic.stage3.survey import survey
 from zeroelastic.stage3.tag_choice import about_choice, choose_tag, warn_of_mark
@@ -53,12 +63,15 @@ def configure_zero_optimizer(original: Method) -> Method:
     """Validate our options and refuse what elastic saving cannot cover, while the engine is being built."""
 
     def _configure_zero_optimizer(self: Any, optimizer: Any) -> Any:
+        announce()
         made = original(self, optimizer)
         if isinstance(made, DeepSpeedZeroOptimizer_Stage3):
-            if wants_background(self, options_of(self).background_save):
-                settle(lambda: refuse_background(self))
+            require_partners(wait=False)  # a barrier of DeepSpeed's is in what makes such an optimizer
+            agree_on(self, partial(facts_of, self))
             made._zeroelastic_engine = self
             wrap_frameworks()
+            if wants_background(self, options_of(self).background_save):
+                settle(lambda: refuse_background(self))
             if saves_elastic(self):
                 settle(lambda: _check_covered(self, made))
                 refuse_unwritable(self, made)
@@ -198,6 +211,8 @@ def load_checkpoint(original: Method) -> Method:
         if optimizer is None or self.load_universal_checkpoint():
             return stock()
         load_dir = absolute(load_dir)
+        require_partners()
+        agree_on(self, partial(facts_of, self))
         began = time.perf_counter()
         self.__dict__.pop("zeroelastic_report", None)  # that of an earlier load
         options = _agreed(options_of(self))

@@ -1,0 +1,34 @@
+"""Names of processes that hold over all machines and all time, and whether the one that bears a name still runs."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Literal
+
+Life = Literal["lives", "ended", "unknown"]
+"""``unknown``: it runs, or ran, on another machine or in another numbering of processes, which cannot be seen here."""
+
+
+def identity(process: int) -> str:
+    """The name of a process of this machine: where it is, its number and its time of start, "-" if it has ended."""
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return f"{_place()} {process} -"
+    return f"{_place()} {process} {'-' if fields[0] in 'ZX' else fields[19]}"
+
+
+def life_of(name: str) -> Life:
+    """Whether the process that ``identity`` gave this name still runs; a text that is no such name is unknown."""
+    place, _, process = name.partition(" ")
+    number = process.partition(" ")[0]
+    if place != _place() or not number.isdecimal():
+        return "unknown"
+    return "lives" if identity(int(number)) == name else "ended"
+
+
+def _place() -> str:
+    """A machine that runs, and a numbering of processes on it."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
