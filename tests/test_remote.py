@@ -37,7 +37,7 @@ from synthetic import gather, write_checkpoint
 
 from zeroelastic import storage
 from zeroelastic.checkpoint import open_checkpoint
-from zeroelastic.errors import CheckpointError, ConfigError, MissingFileError
+from zeroelastic.errors import CheckpointError, ConfigError, MissingFileError, UnreadableError
 from zeroelastic.executors import (
     DeviceBuffer,
     DigestRows,
@@ -333,7 +333,7 @@ def test_a_missing_file_and_one_that_fails_are_named(counted, tmp_path, operatio
         return data
 
     counted.answer = fail
-    with pytest.raises(CheckpointError, match=r"^counted://b/f: reading at byte \d+ failed: connection reset\.$"):
+    with pytest.raises(UnreadableError, match=r"^counted://b/f: reading at byte \d+ failed: connection reset\.$"):
         run(engine, operation, path, tmp_path / "d")
 
 
@@ -537,9 +537,9 @@ def test_denied_access_is_said(calm, checkpoints, monkeypatch):
     calm.reset_access(allow=False)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
     forget_clients()
-    with pytest.raises(CheckpointError, match=f"^{url}: cannot be listed: The AWS Access Key Id .* does not exist"):
+    with pytest.raises(UnreadableError, match=f"^{url}: cannot be listed: The AWS Access Key Id .* does not exist"):
         open_checkpoint(url)
-    with pytest.raises(CheckpointError, match=rf"^{paths[0]}: reading at byte 3 failed: The AWS Access Key Id"):
+    with pytest.raises(UnreadableError, match=rf"^{paths[0]}: reading at byte 3 failed: The AWS Access Key Id"):
         read_segments(one_row(paths[0], 3, 10), [np.zeros(10, np.uint8)])
 
 
@@ -547,7 +547,7 @@ def test_missing_credentials_are_said(calm, checkpoints, monkeypatch):
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     forget_clients()
-    with pytest.raises(CheckpointError, match="cannot be listed: Unable to locate credentials"):
+    with pytest.raises(UnreadableError, match="cannot be listed: Unable to locate credentials"):
         open_checkpoint(checkpoints["elastic2"][1])
 
 
@@ -570,7 +570,7 @@ def test_a_connection_that_always_breaks_is_an_error_with_the_place(calm, checkp
     path = open_checkpoint(checkpoints["elastic2"][1]).optim_files[0]
     calm.fault = lambda request: "cut" if request.range else None
     begin = time.monotonic()
-    with pytest.raises(CheckpointError, match=rf"^{path}: reading at byte 100 failed: .*not completed"):
+    with pytest.raises(UnreadableError, match=rf"^{path}: reading at byte 100 failed: .*not completed"):
         read_segments(one_row(path, 100, 1000), [np.zeros(1000, np.uint8)])
     assert time.monotonic() - begin < 60
 
@@ -580,7 +580,7 @@ def test_a_server_that_stops_answering_is_given_up(calm, checkpoints, monkeypatc
     monkeypatch.setattr(storage, "_PATIENCE_S", 2.0)
     calm.fault = lambda request: "stall" if request.range else None
     begin = time.monotonic()
-    with pytest.raises(CheckpointError, match=rf"^{path}: reading at byte 100 failed: no answer in 2 s\.$"):
+    with pytest.raises(UnreadableError, match=rf"^{path}: reading at byte 100 failed: no answer in 2 s\.$"):
         read_segments(one_row(path, 100, 1000), [np.zeros(1000, np.uint8)])
     assert time.monotonic() - begin < 20
 
@@ -600,7 +600,7 @@ def test_a_server_that_dies_in_the_middle_is_an_error(checkpoints, tmp_path):
                 server.stop()
 
         begin = time.monotonic()
-        with pytest.raises(CheckpointError, match=rf"^{path}: reading at byte \d+ failed: .*"):
+        with pytest.raises(UnreadableError, match=rf"^{path}: reading at byte \d+ failed: .*"):
             engine.move_segments(segment(0, 0, size), [path], [tmp_path / "d"], progress=die)
         assert time.monotonic() - begin < 90
 

@@ -19,7 +19,7 @@ from synthetic import gather, write_checkpoint
 
 from zeroelastic import storage
 from zeroelastic.checkpoint import open_checkpoint
-from zeroelastic.errors import CheckpointError, MissingFileError, UsageError
+from zeroelastic.errors import CheckpointError, MissingFileError, UnreadableError, UsageError
 from zeroelastic.layout import Param
 from zeroelastic.storage import (
     BlockFile,
@@ -91,7 +91,7 @@ def test_a_file_system_that_is_not_installed_says_what_to_install(url, extra, mo
         raise ImportError("Please install it")
 
     monkeypatch.setattr(fsspec, "get_filesystem_class", missing)
-    with pytest.raises(UsageError, match=rf"pip install 'zeroelastic\[{extra}\]'"):
+    with pytest.raises(UnreadableError, match=rf"pip install 'zeroelastic\[{extra}\]'"):
         as_path(url)
 
 
@@ -100,7 +100,7 @@ def test_a_file_system_that_cannot_be_set_up_is_refused_with_the_reason(monkeypa
         raise RuntimeError("no project\nis set.")
 
     monkeypatch.setattr(fsspec, "filesystem", broken)
-    with pytest.raises(UsageError, match=r"memory://: its file system cannot be set up: no project is set\.$"):
+    with pytest.raises(UnreadableError, match=r"memory://: its file system cannot be set up: no project is set\.$"):
         file_sizes(as_path("memory://a"))
 
 
@@ -189,9 +189,9 @@ def test_what_goes_wrong_is_said_in_one_line(counted):
 
     counted.answer = fail
     for read in (lambda: read_range(path, 3, 1), lambda: read_ranges([(path, 3, 1)])):
-        with pytest.raises(CheckpointError, match=r"^counted://run/a: reading at byte 3 failed: Access Denied\.$"):
+        with pytest.raises(UnreadableError, match=r"^counted://run/a: reading at byte 3 failed: Access Denied\.$"):
             read()
-    with pytest.raises(CheckpointError, match=r"^counted://run/a: cannot be read: Access Denied\.$"):
+    with pytest.raises(UnreadableError, match=r"^counted://run/a: cannot be read: Access Denied\.$"):
         read_whole(path, limit=9)
 
 
@@ -395,8 +395,8 @@ def test_what_does_not_answer_fails_after_a_while(monkeypatch):
     fsspec.register_implementation("silent", Silent, clobber=True)
     monkeypatch.setattr(storage, "_PATIENCE_S", 1.0)
     path, begin = as_path("silent://run/a"), time.monotonic()
-    with pytest.raises(CheckpointError, match="silent://run/a: reading at byte 7 failed: no answer in 1 s"):
+    with pytest.raises(UnreadableError, match="silent://run/a: reading at byte 7 failed: no answer in 1 s"):
         read_ranges([(path, 7, 1), (path, 8, 1)])
-    with pytest.raises(CheckpointError, match="cannot be listed: no answer in 1 s"):
+    with pytest.raises(UnreadableError, match="cannot be listed: no answer in 1 s"):
         file_sizes(path)
     assert time.monotonic() - begin < 20

@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from synthetic import raw
 
-from zeroelastic.errors import CheckpointError, MissingFileError, UnsafePickleError
+from zeroelastic.errors import CheckpointError, MissingFileError, UnreadableError, UnsafePickleError
 from zeroelastic.torchfile import DTYPE_BYTES, DType, StorageRef, Stub, TensorRef, read_torch_file, walk_refs
 
 FP8 = [dtype for dtype in ("float8_e4m3fn", "float8_e5m2") if hasattr(torch, dtype)]
@@ -265,7 +265,7 @@ def test_a_missing_file(tmp_path):
 
 
 def test_a_directory_is_not_a_file(tmp_path):
-    with pytest.raises(CheckpointError, match="cannot be read"):
+    with pytest.raises(UnreadableError, match="cannot be read"):
         read_torch_file(tmp_path)
 
 

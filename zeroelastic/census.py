@@ -12,7 +12,7 @@ from itertools import islice
 from typing import Literal
 
 from zeroelastic.checkpoint import is_rank_file, parse_rank_file
-from zeroelastic.errors import CheckpointError
+from zeroelastic.errors import CheckpointError, UnreadableError
 from zeroelastic.quarantine import MARK_NAME
 from zeroelastic.record import RECORD_NAME
 from zeroelastic.storage import FilePath, file_sizes, list_directory
@@ -79,7 +79,7 @@ class Census:
 
 
 def take_census(directory: FilePath) -> Census:
-    """List a tag directory. Raises MissingFileError, CheckpointError where it cannot be listed."""
+    """List a tag directory. Raises MissingFileError, UnreadableError where it cannot be listed."""
     sizes, inside = list_directory(directory)
     optim: dict[tuple[int, int], str] = {}
     models: dict[tuple[int, int], str] = {}
@@ -120,7 +120,7 @@ def is_universal(directory: FilePath) -> bool:
     """Whether a directory is what ``ds_to_universal`` writes: a folder of whole parameters, each one of its own."""
     try:
         names, inside = list_directory(directory)
-    except CheckpointError:
+    except (CheckpointError, UnreadableError):
         return False
     return not any(_is_optimizer_file(name) for name in names) and _holds_whole_params(directory, inside)
 
@@ -151,5 +151,5 @@ def _holds_whole_params(directory: FilePath, inside: tuple[str, ...]) -> bool:
     try:
         names, params = list_directory(zero)
         return "optimizer_state.pt" in names or any("fp32.pt" in file_sizes(zero / name) for name in params[:1])
-    except CheckpointError:
+    except (CheckpointError, UnreadableError):
         return False

@@ -37,8 +37,11 @@ class MissingFileError(CheckpointError, FileNotFoundError):
     """A file that the checkpoint needs is not there."""
 
 
-class UnreadableError(CheckpointError):
-    """A file that cannot be read here and now: no permission, an I/O error, a server that is away. It may be whole."""
+class UnreadableError(ZeroElasticError, OSError):
+    """A file that cannot be read here and now: no permission, an I/O error, a server that is away. It may be whole.
+
+    It is not a CheckpointError, which is a verdict on the checkpoint.
+    """
 
 
 class OldFormatError(CheckpointError):

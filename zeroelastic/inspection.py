@@ -19,7 +19,7 @@ from zeroelastic.checkpoint import (
     open_checkpoint,
     open_model_states,
 )
-from zeroelastic.errors import CheckpointError, UnsupportedError
+from zeroelastic.errors import CheckpointError, UnreadableError, UnsupportedError
 from zeroelastic.findings import BufferView, GroupView, Inspection, ParamKind, ParamView, StateView
 from zeroelastic.layout import Param
 from zeroelastic.quarantine import MARK_NAME, read_mark
@@ -67,8 +67,8 @@ T = TypeVar("T")
 def inspect_source(source: Source, *, all_ranks: bool = False) -> Inspection:
     """Find out what a checkpoint is; of a damaged one, what can still be known.
 
-    ``all_ranks`` opens every rank's headers and finds what they disagree in. Raises CheckpointError where the directory
-    cannot be listed, UnsupportedError for checkpoints of other ZeRO stages and Universal ones.
+    ``all_ranks`` opens every rank's headers and finds what they disagree in. Raises UnreadableError where the directory
+    or a file cannot be read, UnsupportedError for checkpoints of other ZeRO stages and Universal ones.
 
     Example::
 
@@ -154,7 +154,7 @@ class _Look:
             )
         try:
             above = [name for name in file_sizes(source.root) if is_temporary(name)]
-        except CheckpointError:
+        except (CheckpointError, UnreadableError):
             above = []
         if above:
             found.notes.append(f"there are temporary files beside the tags: {_some(sorted(above))}")

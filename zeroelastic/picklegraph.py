@@ -224,6 +224,8 @@ def read_graph(path: FilePath) -> object:
         return _GraphUnpickler(data, file).load()
     except CheckpointError as error:
         raise error if str(path) in str(error) else type(error)(f"{path}: {error}") from None
+    except MemoryError:  # of this machine, not of the file
+        raise
     except RecursionError:
         raise CheckpointError(f"{path}: the pickle nests too deeply. The file is damaged.") from None
     except Exception as error:  # a damaged pickle may fail in any way; nothing of it has run

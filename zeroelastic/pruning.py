@@ -47,13 +47,17 @@ class Tree:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """One tag's fate, and the reason in words. ``tree`` is what it was decided on, where it is to be removed."""
+    """One tag's fate, and the reason in words. ``tree`` is what it was decided on, where it is to be removed.
+
+    ``undecided``: it cannot be judged here and now whether it is whole.
+    """
 
     tag: Tag
     remove: bool
     reason: str
     valid: bool
     tree: Tree | None = None
+    undecided: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +174,7 @@ def _decide(root: Path, run: Run, keep: int, invalid: bool, min_age_s: float, ch
             tree = survey(Path(str(tag.path)))
             reason = _busy(tag, tree, min_age_s, valid=valid)
         if reason:
-            yield Decision(tag, False, reason, valid)
+            yield Decision(tag, False, reason, valid, undecided=verdict is not None and verdict.undecided)
         else:
             why = f"older than the newest {keep} that verify" if keep > 1 else "older than the newest that verifies"
             why = why if verdict is None else f"does not verify: {verdict.problems[0]}"

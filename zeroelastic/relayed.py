@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from zeroelastic.errors import CheckpointError, MissingFileError
+from zeroelastic.errors import CheckpointError, MissingFileError, UnreadableError
 
 Ranges = Sequence[tuple[int, bytes]]
 """(offset, bytes) of a file, ascending; they neither overlap nor touch."""
@@ -23,23 +23,23 @@ class RecordedFile:
     """A local file that remembers what was read of it. ``bytes_read`` counts as often as it was read."""
 
     def __init__(self, path: Path) -> None:
-        """Raises MissingFileError, CheckpointError."""
+        """Raises MissingFileError, UnreadableError."""
         try:
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
             raise MissingFileError(f"{path}: no such file. The checkpoint is incomplete.") from None
         except OSError as error:
-            raise CheckpointError(f"{path}: cannot be read: {error.strerror}.") from None
+            raise UnreadableError(f"{path}: cannot be read: {error.strerror}.") from None
         self.path, self.size, self.bytes_read = path, os.fstat(self._fd).st_size, 0
         self.capacity = _KEPT
         self._read: list[tuple[int, bytes]] = []
 
     def read(self, offset: int, nbytes: int) -> bytes:
-        """Up to ``nbytes`` bytes at ``offset``: fewer where the file ends. Raises CheckpointError."""
+        """Up to ``nbytes`` bytes at ``offset``: fewer where the file ends. Raises UnreadableError."""
         try:
             data = os.pread(self._fd, max(0, min(nbytes, self.size - offset)), offset)
         except OSError as error:
-            raise CheckpointError(f"{self.path}: reading at byte {offset} failed: {error.strerror}.") from None
+            raise UnreadableError(f"{self.path}: reading at byte {offset} failed: {error.strerror}.") from None
         self.bytes_read += len(data)
         if data:
             self._read.append((offset, data))

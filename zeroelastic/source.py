@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from zeroelastic.checkpoint import is_rank_file
-from zeroelastic.errors import CheckpointError, MissingFileError, UsageError
+from zeroelastic.errors import CheckpointError, MissingFileError, UnreadableError, UsageError
 from zeroelastic.save_place import is_unfinished
 from zeroelastic.storage import (
     FilePath,
@@ -72,7 +72,7 @@ def find_source(text: str | os.PathLike[str], *, tag: str | None = None) -> Sour
         root = path.parent
         try:
             around = file_sizes(root)
-        except CheckpointError:  # only the tag may be listed
+        except (CheckpointError, UnreadableError):  # only the tag may be listed
             return Source(root, path.name, path, _latest_if_any(root), "deepspeed")
         latest = _latest_if_any(root) if LATEST in around else None
         return Source(root, path.name, path, latest, _framework(around, path.name))
@@ -113,7 +113,7 @@ def _latest_if_any(root: FilePath) -> str | None:
     """The tag that ``latest`` names, where that does not matter: None for a damaged one."""
     try:
         return read_latest(root)
-    except CheckpointError:
+    except (CheckpointError, UnreadableError):
         return None
 
 
@@ -125,7 +125,7 @@ def list_tags(root: FilePath) -> tuple[str, ...]:
 def _is_tag(path: FilePath) -> bool:
     try:
         return any(map(is_rank_file, file_sizes(path)))
-    except CheckpointError:
+    except (CheckpointError, UnreadableError):
         return False
 
 

@@ -70,7 +70,8 @@ class RemotePath:
 
     @property
     def system(self) -> Any:
-        """The fsspec file system; one and the same for all paths of one protocol and host. Raises UsageError."""
+        """The fsspec file system; one and the same for all paths of one protocol and host. Raises UsageError,
+        UnreadableError."""
         return _system(self.protocol, self.options)
 
 
@@ -90,7 +91,7 @@ def local_paths(paths: Iterable[FilePath]) -> tuple[Path, ...]:
 def as_path(text: str | os.PathLike[str] | RemotePath) -> FilePath:
     """What a user wrote: a URL becomes a RemotePath, everything else a Path.
 
-    Raises UsageError for a URL that nothing here reads, saying what to install.
+    Raises UsageError for a URL that nothing reads, UnreadableError for one whose package is not installed.
 
     Example::
 
@@ -136,14 +137,14 @@ def _system(protocol: str, options: Iterable[tuple[str, Any]]) -> Any:
     except (ValueError, ImportError) as error:
         raise _not_read(protocol, error) from None
     except Exception as error:  # each file system has errors of its own
-        raise UsageError(f"{protocol}://: its file system cannot be set up: {_reason(error)}.") from None
+        raise UnreadableError(f"{protocol}://: its file system cannot be set up: {_reason(error)}.") from None
 
 
-def _not_read(protocol: str, error: Exception) -> UsageError:
+def _not_read(protocol: str, error: Exception) -> UsageError | UnreadableError:
     if not isinstance(error, ImportError):
         return UsageError(f"{protocol}://: no file system of this name is known to fsspec ({error}).")
     how = f"pip install 'zeroelastic[{_EXTRAS[protocol]}]'" if protocol in _EXTRAS else str(error)
-    return UsageError(f"{protocol}://: what reads this is not installed. Install it: {how}.")
+    return UnreadableError(f"{protocol}://: what reads this is not installed. Install it: {how}.")
 
 
 def _ask(system: Any, operation: str, *arguments: Any, **options: Any) -> Any:
@@ -168,7 +169,7 @@ def list_directory(directory: FilePath) -> tuple[dict[str, int], tuple[str, ...]
     """The files of a directory with their sizes in bytes, and the names of its directories, sorted.
 
     Links to files count as files. One listing, so one request where the directory is remote and not large. Raises
-    MissingFileError where there is no such directory, CheckpointError where it cannot be listed.
+    MissingFileError where there is no such directory, UnreadableError where it cannot be listed.
     """
     entries = list(_entries(directory))
     files = {name: size for name, size in entries if size is not None}
@@ -232,7 +233,7 @@ def _remote_entries(directory: RemotePath) -> list[tuple[str, int | None]]:
 
 
 def file_size(path: FilePath) -> int | None:
-    """Size of a file in bytes, None where there is none. Raises CheckpointError where it cannot be known."""
+    """Size of a file in bytes, None where there is none. Raises UnreadableError where it cannot be known."""
     try:
         if isinstance(path, RemotePath):
             found = _ask(path.system, "info", path.path)
@@ -244,17 +245,23 @@ def file_size(path: FilePath) -> int | None:
         at = os.stat(path)
     except ZeroElasticError:
         raise
-    except (FileNotFoundError, NotADirectoryError):
-        return None
     except Exception as error:  # each file system has errors of its own
-        raise CheckpointError(f"{path}: cannot be looked at: {_reason(error)}.") from None
+        if isinstance(error, (FileNotFoundError, NotADirectoryError)) and not _is_away(error):
+            return None
+        raise UnreadableError(f"{path}: cannot be looked at: {_reason(error)}.") from None
     return at.st_size if stat.S_ISREG(at.st_mode) else None
+
+
+def _is_away(error: Exception) -> bool:
+    """Whether the "not found" of fsspec's HTTP stands for another failure, such as a server that does not answer."""
+    cause = error.__cause__
+    return type(cause).__module__.startswith("aiohttp.") and getattr(cause, "status", None) not in (404, 410)
 
 
 def read_range(path: FilePath, offset: int, nbytes: int) -> bytes:
     """Up to ``nbytes`` bytes at ``offset``: fewer where the file ends.
 
-    Raises MissingFileError, CheckpointError with the file and what went wrong.
+    Raises MissingFileError, UnreadableError with the file and what went wrong.
     """
     if nbytes <= 0:
         return b""
@@ -269,7 +276,7 @@ def read_range(path: FilePath, offset: int, nbytes: int) -> bytes:
 
 
 def read_whole(path: FilePath, *, limit: int) -> bytes:
-    """A small file. Raises MissingFileError, CheckpointError: cannot be read, or has more than ``limit`` bytes."""
+    """A small file. Raises MissingFileError, UnreadableError, CheckpointError: has more than ``limit`` bytes."""
     try:
         data = _range(path, 0, limit + 1)
     except ZeroElasticError:
@@ -371,7 +378,8 @@ def read_ranges(ranges: Sequence[tuple[RemotePath, int, int]]) -> list[bytes]:
     """The bytes of many (file, offset, nbytes) of remote files, requested at the same time; each has its full length.
 
     Memory: the answers. How many requests are under way at a time is the file system's to say, 8 where it does not.
-    Raises MissingFileError, CheckpointError with the file and the offset: of several failures, the first in order.
+    Raises MissingFileError, UnreadableError, CheckpointError (truncated) with the file and the offset: of several
+    failures, the first in order.
     """
     answers: list[bytes | BaseException | None] = [None] * len(ranges)
     systems: dict[tuple[str, tuple[tuple[str, Any], ...]], list[int]] = {}
@@ -399,7 +407,7 @@ def read_ranges(ranges: Sequence[tuple[RemotePath, int, int]]) -> list[bytes]:
     return checked
 
 
-def _failure(path: RemotePath, offset: int, nbytes: int, answer: object) -> CheckpointError:
+def _failure(path: RemotePath, offset: int, nbytes: int, answer: object) -> CheckpointError | UnreadableError:
     if isinstance(answer, FileNotFoundError):
         return _missing(path)
     if isinstance(answer, BaseException):

@@ -110,10 +110,11 @@ def list_run(root: FilePath) -> Run:
         raise UsageError(f"{root}: no such directory.") from None
     with ThreadPoolExecutor(_THREADS) as pool:  # for file systems that take their time
         tags = [tag for tag in pool.map(lambda name: _tag_at(root, name), names) if tag is not None]
-        in_folders = not tags
-        if in_folders:
+        in_folders = False
+        if all(tag.step_from == "name" and _FOLDER.fullmatch(tag.name) for tag in tags):  # nothing in them was read
             inside = [name for name in names if _FOLDER.fullmatch(name)]
-            tags = [tag for tag in pool.map(lambda name: _tag_in_folder(root, name), inside) if tag is not None]
+            found = [tag for tag in pool.map(lambda name: _tag_in_folder(root, name), inside) if tag is not None]
+            tags, in_folders = (found, True) if found else (tags, False)
     if not tags:
         if any(map(is_rank_file, file_sizes(root))):
             raise UsageError(f"{root}: is a tag itself; give the directory above.")
@@ -143,16 +144,18 @@ def check_tag(tag: Tag, check: Check) -> PassedOver | None:
         problems = check(tag.tag_dir)
     except UnsupportedError as error:
         return PassedOver(tag, (_brief(str(error), tag),), undecided=True)
+    except UnreadableError as error:
+        return PassedOver(tag, (_brief(str(error), tag),), undecided=True)
     except CheckpointError as error:
         problems = (_brief(str(error), tag),)
-        if isinstance(error, UnreadableError) or _UPGRADE in str(error):  # a server that is away, a file of tomorrow
+        if _UPGRADE in str(error):  # a file of tomorrow
             return PassedOver(tag, problems, undecided=True)
     if problems and is_universal(tag.tag_dir):
         return PassedOver(tag, ("is a Universal checkpoint (ds_to_universal).",), undecided=True)
     return PassedOver(tag, problems) if problems else None
 
 
-def is_damage(error: CheckpointError) -> bool:
+def is_damage(error: CheckpointError | UnreadableError) -> bool:
     """Whether an error says that files are not what was saved, rather than that they are not for us to read now.
 
     Not for us: a server that is away, a file of tomorrow, torch's old format, and what an allow-list refuses.
@@ -169,13 +172,13 @@ def committed_after(root: Path, name: str) -> tuple[str, ...]:
     def step(tag: str) -> int | None:
         try:
             return None if read_mark(root / tag) is not None else _record_step(root / tag / RECORD_NAME)
-        except CheckpointError:
+        except (CheckpointError, UnreadableError):
             return None
 
     try:
         own = _record_step(root / name / RECORD_NAME)
         names = [other for other in folders(root) if not other.startswith(_HIDDEN) and other != name]
-    except CheckpointError:
+    except (CheckpointError, UnreadableError):
         return ()
     with ThreadPoolExecutor(_THREADS) as pool:
         steps = {other: found for other, found in zip(names, pool.map(step, names), strict=True) if found is not None}
@@ -203,7 +206,7 @@ def named_latest(root: FilePath) -> tuple[str | None, str | None]:
     """The tag that ``latest`` names, and what is wrong with that file; both None where there is none."""
     try:
         return read_latest(root), None
-    except CheckpointError as error:
+    except (CheckpointError, UnreadableError) as error:
         return None, str(error)
 
 
@@ -215,12 +218,12 @@ def _tag_at(root: FilePath, name: str) -> Tag | None:
             step = read(path / file)
         except MissingFileError:
             continue
-        except CheckpointError:
+        except (CheckpointError, UnreadableError):
             break  # there is something, and it is damaged
         return Tag(name, path, path, step, step_from, _modified(path / file))  # type: ignore[arg-type]
     try:
         files = [file for file in file_sizes(path) if file == RECORD_NAME or is_rank_file(file)]
-    except CheckpointError:
+    except (CheckpointError, UnreadableError):
         files = [_FIRST_MODEL] if not _is_gone(path) else []  # it cannot be listed, so that nobody can load it
         files = files if _step_of(name) is not None else []
     if not files:
@@ -234,8 +237,10 @@ def _tag_in_folder(root: FilePath, name: str) -> Tag | None:
     folder = root / name
     try:
         inside = list_tags(folder)
-    except CheckpointError:
+    except MissingFileError:
         return None
+    except UnreadableError:  # ``check_tag`` finds out why, and does not call it damaged
+        return Tag(name, folder, folder, _step_of(name), "name", _modified(folder))
     if not inside:
         return None
     latest, problem = named_latest(folder)

@@ -24,7 +24,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from zeroelastic.errors import CheckpointError, MissingFileError, OldFormatError, UnreadableError
+from zeroelastic.errors import CheckpointError, MissingFileError, OldFormatError, UnreadableError, ZeroElasticError
 from zeroelastic.opcodes import check_opcodes
 from zeroelastic.safepickle import (
     DTYPE_BYTES,
@@ -276,6 +276,8 @@ def read_torch_file(
         if str(file.path) in str(error):
             raise
         raise type(error)(f"{file.path}: {error}") from None
+    except MemoryError:  # of this machine, not of the file
+        raise
     except RecursionError:
         raise CheckpointError(f"{file.path}: the pickle nests too deeply. The file is damaged.") from None
     except Exception as error:  # a damaged pickle may fail in any way; nothing of it has run
@@ -300,8 +302,12 @@ def read_pickle(path: str | os.PathLike[str] | RemotePath, *, through: Blocks | 
             records, pickled = _records(archive, path, size)
             data = archive.read(pickled)
             directory = _digest_of_directory(archive, raw, size)
-        except CheckpointError:
+        except (ZeroElasticError, MemoryError):
             raise
+        except OSError as error:
+            if error.errno in (None, errno.EINVAL):  # zipfile's own, or a place before the first byte: damage
+                raise CheckpointError(f"{path}: {error}. The file is truncated or damaged.") from None
+            raise UnreadableError(f"{path}: cannot be read: {error.strerror}.") from None
         except Exception as error:  # zipfile raises eight kinds of error for damaged archives, RuntimeError among them
             raise CheckpointError(f"{path}: {error}. The file is truncated or damaged.") from None
         header_bytes = raw.count

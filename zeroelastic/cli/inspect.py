@@ -88,12 +88,12 @@ def _look(text: str, tag: str | None, all_ranks: bool) -> Inspection:
 
 def _holds_rank_files(path: FilePath) -> bool:
     from zeroelastic.checkpoint import is_rank_file
-    from zeroelastic.errors import CheckpointError
+    from zeroelastic.errors import CheckpointError, UnreadableError
     from zeroelastic.storage import file_sizes
 
     try:
         return any(map(is_rank_file, file_sizes(path)))
-    except CheckpointError:
+    except (CheckpointError, UnreadableError):
         return False
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from zeroelastic.cli.outcome import INVALID
+from zeroelastic.cli.outcome import FAILED, INVALID
 from zeroelastic.cli.show import harmless, print_document
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def latest(
         _show(newest, passed, path)
         _show_latest(newest, named, unreadable, run.in_folders, fixed, dry_run)
     if newest is None:
-        raise typer.Exit(INVALID)
+        raise typer.Exit(FAILED if any(verdict.undecided for verdict in passed) else INVALID)
 
 
 def _check_fully(tag_dir: FilePath) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from zeroelastic.cli.show import harmless
 from zeroelastic.errors import CheckpointError, UsageError, ZeroElasticError
 
 FAILED = 1
-"""Something went wrong; for ``diff``: the checkpoints differ; for ``prove``: not proved."""
+"""It went wrong, or cannot be read here and now; for ``diff``: the checkpoints differ; for ``prove``: not proved."""
 
 MISUSE = 2
 """It cannot be done as it was asked for."""
@@ -58,6 +58,8 @@ def outcome() -> Iterator[None]:
             raise typer.Exit(FAILED) from None
         except ZeroElasticError as error:
             _end(error, FAILED)
+        except MemoryError:
+            _end("out of memory", FAILED)
         except OSError as error:
             where = f"{error.filename}: " if error.filename else ""
             _end(f"{where}{error.strerror or error}", FAILED)

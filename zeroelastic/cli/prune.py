@@ -37,7 +37,8 @@ def prune(
     """Remove old checkpoints; keep the newest that verify, what latest names, and what may be being written.
 
     Checks sizes and commit records, or headers where there is no record. Asks before it removes anything.
-    Exit code 0: done; 1: something could not be removed; 2: wrong usage; 3: no checkpoint verifies, none is removed.
+    Exit code 0: done; 1: something could not be removed, or judged; 2: wrong usage; 3: no checkpoint verifies, none is
+    removed.
 
     \b
     Examples:
@@ -45,7 +46,7 @@ def prune(
         zeroelastic prune ckpt --keep 1 --dry-run --json
         zeroelastic prune old --keep 2 --yes
     """
-    from zeroelastic.errors import CheckpointError, UsageError
+    from zeroelastic.errors import CheckpointError, UnreadableError, UsageError
     from zeroelastic.pruning import plan_prune
     from zeroelastic.storage import as_path
 
@@ -67,9 +68,11 @@ def prune(
     if any(outcomes.values()):
         raise typer.Exit(FAILED)
     if plan.decisions and not plan.has_valid:
+        undecided = any(decision.undecided for decision in plan.decisions)
         if as_json:
-            raise typer.Exit(INVALID)
-        raise CheckpointError(f"{plan.root}: no checkpoint verifies, so that none is removed.")
+            raise typer.Exit(FAILED if undecided else INVALID)
+        kind = UnreadableError if undecided else CheckpointError
+        raise kind(f"{plan.root}: no checkpoint verifies, so that none is removed.")
 
 
 def _seconds(text: str) -> float:

@@ -58,15 +58,15 @@ def walk_back(
     Rank 0's ``tags`` count, newest first, and ``refuse`` is asked for each of them there; ``load(directory, tag, passed
     over so far)`` runs on every rank and raises the same there. A tag that is damaged although its commit record says
     that it was finished gets a mark of quarantine, and is not read by the next walk; where nodes have disks of their
-    own, nothing is marked, since what is missing may come back. Whatever ``load`` raises that is no CheckpointError
-    ends the walk. Collective.
+    own, nothing is marked, since what is missing may come back. Whatever ``load`` raises that is neither a
+    CheckpointError nor an UnreadableError ends the walk. Collective.
     """
     remaining, passed = list(tags), list[str]()
 
     def choose() -> _Step | None:
         return _next(remaining, passed, refuse) if dist.get_rank() == 0 else None
 
-    def pass_over(name: str, tag_dir: Path, error: CheckpointError, *, damage: bool) -> None:
+    def pass_over(name: str, tag_dir: Path, error: CheckpointError | UnreadableError, *, damage: bool) -> None:
         alike = not damage or seen_alike(tag_dir)
         if dist.get_rank() == 0:
             passed.append(f"{name}: {error}")
@@ -86,7 +86,7 @@ def walk_back(
                 continue
         try:
             return load(step.directory, step.name, step.passed), step.passed
-        except CheckpointError as error:
+        except (CheckpointError, UnreadableError) as error:
             pass_over(step.name, tag_dir, error, damage=True)
 
 
@@ -107,13 +107,13 @@ def _next(remaining: list[Tag], passed: list[str], refuse: Callable[[Tag], str |
     return None
 
 
-def _quarantine(tag_dir: Path, error: CheckpointError) -> None:
+def _quarantine(tag_dir: Path, error: CheckpointError | UnreadableError) -> None:
     """Mark what was finished once and is damaged now. A tag without a record never was, or is not of ours to judge."""
     if isinstance(error, UnusableError) or not is_damage(error) or not (tag_dir / RECORD_NAME).exists():
         return
     try:
         write_mark(tag_dir, str(error))
-    except (OSError, UnreadableError) as problem:
+    except OSError as problem:
         logger.warning("%s is damaged and could not be marked so (%s): the next walk reads it again", tag_dir, problem)
     else:
         logger.warning("%s is quarantined; nothing of it was deleted", tag_dir)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from zeroelastic.agree import gather, settle, together
 from zeroelastic.checkpoint import Listing, TensorParallel, open_checkpoint
-from zeroelastic.errors import CheckpointError, MissingFileError, UnsupportedError, UsageError
+from zeroelastic.errors import CheckpointError, MissingFileError, UnreadableError, UnsupportedError, UsageError
 from zeroelastic.record import read_record
 from zeroelastic.stage3.nodes import Sight, look_around
 from zeroelastic.storage import file_sizes, folders
@@ -44,7 +44,7 @@ def agree_on_latest(load_dir: Path, named: Sequence[str | None]) -> str | None:
             return -1
         try:
             record = read_record(load_dir / own)
-        except CheckpointError:
+        except (CheckpointError, UnreadableError):
             return None
         return None if record is None else record.global_steps
 
@@ -80,7 +80,7 @@ def seen_alike(directory: Path) -> bool:
 def _fingerprint(directory: Path) -> str:
     try:
         return hashlib.sha256(repr(sorted(file_sizes(directory).items())).encode()).hexdigest()
-    except CheckpointError:
+    except (CheckpointError, UnreadableError):
         return ""
 
 
@@ -133,6 +133,6 @@ def problem_over_nodes(tag_dir: Path, problem: str, rank: int, tp: TensorParalle
             return problem
         listing = Listing(sight.sizes, sight.record, sight.world_size, sight.away)
         settle(lambda: open_checkpoint(tag_dir, tp=tp, listing=listing))
-    except (CheckpointError, UnsupportedError) as error:
+    except (CheckpointError, UnreadableError, UnsupportedError) as error:
         return str(error)
     return None

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from zeroelastic.agree import gather
 from zeroelastic.checkpoint import Checkpoint
 from zeroelastic.digest import ParamContent, combine, content_root, digest_range, stream_seed
-from zeroelastic.errors import CheckpointError, DigestMismatchError, ZeroElasticError
+from zeroelastic.errors import CheckpointError, DigestMismatchError, UnreadableError, ZeroElasticError
 from zeroelastic.intact import check_records
 from zeroelastic.shard import FP32, FROZEN, Shard
 from zeroelastic.stage3.contents import (
@@ -213,6 +213,8 @@ def _contradicts_itself(path: FilePath, size: int) -> bool:
     """Whether a file, read as a whole, does not have the checksums that it states."""
     try:
         check_records(path, size)
+    except UnreadableError:  # nobody knows
+        return False
     except CheckpointError:
         return True
     return False
