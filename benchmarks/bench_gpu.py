@@ -35,7 +35,7 @@ import torch
 from bench_kernel import SegmentTable, Workload, workloads
 from report import describe, machine, spread, table
 
-from zeroelastic.digest import digest_range_reference
+from zeroelastic.digest import digest_range
 from zeroelastic.executors import DigestRows
 from zeroelastic.executors.build_info import describe_build
 
@@ -200,7 +200,7 @@ def methods(work: Workload, stack: ExitStack, cub: ctypes.CDLL | None) -> dict[s
             for i in range(0, num_rows, 997):
                 s, begin, _, n = cut[i]
                 data = work.src[s][begin : begin + n].view(torch.uint8).numpy()
-                assert int(found[i]) == digest_range_reference(data, 4, seed=i, start=i * 7919), f"digest {i} differs"
+                assert int(found[i]) == digest_range(data, 4, seed=i, start=i * 7919), f"digest {i} differs"
     return runs
 
 

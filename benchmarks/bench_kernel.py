@@ -28,7 +28,7 @@ import torch
 from report import NOISY, Others, describe, machine, spread, table
 from torch._utils import _flatten_dense_tensors
 
-from zeroelastic.digest import digest_range_reference
+from zeroelastic.digest import digest_range as digest_range_reference
 from zeroelastic.executors import DigestRows, ReadTable
 from zeroelastic.executors.native_executor import (
     SegmentTable,

@@ -21,7 +21,7 @@ import torch
 from engines import REPOSITORY, Engine, open_engine
 
 from zeroelastic import executors
-from zeroelastic.digest import digest_range_reference
+from zeroelastic.digest import digest_range
 from zeroelastic.errors import CheckpointError, ConfigError, UnsupportedError
 from zeroelastic.executors import (
     DeviceBuffer,
@@ -108,7 +108,7 @@ def test_a_plan_runs_any_number_of_times_and_adds_to_its_digests() -> None:
         with DevicePlan(table, [src], [dst], device=0, digest=digest, totals=totals) as plan:
             for _ in range(3):
                 plan.run()
-        part = digest_range_reference(data, 4, seed=9, start=77)
+        part = digest_range(data, 4, seed=9, start=77)
         assert engine.get(totals).view(np.uint64)[0] == 3 * part % 2**64
         assert np.array_equal(engine.get(dst), data)
         engine.free()
@@ -272,7 +272,7 @@ def test_a_plan_runs_on_streams_that_do_not_wait_for_the_default_one() -> None:
             plan.run(stream.cuda_stream)
             stream.synchronize()
         assert np.array_equal(dst[1:].cpu().numpy(), data)
-        assert int(totals) % 2**64 == digest_range_reference(data, 1, seed=9, start=77)
+        assert int(totals) % 2**64 == digest_range(data, 1, seed=9, start=77)
 
 
 @built
@@ -314,7 +314,7 @@ def test_more_than_the_pinned_memory_holds_arrives_whole(tmp_path: Path) -> None
     path = tmp_path / "x"
     path.write_bytes(data.tobytes())
     digest = DigestRows(np.array([5], dtype=np.uint64), *(np.array([value]) for value in (0, 12, 1)))
-    want = digest_range_reference(data, 1, seed=5, start=12)
+    want = digest_range(data, 1, seed=5, start=12)
     for shift in range(4):
         target = torch.zeros(len(data) + 4, dtype=torch.uint8, device="cuda")
         table = read_table(path, segment(0, shift, len(data)))

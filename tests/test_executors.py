@@ -32,7 +32,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zeroelastic import executors
-from zeroelastic.digest import combine, digest_range_reference
+from zeroelastic.digest import combine, digest_range
 from zeroelastic.errors import CheckpointError, ConfigError, MissingFileError, UnreadableError
 from zeroelastic.executors import (
     OPERATIONS,
@@ -299,7 +299,7 @@ def test_rows_longer_than_any_request(engine: Engine, tmp_path: Path) -> None:
         source = data[cuts[i] : cuts[i] + nbytes[i]]
         assert np.array_equal(filled[dst_offset[i] : dst_offset[i] + nbytes[i]], source)
         stream = int(digest.stream[i])
-        part = digest_range_reference(source, 4, seed=int(digest.seeds[stream]), start=int(digest.start[i]))
+        part = digest_range(source, 4, seed=int(digest.seeds[stream]), start=int(digest.start[i]))
         totals[stream] = combine(totals[stream], part)
     assert result.digests is not None and result.digests.tolist() == totals
 
@@ -426,7 +426,7 @@ def test_writing_and_moving_behind_4_gib_keeps_what_is_before(writer: Engine, tm
 def test_long_rows_are_written_and_moved_whole(writer: Engine, tmp_path: Path) -> None:
     data = np.random.default_rng(0).integers(0, 256, 5_000_008, dtype=np.uint8)
     digest = DigestRows(np.array([5], dtype=np.uint64), *(np.array([v]) for v in (0, 1000, 8)))
-    want = [digest_range_reference(data, 8, seed=5, start=1000)]
+    want = [digest_range(data, 8, seed=5, start=1000)]
     first, second = write_files(tmp_path, (bytes(len(data) + 20),) * 2, "dst")
     got = write_segments(segment(0, 13, len(data)), [data], [first], digest=digest, executor=writer.name)
     assert got is not None and got.tolist() == want
@@ -523,7 +523,7 @@ def test_long_rows_are_scanned_by_several_threads_in_any_order(scanner: Engine, 
         part = data[number][begin : begin + length]
         assert sums[i] == zlib.crc32(part.data)
         stream = i % 2
-        one = digest_range_reference(part, int(digest.itemsize[i]), seed=int(digest.seeds[stream]), start=1000 * i)
+        one = digest_range(part, int(digest.itemsize[i]), seed=int(digest.seeds[stream]), start=1000 * i)
         want[stream] = combine(want[stream], one)
     assert totals is not None and totals.tolist() == want
 
@@ -609,7 +609,7 @@ def test_long_rows_of_memory_are_summed_by_several_threads(scanner: Engine, thre
     assert sums.tolist() == [zlib.crc32(part.data) for part in cut]
     want = 0
     for part in cut:
-        want = combine(want, digest_range_reference(part, 1, seed=9, start=3))
+        want = combine(want, digest_range(part, 1, seed=9, start=3))
     assert totals is not None and totals.tolist() == [want]
 
 

@@ -177,3 +177,17 @@ def test_every_error_is_under_one_root_and_refines_a_builtin():
 def test_a_layout_mismatch_lists_every_problem():
     error = zeroelastic.LayoutMismatchError("does not fit:", iter(["one", "two"]))
     assert error.problems == ("one", "two") and str(error) == "does not fit:\n  - one\n  - two"
+
+
+def test_importing_an_engine_changes_no_other_module() -> None:
+    code = """if True:
+        from zeroelastic import digest
+        before = dict(vars(digest))
+        import zeroelastic.executors
+        assert vars(digest) == before
+    """
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_dir_lists_what_is_imported_when_it_is_asked_for() -> None:
+    assert set(zeroelastic.__all__) <= set(dir(zeroelastic))

@@ -22,7 +22,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zeroelastic.digest import combine, digest_range, digest_range_reference
+from zeroelastic import executors
+from zeroelastic.digest import combine, digest_range
 from zeroelastic.errors import CheckpointError, ConfigError, MissingFileError
 from zeroelastic.executors import Cast, DigestRows, ReadTable, SegmentTable, c_interface, native_executor
 from zeroelastic.executors.build_info import describe_build
@@ -97,7 +98,7 @@ def expected_digests(table: SegmentTable, src: list[np.ndarray], digest: DigestR
         offset, stream = int(table.src_offset[i]), int(digest.stream[i])
         data = src[int(table.src[i])][offset : offset + int(table.nbytes[i])]
         seed, start = int(digest.seeds[stream]), int(digest.start[i])
-        part = digest_range_reference(data, int(digest.itemsize[i]), seed=seed, start=start)
+        part = digest_range(data, int(digest.itemsize[i]), seed=seed, start=start)
         totals[stream] = combine(totals[stream], part)
     return totals
 
@@ -126,14 +127,14 @@ def test_the_digest_equals_the_reference(
     each_instruction_set: str, itemsize: int, count: int, misaligned: int, start: int, seed: int
 ) -> None:
     data = random_bytes(misaligned + count * itemsize, seed=count)[misaligned:]
-    want = digest_range_reference(data, itemsize, seed=seed, start=start)
+    want = digest_range(data, itemsize, seed=seed, start=start)
     assert native_executor.digest_range(data, itemsize, seed=seed, start=start, threads=1) == want
 
 
 @pytest.mark.parametrize("itemsize", [1, 2, 4, 8])
 def test_the_digest_of_extreme_values_wraps_like_the_reference(each_instruction_set: str, itemsize: int) -> None:
     data = np.full(50_000 * itemsize, 0xFF, dtype=np.uint8)
-    want = digest_range_reference(data, itemsize, seed=2**64 - 1, start=2**45 + 5)
+    want = digest_range(data, itemsize, seed=2**64 - 1, start=2**45 + 5)
     assert native_executor.digest_range(data, itemsize, seed=2**64 - 1, start=2**45 + 5) == want
 
 
@@ -141,9 +142,9 @@ def test_the_digest_of_extreme_values_wraps_like_the_reference(each_instruction_
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_the_digest_does_not_depend_on_the_number_of_threads(threads: int) -> None:
     data = random_bytes(9_000_004)
-    want = digest_range_reference(data, 4, seed=11, start=1000)
+    want = digest_range(data, 4, seed=11, start=1000)
     assert native_executor.digest_range(data, 4, seed=11, start=1000, threads=threads) == want
-    assert digest_range(data, 4, seed=11, start=1000) == want
+    assert executors.digest_range(data, 4, seed=11, start=1000) == want
 
 
 # --- conversions ----------------------------------------------------------------------------------------------------
@@ -513,7 +514,7 @@ def _digest_in_child(results: multiprocessing.Queue[tuple[int, int]]) -> None:
 def test_the_engine_works_in_a_forked_child() -> None:
     """The child has none of the parent's threads and makes its own."""
     data = random_bytes(8_000_000)
-    want = digest_range_reference(data, 4, seed=3, start=5)
+    want = digest_range(data, 4, seed=3, start=5)
     assert native_executor.digest_range(data, 4, seed=3, start=5, threads=3) == want
     context = multiprocessing.get_context("fork")
     results = context.Queue()
@@ -529,7 +530,7 @@ def test_the_engine_works_in_a_forked_child() -> None:
 @native
 def test_calls_from_several_threads_do_not_disturb_each_other() -> None:
     data = [random_bytes(3_000_000, seed=i) for i in range(4)]
-    want = [digest_range_reference(d, 4, seed=i, start=i) for i, d in enumerate(data)]
+    want = [digest_range(d, 4, seed=i, start=i) for i, d in enumerate(data)]
     got: dict[int, set[int]] = {i: set() for i in range(4)}
 
     def work(i: int) -> None:

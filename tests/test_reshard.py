@@ -22,7 +22,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from synthetic import FROZEN_PARAMS, GROUPS, edit, edit_optim, gather, model_name, optim_name, sealed, write_checkpoint
 
-from zeroelastic import archive, rank_writer
+from zeroelastic import archive, native, rank_writer
 from zeroelastic.checkpoint import open_checkpoint
 from zeroelastic.errors import CheckpointError, DigestMismatchError, UnsupportedError, UsageError
 from zeroelastic.layout import Param
@@ -201,6 +201,19 @@ def test_client_state_buffers_and_scheduler_are_carried_by_rank_without_loading_
     )
     done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=False)
     assert done.stdout.endswith("[]\n"), done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("world_size", [2, 16])
+def test_each_module_states_file_is_read_once_for_all_ranks_that_take_it_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int
+) -> None:
+    make(tmp_path / "a", 2)
+    read: list[str] = []
+    read_graph = native.read_graph
+    monkeypatch.setattr(native, "read_graph", lambda path: read.append(path.name) or read_graph(path))
+    run(tmp_path / "a", tmp_path / "b", world_size)
+    models = [name for name in read if name.endswith("model_states.pt")]
+    assert sorted(models) == [f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in range(2)]
 
 
 def test_options_keep_their_exact_types(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from zeroelastic._version import __version__
 from zeroelastic.errors import (
+    AbsentRankError,
     CheckpointError,
     ConfigError,
     DigestMismatchError,
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from zeroelastic.elastic.resume import resume as resume
 
 __all__ = [
+    "AbsentRankError",
     "CheckpointError",
     "ConfigError",
     "DigestMismatchError",
@@ -66,6 +68,10 @@ def __getattr__(name: str) -> object:
 
         return resume
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
 
 
 def install() -> None:

@@ -20,7 +20,6 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import copysign
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -75,29 +74,13 @@ def block_weights(seed: int, first_block: int, num_blocks: int) -> UInt64Array:
     return weights
 
 
-class DigestRange(Protocol):
-    """An implementation of ``digest_range``."""
-
-    def __call__(self, data: ByteArray, itemsize: int, *, seed: int, start: int) -> int: ...
-
-
 def digest_range(data: ByteArray, itemsize: int, *, seed: int, start: int) -> int:
-    """Partial digest of the elements ``[start, start + len(data) / itemsize)`` of one stream.
+    """Partial digest of the elements ``[start, start + len(data) / itemsize)`` of one stream, in numpy.
 
     ``data`` holds the raw bytes, contiguous, little-endian; ``itemsize`` is 1, 2, 4 or 8. Partial digests of disjoint
-    ranges add up modulo 2**64. Runs the fastest implementation that ``use_digest_range`` was given.
+    ranges add up modulo 2**64. This is the reference that every engine matches bit for bit, and it needs a few MiB;
+    ``executors.digest_range`` is the fastest one there is.
     """
-    return _digest_range(data, itemsize, seed=seed, start=start)
-
-
-def use_digest_range(implementation: DigestRange) -> None:
-    """Let ``digest_range`` run this implementation, which agrees with ``digest_range_reference`` bit for bit."""
-    global _digest_range
-    _digest_range = implementation
-
-
-def digest_range_reference(data: ByteArray, itemsize: int, *, seed: int, start: int) -> int:
-    """``digest_range`` in numpy, obviously right: what other implementations match. It needs a few MiB."""
     bits = data.view(np.dtype(f"<u{itemsize}"))
     total = 0
     done = 0
@@ -118,9 +101,6 @@ def digest_range_reference(data: ByteArray, itemsize: int, *, seed: int, start: 
         total = (total + int((sums * weights).sum(dtype=np.uint64))) & _MASK
         done += count
     return total
-
-
-_digest_range: DigestRange = digest_range_reference
 
 
 def combine(left: int, right: int) -> int:

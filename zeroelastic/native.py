@@ -8,6 +8,7 @@ files of the save as it stands, objects of unknown classes included. Source: ``D
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -167,8 +168,12 @@ def train_batch_size(state: SavedState) -> int | None:
 
 
 def model_roots(files: Sequence[FilePath]) -> Callable[[int], Mapping[object, object]]:
-    """The module states that each target rank takes over, given the saved ones by rank: its own, or rank 0's."""
-    return lambda rank: pairs_of(read_graph(files[rank if rank < len(files) else 0]))
+    """The module states that each target rank takes over, given the saved ones by rank: its own, or rank 0's.
+
+    Each file is read once: rank 0's stays in memory for the ranks that the save did not have.
+    """
+    read_first = functools.cache(lambda: pairs_of(read_graph(files[0])))
+    return lambda rank: pairs_of(read_graph(files[rank])) if 0 < rank < len(files) else read_first()
 
 
 def configured_sub_group_size(
@@ -403,8 +408,3 @@ def _model_root(
             pieces.append((param.name, tensor(storage, 0, (storage.numel,))))
         root["frozen_param_fragments"] = ordered_dict(pieces)
     return root
-
-
-def params_of(target: NativeTarget) -> tuple[Param, ...]:
-    """Every parameter of the target, trained ones first."""
-    return target.layout.params + (target.frozen.params if target.frozen is not None else ())

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 import numpy as np
 
-from zeroelastic.digest import ByteArray, UInt64Array, digest_range_reference, use_digest_range
+from zeroelastic.digest import ByteArray, UInt64Array
+from zeroelastic.digest import digest_range as reference_digest_range
 from zeroelastic.errors import ConfigError
 from zeroelastic.executors import cuda_executor, native_executor, numpy_executor
 from zeroelastic.executors.build_info import describe_build, load_library
@@ -58,6 +59,7 @@ __all__ = [
     "choose_executor",
     "copy_segments",
     "describe_build",
+    "digest_range",
     "join_crc32",
     "move_segments",
     "read_segments",
@@ -450,11 +452,8 @@ def _fastest() -> str:
     return "native" if info.usable else "numpy"
 
 
-def _digest_range(data: ByteArray, itemsize: int, *, seed: int, start: int) -> int:
+def digest_range(data: ByteArray, itemsize: int, *, seed: int, start: int) -> int:
+    """``digest.digest_range`` by the native engine where it is built, and in numpy where it is not."""
     if describe_build("native").usable:
         return native_executor.digest_range(data, itemsize, seed=seed, start=start)
-    return digest_range_reference(data, itemsize, seed=seed, start=start)
-
-
-# Live digests take the same engine. Which one that is is found out when there is something to digest.
-use_digest_range(_digest_range)
+    return reference_digest_range(data, itemsize, seed=seed, start=start)

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from zeroelastic.digest import ByteArray, UInt64Array, combine
-from zeroelastic.digest import digest_range_reference as digest_range  # this is what other executors are held to
+from zeroelastic.digest import ByteArray, UInt64Array, combine, digest_range
 from zeroelastic.errors import CheckpointError, MissingFileError, UnreadableError
 from zeroelastic.executors.cast import cast_bytes
 from zeroelastic.executors.progress import Progress, ProgressFunction

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from zeroelastic.digest import ParamContent, ScalarValue, combine, digest_range, stream_seed
+from zeroelastic.digest import ParamContent, ScalarValue, combine, stream_seed
+from zeroelastic.executors import digest_range
 from zeroelastic.shard import FP32, FROZEN
 from zeroelastic.stage3.live import LiveState
 

@@ -224,20 +224,24 @@ def _fill_staged(
             nbytes=nbytes,
         ),
         [staging.numpy()],
-        digest=DigestRows(
-            seeds=np.array([stream_seed(*name) for name in names], dtype=np.uint64),
-            stream=np.arange(len(names), dtype=np.int64),
-            start=rows.start,
-            itemsize=rows.itemsize,
-        ),
+        digest=_digest_rows(names, rows) if any(target.cast for target in targets) else None,
         executor=executor,
     )
-    assert result.digests is not None
     for i, name in enumerate(names):
         target = targets[int(rows.target[i])]
         values = staging[int(offsets[i]) : int(offsets[i] + nbytes[i])].view(getattr(torch, target.dtype))
         begin = int(rows.target_offset[i])
         target.tensor[begin : begin + len(values)].copy_(values)
         if target.cast:
+            assert result.digests is not None
             digests[name] = combine(digests.get(name, 0), int(result.digests[i]))
     return Filled(result.bytes_read, 0, result.files, digests)
+
+
+def _digest_rows(names: Sequence[tuple[str, str]], rows: ByteRows) -> DigestRows:
+    return DigestRows(
+        seeds=np.array([stream_seed(*name) for name in names], dtype=np.uint64),
+        stream=np.arange(len(names), dtype=np.int64),
+        start=rows.start,
+        itemsize=rows.itemsize,
+    )

@@ -13,8 +13,9 @@ import torch.distributed as dist
 
 from zeroelastic.agree import gather
 from zeroelastic.checkpoint import Checkpoint
-from zeroelastic.digest import ParamContent, combine, content_root, digest_range, stream_seed
+from zeroelastic.digest import ParamContent, combine, content_root, stream_seed
 from zeroelastic.errors import CheckpointError, DigestMismatchError, UnreadableError, ZeroElasticError
+from zeroelastic.executors import digest_range
 from zeroelastic.intact import check_records
 from zeroelastic.shard import FP32, FROZEN, Shard
 from zeroelastic.stage3.contents import (

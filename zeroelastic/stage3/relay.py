@@ -17,8 +17,8 @@ import torch
 
 from zeroelastic.agree import settle
 from zeroelastic.checkpoint import ModelStates
-from zeroelastic.digest import ByteArray, combine, digest_range, stream_seed
-from zeroelastic.executors import Executor, ReadTable, SegmentTable, copy_segments, read_segments
+from zeroelastic.digest import ByteArray, combine, stream_seed
+from zeroelastic.executors import Executor, ReadTable, SegmentTable, copy_segments, digest_range, read_segments
 from zeroelastic.layout import Int64Array
 from zeroelastic.rows import ByteRows
 from zeroelastic.stage3.exchange import ALIGNMENT, Moved, Piece, stream, swap

@@ -18,7 +18,8 @@ import numpy as np
 import torch
 
 from zeroelastic._version import __version__
-from zeroelastic.digest import ParamContent, ScalarValue, combine, content_root, digest_range, stream_seed
+from zeroelastic.digest import ParamContent, ScalarValue, combine, content_root, stream_seed
+from zeroelastic.executors import digest_range
 from zeroelastic.layout import Layout, Param, layout_from_sub_groups, pack_sub_groups
 from zeroelastic.record import (
     RECORD_NAME,

@@ -39,15 +39,16 @@ def gather_state(engine: Any) -> State:
 
     Keys, where PARAM is a name from `engine.module.named_parameters()`:
 
-        weight/PARAM         the weight as the module sees it, gathered; frozen and tied parameters too
-        master/PARAM         the fp32 (or master precision) weight of a trained parameter state/PARAM/KEY
-        a tensor of optimizer state in the parameter's shape and its own dtype, e.g. exp_avg
-        scalar/PARAM/KEY     a number of optimizer state that the parameter shares with its sub-group, e.g.
-        step buffer/NAME          a persistent buffer group/I/NAME         a hyper-parameter of parameter
-        group I; group/I/params names its trained parameters scheduler/...        the leaves of the lr
-        scheduler's state loss_scaler/NAME     the numbers of the loss scaler; grad_scaler/NAME those of torch's
-        GradScaler under fp16 autocast engine/NAME
-        global_steps, global_samples and skipped_steps
+        weight/PARAM        the weight as the module sees it, gathered; frozen and tied parameters too
+        master/PARAM        the fp32 (or master precision) weight of a trained parameter
+        state/PARAM/KEY     a tensor of optimizer state, such as exp_avg, in the parameter's shape and its own dtype
+        scalar/PARAM/KEY    a number of optimizer state, such as step, that the parameter shares with its sub-group
+        buffer/NAME         a persistent buffer
+        group/I/NAME        a hyper-parameter of parameter group I; group/I/params names its trained parameters
+        scheduler/...       the leaves of the lr scheduler's state
+        loss_scaler/NAME    the numbers of the loss scaler
+        grad_scaler/NAME    those of torch's GradScaler under fp16 autocast
+        engine/NAME         global_steps, global_samples and skipped_steps
 
     Padding is left out. Every tensor has its parameter's full shape, or a RuntimeError says which has not.
     Raises TypeError when the engine does not train with ZeRO stage 3.
