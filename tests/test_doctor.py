@@ -24,6 +24,7 @@ from zeroelastic.cli import disk
 from zeroelastic.cli.disk import measure_disk
 from zeroelastic.cli.probe import Probe, ProbeFailed
 from zeroelastic.executors import describe_build
+from zeroelastic.living import identity
 
 ROOT = Path(__file__).parents[1]
 BUILD = describe_build("native")
@@ -100,7 +101,11 @@ def quick(tmp_path: Path) -> Path:
 
 
 def test_a_sound_environment_is_usable_and_the_document_has_the_documented_keys(tmp_path: Path) -> None:
-    done = doctor("--json", "--disk", str(tmp_path), "--disk-size", "1MiB")
+    lock = tmp_path / "ops" / "cpu_adam" / "lock"
+    lock.parent.mkdir(parents=True)
+    lock.write_text(identity(os.getpid()))
+    options = ("--json", "--disk", str(tmp_path), "--disk-size", "1MiB")
+    done = doctor(*options, TORCH_EXTENSIONS_DIR=str(lock.parents[1]))
     found = document(done)
     assert found["ok"] and done.stderr == ""
     section = (ROOT / "docs/cli.md").read_text().split("\n## doctor\n")[1].split("\n## ")[0]
@@ -114,6 +119,20 @@ def test_a_sound_environment_is_usable_and_the_document_has_the_documented_keys(
     assert seams["DeepSpeedEngine.load_checkpoint", "wrapped"]["found"][:3] == ["self", "load_dir", "tag"]
     assert seams["DeepSpeedZeroOptimizer_Stage3._rigid_state_dict", "called"]["problem"] == ""
     assert not any(seam["problem"] for seam in seams.values())
+    assert [(entry["path"], entry["state"]) for entry in found["build_locks"]] == [(str(lock), "held")]
+
+
+def test_a_lock_that_a_killed_build_left_is_a_problem_that_names_it(quick: Path, tmp_path: Path) -> None:
+    lock = tmp_path / "ops" / "py311_cpu" / "cpu adam" / "lock"
+    lock.parent.mkdir(parents=True)
+    ended = subprocess.Popen(["true"])
+    ended_identity = identity(ended.pid)
+    ended.wait()
+    lock.write_text(ended_identity)
+    os.utime(lock, (time.time() - 500,) * 2)
+    done = doctor(path=[quick], TORCH_EXTENSIONS_DIR=str(tmp_path / "ops"))
+    assert re.search(rf"FAIL  left +{re.escape(str(lock))}, 5\d\d s old", done.stdout), done.stdout
+    assert done.returncode == 1 and f"Remove it: rm '{lock}'" in done.stdout
 
 
 @built

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shlex
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 import zeroelastic
+from zeroelastic.build_locks import BuildLock, find_locks
 from zeroelastic.cli.sizes import format_size, parse_size
 
 if TYPE_CHECKING:
@@ -41,6 +43,7 @@ class Diagnosis:
     executor: str | None
     deepspeed: DeepSpeed
     disk: DiskSpeed | None
+    build_locks: tuple[BuildLock, ...]
 
     @property
     def problems(self) -> tuple[str, ...]:
@@ -55,6 +58,12 @@ class Diagnosis:
             found.append(f"DeepSpeed: {self.deepspeed.reason} {self.deepspeed.remedy}".rstrip())
         if self.disk is not None and self.disk.problem:
             found.append(self.disk.problem)
+        found += [
+            f"the build lock {lock.path}, {lock.age_s:.0f} s old, was left by a process that has ended: what builds "
+            f"there without zeroelastic waits for ever. Remove it: rm {shlex.quote(lock.path)}"
+            for lock in self.build_locks
+            if lock.state == "left"
+        ]
         return tuple(found)
 
     def to_document(self) -> dict[str, object]:
@@ -72,6 +81,7 @@ class Diagnosis:
             "executor": self.executor,
             "deepspeed": asdict(self.deepspeed),
             "disk": None if self.disk is None else asdict(self.disk),
+            "build_locks": [asdict(lock) for lock in self.build_locks],
         }
 
 
@@ -92,7 +102,7 @@ def doctor(
 ) -> None:
     """Say what is installed here, what works, what does not, and what to do about it.
 
-    Looks at versions, the native and CUDA engines, and DeepSpeed's methods.
+    Looks at versions, the native and CUDA engines, DeepSpeed's methods, and locks that killed builds have left.
     Exit code 0: usable; 1: something here does not work; 2: wrong usage.
 
     \b
@@ -160,6 +170,7 @@ def diagnose(disk: Path | None, disk_nbytes: int) -> Diagnosis:
         executor=executor,
         deepspeed=deepspeed,
         disk=speed,
+        build_locks=find_locks(),
     )
 
 
@@ -254,6 +265,12 @@ def _show(found: Diagnosis) -> None:
                 ("read cold", found.disk.read_cold),
             ):
                 line("", label, f"{format_size(speed)}/s" if speed else found.disk.note)
+
+    if found.build_locks:
+        marks: dict[str, _Mark] = {"held": "ok", "left": "FAIL", "unknown": "note"}
+        say(("\nBuild locks", "bold"))
+        for lock in found.build_locks:
+            line(marks[lock.state], lock.state, f"{lock.path}, {lock.age_s:.0f} s old")
 
     if not found.problems:
         say(("\nUsable.", "green"))

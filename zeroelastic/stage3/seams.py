@@ -17,6 +17,7 @@ from importlib import import_module, metadata
 
 from packaging.version import InvalidVersion, Version
 
+from zeroelastic.build_locks import watch_locks
 from zeroelastic.errors import IncompatibleDeepSpeedError
 from zeroelastic.patching import is_wrapped, unwrap_all, wrap
 
@@ -152,6 +153,7 @@ def install() -> None:
 
         for seam in SEAMS:
             wrap(classes[seam.class_path], seam.method, REPLACEMENTS[seam.method])
+        watch_locks()
         logging.getLogger("DeepSpeed").addFilter(_DROP_WARNING)
     from zeroelastic.stage3.partners import announce
 

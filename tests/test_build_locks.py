@@ -1,0 +1,116 @@
+"""Locks of extension builds: one that a killed process left stops nobody, one of a living process is waited for."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import zeroelastic
+from zeroelastic.testing import RankPool
+
+
+def messages() -> list[str]:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("zeroelastic").addHandler(handler)
+    return said
+
+
+def outlive_a_builder(path: str, killed_after_s: float) -> tuple[bool, float, list[str]]:
+    """A process is killed while it builds; another wants to build what it was building."""
+    from torch.utils.file_baton import FileBaton
+
+    zeroelastic.install()
+    said = messages()
+    builder = os.fork()
+    if builder == 0:
+        FileBaton(path).try_acquire()
+        time.sleep(killed_after_s)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if not killed_after_s:
+        os.waitpid(builder, 0)
+    while not os.path.exists(path):
+        time.sleep(0.01)
+    began = time.monotonic()
+    baton = FileBaton(path)
+    acquired = bool(baton.try_acquire())
+    seconds = time.monotonic() - began
+    if acquired:
+        baton.release()
+    return acquired, seconds, said
+
+
+@pytest.mark.parametrize("killed_after_s", [0.0, 1.5])
+def test_the_lock_of_a_killed_builder_is_taken_over_with_a_log_line(
+    rank_pool: RankPool, tmp_path: Path, killed_after_s: float
+) -> None:
+    """Whether it was killed before this process came, or while it waits."""
+    lock = tmp_path / "lock"
+    ((acquired, seconds, said),) = rank_pool.run(outlive_a_builder, 1, str(lock), killed_after_s)
+    assert acquired and seconds < 20 and not lock.exists()
+    assert len(said) == 1 and str(lock) in said[0] and "left by a process that has ended" in said[0]
+
+
+def build_one_after_the_other(path: str) -> tuple[bool, float]:
+    """Rank 0 builds for a while, rank 1 needs the same; then nobody does."""
+    from torch.utils.file_baton import FileBaton
+
+    zeroelastic.install()
+    baton = FileBaton(path)
+    if dist.get_rank() == 0:
+        assert baton.try_acquire()
+        dist.barrier()
+        time.sleep(1.5)
+        baton.release()
+        return True, 0.0
+    dist.barrier()
+    began = time.monotonic()
+    acquired = bool(baton.try_acquire())
+    baton.wait()
+    return acquired, time.monotonic() - began
+
+
+def test_the_lock_of_a_living_builder_is_waited_for(rank_pool: RankPool, tmp_path: Path) -> None:
+    _, (acquired, seconds) = rank_pool.run(build_one_after_the_other, 2, str(tmp_path / "lock"))
+    assert not acquired and 1.0 < seconds < 20
+
+
+def wait_beside_an_unsigned_lock(path: str, shared: bool, quiet_s: float) -> tuple[bool, list[str]]:
+    """A lock that a process without zeroelastic made; removed by somebody after three seconds."""
+    import threading
+
+    from torch.utils.file_baton import FileBaton
+
+    from zeroelastic import build_locks
+
+    zeroelastic.install()
+    said = messages()
+    build_locks._WARN_S, build_locks._QUIET_S = 1.0, quiet_s
+    patches: dict[str, Any] = {"_is_shared": lambda path: shared}
+    vars(build_locks).update(patches)
+    Path(path).touch()
+    threading.Timer(3.0, lambda: Path(path).unlink(missing_ok=True)).start()
+    began = time.monotonic()
+    acquired = FileBaton(path).try_acquire()
+    return bool(acquired) and time.monotonic() - began < 2.5, said
+
+
+@pytest.mark.parametrize(
+    ("shared", "quiet_s", "removed"), [(False, 0.0, True), (True, 0.0, False), (False, 60.0, False)]
+)
+def test_an_unsigned_lock_is_removed_only_where_nobody_can_hold_it(
+    rank_pool: RankPool, tmp_path: Path, shared: bool, quiet_s: float, removed: bool
+) -> None:
+    """On a file system of this machine, where nothing was built for long; otherwise it is named."""
+    lock = tmp_path / "lock"
+    ((early, said),) = rank_pool.run(wait_beside_an_unsigned_lock, 1, str(lock), shared, quiet_s)
+    assert early == removed
+    assert any(("left by a process" if removed else f"remove it: rm {lock}") in line for line in said)
