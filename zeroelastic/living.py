@@ -25,7 +25,7 @@ def life_of(name: str) -> Life:
     number = process.partition(" ")[0]
     if place != _place() or not number.isdecimal():
         return "unknown"
-    return "lives" if identity(int(number)) == name else "ended"
+    return "lives" if not name.endswith(" -") and identity(int(number)) == name else "ended"
 
 
 def _place() -> str:
