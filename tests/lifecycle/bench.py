@@ -1,0 +1,383 @@
+"""What the actions stand on: directories and jobs, calls to ranks, and what is compared after every action."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from lifecycle import disk
+from lifecycle.jobs import Answer, Job, Server
+from lifecycle.model import Directory, Live, Saved, differing, interrupted
+
+REFUSALS = {"UsageError", "ConfigError", "UnsupportedError", "SaveError"}
+"""What a save is refused with, by name."""
+ODD_TAGS = (
+    "",
+    ".",
+    ".hidden",
+    "a\u00a0b",
+    "\u65e5\u3000\u672c",
+    "tab\there",
+    "epoch1/step5",
+    "x" * 200 + "-1",
+    "x" * 200 + "-2",
+)
+OWN_KEYS = ("global_steps", "module", "mp_world_size", "param_shapes", "dp_world_size", "buffer_names")
+"""Keys of client state that DeepSpeed's own files have, too."""
+
+
+class Failed(AssertionError):
+    """Disk or memory is not what the model says."""
+
+
+class Skipped(Exception):
+    """An action that is not possible now."""
+
+
+class Bench:
+    """Some directories and up to two jobs ("a", "b") that use them."""
+
+    def __init__(self, server: Server, root: Path, *, precision: str = "bf16", fault: str = "") -> None:
+        self.server, self.root, self.precision, self.fault = server, root, precision, fault
+        for place in ("home", "elsewhere"):
+            (root / place).mkdir(parents=True)
+        self.directories: dict[str, Directory] = {}
+        self.jobs: dict[str, Job] = {}
+        self.live: dict[str, Live] = {}
+        self.gates: dict[str, Path] = {}
+        self.listings: dict[str, dict[str, Any]] = {}
+        self.verified: set[tuple[str, str]] = set()
+        self.log: list[tuple[str, dict[str, Any]]] = []
+        self.counts: Counter[str] = Counter()
+        self.slowest: tuple[float, str] = (0.0, "")
+        self._num_held = 0
+        self._salt = itertools.count(1)
+        self._gate = itertools.count(1)
+
+    def close(self) -> None:
+        for gate in self.gates.values():
+            gate.unlink(missing_ok=True)
+        for job in self.jobs.values():
+            job.end()
+        shutil.rmtree(self.root, ignore_errors=True)
+
+    def act(self, name: str, **params: Any) -> bool:
+        """Do it, and compare; False where it is not possible now. Raises Failed."""
+        began = time.monotonic()
+        self.log.append((name, params))
+        action: Callable[..., None] = getattr(self, f"do_{name}")
+        from zeroelastic.errors import ZeroElasticError
+
+        try:
+            action(**params)
+            self.check()
+        except Skipped:
+            self.log.pop()
+            return False
+        except ZeroElasticError as error:
+            raise Failed(f"{type(error).__name__}: {error}".replace(str(self.root), "")) from error
+        self.counts[name] += 1
+        self.slowest = max(self.slowest, (time.monotonic() - began, name))
+        return True
+
+    # Places.
+
+    def path(self, place: str, cwd: str) -> Path:
+        """The directory that a place means for a job in ``cwd``."""
+        return self.root / place[1:] if place.startswith("/") else Path(cwd) / place
+
+    def given(self, place: str) -> str:
+        """What the job is given: a relative path stays one."""
+        return str(self.root / place[1:]) if place.startswith("/") else place
+
+    def directory(self, path: Path | str) -> Directory:
+        return self.directories.setdefault(str(path), Directory())
+
+    def tags_of(self, job: str, place: str) -> list[str]:
+        """The committed tags of a place, for whoever chooses one."""
+        cwd = self.live[job].cwd if job in self.live else str(self.root / "home")
+        return list(self.directory(self.path(place, cwd)).tags)
+
+    # What must hold after every action.
+
+    def check(self) -> None:
+        self._compare_disk()
+        for name, job in self.jobs.items():
+            live = self.live[name]
+            if live.state is None:
+                continue
+            for found in self._all_ok("state", job.call("state")):
+                self._require(found["cwd"] == live.cwd, f"job {name} is in {found['cwd']}")
+                self._require(
+                    (found["state"], found["step"]) == (live.state, live.step),
+                    f"job {name} holds state {found['state']} of step {found['step']}, expected {live.state} of "
+                    f"step {live.step}",
+                )
+
+    def _compare_disk(self) -> None:
+        from zeroelastic.tags import list_run
+
+        for name, model in self.directories.items():
+            path = Path(name)
+            seen = disk.look(path)
+            expected: dict[str, object] = {}
+            for tag, saved in list(model.tags.items()):
+                found = seen.ids.get(on_disk(tag))
+                if not saved.save_id and found is not None:
+                    others = {other.save_id for d in self.directories.values() for other in d.tags.values()}
+                    self._require(found not in others, f"{path}: {tag!r} is the save before this one")
+                    model.tags[tag] = replace(saved, save_id=found)
+                    self.listings.pop(name, None)
+                expected[on_disk(tag)] = model.tags[tag].save_id or "(a new save)"
+            wrong = list(differing(expected, seen.ids))
+            self._require(not wrong, f"{path}: tags differ: {'; '.join(wrong)}")
+            self._require(seen.latest == model.latest, f"{path}: latest is {seen.latest!r}, expected {model.latest!r}")
+            damaged = {on_disk(tag) for tag, saved in model.tags.items() if saved.damage}
+            self._require(
+                seen.marks <= damaged, f"{path}: quarantined although nothing is wrong: {seen.marks - damaged}"
+            )
+            files = {file: found for file, found in seen.listing.items() if _is_of(file, model.tags)}
+            changed = list(differing(self.listings.get(name, files), files))
+            self._require(not changed, f"{path}: files changed that nothing wrote: {changed[:4]}")
+            self.listings[name] = files
+            self._verify_new(path, model)
+            if model.tags:
+                listed = [tag.name for tag in list_run(path).tags]
+                order = [saved.tag for saved in model.newest_first()]
+                self._require(
+                    [tag for tag in listed if _tag_like(tag, model.tags)] == order,
+                    f"{path}: the tags are listed as {listed}, newest first they are {order}",
+                )
+
+    def _verify_new(self, path: Path, model: Directory) -> None:
+        """Every byte of a save that was not looked at yet."""
+        from zeroelastic.verification import verify_checkpoint
+
+        for tag, saved in model.tags.items():
+            if not saved.damage and (str(path), saved.save_id) not in self.verified:
+                report = verify_checkpoint(path / tag)
+                self._require(report.valid, f"{path / tag}: {[p.sentence for p in report.problems][:3]}")
+                self.verified.add((str(path), saved.save_id))
+
+    # The rest is how.
+
+    def _live(self, job: str) -> Live:
+        if job not in self.live:
+            raise Skipped
+        return self.live[job]
+
+    def _call(self, job: str, name: str, **kwargs: Any) -> list[Answer]:
+        answers = self.jobs[job].call(name, **kwargs)
+        hung = [answer for answer in answers if answer.kind == "hang"]
+        self._require(not hung, f"{name} hangs: {hung[:1]}")
+        return answers
+
+    def _ok(self, job: str, name: str, **kwargs: Any) -> list[Any]:
+        return self._all_ok(name, self._call(job, name, **kwargs))
+
+    def _all_ok(self, what: str, answers: Sequence[Answer]) -> list[Any]:
+        wrong = [str(answer) for answer in answers if answer.kind != "ok"]
+        trace = next((str(answer.value) for answer in answers if answer.kind == "error"), "")
+        self._require(not wrong, f"{what} fails on {len(wrong)} of {len(answers)} ranks: {wrong[:1]}\n{trace[-1500:]}")
+        return [answer.value for answer in answers]
+
+    def _require(self, holds: bool, text: str) -> None:
+        if not holds:
+            raise Failed(text.replace(str(self.root), ""))
+
+    def _measure(self, job: str) -> None:
+        found = self._all_ok("state", self.jobs[job].call("state"))
+        self._require(len({value["state"] for value in found}) == 1, f"the ranks of job {job} hold different states")
+        self.live[job].state, self.live[job].step = found[0]["state"], found[0]["step"]
+
+    def _saved(
+        self, live: Live, directory: str, tag: str | None, client_state: Mapping[str, Any] | None
+    ) -> tuple[Path, Saved]:
+        assert live.state is not None
+        path = self.path(directory, live.cwd)
+        name = f"global_step{live.step}" if tag is None else tag
+        return path, Saved(name, live.state, live.step, live.world_size, dict(client_state or {}))
+
+    def _refused(self, answers: Sequence[Answer], saved: Saved) -> bool:
+        """Whether an odd save was refused by name, on every rank, before anything was written."""
+        odd = saved.tag in ODD_TAGS or any(key in OWN_KEYS for key in saved.client_state)
+        return odd and all(answer.kind == "error" and REFUSALS & set(answer.names) for answer in answers)
+
+    def _commit(self, path: str, saved: Saved) -> None:
+        model = self.directory(path)
+        # A tag that is saved again is another directory; the files of others stay.
+        self.listings.pop(path, None)
+        model.commit(saved)
+        model.crashed = False
+        seen = disk.look(Path(path))
+        beside = os.path.dirname(on_disk(saved.tag))
+        mine = {name for name in seen.hidden if os.path.dirname(name) == beside}
+        flying = sum(live.pending is not None and live.pending.directory == path for live in self.live.values())
+        self._require(len(mine) <= flying + self._num_held, f"{path}: left over after a later save: {sorted(mine)}")
+
+    def _flushed(self, job: str) -> None:
+        """The save in the background is committed now."""
+        live = self.live[job]
+        if live.pending is not None:
+            pending, live.pending = live.pending, None
+            self._commit(pending.directory, pending.saved)
+
+    def _wait_done(self, job: str) -> None:
+        deadline = time.monotonic() + 30
+        while not all(self._ok(job, "is_done")):
+            self._require(time.monotonic() < deadline, "a save in the background does not end")
+            time.sleep(0.005)
+
+    def _new_gate(self) -> Path:
+        gate = self.root / f"gate{next(self._gate)}"
+        gate.touch()
+        return gate
+
+    def _release(self, job: str) -> None:
+        gate = self.gates.pop(job, None)
+        if gate is not None:
+            gate.unlink(missing_ok=True)
+
+    def _in_flight(self, path: Path | str) -> bool:
+        return any(live.pending is not None and live.pending.directory == str(path) for live in self.live.values())
+
+    @contextmanager
+    def _held(
+        self, job: str, name: str, rank: int, at: int, *, thread: bool = False, **kwargs: Any
+    ) -> Iterator[list[Answer]]:
+        """The command, stopped on one rank at an event, while the block runs; its answers are there afterwards.
+
+        Where the command is over before the event comes, the block runs after it.
+        """
+        running = self.jobs[job]
+        gate = self._new_gate()
+        chosen = rank % max(running.world_size, 1)
+        running.send_to(chosen, "arm", kind="hold", at=at, gate=str(gate), background=thread)
+        assert running.processes[chosen].connection.recv()[0] == "ok"
+        running.send(name, **kwargs)
+        answers: list[Answer] = []
+        deadline = time.monotonic() + 60
+        while not list(self.root.glob(f"{gate.name}.held.*")) and time.monotonic() < deadline:
+            over = all(process.connection.poll() for process in running.processes)
+            if over and (not thread or time.monotonic() > deadline - 59.5):  # a thread goes on after the command
+                break
+            time.sleep(0.002)
+        self._num_held += 1
+        try:
+            yield answers
+        finally:
+            self._num_held -= 1
+            gate.unlink(missing_ok=True)
+            answers += running.collect()
+
+    def _choice(self, model: Directory, tag: str | None) -> list[Saved]:
+        name = model.latest if tag is None else tag
+        return [model.tags[name]] if name in model.tags else []
+
+    def _judge_load(self, job: str, answers: Sequence[Answer], allowed: Sequence[Saved], model: Directory) -> None:
+        """The state is that of the save, exactly; or there is none, and the load says so."""
+        live = self.live[job]
+        loaded = all(answer.kind == "ok" and answer.value[0] for answer in answers)
+        damaged = any(saved.damage for saved in allowed)
+        if not allowed:
+            self._require(not loaded, "a tag was loaded that is not there")
+            return
+        if not loaded and damaged:
+            self._same_error(answers)
+            live.state = None
+            return
+        self._all_ok("load", answers)
+        self._require(loaded, f"load_checkpoint loads nothing, {[s.tag for s in allowed]} is there")
+        self._holds(job, allowed, [answer.value[1] for answer in answers])
+
+    def _judge_resume(
+        self, job: str, answers: Sequence[Answer], allowed: Sequence[Saved], model: Directory, *, required: bool = False
+    ) -> None:
+        live = self.live[job]
+        if not allowed:
+            if model.tags or required:
+                self._same_error(answers)
+                if any(saved.damage for saved in model.tags.values()):
+                    live.state = None
+            else:
+                for value in self._all_ok("resume", answers):
+                    self._require(value[0] is None, f"resume loads {value[0]!r} from an empty directory")
+                self._measure_unchanged(job)
+            return
+        values = self._all_ok("resume", answers)
+        names = {saved.tag for saved in allowed}
+        for tag, _, passed in values:
+            self._require(tag in names, f"resume goes on from {tag!r}, the newest is {allowed[0].tag!r}; {passed}")
+        self._holds(job, [saved for saved in allowed if saved.tag == values[0][0]], [value[1] for value in values])
+        model.deaths.pop(values[0][0], None)
+
+    def _same_error(self, answers: Sequence[Answer]) -> None:
+        kinds = {answer.kind for answer in answers}
+        self._require(kinds == {"error"}, f"an error is expected on every rank: {[str(a)[:300] for a in answers]}")
+        ours = all("ZeroElasticError" in answer.names for answer in answers)
+        self._require(ours, f"an error that is not ours: {answers[0]}\n{answers[0].value}")
+
+    def _holds(self, job: str, allowed: Sequence[Saved], client_states: Sequence[Mapping[str, Any]]) -> None:
+        """The engine holds one of these saves, bit for bit, with its client state."""
+        self._measure(job)
+        live = self.live[job]
+        fitting = [saved for saved in allowed if (saved.state, saved.step) == (live.state, live.step)]
+        self._require(
+            bool(fitting),
+            f"loaded state {live.state} of step {live.step}; saved was {[(s.tag, s.state, s.step) for s in allowed]}",
+        )
+        for found in client_states:
+            mine = {key: found.get(key) for key in fitting[0].client_state}
+            self._require(mine == fitting[0].client_state, f"client state {mine}, saved {fitting[0].client_state}")
+
+    def _measure_unchanged(self, job: str) -> None:
+        before = (self.live[job].state, self.live[job].step)
+        self._measure(job)
+        self._require((self.live[job].state, self.live[job].step) == before, "what loads nothing changed the engine")
+
+    def _end(self, job: str) -> None:
+        self._release(job)
+        self.jobs.pop(job).end()
+        del self.live[job]
+
+    def _interrupt_pending(self, job: str) -> None:
+        """Kill a job that only waits; what it saves in the background may be there or not."""
+        pending = self.live[job].pending
+        for rank in range(self.live[job].world_size):
+            self.jobs[job].signal(rank, signal.SIGKILL)
+        self.jobs[job].collect()
+        self._end(job)
+        if pending is not None:
+            self._resolve(Path(pending.directory), pending.saved)
+
+    def _resolve(self, path: Path, saved: Saved) -> None:
+        """Look which of the two the disk has after a kill."""
+        seen = disk.look(path)
+        model = self.directory(path)
+        ids = {tag: seen.ids[on_disk(tag)] for tag in [saved.tag] if on_disk(tag) in seen.ids}
+        try:
+            self.directories[str(path)] = interrupted(model, saved, ids=ids, latest=seen.latest)
+        except AssertionError as error:
+            raise Failed(str(error)) from None
+        self.listings.pop(str(path), None)
+
+
+def on_disk(tag: str) -> str:
+    return os.path.normpath(tag)
+
+
+def _is_of(file: str, tags: Mapping[str, Saved]) -> bool:
+    return any(file.startswith(f"{on_disk(tag)}/") for tag in tags)
+
+
+def _tag_like(name: str, tags: Mapping[str, Saved]) -> bool:
+    return name in tags or on_disk(name) in {on_disk(tag) for tag in tags}

@@ -1,0 +1,233 @@
+"""Thousands of actions on real engines, each compared with the model: ``make lifecycle``.
+
+    python tests/lifecycle/campaign.py --actions 3000 --seed 1 --out benchmarks/results
+    python tests/lifecycle/campaign.py --actions 600 --without odd_tags,kills
+    python tests/lifecycle/campaign.py --replay '[["start", {"job": "a", "world_size": 1}], ...]'
+    python tests/lifecycle/campaign.py --found
+
+A failure ends its sequence and not the campaign. It is played again without one action after the other, until none can
+go, and what is left is written down; failures that say the same are counted and not made shorter again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [os.environ.get("ZEROELASTIC_TEST_PACKAGE", str(ROOT)), str(ROOT / "tests")]
+
+from lifecycle.found import FOUND  # noqa: E402
+from lifecycle.jobs import Server  # noqa: E402
+from lifecycle.machine import AREAS, Plan, run  # noqa: E402
+from lifecycle.world import Failed, World  # noqa: E402
+
+Sequence_ = list[tuple[str, dict[str, Any]]]
+MOST_REPLAYS = 60
+STEPS = 25
+
+
+@dataclass
+class Failure:
+    """What failed, after the shortest sequence that was found for it."""
+
+    says: str
+    sequence: Sequence_
+    precision: str
+    times: int = 1
+    replays: int = 0
+    repeated: bool = True
+    """Whether the same sequence failed the same way when it was played again."""
+
+
+def kind_of(says: str) -> str:
+    """A failure without its names and numbers."""
+    first = says.split("\n")[0]
+    return re.sub(r"'[^' ]*'|/\S+|[0-9a-f]{8,}|\d+|x{9,}\S*", "_", first)[:120]
+
+
+class Campaign:
+    """Counts what was done, and keeps one failure of each kind."""
+
+    def __init__(self, server: Server, scratch: Path, *, fault: str = "") -> None:
+        self.server, self.scratch, self.fault = server, scratch, fault
+        self.counts: Counter[str] = Counter()
+        self.sequences = 0
+        self.slowest: tuple[float, str] = (0.0, "")
+        self.failures: dict[str, Failure] = {}
+        self._number = 0
+
+    def ended(self, world: World, failed: Failed | None) -> None:
+        self.counts.update(world.counts)
+        self.sequences += 1
+        self.slowest = max(self.slowest, world.slowest)
+        if failed is None:
+            return
+        kind = kind_of(str(failed))
+        if kind in self.failures:
+            self.failures[kind].times += 1
+            return
+        self.failures[kind] = Failure(str(failed), list(world.log), world.precision)
+        print(f"FAILED {kind}", file=sys.stderr, flush=True)
+
+    def shorten(self) -> None:
+        for kind, failure in self.failures.items():
+            self._shorten(kind, failure)
+
+    def _shorten(self, kind: str, failure: Failure) -> None:
+        def fails(sequence: Sequence_) -> bool:
+            failure.replays += 1
+            says = self.replay(sequence, precision=failure.precision)
+            if says is None or kind_of(says) != kind:
+                return False
+            failure.says = says
+            return True
+
+        if not fails(failure.sequence):
+            failure.repeated = False
+            return
+        failure.sequence = shortened(failure.sequence, fails, MOST_REPLAYS)
+
+    def replay(self, sequence: Sequence_, *, precision: str = "bf16") -> str | None:
+        """What fails in a sequence, if anything does."""
+        self._number += 1
+        world = World(self.server, self.scratch / f"replay{self._number}", precision=precision, fault=self.fault)
+        try:
+            for name, params in sequence:
+                world.act(name, **params)
+        except Failed as failed:
+            return str(failed)
+        finally:
+            world.close()
+        return None
+
+    def run(self, *, actions: int, seed: int, without: Sequence[str] = (), steps: int = STEPS) -> None:
+        """Draw sequences until so many actions are done."""
+        plan = Plan(self.server, self.scratch, without=without, fault=self.fault, collect=True, most_actions=actions)
+        plan.ended = self.ended
+        while plan.actions < actions:
+            run(plan, examples=10, steps=steps, chosen=seed)
+            seed += 1
+            print(f"{plan.actions} actions, {len(self.failures)} kinds of failures", file=sys.stderr, flush=True)
+
+
+def shortened(sequence: Sequence_, fails: Callable[[Sequence_], bool], most: int) -> Sequence_:
+    """The sequence without what it fails without: halves, quarters, ... single actions."""
+    size, tried = len(sequence) // 2, 0
+    while size >= 1:
+        at, changed = 0, False
+        while at < len(sequence) and tried < most:
+            shorter = sequence[:at] + sequence[at + size :]
+            tried += 1
+            if shorter and fails(shorter):
+                sequence, changed = shorter, True
+            else:
+                at += size
+        size = size // 2 if not changed or size > 1 else 1
+        if tried >= most:
+            break
+    return sequence
+
+
+def commit() -> str:
+    package = sys.path[0]
+    done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=package, capture_output=True, text=True, check=False)
+    return done.stdout.strip()
+
+
+def document(campaign: Campaign, *, seed: int, without: Sequence[str], seconds: float) -> dict[str, Any]:
+    return {
+        "actions": sum(campaign.counts.values()),
+        "sequences": campaign.sequences,
+        "seed": seed,
+        "without": list(without),
+        "minutes": round(seconds / 60, 1),
+        "slowest_action_s": round(campaign.slowest[0], 1),
+        "counts": dict(sorted(campaign.counts.items())),
+        "failures": [{"kind": kind, **asdict(failure)} for kind, failure in campaign.failures.items()],
+        "machine": {
+            "cpu": f"{platform.machine()}, {os.cpu_count()} cores, Linux {platform.release()}",
+            "commit": commit(),
+        },
+    }
+
+
+def page(result: dict[str, Any]) -> str:
+    """The result as a page."""
+    lines = [
+        "# Sequences of what people do, compared with a model",
+        "",
+        f"`make lifecycle`: {result['actions']:,} actions in {result['sequences']} sequences on real engines of 1 to 3 "
+        f"ranks, seed {result['seed']}, {result['minutes']} min, commit {result['machine']['commit'][:12]}, "
+        f"{result['machine']['cpu']}. Slowest action: {result['slowest_action_s']} s.",
+        "",
+        "| action | times |",
+        "|---|---|",
+        *(f"| {name} | {count:,} |" for name, count in result["counts"].items()),
+        "",
+        f"{len(result['failures'])} kinds of failures.",
+        "",
+    ]
+    for failure in result["failures"]:
+        lines += [f"* {failure['times']} x {failure['says'].splitlines()[0][:400]}", ""]
+        if not failure["repeated"]:
+            lines += ["  The sequence did not fail when it was played again.", ""]
+        lines += [f"      {name} {_plain(params)}" for name, params in failure["sequence"]] + [""]
+    return "\n".join(lines)
+
+
+def _plain(params: dict[str, Any]) -> str:
+    return " ".join(f"{key}={value!r}" for key, value in params.items())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--actions", type=int, default=3000)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--without", default="", help=f"areas to leave out: {', '.join(AREAS)}")
+    parser.add_argument("--fault", default="")
+    parser.add_argument("--replay", help="a sequence, as JSON")
+    parser.add_argument("--precision", default="bf16")
+    parser.add_argument("--found", action="store_true", help="play the sequences that once failed, and nothing else")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--name", default="lifecycle")
+    chosen = parser.parse_args()
+    without = [area for area in chosen.without.split(",") if area]
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as directory, Server(Path(directory) / "jobs") as server:
+        campaign = Campaign(server, Path(directory), fault=chosen.fault)
+        if chosen.replay:
+            says = campaign.replay(json.loads(chosen.replay), precision=chosen.precision)
+            print(says or "nothing fails")
+            sys.exit(says is not None)
+        if chosen.found:
+            says = {name: campaign.replay(sequence) for name, sequence in FOUND.items()}
+            for name, said in says.items():
+                print(
+                    f"{'fails' if said else 'holds'}: {name}"
+                    + (f"\n       {said.splitlines()[0][:300]}" if said else "")
+                )
+            sys.exit(any(says.values()))
+        campaign.run(actions=chosen.actions, seed=chosen.seed, without=without)
+        campaign.shorten()
+    result = document(campaign, seed=chosen.seed, without=without, seconds=time.monotonic() - began)
+    print(page(result))
+    if chosen.out is not None:
+        (chosen.out / f"{chosen.name}.json").write_text(json.dumps(result, indent=1) + "\n")
+        (chosen.out / f"{chosen.name}.md").write_text(page(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""What is on disk, read with nothing of the package: tags by their commit records, ``latest``, marks, left-overs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import zipfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+RECORD, MARK = "zeroelastic.json", "zeroelastic-quarantine.json"
+_HIDDEN = re.compile(r"\.(.+\.[0-9a-f]{32}\.(tmp|old)|latest\..+\.tmp)", re.DOTALL)
+_TRASH = ".zeroelastic-pruned"
+
+
+@dataclass
+class Seen:
+    """One directory: save ids by tag, what ``latest`` holds, the marked tags, what crashes left, and a listing."""
+
+    ids: dict[str, str] = field(default_factory=dict)
+    latest: str | None = None
+    marks: set[str] = field(default_factory=set)
+    hidden: set[str] = field(default_factory=set)
+    listing: dict[str, tuple[int, int, int]] = field(default_factory=dict)
+
+
+def look(root: Path) -> Seen:
+    """A directory as it is now; an empty one where there is none."""
+    seen = Seen()
+    for folder, folders, files in os.walk(root):
+        for name in [*folders, *files]:
+            if _HIDDEN.fullmatch(name):
+                seen.hidden.add(os.path.relpath(os.path.join(folder, name), root))
+        folders[:] = sorted(name for name in folders if not _HIDDEN.fullmatch(name) and name != _TRASH)
+        tag = os.path.relpath(folder, root)
+        if RECORD in files:
+            seen.ids[tag] = json.loads(Path(folder, RECORD).read_bytes())["save_id"]
+        if MARK in files:
+            seen.marks.add(tag)
+        for name in files:
+            if name not in (MARK, "latest") and not name.startswith("."):
+                path = os.path.join(folder, name)
+                found = os.stat(path)
+                seen.listing[os.path.relpath(path, root)] = (found.st_ino, found.st_size, found.st_mtime_ns)
+    latest = root / "latest"
+    if latest.exists():
+        seen.latest = latest.read_text()
+    return seen
+
+
+def damage(tag_dir: Path, kind: str) -> Path:
+    """Damage one file of a tag: flip a byte of its largest tensor, cut it in half, or remove it."""
+    path = sorted(tag_dir.glob("*_optim_states.pt"))[-1]
+    if kind == "remove":
+        path.unlink()
+    elif kind == "truncate":
+        os.truncate(path, path.stat().st_size // 2)
+    else:
+        with zipfile.ZipFile(path) as archive:
+            largest = max(archive.infolist(), key=lambda info: info.file_size)
+        with open(path, "r+b") as file:
+            file.seek(largest.header_offset + 26)
+            name, extra = (int.from_bytes(file.read(2), "little") for _ in range(2))
+            offset = largest.header_offset + 30 + name + extra + largest.file_size // 3
+            file.seek(offset)
+            byte = file.read(1)[0]
+            file.seek(offset)
+            file.write(bytes([byte ^ 0x40]))
+    return path

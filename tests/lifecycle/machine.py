@@ -1,0 +1,361 @@
+"""How sequences are drawn: hypothesis' rules over the actions of ``world``."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hypothesis import HealthCheck, Phase, Verbosity, seed, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+
+from lifecycle.jobs import Server
+from lifecycle.world import ODD_TAGS, OWN_KEYS, Failed, World
+
+AREAS = (
+    "background",
+    "chdir",
+    "client_state",
+    "concurrent",
+    "damage",
+    "freeze",
+    "kills",
+    "odd_tags",
+    "preemption",
+    "rollback",
+    "tools",
+)
+"""What can be left out, to see whether the rest holds."""
+
+SIZES = st.sampled_from([1, 2, 2, 3])
+JOBS = st.sampled_from(["a", "a", "b"])
+PLACES = st.sampled_from(["run", "run", "run", "/home/run", "/elsewhere/run"])
+DISK_PLACES = st.sampled_from(["/home/run", "/home/run", "/home/run", "/elsewhere/run", "/copy1", "/copy2"])
+TAGS = st.sampled_from(["best", "last", None, None, "best", "last", "v1.5"])
+WITH_ODD_TAGS = st.one_of(TAGS, TAGS, st.sampled_from(ODD_TAGS))
+EVENTS = st.integers(1, 60)
+PICKS = st.integers(0, 7)
+
+
+@dataclass
+class Plan:
+    """Where machines run, what they leave out, and what became of them."""
+
+    server: Server
+    scratch: Path
+    without: Collection[str] = ()
+    fault: str = ""
+    collect: bool = False
+    """Whether a failure is noted, and the next machine begins, instead of being raised."""
+    most_actions: int | None = None
+    ended: Callable[[World, Failed | None], None] = lambda world, failed: None
+    actions: int = 0
+    numbers: Any = field(default_factory=itertools.count)
+
+
+def machine(plan: Plan) -> type[RuleBasedStateMachine]:
+    """The machine of a plan."""
+
+    def has(area: str) -> Callable[[Any], bool]:
+        return lambda self: area not in plan.without and self.going
+
+    alive = precondition(lambda self: self.going)
+    tags = TAGS if "odd_tags" in plan.without else WITH_ODD_TAGS
+    holds = st.just(0) if "background" in plan.without else st.sampled_from([0, 0, 1, 2])
+    backgrounds = st.just(False) if "background" in plan.without else st.booleans()
+    client_states: st.SearchStrategy[dict[str, Any] | None] = st.sampled_from([None, None, {"note": "n", "epoch": 3}])
+    if "client_state" not in plan.without:
+        client_states |= st.sampled_from(OWN_KEYS).map(lambda key: {key: 7})
+
+    class Lifecycle(RuleBasedStateMachine):
+        def __init__(self) -> None:
+            super().__init__()
+            self.world: World | None = None
+            self.failed: Failed | None = None
+
+        @property
+        def going(self) -> bool:
+            enough = plan.most_actions is not None and plan.actions >= plan.most_actions
+            return self.world is not None and self.failed is None and not enough
+
+        def act(self, name: str, **params: Any) -> None:
+            assert self.world is not None
+            try:
+                plan.actions += self.world.act(name, **params)
+            except Failed as failed:
+                self.failed = failed
+                if not plan.collect:
+                    raise Failed(f"{failed}\nthe sequence: {self.world.log}") from failed
+
+        def tag(self, place: str, pick: int, job: str = "") -> str | None:
+            """One of the tags that are there, the newest first."""
+            assert self.world is not None
+            there = self.world.tags_of(job, place)
+            return there[-1 - pick % len(there)] if there else None
+
+        def running(self, job: str, size: int, elastic: bool = True) -> bool:
+            """Start the job, if it is not there; whether it goes on."""
+            assert self.world is not None
+            if job not in self.world.jobs and self.going:
+                self.act("start", job=job, world_size=size, **({} if elastic else {"elastic": False}))
+            return self.going
+
+        @initialize(precision=st.sampled_from(["bf16", "bf16", "fp16"]), size=SIZES)
+        def begin(self, precision: str, size: int) -> None:
+            if plan.most_actions is None or plan.actions < plan.most_actions:
+                root = plan.scratch / f"world{next(plan.numbers)}"
+                self.world = World(plan.server, root, precision=precision, fault=plan.fault)
+                self.running("a", size)
+
+        @rule()
+        def nothing(self) -> None:
+            """What is left to do once a sequence has ended."""
+
+        @alive
+        @rule(job=JOBS, size=SIZES, elastic=st.sampled_from([True, True, True, False]), steps=st.integers(1, 2))
+        def train(self, job: str, size: int, elastic: bool, steps: int) -> None:
+            if self.running(job, size, elastic):
+                self.act("train", job=job, steps=steps)
+
+        @alive
+        @rule(job=JOBS, size=SIZES, place=PLACES, tag=tags, background=backgrounds, hold=holds, own=client_states)
+        def save(self, job: str, size: int, place: str, tag: str | None, background: bool, hold: int, own: Any) -> None:
+            if self.running(job, size):
+                given = {"client_state": own} if own else {}
+                written = {"background": True, "hold": hold} if background else {}
+                self.act("save", job=job, directory=place, tag=tag, **written, **given)
+
+        @alive
+        @rule(job=JOBS, size=SIZES, place=PLACES, tag=TAGS, steps=st.integers(1, 2))
+        def train_and_save(self, job: str, size: int, place: str, tag: str | None, steps: int) -> None:
+            if self.running(job, size):
+                self.act("train", job=job, steps=steps)
+            if self.going:
+                self.act("save", job=job, directory=place, tag=tag)
+
+        @alive
+        @rule(job=JOBS)
+        def wait(self, job: str) -> None:
+            self.act("wait", job=job)
+
+        @precondition(has("chdir"))
+        @rule(job=JOBS, to=st.sampled_from(["home", "elsewhere"]))
+        def chdir(self, job: str, to: str) -> None:
+            self.act("chdir", job=job, to=to)
+
+        @alive
+        @rule(
+            job=JOBS,
+            size=SIZES,
+            place=PLACES,
+            pick=PICKS,
+            by_latest=st.booleans(),
+            verify=st.sampled_from(["full", "quick", "off"]),
+        )
+        def load(self, job: str, size: int, place: str, pick: int, by_latest: bool, verify: str) -> None:
+            if self.running(job, size):
+                tag = None if by_latest or "rollback" in plan.without else self.tag(place, pick, job)
+                self.act("load", job=job, directory=place, tag=tag, verify=verify)
+
+        @alive
+        @rule(job=JOBS, size=SIZES, place=PLACES)
+        def resume(self, job: str, size: int, place: str) -> None:
+            if self.running(job, size):
+                self.act("resume", job=job, directory=place)
+
+        @precondition(has("rollback"))
+        @rule(job=JOBS, place=PLACES, pick=PICKS, steps=st.integers(1, 2))
+        def roll_back(self, job: str, place: str, pick: int, steps: int) -> None:
+            """Load an older tag, go on from there, and save."""
+            assert self.world is not None
+            tag = self.tag(place, pick, job)
+            if job in self.world.jobs and tag is not None:
+                self.act("load", job=job, directory=place, tag=tag)
+                if self.going:
+                    self.act("train", job=job, steps=steps)
+                if self.going:
+                    self.act("save", job=job, directory=place)
+
+        @precondition(has("freeze"))
+        @rule(job=JOBS, frozen=st.booleans())
+        def freeze(self, job: str, frozen: bool) -> None:
+            self.act("freeze", job=job, frozen=frozen)
+
+        @alive
+        @rule(job=JOBS)
+        def reinstall(self, job: str) -> None:
+            self.act("reinstall", job=job)
+
+        @alive
+        @rule(job=JOBS)
+        def destroy(self, job: str) -> None:
+            self.act("destroy", job=job)
+
+        @precondition(has("concurrent"))
+        @rule(
+            reader=JOBS,
+            size=SIZES,
+            place=DISK_PLACES,
+            pick=PICKS,
+            at=EVENTS,
+            rank=st.integers(0, 2),
+            how=st.sampled_from(["full", "quick", "off", "resume", "resume"]),
+            other=st.sampled_from([None, None, "last"]),
+        )
+        def load_during_save(
+            self, reader: str, size: int, place: str, pick: int, at: int, rank: int, how: str, other: str | None
+        ) -> None:
+            writer = "b" if reader == "a" else "a"
+            tag = self.tag(place, pick)
+            if tag is not None and self.running(reader, size) and self.running(writer, 1):
+                how_to: dict[str, Any] = {"resume": True} if how == "resume" else {"verify": how}
+                if other:
+                    how_to["other_tag"] = other
+                self.act(
+                    "load_during_save",
+                    reader=reader,
+                    writer=writer,
+                    directory=place,
+                    tag=tag,
+                    at=at,
+                    rank=rank,
+                    **how_to,
+                )
+
+        @precondition(has("preemption"))
+        @rule(
+            job=JOBS,
+            size=SIZES,
+            place=PLACES,
+            again=st.booleans(),
+            background=backgrounds,
+            every=st.sampled_from([None, 1, 2]),
+            pick=PICKS,
+            script=st.lists(st.sampled_from(["train", "train", "load", "signal"]), min_size=1, max_size=5),
+        )
+        def preempt(
+            self,
+            job: str,
+            size: int,
+            place: str,
+            again: bool,
+            background: bool,
+            every: int | None,
+            pick: int,
+            script: list[str],
+        ) -> None:
+            if not self.running(job, size):
+                return
+            tag = None if "rollback" in plan.without else self.tag(place, pick, job)
+            items = [
+                ["load", tag] if what == "load" else ["signal", pick] if what == "signal" else ["train"]
+                for what in script
+                if what != "load" or tag is not None
+            ]
+            if items:
+                self.act(
+                    "preempt",
+                    job=job,
+                    directory=place,
+                    script=items,
+                    every_steps=every,
+                    background=background,
+                    signal_again=again,
+                )
+
+        @precondition(has("kills"))
+        @rule(
+            job=JOBS,
+            place=PLACES,
+            at=EVENTS,
+            rank=st.integers(0, 2),
+            everyone=st.booleans(),
+            moment=st.sampled_from(["idle", "save", "save", "load", "resume", "resume"]),
+            tag=tags,
+            how=st.sampled_from(["kill", "sigterm"]),
+            background=backgrounds,
+        )
+        def kill(
+            self,
+            job: str,
+            place: str,
+            at: int,
+            rank: int,
+            everyone: bool,
+            moment: str,
+            tag: str | None,
+            how: str,
+            background: bool,
+        ) -> None:
+            chosen: dict[str, Any] = {"tag": tag, "background": background} if moment == "save" else {}
+            self.act(
+                "kill",
+                job=job,
+                moment=moment,
+                at=at,
+                rank=rank,
+                everyone=everyone or how == "sigterm",
+                how=how,
+                directory=place,
+                **chosen,
+            )
+
+        @precondition(has("tools"))
+        @rule(
+            place=DISK_PLACES,
+            verb=st.sampled_from(["verify", "latest_fix", "prune"]),
+            pick=PICKS,
+            keep=st.integers(1, 3),
+            at=EVENTS,
+            job=st.sampled_from(["", "", "a", "b"]),
+            tag=TAGS,
+        )
+        def tool(self, place: str, verb: str, pick: int, keep: int, at: int, job: str, tag: str | None) -> None:
+            given: dict[str, Any] = {"keep": keep} if verb == "prune" else {}
+            if verb == "verify":
+                given["tag"] = self.tag(place, pick)
+            if job and "concurrent" not in plan.without:
+                given |= {"job": job, "at": at, "tag": given.get("tag", tag)}
+            if verb != "verify" or given["tag"] is not None:
+                self.act(verb, directory=place, **given)
+
+        @precondition(has("damage"))
+        @rule(place=DISK_PLACES, pick=PICKS, kind=st.sampled_from(["flip", "truncate", "remove"]))
+        def damage(self, place: str, pick: int, kind: str) -> None:
+            tag = self.tag(place, pick)
+            if tag is not None:
+                self.act("damage", directory=place, tag=tag, kind=kind)
+
+        @precondition(has("tools"))
+        @rule(place=DISK_PLACES, to=st.sampled_from(["/copy1", "/copy2"]))
+        def copy(self, place: str, to: str) -> None:
+            self.act("copy", directory=place, to=to)
+
+        def teardown(self) -> None:
+            if self.world is not None:
+                plan.ended(self.world, self.failed)
+                self.world.close()
+
+    return Lifecycle
+
+
+def run(plan: Plan, *, examples: int, steps: int, chosen: int | None = None) -> None:
+    """Draw that many sequences. Without a seed they are always the same ones."""
+    made = settings(
+        max_examples=examples,
+        stateful_step_count=steps,
+        derandomize=chosen is None,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+        verbosity=Verbosity.quiet,
+        report_multiple_bugs=False,
+    )
+    kind = machine(plan)
+    if chosen is not None:
+        kind = seed(chosen)(kind)
+    run_state_machine_as_test(kind, settings=made)

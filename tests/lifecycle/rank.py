@@ -1,0 +1,297 @@
+"""One process of a job: takes commands over a socket, runs them on a real engine, and can be made to stop or die.
+
+A fault is armed for the next command: at the n-th file that it opens, makes, renames or removes below the directory of
+the run, this process kills itself, gets SIGTERM, or stops until it is released. What is counted are Python's audit
+events, so nothing of the package is replaced.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+BATCH = 6  # divisible by 1, 2 and 3
+_EVENTS = frozenset({"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.link", "os.listdir", "os.scandir"})
+_CODE = (".py", ".pyc", ".so")
+
+
+@dataclass
+class Fault:
+    """What happens at the ``at``-th event: "kill", "sigterm" or "hold", in the main thread or in another one."""
+
+    kind: str
+    at: int
+    gate: str
+    background: bool = False
+
+
+class Counter:
+    """Counts the events of a process, once it is armed."""
+
+    def __init__(self, below: str) -> None:
+        self.below, self.fault, self.seen = below, None, 0
+        self.fault: Fault | None
+        sys.addaudithook(self._on_event)
+
+    def arm(self, fault: Fault | None) -> None:
+        self.fault, self.seen = fault, 0
+
+    def disarm(self) -> None:
+        """A fault is for one command; one for the thread behind a save outlives it."""
+        if self.fault is not None and not self.fault.background:
+            self.fault = None
+
+    def _on_event(self, event: str, args: tuple[Any, ...]) -> None:
+        fault = self.fault
+        if fault is None or event not in _EVENTS or not args or not self._counts(args[0]):
+            return
+        if threading.current_thread().name != ("zeroelastic-save" if fault.background else "MainThread"):
+            return
+        self.seen += 1
+        if self.seen != fault.at:
+            return
+        self.fault = None
+        if fault.kind == "hold":
+            hold(fault.gate)
+        else:
+            os.kill(os.getpid(), signal.SIGKILL if fault.kind == "kill" else signal.SIGTERM)
+
+    def _counts(self, path: object) -> bool:
+        if isinstance(path, bytes):
+            path = os.fsdecode(path)
+        if not isinstance(path, str) or path.endswith(_CODE):
+            return False
+        # A file that is opened beneath an open directory has no more than its name here.
+        return path.startswith(self.below) or not path.startswith("/")
+
+
+def hold(gate: str) -> None:
+    """Say that this process has stopped, and go on when the gate is taken away."""
+    os.close(os.open(f"{gate}.held.{os.getpid()}", os.O_CREAT | os.O_WRONLY))
+    while os.path.exists(gate):
+        time.sleep(0.002)
+
+
+class Net(torch.nn.Module):
+    """Parameters of fewer elements than ranks, a frozen one, two tied ones and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = torch.nn.Linear(6, 11)
+        self.down = torch.nn.Linear(11, 6)
+        self.scale = torch.nn.Parameter(torch.ones(1))
+        self.frozen = torch.nn.Linear(6, 3)
+        self.frozen.requires_grad_(False)
+        self.register_buffer("seen", torch.zeros(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += torch.tensor([1.0, 0.25], dtype=self.seen.dtype)
+        y = self.down(torch.tanh(self.up(x))) * self.scale + self.frozen(x).sum(-1, keepdim=True)
+        return (y.float() - x.float().roll(1, -1)).square().mean()
+
+
+class Rank:
+    """The state of one process: its engine, and the commands by name."""
+
+    def __init__(self, below: str) -> None:
+        self.engine: Any = None
+        self.counter = Counter(below)
+
+    def build(self, *, seed: int, precision: str, elastic: bool, sub_group_size: int) -> dict[str, Any]:
+        import deepspeed
+        from training import allow_fp16_on_cpu, wait_for_every_gather
+
+        import zeroelastic
+
+        zeroelastic.install()
+        wait_for_every_gather()
+        torch.manual_seed(seed)
+        config: dict[str, Any] = {
+            "train_batch_size": BATCH,
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "zero_optimization": {
+                "stage": 3,
+                "elastic_checkpoint": elastic,
+                "sub_group_size": sub_group_size,
+                "stage3_param_persistence_threshold": 4,
+            },
+            "zeroelastic": {"verify": "full", "save_timeout_s": 40.0},
+        }
+        if precision == "fp16":
+            allow_fp16_on_cpu()
+            config["fp16"] = {"enabled": True, "loss_scale": 0, "initial_scale_power": 8}
+        else:
+            config["bf16"] = {"enabled": True}
+        model = Net()
+        trained = [param for param in model.parameters() if param.requires_grad]
+        groups = [
+            {"params": [p for p in trained if p.ndim > 1], "weight_decay": 0.1},
+            {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0, "lr": 3e-3},
+        ]
+        optimizer = torch.optim.AdamW(groups, lr=1e-2)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 8))
+        self.engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, lr_scheduler=schedule)
+        return self.state()
+
+    def state(self) -> dict[str, Any]:
+        """What is compared after every action: the whole training state as one hash, and where this process is."""
+        from zeroelastic.testing import fingerprint_state
+
+        found = fingerprint_state(self.engine)
+        text = repr(sorted(found.items()))
+        return {
+            "state": hashlib.sha256(text.encode()).hexdigest()[:16],
+            "step": int(self.engine.global_steps),
+            "cwd": os.getcwd(),
+        }
+
+    def arm(self, *, kind: str, at: int, gate: str, background: bool = False) -> None:
+        self.counter.arm(Fault(kind, at, gate, background))
+
+    def train(self, *, steps: int, salt: int) -> None:
+        for _ in range(steps):
+            self._step(salt)
+
+    def _step(self, salt: int) -> None:
+        engine = self.engine
+        generator = torch.Generator().manual_seed(1000003 * salt + engine.global_steps)
+        whole = torch.randn(BATCH, 6, generator=generator)
+        mine = whole.chunk(dist.get_world_size())[dist.get_rank()]
+        before = engine.global_steps
+        engine.backward(engine(mine.to(torch.float16 if engine.fp16_enabled() else torch.bfloat16)))
+        engine.step()
+        assert engine.global_steps == before + 1
+
+    def save(self, *, directory: str, tag: str | None, background: bool, client_state: dict[str, Any] | None) -> None:
+        from zeroelastic.stage3.background import saving_in_background
+
+        with saving_in_background(self.engine, background):
+            if client_state is None:
+                self.engine.save_checkpoint(directory, tag=tag)
+            else:
+                self.engine.save_checkpoint(directory, tag=tag, client_state=dict(client_state))
+
+    def wait(self) -> None:
+        import zeroelastic
+
+        zeroelastic.wait_for_save(self.engine)
+
+    def is_done(self) -> bool:
+        from zeroelastic.stage3.pending import pending_of
+
+        pending = pending_of(self.engine)
+        return pending is None or pending.is_done()
+
+    def load(self, *, directory: str, tag: str | None, verify: str) -> tuple[bool, Any]:
+        self.engine._config._param_dict["zeroelastic"]["verify"] = verify
+        path, client_state = self.engine.load_checkpoint(directory, tag=tag)
+        return path is not None, client_state
+
+    def resume(self, *, directory: str, required: bool) -> tuple[str | None, Any, tuple[str, ...]]:
+        from zeroelastic.elastic import resume
+
+        self.engine._config._param_dict["zeroelastic"]["verify"] = "full"
+        resumed = resume(self.engine, directory, **({"required": True} if required else {}))
+        return resumed.tag, dict(resumed.client_state), tuple(resumed.passed_over)
+
+    def chdir(self, *, to: str) -> None:
+        os.chdir(to)
+
+    def freeze(self, *, trained: bool) -> None:
+        self.engine.module.up.bias.requires_grad_(trained)
+
+    def reinstall(self) -> None:
+        import zeroelastic
+
+        zeroelastic.uninstall()
+        assert not zeroelastic.is_installed()
+        zeroelastic.install()
+
+    def loop(
+        self, *, directory: str, script: Sequence[tuple[Any, ...]], every_steps: int | None, background: bool, salt: int
+    ) -> dict[str, Any]:
+        """A training loop under ``preemption``; the script says what happens: train, load, or a signal to a rank."""
+        from zeroelastic.elastic import every, preemption
+
+        saving = every(steps=every_steps, background=background) if every_steps else None
+        states: dict[str, Any] = {}
+        with preemption(self.engine, directory, saving=saving, grace=120) as stop:
+            for what, *args in script:
+                if what == "load":
+                    path, _ = self.engine.load_checkpoint(directory, tag=args[0])
+                    assert path is not None
+                    states["loaded"] = self.state()
+                    continue
+                if what == "signal":
+                    if dist.get_rank() == args[0] % dist.get_world_size():
+                        os.kill(os.getpid(), signal.SIGTERM)
+                    continue
+                self._step(salt)
+                # What a periodic save saves now, and what the one after the signal does.
+                now = self.state()
+                saved = len(stop.saves)
+                ended = stop()
+                for tag in stop.saves[saved:]:
+                    states[tag] = now
+                if ended:
+                    break
+        states["end"] = self.state()
+        self._stopped = stop
+        return {"stopped": stop.stopped, "saves": list(stop.saves), "states": states}
+
+    def leave(self, *, signal_again: bool) -> None:
+        """The end of a preempted job: ``stop.exit()``; torchrun may send one more signal before it is over."""
+        if signal_again:
+            os.kill(os.getpid(), signal.SIGTERM)
+        self._stopped.exit()
+
+    def destroy(self) -> None:
+        self.engine.destroy()
+
+    def tool(self, *, args: list[str]) -> tuple[int, str]:
+        """A verb of the command line."""
+        from typer.testing import CliRunner
+
+        from zeroelastic.cli import app
+
+        result = CliRunner().invoke(app.app, args, catch_exceptions=True)
+        text = result.output
+        if result.exception is not None and not isinstance(result.exception, SystemExit):
+            from zeroelastic.errors import ZeroElasticError
+
+            text += f"{type(result.exception).__name__}: {result.exception}"
+            if not isinstance(result.exception, ZeroElasticError):
+                text += "".join(traceback.format_tb(result.exception.__traceback__))
+        return result.exit_code, text
+
+
+def serve(connection: Connection, below: str) -> None:
+    """Take commands until the other side is gone or a command ends the process."""
+    rank = Rank(below)
+    while True:
+        try:
+            name, kwargs = connection.recv()
+        except (EOFError, OSError):
+            os._exit(0)
+        command: Callable[..., Any] = getattr(rank, name)
+        try:
+            answer: tuple[Any, ...] = ("ok", command(**kwargs))
+        except Exception as error:
+            names = [kind.__name__ for kind in type(error).__mro__]
+            answer = ("error", names, str(error), traceback.format_exc())
+        if name != "arm":
+            rank.counter.disarm()
+        connection.send(answer)
