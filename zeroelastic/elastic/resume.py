@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from zeroelastic.agree import gather, settle
 from zeroelastic.elastic.position import KEY, Position, unpack_position
 from zeroelastic.errors import CheckpointError
+from zeroelastic.notices import notice
 from zeroelastic.record import write_atomically
 from zeroelastic.report import ResumeReport
 from zeroelastic.storage import absolute
@@ -102,7 +103,7 @@ def resume(
     if passed:
         raise none_loads(root, passed)
     if _rank() == 0:
-        logger.info("%s: no checkpoint; the run begins", root)
+        notice(logger, f"{root}: no checkpoint; the run begins")
     return _logged(Resumed(None, 0, {}, None, (), ()), log, began)
 
 

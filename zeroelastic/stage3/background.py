@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from zeroelastic.agree import agreeing_over
 from zeroelastic.errors import SaveError, UnsupportedError, ZeroElasticError
+from zeroelastic.notices import notice
 from zeroelastic.patching import patched
 from zeroelastic.stage3.live import LiveState
 from zeroelastic.stage3.pending import Pending
@@ -132,9 +133,8 @@ class BackgroundSave(Pending):
             with agreeing_over(self._group):
                 self._work()
             if self._rank == 0:
-                logger.info(
-                    "%s: saved in the background, %.2f s after it began", self.tag_dir, time.monotonic() - self._began
-                )
+                seconds = time.monotonic() - self._began
+                notice(logger, f"{self.tag_dir}: saved in the background, {seconds:.2f} s after it began")
         except ZeroElasticError as error:
             self._fail(error)
         except BaseException as error:

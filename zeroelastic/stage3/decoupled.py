@@ -16,6 +16,7 @@ from deepspeed.runtime.checkpoint_engine import decoupled_checkpoint_engine as d
 
 from zeroelastic.agree import settle
 from zeroelastic.errors import SaveError
+from zeroelastic.notices import notice
 from zeroelastic.stage3.options import Options
 from zeroelastic.stage3.pending import Pending, abandon, pending_of
 from zeroelastic.stage3.roll_call import RollCall
@@ -68,6 +69,8 @@ class DecoupledSave(Pending):
         if self._point_latest is not None:
             roll_call.settle(self._point_latest, "`latest` was written")
         roll_call.end()
+        if self._rank == 0:
+            notice(logger, f"{self.tag_dir}: saved")
 
     def abandon(self) -> None:
         """Say that it will never be committed."""

@@ -19,6 +19,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from zeroelastic.agree import gather, settle
 from zeroelastic.errors import SaveError, UnsupportedError, UsageError, ZeroElasticError
+from zeroelastic.notices import notice
 from zeroelastic.patching import patched
 from zeroelastic.record import write_atomically
 from zeroelastic.save_place import begin, making_of
@@ -171,7 +172,7 @@ def _save(
         if elastic:
             raise reason
         if dist.get_rank() == 0:
-            logger.info("no commit record is written: %s", reason)
+            notice(logger, f"{tag_dir}: saved by DeepSpeed alone; no commit record is written: {reason}")
         return asked.of(original, engine)
     if decoupled:
         check_alive(engine)
@@ -234,6 +235,8 @@ def _save(
     if point_latest is not None:
         roll_call.settle(point_latest, "`latest` was written")
     roll_call.end()
+    if dist.get_rank() == 0:
+        notice(logger, f"{tag_dir}: saved in {time.monotonic() - asked.began:.2f} s")
     return done
 
 

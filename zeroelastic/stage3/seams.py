@@ -19,6 +19,7 @@ from packaging.version import InvalidVersion, Version
 
 from zeroelastic.build_locks import watch_locks
 from zeroelastic.errors import IncompatibleDeepSpeedError
+from zeroelastic.notices import hide_notices, show_notices
 from zeroelastic.patching import is_wrapped, unwrap_all, wrap
 
 MINIMUM_DEEPSPEED = "0.18"
@@ -149,6 +150,7 @@ def install() -> None:
     """Check every seam, then wrap; see ``zeroelastic.install``."""
     if not is_installed():
         classes = _check()
+        show_notices()
         from zeroelastic.stage3.wrappers import REPLACEMENTS
 
         for seam in SEAMS:
@@ -172,6 +174,7 @@ def uninstall() -> None:
         partners = sys.modules.get("zeroelastic.stage3.partners")
         if partners is not None:
             partners.withdraw()
+        hide_notices()
 
 
 class _DropElasticWarning(logging.Filter):

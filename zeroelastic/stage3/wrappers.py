@@ -16,6 +16,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from zeroelastic.agree import gather, settle, together
 from zeroelastic.checkpoint import open_checkpoint
 from zeroelastic.errors import CheckpointError, MissingFileError, OldFormatError, UnsupportedError
+from zeroelastic.notices import notice
 from zeroelastic.patching import patched
 from zeroelastic.safepickle import allow_globals
 from zeroelastic.stage3 import memory
@@ -303,8 +304,11 @@ def load_checkpoint(original: Method) -> Method:
         self.zeroelastic_report = report
         if dist.get_rank() == 0:
             loud = bool(report.changed) or any(word in note for note in report.notes for word in _LOUD)
-            level = logging.WARNING if loud else logging.INFO
-            logger.log(level, "%s", report.text())
+            line, _, details = report.text().partition("\n")
+            if loud:
+                logger.warning("%s", report.text())
+            else:
+                notice(logger, line, details=f"\n{details}")
         return outcome
 
     return load_checkpoint
