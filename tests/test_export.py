@@ -23,7 +23,7 @@ from tests.synthetic import Param, edit, edit_optim, model_name, optim_name, raw
 from zeroelastic.checkpoint import open_checkpoint
 from zeroelastic.errors import CheckpointError, DigestMismatchError, UnsupportedError, UsageError
 from zeroelastic.export import DTYPES, HF_FILES, plan_export, run_export
-from zeroelastic.publish import new_directory
+from zeroelastic.staging import new_directory
 from zeroelastic.state import open_state
 from zeroelastic.testing import run_ranks
 from zeroelastic.testing.sample import BUFFER, EMBEDDING, TIED, write_sample
@@ -334,7 +334,7 @@ def test_a_buffer_that_needs_more_memory_than_given_is_refused(tmp_path: Path) -
 def test_a_directory_appears_complete_or_not_at_all(tmp_path: Path) -> None:
     with new_directory(tmp_path / "a") as directory:
         (directory / "x").write_text("x")
-        assert not (tmp_path / "a").exists() and directory.name.startswith(".a.")
+        assert not (tmp_path / "a").exists() and directory.parent.name.startswith(".a.")
     assert os.listdir(tmp_path) == ["a"]
     for target, said in (("a", "is there already"), ("b/c", "no such directory")):
         with pytest.raises(UsageError, match=said), new_directory(tmp_path / target):

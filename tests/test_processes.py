@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from torch.distributed import TCPStore
 
 from zeroelastic.errors import UsageError
-from zeroelastic.processes import Processes, _find, first_host
+from zeroelastic.processes import FIND_SECONDS, Processes, _find, _find_seconds, first_host
 from zeroelastic.testing.sample import write_sample
 
 ROOT = Path(__file__).parents[1]
+WRITERS = [("reshard", "a", "b", "-n", "3"), ("export", "a", "b")]
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -30,8 +37,17 @@ def cli(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 def torchrun(*arguments: object, count: int = 2) -> subprocess.CompletedProcess[str]:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(count), "-m", "zeroelastic"]
-    command = [sys.executable, *launcher, *map(str, arguments)]
+    command = [sys.executable, *launcher, *map(str, arguments), "--distributed"]
     return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=200, check=False)
+
+
+@pytest.fixture
+def job() -> Iterator[dict[str, str]]:
+    """What a script of a torchrun job of two ranks finds in its environment; the job's store answers."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    yield {"RANK": "0", "WORLD_SIZE": "2", **address}
+    del store
 
 
 def test_one_process_needs_neither_launcher_nor_torch() -> None:
@@ -40,7 +56,7 @@ def test_one_process_needs_neither_launcher_nor_torch() -> None:
     assert list(alone.mine(3)) == [0, 1, 2]
     code = (
         "import sys, zeroelastic.processes as p\n"
-        "with p.launched_processes() as x: print(x.size, 'torch' in sys.modules)"
+        "with p.launched_processes(distributed=False) as x: print(x.size, 'torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True)
     assert done.stdout == "1 False\n"
@@ -56,12 +72,15 @@ def test_launchers_are_known_by_what_they_set() -> None:
     def find(**env: str) -> Processes:
         return _find(env)  # type: ignore[arg-type]
 
-    assert find() == Processes() and find(WORLD_SIZE="1", RANK="0") == Processes()
+    with pytest.raises(UsageError, match="neither torchrun nor srun"):
+        find()
+    assert find(WORLD_SIZE="1", RANK="0") == Processes()
     assert find(WORLD_SIZE="4", RANK="2", MASTER_ADDR="a", MASTER_PORT="1") == Processes(2, 4)
     with pytest.raises(UsageError, match="RANK, MASTER_ADDR, MASTER_PORT is not"):
         find(WORLD_SIZE="4")
     # Inside a batch script there are SLURM_NTASKS and SLURM_PROCID although nobody else was started.
-    assert find(SLURM_NTASKS="4", SLURM_PROCID="0") == Processes()
+    with pytest.raises(UsageError, match="neither torchrun nor srun"):
+        find(SLURM_NTASKS="4", SLURM_PROCID="0")
     env = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3", "SLURM_STEP_NODELIST": "gpu[07-09]", "SLURM_JOB_ID": "7"}
     assert _find(env) == Processes(3, 4)  # type: ignore[arg-type]
     assert env["MASTER_ADDR"] == "gpu07" and 20000 <= int(env["MASTER_PORT"]) < 40000
@@ -91,7 +110,8 @@ def test_processes_of_srun_find_each_other(tmp_path: Path) -> None:
         port = probe.getsockname()[1]
     running = [
         subprocess.Popen(
-            [sys.executable, "-m", "zeroelastic", "reshard", tmp_path / "a", tmp_path / "b", "-n", "5", "--json"],
+            [sys.executable, "-m", "zeroelastic", "reshard", "a", "b", "-n", "5", "--json", "--distributed"],
+            cwd=tmp_path,
             env=environment(
                 SLURM_STEP_NUM_TASKS="2",
                 SLURM_PROCID=str(rank),
@@ -108,6 +128,61 @@ def test_processes_of_srun_find_each_other(tmp_path: Path) -> None:
     said = [process.communicate(timeout=120) for process in running]
     assert [process.returncode for process in running] == [0, 0], said
     assert json.loads(said[0][0])["world_size"] == 5 and said[1][0] == ""
+
+
+@pytest.mark.parametrize("verb", [("verify", "a"), *WRITERS], ids=" ".join)
+def test_a_verb_that_a_script_of_a_job_starts_does_not_join_the_job(tmp_path: Path, job: dict[str, str], verb) -> None:
+    write_sample(tmp_path / "a", world_size=2, steps=[2])
+    command = [sys.executable, "-m", "zeroelastic", *verb]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment(**job), capture_output=True, text=True, timeout=30, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == "note: this process works alone; --distributed shares the work among 2 processes\n"
+
+
+def test_processes_that_do_not_find_each_other_say_who_is_missing(tmp_path, job, monkeypatch) -> None:
+    write_sample(tmp_path / "a", world_size=1, steps=[2])
+    command = [sys.executable, "-m", "zeroelastic", "verify", "a", "--distributed"]
+    away = {**job, "MASTER_PORT": "9"}
+    monkeypatch.setenv(FIND_SECONDS, "soon")
+    with pytest.raises(UsageError, match="'soon', not a positive number of seconds"):
+        _find_seconds()
+    for env, said in (
+        (environment(**job, ZEROELASTIC_FIND_SECONDS="1"), "did not find each other in 1 s: rank 1 is not here"),
+        (environment(**away, ZEROELASTIC_FIND_SECONDS="1"), "they cannot meet at 127.0.0.1:9"),
+    ):
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 2 and said in done.stderr and done.stdout == "", done.stderr
+
+
+def test_a_process_that_waits_for_others_ends_by_sigterm(tmp_path: Path, job: dict[str, str]) -> None:
+    write_sample(tmp_path / "a", world_size=1, steps=[2])
+    command = [sys.executable, "-m", "zeroelastic", "verify", "a", "--distributed"]
+    waiting = subprocess.Popen(command, cwd=tmp_path, env=environment(**job, ZEROELASTIC_FIND_SECONDS="600"))
+    try:
+        store = TCPStore(job["MASTER_ADDR"], int(job["MASTER_PORT"]), is_master=False)
+        store.wait(["zeroelastic/1/here/0"], timedelta(seconds=60))
+        time.sleep(0.5)
+        waiting.send_signal(signal.SIGTERM)
+        assert waiting.wait(timeout=20) == 128 + signal.SIGTERM
+    finally:
+        waiting.kill()
+        waiting.wait()
+
+
+@pytest.mark.parametrize("verb", WRITERS, ids=" ".join)
+def test_a_second_process_that_writes_the_same_target_is_refused(tmp_path: Path, job: dict[str, str], verb) -> None:
+    write_sample(tmp_path / "a", world_size=1, steps=[2])
+    (tmp_path / ".b.zeroelastic-partial").mkdir()
+    with open(tmp_path / ".b.zeroelastic-partial/lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        command = [sys.executable, "-m", "zeroelastic", *verb]
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment(**job), capture_output=True, text=True, timeout=60, check=False
+        )
+    assert done.returncode == 2 and "another process is writing this target" in done.stderr
+    assert "--distributed" in done.stderr and not (tmp_path / "b").exists()
 
 
 def test_verify_shares_the_reading_and_finds_the_same(tmp_path: Path) -> None:

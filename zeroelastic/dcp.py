@@ -23,9 +23,9 @@ import numpy as np
 from zeroelastic.digest import ByteArray, ScalarValue
 from zeroelastic.errors import UnsupportedError
 from zeroelastic.executors import DigestRows, ReadTable, read_segments
-from zeroelastic.publish import new_directory
 from zeroelastic.rows import ByteRows, stream_seeds
 from zeroelastic.shard import FP32
+from zeroelastic.staging import new_directory
 from zeroelastic.state import SavedState
 from zeroelastic.torchfile import DTYPE_BYTES
 from zeroelastic.transfer import Advance, compare_digest, recorded_digests

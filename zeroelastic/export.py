@@ -22,8 +22,9 @@ from zeroelastic.errors import CheckpointError, UnsupportedError
 from zeroelastic.executors import SegmentTable, move_segments, write_segments
 from zeroelastic.executors.cast import cast_bytes
 from zeroelastic.processes import Processes
-from zeroelastic.publish import EarlyFlush, new_directory, reserve_file, start_flushing
+from zeroelastic.publish import EarlyFlush, reserve_file, start_flushing
 from zeroelastic.shard import FP32, OptionValue
+from zeroelastic.staging import new_directory
 from zeroelastic.state import SavedState
 from zeroelastic.storage import FilePath, file_size, file_sizes, read_whole
 from zeroelastic.torchfile import DTYPE_BYTES, DType

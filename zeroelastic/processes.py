@@ -1,17 +1,22 @@
-"""The processes that a command was started as: torchrun's, srun's, or this one alone; work is split over them by rank.
+"""The processes that share the work of a command by rank: this one alone, or on request all of one torchrun or srun.
 
 One process needs no torch. Several talk through torch.distributed with gloo, on the addresses that the launcher gave.
+The variables of a launcher alone say nothing: what a script of a training job starts inherits them from its rank.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import signal
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from types import FrameType
+from typing import Any, TypeVar
 
 from zeroelastic.errors import UsageError
 
@@ -19,6 +24,11 @@ T = TypeVar("T")
 
 _WAIT = timedelta(hours=6)
 """How long a process waits for one that is still moving bytes."""
+
+FIND_SECONDS = "ZEROELASTIC_FIND_SECONDS"
+"""The environment variable that says for how long processes look for each other; 60 s without it."""
+
+_GRACE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,24 +68,126 @@ class Processes:
         return agree.broadcast(result)  # type: ignore[return-value]
 
 
+def num_launched() -> int:
+    """How many processes the launcher of this one, or of the job that started this one, says that there are."""
+    sizes = [os.environ.get(name, "") for name in ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS")]
+    return next((int(size) for size in sizes if size.isdecimal()), 1)
+
+
 @contextmanager
-def launched_processes() -> Iterator[Processes]:
-    """The processes of this command, connected while it lasts. Raises UsageError where a launcher left that unclear."""
+def launched_processes(*, distributed: bool) -> Iterator[Processes]:
+    """This process alone, or with ``distributed`` all that the launcher started, connected while it lasts.
+
+    Raises UsageError where no launcher says who they are, or where they do not find each other in a minute
+    (FIND_SECONDS). What ends by a signal ends at once, also where it waits for the others.
+    """
+    if not distributed:
+        yield Processes()
+        return
     found = _find(os.environ)
     if found.size == 1:
         yield found
         return
     import torch.distributed as dist
 
-    dist.init_process_group("gloo", rank=found.rank, world_size=found.size, timeout=_WAIT)
+    with _signals_obeyed():
+        store = _meet(found)
+        dist.init_process_group("gloo", store=store, rank=found.rank, world_size=found.size, timeout=_WAIT)
+        try:
+            yield found
+            dist.barrier()
+        finally:
+            dist.destroy_process_group()
+
+
+def _meet(found: Processes) -> Any:
+    """The store of these processes, for this command, when all of them are there. Raises UsageError."""
+    from torch._C._distributed_c10d import PrefixStore
+    from torch.distributed import DistError
+    from torch.distributed.rendezvous import rendezvous
+
+    limit_s = _find_seconds()
+    end = time.monotonic() + limit_s
+    there: list[int] = []
     try:
-        yield found
-        dist.barrier()
+        limit = timedelta(seconds=limit_s)
+        store, _, _ = next(rendezvous("env://", found.rank, found.size, timeout=limit))
+        number = store.add(f"zeroelastic/commands/{found.rank}", 1)  # one job may start several, one after the other
+        store = PrefixStore(f"zeroelastic/{number}", store)
+        store.set(f"here/{found.rank}", "")
+        for rank in range(found.size):
+            store.wait([f"here/{rank}"], timedelta(seconds=max(0.1, end - time.monotonic())))
+            there.append(rank)
+    except DistError as error:
+        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        what = f"rank {len(there)} is not here" if there else f"they cannot meet at {where} ({_first_line(error)})"
+        raise UsageError(
+            f"--distributed: {found.size} processes did not find each other in {limit_s:g} s: {what}. Start all of "
+            f"them by one torchrun or srun, or leave --distributed out; {FIND_SECONDS} sets the time."
+        ) from None
+    return store
+
+
+def _find_seconds() -> float:
+    text = os.environ.get(FIND_SECONDS, "60")
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise UsageError(f"{FIND_SECONDS} is {text!r}, not a positive number of seconds.")
+    return seconds
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0].rstrip(".")
+
+
+@contextmanager
+def _signals_obeyed() -> Iterator[None]:
+    """While it lasts, a signal that has a handler ends this process also where C++ code keeps the handler from running.
+
+    Waiting for another process is such code: Python runs handlers between its own instructions only.
+    """
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in numbers}
+    obeyed_at = 0.0
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal obeyed_at
+        obeyed_at = time.monotonic()
+        handler = before[signal.Signals(number)]
+        assert callable(handler)
+        handler(number, frame)
+
+    def watch() -> None:
+        while number := os.read(came, 1):
+            since = time.monotonic() - 1.0
+            time.sleep(_GRACE_S)
+            if number[0] in numbers and obeyed_at < since:
+                os._exit(128 + number[0])
+        os.close(came)
+
+    came, comes = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    os.set_blocking(came, True)
+    previous = signal.set_wakeup_fd(comes, warn_on_full_buffer=False)
+    for number in numbers:
+        if callable(before[number]):
+            signal.signal(number, handle)
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        yield
     finally:
-        dist.destroy_process_group()
+        for number in numbers:
+            if callable(before[number]):
+                signal.signal(number, before[number])
+        signal.set_wakeup_fd(previous)
+        os.close(comes)
 
 
 def _find(env: os._Environ[str]) -> Processes:
+    if "WORLD_SIZE" not in env and "SLURM_STEP_NUM_TASKS" not in env:
+        raise UsageError("--distributed: neither torchrun nor srun has started this process.")
     if int(env.get("WORLD_SIZE", "1")) > 1:
         missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in env]
         if missing:

@@ -1,20 +1,16 @@
-"""A directory that appears complete or not at all: filled under a hidden name beside its place, flushed, renamed."""
+"""What a target needs: a free place, space set aside, bytes flushed to the device, a name that replaces nothing."""
 
 from __future__ import annotations
 
 import ctypes
 import errno
 import os
-import secrets
-import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 from zeroelastic.archive import reserve_space
 from zeroelastic.errors import UsageError
-from zeroelastic.processes import Processes
 
 _NOREPLACE = 1  # linux/fs.h: RENAME_NOREPLACE
 _FLUSHING_THREADS = 8
@@ -32,37 +28,6 @@ def check_free(dst: Path, *, sources: tuple[Path, ...] = ()) -> None:
     for source in sources:
         if dst.parent.resolve().joinpath(dst.name).is_relative_to(source.resolve()):
             raise UsageError(f"{dst}: lies inside the source {source}, which is not touched. Give a name beside it.")
-
-
-@contextmanager
-def new_directory(target: Path, processes: Processes | None = None) -> Iterator[Path]:
-    """A hidden directory to fill, which becomes ``target`` when the block ends well and is removed when it does not.
-
-    Everything in it is flushed to its device before it gets its name. Several processes fill one and the same
-    directory. Collective. Raises UsageError as ``check_free``, OSError.
-    """
-    processes = processes or Processes()
-    target = Path(os.path.abspath(target))
-
-    def make() -> Path:
-        check_free(target)
-        hidden = target.parent / f".{target.name[:100]}.{secrets.token_hex(4)}.tmp"
-        os.mkdir(hidden)
-        return hidden
-
-    def finish() -> None:
-        _flush(hidden)
-        rename_new(hidden, target)
-        _sync(target.parent, os.O_DIRECTORY)
-
-    hidden = processes.first(make)
-    try:
-        yield hidden
-        processes.first(finish)
-    except BaseException:
-        if processes.rank == 0:
-            shutil.rmtree(hidden, ignore_errors=True)
-        raise
 
 
 def reserve_file(path: Path, nbytes: int) -> None:
@@ -102,7 +67,7 @@ class EarlyFlush:
             self._progress(nbytes)
 
 
-def _flush(directory: Path) -> None:
+def flush_tree(directory: Path) -> None:
     """fsync all files in a directory, then the directories, the innermost first."""
     tree = list(os.walk(directory, topdown=False))
     with ThreadPoolExecutor(_FLUSHING_THREADS) as pool:

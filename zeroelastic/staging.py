@@ -10,6 +10,7 @@ import fcntl
 import json
 import logging
 import os
+import secrets
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping
@@ -18,7 +19,7 @@ from pathlib import Path
 
 from zeroelastic.errors import UsageError
 from zeroelastic.processes import Processes
-from zeroelastic.publish import rename_new
+from zeroelastic.publish import check_free, flush_tree, rename_new
 from zeroelastic.record import sync_directory, write_atomically
 
 logger = logging.getLogger(__name__)
@@ -86,6 +87,34 @@ def staged(dst: Path, manifest: Mapping[str, object], processes: Processes) -> I
             os.close(lock)
 
 
+@contextmanager
+def new_directory(target: Path, processes: Processes | None = None) -> Iterator[Path]:
+    """An empty directory to fill, which becomes ``target`` when the block ends well and is removed when it does not.
+
+    Everything in it is flushed to its device before it gets its name. Several processes fill one and the same
+    directory. Collective. Raises UsageError as ``check_free`` and when another process is at it, OSError.
+    """
+    processes = processes or Processes()
+    target = Path(os.path.abspath(target))
+    processes.first(lambda: check_free(target))
+    nothing_to_take_over = {"run": secrets.token_hex(8)}
+    with staged(target, nothing_to_take_over, processes) as (staging, _):
+        made = staging / target.name
+
+        def finish() -> None:
+            flush_tree(made)
+            publish(staging, made, target)
+
+        try:
+            processes.first(made.mkdir)
+            yield made
+            processes.first(finish)
+        except BaseException:
+            if processes.rank == 0:
+                shutil.rmtree(staging, ignore_errors=True)
+            raise
+
+
 def _take(staging: Path, manifest: Mapping[str, object]) -> tuple[str, int]:
     staging.mkdir(exist_ok=True)
     lock = os.open(staging / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -93,7 +122,10 @@ def _take(staging: Path, manifest: Mapping[str, object]) -> tuple[str, int]:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(lock)
-        raise UsageError(f"{staging}: another process is writing this target. Wait for it, or end it.") from None
+        raise UsageError(
+            f"{staging}: another process is writing this target. Wait for it, or end it. The processes of one "
+            "torchrun or srun share the work of reshard and export with --distributed."
+        ) from None
     except OSError as error:  # a file system without locks
         logger.warning("%s cannot be locked (%s): see to it that only one command writes it", staging, error.strerror)
     identity = ""

@@ -27,9 +27,10 @@ from zeroelastic.errors import CheckpointError, UnsupportedError
 from zeroelastic.executors import DigestRows, SegmentTable, join_crc32, move_segments
 from zeroelastic.layout import Int64Array
 from zeroelastic.picklegraph import Storage, entry, new_storage, pairs_of, read_graph, tensor, walk_storages
-from zeroelastic.publish import new_directory, reserve_file
+from zeroelastic.publish import reserve_file
 from zeroelastic.rows import stream_seeds
 from zeroelastic.shard import FP32
+from zeroelastic.staging import new_directory
 from zeroelastic.state import SavedState
 from zeroelastic.transfer import Advance, Delivery, compare_digest, deliver, recorded_digests
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from zeroelastic.cli.distributed import DistributedOption, processes_of
 from zeroelastic.cli.show import harmless, print_document
 from zeroelastic.cli.sizes import format_size, parse_size
 from zeroelastic.cli.target import local_target
@@ -37,6 +38,7 @@ def export(
     ] = "once",
     max_memory: Annotated[str, typer.Option(metavar="SIZE", help="Memory that may be used.")] = "1GiB",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be written; write nothing.")] = False,
+    distributed: DistributedOption = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
 ) -> None:
     """Write the weights of a checkpoint as safetensors files.
@@ -44,7 +46,7 @@ def export(
     DST gets model.safetensors, or several files and their index, and the configuration and tokenizer of a Hugging Face
     checkpoint. It appears complete or not at all. Every byte is read once, by all cores, without torch; where the
     checkpoint has a commit record, what was read is compared with it. Exit code 0: done; 2: wrong usage, or DST exists;
-    3: the checkpoint is damaged. Started by torchrun or srun, its processes share the work.
+    3: the checkpoint is damaged. With --distributed, the processes of one torchrun or srun share the work.
 
     \b
     Examples:
@@ -59,7 +61,6 @@ def export(
     from zeroelastic.checkpoint import open_checkpoint
     from zeroelastic.cli.progress import progress_bar
     from zeroelastic.export import plan_export, run_export
-    from zeroelastic.processes import launched_processes
     from zeroelastic.publish import check_free
     from zeroelastic.source import find_source
     from zeroelastic.state import open_state
@@ -72,7 +73,7 @@ def export(
             state, dtype=dtype, max_shard_size=shard_nbytes, optimizer=optimizer, tied=tied, model_dir=source.root
         )
 
-    with launched_processes() as processes:
+    with processes_of(distributed=distributed) as processes:
         began = time.monotonic()
         source, plan = processes.settle(look)
         compared: int | None = None

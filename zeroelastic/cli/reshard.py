@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from zeroelastic.cli.distributed import DistributedOption, processes_of
 from zeroelastic.cli.sizes import format_size, parse_size
 from zeroelastic.cli.target import local_target
 
@@ -36,13 +37,14 @@ def reshard(
     max_memory: Annotated[str, typer.Option(metavar="SIZE", help="Memory to stay within, such as 512MiB.")] = "1GiB",
     verify: Annotated[bool, typer.Option("--verify", help="Read the result again before it appears.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done; write nothing.")] = False,
+    distributed: DistributedOption = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
 ) -> None:
     """Make a native DeepSpeed checkpoint for M ranks out of one of any number of ranks, bit for bit.
 
     DST gets the same tag, latest, and what frameworks keep beside it; it appears complete or not at all. A run
     that was killed goes on where it was when the same command is given again. What is read is compared with the
-    commit record, where there is one. Started by torchrun or srun, its processes share the work.
+    commit record, where there is one. With --distributed, the processes of one torchrun or srun share the work.
 
     \b
     Examples:
@@ -51,7 +53,6 @@ def reshard(
         zeroelastic reshard ckpt ckpt-8 --world-size 8 --dry-run --json
     """
     from zeroelastic.cli.progress import progress_bar
-    from zeroelastic.processes import launched_processes
     from zeroelastic.reshard import ReshardOptions, check_target, plan_reshard
     from zeroelastic.reshard import reshard as carry_out
     from zeroelastic.source import find_source
@@ -63,7 +64,7 @@ def reshard(
     options = ReshardOptions(
         world_size=world_size, format=format, sub_group_size=sub_group_size, max_memory=memory, verify=verify
     )
-    with launched_processes() as processes:
+    with processes_of(distributed=distributed) as processes:
         plan = processes.settle(lambda: plan_reshard(find_source(src, tag=tag), options))
         if dry_run:
             processes.first(lambda: check_target(plan, dst))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from zeroelastic.cli.distributed import DistributedOption, processes_of
 from zeroelastic.cli.outcome import INVALID
 
 if TYPE_CHECKING:
@@ -28,13 +29,14 @@ def verify(
     lift: Annotated[
         bool, typer.Option("--lift-quarantine", help="Take the mark of damage away, if the checkpoint is valid.")
     ] = False,
+    distributed: DistributedOption = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
 ) -> None:
     """Check that a checkpoint is what its save left: complete, undamaged, of one save.
 
     Reads every byte of every rank's files once: headers, checksums of all records, digests of all tensors against the
-    commit record. What is damaged is named by file, parameter, state key and byte. Started by torchrun or srun, its
-    processes share the reading.
+    commit record. What is damaged is named by file, parameter, state key and byte. With --distributed, the
+    processes of one torchrun or srun share the reading.
     A checkpoint that was found damaged on a load may have a mark, by which it is passed over; --lift-quarantine removes
     it from one that turns out valid.
     Exit code 0: valid; 1: it could not be checked; 2: wrong usage; 3: invalid.
@@ -47,13 +49,12 @@ def verify(
         zeroelastic verify ckpt --tag global_step4 --lift-quarantine
     """
     from zeroelastic.errors import UsageError
-    from zeroelastic.processes import launched_processes
 
     if lift and quick:
         raise UsageError(
             "--lift-quarantine: only a whole verification tells that a checkpoint is undamaged; no --quick."
         )
-    with launched_processes() as processes:
+    with processes_of(distributed=distributed) as processes:
         began = time.monotonic()
         report, read_seconds = _verify(src, tag, quick, processes)
         seconds = time.monotonic() - began
