@@ -15,6 +15,7 @@ PACKAGE = Path(zeroelastic.__file__).parent
 
 LEVELS = [
     {"errors", "_version", "report", "documents", "patching", "living"},
+    {"owner"},
     {"layout"},
     {"storage", "build_locks", "notices", "agree", "event_log", "opcodes"},
     {"processes", "relayed", "timeline", "safepickle"},
@@ -23,6 +24,7 @@ LEVELS = [
     {"shard", "quarantine"},
     {"checkpoint", "membership"},
     {"rows", "findings", "save_place"},
+    {"tag_names", "leftovers"},
     {"source", "census"},
     {"state", "forecast"},
     {"universal_cost"},

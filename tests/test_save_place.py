@@ -10,11 +10,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from synthetic import optim_name
+from synthetic import optim_name, write_checkpoint
 
 from zeroelastic import save_place
 from zeroelastic.record import RECORD_NAME
-from zeroelastic.save_place import begin, carry_over, is_unfinished, making_of, put_in_place, recover, unfinished
+from zeroelastic.save_place import (
+    begin,
+    carry_over,
+    is_unfinished,
+    making_of,
+    put_in_place,
+    recover,
+    recover_all,
+    replaces_nothing,
+    unfinished,
+)
 from zeroelastic.source import list_tags
 
 OLD, NEW = "0" * 32, "1" * 32
@@ -100,6 +110,36 @@ def test_what_dead_saves_left_goes_with_the_next_save_of_the_tag_only(tmp_path: 
     saved(tmp_path / "tag", NEW, "new")
     left = {f".{tag}.{'2' * 32}.tmp" for tag in ("tag1", "ta")}
     assert set(os.listdir(tmp_path)) == {"tag", ".tag.backup.tmp", *left}
+
+
+LONG = "x" * 200
+
+
+def test_tags_that_begin_alike_are_not_one(tmp_path: Path) -> None:
+    """Of 255 bytes that a name may have, hidden names have 200 for the tag."""
+    first, second = tmp_path / f"{LONG}-first", tmp_path / f"{LONG}-second"
+    making = make(first, OLD, "first")
+    other = make(second, OLD, "second")
+    assert making != other and is_unfinished(other.name) and len(os.fsencode(other.name)) < 255
+    put_in_place(making, first)
+    assert files(first)[RECORD_NAME] == "first" and unfinished(first) == () and unfinished(second) == (other,)
+    saved(second, NEW, "new")
+    aside = making_of(second, OLD).with_suffix(".old")
+    second.rename(aside)
+    assert replaces_nothing(aside) and not recover(first) and recover(second)
+    assert files(first)[RECORD_NAME] == "first" and files(second)[RECORD_NAME] == "new"
+
+
+def test_hidden_names_that_were_cut_without_a_digest_are_understood(tmp_path: Path) -> None:
+    first, second = tmp_path / f"{LONG}-first", tmp_path / f"{LONG}-second"
+    write_checkpoint(second, world_size=1, record=True)
+    aside, torn = (tmp_path / f".{LONG}.{name}.{suffix}" for name, suffix in ((OLD, "old"), (NEW, "tmp")))
+    second.rename(aside)
+    torn.mkdir()
+    assert unfinished(first) == () and unfinished(second) == (aside,)
+    assert replaces_nothing(aside) and not replaces_nothing(torn)
+    recover_all(tmp_path)
+    assert (second / RECORD_NAME).exists() and not first.exists() and torn.is_dir()
 
 
 class Killed(BaseException):

@@ -74,7 +74,7 @@ def test_latest_that_names_nothing_is_the_checkpoints_fault(root: Path) -> None:
     (root / "latest").write_text("global_step8")
     with pytest.raises(MissingFileError, match=r"names global_step8, which is not there. There are: global_step2"):
         find_source(root)
-    for text in (b"", b"..", b"a/b", b"\xff\xfe", b"x" * 5000):
+    for text in (b"", b"..", b"/a", b"a/../../b", b"\xff\xfe", b"x" * 5000):
         (root / "latest").write_bytes(text)
         with pytest.raises(CheckpointError, match="latest"):
             read_latest(root)

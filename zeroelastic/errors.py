@@ -20,6 +20,11 @@ def shown(value: object) -> str:
     return brief(_SHORT.repr(value))
 
 
+def printable(name: str) -> str:
+    """A name of a file or tag as an error message has it: as it is where it can be read, else as ``shown``."""
+    return brief(name) if name.isprintable() and name == name.strip() != "" else shown(name)
+
+
 def brief(text: str) -> str:
     """A name from a file as an error message has it: as it is, or its two ends where it is long."""
     return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN // 2]}...{text[-_MOST_SHOWN // 2 :]}"

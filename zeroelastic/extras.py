@@ -19,8 +19,9 @@ from zeroelastic.archive import Archive
 from zeroelastic.errors import CheckpointError, MissingFileError
 from zeroelastic.picklegraph import Storage, read_graph
 from zeroelastic.rng import derived_seed, reseed
-from zeroelastic.source import LATEST, Source
+from zeroelastic.source import Source
 from zeroelastic.storage import FilePath, file_size, file_sizes, folders, read_range
+from zeroelastic.tag_names import LATEST
 
 _SCRIPTS = re.compile(r"zero_to_(fp32|torch)\.py")
 _PER_RANK = re.compile(r"(?P<stem>rng_state|random_states)(_(?P<rank>\d+))?\.(?P<kind>pth|pkl)")

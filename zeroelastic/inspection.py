@@ -174,7 +174,7 @@ class _Look:
         found.versions.update(
             zeroelastic=commit.versions.zeroelastic, deepspeed=commit.versions.deepspeed, torch=commit.versions.torch
         )
-        if commit.tag != found.tag:
+        if commit.tag != found.tag and not commit.tag.endswith(f"/{found.tag}"):  # seen from within a part of it
             found.notes.append(f"was saved under the tag {commit.tag}")
         wrong = [
             f"{name} has {census.sizes[name]} bytes, not {want}"

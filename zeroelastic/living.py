@@ -25,7 +25,21 @@ def life_of(name: str) -> Life:
     number = process.partition(" ")[0]
     if place != _place() or not number.isdecimal():
         return "unknown"
-    return "lives" if not name.endswith(" -") and identity(int(number)) == name else "ended"
+    now = identity(int(number))
+    if now.endswith(" -") and not name.endswith(" -") and _is_hidden(int(number)):
+        return "unknown"
+    return "lives" if not name.endswith(" -") and now == name else "ended"
+
+
+def _is_hidden(process: int) -> bool:
+    """Whether a process of another user runs, of which /proc says nothing (mount option hidepid)."""
+    try:
+        os.kill(process, 0)
+    except PermissionError:
+        return not os.path.exists(f"/proc/{process}/stat")
+    except (ProcessLookupError, OverflowError):
+        pass
+    return False
 
 
 def _place() -> str:

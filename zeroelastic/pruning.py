@@ -19,19 +19,22 @@ from pathlib import Path
 
 from zeroelastic.census import is_temporary
 from zeroelastic.errors import CheckpointError, UsageError
+from zeroelastic.leftovers import leftovers, why_kept
 from zeroelastic.record import RECORD_NAME, sync_directory
-from zeroelastic.save_place import is_unfinished, replaces_nothing
+from zeroelastic.save_place import replaces_nothing
 from zeroelastic.storage import FilePath, read_whole
+from zeroelastic.tag_names import HERE, TRASH
 from zeroelastic.tags import Check, Run, Tag, check_quickly, check_tag, list_run, named_latest
-
-TRASH = ".zeroelastic-pruned"
-"""The hidden folder that holds what is being removed."""
 
 MIN_AGE_S = 3600.0
 """How long nothing in a tag without a commit record has changed when it is taken to be one that nobody writes."""
 
 _TRAINER_STATE = "trainer_state.json"
 _MOST_STATE_BYTES = 1 << 28
+
+
+Links = dict[str, str]
+"""Symbolic links, by their own names or by what they lead to, relative to a directory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +65,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Unfinished:
-    """A hidden directory in which a save was made that did not finish, or that may still be on its way."""
+    """A hidden directory or file of a save that did not finish, or that may still be on its way."""
 
     name: str
     tree: Tree
@@ -108,36 +111,41 @@ def plan_prune(
     if not isinstance(root, Path):
         raise UsageError(f"{root}: only directories on this machine are pruned.")
     root = Path(os.path.realpath(root))
-    leftovers = _leftovers(root)
+    interrupted = _in_trash(root)
     try:
         run = list_run(root)
     except UsageError:
-        if leftovers:  # an interrupted removal took the last one
-            return PrunePlan(root, (), leftovers)
+        if interrupted:  # an interrupted removal took the last one
+            return PrunePlan(root, (), interrupted)
         raise
-    decisions = tuple(_decide(root, run, keep, invalid, min_age_s, check))
-    return PrunePlan(root, decisions, leftovers, tuple(_unfinished(root, min_age_s)))
+    folders = _folders(root, run.tags)
+    decisions = tuple(_decide(root, run, keep, invalid, min_age_s, check, _links(root, folders)))
+    return PrunePlan(root, decisions, interrupted, tuple(_unfinished(root, folders, min_age_s)))
 
 
-def _unfinished(root: Path, min_age_s: float) -> Iterator[Unfinished]:
-    """The saves that were not put in place, directly in a directory, as save_place makes them."""
-    for entry in sorted(os.scandir(root), key=lambda entry: entry.name):
-        if not is_unfinished(entry.name) or not entry.is_dir(follow_symlinks=False):
-            continue
-        tree = survey(Path(entry.path))
-        kept = ""
-        if replaces_nothing(root / entry.name):
-            kept = "the tag that it belongs to is not there: a load or save of that tag puts it back"
-        elif not tree.one_device:
-            kept = "another file system is mounted in it"
-        elif time.time() - tree.changed_at < min_age_s:
-            kept = f"a save may be on its way: it changed within the last {min_age_s / 60:.0f} minutes"
-        yield Unfinished(entry.name, tree, not kept, kept or "of a save that did not finish")
+def _unfinished(root: Path, folders: Iterable[Path], min_age_s: float) -> Iterator[Unfinished]:
+    """What saves that did not finish have left in the folders of a directory that hold tags."""
+    for folder in folders:
+        for name in leftovers(folder):
+            tree = survey(folder / name)
+            kept = why_kept(folder / name, min_age_s)
+            if kept is None and not tree.one_device:
+                kept = "another file system is mounted in it"
+            path = str((folder / name).relative_to(root))
+            yield Unfinished(path, tree, kept is None, kept or "of a save that did not finish")
 
 
-def _decide(root: Path, run: Run, keep: int, invalid: bool, min_age_s: float, check: Check) -> Iterator[Decision]:
+def _folders(root: Path, tags: Iterable[Tag]) -> list[Path]:
+    """The directory itself, and the folders between it and its tags."""
+    above = {parent for tag in tags for parent in Path(str(tag.path)).parents if parent.is_relative_to(root)}
+    return sorted({root, *above})
+
+
+def _decide(
+    root: Path, run: Run, keep: int, invalid: bool, min_age_s: float, check: Check, found: tuple[Links, Links]
+) -> Iterator[Decision]:
     latest, problem = named_latest(root)
-    links, linked = _links(root)
+    links, linked = found
     verdicts = [check_tag(tag, check) for tag in run.tags]
     whole = [tag for tag, verdict in zip(run.tags, verdicts, strict=True) if verdict is None]
     counted = [tag for tag in whole if tag.name not in links]
@@ -159,6 +167,8 @@ def _decide(root: Path, run: Run, keep: int, invalid: bool, min_age_s: float, ch
             reason = "is a symbolic link"
         elif tag.name in linked:
             reason = f"the symbolic link {linked[tag.name]} leads to it"
+        elif tag.name == HERE:
+            reason = "it is the directory itself"
         elif tag.name == best:
             reason = f"{_TRAINER_STATE} of {whole[0].name} names it as the best model"
         elif verdict is not None and verdict.undecided:
@@ -214,7 +224,7 @@ def survey(directory: Path) -> Tree:
 
 def _walk(directory: Path) -> Iterator[tuple[Path, os.stat_result]]:
     yield directory, os.lstat(directory)
-    for entry in os.scandir(directory):
+    for entry in os.scandir(directory) if directory.is_dir() else ():
         if entry.is_dir(follow_symlinks=False):
             yield from _walk(Path(entry.path))
         else:
@@ -227,7 +237,7 @@ def remove_tag(plan: PrunePlan, decision: Decision) -> str | None:
     It is left alone where ``latest`` names it by now, or where it changed since it was decided on.
     """
     path = Path(str(decision.tag.path))
-    assert decision.remove and decision.tree is not None and path.parent == plan.root
+    assert decision.remove and decision.tree is not None and path.is_relative_to(plan.root) and path != plan.root
     latest, problem = named_latest(plan.root)
     if problem is not None or latest == decision.tag.name:
         return problem or "latest names it by now"
@@ -247,7 +257,7 @@ def remove_unfinished(plan: PrunePlan, found: Unfinished) -> str | None:
         if replaces_nothing(path) or survey(path).mark != found.tree.mark:
             return "it changed while this ran"
     except FileNotFoundError:
-        return None
+        return None  # a save has removed it
     _move_to_trash(plan.root, path)
     return None
 
@@ -256,14 +266,14 @@ def _move_to_trash(root: Path, path: Path) -> None:
     trash = _trash(root, make=True)
     os.rename(path, trash / secrets.token_hex(8))
     sync_directory(trash)
-    sync_directory(root)
+    sync_directory(path.parent)
     empty_trash(root)
 
 
 def empty_trash(root: Path) -> None:
     """Delete what was moved into the hidden folder, and the folder. Raises OSError."""
     trash = _trash(root, make=False)
-    for name in _leftovers(root):
+    for name in _in_trash(root):
         _delete(trash / name)
     try:
         trash.rmdir()
@@ -298,7 +308,7 @@ def _trash(root: Path, *, make: bool) -> Path:
     return trash
 
 
-def _leftovers(root: Path) -> tuple[str, ...]:
+def _in_trash(root: Path) -> tuple[str, ...]:
     trash = _trash(root, make=False)
     try:
         return tuple(sorted(os.listdir(trash)))
@@ -306,17 +316,20 @@ def _leftovers(root: Path) -> tuple[str, ...]:
         return ()
 
 
-def _links(root: Path) -> tuple[frozenset[str], dict[str, str]]:
-    """The symbolic links in a directory, and for each directory in it that one of them leads into, that link."""
-    links: set[str] = set()
-    linked: dict[str, str] = {}
-    for entry in os.scandir(root):
-        if entry.is_symlink():
-            links.add(entry.name)
-            target = Path(os.path.realpath(entry.path))
-            if target.is_relative_to(root) and target != root:
-                linked[target.relative_to(root).parts[0]] = entry.name
-    return frozenset(links), linked
+def _links(root: Path, folders: Iterable[Path]) -> tuple[Links, Links]:
+    """The symbolic links in the folders of a directory, and for the paths in it that they lead to or into, the link."""
+    links: Links = {}
+    linked: Links = {}
+    for folder in folders:
+        for entry in os.scandir(folder):
+            if entry.is_symlink():
+                name = str(Path(entry.path).relative_to(root))
+                links[name] = name
+                target = Path(os.path.realpath(entry.path))
+                for path in (target, *target.parents):
+                    if path.is_relative_to(root) and path != root:
+                        linked[str(path.relative_to(root))] = name
+    return links, linked
 
 
 def _best_of_trainer(newest: Tag) -> str | None:

@@ -38,10 +38,11 @@ from zeroelastic.record import (
     sync_directory,
     write_atomically,
 )
-from zeroelastic.source import LATEST, Source
+from zeroelastic.source import Source
 from zeroelastic.staging import publish, staged, staged_bytes, sweep
 from zeroelastic.state import SavedState, open_state
 from zeroelastic.storage import FilePath
+from zeroelastic.tag_names import LATEST
 from zeroelastic.torchfile import directory_digest
 
 LEAST_MEMORY = 64 << 20

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import hashlib
 import logging
 import os
 import re
@@ -18,14 +19,17 @@ from contextlib import suppress
 from pathlib import Path
 
 from zeroelastic.checkpoint import is_rank_file
+from zeroelastic.errors import CheckpointError, UnreadableError
+from zeroelastic.owner import OWNER_NAME, is_of_another, note_owner
 from zeroelastic.quarantine import MARK_NAME
-from zeroelastic.record import RECORD_NAME, sync_directory
+from zeroelastic.record import RECORD_NAME, read_record, sync_directory
 
 logger = logging.getLogger(__name__)
 
 _MADE, _ASIDE = "tmp", "old"
 _NAME = re.compile(r"\.(.+)\.([0-9a-f]{32})\.(tmp|old)", re.DOTALL)
 _LONGEST = 200  # of 255 bytes that a name may have
+_DIGITS = 16
 _HERE = -100  # linux/fcntl.h: AT_FDCWD
 _EXCHANGE = 2  # linux/fs.h: RENAME_EXCHANGE
 _CANNOT_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -44,7 +48,31 @@ def _beside(tag_dir: Path, save_id: str, suffix: str) -> Path:
 
 
 def _stem(place: Path) -> str:
-    return os.fsdecode(os.fsencode(place.name)[:_LONGEST])
+    """The tag's name as its hidden directories have it; one that is cut ends in a digest of the whole name."""
+    name = os.fsencode(place.name)
+    if len(name) <= _LONGEST:
+        return place.name
+    head = name[: _LONGEST - _DIGITS].decode(errors="ignore").encode()
+    return head.ljust(_LONGEST - _DIGITS, b"~").decode() + hashlib.sha256(name).hexdigest()[:_DIGITS]
+
+
+def _belongs(hidden: Path, place: Path) -> bool:
+    """Whether a hidden directory is of a save of this tag. Saves of before cut names without a digest."""
+    match = _NAME.fullmatch(hidden.name)
+    if match is None:
+        return False
+    name = os.fsencode(place.name)
+    cut = len(name) > _LONGEST and os.fsencode(match[1]) == name[:_LONGEST]
+    return match[1] == _stem(place) or (cut and _recorded_name(hidden) == place.name)
+
+
+def _recorded_name(hidden: Path) -> str | None:
+    """The name of the tag by the commit record of a save that was complete."""
+    try:
+        record = read_record(hidden)
+    except (CheckpointError, UnreadableError):
+        return None
+    return None if record is None else record.tag.rpartition("/")[2]
 
 
 def is_unfinished(name: str) -> bool:
@@ -57,8 +85,19 @@ def replaces_nothing(left: Path) -> bool:
     match = _NAME.fullmatch(left.name)
     if match is None or (match[3] != _ASIDE and not (left.with_suffix(f".{_ASIDE}")).exists()):
         return False
-    place = left.parent / match[1]
-    return not os.path.lexists(place) or _is_empty(place)
+    place = _place_of(left)
+    return place is None or not os.path.lexists(place) or _is_empty(place)
+
+
+def _place_of(hidden: Path) -> Path | None:
+    """The tag that a hidden directory belongs to, there or not; None where its name is cut and none that is there."""
+    match = _NAME.fullmatch(hidden.name)
+    assert match is not None
+    if len(os.fsencode(match[1])) < _LONGEST:
+        return hidden.parent / match[1]
+    recorded = _recorded_name(hidden)
+    names = (recorded,) if recorded is not None else os.listdir(hidden.parent)
+    return next((hidden.parent / name for name in names if _belongs(hidden, hidden.parent / name)), None)
 
 
 def unfinished(tag_dir: Path) -> tuple[Path, ...]:
@@ -68,19 +107,22 @@ def unfinished(tag_dir: Path) -> tuple[Path, ...]:
         names = sorted(os.listdir(place.parent))
     except FileNotFoundError:
         return ()
-    found = ((name, _NAME.fullmatch(name)) for name in names)
-    return tuple(place.parent / name for name, match in found if match is not None and match[1] == _stem(place))
+    return tuple(place.parent / name for name in names if _belongs(place.parent / name, place))
 
 
 def begin(tag_dir: Path, save_id: str) -> Path:
     """An empty directory to make a save of this tag in; what dead saves of it have left is removed. Raises OSError."""
     recover(tag_dir)
     for left in unfinished(tag_dir):
-        logger.info("%s: removed, left by a save that did not finish", left)
-        shutil.rmtree(left)
+        if is_of_another(left):
+            logger.warning("%s: another process is saving the same tag", left)
+        else:
+            logger.info("%s: removed, left by a save that did not finish", left)
+            shutil.rmtree(left)
     making = making_of(tag_dir, save_id)
     making.parent.mkdir(parents=True, exist_ok=True)
     making.mkdir()
+    note_owner(making)
     with suppress(FileNotFoundError):
         shutil.copymode(tag_dir, making)
     return making
@@ -96,7 +138,7 @@ def carry_over(tag_dir: Path, making: Path) -> None:
         target = making / entry.name
         if (
             is_rank_file(entry.name)
-            or entry.name in (RECORD_NAME, MARK_NAME)
+            or entry.name in (RECORD_NAME, MARK_NAME, OWNER_NAME)
             or _is_leftover(entry.name)
             or os.path.lexists(target)
         ):
@@ -108,7 +150,7 @@ def carry_over(tag_dir: Path, making: Path) -> None:
 
 
 def _is_leftover(name: str) -> bool:
-    return name.startswith(f".{RECORD_NAME}.")
+    return name.startswith((f".{RECORD_NAME}.", f".{MARK_NAME}."))
 
 
 def _link(src: str, dst: str) -> None:
@@ -124,6 +166,7 @@ def put_in_place(making: Path, tag_dir: Path) -> None:
     Everything in it is durable already, and so is the tag on return.
     """
     place = Path(os.path.realpath(tag_dir))
+    (making / OWNER_NAME).unlink(missing_ok=True)
     try:
         os.rename(making, place)  # nothing is there, or an empty directory
         replaced = None
@@ -158,6 +201,14 @@ def _move_aside(making: Path, place: Path) -> Path:
         os.rename(aside, place)
         raise
     return aside
+
+
+def recover_all(directory: Path) -> None:
+    """``recover`` every tag of a directory. Raises OSError."""
+    for name in os.listdir(directory):
+        place = _place_of(directory / name) if name.endswith(f".{_ASIDE}") and is_unfinished(name) else None
+        if place is not None:
+            recover(place)
 
 
 def recover(tag_dir: Path) -> bool:

@@ -7,34 +7,19 @@ directory, a ``checkpoint-N`` of the Hugging Face Trainer, what accelerate's ``s
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from zeroelastic.checkpoint import is_rank_file
-from zeroelastic.errors import CheckpointError, MissingFileError, UnreadableError, UsageError
-from zeroelastic.save_place import is_unfinished
-from zeroelastic.storage import (
-    FilePath,
-    RemotePath,
-    as_path,
-    file_size,
-    file_sizes,
-    folders,
-    list_directory,
-    read_whole,
-)
-
-LATEST = "latest"
-"""The file that names the tag to load."""
+from zeroelastic.errors import CheckpointError, MissingFileError, UnreadableError, UsageError, printable
+from zeroelastic.storage import FilePath, RemotePath, as_path, file_size, file_sizes, list_directory
+from zeroelastic.tag_names import LATEST, directory_of, list_tags, normal, read_latest, why_no_tag
 
 Framework = Literal["deepspeed", "hf-trainer", "accelerate", "lightning"]
 
-_MOST_LATEST_BYTES = 4096
 _SHOWN = 8
-_TAG = re.compile(r"[^/\x00-\x1f]{1,255}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,31 +67,30 @@ def find_source(text: str | os.PathLike[str], *, tag: str | None = None) -> Sour
     chosen = tag if tag is not None else latest
     if chosen is None:
         raise UsageError(f"{path}: {_what_is_there(path, inside)}")
-    if tag is not None and _TAG.fullmatch(tag) is None:
-        raise UsageError(f"{tag!r} is not the name of a tag.")
-    if chosen not in inside:
+    problem = why_no_tag(chosen)
+    if problem is not None:
+        raise UsageError(f"{printable(chosen)} is not the name of a tag: {problem}.")
+    chosen = normal(chosen)
+    if chosen not in inside and not _is_below(path, chosen):
         tags = list_tags(path)
         there = f"There are: {_some(tags)}." if tags else "There are no others."
         if tag is not None:
-            raise UsageError(f"{path}: has no tag {tag}. {there}")
-        raise MissingFileError(f"{path}/{LATEST}: names {chosen}, which is not there. {there} Choose one with --tag.")
-    return Source(path, chosen, path / chosen, latest, _framework(names, chosen))
+            raise UsageError(f"{path}: has no tag {printable(chosen)}. {there}")
+        raise MissingFileError(
+            f"{path}/{LATEST}: names {printable(chosen)}, which is not there. {there} Choose one with --tag."
+        )
+    return Source(path, chosen, directory_of(path, chosen), latest, _framework(names, chosen))
 
 
-def read_latest(root: FilePath) -> str | None:
-    """The tag that ``latest`` names, or None without one. Raises CheckpointError for something that is not a name."""
-    path = root / LATEST
+def _is_below(root: FilePath, tag: str) -> bool:
+    """Whether a tag of several parts is there."""
+    if "/" not in tag:
+        return False
     try:
-        data = read_whole(path, limit=_MOST_LATEST_BYTES)
+        list_directory(root / tag)
     except MissingFileError:
-        return None
-    try:
-        tag = data.decode().strip()
-    except UnicodeDecodeError:
-        tag = ""
-    if _TAG.fullmatch(tag) is None or tag in (".", ".."):
-        raise CheckpointError(f"{path}: holds no name of a tag. It is damaged; say which tag is meant.")
-    return tag
+        return False
+    return True
 
 
 def _latest_if_any(root: FilePath) -> str | None:
@@ -115,18 +99,6 @@ def _latest_if_any(root: FilePath) -> str | None:
         return read_latest(root)
     except (CheckpointError, UnreadableError):
         return None
-
-
-def list_tags(root: FilePath) -> tuple[str, ...]:
-    """The directories in ``root`` that hold files of ZeRO-3 ranks, sorted by name. Raises MissingFileError."""
-    return tuple(name for name in folders(root) if not is_unfinished(name) and _is_tag(root / name))
-
-
-def _is_tag(path: FilePath) -> bool:
-    try:
-        return any(map(is_rank_file, file_sizes(path)))
-    except (CheckpointError, UnreadableError):
-        return False
 
 
 def _framework(names: Collection[str], tag: str) -> Framework:
@@ -153,5 +125,5 @@ def _holds_latest(path: FilePath) -> bool:
 
 
 def _some(names: Iterable[str]) -> str:
-    names = list(names)
+    names = [printable(name) for name in names]
     return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")

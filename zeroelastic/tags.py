@@ -29,15 +29,25 @@ from zeroelastic.errors import (
 )
 from zeroelastic.quarantine import read_mark
 from zeroelastic.record import RECORD_NAME
-from zeroelastic.source import LATEST, list_tags, read_latest
 from zeroelastic.state import open_state
-from zeroelastic.storage import FilePath, RemotePath, file_sizes, folders, read_range, read_whole
+from zeroelastic.storage import FilePath, RemotePath, file_sizes, folders, list_directory, read_range, read_whole
+from zeroelastic.tag_names import (
+    CHECKPOINT_FOLDER,
+    HERE,
+    LATEST,
+    LATEST_UNIVERSAL,
+    directory_of,
+    holds_checkpoint,
+    is_ours,
+    list_tags,
+    look_for_tags,
+    normal,
+    read_latest,
+)
 from zeroelastic.torchfile import read_torch_file
 
 StepFrom = Literal["record", "header", "name"]
 
-_FOLDER = re.compile(r"checkpoint[-_]\d+|.+\.ckpt")
-_HIDDEN = "."
 _HEAD_BYTES = 2048
 _HEAD_STEP = re.compile(rb'^ "global_steps": (\d{1,18}),$', re.MULTILINE)
 _MOST_RECORD_BYTES = 1 << 30
@@ -63,6 +73,16 @@ class Tag:
     step_from: StepFrom | None
     saved_at: float
     unfinished: str | None = None
+
+    @property
+    def asked_for(self) -> tuple[FilePath, str]:
+        """The directory and the tag with which ``load_checkpoint`` takes it."""
+        if self.path != self.tag_dir:
+            return self.path, str(self.tag_dir)[len(str(self.path)) :].strip("/")
+        directory = self.path
+        for _ in self.name.split("/") if self.name != HERE else ():
+            directory = directory.parent
+        return directory, self.name
 
     @property
     def age_key(self) -> tuple[bool, int, float, list[tuple[int, str]]]:
@@ -105,21 +125,50 @@ def list_run(root: FilePath) -> Run:
         [tag.name for tag in list_run(Path("ckpt")).tags]    # ["global_step10", "global_step9"]
     """
     try:
-        names = [name for name in folders(root) if not name.startswith(_HIDDEN) and name.isprintable()]
+        tags = look_for_tags(root, lambda name: _tag_at(root, name))
     except MissingFileError:
         raise UsageError(f"{root}: no such directory.") from None
-    with ThreadPoolExecutor(_THREADS) as pool:  # for file systems that take their time
-        tags = [tag for tag in pool.map(lambda name: _tag_at(root, name), names) if tag is not None]
-        in_folders = False
-        if all(tag.step_from == "name" and _FOLDER.fullmatch(tag.name) for tag in tags):  # nothing in them was read
-            inside = [name for name in names if _FOLDER.fullmatch(name)]
-            found = [tag for tag in pool.map(lambda name: _tag_in_folder(root, name), inside) if tag is not None]
-            tags, in_folders = (found, True) if found else (tags, False)
+    named, _ = named_latest(root)
+    if named is not None and all(tag.name != named for tag in tags):  # deeper than tags are looked for, or linked to
+        tags += [tag for tag in (_tag_at(root, named),) if tag is not None]
+    in_folders = False
+    if all(tag.step_from == "name" and CHECKPOINT_FOLDER.fullmatch(tag.name) for tag in tags):  # none of them was read
+        names = [name for name in folders(root) if CHECKPOINT_FOLDER.fullmatch(name)]
+        with ThreadPoolExecutor(_THREADS) as pool:
+            found = [tag for tag in pool.map(lambda name: _tag_in_folder(root, name), names) if tag is not None]
+        tags, in_folders = (found, True) if found else (tags, False)
     if not tags:
-        if any(map(is_rank_file, file_sizes(root))):
+        if holds_checkpoint(root):
             raise UsageError(f"{root}: is a tag itself; give the directory above.")
         raise UsageError(f"{root}: holds no ZeRO-3 checkpoint.")
     return Run(root, tuple(sorted(tags, key=lambda tag: tag.age_key, reverse=True)), in_folders)
+
+
+def refuse_fresh_start(root: FilePath) -> None:
+    """Raise CheckpointError where a directory in which nothing can be resumed holds anything of a checkpoint."""
+    try:
+        sign = _sign_of_checkpoint(root)
+        signs = [sign] if sign else look_for_tags(root, lambda name: _sign_of_checkpoint(root / name))
+    except MissingFileError:
+        return
+    if signs:
+        raise CheckpointError(
+            f"{root}: no checkpoint in it can be resumed, but {signs[0]}. A run that begins anew beside it would look "
+            "like one that goes on. Give the directory of that checkpoint, or another one for the new run; or begin "
+            "anew here all the same: resume(..., fresh=True)."
+        )
+
+
+def _sign_of_checkpoint(directory: FilePath) -> str | None:
+    """What in a directory is of a checkpoint of DeepSpeed, of any stage, whole or not."""
+    try:
+        files, inside = list_directory(directory)
+    except UnreadableError as error:
+        return str(error).rstrip(".")
+    signs = [name for name in files if name in (LATEST, LATEST_UNIVERSAL, RECORD_NAME) or is_rank_file(name)]
+    if not signs and "zero" in inside and is_universal(directory):
+        signs = ["zero"]
+    return f"there is {directory / signs[0]}" if signs else None
 
 
 def find_newest(tags: Iterable[Tag], check: Check) -> tuple[Tag | None, tuple[PassedOver, ...]]:
@@ -175,9 +224,11 @@ def committed_after(root: Path, name: str) -> tuple[str, ...]:
         except (CheckpointError, UnreadableError):
             return None
 
+    above = name.rpartition("/")[0] or HERE
     try:
-        own = _record_step(root / name / RECORD_NAME)
-        names = [other for other in folders(root) if not other.startswith(_HIDDEN) and other != name]
+        own = _record_step(directory_of(root, name) / RECORD_NAME)
+        beside = [normal(f"{above}/{other}") for other in folders(directory_of(root, above)) if not is_ours(other)]
+        names = [other for other in beside if other != name]
     except (CheckpointError, UnreadableError):
         return ()
     with ThreadPoolExecutor(_THREADS) as pool:
@@ -212,7 +263,7 @@ def named_latest(root: FilePath) -> tuple[str | None, str | None]:
 
 def _tag_at(root: FilePath, name: str) -> Tag | None:
     """The tag in a directory, None where it is not one."""
-    path = root / name
+    path = directory_of(root, name)
     for file, read, step_from in ((RECORD_NAME, _record_step, "record"), (_FIRST_MODEL, _header_step, "header")):
         try:
             step = read(path / file)
@@ -222,11 +273,12 @@ def _tag_at(root: FilePath, name: str) -> Tag | None:
             break  # there is something, and it is damaged
         return Tag(name, path, path, step, step_from, _modified(path / file))  # type: ignore[arg-type]
     try:
-        files = [file for file in file_sizes(path) if file == RECORD_NAME or is_rank_file(file)]
-    except (CheckpointError, UnreadableError):
-        files = [_FIRST_MODEL] if not _is_gone(path) else []  # it cannot be listed, so that nobody can load it
-        files = files if _step_of(name) is not None else []
-    if not files:
+        is_tag = any(file == RECORD_NAME or is_rank_file(file) for file in file_sizes(path))
+    except MissingFileError:
+        is_tag = False
+    except (CheckpointError, UnreadableError):  # it cannot be listed, so that nobody can load it
+        is_tag = _step_of(name) is not None
+    if not is_tag:
         return None
     named = _step_of(name)
     return Tag(name, path, path, named, None if named is None else "name", _modified(path))
@@ -300,7 +352,3 @@ def _modified(path: FilePath) -> float:
         return os.stat(path).st_mtime
     except OSError:
         return 0.0
-
-
-def _is_gone(path: FilePath) -> bool:
-    return isinstance(path, Path) and not os.path.lexists(path)

@@ -32,11 +32,11 @@ from zeroelastic.rows import stream_seeds
 from zeroelastic.shard import FP32
 from zeroelastic.staging import new_directory
 from zeroelastic.state import SavedState
+from zeroelastic.tag_names import LATEST_UNIVERSAL
 from zeroelastic.transfer import Advance, Delivery, compare_digest, deliver, recorded_digests
 
 ZERO_FOLDER = "zero"
 OPTIMIZER_STATE = "optimizer_state.pt"
-LATEST_UNIVERSAL = "latest_universal"
 
 READ_BY_DEEPSPEED = (FP32, "exp_avg", "exp_avg_sq")
 """The state keys that DeepSpeed's loader asks for, all three of every trained parameter."""

@@ -17,7 +17,7 @@ import numpy as np
 
 from zeroelastic.checkpoint import Checkpoint, ModelStates, frozen_layouts, open_model_states
 from zeroelastic.digest import ScalarValue
-from zeroelastic.errors import CheckpointError, MissingFileError, UnsupportedError, UsageError, brief, shown
+from zeroelastic.errors import CheckpointError, MissingFileError, UnsupportedError, UsageError, brief, printable, shown
 from zeroelastic.extras import plan_extras
 from zeroelastic.layout import Int64Array, Layout, Param, unpacked_layout
 from zeroelastic.native import (
@@ -34,13 +34,12 @@ from zeroelastic.reshard import ReshardOptions, ReshardPlan
 from zeroelastic.shard import FP32, FROZEN, ParamGroup, Pieces, Shard, checked_params, read_scalar
 from zeroelastic.source import Source, find_source
 from zeroelastic.state import SavedPart, SavedState
-from zeroelastic.storage import FilePath, read_whole
+from zeroelastic.storage import FilePath
+from zeroelastic.tag_names import LATEST_UNIVERSAL, read_latest, why_no_tag
 from zeroelastic.torchfile import DTYPE_BYTES, TensorRef, TorchFile, read_torch_file
-from zeroelastic.universal import LATEST_UNIVERSAL, OPTIMIZER_STATE, ZERO_FOLDER, check_file_name
+from zeroelastic.universal import OPTIMIZER_STATE, ZERO_FOLDER, check_file_name
 
 _MODEL_FILE = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
-_MOST_LATEST_BYTES = 4096
-_TAG = re.compile(r"[^/\x00-\x1f]{1,255}")
 _KEY = re.compile(r"[^/\x00]{1,250}")
 _SHOWN = 6
 
@@ -70,15 +69,15 @@ def find_universal(text: str | os.PathLike[str], *, tag: str | None = None) -> S
     if not os.path.isdir(path):
         raise UsageError(f"{path}: no such directory.")
     if tag is None:
-        try:
-            tag = read_whole(path / LATEST_UNIVERSAL, limit=_MOST_LATEST_BYTES).decode(errors="replace").strip()
-        except MissingFileError:
+        tag = read_latest(path, LATEST_UNIVERSAL)
+        if tag is None:
             raise UsageError(
                 f"{path}: is no Universal checkpoint: it has neither a folder {ZERO_FOLDER} nor a file "
                 f"{LATEST_UNIVERSAL}. Give its tag directory, or --tag."
-            ) from None
-    if _TAG.fullmatch(tag) is None or tag in (".", ".."):
-        raise UsageError(f"{path}: {shown(tag)} is not the name of a tag.")
+            )
+    problem = why_no_tag(tag)
+    if problem is not None:
+        raise UsageError(f"{path}: {printable(tag)} is not the name of a tag: {problem}.")
     if not os.path.isdir(path / tag / ZERO_FOLDER):  # which has no error for a name that is too long
         raise UsageError(f"{path}: has no Universal checkpoint {tag} (no folder {tag}/{ZERO_FOLDER}).")
     return _universal_source(path / tag)

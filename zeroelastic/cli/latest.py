@@ -84,7 +84,7 @@ def _write_latest(run: Run, newest: Tag) -> None:
     from pathlib import Path
 
     from zeroelastic.record import write_atomically
-    from zeroelastic.source import LATEST
+    from zeroelastic.tag_names import LATEST
 
     assert isinstance(run.root, Path)
     write_atomically(run.root / LATEST, newest.name.encode())  # without a newline, as DeepSpeed writes it

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from zeroelastic.elastic.position import KEY, Position, pack_position
 from zeroelastic.errors import ConfigError, SaveError
 from zeroelastic.storage import absolute
+from zeroelastic.tag_names import normal
 
 if TYPE_CHECKING:
     from zeroelastic.elastic.events import Events
@@ -161,7 +162,7 @@ class Preemption:
         from zeroelastic.stage3.pending import has_pending
 
         engine = self._engine
-        chosen = tag if tag is not None else f"global_step{engine.global_steps}"
+        chosen = normal(tag) if tag is not None else f"global_step{engine.global_steps}"
         self._finish(f"the save of {chosen}")
         own = dict(self._client_state()) if self._client_state is not None else {}
         entry = pack_position(self._data, rank=dist.get_rank(), world_size=dist.get_world_size(), device=engine.device)
@@ -184,13 +185,13 @@ class Preemption:
         try:
             seconds = flush(self._engine, before=before)
         except SaveError:
-            if pending is not None and pending.tag_dir.name in self.saves[-1:]:
+            if pending is not None and os.path.relpath(pending.tag_dir, self._directory) in self.saves[-1:]:
                 self.saves.pop()
                 self._last_step = -1  # of nothing that could be resumed from
             raise
         if pending is not None and seconds is not None:
             self._note_seconds(seconds)
-            self._log_saved(pending.tag_dir.name)
+            self._log_saved(os.path.relpath(pending.tag_dir, self._directory))
 
     def _log_saved(self, tag: str) -> None:
         if self._log is not None and self.save_seconds is not None:

@@ -60,13 +60,15 @@ def resume(
     *,
     data: Position | None = None,
     strict: bool = True,
+    fresh: bool = False,
     log: Events | None = None,
 ) -> Resumed:
     """Load the newest checkpoint of ``directory`` that can be loaded, with the position of ``data``. Collective.
 
     A tag that is damaged although its save was finished is marked (zeroelastic.quarantine) and not read by the next
     ``resume``; nothing is deleted. ``strict`` refuses a changed global batch and a checkpoint without a position in the
-    data. With an empty or missing directory nothing happens, and ``Resumed.tag`` is None. ``log`` is told what the job
+    data. With an empty or missing directory nothing happens, and ``Resumed.tag`` is None; where a directory
+    holds anything of a checkpoint that cannot be resumed, only with ``fresh``. ``log`` is told what the job
     goes on from. Raises CheckpointError when there are checkpoints and none can be loaded, and whatever
     ``engine.load_checkpoint`` raises for a run that does not fit::
 
@@ -79,6 +81,7 @@ def resume(
     from zeroelastic.stage3.partners import require_partners
     from zeroelastic.stage3.seams import install
     from zeroelastic.stage3.wrappers import loading_strictly
+    from zeroelastic.tags import refuse_fresh_start
 
     install()
     require_partners()
@@ -102,6 +105,7 @@ def resume(
         return _logged(resumed, log, began)
     if passed:
         raise none_loads(root, passed)
+    settle(partial(refuse_fresh_start, root) if not fresh else lambda: None)
     if _rank() == 0:
         notice(logger, f"{root}: no checkpoint; the run begins")
     return _logged(Resumed(None, 0, {}, None, (), ()), log, began)
@@ -166,7 +170,7 @@ def _finish(
 
 def _deadly(root: Path, tag: Tag) -> str | None:
     """Why a tag is not even tried: the job has died under it before."""
-    count = _attempts(root).get(tag.tag_dir.name, 0)
+    count = _attempts(root).get(tag.asked_for[1], 0)
     return f"the job ended {count} times while it was being loaded" if count >= _MOST_FAILURES else None
 
 

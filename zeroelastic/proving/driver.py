@@ -13,8 +13,8 @@ from zeroelastic.errors import CheckpointError, RemoteRankError, UsageError
 from zeroelastic.proving.judge import BACK, CONTROL, OTHER, REPEAT, Judgement, Source, judge
 from zeroelastic.proving.records import Record, Role, Run, read_record
 from zeroelastic.record import read_record as read_commit_record
-from zeroelastic.source import LATEST
 from zeroelastic.source import Source as Found
+from zeroelastic.tag_names import LATEST
 from zeroelastic.verification import VerifyReport, verify_checkpoint
 
 SAVED_TAG = "proof"

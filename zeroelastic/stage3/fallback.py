@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -21,7 +19,6 @@ from zeroelastic.errors import CheckpointError, UnreadableError
 from zeroelastic.quarantine import write_mark
 from zeroelastic.record import RECORD_NAME
 from zeroelastic.report import ResumeReport
-from zeroelastic.save_place import recover
 from zeroelastic.stage3.node_tags import problem_over_nodes, seen_alike, tags_of_all_nodes
 from zeroelastic.stage3.topology import rank_and_tp
 from zeroelastic.tags import Tag, check_quickly, check_tag, is_damage, named_latest
@@ -99,7 +96,8 @@ def _next(remaining: list[Tag], passed: list[str], refuse: Callable[[Tag], str |
         if problem is None and not (verdict is not None and verdict.quarantined):
             damage = verdict is not None and not verdict.undecided and tag.unfinished is None
             said = " ".join(verdict.problems) if verdict is not None else None
-            return _Step(str(tag.tag_dir.parent), tag.tag_dir.name, said, damage, tuple(passed))
+            directory, name = tag.asked_for
+            return _Step(str(directory), name, said, damage, tuple(passed))
         if verdict is not None:
             problem = " ".join(verdict.problems)
         passed.append(f"{tag.name}: {problem}")
@@ -128,7 +126,7 @@ def load_newest(root: Path, load: Callable[[str, str], T], engine: Any) -> tuple
     """
 
     def chosen() -> Sequence[Tag]:
-        if dist.get_rank() != 0 or not tags or str(tags[0].tag_dir.parent) != str(root):
+        if dist.get_rank() != 0 or not tags or tags[0].asked_for[0] != root:
             return ()  # in folders that have a ``latest`` each, there is no newest one of all
         named, problem = named_latest(root)
         at = next((i for i, tag in enumerate(tags) if tag.name == named), None)
@@ -138,7 +136,6 @@ def load_newest(root: Path, load: Callable[[str, str], T], engine: Any) -> tuple
         logger.warning("%s/latest: %s. The newest tag that verifies is taken instead", root, said.rstrip("."))
         return tags
 
-    settle(partial(_recover_latest, root))
     tags = tags_of_all_nodes(root)
 
     def attempt(directory: str, tag: str, passed: tuple[str, ...]) -> tuple[str, T]:
@@ -158,16 +155,6 @@ def load_newest(root: Path, load: Callable[[str, str], T], engine: Any) -> tuple
         if dist.get_rank() == 0:
             logger.warning("%s: %s", root, note)
     return (outcome,)
-
-
-def _recover_latest(root: Path) -> None:
-    """Finish a replacement of the tag that ``latest`` names, if a crash cut it short."""
-    if dist.get_rank() != 0:
-        return
-    named, _ = named_latest(root)
-    if named is not None:
-        with suppress(OSError):
-            recover(root / named)
 
 
 def none_loads(root: Path, passed: Sequence[str]) -> CheckpointError:

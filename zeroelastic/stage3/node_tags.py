@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from zeroelastic.agree import gather, settle, together
 from zeroelastic.checkpoint import Listing, TensorParallel, open_checkpoint
 from zeroelastic.errors import CheckpointError, MissingFileError, UnreadableError, UnsupportedError, UsageError
 from zeroelastic.record import read_record
+from zeroelastic.save_place import recover_all
 from zeroelastic.stage3.nodes import Sight, look_around
 from zeroelastic.storage import file_sizes, folders
 from zeroelastic.tags import Tag, list_run
@@ -92,6 +94,9 @@ def tags_of_all_nodes(root: Path) -> list[Tag]:
     """
 
     def look() -> str:
+        with suppress(OSError):  # not there, or not to be written: what is missing is said when it is opened
+            if dist.get_rank() == 0:
+                recover_all(root)
         try:
             return hashlib.sha256(repr(folders(root)).encode()).hexdigest()
         except MissingFileError:

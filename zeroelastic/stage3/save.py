@@ -198,6 +198,7 @@ class Uncommitted:
 
     tag_dir: Path
     place: Path
+    tag: str
     save_id: str
     checkpoint_format: CheckpointFormat
     world_size: int
@@ -261,7 +262,7 @@ def _write_record(save: Uncommitted, settled: Sequence[tuple[Mapping[str, int], 
         format_version=RECORD_VERSION,
         checkpoint_format=save.checkpoint_format,
         save_id=save.save_id,
-        tag=save.tag_dir.name,
+        tag=save.tag,
         world_size=save.world_size,
         tp_size=save.tp_size,
         global_steps=save.global_steps,

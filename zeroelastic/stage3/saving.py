@@ -18,7 +18,8 @@ import torch.distributed as dist
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from zeroelastic.agree import gather, settle
-from zeroelastic.errors import SaveError, UnsupportedError, UsageError, ZeroElasticError
+from zeroelastic.errors import SaveError, UnsupportedError, UsageError, ZeroElasticError, printable
+from zeroelastic.leftovers import remove_dead
 from zeroelastic.notices import notice
 from zeroelastic.patching import patched
 from zeroelastic.record import write_atomically
@@ -56,6 +57,7 @@ from zeroelastic.stage3.snapshot import Snapshot
 from zeroelastic.stage3.storage_rules import directory_heads, refuse_unwritable
 from zeroelastic.stage3.topology import tensor_parallel
 from zeroelastic.storage import absolute
+from zeroelastic.tag_names import is_ours, normal, why_not_saved
 
 logger = logging.getLogger(__name__)
 
@@ -139,7 +141,7 @@ def save_checkpoint(original: Method) -> Method:
         optimizer = stage3_optimizer(self)
         if optimizer is None or not save_dir:
             return original(self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
-        tag = f"global_step{self.global_steps}" if tag is None else str(tag)
+        tag = normal(f"global_step{self.global_steps}" if tag is None else str(tag))
         began = time.monotonic()
         named = str(Path(save_dir) / tag)
         save_dir = absolute(save_dir)
@@ -167,9 +169,9 @@ def _save(
     if decoupled:
         engine._commit_decoupled_checkpoint()  # a save before this one that is not ours
     elastic = saves_elastic(engine)
-    reason = _cannot_commit(engine, optimizer, asked.named, elastic=elastic)
+    reason = _cannot_commit(engine, optimizer, asked, elastic=elastic)
     if reason is not None:
-        if elastic:
+        if elastic or any(map(is_ours, asked.tag.split("/"))):  # which the next save would remove
             raise reason
         if dist.get_rank() == 0:
             notice(logger, f"{tag_dir}: saved by DeepSpeed alone; no commit record is written: {reason}")
@@ -206,6 +208,7 @@ def _save(
             Uncommitted,
             tag_dir=tag_dir,
             place=place,
+            tag=asked.tag,
             save_id=save_id,
             checkpoint_format="elastic" if elastic else "rigid",
             world_size=live.layout.world_size,
@@ -283,18 +286,24 @@ def _finish(
 
 
 def _cannot_commit(
-    engine: Any, optimizer: DeepSpeedZeroOptimizer_Stage3, named: str, *, elastic: bool
+    engine: Any, optimizer: DeepSpeedZeroOptimizer_Stage3, asked: _Asked, *, elastic: bool
 ) -> ZeroElasticError | None:
     """Why this engine's saves get no commit record, the same on every rank, or None when they do. Collective."""
 
     def look() -> dict[str, str]:
+        problem = why_not_saved(asked.directory, asked.tag)
+        if problem is not None:
+            raise UsageError(
+                f"{asked.directory}: nothing can be saved under the tag {printable(asked.tag)}: {problem}. Nothing was "
+                "written; pass another tag."
+            )
         refuse_unsupported(optimizer, engine)
         refuse_unwritable(engine, optimizer)
         return replicated_facts(live_of(engine, optimizer))
 
     try:
         different = difference(settle(look), tensor_parallel(optimizer).rank)
-    except UnsupportedError as error:
+    except (UnsupportedError, UsageError) as error:
         return error
     if different is not None:
         return different
@@ -303,7 +312,7 @@ def _cannot_commit(
         return UnsupportedError(
             f"DeepSpeed's own files lack {lost}. Save with elastic_checkpoint on to have all of it."
         )
-    places = sorted(set(gather(named)))
+    places = sorted(set(gather(asked.named)))
     if len(places) > 1:
         return UsageError(
             f"the ranks save to different places ({', '.join(places[:3])}{' ...' if len(places) > 3 else ''}). A "
@@ -330,6 +339,8 @@ def _begin(save_dir: Path, tag_dir: Path, save_id: str) -> None:
     """Make the directory in which this rank sees others' files appear, where ``latest`` can be written too."""
     try:
         save_dir.mkdir(parents=True, exist_ok=True)
+        for directory in {save_dir, tag_dir.parent}:
+            remove_dead(directory)
         begin(tag_dir, save_id)
         with tempfile.TemporaryFile(dir=save_dir):
             pass

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -11,18 +10,16 @@ from typing import Any
 import torch.distributed as dist
 
 from zeroelastic.agree import together
-from zeroelastic.errors import CheckpointError, MissingFileError, UnreadableError, shown
+from zeroelastic.errors import CheckpointError, MissingFileError, UnreadableError, printable, shown
 from zeroelastic.quarantine import read_mark
 from zeroelastic.save_place import recover
-from zeroelastic.source import LATEST
 from zeroelastic.stage3.node_tags import agree_on_latest
-from zeroelastic.storage import read_whole
+from zeroelastic.tag_names import LATEST, read_latest
 from zeroelastic.tags import committed_after
 
 logger = logging.getLogger(__name__)
 
 _NAMED = 3
-_MOST_LATEST_BYTES = 1 << 12
 
 
 def about_choice(load_dir: Path, tag: str, newer: tuple[str, ...]) -> list[str]:
@@ -30,9 +27,9 @@ def about_choice(load_dir: Path, tag: str, newer: tuple[str, ...]) -> list[str]:
     said: list[str] = []
     if newer:
         said.append(
-            f"NOT THE NEWEST: {load_dir / LATEST} names {tag}, and {', '.join(newer[:_NAMED])} "
-            f"{'was' if len(newer) == 1 else 'were'} committed at a later step. Unless you pointed it there, the file "
-            "is damaged"
+            f"NOT THE NEWEST: {load_dir / LATEST} names {printable(tag)}, and "
+            f"{', '.join(map(printable, newer[:_NAMED]))} {'was' if len(newer) == 1 else 'were'} committed at a later "
+            "step. Unless you pointed it there, the file is damaged"
         )
     return said
 
@@ -45,7 +42,7 @@ def choose_tag(load_dir: Path, tag: Any) -> tuple[str | None, tuple[str, ...]]:
     """
 
     def read() -> str | None:
-        named = str(tag) if tag is not None else _read_latest(load_dir / LATEST)
+        named = str(tag) if tag is not None else read_latest(load_dir)
         if named is not None and dist.get_rank() == 0:
             with suppress(OSError):  # a directory that cannot be written: what is missing is said when it is opened
                 recover(load_dir / named)
@@ -70,8 +67,8 @@ def choose_tag(load_dir: Path, tag: Any) -> tuple[str | None, tuple[str, ...]]:
     _, outcomes = together(look)
     if not any(there for there, _ in outcomes):
         raise MissingFileError(
-            f"{load_dir / LATEST}: names {shown(named)}, which is not in {load_dir}. The file is damaged, or the tag "
-            "was removed: pass a tag, or let `zeroelastic latest --fix` write it anew."
+            f"{load_dir / LATEST}: names {shown(named)}, which is not in {load_dir}. The file is damaged, or the "
+            "tag was removed: pass a tag, or let `zeroelastic latest --fix` write it anew."
         )
     return named, outcomes[0][1]
 
@@ -84,17 +81,3 @@ def warn_of_mark(tag_dir: Path) -> None:
         mark = read_mark(tag_dir)
         if mark is not None:
             logger.warning("%s %s", tag_dir, mark.sentence)
-
-
-def _read_latest(path: Path) -> str | None:
-    """What the file names, None where there is none. A tag may lie deeper than in the directory itself here."""
-    try:
-        data = read_whole(path, limit=_MOST_LATEST_BYTES)
-    except MissingFileError:
-        return None
-    tag = data.decode(errors="replace").strip()
-    if not tag or not tag.isprintable() or "\ufffd" in tag:
-        raise CheckpointError(f"{path}: holds no name of a tag ({data[:80]!r}). It is damaged; pass the tag to load.")
-    if os.path.isabs(tag) or ".." in Path(tag).parts:
-        raise CheckpointError(f"{path}: names {shown(tag)}, which is no tag of this directory.")
-    return tag

@@ -1,0 +1,185 @@
+"""What a tag may be called, and where a run's tags are: one rule for saves, loads and every verb.
+
+A tag is a path below the directory of its run, as DeepSpeed has it: "global_step100", "epoch1/step5", "." for the
+directory itself. Whatever stays inside is read; saved is only what every reader finds again.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+from zeroelastic.checkpoint import is_rank_file
+from zeroelastic.errors import CheckpointError, MissingFileError, UnreadableError
+from zeroelastic.save_place import is_unfinished
+from zeroelastic.storage import FilePath, file_sizes, list_directory, read_whole
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+LATEST = "latest"
+"""The file that names the tag to load."""
+
+LATEST_UNIVERSAL = "latest_universal"
+"""The same for Universal checkpoints."""
+
+TRASH = ".zeroelastic-pruned"
+"""The hidden folder that holds what ``prune`` is removing."""
+
+HERE = "."
+"""The tag of a checkpoint that lies in the directory itself; ``latest`` may be empty then."""
+
+CHECKPOINT_FOLDER = re.compile(r"checkpoint[-_]\d+|.+\.ckpt")
+"""A folder of a framework around one tag, which a ``latest`` of its own names when it is complete."""
+
+_MOST_LATEST_BYTES = 4096
+_MOST_NAME_BYTES = 255
+_MOST_PARTS = 4
+_MOST_FOLDERS = 1000
+_THREADS = 16
+
+
+def why_no_tag(name: str) -> str | None:
+    """Why a name cannot be that of a tag, or None."""
+    if name.startswith("/"):
+        return "it is absolute"
+    if ".." in name.split("/"):
+        return "it leads out of the directory"
+    if "\0" in name:
+        return "it holds a zero byte"
+    try:
+        longest = max(len(part.encode()) for part in name.split("/"))
+    except UnicodeEncodeError:
+        return "it is not UTF-8"
+    return f"a part of it has more than {_MOST_NAME_BYTES} bytes" if longest > _MOST_NAME_BYTES else None
+
+
+def normal(tag: str) -> str:
+    """The one spelling of a tag, without "." and empty parts; a name that is no tag stays as it is."""
+    if why_no_tag(tag) is not None:
+        return tag
+    return "/".join(part for part in tag.split("/") if part not in ("", HERE)) or HERE
+
+
+def directory_of(root: FilePath, tag: str) -> FilePath:
+    """The directory of a tag."""
+    return root if tag == HERE else root / tag
+
+
+def is_ours(name: str) -> bool:
+    """Whether a folder has a name of those in which zeroelastic makes saves, or puts what it removes."""
+    return is_unfinished(name) or name == TRASH
+
+
+def why_not_saved(directory: Path, tag: str) -> str | None:
+    """Why what is saved under a tag would not be found again, or would be lost with another; None where it is found."""
+    problem = why_no_tag(tag)
+    if problem is not None:
+        return problem
+    parts = normal(tag).split("/")
+    above = ["/".join(parts[:i]) for i in range(1, len(parts))]
+    if parts == [HERE]:
+        return f"it is the directory itself, which holds `{LATEST}` and the other tags"
+    if tag != tag.strip():
+        return f"it begins or ends with white space, which DeepSpeed leaves out when it reads `{LATEST}`"
+    if any(map(is_ours, parts)):
+        return "it has a name that zeroelastic gives to folders of its own"
+    if parts[0] == LATEST:
+        return f"`{LATEST}` is the file that names the tag"
+    if len(parts) > _MOST_PARTS:
+        return f"it has more than {_MOST_PARTS} parts, and tags are not looked for deeper"
+    for name in (*above, normal(tag)):
+        if os.path.exists(directory / name) and not os.path.isdir(directory / name):
+            return f"{directory / name} is a file"
+    for name in above:
+        if holds_checkpoint(directory / name):
+            return f"it lies in another tag, {directory / name}"
+        if os.path.isfile(directory / name / LATEST):
+            return f"it lies in the directory of another run: {directory / name / LATEST} exists"
+    place = directory / tag
+    inside = list_tags(place) if os.path.isdir(place) and not holds_checkpoint(place) else ()
+    return f"the tag {place / inside[0]} lies in it" if inside else None
+
+
+def holds_checkpoint(directory: FilePath) -> bool:
+    """Whether files of ranks lie in a directory."""
+    try:
+        return any(map(is_rank_file, file_sizes(directory)))
+    except (CheckpointError, UnreadableError):
+        return False
+
+
+def list_tags(root: FilePath) -> tuple[str, ...]:
+    """The tags of a directory by the files of ranks in them, sorted by name. Raises MissingFileError."""
+    return tuple(sorted(look_for_tags(root, lambda name: name if holds_checkpoint(root / name) else None)))
+
+
+def look_for_tags(root: FilePath, look: Callable[[str], T | None]) -> list[T]:
+    """What ``look`` makes of each tag of a directory; it gives None for a folder that is none, which is looked into.
+
+    Left out are our own hidden folders, folders in a tag, and those of another run, which have a ``latest`` of their
+    own. Symbolic links are followed in ``root`` only. Raises MissingFileError.
+    """
+    files, inside = list_directory(root)
+    found: list[T] = []
+    names = [name for name in inside if _is_name(name)]
+    left = _MOST_FOLDERS
+    with ThreadPoolExecutor(_THREADS) as pool:  # for file systems that take their time
+        for part in range(_MOST_PARTS):
+            seen = list(pool.map(look, names))
+            found += [one for one in seen if one is not None]
+            bare = [name for name, one in zip(names, seen, strict=True) if one is None]
+            if LATEST not in files:  # an unfinished checkpoint of a framework is no tag of this directory
+                bare = [name for name in bare if not CHECKPOINT_FOLDER.fullmatch(name.rpartition("/")[2])]
+            if not bare or part == _MOST_PARTS - 1:
+                break
+            below = pool.map(lambda name: _folders_of_tags(root / name), bare)
+            names = [f"{name}/{inner}" for name, inners in zip(bare, below, strict=True) for inner in inners]
+            if len(names) > left:
+                logger.warning("%s: %d of its many folders are not searched for tags", root, len(names) - left)
+                names = names[:left]
+            left -= len(names)
+    return found
+
+
+def _is_name(name: str) -> bool:
+    return why_no_tag(name) is None and not is_ours(name)
+
+
+def _folders_of_tags(folder: FilePath) -> list[str]:
+    """The folders in a folder that may be tags of a directory above."""
+    try:
+        files, inside = list_directory(folder)
+    except (CheckpointError, UnreadableError):
+        return []
+    if LATEST in files:
+        return []
+    linked = isinstance(folder, Path)
+    return [name for name in inside if _is_name(name) and not (linked and os.path.islink(folder / name))]  # type: ignore[arg-type]
+
+
+def read_latest(root: FilePath, file: str = LATEST) -> str | None:
+    """The tag that ``latest`` names, or None without one. Raises CheckpointError for something that is not a name."""
+    path = root / file
+    try:
+        data = read_whole(path, limit=_MOST_LATEST_BYTES)
+    except MissingFileError:
+        return None
+    try:
+        tag = normal(data.decode().strip())
+        problem = why_no_tag(tag)
+    except UnicodeDecodeError:
+        tag, problem = "", "it is not UTF-8"
+    if problem is None and tag == HERE and not holds_checkpoint(root):
+        problem = "no files of ranks lie in this directory itself"
+    if problem is not None:
+        raise CheckpointError(
+            f"{path}: holds no name of a tag ({data[:80]!r}: {problem}). It is damaged; say which tag is meant."
+        )
+    return tag
