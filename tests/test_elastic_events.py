@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import pty
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -25,7 +28,8 @@ from zeroelastic.elastic import (
 from zeroelastic.elastic.status import Status, StatusLine
 from zeroelastic.errors import ConfigError
 from zeroelastic.event_log import EndEvent, ResumeEvent, SaveEvent, StartEvent, StepEvent, read_events
-from zeroelastic.testing import RankPool
+from zeroelastic.testing import RankError, RankPool
+from zeroelastic.testing.supervisor import GRACE_VARIABLE
 from zeroelastic.timeline import make_timeline
 
 JOB = Job(groups=1)
@@ -115,6 +119,45 @@ def timeouts(seconds: float) -> list[float]:
 def test_a_silent_rank_is_given_up_on_in_the_group_that_zero_works_in(rank_pool: RankPool) -> None:
     waited = rank_pool.run(timeouts, 2, 2.0)[0][0]
     assert 1.5 < waited < 60
+
+
+def lose_a_rank_in_initialize(seconds: float, moment: str) -> tuple[str, float]:
+    """Rank 1 dies after the rendezvous; the error of the other, and how long it took."""
+    import deepspeed
+
+    set_collective_timeout(seconds)
+    owner, name = {
+        "before its groups are made": (deepspeed.DeepSpeedEngine, "__init__"),
+        "while the optimizer is made": (deepspeed.DeepSpeedEngine, "_configure_zero_optimizer"),
+    }[moment]
+    if dist.get_rank() == 1:
+        setattr(owner, name, lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL))
+    build_engine(JOB)
+    raise AssertionError("nobody is lost")
+
+
+@pytest.mark.parametrize("moment", ["before its groups are made", "while the optimizer is made"])
+def test_a_rank_lost_while_the_engine_is_built_is_given_up_on(rank_pool: RankPool, moment: str) -> None:
+    began = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        rank_pool.run(lose_a_rank_in_initialize, 2, 4.0, moment, timeout=60, env={GRACE_VARIABLE: "50"})
+    assert time.monotonic() - began < 45
+    said = {failure.rank: failure.headline for failure in caught.value.failures}
+    assert "SIGKILL" in said[1] and "nobody is lost" not in said[0] and "Error" in said[0], said
+
+
+MEET = """
+import datetime, sys, torch
+from zeroelastic.elastic import set_collective_timeout
+set_collective_timeout(3)
+torch.distributed.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=0, world_size=2)
+"""
+
+
+def test_a_rank_that_never_comes_to_the_rendezvous_is_given_up_on(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", MEET, str(tmp_path / "store")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1 and "imeout" in done.stderr, done.stderr
 
 
 STATUS = Status(world_size=3, restart=2, step=41, loss=1.23456, saved_at=100.0, save_seconds=0.5, lost_steps=4)

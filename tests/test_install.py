@@ -237,6 +237,8 @@ SCRIPT = """
 import sys
 import zeroelastic
 assert zeroelastic.is_installed()
+from torch.distributed import distributed_c10d
+assert distributed_c10d.default_pg_timeout.total_seconds() == 600
 print("ran", sys.argv[1:], __name__, sys.path[0], file=open(sys.argv[1], "w"))
 """
 

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from zeroelastic import __version__, install
+from zeroelastic.elastic.timeout import DEFAULT_S, set_collective_timeout
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -24,16 +25,28 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m zeroelastic.run",
         description="Run a training script with ZeRO-3 checkpoints that resume at any world size.",
-        usage="%(prog)s [-h] [--version] (SCRIPT | -m MODULE) [ARGS ...]",
+        usage="%(prog)s [-h] [--version] [--timeout SECONDS] (SCRIPT | -m MODULE) [ARGS ...]",
     )
     parser.add_argument("--version", action="version", version=f"zeroelastic {__version__}")
+    parser.add_argument(
+        "--timeout",
+        metavar="SECONDS",
+        type=float,
+        default=DEFAULT_S,
+        help="how long ranks wait for one that is lost, in groups made without a limit of their own; 0 leaves torch's "
+        "(default: %(default)g)",
+    )
     parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module name")
     parser.add_argument("script", metavar="SCRIPT", help="the training script, or the module with -m")
     parser.add_argument("args", nargs=argparse.REMAINDER, metavar="ARGS", help="passed to the script unchanged")
     options = parser.parse_args(given)
     if not options.module and not os.path.isfile(options.script):
         parser.error(f"no such script: {options.script}")
+    if not options.timeout >= 0:
+        parser.error(f"--timeout is {options.timeout}; it has to be 0 or more")
     install()
+    if options.timeout:
+        set_collective_timeout(options.timeout)
     sys.argv = [options.script, *local_rank, *options.args]
     if options.module:
         sys.path[0] = os.getcwd()

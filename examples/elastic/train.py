@@ -80,13 +80,13 @@ def main() -> None:
     args = parser.parse_args()
 
     zeroelastic.install()
+    set_collective_timeout(args.timeout)  # before anything waits for other ranks
     deepspeed.init_distributed(timeout=datetime.timedelta(seconds=args.timeout))
     plan = batch_plan(args.global_batch, max_micro=args.max_micro)
     torch.manual_seed(0)
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=plan.apply(CONFIG))
-    set_collective_timeout(args.timeout)
     data = Text(argparse.__file__)
     sampler = ElasticDistributedSampler(data, plan.global_batch, seed=0)
     with events(engine, args.events, status=True) as log:
