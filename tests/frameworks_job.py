@@ -285,9 +285,12 @@ class Stream(torch.utils.data.IterableDataset):
 
 
 def lightning_run(
-    job: LightningJob, steps: int, *, load: str | None = None, save: tuple[int, str] | None = None
+    job: LightningJob, steps: int, *, load: str | None = None, save: tuple[int, str] | None = None, loads: int = 1
 ) -> Seen:
-    """Fit up to ``steps``, saving on the way at the end of a batch (or in another hook), and say what was seen."""
+    """Fit up to ``steps``, saving on the way at the end of a batch (or in another hook), and say what was seen.
+
+    What is loaded is loaded ``loads`` times into the same engine.
+    """
     import lightning.pytorch as pl
     from cpu_accelerator import TrainerOnCPU
     from lightning.pytorch.strategies import DeepSpeedStrategy
@@ -320,6 +323,8 @@ def lightning_run(
             return loss
 
         def on_train_start(self) -> None:
+            for _ in range(loads - 1):
+                self.trainer.strategy.load_checkpoint(load)
             states["start"] = fingerprint(gather_state(self.trainer.strategy.model))
             states["step"] = self.trainer.global_step
 

@@ -138,10 +138,25 @@ def test_a_run_goes_on_twice(rank_pool: RankPool, saved: tuple[str, list[Seen]],
     again = str(tmp_path / "again")
     job = replace(JOB, accumulation=2).at(3)
     first = rank_pool.run(lightning_run, 3, job, 8, load=directory, save=(7, again))[0]
-    assert any("gradients: divided by 4 besides the mean" in line for line in first.said)
+    kept = "GRADIENTS are divided by 4 besides the mean, not by 2"
+    assert any(line.startswith("WARNING") and kept in line for line in first.said)
     second = rank_pool.run(lightning_run, 1, replace(JOB, accumulation=1).at(1), 9, load=again)[0]
     assert second.samples == before[0].samples[7:]
     assert second.losses == pytest.approx(before[0].losses[7:], rel=2e-5)
+
+
+def test_a_second_load_into_the_same_engine_keeps_the_scale_of_gradients(
+    rank_pool: RankPool, saved: tuple[str, list[Seen]]
+) -> None:
+    """And an option leaves it to Lightning, which is said: the same once more is another run then."""
+    directory, before = saved
+    job = replace(JOB, accumulation=2).at(3)
+    seen = rank_pool.run(lightning_run, 3, job, 9, load=directory, loads=2)[0]
+    assert seen.losses == pytest.approx(before[0].losses[6:], rel=2e-5)
+    left = replace(job, options={**job.options, "keep_gradient_scale": False})
+    alone = rank_pool.run(lightning_run, 3, left, 9, load=directory)[0]
+    assert any("GRADIENTS are divided by 2 besides the mean, not by 4" in line for line in alone.said)
+    assert alone.losses != pytest.approx(before[0].losses[6:], rel=2e-5)
 
 
 def test_a_save_between_optimizer_steps_is_loud_and_an_error_when_strict(rank_pool: RankPool, tmp_path: Path) -> None:

@@ -41,9 +41,12 @@ _SETTINGS = (
     "Trainer(accumulate_grad_batches=...); zeroelastic.elastic.batch_plan computes both."
 )
 
-_LOUD = ("EPOCHS ARE UNEVEN", "SAVED IN THE MIDDLE")
+_GRADIENTS = "GRADIENTS"
+_LOUD = ("EPOCHS ARE UNEVEN", "SAVED IN THE MIDDLE", _GRADIENTS)
 _DIVISOR = "zeroelastic_gradient_divisor"
 """In the client state, and on the engine: what a loss is divided by besides the mean, if not by the accumulation."""
+_BACKWARD = "_zeroelastic_backward"
+"""On the engine: its own ``backward``, while the one that Lightning calls divides by ``_DIVISOR``."""
 
 
 def wrap_module(module: ModuleType) -> None:
@@ -213,9 +216,12 @@ def _repair(trainer: Any, engine: Any, saved: _Saved, client_state: dict[str, An
         progress["total"][key] = before + done - (saved.done - value)
     if accumulation != saved.accumulation:
         notes.append(f"batch counters: {saved.done} of {saved.accumulation} a step -> {done} of {accumulation} a step")
+    keep = parse_options(engine._config._param_dict).keep_gradient_scale
+    _divide(engine, saved.divisor if keep else accumulation, accumulation)
     if saved.divisor != accumulation:
-        _divide(engine, saved.divisor, accumulation)
-        notes.append(f"gradients: divided by {saved.divisor} besides the mean, as before, not by {accumulation}")
+        now, then = (saved.divisor, accumulation) if keep else (accumulation, saved.divisor)
+        why = "as in the saved run" if keep else '"keep_gradient_scale" is off'
+        notes.append(f"{_GRADIENTS} are divided by {now} besides the mean, not by {then}: {why}")
     if done and not saved.is_last_batch and not saved.loader_states:
         _skip_at_setup(trainer.fit_loop, done)
         notes.append(f"data: the epoch goes on after its first {done} batches per rank")
@@ -231,12 +237,18 @@ def _reopen_epoch(progress: dict[str, dict[str, int]]) -> None:
 
 
 def _divide(engine: Any, divisor: int, accumulation: int) -> None:
-    """Have the loss, of which Lightning hands the engine an ``accumulation``-th, divided by the saved run's divisor.
+    """Have the loss, of which Lightning gives the engine an ``accumulation``-th, divided by the saved run's divisor.
 
-    Adam's moments and a gradient clipping threshold are in the units of the run that made them.
+    Adam's moments and a gradient clipping threshold are in the units of the run that made them. However often it is
+    called for an engine, the last time holds.
     """
+    if _BACKWARD in vars(engine):
+        engine.backward = vars(engine).pop(_BACKWARD)
+        delattr(engine, _DIVISOR)
+    if divisor == accumulation:
+        return
     backward = engine.backward
-    setattr(engine, _DIVISOR, divisor)
+    vars(engine).update({_BACKWARD: backward, _DIVISOR: divisor})
     engine.backward = lambda loss, *args, **kwargs: backward(loss * (accumulation / divisor), *args, **kwargs)
 
 

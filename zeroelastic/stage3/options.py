@@ -38,6 +38,8 @@ class Options(BaseModel):
     ``save_timeout_s``: how many seconds the ranks of a save wait for one another before it fails, naming those that did
     not arrive. ``executor``: the engine that reads and writes payload: "numpy" or "native" for host memory and files,
     "cuda" for a GPU's memory, or "torch" for it by way of host memory; what is not named, "auto" chooses.
+    ``keep_gradient_scale``: under Lightning, where gradients are divided by the accumulation twice, go on dividing by
+    that of the saved run when it changed; nothing else here changes gradients.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -52,6 +54,7 @@ class Options(BaseModel):
     background_save: bool = False
     save_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 900.0
     executor: Executor = "auto"
+    keep_gradient_scale: bool = True
 
     @property
     def host_executor(self) -> Executor:
