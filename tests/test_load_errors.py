@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -334,46 +335,31 @@ def fail_in_module_load(directory: str) -> None:
     build_engine(Job()).load_checkpoint(directory, custom_load_fn=load)
 
 
-@pytest.mark.support(
-    "Parameters",
-    "a trained parameter that no optimizer group has",
-    "refused",
-    "a rigid run at one world size is left to DeepSpeed",
-)
+@pytest.mark.support("Parameters", "a parameter that no optimizer group has", "exact", "as a frozen one")
 @pytest.mark.core
-def test_unsupported_configuration_is_refused_by_name(rank_pool: RankPool, elastic_save: Path) -> None:
-    errors = rank_pool.run(build_error, 2, Job(extra="orphan", config={"comment": 1}), timeout=LIMIT_S)
-    assert errors[0] == ("", "")  # an extra layer alone is fine
-    errors = rank_pool.run(build_orphan, 2, timeout=LIMIT_S)
-    assert len(set(errors)) == 1 and errors[0][0] == "UnsupportedError" and "down.bias" in errors[0][1]
+def test_a_parameter_that_no_optimizer_has_is_saved_although_it_requires_a_gradient(
+    rank_pool: RankPool, tmp_path: Path
+) -> None:
+    rank_pool.run(use_orphan, 2, Job(), str(tmp_path), save=True, timeout=LIMIT_S)
+    assert rank_pool.run(use_orphan, 3, Job(), str(tmp_path), timeout=LIMIT_S) == [("", "")] * 3
 
 
-@pytest.mark.support(
-    "Parameters",
-    "a trained parameter that no optimizer group has",
-    "refused",
-    "a rigid run at one world size is left to DeepSpeed",
-)
 @pytest.mark.core
-def test_a_rigid_run_that_we_do_not_cover_is_left_to_deepspeed(rank_pool: RankPool, tmp_path: Path) -> None:
-    """Saved and loaded at one size without the flag, it works as without us; at another size it is refused by name."""
-    rank_pool.run(use_orphan, 2, str(tmp_path), save=True)
-    assert rank_pool.run(use_orphan, 2, str(tmp_path)) == [("", "")] * 2
-    errors = rank_pool.run(use_orphan, 3, str(tmp_path), timeout=LIMIT_S)
-    assert len(set(errors)) == 1 and errors[0][0] == "UnsupportedError" and "down.bias" in errors[0][1]
+def test_what_deepspeed_alone_saves_without_it_is_left_to_deepspeed(rank_pool: RankPool, tmp_path: Path) -> None:
+    """It loads at one size, as without us; at another size it is refused by name."""
+    job = Job(elastic=False)
+    rank_pool.run(use_orphan, 2, replace(job, installed=False), str(tmp_path), save=True)
+    assert rank_pool.run(use_orphan, 2, job, str(tmp_path)) == [("", "")] * 2
+    errors = rank_pool.run(use_orphan, 3, job, str(tmp_path), timeout=LIMIT_S)
+    assert len(set(errors)) == 1 and errors[0][0] == "LayoutMismatchError" and "down.bias" in errors[0][1]
 
 
-def use_orphan(directory: str, save: bool = False) -> tuple[str, str]:
+def use_orphan(job: Job, directory: str, save: bool = False) -> tuple[str, str]:
     leave_out_of_the_optimizer()
     if not save:
-        return load_error(Job(elastic=False), directory)
-    build_engine(Job(elastic=False)).save_checkpoint(directory)
+        return load_error(job, directory)
+    build_engine(job).save_checkpoint(directory)
     return "", ""
-
-
-def build_orphan() -> tuple[str, str]:
-    leave_out_of_the_optimizer()
-    return build_error(Job())
 
 
 def leave_out_of_the_optimizer() -> None:

@@ -794,12 +794,15 @@ def load_in_memory() -> None:
     make_engine(ALL.other()).optimizer.load_state_dict(states)
 
 
-def test_a_parameter_that_no_optimizer_has_stays_refused(rank_pool: RankPool, saved: Saver) -> None:
-    error, text = rank_pool.run(refuse_orphan, 2, saved(BASE, 4).directory)[0]
-    assert error == "UnsupportedError" and "down.bias requires a gradient but is in no optimizer group" in text
+def test_a_parameter_that_no_optimizer_has_is_frozen(rank_pool: RankPool, saved: Saver) -> None:
+    """Although it requires a gradient: no step changes it."""
+    checkpoint = saved(BASE, 4)
+    state, changed = rank_pool.run(load_without, 2, checkpoint.directory)[0]
+    same(of(checkpoint.state, "down.bias", kinds=("weight",)), of(state, "down.bias", kinds=("weight",)))
+    assert any("trained in the checkpoint and frozen now" in line and "down.bias" in line for line in changed)
 
 
-def refuse_orphan(directory: str) -> tuple[str, str]:
+def load_without(directory: str) -> tuple[State, tuple[str, ...]]:
     make = globals()["make_groups"]
 
     def other(setup: Setup, model: Any) -> list[dict[str, Any]]:
@@ -807,7 +810,9 @@ def refuse_orphan(directory: str) -> tuple[str, str]:
         return [{**g, "params": [p for p in g["params"] if p is not model.down.bias]} for g in groups]
 
     globals()["make_groups"] = other
-    return load_error(BASE.other(job={"elastic": False}), directory)
+    engine = make_engine(BASE.other())
+    engine.load_checkpoint(directory)
+    return gather_state(engine), engine.zeroelastic_report.changed
 
 
 def test_muon_does_not_go_on_from_the_state_of_adam(rank_pool: RankPool, saved: Saver) -> None:

@@ -49,9 +49,9 @@ OFFLINE_TENSOR_PARALLEL = (
 class ModelStates:
     """What one rank's ``*_model_states.pt`` says about the layout; the module itself is not looked at.
 
-    ``sub_groups`` are the trained parameters in flat order; ``frozen`` the others, or None where they were excluded
-    from the save; ``frozen_pieces`` where this rank's parts of them are; ``directory`` is the file's digest of its zip
-    directory.
+    ``sub_groups`` are the trained parameters in flat order; ``frozen`` those that the optimizer does not have, or None
+    where they were excluded from the save; ``frozen_pieces`` where this rank's parts of them are; ``directory`` is the
+    file's digest of its zip directory.
     """
 
     path: FilePath
@@ -466,10 +466,12 @@ def model_states_of(
     shapes, fragments = root.get("frozen_param_shapes"), root.get("frozen_param_fragments")
     frozen, pieces = None, None
     if isinstance(shapes, dict) and isinstance(fragments, dict):
-        params = [checked_param(name, shape, path) for name, shape in shapes.items()]
+        trained = {name for table in tables for name in table}  # DeepSpeed lists by requires_grad, which may change
+        params = [checked_param(name, shape, path) for name, shape in shapes.items() if name not in trained]
         frozen = unpacked_layout(checked_params(params, path), count)
         offset = np.full(len(params), -1, dtype=np.int64)
-        file.locate(fragment.storage.key for fragment in fragments.values() if isinstance(fragment, TensorRef))
+        found = (fragments.get(param.name) for param in params)
+        file.locate(fragment.storage.key for fragment in found if isinstance(fragment, TensorRef))
         dtype: dict[int, str] = {}
         for i, param in enumerate(params):
             fragment = fragments.get(param.name)
@@ -495,6 +497,21 @@ def model_states_of(
         frozen_pieces=pieces,
         header_bytes=file.header_bytes,
         directory=file.directory,
+    )
+
+
+def other_step(model: ModelStates, record: CommitRecord | None) -> str | None:
+    """The sentence about module states of another step than the record's; None where they are of the same save.
+
+    The zip directory that the record states for the file proves that: client state may have set the step.
+    """
+    if record is None or model.global_steps == record.global_steps:
+        return None
+    if record.directories.get(model.path.name) == model.directory:
+        return None
+    return (
+        f"{model.path}: was saved at step {model.global_steps}, the commit record at step {record.global_steps}. "
+        "Files of two saves are mixed in this directory."
     )
 
 
@@ -549,6 +566,7 @@ __all__ = [
     "open_checkpoint",
     "open_model_states",
     "other_directory",
+    "other_step",
     "parse_rank_file",
     "rank_files",
     "saved_as",

@@ -18,6 +18,7 @@ from zeroelastic.checkpoint import (
     model_states_of,
     open_checkpoint,
     open_model_states,
+    other_step,
 )
 from zeroelastic.errors import CheckpointError, UnreadableError, UnsupportedError
 from zeroelastic.findings import BufferView, GroupView, Inspection, ParamKind, ParamView, StateView
@@ -200,11 +201,8 @@ class _Look:
         if self.model is not None:
             found.world_size = found.world_size or self.model.world_size
             found.step = self.model.global_steps if found.step is None else found.step
-            if commit is not None and commit.global_steps != self.model.global_steps:
-                self.problem(
-                    f"{self.model.path}: was saved at step {self.model.global_steps}, the commit record at step "
-                    f"{commit.global_steps}. Files of two saves are mixed in this directory."
-                )
+            if (mixed := other_step(self.model, commit)) is not None:
+                self.problem(mixed)
         self._tell_module()
         for name in self._first(self.census.optim):
             self.shard = self.attempt(partial(self._open_shard, name))

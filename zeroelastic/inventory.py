@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from zeroelastic.checkpoint import ModelStates, open_model_states, rank_files
+from zeroelastic.checkpoint import ModelStates, open_model_states, other_step, rank_files
 from zeroelastic.digest import ParamContent, UInt64Array
 from zeroelastic.errors import CheckpointError, UnsupportedError
 from zeroelastic.record import RECORD_NAME, CheckpointFormat, CommitRecord, read_record
@@ -260,12 +260,8 @@ class _Inventory:
         record = self.record
         if record is not None:
             for rank, model in list(self.models.items()):
-                if model.global_steps != record.global_steps:
-                    self._add(
-                        model.path.name,
-                        f"{model.path}: was saved at step {model.global_steps}, the commit record at step "
-                        f"{record.global_steps}. {_MIXED}",
-                    )
+                if (mixed := other_step(model, record)) is not None:
+                    self._add(model.path.name, mixed)
                     del self.models[rank], facts[rank]
         keep = _most_common(facts)
         for rank, fact in facts.items():

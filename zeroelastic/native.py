@@ -399,6 +399,10 @@ def _model_root(
     ]
     if rank > 0 and root.get("shared_params"):
         root["shared_params"] = {}  # rank 0 alone has them
+    trained = set(layout.index())
+    for key in ("frozen_param_shapes", "frozen_param_fragments"):
+        if (listed := pairs_of(root.get(key))) and trained & listed.keys():  # frozen after deepspeed.initialize
+            root[key] = ordered_dict([(name, value) for name, value in listed.items() if name not in trained])
     if target.frozen is not None and source.frozen is not None:
         part = target.frozen.part
         pieces: list[tuple[object, object]] = []

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from zeroelastic.checkpoint import Checkpoint, ModelStates, frozen_layouts
+from zeroelastic.checkpoint import Checkpoint, ModelStates, frozen_layouts, other_step
 from zeroelastic.digest import ParamContent, ScalarValue
 from zeroelastic.errors import CheckpointError
 from zeroelastic.layout import Layout, Param, unpacked_layout
@@ -205,12 +205,9 @@ def shard_facts(shard: Shard) -> dict[str, str]:
 
 
 def _check_same_models(models: Sequence[ModelStates], head: Shard, checkpoint: Checkpoint) -> None:
-    first, record = models[0], checkpoint.record
-    if record is not None and record.global_steps != first.global_steps:
-        raise CheckpointError(
-            f"{first.path}: was saved at step {first.global_steps}, the commit record at step {record.global_steps}. "
-            "Files of two saves are mixed in this directory."
-        )
+    first = models[0]
+    if (mixed := other_step(first, checkpoint.record)) is not None:
+        raise CheckpointError(mixed)
     trained = {param for sub_group in first.sub_groups for param in sub_group}
     if trained != set(head.layout.params):
         raise CheckpointError(

@@ -102,7 +102,10 @@ def scalar_value(value: StateValue, where: str) -> ScalarValue:
 
 
 def read_live(optimizer: DeepSpeedZeroOptimizer_Stage3, param_names: Mapping[torch.nn.Parameter, str]) -> LiveState:
-    """The live state of one rank. Raises UnsupportedError for parameters that are not partitioned over all ranks."""
+    """The live state of one rank: trained is what the optimizer has, frozen every other parameter of the module.
+
+    Raises UnsupportedError for parameters that are not partitioned over all ranks.
+    """
     world_size = dist.get_world_size(group=optimizer.dp_process_group)
     rank = dist.get_rank(group=optimizer.dp_process_group)
     residence = Residence(optimizer)
@@ -122,6 +125,12 @@ def read_live(optimizer: DeepSpeedZeroOptimizer_Stage3, param_names: Mapping[tor
             expected.append((int(position[0]), int(position[1]), int(position[2])))
         sub_groups.append(names)
         group_names[optimizer.sub_group_to_group_id[i]] += [param.name for param in names]
+    added = [g for g, group in enumerate(optimizer.optimizer.param_groups) if group["params"] and not group_names[g]]
+    if added:
+        raise UnsupportedError(
+            f"optimizer group {added[0]} was added after deepspeed.initialize: ZeRO-3 partitions nothing of it, and "
+            "DeepSpeed does not train it. Give the optimizer all of its groups before."
+        )
     layout = layout_from_sub_groups(sub_groups, world_size)
     if list(zip(layout.sub_group.tolist(), layout.offset.tolist(), layout.part.tolist(), strict=True)) != expected:
         raise UnsupportedError(
@@ -134,11 +143,6 @@ def read_live(optimizer: DeepSpeedZeroOptimizer_Stage3, param_names: Mapping[tor
         if getattr(param, "ds_id", None) in owned_by_optimizer:
             continue
         live = _param(param, param_names)
-        if param.requires_grad and live.numel > 0:
-            raise UnsupportedError(
-                f"parameter {live.name} requires a gradient but is in no optimizer group. DeepSpeed saves it nowhere: "
-                "give it to the optimizer or freeze it."
-            )
         _check_partition_group(param, live.name, rank, world_size)
         frozen.append(live)
         tensors.append(residence.frozen(param))
@@ -182,7 +186,10 @@ def share_muon_momentum(optimizer: DeepSpeedZeroOptimizer_Stage3) -> None:
 def _param(param: torch.nn.Parameter, names: Mapping[torch.nn.Parameter, str]) -> Param:
     name = names.get(param)
     if name is None or not hasattr(param, "ds_id"):
-        raise UnsupportedError(f"parameter {name or '(without a name)'} is not managed by ZeRO-3.")
+        raise UnsupportedError(
+            f"parameter {name or '(without a name)'} is not managed by ZeRO-3: it was not in the model when "
+            "deepspeed.initialize was called. Build the whole model before."
+        )
     return Param(name, tuple(int(size) for size in param.ds_shape))  # type: ignore[attr-defined]
 
 

@@ -27,6 +27,7 @@ from zeroelastic.stage3.precision import restore_scales
 from zeroelastic.stage3.proof import prove
 from zeroelastic.stage3.relay import Relayed, fill_from_others, module_file
 from zeroelastic.stage3.survey import Survey, check_batch, saved_groups
+from zeroelastic.stage3.trained import param_names
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +80,7 @@ def load(
     optimizer.checkpoint_event_prologue()
     with module_file(found.sight, found.model, executor=options.executor) as (module_path, relayed):
         outcome = settle(partial(load_module, module_path))
-    live = read_live(optimizer, engine.param_names)
+    live = read_live(optimizer, param_names(engine))
     from_16_bit = not engine.zero_load_from_fp32_weights()
 
     def read() -> _Filling:

@@ -63,7 +63,7 @@ _MUON = "deepspeed.runtime.zero.muon.muon_optimizer.MuonWithAuxAdam"
 _MUON_STATE = _Known(("momentum_buffer",), {})
 _MUON_ADAM = _Known(_ADAM, _INT_STEP)
 
-_SCHEDULED = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
+SCHEDULED = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
 """Options that learning rate schedulers add to groups."""
 
 _OF_THE_CLASS = {"decoupled_weight_decay"}
@@ -124,12 +124,12 @@ def options_to_set(
 
     The same optimizer takes all of them, another one those that it has too.
     """
-    own = tuple(sorted(options.keys() - saved.options.keys() - {"params"} - _SCHEDULED))
+    own = tuple(sorted(options.keys() - saved.options.keys() - {"params"} - SCHEDULED))
     if _same_class(saved, optimizer, options):
         return saved.options, (), own
     taken = {key: value for key, value in saved.options.items() if key in options and key not in _OF_THE_CLASS}
     own = tuple(sorted({*own, *(options.keys() & saved.options.keys() & _OF_THE_CLASS)}))
-    return taken, tuple(sorted(saved.options.keys() - options.keys() - _SCHEDULED)), own
+    return taken, tuple(sorted(saved.options.keys() - options.keys() - SCHEDULED)), own
 
 
 def changed_class(saved: SavedGroup, optimizer: torch.optim.Optimizer) -> str | None:
@@ -154,7 +154,7 @@ def _same_class(saved: SavedGroup, optimizer: torch.optim.Optimizer, options: Ma
     """By name, wherever the class lives; a checkpoint that does not say it is judged by its hyper-parameters."""
     if saved.class_path is not None:
         return saved.class_path.rpartition(".")[2] == type(optimizer).__name__
-    return not options.keys() - saved.options.keys() - {"params"} - _SCHEDULED
+    return not options.keys() - saved.options.keys() - {"params"} - SCHEDULED
 
 
 def _known(optimizer: torch.optim.Optimizer, options: Mapping[str, object], *, bases: bool) -> _Known | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import uuid
@@ -9,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import deepspeed
 import numpy as np
@@ -20,7 +21,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from zeroelastic._version import __version__
 from zeroelastic.agree import broadcast
 from zeroelastic.digest import ParamContent, combine, content_root
-from zeroelastic.errors import SaveError
+from zeroelastic.errors import CheckpointError, SaveError, UnreadableError, UnsafePickleError, UnsupportedError
 from zeroelastic.patching import patched
 from zeroelastic.record import (
     RECORD_NAME,
@@ -37,10 +38,12 @@ from zeroelastic.shard import ELASTIC_VERSION
 from zeroelastic.stage3.contents import LocalDigests
 from zeroelastic.stage3.live import LiveState
 from zeroelastic.stage3.optimizers import class_path
+from zeroelastic.stage3.read_back import Expected, read_back
 from zeroelastic.stage3.residence import is_away
 from zeroelastic.stage3.roll_call import RollCall
 from zeroelastic.storage import file_sizes
-from zeroelastic.torchfile import directory_digest
+
+logger = logging.getLogger(__name__)
 
 
 def new_save_id() -> str:
@@ -191,9 +194,10 @@ class Uncommitted:
     """A save that was handed to its writer: all that the commit record says but the sizes of the files.
 
     ``contents`` are of the state at the moment of the save, over all ranks; ``trained`` names the trained parameters
-    among them, and ``written`` this rank's files in ``making``, the hidden directory that becomes ``tag_dir``, which is
-    ``place`` without the symbolic links that led there when the save began. Ranks
-    that see the same directory have the same one of ``heads``, by rank: the first of them, which acts for all.
+    among them, and ``written`` this rank's module states and optimizer file in ``making``, the hidden directory that
+    becomes ``tag_dir``, which is ``place`` without the symbolic links that led there when the save began; they have to
+    say what is ``expected``. Ranks that see the same directory have the same one of ``heads``, by rank: the first of
+    them, which acts for all.
     """
 
     tag_dir: Path
@@ -202,11 +206,11 @@ class Uncommitted:
     save_id: str
     checkpoint_format: CheckpointFormat
     world_size: int
-    global_steps: int
+    expected: Expected
     train_batch_size: int
     contents: tuple[ParamContent, ...]
     trained: frozenset[str]
-    written: tuple[str, ...]
+    written: tuple[str, str]
     making: Path
     heads: tuple[int, ...]
     tp_size: int = 1
@@ -231,33 +235,54 @@ def commit(save: Uncommitted, roll_call: RollCall, *, fsync: bool) -> None:
     it was before the save.
     """
     with discarded_on_failure(save.making, acts=save.acts), roll_call.naming_the_lost():
-        _, settled = roll_call.together(lambda: _settled_files(save, fsync=fsync), "its files were made durable")
-        roll_call.settle(lambda: _write_record(save, settled) if save.acts else None, "its commit record was written")
+        _, written = roll_call.together(lambda: _settled_files(save, fsync=fsync), "its files were made durable")
+        roll_call.settle(lambda: _write_record(save, written) if save.acts else None, "its commit record was written")
         roll_call.settle(lambda: _put_in_place(save) if save.acts else None, "it was put in place")
     roll_call.left = "The checkpoint is complete; load it by its tag."
 
 
-def _settled_files(save: Uncommitted, *, fsync: bool) -> tuple[dict[str, int], dict[str, str]]:
-    """The sizes and the digests of the zip directories of this rank's files, which are on the device then."""
+class _Written(NamedTuple):
+    """Sizes and zip directories' digests of a rank's files, and why only DeepSpeed reads them, if so."""
+
+    sizes: dict[str, int]
+    directories: dict[str, str]
+    unreadable: str | None
+
+
+def _settled_files(save: Uncommitted, *, fsync: bool) -> _Written:
+    """This rank's files, which are on the device then, and which a load has been found to take."""
     sizes: dict[str, int] = {}
-    directories: dict[str, str] = {}
+    paths = [save.making / name for name in save.written]
     try:
-        for name in save.written:
-            sizes[name] = (save.making / name).stat().st_size
+        for path in paths:
+            sizes[path.name] = path.stat().st_size
             if fsync:
-                _sync_file(save.making / name)
-            directory = directory_digest(save.making / name)
-            if directory is not None:
-                directories[name] = directory
+                _sync_file(path)
+        directories = read_back(
+            paths[0],
+            paths[1],
+            save.expected,
+            format=save.checkpoint_format,
+            save_id=save.save_id,
+            contents=save.contents,
+        )
+    except UnreadableError as error:
+        raise _not_committed(save, str(error).rstrip(".")) from error
     except OSError as error:
         raise _not_committed(save, f"{error.filename or save.tag_dir}: {error.strerror}") from error
-    return sizes, directories
+    except (CheckpointError, UnsupportedError) as error:
+        if save.checkpoint_format == "rigid" and isinstance(error, (UnsafePickleError, UnsupportedError)):
+            return _Written(sizes, {}, str(error))  # as stock DeepSpeed saves it
+        raise _not_committed(save, f"no load would take it: {str(error).rstrip('.')}") from error
+    return _Written(sizes, directories, None)
 
 
-def _write_record(save: Uncommitted, settled: Sequence[tuple[Mapping[str, int], Mapping[str, str]]]) -> None:
-    """The record of the whole save, in every directory that has a part of it."""
-    parts = [sizes for sizes, _ in settled]
-    _check_visible(save, parts)
+def _write_record(save: Uncommitted, written: Sequence[_Written]) -> None:
+    """The record of the whole save, in every directory that has a part of it; none where only DeepSpeed reads it."""
+    _check_visible(save, [each.sizes for each in written])
+    unreadable = next((each.unreadable for each in written if each.unreadable is not None), None)
+    if unreadable is not None and dist.get_rank() == 0:
+        logger.warning("%s: saved without a commit record, only DeepSpeed loads it: %s", save.tag_dir, unreadable)
     record = CommitRecord(
         format_version=RECORD_VERSION,
         checkpoint_format=save.checkpoint_format,
@@ -265,18 +290,19 @@ def _write_record(save: Uncommitted, settled: Sequence[tuple[Mapping[str, int], 
         tag=save.tag,
         world_size=save.world_size,
         tp_size=save.tp_size,
-        global_steps=save.global_steps,
+        global_steps=save.expected.global_steps,
         train_batch_size=save.train_batch_size,
         lost_micro_batches=save.lost_micro_batches,
         versions=Versions(zeroelastic=__version__, deepspeed=deepspeed.__version__, torch=str(torch.__version__)),
-        files={name: size for part in parts for name, size in sorted(part.items())},
-        directories={name: digest for _, part in settled for name, digest in sorted(part.items())},
+        files={name: size for each in written for name, size in sorted(each.sizes.items())},
+        directories={name: digest for each in written for name, digest in sorted(each.directories.items())},
         params=param_records(save.contents, save.trained),
         content_root=content_root(save.contents),
     )
     try:
         carry_over(save.place, save.making)
-        write_atomically(save.making / RECORD_NAME, record_text(record))
+        if unreadable is None:
+            write_atomically(save.making / RECORD_NAME, record_text(record))
     except OSError as error:
         raise _not_committed(save, f"{error.filename or save.tag_dir}: {error.strerror}") from error
 
@@ -329,7 +355,7 @@ def _sync_file(path: Path) -> None:
         os.close(fd)
 
 
-def written_files(engine: Any, save_dir: Path, tag: str) -> tuple[str, ...]:
-    """The names under which DeepSpeed writes this rank's files at stage 3."""
-    paths = (engine._get_ckpt_name(str(save_dir), tag), engine._get_zero_ckpt_name(str(save_dir), tag))
-    return tuple(Path(path).name for path in paths)
+def written_files(engine: Any, save_dir: Path, tag: str) -> tuple[str, str]:
+    """The names under which DeepSpeed writes this rank's module states and optimizer file at stage 3."""
+    model, optim = engine._get_ckpt_name(str(save_dir), tag), engine._get_zero_ckpt_name(str(save_dir), tag)
+    return Path(model).name, Path(optim).name

@@ -8,7 +8,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from zeroelastic.errors import SaveError, UnsupportedError, UsageError, ZeroElas
 from zeroelastic.leftovers import remove_dead
 from zeroelastic.notices import notice
 from zeroelastic.patching import patched
-from zeroelastic.record import write_atomically
+from zeroelastic.record import RECORD_NAME, write_atomically
 from zeroelastic.save_place import begin, making_of
 from zeroelastic.stage3.background import (
     Background,
@@ -32,6 +32,7 @@ from zeroelastic.stage3.background import (
     wants_background,
     why_not,
 )
+from zeroelastic.stage3.client_state import checked_client_state, saved_step
 from zeroelastic.stage3.contents import LocalDigests, of_every_tp_rank, whole_contents
 from zeroelastic.stage3.decoupled import DecoupledSave, check_alive
 from zeroelastic.stage3.live import LiveState, read_live, refuse_unsupported
@@ -39,6 +40,7 @@ from zeroelastic.stage3.load import accumulated_micro_batches
 from zeroelastic.stage3.options import Options, parse_options
 from zeroelastic.stage3.partners import agree_on, require_partners
 from zeroelastic.stage3.pending import flush, hand_over
+from zeroelastic.stage3.read_back import expected_of
 from zeroelastic.stage3.replicated import difference, replicated_facts
 from zeroelastic.stage3.residence import lost_in_stock_files
 from zeroelastic.stage3.roll_call import RollCall
@@ -56,6 +58,7 @@ from zeroelastic.stage3.shard_writer import DigestedShard, ShardWriter, shard_wr
 from zeroelastic.stage3.snapshot import Snapshot
 from zeroelastic.stage3.storage_rules import directory_heads, refuse_unwritable
 from zeroelastic.stage3.topology import tensor_parallel
+from zeroelastic.stage3.trained import listed_by_optimizer, param_names
 from zeroelastic.storage import absolute
 from zeroelastic.tag_names import is_ours, normal, why_not_saved
 
@@ -124,7 +127,7 @@ def facts_of(engine: Any) -> dict[str, object]:
 
 def live_of(engine: Any, optimizer: DeepSpeedZeroOptimizer_Stage3) -> LiveState:
     """The engine's state, by the names of its parameters."""
-    return read_live(optimizer, engine.param_names)
+    return read_live(optimizer, param_names(engine))
 
 
 def save_checkpoint(original: Method) -> Method:
@@ -169,13 +172,15 @@ def _save(
     if decoupled:
         engine._commit_decoupled_checkpoint()  # a save before this one that is not ours
     elastic = saves_elastic(engine)
-    reason = _cannot_commit(engine, optimizer, asked, elastic=elastic)
+    reason, client_state = _cannot_commit(engine, optimizer, asked, elastic=elastic)
     if reason is not None:
         if elastic or any(map(is_ours, asked.tag.split("/"))):  # which the next save would remove
             raise reason
         if dist.get_rank() == 0:
             notice(logger, f"{tag_dir}: saved by DeepSpeed alone; no commit record is written: {reason}")
+        settle(lambda: (place / RECORD_NAME).unlink(missing_ok=True))  # of a save that this one overwrites
         return asked.of(original, engine)
+    asked = replace(asked, client_state=client_state)
     if decoupled:
         check_alive(engine)
     background = _background(engine, optimizer, options)
@@ -199,6 +204,7 @@ def _save(
             latest = asked.save_latest and decoupled
             with (
                 patched(optimizer, _zeroelastic_saving=Saving(save_id, live, shard)),
+                listed_by_optimizer(engine),
                 offloaded_save(engine, live, elastic=elastic),
                 met_after_writing(optimizer, roll_call),
             ):
@@ -213,7 +219,12 @@ def _save(
             checkpoint_format="elastic" if elastic else "rigid",
             world_size=live.layout.world_size,
             tp_size=live.tp.size,
-            global_steps=engine.global_steps,
+            expected=expected_of(
+                live,
+                global_steps=saved_step(engine, client_state),
+                with_frozen=not asked.exclude_frozen_parameters,
+                allow_globals=options.allow_globals,
+            ),
             train_batch_size=engine.train_batch_size(),
             lost_micro_batches=_warn_of_lost_micro_batches(engine, tag_dir),
             written=written_files(engine, asked.directory, asked.tag),
@@ -287,8 +298,9 @@ def _finish(
 
 def _cannot_commit(
     engine: Any, optimizer: DeepSpeedZeroOptimizer_Stage3, asked: _Asked, *, elastic: bool
-) -> ZeroElasticError | None:
-    """Why this engine's saves get no commit record, the same on every rank, or None when they do. Collective."""
+) -> tuple[ZeroElasticError | None, dict[str, Any]]:
+    """Why this save gets no commit record, the same everywhere, or None; and the client state to save. Collective."""
+    client_state: dict[str, Any] = {}
 
     def look() -> dict[str, str]:
         problem = why_not_saved(asked.directory, asked.tag)
@@ -299,26 +311,30 @@ def _cannot_commit(
             )
         refuse_unsupported(optimizer, engine)
         refuse_unwritable(engine, optimizer)
-        return replicated_facts(live_of(engine, optimizer))
+        facts = replicated_facts(live_of(engine, optimizer))
+        with listed_by_optimizer(engine):
+            client_state.update(checked_client_state(engine, asked.client_state))
+        return facts | {"the step to save": str(saved_step(engine, client_state))}
 
     try:
         different = difference(settle(look), tensor_parallel(optimizer).rank)
     except (UnsupportedError, UsageError) as error:
-        return error
+        return error, client_state
     if different is not None:
-        return different
+        return different, client_state
     lost = None if elastic else lost_in_stock_files(optimizer)
     if lost is not None:
-        return UnsupportedError(
+        lacking = UnsupportedError(
             f"DeepSpeed's own files lack {lost}. Save with elastic_checkpoint on to have all of it."
         )
+        return lacking, client_state
     places = sorted(set(gather(asked.named)))
     if len(places) > 1:
         return UsageError(
             f"the ranks save to different places ({', '.join(places[:3])}{' ...' if len(places) > 3 else ''}). A "
             "checkpoint has one tag and one directory, which all ranks share: pass the same ones everywhere."
-        )
-    return None
+        ), client_state
+    return None, client_state
 
 
 def _warn_of_lost_micro_batches(engine: Any, tag_dir: Path) -> int:

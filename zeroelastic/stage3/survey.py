@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from zeroelastic.checkpoint import (
     ModelStates,
     frozen_layouts,
     open_checkpoint,
+    other_step,
     source_ranks,
 )
 from zeroelastic.digest import ScalarValue
@@ -145,11 +147,8 @@ def _open(
     shards = {source: checkpoint.shard(source) for source in needed}
     head = shards[needed[0]]
     record = checkpoint.record
-    if record is not None and record.global_steps != model.global_steps:
-        raise CheckpointError(
-            f"{model.path}: was saved at step {model.global_steps}, the commit record at step {record.global_steps}. "
-            "Files of two saves are mixed in this directory."
-        )
+    if (mixed := other_step(model, record)) is not None:
+        raise CheckpointError(mixed)
     membership = compare(
         Inventory(head.layout.params, None if model.frozen is None else model.frozen.params),
         Inventory(layout.params, live.frozen.params),
@@ -242,14 +241,13 @@ def _check_membership(
         problems += membership.group_problems if not weights_only else ()
     if allowed.strict_module and allowed.missing_state == "error":
         shapes = {param.name: list(param.shape) for param in live.frozen.params}
-        # Without elements and trained, it is listed with the frozen ones, but its entry was not left out of the save.
-        module = live.optimizer.module
-        trained = {name for name, param in module.named_parameters() if param.requires_grad}
+        # DeepSpeed leaves the entry of what requires a gradient in the save; without elements that is all of it.
+        requires_grad = {name: param.requires_grad for name, param in live.optimizer.module.named_parameters()}
         problems += [
             f"frozen parameter {name} {shapes[name]} is not in the checkpoint, which was saved without frozen "
             "parameters: load_module_strict=False keeps the run's own"
             for name in membership.excluded
-            if name not in trained
+            if math.prod(shapes[name]) or not requires_grad[name]
         ]
     if not problems:
         return

@@ -15,7 +15,13 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from zeroelastic.agree import gather, settle, together
 from zeroelastic.checkpoint import open_checkpoint
-from zeroelastic.errors import CheckpointError, MissingFileError, OldFormatError, UnsupportedError
+from zeroelastic.errors import (
+    CheckpointError,
+    LayoutMismatchError,
+    MissingFileError,
+    OldFormatError,
+    UnsupportedError,
+)
 from zeroelastic.notices import notice
 from zeroelastic.patching import patched
 from zeroelastic.safepickle import allow_globals
@@ -40,10 +46,12 @@ from zeroelastic.stage3.saving import (
     saves_elastic,
     stage3_optimizer,
 )
+from zeroelastic.stage3.stock import stock_loads
 from zeroelastic.stage3.storage_rules import leave_to_stock, loads_in_stock, own_rigid_files, refuse_unwritable
 from zeroelastic.stage3.survey import survey
 from zeroelastic.stage3.tag_choice import about_choice, choose_tag, warn_of_mark
 from zeroelastic.stage3.topology import tensor_parallel
+from zeroelastic.stage3.trained import param_names
 from zeroelastic.storage import absolute
 
 logger = logging.getLogger(__name__)
@@ -97,7 +105,7 @@ def state_dict(original: Method) -> Method:
         saving: Saving | None = getattr(self, "_zeroelastic_saving", None)
         return elastic_state_dict(
             self,
-            saving.live if saving is not None else read_live(self, engine.param_names),
+            saving.live if saving is not None else read_live(self, param_names(engine)),
             save_id=saving.save_id if saving is not None else "",
             train_batch_size=engine.train_batch_size(),
             alias=saving is not None,
@@ -115,7 +123,7 @@ def load_state_dict(original: Method) -> Method:
         if not memory.is_elastic(state_dict_list):
             return original(self, state_dict_list, *args, **kwargs)
         engine = getattr(self, "_zeroelastic_engine", None)
-        names = engine.param_names if engine is not None else self.param_names
+        names = param_names(engine) if engine is not None else self.param_names
         flags = dict(zip(("load_optimizer_states", "load_from_fp32_weights"), args, strict=False)) | kwargs
         return memory.load_state_dicts(
             self,
@@ -259,8 +267,15 @@ def load_checkpoint(original: Method) -> Method:
             leave_to_stock(error, tag_dir, live, node_local=self.use_node_local_storage())
             logger.warning("loading through DeepSpeed alone: %s", error)
             return stock()
-        except UnsupportedError as error:
-            if not _only_stock_reads(tag_dir, live):
+        except (CheckpointError, LayoutMismatchError, UnsupportedError) as error:
+            if not (isinstance(error, UnsupportedError) and _only_stock_reads(tag_dir, live)) and not stock_loads(
+                self,
+                live,
+                tag_dir,
+                strict=load_module_strict and custom_load_fn is None,
+                optimizer_states=load_optimizer_states,
+                damaged=isinstance(error, CheckpointError),
+            ):
                 raise
             logger.warning("loading through DeepSpeed alone: %s", error)
             return stock()
