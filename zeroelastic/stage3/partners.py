@@ -35,7 +35,10 @@ def announce() -> None:
     """Say in the store that this rank runs with zeroelastic; nothing where there is no process group yet."""
     global _announced_to
     if dist.is_initialized() and _announced_to is not dist.group.WORLD:
-        _get_default_store().set(_key(dist.get_rank()), identity(os.getpid()))
+        store = _get_default_store()
+        if store is None:  # MPI has none
+            return
+        store.set(_key(dist.get_rank()), identity(os.getpid()))
         _announced_to = dist.group.WORLD
 
 
@@ -59,7 +62,7 @@ def require_partners(*, wait: bool = True) -> None:
 
     Without ``wait``, every rank has had its time to announce itself.
     """
-    if dist.get_world_size() == 1:
+    if dist.get_world_size() == 1 or _get_default_store() is None:
         return
     announce()
     deadline = time.monotonic() + (_WAIT_S if wait else 0.0)
