@@ -134,6 +134,45 @@ def test_generators_are_restored_exactly_where_rank_and_size_are_the_saved_ones(
     assert first[0].drawn != first[1].drawn
 
 
+def roll_back(job: Job, directory: str) -> dict[str, list[Any]]:
+    """Save steps 1 to 3, go back to step 1, and commit another step 2 by a clock that is an hour slow. What resumes
+    take then, after ``latest`` was damaged, and after it was pointed at another tag; with the order of the tags."""
+    from zeroelastic.latest import find_latest, fix_latest, set_latest
+    from zeroelastic.tags import check_quickly
+
+    root, engine = Path(directory), build_engine(job)
+    for step in range(3):
+        train_step(engine, step)
+        engine.save_checkpoint(directory)
+    engine.load_checkpoint(directory, tag="global_step1")
+    train_step(engine, 9)
+    clock = time.time
+    time.time = lambda: clock() - 3600  # type: ignore[assignment]
+    engine.save_checkpoint(directory, tag="again2")
+    time.time = clock
+    starts = [resume(build_engine(job), directory)]
+    tags = [tag.name for tag in find_latest(root, check_quickly).run.tags]
+    if dist.get_rank() == 0:
+        (root / "latest").unlink()
+        fix_latest(root, check_quickly)
+        set_latest(root, "global_step3")
+    dist.barrier()
+    starts.append(resume(build_engine(job), directory))
+    found = [(start.tag, start.global_steps) for start in starts]
+    return {"tags": tags, "starts": found, "notes": [start.notes for start in starts],
+            "reported": [start.report.notes for start in starts]}  # fmt: skip
+
+
+def test_after_a_rollback_the_last_commit_counts_and_latest_rolls_back(rank_pool: RankPool, tmp_path: Path) -> None:
+    for found in rank_pool.run(roll_back, 2, JOB, str(tmp_path / "ckpt")):
+        assert found["tags"] == ["again2", "global_step3", "global_step2", "global_step1"]
+        assert found["starts"] == [("again2", 2), ("global_step3", 3)]
+        (left, *_), (pointed, *_) = found["notes"]
+        assert left == "LEFT: global_step3, global_step2 are of a branch that was rolled back"
+        assert pointed.startswith("NOT THE NEWEST: latest was pointed at global_step3 after the last commit. Newer, ")
+        assert left in found["reported"][0] and pointed in found["reported"][1]
+
+
 @pytest.fixture
 def three_tags(rank_pool: RankPool, tmp_path: Path) -> Path:
     directory = tmp_path / "ckpt"

@@ -184,7 +184,7 @@ def test_what_cannot_be_judged_is_told_apart(run: Path, monkeypatch: pytest.Monk
     """Only damage counts against a tag: prune removes by it."""
     tag = list_run(run).tags[0]
     assert check_tag(tag, check_quickly) is None
-    (run / "global_step11" / RECORD_NAME).write_text('{"format_version": 2}')
+    (run / "global_step11" / RECORD_NAME).write_text('{"format_version": 99}')
     verdict = check_tag(tag, check_quickly)
     assert verdict is not None and verdict.undecided and "Upgrade" in verdict.problems[0]
     (run / "global_step11" / RECORD_NAME).write_text("{")
@@ -238,6 +238,8 @@ def test_a_tag_that_tells_no_step_at_all_does_not_hide_the_newest(run: Path) -> 
 def test_fix_lets_latest_name_the_newest(run: Path, wrong: bytes | None) -> None:
     path = run / "latest"
     path.unlink() if wrong is None else path.write_bytes(wrong)
+    if wrong is not None:
+        os.utime(path, (1, 1))  # older than the last commit, as a crash before it is written leaves it
     before = sorted(os.listdir(run))
     done = latest(run, "--quick", "--fix", "--dry-run")
     assert done.returncode == 0 and "would now name global_step11" in done.stderr
@@ -312,6 +314,8 @@ def test_folders_of_other_runs_are_not_taken_for_checkpoints(run: Path) -> None:
         (["{run}/nothing"], "no such directory"),
         (["{run}/logs"], "holds no ZeRO-3 checkpoint"),
         (["{run}", "--dry-run"], "goes with --fix"),
+        (["{run}", "--fix", "--set", "global_step8"], "one of the two"),
+        (["{run}", "--set", "global_step7"], "has no tag global_step7. There are, newest first: global_step11,"),
         ([], "DIR"),
     ],
 )

@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from tests.synthetic import edit, model_name, optim_name, write_checkpoint
+from tests.synthetic import edit, model_name, optim_name, write_checkpoint, write_history
 from zeroelastic import pruning
 from zeroelastic.cli.app import app
 from zeroelastic.pruning import TRASH, plan_prune, remove_tag
@@ -57,9 +57,9 @@ def save(tag_dir: Path, step: int, *, record: bool = True, format: str = "elasti
     return tag_dir
 
 
-def age(directory: Path, seconds: float) -> None:
+def age(directory: Path, seconds: float, *, now: float | None = None) -> None:
     """Let everything in a directory have changed so long ago."""
-    then = time.time() - seconds
+    then = (time.time() if now is None else now) - seconds
     for path in (directory, *directory.rglob("*")):
         os.utime(path, (then, then), follow_symlinks=False)
 
@@ -111,16 +111,19 @@ def test_whatever_is_there_what_must_stay_stays(tmp_path_factory, data):
     run = tmp_path_factory.mktemp("run")
     steps = data.draw(st.lists(st.integers(0, 50), min_size=1, max_size=6, unique=True))
     states = {}
+    now = time.time()
     for i, step in enumerate(steps):
         name, state = f"{'abcdef'[i]}{step % 7}", data.draw(st.sampled_from(["whole", "stock", "torn", "young torn"]))
         save(run / name, step, record=state == "whole")
         if "torn" in state:
             (run / name / optim_name(1)).unlink()
-        age(run / name, 60 if "young" in state else 2 * HOUR)
+        age(run / name, 60 if "young" in state else 2 * HOUR, now=now)
         states[name] = (step, state)
-    named = data.draw(st.sampled_from([None, *states]))
+    old = [name for name, (_, state) in states.items() if state != "young torn"]
+    named = data.draw(st.sampled_from([None, *old]))
     if named is not None:
         (run / "latest").write_text(named)
+        os.utime(run / "latest", (1, 1))  # before the last commit: it was not pointed there since
     keep, invalid = data.draw(st.integers(1, 4)), data.draw(st.booleans())
     options = ["--keep", keep, "--yes", *(["--invalid"] if invalid else [])]
     whole = sorted((step, name) for name, (step, state) in states.items() if "torn" not in state)[::-1]
@@ -161,8 +164,27 @@ def reasons(run: Path, *options: object) -> dict[str, str]:
 
 def test_what_latest_names_stays(run: Path) -> None:
     (run / "latest").write_text("s2")
+    os.utime(run / "latest", (1, 1))
     assert reasons(run, "--keep", 1, "--yes") == {"s5": "the newest that verifies", "s2": "latest names it"}
     assert tags(run) == {"s2", "s5", "logs"}
+
+
+def test_what_was_committed_after_the_tag_that_latest_was_pointed_at_stays(run: Path) -> None:
+    (run / "latest").write_text("s3")
+    since = "committed after s3, which latest was pointed at since"
+    assert reasons(run, "--keep", 1, "--yes") == {"s5": since, "s4": since, "s3": "the newest that verifies"}
+    assert tags(run) == {"s3", "s4", "s5", "logs"}
+
+
+def test_a_branch_that_was_rolled_back_goes_before_the_live_one(tmp_path: Path) -> None:
+    commits = [("s1", 1, None), ("s2", 2, "s1"), ("s3", 3, "s2"), ("s4", 4, "s3"), ("s2b", 2, "s1"), ("s3b", 3, "s2b")]
+    write_history(tmp_path, commits)
+    planned = {
+        tag["tag"]: (tag["action"], tag["reason"]) for tag in document(tmp_path, "--keep", 3, "--dry-run")["tags"]
+    }
+    assert [name for name, (action, _) in planned.items() if action == "kept"] == ["s3b", "s2b", "s1"]
+    assert all("of a branch that was rolled back" in planned[name][1] for name in ("s2", "s3", "s4"))
+    assert document(tmp_path, "--keep", 4, "--yes")["removed"] == ["s2", "s3"]
 
 
 def test_a_latest_that_cannot_be_read_keeps_everything(run: Path) -> None:
@@ -236,7 +258,7 @@ def test_a_clock_that_is_ahead_makes_nothing_old(run: Path) -> None:
 
 
 def test_what_cannot_be_judged_stays(run: Path) -> None:
-    (run / "s1" / RECORD_NAME).write_text('{"format_version": 2}')
+    (run / "s1" / RECORD_NAME).write_text('{"format_version": 99}')
     for path in (run / "s2").glob("*optim_states.pt"):
         path.unlink()
     (run / "s2" / RECORD_NAME).unlink()

@@ -18,13 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zeroelastic.census import is_temporary
+from zeroelastic.commit_order import Tag, left_behind
 from zeroelastic.errors import CheckpointError, UsageError
 from zeroelastic.leftovers import leftovers, why_kept
 from zeroelastic.record import RECORD_NAME, sync_directory
 from zeroelastic.save_place import replaces_nothing
 from zeroelastic.storage import FilePath, read_whole
 from zeroelastic.tag_names import HERE, TRASH
-from zeroelastic.tags import Check, Run, Tag, check_quickly, check_tag, list_run, named_latest
+from zeroelastic.tags import Check, Run, check_quickly, check_tag, going_on_from, list_run, named_latest
 
 MIN_AGE_S = 3600.0
 """How long nothing in a tag without a commit record has changed when it is taken to be one that nobody writes."""
@@ -148,8 +149,12 @@ def _decide(
     links, linked = found
     verdicts = [check_tag(tag, check) for tag in run.tags]
     whole = [tag for tag, verdict in zip(run.tags, verdicts, strict=True) if verdict is None]
-    counted = [tag for tag in whole if tag.name not in links]
-    newest = {tag.name for tag in counted[:keep]}
+    at = 0 if run.in_folders else going_on_from(root, run.tags)
+    newer = {tag.name for tag in run.tags[:at]}
+    head = next((tag for tag in whole if tag.name not in newer), None)
+    left = {tag.name for tag in left_behind(run.tags, head)} if head is not None else set()
+    counted = [tag for tag in whole if tag.name not in links and tag.name not in newer]
+    newest = {tag.name for tag in sorted(counted, key=lambda tag: tag.name in left)[:keep]}
     best = _best_of_trainer(whole[0]) if whole and run.in_folders else None
     for tag, verdict in zip(run.tags, verdicts, strict=True):
         tree = None
@@ -161,6 +166,8 @@ def _decide(
             reason = f"no tag verifies, so that none is removed: {'; '.join(verdict.problems) if verdict else ''}"
         elif tag.name == latest:
             reason = "latest names it"
+        elif tag.name in newer:
+            reason = f"committed after {latest}, which latest was pointed at since"
         elif problem is not None:
             reason = f"what latest names cannot be told: {problem}"
         elif tag.name in links:
@@ -187,6 +194,7 @@ def _decide(
             yield Decision(tag, False, reason, valid, undecided=verdict is not None and verdict.undecided)
         else:
             why = f"older than the newest {keep} that verify" if keep > 1 else "older than the newest that verifies"
+            why = f"of a branch that was rolled back; {why}" if tag.name in left else why
             why = why if verdict is None else f"does not verify: {verdict.problems[0]}"
             yield Decision(tag, True, why, valid, tree)
 

@@ -19,12 +19,13 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 from zeroelastic.digest import ParamContent, ScalarValue, content_root
 from zeroelastic.errors import CheckpointError, MissingFileError
 from zeroelastic.layout import Param
-from zeroelastic.storage import FilePath, read_whole
+from zeroelastic.storage import FilePath, read_range, read_whole
 from zeroelastic.torchfile import DTYPE_BYTES
 
 RECORD_NAME = "zeroelastic.json"
-RECORD_VERSION = 1
+RECORD_VERSION = 2
 
+_HEAD_BYTES = 4096
 _MAX_RECORD_BYTES = 1 << 30  # about 300 bytes a parameter: three million of them
 
 CheckpointFormat = Literal["elastic", "rigid"]
@@ -95,6 +96,8 @@ class CommitRecord(_Schema):
 
     ``directories`` are the digests of the files' zip directories (``torchfile.directory_digest``), which hold the name,
     place, size and CRC-32 of everything in a file; files that are no zip archives, and older records, have none.
+    ``committed_at`` is in seconds since 1970, and later than that of ``parent``, the save that the run was loaded from
+    or had committed before; records of version 1 have neither. What stands before ``versions`` is short: ``read_head``.
     """
 
     format_version: Annotated[int, Field(ge=1)]
@@ -106,6 +109,8 @@ class CommitRecord(_Schema):
     lost_micro_batches: Annotated[int, Field(ge=0)] = 0
     global_steps: int
     train_batch_size: int
+    committed_at: Annotated[float, Field(gt=0, lt=1 << 40)] | None = None
+    parent: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")] | None = None
     versions: Versions
     files: dict[_FileName, Annotated[int, Field(ge=0)]]
     directories: dict[_FileName, _Root] = {}
@@ -179,6 +184,31 @@ def read_record(tag_dir: FilePath) -> CommitRecord | None:
     return record
 
 
+def read_head(path: FilePath) -> dict[str, object]:
+    """The fields of a record before ``versions``, unchecked: from its first lines, where zeroelastic wrote it.
+
+    Raises CheckpointError for a file that is empty or no JSON object.
+    """
+    head = read_range(path, 0, _HEAD_BYTES)
+    if not head:
+        raise CheckpointError(f"{path}: is empty.")
+    short, found, _ = head.partition(b',\n "versions": ')
+    data = _object(short + b"}") if found else None
+    if data is None:
+        data = _object(read_whole(path, limit=_MAX_RECORD_BYTES))
+    if data is None:
+        raise CheckpointError(f"{path}: is not JSON. The commit record is damaged.")
+    return data
+
+
+def _object(text: bytes) -> dict[str, object] | None:
+    try:
+        data = json.loads(text.decode("utf-8"))
+    except (ValueError, RecursionError):
+        return None
+    return data if isinstance(data, dict) else None
+
+
 def record_checksum(data: Mapping[str, object]) -> str:
     """The SHA-256 of a record's other fields as sorted JSON without spaces: 64 hexadecimal digits."""
     rest = {key: value for key, value in data.items() if key != "checksum"}
@@ -195,7 +225,7 @@ def _first_problem(error: Exception) -> str:
 def record_text(record: CommitRecord) -> bytes:
     """The bytes of ``zeroelastic.json``: one parameter a line, so that two records can be compared by eye.
 
-    Tensor parallelism, lost micro batches and directories are not mentioned where there are none.
+    Tensor parallelism, lost micro batches, directories, time and parent are not mentioned where there are none.
     """
     data = record.model_dump(mode="json")
     params = data["params"]
@@ -205,6 +235,9 @@ def record_text(record: CommitRecord) -> bytes:
         del data["tp_size"]
     if record.lost_micro_batches == 0:
         del data["lost_micro_batches"]
+    for key in ("committed_at", "parent"):
+        if data[key] is None:
+            del data[key]
     for param in params:
         if param["tp_rank"] == 0:
             del param["tp_rank"]
@@ -215,16 +248,19 @@ def record_text(record: CommitRecord) -> bytes:
     return f'{head},\n "params": [\n{lines}\n ]\n}}\n'.encode()
 
 
-def write_atomically(path: Path, data: bytes) -> None:
+def write_atomically(path: Path, data: bytes, *, modified_at: float | None = None) -> None:
     """Put a small file in place so that readers see the old content or the new, also after a power cut.
 
-    Sibling temporary file, fsync, rename, fsync of the directory. Raises OSError naming the file.
+    Sibling temporary file, fsync, rename, fsync of the directory. ``modified_at`` is its modification time in place of
+    now. Raises OSError naming the file.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
     try:
         with open(temporary, "wb") as file:
             file.write(data)
             file.flush()
+            if modified_at is not None:
+                os.utime(file.fileno(), (modified_at, modified_at))
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException as error:

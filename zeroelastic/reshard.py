@@ -221,6 +221,7 @@ def _publish(
     root_dir = staging / "root"
     files = {name: size for rank in done for name, size in sorted(rank.files.items())}
     found = {name: directory_digest(root_dir / source.tag / name) for name in files}
+    at = None if source_record is None else source_record.committed_at
     record = CommitRecord(
         format_version=RECORD_VERSION,
         checkpoint_format=plan.options.format,
@@ -229,6 +230,8 @@ def _publish(
         world_size=plan.options.world_size,
         global_steps=state.models[0].global_steps,
         train_batch_size=plan.native.train_batch_size or 0,
+        committed_at=None if at is None else round(at + 1e-6, 6),  # among the source's tags it comes next to it
+        parent=None if source_record is None else source_record.save_id,
         versions=_versions(plan),
         files=files,
         directories={name: directory for name, directory in found.items() if directory is not None},

@@ -1,23 +1,21 @@
 """The checkpoints of a run, newest first: the step each was saved at, and the newest one that is whole.
 
-The order is that of the steps that commit records and headers state, then of the time of the save; names say nothing
-but where a damaged tag says nothing else. Finding the steps opens one file of each tag; tags are checked one by one,
-by whoever asks, and only until one is found.
+The order is that of the commits (``commit_order``); names say nothing but where a damaged tag says nothing else.
+Finding it opens one file of each tag; tags are checked one by one, and only until one is found.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 from zeroelastic.census import is_universal
 from zeroelastic.checkpoint import is_rank_file, open_checkpoint
+from zeroelastic.commit_order import Tag, newest_first, pointed_at
 from zeroelastic.errors import (
     CheckpointError,
     MissingFileError,
@@ -28,9 +26,9 @@ from zeroelastic.errors import (
     UsageError,
 )
 from zeroelastic.quarantine import read_mark
-from zeroelastic.record import RECORD_NAME
+from zeroelastic.record import RECORD_NAME, read_head
 from zeroelastic.state import open_state
-from zeroelastic.storage import FilePath, RemotePath, file_sizes, folders, list_directory, read_range, read_whole
+from zeroelastic.storage import FilePath, RemotePath, file_sizes, folders, list_directory
 from zeroelastic.tag_names import (
     CHECKPOINT_FOLDER,
     HERE,
@@ -46,49 +44,10 @@ from zeroelastic.tag_names import (
 )
 from zeroelastic.torchfile import read_torch_file
 
-StepFrom = Literal["record", "header", "name"]
-
-_HEAD_BYTES = 2048
-_HEAD_STEP = re.compile(rb'^ "global_steps": (\d{1,18}),$', re.MULTILINE)
-_MOST_RECORD_BYTES = 1 << 30
 _FIRST_MODEL = "zero_pp_rank_0_mp_rank_00_model_states.pt"
 _THREADS = 16
+_END_OF_TIME = float(1 << 40)
 _UPGRADE = "Upgrade zeroelastic"
-
-
-@dataclass(frozen=True, slots=True)
-class Tag:
-    """A checkpoint of a run.
-
-    ``path`` is what a person calls it: the tag directory, or the ``checkpoint-N`` folder around it; ``tag_dir`` the tag
-    directory itself. ``step`` is None where nothing tells; then, and where only its name tells, it cannot be whole.
-    ``saved_at`` is the modification time of its commit record or first header, in seconds; 0 behind a URL.
-    ``unfinished`` says what is wrong with the folder around the tag, if anything is.
-    """
-
-    name: str
-    path: FilePath
-    tag_dir: FilePath
-    step: int | None
-    step_from: StepFrom | None
-    saved_at: float
-    unfinished: str | None = None
-
-    @property
-    def asked_for(self) -> tuple[FilePath, str]:
-        """The directory and the tag with which ``load_checkpoint`` takes it."""
-        if self.path != self.tag_dir:
-            return self.path, str(self.tag_dir)[len(str(self.path)) :].strip("/")
-        directory = self.path
-        for _ in self.name.split("/") if self.name != HERE else ():
-            directory = directory.parent
-        return directory, self.name
-
-    @property
-    def age_key(self) -> tuple[bool, int, float, list[tuple[int, str]]]:
-        """Greater is newer; tags of unknown step are greatest."""
-        parts = [(int(digits or 0), text) for text, digits in re.findall(r"(\D*)(\d{0,18})", self.name)]
-        return self.step is None, self.step or 0, self.saved_at, parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +100,8 @@ def list_run(root: FilePath) -> Run:
         if holds_checkpoint(root):
             raise UsageError(f"{root}: is a tag itself; give the directory above.")
         raise UsageError(f"{root}: holds no ZeRO-3 checkpoint.")
-    return Run(root, tuple(sorted(tags, key=lambda tag: tag.age_key, reverse=True)), in_folders)
+    latest = None if in_folders else named_latest(root)[0]
+    return Run(root, newest_first(tags, latest), in_folders)
 
 
 def refuse_fresh_start(root: FilePath) -> None:
@@ -213,27 +173,31 @@ def is_damage(error: CheckpointError | UnreadableError) -> bool:
 
 
 def committed_after(root: Path, name: str) -> tuple[str, ...]:
-    """The tags of a directory whose commit records state a later step than that of the tag ``name``, newest first.
+    """The tags of a directory that were committed after the tag ``name``, which ``latest`` names, newest first.
 
     Reads the first lines of each record; a tag that has none, or a mark of quarantine, does not count.
     """
 
-    def step(tag: str) -> int | None:
+    def recorded(name: str) -> Tag | None:
         try:
-            return None if read_mark(root / tag) is not None else _record_step(root / tag / RECORD_NAME)
+            return None if read_mark(directory_of(root, name)) is not None else _from_record(root, name)
         except (CheckpointError, UnreadableError):
             return None
 
     above = name.rpartition("/")[0] or HERE
     try:
-        own = _record_step(directory_of(root, name) / RECORD_NAME)
-        beside = [normal(f"{above}/{other}") for other in folders(directory_of(root, above)) if not is_ours(other)]
-        names = [other for other in beside if other != name]
+        names = [normal(f"{above}/{other}") for other in folders(directory_of(root, above)) if not is_ours(other)]
     except (CheckpointError, UnreadableError):
         return ()
     with ThreadPoolExecutor(_THREADS) as pool:
-        steps = {other: found for other, found in zip(names, pool.map(step, names), strict=True) if found is not None}
-    return tuple(sorted((other for other in steps if steps[other] > own), key=lambda other: -steps[other]))
+        order = [tag.name for tag in newest_first(filter(None, pool.map(recorded, names)), name)]
+    return tuple(order[: order.index(name)]) if name in order else ()
+
+
+def going_on_from(root: FilePath, tags: Sequence[Tag]) -> int:
+    """Where among the tags of a directory, newest first, a run goes on: 0, or where ``latest`` was pointed later."""
+    latest, _ = named_latest(root)
+    return pointed_at(tags, latest, _modified(root / LATEST))
 
 
 def _brief(problem: str, tag: Tag) -> str:
@@ -264,14 +228,13 @@ def named_latest(root: FilePath) -> tuple[str | None, str | None]:
 def _tag_at(root: FilePath, name: str) -> Tag | None:
     """The tag in a directory, None where it is not one."""
     path = directory_of(root, name)
-    for file, read, step_from in ((RECORD_NAME, _record_step, "record"), (_FIRST_MODEL, _header_step, "header")):
+    for read in (_from_record, _from_header):
         try:
-            step = read(path / file)
+            return read(root, name)
         except MissingFileError:
             continue
         except (CheckpointError, UnreadableError):
             break  # there is something, and it is damaged
-        return Tag(name, path, path, step, step_from, _modified(path / file))  # type: ignore[arg-type]
     try:
         is_tag = any(file == RECORD_NAME or is_rank_file(file) for file in file_sizes(path))
     except MissingFileError:
@@ -281,7 +244,8 @@ def _tag_at(root: FilePath, name: str) -> Tag | None:
     if not is_tag:
         return None
     named = _step_of(name)
-    return Tag(name, path, path, named, None if named is None else "name", _modified(path))
+    changed = _modified(path)
+    return Tag(name, path, path, named, None if named is None else "name", changed, changed)
 
 
 def _tag_in_folder(root: FilePath, name: str) -> Tag | None:
@@ -292,7 +256,8 @@ def _tag_in_folder(root: FilePath, name: str) -> Tag | None:
     except MissingFileError:
         return None
     except UnreadableError:  # ``check_tag`` finds out why, and does not call it damaged
-        return Tag(name, folder, folder, _step_of(name), "name", _modified(folder))
+        changed = _modified(folder)
+        return Tag(name, folder, folder, _step_of(name), "name", changed, changed)
     if not inside:
         return None
     latest, problem = named_latest(folder)
@@ -312,31 +277,42 @@ def _tag_in_folder(root: FilePath, name: str) -> Tag | None:
     return replace(tag, name=name, path=folder, step=step, step_from=step_from, unfinished=problem)
 
 
-def _record_step(path: FilePath) -> int:
-    """The step in a commit record. Its first lines tell, as zeroelastic writes it; else all of it is parsed."""
-    head = read_range(path, 0, _HEAD_BYTES)
-    if not head:
-        raise CheckpointError(f"{path}: is empty.")
-    match = _HEAD_STEP.search(head)
-    if match is not None:
-        return int(match[1])
-    try:
-        data = json.loads(read_whole(path, limit=_MOST_RECORD_BYTES).decode("utf-8"))
-    except (ValueError, RecursionError):
-        data = None
-    step = data.get("global_steps") if isinstance(data, dict) else None
+def _from_record(root: FilePath, name: str) -> Tag:
+    """A tag as its commit record has it."""
+    tag_dir = directory_of(root, name)
+    path = tag_dir / RECORD_NAME
+    head = read_head(path)
+    step, committed_at, save_id, parent = (
+        head.get(key) for key in ("global_steps", "committed_at", "save_id", "parent")
+    )
     if type(step) is not int:
         raise CheckpointError(f"{path}: states no step.")
-    return step
+    changed = _modified(path)
+    dated = type(committed_at) is float and 0 < committed_at < _END_OF_TIME
+    return Tag(
+        name,
+        tag_dir,
+        tag_dir,
+        step,
+        "record",
+        committed_at if dated else changed,  # type: ignore[arg-type]
+        changed,
+        dated,
+        save_id if isinstance(save_id, str) else None,
+        parent if isinstance(parent, str) else None,
+    )
 
 
-def _header_step(path: FilePath) -> int:
-    """The step in a model states file; 0 where it states none, as loading has it."""
-    root = read_torch_file(path, foreign="inert").root
-    if not isinstance(root, dict):
+def _from_header(root: FilePath, name: str) -> Tag:
+    """A tag as its first model states file has it; step 0 where that states none, as loading has it."""
+    tag_dir = directory_of(root, name)
+    path = tag_dir / _FIRST_MODEL
+    states = read_torch_file(path, foreign="inert").root
+    if not isinstance(states, dict):
         raise UnsafePickleError(f"{path}: is not a DeepSpeed model states file.")
-    step = root.get("global_steps")
-    return step if type(step) is int else 0
+    step = states.get("global_steps")
+    changed = _modified(path)
+    return Tag(name, tag_dir, tag_dir, step if type(step) is int else 0, "header", changed, changed)
 
 
 def _step_of(name: str) -> int | None:

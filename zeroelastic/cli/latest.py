@@ -10,8 +10,8 @@ from zeroelastic.cli.outcome import FAILED, INVALID
 from zeroelastic.cli.show import harmless, print_document
 
 if TYPE_CHECKING:
+    from zeroelastic.latest import Latest
     from zeroelastic.storage import FilePath
-    from zeroelastic.tags import PassedOver, Run, Tag
 
 _SHOWN = 3
 
@@ -27,12 +27,18 @@ def latest(
     fix: Annotated[
         bool, typer.Option("--fix", help="Let the file latest name this tag, where it does not yet.")
     ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="With --fix: say what would be written only.")] = False,
+    set_to: Annotated[
+        str | None, typer.Option("--set", metavar="TAG", help="Roll back: let the file latest name TAG.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="With --fix or --set: say what would be written only.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
 ) -> None:
     """Print the newest checkpoint that verifies; newer ones are passed over, and stderr says why.
 
-    Newest is what was saved at the greatest step, whatever its name. Verifying reads every byte, unless --quick.
+    Newest is what was committed last; but where the file latest was pointed at an older tag since, as --set does, that
+    is where the run goes on. Verifying reads every byte, unless --quick; --set looks at sizes, records and headers.
     Exit code 0: there is one; 2: wrong usage; 3: none verifies.
 
     \b
@@ -40,31 +46,37 @@ def latest(
         zeroelastic latest ckpt
         zeroelastic latest ckpt --quick --path
         zeroelastic latest ckpt --fix --dry-run
+        zeroelastic latest ckpt --set global_step100
         zeroelastic latest ckpt --quick --json
     """
-    from zeroelastic.errors import UsageError
-    from zeroelastic.storage import RemotePath, as_path
-    from zeroelastic.tags import check_quickly, find_newest, list_run, named_latest
+    from pathlib import Path
 
-    if dry_run and not fix:
-        raise UsageError("--dry-run: goes with --fix; without it nothing is written.")
-    run = list_run(as_path(directory))
-    if fix and run.in_folders:
-        raise UsageError(f"{run.root}: its checkpoints are in folders, which have a latest each; --fix is for tags.")
-    if fix and isinstance(run.root, RemotePath):
-        raise UsageError(f"{run.root}: --fix writes on this machine only.")
-    newest, passed = find_newest(run.tags, check_quickly if quick else _check_fully)
-    named, unreadable = (None, None) if run.in_folders else named_latest(run.root)
-    fixed = fix and newest is not None and named != newest.name
-    if fixed and newest is not None and not dry_run:
-        _write_latest(run, newest)
-    if as_json:
-        print_document(_document(run, newest, passed, quick, named, fixed and not dry_run))
+    from zeroelastic.errors import UsageError
+    from zeroelastic.latest import find_latest, fix_latest, set_latest
+    from zeroelastic.storage import as_path
+    from zeroelastic.tags import check_quickly
+
+    if fix and set_to is not None:
+        raise UsageError("--fix and --set: one of the two.")
+    if dry_run and not fix and set_to is None:
+        raise UsageError("--dry-run: goes with --fix or --set; without them nothing is written.")
+    root = as_path(directory)
+    check = check_quickly if quick else _check_fully
+    if not fix and set_to is None:
+        found = find_latest(root, check)
+    elif not isinstance(root, Path):
+        raise UsageError(f"{root}: {'--fix' if fix else '--set'} writes on this machine only.")
+    elif set_to is not None:
+        found = set_latest(root, set_to, dry_run=dry_run)
     else:
-        _show(newest, passed, path)
-        _show_latest(newest, named, unreadable, run.in_folders, fixed, dry_run)
-    if newest is None:
-        raise typer.Exit(FAILED if any(verdict.undecided for verdict in passed) else INVALID)
+        found = fix_latest(root, check, dry_run=dry_run)
+    if as_json:
+        print_document(_document(found, quick or set_to is not None, dry_run))
+    else:
+        _show(found, path)
+        _show_latest(found, dry_run)
+    if found.tag is None:
+        raise typer.Exit(FAILED if any(verdict.undecided for verdict in found.passed) else INVALID)
 
 
 def _check_fully(tag_dir: FilePath) -> tuple[str, ...]:
@@ -80,57 +92,59 @@ def _check_fully(tag_dir: FilePath) -> tuple[str, ...]:
     )
 
 
-def _write_latest(run: Run, newest: Tag) -> None:
-    from pathlib import Path
-
-    from zeroelastic.record import write_atomically
-    from zeroelastic.tag_names import LATEST
-
-    assert isinstance(run.root, Path)
-    write_atomically(run.root / LATEST, newest.name.encode())  # without a newline, as DeepSpeed writes it
-
-
-def _document(
-    run: Run, newest: Tag | None, passed: tuple[PassedOver, ...], quick: bool, named: str | None, fixed: bool
-) -> dict[str, object]:
+def _document(found: Latest, quick: bool, dry_run: bool) -> dict[str, object]:
+    tag = found.tag
     return {
-        "ok": newest is not None,
-        "tag": None if newest is None else newest.name,
-        "path": None if newest is None else str(newest.path),
-        "tag_dir": None if newest is None else str(newest.tag_dir),
-        "step": None if newest is None else newest.step,
-        "saved_at": None if newest is None else newest.saved_at,
+        "ok": tag is not None,
+        "tag": None if tag is None else tag.name,
+        "path": None if tag is None else str(tag.path),
+        "tag_dir": None if tag is None else str(tag.tag_dir),
+        "step": None if tag is None else tag.step,
+        "saved_at": None if tag is None else tag.saved_at,
         "verified": "quick" if quick else "full",
-        "num_tags": len(run.tags),
+        "num_tags": len(found.run.tags),
         "passed_over": [
-            {"tag": verdict.tag.name, "step": verdict.tag.step, "problems": verdict.problems} for verdict in passed
+            {"tag": verdict.tag.name, "step": verdict.tag.step, "problems": verdict.problems}
+            for verdict in found.passed
         ],
-        "latest": {"names": named, "is_newest": newest is not None and named == newest.name, "fixed": fixed},
+        "newer": [newer.name for newer in found.newer],
+        "left": [left.name for left in found.left],
+        "latest": {
+            "names": found.named,
+            "is_newest": tag is not None and found.named == tag.name,
+            "fixed": found.written and not dry_run,
+        },
     }
 
 
-def _show(newest: Tag | None, passed: tuple[PassedOver, ...], path: bool) -> None:
-    for verdict in passed:
+def _show(found: Latest, path: bool) -> None:
+    from zeroelastic.commit_order import about_left, about_pointed
+
+    for verdict in found.passed:
         more = len(verdict.problems) - _SHOWN
         what = " ".join(verdict.problems[:_SHOWN]) + (f" And {more} more problems." if more > 0 else "")
         _log(f"passed over {verdict.tag.name}: {what}")
-    if newest is None:
+    if found.newer and not found.written:
+        _log(f"{about_pointed(found.run.tags[found.at].name, [tag.name for tag in found.newer])}.")
+    left = about_left(found.left)
+    if left is not None:
+        _log(f"{left}.")
+    if found.tag is None:
         _log("No checkpoint verifies.")
     else:
-        typer.echo(str(newest.path) if path else newest.name)
+        typer.echo(str(found.tag.path) if path else found.tag.name)
 
 
-def _show_latest(
-    newest: Tag | None, named: str | None, unreadable: str | None, in_folders: bool, fixed: bool, dry_run: bool
-) -> None:
+def _show_latest(found: Latest, dry_run: bool) -> None:
     """What the file says, where it does not say the newest."""
-    if newest is None or in_folders or named == newest.name:
+    if found.tag is None or found.run.in_folders or (found.named == found.tag.name and not found.written):
         return
-    said = unreadable or (f"latest names {named}." if named else "There is no file latest.")
-    if fixed:
-        _log(f"{said} It {'would now name' if dry_run else 'now names'} {newest.name}.")
+    said = found.problem or (f"latest names {found.named}." if found.named else "There is no file latest.")
+    if found.written:
+        newer = f" Newer, and not taken: {', '.join(tag.name for tag in found.newer)}." if found.newer else ""
+        _log(f"{said} It {'would now name' if dry_run else 'now names'} {found.tag.name}.{newer}")
     else:
-        _log(f"{said} --fix lets it name {newest.name}.")
+        _log(f"{said} --fix lets it name {found.tag.name}.")
 
 
 def _log(text: str) -> None:

@@ -1,8 +1,9 @@
 """Resume a job from the newest checkpoint that loads, at whatever world size it has now; or begin, when there is none.
 
-The ranks agree on the tag before any of them opens it. A tag that is damaged is passed over, loudly, for the one
-before it; so is one under which the job died twice while loading it. What is wrong with the run rather than with the
-tag (another model, another global batch) is raised.
+Newest is what was committed last, unless ``latest`` was pointed at an older tag since: so a run is rolled back. The
+ranks agree on the tag before any of them opens it. A tag that is damaged is passed over, loudly, for the one before it;
+so is one under which the job died twice while loading it. What is wrong with the run rather than with the tag (another
+model, another global batch) is raised.
 """
 
 from __future__ import annotations
@@ -11,14 +12,15 @@ import json
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zeroelastic.agree import gather, settle
+from zeroelastic.agree import broadcast, gather, settle
+from zeroelastic.commit_order import about_left, about_pointed, left_behind
 from zeroelastic.elastic.position import KEY, Position, unpack_position
 from zeroelastic.errors import CheckpointError
 from zeroelastic.notices import notice
@@ -27,8 +29,8 @@ from zeroelastic.report import ResumeReport
 from zeroelastic.storage import absolute
 
 if TYPE_CHECKING:
+    from zeroelastic.commit_order import Tag
     from zeroelastic.elastic.events import Events
-    from zeroelastic.tags import Tag
 
 ATTEMPTS_NAME = ".zeroelastic-attempts.json"
 """Loads that were begun and not finished, by tag; only while there are any."""
@@ -81,28 +83,31 @@ def resume(
     from zeroelastic.stage3.partners import require_partners
     from zeroelastic.stage3.seams import install
     from zeroelastic.stage3.wrappers import loading_strictly
-    from zeroelastic.tags import refuse_fresh_start
+    from zeroelastic.tags import going_on_from, refuse_fresh_start
 
     install()
     require_partners()
     began = time.monotonic()
     root = Path(absolute(directory))
 
-    def load(load_dir: str, name: str, passed: tuple[str, ...]) -> Resumed:
+    def load(load_dir: str, name: str, passed: tuple[str, ...]) -> tuple[Path, Resumed]:
         settle(partial(_count_attempt, root, name, 1))
         try:
             with loading_strictly(engine, strict):
                 path, client_state = engine.load_checkpoint(load_dir, tag=name)
             if path is None:
                 raise CheckpointError(f"{load_dir}: DeepSpeed did not load {name}.")
-            return _finish(engine, root, name, dict(client_state or {}), data, strict, passed)
+            resumed = _finish(engine, root, name, dict(client_state or {}), data, strict, passed)
+            return Path(load_dir) / name, resumed
         finally:  # an error that we live to see is no death
             with suppress(OSError):
                 _count_attempt(root, name, -1)
 
-    resumed, passed = walk_back(root, tags_of_all_nodes(root), load, engine=engine, refuse=partial(_deadly, root))
-    if resumed is not None:
-        return _logged(resumed, log, began)
+    tags = tags_of_all_nodes(root)
+    at = settle(lambda: going_on_from(root, tags) if _rank() == 0 else 0)
+    found, passed = walk_back(root, tags[at:], load, engine=engine, refuse=partial(_deadly, root))
+    if found is not None:
+        return _logged(_with_branches(engine, *found, tags, at), log, began)
     if passed:
         raise none_loads(root, passed)
     settle(partial(refuse_fresh_start, root) if not fresh else lambda: None)
@@ -166,6 +171,25 @@ def _finish(
         for note in notes:
             logger.info("%s: %s", name, note)
     return Resumed(name, int(engine.global_steps), client_state, report, passed, notes)
+
+
+def _with_branches(engine: Any, tag_dir: Path, resumed: Resumed, tags: Sequence[Tag], at: int) -> Resumed:
+    """With notes about newer tags that were not taken, and about branches that the run has left. Collective."""
+
+    def notes() -> list[str]:
+        chosen = next(tag for tag in tags if tag.tag_dir == tag_dir)
+        pointed = about_pointed(tags[at].name, [tag.name for tag in tags[:at]]) if at else None
+        return [note for note in (pointed, about_left(left_behind(tags, chosen))) if note is not None]
+
+    said = broadcast(settle(lambda: notes() if _rank() == 0 else []))
+    if not said:
+        return resumed
+    if _rank() == 0:
+        logger.warning("%s: %s", tag_dir, ". ".join(said))
+    report = resumed.report
+    if report is not None:
+        report = engine.zeroelastic_report = replace(report, notes=(*said, *report.notes))
+    return replace(resumed, notes=(*said, *resumed.notes), report=report)
 
 
 def _deadly(root: Path, tag: Tag) -> str | None:

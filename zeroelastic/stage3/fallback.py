@@ -15,13 +15,14 @@ from typing import Any, NamedTuple, TypeVar
 import torch.distributed as dist
 
 from zeroelastic.agree import broadcast, settle
+from zeroelastic.commit_order import Tag
 from zeroelastic.errors import CheckpointError, UnreadableError
 from zeroelastic.quarantine import write_mark
 from zeroelastic.record import RECORD_NAME
 from zeroelastic.report import ResumeReport
 from zeroelastic.stage3.node_tags import problem_over_nodes, seen_alike, tags_of_all_nodes
 from zeroelastic.stage3.topology import rank_and_tp
-from zeroelastic.tags import Tag, check_quickly, check_tag, is_damage, named_latest
+from zeroelastic.tags import check_quickly, check_tag, is_damage, named_latest
 
 logger = logging.getLogger(__name__)
 

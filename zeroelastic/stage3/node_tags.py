@@ -17,45 +17,47 @@ import torch.distributed as dist
 
 from zeroelastic.agree import gather, settle, together
 from zeroelastic.checkpoint import Listing, TensorParallel, open_checkpoint
+from zeroelastic.commit_order import Tag, newest_first
 from zeroelastic.errors import CheckpointError, MissingFileError, UnreadableError, UnsupportedError, UsageError
 from zeroelastic.record import read_record
 from zeroelastic.save_place import recover_all
 from zeroelastic.stage3.nodes import Sight, look_around
 from zeroelastic.storage import file_sizes, folders
-from zeroelastic.tags import Tag, list_run
+from zeroelastic.tags import list_run, named_latest
 
 logger = logging.getLogger(__name__)
 
+_ABSENT = (-1.0, -1)
 _TOLD_BY = {"record": 3, "header": 2, "name": 1, None: 0}
 
 
 def agree_on_latest(load_dir: Path, named: Sequence[str | None]) -> str | None:
     """The tag to load, given what ``latest`` names on each rank: None where it is nowhere. Collective.
 
-    A new node has no ``latest``, and a node that was away may have one of before: the tag whose record states the
-    greatest step is taken then. Raises CheckpointError on every rank where no record tells which is newer.
+    A new node has no ``latest``, and a node that was away may have one of before: the tag that was committed last, as
+    its record states, is taken then. Raises CheckpointError on every rank where no record tells which is newer.
     """
     names = sorted({name for name in named if name is not None})
     if len(names) <= 1:
         return names[0] if names else None
     own = named[dist.get_rank()]
 
-    def step() -> int | None:
-        """Of the tag that is named here; -1 for one that is not there, None for one that does not tell."""
+    def age() -> tuple[float, int] | None:
+        """Of the tag that is named here; ``_ABSENT`` for one that is not there, None for one that does not tell."""
         if own is None or not (load_dir / own).is_dir():
-            return -1
+            return _ABSENT
         try:
             record = read_record(load_dir / own)
         except (CheckpointError, UnreadableError):
             return None
-        return None if record is None else record.global_steps
+        return None if record is None else (record.committed_at or 0.0, record.global_steps)
 
-    _, steps = together(step)
-    told: dict[str, list[int | None]] = {name: [] for name in names}
-    for name, found in zip(named, steps, strict=True):
-        if name is not None and found != -1:
-            told[name].append(found)
-    newest = {name: max((s for s in found if s is not None), default=None) for name, found in told.items() if found}
+    _, ages = together(age)
+    stated: dict[str, list[tuple[float, int] | None]] = {name: [] for name in names}
+    for name, found in zip(named, ages, strict=True):
+        if name is not None and found != _ABSENT:
+            stated[name].append(found)
+    newest = {name: max((s for s in found if s is not None), default=None) for name, found in stated.items() if found}
     known = {name: found for name, found in newest.items() if found is not None}
     if not known or len(known) < len(newest) or len(set(known.values())) < len(known):
         raise CheckpointError(
@@ -111,7 +113,7 @@ def tags_of_all_nodes(root: Path) -> list[Tag]:
     for tag in (tag for one in lists for tag in one):
         if tag.name not in best or _knowledge(tag) > _knowledge(best[tag.name]):
             best[tag.name] = tag
-    return sorted(best.values(), key=lambda tag: tag.age_key, reverse=True)
+    return list(newest_first(best.values(), named_latest(root)[0]))
 
 
 def _knowledge(tag: Tag) -> tuple[bool, int, int]:

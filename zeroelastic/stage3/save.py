@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -36,6 +37,7 @@ from zeroelastic.record import (
 from zeroelastic.save_place import carry_over, put_in_place
 from zeroelastic.shard import ELASTIC_VERSION
 from zeroelastic.stage3.contents import LocalDigests
+from zeroelastic.stage3.lineage import Lineage
 from zeroelastic.stage3.live import LiveState
 from zeroelastic.stage3.optimizers import class_path
 from zeroelastic.stage3.read_back import Expected, read_back
@@ -213,6 +215,7 @@ class Uncommitted:
     written: tuple[str, str]
     making: Path
     heads: tuple[int, ...]
+    lineage: Lineage
     tp_size: int = 1
     lost_micro_batches: int = 0
 
@@ -236,21 +239,32 @@ def commit(save: Uncommitted, roll_call: RollCall, *, fsync: bool) -> None:
     """
     with discarded_on_failure(save.making, acts=save.acts), roll_call.naming_the_lost():
         _, written = roll_call.together(lambda: _settled_files(save, fsync=fsync), "its files were made durable")
-        roll_call.settle(lambda: _write_record(save, written) if save.acts else None, "its commit record was written")
+        committed_at = max(save.lineage.next_time(written[0].now), *(each.not_before for each in written))
+        roll_call.settle(
+            lambda: _write_record(save, written, committed_at) if save.acts else None, "its commit record was written"
+        )
         roll_call.settle(lambda: _put_in_place(save) if save.acts else None, "it was put in place")
+    if all(each.unreadable is None for each in written):
+        save.lineage.commit(save.save_id, committed_at)
     roll_call.left = "The checkpoint is complete; load it by its tag."
 
 
 class _Written(NamedTuple):
-    """Sizes and zip directories' digests of a rank's files, and why only DeepSpeed reads them, if so."""
+    """Sizes and zip directories' digests of a rank's files, why only DeepSpeed reads them, if so, and its clock.
+
+    ``not_before``: the earliest time of a commit that this rank allows.
+    """
 
     sizes: dict[str, int]
     directories: dict[str, str]
     unreadable: str | None
+    now: float
+    not_before: float
 
 
 def _settled_files(save: Uncommitted, *, fsync: bool) -> _Written:
     """This rank's files, which are on the device then, and which a load has been found to take."""
+    clock = time.time(), save.lineage.next_time(0.0)
     sizes: dict[str, int] = {}
     paths = [save.making / name for name in save.written]
     try:
@@ -272,12 +286,12 @@ def _settled_files(save: Uncommitted, *, fsync: bool) -> _Written:
         raise _not_committed(save, f"{error.filename or save.tag_dir}: {error.strerror}") from error
     except (CheckpointError, UnsupportedError) as error:
         if save.checkpoint_format == "rigid" and isinstance(error, (UnsafePickleError, UnsupportedError)):
-            return _Written(sizes, {}, str(error))  # as stock DeepSpeed saves it
+            return _Written(sizes, {}, str(error), *clock)  # as stock DeepSpeed saves it
         raise _not_committed(save, f"no load would take it: {str(error).rstrip('.')}") from error
-    return _Written(sizes, directories, None)
+    return _Written(sizes, directories, None, *clock)
 
 
-def _write_record(save: Uncommitted, written: Sequence[_Written]) -> None:
+def _write_record(save: Uncommitted, written: Sequence[_Written], committed_at: float) -> None:
     """The record of the whole save, in every directory that has a part of it; none where only DeepSpeed reads it."""
     _check_visible(save, [each.sizes for each in written])
     unreadable = next((each.unreadable for each in written if each.unreadable is not None), None)
@@ -293,6 +307,8 @@ def _write_record(save: Uncommitted, written: Sequence[_Written]) -> None:
         global_steps=save.expected.global_steps,
         train_batch_size=save.train_batch_size,
         lost_micro_batches=save.lost_micro_batches,
+        committed_at=committed_at,
+        parent=save.lineage.save_id,
         versions=Versions(zeroelastic=__version__, deepspeed=deepspeed.__version__, torch=str(torch.__version__)),
         files={name: size for each in written for name, size in sorted(each.sizes.items())},
         directories={name: digest for each in written for name, digest in sorted(each.directories.items())},

@@ -35,6 +35,7 @@ from zeroelastic.stage3.background import (
 from zeroelastic.stage3.client_state import checked_client_state, saved_step
 from zeroelastic.stage3.contents import LocalDigests, of_every_tp_rank, whole_contents
 from zeroelastic.stage3.decoupled import DecoupledSave, check_alive
+from zeroelastic.stage3.lineage import lineage_of
 from zeroelastic.stage3.live import LiveState, read_live, refuse_unsupported
 from zeroelastic.stage3.load import accumulated_micro_batches
 from zeroelastic.stage3.options import Options, parse_options
@@ -230,6 +231,7 @@ def _save(
             written=written_files(engine, asked.directory, asked.tag),
             making=making,
             heads=heads,
+            lineage=lineage_of(engine),
         )
         finish = partial(_point_latest, root, asked.tag, acts=acts(heads))
         point_latest = finish if asked.save_latest else None

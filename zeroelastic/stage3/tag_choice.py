@@ -28,8 +28,8 @@ def about_choice(load_dir: Path, tag: str, newer: tuple[str, ...]) -> list[str]:
     if newer:
         said.append(
             f"NOT THE NEWEST: {load_dir / LATEST} names {printable(tag)}, and "
-            f"{', '.join(map(printable, newer[:_NAMED]))} {'was' if len(newer) == 1 else 'were'} committed at a later "
-            "step. Unless you pointed it there, the file is damaged"
+            f"{', '.join(map(printable, newer[:_NAMED]))} {'was' if len(newer) == 1 else 'were'} committed later. "
+            "Unless you pointed it there, the file is damaged, or a save ended before it was written"
         )
     return said
 

@@ -29,6 +29,7 @@ from zeroelastic.stage3 import memory
 from zeroelastic.stage3.background import forget_background, refuse_background, wants_background
 from zeroelastic.stage3.fallback import load_newest
 from zeroelastic.stage3.frameworks import wrap_frameworks
+from zeroelastic.stage3.lineage import lineage_of
 from zeroelastic.stage3.live import LiveState, read_live, refuse_unsupported
 from zeroelastic.stage3.load import Wanted, load
 from zeroelastic.stage3.module_keys import ModuleKeys, recorded_keys
@@ -204,7 +205,7 @@ def load_checkpoint(original: Method) -> Method:
         custom_load_fn: Any = None,
     ) -> Any:
         def stock() -> Any:
-            return original(
+            found = original(
                 self,
                 load_dir,
                 tag,
@@ -214,6 +215,9 @@ def load_checkpoint(original: Method) -> Method:
                 load_module_only=load_module_only,
                 custom_load_fn=custom_load_fn,
             )
+            if found[0] is not None and not load_module_only:
+                lineage_of(self).load(None, found[1])
+            return found
 
         optimizer = stage3_optimizer(self)
         flush(self, before="load_checkpoint()")  # what a load fills is what a decoupled engine may still be writing
@@ -324,6 +328,8 @@ def load_checkpoint(original: Method) -> Method:
                 logger.warning("%s", report.text())
             else:
                 notice(logger, line, details=f"\n{details}")
+        if not load_module_only:
+            lineage_of(self).load(found.checkpoint.record, outcome[1])
         return outcome
 
     return load_checkpoint

@@ -1,0 +1,149 @@
+"""The order in which the checkpoints of a run were committed: the newest, a ``latest`` that was pointed back, branches.
+
+A commit record states when it was committed and which save the run went on from. Tags without that (older records,
+DeepSpeed's own) have the modification times of their files, which a copy of the directory changes: they count as far
+as the steps, or ``latest``, confirm them. Pure.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Literal
+
+from zeroelastic.storage import FilePath
+from zeroelastic.tag_names import HERE
+
+StepFrom = Literal["record", "header", "name"]
+
+_NAMED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Tag:
+    """A checkpoint of a run.
+
+    ``path`` is what a person calls it: the tag directory, or the ``checkpoint-N`` folder around it; ``tag_dir`` the tag
+    directory itself. ``step`` is None where nothing tells; then, and where only its name tells, it cannot be whole.
+    ``saved_at`` is when it was committed, in seconds since 1970: as its record states (``dated``), or as far as the
+    modification time of its record or first header is believed. ``modified_at`` is that time; 0 behind a URL.
+    ``save_id`` and ``parent`` are those of its record. ``unfinished`` says what is wrong with the folder around it.
+    """
+
+    name: str
+    path: FilePath
+    tag_dir: FilePath
+    step: int | None
+    step_from: StepFrom | None
+    saved_at: float
+    modified_at: float
+    dated: bool = False
+    save_id: str | None = None
+    parent: str | None = None
+    unfinished: str | None = None
+
+    @property
+    def asked_for(self) -> tuple[FilePath, str]:
+        """The directory and the tag with which ``load_checkpoint`` takes it."""
+        if self.path != self.tag_dir:
+            return self.path, str(self.tag_dir)[len(str(self.path)) :].strip("/")
+        directory = self.path
+        for _ in self.name.split("/") if self.name != HERE else ():
+            directory = directory.parent
+        return directory, self.name
+
+    @property
+    def age_key(self) -> tuple[bool, float, int, list[tuple[int, str]]]:
+        """Greater is newer; tags of unknown step are greatest."""
+        parts = [(int(digits or 0), text) for text, digits in re.findall(r"(\D*)(\d{0,18})", self.name)]
+        return self.step is None, self.saved_at, self.step or 0, parts
+
+
+def newest_first(tags: Iterable[Tag], latest: str | None) -> tuple[Tag, ...]:
+    """The tags, last committed first; the greater step first where that is the same or not known.
+
+    A tag whose record states no time is not taken to be later than one of a greater step, whatever its files say,
+    unless ``latest`` names it and its files are the last modified: then the run was rolled back.
+    """
+    tags = [tag if tag.dated else replace(tag, saved_at=tag.modified_at) for tag in tags]
+    if not _files_tell(tags, latest):
+        tags = list(_no_later_than_greater_steps(tags))
+    return tuple(sorted(tags, key=lambda tag: tag.age_key, reverse=True))
+
+
+def _files_tell(tags: Sequence[Tag], latest: str | None) -> bool:
+    """Whether ``latest`` contradicts the steps, and the modification times are on its side."""
+    named = next((tag for tag in tags if tag.name == latest and not tag.dated), None)
+    if named is None or named.step is None:
+        return False
+    others = [tag for tag in tags if tag is not named and tag.step is not None]
+    greater = any(tag.step is not None and tag.step > named.step for tag in others)
+    return greater and all(tag.saved_at < named.saved_at for tag in others)
+
+
+def _no_later_than_greater_steps(tags: Sequence[Tag]) -> Iterable[Tag]:
+    yield from (tag for tag in tags if tag.step is None)
+    bound = float("inf")
+    known = sorted((tag for tag in tags if tag.step is not None), key=lambda tag: -(tag.step or 0))
+    for _, group in groupby(known, key=lambda tag: tag.step):
+        placed = [tag if tag.dated else replace(tag, saved_at=min(tag.saved_at, bound)) for tag in group]
+        yield from placed
+        bound = min(bound, *(tag.saved_at for tag in placed))
+
+
+def pointed_at(tags: Sequence[Tag], latest: str | None, written_at: float) -> int:
+    """Where among ``tags``, newest first, a run goes on: 0, or at the older tag that ``latest`` was pointed at.
+
+    It was pointed there when the file was ``written_at`` a time after the last commit. A ``latest`` that is older than
+    that is what a crash between a commit and ``latest`` leaves. Both times are of files in one directory.
+    """
+    at = next((i for i, tag in enumerate(tags) if tag.name == latest), 0)
+    return at if all(tag.modified_at < written_at for tag in tags[:at]) else 0
+
+
+def left_behind(tags: Sequence[Tag], chosen: Tag) -> tuple[Tag, ...]:
+    """The tags, of some that are newest first, that the run of ``chosen`` does not go on from, although it was there.
+
+    They were committed before it and are none of the saves that it came from: at a later step, or descended from one of
+    these saves on another way.
+    """
+    parents = {tag.save_id: tag.parent for tag in tags if tag.save_id is not None}
+    line = set(_line(chosen.save_id, parents))
+    older = tags[tags.index(chosen) + 1 :]
+    return tuple(
+        tag
+        for tag in older
+        if tag.step is not None
+        and chosen.step is not None
+        and tag.save_id not in line
+        and (tag.step > chosen.step or not line.isdisjoint(_line(tag.parent, parents)))
+    )
+
+
+def _line(save_id: str | None, parents: dict[str, str | None]) -> Iterable[str]:
+    """A save and those that it came from, as far back as they are known."""
+    seen: set[str] = set()
+    while save_id is not None and save_id not in seen:
+        seen.add(save_id)
+        yield save_id
+        save_id = parents.get(save_id)
+
+
+def about_pointed(chosen: str, newer: Sequence[str]) -> str:
+    """A sentence about a ``latest`` that was pointed at an older tag."""
+    return f"NOT THE NEWEST: latest was pointed at {chosen} after the last commit. Newer, and not taken: {_some(newer)}"
+
+
+def about_left(left: Sequence[Tag]) -> str | None:
+    """A sentence about branches that were left, None where there are none."""
+    if not left:
+        return None
+    verb = "is" if len(left) == 1 else "are"
+    return f"LEFT: {_some([tag.name for tag in left])} {verb} of a branch that was rolled back"
+
+
+def _some(names: Sequence[str]) -> str:
+    more = len(names) - _NAMED
+    return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
