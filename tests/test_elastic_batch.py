@@ -6,9 +6,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader, TensorDataset
 
+from zeroelastic.elastic import ElasticBatchSampler, ElasticDistributedSampler
 from zeroelastic.elastic.batch import BatchPlan, batch_plan, current_rank, current_world_size, world_sizes
 from zeroelastic.errors import ConfigError
+from zeroelastic.testing import RankPool
 
 sizes = st.integers(1, 200)
 
@@ -17,7 +20,7 @@ sizes = st.integers(1, 200)
 def test_a_plan_keeps_the_global_batch_with_the_fewest_micro_steps(quota: int, world_size: int, max_micro: int) -> None:
     plan = batch_plan(quota * world_size, world_size, max_micro)
     assert plan.micro_batch * plan.accumulation * world_size == plan.global_batch == quota * world_size
-    assert plan.micro_batch <= max_micro and plan.padding == 0 and plan.num_ranks == world_size
+    assert plan.micro_batch <= max_micro and plan.padding == 0
     fewer = [a for a in range(1, plan.accumulation) if quota % a == 0 and quota // a <= max_micro]
     assert not fewer
     assert {plan.loss_weight(r, s) for r in range(world_size) for s in range(plan.accumulation)} == {1.0}
@@ -54,12 +57,31 @@ def test_weights_make_the_gradient_that_of_the_global_batch(global_batch: int, w
     assert total == pytest.approx(float(losses.mean()), rel=1e-12)
 
 
-@given(sizes, st.integers(1, 40))
-def test_fewer_ranks_are_the_most_that_work(global_batch: int, world_size: int) -> None:
-    plan = batch_plan(global_batch, world_size, misfit="fewer_ranks")
-    assert global_batch % plan.num_ranks == 0 and plan.num_ranks <= world_size and plan.padding == 0
-    assert not [n for n in range(plan.num_ranks + 1, world_size + 1) if global_batch % n == 0]
-    assert [plan.trains(r) for r in range(world_size)] == [r < plan.num_ranks for r in range(world_size)]
+def train_padded(global_batch: int) -> torch.Tensor:
+    """The weights after three steps at a micro batch of 2, whatever the world size."""
+    import deepspeed
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    plan = batch_plan(global_batch, max_micro=2, misfit="pad")
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1)
+    zero = {"zero_allow_untested_optimizer": True, "zero_optimization": {"stage": 3}}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=plan.apply(zero))
+    data = TensorDataset(torch.arange(120.0).sin().view(30, 4))
+    micro_batches = ElasticBatchSampler(ElasticDistributedSampler(data, global_batch, seed=1), plan)
+    for micro_step, (batch,) in enumerate(DataLoader(data, batch_sampler=micro_batches)):
+        loss = (engine(batch) - 1).pow(2).mean()
+        engine.backward(loss * plan.loss_weight(current_rank(), micro_step))
+        engine.step()
+    assert engine.global_steps == 3
+    return safe_get_full_fp32_param(model.weight).clone()
+
+
+def test_a_padded_run_takes_the_steps_of_one_that_is_not(rank_pool: RankPool) -> None:
+    whole = rank_pool.run(train_padded, 1, 10)[0]
+    for weights in rank_pool.run(train_padded, 3, 10):
+        torch.testing.assert_close(weights, whole, rtol=1e-5, atol=1e-6)
 
 
 @given(st.integers(1, 3000))
@@ -79,8 +101,9 @@ def test_a_batch_that_does_not_fit_names_the_world_sizes_that_work() -> None:
 def test_nonsense_is_named(batch: int, size: int, micro: int, what: str) -> None:
     with pytest.raises(ConfigError, match=what):
         batch_plan(batch, size, micro)
-    with pytest.raises(ConfigError, match="misfit"):
-        batch_plan(8, 3, misfit="panic")  # type: ignore[arg-type]
+    for misfit in ("panic", "fewer_ranks"):
+        with pytest.raises(ConfigError, match=r"misfit is .* World sizes that work: 1, 2, 4, 8\. misfit=\"pad\""):
+            batch_plan(8, 3, misfit=misfit)  # type: ignore[arg-type]
 
 
 def test_apply_changes_a_copy() -> None:
@@ -98,7 +121,6 @@ def test_apply_changes_a_copy() -> None:
 def test_text_says_what_is_unusual() -> None:
     assert batch_plan(24, 3, 4).text() == "global batch 24 = 3 ranks x micro batch 4 x 2 accumulated"
     assert batch_plan(24, 5, 4, misfit="pad").text().endswith(", 6 places of it empty")
-    assert batch_plan(24, 5, 4, misfit="fewer_ranks").text().endswith("; 1 of 5 ranks stand by")
 
 
 def test_the_world_is_that_of_torchrun_before_there_is_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +130,7 @@ def test_the_world_is_that_of_torchrun_before_there_is_a_process_group(monkeypat
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("RANK", "3")
     assert (current_world_size(), current_rank()) == (4, 3)
-    assert batch_plan(8, max_micro=1) == BatchPlan(8, 4, 4, 1, 2)
+    assert batch_plan(8, max_micro=1) == BatchPlan(8, 4, 1, 2)
     monkeypatch.setenv("WORLD_SIZE", "many")
     with pytest.raises(ConfigError, match="WORLD_SIZE='many'"):
         current_world_size()

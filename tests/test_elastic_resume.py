@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
+import subprocess
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +21,7 @@ import torch.distributed as dist
 from training import Job, build_engine, look, train_step
 
 from zeroelastic.elastic import EXIT_PREEMPTED, ElasticDistributedSampler, every, preemption, resume
-from zeroelastic.elastic.resume import ATTEMPTS_NAME
+from zeroelastic.elastic.attempts import ATTEMPTS_NAME
 from zeroelastic.errors import CheckpointError, ConfigError, LayoutMismatchError, StrictError
 from zeroelastic.testing import RankPool, compare_states
 
@@ -206,35 +209,63 @@ def test_damaged_tags_are_passed_over_and_named(three_tags: Path, rank_pool: Ran
     assert CheckpointError.__name__ in str(failed.value) and str(failed.value).count("global_step1") >= 1
 
 
-def test_a_tag_that_ended_the_job_twice_is_passed_over(three_tags: Path, rank_pool: RankPool) -> None:
-    attempts = three_tags / ATTEMPTS_NAME
-    attempts.write_text(json.dumps({"global_step3": 1}))
-    turns = rank_pool.run(run, 2, JOB.other(), str(three_tags), 0, save_at_end=False)
-    assert turns[0].start.tag == "global_step3" and not attempts.exists()  # once is no pattern, and it loaded now
-    attempts.write_text(json.dumps({"global_step3": 2}))
-    turns = rank_pool.run(run, 2, JOB.other(), str(three_tags), 0, save_at_end=False)
-    assert turns[1].start.tag == "global_step2"
-    assert turns[1].start.passed_over == ("global_step3: the job ended 2 times while it was being loaded",)
-
-
-def dying(job: Job, directory: str) -> None:
-    """Ends the process in the middle of a load, as a kill does."""
+def dying(job: Job, directory: str, way: str) -> None:
+    """Ends the process in the middle of a load, by itself or by a signal to all ranks."""
     import zeroelastic.stage3.wrappers as wrappers
 
+    def die(*args: Any, **kwargs: Any) -> None:
+        pids: list[int] = [0] * dist.get_world_size()
+        dist.all_gather_object(pids, os.getpid())
+        if way == "by itself" and dist.get_rank() == len(pids) - 1:
+            os._exit(9)
+        if way == "SIGTERM" and dist.get_rank() == 0:
+            for pid in reversed(pids):
+                os.kill(pid, signal.SIGTERM)
+        time.sleep(60)
+
     engine = build_engine(job)
-    wrappers.survey = lambda *args, **kwargs: os._exit(9)  # type: ignore[assignment]
+    wrappers.survey = die  # type: ignore[assignment]
     resume(engine, directory)
 
 
-def test_a_death_while_loading_is_counted_and_an_error_of_the_run_is_not(three_tags: Path) -> None:
-    from zeroelastic.testing import run_ranks
+def die_in_loads(pool: RankPool, directory: Path, way: str, times: int = 2, world_size: int = 2) -> None:
+    for _ in range(times):
+        with pytest.raises(Exception, match="status 9" if way == "by itself" else "SIGTERM"):
+            pool.run(dying, world_size, JOB.other(), str(directory), way)
 
+
+def test_a_tag_whose_loads_ended_the_job_twice_is_tried_last(three_tags: Path, rank_pool: RankPool) -> None:
+    die_in_loads(rank_pool, three_tags, "by itself")
     attempts = three_tags / ATTEMPTS_NAME
-    for count in (1, 2):
-        with pytest.raises(Exception, match="9"):
-            run_ranks(dying, 1, JOB.other(), str(three_tags), timeout=120)
-        assert json.loads(attempts.read_text()) == {"global_step3": count}
-    attempts.unlink()
+    kept = attempts.read_bytes()
+    turns = rank_pool.run(run, 2, JOB.other(), str(three_tags), 0, save_at_end=False)
+    assert turns[1].start.tag == "global_step2"
+    (said,) = turns[1].start.passed_over
+    assert said.startswith("global_step3: the job ended 2 times while it was being loaded, last at 20")
+    assert said.endswith(f"remove {attempts}") and attempts.exists()
+    for tag in ("global_step1", "global_step2"):
+        shutil.rmtree(three_tags / tag)
+    turns = rank_pool.run(run, 2, JOB.other(), str(three_tags), 0, save_at_end=False)
+    assert turns[0].start.tag == "global_step3" and turns[0].start.passed_over == (said,)
+    assert not attempts.exists()  # it loaded now
+    (loads,) = json.loads(kept).values()
+    assert len(loads["ended"]) == 1 and loads["begun"][1] == 2
+    before = {"ended": [loads["ended"][0] - 90_000], "begun": [loads["begun"][0] - 90_000, 2]}
+    for old in (loads | before, loads | {"save": "another"}, 2):  # a day old, of another save, of an older version
+        attempts.write_text(json.dumps({"global_step3": old}))
+        turns = rank_pool.run(run, 2, JOB.other(), str(three_tags), 0, save_at_end=False)
+        assert not turns[0].start.passed_over
+
+
+def test_signals_and_a_changed_size_are_not_the_fault_of_the_tag(three_tags: Path, rank_pool: RankPool) -> None:
+    die_in_loads(rank_pool, three_tags, "SIGTERM", times=3)
+    turns = rank_pool.run(run, 2, JOB.other(), str(three_tags), 0, save_at_end=False)
+    assert turns[0].start.tag == "global_step3" and not turns[0].start.passed_over
+    assert [path.name for path in three_tags.iterdir() if ATTEMPTS_NAME[:12] in path.name] == []
+    for world_size in (1, 2):
+        die_in_loads(rank_pool, three_tags, "by itself", times=1, world_size=world_size)
+    turns = rank_pool.run(run, 1, JOB.other(), str(three_tags), 0, save_at_end=False)
+    assert turns[0].start.tag == "global_step3" and not turns[0].start.passed_over
 
 
 def test_what_is_wrong_with_the_run_is_raised_and_no_older_tag_taken(three_tags: Path, rank_pool: RankPool) -> None:
@@ -274,6 +305,70 @@ def test_a_signal_to_one_rank_stops_all_at_one_step_with_one_save(rank_pool: Ran
     assert again[0].start.tag == "global_step5" and again[0].global_steps == 6
 
 
+def roll_back_in_the_loop(job: Job, directory: str, with_data: bool) -> tuple[list[str], list[int], bool]:
+    """Save at steps 2 and 4, go back to 2 and skip a batch; SIGTERM at step 4. The tags, the places in the data, and
+    whether a resume takes the state of the end."""
+    engine = build_engine(job)
+    data = ElasticDistributedSampler(range(LENGTH), BATCH) if with_data else None
+    places: list[int] = []
+    with preemption(engine, directory, data=data, saving=every(steps=2)) as stop:
+        for step in range(4):
+            train_step(engine, step)
+            assert not stop()
+        engine.load_checkpoint(directory, tag="global_step2")
+        if data is not None:
+            places.append(data.consumed // BATCH)
+            data.load_state_dict({**data.state_dict(), "consumed": 3 * BATCH})
+        train_step(engine, 10)
+        assert not stop()
+        train_step(engine, 11)
+        if dist.get_rank() == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert stop()
+    last, _ = look(engine)
+    if data is not None:
+        places.append(data.consumed // BATCH)
+    again = build_engine(job)
+    start = resume(again, directory, data=data)
+    assert (start.tag, start.global_steps) == ("global_step4", 4)
+    return stop.saves, places, compare_states(last, look(again)[0]) == []
+
+
+@pytest.mark.parametrize("with_data", [False, True])
+def test_a_rollback_in_the_loop_is_saved_when_it_stops_at_a_step_that_was_saved_before(
+    rank_pool: RankPool, tmp_path: Path, with_data: bool
+) -> None:
+    saves = ["global_step2", "global_step4", "global_step4"]
+    places = [2, 5] if with_data else []
+    assert rank_pool.run(roll_back_in_the_loop, 2, JOB, str(tmp_path), with_data) == [(saves, places, True)] * 2
+
+
+def test_a_signal_while_a_stopped_process_ends_leaves_its_exit_code(tmp_path: Path) -> None:
+    script = f"""
+import os, signal
+from types import SimpleNamespace
+import torch, torch.distributed as dist
+from zeroelastic.elastic import preemption
+
+class Late:
+    def __del__(self, kill=os.kill, pid=os.getpid(), number=signal.SIGTERM):
+        kill(pid, number)  # the interpreter has taken Python's handlers away by now
+
+late = Late()
+dist.init_process_group("gloo", init_method="file://{tmp_path}/store", rank=0, world_size=1)
+save = lambda directory, tag, client_state: None
+engine = SimpleNamespace(global_steps=0, device=torch.device("cpu"), save_checkpoint=save)
+with preemption(engine, "unused") as stop:
+    os.kill(os.getpid(), signal.SIGTERM)
+    engine.global_steps += 1
+    assert stop()
+os.kill(os.getpid(), signal.SIGTERM)
+stop.exit()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == EXIT_PREEMPTED, done.stderr
+
+
 class _Clocked:
     """An engine whose saves take as long as a test says, and no training."""
 
@@ -300,8 +395,12 @@ def stops(save_seconds: float, grace: float) -> tuple[list[str], bool, bool]:
             engine.global_steps += 1
             stopped = stop()
             assert stop() == stopped
-        assert signal.getsignal(signal.SIGUSR1) is not None and engine.tags == stop.saves
-        os.kill(os.getpid(), signal.SIGUSR1)  # the old handler is back
+        assert engine.tags == stop.saves
+        os.kill(os.getpid(), signal.SIGUSR1)  # ignored, since this process is to end
+        signal.signal(signal.SIGUSR1, lambda number, frame: called.append(number))
+        with preemption(engine, "unused"):
+            pass
+        os.kill(os.getpid(), signal.SIGUSR1)  # nothing stopped it: the old handler is back
     finally:
         signal.signal(signal.SIGUSR1, before)
     return engine.tags, stopped, len(called) == 2
@@ -340,3 +439,57 @@ def test_exit_is_by_a_code_of_its_own() -> None:
     with pytest.raises(SystemExit) as ended:
         preemption(_Clocked(0.0), "unused").exit()
     assert ended.value.code == EXIT_PREEMPTED == 75
+
+
+def begins(job: Job, directory: str, how: str) -> tuple[str, str]:
+    """What a start without a checkpoint comes to: its error, or what rank 0 logged."""
+    import logging
+
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("zeroelastic").addHandler(handler)
+    engine = build_engine(job)
+    try:
+        if how == "resume":
+            assert resume(engine, directory).tag is None
+        elif how == "required resume":
+            resume(engine, directory, required=True)
+        elif how == "tag":
+            engine.load_checkpoint(directory, tag="nope")
+        else:
+            assert engine.load_checkpoint(directory)[0] is None
+    except FileNotFoundError as error:
+        return type(error).__name__, str(error)
+    return "", " ".join(said)
+
+
+@pytest.mark.parametrize(
+    ("how", "options", "error", "message"),
+    [
+        (
+            "load",
+            {},
+            "",
+            '{parent}/ckpd: no such directory. In {parent} there are: ckpt. The run begins from scratch; "',
+        ),
+        (
+            "load",
+            {"required": True},
+            "MissingFileError",
+            "{parent}/ckpd: no such directory. In {parent} there are: ckpt.",
+        ),
+        ("resume", {}, "", "{parent}/ckpd: no such directory. In {parent} there are: ckpt. The run begins"),
+        ("resume", {"required": True}, "MissingFileError", "A checkpoint is required here, so the run does not begin"),
+        ("required resume", {}, "MissingFileError", "{parent}/ckpd: no such directory. In {parent} there are: ckpt."),
+        ("tag", {}, "MissingFileError", "{parent}/ckpt: has no tag nope. There are: global_step3, newest first."),
+    ],
+)
+def test_a_mistyped_path_is_named_with_what_is_there(
+    begun: tuple[str, list[Turn]], rank_pool: RankPool, how: str, options: dict[str, Any], error: str, message: str
+) -> None:
+    directory = Path(begun[0])
+    job = JOB.other(options=options)
+    found = rank_pool.run(begins, 2, job, str(directory if how == "tag" else directory.with_name("ckpd")), how)
+    assert found[0][0] == found[1][0] == error
+    assert message.format(parent=directory.parent) in found[0][1]

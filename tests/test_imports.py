@@ -29,7 +29,7 @@ LEVELS = [
     {"state", "forecast"},
     {"universal_cost"},
     {"executors", "inventory", "inspection", "tags", "weights"},
-    {"archive", "scan", "comparison", "pruning", "intact", "latest"},
+    {"archive", "scan", "comparison", "pruning", "intact", "latest", "absent"},
     {"laid_out"},
     {"transfer", "writer", "file_image", "verification", "native", "rng"},
     {"publish"},

@@ -15,39 +15,33 @@ from typing import Any, Literal
 
 from zeroelastic.errors import ConfigError
 
-Misfit = Literal["error", "fewer_ranks", "pad"]
+Misfit = Literal["error", "pad"]
 
 _NAMED = 24
 
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
-    """How one global batch is taken: ``accumulation`` micro steps of ``micro_batch`` samples on each of ``num_ranks``.
+    """How one global batch is taken: ``accumulation`` micro steps of ``micro_batch`` samples on each rank.
 
-    ``num_ranks`` is less than ``world_size`` where only a part of the ranks can train, and ``padding`` more than 0
-    where the last micro steps have room for more samples than there are: ``num_samples`` and ``loss_weight`` then say
-    how many are real and what keeps the gradient that of the global batch.
+    ``padding`` is more than 0 where the last micro steps have room for more samples than there are: ``num_samples`` and
+    ``loss_weight`` then say how many are real and what keeps the gradient that of the global batch.
     """
 
     global_batch: int
     world_size: int
-    num_ranks: int
     micro_batch: int
     accumulation: int
 
     @property
     def padding(self) -> int:
         """Places of a global batch that no sample fills: 0 unless padding was asked for and needed."""
-        return self.micro_batch * self.accumulation * self.num_ranks - self.global_batch
-
-    def trains(self, rank: int) -> bool:
-        """Whether a rank takes part; ranks from ``num_ranks`` on stand by."""
-        return rank < self.num_ranks
+        return self.micro_batch * self.accumulation * self.world_size - self.global_batch
 
     def num_samples(self, rank: int, micro_step: int) -> int:
         """How many samples a rank has in a micro step of a global batch: ``micro_batch``, fewer where it is padded."""
         first = micro_step % self.accumulation * self.micro_batch
-        mine = len(range(rank, self.global_batch, self.num_ranks))
+        mine = len(range(rank, self.global_batch, self.world_size))
         return min(max(mine - first, 0), self.micro_batch)
 
     def loss_weight(self, rank: int, micro_step: int) -> float:
@@ -57,12 +51,12 @@ class BatchPlan:
         with this weight the gradient is exactly that of the mean over the global batch. 0.0 where a rank has none; it
         takes the step all the same, on any sample.
         """
-        return self.num_samples(rank, micro_step) * self.accumulation * self.num_ranks / self.global_batch
+        return self.num_samples(rank, micro_step) * self.accumulation * self.world_size / self.global_batch
 
     def apply(self, ds_config: Mapping[str, Any]) -> dict[str, Any]:
         """A copy of a DeepSpeed configuration with this plan's three batch settings in place of its own."""
         config = copy.deepcopy(dict(ds_config))
-        config["train_batch_size"] = self.micro_batch * self.accumulation * self.num_ranks
+        config["train_batch_size"] = self.micro_batch * self.accumulation * self.world_size
         config["train_micro_batch_size_per_gpu"] = self.micro_batch
         config["gradient_accumulation_steps"] = self.accumulation
         return config
@@ -70,13 +64,11 @@ class BatchPlan:
     def text(self) -> str:
         """One line for people."""
         line = (
-            f"global batch {self.global_batch} = {self.num_ranks} ranks x micro batch {self.micro_batch} x "
+            f"global batch {self.global_batch} = {self.world_size} ranks x micro batch {self.micro_batch} x "
             f"{self.accumulation} accumulated"
         )
         if self.padding:
             line += f", {self.padding} places of it empty"
-        if self.num_ranks < self.world_size:
-            line += f"; {self.world_size - self.num_ranks} of {self.world_size} ranks stand by"
         return line
 
 
@@ -87,8 +79,8 @@ def batch_plan(
 
     ``world_size`` is that of the process group or of torchrun's environment if it is not given; ``max_micro`` is the
     largest micro batch that fits in memory (any, if not given). At a world size that does not divide the global batch,
-    ``misfit`` decides: "error"; "fewer_ranks" trains on the largest number of ranks that does divide it; "pad" leaves
-    places of the last micro step empty. Raises ConfigError naming the world sizes that work::
+    ``misfit`` decides: "error"; or "pad", which leaves places of the last micro step empty. Raises ConfigError with the
+    world sizes that work::
 
         plan = batch_plan(global_batch=512, max_micro=8)
         engine, *_ = deepspeed.initialize(model=model, config=plan.apply(ds_config))
@@ -97,24 +89,26 @@ def batch_plan(
     for what, value in (("global_batch", global_batch), ("world_size", size), ("max_micro", max_micro)):
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise ConfigError(f"{what} is {value!r}; a whole number of 1 or more is needed.")
-    if misfit not in ("error", "fewer_ranks", "pad"):
-        raise ConfigError(f'misfit is {misfit!r}; it may be "error", "fewer_ranks" or "pad".')
+    if misfit not in ("error", "pad"):
+        raise ConfigError(f'misfit is {misfit!r}; it may be "error" or "pad". {_that_work(global_batch)}')
     most = global_batch if max_micro is None else max_micro
     if global_batch % size == 0:
-        return _plan(global_batch, size, size, most)
-    if misfit == "fewer_ranks":
-        return _plan(global_batch, size, max(n for n in range(1, size) if global_batch % n == 0), most)
+        quota = global_batch // size
+        micro = max(n for n in world_sizes(quota) if n <= most)
+        return BatchPlan(global_batch, size, micro, quota // micro)
     if misfit == "pad" and size < global_batch:
         quota = -(-global_batch // size)
         accumulation = -(-quota // most)
-        return BatchPlan(global_batch, size, size, -(-quota // accumulation), accumulation)
+        return BatchPlan(global_batch, size, -(-quota // accumulation), accumulation)
+    raise ConfigError(
+        f"a global batch of {global_batch} cannot be dealt out evenly to {size} ranks. {_that_work(global_batch)}"
+    )
+
+
+def _that_work(global_batch: int) -> str:
     works = world_sizes(global_batch)
     listed = ", ".join(map(str, works[:_NAMED])) + (f" ... {works[-1]}" if len(works) > _NAMED else "")
-    raise ConfigError(
-        f"a global batch of {global_batch} cannot be dealt out evenly to {size} ranks. World sizes that work: "
-        f"{listed}. "
-        'misfit="fewer_ranks" lets some ranks stand by, misfit="pad" leaves places of the last micro step empty.'
-    )
+    return f'World sizes that work: {listed}. misfit="pad" leaves places of the last micro step empty at any other.'
 
 
 def world_sizes(global_batch: int) -> tuple[int, ...]:
@@ -142,9 +136,3 @@ def _current(variable: str, alone: int, function: str) -> int:
     if not text.isdecimal():
         raise ConfigError(f"the environment says {variable}={text!r}, which is no number.")
     return int(text)
-
-
-def _plan(global_batch: int, world_size: int, num_ranks: int, max_micro: int) -> BatchPlan:
-    quota = global_batch // num_ranks
-    micro = max(n for n in world_sizes(quota) if n <= max_micro)
-    return BatchPlan(global_batch, world_size, num_ranks, micro, quota // micro)

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -23,7 +24,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from zeroelastic.elastic.position import KEY, Position, pack_position
+from zeroelastic.agree import settle
+from zeroelastic.elastic.position import KEY, Position, pack_position, unpack_position
 from zeroelastic.errors import ConfigError, SaveError
 from zeroelastic.storage import absolute
 from zeroelastic.tag_names import normal
@@ -76,6 +78,9 @@ class Preemption:
     ``saves`` are the tags saved so far, the last of which may still be on its way in the background; ``stopped``
     whether the run was told to stop; ``save_seconds`` how long the last whole save took on the slowest rank, None
     before the first. What a save in the background ended with is raised by the next save, or where the block ends.
+
+    A load within the block, a rollback, is noticed: steps are counted from the one it led to, and the position in the
+    data and the generators are those of the checkpoint, if it has them.
     """
 
     def __init__(
@@ -102,6 +107,7 @@ class Preemption:
         self._group: dist.ProcessGroup | None = None
         self._last_time = time.monotonic()
         self._last_step = self._seen_step = int(engine.global_steps)
+        self._saved_step: int | None = None  # of the last commit of this block, unless a load came after it
 
     def __call__(self) -> bool:
         """Whether to leave the training loop; saves first, if one is due or the run has to stop. Collective.
@@ -112,8 +118,10 @@ class Preemption:
         step = int(self._engine.global_steps)
         if self.stopped or step == self._seen_step:
             return self.stopped
+        if step < self._seen_step:  # set by hand, or by a load that is not of zeroelastic
+            self._count_from(step)
         advance = getattr(self._data, "advance", None)
-        if advance is not None:
+        if advance is not None and step > self._seen_step:
             advance(step - self._seen_step)
         self._seen_step = step
         due = self._saving.due(seconds=time.monotonic() - self._last_time, steps=step - self._last_step)
@@ -132,6 +140,29 @@ class Preemption:
         """Whether this rank got a signal. ``stopped`` follows with the next call, on all ranks."""
         return self._told_at is not None
 
+    def _count_from(self, step: int) -> None:
+        """The run is at this step, which nothing says is saved as its newest."""
+        self._last_time, self._last_step, self._seen_step, self._saved_step = time.monotonic(), step, step, None
+
+    def _loaded(self, client_state: Mapping[str, Any]) -> None:
+        """A checkpoint was loaded: go to its place in the data. Collective."""
+        entry = client_state.get(KEY)
+        self._count_from(int(self._engine.global_steps))
+        if self._data is not None and (entry is None or entry.get("data") is None) and dist.get_rank() == 0:
+            logger.warning("the checkpoint that was loaded has no position in the data: set it yourself")
+        if entry is not None:
+            unpack = partial(
+                unpack_position,
+                entry,
+                self._data,
+                identity=f"{self._engine.global_steps}",
+                rank=dist.get_rank(),
+                world_size=dist.get_world_size(),
+                device=self._engine.device,
+                strict=False,
+            )
+            settle(unpack)
+
     def _stop(self, step: int, left: float) -> None:
         """Finish the save that is being written, then save once more, if there is something new and time for it."""
         from zeroelastic.stage3.pending import has_pending
@@ -142,7 +173,7 @@ class Preemption:
             except SaveError as error:
                 logger.error("the save in the background failed: %s", error)
             _, _, left = self._agree(False)
-        if step == self._last_step and self.saves:
+        if step == self._saved_step:
             logger.info("stopping at step %d, which is saved already", step)
         elif self.save_seconds is not None and self.save_seconds * _MARGIN > left:
             logger.warning(
@@ -173,6 +204,7 @@ class Preemption:
             self._note_seconds(time.monotonic() - began)
         self.saves.append(chosen)
         self._last_time, self._last_step = time.monotonic(), int(engine.global_steps)
+        self._saved_step = self._last_step
         if not has_pending(engine):
             self._log_saved(chosen)
         return chosen
@@ -187,7 +219,7 @@ class Preemption:
         except SaveError:
             if pending is not None and os.path.relpath(pending.tag_dir, self._directory) in self.saves[-1:]:
                 self.saves.pop()
-                self._last_step = -1  # of nothing that could be resumed from
+                self._last_step, self._saved_step = -1, None  # nothing that could be resumed from
             raise
         if pending is not None and seconds is not None:
             self._note_seconds(seconds)
@@ -209,21 +241,30 @@ class Preemption:
     def __enter__(self) -> Preemption:
         if threading.current_thread() is not threading.main_thread():
             raise ConfigError("preemption() sets signal handlers, which only the main thread can do.")
+        from zeroelastic.stage3.lineage import lineage_of
+
         self._group = dist.new_group(backend="gloo") if dist.get_backend() != "gloo" else None
         for number in self._signals:
             self._old[number] = signal.signal(number, self._handle)
+        lineage_of(self._engine).on_load.append(self._loaded)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
+        from zeroelastic.stage3.lineage import lineage_of
+
+        lineage_of(self._engine).on_load.remove(self._loaded)
+        ended = False
         try:
             if kind is None:
                 self._finish("the end of the training loop")
+                ended = self.stopped
         finally:
             for number, handler in self._old.items():
                 with contextlib.suppress(TypeError):  # a handler that was not set from Python cannot be set again
-                    signal.signal(number, handler)
+                    # Until a stopped process has ended: the interpreter takes Python's handlers away before it ends.
+                    signal.signal(number, signal.SIG_IGN if ended else handler)
             self._old.clear()
             if self._timer is not None:
                 self._timer.cancel()
@@ -263,7 +304,8 @@ def preemption(
     ``EXIT_PREEMPTED``), and a save that took longer than what is left is not begun. ``saving`` adds periodic saves;
     ``client_state`` gives what to save of the caller's own. ``data``, if it has ``advance`` as our samplers do, is
     advanced with every optimizer step. ``log`` is told of saves and of the stop. Handlers that were there are called
-    too, and put back at the end::
+    too, and put back at the end; after a stop further signals are ignored instead, so that the process ends with the
+    exit code that it chooses::
 
         with preemption(engine, "ckpt", data=sampler, saving=every(seconds=600)) as stop:
             for batch in loader:

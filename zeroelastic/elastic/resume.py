@@ -2,8 +2,8 @@
 
 Newest is what was committed last, unless ``latest`` was pointed at an older tag since: so a run is rolled back. The
 ranks agree on the tag before any of them opens it. A tag that is damaged is passed over, loudly, for the one before it;
-so is one under which the job died twice while loading it. What is wrong with the run rather than with the tag (another
-model, another global batch) is raised.
+one in whose loads the job died twice is tried after all others. What is wrong with the run rather than with the tag
+(another model, another global batch) is raised.
 """
 
 from __future__ import annotations
@@ -13,29 +13,21 @@ import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zeroelastic.agree import broadcast, gather, settle
-from zeroelastic.commit_order import about_left, about_pointed, left_behind
+from zeroelastic.commit_order import Tag, about_left, about_pointed, left_behind
+from zeroelastic.elastic.attempts import Attempts
 from zeroelastic.elastic.position import KEY, Position, unpack_position
 from zeroelastic.errors import CheckpointError
-from zeroelastic.notices import notice
-from zeroelastic.record import write_atomically
 from zeroelastic.report import ResumeReport
 from zeroelastic.storage import absolute
 
 if TYPE_CHECKING:
-    from zeroelastic.commit_order import Tag
     from zeroelastic.elastic.events import Events
-
-ATTEMPTS_NAME = ".zeroelastic-attempts.json"
-"""Loads that were begun and not finished, by tag; only while there are any."""
-
-_MOST_FAILURES = 2
 
 logger = logging.getLogger(__name__)
 
@@ -63,15 +55,17 @@ def resume(
     data: Position | None = None,
     strict: bool = True,
     fresh: bool = False,
+    required: bool = False,
     log: Events | None = None,
 ) -> Resumed:
     """Load the newest checkpoint of ``directory`` that can be loaded, with the position of ``data``. Collective.
 
     A tag that is damaged although its save was finished is marked (zeroelastic.quarantine) and not read by the next
     ``resume``; nothing is deleted. ``strict`` refuses a changed global batch and a checkpoint without a position in the
-    data. With an empty or missing directory nothing happens, and ``Resumed.tag`` is None; where a directory
-    holds anything of a checkpoint that cannot be resumed, only with ``fresh``. ``log`` is told what the job
-    goes on from. Raises CheckpointError when there are checkpoints and none can be loaded, and whatever
+    data. With an empty or missing directory nothing happens, and ``Resumed.tag`` is None, unless a checkpoint is
+    ``required``, here or in the "zeroelastic" block: then it is a MissingFileError. Where a directory holds anything of
+    a checkpoint that cannot be resumed, the run begins only with ``fresh``. ``log`` is told what the job goes on from.
+    Raises CheckpointError when there are checkpoints and none can be loaded, and whatever
     ``engine.load_checkpoint`` raises for a run that does not fit::
 
         sampler = ElasticDistributedSampler(dataset, global_batch=512)
@@ -81,7 +75,9 @@ def resume(
     from zeroelastic.stage3.fallback import none_loads, walk_back
     from zeroelastic.stage3.node_tags import tags_of_all_nodes
     from zeroelastic.stage3.partners import require_partners
+    from zeroelastic.stage3.saving import options_of
     from zeroelastic.stage3.seams import install
+    from zeroelastic.stage3.tag_choice import nothing_to_load
     from zeroelastic.stage3.wrappers import loading_strictly
     from zeroelastic.tags import going_on_from, refuse_fresh_start
 
@@ -91,28 +87,26 @@ def resume(
     root = Path(absolute(directory))
 
     def load(load_dir: str, name: str, passed: tuple[str, ...]) -> tuple[Path, Resumed]:
-        settle(partial(_count_attempt, root, name, 1))
-        try:
+        with attempts.of(tag_dir := Path(load_dir) / name, lambda: next(tag for tag in tags if tag.tag_dir == tag_dir)):
             with loading_strictly(engine, strict):
                 path, client_state = engine.load_checkpoint(load_dir, tag=name)
             if path is None:
                 raise CheckpointError(f"{load_dir}: DeepSpeed did not load {name}.")
             resumed = _finish(engine, root, name, dict(client_state or {}), data, strict, passed)
-            return Path(load_dir) / name, resumed
-        finally:  # an error that we live to see is no death
-            with suppress(OSError):
-                _count_attempt(root, name, -1)
+            return tag_dir, resumed
 
     tags = tags_of_all_nodes(root)
     at = settle(lambda: going_on_from(root, tags) if _rank() == 0 else 0)
-    found, passed = walk_back(root, tags[at:], load, engine=engine, refuse=partial(_deadly, root))
+    attempts = settle(partial(Attempts, root))
+    found, passed = walk_back(root, tags[at:], load, engine=engine, postpone=attempts.postpone)
     if found is not None:
         return _logged(_with_branches(engine, *found, tags, at), log, began)
     if passed:
         raise none_loads(root, passed)
-    settle(partial(refuse_fresh_start, root) if not fresh else lambda: None)
-    if _rank() == 0:
-        notice(logger, f"{root}: no checkpoint; the run begins")
+    must = required or options_of(engine).required
+    if not must and not fresh:
+        settle(partial(refuse_fresh_start, root))
+    nothing_to_load(root, required=must)
     return _logged(Resumed(None, 0, {}, None, (), ()), log, began)
 
 
@@ -190,35 +184,6 @@ def _with_branches(engine: Any, tag_dir: Path, resumed: Resumed, tags: Sequence[
     if report is not None:
         report = engine.zeroelastic_report = replace(report, notes=(*said, *report.notes))
     return replace(resumed, notes=(*said, *resumed.notes), report=report)
-
-
-def _deadly(root: Path, tag: Tag) -> str | None:
-    """Why a tag is not even tried: the job has died under it before."""
-    count = _attempts(root).get(tag.asked_for[1], 0)
-    return f"the job ended {count} times while it was being loaded" if count >= _MOST_FAILURES else None
-
-
-def _attempts(root: Path) -> dict[str, int]:
-    try:
-        found = json.loads((root / ATTEMPTS_NAME).read_bytes())
-    except (OSError, ValueError):
-        return {}
-    counts = found.items() if isinstance(found, dict) else ()
-    return {tag: count for tag, count in counts if isinstance(count, int)}
-
-
-def _count_attempt(root: Path, name: str, change: int) -> None:
-    """Written before a load and taken back after it: what is left tells that the job ended in between."""
-    if _rank() != 0:
-        return
-    counts = _attempts(root)
-    counts[name] = counts.get(name, 0) + change if change > 0 else 0
-    counts = {tag: count for tag, count in counts.items() if count > 0}
-    if counts:
-        root.mkdir(parents=True, exist_ok=True)  # a node that is new to the job
-        write_atomically(root / ATTEMPTS_NAME, json.dumps(counts).encode())
-    else:
-        (root / ATTEMPTS_NAME).unlink(missing_ok=True)
 
 
 def _rank() -> int:

@@ -178,9 +178,9 @@ class ElasticBatchSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         plan, rank = self.plan, self.sampler.rank
-        _check_rank(rank, plan.num_ranks)
+        _check_rank(rank, plan.world_size)
         for whole in self.sampler.global_batches():
-            mine = whole[rank :: plan.num_ranks].tolist()
+            mine = whole[rank :: plan.world_size].tolist()
             for step in range(plan.accumulation):
                 micro = mine[step * plan.micro_batch : (step + 1) * plan.micro_batch]
                 yield micro or [int(whole[0])]
@@ -232,7 +232,7 @@ class ElasticIterableDataset(IterableDataset[T]):
 
     def __iter__(self) -> Iterator[T]:
         plan, rank = self.plan, current_rank() if self._rank is None else self._rank
-        _check_rank(rank, plan.num_ranks)
+        _check_rank(rank, plan.world_size)
         worker = get_worker_info()
         number, count = (worker.id, worker.num_workers) if worker is not None else (0, 1)
         samples = iter(self.stream(self.consumed) if self.can_skip else self.stream())
@@ -247,7 +247,7 @@ class ElasticIterableDataset(IterableDataset[T]):
                     sample = next(samples)
                 except StopIteration:
                     return
-                if place % plan.num_ranks == rank:
+                if place % plan.world_size == rank:
                     mine.append(sample)
             for step in range(plan.accumulation):
                 if (first_micro + step) % count == number:
@@ -255,6 +255,6 @@ class ElasticIterableDataset(IterableDataset[T]):
             first_micro += plan.accumulation
 
 
-def _check_rank(rank: int, num_ranks: int) -> None:
-    if not 0 <= rank < num_ranks:
-        raise ConfigError(f"rank {rank} has no samples: {num_ranks} ranks train.")
+def _check_rank(rank: int, world_size: int) -> None:
+    if not 0 <= rank < world_size:
+        raise ConfigError(f"rank {rank} has no samples: the plan is for {world_size} ranks.")

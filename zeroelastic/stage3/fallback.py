@@ -49,20 +49,20 @@ def walk_back(
     load: Callable[[str, str, tuple[str, ...]], T],
     *,
     engine: Any,
-    refuse: Callable[[Tag], str | None] = lambda tag: None,
+    postpone: Callable[[Tag], str | None] = lambda tag: None,
 ) -> tuple[T | None, tuple[str, ...]]:
     """The result of the first load that succeeds, None where none does, and the tags before it with the reasons.
 
-    Rank 0's ``tags`` count, newest first, and ``refuse`` is asked for each of them there; ``load(directory, tag, passed
-    over so far)`` runs on every rank and raises the same there. A tag that is damaged although its commit record says
-    that it was finished gets a mark of quarantine, and is not read by the next walk; where nodes have disks of their
-    own, nothing is marked, since what is missing may come back. Whatever ``load`` raises that is neither a
-    CheckpointError nor an UnreadableError ends the walk. Collective.
+    Rank 0's ``tags`` count, newest first; one for which ``postpone`` gives a reason there is tried after all others.
+    ``load(directory, tag, passed over so far)`` runs on every rank and raises the same there. A tag that is damaged
+    although its commit record says that it was finished gets a mark of quarantine, and is not read by the next walk;
+    where nodes have disks of their own, nothing is marked, since what is missing may come back. What ``load`` raises
+    that is neither a CheckpointError nor an UnreadableError ends the walk. Collective.
     """
-    remaining, passed = list(tags), list[str]()
+    remaining, postponed, passed = list(tags), list[Tag](), list[str]()
 
     def choose() -> _Step | None:
-        return _next(remaining, passed, refuse) if dist.get_rank() == 0 else None
+        return _next(remaining, postponed, passed, postpone) if dist.get_rank() == 0 else None
 
     def pass_over(name: str, tag_dir: Path, error: CheckpointError | UnreadableError, *, damage: bool) -> None:
         alike = not damage or seen_alike(tag_dir)
@@ -88,11 +88,16 @@ def walk_back(
             pass_over(step.name, tag_dir, error, damage=True)
 
 
-def _next(remaining: list[Tag], passed: list[str], refuse: Callable[[Tag], str | None]) -> _Step | None:
-    """The newest of the remaining tags; those that are not to be tried at all are passed over."""
-    while remaining:
-        tag = remaining.pop(0)
-        problem = refuse(tag)
+def _next(
+    remaining: list[Tag], postponed: list[Tag], passed: list[str], postpone: Callable[[Tag], str | None]
+) -> _Step | None:
+    """The newest of the remaining tags, then of those that were postponed; quarantined ones are passed over."""
+    while remaining or postponed:
+        late = not remaining
+        tag = (postponed if late else remaining).pop(0)
+        problem = None if late else postpone(tag)
+        if problem is not None:
+            postponed.append(tag)
         verdict = check_tag(tag, check_quickly) if problem is None else None
         if problem is None and not (verdict is not None and verdict.quarantined):
             damage = verdict is not None and not verdict.undecided and tag.unfinished is None

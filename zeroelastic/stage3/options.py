@@ -28,13 +28,14 @@ class Options(BaseModel):
     CRC-32 of the module states' records; "quick" looks at no payload, but holds the headers against the record's
     digests of them; "off" (or false) leaves that out too, for files that were changed on purpose. The default is "full"
     where the native engine is built, else "quick". ``fallback``: a load without a tag goes on to the newest tag that
-    verifies, and marks damaged ones (zeroelastic.quarantine).
-    ``strict``: refuse a resume that changes the global batch. ``missing_state``: "error" refuses a checkpoint whose
-    parameters or optimizer groups are not those of the run; "fresh" restores what both have and names what becomes of
-    the rest. ``safe_load``: unpickle ``*_model_states.pt`` through torch's allow-list too. ``allow_globals``: classes,
-    such as "package.module.Class", that a file may name beyond the allow-lists: they are inert stand-ins in optimizer
-    files; under ``safe_load``, torch makes objects of them. ``fsync``: make files durable before the commit record
-    names them. ``background_save``: copy what is saved to host memory, and write and commit it while training goes on.
+    verifies, and marks damaged ones (zeroelastic.quarantine). ``required``: a load that finds no checkpoint is an
+    error, not a fresh start. ``strict``: refuse a resume that changes the global batch. ``missing_state``: "error"
+    refuses a checkpoint whose parameters or optimizer groups are not those of the run; "fresh" restores what both have
+    and names what becomes of the rest. ``safe_load``: unpickle ``*_model_states.pt`` through torch's allow-list too.
+    ``allow_globals``: classes, such as "package.module.Class", that a file may name beyond the allow-lists: they are
+    inert stand-ins in optimizer files; under ``safe_load``, torch makes objects of them. ``fsync``: make files durable
+    before the commit record names them. ``background_save``: copy what is saved to host memory, and write and commit it
+    while training goes on.
     ``save_timeout_s``: how many seconds the ranks of a save wait for one another before it fails, naming those that did
     not arrive. ``executor``: the engine that reads and writes payload: "numpy" or "native" for host memory and files,
     "cuda" for a GPU's memory, or "torch" for it by way of host memory; what is not named, "auto" chooses.
@@ -46,6 +47,7 @@ class Options(BaseModel):
 
     verify: Verify = Field(default_factory=_verify_default)
     fallback: bool = False
+    required: bool = False
     strict: bool = False
     missing_state: MissingState = "error"
     safe_load: bool = False

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from zeroelastic.agree import together
+from zeroelastic.absent import about_absent, about_absent_tag
+from zeroelastic.agree import settle, together
 from zeroelastic.errors import CheckpointError, MissingFileError, UnreadableError, printable, shown
 from zeroelastic.quarantine import read_mark
 from zeroelastic.save_place import recover
@@ -55,6 +56,9 @@ def choose_tag(load_dir: Path, tag: Any) -> tuple[str | None, tuple[str, ...]]:
                 f"{load_dir}: the ranks are to load different tags ({', '.join(sorted(map(str, set(all_chosen))))}). "
                 "Pass the same tag everywhere."
             )
+        _, there = together(lambda: (load_dir / str(chosen)).is_dir())
+        if not any(there):
+            raise MissingFileError(f"{about_absent_tag(load_dir, str(chosen))} Nothing was loaded.")
         return chosen, ()
     named = agree_on_latest(load_dir, all_chosen)
     if named is None:
@@ -71,6 +75,22 @@ def choose_tag(load_dir: Path, tag: Any) -> tuple[str | None, tuple[str, ...]]:
             "tag was removed: pass a tag, or let `zeroelastic latest --fix` write it anew."
         )
     return named, outcomes[0][1]
+
+
+def nothing_to_load(load_dir: Path, *, required: bool) -> None:
+    """Say on rank 0 that the run begins from scratch, since there is nothing to load. Collective.
+
+    Raises MissingFileError on every rank where a checkpoint is ``required``.
+    """
+
+    def refuse() -> None:
+        if dist.get_rank() == 0:
+            said = about_absent(load_dir)
+            if required:
+                raise MissingFileError(f"{said} A checkpoint is required here, so the run does not begin from scratch.")
+            logger.warning('%s The run begins from scratch; "required": true makes that an error', said)
+
+    settle(refuse)
 
 
 def warn_of_mark(tag_dir: Path) -> None:

@@ -50,7 +50,7 @@ from zeroelastic.stage3.saving import (
 from zeroelastic.stage3.stock import stock_loads
 from zeroelastic.stage3.storage_rules import leave_to_stock, loads_in_stock, own_rigid_files, refuse_unwritable
 from zeroelastic.stage3.survey import survey
-from zeroelastic.stage3.tag_choice import about_choice, choose_tag, warn_of_mark
+from zeroelastic.stage3.tag_choice import about_choice, choose_tag, nothing_to_load, warn_of_mark
 from zeroelastic.stage3.topology import tensor_parallel
 from zeroelastic.stage3.trained import param_names
 from zeroelastic.storage import absolute
@@ -247,6 +247,7 @@ def load_checkpoint(original: Method) -> Method:
                 return loaded[0]
         chosen, newer = choose_tag(Path(load_dir), tag)
         if chosen is None:
+            nothing_to_load(Path(load_dir), required=options.required)
             return stock()
         tag = chosen
         tag_dir = Path(load_dir) / chosen

@@ -1,0 +1,53 @@
+"""A checkpoint that is not where it was looked for: where that is, and what is there instead."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from zeroelastic.errors import UsageError
+from zeroelastic.tag_names import LATEST
+from zeroelastic.tags import list_run
+
+_SHOWN = 8
+
+
+def about_absent(root: Path) -> str:
+    """A sentence about a directory from which nothing can be loaded: what is in it, or beside where it would be."""
+    root = Path(os.path.abspath(root))
+    if root.is_dir():
+        tags = _tags(root)
+        return f"{root}: has no file {LATEST}. There {_are(tags)}." if tags else f"{root}: holds no checkpoint."
+    kind = "is not a directory" if root.exists() else "no such directory"
+    above = next(path for path in root.parents if path.is_dir())
+    try:
+        inside = sorted(entry.name for entry in os.scandir(above) if entry.is_dir() and not entry.name.startswith("."))
+    except OSError:
+        inside = []
+    sought = root.relative_to(above).parts[0]
+    alike = difflib.get_close_matches(sought, inside, _SHOWN)
+    found = [name for name in inside if (above / name / LATEST).is_file() and name not in alike]
+    named = [*alike, *found]
+    return f"{root}: {kind}. In {above} there {_are(named) if named else 'is nothing like it'}."
+
+
+def about_absent_tag(root: Path, tag: str) -> str:
+    """A sentence about a tag that is not in a directory, and those that are."""
+    if not root.is_dir():
+        return about_absent(root)
+    tags = _tags(root)
+    return f"{root}: has no tag {tag}{'. There ' + _are(tags) + ', newest first' if tags else ', nor any other'}."
+
+
+def _tags(root: Path) -> list[str]:
+    try:
+        return [tag.name for tag in list_run(root).tags]
+    except UsageError:
+        return []
+
+
+def _are(names: Sequence[str]) -> str:
+    more = len(names) - _SHOWN
+    return f"are: {', '.join(names[:_SHOWN])}" + (f" and {more} more" if more > 0 else "")
