@@ -172,6 +172,13 @@ def test_a_restart_is_counted_from_the_last_kill_and_its_phases_add_up(tmp_path:
     assert (first.end, second.end, third.end) == ("error", "error", None)
 
 
+def test_a_rollback_is_no_loss_of_the_restart_after_it(tmp_path: Path) -> None:
+    a = [start(0, "a", ranks=2), resume(0.2, "a", step=0), *(step(n, "a", n) for n in range(1, 7)), step(7, "a", 4)]
+    b = [start(20, "b", ranks=2), resume(21, "b", step=3), step(22, "b", 4)]
+    made = make_timeline(read_events([write(tmp_path / "log", *a, *b)]))
+    assert [one.lost_steps for one in made.incarnations] == [0, 1]
+
+
 def test_without_a_kill_in_the_log_a_restart_is_counted_from_the_last_sign_of_life(tmp_path: Path) -> None:
     a = [start(0, "a", ranks=1), resume(0.2, "a", step=0), step(1, "a", 1), step(2, "a", 2)]
     a += [

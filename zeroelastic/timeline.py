@@ -138,8 +138,9 @@ def _incarnation(
 
 def _reached(one: Incarnation, before: int) -> int:
     """How far the job was when this start of it had ended."""
-    marks = [event.step for event in (one.resume, *one.steps, *one.saves, *one.ends) if event is not None]
-    return max((step for step in marks if step is not None), default=before)
+    events = (one.resume, *one.steps, *one.saves, *one.ends)
+    marks = [(event.time, event.step) for event in events if event is not None and event.step is not None]
+    return max(marks)[1] if marks else before  # the last, not the greatest: a run may be rolled back
 
 
 def _restart(
