@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
 from zeroelastic.elastic import ElasticBatchSampler, ElasticDistributedSampler
-from zeroelastic.elastic.batch import BatchPlan, batch_plan, current_rank, current_world_size, world_sizes
+from zeroelastic.elastic.batch import BatchPlan, batch_plan, current_rank, current_world_size
 from zeroelastic.errors import ConfigError
+from zeroelastic.global_batch import world_sizes
 from zeroelastic.testing import RankPool
 
 sizes = st.integers(1, 200)

@@ -16,7 +16,7 @@ PACKAGE = Path(zeroelastic.__file__).parent
 LEVELS = [
     {"errors", "_version", "report", "documents", "patching", "living"},
     {"owner"},
-    {"layout"},
+    {"layout", "global_batch"},
     {"storage", "build_locks", "notices", "agree", "event_log", "opcodes"},
     {"processes", "relayed", "timeline", "safepickle"},
     {"plan", "digest", "torchfile"},

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from zeroelastic import ResumeReport
+from zeroelastic import ResumeReport, install
 from zeroelastic.report import _size
+from zeroelastic.testing import RankPool
 
 REPORT = ResumeReport(
     path="ckpt/global_step10",
@@ -76,3 +80,48 @@ def test_it_cannot_be_changed():
 )  # fmt: skip
 def test_sizes_read_well(nbytes, text):
     assert _size(nbytes) == text
+
+
+def plain_engine(precision: str) -> Any:
+    """An engine of a model without buffers."""
+    import deepspeed
+
+    install()
+    model = torch.nn.Linear(8, 8)
+    config = {
+        "train_batch_size": 6,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": 3, "elastic_checkpoint": True},
+        **({"bf16": {"enabled": True}} if precision == "bf16" else {}),
+    }
+    return deepspeed.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=config)[0]
+
+
+def save_plain(directory: str, precision: str, client_state: dict[str, int]) -> None:
+    plain_engine(precision).save_checkpoint(directory, client_state=client_state)
+
+
+def load_plain(directory: str, precision: str, **load: bool) -> ResumeReport:
+    engine = plain_engine(precision)
+    engine.load_checkpoint(directory, **load)
+    report: ResumeReport = engine.zeroelastic_report
+    return report
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_what_neither_the_model_nor_the_save_has_is_not_reported_as_lost(
+    rank_pool: RankPool, tmp_path: Path, precision: str
+) -> None:
+    rank_pool.run(save_plain, 2, str(tmp_path / "none"), precision, {})
+    rank_pool.run(save_plain, 2, str(tmp_path / "some"), precision, {"epoch": 1})
+    fewer = rank_pool.run(load_plain, 1, str(tmp_path / "none"), precision)[0]
+    more = rank_pool.run(load_plain, 3, str(tmp_path / "none"), precision)[0]
+    weights = ("16-bit weights from the fp32 master weights",) if precision == "bf16" else ()
+    assert fewer.reset == () and more.rederived == fewer.rederived == weights
+    fewer = rank_pool.run(load_plain, 1, str(tmp_path / "some"), precision, load_optimizer_states=False)[0]
+    assert fewer.reset == (
+        "optimizer state and hyper-parameters (not asked for)",
+        "client state of saved rank 1 (no longer there)",
+    )
+    more = rank_pool.run(load_plain, 3, str(tmp_path / "some"), precision)[0]
+    assert more.rederived == (*weights, "client state of rank 2 from saved rank 0")

@@ -544,7 +544,7 @@ def test_sigterm_in_the_middle_is_resumed_by_the_same_command(tmp_path: Path) ->
 def torchrun(*arguments: object) -> subprocess.CompletedProcess[str]:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "zeroelastic"]
     return subprocess.run(
-        [sys.executable, *launcher, *map(str, arguments)],
+        [sys.executable, *launcher, *map(str, arguments), "--distributed"],
         env=environment(OMP_NUM_THREADS="1"),
         capture_output=True,
         text=True,

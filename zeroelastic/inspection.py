@@ -65,6 +65,12 @@ _OF_DEEPSPEED = frozenset(
 T = TypeVar("T")
 
 
+def client_state_keys(root: Mapping[object, object]) -> tuple[str, ...]:
+    """The entries of a model states file that DeepSpeed does not make itself."""
+    names = [key for key in root if isinstance(key, str)]
+    return tuple(key for key in names if key not in _OF_DEEPSPEED and not key.startswith("ds_"))
+
+
 def inspect_source(source: Source, *, all_ranks: bool = False) -> Inspection:
     """Find out what a checkpoint is; of a damaged one, what can still be known.
 
@@ -260,8 +266,7 @@ class _Look:
         if type(tp_size) is int:
             found.tp_size = tp_size
         found.scheduler = root.get("lr_scheduler") is not None
-        names = [key for key in root if isinstance(key, str)]
-        found.client_state = tuple(k for k in names if k not in _OF_DEEPSPEED and not k.startswith("ds_"))
+        found.client_state = client_state_keys(root)
         module = root.get("module")
         module = module if isinstance(module, dict) else {}
         buffers = root.get("buffer_names")

@@ -28,8 +28,8 @@ from zeroelastic.picklegraph import (
     tensor,
     torch_size,
 )
-from zeroelastic.record import CheckpointFormat
-from zeroelastic.shard import CARRIED, ELASTIC_VERSION, FP32, FROZEN, configured_batch, scalar_bytes
+from zeroelastic.record import CheckpointFormat, CommitRecord
+from zeroelastic.shard import CARRIED, ELASTIC_VERSION, FP32, FROZEN, Shard, configured_batch, scalar_bytes
 from zeroelastic.state import SavedPart, SavedState
 from zeroelastic.storage import FilePath
 
@@ -152,19 +152,18 @@ def native_source(state: SavedState, *, sub_group_size: int | None = None) -> Na
         optim_root=root,
         model_root=model_roots(state.checkpoint.model_files),
         sub_group_size=sub_group_size,
-        train_batch_size=train_batch_size(state),
+        train_batch_size=train_batch_size(state.checkpoint.record, state.head, state.checkpoint.world_size),
         bf16_names=state.head.path.name.startswith("bf16_"),
     )
 
 
-def train_batch_size(state: SavedState) -> int | None:
-    """The global batch, where the record, the files or the saved configuration say it."""
-    record = state.checkpoint.record
+def train_batch_size(record: CommitRecord | None, head: Shard, world_size: int) -> int | None:
+    """The global batch of a save by ``world_size`` ranks, where its record, files or configuration say it."""
     if record is not None:
         return record.train_batch_size
-    if state.head.train_batch_size is not None:
-        return state.head.train_batch_size
-    return configured_batch(state.head.ds_config, state.checkpoint.world_size)
+    if head.train_batch_size is not None:
+        return head.train_batch_size
+    return configured_batch(head.ds_config, world_size)
 
 
 def model_roots(files: Sequence[FilePath]) -> Callable[[int], Mapping[object, object]]:

@@ -13,7 +13,7 @@ import os
 import shutil
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +23,7 @@ from zeroelastic.checkpoint import open_checkpoint
 from zeroelastic.digest import ParamContent, content_root
 from zeroelastic.errors import CheckpointError, DigestMismatchError, UsageError
 from zeroelastic.extras import Extras, plan_extras, write_extras
+from zeroelastic.global_batch import misfit_notes
 from zeroelastic.native import NativeSource, NativeTarget, native_source, native_target
 from zeroelastic.processes import Processes
 from zeroelastic.publish import check_free
@@ -125,7 +126,10 @@ def plan_reshard(source: Source, options: ReshardOptions) -> ReshardPlan:
     state = open_state(open_checkpoint(source.tag_dir))
     native = native_source(state, sub_group_size=options.sub_group_size)
     target = native_target(native, options.world_size, options.format)
-    extras = plan_extras(source, saved_world_size=state.checkpoint.world_size, world_size=options.world_size)
+    saved_world_size = state.checkpoint.world_size
+    extras = plan_extras(source, saved_world_size=saved_world_size, world_size=options.world_size)
+    misfit = misfit_notes(native.train_batch_size, options.world_size, saved_world_size, state.head.ds_config)
+    extras = replace(extras, notes=(*misfit, *extras.notes))
     return ReshardPlan(source, state, native, target, extras, options)
 
 

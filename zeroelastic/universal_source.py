@@ -180,7 +180,7 @@ def plan_from_universal(source: Source, options: ReshardOptions) -> ReshardPlan:
         },
         model_root=model_roots(models),
         sub_group_size=size,
-        train_batch_size=train_batch_size(state),
+        train_batch_size=train_batch_size(state.checkpoint.record, state.head, state.checkpoint.world_size),
         bf16_names=isinstance(bf16, dict) and bool(bf16.get("enabled")),
     )
     target = native_target(native, options.world_size, options.format)

@@ -191,6 +191,8 @@ def _show(found: Inspection, params: tuple[ParamView, ...], *, pattern: str | No
     """The inspection for people, on stdout."""
     from rich.console import Console
 
+    from zeroelastic.global_batch import listed_world_sizes
+
     out = Console(highlight=False)
 
     def line(label: str, *texts: object) -> None:
@@ -211,7 +213,8 @@ def _show(found: Inspection, params: tuple[ParamView, ...], *, pattern: str | No
     line("save id", found.save_id)
     line("written by", *(f"{name} {version}" for name, version in found.versions.items() if version))
     line("precision", found.model_dtype and f"{found.model_dtype} model", _master(found))
-    line("batch size", found.train_batch_size)
+    batch = found.train_batch_size
+    line("batch size", batch, f"for world sizes {listed_world_sizes(batch)}" if batch else None)
     sub_groups = None if found.num_sub_groups is None else f"{found.num_sub_groups} sub-groups a rank"
     line("sub-group size", None if found.sub_group_size is None else f"{found.sub_group_size:,}", sub_groups)
     if found.record == "present":

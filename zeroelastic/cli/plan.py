@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -65,6 +66,8 @@ def plan(
         check_plot(plot, "a plan")
     from zeroelastic.checkpoint import open_checkpoint
     from zeroelastic.forecast import make_forecast, read_head
+    from zeroelastic.global_batch import misfit_notes
+    from zeroelastic.native import train_batch_size
     from zeroelastic.source import find_source
     from zeroelastic.universal_cost import universal_cost
 
@@ -74,7 +77,9 @@ def plan(
     forecast = make_forecast(head, world_size)
     universal = universal_cost(head, world_size)
     speed = given if given is not None else _measure(checkpoint, found)
-    document = plan_document(found, forecast, universal, speed, verb)
+    batch = train_batch_size(checkpoint.record, head.shard, head.world_size)
+    notes = misfit_notes(batch, world_size, head.world_size, head.shard.ds_config)
+    document = plan_document(found, forecast, universal, speed, verb, notes)
     if plot is not None:
         from zeroelastic.cli.plan_plot import draw_plan
 
@@ -82,7 +87,7 @@ def plan(
     if as_json:
         typer.echo(json.dumps(document))
     else:
-        _show(found, forecast, universal, speed, verb, document)
+        _show(found, forecast, universal, speed, verb, document, notes)
         if plot is not None:
             typer.echo(f"\nDrawn: {plot}")
 
@@ -124,7 +129,12 @@ def _seconds(read: int, written: int, speed: Bandwidth) -> float | None:
 
 
 def plan_document(
-    source: Source, forecast: Forecast, universal: UniversalCost, speed: Bandwidth, verb: Verb
+    source: Source,
+    forecast: Forecast,
+    universal: UniversalCost,
+    speed: Bandwidth,
+    verb: Verb,
+    notes: Sequence[str] = (),
 ) -> dict[str, object]:
     """What --json prints; the keys are documented in docs/cli.md."""
     import numpy as np
@@ -189,6 +199,7 @@ def plan_document(
             "seconds": _seconds(reshard_read, forecast.reshard_bytes_written, speed),
         },
         "universal": _universal_document(forecast, universal, speed),
+        "notes": list(notes),
     }
 
 
@@ -243,6 +254,7 @@ def _show(
     speed: Bandwidth,
     verb: Verb,
     document: dict[str, object],
+    notes: Sequence[str],
 ) -> None:
     """The plan for people, on stdout."""
     from rich.console import Console
@@ -258,6 +270,8 @@ def _show(
     frozen = "" if head.frozen is None else f", and {head.frozen.num_params} frozen"
     what = f"{_count(head.shard.layout.num_params, 'parameter')} ({', '.join(head.state_keys)}){frozen}"
     out.print(Text(f"state: {format_size(forecast.state_bytes)} of {what}"), soft_wrap=True)
+    for note in notes:
+        out.print(Text(f"note: {note}", "yellow"), soft_wrap=True)
 
     out.print(Text("\nWhat each target rank does", "bold"))
     out.print(_rank_table(forecast))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from zeroelastic.elastic.batch import BatchPlan, batch_plan, world_sizes
+from zeroelastic.elastic.batch import BatchPlan, batch_plan
 from zeroelastic.elastic.events import Events, events
 from zeroelastic.elastic.preemption import EXIT_PREEMPTED, Every, Preemption, every, preemption
 from zeroelastic.elastic.resume import Resumed, resume
 from zeroelastic.elastic.sampler import ElasticBatchSampler, ElasticDistributedSampler, ElasticIterableDataset
 from zeroelastic.elastic.timeout import set_collective_timeout
+from zeroelastic.global_batch import world_sizes
 
 if TYPE_CHECKING:
     from zeroelastic.elastic.loader import ElasticStatefulDataLoader

@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from zeroelastic.errors import ConfigError
+from zeroelastic.global_batch import listed_world_sizes, world_sizes
 
 Misfit = Literal["error", "pad"]
-
-_NAMED = 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,15 +105,10 @@ def batch_plan(
 
 
 def _that_work(global_batch: int) -> str:
-    works = world_sizes(global_batch)
-    listed = ", ".join(map(str, works[:_NAMED])) + (f" ... {works[-1]}" if len(works) > _NAMED else "")
-    return f'World sizes that work: {listed}. misfit="pad" leaves places of the last micro step empty at any other.'
-
-
-def world_sizes(global_batch: int) -> tuple[int, ...]:
-    """Every world size at which each rank gets the same number of samples of a global batch, ascending."""
-    low = [n for n in range(1, int(global_batch**0.5) + 2) if global_batch % n == 0]
-    return tuple(sorted({*low, *(global_batch // n for n in low)}))
+    return (
+        f"World sizes that work: {listed_world_sizes(global_batch)}. "
+        'misfit="pad" leaves places of the last micro step empty at any other.'
+    )
 
 
 def current_world_size() -> int:

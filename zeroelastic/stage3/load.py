@@ -119,6 +119,7 @@ def load(
         LoadCost(filled, relayed, payload),
         proof,
         tag_dir,
+        client_state=outcome[1],
         weights_only=wanted.weights_only,
         notes=notes,
         lost=reset,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zeroelastic.agree import gather
+from zeroelastic.inspection import client_state_keys
 from zeroelastic.report import ResumeReport
 from zeroelastic.shard import FP32
 from zeroelastic.stage3.fill import Filled
@@ -33,6 +34,7 @@ def load_report(
     proof: Proof,
     tag_dir: Path,
     *,
+    client_state: Any,
     weights_only: bool,
     notes: list[str],
     lost: list[str],
@@ -58,7 +60,7 @@ def load_report(
             f"node-local disks: {count(len(short), 'rank')} of {len(costs)} ({_some_ranks(short)}) did not see all "
             "files, and had them read and sent by ranks that did"
         )
-    exact, rederived, reset = _inventory(engine, live, found, weights_only=weights_only)
+    exact, rederived, reset = _inventory(engine, live, found, client_state, weights_only=weights_only)
     if checkpoint.stale_files:
         notes.append(f"ignored {len(checkpoint.stale_files)} files of an older save in this directory")
     if proof.note is not None:
@@ -104,7 +106,7 @@ def _module_bytes(found: Survey) -> int:
 
 
 def _inventory(
-    engine: Any, live: LiveState, found: Survey, *, weights_only: bool
+    engine: Any, live: LiveState, found: Survey, client_state: Any, *, weights_only: bool
 ) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
     membership = found.membership
     exact = [count(len(membership.restored), "parameter")]
@@ -112,12 +114,15 @@ def _inventory(
     reset: list[str] = []
     states = sorted({key for keys in found.head.tensor_keys for key in keys} - {FP32})
     scalars = sorted({key for entry in found.head.scalars for key in entry})
-    if engine.zero_load_from_fp32_weights():
+    if not (engine.fp16_enabled() or engine.bfloat16_enabled()):
+        pass  # the master weights are the weights
+    elif engine.zero_load_from_fp32_weights():
         rederived.append("16-bit weights from the fp32 master weights")
     else:
         rederived.append("fp32 master weights from 16-bit copies (load_from_fp32_weights is off)")
     if weights_only:
-        reset.append("optimizer state, hyper-parameters and loss scale (not asked for)")
+        scale = " and loss scale" if engine.fp16_enabled() else ""
+        reset.append(f"optimizer state{',' if scale else ' and'} hyper-parameters{scale} (not asked for)")
     else:
         exact.append(f"optimizer state ({', '.join((*states, *scalars)) or 'none was saved'})")
         matched = sum(match.source is not None for match in membership.groups)
@@ -128,11 +133,19 @@ def _inventory(
         named = ", ".join(membership.excluded)
         reset.append(f"{count(len(membership.excluded), 'frozen parameter')} (excluded from the save): {named}")
     saved, current = found.checkpoint.world_size, live.layout.world_size
-    if current > saved:
-        rederived.append(f"buffers and client state of {_ranks(saved, current)} from saved rank 0")
-    if current < saved:
-        reset.append(f"buffers and client state of saved {_ranks(current, saved)} (no longer there)")
+    each = _kept_by_each_rank(engine, client_state)
+    if each and current > saved:
+        rederived.append(f"{each} of {_ranks(saved, current)} from saved rank 0")
+    if each and current < saved:
+        reset.append(f"{each} of saved {_ranks(current, saved)} (no longer there)")
     return tuple(exact), tuple(rederived), tuple(reset)
+
+
+def _kept_by_each_rank(engine: Any, client_state: Any) -> str:
+    """What there is that each rank saves for itself, in words; empty where there is nothing."""
+    users = set(client_state_keys(client_state or {})) - {"zeroelastic"}  # the position in the data, the same on all
+    there = {"buffers": bool(engine._get_buffer_names()), "client state": bool(users)}
+    return " and ".join(what for what, is_there in there.items() if is_there)
 
 
 def count(number: int, what: str, several: str = "") -> str:
