@@ -31,7 +31,7 @@ export OMP_NUM_THREADS ?= 1
 
 NATIVE_SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
 
-.PHONY: help venv warm versions demo demo-elastic demo-elastic-netns demo-elastic-fixed test test-gpu test-native \
+.PHONY: help venv warm versions demo demo-elastic demo-elastic-netns demo-elastic-fixed test same-as-stock test-gpu test-native \
     crash crash-training damage fuzz bench bench-background bench-scale reliability support lint format clean
 
 help:
@@ -40,6 +40,7 @@ help:
 	@echo "make demo-elastic-netns  one of whose hosts is cut off; needs root; results in demo-elastic-netns/"
 	@echo "make demo-elastic-fixed  of a fixed size, which waits; its results go to demo-elastic-fixed/"
 	@echo "make test      all tests (PYTEST_ARGS='-k name' narrows, JOBS sets the number of workers)"
+	@echo "make same-as-stock  every configuration and load flag, with zeroelastic and without"
 	@echo "make test-gpu  the tests that need a CUDA device"
 	@echo "make test-native  the C++ tests, with sanitizers"
 	@echo "make bench     the benchmarks; needs a quiet machine"
@@ -108,6 +109,10 @@ demo-elastic-fixed: $(VENV)/.op-ShareMemCommBuilder
 # Tests of a file stay together, in order, until a worker runs out of work and takes over the last half of another's.
 test: warm versions
 	$(PY) -m pytest -q -n $(JOBS) --dist worksteal $(PYTEST_ARGS) tests
+
+# Every configuration and load flag, with zeroelastic and without; `make test` runs a few of them.
+same-as-stock: warm
+	SAME_AS_STOCK=all $(PY) -m pytest -q $(PYTEST_ARGS) tests/test_same_as_stock.py
 
 test-gpu: $(STAMP)
 	DS_ACCELERATOR=cuda $(PY) -m pytest -q -m gpu $(PYTEST_ARGS) tests

@@ -331,11 +331,9 @@ def test_a_damaged_checkpoint_is_shown_and_its_problem_named(tmp_path: Path, wha
     damage, said = DAMAGES[what]
     damage(tag_dir)
     found, code = document(tag_dir)
-    if not record and what in ("another step",):
+    if not record and what in ("another step", "another world size"):
         assert code == 0  # a save over another one, which nothing contradicts
         return
-    if not record and what == "another world size":
-        said = "was saved by 2 ranks, but there are also"
     assert code == 3 and any(said in problem for problem in found["problems"]), found["problems"]
     assert found["world_size"] in (2, 3) and found["tag"] == "tag"
     if record or what != "no model states":

@@ -266,12 +266,6 @@ def open_checkpoint(
     if record is not None:
         _check_sizes(tag_dir, sizes, record)
     stale = [files[rank] for files in (optim, models) for rank in sorted(files) if rank >= world_size]
-    if stale and record is None:
-        first = early.rank if early else min(models)
-        raise CheckpointError(
-            f"{tag_dir}: {models[first]} was saved by {world_size} ranks, but there are also "
-            f"{_some(stale)}. Files of two saves are mixed in this directory; remove those that do not belong."
-        )
     checkpoint = Checkpoint(
         tag_dir=tag_dir,
         world_size=world_size,

@@ -344,12 +344,7 @@ class _Look:
                 f"{_some(found.missing, found.num_missing)}. The checkpoint is incomplete, or its files are on other "
                 "nodes (use_node_local_storage)."
             )
-        if found.stale and self.commit is None:
-            self.problem(
-                f"{census.directory}: was saved by {world_size} ranks, but there are also {_some(found.stale)}. Files "
-                "of two saves are mixed in this directory; remove those that do not belong."
-            )
-        elif found.stale:
+        if found.stale:
             found.notes.append(f"files of ranks that this save does not have are left over: {_some(found.stale)}")
         if census.tp_size > 1 and not found.unsupported:
             found.unsupported.append(

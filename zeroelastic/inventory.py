@@ -201,13 +201,17 @@ class _Inventory:
                 return
 
     def _likely_world_size(self) -> int:
-        """Without a record: what most model states say; what the names of files say where none can be opened."""
+        """Without a record: what all model states of one save say, or else most; the names where none can be opened."""
         counts = Counter(model.world_size for model in self.models.values())
         if not counts:
             return max({*self.optim, *self.model}) + 1
-        world_size = counts.most_common(1)[0][0]
+        said = {rank: model.world_size for rank, model in self.models.items()}
+        whole = [size for size in counts if all(said.get(rank) == size for rank in range(size))]
+        world_size = whole[0] if whole else counts.most_common(1)[0][0]
         for rank, model in list(self.models.items()):
-            if model.world_size != world_size:
+            if whole and rank >= world_size:  # of an earlier save
+                del self.models[rank]
+            elif model.world_size != world_size:
                 self._add(
                     model.path.name,
                     f"{model.path}: was saved by {model.world_size} ranks, most others by {world_size}. {_MIXED}",
@@ -248,10 +252,7 @@ class _Inventory:
         if count > _NAMED:
             self._add("", f"{count} files of {self.world_size} ranks are missing.")
         stale = [files[rank] for files in (self.optim, self.model) for rank in sorted(files) if rank >= self.world_size]
-        if stale and self.record is None:
-            for name in stale:
-                self._add(name, f"{name}: the checkpoint was saved by {self.world_size} ranks. {_MIXED}")
-        elif stale:
+        if stale:
             self.notes.append(f"{_some(stale)}: left by an earlier save with more ranks, not part of this checkpoint")
 
     def _choose_models(self) -> None:
