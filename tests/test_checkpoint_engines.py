@@ -502,7 +502,7 @@ def test_what_cannot_be_written_is_the_same_error_on_every_rank(
     assert kinds == ("SaveError", "SaveError", "SaveError", "UsageError", "SaveError")
     assert "/proc/nowhere" in texts[0] and "Nothing was saved" in texts[0]
     assert "file" in texts[1] and "Nothing was saved" in texts[1]
-    assert "blocked: not committed" in texts[2] and "Not a directory" in texts[2]
+    assert "blocked: cannot be written: Not a directory" in texts[2] and "Nothing was saved" in texts[2]
     assert "rank0" in texts[3] and "rank1" in texts[3]
     assert "zero_pp_rank_1_mp_rank_00_model_states.pt: cannot be written" in texts[4] and "lambda" in texts[4]
 

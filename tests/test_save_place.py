@@ -95,7 +95,9 @@ def test_a_link_stays_a_link(tmp_path: Path, exchange: bool) -> None:
 
 def test_a_file_of_the_name_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "tag").write_text("mine")
-    making = make(tmp_path / "tag", NEW, "new")
+    with pytest.raises(NotADirectoryError):
+        begin(tmp_path / "tag", NEW)
+    making = make(tmp_path / "other", NEW, "new")
     with pytest.raises(NotADirectoryError):
         put_in_place(making, tmp_path / "tag")
     assert (tmp_path / "tag").read_text() == "mine"

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from synthetic import model_name, write_checkpoint
@@ -18,7 +16,7 @@ from typer.testing import CliRunner
 
 from zeroelastic.cli.app import app
 from zeroelastic.elastic import resume
-from zeroelastic.errors import CheckpointError
+from zeroelastic.errors import CheckpointError, UsageError
 from zeroelastic.source import find_source
 from zeroelastic.tag_names import list_tags, normal, read_latest, why_not_saved
 from zeroelastic.tags import check_quickly, list_run, refuse_fresh_start
@@ -30,10 +28,10 @@ FOUND = (
     "tab\there", "a\u3000b", "epoch1/step6", "a/b/c/d", "two words", "checkpoint-5/step5", "line\nbreak",
 )  # fmt: skip
 REFUSED = (
-    "", "../x", "x\u00a0", "taken/x", f".x.{'0' * 32}.tmp",
-    ".", "/abs", " x", "taken", "latest", "n" * 256, "a/b/c/d/e", "\udcff", "a\0b",
+    "", "../x", "x\u00a0", f".x.{'0' * 32}.tmp",
+    ".", "/abs", " x", "latest", "n" * 256, "a/b/c/d/e", "\udcff", "a\0b",
 )  # fmt: skip
-NUM_SAVED, NUM_REFUSED = 4, 5
+NUM_SAVED, NUM_REFUSED = 4, 4
 
 PART = st.text(st.sampled_from("ab. \u00a0\u3000\t\n\x00\udcff~é👩") | st.characters(), max_size=6) | st.sampled_from(
     ["latest", "..", ".", "", f".x.{'0' * 32}.old", "a" * 255, "a" * 256, "checkpoint-5", "zero"]
@@ -85,10 +83,6 @@ def save_under_many_names(job: Job, directory: str, found: tuple[str, ...], refu
     for i, tag in enumerate(found):
         engine.save_checkpoint(f"{directory}/{i}", tag=tag)
     errors = []
-    if dist.get_rank() == 0:
-        os.makedirs(f"{directory}/refused")
-        Path(f"{directory}/refused/taken").write_text("mine")
-    dist.barrier()
     for tag in refused:
         with pytest.raises(Exception) as raised:
             engine.save_checkpoint(f"{directory}/refused", tag=tag)
@@ -111,7 +105,7 @@ def test_what_is_saved_is_resumed_at_another_size_whatever_its_name(rank_pool: R
     assert errors == others and {kind for kind, _ in errors} == {"UsageError"}
     for tag, (_, text) in zip(refused, errors, strict=True):
         assert "nothing can be saved under the tag" in text and text.isprintable(), tag
-    assert os.listdir(tmp_path / "refused") == ["taken"]
+    assert not (tmp_path / "refused").exists()
     (outcomes,) = rank_pool.run(resume_each, 1, str(tmp_path), len(found))
     for tag, (resumed, loaded) in zip(found, outcomes, strict=True):
         assert resumed == tag
@@ -120,12 +114,14 @@ def test_what_is_saved_is_resumed_at_another_size_whatever_its_name(rank_pool: R
 
 @pytest.mark.parametrize("tag", REFUSED)
 def test_what_would_not_be_found_again_is_refused(tmp_path: Path, tag: str) -> None:
-    (tmp_path / "taken").touch()
     assert why_not_saved(tmp_path, tag) is not None
 
 
 def save_as_stock_does(directory: str) -> None:
     engine = build_engine(Job(groups=1, frozen=False, elastic=False))
+    for tag in ("latest", "a\0b", f".x.{'0' * 32}.tmp"):  # where DeepSpeed would leave ranks in a barrier, or lose it
+        with pytest.raises(UsageError, match="nothing can be saved under the tag"):
+            engine.save_checkpoint(directory, tag=tag)
     engine.save_checkpoint(directory, tag="")
 
 
@@ -143,6 +139,20 @@ def test_a_checkpoint_in_the_directory_itself_is_resumed(rank_pool: RankPool, tm
     rank_pool.run(save_as_stock_does, 2, str(tmp_path))
     assert (tmp_path / model_name(1)).exists()
     assert rank_pool.run(begin, 1, str(tmp_path)) == [(".", "")]
+
+
+def save_and_cut_a_replacement_short(directory: str, tag: str) -> tuple[str | None, str]:
+    engine = build_engine(JOB)
+    engine.save_checkpoint(directory, tag=tag)
+    place = Path(directory) / tag
+    place.rename(place.parent / f".{place.name}.{'0' * 32}.old")
+    return begin(directory)
+
+
+@pytest.mark.parametrize("tag", ["best", "epoch1/best"])
+def test_a_replacement_that_was_cut_short_is_resumed(rank_pool: RankPool, tmp_path: Path, tag: str) -> None:
+    """Where a file system cannot swap two directories, there is a moment in which a tag is hidden only."""
+    assert rank_pool.run(save_and_cut_a_replacement_short, 1, str(tmp_path), tag) == [(tag, "")]
 
 
 @pytest.mark.parametrize(

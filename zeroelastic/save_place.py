@@ -112,6 +112,8 @@ def unfinished(tag_dir: Path) -> tuple[Path, ...]:
 
 def begin(tag_dir: Path, save_id: str) -> Path:
     """An empty directory to make a save of this tag in; what dead saves of it have left is removed. Raises OSError."""
+    if os.path.exists(tag_dir) and not os.path.isdir(tag_dir):
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), os.fspath(tag_dir))
     recover(tag_dir)
     for left in unfinished(tag_dir):
         if is_of_another(left):

@@ -51,6 +51,10 @@ def why_no_tag(name: str) -> str | None:
         return "it is absolute"
     if ".." in name.split("/"):
         return "it leads out of the directory"
+    return _why_no_path(name)
+
+
+def _why_no_path(name: str) -> str | None:
     if "\0" in name:
         return "it holds a zero byte"
     try:
@@ -94,9 +98,6 @@ def why_not_saved(directory: Path, tag: str) -> str | None:
         return f"`{LATEST}` is the file that names the tag"
     if len(parts) > _MOST_PARTS:
         return f"it has more than {_MOST_PARTS} parts, and tags are not looked for deeper"
-    for name in (*above, normal(tag)):
-        if os.path.exists(directory / name) and not os.path.isdir(directory / name):
-            return f"{directory / name} is a file"
     for name in above:
         if holds_checkpoint(directory / name):
             return f"it lies in another tag, {directory / name}"
@@ -105,6 +106,12 @@ def why_not_saved(directory: Path, tag: str) -> str | None:
     place = directory / tag
     inside = list_tags(place) if os.path.isdir(place) and not holds_checkpoint(place) else ()
     return f"the tag {place / inside[0]} lies in it" if inside else None
+
+
+def stock_saves(tag: str) -> bool:
+    """Whether DeepSpeed saves under a tag that a save of ours refuses, and nothing of ours takes it for its own."""
+    parts = tag.split("/")
+    return _why_no_path(tag) is None and parts[0] != LATEST and not any(map(is_ours, parts))
 
 
 def holds_checkpoint(directory: FilePath) -> bool:

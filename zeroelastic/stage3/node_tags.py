@@ -18,7 +18,14 @@ import torch.distributed as dist
 from zeroelastic.agree import gather, settle, together
 from zeroelastic.checkpoint import Listing, TensorParallel, open_checkpoint
 from zeroelastic.commit_order import Tag, newest_first
-from zeroelastic.errors import CheckpointError, MissingFileError, UnreadableError, UnsupportedError, UsageError
+from zeroelastic.errors import (
+    CheckpointError,
+    MissingFileError,
+    UnreadableError,
+    UnsupportedError,
+    UsageError,
+    printable,
+)
 from zeroelastic.record import read_record
 from zeroelastic.save_place import recover_all
 from zeroelastic.stage3.nodes import Sight, look_around
@@ -61,8 +68,8 @@ def agree_on_latest(load_dir: Path, named: Sequence[str | None]) -> str | None:
     known = {name: found for name, found in newest.items() if found is not None}
     if not known or len(known) < len(newest) or len(set(known.values())) < len(known):
         raise CheckpointError(
-            f"{load_dir}: the ranks do not see the same tag ({', '.join(names)}), and no commit record tells which is "
-            "newer. Pass the tag to load."
+            f"{load_dir}: the ranks do not see the same tag ({', '.join(map(printable, names))}), and no commit record "
+            "tells which is newer. Pass the tag to load."
         )
     chosen = max(known, key=lambda name: known[name])
     if dist.get_rank() == 0:
@@ -98,9 +105,9 @@ def tags_of_all_nodes(root: Path) -> list[Tag]:
     def look() -> str:
         with suppress(OSError):  # not there, or not to be written: what is missing is said when it is opened
             if dist.get_rank() == 0:
-                recover_all(root)
+                _recover(root)
         try:
-            return hashlib.sha256(repr(folders(root)).encode()).hexdigest()
+            return hashlib.sha256(repr((folders(root), named_latest(root))).encode()).hexdigest()
         except MissingFileError:
             return ""
 
@@ -114,6 +121,14 @@ def tags_of_all_nodes(root: Path) -> list[Tag]:
         if tag.name not in best or _knowledge(tag) > _knowledge(best[tag.name]):
             best[tag.name] = tag
     return list(newest_first(best.values(), named_latest(root)[0]))
+
+
+def _recover(root: Path) -> None:
+    """Finish replacements that were cut short, where ``latest`` may name a tag. Raises OSError."""
+    recover_all(root)
+    named, _ = named_latest(root)
+    if named is not None and "/" in named:
+        recover_all((root / named).parent)
 
 
 def _knowledge(tag: Tag) -> tuple[bool, int, int]:

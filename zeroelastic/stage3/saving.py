@@ -61,7 +61,7 @@ from zeroelastic.stage3.storage_rules import directory_heads, refuse_unwritable
 from zeroelastic.stage3.topology import tensor_parallel
 from zeroelastic.stage3.trained import listed_by_optimizer, param_names
 from zeroelastic.storage import absolute
-from zeroelastic.tag_names import is_ours, normal, why_not_saved
+from zeroelastic.tag_names import normal, stock_saves, why_not_saved
 
 logger = logging.getLogger(__name__)
 
@@ -167,15 +167,13 @@ def _save(
     """The save itself, when all ranks have come to it. Collective."""
     options = options_of(engine)
     tag_dir = asked.directory / asked.tag
-    # Where symbolic links lead now: they may lead somewhere else when the save is put in place.
-    root, place = Path(os.path.realpath(asked.directory)), Path(os.path.realpath(tag_dir))
     decoupled = engine.checkpoint_engine.is_decoupled()
     if decoupled:
         engine._commit_decoupled_checkpoint()  # a save before this one that is not ours
     elastic = saves_elastic(engine)
     reason, client_state = _cannot_commit(engine, optimizer, asked, elastic=elastic)
     if reason is not None:
-        if elastic or any(map(is_ours, asked.tag.split("/"))):  # which the next save would remove
+        if elastic or not stock_saves(asked.tag):
             raise reason
         if dist.get_rank() == 0:
             notice(logger, f"{tag_dir}: saved by DeepSpeed alone; no commit record is written: {reason}")
@@ -186,6 +184,8 @@ def _save(
         check_alive(engine)
     background = _background(engine, optimizer, options)
     save_id = new_save_id()
+    # Where symbolic links lead now: they may lead somewhere else when the save is put in place.
+    root, place = Path(os.path.realpath(asked.directory)), Path(os.path.realpath(tag_dir))
     making = making_of(place, save_id)
     heads = directory_heads(tag_dir) if engine.use_node_local_storage() else (0,) * dist.get_world_size()
     settle(lambda: _begin(root, place, save_id) if acts(heads) else None)
