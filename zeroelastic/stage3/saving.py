@@ -177,7 +177,7 @@ def _save(
             raise reason
         if dist.get_rank() == 0:
             notice(logger, f"{tag_dir}: saved by DeepSpeed alone; no commit record is written: {reason}")
-        settle(lambda: (place / RECORD_NAME).unlink(missing_ok=True))  # of a save that this one overwrites
+        settle(lambda: (tag_dir / RECORD_NAME).unlink(missing_ok=True))  # of a save that this one overwrites
         return asked.of(original, engine)
     asked = replace(asked, client_state=client_state)
     if decoupled:
@@ -188,8 +188,8 @@ def _save(
     root, place = Path(os.path.realpath(asked.directory)), Path(os.path.realpath(tag_dir))
     making = making_of(place, save_id)
     heads = directory_heads(tag_dir) if engine.use_node_local_storage() else (0,) * dist.get_world_size()
-    settle(lambda: _begin(root, place, save_id) if acts(heads) else None)
     with discarded_on_failure(making, acts=acts(heads)):
+        settle(lambda: _begin(root, place, save_id) if acts(heads) else None)
         live = live_of(engine, optimizer)
         optimizer._zeroelastic_engine = engine
         with shard_writer(
