@@ -482,7 +482,7 @@ def begins(job: Job, directory: str, how: str) -> tuple[str, str]:
         ("resume", {}, "", "{parent}/ckpd: no such directory. In {parent} there are: ckpt. The run begins"),
         ("resume", {"required": True}, "MissingFileError", "A checkpoint is required here, so the run does not begin"),
         ("required resume", {}, "MissingFileError", "{parent}/ckpd: no such directory. In {parent} there are: ckpt."),
-        ("tag", {}, "MissingFileError", "{parent}/ckpt: has no tag nope. There are: global_step3, newest first."),
+        ("tag", {}, "MissingFileError", "{parent}/ckpt: has no tag nope. There are, newest first: global_step3."),
     ],
 )
 def test_a_mistyped_path_is_named_with_what_is_there(

@@ -29,7 +29,7 @@ def test_every_option_is_taken():
     block = {
         "verify": "quick", "strict": True, "missing_state": "fresh", "safe_load": True, "fsync": False,
         "save_timeout_s": 60.0, "executor": "numpy", "allow_globals": ["package.module.Class"], "fallback": True,
-        "background_save": True, "keep_gradient_scale": False,
+        "background_save": True, "keep_gradient_scale": False, "required": True,
     }  # fmt: skip
     assert parse_options({"zeroelastic": block}).model_dump() == block
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from synthetic import sealed
 
 from zeroelastic.digest import ParamContent, ScalarValue, content_root
-from zeroelastic.errors import CheckpointError
+from zeroelastic.errors import CheckpointError, UnreadableError
 from zeroelastic.layout import Param
 from zeroelastic.record import (
     RECORD_NAME,
@@ -124,7 +124,7 @@ def test_no_record_is_none(tmp_path):
 
 def test_a_record_that_cannot_be_read(tmp_path):
     (tmp_path / RECORD_NAME).mkdir()
-    with pytest.raises(CheckpointError, match=r"zeroelastic\.json: cannot be read"):
+    with pytest.raises(UnreadableError, match=r"zeroelastic\.json: cannot be read"):
         read_record(tmp_path)
 
 

@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from zeroelastic.errors import UsageError
+from zeroelastic.errors import UsageError, printable
 from zeroelastic.tag_names import LATEST
 from zeroelastic.tags import list_run
 
@@ -19,7 +19,11 @@ def about_absent(root: Path) -> str:
     root = Path(os.path.abspath(root))
     if root.is_dir():
         tags = _tags(root)
-        return f"{root}: has no file {LATEST}. There {_are(tags)}." if tags else f"{root}: holds no checkpoint."
+        return (
+            f"{root}: has no file {LATEST}. There {_are(tags, ', newest first')}."
+            if tags
+            else f"{root}: holds no checkpoint."
+        )
     kind = "is not a directory" if root.exists() else "no such directory"
     above = next(path for path in root.parents if path.is_dir())
     try:
@@ -38,7 +42,7 @@ def about_absent_tag(root: Path, tag: str) -> str:
     if not root.is_dir():
         return about_absent(root)
     tags = _tags(root)
-    return f"{root}: has no tag {tag}{'. There ' + _are(tags) + ', newest first' if tags else ', nor any other'}."
+    return f"{root}: has no tag {printable(tag)}. There {_are(tags, ', newest first')}." if tags else about_absent(root)
 
 
 def _tags(root: Path) -> list[str]:
@@ -48,6 +52,6 @@ def _tags(root: Path) -> list[str]:
         return []
 
 
-def _are(names: Sequence[str]) -> str:
+def _are(names: Sequence[str], order: str = "") -> str:
     more = len(names) - _SHOWN
-    return f"are: {', '.join(names[:_SHOWN])}" + (f" and {more} more" if more > 0 else "")
+    return f"are{order}: {', '.join(map(printable, names[:_SHOWN]))}" + (f" and {more} more" if more > 0 else "")
