@@ -34,6 +34,7 @@ from zeroelastic.patching import wrap
 from zeroelastic.picklegraph import read_graph
 from zeroelastic.rng import derived_seed
 from zeroelastic.stage3.options import parse_options
+from zeroelastic.stage3.partners import require_partners
 
 __all__ = ["DataPosition", "data_position", "remaining_epochs"]
 
@@ -139,6 +140,7 @@ def _look(accelerator: Any, engine: Any, directory: Path) -> _Saved | None:
             content_root=checkpoint.record.content_root if checkpoint.record is not None else None,
         )
 
+    require_partners()
     saved = together(read)[1][0]
     if saved is not None:
         settle(lambda: _refuse(accelerator, engine, directory, saved))

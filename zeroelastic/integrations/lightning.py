@@ -31,6 +31,7 @@ from zeroelastic.integrations.told import tell
 from zeroelastic.patching import wrap
 from zeroelastic.picklegraph import read_graph
 from zeroelastic.stage3.options import parse_options
+from zeroelastic.stage3.partners import require_partners
 
 logger = logging.getLogger(__name__)
 
@@ -140,6 +141,7 @@ def _look(trainer: Any, engine: Any, path: Path) -> _Saved | None:
             return None
         return _saved(state, checkpoint.world_size, config)
 
+    require_partners()
     saved = together(read)[1][0]
     if saved is not None:
         settle(lambda: _refuse(trainer, engine, path, saved))

@@ -185,8 +185,10 @@ def collect(original: Method) -> Method:
     """DeepSpeed's own, which calls ``destroy``: a pending save is let go of before, for this rank is here alone."""
 
     def __del__(self: Any) -> None:
-        abandon(self)
-        original(self)
+        try:
+            abandon(self)
+        finally:
+            original(self)
 
     return __del__
 
