@@ -16,6 +16,7 @@ from frameworks_job import AccelerateJob, Seen, accelerate_run, prepare, read_hi
 from test_docs import blocks
 from test_docs import run as run_command
 
+from zeroelastic.patching import unwrap_all
 from zeroelastic.record import read_record
 from zeroelastic.testing import RankPool, compare_states
 
@@ -213,14 +214,14 @@ def test_what_is_not_zero_3_is_left_alone(kind: str, stage: int) -> None:
     from zeroelastic.integrations import accelerate
 
     original = Recorder.load_state
-    accelerate.wrap(SimpleNamespace(Accelerator=Recorder))  # type: ignore[arg-type]
+    accelerate.wrap_module(SimpleNamespace(Accelerator=Recorder))  # type: ignore[arg-type]
     try:
-        accelerate.wrap(SimpleNamespace(Accelerator=Recorder))  # type: ignore[arg-type]
+        accelerate.wrap_module(SimpleNamespace(Accelerator=Recorder))  # type: ignore[arg-type]
         recorder = Recorder(kind, stage)
         assert recorder.load_state("there", {"a": 1}, strict=False) == "done"
         assert recorder.calls == [("there", {"a": 1}, {"strict": False})]
     finally:
-        accelerate.unwrap()
+        unwrap_all()
     assert Recorder.load_state is original
 
 
@@ -253,7 +254,7 @@ def test_a_stateful_dataloader_of_another_size_is_refused(
 def load_with_stateful_loader(directory: str) -> tuple[str, str]:
     from zeroelastic.integrations import accelerate
 
-    accelerate.wrap(SimpleNamespace(Accelerator=Recorder))  # type: ignore[arg-type]
+    accelerate.wrap_module(SimpleNamespace(Accelerator=Recorder))  # type: ignore[arg-type]
     recorder = Recorder("DEEPSPEED", 3, SimpleNamespace(use_stateful_dataloader=True))
     try:
         recorder.load_state(directory)

@@ -14,6 +14,7 @@ from frameworks_job import LightningJob, Seen, lightning_run, read_history, run_
 from test_docs import blocks
 from test_docs import run as run_command
 
+from zeroelastic.patching import unwrap_all
 from zeroelastic.testing import RankPool, compare_states
 
 ROOT = Path(__file__).parents[1]
@@ -239,11 +240,11 @@ def test_what_is_not_sharded_zero_3_is_left_alone() -> None:
 
     before = dict(vars(Strategy))
     for _ in range(2):
-        lightning.wrap(SimpleNamespace(DeepSpeedStrategy=Strategy))  # type: ignore[arg-type]
+        lightning.wrap_module(SimpleNamespace(DeepSpeedStrategy=Strategy))  # type: ignore[arg-type]
     try:
         assert vars(Strategy)["load_checkpoint"] is not before["load_checkpoint"]
         assert Strategy().load_checkpoint("there", weights_only=True) == ("there", True)
         assert Strategy().save_checkpoint({"epoch": 1}, "there") == ({"epoch": 1}, "there")
     finally:
-        lightning.unwrap()
+        unwrap_all()
     assert dict(vars(Strategy)) == before
