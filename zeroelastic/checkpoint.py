@@ -20,13 +20,17 @@ from zeroelastic.layout import Int64Array, Layout, Param, partition_numel, unpac
 from zeroelastic.record import RECORD_NAME, CommitRecord, read_record
 from zeroelastic.shard import FROZEN, Pieces, Shard, checked_param, checked_params, open_shard
 from zeroelastic.storage import FilePath, RemotePath, as_path, file_sizes
-from zeroelastic.torchfile import DTYPE_BYTES, Blocks, TensorRef, TorchFile, read_torch_file
+from zeroelastic.torchfile import DTYPE_BYTES, Blocks, Stub, TensorRef, TorchFile, read_torch_file
 
 _OPTIM_FILE = re.compile(r"^(bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt$")
 _MODEL_FILE = re.compile(r"^zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt$")
 _SHOWN = 6
 _MAX_WORLD_SIZE = 1 << 24
 _ON_NO_NODE = "The nodes that hold it have to take part, or use an older tag."
+COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+"""What DeepSpeed sets an engine's counters to."""
+
+_STATES = ("lr_scheduler", "random_ltd", "data_sampler")
 _OTHER_STAGES = re.compile(r"^mp_rank_\d+_model_states\.pt$")
 
 
@@ -51,7 +55,8 @@ class ModelStates:
 
     ``sub_groups`` are the trained parameters in flat order; ``frozen`` those that the optimizer does not have, or None
     where they were excluded from the save; ``frozen_pieces`` where this rank's parts of them are; ``directory`` is the
-    file's digest of its zip directory.
+    file's digest of its zip directory. ``values`` are the counters and states that DeepSpeed loads from there;
+    ``others`` the shapes of what is no parameter in the module's state, None for what is no tensor.
     """
 
     path: FilePath
@@ -64,6 +69,8 @@ class ModelStates:
     frozen_pieces: Pieces | None
     header_bytes: int
     directory: str = ""
+    values: Mapping[str, object] = field(default_factory=dict)
+    others: Mapping[str, tuple[int, ...] | None] = field(default_factory=dict)
 
     def fragments(self) -> list[tuple[int, int]]:
         """(offset, nbytes) in the file of this rank's part of each frozen parameter that has elements."""
@@ -456,6 +463,9 @@ def model_states_of(
     tables = root.get("param_shapes")
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
         raise CheckpointError(f"{path}: holds no param_shapes. It is not a ZeRO-3 model states file.")
+    module = root.get("module")
+    if not isinstance(module, (dict, type(None))):
+        raise CheckpointError(f"{path}: holds no state of the module: {shown(module)}. The file is damaged.")
     steps = root.get("global_steps")
     shapes, fragments = root.get("frozen_param_shapes"), root.get("frozen_param_fragments")
     frozen, pieces = None, None
@@ -480,6 +490,7 @@ def model_states_of(
                 offset[i] = file.extent(fragment).offset
             dtype[i] = fragment.dtype
         pieces = Pieces(path, dtype, offset)
+    params_of = {name for table in (*tables, shapes if isinstance(shapes, dict) else {}) for name in table}
     return ModelStates(
         path=path,
         size=file.size,
@@ -491,6 +502,12 @@ def model_states_of(
         frozen_pieces=pieces,
         header_bytes=file.header_bytes,
         directory=file.directory,
+        values={key: root[key] for key in (*COUNTERS, *_STATES) if key in root},
+        others={
+            str(name): value.shape if isinstance(value, TensorRef) else None
+            for name, value in (module or {}).items()
+            if name not in params_of and not isinstance(value, Stub)
+        },
     )
 
 
@@ -544,6 +561,7 @@ def frozen_layouts(models: Mapping[int, ModelStates]) -> Layout:
 
 
 __all__ = [
+    "COUNTERS",
     "FROZEN",
     "NO_TENSOR_PARALLEL",
     "OFFLINE_TENSOR_PARALLEL",

@@ -6,6 +6,7 @@ format (``base_optimizer_state``: one lean tensor per parameter), see docs/forma
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -31,6 +32,23 @@ CARRIED = ("optimizer", "grad_scaler")
 
 GRAD_SCALER = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
 """What the state of torch's GradScaler holds."""
+
+_SCALERS_AT = "deepspeed.runtime.fp16.loss_scaler"
+SCALERS = {
+    (_SCALERS_AT, "LossScalerBase"): ("cur_scale",),
+    (_SCALERS_AT, "LossScaler"): ("cur_scale",),
+    (_SCALERS_AT, "DynamicLossScaler"): (
+        "cur_scale",
+        "cur_iter",
+        "last_overflow_iter",
+        "scale_factor",
+        "scale_window",
+        "min_scale",
+        "delayed_shift",
+        "cur_hysteresis",
+    ),
+}
+"""DeepSpeed's loss scalers by module and name, and the numbers that each steps with."""
 
 _MAX_OPTION_DEPTH = 3
 _MAX_OPTION_ITEMS = 1024
@@ -421,11 +439,20 @@ class _ShardReader:
 
     def _scaler(self) -> ScalerState | None:
         stub = self.state.get("loss_scaler")
-        if not isinstance(stub, Stub):
+        if stub is None:
             return None
+        if not isinstance(stub, Stub) or (stub.module, stub.qualname) not in SCALERS:
+            kind = f"a {stub.module}.{stub.qualname}" if isinstance(stub, Stub) else shown(stub)
+            raise UnsupportedError(
+                f"{self.file.path}: its loss_scaler is {kind}, and none of DeepSpeed's. Its state cannot be restored."
+            )
         attributes: dict[str, OptionValue | DType] = {}
         for key, value in stub.attributes.items():
             attributes[key] = value if isinstance(value, DType) else self._option(value, f"loss_scaler.{key}")
+        for key in SCALERS[stub.module, stub.qualname]:
+            number = attributes.get(key)
+            if type(number) not in (int, float) or (key == "cur_scale" and not 0 < float(str(number)) < math.inf):
+                raise self.fail(f"its loss_scaler has {key} {shown(number)}")
         overflow = self.state.get("overflow")
         return ScalerState(
             class_name=stub.qualname,

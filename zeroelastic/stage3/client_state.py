@@ -86,6 +86,12 @@ _LOADED: dict[str, Callable[[Any], Mapping[str, Any] | None]] = {
 }
 """What a load gives to an object of the run, where the run has it: the object's own state has these keys."""
 
+
+def states_to_load(engine: Any) -> dict[str, Mapping[str, Any] | None]:
+    """The state of each object of the run that a load gives a state to; None for what the run does not have."""
+    return {key: own(engine) for key, own in _LOADED.items()}
+
+
 _ADVICE = {STEP: ", or pass an int, which a load sets the engine's counter to"}
 
 

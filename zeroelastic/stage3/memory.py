@@ -61,7 +61,7 @@ def load_state_dicts(
         problems.append("the optimizer groups of the state dicts hold other parameters than those of the run")
     groups = _saved_groups(state_dicts[0])
     if optimizer_states and not problems:
-        problems += misfits(enumerate(groups), optimizer.optimizer)
+        problems += misfits(list(enumerate(groups)), optimizer.optimizer)
     if problems:
         raise LayoutMismatchError(
             'the state dicts do not fit the model ("missing_state" concerns checkpoints on disk):', problems

@@ -7,13 +7,13 @@ fresh run is empty, so that what its optimizer is going to expect there has to b
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from zeroelastic.digest import ScalarValue
-from zeroelastic.errors import UnsupportedError
+from zeroelastic.errors import UnsupportedError, shown
 from zeroelastic.shard import OptionValue
 
 _INT = "pyint"
@@ -87,15 +87,28 @@ def class_path(optimizer: torch.optim.Optimizer) -> str:
     return _path(type(optimizer))
 
 
-def misfits(taken: Iterable[tuple[int, SavedGroup]], optimizer: torch.optim.Optimizer) -> list[str]:
+def misfits(taken: Sequence[tuple[int, SavedGroup]], optimizer: torch.optim.Optimizer) -> list[str]:
     """Every live group, by number, that cannot go on from the state of a saved group it takes, as sentences."""
     found = [(g, _misfit(saved, optimizer, optimizer.param_groups[g])) for g, saved in taken]
-    return [
+    other_kinds = [
+        f"{key} of optimizer group {g} is {shown(value)} in the checkpoint and {shown(own)} in the run"
+        for g, saved in taken
+        for key, own in optimizer.param_groups[g].items()
+        if None not in (value := saved.options.get(key), own) and _family(value) != _family(own)
+    ]
+    return other_kinds + [
         f"optimizer group {g} {problem}; resume with the optimizer that saved it, or with load_optimizer_states=False "
         "for the weights alone"
         for g, problem in found
         if problem is not None
     ]
+
+
+def _family(option: object) -> str:
+    """What kind of value a hyper-parameter is: one of a kind can take the place of another."""
+    if isinstance(option, (bool, int, float)) or (isinstance(option, torch.Tensor) and option.numel() == 1):
+        return "number"
+    return "sequence" if isinstance(option, (list, tuple)) else type(option).__name__
 
 
 def _misfit(saved: SavedGroup, optimizer: torch.optim.Optimizer, options: Mapping[str, object]) -> str | None:

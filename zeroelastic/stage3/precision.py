@@ -42,7 +42,10 @@ def restore_scales(optimizer: Any, head: Shard, config: Mapping[str, Any]) -> tu
                 f"the loss scale is {kinds[head.scaler.dynamic]}, as in the checkpoint; this run's configuration says "
                 f"{kinds[not head.scaler.dynamic]}"
             )
-        _set_scaler(optimizer, head.scaler)
+        if head.scaler is None:
+            reset.append("the loss scale (the checkpoint has none; it is the run's own)")
+        else:
+            _set_scaler(optimizer, head.scaler)
     else:
         notes.append(f"saved with {saved}, running with {running}: the loss scale is the run's own")
     grad_scaler: torch.amp.GradScaler | None = getattr(optimizer, "torch_autocast_gradscaler", None)
@@ -53,9 +56,7 @@ def restore_scales(optimizer: Any, head: Shard, config: Mapping[str, Any]) -> tu
     return notes, reset
 
 
-def _set_scaler(optimizer: Any, saved: ScalerState | None) -> None:
-    if saved is None:
-        return
+def _set_scaler(optimizer: Any, saved: ScalerState) -> None:
     kind = getattr(ds_loss_scaler, saved.class_name)
     scaler = optimizer.loss_scaler if type(optimizer.loss_scaler) is kind else kind.__new__(kind)
     for key, value in saved.attributes.items():

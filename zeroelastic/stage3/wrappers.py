@@ -32,6 +32,7 @@ from zeroelastic.stage3.frameworks import wrap_frameworks
 from zeroelastic.stage3.lineage import lineage_of
 from zeroelastic.stage3.live import LiveState, read_live, refuse_unsupported
 from zeroelastic.stage3.load import Wanted, load
+from zeroelastic.stage3.loaded_values import check_loaded_values
 from zeroelastic.stage3.module_keys import ModuleKeys, recorded_keys
 from zeroelastic.stage3.module_states import model_states_reader
 from zeroelastic.stage3.options import Options
@@ -270,6 +271,15 @@ def load_checkpoint(original: Method) -> Method:
                     options=options,
                     strict_module=load_module_strict and custom_load_fn is None,
                 )
+            settle(
+                lambda: check_loaded_values(
+                    self,
+                    found.model,
+                    buffers=custom_load_fn is None,
+                    schedule=load_lr_scheduler_states,
+                    module_only=load_module_only,
+                )
+            )
         except OldFormatError as error:
             leave_to_stock(error, tag_dir, live, node_local=self.use_node_local_storage())
             logger.warning("loading through DeepSpeed alone: %s", error)
