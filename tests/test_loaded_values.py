@@ -82,7 +82,7 @@ def load_each(job: Job, directory: str, tags: list[str]) -> list[tuple[str, str,
 
 
 def test_a_value_that_cannot_be_taken_is_named_and_nothing_is_touched(rank_pool: RankPool, tmp_path: Path) -> None:
-    """Two ranks saved, whose files agree; two load them into one engine, file after file."""
+    """Two ranks saved, whose files agree; three load them into one engine, file after file."""
     job = Job(precision="fp16")
     rank_pool.run(save, 2, job, str(tmp_path))
     for edits, pattern in ((OPTIM, "*optim_states.pt"), (MODEL, "*model_states.pt")):
@@ -95,7 +95,7 @@ def test_a_value_that_cannot_be_taken_is_named_and_nothing_is_touched(rank_pool:
                 torch.save(root, path)
     every = OPTIM | MODEL
     other = job.other(options={"allow_globals": [f"{__name__}.Mine"]})
-    outcomes = rank_pool.run(load_each, 2, other, str(tmp_path), list(every))
+    outcomes = rank_pool.run(load_each, 3, other, str(tmp_path), list(every))
     assert all(outcome == outcomes[0] for outcome in outcomes)
     for (tag, (_, words)), (kind, text, changed) in zip(every.items(), outcomes[0], strict=True):
         assert kind in ("CheckpointError", "UnsupportedError", "LayoutMismatchError"), (tag, text)

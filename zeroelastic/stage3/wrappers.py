@@ -285,14 +285,17 @@ def load_checkpoint(original: Method) -> Method:
             logger.warning("loading through DeepSpeed alone: %s", error)
             return stock()
         except (CheckpointError, LayoutMismatchError, UnsupportedError) as error:
-            if not (isinstance(error, UnsupportedError) and _only_stock_reads(tag_dir, live)) and not stock_loads(
-                self,
-                live,
-                tag_dir,
-                strict=load_module_strict and custom_load_fn is None,
-                optimizer_states=load_optimizer_states,
-                damaged=isinstance(error, CheckpointError),
-            ):
+            with allow_globals(options.allow_globals):
+                left = isinstance(error, UnsupportedError) and _only_stock_reads(tag_dir, live)
+                left = left or stock_loads(
+                    self,
+                    live,
+                    tag_dir,
+                    strict=load_module_strict and custom_load_fn is None,
+                    optimizer_states=load_optimizer_states,
+                    damaged=isinstance(error, CheckpointError),
+                )
+            if not left:
                 raise
             logger.warning("loading through DeepSpeed alone: %s", error)
             return stock()
