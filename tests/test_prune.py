@@ -347,6 +347,52 @@ def test_a_tag_that_changes_after_it_was_looked_at_is_left_alone(run: Path) -> N
     assert remove_tag(plan, fourth) is None and tags(run) == {"s1", "s2", "s5", "logs"}
 
 
+def save_again(tag: Path) -> None:
+    """Put another save in the place of a tag in one step, as a save does."""
+    write_checkpoint(tag.parent / "new", world_size=2, global_steps=9)
+    tag.rename(tag.parent / "old")
+    (tag.parent / "new").rename(tag)
+    shutil.rmtree(tag.parent / "old")
+
+
+def test_a_tag_that_is_saved_again_in_the_last_moment_stays(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rename, pending = os.rename, ["s1"]
+
+    def late(source: os.PathLike[str], target: os.PathLike[str]) -> None:
+        if Path(source).name in pending:
+            pending.remove(Path(source).name)
+            save_again(Path(source))
+        rename(source, target)
+
+    monkeypatch.setattr("zeroelastic.pruning.os.rename", late)
+    done = document(run, "--keep", 1, "--yes")
+    assert done["ok"] and not pending and tags(run) == {"s1", "s5", "logs"} and check_quickly(run / "s1") == ()
+    (kept,) = (tag for tag in done["tags"] if tag["tag"] == "s1")
+    assert kept["action"] == "kept" and kept["reason"] == "it changed while this ran"
+
+
+@pytest.mark.parametrize("moment", ["while it is looked at", "before it is removed"])
+def test_what_vanishes_beside_a_saving_job_is_no_failure(run: Path, monkeypatch: pytest.MonkeyPatch, moment) -> None:
+    look, rename, made = pruning.survey, os.rename, []
+
+    def survey(directory: Path) -> pruning.Tree:
+        if directory.name == "s1" and moment.startswith("while") and not made:
+            made.append(directory)
+            shutil.rmtree(directory)
+        return look(directory)
+
+    def late(source: os.PathLike[str], target: os.PathLike[str]) -> None:
+        if Path(source).name == "s1" and moment.startswith("before") and not made:
+            made.append(source)
+            shutil.rmtree(source)
+        rename(source, target)
+
+    monkeypatch.setattr(pruning, "survey", survey)
+    monkeypatch.setattr("zeroelastic.pruning.os.rename", late)
+    done = prune(run, "--keep", 1, "--yes")
+    assert done.returncode == 0 and made and tags(run) == {"s5", "logs"} and not (run / TRASH).exists(), done.stderr
+
+
 def test_two_at_once_do_not_disturb_each_other(run: Path) -> None:
     for step in range(10, 40):
         age(save(run / f"s{step}", step), 2 * HOUR)

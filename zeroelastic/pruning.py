@@ -14,6 +14,7 @@ import shutil
 import stat
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +30,9 @@ from zeroelastic.tags import Check, Run, check_quickly, check_tag, going_on_from
 
 MIN_AGE_S = 3600.0
 """How long nothing in a tag without a commit record has changed when it is taken to be one that nobody writes."""
+
+CHANGED = "it changed while this ran"
+"""Why a tag or a dead save stays that a save, or another removal, is at."""
 
 _TRAINER_STATE = "trainer_state.json"
 _MOST_STATE_BYTES = 1 << 28
@@ -128,7 +132,10 @@ def _unfinished(root: Path, folders: Iterable[Path], min_age_s: float) -> Iterat
     """What saves that did not finish have left in the folders of a directory that hold tags."""
     for folder in folders:
         for name in leftovers(folder):
-            tree = survey(folder / name)
+            try:
+                tree = survey(folder / name)
+            except FileNotFoundError:  # a save has just put it in place, or removed it
+                continue
             kept = why_kept(folder / name, min_age_s)
             if kept is None and not tree.one_device:
                 kept = "another file system is mounted in it"
@@ -188,8 +195,11 @@ def _decide(
         elif verdict is not None and not invalid:
             reason = f"does not verify (--invalid removes it): {verdict.problems[0]}"
         else:
-            tree = survey(Path(str(tag.path)))
-            reason = _busy(tag, tree, min_age_s, valid=valid)
+            try:
+                tree = survey(Path(str(tag.path)))
+                reason = _busy(tag, tree, min_age_s, valid=valid)
+            except FileNotFoundError:
+                reason = CHANGED
         if reason:
             yield Decision(tag, False, reason, valid, undecided=verdict is not None and verdict.undecided)
         else:
@@ -226,7 +236,7 @@ def survey(directory: Path) -> Tree:
                 temporaries.append(str(path.relative_to(directory)))
         one_device = one_device and found.st_dev == device
         changed_at = max(changed_at, found.st_mtime)
-        mark.append((str(path), found.st_ino, found.st_size, found.st_mtime_ns))
+        mark.append((str(path.relative_to(directory)), found.st_ino, found.st_size, found.st_mtime_ns))
     return Tree(nbytes, changed_at, tuple(sorted(temporaries)), one_device, tuple(sorted(mark)))
 
 
@@ -251,11 +261,10 @@ def remove_tag(plan: PrunePlan, decision: Decision) -> str | None:
         return problem or "latest names it by now"
     try:
         if survey(path).mark != decision.tree.mark:
-            return "it changed while this ran"
+            return CHANGED
+        return _remove(plan.root, path, decision.tree)
     except FileNotFoundError:
-        return "it changed while this ran"
-    _move_to_trash(plan.root, path)
-    return None
+        return CHANGED
 
 
 def remove_unfinished(plan: PrunePlan, found: Unfinished) -> str | None:
@@ -263,19 +272,37 @@ def remove_unfinished(plan: PrunePlan, found: Unfinished) -> str | None:
     path = plan.root / found.name
     try:
         if replaces_nothing(path) or survey(path).mark != found.tree.mark:
-            return "it changed while this ran"
+            return CHANGED
+        return _remove(plan.root, path, found.tree)
     except FileNotFoundError:
         return None  # a save has removed it
-    _move_to_trash(plan.root, path)
+
+
+def _remove(root: Path, path: Path, tree: Tree) -> str | None:
+    """Move a directory to the hidden folder and delete it; put it back where a save changed it in the last moment."""
+    moved = _trash(root, make=True) / secrets.token_hex(8)
+    try:
+        os.rename(path, moved)
+    except FileNotFoundError:
+        if moved.parent.exists():
+            raise
+        return _remove(root, path, tree)  # another removal has just taken the emptied folder away
+    try:
+        if _files(survey(moved)) != _files(tree) and not os.path.lexists(path):
+            os.rename(moved, path)
+            return CHANGED
+    except FileNotFoundError:  # another removal has emptied the folder
+        return None
+    with suppress(FileNotFoundError):  # another removal empties the same folder
+        sync_directory(moved.parent)
+    sync_directory(path.parent)
+    empty_trash(root)
     return None
 
 
-def _move_to_trash(root: Path, path: Path) -> None:
-    trash = _trash(root, make=True)
-    os.rename(path, trash / secrets.token_hex(8))
-    sync_directory(trash)
-    sync_directory(path.parent)
-    empty_trash(root)
+def _files(tree: Tree) -> set[tuple[str, int, int, int]]:
+    """The state of what is in a directory, without its own, which a file system may change when it is renamed."""
+    return {entry for entry in tree.mark if entry[0] != "."}
 
 
 def empty_trash(root: Path) -> None:
@@ -292,7 +319,11 @@ def empty_trash(root: Path) -> None:
 def leftover_bytes(plan: PrunePlan) -> int:
     """Bytes that finishing an interrupted removal frees."""
     trash = plan.root / TRASH
-    return sum(survey(trash / name).nbytes for name in plan.leftovers)
+    nbytes = 0
+    for name in plan.leftovers:
+        with suppress(FileNotFoundError):
+            nbytes += survey(trash / name).nbytes
+    return nbytes
 
 
 def _delete(path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
@@ -14,6 +14,14 @@ from zeroelastic.cli.sizes import format_size
 
 if TYPE_CHECKING:
     from zeroelastic.pruning import Decision, PrunePlan, Unfinished
+
+
+class Outcome(NamedTuple):
+    """What became of something that was to be removed: ``why`` it is still there, empty where it is gone."""
+
+    why: str = ""
+    failed: bool = False
+
 
 _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
@@ -65,7 +73,7 @@ def prune(
         print_document(_document(plan, outcomes, keep=keep, dry_run=dry_run))
     elif outcomes or yes or not work:
         _show(plan, outcomes, dry_run=dry_run)
-    if any(outcomes.values()):
+    if any(outcome.failed for outcome in outcomes.values()):
         raise typer.Exit(FAILED)
     if plan.decisions and not plan.has_valid:
         undecided = any(decision.undecided for decision in plan.decisions)
@@ -93,38 +101,42 @@ def _what(plan: PrunePlan) -> str:
     return f"{' and '.join(parts)} ({format_size(removable(plan.removals) + leftover_bytes(plan) + sum(dead))})"
 
 
-def _carry_out(plan: PrunePlan) -> dict[str, str]:
-    """Remove what was decided; returns, for each tag that was tried, why it is still there: empty where it is gone."""
+def _carry_out(plan: PrunePlan) -> dict[str, Outcome]:
+    """Remove what was decided; returns what became of each tag that was tried.
+
+    What a save is at by now is left alone, which is no failure.
+    """
     from zeroelastic.pruning import empty_trash, remove_tag, remove_unfinished
 
-    outcomes: dict[str, str] = {}
+    outcomes: dict[str, Outcome] = {}
     if plan.leftovers:
         empty_trash(plan.root)
     for decision in plan.removals:
         try:
-            outcomes[decision.tag.name] = remove_tag(plan, decision) or ""
+            outcomes[decision.tag.name] = Outcome(remove_tag(plan, decision) or "")
         except OSError as error:
-            outcomes[decision.tag.name] = f"{error.filename}: {error.strerror}"
+            outcomes[decision.tag.name] = Outcome(f"{error.filename}: {error.strerror}", failed=True)
     for found in plan.unfinished:
         if found.remove:
             try:
-                outcomes[found.name] = remove_unfinished(plan, found) or ""
+                outcomes[found.name] = Outcome(remove_unfinished(plan, found) or "")
             except OSError as error:
-                outcomes[found.name] = f"{error.filename}: {error.strerror}"
+                outcomes[found.name] = Outcome(f"{error.filename}: {error.strerror}", failed=True)
     return outcomes
 
 
-def _freed(plan: PrunePlan, outcomes: dict[str, str]) -> int:
-    tags = sum(d.tree.nbytes for d in plan.removals if d.tree is not None and outcomes.get(d.tag.name) == "")
-    return tags + sum(found.tree.nbytes for found in plan.unfinished if outcomes.get(found.name) == "")
+def _freed(plan: PrunePlan, outcomes: dict[str, Outcome]) -> int:
+    tags = sum(d.tree.nbytes for d in plan.removals if d.tree is not None and outcomes.get(d.tag.name) == Outcome())
+    return tags + sum(found.tree.nbytes for found in plan.unfinished if outcomes.get(found.name) == Outcome())
 
 
-def _action(decision: Decision | Unfinished, outcomes: dict[str, str], dry_run: bool) -> str:
+def _action(decision: Decision | Unfinished, outcomes: dict[str, Outcome], dry_run: bool) -> str:
     if not decision.remove:
         return "kept"
     if dry_run:
         return "would be removed"
-    return "failed" if outcomes.get(_name(decision)) else "removed"
+    outcome = outcomes.get(_name(decision), Outcome())
+    return "failed" if outcome.failed else "kept" if outcome.why else "removed"
 
 
 def _name(decision: Decision | Unfinished) -> str:
@@ -133,9 +145,9 @@ def _name(decision: Decision | Unfinished) -> str:
     return decision.tag.name if isinstance(decision, Decision) else decision.name
 
 
-def _document(plan: PrunePlan, outcomes: dict[str, str], *, keep: int, dry_run: bool) -> dict[str, object]:
+def _document(plan: PrunePlan, outcomes: dict[str, Outcome], *, keep: int, dry_run: bool) -> dict[str, object]:
     return {
-        "ok": not any(outcomes.values()) and (plan.has_valid or not plan.decisions),
+        "ok": not any(outcome.failed for outcome in outcomes.values()) and (plan.has_valid or not plan.decisions),
         "directory": str(plan.root),
         "keep": keep,
         "dry_run": dry_run,
@@ -147,7 +159,7 @@ def _document(plan: PrunePlan, outcomes: dict[str, str], *, keep: int, dry_run: 
                 "saved_at": decision.tag.saved_at,
                 "valid": decision.valid,
                 "action": _action(decision, outcomes, dry_run),
-                "reason": outcomes.get(decision.tag.name) or decision.reason,
+                "reason": outcomes.get(decision.tag.name, Outcome()).why or decision.reason,
                 "nbytes": None if decision.tree is None else decision.tree.nbytes,
             }
             for decision in plan.decisions
@@ -156,18 +168,18 @@ def _document(plan: PrunePlan, outcomes: dict[str, str], *, keep: int, dry_run: 
             {
                 "name": found.name,
                 "action": _action(found, outcomes, dry_run),
-                "reason": outcomes.get(found.name) or found.reason,
+                "reason": outcomes.get(found.name, Outcome()).why or found.reason,
                 "nbytes": found.tree.nbytes,
             }
             for found in plan.unfinished
         ],
-        "removed": [name for name, problem in outcomes.items() if not problem],
+        "removed": [name for name, outcome in outcomes.items() if not outcome.why],
         "freed_nbytes": _freed(plan, outcomes),
         "leftovers": len(plan.leftovers),
     }
 
 
-def _show(plan: PrunePlan, outcomes: dict[str, str], *, dry_run: bool) -> None:
+def _show(plan: PrunePlan, outcomes: dict[str, Outcome], *, dry_run: bool) -> None:
     from zeroelastic.cli.show import columns
 
     rows = [
@@ -175,7 +187,7 @@ def _show(plan: PrunePlan, outcomes: dict[str, str], *, dry_run: bool) -> None:
             _action(decision, outcomes, dry_run),
             decision.tag.name,
             "" if decision.tree is None else format_size(decision.tree.nbytes),
-            outcomes.get(decision.tag.name) or decision.reason,
+            outcomes.get(decision.tag.name, Outcome()).why or decision.reason,
         )
         for decision in plan.decisions
     ]
@@ -184,7 +196,7 @@ def _show(plan: PrunePlan, outcomes: dict[str, str], *, dry_run: bool) -> None:
             _action(found, outcomes, dry_run),
             found.name,
             format_size(found.tree.nbytes),
-            outcomes.get(found.name) or found.reason,
+            outcomes.get(found.name, Outcome()).why or found.reason,
         )
         for found in plan.unfinished
     ]
@@ -193,7 +205,7 @@ def _show(plan: PrunePlan, outcomes: dict[str, str], *, dry_run: bool) -> None:
     if plan.leftovers:
         typer.echo(f"{'would finish' if dry_run else 'finished'} an interrupted removal")
     if not dry_run:
-        gone = sum(not problem for problem in outcomes.values())
+        gone = sum(not outcome.why for outcome in outcomes.values())
         typer.echo(f"{gone} removed, {format_size(_freed(plan, outcomes))} freed")
 
 
