@@ -87,7 +87,7 @@ def plan(
     if as_json:
         typer.echo(json.dumps(document))
     else:
-        _show(found, forecast, universal, speed, verb, document, notes)
+        _show(found, forecast, universal, speed, verb, document)
         if plot is not None:
             typer.echo(f"\nDrawn: {plot}")
 
@@ -254,7 +254,6 @@ def _show(
     speed: Bandwidth,
     verb: Verb,
     document: dict[str, object],
-    notes: Sequence[str],
 ) -> None:
     """The plan for people, on stdout."""
     from rich.console import Console
@@ -270,6 +269,8 @@ def _show(
     frozen = "" if head.frozen is None else f", and {head.frozen.num_params} frozen"
     what = f"{_count(head.shard.layout.num_params, 'parameter')} ({', '.join(head.state_keys)}){frozen}"
     out.print(Text(f"state: {format_size(forecast.state_bytes)} of {what}"), soft_wrap=True)
+    notes = document["notes"]
+    assert isinstance(notes, list)
     for note in notes:
         out.print(Text(f"note: {note}", "yellow"), soft_wrap=True)
 
