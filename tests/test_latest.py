@@ -252,6 +252,21 @@ def test_fix_lets_latest_name_the_newest(run: Path, wrong: bytes | None) -> None
     assert again == {"names": "global_step11", "is_newest": True, "fixed": False}
 
 
+def test_set_rolls_back_and_fix_leaves_it(run: Path) -> None:
+    for options, word in ((["--dry-run"], "would now name"), ([], "now names")):
+        done = latest(run, "--set", "global_step8", *options)
+        assert done.returncode == 0 and done.stdout == "global_step8\n"
+        assert (
+            f"latest names global_step11. It {word} global_step8. Newer, and not taken: global_step11," in done.stderr
+        )
+    found = document(run, "--quick", "--fix")
+    assert found["tag"] == "global_step8" and found["newer"] == ["global_step11", "global_step10", "global_step9"]
+    assert found["latest"] == {"names": "global_step8", "is_newest": True, "fixed": False}
+    assert "NOT THE NEWEST: latest was pointed at global_step8" in latest(run, "--quick").stderr
+    (run / "global_step9" / model_name(1)).unlink()
+    assert latest(run, "--set", "global_step9").returncode == 3 and (run / "latest").read_text() == "global_step8"
+
+
 def test_fix_writes_nothing_when_latest_is_right_or_none_verifies(run: Path) -> None:
     mark = (run / "latest").stat().st_mtime_ns
     assert latest(run, "--quick", "--fix").stderr == "" and (run / "latest").stat().st_mtime_ns == mark

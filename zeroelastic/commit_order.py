@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Literal
 
+from zeroelastic.errors import printable
 from zeroelastic.storage import FilePath
 from zeroelastic.tag_names import HERE
 
@@ -133,7 +134,10 @@ def _line(save_id: str | None, parents: dict[str, str | None]) -> Iterable[str]:
 
 def about_pointed(chosen: str, newer: Sequence[str]) -> str:
     """A sentence about a ``latest`` that was pointed at an older tag."""
-    return f"NOT THE NEWEST: latest was pointed at {chosen} after the last commit. Newer, and not taken: {_some(newer)}"
+    return (
+        f"NOT THE NEWEST: latest was pointed at {printable(chosen)} after the last commit. "
+        f"Newer, and not taken: {_some(newer)}"
+    )
 
 
 def about_left(left: Sequence[Tag]) -> str | None:
@@ -146,4 +150,4 @@ def about_left(left: Sequence[Tag]) -> str | None:
 
 def _some(names: Sequence[str]) -> str:
     more = len(names) - _NAMED
-    return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
+    return ", ".join(map(printable, names[:_NAMED])) + (f" and {more} more" if more > 0 else "")

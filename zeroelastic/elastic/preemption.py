@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from zeroelastic.agree import settle
 from zeroelastic.elastic.position import KEY, Position, pack_position, unpack_position
-from zeroelastic.errors import ConfigError, SaveError
+from zeroelastic.errors import CheckpointError, ConfigError, SaveError
 from zeroelastic.storage import absolute
 from zeroelastic.tag_names import normal
 
@@ -146,6 +146,8 @@ class Preemption:
 
     def _loaded(self, client_state: Mapping[str, Any]) -> None:
         """A checkpoint was loaded: go to its place in the data. Collective."""
+        from zeroelastic.stage3.fallback import UnusableError
+
         entry = client_state.get(KEY)
         self._count_from(int(self._engine.global_steps))
         if self._data is not None and (entry is None or entry.get("data") is None) and dist.get_rank() == 0:
@@ -161,7 +163,10 @@ class Preemption:
                 device=self._engine.device,
                 strict=False,
             )
-            settle(unpack)
+            try:
+                settle(unpack)
+            except CheckpointError as error:
+                raise UnusableError(str(error)) from None
 
     def _stop(self, step: int, left: float) -> None:
         """Finish the save that is being written, then save once more, if there is something new and time for it."""
