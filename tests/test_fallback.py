@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from opens import watch_opens
 from training import Job, build_engine, look, train_step
 
 import zeroelastic
@@ -87,8 +87,7 @@ def load(
 
         fallback.write_mark = refuse  # type: ignore[assignment]
     engine = build_engine(job)
-    opened: list[str] = []
-    sys.addaudithook(lambda event, args: opened.append(str(args[0])) if event == "open" else None)
+    opened = watch_opens()
     results: list[Loaded] = []
     for content in latest:
         if content is not None and dist.get_rank() == 0:

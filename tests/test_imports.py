@@ -16,9 +16,9 @@ PACKAGE = Path(zeroelastic.__file__).parent
 LEVELS = [
     {"errors", "_version", "report", "documents", "patching", "living"},
     {"owner"},
-    {"layout", "global_batch"},
+    {"layout", "global_batch", "pinned"},
     {"storage", "build_locks", "notices", "agree", "event_log", "opcodes"},
-    {"processes", "relayed", "timeline", "safepickle"},
+    {"processes", "relayed", "one_save", "timeline", "safepickle"},
     {"plan", "digest", "torchfile"},
     {"record", "picklegraph", "zip_records", "element_stats"},
     {"shard", "quarantine"},

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from opens import watch_opens
 
 from zeroelastic.testing import RankPool
 
@@ -54,17 +54,12 @@ def load(directory: str, frozen: bool, executor: str) -> tuple[Any, int, list[st
     """The report, bytes read by system calls, checkpoint files opened, and peak growth of resident memory in bytes."""
     engine = build(True, frozen, executor)
     engine.load_checkpoint(directory)  # imports and caches are warm; optimizer state exists
-    opened: list[str] = []
-
-    def watch(event: str, arguments: tuple[Any, ...]) -> None:
-        if event == "open" and isinstance(arguments[0], str) and arguments[0].startswith(directory):
-            opened.append(arguments[0])
-
-    sys.addaudithook(watch)
+    opened = watch_opens()
     _reset_peak()
     before, resident = _bytes_read(), _status("VmRSS")
     engine.load_checkpoint(directory)
     read = _bytes_read() - before
+    opened = [path for path in opened if path.startswith(directory)]
     return engine.zeroelastic_report, read, opened, _status("VmHWM") - resident
 
 
@@ -114,6 +109,7 @@ def test_bytes_files_and_memory_of_a_load(
             assert report.header_bytes < 256 * 1024, where
             allowed = needed_files(Path(directory), world_size, rank)
             names = {Path(path).name for path in opened}
+            assert any(name.endswith(".pt") for name in names), (where, opened)
             assert names <= allowed, (where, names - allowed)
             assert len({n for n in names if n.endswith(".pt")}) <= report.files_opened
             assert growth < 64 << 20, (where, growth)

@@ -18,6 +18,8 @@ T = TypeVar("T")
 Description = tuple[str, str, tuple[str, ...]]
 """An error that travels: its type's name, its message, and the problems that it lists."""
 
+_AGREED = "_zeroelastic_agreed"
+
 _group: ContextVar[dist.ProcessGroup | None] = ContextVar("zeroelastic_group", default=None)
 
 
@@ -81,6 +83,11 @@ def collective_device(group: dist.ProcessGroup | None = None) -> torch.device:
     return torch.device("cpu") if on_host else torch.device("cuda", torch.cuda.current_device())
 
 
+def is_agreed(error: Exception) -> bool:
+    """Whether an error comes from an agreement, so that every rank raises one at the same place."""
+    return getattr(error, _AGREED, False)
+
+
 def _attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
     """The result or the exception, which the caller raises on every rank."""
     try:
@@ -101,9 +108,10 @@ def _any(flag: bool) -> bool:
 
 def _raise(failure: Exception | None, told: list[Description | None]) -> NoReturn:
     """Raise this rank's foreign exception, or the error that all ranks agree on."""
-    if failure is not None and not isinstance(failure, ZeroElasticError):
-        raise failure
-    raise _combined({rank: description for rank, description in enumerate(told) if description is not None})
+    if failure is None or isinstance(failure, ZeroElasticError):
+        failure = _combined({rank: description for rank, description in enumerate(told) if description is not None})
+    setattr(failure, _AGREED, True)
+    raise failure
 
 
 def _describe(error: Exception | None) -> Description | None:

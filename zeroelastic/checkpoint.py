@@ -17,6 +17,7 @@ import numpy as np
 
 from zeroelastic.errors import CheckpointError, MissingFileError, UnsupportedError, brief, shown
 from zeroelastic.layout import Int64Array, Layout, Param, partition_numel, unpacked_layout
+from zeroelastic.one_save import pin
 from zeroelastic.record import RECORD_NAME, CommitRecord, read_record
 from zeroelastic.shard import FROZEN, Pieces, Shard, checked_param, checked_params, open_shard
 from zeroelastic.storage import FilePath, RemotePath, as_path, file_sizes
@@ -213,6 +214,8 @@ def open_checkpoint(
 ) -> Checkpoint:
     """Look at a tag directory: which files, how many ranks, which record. Opens at most one model states header.
 
+    The directory is pinned: all that is read of the checkpoint later comes from it, whatever its path leads to by then.
+
     ``tag_dir`` is a path or a URL that fsspec reads (zeroelastic.storage); a remote directory is listed once.
 
     ``near_rank`` is the rank whose own model states file is read when no record tells the world size; a rank that the
@@ -227,7 +230,7 @@ def open_checkpoint(
         checkpoint = open_checkpoint("ckpt/global_step100")
         checkpoint.shard(0).groups[0].options["lr"]
     """
-    tag_dir = as_path(tag_dir)
+    tag_dir = pin(as_path(tag_dir))
     sizes = file_sizes(tag_dir) if listing is None else listing.sizes
     if tp is not None:
         record = read_record(tag_dir) if listing is None else listing.record

@@ -23,6 +23,7 @@ import numpy as np
 from zeroelastic.digest import ByteArray, ScalarValue
 from zeroelastic.errors import UnsupportedError
 from zeroelastic.executors import DigestRows, ReadTable, read_segments
+from zeroelastic.one_save import check_one_save
 from zeroelastic.rows import ByteRows, stream_seeds
 from zeroelastic.shard import FP32
 from zeroelastic.staging import new_directory
@@ -89,7 +90,9 @@ def write_dcp(plan: DcpPlan, target: Path, *, max_memory: int = 1 << 30, advance
             for failure in error.failures.values():
                 raise failure[0] from None
             raise
-        return reader.compare()
+        compared = reader.compare()
+        check_one_save(plan.state.checkpoint.tag_dir)
+        return compared
 
 
 class _Reader:

@@ -49,6 +49,10 @@ class UnreadableError(ZeroElasticError, OSError):
     """
 
 
+class SavedAgainError(UnreadableError):
+    """A checkpoint that was saved again while it was read: what was read is not of one save, and nobody's fault."""
+
+
 class OldFormatError(CheckpointError):
     """A file in torch.save's format from before 1.6, which is no zip archive: its payload cannot be addressed."""
 

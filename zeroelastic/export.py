@@ -21,6 +21,7 @@ from zeroelastic.digest import ByteArray
 from zeroelastic.errors import CheckpointError, UnsupportedError
 from zeroelastic.executors import SegmentTable, move_segments, write_segments
 from zeroelastic.executors.cast import cast_bytes
+from zeroelastic.one_save import check_one_save
 from zeroelastic.processes import Processes
 from zeroelastic.publish import EarlyFlush, reserve_file, start_flushing
 from zeroelastic.shard import FP32, OptionValue
@@ -192,6 +193,8 @@ def run_export(
         processes.first(lambda: _write_small(plan, directory))
         mine = _share(plan, processes)
         compared = processes.settle(lambda: _write_tensors(plan, directory, max_memory, advance, mine))
+        tag_dir = plan.state.checkpoint.tag_dir
+        processes.settle(lambda: check_one_save(tag_dir, alone=processes.size == 1))
         return sum(processes.gather(compared))
 
 

@@ -23,6 +23,7 @@ from zeroelastic.checkpoint import (
 from zeroelastic.errors import CheckpointError, UnreadableError, UnsupportedError
 from zeroelastic.findings import BufferView, GroupView, Inspection, ParamKind, ParamView, StateView
 from zeroelastic.layout import Param
+from zeroelastic.one_save import one_save, saved_again, was_saved_again
 from zeroelastic.quarantine import MARK_NAME, read_mark
 from zeroelastic.record import CommitRecord, read_record
 from zeroelastic.shard import FROZEN, Shard, open_shard
@@ -75,12 +76,21 @@ def inspect_source(source: Source, *, all_ranks: bool = False) -> Inspection:
     """Find out what a checkpoint is; of a damaged one, what can still be known.
 
     ``all_ranks`` opens every rank's headers and finds what they disagree in. Raises UnreadableError where the directory
-    or a file cannot be read, UnsupportedError for checkpoints of other ZeRO stages and Universal ones.
+    or a file cannot be read, SavedAgainError where it was saved again meanwhile, UnsupportedError for checkpoints of
+    other ZeRO stages and Universal ones.
 
     Example::
 
         inspect_source(find_source("ckpt")).world_size
     """
+    with one_save(source.tag_dir):
+        found = _inspect(source, all_ranks)
+    if found.problems and was_saved_again(source.tag_dir):
+        raise saved_again(source.tag_dir)
+    return found
+
+
+def _inspect(source: Source, all_ranks: bool) -> Inspection:
     census = take_census(source.tag_dir)
     refuse_other_kinds(census)
     found = Inspection(

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from zeroelastic.errors import CheckpointError, MissingFileError, UnreadableError
+from zeroelastic.pinned import PinnedPath
 
 Ranges = Sequence[tuple[int, bytes]]
 """(offset, bytes) of a file, ascending; they neither overlap nor touch."""
@@ -30,7 +31,10 @@ class RecordedFile:
             raise MissingFileError(f"{path}: no such file. The checkpoint is incomplete.") from None
         except OSError as error:
             raise UnreadableError(f"{path}: cannot be read: {error.strerror}.") from None
-        self.path, self.size, self.bytes_read = path, os.fstat(self._fd).st_size, 0
+        found = os.fstat(self._fd)
+        if isinstance(path, PinnedPath):
+            path.note_open(found)
+        self.path, self.size, self.bytes_read = path, found.st_size, 0
         self.capacity = _KEPT
         self._read: list[tuple[int, bytes]] = []
 

@@ -25,6 +25,7 @@ from zeroelastic.errors import CheckpointError, DigestMismatchError, UsageError
 from zeroelastic.extras import Extras, plan_extras, write_extras
 from zeroelastic.global_batch import misfit_notes
 from zeroelastic.native import NativeSource, NativeTarget, native_source, native_target
+from zeroelastic.one_save import check_one_save
 from zeroelastic.processes import Processes
 from zeroelastic.publish import check_free
 from zeroelastic.rank_writer import Progress, RankWriter, WrittenRank
@@ -164,6 +165,9 @@ def reshard(
         )
         done = processes.settle(lambda: writer.write_ranks(processes))
         everything = [rank for part in processes.gather(done) for rank in part]
+        alone = processes.size == 1 and plan.source.framework == "deepspeed"
+
+        processes.settle(lambda: check_one_save(plan.source.tag_dir, alone=alone))
         return processes.first(lambda: _publish(plan, staging, dst, save_id, everything, writer.streams))
 
 

@@ -15,16 +15,26 @@ import logging
 import os
 import re
 import shutil
+import time
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 from zeroelastic.checkpoint import is_rank_file
-from zeroelastic.errors import CheckpointError, UnreadableError
+from zeroelastic.errors import CheckpointError, UnreadableError, ZeroElasticError
+from zeroelastic.one_save import pin, was_saved_again
 from zeroelastic.owner import OWNER_NAME, is_of_another, note_owner
 from zeroelastic.quarantine import MARK_NAME
 from zeroelastic.record import RECORD_NAME, read_record, sync_directory
+from zeroelastic.storage import FilePath
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+MAX_LOOKS = 5
+"""How often a tag is read that is saved again meanwhile, before that is given up."""
 
 _MADE, _ASIDE = "tmp", "old"
 _NAME = re.compile(r"\.(.+)\.([0-9a-f]{32})\.(tmp|old)", re.DOTALL)
@@ -33,6 +43,8 @@ _DIGITS = 16
 _HERE = -100  # linux/fcntl.h: AT_FDCWD
 _EXCHANGE = 2  # linux/fs.h: RENAME_EXCHANGE
 _CANNOT_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
+_BETWEEN_RENAMES_S = 0.5
+"""How long a tag that a living save moved aside can be away; after that, the save has died."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -181,6 +193,50 @@ def put_in_place(making: Path, tag_dir: Path) -> None:
         shutil.rmtree(replaced, ignore_errors=True)
 
 
+def open_tag(tag_dir: FilePath) -> FilePath:
+    """A tag directory, pinned for a load: also one that a save is replacing by two renames at this moment.
+
+    As it is where there is no such directory.
+    """
+    if isinstance(tag_dir, Path):
+        _wait_between_renames(tag_dir)
+    return pin(tag_dir)
+
+
+def read_tag(tag_dir: FilePath, read: Callable[[FilePath], T]) -> T:
+    """What ``read`` returns of a tag directory, pinned; once more where it fails because the tag was saved again."""
+    for _ in range(MAX_LOOKS - 1):
+        opened = open_tag(tag_dir)
+        try:
+            return read(opened)
+        except ZeroElasticError:
+            if not was_saved_again(opened):
+                raise
+    return read(open_tag(tag_dir))
+
+
+def _wait_between_renames(tag_dir: Path) -> None:
+    """Return when the tag is there, or nobody is putting it there."""
+    end = time.monotonic() + _BETWEEN_RENAMES_S
+    with suppress(OSError):  # what cannot be listed is said when it is read
+        while not os.path.lexists(tag_dir) and time.monotonic() < end:
+            if not any(left.suffix == f".{_ASIDE}" for left in unfinished(tag_dir)):
+                return
+            time.sleep(0.005)
+
+
+def wait_for_replacements(root: Path, names: Iterable[str]) -> bool:
+    """Whether a listing has tags that were moved aside, so that their names may be missing from it.
+
+    On return they are there, or their saves have died.
+    """
+    aside = [root / name for name in names if is_unfinished(name) and name.endswith(f".{_ASIDE}")]
+    end = time.monotonic() + _BETWEEN_RENAMES_S
+    while any(map(replaces_nothing, aside)) and time.monotonic() < end:
+        time.sleep(0.005)
+    return bool(aside)
+
+
 def _exchange(making: Path, place: Path) -> bool:
     """Swap two directories at once; False where the file system cannot."""
     if not hasattr(_libc, "renameat2"):
@@ -199,9 +255,10 @@ def _move_aside(making: Path, place: Path) -> Path:
     os.rename(place, aside)
     try:
         os.rename(making, place)
-    except OSError:
-        os.rename(aside, place)
-        raise
+    except OSError as error:
+        if not (isinstance(error, FileNotFoundError) and os.path.lexists(place)):  # else a load did it: see recover
+            os.rename(aside, place)
+            raise
     return aside
 
 
@@ -219,6 +276,7 @@ def recover(tag_dir: Path) -> bool:
     The new directory was complete and durable when the old one was moved aside, so it is what is put in place.
     """
     place = Path(os.path.realpath(tag_dir))
+    _wait_between_renames(place)
     if os.path.lexists(place) and not _is_empty(place):
         return False
     left = unfinished(tag_dir)

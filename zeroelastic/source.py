@@ -14,6 +14,8 @@ from typing import Literal
 
 from zeroelastic.checkpoint import is_rank_file
 from zeroelastic.errors import CheckpointError, MissingFileError, UnreadableError, UsageError, printable
+from zeroelastic.pinned import PinnedPath
+from zeroelastic.save_place import open_tag
 from zeroelastic.storage import FilePath, RemotePath, as_path, file_size, file_sizes, list_directory
 from zeroelastic.tag_names import LATEST, directory_of, list_tags, normal, read_latest, why_no_tag
 
@@ -24,7 +26,10 @@ _SHOWN = 8
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A checkpoint that was found: ``tag_dir`` is ``root / tag``; ``latest`` is the tag that the root names, if any."""
+    """A checkpoint that was found: ``tag_dir`` is ``root / tag``; ``latest`` is the tag that the root names, if any.
+
+    ``tag_dir`` is pinned (``one_save``): it leads to the directory that was found, also when the tag is saved again.
+    """
 
     root: FilePath
     tag: str
@@ -46,8 +51,9 @@ def find_source(text: str | os.PathLike[str], *, tag: str | None = None) -> Sour
     path = as_path(text)
     if isinstance(path, Path):
         path = Path(os.path.abspath(path))
+    opened = open_tag(path)
     try:
-        names, inside = list_directory(path)
+        names, inside = list_directory(opened)
     except MissingFileError:
         what = "is a file, not a checkpoint directory" if file_size(path) is not None else "no such directory"
         raise UsageError(f"{path}: {what}.") from None
@@ -58,9 +64,9 @@ def find_source(text: str | os.PathLike[str], *, tag: str | None = None) -> Sour
         try:
             around = file_sizes(root)
         except (CheckpointError, UnreadableError):  # only the tag may be listed
-            return Source(root, path.name, path, _latest_if_any(root), "deepspeed")
+            return Source(root, path.name, opened, _latest_if_any(root), "deepspeed")
         latest = _latest_if_any(root) if LATEST in around else None
-        return Source(root, path.name, path, latest, _framework(around, path.name))
+        return Source(root, path.name, opened, latest, _framework(around, path.name))
     latest = None
     if LATEST in names:
         latest = read_latest(path) if tag is None else _latest_if_any(path)
@@ -71,7 +77,8 @@ def find_source(text: str | os.PathLike[str], *, tag: str | None = None) -> Sour
     if problem is not None:
         raise UsageError(f"{printable(chosen)} is not the name of a tag: {problem}.")
     chosen = normal(chosen)
-    if chosen not in inside and not _is_below(path, chosen):
+    tag_dir = open_tag(directory_of(path, chosen))
+    if chosen not in inside and not isinstance(tag_dir, PinnedPath) and not _is_below(path, chosen):
         tags = list_tags(path)
         there = f"There are: {_some(tags)}." if tags else "There are no others."
         if tag is not None:
@@ -79,7 +86,7 @@ def find_source(text: str | os.PathLike[str], *, tag: str | None = None) -> Sour
         raise MissingFileError(
             f"{path}/{LATEST}: names {printable(chosen)}, which is not there. {there} Choose one with --tag."
         )
-    return Source(path, chosen, directory_of(path, chosen), latest, _framework(names, chosen))
+    return Source(path, chosen, tag_dir, latest, _framework(names, chosen))
 
 
 def _is_below(root: FilePath, tag: str) -> bool:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from zeroelastic.errors import CheckpointError, MissingFileError, UnreadableError, UsageError, ZeroElasticError
+from zeroelastic.pinned import PinnedPath
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 _CHAIN = re.compile(r"[a-z0-9+.-]+::", re.IGNORECASE)
@@ -38,12 +39,14 @@ FOLLOW_LINKS = "ZEROELASTIC_FOLLOW_LINKS"
 class RemotePath:
     """A file or directory behind an fsspec file system; ``path`` is what that file system calls it.
 
-    ``options`` are what the URL says about the file system itself, such as the host.
+    ``options`` are what the URL says about the file system itself, such as the host. ``first_seen`` is what the first
+    listing of a directory says of its files, where that is kept (``one_save.pin``).
     """
 
     protocol: str
     path: str
     options: tuple[tuple[str, Any], ...] = field(default=(), repr=False)
+    first_seen: dict[str, str] | None = field(default=None, repr=False, compare=False)
 
     @property
     def name(self) -> str:
@@ -97,7 +100,7 @@ def as_path(text: str | os.PathLike[str] | RemotePath) -> FilePath:
 
         open_checkpoint(as_path("s3://bucket/run/global_step100"))
     """
-    if isinstance(text, RemotePath):
+    if isinstance(text, (RemotePath, PinnedPath)):
         return text
     if not isinstance(text, str) or _URL.match(text) is None:
         if isinstance(text, str) and "://" in text and _CHAIN.match(text):
@@ -206,14 +209,9 @@ def _entries(directory: FilePath) -> Iterable[tuple[str, int | None]]:
 
 
 def _remote_entries(directory: RemotePath) -> list[tuple[str, int | None]]:
-    system: Any = directory.system
-    try:
-        system.invalidate_cache(directory.path)  # a listing from before may be out of date
-        listed = _ask(system, "ls", directory.path, detail=True)
-    except (FileNotFoundError, NotADirectoryError):
-        raise MissingFileError(f"{directory}: no such checkpoint directory.") from None
-    except Exception as error:  # each file system has errors of its own
-        raise UnreadableError(f"{directory}: cannot be listed: {_reason(error)}.") from None
+    listed = _remote_listing(directory)
+    if directory.first_seen is not None and not directory.first_seen:
+        directory.first_seen.update({str(entry["name"]): repr(sorted(entry.items())) for entry in listed})
     here = directory.path.rstrip("/")
     found: list[tuple[str, int | None]] = []
     for entry in listed:
@@ -230,6 +228,33 @@ def _remote_entries(directory: RemotePath) -> list[tuple[str, int | None]]:
         else:  # a listing without sizes, as web servers give it
             found.append((name, file_size(directory / name) or 0))
     return found
+
+
+def _remote_listing(directory: RemotePath) -> list[dict[str, Any]]:
+    """What a file system says of each entry of a directory, as it is now."""
+    system: Any = directory.system
+    try:
+        system.invalidate_cache(directory.path)  # a listing from before may be out of date
+        listed: list[dict[str, Any]] = _ask(system, "ls", directory.path, detail=True)
+    except (FileNotFoundError, NotADirectoryError):
+        raise MissingFileError(f"{directory}: no such checkpoint directory.") from None
+    except Exception as error:  # each file system has errors of its own
+        raise UnreadableError(f"{directory}: cannot be listed: {_reason(error)}.") from None
+    return listed
+
+
+def changed_since_listed(directory: RemotePath) -> bool:
+    """Whether a file is gone or another one since the first listing, by all that the file system says of it.
+
+    One request, where there was a listing. Raises UnreadableError.
+    """
+    if not directory.first_seen:
+        return False
+    try:
+        now = {str(entry["name"]): repr(sorted(entry.items())) for entry in _remote_listing(directory)}
+    except MissingFileError:
+        return True
+    return any(now.get(name) != seen for name, seen in directory.first_seen.items())
 
 
 def file_size(path: FilePath) -> int | None:
@@ -308,15 +333,21 @@ def open_regular(path: Path) -> io.FileIO:
     other files of this machine read, and copied, in its place. FOLLOW_LINKS in the environment lifts that. Links to
     directories are followed. Raises OSError, CheckpointError for such a link.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
-        mode = os.fstat(fd).st_mode
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:  # which would name the file as the pinned directory leads to it
+        raise OSError(error.errno, error.strerror, str(path)) from None
+    try:
+        found = os.fstat(fd)
+        mode = found.st_mode
         if stat.S_ISDIR(mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
         if not stat.S_ISREG(mode):
             raise OSError(errno.EINVAL, "it is not a regular file", os.fspath(path))
         if os.path.islink(path):
             _check_link(path)
+        if isinstance(path, PinnedPath):
+            path.note_open(found)
         return io.FileIO(fd, "rb")
     except BaseException:
         os.close(fd)

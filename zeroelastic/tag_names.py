@@ -9,14 +9,14 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
 from zeroelastic.checkpoint import is_rank_file
 from zeroelastic.errors import CheckpointError, MissingFileError, UnreadableError
-from zeroelastic.save_place import is_unfinished
+from zeroelastic.save_place import is_unfinished, wait_for_replacements
 from zeroelastic.storage import FilePath, file_sizes, list_directory, read_whole
 
 logger = logging.getLogger(__name__)
@@ -133,7 +133,7 @@ def look_for_tags(root: FilePath, look: Callable[[str], T | None]) -> list[T]:
     Left out are our own hidden folders, folders in a tag, and those of another run, which have a ``latest`` of their
     own. Symbolic links are followed in ``root`` only. Raises MissingFileError.
     """
-    files, inside = list_directory(root)
+    files, inside = _list(root)
     found: list[T] = []
     names = [name for name in inside if _is_name(name)]
     left = _MOST_FOLDERS
@@ -155,6 +155,14 @@ def look_for_tags(root: FilePath, look: Callable[[str], T | None]) -> list[T]:
     return found
 
 
+def _list(folder: FilePath) -> tuple[Mapping[str, int], tuple[str, ...]]:
+    """``list_directory``, with the tags that had no name just then because they were saved again."""
+    files, inside = list_directory(folder)
+    if isinstance(folder, Path) and wait_for_replacements(folder, inside):
+        inside = tuple(sorted({*inside, *list_directory(folder)[1]}))
+    return files, inside
+
+
 def _is_name(name: str) -> bool:
     return why_no_tag(name) is None and not is_ours(name)
 
@@ -162,7 +170,7 @@ def _is_name(name: str) -> bool:
 def _folders_of_tags(folder: FilePath) -> list[str]:
     """The folders in a folder that may be tags of a directory above."""
     try:
-        files, inside = list_directory(folder)
+        files, inside = _list(folder)
     except (CheckpointError, UnreadableError):
         return []
     if LATEST in files:

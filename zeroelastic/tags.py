@@ -25,8 +25,10 @@ from zeroelastic.errors import (
     UnsupportedError,
     UsageError,
 )
+from zeroelastic.one_save import was_saved_again
 from zeroelastic.quarantine import read_mark
 from zeroelastic.record import RECORD_NAME, read_head
+from zeroelastic.save_place import MAX_LOOKS, open_tag
 from zeroelastic.state import open_state
 from zeroelastic.storage import FilePath, RemotePath, file_sizes, folders, list_directory
 from zeroelastic.tag_names import (
@@ -143,14 +145,26 @@ def find_newest(tags: Iterable[Tag], check: Check) -> tuple[Tag | None, tuple[Pa
 
 
 def check_tag(tag: Tag, check: Check) -> PassedOver | None:
-    """None for a tag that is whole, else what is wrong with it. Of a quarantined one only the mark is read."""
+    """None for a tag that is whole, else what is wrong with it. Of a quarantined one only the mark is read.
+
+    A tag that is saved again meanwhile is looked at again; where that goes on, it is undecided.
+    """
     if tag.unfinished is not None:
         return PassedOver(tag, (tag.unfinished,))
+    for _ in range(MAX_LOOKS):
+        tag_dir = open_tag(tag.tag_dir)
+        verdict = _check(tag, tag_dir, check)
+        if verdict is None or not was_saved_again(tag_dir):
+            return verdict
+    return PassedOver(tag, ("was saved again each time that it was looked at.",), undecided=True)
+
+
+def _check(tag: Tag, tag_dir: FilePath, check: Check) -> PassedOver | None:
     try:
-        mark = read_mark(tag.tag_dir)
+        mark = read_mark(tag_dir)
         if mark is not None:
             return PassedOver(tag, (mark.sentence,), quarantined=True)
-        problems = check(tag.tag_dir)
+        problems = check(tag_dir)
     except UnsupportedError as error:
         return PassedOver(tag, (_brief(str(error), tag),), undecided=True)
     except UnreadableError as error:
@@ -159,7 +173,7 @@ def check_tag(tag: Tag, check: Check) -> PassedOver | None:
         problems = (_brief(str(error), tag),)
         if _UPGRADE in str(error):  # a file of tomorrow
             return PassedOver(tag, problems, undecided=True)
-    if problems and is_universal(tag.tag_dir):
+    if problems and is_universal(tag_dir):
         return PassedOver(tag, ("is a Universal checkpoint (ds_to_universal).",), undecided=True)
     return PassedOver(tag, problems) if problems else None
 
@@ -180,7 +194,9 @@ def committed_after(root: Path, name: str) -> tuple[str, ...]:
 
     def recorded(name: str) -> Tag | None:
         try:
-            return None if read_mark(directory_of(root, name)) is not None else _from_record(root, name)
+            tag_dir = directory_of(root, name)
+            opened = open_tag(tag_dir)
+            return None if read_mark(opened) is not None else _from_record(tag_dir, name, opened)
         except (CheckpointError, UnreadableError):
             return None
 
@@ -226,17 +242,26 @@ def named_latest(root: FilePath) -> tuple[str | None, str | None]:
 
 
 def _tag_at(root: FilePath, name: str) -> Tag | None:
-    """The tag in a directory, None where it is not one."""
+    """The tag in a directory, None where it is not one. One that is saved again meanwhile is looked at again."""
     path = directory_of(root, name)
+    for _ in range(MAX_LOOKS):
+        opened = open_tag(path)
+        found = _look_at(path, opened, name)
+        if (found is not None and found.step_from == "record") or not was_saved_again(opened):
+            break
+    return found
+
+
+def _look_at(path: FilePath, opened: FilePath, name: str) -> Tag | None:
     for read in (_from_record, _from_header):
         try:
-            return read(root, name)
+            return read(path, name, opened)
         except MissingFileError:
             continue
         except (CheckpointError, UnreadableError):
             break  # there is something, and it is damaged
     try:
-        is_tag = any(file == RECORD_NAME or is_rank_file(file) for file in file_sizes(path))
+        is_tag = any(file == RECORD_NAME or is_rank_file(file) for file in file_sizes(opened))
     except MissingFileError:
         is_tag = False
     except (CheckpointError, UnreadableError):  # it cannot be listed, so that nobody can load it
@@ -277,10 +302,9 @@ def _tag_in_folder(root: FilePath, name: str) -> Tag | None:
     return replace(tag, name=name, path=folder, step=step, step_from=step_from, unfinished=problem)
 
 
-def _from_record(root: FilePath, name: str) -> Tag:
+def _from_record(tag_dir: FilePath, name: str, opened: FilePath) -> Tag:
     """A tag as its commit record has it."""
-    tag_dir = directory_of(root, name)
-    path = tag_dir / RECORD_NAME
+    path = opened / RECORD_NAME
     head = read_head(path)
     step, committed_at, save_id, parent = (
         head.get(key) for key in ("global_steps", "committed_at", "save_id", "parent")
@@ -303,10 +327,9 @@ def _from_record(root: FilePath, name: str) -> Tag:
     )
 
 
-def _from_header(root: FilePath, name: str) -> Tag:
+def _from_header(tag_dir: FilePath, name: str, opened: FilePath) -> Tag:
     """A tag as its first model states file has it; step 0 where that states none, as loading has it."""
-    tag_dir = directory_of(root, name)
-    path = tag_dir / _FIRST_MODEL
+    path = opened / _FIRST_MODEL
     states = read_torch_file(path, foreign="inert").root
     if not isinstance(states, dict):
         raise UnsafePickleError(f"{path}: is not a DeepSpeed model states file.")

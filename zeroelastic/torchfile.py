@@ -38,7 +38,7 @@ from zeroelastic.safepickle import (
     allow_globals,
     check_tree,
 )
-from zeroelastic.storage import BlockFile, FilePath, RemotePath, as_path, open_regular
+from zeroelastic.storage import BlockFile, FilePath, RemotePath, as_path, open_regular, read_range
 
 _LOCAL_HEADER = struct.Struct("<4sHHHHHIIIHH")
 _MAX_PICKLE_BYTES = 1 << 31
@@ -126,9 +126,7 @@ class TorchFile:
             data = self._blocks.read(offset, nbytes)
             self.header_bytes = self._blocks.bytes_read
             return data
-        assert isinstance(self.path, Path)
-        with open_regular(self.path) as file:
-            data = os.pread(file.fileno(), nbytes, offset)
+        data = read_range(self.path, offset, nbytes)
         self.header_bytes += len(data)
         return data
 

@@ -26,6 +26,7 @@ from zeroelastic.digest import ScalarValue
 from zeroelastic.errors import CheckpointError, UnsupportedError
 from zeroelastic.executors import DigestRows, SegmentTable, join_crc32, move_segments
 from zeroelastic.layout import Int64Array
+from zeroelastic.one_save import check_one_save
 from zeroelastic.picklegraph import Storage, entry, new_storage, pairs_of, read_graph, tensor, walk_storages
 from zeroelastic.publish import reserve_file
 from zeroelastic.rows import stream_seeds
@@ -109,6 +110,7 @@ def write_universal(
         _write_graph(plan.optimizer_state, zero / OPTIMIZER_STATE)
         compared += _copy_models(plan.state, tag_dir, advance)
         (directory / LATEST_UNIVERSAL).write_text(plan.tag)
+        check_one_save(plan.state.checkpoint.tag_dir)
     return compared
 
 

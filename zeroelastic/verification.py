@@ -21,6 +21,7 @@ from zeroelastic.checkpoint import ModelStates, other_directory
 from zeroelastic.digest import content_root
 from zeroelastic.inventory import Inventory, Problem, take_inventory
 from zeroelastic.layout import Int64Array
+from zeroelastic.one_save import may_mix_saves, one_save, pin, saved_again, was_saved_again
 from zeroelastic.processes import Processes
 from zeroelastic.quarantine import MARK_NAME, Quarantine, read_mark
 from zeroelastic.record import RECORD_NAME, CheckpointFormat
@@ -71,14 +72,16 @@ def verify_checkpoint(tag_dir: FilePath, *, quick: bool = False, progress: Progr
     Without a commit record there are no digests to compare with; the report says so. ``progress`` is given the number
     of bytes done since it was last called; there are ``take_inventory(tag_dir).nbytes``. Memory: the headers of all
     ranks and a few MiB. Damage is reported, not raised. Raises MissingFileError where there is no ZeRO-3 checkpoint,
-    UnsupportedError for one that is not read here.
+    UnsupportedError for one that is not read here, SavedAgainError for one that was saved again meanwhile.
 
     Example::
 
         for problem in verify_checkpoint(Path("ckpt/global_step100")).problems:
             print(problem.sentence)
     """
-    return verify_inventory(take_inventory(tag_dir, quick=quick), quick=quick, progress=progress)
+    tag_dir = pin(tag_dir)
+    with one_save(tag_dir):
+        return verify_inventory(take_inventory(tag_dir, quick=quick), quick=quick, progress=progress)
 
 
 def verify_inventory(
@@ -92,9 +95,16 @@ def verify_inventory(
 
     Several ``processes``, each with the same inventory, share the reading by rank and get the same report. Collective.
     """
-    if quick:
-        return judge_quick(inventory)
     processes = processes or Processes()
+    report = judge_quick(inventory) if quick else _read_all(inventory, progress, processes)
+    tag_dir = inventory.tag_dir
+    again = may_mix_saves(tag_dir, alone=processes.size == 1) if report.valid else was_saved_again(tag_dir)
+    if any(processes.gather(again)):
+        raise saved_again(tag_dir)
+    return report
+
+
+def _read_all(inventory: Inventory, progress: Progress | None, processes: Processes) -> VerifyReport:
     mine = [inventory.ranks[number] for number in processes.mine(len(inventory.ranks))]
     own = processes.settle(lambda: combine((scan_rank(inventory, rank, progress=progress) for rank in mine), inventory))
     return judge(inventory, combine(processes.gather(own), inventory))

@@ -93,29 +93,31 @@ def _convert_to(
 ) -> dict[str, object]:
     from zeroelastic.checkpoint import open_checkpoint
     from zeroelastic.cli.progress import progress_bar
+    from zeroelastic.one_save import one_save
     from zeroelastic.publish import check_free
     from zeroelastic.source import find_source
     from zeroelastic.state import open_state
 
     source = find_source(src, tag=tag)
     check_free(dst.absolute(), sources=local_sources(source))
-    state = open_state(open_checkpoint(source.tag_dir))
     compared: int | None = None
     plan: UniversalPlan | DcpPlan
-    if to == "universal":
-        from zeroelastic.universal import plan_universal, write_universal
+    with one_save(source.tag_dir):
+        state = open_state(open_checkpoint(source.tag_dir))
+        if to == "universal":
+            from zeroelastic.universal import plan_universal, write_universal
 
-        plan = plan_universal(state, tag=source.tag)
-        if not dry_run:
-            with progress_bar("converting", plan.nbytes) as advance:
-                compared = write_universal(plan, dst, max_memory=max_memory, advance=advance)
-    else:
-        from zeroelastic.dcp import plan_dcp, write_dcp
+            plan = plan_universal(state, tag=source.tag)
+            if not dry_run:
+                with progress_bar("converting", plan.nbytes) as advance:
+                    compared = write_universal(plan, dst, max_memory=max_memory, advance=advance)
+        else:
+            from zeroelastic.dcp import plan_dcp, write_dcp
 
-        plan = plan_dcp(state)
-        if not dry_run:
-            with progress_bar("converting", plan.nbytes) as advance:
-                compared = write_dcp(plan, dst, max_memory=max_memory, advance=advance)
+            plan = plan_dcp(state)
+            if not dry_run:
+                with progress_bar("converting", plan.nbytes) as advance:
+                    compared = write_dcp(plan, dst, max_memory=max_memory, advance=advance)
     return _document(source, dst, "native", to, state.checkpoint.world_size) | {
         "dry_run": dry_run,
         "bytes_read": plan.nbytes,

@@ -64,13 +64,15 @@ def _compare(a: str, b: str, params: str | None, max_memory: int) -> Comparison:
     from zeroelastic.checkpoint import open_checkpoint
     from zeroelastic.cli.progress import progress_bar
     from zeroelastic.comparison import compare_checkpoints, comparison_nbytes
+    from zeroelastic.one_save import one_save
     from zeroelastic.source import find_source
     from zeroelastic.state import open_state
 
     sources = find_source(a), find_source(b)
-    left, right = (open_state(open_checkpoint(source.tag_dir)) for source in sources)
-    with progress_bar("diff", comparison_nbytes(left, right, params=params)) as advance:
-        return compare_checkpoints(left, right, params=params, max_memory=max_memory, progress=advance)
+    with one_save(*(source.tag_dir for source in sources)):
+        left, right = (open_state(open_checkpoint(source.tag_dir)) for source in sources)
+        with progress_bar("diff", comparison_nbytes(left, right, params=params)) as advance:
+            return compare_checkpoints(left, right, params=params, max_memory=max_memory, progress=advance)
 
 
 def _document(found: Comparison) -> dict[str, object]:

@@ -61,25 +61,27 @@ def export(
     from zeroelastic.checkpoint import open_checkpoint
     from zeroelastic.cli.progress import progress_bar
     from zeroelastic.export import plan_export, run_export
+    from zeroelastic.one_save import one_save
     from zeroelastic.publish import check_free
     from zeroelastic.source import find_source
     from zeroelastic.state import open_state
 
-    def look() -> tuple[Source, ExportPlan]:
-        source = find_source(src, tag=tag)
+    def look() -> ExportPlan:
         check_free(dst.absolute(), sources=local_sources(source))
         state = open_state(open_checkpoint(source.tag_dir))
-        return source, plan_export(
+        return plan_export(
             state, dtype=dtype, max_shard_size=shard_nbytes, optimizer=optimizer, tied=tied, model_dir=source.root
         )
 
     with processes_of(distributed=distributed) as processes:
         began = time.monotonic()
-        source, plan = processes.settle(look)
+        source = processes.settle(lambda: find_source(src, tag=tag))
         compared: int | None = None
-        if not dry_run:
-            with progress_bar("exporting", plan.source_nbytes // processes.size) as advance:
-                compared = run_export(plan, dst, max_memory=memory, advance=advance, processes=processes)
+        with one_save(source.tag_dir):
+            plan = processes.settle(look)
+            if not dry_run:
+                with progress_bar("exporting", plan.source_nbytes // processes.size) as advance:
+                    compared = run_export(plan, dst, max_memory=memory, advance=advance, processes=processes)
     if processes.rank != 0:
         return  # rank 0 speaks for all
     document = to_document(plan, source, dst, compared, time.monotonic() - began)

@@ -66,6 +66,7 @@ def _look(text: str, tag: str | None, all_ranks: bool) -> Inspection:
     from zeroelastic.errors import CheckpointError, UsageError
     from zeroelastic.findings import Inspection
     from zeroelastic.inspection import inspect_source, refuse_other_kinds
+    from zeroelastic.save_place import open_tag
     from zeroelastic.source import Source, find_source
     from zeroelastic.storage import RemotePath, as_path
 
@@ -80,7 +81,8 @@ def _look(text: str, tag: str | None, all_ranks: bool) -> Inspection:
     except CheckpointError as error:
         path = as_path(text) if isinstance(as_path(text), RemotePath) else Path(os.path.abspath(text))
         if tag is None and _holds_rank_files(path):  # what is beside a tag does not make it worse
-            found = inspect_source(Source(path.parent, path.name, path, None, "deepspeed"), all_ranks=all_ranks)
+            source = Source(path.parent, path.name, open_tag(path), None, "deepspeed")
+            found = inspect_source(source, all_ranks=all_ranks)
             found.notes.append(str(error))
             return found
         return Inspection(path=str(path), tag=tag or "", problems=[str(error)])

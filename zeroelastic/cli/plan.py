@@ -68,12 +68,14 @@ def plan(
     from zeroelastic.forecast import make_forecast, read_head
     from zeroelastic.global_batch import misfit_notes
     from zeroelastic.native import train_batch_size
+    from zeroelastic.one_save import one_save
     from zeroelastic.source import find_source
     from zeroelastic.universal_cost import universal_cost
 
     found = find_source(source, tag=tag)
-    checkpoint = open_checkpoint(found.tag_dir)
-    head = read_head(checkpoint)
+    with one_save(found.tag_dir):
+        checkpoint = open_checkpoint(found.tag_dir)
+        head = read_head(checkpoint)
     forecast = make_forecast(head, world_size)
     universal = universal_cost(head, world_size)
     speed = given if given is not None else _measure(checkpoint, found)

@@ -55,6 +55,7 @@ def prove(
     Examples:
         zeroelastic prove run --world-size 1 --steps 2 --no-repeat -- train.py
     """
+    from zeroelastic.one_save import one_save
     from zeroelastic.proving.driver import Request, prepare, prove, sizes, verify_source
     from zeroelastic.proving.launcher import environment, failure_of, launch
     from zeroelastic.proving.report import document, write_report
@@ -63,7 +64,8 @@ def prove(
     limit = _seconds(time_limit)
     _check_script(script)
     found = find_source(src, tag=tag)
-    verified = verify_source(found)
+    with one_save(found.tag_dir):
+        verified = verify_source(found)
     request = Request(found, world_size, from_world_size, steps, out, repeat, tolerance, keep)
     first, second = sizes(request, verified)
     env, device = environment(max(first, second), verified.num_bytes)

@@ -53,6 +53,7 @@ def reshard(
         zeroelastic reshard ckpt ckpt-8 --world-size 8 --dry-run --json
     """
     from zeroelastic.cli.progress import progress_bar
+    from zeroelastic.one_save import one_save
     from zeroelastic.reshard import ReshardOptions, check_target, plan_reshard
     from zeroelastic.reshard import reshard as carry_out
     from zeroelastic.source import find_source
@@ -65,15 +66,17 @@ def reshard(
         world_size=world_size, format=format, sub_group_size=sub_group_size, max_memory=memory, verify=verify
     )
     with processes_of(distributed=distributed) as processes:
-        plan = processes.settle(lambda: plan_reshard(find_source(src, tag=tag), options))
-        if dry_run:
-            processes.first(lambda: check_target(plan, dst))
-            if processes.rank == 0:
-                _show_plan(plan, dst, as_json=as_json)
-            return
-        share = plan.nbytes * len(processes.mine(world_size)) // world_size
-        with progress_bar(f"resharding to {world_size}", share) as advance:
-            report = carry_out(plan, dst, processes=processes, progress=advance)
+        source = processes.settle(lambda: find_source(src, tag=tag))
+        with one_save(source.tag_dir):
+            plan = processes.settle(lambda: plan_reshard(source, options))
+            if dry_run:
+                processes.first(lambda: check_target(plan, dst))
+                if processes.rank == 0:
+                    _show_plan(plan, dst, as_json=as_json)
+                return
+            share = plan.nbytes * len(processes.mine(world_size)) // world_size
+            with progress_bar(f"resharding to {world_size}", share) as advance:
+                report = carry_out(plan, dst, processes=processes, progress=advance)
         if processes.rank == 0:
             _show(report, as_json=as_json)
 

@@ -13,8 +13,9 @@ from zeroelastic.cli.distributed import DistributedOption, processes_of
 from zeroelastic.cli.outcome import INVALID
 
 if TYPE_CHECKING:
-    from zeroelastic.inventory import Problem
+    from zeroelastic.inventory import Inventory, Problem
     from zeroelastic.processes import Processes
+    from zeroelastic.storage import FilePath
     from zeroelastic.verification import VerifyReport
 
 _MOST_SHOWN = 20
@@ -56,9 +57,9 @@ def verify(
         )
     with processes_of(distributed=distributed) as processes:
         began = time.monotonic()
-        report, read_seconds = _verify(src, tag, quick, processes)
+        report, tag_dir, read_seconds = _verify(src, tag, quick, processes)
         seconds = time.monotonic() - began
-    lifted = lift and report.valid and processes.rank == 0 and _lift(report.tag_dir)
+    lifted = lift and report.valid and processes.rank == 0 and tag_dir is not None and _lift(tag_dir)
     if processes.rank != 0:
         pass  # rank 0 speaks for all
     elif as_json:
@@ -69,37 +70,42 @@ def verify(
         raise typer.Exit(INVALID)
 
 
-def _verify(src: str, tag: str | None, quick: bool, processes: Processes) -> tuple[VerifyReport, float]:
-    """The report, and how long reading took when all headers were open."""
+def _verify(
+    src: str, tag: str | None, quick: bool, processes: Processes
+) -> tuple[VerifyReport, FilePath | None, float]:
+    """The report, the directory, pinned, and how long reading took when all headers were open."""
     from zeroelastic.cli.progress import progress_bar
     from zeroelastic.errors import CheckpointError
     from zeroelastic.inventory import take_inventory
+    from zeroelastic.one_save import one_save
     from zeroelastic.source import find_source
     from zeroelastic.verification import damaged, verify_inventory
 
+    def look() -> Inventory:
+        tag_dir = find_source(src, tag=tag).tag_dir
+        with one_save(tag_dir):
+            return take_inventory(tag_dir, quick=quick)
+
     try:
-        inventory = processes.settle(lambda: take_inventory(find_source(src, tag=tag).tag_dir, quick=quick))
+        inventory = processes.settle(look)
     except CheckpointError as error:  # what cannot even be looked at is a finding, too
-        return damaged(src, str(error), quick=quick), 0.0
+        return damaged(src, str(error), quick=quick), None, 0.0
     if quick:
-        return verify_inventory(inventory, quick=True), 0.0
+        return verify_inventory(inventory, quick=True, processes=processes), inventory.tag_dir, 0.0
     began = time.monotonic()
     with progress_bar("verify", inventory.nbytes // processes.size) as advance:
         report = verify_inventory(inventory, progress=advance, processes=processes)
-    return report, time.monotonic() - began
+    return report, inventory.tag_dir, time.monotonic() - began
 
 
-def _lift(tag_dir: str) -> bool:
-    from pathlib import Path
-
+def _lift(tag_dir: FilePath) -> bool:
     from zeroelastic.errors import UsageError
     from zeroelastic.quarantine import lift_mark
-    from zeroelastic.storage import RemotePath, as_path
+    from zeroelastic.storage import RemotePath
 
-    path = as_path(tag_dir)
-    if isinstance(path, RemotePath):
+    if isinstance(tag_dir, RemotePath):
         raise UsageError(f"{tag_dir}: --lift-quarantine writes on this machine only.")
-    return lift_mark(Path(path))
+    return lift_mark(tag_dir)
 
 
 def _document(report: VerifyReport, seconds: float, read_seconds: float, lifted: bool) -> dict[str, object]:

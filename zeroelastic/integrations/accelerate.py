@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -26,15 +26,17 @@ import torch.distributed as dist
 from torch.optim.lr_scheduler import LambdaLR
 
 from zeroelastic.agree import settle, together
-from zeroelastic.checkpoint import open_checkpoint
+from zeroelastic.checkpoint import Checkpoint, open_checkpoint
 from zeroelastic.elastic.position import seed_generators
 from zeroelastic.errors import StrictError, UnsupportedError, ZeroElasticError
 from zeroelastic.integrations.told import tell
 from zeroelastic.patching import wrap
 from zeroelastic.picklegraph import read_graph
 from zeroelastic.rng import derived_seed
+from zeroelastic.save_place import read_tag
 from zeroelastic.stage3.options import parse_options
 from zeroelastic.stage3.partners import require_partners
+from zeroelastic.storage import FilePath
 
 __all__ = ["DataPosition", "data_position", "remaining_epochs"]
 
@@ -127,8 +129,7 @@ def _look(accelerator: Any, engine: Any, directory: Path) -> _Saved | None:
         if dist.get_rank() != 0:
             return None
         try:
-            checkpoint = open_checkpoint(directory / _TAG)
-            config = checkpoint.shard(0).ds_config
+            checkpoint, config = read_tag(directory / _TAG, _open)
         except ZeroElasticError:
             return None
         accumulation, micro = config.get("gradient_accumulation_steps"), config.get("train_micro_batch_size_per_gpu")
@@ -145,6 +146,11 @@ def _look(accelerator: Any, engine: Any, directory: Path) -> _Saved | None:
     if saved is not None:
         settle(lambda: _refuse(accelerator, engine, directory, saved))
     return saved
+
+
+def _open(tag_dir: FilePath) -> tuple[Checkpoint, Mapping[str, object]]:
+    checkpoint = open_checkpoint(tag_dir)
+    return checkpoint, checkpoint.shard(0).ds_config
 
 
 def _saved_step(path: Path) -> int | None:

@@ -28,10 +28,13 @@ from zeroelastic.agree import settle, together
 from zeroelastic.checkpoint import open_checkpoint
 from zeroelastic.errors import StrictError, UnsupportedError, ZeroElasticError
 from zeroelastic.integrations.told import tell
+from zeroelastic.one_save import was_saved_again
 from zeroelastic.patching import wrap
 from zeroelastic.picklegraph import read_graph
+from zeroelastic.save_place import read_tag
 from zeroelastic.stage3.options import parse_options
 from zeroelastic.stage3.partners import require_partners
+from zeroelastic.storage import FilePath
 
 logger = logging.getLogger(__name__)
 
@@ -128,13 +131,18 @@ def _look(trainer: Any, engine: Any, path: Path) -> _Saved | None:
         if dist.get_rank() != 0:
             return None
         try:
-            checkpoint = open_checkpoint(path / _TAG)
-            config, path_of_loops = checkpoint.shard(0).ds_config, checkpoint.model_states(0).path
+            return read_tag(path / _TAG, look)
         except ZeroElasticError:
             return None
+
+    def look(tag_dir: FilePath) -> _Saved | None:
+        checkpoint = open_checkpoint(tag_dir)
+        config = checkpoint.shard(0).ds_config
         try:
-            state = read_graph(path_of_loops)
+            state = read_graph(checkpoint.model_states(0).path)
         except ZeroElasticError as error:
+            if was_saved_again(tag_dir):
+                raise
             logger.warning(
                 "DATA BEGINS THE EPOCH AGAIN: the loops' counters cannot be read without running it: %s", error
             )

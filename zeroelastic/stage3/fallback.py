@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -17,11 +18,15 @@ import torch.distributed as dist
 from zeroelastic.agree import broadcast, settle
 from zeroelastic.commit_order import Tag
 from zeroelastic.errors import CheckpointError, UnreadableError
+from zeroelastic.one_save import was_saved_again
+from zeroelastic.pinned import PinnedPath
 from zeroelastic.quarantine import write_mark
 from zeroelastic.record import RECORD_NAME
 from zeroelastic.report import ResumeReport
+from zeroelastic.save_place import MAX_LOOKS, open_tag
 from zeroelastic.stage3.node_tags import problem_over_nodes, seen_alike, tags_of_all_nodes
 from zeroelastic.stage3.topology import rank_and_tp
+from zeroelastic.storage import FilePath
 from zeroelastic.tags import check_quickly, check_tag, is_damage, named_latest
 
 logger = logging.getLogger(__name__)
@@ -31,6 +36,13 @@ T = TypeVar("T")
 
 class UnusableError(CheckpointError):
     """A tag that is whole, and that this run cannot go on from all the same: passed over, and not marked."""
+
+
+class _Tried(NamedTuple):
+    """A tag that is looked at, and its directory, pinned when that began."""
+
+    tag: Tag
+    opened: Path
 
 
 class _Step(NamedTuple):
@@ -56,21 +68,30 @@ def walk_back(
     Rank 0's ``tags`` count, newest first; one for which ``postpone`` gives a reason there is tried after all others.
     ``load(directory, tag, passed over so far)`` runs on every rank and raises the same there. A tag that is damaged
     although its commit record says that it was finished gets a mark of quarantine, and is not read by the next walk;
-    where nodes have disks of their own, nothing is marked, since what is missing may come back. What ``load`` raises
-    that is neither a CheckpointError nor an UnreadableError ends the walk. Collective.
+    where nodes have disks of their own, nothing is marked, since what is missing may come back. One that was saved
+    again, or written to, since it was first looked at is tried again instead. What ``load`` raises that is neither a
+    CheckpointError nor an UnreadableError ends the walk. Collective.
     """
-    remaining, postponed, passed = list(tags), list[Tag](), list[str]()
+    remaining, postponed, passed, tried = list(tags), list[Tag](), list[str](), list[_Tried]()
 
     def choose() -> _Step | None:
-        return _next(remaining, postponed, passed, postpone) if dist.get_rank() == 0 else None
+        return _next(remaining, postponed, passed, tried, postpone) if dist.get_rank() == 0 else None
 
     def pass_over(name: str, tag_dir: Path, error: CheckpointError | UnreadableError, *, damage: bool) -> None:
         alike = not damage or seen_alike(tag_dir)
-        if dist.get_rank() == 0:
-            passed.append(f"{name}: {error}")
-            logger.warning("passed over %s: %s", name, error)
-            if damage and alike:
-                _quarantine(tag_dir, error)
+        if dist.get_rank() != 0:
+            return
+        tag, opened = tried[-1]
+        changed = was_saved_again(opened)
+        if damage and alike and not changed:
+            _quarantine(opened, error)
+            changed = was_saved_again(opened)
+        if changed and sum(other.tag is tag for other in tried) < MAX_LOOKS:
+            logger.warning("%s: was saved again while it was tried, and is tried again (%s)", name, error)
+            remaining.insert(0, tag)
+            return
+        passed.append(f"{name}: {error}")
+        logger.warning("passed over %s: %s", name, error)
 
     while True:
         step = broadcast(settle(choose))
@@ -89,7 +110,11 @@ def walk_back(
 
 
 def _next(
-    remaining: list[Tag], postponed: list[Tag], passed: list[str], postpone: Callable[[Tag], str | None]
+    remaining: list[Tag],
+    postponed: list[Tag],
+    passed: list[str],
+    tried: list[_Tried],
+    postpone: Callable[[Tag], str | None],
 ) -> _Step | None:
     """The newest of the remaining tags, then of those that were postponed; quarantined ones are passed over."""
     while remaining or postponed:
@@ -98,6 +123,7 @@ def _next(
         problem = None if late else postpone(tag)
         if problem is not None:
             postponed.append(tag)
+        tried.append(_Tried(tag, _opened(tag.tag_dir)))
         verdict = check_tag(tag, check_quickly) if problem is None else None
         if problem is None and not (verdict is not None and verdict.quarantined):
             damage = verdict is not None and not verdict.undecided and tag.unfinished is None
@@ -111,8 +137,21 @@ def _next(
     return None
 
 
+def _opened(tag_dir: FilePath) -> Path:
+    """The tag directory, pinned, with the state of all its files, so that the judgement is of one save."""
+    opened = open_tag(tag_dir)
+    assert isinstance(opened, Path), "jobs resume from local directories"
+    if isinstance(opened, PinnedPath):
+        with suppress(OSError):  # what cannot be listed is said when it is checked
+            opened.note_all()
+    return opened
+
+
 def _quarantine(tag_dir: Path, error: CheckpointError | UnreadableError) -> None:
-    """Mark what was finished once and is damaged now. A tag without a record never was, or is not of ours to judge."""
+    """Mark what was finished once and is damaged now. A tag without a record never was, or is not of ours to judge.
+
+    ``tag_dir`` is pinned: the mark is never that of a newer save.
+    """
     if isinstance(error, UnusableError) or not is_damage(error) or not (tag_dir / RECORD_NAME).exists():
         return
     try:

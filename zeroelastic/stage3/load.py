@@ -13,6 +13,7 @@ import torch
 
 from zeroelastic.agree import settle
 from zeroelastic.digest import ScalarValue
+from zeroelastic.one_save import check_one_save
 from zeroelastic.report import ResumeReport
 from zeroelastic.shard import FP32, FROZEN, OptionValue
 from zeroelastic.stage3.contents import local_digests
@@ -57,13 +58,15 @@ def load(
     load_module: Callable[[str], tuple[Any, Any]],
     keys: ModuleKeys,
     began: float,
+    pending: int,
 ) -> tuple[tuple[Any, Any], ResumeReport]:
     """Fill the engine from a surveyed checkpoint. Collective.
 
     ``load_module`` runs DeepSpeed's own ``_load_checkpoint`` (module, counters, scheduler, client state) on the file
     that ``model_states_reader`` serves from the path that it is given, and leaves in ``keys`` what the module finds
-    missing; ``began`` is when the whole load did (``time.perf_counter``); ``said`` goes into the report first. Returns
-    its result and the report. Raises the same error on every rank.
+    missing; ``began`` is when the whole load did (``time.perf_counter``); ``said`` goes into the report first;
+    ``pending`` micro batches were accumulated before. Returns its result and the report. Raises the same error on
+    every rank.
     """
     notes = list(said)
     reset: list[str] = []
@@ -73,7 +76,7 @@ def load(
     if batch is not None and not wanted.module_only:
         notes.append(batch)
     if not wanted.weights_only:
-        notes += _lost_micro_batches(engine, found)
+        notes += _lost_micro_batches(found, pending)
     optimizer = live.optimizer
     if getattr(optimizer, "offloaded_states", None):
         optimizer.reload_states()
@@ -87,6 +90,7 @@ def load(
         return _fill(live, found, options, wanted, notes)
 
     def restore(filling: _Filling) -> Filled:
+        check_one_save(found.checkpoint.tag_dir)  # nothing is read after this
         filled = _complete(live, found, filling, wanted)
         if from_16_bit and options.verify == "full":
             filled = _with_read_weights(live, filled)
@@ -134,9 +138,9 @@ def accumulated_micro_batches(engine: Any) -> int:
     return int(engine.micro_steps % engine.gradient_accumulation_steps())
 
 
-def _lost_micro_batches(engine: Any, found: Survey) -> list[str]:
+def _lost_micro_batches(found: Survey, pending: int) -> list[str]:
     record = found.checkpoint.record
-    lost, pending = record.lost_micro_batches if record is not None else 0, accumulated_micro_batches(engine)
+    lost = record.lost_micro_batches if record is not None else 0
     notes: list[str] = []
     if lost:
         notes.append(

@@ -19,7 +19,7 @@ from zeroelastic.patching import patched
 from zeroelastic.safepickle import split_global
 from zeroelastic.stage3.schedule import rearranged
 from zeroelastic.stage3.survey import Survey
-from zeroelastic.storage import open_regular
+from zeroelastic.storage import read_range
 
 _FRAGMENTS = "frozen_param_fragments"
 
@@ -74,8 +74,9 @@ class _ModelStatesReader:
 
     def _unpickle(self, *, mmap: bool) -> dict[str, Any]:
         path = self._found.model.path
-        if self._path == str(path):
-            open_regular(Path(self._path)).close()  # refuses what is no file, and links that lead elsewhere
+        if path.name not in self._found.checkpoint.away:
+            assert isinstance(path, Path), "loads read local files"
+            read_range(path, 0, 1)  # refuses what is no file, and links that lead elsewhere
         try:
             with torch.serialization.safe_globals(self._safe or []):
                 state = torch.load(self._path, map_location="cpu", mmap=mmap, weights_only=self._safe is not None)

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -207,7 +208,7 @@ def module_file(sight: Sight | None, model: ModelStates, *, executor: Executor) 
     but frozen parameters, under a name that lasts as long as the context.
     """
     if sight is None:
-        yield str(model.path), Relayed()
+        yield _local(model), Relayed()
         return
     away = model.path.name in sight.away
     held = os.memfd_create(model.path.name, os.MFD_CLOEXEC) if away else -1
@@ -224,10 +225,15 @@ def module_file(sight: Sight | None, model: ModelStates, *, executor: Executor) 
             os.ftruncate(held, model.size)
         readers = np.full(len(rows), reader, dtype=np.int64)
         relayed = settle(lambda: fetch(sight, rows, readers, put, executor=executor))
-        yield f"/proc/self/fd/{held}" if away else str(model.path), relayed
+        yield f"/proc/self/fd/{held}" if away else _local(model), relayed
     finally:
         if held >= 0:
             os.close(held)
+
+
+def _local(model: ModelStates) -> str:
+    assert isinstance(model.path, Path), "loads read local files"
+    return os.fspath(model.path)
 
 
 def _without_frozen(model: ModelStates) -> list[tuple[int, int]]:

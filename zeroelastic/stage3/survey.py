@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -69,10 +70,15 @@ class Survey:
 
     @property
     def model_paths(self) -> tuple[str, ...]:
-        """The names of ``model`` and of the same file of every tensor parallel rank, as DeepSpeed wants them listed."""
-        tag_dir, rank = self.checkpoint.tag_dir, self.model.rank
+        """Where ``model`` and the same file of every tensor parallel rank are, as DeepSpeed wants them listed."""
+        rank = self.model.rank
         names = (f"zero_pp_rank_{rank}_mp_rank_{tp:02d}_model_states.pt" for tp in range(self.checkpoint.tp.size))
-        return tuple(str(tag_dir / name) for name in names)
+        return tuple(os.fspath(self._local(name)) for name in names)
+
+    def _local(self, name: str) -> Path:
+        path = self.checkpoint.tag_dir / name
+        assert isinstance(path, Path), "loads read local files"
+        return path
 
 
 Token = tuple[tuple[str, str], ...]

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from zeroelastic.absent import about_absent, about_absent_tag
 from zeroelastic.agree import settle, together
 from zeroelastic.errors import CheckpointError, MissingFileError, UnreadableError, printable, shown
+from zeroelastic.pinned import PinnedPath
 from zeroelastic.quarantine import read_mark
-from zeroelastic.save_place import recover
+from zeroelastic.save_place import open_tag, recover
 from zeroelastic.stage3.node_tags import agree_on_latest
 from zeroelastic.tag_names import LATEST, read_latest
 from zeroelastic.tags import committed_after
@@ -65,7 +66,7 @@ def choose_tag(load_dir: Path, tag: Any) -> tuple[str | None, tuple[str, ...]]:
         return None, ()
 
     def look() -> tuple[bool, tuple[str, ...]]:
-        there = (load_dir / named).is_dir()
+        there = isinstance(open_tag(load_dir / named), PinnedPath)
         return there, committed_after(load_dir, named) if there and dist.get_rank() == 0 else ()
 
     _, outcomes = together(look)

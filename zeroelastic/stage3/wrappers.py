@@ -38,6 +38,7 @@ from zeroelastic.stage3.module_states import model_states_reader
 from zeroelastic.stage3.options import Options
 from zeroelastic.stage3.partners import agree_on, announce, require_partners
 from zeroelastic.stage3.pending import abandon, flush, has_pending
+from zeroelastic.stage3.reloading import Attempt, is_of_all_ranks, load_one_save
 from zeroelastic.stage3.save import elastic_state_dict
 from zeroelastic.stage3.saving import (
     Saving,
@@ -248,105 +249,112 @@ def load_checkpoint(original: Method) -> Method:
             )
             if loaded is not None:
                 return loaded[0]
-        chosen, newer = choose_tag(Path(load_dir), tag)
-        if chosen is None:
-            nothing_to_load(Path(load_dir), required=options.required)
-            return stock()
-        tag = chosen
-        tag_dir = Path(load_dir) / chosen
-        warn_of_mark(tag_dir)
-        refused = _refused(self, optimizer, tag_dir)
-        if refused is not None:
-            if dist.get_rank() == 0:
-                logger.warning("loading through DeepSpeed alone: %s", refused)
-            return stock()
-        wanted = Wanted(optimizer_states=load_optimizer_states, module_only=load_module_only)
-        live = live_of(self, optimizer)
-        try:
+
+        def one_attempt(attempt: Attempt) -> Any:
+            chosen, newer = choose_tag(Path(load_dir), tag)
+            if chosen is None:
+                nothing_to_load(Path(load_dir), required=options.required)
+                return stock()
+            tag_dir = attempt.open_tag(Path(load_dir) / chosen)
+            warn_of_mark(tag_dir)
+            refused = _refused(self, optimizer, tag_dir)
+            if refused is not None:
+                if dist.get_rank() == 0:
+                    logger.warning("loading through DeepSpeed alone: %s", refused)
+                return stock()
+            wanted = Wanted(optimizer_states=load_optimizer_states, module_only=load_module_only)
+            live = live_of(self, optimizer)
+            try:
+                with allow_globals(options.allow_globals):
+                    found = survey(
+                        tag_dir,
+                        live,
+                        weights_only=wanted.weights_only,
+                        options=options,
+                        strict_module=load_module_strict and custom_load_fn is None,
+                    )
+                settle(
+                    lambda: check_loaded_values(
+                        self,
+                        found.model,
+                        buffers=custom_load_fn is None,
+                        schedule=load_lr_scheduler_states,
+                        module_only=load_module_only,
+                    )
+                )
+            except Exception as error:
+                if not is_of_all_ranks(error) or attempt.was_saved_again():
+                    raise
+                if isinstance(error, OldFormatError):
+                    leave_to_stock(error, tag_dir, live, node_local=self.use_node_local_storage())
+                elif not isinstance(error, (CheckpointError, LayoutMismatchError, UnsupportedError)):
+                    raise
+                else:
+                    with allow_globals(options.allow_globals):
+                        left = isinstance(error, UnsupportedError) and _only_stock_reads(tag_dir, live)
+                        left = left or stock_loads(
+                            self,
+                            live,
+                            tag_dir,
+                            strict=load_module_strict and custom_load_fn is None,
+                            optimizer_states=load_optimizer_states,
+                            damaged=isinstance(error, CheckpointError),
+                        )
+                    if not left:
+                        raise
+                logger.warning("loading through DeepSpeed alone: %s", error)
+                return stock()
+            keys = ModuleKeys()
+
+            def load_module(module_path: str) -> tuple[Any, Any]:
+                with (
+                    model_states_reader(
+                        self, found, module_path, safe_load=options.safe_load, allow_globals=options.allow_globals
+                    ),
+                    recorded_keys(self.module, keys, forgive=options.missing_state == "fresh"),
+                ):
+                    path, state = self._load_checkpoint(
+                        load_dir,
+                        chosen,
+                        load_module_strict=load_module_strict,
+                        load_optimizer_states=True,  # False would merge the full model on every rank; see ``load``
+                        load_lr_scheduler_states=load_lr_scheduler_states,
+                        load_module_only=load_module_only,
+                        custom_load_fn=custom_load_fn,
+                    )
+                if path is None:
+                    raise CheckpointError(f"{found.model.path}: DeepSpeed did not load it.")
+                if not load_optimizer_states:
+                    state.setdefault("optimizer", None)
+                return str(found.model.path), state
+
             with allow_globals(options.allow_globals):
-                found = survey(
-                    tag_dir,
+                outcome, report = load(
+                    self,
+                    found,
                     live,
-                    weights_only=wanted.weights_only,
+                    tag_dir=tag_dir,
                     options=options,
-                    strict_module=load_module_strict and custom_load_fn is None,
+                    said=about_choice(Path(load_dir), chosen, newer),
+                    wanted=wanted,
+                    load_module=load_module,
+                    keys=keys,
+                    began=began,
+                    pending=attempt.pending_micro_batches,
                 )
-            settle(
-                lambda: check_loaded_values(
-                    self,
-                    found.model,
-                    buffers=custom_load_fn is None,
-                    schedule=load_lr_scheduler_states,
-                    module_only=load_module_only,
-                )
-            )
-        except OldFormatError as error:
-            leave_to_stock(error, tag_dir, live, node_local=self.use_node_local_storage())
-            logger.warning("loading through DeepSpeed alone: %s", error)
-            return stock()
-        except (CheckpointError, LayoutMismatchError, UnsupportedError) as error:
-            with allow_globals(options.allow_globals):
-                left = isinstance(error, UnsupportedError) and _only_stock_reads(tag_dir, live)
-                left = left or stock_loads(
-                    self,
-                    live,
-                    tag_dir,
-                    strict=load_module_strict and custom_load_fn is None,
-                    optimizer_states=load_optimizer_states,
-                    damaged=isinstance(error, CheckpointError),
-                )
-            if not left:
-                raise
-            logger.warning("loading through DeepSpeed alone: %s", error)
-            return stock()
-        keys = ModuleKeys()
+            self.zeroelastic_report = report
+            if dist.get_rank() == 0:
+                loud = bool(report.changed) or any(word in note for note in report.notes for word in _LOUD)
+                line, _, details = report.text().partition("\n")
+                if loud:
+                    logger.warning("%s", report.text())
+                else:
+                    notice(logger, line, details=f"\n{details}")
+            if not load_module_only:
+                lineage_of(self).load(found.checkpoint.record, outcome[1])
+            return outcome
 
-        def load_module(module_path: str) -> tuple[Any, Any]:
-            with (
-                model_states_reader(
-                    self, found, module_path, safe_load=options.safe_load, allow_globals=options.allow_globals
-                ),
-                recorded_keys(self.module, keys, forgive=options.missing_state == "fresh"),
-            ):
-                path, state = self._load_checkpoint(
-                    load_dir,
-                    chosen,
-                    load_module_strict=load_module_strict,
-                    load_optimizer_states=True,  # False would merge the full model on every rank; see ``load``
-                    load_lr_scheduler_states=load_lr_scheduler_states,
-                    load_module_only=load_module_only,
-                    custom_load_fn=custom_load_fn,
-                )
-            if path is None:
-                raise CheckpointError(f"{found.model.path}: DeepSpeed did not load it.")
-            if not load_optimizer_states:
-                state.setdefault("optimizer", None)
-            return str(found.model.path), state
-
-        with allow_globals(options.allow_globals):
-            outcome, report = load(
-                self,
-                found,
-                live,
-                tag_dir=tag_dir,
-                options=options,
-                said=about_choice(Path(load_dir), chosen, newer),
-                wanted=wanted,
-                load_module=load_module,
-                keys=keys,
-                began=began,
-            )
-        self.zeroelastic_report = report
-        if dist.get_rank() == 0:
-            loud = bool(report.changed) or any(word in note for note in report.notes for word in _LOUD)
-            line, _, details = report.text().partition("\n")
-            if loud:
-                logger.warning("%s", report.text())
-            else:
-                notice(logger, line, details=f"\n{details}")
-        if not load_module_only:
-            lineage_of(self).load(found.checkpoint.record, outcome[1])
-        return outcome
+        return load_one_save(self, one_attempt)
 
     return load_checkpoint
 
