@@ -123,7 +123,10 @@ def test_a_save_is_refused_by_name_or_loads_at_any_size(rank_pool: RankPool, run
         assert [outcome[0] for outcome in outcomes] == [error, error]
         refused = run.change in OF_THE_ENGINE or any(REFUSED.get(key) == v for key, v in run.client_state.items())
         if error:
-            assert refused and error.startswith("UnsupportedError: ") and unchanged
+            assert refused and unchanged
+            assert error.startswith("UnsupportedError: ") or not run.job.elastic, (
+                "DeepSpeed alone has errors of its own"
+            )
             return
         record = read_record(Path(directory) / run.tag)
         if record is None:

@@ -177,8 +177,9 @@ def _save(
             raise reason
         if dist.get_rank() == 0:
             notice(logger, f"{tag_dir}: saved by DeepSpeed alone; no commit record is written: {reason}")
-        settle(lambda: (tag_dir / RECORD_NAME).unlink(missing_ok=True))  # of a save that this one overwrites
-        return asked.of(original, engine)
+        done = asked.of(original, engine)
+        settle(lambda: (tag_dir / RECORD_NAME).unlink(missing_ok=True))  # of a save that this one has overwritten
+        return done
     asked = replace(asked, client_state=client_state)
     if decoupled:
         check_alive(engine)
