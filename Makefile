@@ -32,7 +32,7 @@ export OMP_NUM_THREADS ?= 1
 NATIVE_SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
 
 .PHONY: help venv warm versions demo demo-elastic demo-elastic-netns demo-elastic-fixed test same-as-stock test-gpu test-native \
-    crash crash-training damage fuzz bench bench-background bench-scale reliability support lint format clean
+    crash crash-training damage fuzz lifecycle bench bench-background bench-scale reliability support lint format clean
 
 help:
 	@echo "make demo      the demonstration; its results go to demo/"
@@ -47,6 +47,7 @@ help:
 	@echo "make bench-background  what a save costs training, waited for and in the background"
 	@echo "make crash     kill -9 at random moments of a reshard"
 	@echo "make crash-training  kill -9 at 200 random moments of a training job that saves"
+	@echo "make lifecycle  thousands of actions on real engines, each compared with a model"
 	@echo "make fuzz      fuzzes every reader of files, FUZZ_SECONDS=600 each (FUZZ_TARGETS='pickle table' narrows)"
 	@echo "make bench-scale  many ranks, loaders, parameters and tags; needs a quiet machine"
 	@echo "make reliability  docs/reliability.md, from the raw results of the campaigns"
@@ -127,6 +128,10 @@ crash: $(STAMP)
 
 crash-training: $(STAMP)
 	$(PY) benchmarks/crash_training.py --kills 200 --out benchmarks/results
+
+# Saves, loads, kills and tools in any order, compared with a model; the raw result goes to benchmarks/results.
+lifecycle: warm
+	$(PY) tests/lifecycle/campaign.py --actions 3000 --seed 1 --out benchmarks/results
 
 # Readers under atheris, the C++ engine under libFuzzer (clang); the raw result goes to benchmarks/results.
 FUZZ_SECONDS ?= 600

@@ -119,6 +119,17 @@ def say_fuzz(result: Result) -> list[str]:
     ]
 
 
+def say_lifecycle(result: Result) -> list[str]:
+    """Sequences of actions, each compared with a model."""
+    kinds = {failure["kind"]: failure["times"] for failure in result["failures"]}
+    return [
+        f"{result['actions']:,} actions in {result['sequences']} sequences, seed {result['seed']}, in "
+        f"{result['minutes']} min, slowest {result['slowest_action_s']} s: {len(kinds)} kinds of failures",
+        _pairs(result["counts"]),
+        *(f"failed {times} times: {kind}" for kind, times in kinds.items()),
+    ]
+
+
 def say_scale(result: Result) -> list[str]:
     """The slowest step of each part and the most memory; seconds of the processor, for the machine may be shared."""
     said = []
@@ -133,6 +144,12 @@ def say_scale(result: Result) -> list[str]:
 CAMPAIGNS = (
     Campaign(
         "crash_training", "make crash-training", "a training job that saves in a loop, killed", say_crash_training
+    ),
+    Campaign(
+        "lifecycle",
+        "make lifecycle",
+        "saves, loads, kills and tools in any order on real engines, compared with a model after every action",
+        say_lifecycle,
     ),
     Campaign("damage", "make damage", "a damaged checkpoint, loaded", say_damage),
     Campaign("fuzz", "make fuzz", "the readers, on generated files, with what they found mended", say_fuzz),

@@ -330,11 +330,9 @@ class Bench:
         """The engine holds one of these saves, bit for bit, with its client state."""
         self._measure(job)
         live = self.live[job]
-        fitting = [saved for saved in allowed if (saved.state, saved.step) == (live.state, live.step)]
-        self._require(
-            bool(fitting),
-            f"loaded state {live.state} of step {live.step}; saved was {[(s.tag, s.state, s.step) for s in allowed]}",
-        )
+        fitting = [saved for saved in allowed if (saved.state, saved.loaded_step) == (live.state, live.step)]
+        was = [(saved.tag, saved.state, saved.loaded_step) for saved in allowed]
+        self._require(bool(fitting), f"loaded state {live.state} of step {live.step}; saved was {was}")
         for found in client_states:
             mine = {key: found.get(key) for key in fitting[0].client_state}
             self._require(mine == fitting[0].client_state, f"client state {mine}, saved {fitting[0].client_state}")

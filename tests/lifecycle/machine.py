@@ -306,7 +306,7 @@ def machine(plan: Plan) -> type[RuleBasedStateMachine]:
         @precondition(has("tools"))
         @rule(
             place=DISK_PLACES,
-            verb=st.sampled_from(["verify", "latest_fix", "prune"]),
+            verb=st.sampled_from(["verify", "latest_fix", "latest_set", "prune"]),
             pick=PICKS,
             keep=st.integers(1, 3),
             at=EVENTS,
@@ -315,11 +315,11 @@ def machine(plan: Plan) -> type[RuleBasedStateMachine]:
         )
         def tool(self, place: str, verb: str, pick: int, keep: int, at: int, job: str, tag: str | None) -> None:
             given: dict[str, Any] = {"keep": keep} if verb == "prune" else {}
-            if verb == "verify":
+            if verb in ("verify", "latest_set"):
                 given["tag"] = self.tag(place, pick)
-            if job and "concurrent" not in plan.without:
+            if job and verb != "latest_set" and "concurrent" not in plan.without:
                 given |= {"job": job, "at": at, "tag": given.get("tag", tag)}
-            if verb != "verify" or given["tag"] is not None:
+            if given.get("tag") is not None or verb in ("latest_fix", "prune"):
                 self.act(verb, directory=place, **given)
 
         @precondition(has("damage"))

@@ -23,6 +23,11 @@ class Saved:
     save_id: str = ""
     damage: str = ""
 
+    @property
+    def loaded_step(self) -> int:
+        """DeepSpeed takes the step from the client state, where there is one."""
+        return int(self.client_state.get("global_steps", self.step))
+
 
 @dataclass
 class Directory:
@@ -30,6 +35,8 @@ class Directory:
 
     tags: dict[str, Saved] = field(default_factory=dict)
     latest: str | None = None
+    pointed: bool = False
+    """Whether ``latest`` was pointed at an older tag since the last commit: that is where a job goes on."""
     deaths: dict[str, int] = field(default_factory=dict)
     """How many jobs were killed while they loaded a tag."""
     crashed: bool = False
@@ -40,6 +47,7 @@ class Directory:
         self.tags.pop(saved.tag, None)
         self.tags[saved.tag] = saved
         self.deaths.pop(saved.tag, None)
+        self.pointed = False
         if latest:
             self.latest = saved.tag
 
@@ -47,8 +55,11 @@ class Directory:
         return list(reversed(self.tags.values()))
 
     def healthy(self) -> list[Saved]:
-        """What a load can take, newest first."""
-        return [saved for saved in self.newest_first() if not saved.damage]
+        """What a job may go on from, newest first."""
+        line = self.newest_first()
+        if self.pointed:
+            line = line[next((i for i, saved in enumerate(line) if saved.tag == self.latest), 0) :]
+        return [saved for saved in line if not saved.damage]
 
     def resumable(self) -> list[Saved]:
         """What ``resume`` may take: the newest healthy save; the one before it, too, once two loads died of it."""
@@ -65,7 +76,7 @@ class Directory:
         return {*whole[:keep], *({self.latest} & set(self.tags))}  # type: ignore[arg-type]
 
     def copy(self) -> Directory:
-        return Directory(dict(self.tags), self.latest)
+        return Directory(dict(self.tags), self.latest, self.pointed)
 
 
 @dataclass(frozen=True)
@@ -94,7 +105,8 @@ def interrupted(before: Directory, saved: Saved, *, ids: Mapping[str, str], late
     ``ids`` are the save ids on disk by tag. A tag that was there is still there, and ``latest`` names the new one
     only once that is committed.
     """
-    after = Directory(dict(before.tags), before.latest, dict(before.deaths), crashed=True)
+    after = before.copy()
+    after.deaths, after.crashed = dict(before.deaths), True
     old = before.tags.get(saved.tag)
     found = ids.get(saved.tag)
     assert found is not None or old is None, f"the killed save took {saved.tag!r} away"

@@ -155,6 +155,10 @@ class World(Bench):
         self._flushed(reader)
         after = self.directory(path)
         if resume:
+            if not before and all(answer.kind == "error" for answer in answers):
+                self._same_error(answers)  # the tag was damaged when it was looked at
+                self.live[reader].state = None
+                return
             self._judge_resume(reader, answers, [*before, *after.resumable()], after)
         else:
             self._judge_load(reader, answers, [*before, after.tags[tag]], after)
@@ -289,6 +293,18 @@ class World(Bench):
         model = self.directory(path)
         if model.healthy():
             model.latest = model.healthy()[0].tag
+
+    def do_latest_set(self, directory: str, tag: str) -> None:
+        """``zeroelastic latest --set``: a rollback by hand."""
+        path = self.path(directory, str(self.root / "home"))
+        model = self.directory(path)
+        if tag not in model.tags:
+            raise Skipped
+        code, text = self._tool(["latest", str(path), "--set", tag], path, "", None, 0)
+        if model.tags[tag].damage and code:
+            return  # refused
+        self._require(code == 0, f"latest --set exits with {code}: {text[-600:]}")
+        model.latest, model.pointed = tag, model.newest_first()[0].tag != tag
 
     def do_prune(self, directory: str, keep: int, job: str = "", tag: str | None = None, at: int = 0) -> None:
         """``zeroelastic prune``; with ``job``, that one saves a tag in the middle of it."""
