@@ -25,12 +25,17 @@ class Seen:
     listing: dict[str, tuple[int, int, int]] = field(default_factory=dict)
 
 
+def _is_bare(path: Path) -> bool:
+    """Whether a hidden directory was made and holds nothing yet: a kill may come before its maker is noted in it."""
+    return path.is_dir() and not any(found.stat().st_size for found in path.iterdir())
+
+
 def look(root: Path) -> Seen:
     """A directory as it is now; an empty one where there is none."""
     seen = Seen()
     for folder, folders, files in os.walk(root):
         for name in [*folders, *files]:
-            if _HIDDEN.fullmatch(name):
+            if _HIDDEN.fullmatch(name) and not _is_bare(Path(folder, name)):
                 seen.hidden.add(os.path.relpath(os.path.join(folder, name), root))
         folders[:] = sorted(name for name in folders if not _HIDDEN.fullmatch(name) and name != _TRASH)
         tag = os.path.relpath(folder, root)

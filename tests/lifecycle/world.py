@@ -91,6 +91,7 @@ class World(Bench):
         path, saved = self._saved(live, directory, tag, client_state)
         keywords = {"directory": self.given(directory), "tag": tag, "client_state": client_state}
         if background and hold:
+            self._wait_done(job)  # or the thread of the save before this one would stop
             gate = self._new_gate()
             self.gates[job] = gate
             self._ok(job, "arm", kind="hold", at=hold, gate=str(gate), background=True)
@@ -249,6 +250,8 @@ class World(Bench):
             keywords |= {"tag": tag, "client_state": None, "background": background}
         else:
             keywords |= {"required": False} if moment == "resume" else {"tag": tag, "verify": "full"}
+        if background:
+            self._wait_done(job)
         reached = False
         with self._held(job, moment, rank, at, thread=background and moment == "save", **keywords) as answers:
             reached = True
