@@ -237,7 +237,6 @@ class World(Bench):
         if moment == "idle":
             self._interrupt_pending(job)
             return
-        self._release(job)
         model = self.directory(path)
         number = signal.SIGKILL if how == "kill" else signal.SIGTERM
         loads = moment in ("load", "resume")
@@ -250,8 +249,8 @@ class World(Bench):
             keywords |= {"tag": tag, "client_state": None, "background": background}
         else:
             keywords |= {"required": False} if moment == "resume" else {"tag": tag, "verify": "full"}
-        if background:
-            self._wait_done(job)
+        if live.pending is not None:
+            self.do_wait(job)  # the save before this one is no part of it
         reached = False
         with self._held(job, moment, rank, at, thread=background and moment == "save", **keywords) as answers:
             reached = True
