@@ -161,10 +161,10 @@ def machine(plan: Plan) -> type[RuleBasedStateMachine]:
                 self.act("load", job=job, directory=place, tag=tag, verify=verify)
 
         @alive
-        @rule(job=JOBS, size=SIZES, place=PLACES)
-        def resume(self, job: str, size: int, place: str) -> None:
+        @rule(job=JOBS, size=SIZES, place=PLACES, required=st.sampled_from([False, False, True]))
+        def resume(self, job: str, size: int, place: str, required: bool) -> None:
             if self.running(job, size):
-                self.act("resume", job=job, directory=place)
+                self.act("resume", job=job, directory=place, **({"required": True} if required else {}))
 
         @precondition(has("rollback"))
         @rule(job=JOBS, place=PLACES, pick=PICKS, steps=st.integers(1, 2))

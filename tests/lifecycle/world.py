@@ -339,7 +339,8 @@ class World(Bench):
         """``cp -r`` of a directory: the times of its files are new, and their order is any."""
         path = self.path(directory, str(self.root / "home"))
         target = self.root / to[1:]
-        if self._in_flight(path) or not self.directory(path).tags or target.exists():
+        pointed = self.directory(path).pointed  # only the times of files tell, which cp -r changes
+        if self._in_flight(path) or not self.directory(path).tags or target.exists() or pointed:
             raise Skipped
         shutil.copytree(path, target, copy_function=shutil.copyfile, symlinks=True)
         self.directories[str(target)] = self.directory(path).copy()

@@ -75,6 +75,7 @@ def resume(
     from zeroelastic.stage3.fallback import none_loads, walk_back
     from zeroelastic.stage3.node_tags import tags_of_all_nodes
     from zeroelastic.stage3.partners import require_partners
+    from zeroelastic.stage3.pending import flush
     from zeroelastic.stage3.saving import options_of
     from zeroelastic.stage3.seams import install
     from zeroelastic.stage3.tag_choice import nothing_to_load
@@ -95,6 +96,7 @@ def resume(
             resumed = _finish(engine, root, name, dict(client_state or {}), data, strict, passed)
             return tag_dir, resumed
 
+    flush(engine, before="resume()")
     tags = tags_of_all_nodes(root)
     at = settle(lambda: going_on_from(root, tags) if _rank() == 0 else 0)
     attempts = settle(partial(Attempts, root))
