@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 from lifecycle.campaign import kind_of, shortened
-from lifecycle.found import Sequence
+from lifecycle.found import FOUND, Sequence
 from lifecycle.jobs import Server
+from lifecycle.machine import Plan, run
 from lifecycle.model import Directory, Saved, interrupted
 from lifecycle.world import Failed, World
 
@@ -20,6 +21,22 @@ from lifecycle.world import Failed, World
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with Server(tmp_path_factory.mktemp("jobs")) as made:
         yield made
+
+
+@pytest.mark.parametrize("sequence", FOUND.values(), ids=FOUND)
+def test_a_sequence_that_once_failed_holds(server: Server, tmp_path: Path, sequence: Sequence) -> None:
+    world = World(server, tmp_path / "world")
+    try:
+        for name, params in sequence:
+            world.act(name, **params)
+    finally:
+        world.close()
+
+
+def test_drawn_sequences_leave_what_the_model_says(server: Server, tmp_path: Path) -> None:
+    plan = Plan(server, tmp_path)
+    run(plan, examples=8, steps=20)
+    assert plan.actions > 60
 
 
 def test_a_state_that_is_not_the_saved_one_fails(server: Server, tmp_path: Path) -> None:
