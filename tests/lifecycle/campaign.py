@@ -29,13 +29,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [os.environ.get("ZEROELASTIC_TEST_PACKAGE", str(ROOT)), str(ROOT / "tests")]
 
-from lifecycle.found import FOUND  # noqa: E402
+from lifecycle.found import FOUND, REPLACED  # noqa: E402
 from lifecycle.jobs import Server  # noqa: E402
 from lifecycle.machine import AREAS, Plan, run  # noqa: E402
 from lifecycle.world import Failed, World  # noqa: E402
 
 Sequence_ = list[tuple[str, dict[str, Any]]]
-MOST_REPLAYS = 30
 STEPS = 25
 
 
@@ -61,8 +60,8 @@ def kind_of(says: str) -> str:
 class Campaign:
     """Counts what was done, and keeps one failure of each kind."""
 
-    def __init__(self, server: Server, scratch: Path, *, fault: str = "") -> None:
-        self.server, self.scratch, self.fault = server, scratch, fault
+    def __init__(self, server: Server, scratch: Path, *, fault: str = "", replays: int = 30) -> None:
+        self.server, self.scratch, self.fault, self.replays = server, scratch, fault, replays
         self.counts: Counter[str] = Counter()
         self.sequences = 0
         self.slowest: tuple[float, str] = (0.0, "")
@@ -98,7 +97,7 @@ class Campaign:
         if not fails(failure.sequence):
             failure.repeated = False
             return
-        failure.sequence = shortened(failure.sequence, fails, MOST_REPLAYS)
+        failure.sequence = shortened(failure.sequence, fails, self.replays)
 
     def replay(self, sequence: Sequence_, *, precision: str = "bf16") -> str | None:
         """What fails in a sequence, if anything does."""
@@ -191,7 +190,7 @@ def page(result: dict[str, Any]) -> str:
 def found_again(campaign: Campaign) -> dict[str, Any]:
     """What each of the sequences that once failed says now: nothing, where it holds."""
     rows = []
-    for name, sequence in FOUND.items():
+    for name, sequence in (FOUND | REPLACED).items():
         says = campaign.replay(sequence)
         print(f"{'fails' if says else 'holds'}: {name}", file=sys.stderr, flush=True)
         rows.append({"name": name, "sequence": sequence, "says": says})
@@ -234,6 +233,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--without", default="", help=f"areas to leave out: {', '.join(AREAS)}")
     parser.add_argument("--fault", default="")
+    parser.add_argument("--replays", type=int, default=30, help="at most, to make a failing sequence shorter")
     parser.add_argument("--replay", help="a sequence, as JSON")
     parser.add_argument("--precision", default="bf16")
     parser.add_argument("--found", action="store_true", help="play the sequences that once failed, and nothing else")
@@ -243,7 +243,7 @@ def main() -> None:
     without = [area for area in chosen.without.split(",") if area]
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as directory, Server(Path(directory) / "jobs") as server:
-        campaign = Campaign(server, Path(directory), fault=chosen.fault)
+        campaign = Campaign(server, Path(directory), fault=chosen.fault, replays=chosen.replays)
         if chosen.replay:
             says = campaign.replay(json.loads(chosen.replay), precision=chosen.precision)
             print(says or "nothing fails")

@@ -148,10 +148,6 @@ FOUND: dict[str, Sequence] = {
         ("resume", {"job": "a"}),
     ],
     "a missing directory where one is required": [_start("a"), ("resume", {"job": "a", "required": True})],
-    "a tag saved again while a job resumes from it": _while_saved(range(4, 37, 4), resume=True),
-    "a tag saved again while a job loads it": _while_saved(range(5, 36, 4)),
-    "the same, where no payload is verified": _while_saved(range(5, 17), verify="quick"),
-    "the same, where nothing is verified": _while_saved(range(5, 17, 3), verify="off"),
     "a killed save, then a save of another tag": [
         _start("a"),
         ("kill", {"job": "a", "moment": "save", "tag": "last", "at": 11}),
@@ -172,3 +168,11 @@ FOUND: dict[str, Sequence] = {
         ("prune", {"directory": "/home/run", "job": "a", "tag": "one", "keep": 1, "at": 5}),
     ],
 }
+
+REPLACED: dict[str, Sequence] = {
+    "a tag saved again while a job resumes from it": _while_saved(range(4, 37, 4), resume=True),
+    "a tag saved again while a job loads it": _while_saved(range(5, 36, 4)),
+    "the same, where no payload is verified": _while_saved(range(5, 17), verify="quick"),
+    "the same, where nothing is verified": _while_saved(range(5, 17, 3), verify="off"),
+}
+"""A tag that is saved again while it is read."""
