@@ -60,8 +60,8 @@ def kind_of(says: str) -> str:
 class Campaign:
     """Counts what was done, and keeps one failure of each kind."""
 
-    def __init__(self, server: Server, scratch: Path, *, fault: str = "", replays: int = 30) -> None:
-        self.server, self.scratch, self.fault, self.replays = server, scratch, fault, replays
+    def __init__(self, server: Server, scratch: Path, *, replays: int = 30) -> None:
+        self.server, self.scratch, self.replays = server, scratch, replays
         self.counts: Counter[str] = Counter()
         self.sequences = 0
         self.slowest: tuple[float, str] = (0.0, "")
@@ -102,7 +102,7 @@ class Campaign:
     def replay(self, sequence: Sequence_, *, precision: str = "bf16") -> str | None:
         """What fails in a sequence, if anything does."""
         self._number += 1
-        world = World(self.server, self.scratch / f"replay{self._number}", precision=precision, fault=self.fault)
+        world = World(self.server, self.scratch / f"replay{self._number}", precision=precision)
         try:
             for name, params in sequence:
                 world.act(name, **params)
@@ -114,7 +114,7 @@ class Campaign:
 
     def run(self, *, actions: int, seed: int, without: Sequence[str] = (), steps: int = STEPS) -> None:
         """Draw sequences until so many actions are done."""
-        plan = Plan(self.server, self.scratch, without=without, fault=self.fault, collect=True, most_actions=actions)
+        plan = Plan(self.server, self.scratch, without=without, collect=True, most_actions=actions)
         plan.ended = self.ended
         while plan.actions < actions:
             run(plan, examples=10, steps=steps, chosen=seed)
@@ -232,7 +232,6 @@ def main() -> None:
     parser.add_argument("--actions", type=int, default=3000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--without", default="", help=f"areas to leave out: {', '.join(AREAS)}")
-    parser.add_argument("--fault", default="")
     parser.add_argument("--replays", type=int, default=30, help="at most, to make a failing sequence shorter")
     parser.add_argument("--replay", help="a sequence, as JSON")
     parser.add_argument("--precision", default="bf16")
@@ -243,7 +242,7 @@ def main() -> None:
     without = [area for area in chosen.without.split(",") if area]
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as directory, Server(Path(directory) / "jobs") as server:
-        campaign = Campaign(server, Path(directory), fault=chosen.fault, replays=chosen.replays)
+        campaign = Campaign(server, Path(directory), replays=chosen.replays)
         if chosen.replay:
             says = campaign.replay(json.loads(chosen.replay), precision=chosen.precision)
             print(says or "nothing fails")

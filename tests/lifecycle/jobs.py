@@ -171,7 +171,7 @@ class Server:
             self._process.kill()
             self._process.join()
 
-    def start(self, world_size: int, cwd: Path, below: Path, fault: str = "") -> Job:
+    def start(self, world_size: int, cwd: Path, below: Path) -> Job:
         """Fork the ranks; returns when they have a process group."""
         self._number += 1
         directory = self.scratch / f"job{self._number}"
@@ -201,7 +201,7 @@ class Server:
                 )
                 for rank in range(max(world_size, 1))
             ]
-            pids = self._ask(("start", specs, key, str(below), fault))
+            pids = self._ask(("start", specs, key, str(below)))
             job = Job(self, world_size)
             by_rank: dict[int, Connection] = {}
             for _ in specs:
@@ -211,8 +211,8 @@ class Server:
         return job
 
     @contextmanager
-    def tool(self, cwd: Path, below: Path, fault: str = "") -> Iterator[Job]:
-        job = self.start(0, cwd, below, fault)
+    def tool(self, cwd: Path, below: Path) -> Iterator[Job]:
+        job = self.start(0, cwd, below)
         try:
             yield job
         finally:
@@ -259,18 +259,18 @@ def _serve(requests: Connection, preload: tuple[str, ...]) -> None:
             _, status = os.waitpid(request[1], 0)
             requests.send(os.waitstatus_to_exitcode(status))
             continue
-        _, specs, key, below, fault = request
+        _, specs, key, below = request
         parent, pids = os.getpid(), []
         for spec in specs:
             pid = os.fork()
             if pid == 0:
                 requests.close()
-                _rank_main(spec, parent, key, below, fault)
+                _rank_main(spec, parent, key, below)
             pids.append(pid)
         requests.send(pids)
 
 
-def _rank_main(spec: RankJob, parent: int, key: bytes, below: str, fault: str) -> None:
+def _rank_main(spec: RankJob, parent: int, key: bytes, below: str) -> None:
     """A forked process, from its first instruction to its last; never returns."""
     code = 1
     try:
@@ -287,9 +287,8 @@ def _rank_main(spec: RankJob, parent: int, key: bytes, below: str, fault: str) -
         faulthandler.enable(file=stacks)
         sys.path[:] = spec.sys_path
         os.chdir(spec.working_directory)
-        from lifecycle import faults, rank
+        from lifecycle import rank
 
-        faults.put_back(fault)
         if spec.world_size:
             _init_process_group(spec)
         connection = Client(f"{spec.directory}/socket", "AF_UNIX", authkey=key)

@@ -47,7 +47,6 @@ class Plan:
     server: Server
     scratch: Path
     without: Collection[str] = ()
-    fault: str = ""
     collect: bool = False
     """Whether a failure is noted, and the next machine begins, instead of being raised."""
     most_actions: int | None = None
@@ -107,7 +106,7 @@ def machine(plan: Plan) -> type[RuleBasedStateMachine]:
         def begin(self, precision: str, size: int) -> None:
             if plan.most_actions is None or plan.actions < plan.most_actions:
                 root = plan.scratch / f"world{next(plan.numbers)}"
-                self.world = World(plan.server, root, precision=precision, fault=plan.fault)
+                self.world = World(plan.server, root, precision=precision)
                 self.running("a", size)
 
         @rule()

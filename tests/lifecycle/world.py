@@ -32,7 +32,7 @@ class World(Bench):
         if job in self.jobs:
             raise Skipped
         cwd = self.root / "home"
-        started = self.server.start(world_size, cwd, self.root, self.fault)
+        started = self.server.start(world_size, cwd, self.root)
         self.jobs[job] = started
         salt = next(self._salt)
         answers = started.call(
@@ -351,7 +351,7 @@ class World(Bench):
         """A verb in a process of its own; with ``job``, stopped at an event while that job saves."""
         if job and (self._live(job).pending or self._in_flight(path) or self.live[job].state is None):
             raise Skipped
-        with self.server.tool(self.root / "home", self.root, self.fault) as tool:
+        with self.server.tool(self.root / "home", self.root) as tool:
             if not job:
                 answers = tool.call("tool", args=args)
             else:
