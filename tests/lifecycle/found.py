@@ -167,12 +167,8 @@ FOUND: dict[str, Sequence] = {
         _save("a", "two"),
         ("prune", {"directory": "/home/run", "job": "a", "tag": "one", "keep": 1, "at": 5}),
     ],
-}
-
-REPLACED: dict[str, Sequence] = {
     "a tag saved again while a job resumes from it": _while_saved(range(4, 37, 4), resume=True),
     "a tag saved again while a job loads it": _while_saved(range(5, 36, 4)),
     "the same, where no payload is verified": _while_saved(range(5, 17), verify="quick"),
     "the same, where nothing is verified": _while_saved(range(5, 17, 3), verify="off"),
 }
-"""A tag that is saved again while it is read."""
