@@ -60,13 +60,16 @@ def unreadable(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path, int], None]:
     opened, listed = os.open, os.scandir
 
     def make(path: Path, number: int) -> None:
-        def fail(name: object) -> None:
-            if isinstance(name, (str, os.PathLike)) and os.fspath(name) == str(path):
+        def fail(name: object, folder: int | None = None) -> None:
+            at = f"/proc/self/fd/{name}" if isinstance(name, int) else os.fspath(name)
+            at = at if folder is None else f"/proc/self/fd/{folder}/{at}"
+            if os.path.realpath(at) == str(path):
                 raise OSError(number, os.strerror(number), str(path))
 
-        def open_(name, *arguments, **options):
-            fail(name)
-            return opened(name, *arguments, **options)
+        def open_(name, flags, *arguments, dir_fd=None, **options):
+            if not flags & os.O_PATH:  # which asks for no permission to read
+                fail(name, dir_fd)
+            return opened(name, flags, *arguments, dir_fd=dir_fd, **options)
 
         def scandir(name="."):
             fail(name)
