@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -12,6 +15,7 @@ import pytest
 import torch.distributed as dist
 
 import zeroelastic
+from zeroelastic.living import identity
 from zeroelastic.testing import RankPool
 
 
@@ -111,3 +115,34 @@ def test_an_unsigned_lock_is_removed_only_where_nobody_can_hold_it(
     (said,) = rank_pool.run(wait_beside_an_unsigned_lock, 1, str(lock), shared, quiet_s)
     assert any("left by a process" in line for line in said) == removed, said
     assert any(f"remove it: rm {lock}" in line for line in said) != removed, said
+
+
+def run(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "zeroelastic.run", *arguments],
+        env={**os.environ, "ZEROELASTIC_LOG": "info", **env},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def test_an_op_is_built_before_a_script_begins_though_a_killed_process_left_its_lock(tmp_path: Path) -> None:
+    """An op that is built already: its folder is copied, so that nothing is compiled here."""
+    built = Path(os.environ["TORCH_EXTENSIONS_DIR"]) / "deepspeed_shm_comm"
+    shutil.copytree(built, tmp_path / "ops" / built.name)
+    killed = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    (tmp_path / "ops" / built.name / "lock").write_text(identity(killed.pid))
+    killed.kill()
+    killed.wait()
+    script = tmp_path / "train.py"
+    script.write_text("print('begun')")
+    done = run("--build-op", "deepspeed_shm_comm", str(script), TORCH_EXTENSIONS_DIR=str(tmp_path / "ops"))
+    assert done.returncode == 0 and done.stdout.endswith("begun\n"), done.stdout + done.stderr
+    assert "left by a process that has ended" in done.stderr and "op deepspeed_shm_comm is built" in done.stderr
+
+
+def test_an_op_that_does_not_exist_is_named_with_those_that_do() -> None:
+    done = run("--build-op", "no_such_op")
+    assert done.returncode == 2 and "has no op no_such_op here; it has " in done.stderr and "cpu_adam" in done.stderr

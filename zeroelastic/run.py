@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from zeroelastic import __version__, install
 from zeroelastic.elastic.timeout import DEFAULT_S, set_collective_timeout
+from zeroelastic.errors import UnsupportedError, UsageError
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -25,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m zeroelastic.run",
         description="Run a training script with ZeRO-3 checkpoints that resume at any world size.",
-        usage="%(prog)s [-h] [--version] [--timeout SECONDS] (SCRIPT | -m MODULE) [ARGS ...]",
+        usage="%(prog)s [-h] [--version] [--timeout SECONDS] [--build-op NAME] (SCRIPT | -m MODULE) [ARGS ...]",
     )
     parser.add_argument("--version", action="version", version=f"zeroelastic {__version__}")
     parser.add_argument(
@@ -36,15 +37,34 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help="how long ranks wait for one that is lost, in groups made without a limit of their own; 0 leaves torch's "
         "(default: %(default)g)",
     )
+    parser.add_argument(
+        "--build-op",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="compile this op of DeepSpeed first, as cpu_adam, so that no rank waits for it later; may be repeated. "
+        "Without a script, that is all",
+    )
     parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module name")
-    parser.add_argument("script", metavar="SCRIPT", help="the training script, or the module with -m")
+    parser.add_argument("script", metavar="SCRIPT", nargs="?", help="the training script, or the module with -m")
     parser.add_argument("args", nargs=argparse.REMAINDER, metavar="ARGS", help="passed to the script unchanged")
     options = parser.parse_args(given)
-    if not options.module and not os.path.isfile(options.script):
+    if options.script is None and (options.module or not options.build_op):
+        parser.error("a script is needed, or a module with -m")
+    if options.script is not None and not options.module and not os.path.isfile(options.script):
         parser.error(f"no such script: {options.script}")
     if not options.timeout >= 0:
         parser.error(f"--timeout is {options.timeout}; it has to be 0 or more")
     install()
+    if options.build_op:
+        from zeroelastic.stage3.build_ops import build_ops
+
+        try:
+            build_ops(options.build_op)
+        except (UsageError, UnsupportedError) as error:
+            parser.error(str(error))
+        if options.script is None:
+            return
     if options.timeout:
         set_collective_timeout(options.timeout)
     sys.argv = [options.script, *local_rank, *options.args]

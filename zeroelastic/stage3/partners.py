@@ -27,8 +27,14 @@ _AGREED = "_zeroelastic_agreed"
 
 Facts = Mapping[str, object]
 
+_WITHDRAWN = "zeroelastic/withdrawn"
+"""The key that is there when any rank has withdrawn."""
+
 _announced_to: Any = None
 """The process group in whose store this rank is."""
+
+_complete: Any = None
+"""The process group in whose store every rank was seen; asking again costs one key then, whatever its size."""
 
 
 def announce() -> None:
@@ -48,6 +54,7 @@ def withdraw() -> None:
     if dist.is_initialized() and _announced_to is dist.group.WORLD:
         with suppress(RuntimeError):  # the store is gone, and with it those who would ask
             _get_default_store().delete_key(_key(dist.get_rank()))
+            _get_default_store().set(_WITHDRAWN, "1")
     _announced_to = None
 
 
@@ -97,8 +104,12 @@ def agree_on(engine: Any, facts: Callable[[], Facts]) -> None:
 
 
 def _absent() -> list[int]:
+    global _complete
     store, ranks = _get_default_store(), range(dist.get_world_size())
+    if _complete is dist.group.WORLD and not store.check([_WITHDRAWN]):
+        return []
     if store.check([_key(rank) for rank in ranks]):
+        _complete = dist.group.WORLD
         return []
     return [rank for rank in ranks if not store.check([_key(rank)])]
 
