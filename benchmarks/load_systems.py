@@ -19,7 +19,8 @@ import torch.distributed as dist
 from meter import Cost, Meter, cool_down, files_below, link_tree, warm_up
 
 import zeroelastic
-from zeroelastic.digest import digest_range, stream_seed
+from zeroelastic.digest import stream_seed
+from zeroelastic.executors import digest_range
 from zeroelastic.record import CommitRecord, read_record
 
 KEYS = ("fp32", "exp_avg", "exp_avg_sq")

@@ -133,3 +133,14 @@ def test_bench_background_saves_while_it_trains(tmp_path: Path) -> None:
             assert all(0 <= overlap <= step for overlap, step in zip(one["overlap"], one["during"], strict=True))
     text = (tmp_path / "background.md").read_text()
     assert "training stalls for a snapshot" in text and all(name in text for name in names)
+
+
+def test_reading_back_is_measured_within_whole_saves(tmp_path: Path) -> None:
+    done = run("bench_read_back.py", "--small", "--rounds", "1", "--out", os.fspath(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    document = json.loads((tmp_path / "read_back.json").read_text())
+    assert len(document["samples"]) == 8
+    samples = [sample for ranks in document["samples"].values() for rank in ranks for sample in rank]
+    assert len(samples) == 12 and all(0 < sample["read_back"] < sample["save"] for sample in samples)
+    text = (tmp_path / "read_back.md").read_text()
+    assert all(name.rpartition(", ")[0] in text for name in document["samples"])
