@@ -173,9 +173,9 @@ def test_a_loss_scaler_and_numbers_that_json_does_not_have(tmp_path: Path) -> No
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
     scaler = DynamicLossScaler(
-        init_scale=float("inf"),
+        init_scale=65536,
         scale_window=1000,
-        min_scale=1,
+        min_scale=float("inf"),
         delayed_shift=2,
         consecutive_hysteresis=False,
     )
@@ -183,9 +183,9 @@ def test_a_loss_scaler_and_numbers_that_json_does_not_have(tmp_path: Path) -> No
     write_checkpoint(tag_dir, world_size=1, loss_scaler=scaler, options=options)
     found, _ = document(tag_dir)
     assert found["loss_scaler"]["class_name"] == "DynamicLossScaler"
-    assert found["loss_scaler"]["attributes"]["cur_scale"] == "inf"
+    assert found["loss_scaler"]["attributes"]["min_scale"] == "inf"
     assert found["groups"][0]["options"] == {"lr": "nan", "betas": [0.9, "-inf"]}
-    assert "DynamicLossScaler, scale inf" in inspect(tag_dir).stdout
+    assert "DynamicLossScaler, scale 65536" in inspect(tag_dir).stdout
 
 
 @pytest.mark.parametrize(

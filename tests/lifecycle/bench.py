@@ -212,7 +212,7 @@ class Bench:
         odd = saved.tag in ODD_TAGS or any(key in OWN_KEYS for key in saved.client_state)
         return odd and all(answer.kind == "error" and REFUSALS & set(answer.names) for answer in answers)
 
-    def _commit(self, path: str, saved: Saved) -> None:
+    def _commit(self, path: str, saved: Saved, *, others: int = 0) -> None:
         model = self.directory(path)
         # A tag that is saved again is another directory; the files of others stay.
         self.listings.pop(path, None)
@@ -222,14 +222,16 @@ class Bench:
         beside = os.path.dirname(on_disk(saved.tag))
         mine = {name for name in seen.hidden if os.path.dirname(name) == beside}
         flying = sum(live.pending is not None and live.pending.directory == path for live in self.live.values())
-        self._require(len(mine) <= flying + self._num_held, f"{path}: left over after a later save: {sorted(mine)}")
+        self._require(
+            len(mine) <= flying + others + self._num_held, f"{path}: left over after a later save: {sorted(mine)}"
+        )
 
-    def _flushed(self, job: str) -> None:
-        """The save in the background is committed now."""
+    def _flushed(self, job: str, *, others: int = 0) -> None:
+        """The save in the background is committed now; ``others`` may have begun since."""
         live = self.live[job]
         if live.pending is not None:
             pending, live.pending = live.pending, None
-            self._commit(pending.directory, pending.saved)
+            self._commit(pending.directory, pending.saved, others=others)
 
     def _wait_done(self, job: str) -> None:
         deadline = time.monotonic() + 30

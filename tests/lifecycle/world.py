@@ -97,7 +97,7 @@ class World(Bench):
             self._ok(job, "arm", kind="hold", at=hold, gate=str(gate), background=True)
             # The fault belongs to the thread that outlives the command.
         answers = self._call(job, "save", **keywords, background=background)
-        self._flushed(job)
+        self._flushed(job, others=int(background))  # the new save is on its way by now
         if self._refused(answers, saved):
             self._release(job)
             return
