@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from zeroelastic.digest import digest_range, stream_seed
-from zeroelastic.errors import CheckpointError, ConfigError, MissingFileError
+from zeroelastic.errors import CheckpointError, ConfigError, MissingFileError, UnreadableError
 from zeroelastic.executors import DigestRows, ReadTable, numpy_executor, read_segments
 
 UNTOUCHED = 0xEE
@@ -166,10 +166,10 @@ def test_a_missing_file_is_named(tmp_path):
 
 
 def test_what_cannot_be_opened_or_read_is_named(tmp_path):
-    with pytest.raises(CheckpointError, match="reading at byte 3 failed: Is a directory"):
+    with pytest.raises(UnreadableError, match="reading at byte 3 failed: Is a directory"):
         read_numpy(table([tmp_path], [(0, 3, 0, 0, 1)]), buffers_of(1))
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    with pytest.raises(CheckpointError, match="loop: cannot be opened"):
+    with pytest.raises(UnreadableError, match="loop: cannot be opened"):
         read_numpy(table([tmp_path / "loop"], [(0, 0, 0, 0, 1)]), buffers_of(1))
 
 
