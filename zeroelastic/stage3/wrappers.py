@@ -302,7 +302,8 @@ def load_checkpoint(original: Method) -> Method:
                         )
                     if not left:
                         raise
-                logger.warning("loading through DeepSpeed alone: %s", error)
+                if dist.get_rank() == 0:
+                    logger.warning("loading through DeepSpeed alone: %s", error)
                 return stock()
             keys = ModuleKeys()
 
