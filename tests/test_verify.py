@@ -165,7 +165,7 @@ def test_ranks_may_be_scanned_apart_and_in_any_order(samples: Path) -> None:
     assert two.content_root is None and "not all of their parts could be read" in " ".join(two.unchecked)
 
 
-def test_files_left_by_more_ranks_are_no_fault_where_the_record_does_not_list_them(
+def test_files_left_by_more_ranks_are_no_fault_and_are_named(
     samples: Path, tmp_path: Path
 ) -> None:
     tag_dir = copy(samples, tmp_path, "elastic")
@@ -173,7 +173,8 @@ def test_files_left_by_more_ranks_are_no_fault_where_the_record_does_not_list_th
     report = verify_checkpoint(tag_dir)
     assert report.valid and optim_name(RANKS) in report.unchecked[-1]
     (tag_dir / RECORD_NAME).unlink()
-    assert optim_name(RANKS) in files_of(verify_checkpoint(tag_dir))
+    report = verify_checkpoint(tag_dir)
+    assert report.valid and any(optim_name(RANKS) in clause for clause in report.unchecked)
 
 
 def test_tensors_that_share_their_bytes_are_digested_all_the_same(tmp_path: Path) -> None:
@@ -354,7 +355,7 @@ def test_a_flipped_bit_of_the_record_is_found(tag_dir: Path, kind: str) -> None:
 def test_a_damaged_record_does_not_hide_a_damaged_file(samples: Path, tmp_path: Path) -> None:
     tag_dir = copy(samples, tmp_path, "elastic")
     (tag_dir / RECORD_NAME).write_text(
-        (tag_dir / RECORD_NAME).read_text().replace('"format_version": 1', '"format_version": 0')
+        (tag_dir / RECORD_NAME).read_text().replace('"format_version": 2', '"format_version": 0')
     )
     flip(optim(tag_dir, 1), records(optim(tag_dir, 1))["data/0"].offset)
     report = verify_checkpoint(tag_dir)
