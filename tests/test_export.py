@@ -284,7 +284,7 @@ def test_changed_bytes_are_found_by_the_record_and_nothing_is_left(tmp_path: Pat
         (lambda d: d.update(shared_params={"x": 3}), "shared_params holds 'x'"),
         (lambda d: d.update(buffer_names=None), "holds no module and buffer_names"),
         (lambda d: d.update(buffer_names=["w"]), "buffer_names holds 'w'"),
-        (lambda d: d.update(module=7), "holds no module"),
+        (lambda d: d.update(module=7), "holds no state of the module: 7"),
     ],
 )
 def test_damaged_module_states_are_named(tmp_path: Path, change: Any, said: str) -> None:

@@ -165,9 +165,7 @@ def test_ranks_may_be_scanned_apart_and_in_any_order(samples: Path) -> None:
     assert two.content_root is None and "not all of their parts could be read" in " ".join(two.unchecked)
 
 
-def test_files_left_by_more_ranks_are_no_fault_and_are_named(
-    samples: Path, tmp_path: Path
-) -> None:
+def test_files_left_by_more_ranks_are_no_fault_and_are_named(samples: Path, tmp_path: Path) -> None:
     tag_dir = copy(samples, tmp_path, "elastic")
     shutil.copy(optim(tag_dir, 0), optim(tag_dir, RANKS))
     report = verify_checkpoint(tag_dir)
