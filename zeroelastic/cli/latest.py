@@ -46,7 +46,7 @@ def latest(
         zeroelastic latest ckpt
         zeroelastic latest ckpt --quick --path
         zeroelastic latest ckpt --fix --dry-run
-        zeroelastic latest ckpt --set global_step100
+        zeroelastic latest ckpt --set global_step2
         zeroelastic latest ckpt --quick --json
     """
     from pathlib import Path
