@@ -31,7 +31,7 @@ export OMP_NUM_THREADS ?= 1
 
 NATIVE_SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
 
-.PHONY: help venv warm versions demo demo-elastic demo-elastic-netns demo-elastic-fixed test same-as-stock test-gpu test-native \
+.PHONY: help venv warm versions demo demo-elastic demo-elastic-netns demo-elastic-fixed test test-all slowest coverage same-as-stock test-gpu test-native \
     crash crash-training damage fuzz lifecycle bench bench-background bench-scale reliability support lint format clean
 
 help:
@@ -39,7 +39,10 @@ help:
 	@echo "make demo-elastic  a job that loses and gains nodes; its results go to demo-elastic/"
 	@echo "make demo-elastic-netns  one of whose hosts is cut off; needs root; results in demo-elastic-netns/"
 	@echo "make demo-elastic-fixed  of a fixed size, which waits; its results go to demo-elastic-fixed/"
-	@echo "make test      all tests (PYTEST_ARGS='-k name' narrows, JOBS sets the number of workers)"
+	@echo "make test      the tests, in minutes (PYTEST_ARGS='-k name' narrows, JOBS sets the number of workers)"
+	@echo "make test-all  all tests: also every pair of sizes, older DeepSpeeds, demos, benchmarks, short campaigns"
+	@echo "make slowest   make test-all, and its slowest tests as tests/slowest.txt"
+	@echo "make coverage  branch coverage of make test-all, rank processes included, as coverage/coverage.json"
 	@echo "make same-as-stock  every configuration and load flag, with zeroelastic and without"
 	@echo "make test-gpu  the tests that need a CUDA device"
 	@echo "make test-native  the C++ tests, with sanitizers"
@@ -108,19 +111,36 @@ demo-elastic-fixed: $(VENV)/.op-ShareMemCommBuilder
 	$(PY) examples/elastic/cluster.py --out demo-elastic-fixed --scenario fixed-size --results benchmarks/results
 
 # Tests of a file stay together, in order, until a worker runs out of work and takes over the last half of another's.
-test: warm versions
-	$(PY) -m pytest -q -n $(JOBS) --dist worksteal $(PYTEST_ARGS) tests
+PYTEST := $(PY) -m pytest -q -n $(JOBS) --dist worksteal
 
-# Every configuration and load flag, with zeroelastic and without; `make test` runs a few of them.
+# Every promise once; what is marked `extended` (tests/extended.py) runs in test-all.
+test: warm
+	$(PYTEST) -m "not extended" $(PYTEST_ARGS) tests
+
+test-all: warm versions
+	$(PYTEST) $(PYTEST_ARGS) tests
+
+slowest: warm versions
+	$(PYTEST) --slowest tests/slowest.txt $(PYTEST_ARGS) tests
+
+# Every process of a test measures itself, the ranks too; `python tests/compare_coverage.py OLD NEW` compares two results.
+coverage: warm versions
+	rm -rf coverage && mkdir coverage
+	status=0; export COVERAGE_FILE=$(CURDIR)/coverage/data; \
+	    $(PY) -m coverage run -m pytest -q -n $(JOBS) --dist worksteal $(PYTEST_ARGS) tests || status=$$?; \
+	    $(PY) -m coverage combine -q && $(PY) -m coverage json -q -o coverage/coverage.json && \
+	    $(PY) -m coverage report --skip-covered | tail -n 40; exit $$status
+
+# Every configuration and load flag, with zeroelastic and without; `make test-all` runs a few of them.
 same-as-stock: warm
-	SAME_AS_STOCK=all $(PY) -m pytest -q $(PYTEST_ARGS) tests/test_same_as_stock.py
+	SAME_AS_STOCK=all $(PY) -m pytest -q $(PYTEST_ARGS) tests/deepspeed/load/test_same_as_stock.py
 
 test-gpu: $(STAMP)
 	DS_ACCELERATOR=cuda $(PY) -m pytest -q -m gpu $(PYTEST_ARGS) tests
 
 # The C++ tests, plainly and under the address, undefined-behaviour and thread sanitizers.
 test-native:
-	$(MAKE) -C csrc test asan tsan
+	$(MAKE) -j$(JOBS) -C csrc test asan tsan
 
 # Kills reshard at random moments; the raw result goes to benchmarks/results.
 crash: $(STAMP)
@@ -163,11 +183,11 @@ bench: $(STAMP)
 bench-background: $(STAMP)
 	$(PY) benchmarks/bench_background.py --out benchmarks/results
 
-# What the campaigns found, as a page; tests/test_reliability.py compares.
+# What the campaigns found, as a page; tests/project/test_reliability.py compares.
 reliability: $(STAMP)
 	$(PY) benchmarks/reliability.py
 
-# What the tests show, as a table; tests/test_support.py compares.
+# What the tests show, as a table; tests/project/test_support.py compares.
 support: $(STAMP)
 	$(PY) -m pytest -q --collect-only --support-table docs/support.md tests >/dev/null
 
@@ -183,5 +203,5 @@ format: $(STAMP)
 	$(if $(NATIVE_SOURCES),$(VENV)/bin/clang-format -i $(NATIVE_SOURCES))
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info demo demo-elastic demo-elastic-netns demo-elastic-fixed .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist *.egg-info demo demo-elastic demo-elastic-netns demo-elastic-fixed coverage .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

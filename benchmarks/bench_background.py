@@ -1,4 +1,4 @@
-"""What a save costs training: one that is waited for, and one in the background, interleaved in one run.
+"""The cost of a save for training: in the foreground and in the background, interleaved in one run.
 
     python benchmarks/bench_background.py --out benchmarks/results          # 40M parameters, on 1 rank and on 2
     python benchmarks/bench_background.py --small --rounds 2 --out /tmp/x   # a few million parameters, half a minute
@@ -41,7 +41,7 @@ from bench_load import filesystem
 from meter import _busy_cpu_seconds
 from report import NOISY, describe, machine, spread, table
 
-from zeroelastic.record import read_record
+from zeroelastic.checkpoint.commit_record import read_record
 from zeroelastic.testing import RankPool
 
 _TAG = "tag"
@@ -83,7 +83,7 @@ class Round:
 
 
 def build(num_layers: int, width: int) -> Any:
-    """An engine that trains fp32 weights with Adam, all of whose state is saved."""
+    """An engine that trains fp32 weights with Adam and saves all of its state."""
     import deepspeed
 
     import zeroelastic
@@ -96,7 +96,7 @@ def build(num_layers: int, width: int) -> Any:
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": {"stage": 3, "elastic_checkpoint": True},
-        "zeroelastic": {"background_save": True},
+        "zeroelastic": {"async_save": True},
     }
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
     return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
@@ -104,7 +104,7 @@ def build(num_layers: int, width: int) -> Any:
 
 @contextmanager
 def keeping_memory(kept: bool) -> Iterator[None]:
-    """Processes that are started meanwhile keep what they free, or do as glibc does by default."""
+    """Let processes that are started meanwhile keep freed memory, or use glibc's default."""
     before = {name: os.environ.pop(name, None) for name in _KEEP}
     if kept:
         os.environ.update(_KEEP)
@@ -134,8 +134,8 @@ def share_of_others() -> Callable[[], float]:
 def measure(directory: str, num_layers: int, width: int, accumulation: int, rounds: int, num_steps: int) -> list[Round]:
     """All rounds on this rank."""
     import zeroelastic
-    from zeroelastic.stage3.background import BackgroundSave, background_of, saving_in_background
-    from zeroelastic.stage3.pending import pending_of
+    from zeroelastic.deepspeed.save.background import BackgroundSave, background_of, saving_in_background
+    from zeroelastic.deepspeed.save.pending import pending_of
 
     engine = build(num_layers, width)
     batch = torch.randn(_TOKENS, width)

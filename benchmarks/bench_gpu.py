@@ -32,12 +32,12 @@ sys.path.insert(0, os.fspath(Path(__file__).resolve().parent))
 
 import numpy as np
 import torch
-from bench_kernel import SegmentTable, Workload, workloads
+from bench_kernel import CopyTable, Workload, workloads
 from report import describe, machine, spread, table
 
-from zeroelastic.digest import digest_range
-from zeroelastic.executors import DigestRows
+from zeroelastic.core.digest import digest_range
 from zeroelastic.executors.build_info import describe_build
+from zeroelastic.executors.dispatch import DigestRows
 
 FLAT, FLAT_16 = "flat device copy", "flat bf16.copy_"
 NATIVE, NATIVE_DIGEST, NATIVE_16 = "DevicePlan", "DevicePlan + digest", "DevicePlan to bf16"
@@ -131,7 +131,7 @@ def cub_copy(cub: ctypes.CDLL, work: Workload, buffers: Buffers, keep: list[obje
 
 
 def methods(work: Workload, stack: ExitStack, cub: ctypes.CDLL | None) -> dict[str, list[Run]]:
-    """What is compared: for each method one callable per set of buffers, each of which moves the workload once."""
+    """The methods to compare, each with one callable per set of buffers that moves the workload once."""
     from zeroelastic.executors.cuda_executor import DeviceBuffer, DevicePlan
 
     def range_of(tensor: torch.Tensor) -> DeviceBuffer:
@@ -139,7 +139,7 @@ def methods(work: Workload, stack: ExitStack, cub: ctypes.CDLL | None) -> dict[s
 
     rows = work.table
     num_rows, numel = len(rows.nbytes), work.nbytes // 4
-    half_table = SegmentTable(rows.src, rows.src_offset, rows.dst, rows.dst_offset // 2, rows.nbytes)
+    half_table = CopyTable(rows.src, rows.src_offset, rows.dst, rows.dst_offset // 2, rows.nbytes)
     digest = DigestRows(
         seeds=np.arange(num_rows, dtype=np.uint64),
         stream=np.arange(num_rows),

@@ -9,6 +9,7 @@ Writes kernel.json (every sample), kernel.md (the tables) and kernel.png. What i
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import json
 import os
@@ -28,18 +29,15 @@ import torch
 from report import NOISY, Others, describe, machine, spread, table
 from torch._utils import _flatten_dense_tensors
 
-from zeroelastic.digest import digest_range as digest_range_reference
-from zeroelastic.executors import DigestRows, ReadTable
-from zeroelastic.executors.native_executor import (
-    SegmentTable,
-    copy_segments,
-    digest_range,
-    instruction_set,
-    limit_instruction_set,
-    read_segments,
-)
-from zeroelastic.layout import Param, layout_from_sub_groups
-from zeroelastic.plan import coalesce, make_plan
+from zeroelastic.core.digest import digest_range as digest_range_reference
+from zeroelastic.core.layout import Param, layout_from_sub_groups
+from zeroelastic.core.plan import coalesce, make_plan
+from zeroelastic.executors import dispatch
+from zeroelastic.executors.dispatch import CopyTable, DigestRows, ReadTable
+from zeroelastic.executors.native_executor import digest_range, instruction_set, limit_instruction_set
+
+copy_segments = functools.partial(dispatch.copy_segments, executor="native")
+read_segments = functools.partial(dispatch.read_segments, executor="native")
 
 
 def gpt_params(num_layers: int, hidden: int, vocab: int = 50304, positions: int = 2048) -> list[Param]:
@@ -88,7 +86,7 @@ class Workload:
     """Segments between float32 source buffers and one float32 destination."""
 
     name: str
-    table: SegmentTable
+    table: CopyTable
     src: list[torch.Tensor]
     dst: torch.Tensor
 
@@ -98,7 +96,7 @@ class Workload:
 
     @property
     def aligned_share(self) -> float:
-        """Share of the bytes whose source and destination agree modulo 16."""
+        """The share of bytes with equal source and destination addresses modulo 16."""
         bases = np.array([tensor.data_ptr() for tensor in self.src])
         src = bases[self.table.src] + self.table.src_offset
         same = (src - self.table.dst_offset - self.dst.data_ptr()) % 16 == 0
@@ -122,7 +120,7 @@ def reshard_workload(
     file = np.array([ranks[int(r)] for r in plan.src_rank], dtype=np.int64)
     columns = coalesce(file, plan.src_offset * 4, np.zeros_like(file), plan.dst_offset * 4, plan.length * 4)
     sizes = int(src.sub_group_numel[0]), int(dst.sub_group_numel[0])
-    return Workload(name, SegmentTable(*columns), [touched(sizes[0]) for _ in ranks], touched(sizes[1] + skew)[skew:])
+    return Workload(name, CopyTable(*columns), [touched(sizes[0]) for _ in ranks], touched(sizes[1] + skew)[skew:])
 
 
 def even_workload(name: str, numels: np.ndarray, *, shuffled: bool) -> Workload:
@@ -133,7 +131,7 @@ def even_workload(name: str, numels: np.ndarray, *, shuffled: bool) -> Workload:
     offset[order] = np.cumsum(numels[order]) - numels[order] + np.arange(len(numels))  # one element apart
     zero = np.zeros(len(numels), dtype=np.int64)
     dst_offset = np.cumsum(numels) - numels
-    table = SegmentTable(zero, offset * 4, zero, dst_offset * 4, numels * 4)
+    table = CopyTable(zero, offset * 4, zero, dst_offset * 4, numels * 4)
     return Workload(name, table, [touched(int(numels.sum()) + len(numels))], touched(int(numels.sum())))
 
 
@@ -170,7 +168,7 @@ CEILING = {
     READ: READ,
     READ_DIGEST: READ,
 }
-"""What a method's time is set against, where it is not the flat copy."""
+"""The method to compare a method's time with, if it is not the flat copy."""
 
 TARGETS = {"a": 0.92, "a'": 0.92, "b": 0.75, "c": 0.95}
 MOST_DIGEST, LEAST_CAST = 0.10, 1.0
@@ -183,7 +181,7 @@ def methods(work: Workload, threads: int, directory: Path | None) -> dict[str, C
     dst_bytes = work.dst.view(torch.uint8).numpy()
     half = torch.zeros(len(work.dst), dtype=torch.bfloat16)
     half_bytes = half.view(torch.uint8).numpy()
-    half_table = SegmentTable(table.src, table.src_offset, table.dst, table.dst_offset // 2, table.nbytes)
+    half_table = CopyTable(table.src, table.src_offset, table.dst, table.dst_offset // 2, table.nbytes)
     rows = len(table.nbytes)
     digest = DigestRows(
         seeds=np.arange(rows, dtype=np.uint64),
@@ -254,9 +252,9 @@ def methods(work: Workload, threads: int, directory: Path | None) -> dict[str, C
             paths, *(c[by_file] for c in (table.src, table.src_offset, table.dst, table.dst_offset, table.nbytes))
         )
         sums = DigestRows(digest.seeds, digest.stream[by_file], digest.start[by_file], digest.itemsize)
-        check(read_segments(reads, [dst_bytes], sums, threads=threads).digests, READ_DIGEST)
+        check(read_segments(reads, [dst_bytes], digest=sums, threads=threads).digests, READ_DIGEST)
         compared[READ] = lambda: read_segments(reads, [dst_bytes], threads=threads)
-        compared[READ_DIGEST] = lambda: read_segments(reads, [dst_bytes], sums, threads=threads)
+        compared[READ_DIGEST] = lambda: read_segments(reads, [dst_bytes], digest=sums, threads=threads)
     return compared
 
 

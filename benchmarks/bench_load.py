@@ -75,7 +75,7 @@ Round = Sequence[Sample]
 
 
 def shape_of(params: int) -> tuple[int, int, int]:
-    """Hidden size, layers and vocabulary of a GPT-like model of about so many parameters.
+    """Hidden size, layers and vocabulary of a GPT-like model of about this number of parameters.
 
     The sizes do not divide by 3, so that resharding 4 -> 3 leaves source and destination misaligned to each other.
     """

@@ -25,8 +25,8 @@ import numpy as np
 from bench_kernel import gpt_params, llama_params
 from report import NOISY, Others, describe, machine, spread, table
 
-from zeroelastic.layout import Layout, Param, layout_from_sub_groups, pack_sub_groups
-from zeroelastic.plan import Plan, check_plan, make_plan
+from zeroelastic.core.layout import Layout, Param, layout_from_sub_groups, pack_sub_groups
+from zeroelastic.core.plan import Plan, check_plan, make_plan
 
 
 def mixture_params() -> list[Param]:
@@ -92,7 +92,7 @@ SMALL = (
     Case("5,000 parameters, 64 -> 48", lambda: many_params(5000), 64, 48),
 )
 MOST_SECONDS = 1.0
-"""What the plan of one rank may take."""
+"""The limit for the plan of one rank."""
 
 
 @dataclass(frozen=True)

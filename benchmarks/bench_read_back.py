@@ -1,4 +1,4 @@
-"""What it costs a save that its files are read back before it is committed: headers only, on the critical path.
+"""The cost of reading a save's files back before it is committed: headers only, on the critical path.
 
     python benchmarks/bench_read_back.py --out benchmarks/results          # 50M parameters, on 1 rank and on 2
     python benchmarks/bench_read_back.py --small --rounds 2 --out /tmp/x   # a few million parameters, seconds
@@ -70,9 +70,9 @@ def build(num_layers: int, width: int, *, elastic: bool, flushed: bool) -> Any:
 
 def measure(directory: str, num_layers: int, width: int, rounds: int, elastic: bool, flushed: bool) -> list[Sample]:
     """The saves of one setting on this rank; the first is not counted."""
-    from zeroelastic.stage3 import save
+    from zeroelastic.deepspeed.save import commit
 
-    read_back, spent = save.read_back, [0.0]
+    read_back, spent = commit.read_back, [0.0]
 
     def timed(*args: Any, **kwargs: Any) -> Any:
         began = time.perf_counter()
@@ -82,7 +82,7 @@ def measure(directory: str, num_layers: int, width: int, rounds: int, elastic: b
             spent[0] += time.perf_counter() - began
 
     engine = build(num_layers, width, elastic=elastic, flushed=flushed)
-    save.read_back = timed
+    commit.read_back = timed
     samples: list[Sample] = []
     for number in range(rounds + 1):
         spent[0] = 0.0

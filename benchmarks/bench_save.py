@@ -32,11 +32,11 @@ from bench_load import filesystem, shape_of
 from load_systems import KEYS, TAG, Job, Run, fill_with_noise, owned_params, sharded_tensors
 from meter import Cost, Meter, files_below
 
-from zeroelastic.digest import stream_seed
-from zeroelastic.laid_out import Run as DigestRun
-from zeroelastic.record import read_record
+from zeroelastic.checkpoint.commit_record import read_record
+from zeroelastic.core.digest import stream_seed
 from zeroelastic.testing import RankPool
-from zeroelastic.writer import write_torch_file
+from zeroelastic.torch_file.save import write_torch_file
+from zeroelastic.torch_file.skeleton import DigestRange
 
 _BLOCK = 1 << 20
 _MIB = 1 << 20
@@ -89,7 +89,7 @@ class Row:
 
 
 def optimizer_state(run: Run) -> dict[str, Any]:
-    """What DeepSpeed hands to its checkpoint engine for this rank's optimizer file, in the elastic format."""
+    """DeepSpeed's argument to its checkpoint engine for this rank's optimizer file, in the elastic format."""
     run.use_zeroelastic("full")
     return {"optimizer_state_dict": run.engine.optimizer.state_dict(), "ds_version": "0"}
 
@@ -151,14 +151,14 @@ def write_ourselves(*, digests: bool) -> Callable[[Run], Callable[[Path, bool], 
 
     def prepare(run: Run) -> Callable[[Path, bool], object]:
         state = optimizer_state(run)
-        runs = [
-            DigestRun(tensor[offset : offset + owned], stream_seed(name, key), start)
+        ranges = [
+            DigestRange(tensor[offset : offset + owned], stream_seed(name, key), start)
             for key, tensor in run.tensors().items()
             for name, _, offset, start, owned in owned_params(run)
         ]
 
         def write(directory: Path, durable: bool) -> None:
-            write_torch_file(state, shard_path(run, directory), runs=runs if digests else (), sync=durable)
+            write_torch_file(state, shard_path(run, directory), digest_ranges=ranges if digests else (), sync=durable)
 
         return write
 

@@ -36,7 +36,7 @@ class Scale:
 
 
 def main() -> None:
-    """Run every part, or those that are named."""
+    """Run every part, or the named ones."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--parts", default=" ".join(PARTS))
@@ -84,13 +84,13 @@ def timed(steps: Steps, what: str, action: Callable[[], object]) -> object:
 
 
 def tags(scale: Scale, work: Path) -> Steps:
-    """Many tags, of which two are whole: what the verbs and a resume do before they open one."""
+    """The work of the verbs and of a resume before they open a tag, with many tags of which two are whole."""
     import shutil
 
-    from zeroelastic.inspection import inspect_source
-    from zeroelastic.pruning import plan_prune
-    from zeroelastic.source import find_source, list_tags
-    from zeroelastic.tags import check_quickly, find_newest, list_run
+    from zeroelastic.offline.inspect.inspect import inspect_source
+    from zeroelastic.tags.candidates import check_quickly, find_newest, list_run
+    from zeroelastic.tags.locate import find_source, list_tags
+    from zeroelastic.tags.prune import plan_prune
 
     golden = ROOT / "tests" / "golden" / "elastic2" / "global_step2"
     for number in range(scale.tags):
@@ -113,13 +113,21 @@ def params(scale: Scale, work: Path) -> Steps:
     """Many parameters: layout, plan, the record, and one rank's header."""
     import numpy as np
 
-    from zeroelastic.archive import Archive
-    from zeroelastic.digest import ParamContent, content_root
-    from zeroelastic.layout import Param, layout_from_sub_groups
-    from zeroelastic.picklegraph import new_storage, read_graph, tensor, torch_size
-    from zeroelastic.plan import make_plan
-    from zeroelastic.record import RECORD_VERSION, CommitRecord, Versions, param_records, read_record, record_text
-    from zeroelastic.torchfile import read_torch_file
+    from zeroelastic.checkpoint.commit_record import (
+        RECORD_VERSION,
+        CommitRecord,
+        Versions,
+        param_records,
+        read_record,
+        record_text,
+    )
+    from zeroelastic.core.digest import ParamContent, content_root
+    from zeroelastic.core.layout import Param, layout_from_sub_groups
+    from zeroelastic.core.plan import make_plan
+    from zeroelastic.torch_file.graph_reader import read_graph
+    from zeroelastic.torch_file.header import read_torch_file
+    from zeroelastic.torch_file.pickle_graph import new_storage, tensor, torch_size
+    from zeroelastic.torch_file.zip_writer import Archive
 
     members = [Param(f"model.layers.{i}.mlp.weight", (4, i % 7 + 1)) for i in range(scale.params)]
     steps: Steps = {}
@@ -153,7 +161,7 @@ def params(scale: Scale, work: Path) -> Steps:
 def _ranks_checkpoint(scale: Scale, work: Path) -> Path:
     from synthetic import write_checkpoint
 
-    from zeroelastic.layout import Param
+    from zeroelastic.core.layout import Param
 
     groups = [[Param(f"w{i}", (scale.rank_elements,)) for i in range(scale.ranks)]]
     tag = work / "global_step3"
@@ -163,16 +171,16 @@ def _ranks_checkpoint(scale: Scale, work: Path) -> Path:
 
 def ranks(scale: Scale, work: Path) -> Steps:
     """The files of many ranks: every header, every byte."""
-    from zeroelastic.checkpoint import open_checkpoint
-    from zeroelastic.inventory import take_inventory
-    from zeroelastic.state import open_state
-    from zeroelastic.verification import verify_inventory
+    from zeroelastic.checkpoint.open import open_checkpoint
+    from zeroelastic.checkpoint.saved_state import open_state
+    from zeroelastic.offline.verify.header_check import check_headers
+    from zeroelastic.offline.verify.verify import verify_from_headers
 
     tag = _in_a_process(_ranks_checkpoint, scale, work)
     steps: Steps = {}
     timed(steps, "open all headers", lambda: open_state(open_checkpoint(tag)))
-    inventory = timed(steps, "take the inventory", lambda: take_inventory(tag))
-    timed(steps, "read and digest every byte", lambda: verify_inventory(inventory))  # type: ignore[arg-type]
+    headers = timed(steps, "check the headers", lambda: check_headers(tag))
+    timed(steps, "read and digest every byte", lambda: verify_from_headers(headers))  # type: ignore[arg-type]
     steps["read and digest every byte"]["mib"] = sum(f.stat().st_size for f in tag.iterdir()) >> 20
     return steps
 
@@ -196,15 +204,16 @@ def loaders(scale: Scale, work: Path) -> Steps:
 
 
 def _nothing(_: int) -> None:
-    import zeroelastic.checkpoint
-    import zeroelastic.storage  # noqa: F401
+    import zeroelastic.checkpoint.open
+    import zeroelastic.io.storage  # noqa: F401
 
 
 def _load(tag: Path, rank: int, world_size: int) -> tuple[int, float, int]:
     """The bytes that one rank of another world size needs, read; how many, the time and the memory it took."""
-    from zeroelastic.checkpoint import open_checkpoint, source_ranks
-    from zeroelastic.storage import read_range
-    from zeroelastic.torchfile import DTYPE_BYTES
+    from zeroelastic.checkpoint.open import open_checkpoint
+    from zeroelastic.core.plan import source_ranks
+    from zeroelastic.io.storage import read_range
+    from zeroelastic.torch_file.header import DTYPE_BYTES
 
     cpu, nbytes = time.process_time(), 0
     checkpoint = open_checkpoint(tag)
@@ -218,11 +227,11 @@ def _load(tag: Path, rank: int, world_size: int) -> tuple[int, float, int]:
             part = -(-param.numel // world_size)
             begin = max(int(start[p]), rank * part)
             end = min(int(start[p] + length[p]), (rank + 1) * part, param.numel)
-            for pieces in shard.pieces.values():
-                size = DTYPE_BYTES[pieces.dtype[int(shard.layout.sub_group[p])]]
-                at = int(pieces.offset[p]) + (begin - int(start[p])) * size
+            for extents in shard.extents.values():
+                size = DTYPE_BYTES[extents.dtype[int(shard.layout.sub_group[p])]]
+                at = int(extents.offset[p]) + (begin - int(start[p])) * size
                 for offset in range(0, max(0, end - begin) * size, 4 << 20):
-                    nbytes += len(read_range(pieces.path, at + offset, min(4 << 20, (end - begin) * size - offset)))
+                    nbytes += len(read_range(extents.path, at + offset, min(4 << 20, (end - begin) * size - offset)))
     return nbytes, time.process_time() - cpu, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
 
 

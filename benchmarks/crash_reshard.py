@@ -22,10 +22,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from zeroelastic.record import read_record
-from zeroelastic.staging import staging_of
+from zeroelastic.checkpoint.commit_record import read_record
+from zeroelastic.offline.resumable_directory import staging_of
+from zeroelastic.offline.verify.verify import verify_checkpoint
 from zeroelastic.testing.sample import write_sample
-from zeroelastic.verification import verify_checkpoint
 
 ROOT = Path(__file__).parents[1]
 TAG = "global_step1"

@@ -40,10 +40,10 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 import torch.distributed as dist  # noqa: E402
 from training import Job, build_engine, train_step  # noqa: E402
 
-from zeroelastic.record import read_record  # noqa: E402
-from zeroelastic.save_place import is_unfinished  # noqa: E402
+from zeroelastic.checkpoint.commit_record import read_record  # noqa: E402
+from zeroelastic.offline.verify.verify import verify_checkpoint  # noqa: E402
+from zeroelastic.tags.tag_directory import is_unfinished  # noqa: E402
 from zeroelastic.testing import RankError, RankPool, fingerprint, gather_state  # noqa: E402
-from zeroelastic.verification import verify_checkpoint  # noqa: E402
 
 RANKS = 4
 KEPT = 4
@@ -51,7 +51,7 @@ JOB = Job()
 AIMED = 0.7
 """The part of the kills that is meant for a save; the others come at any time."""
 SAVE_S = 0.2
-"""Up to so long after its beginning: about what a save takes here."""
+"""Up to this time after its beginning: about the duration of a save here."""
 
 
 def state_hash(engine: Any) -> str:

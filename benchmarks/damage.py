@@ -33,11 +33,11 @@ import torch
 import torch.distributed as dist
 from report import machine
 
-from zeroelastic.checkpoint import open_checkpoint
+from zeroelastic.checkpoint.commit_record import RECORD_NAME
+from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.errors import ZeroElasticError
-from zeroelastic.record import RECORD_NAME
 from zeroelastic.testing import RankPool, fingerprint, gather_state
-from zeroelastic.zip_records import read_zip_records
+from zeroelastic.torch_file.zip_reader import read_zip_records
 
 TAG, OLDER = "global_step3", "global_step2"
 SAVED, LOADED = 3, 2
@@ -102,7 +102,7 @@ class Damage:
 
     @property
     def files(self) -> tuple[str, ...]:
-        """What it touches."""
+        """The part of the checkpoint that is damaged."""
         return (self.file, self.source) if self.what == "swap" else (self.file,)
 
 
@@ -166,7 +166,7 @@ def save(directory: str, factor: float) -> None:
 
 
 def spoil(engine: Any) -> None:
-    """Make all state wrong, so that what a load leaves alone is seen."""
+    """Make all state wrong, so that state which a load does not restore is found."""
     with torch.no_grad():
         for flat in engine.optimizer.fp32_partitioned_groups_flat:
             flat.fill_(7.0)
@@ -186,7 +186,7 @@ def spoil(engine: Any) -> None:
 def load_all(
     directory: str, pristine: str, damages: Sequence[Damage], verify: str = "full"
 ) -> list[tuple[str, str, str]]:
-    """Load under each damage; on ranks. (outcome, type of error, its text or what the report says) of each."""
+    """Load under each damage, on ranks; returns for each the outcome, the type of error, and its text or the report."""
     engine = build(verify)
     truth: dict[str, Any] = {}
     for tag in (OLDER, TAG):
@@ -232,13 +232,13 @@ def regions(root: Path) -> dict[tuple[str, str], list[tuple[str, int, int]]]:
         shard, model = checkpoint.shard(rank), checkpoint.model_states(rank)
         used: dict[int, int] = {}
         _, lengths = shard.layout.owned(rank)
-        for key, pieces in shard.pieces.items():
+        for key, extents in shard.extents.items():
             used |= {
                 int(offset): int(length) * 4
-                for offset, length in zip(pieces.offset, lengths, strict=True)
+                for offset, length in zip(extents.offset, lengths, strict=True)
                 if offset >= 0 and length
             }
-            assert set(pieces.dtype.values()) == {"float32"}, key
+            assert set(extents.dtype.values()) == {"float32"}, key
         for kind, path, tensors, part in (
             ("optimizer", shard.path, sorted(used.items()), "tensor"),
             ("model", model.path, model.fragments(), "frozen fragment"),
@@ -306,7 +306,7 @@ def choose(root: Path, other: Path, *, flips: int, truncations: int, blocks: int
 
 
 def verdict(damage: Damage, outcomes: Sequence[tuple[str, str, str]]) -> str:
-    """What the ranks' outcomes under one damage amount to; what begins with FAILED should not be."""
+    """The verdict from the ranks' outcomes under one damage; one that begins with FAILED must not occur."""
     outcome, _, text = outcomes[0]
     if any(other != outcomes[0] for other in outcomes):
         return f"FAILED: the ranks differ: {outcomes}"

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from meter import Cost, Meter, cool_down, files_below, link_tree, warm_up
 
 import zeroelastic
-from zeroelastic.digest import stream_seed
-from zeroelastic.executors import digest_range
-from zeroelastic.record import CommitRecord, read_record
+from zeroelastic.checkpoint.commit_record import CommitRecord, read_record
+from zeroelastic.core.digest import stream_seed
+from zeroelastic.executors.dispatch import digest_range
 
 KEYS = ("fp32", "exp_avg", "exp_avg_sq")
 TAG = "global_step1"
@@ -119,7 +119,7 @@ class Run:
 
     def live(self) -> Any:
         """The layout and the tensors of the live optimizer, as they are now."""
-        from zeroelastic.stage3.live import read_live
+        from zeroelastic.deepspeed.live.kinds import read_live
 
         live = read_live(self.engine.optimizer, self.engine.param_names)
         assert live.layout.num_sub_groups == 1
@@ -225,9 +225,9 @@ def _load_checkpoint(run: Run, path: Path) -> None:
 
 def load_tensors(run: Run, path: Path) -> Load:
     """Plan and read of zeroelastic alone: headers, layout, plan, payload into the live tensors; no engine."""
-    from zeroelastic.checkpoint import open_checkpoint, source_ranks
-    from zeroelastic.plan import check_plan, make_plan
-    from zeroelastic.stage3.fill import Target, fill
+    from zeroelastic.checkpoint.open import open_checkpoint
+    from zeroelastic.core.plan import check_plan, make_plan, source_ranks
+    from zeroelastic.deepspeed.fill import Target, fill
 
     layout = run.live().layout
     targets = [Target(key, 0, tensor, "float32") for key, tensor in run.tensors().items()]
@@ -239,7 +239,7 @@ def load_tensors(run: Run, path: Path) -> Load:
         shards = {source: checkpoint.shard(source) for source in sources}
         plan = make_plan(shards[sources[0]].layout, layout, run.rank)
         check_plan(plan)
-        fill(plan, {source: shard.pieces for source, shard in shards.items()}, targets)
+        fill(plan, {source: shard.extents for source, shard in shards.items()}, targets)
 
     return load
 
@@ -531,7 +531,7 @@ def _measure(run: Run, system: System, view: Path, cache: str, number: int) -> S
 
 
 def _unlike_files(loaded: object) -> tuple[str, ...]:
-    """The files whose content is not what the ceiling has read."""
+    """The files with another content than the ceiling has read."""
     if not isinstance(loaded, dict):
         return ()
     return tuple(

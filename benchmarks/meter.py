@@ -1,4 +1,4 @@
-"""What a piece of work costs one process, by the kernel's own counts: seconds, bytes, files, memory.
+"""The cost of a piece of work for one process, from the kernel's counters: seconds, bytes, files, memory.
 
 Bytes are ``rchar`` of /proc/self/io, whatever made the system call, plus what is resident of mapped files; memory is
 the growth of the resident set to its peak; files are counted by inotify, so that opens in C++ are seen as well.
@@ -80,7 +80,7 @@ class OpenedFiles:
 
 
 class Meter:
-    """Measures from its creation to ``stop``; files are those opened below ``directory``."""
+    """Measures from its creation to ``stop``; counts files that are opened below ``directory``."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -180,7 +180,7 @@ def cool_down(paths: Iterable[Path]) -> None:
 
 
 def link_tree(source: Path, view: Path) -> None:
-    """The same files at another place, by hard links: the same page cache, opens told apart by their path."""
+    """Hard links to the same files in another directory: the same page cache, while opens differ by path."""
     for path in files_below(source):
         target = view / path.relative_to(source)
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -1,9 +1,9 @@
-"""The figures of docs/reliability.md, from the raw results of the campaigns: ``make reliability``.
+"""Writes the figures of docs/reliability.md from the raw results of the campaigns: ``make reliability``.
 
     python benchmarks/reliability.py            # writes the part of the page between its two marks
-    python benchmarks/reliability.py --check    # exit status 1 where the page says something else
+    python benchmarks/reliability.py --check    # exit status 1 if the page differs
 
-A campaign whose result is not there is "not run yet"; what a result says and is not known here is listed as it is.
+A campaign without a result is shown as "not run yet"; a result of an unknown form is listed field by field.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ Result = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Campaign:
-    """A campaign: its result is ``results/NAME.json``, ``say`` makes sentences of it, one a line."""
+    """A campaign: its result is ``results/NAME.json``, ``sentences`` describes it, one per line."""
 
     name: str
     target: str
     about: str
-    say: Callable[[Result], list[str]]
+    sentences: Callable[[Result], list[str]]
 
 
 def plain(result: Result) -> list[str]:
-    """Every figure of a result as it stands: numbers and texts, and one level of what holds them."""
+    """Every figure of a result: numbers, texts, and one level of mappings and lists of them."""
     lines = []
     for key, value in result.items():
-        if key == "machine":  # said elsewhere
+        if key == "machine":  # shown with the link to the raw result
             continue
         name = key.replace("_", " ")
         if _is_figure(value):
@@ -64,36 +64,36 @@ def _pairs(values: Result) -> str:
     return ", ".join(f"{key.replace('_', ' ')} {_figure(value)}" for key, value in values.items())
 
 
-def say_crash_reshard(result: Result) -> list[str]:
+def describe_crash_reshard(result: Result) -> list[str]:
     """`kill -9` of the offline verb."""
     outcomes = result["outcomes"]
     sizes = " -> ".join(map(str, result["world_sizes"]))
     return [
         f"{result['kills']} kills of a reshard {sizes}, seed {result['seed']}: {outcomes['absent']} left no target, "
-        f"{outcomes['complete']} a whole one, none anything else; the source was the same byte for byte each time",
-        f"{outcomes['resumed']} were run again and came to a whole target, with up to "
+        f"{outcomes['complete']} a complete one; the source stayed the same byte for byte each time",
+        f"{outcomes['resumed']} were run again and completed the target, with up to "
         f"{max(result['ranks_taken_over'])} ranks taken over from the killed run",
     ]
 
 
-def say_crash_training(result: Result) -> list[str]:
+def describe_crash_training(result: Result) -> list[str]:
     """`kill -9` of jobs that save."""
     jobs = result.get("jobs", [result])
     errors = sum((Counter(job["errors_of_surviving_ranks"]) for job in jobs), Counter[str]())
-    told = _pairs(errors) if errors else "none had one to tell"
+    raised = _pairs(errors) if errors else "none"
     seeds = ", ".join(str(job["seed"]) for job in jobs)
     steps, minutes = sum(job["steps_trained"] for job in jobs), sum(job["minutes"] for job in jobs)
     return [
         f"{result['kills']} kills of one rank or all of {result['ranks']}, seed {seeds}, in {minutes:.0f} minutes and "
         f"{steps:,} steps; after each, `latest` and every tag that was saved verified, and a job of another size "
-        "resumed with the state that had been written down",
-        f"how it went: {_pairs(result['outcomes'])}",
-        f"errors of ranks that survived: {told}",
+        "resumed with the recorded state",
+        f"outcomes: {_pairs(result['outcomes'])}",
+        f"errors of ranks that survived: {raised}",
     ]
 
 
-def say_damage(result: Result) -> list[str]:
-    """One piece of damage, one load."""
+def describe_damage(result: Result) -> list[str]:
+    """Loads of a checkpoint with one piece of damage each."""
     counts = result["counts"]
     verdicts = [key for key in counts[0] if key not in ("damage", "where")]
 
@@ -110,8 +110,8 @@ def say_damage(result: Result) -> list[str]:
     ]
 
 
-def say_fuzz(result: Result) -> list[str]:
-    """Each reader for some minutes."""
+def describe_fuzz(result: Result) -> list[str]:
+    """Each reader, fuzzed for some minutes."""
     return [
         f"{name}: {row['inputs']:,} inputs in {row['seconds']:,} s, {row['peak_mib']} MiB at most, "
         f"{len(row['findings'])} findings"
@@ -119,7 +119,7 @@ def say_fuzz(result: Result) -> list[str]:
     ]
 
 
-def say_lifecycle(result: Result) -> list[str]:
+def describe_lifecycle(result: Result) -> list[str]:
     """Sequences of actions, each compared with a model."""
     kinds = {failure["kind"]: failure["times"] for failure in result["failures"]}
     return [
@@ -130,31 +130,33 @@ def say_lifecycle(result: Result) -> list[str]:
     ]
 
 
-def say_scale(result: Result) -> list[str]:
-    """The slowest step of each part and the most memory; seconds of the processor, for the machine may be shared."""
-    said = []
+def describe_scale(result: Result) -> list[str]:
+    """The slowest step of each part, in processor seconds since the machine may be shared, and the peak memory."""
+    sentences = []
     for part, found in result.items():
         steps = found["steps"]
         slowest = max(steps, key=lambda name: steps[name]["cpu_seconds"])
-        most = max(step["peak_mib"] for step in steps.values())
-        said.append(f"{part}: slowest step: {slowest}, {steps[slowest]['cpu_seconds']:.1f} s; {most:,} MiB at most")
-    return said
+        peak = max(step["peak_mib"] for step in steps.values())
+        sentences.append(
+            f"{part}: slowest step: {slowest}, {steps[slowest]['cpu_seconds']:.1f} s; {peak:,} MiB at most"
+        )
+    return sentences
 
 
 CAMPAIGNS = (
     Campaign(
-        "crash_training", "make crash-training", "a training job that saves in a loop, killed", say_crash_training
+        "crash_training", "make crash-training", "kills of a training job that saves in a loop", describe_crash_training
     ),
     Campaign(
         "lifecycle",
         "make lifecycle",
         "saves, loads, kills and tools in any order on real engines, compared with a model after every action",
-        say_lifecycle,
+        describe_lifecycle,
     ),
-    Campaign("damage", "make damage", "a damaged checkpoint, loaded", say_damage),
-    Campaign("fuzz", "make fuzz", "the readers, on generated files, with what they found mended", say_fuzz),
-    Campaign("scale", "make bench-scale", "5,000 tags, 1,000,000 parameters, 24 ranks, 8 loaders", say_scale),
-    Campaign("crash_reshard", "make crash", "`zeroelastic reshard`, killed", say_crash_reshard),
+    Campaign("damage", "make damage", "loads of a damaged checkpoint", describe_damage),
+    Campaign("fuzz", "make fuzz", "the readers on generated files, after fixing what it found", describe_fuzz),
+    Campaign("scale", "make bench-scale", "5,000 tags, 1,000,000 parameters, 24 ranks, 8 loaders", describe_scale),
+    Campaign("crash_reshard", "make crash", "kills of `zeroelastic reshard`", describe_crash_reshard),
 )
 
 
@@ -168,15 +170,15 @@ def figures(results: Path) -> str:
             lines += [f"* {NOT_RUN}", ""]
             continue
         result = json.loads(path.read_text())
-        lines += [f"* {sentence}" for sentence in _said(campaign, result)]
+        lines += [f"* {sentence}" for sentence in _sentences(campaign, result)]
         lines += [f"* raw: [{path.name}](../benchmarks/results/{path.name}){_where(result)}", ""]
     return "\n".join(lines)
 
 
-def _said(campaign: Campaign, result: Result) -> list[str]:
-    """The sentences of a result, or its figures as they stand where it is not of the form that is known."""
+def _sentences(campaign: Campaign, result: Result) -> list[str]:
+    """The sentences about a result, or its figures if its form is unknown."""
     try:
-        return campaign.say(result)
+        return campaign.sentences(result)
     except (KeyError, TypeError, IndexError, ValueError):
         return plain(result)
 
@@ -193,7 +195,7 @@ def _where(result: Result) -> str:
 
 
 def written(page: str, results: Path) -> str:
-    """The page with its figures written anew. Raises ValueError where its marks are missing."""
+    """The page with new figures. Raises ValueError if its marks are missing."""
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not (begin and end):
@@ -210,7 +212,7 @@ def main() -> None:
     page = chosen.page.read_text()
     new = written(page, chosen.results)
     if chosen.check:
-        sys.exit(None if new == page else f"{chosen.page}: its figures are not those of the results: make reliability")
+        sys.exit(None if new == page else f"{chosen.page}: its figures differ from the results: make reliability")
     chosen.page.write_text(new)
 
 

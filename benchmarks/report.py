@@ -1,4 +1,4 @@
-"""What every results file says: the machine and the commit, Markdown tables, and the share of noise."""
+"""The common parts of results files: the machine and the commit, Markdown tables, and the share of noise."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from zeroelastic.executors.build_info import describe_build
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 NOISY = 0.07
-"""Above this share of the processors in the hands of others, a figure says little."""
+"""If other processes use more than this share of the processors, a figure is not reliable."""
 
 
 def machine() -> dict[str, object]:
-    """What the figures were taken on."""
+    """The machine, the versions and the commit of the measurement."""
     cpu = platform.processor()
     with open("/proc/cpuinfo") as lines:
         cpu = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), cpu)
@@ -60,7 +60,7 @@ def _instruction_set() -> str:
 
 
 def describe(about: Mapping[str, object]) -> list[str]:
-    """The lines of Markdown that say where figures come from."""
+    """The lines of Markdown about the machine and the commit."""
     changed = " with uncommitted changes" if about["uncommitted_changes"] else ""
     return [
         f"{about['cpu']}, {about['cores']} cores, {about['memory_gib']} GiB, Linux {about['kernel']}; torch "
@@ -72,7 +72,7 @@ def describe(about: Mapping[str, object]) -> list[str]:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, text_columns: int = 1) -> list[str]:
-    """A Markdown table whose first columns are text and the others figures."""
+    """A Markdown table; its first columns are text, the others figures."""
     marks = ["---"] * text_columns + ["--:"] * (len(head) - text_columns)
     return [f"| {' | '.join(head)} |", f"|{'|'.join(marks)}|", *(f"| {' | '.join(row)} |" for row in rows)]
 

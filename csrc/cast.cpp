@@ -13,8 +13,8 @@ namespace {
 
 constexpr uint32_t kInfinity = 0x7F800000;
 
-inline uint16_t to_bfloat16(uint32_t bits, uint16_t nan) {
-    if ((bits & 0x7FFFFFFF) > kInfinity) return nan;
+inline uint16_t to_bfloat16(uint32_t bits) {
+    if ((bits & 0x7FFFFFFF) > kInfinity) return kBfloat16Nan;
     return static_cast<uint16_t>((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
 }
 
@@ -67,11 +67,9 @@ inline void convert_each(const char* src, char* dst, int64_t count, Convert conv
 }
 
 void plain(int32_t cast, const char* src, char* dst, int64_t count) {
-    const uint16_t nan = best_isa() >= ZE_ISA_AVX2 ? 0xFFFF : 0x7FC0;
     switch (cast) {
         case ZE_CAST_F32_BF16:
-            convert_each<uint32_t, uint16_t>(src, dst, count,
-                                             [nan](uint32_t x) { return to_bfloat16(x, nan); });
+            convert_each<uint32_t, uint16_t>(src, dst, count, to_bfloat16);
             break;
         case ZE_CAST_F32_F16:
             convert_each<uint32_t, uint16_t>(src, dst, count, to_float16);
@@ -106,7 +104,7 @@ ZE_TARGET_AVX512 inline __m256i narrow512(__m512i bits, bool to_bf16) {
     const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
     __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF)));
     rounded = _mm512_srli_epi32(rounded, 16);
-    return _mm512_cvtepi32_epi16(_mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(0xFFFF)));
+    return _mm512_cvtepi32_epi16(_mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(kBfloat16Nan)));
 }
 
 ZE_TARGET_AVX512 inline __m512i widen512(__m256i half, bool from_bf16) {
@@ -170,7 +168,7 @@ ZE_TARGET_AVX2 inline __m128i narrow256(__m256i bits, bool to_bf16) {
     const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
     __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7FFF)));
     rounded = _mm256_srli_epi32(rounded, 16);
-    rounded = _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0xFFFF), nan);
+    rounded = _mm256_blendv_epi8(rounded, _mm256_set1_epi32(kBfloat16Nan), nan);
     return _mm_packus_epi32(_mm256_castsi256_si128(rounded), _mm256_extracti128_si256(rounded, 1));
 }
 

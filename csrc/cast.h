@@ -1,4 +1,4 @@
-// Conversions between fp32 and the 16-bit types, as torch's Tensor.copy_ does them.
+// Conversions between fp32 and the 16-bit types, as torch's Tensor.copy_ does them but for which NaN is made.
 
 #ifndef ZEROELASTIC_CAST_H_
 #define ZEROELASTIC_CAST_H_
@@ -9,10 +9,12 @@
 
 namespace zeroelastic {
 
-// Converts `count` elements; neither side need be aligned. Rounds to nearest even. A NaN becomes, in
-// bfloat16, what torch makes of it on this processor (0xFFFF with AVX2, else 0x7FC0); in float16, a quiet NaN
-// with the upper bits of the payload. With `streaming`, the destination, which is then on a boundary of 64
-// bytes, is written past the caches.
+// What every NaN becomes in bfloat16: torch's rule for one element. Its vector units make other ones.
+constexpr uint16_t kBfloat16Nan = 0x7FC0;
+
+// Converts `count` elements; neither side need be aligned. Rounds to nearest even. A NaN becomes kBfloat16Nan
+// in bfloat16, and in float16 a quiet NaN with its sign and the upper bits of its payload. With `streaming`,
+// the destination is written past the caches; it must then be on a boundary of 64 bytes.
 void cast_elements(int32_t cast, const void* src, void* dst, int64_t count, bool streaming);
 
 }  // namespace zeroelastic

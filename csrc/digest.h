@@ -1,4 +1,4 @@
-// The partition-invariant digest of zeroelastic/digest.py, bit for bit.
+// The partition-invariant digest of zeroelastic/core/digest.py, bit for bit.
 
 #ifndef ZEROELASTIC_DIGEST_H_
 #define ZEROELASTIC_DIGEST_H_

@@ -1,4 +1,4 @@
-// The weights of the digest in zeroelastic/digest.py, for the host and for kernels.
+// The weights of the digest in zeroelastic/core/digest.py, for the host and for kernels.
 
 #ifndef ZEROELASTIC_DIGEST_WEIGHTS_H_
 #define ZEROELASTIC_DIGEST_WEIGHTS_H_

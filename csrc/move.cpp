@@ -23,8 +23,8 @@ constexpr int64_t kUnitBytes = int64_t{16} << 20;
 // The memory of a thread. The system reads faster in large calls; what it has read is still in the
 // second-level cache, or most of it.
 constexpr int64_t kStagingBytes = int64_t{960} << 10;
-// With a progress, the most that the kernel moves before it is told.
-constexpr int64_t kToldBytes = int64_t{4} << 20;
+// With a progress function, the most that the kernel moves between two reports.
+constexpr int64_t kReportBytes = int64_t{4} << 20;
 // Below this, a read and a write cost no more than the system's own way of copying.
 constexpr int64_t kInKernelBytes = int64_t{64} << 10;
 
@@ -41,7 +41,7 @@ bool move_in_kernel(int from, int64_t from_offset, int to, int64_t to_offset, in
         loff_t in = from_offset + *moved;
         loff_t out = to_offset + *moved;
         int64_t most = nbytes - *moved;
-        if (progress->wanted()) most = std::min(most, kToldBytes);
+        if (progress->wanted()) most = std::min(most, kReportBytes);
         const ssize_t got = copy_file_range(from, &in, to, &out, static_cast<size_t>(most), 0);
         if (got < 0 && errno == EINTR) continue;
         if (got <= 0) {

@@ -1,4 +1,4 @@
-// What a caller is told of a call that takes long, and how it ends one.
+// Reports the progress of a long call to its caller, who may cancel it.
 
 #ifndef ZEROELASTIC_PROGRESS_H_
 #define ZEROELASTIC_PROGRESS_H_
@@ -12,54 +12,53 @@
 
 namespace zeroelastic {
 
-// Made by the thread that calls, which alone runs the caller's function: with add(), and while it waits for
-// others, with tell().
+// Made by the calling thread, which alone runs the caller's function: in add(), and while it waits for other
+// threads in report().
 class Progress {
   public:
     static constexpr std::chrono::milliseconds kInterval{50};
 
     explicit Progress(const ze_options& options)
-        : told_(options.progress),
+        : progress_(options.progress),
           caller_(std::this_thread::get_id()),
           last_(std::chrono::steady_clock::now()) {}
     Progress(const Progress&) = delete;
     Progress& operator=(const Progress&) = delete;
 
-    // Whether there is somebody to tell.
+    // Whether the caller wants reports.
     bool wanted() const {
-        return told_ != nullptr;
+        return progress_ != nullptr;
     }
 
     bool cancelled() const {
         return cancelled_.load(std::memory_order_relaxed);
     }
 
-    // So many bytes of the sources more are done. False, with `error` filled, where the call is to end.
+    // Adds bytes of the sources that were processed. False, with `error` filled, when the call has to end.
     bool add(int64_t nbytes, ze_error* error) {
         if (!wanted()) return true;
         done_.fetch_add(nbytes, std::memory_order_relaxed);
-        if (std::this_thread::get_id() == caller_) tell();
-        return goes_on(error);
+        if (std::this_thread::get_id() == caller_) report();
+        return may_continue(error);
     }
 
-    // Tells the caller what is done since it was told last, if it is time for that.
-    void tell() {
+    // Reports what was done since the last report, if the interval has passed.
+    void report() {
         const auto now = std::chrono::steady_clock::now();
         if (now - last_ < kInterval) return;
         last_ = now;
-        tell_now();
+        report_now();
     }
 
-    // When all is done: tells the rest. False, with `error` filled, where the caller does not want it any
-    // more.
+    // Reports the rest when all is done. False, with `error` filled, when the caller has cancelled.
     bool finish(ze_error* error) {
         if (!wanted()) return true;
-        tell_now();
-        return goes_on(error);
+        report_now();
+        return may_continue(error);
     }
 
     // False, with `error` filled, when the caller has cancelled.
-    bool goes_on(ze_error* error) const {
+    bool may_continue(ze_error* error) const {
         if (!cancelled()) return true;
         *error = ze_error{};
         error->code = ZE_CANCELLED;
@@ -67,15 +66,15 @@ class Progress {
     }
 
   private:
-    void tell_now() {
+    void report_now() {
         if (cancelled()) return;
-        told_->nbytes = done_.exchange(0, std::memory_order_relaxed);
-        told_->go_on = 0;
-        told_->tell(told_);
-        if (told_->go_on == 0) cancelled_.store(true, std::memory_order_relaxed);
+        progress_->nbytes = done_.exchange(0, std::memory_order_relaxed);
+        progress_->keep_going = 0;
+        progress_->report(progress_);
+        if (progress_->keep_going == 0) cancelled_.store(true, std::memory_order_relaxed);
     }
 
-    ze_progress* const told_;
+    ze_progress* const progress_;
     const std::thread::id caller_;
     std::chrono::steady_clock::time_point last_;  // only touched by the caller's thread
     std::atomic<int64_t> done_{0};

@@ -166,7 +166,7 @@ ze_error failure(ze_code code, int errnum, ze_side side, int64_t file, int64_t o
 
 // Runs fn(thread, unit index) over all units on several threads, in ascending order of their start, until one
 // fails. fn returns true, or false after it has filled its error, and adds to `progress` what it has done;
-// while the caller waits for the others, it is told of that.
+// while the caller waits for the other threads, progress is reported.
 template <typename Fn>
 int32_t run_units(size_t num_units, int threads, Progress* progress, ze_error* error, const Fn& fn) {
     FirstError first;
@@ -186,12 +186,12 @@ int32_t run_units(size_t num_units, int threads, Progress* progress, ze_error* e
         }
     };
     if (progress->wanted()) {
-        run_parallel(static_cast<int>(most), work, Progress::kInterval, [&] { progress->tell(); });
+        run_parallel(static_cast<int>(most), work, Progress::kInterval, [&] { progress->report(); });
     } else {
         run_parallel(static_cast<int>(most), work);
     }
     const int32_t code = first.result(error);
-    return code != ZE_OK || progress->goes_on(error) ? code : error->code;
+    return code != ZE_OK || progress->may_continue(error) ? code : error->code;
 }
 
 // Reads or writes all of a range, whatever the system does in pieces; false with `error` filled.

@@ -87,7 +87,8 @@ struct ze_buffers {
     const int64_t* nbytes;
 };
 
-// What each row adds to a digest (see zeroelastic/digest.py); the columns run parallel to the table's rows.
+// What each row adds to a digest (see zeroelastic/core/digest.py); the columns run parallel to the table's
+// rows.
 struct ze_digest {
     int64_t num_streams;
     const uint64_t* seeds;
@@ -97,14 +98,14 @@ struct ze_digest {
     const int64_t* itemsize;  // 1, 2, 4 or 8
 };
 
-// Who is told of what is done: a caller puts what it wants to find behind it. `tell` is called on the
-// caller's thread about every 50 ms, also while that waits for others and nothing is done, and once in the
-// end. Where it does not set `go_on`, it is not called again, and the operation ends soon, with ZE_CANCELLED:
-// a function that fails before it can say anything has cancelled.
+// The caller's progress function; a caller may put data of its own behind this structure. `report` is called
+// on the caller's thread about every 50 ms, also while it only waits for other threads, and once at the end.
+// If it does not set `keep_going`, it is not called again and the operation ends soon with ZE_CANCELLED: a
+// function that fails before it can set anything has cancelled.
 struct ze_progress {
-    void (*tell)(ze_progress* self);
-    int64_t nbytes;  // of the sources, done since the last call; all calls together tell of all
-    int32_t go_on;   // 0 before the call
+    void (*report)(ze_progress* self);
+    int64_t nbytes;      // of the sources, done since the last call; all calls together cover them
+    int32_t keep_going;  // 0 before the call
     int32_t reserved;
 };
 
@@ -113,7 +114,7 @@ struct ze_options {
     int32_t cast;     // ze_cast
     int32_t sync;     // write and move: flush what was written to the device
     int32_t reserved;
-    ze_progress* progress;  // all but copy: whom to tell; may be null
+    ze_progress* progress;  // all but copy; may be null
 };
 
 ZE_API int32_t ze_abi_version(void);

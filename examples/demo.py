@@ -58,7 +58,7 @@ READ_RATIO = 1.01
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What the demo trains; `model` are the command-line options of train_gpt.py that size it."""
+    """The training of the demo; `model` are the command-line options of train_gpt.py for the size of the model."""
 
     steps: int
     save_at: int
@@ -261,7 +261,7 @@ def loss_table(reference: Run, resumed: Sequence[Run], control: Run, *, plan: Pl
 
 
 def report_table(resumed: Sequence[Run], *, saved_root: str) -> Table:
-    """What each resume read, how long it took and whether the state is the saved one."""
+    """The bytes read and the time of each resume, and whether the state is the saved one."""
     table = Table(title=f"Resumes; the commit record's content root is {saved_root[:12]}")
     table.add_column("ranks")
     for title in ("bytes owned", "bytes read", "headers", "files", "seconds", "content root", "matches"):

@@ -2,8 +2,9 @@
 
 Tests run on the CPU, one thread per process, unless the environment says otherwise. The time limit of a
 test is `timeout` in pyproject.toml, SLOW_TIMEOUT_S where it is marked `slow`, or the one it names itself.
-The marker `gpu` and the fixture `rank_pool` come from the package's own pytest plugin, docs/support.md from
-support_table.py. Nothing here imports torch: the tests of the pure modules stay a matter of milliseconds.
+The marker `gpu` and the fixture `rank_pool` come from the package's own pytest plugin, the marker `extended` from
+extended.py, docs/support.md from support_table.py, and the list of slow tests from
+slowest.py. Nothing here imports torch: the tests of the pure modules stay a matter of milliseconds.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-pytest_plugins = ["zeroelastic.testing.pytest_plugin", "support_table"]
+pytest_plugins = ["zeroelastic.testing.pytest_plugin", "support_table", "extended", "slowest"]
 
 SLOW_TIMEOUT_S = 1800
 
@@ -52,6 +53,8 @@ LONG = (
     "test_benchmarks.py",
     "test_docs.py",
     "test_demo.py",
+    "test_elastic_cluster.py",
+    "test_lifecycle.py",
 )
 
 

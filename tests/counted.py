@@ -11,7 +11,7 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from zeroelastic.storage import RemotePath, as_path
+from zeroelastic.io.paths import RemotePath, as_path
 
 
 class CountedFileSystem(MemoryFileSystem):

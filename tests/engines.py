@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import functools
 import os
 import shutil
@@ -21,8 +22,9 @@ import numpy as np
 import pytest
 import torch
 
-from zeroelastic.executors import OPERATIONS, Buffer, DeviceBuffer, build_info, cuda_executor
+from zeroelastic.executors import build_info, cuda_executor
 from zeroelastic.executors.build_info import describe_build
+from zeroelastic.executors.dispatch import OPERATIONS, Buffer, DeviceBuffer
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 ENGINES = ("numpy", "torch", "native", pytest.param("cuda", marks=pytest.mark.gpu), "fake-cuda")
@@ -105,8 +107,10 @@ def _fake_library() -> ctypes.CDLL:
     compiler = os.environ.get("CXX", sysconfig.get_config_var("CXX") or "c++").split()[0]
     if not (shutil.which(compiler) and shutil.which("make")):
         pytest.skip("there is no compiler to build the fake with")
-    command = ["make", "-s", "-C", str(REPOSITORY / "csrc"), "build/fake/_cuda.so"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    command = ["make", "-s", "-j2", "-C", str(REPOSITORY / "csrc"), "build/fake/_cuda.so"]
+    with (REPOSITORY / "csrc" / "Makefile").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another worker of pytest-xdist builds the same files
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     library = ctypes.CDLL(str(REPOSITORY / "csrc" / "build" / "fake" / "_cuda.so"))
     library.ze_abi_version.restype = ctypes.c_int32

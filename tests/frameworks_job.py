@@ -66,7 +66,7 @@ class AccelerateJob:
     micro: int = 2
     accumulation: int = 1
     schedule: str = "lambda"
-    options: dict[str, Any] = field(default_factory=lambda: {"strict": True})
+    options: dict[str, Any] = field(default_factory=lambda: {"strict_batch": True})
     seed: int = 3
     shuffle: bool = True
 
@@ -241,7 +241,7 @@ class LightningJob:
 
     micro: int = 2
     accumulation: int = 1
-    options: dict[str, Any] = field(default_factory=lambda: {"strict": True})
+    options: dict[str, Any] = field(default_factory=lambda: {"strict_batch": True})
     loader: str = "plain"
     samples: int = SAMPLES
     save_in: str = ""

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from training import LOSS_RTOL, Job, Outcome, train_and_save
 
-from zeroelastic.record import read_record
+from zeroelastic.checkpoint.commit_record import read_record
 from zeroelastic.testing import RankPool, compare_states
 
 

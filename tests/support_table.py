@@ -3,9 +3,9 @@
     @pytest.mark.support("Precision", "fp16, dynamic loss scale", "exact", "the scale and skipped steps too")
 
 A pytest plugin. `pytest --collect-only --support-table docs/support.md tests` (`make support`) writes the page;
-tests/test_support.py compares it with what the tests say. So that a row cannot be claimed and not shown, a marked
-test carries no skip or xfail mark, and where the variable CI is set, a marked test that is skipped has failed. So has
-a skipped test marked `core`, which every DeepSpeed version must pass.
+tests/project/test_support.py compares it with what the tests say. So that a row cannot be claimed and not shown, a
+marked test carries no skip or xfail mark, and where the variable CI is set, a marked test that is skipped has
+failed. So has a skipped test marked `core`, which every DeepSpeed version must pass.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from places import OLDER_DEEPSPEEDS, ROOT
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
-ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "support.md"
 
 SECTIONS = (
@@ -188,23 +188,21 @@ def _shown_by(shown: list[Shown]) -> tuple[str, ...]:
 
 
 def read_versions() -> Versions:
-    """From pyproject.toml, constraints.txt and tests/test_versions.py."""
-    from test_versions import VERSIONS
-
+    """From pyproject.toml, constraints.txt and places.py."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     requirements = [*project["dependencies"], *project["optional-dependencies"]["deepspeed"]]
     floors = {name: floor for name, _, floor in (requirement.partition(">=") for requirement in requirements)}
     pinned = re.search(r"^deepspeed==(\S+)$", (ROOT / "constraints.txt").read_text(), flags=re.MULTILINE)
     assert pinned is not None
     python = project["requires-python"].removeprefix(">=")
-    return Versions(python, floors["torch"], floors["deepspeed"], (*VERSIONS, pinned[1]))
+    return Versions(python, floors["torch"], floors["deepspeed"], (*OLDER_DEEPSPEEDS, pinned[1]))
 
 
 HEAD = """\
 # What is supported, and what is refused
 
-Written by `make support` from the marks on the tests; `tests/test_support.py` holds it to them. A row stands here
-because the tests beside it pass: in CI, one of them that does not run is one that failed.
+Written by `make support` from the marks on the tests; `tests/project/test_support.py` holds it to them. A row
+stands here because the tests beside it pass: in CI, one of them that does not run is one that failed.
 
 * **exact**: saved on N ranks and resumed on M, all of the state is the saved one, bit for bit, up and down.
 * **refused**: an error that names what is not supported and what to do instead, the same on every rank, before a tensor

@@ -4,7 +4,7 @@
     assert gather(open_checkpoint(tag_dir)) == truth
 
 ``Truth`` maps parameter -> state key -> (dtype, bytes of the full, unpartitioned tensor). Cut in plain loops, without
-the arithmetic of zeroelastic.layout. Padding is NaN or 255, so that whoever reads it is found out.
+the arithmetic of zeroelastic.core.layout. Padding is NaN or 255, so that whoever reads it is found out.
 """
 
 from __future__ import annotations
@@ -21,10 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from zeroelastic.checkpoint import Checkpoint
-from zeroelastic.digest import ParamContent, ScalarValue, content_root, digest_range, stream_seed
-from zeroelastic.layout import Param, pack_sub_groups
-from zeroelastic.record import (
+from zeroelastic.checkpoint.commit_record import (
     RECORD_NAME,
     RECORD_VERSION,
     CommitRecord,
@@ -34,8 +31,12 @@ from zeroelastic.record import (
     record_checksum,
     record_text,
 )
-from zeroelastic.storage import FilePath, read_range
-from zeroelastic.torchfile import DTYPE_BYTES
+from zeroelastic.checkpoint.open import Checkpoint
+from zeroelastic.core.digest import ParamContent, ScalarValue, content_root, digest_range, stream_seed
+from zeroelastic.core.layout import Param, pack_sub_groups
+from zeroelastic.io.paths import FilePath
+from zeroelastic.io.storage import read_range
+from zeroelastic.torch_file.header import DTYPE_BYTES
 
 Truth = dict[str, dict[str, tuple[str, bytes]]]
 
@@ -314,16 +315,16 @@ def gather(checkpoint: Checkpoint) -> Truth:
             length = int(shard.layout.owned(rank)[1][p])
             sub_group = int(shard.layout.sub_group[p])
             for key in shard.tensor_keys[sub_group]:
-                pieces = shard.pieces[key]
-                dtype = pieces.dtype[sub_group]
-                assert pieces.offset[p] >= 0
+                extents = shard.extents[key]
+                dtype = extents.dtype[sub_group]
+                assert extents.offset[p] >= 0
                 nbytes = length * DTYPE_BYTES[dtype]
-                add(param.name, key, dtype, read(pieces.path, int(pieces.offset[p]), nbytes))
-        if model.frozen is not None and model.frozen_pieces is not None:
+                add(param.name, key, dtype, read(extents.path, int(extents.offset[p]), nbytes))
+        if model.frozen is not None and model.frozen_extents is not None:
             for p, param in enumerate(model.frozen.params):
-                dtype = model.frozen_pieces.dtype[p]
+                dtype = model.frozen_extents.dtype[p]
                 nbytes = int(model.frozen.owned(rank)[1][p]) * DTYPE_BYTES[dtype]
-                data = read(model.path, int(model.frozen_pieces.offset[p]), nbytes) if param.numel else b""
+                data = read(model.path, int(model.frozen_extents.offset[p]), nbytes) if param.numel else b""
                 add(param.name, "frozen", dtype, data)
     return {
         name: {key: (dtype, b"".join(parts)) for key, (dtype, parts) in tensors.items()}

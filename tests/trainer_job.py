@@ -246,8 +246,8 @@ def saved_steps(directory: str) -> list[int]:
 
 
 def generators_of_a_new_rank(seed: int, step: int, rank: int) -> str:
+    from zeroelastic.checkpoint.rng_files import derived_seed
     from zeroelastic.elastic.position import seed_generators
-    from zeroelastic.rng import derived_seed
 
     before = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:

@@ -168,9 +168,7 @@ def ds_config(job: Job) -> dict[str, Any]:
     if job.micro is not None:
         config["train_micro_batch_size_per_gpu"] = job.micro
     if job.stage != 3:
-        del config["zero_optimization"]["sub_group_size"]
-        del config["zero_optimization"]["stage3_param_persistence_threshold"]
-        config["zero_optimization"]["elastic_checkpoint"] = False
+        config["zero_optimization"] = {"stage": job.stage, **job.zero}
         del config["zeroelastic"]
     if job.precision == "bf16":
         config["bf16"] = {"enabled": True, **config.get("bf16", {})}
@@ -323,7 +321,7 @@ def resume(job: Job, directory: str, before: int = 3, after: int = 2, **load: An
 
 def resume_and_save(job: Job, directory: str, target: str) -> str:
     """Load and save again at once; returns the new content root."""
-    from zeroelastic.record import read_record
+    from zeroelastic.checkpoint.commit_record import read_record
 
     engine = build_engine(job)
     engine.load_checkpoint(directory)

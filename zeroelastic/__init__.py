@@ -4,10 +4,19 @@ Importing this package changes nothing and imports neither torch nor deepspeed::
 
     import zeroelastic
     zeroelastic.install()      # before or after deepspeed.initialize; zeroelastic.uninstall() reverts
+
+Checkpoints are opened with ``zeroelastic.open``, and the verbs of the command line are functions of the same names::
+
+    with zeroelastic.open("ckpt") as ck:
+        ck["model.norm.weight"].numpy()
+    zeroelastic.reshard("ckpt", "ckpt-3", world_size=3)
+
+``zeroelastic.errors`` has every error that is raised on purpose; all derive from ``ZeroElasticError``.
 """
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from zeroelastic._version import __version__
@@ -19,10 +28,13 @@ from zeroelastic.errors import (
     IncompatibleDeepSpeedError,
     LayoutMismatchError,
     MissingFileError,
+    NewerFormatError,
     OldFormatError,
     RemoteRankError,
+    SavedAgainError,
     SaveError,
     StrictError,
+    UnknownTensorError,
     UnreadableError,
     UnsafePickleError,
     UnsupportedError,
@@ -33,6 +45,16 @@ from zeroelastic.report import ResumeReport
 
 if TYPE_CHECKING:
     from zeroelastic.elastic.resume import resume as resume
+    from zeroelastic.library.convert import convert as convert
+    from zeroelastic.library.diff import diff as diff
+    from zeroelastic.library.export import export as export
+    from zeroelastic.library.inspect import inspect as inspect
+    from zeroelastic.library.latest import latest as latest
+    from zeroelastic.library.plan import plan as plan
+    from zeroelastic.library.prune import prune as prune
+    from zeroelastic.library.reshard import reshard as reshard
+    from zeroelastic.library.verify import verify as verify
+    from zeroelastic.library.view import open as open
 
 __all__ = [
     "AbsentRankError",
@@ -42,32 +64,54 @@ __all__ = [
     "IncompatibleDeepSpeedError",
     "LayoutMismatchError",
     "MissingFileError",
+    "NewerFormatError",
     "OldFormatError",
     "RemoteRankError",
     "ResumeReport",
     "SaveError",
+    "SavedAgainError",
     "StrictError",
+    "UnknownTensorError",
     "UnreadableError",
     "UnsafePickleError",
     "UnsupportedError",
     "UsageError",
     "ZeroElasticError",
     "__version__",
+    "convert",
+    "diff",
+    "export",
+    "inspect",
     "install",
     "is_installed",
+    "last_report",
+    "latest",
+    "open",
+    "plan",
+    "prune",
+    "reshard",
     "resume",
     "uninstall",
+    "verify",
     "wait_for_save",
 ]
 
+_IMPORTED_WHEN_USED = {
+    "resume": "zeroelastic.elastic.resume",
+    "open": "zeroelastic.library.view",
+    **{
+        verb: f"zeroelastic.library.{verb}"
+        for verb in ("convert", "diff", "export", "inspect", "latest", "plan", "prune", "reshard", "verify")
+    },
+}
+
 
 def __getattr__(name: str) -> object:
-    """``resume`` is that of ``zeroelastic.elastic``, which imports torch, and only when it is asked for."""
-    if name == "resume":
-        from zeroelastic.elastic import resume
-
-        return resume
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    """Import the function when it is used for the first time: numpy, or torch for ``resume``, comes with it."""
+    if name not in _IMPORTED_WHEN_USED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = found = getattr(importlib.import_module(_IMPORTED_WHEN_USED[name]), name)
+    return found
 
 
 def __dir__() -> list[str]:
@@ -80,7 +124,7 @@ def install() -> None:
     Idempotent and reversible (``uninstall``). Imports deepspeed. Raises IncompatibleDeepSpeedError, before anything is
     changed, when DeepSpeed is missing, too old, or one of the methods to be wrapped has changed.
     """
-    from zeroelastic.stage3.seams import install as wrap_deepspeed
+    from zeroelastic.deepspeed.install.seams import install as wrap_deepspeed
 
     wrap_deepspeed()
 
@@ -90,7 +134,7 @@ def uninstall() -> None:
 
     Waits for a save in the background. Raises SaveError, when all is put back, if that could not be finished.
     """
-    from zeroelastic.stage3.seams import uninstall as unwrap_deepspeed
+    from zeroelastic.deepspeed.install.seams import uninstall as unwrap_deepspeed
 
     unwrap_deepspeed()
 
@@ -99,7 +143,7 @@ def is_installed() -> bool:
     """Whether DeepSpeed's methods are wrapped at the moment."""
     import sys
 
-    seams = sys.modules.get("zeroelastic.stage3.seams")
+    seams = sys.modules.get("zeroelastic.deepspeed.install.seams")
     return bool(seams is not None and seams.is_installed())
 
 
@@ -109,10 +153,20 @@ def wait_for_save(engine: Any) -> None:
     What a decoupled checkpoint engine has not committed is committed too. Raises SaveError on every rank when the save
     failed: its tag is not committed then, and ``latest`` is as it was::
 
-        engine.save_checkpoint("ckpt")   # with "background_save": true
+        engine.save_checkpoint("ckpt")   # with "async_save": true
         train_on()
         zeroelastic.wait_for_save(engine)
     """
-    from zeroelastic.stage3.pending import flush
+    from zeroelastic.deepspeed.save.pending import finish_pending
 
-    flush(engine, before="wait_for_save()")
+    finish_pending(engine, before="wait_for_save()")
+
+
+def last_report(engine: Any) -> ResumeReport | None:
+    """The report of the last ``load_checkpoint`` of a DeepSpeed engine; None when it has loaded nothing through us::
+
+    engine.load_checkpoint("ckpt")
+    report = zeroelastic.last_report(engine)
+    print(report.saved_world_size, "->", report.world_size, report.root_matches)
+    """
+    return getattr(engine, "zeroelastic_report", None)

@@ -7,27 +7,46 @@ Messages say where, what was found, what was expected and what to do.
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel = 3
 _SHORT.maxother = _SHORT.maxstring = 120
-_MOST_SHOWN = 240
+_MAX_TEXT = 240
 
 
 def shown(value: object) -> str:
-    """Something of a file as an error message has it: its ``repr``, cut where it is long, nested or holds itself."""
+    """A value from a file for an error message: its ``repr``, shortened where it is long, nested or recursive."""
     return brief(_SHORT.repr(value))
 
 
 def printable(name: str) -> str:
-    """A name of a file or tag as an error message has it: as it is where it can be read, else as ``shown``."""
+    """The name of a file or tag for an error message: unchanged if it is readable, else as ``shown``."""
     return brief(name) if name.isprintable() and name == name.strip() != "" else shown(name)
 
 
 def brief(text: str) -> str:
-    """A name from a file as an error message has it: as it is, or its two ends where it is long."""
-    return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN // 2]}...{text[-_MOST_SHOWN // 2 :]}"
+    """A name from a file for an error message: unchanged, or only its two ends if it is long."""
+    return text if len(text) <= _MAX_TEXT else f"{text[: _MAX_TEXT // 2]}...{text[-_MAX_TEXT // 2 :]}"
+
+
+def some(names: Iterable[str], limit: int = 6, *, count: int | None = None, separator: str = ", ") -> str:
+    """The first ``limit`` names, and the number of the others; ``count`` is the number of all if ``names`` are fewer.
+
+    Example::
+
+        some(["a", "b", "c"], 2)    # "a, b and 1 more"
+    """
+    names = tuple(names)
+    more = (len(names) if count is None else count) - limit
+    return separator.join(names[:limit]) + (f" and {more} more" if more > 0 else "")
+
+
+def rank_list(numbers: Sequence[int]) -> str:
+    """Ranks, given in ascending order, as text: "rank 3", "ranks 1, 5", or "ranks 4 to 7" for consecutive ones."""
+    if len(numbers) > 1 and numbers[-1] - numbers[0] == len(numbers) - 1:
+        return f"ranks {numbers[0]} to {numbers[-1]}"
+    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
 class ZeroElasticError(Exception):
@@ -35,42 +54,46 @@ class ZeroElasticError(Exception):
 
 
 class CheckpointError(ZeroElasticError, ValueError):
-    """A checkpoint that cannot be what its writer left: damaged, incomplete, mixed, or not ours to read."""
+    """A checkpoint that is damaged, incomplete, mixed from several saves, or of a kind that cannot be read."""
 
 
 class MissingFileError(CheckpointError, FileNotFoundError):
-    """A file that the checkpoint needs is not there."""
+    """A file of the checkpoint does not exist."""
 
 
 class UnreadableError(ZeroElasticError, OSError):
-    """A file that cannot be read here and now: no permission, an I/O error, a server that is away. It may be whole.
+    """A file that cannot be read here and now: no permission, an I/O error, an unreachable server. It may be whole.
 
-    It is not a CheckpointError, which is a verdict on the checkpoint.
+    This is not a CheckpointError, which means that the checkpoint itself is wrong.
     """
 
 
 class SavedAgainError(UnreadableError):
-    """A checkpoint that was saved again while it was read: what was read is not of one save, and nobody's fault."""
+    """A checkpoint that was saved again while it was read, so that the parts read are not of one save."""
 
 
 class OldFormatError(CheckpointError):
-    """A file in torch.save's format from before 1.6, which is no zip archive: its payload cannot be addressed."""
+    """A file in the format of torch.save before 1.6, which is not a zip archive: its payload cannot be addressed."""
+
+
+class NewerFormatError(CheckpointError):
+    """A file in a format of a later zeroelastic: it may be whole, but this version cannot check it."""
 
 
 class DigestMismatchError(CheckpointError):
-    """State that differs from what the commit record says was saved."""
+    """State that differs from the saved state by the digests in the commit record."""
 
 
 class UnsafePickleError(CheckpointError):
-    """A pickle that names something outside the allow-list; nothing of it was run."""
+    """A pickle that names something outside the allow-list; no part of it was executed."""
 
 
 class SaveError(ZeroElasticError, OSError):
-    """A checkpoint that could not be written whole; its tag is not committed, and ``latest`` is as it was."""
+    """A checkpoint that could not be written completely; its tag is not committed, and ``latest`` is unchanged."""
 
 
 class AbsentRankError(SaveError, TimeoutError):
-    """A rank that has ended, or did not arrive in time where a save needs all of them."""
+    """A rank that has ended, or that did not arrive in time at a point of a save that needs all ranks."""
 
 
 class LayoutMismatchError(ZeroElasticError, ValueError):
@@ -86,20 +109,27 @@ class ConfigError(ZeroElasticError, ValueError):
 
 
 class StrictError(ZeroElasticError, ValueError):
-    """A resume that would change the run (such as its global batch) under ``"strict": true``."""
+    """A resume that would change the run (such as its global batch) under ``"strict_batch": true``."""
 
 
 class UsageError(ZeroElasticError, ValueError):
-    """Something that cannot be done as it was asked for: a path that is no checkpoint, a target that exists."""
+    """A wrong request: a path that is not a checkpoint, a target that exists."""
+
+
+class UnknownTensorError(UsageError, KeyError):
+    """A name that no tensor of the checkpoint has."""
+
+    def __str__(self) -> str:  # a KeyError shows the repr of its message
+        return str(self.args[0])
 
 
 class UnsupportedError(ZeroElasticError, NotImplementedError):
-    """A configuration that zeroelastic refuses by name because it cannot do it right."""
+    """A configuration that zeroelastic refuses by name because it cannot support it correctly."""
 
 
 class IncompatibleDeepSpeedError(ZeroElasticError, RuntimeError):
-    """The installed DeepSpeed is too old, or one of the seams that install() needs has changed."""
+    """The installed DeepSpeed is too old, or one of the methods that install() wraps has changed."""
 
 
 class RemoteRankError(ZeroElasticError, RuntimeError):
-    """Another rank failed with an error that is not ours; its message is quoted."""
+    """Another rank failed with an error that is not one of these; its message is quoted."""

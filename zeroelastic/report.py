@@ -1,9 +1,26 @@
-"""The resume report: what a load did, what it cost on the worst rank, and whether the state is the saved one."""
+"""The resume report: the result of a load, its cost on the worst rank, and whether the state is the saved one."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Literal
+
+from zeroelastic.byte_sizes import format_size
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """A sentence for the report, and the level at which rank 0 logs a report that contains it."""
+
+    level: int
+    text: str
+
+
+def info(texts: Iterable[str]) -> list[Note]:
+    """Notes that are logged at level INFO."""
+    return [Note(logging.INFO, text) for text in texts]
 
 
 @dataclass(frozen=True, slots=True)
@@ -11,12 +28,13 @@ class ResumeReport:
     """What one load did; the same object on every rank.
 
     Bytes and files are those of the worst rank. ``bytes_owned`` counts the state that the rank owns and loaded,
-    padding excluded; ``bytes_read`` the payload read for it; ``header_bytes`` what was read besides (zip directories,
-    pickles, scalars, the module states file, the commit record). ``saved_root`` is None without a commit record and
-    ``root_matches`` is None when it was not verified, with the reason in ``notes``, and never False: a
-    difference is an error. ``changed`` names what the save and the run do not have in common, and what became of it.
-    Where files are on node-local disks, ``bytes_read`` has in it what the rank read for others, and ``bytes_sent`` and
-    ``bytes_received`` are the payload and the module states that went from rank to rank.
+    padding excluded; ``bytes_read`` the payload read for it; ``header_bytes`` everything else that was read (zip
+    directories, pickles, scalars, the module states file, the commit record). ``saved_root`` is None without a commit
+    record. ``root_matches`` is None when the root was not verified, with the reason in ``notes``, and never False: a
+    difference is an error. ``changed`` names what the save and the run do not have in common, and how it was loaded.
+    Where files are on node-local disks, ``bytes_read`` includes what the rank read for others, and ``bytes_sent`` and
+    ``bytes_received`` count the payload and the module states sent between ranks. ``batch_changed``: the run's global
+    batch is not that of the save.
     """
 
     path: str
@@ -39,13 +57,14 @@ class ResumeReport:
     changed: tuple[str, ...] = ()
     bytes_sent: int = 0
     bytes_received: int = 0
+    batch_changed: bool = False
 
     def to_dict(self) -> dict[str, object]:
         """The report as plain JSON values."""
         return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
 
     def text(self) -> str:
-        """The report as the few lines that rank 0 logs."""
+        """The report as the lines that rank 0 logs."""
         if self.root_matches:
             proof = f"content root {str(self.loaded_root)[:12]} is the saved one"
         elif self.loaded_root is not None:
@@ -55,12 +74,13 @@ class ResumeReport:
         lines = [
             f"resumed {self.path} ({self.format}): {self.saved_world_size} -> {self.world_size} ranks in "
             f"{self.seconds:.2f} s; {proof}",
-            f"  worst rank: owns {_size(self.bytes_owned)}, read {_size(self.bytes_read)} + {_size(self.header_bytes)} "
-            f"of headers from {self.files_opened} files",
+            f"  worst rank: owns {format_size(self.bytes_owned)}, read {format_size(self.bytes_read)} "
+            f"+ {format_size(self.header_bytes)} of headers from {self.files_opened} files",
         ]
         if self.bytes_sent:
             lines.append(
-                f"  between ranks, worst rank: sent {_size(self.bytes_sent)}, received {_size(self.bytes_received)}"
+                f"  between ranks, worst rank: sent {format_size(self.bytes_sent)}, "
+                f"received {format_size(self.bytes_received)}"
             )
         for title, items in (
             ("exact", self.exact),
@@ -72,12 +92,3 @@ class ResumeReport:
             if items:
                 lines.append(f"  {title}: " + "; ".join(items))
         return "\n".join(lines)
-
-
-def _size(nbytes: int) -> str:
-    size = float(nbytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"

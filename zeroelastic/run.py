@@ -1,7 +1,7 @@
 """Run an unchanged training script with zeroelastic installed: ``torchrun ... -m zeroelastic.run train.py ARGS``.
 
-Stands where ``python`` would stand: also under ``deepspeed --module zeroelastic.run`` and ``accelerate launch -m
-zeroelastic.run``. The script sees its own ``sys.argv`` and ``sys.path[0]``, as if it had been started alone.
+It takes the place of ``python``, also under ``deepspeed --module zeroelastic.run`` and ``accelerate launch -m
+zeroelastic.run``. The script sees its own ``sys.argv`` and ``sys.path[0]``, as if it was started directly.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Install zeroelastic, then run a script (``train.py ARGS``) or a module (``-m package.train ARGS``)."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     local_rank: list[str] = []
-    while given and given[0].startswith("--local_rank"):  # deepspeed's launcher puts it first, without being asked
+    while given and given[0].startswith("--local_rank"):  # deepspeed's launcher always puts it first
         local_rank.append(given.pop(0))
     parser = argparse.ArgumentParser(
         prog="python -m zeroelastic.run",
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         metavar="SECONDS",
         type=float,
         default=DEFAULT_S,
-        help="how long ranks wait for one that is lost, in groups made without a limit of their own; 0 leaves torch's "
+        help="how long ranks wait for a lost rank, in groups without a timeout of their own; 0 keeps torch's default "
         "(default: %(default)g)",
     )
     parser.add_argument(
@@ -42,8 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         metavar="NAME",
         action="append",
         default=[],
-        help="compile this op of DeepSpeed first, as cpu_adam, so that no rank waits for it later; may be repeated. "
-        "Without a script, that is all",
+        help="compile this DeepSpeed op first, such as cpu_adam, so that no rank waits for it later; may be repeated. "
+        "Without a script, nothing else is done",
     )
     parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module name")
     parser.add_argument("script", metavar="SCRIPT", nargs="?", help="the training script, or the module with -m")
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(f"--timeout is {options.timeout}; it has to be 0 or more")
     install()
     if options.build_op:
-        from zeroelastic.stage3.build_ops import build_ops
+        from zeroelastic.deepspeed.install.build_ops import build_ops
 
         try:
             build_ops(options.build_op)

@@ -16,6 +16,7 @@
 #include <new>
 #include <vector>
 
+#include "../cast.h"
 #include "../digest_weights.h"
 #include "../table.h"
 #include "on_device.h"
@@ -122,6 +123,11 @@ __device__ void copy_task(const Task& task, int lane) {
 }
 
 __device__ __forceinline__ uint16_t narrow(float value, bool bfloat) {
+    const unsigned bits = __float_as_uint(value);
+    if ((bits & 0x7FFFFFFF) > 0x7F800000) {  // as on the host; the device's own conversions make 0x7FFF of it
+        return static_cast<uint16_t>(bfloat ? zeroelastic::kBfloat16Nan
+                                            : ((bits >> 16) & 0x8000) | 0x7E00 | ((bits >> 13) & 0x3FF));
+    }
     return bfloat ? __bfloat16_as_ushort(__float2bfloat16_rn(value))
                   : __half_as_ushort(__float2half_rn(value));
 }

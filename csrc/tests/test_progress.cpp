@@ -1,4 +1,4 @@
-// What a caller is told of long operations, and how it ends them: on its own thread, also while it only
+// Reports of long operations to their caller, and how it cancels them: on its own thread, also while it only
 // waits.
 
 #include <fcntl.h>
@@ -22,22 +22,22 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// Counts what it is told, and cancels when it has been told often enough.
+// Counts the bytes that are reported, and cancels after a number of reports.
 struct Listener : ze_progress {
-    explicit Listener(int limit) : ze_progress{hear, 0, 0, 0}, most(limit) {}
+    explicit Listener(int limit) : ze_progress{count, 0, 0, 0}, most(limit) {}
 
-    static void hear(ze_progress* self) {
+    static void count(ze_progress* self) {
         Listener& listener = *static_cast<Listener*>(self);
-        CHECK(std::this_thread::get_id() == listener.thread && self->nbytes >= 0 && self->go_on == 0);
+        CHECK(std::this_thread::get_id() == listener.thread && self->nbytes >= 0 && self->keep_going == 0);
         CHECK(listener.calls < listener.most);
-        listener.nbytes_told += self->nbytes;
-        self->go_on = ++listener.calls < listener.most ? 1 : 0;
+        listener.nbytes_reported += self->nbytes;
+        self->keep_going = ++listener.calls < listener.most ? 1 : 0;
     }
 
     const int most;
     const std::thread::id thread = std::this_thread::get_id();
     int calls = 0;
-    int64_t nbytes_told = 0;
+    int64_t nbytes_reported = 0;
 };
 
 // Rows that are all the same range of one source and of one destination, which is written with the same bytes
@@ -127,7 +127,7 @@ int next_descriptor() {
 
 }  // namespace
 
-TEST(a_caller_is_told_of_every_byte) {
+TEST(every_byte_is_reported) {
     for (const Operation operation : {kRead, kWrite, kMove, kScan, kSum}) {
         for (int threads = 1; threads <= 3; ++threads) {
             for (const int64_t nbytes : {int64_t{0}, int64_t{5}, int64_t{3'000'001}}) {
@@ -135,7 +135,7 @@ TEST(a_caller_is_told_of_every_byte) {
                 Listener listener(1'000'000);
                 ze_error error;
                 CHECK(run(operation, rows, 16 << 20, threads, &listener, &error) == ZE_OK);
-                CHECK(listener.nbytes_told == rows.total() && listener.calls >= 1);
+                CHECK(listener.nbytes_reported == rows.total() && listener.calls >= 1);
             }
         }
     }
@@ -151,7 +151,7 @@ TEST(a_caller_that_cancels_ends_what_would_take_long) {
             ze_error error;
             CHECK(run(operation, rows, 1 << 20, threads, &listener, &error) == ZE_CANCELLED);
             CHECK(error.code == ZE_CANCELLED && listener.calls == 3);
-            CHECK(listener.nbytes_told > 0 && listener.nbytes_told < rows.total());
+            CHECK(listener.nbytes_reported > 0 && listener.nbytes_reported < rows.total());
             CHECK(next_descriptor() == before);
         }
     }
@@ -162,7 +162,7 @@ TEST(a_caller_that_cancels_in_the_end_has_cancelled) {
         Listener listener(1);
         ze_error error;
         CHECK(run(operation, Repeated(1, 100), 100, 2, &listener, &error) == ZE_CANCELLED);
-        CHECK(listener.nbytes_told == 100);
+        CHECK(listener.nbytes_reported == 100);
     }
 }
 
@@ -173,27 +173,27 @@ TEST(an_error_of_the_engine_is_not_hidden) {
     CHECK(error.offset == 50);
 }
 
-TEST(a_caller_may_call_the_engine_when_it_is_told) {
+TEST(a_report_may_call_the_engine) {
     struct Caller : ze_progress {
-        int64_t told;
+        int64_t reported;
     } outer{{[](ze_progress* self) {
                  Listener inner(1'000'000);
                  ze_error error;
                  const Repeated rows(1, 3'000'000);
                  CHECK(run(kScan, rows, 3'000'000, 2, &inner, &error) == ZE_OK);
-                 CHECK(inner.nbytes_told == rows.total());
-                 static_cast<Caller*>(self)->told += self->nbytes;
-                 self->go_on = 1;
+                 CHECK(inner.nbytes_reported == rows.total());
+                 static_cast<Caller*>(self)->reported += self->nbytes;
+                 self->keep_going = 1;
              },
              0, 0, 0},
             0};
     ze_error error;
     const Repeated rows(300, 10'000'000);
     CHECK(run(kScan, rows, 10'000'000, 2, &outer, &error) == ZE_OK);
-    CHECK(outer.told == rows.total());
+    CHECK(outer.reported == rows.total());
 }
 
-TEST(a_caller_that_waits_for_others_is_told_and_can_cancel) {
+TEST(a_caller_that_waits_for_others_gets_reports_and_can_cancel) {
     std::atomic<bool> started{false};
     Listener listener(3);
     ze_options options{2, ZE_CAST_NONE, 0, 0, &listener};
@@ -213,5 +213,5 @@ TEST(a_caller_that_waits_for_others_is_told_and_can_cancel) {
         return false;
     };
     CHECK(zeroelastic::run_units(2, 2, &progress, &error, work) == ZE_CANCELLED);
-    CHECK(listener.calls == 3 && listener.nbytes_told > 0);
+    CHECK(listener.calls == 3 && listener.nbytes_reported > 0);
 }

@@ -93,7 +93,7 @@ def main() -> None:
         "steps_per_print": 1_000_000,
         "zero_optimization": {"stage": 3, "elastic_checkpoint": True, "stage3_param_persistence_threshold": 100},
         "bf16": {"enabled": args.mixed_precision == "bf16"},
-        "zeroelastic": {"strict": True},
+        "zeroelastic": {"strict_batch": True},
     }
     accelerator = Accelerator(
         mixed_precision=args.mixed_precision,

@@ -1,4 +1,4 @@
-"""Plays a cluster on one machine: several torchrun agents, each a "node", of which any may be killed and started again.
+"""A cluster on one machine: several torchrun agents, each a "node"; any of them can be killed and started again.
 
     python examples/elastic/cluster.py --out demo-elastic
     python examples/elastic/cluster.py --out demo-elastic --scenario fixed-size
@@ -31,7 +31,7 @@ import psutil
 from judge import compare, last_step, read_trace, write_result
 from network import Loopback, Namespaces
 
-from zeroelastic.event_log import note_nodes
+from zeroelastic.job_log.event_log import note_nodes
 
 HERE = Path(__file__).resolve().parent
 SCENARIO = ((6, -1), (16, -1), (26, +2), (38, -3), (48, +2))
@@ -42,7 +42,7 @@ RENDEZVOUS = (
 READ_TIMEOUT = 8
 """Seconds after which an agent that does not reach the rendezvous store gives up, and ends its workers."""
 SILENCE = 8
-"""Seconds after which ranks give up on one that says nothing."""
+"""Seconds after which ranks give up waiting for a rank that does not answer."""
 RETRIES = 5
 """Of net.ipv4.tcp_retries2: a host that reaches nobody knows it after about 15 seconds, instead of 15 minutes."""
 
@@ -58,7 +58,7 @@ class Node:
     host: int
 
     def family(self) -> list[psutil.Process]:
-        """The agent and its workers, those that live."""
+        """The processes of the agent and its workers that are alive."""
         try:
             agent = psutil.Process(self.agent.pid)
             return list(filter(alive, [agent, *agent.children(recursive=True)]))
@@ -66,7 +66,7 @@ class Node:
             return []
 
     def kill(self) -> None:
-        """SIGKILL all of it."""
+        """SIGKILL the agent and its workers."""
         for process in self.family():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
@@ -74,7 +74,7 @@ class Node:
 
 
 class Cluster:
-    """Agents of one job, their rendezvous store in a process of its own, so that any node may die."""
+    """The agents of one job. The rendezvous store is a separate process, so that any node may die."""
 
     def __init__(self, out: Path, arguments: list[str], *, nodes: str, network: Loopback) -> None:
         self.out, self.arguments, self.size, self.network = out, arguments, nodes, network
@@ -91,7 +91,7 @@ class Cluster:
             raise RuntimeError("the rendezvous store did not start")
 
     def add(self, host: int | None = None) -> Node:
-        """Start a node, on the host whose number is its own if none is named."""
+        """Start a node on a host; by default on the host with the node's number."""
         number = len(list(self.out.glob("node*.log")))
         host = number if host is None else host
         command = [
@@ -120,20 +120,20 @@ class Cluster:
         self.nodes.pop(0).kill()
 
     def change(self, number: int) -> None:
-        """Kill so many nodes, or start as many."""
+        """Start this number of nodes, or kill them where it is negative."""
         note_nodes(self.events, number, "SIGKILL" if number < 0 else "started")
         for _ in range(abs(number)):
             self.kill() if number < 0 else self.add()
 
     def reach(self, what: str, until: float, done: Callable[[], bool]) -> None:
-        """Wait. TimeoutError when it does not come about, or cannot since a node has ended."""
+        """Wait until it is done. Raises TimeoutError when time is up, or when a node has ended."""
         while not done():
             if time.monotonic() > until or any(node.agent.poll() is not None for node in self.nodes):
                 raise TimeoutError(f"{what} was not reached; see {self.out}/node*.log")
             time.sleep(0.1)
 
     def wait_before(self, step: int) -> None:
-        """Let the job not take this step while the file ``hold`` is there."""
+        """Hold the job before this step while the file ``hold`` exists."""
         written = self.hold.with_suffix(".new")
         written.write_text(str(step - 1))
         written.replace(self.hold)
@@ -165,7 +165,7 @@ class Cluster:
 
 
 def environment() -> dict[str, str]:
-    """What agents need besides their arguments.
+    """The environment of the agents.
 
     Without the variable, workers meet in a store that the first agent hosts, and every agent keeps its address for as
     long as it lives (torch 2.13, DynamicRendezvousHandler.next_rendezvous): when that node is lost, the others wait for

@@ -10,9 +10,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from zeroelastic.cli.timeline_plot import draw_timeline
-from zeroelastic.event_log import read_events
-from zeroelastic.timeline import Timeline, make_timeline
+from zeroelastic.cli.plots.timeline_plot import draw_timeline
+from zeroelastic.job_log.event_log import read_events
+from zeroelastic.job_log.timeline import Timeline, make_timeline
 
 WEIGHT_TOLERANCE = 1e-4
 """Of final weights: at another world size gradients are summed in another order, and Adam divides small ones."""
@@ -49,7 +49,7 @@ def last_step(path: Path, *, world_size: int | None = None) -> int:
 
 
 def committed_samples(trace: Path) -> dict[int, tuple[int, list[int]]]:
-    """What each step was trained on in the end: world size, and the samples of all ranks, sorted.
+    """The world size of each step's last training, and its samples of all ranks, sorted.
 
     A step that was trained again after a kill counts as it was the last time.
     """
@@ -102,7 +102,7 @@ def furthest_weight(first: Path, second: Path) -> float:
 
 
 def compare(whole: Path, elastic: Path, happened: dict[str, Any], *, save_steps: int) -> dict[str, Any]:
-    """What the demonstration shows, and ``problems`` for what it was to show and did not."""
+    """The results of the demonstration; ``problems`` are the expectations that were not met."""
     trace = elastic / "trace.jsonl"
     resumes = [entry for entry in read_trace(trace) if entry["event"] == "resume"]
     samples = {step: seen for step, (_, seen) in committed_samples(trace).items()}
@@ -127,7 +127,7 @@ def compare(whole: Path, elastic: Path, happened: dict[str, Any], *, save_steps:
 
 
 def restarts(timeline: Timeline) -> list[dict[str, Any]]:
-    """What each start after the first has cost, in seconds, by phase."""
+    """The cost of each start after the first, in seconds, by phase."""
     return [
         {
             "world_size": one.start.world_size,

@@ -1,4 +1,4 @@
-"""Hosts of their own for the nodes of a cluster: network namespaces on a bridge, whose links can be cut. Needs root.
+"""A host for each node of a cluster: network namespaces on a bridge, whose links can be cut. Needs root.
 
 The bridge lies in a namespace too, with the rendezvous store, so nothing of this machine's own network is touched.
 """
@@ -67,7 +67,7 @@ class Namespaces(Loopback):
         return {"GLOO_SOCKET_IFNAME": "eth0"}
 
     def cut(self, node: int) -> None:
-        """Take a host's link down, as a pulled cable does: nothing says goodbye."""
+        """Take a host's link down, as when a cable is pulled: no connection is closed."""
         ip("-n", self._switch, "link", "set", f"port{node}", "down")
 
     def mend(self, node: int) -> None:
@@ -88,7 +88,7 @@ class Namespaces(Loopback):
 
 
 def ip(*words: str) -> None:
-    """Run ip(8). RuntimeError with what it says when it fails."""
+    """Run ip(8). Raises RuntimeError with its output when it fails."""
     done = subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"ip {' '.join(words)}: {done.stderr.strip()}")

@@ -110,7 +110,7 @@ def main() -> None:
                         trace(args.trace, event="step", world_size=plan.world_size, rank=engine.global_rank,
                               step=engine.global_steps, samples=samples, loss=float(loss))  # fmt: skip
                         samples = []
-                        while held(args.hold, engine.global_steps) and not stop.told:
+                        while held(args.hold, engine.global_steps) and not stop.signalled:
                             time.sleep(0.1)
                     if stop() or engine.global_steps >= args.steps:
                         break

@@ -83,7 +83,7 @@ def main() -> None:
     config = {
         "zero_allow_untested_optimizer": True,
         "zero_optimization": {"stage": 3, "elastic_checkpoint": True, "stage3_param_persistence_threshold": 100},
-        "zeroelastic": {"strict": True},
+        "zeroelastic": {"strict_batch": True},
     }
     trainer = pl.Trainer(
         accelerator="cuda" if torch.cuda.is_available() else TrainerOnCPU(),

@@ -41,7 +41,7 @@ def main() -> None:
         "train_micro_batch_size_per_gpu": micro,  # Fabric says 1 otherwise, and the global batch seems to change
         "zero_allow_untested_optimizer": True,
         "zero_optimization": {"stage": 3, "elastic_checkpoint": True, "stage3_param_persistence_threshold": 100},
-        "zeroelastic": {"strict": True},
+        "zeroelastic": {"strict_batch": True},
     }
     fabric = Fabric(
         accelerator="cuda" if torch.cuda.is_available() else FabricOnCPU(),

@@ -10,19 +10,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from zeroelastic.digest import stream_seed
-from zeroelastic.executors import ReadTable, read_segments
-from zeroelastic.laid_out import Run
-from zeroelastic.record import write_atomically
-from zeroelastic.torchfile import read_torch_file
-from zeroelastic.writer import write_torch_file
+from zeroelastic.core.digest import stream_seed
+from zeroelastic.executors.dispatch import ReadTable, read_segments
+from zeroelastic.io.atomic import write_atomically
+from zeroelastic.torch_file.header import read_torch_file
+from zeroelastic.torch_file.save import write_torch_file
+from zeroelastic.torch_file.skeleton import DigestRange
 
 
 def main(directory: Path, executor: Any) -> dict[str, object]:
     state = {"w": torch.arange(50_000, dtype=torch.float32), "b": torch.arange(7, dtype=torch.int64)}
     path = directory / "marked.pt"
     digests = write_torch_file(
-        state, path, runs=[Run(state["w"], stream_seed("w", "fp32"), 0)], sync=True, executor=executor
+        state, path, digest_ranges=[DigestRange(state["w"], stream_seed("w", "fp32"), 0)], sync=True, executor=executor
     )
     torch.save(state, directory / "expected" / path.name)
     expected = (directory / "expected" / path.name).read_bytes()

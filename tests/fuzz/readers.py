@@ -3,7 +3,7 @@
 A target gets bytes, puts them where a checkpoint has them, and reads. Only errors of ours may come out; nothing is
 imported, run or sent; no file outside of the target's own directory is opened, and none is changed; memory stays within
 256 MiB. Seeds are the small checkpoints in tests/golden, which DeepSpeed wrote. Nothing here needs a fuzzer: ``run.py``
-drives it by coverage, tests/test_fuzz.py by chance.
+drives it by coverage, tests/torch_file/test_fuzz.py by chance.
 """
 
 from __future__ import annotations
@@ -23,19 +23,20 @@ import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from zeroelastic.checkpoint import open_checkpoint
-from zeroelastic.comparison import compare_checkpoints
+from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_record
+from zeroelastic.checkpoint.open import open_checkpoint
+from zeroelastic.checkpoint.saved_state import open_state
 from zeroelastic.errors import ZeroElasticError
-from zeroelastic.inspection import inspect_source
-from zeroelastic.picklegraph import read_graph, walk_storages
-from zeroelastic.record import RECORD_NAME, read_record
-from zeroelastic.source import find_source, list_tags
-from zeroelastic.state import open_state
-from zeroelastic.tags import check_quickly, find_newest, list_run
-from zeroelastic.torchfile import read_torch_file, walk_refs
-from zeroelastic.universal_source import find_universal, open_universal
-from zeroelastic.weights import model_tensors
-from zeroelastic.zip_records import read_zip_records
+from zeroelastic.offline.convert.from_universal import find_universal, open_universal
+from zeroelastic.offline.convert.model_tensors import model_tensors
+from zeroelastic.offline.diff.compare import compare_checkpoints
+from zeroelastic.offline.inspect.inspect import inspect_source
+from zeroelastic.tags.candidates import check_quickly, find_newest, list_run
+from zeroelastic.tags.locate import find_source, list_tags
+from zeroelastic.torch_file.graph_reader import read_graph
+from zeroelastic.torch_file.graph_writer import walk_storages
+from zeroelastic.torch_file.header import read_torch_file, walk_refs
+from zeroelastic.torch_file.zip_reader import read_zip_records
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
 MOST_BYTES = 256 << 20

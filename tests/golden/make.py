@@ -1,9 +1,11 @@
 """Make the golden checkpoints: a tiny model trained by DeepSpeed on CPU, saved stock and elastic, on 2 and 3 ranks.
 
-    python tests/golden/make.py
+    python tests/golden/make.py [NAME ...]
 
-Each folder ``{rigid,elastic}{2,3}`` holds ``latest``, one tag, and ``expected.json``: every full parameter and state as
-DeepSpeed itself gathers them, as hexadecimal bytes. Rigid ones are saved without zeroelastic installed.
+Each folder holds ``latest``, one tag, and ``expected.json``: every full parameter and state as hexadecimal bytes. At
+stage 3 (``rigid``, ``elastic``) they are what DeepSpeed itself gathers; at stages 1 and 2 they are gathered from the
+flat buffers, since ``safe_get_full_fp32_param`` is wrong there under ``round_robin_gradients`` (DeepSpeed 0.19.8). All
+but the elastic ones of stage 3 are saved without zeroelastic installed.
 """
 
 from __future__ import annotations
@@ -11,12 +13,39 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from zeroelastic.testing import run_ranks
 
 HERE = Path(__file__).resolve().parent
 STEPS = 2
+
+
+@dataclass(frozen=True)
+class Run:
+    """How a golden checkpoint is saved: ``zero`` and ``config`` are further entries of the DeepSpeed configuration."""
+
+    world_size: int
+    stage: int = 3
+    elastic: bool = False
+    cpu_adam: bool = False
+    zero: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+
+
+RUNS = {
+    **{f"rigid{ranks}": Run(ranks) for ranks in (2, 3)},
+    **{f"elastic{ranks}": Run(ranks, elastic=True) for ranks in (2, 3)},
+    "stage1_rank2": Run(2, stage=1),
+    "stage1_bf16_optimizer_rank2": Run(2, stage=1, config={"data_types": {"grad_accum_dtype": "fp32"}}),
+    "stage2_rank2": Run(2, stage=2),
+    "stage2_round_robin_aligned_rank3": Run(
+        3, stage=2, zero={"round_robin_gradients": True, "parameter_alignment": True}
+    ),
+    "stage2_elastic_rank2": Run(2, stage=2, elastic=True, cpu_adam=True, zero={"offload_optimizer": {"device": "cpu"}}),
+}
 CONFIG = {
     "train_micro_batch_size_per_gpu": 2,
     "bf16": {"enabled": True},
@@ -27,7 +56,7 @@ CONFIG = {
 }
 
 
-def train_and_save(folder: str, elastic: bool) -> dict[str, dict[str, object]] | None:
+def train_and_save(folder: str, run: Run) -> dict[str, dict[str, object]] | None:
     """Train two steps, save, and return what DeepSpeed gathers; runs on every rank, returns it on rank 0."""
     import deepspeed
     import torch
@@ -35,8 +64,9 @@ def train_and_save(folder: str, elastic: bool) -> dict[str, dict[str, object]] |
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
     import zeroelastic
+    from zeroelastic.testing import gather_state
 
-    if elastic:
+    if run.elastic and run.stage == 3:
         zeroelastic.install()
 
     class Tiny(torch.nn.Module):
@@ -57,15 +87,15 @@ def train_and_save(folder: str, elastic: bool) -> dict[str, dict[str, object]] |
     torch.manual_seed(0)
     model = Tiny()
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": [p for p in trained if p.dim() > 1], "weight_decay": 0.1},
-            {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0},
-        ],
-        lr=0.01,
-        betas=(0.9, 0.95),
-    )
-    config = dict(CONFIG, zero_optimization=dict(CONFIG["zero_optimization"], elastic_checkpoint=elastic))
+    groups = [
+        {"params": [p for p in trained if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    adam = deepspeed.ops.adam.DeepSpeedCPUAdam if run.cpu_adam else torch.optim.AdamW
+    optimizer = adam(groups, lr=0.01, betas=(0.9, 0.95))
+    zero = dict(CONFIG["zero_optimization"]) if run.stage == 3 else {"stage": run.stage}
+    zero |= {"elastic_checkpoint": run.elastic, **run.zero}
+    config = {**CONFIG, **run.config, "zero_optimization": zero}
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     torch.manual_seed(1 + dist.get_rank())
     for _ in range(STEPS):
@@ -74,13 +104,21 @@ def train_and_save(folder: str, elastic: bool) -> dict[str, dict[str, object]] |
     engine.save_checkpoint(folder)
 
     expected: dict[str, dict[str, object]] = {}
+    gathered = gather_state(engine) if run.stage != 3 else {}
 
     def hexed(tensor: torch.Tensor) -> str:
         return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes().hex()
 
     for name, param in engine.module.named_parameters():
         tensors: dict[str, str] = {}
-        if param.requires_grad:
+        if gathered and param.requires_grad:
+            tensors["fp32"] = hexed(gathered[f"master/{name}"])
+            tensors |= {key: hexed(gathered[f"state/{name}/{key}"]) for key in ("exp_avg", "exp_avg_sq")}
+            dtype = "float32"
+        elif gathered:
+            tensors["frozen"] = hexed(gathered[f"weight/{name}"])
+            dtype = "bfloat16"
+        elif param.requires_grad:
             tensors["fp32"] = hexed(safe_get_full_fp32_param(param))
             for key in ("exp_avg", "exp_avg_sq"):
                 tensors[key] = hexed(safe_get_full_optimizer_state(param, key))
@@ -89,22 +127,21 @@ def train_and_save(folder: str, elastic: bool) -> dict[str, dict[str, object]] |
             with deepspeed.zero.GatheredParameters([param]):
                 tensors["frozen"] = hexed(param)
             dtype = "bfloat16"
-        expected[name] = {"shape": list(param.ds_shape), "dtype": dtype, "tensors": tensors}
+        expected[name] = {"shape": list(getattr(param, "ds_shape", param.shape)), "dtype": dtype, "tensors": tensors}
     return expected if dist.get_rank() == 0 else None
 
 
 def main() -> None:
-    """Make all four, replacing what is there."""
-    for elastic in (False, True):
-        for world_size in (2, 3):
-            folder = HERE / f"{'elastic' if elastic else 'rigid'}{world_size}"
-            shutil.rmtree(folder, ignore_errors=True)
-            expected = run_ranks(train_and_save, world_size, str(folder), elastic, timeout=300)[0]
-            for script in folder.glob("zero_to_*.py"):
-                script.unlink()
-            (folder / "expected.json").write_text(json.dumps(expected, indent=1) + "\n")
-            size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-            sys.stdout.write(f"{folder.name}: {size} bytes\n")
+    """Make those that are named, or all, replacing what is there."""
+    for name in sys.argv[1:] or RUNS:
+        folder = HERE / name
+        shutil.rmtree(folder, ignore_errors=True)
+        expected = run_ranks(train_and_save, RUNS[name].world_size, str(folder), RUNS[name], timeout=300)[0]
+        for script in folder.glob("zero_to_*.py"):
+            script.unlink()
+        (folder / "expected.json").write_text(json.dumps(expected, indent=1) + "\n")
+        size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        sys.stdout.write(f"{folder.name}: {size} bytes\n")
 
 
 if __name__ == "__main__":

@@ -124,7 +124,7 @@ class Bench:
                 )
 
     def _compare_disk(self) -> None:
-        from zeroelastic.tags import list_run
+        from zeroelastic.tags.candidates import list_run
 
         for name, model in self.directories.items():
             path = Path(name)
@@ -160,7 +160,7 @@ class Bench:
 
     def _verify_new(self, path: Path, model: Directory) -> None:
         """Every byte of a save that was not looked at yet."""
-        from zeroelastic.verification import verify_checkpoint
+        from zeroelastic.offline.verify.verify import verify_checkpoint
 
         for tag, saved in model.tags.items():
             if not saved.damage and (str(path), saved.save_id) not in self.verified:

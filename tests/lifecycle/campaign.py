@@ -204,7 +204,7 @@ def found_page(result: dict[str, Any]) -> str:
         "# Sequences that once failed",
         "",
         f"Played with the package of commit {at}: {sum(bool(row['says']) for row in rows)} of {len(rows)} fail. "
-        "tests/test_lifecycle.py plays them with the package as it is.",
+        "tests/project/test_lifecycle.py plays them with the package as it is.",
         "",
     ]
     for row in rows:

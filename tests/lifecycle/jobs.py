@@ -40,9 +40,9 @@ PRELOADED = (
     "typer.testing",
     "zeroelastic.cli.app",
     "zeroelastic.elastic",
-    "zeroelastic.stage3.fallback",
-    "zeroelastic.verification",
-    "zeroelastic.pruning",
+    "zeroelastic.deepspeed.load.fallback",
+    "zeroelastic.offline.verify.verify",
+    "zeroelastic.tags.prune",
 )
 
 

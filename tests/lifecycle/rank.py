@@ -177,7 +177,7 @@ class Rank:
         assert engine.global_steps == before + 1
 
     def save(self, *, directory: str, tag: str | None, background: bool, client_state: dict[str, Any] | None) -> None:
-        from zeroelastic.stage3.background import saving_in_background
+        from zeroelastic.deepspeed.save.background import saving_in_background
 
         with saving_in_background(self.engine, background):
             if client_state is None:
@@ -191,7 +191,7 @@ class Rank:
         zeroelastic.wait_for_save(self.engine)
 
     def is_done(self) -> bool:
-        from zeroelastic.stage3.pending import pending_of
+        from zeroelastic.deepspeed.save.pending import pending_of
 
         pending = pending_of(self.engine)
         return pending is None or pending.is_done()

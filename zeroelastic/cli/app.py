@@ -1,38 +1,53 @@
-"""The application that the verbs hang on: ``zeroelastic`` and ``python -m zeroelastic``.
+"""The command line: ``zeroelastic`` and ``python -m zeroelastic``.
 
-A verb is a function in a file of its own, registered here. Its file imports what ``--help`` needs and nothing heavy:
-numpy, torch and whatever else the work takes are imported by the functions that do it.
+Each verb is a function of the same name in a file of the same name. The file imports what ``--help`` needs and nothing
+large: the functions that do the work import numpy, torch and the rest.
 """
 
 from __future__ import annotations
 
-from typing import Annotated
+import gc
+from collections import UserDict
+from importlib import import_module
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
+from typer.main import get_command
 
 from zeroelastic._version import __version__
-from zeroelastic.cli.convert import convert
-from zeroelastic.cli.diff import diff
-from zeroelastic.cli.doctor import doctor
-from zeroelastic.cli.export import export
-from zeroelastic.cli.inspect import inspect
-from zeroelastic.cli.latest import latest
-from zeroelastic.cli.outcome import verb
-from zeroelastic.cli.plan import plan
-from zeroelastic.cli.prove import prove
-from zeroelastic.cli.prune import prune
-from zeroelastic.cli.reshard import reshard
-from zeroelastic.cli.timeline import timeline
-from zeroelastic.cli.verify import verify
+from zeroelastic.cli.output.outcome import verb
+
+VERBS = (
+    *("inspect", "verify", "plan", "reshard", "diff", "export"),
+    *("convert", "latest", "prune", "prove", "timeline", "doctor"),
+)
+
+
+class _Verbs(UserDict[str, Any]):
+    """The commands by name, each imported and built when it is used: a verb does not wait for eleven others."""
+
+    def __getitem__(self, name: str) -> Any:
+        if self.data[name] is None:
+            single = typer.Typer(add_completion=False)
+            single.command()(verb(getattr(import_module(f"zeroelastic.cli.{name}"), name)))
+            self.data[name] = get_command(single)
+        return self.data[name]
+
+
+class _Group(TyperGroup):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.commands = _Verbs(dict.fromkeys(VERBS))
+
 
 app = typer.Typer(
     name="zeroelastic",
+    cls=_Group,
     help="DeepSpeed ZeRO-3 checkpoints that resume at any world size.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-for command in (inspect, verify, plan, reshard, diff, export, convert, latest, prune, prove, timeline, doctor):
-    app.command()(verb(command))
 
 
 def _print_version(wanted: bool) -> None:
@@ -60,7 +75,7 @@ def _global_options(
     """DeepSpeed ZeRO-3 checkpoints that resume at any world size."""
     if allow_global:
         from zeroelastic.errors import UsageError
-        from zeroelastic.safepickle import allow_globals
+        from zeroelastic.torch_file.safe_unpickler import allow_globals
 
         try:
             context.with_resource(allow_globals(allow_global))
@@ -70,4 +85,7 @@ def _global_options(
 
 def main() -> None:
     """Run the command line; never returns."""
+    gc.set_threshold(
+        100_000
+    )  # headers are many small objects without cycles, looking for which takes a fifth of the time
     app(prog_name="zeroelastic")

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from zeroelastic.cli.export import local_sources, memory_option
-from zeroelastic.cli.show import harmless, print_document
-from zeroelastic.cli.sizes import format_size
-from zeroelastic.cli.target import local_target
+from zeroelastic.byte_sizes import format_size
+from zeroelastic.cli.output.progress import progress_bar
+from zeroelastic.cli.output.show import print_document, print_line
 
 if TYPE_CHECKING:
-    from zeroelastic.dcp import DcpPlan
-    from zeroelastic.source import Source
-    from zeroelastic.universal import UniversalPlan
+    from zeroelastic.library.convert import ConvertReport
 
 
 def convert(
     src: Annotated[str, typer.Argument(metavar="SRC", help="The checkpoint: a tag directory, or the one above it.")],
     dst: Annotated[
         Path,
-        typer.Argument(metavar="DST", callback=local_target, help="The directory to make; it must not be there yet."),
+        typer.Argument(metavar="DST", help="The directory to make; it must not be there yet."),
     ],
     to: Annotated[
         Literal["universal", "dcp"] | None,
@@ -63,144 +58,40 @@ def convert(
         zeroelastic convert ckpt dcp --to dcp --json
         zeroelastic convert ckpt other --to universal --tag global_step2 --dry-run
     """
-    from zeroelastic.errors import UsageError
+    from zeroelastic.library.convert import convert as run
 
-    memory = memory_option(max_memory)
-    if (to is None) == (from_ is None):
-        raise UsageError("Give one of --to universal, --to dcp and --from universal.")
-    began = time.monotonic()
-    if to is not None:
-        extra = {"--world-size": world_size, "--format": format, "--sub-group-size": sub_group_size}
-        given = [name for name, value in extra.items() if value is not None]
-        if given:
-            raise UsageError(f"{given[0]} goes with --from; a {to} checkpoint is of no world size.")
-        document = _convert_to(to, src, dst, tag, memory, dry_run=dry_run)
-    else:
-        if world_size is None:
-            raise UsageError("--from needs --world-size: the number of ranks that will load what is made.")
-        document = _convert_from(
-            src, dst, tag, memory, world_size, format or "elastic", sub_group_size, dry_run=dry_run
-        )
-    document["seconds"] = round(time.monotonic() - began, 3)
+    report = run(
+        src,
+        dst,
+        to=to,
+        from_=from_,
+        world_size=world_size,
+        format=format,
+        sub_group_size=sub_group_size,
+        tag=tag,
+        max_memory=max_memory,
+        dry_run=dry_run,
+        progress=progress_bar,
+    )
     if as_json:
-        print_document(document)
+        print_document(report.to_json())
     else:
-        _show(document)
+        _show(report)
 
 
-def _convert_to(
-    to: Literal["universal", "dcp"], src: str, dst: Path, tag: str | None, max_memory: int, *, dry_run: bool
-) -> dict[str, object]:
-    from zeroelastic.checkpoint import open_checkpoint
-    from zeroelastic.cli.progress import progress_bar
-    from zeroelastic.one_save import one_save
-    from zeroelastic.publish import check_free
-    from zeroelastic.source import find_source
-    from zeroelastic.state import open_state
-
-    source = find_source(src, tag=tag)
-    check_free(dst.absolute(), sources=local_sources(source))
-    compared: int | None = None
-    plan: UniversalPlan | DcpPlan
-    with one_save(source.tag_dir):
-        state = open_state(open_checkpoint(source.tag_dir))
-        if to == "universal":
-            from zeroelastic.universal import plan_universal, write_universal
-
-            plan = plan_universal(state, tag=source.tag)
-            if not dry_run:
-                with progress_bar("converting", plan.nbytes) as advance:
-                    compared = write_universal(plan, dst, max_memory=max_memory, advance=advance)
-        else:
-            from zeroelastic.dcp import plan_dcp, write_dcp
-
-            plan = plan_dcp(state)
-            if not dry_run:
-                with progress_bar("converting", plan.nbytes) as advance:
-                    compared = write_dcp(plan, dst, max_memory=max_memory, advance=advance)
-    return _document(source, dst, "native", to, state.checkpoint.world_size) | {
-        "dry_run": dry_run,
-        "bytes_read": plan.nbytes,
-        "tensors": plan.num_tensors,
-        "digests_compared": compared,
-        "notes": list(plan.notes),
-    }
-
-
-def _convert_from(
-    src: str,
-    dst: Path,
-    tag: str | None,
-    max_memory: int,
-    world_size: int,
-    format: Literal["elastic", "rigid"],
-    sub_group_size: int | None,
-    *,
-    dry_run: bool,
-) -> dict[str, object]:
-    from zeroelastic.cli.progress import progress_bar
-    from zeroelastic.reshard import ReshardOptions, check_target, reshard
-    from zeroelastic.universal_source import find_universal, plan_from_universal
-
-    options = ReshardOptions(world_size=world_size, format=format, sub_group_size=sub_group_size, max_memory=max_memory)
-    source = find_universal(src, tag=tag)
-    plan = plan_from_universal(source, options)
-    notes, root = plan.extras.notes, None
-    if dry_run:
-        check_target(plan, dst.absolute())
-    else:
-        with progress_bar("converting", plan.nbytes) as advance:
-            report = reshard(plan, dst, progress=advance)
-        notes, root = report.notes, report.root
-    return _document(source, dst, "universal", format, plan.state.checkpoint.world_size) | {
-        "dry_run": dry_run,
-        "world_size": world_size,
-        "bytes_read": plan.nbytes,
-        "tensors": sum(len(part.tensors()) for part in plan.state.parts),
-        "content_root": root,
-        "notes": list(notes),
-    }
-
-
-def _document(source: Source, dst: Path, from_: str, to: str, saved_world_size: int) -> dict[str, object]:
-    """What --json prints; the keys are documented in docs/cli.md."""
-    return {
-        "source": str(source.tag_dir),
-        "tag": source.tag,
-        "target": str(dst),
-        "from": from_,
-        "to": to,
-        "dry_run": False,
-        "saved_world_size": saved_world_size,
-        "world_size": None,
-        "bytes_read": 0,
-        "tensors": 0,
-        "digests_compared": None,
-        "content_root": None,
-        "notes": [],
-        "seconds": 0.0,
-    }
-
-
-def _show(document: Mapping[str, object]) -> None:
-    what = "would write" if document["dry_run"] else "wrote"
-    nbytes, notes = document["bytes_read"], document["notes"]
-    assert isinstance(nbytes, int) and isinstance(notes, list)
-    ranks = "" if document["world_size"] is None else f" for {document['world_size']} ranks"
-    _line(f"{document['source']} ({document['saved_world_size']} ranks)")
-    _line(f"{what} {document['target']}{ranks}: {document['tensors']} tensors, {format_size(nbytes)}")
-    for note in notes:
-        _line(f"note: {note}")
-    if document["dry_run"]:
+def _show(report: ConvertReport) -> None:
+    ranks = "" if report.world_size is None else f" for {report.world_size} ranks"
+    verb = "would write" if report.dry_run else "wrote"
+    print_line(f"{report.source} ({report.saved_world_size} ranks)")
+    print_line(f"{verb} {report.target}{ranks}: {report.tensors} tensors, {format_size(report.bytes_read)}")
+    for note in report.notes:
+        print_line(f"note: {note}")
+    if report.dry_run:
         return
-    compared, root = document["digests_compared"], document["content_root"]
-    if root is not None:
-        _line(f"content root {str(root)[:12]}; {document['seconds']} s")
-    elif compared:
-        _line(f"{compared} digests agree with the commit record; {document['seconds']} s")
+    if report.content_root is not None:
+        proof = f"content root {report.content_root[:12]}"
+    elif report.digests_compared:
+        proof = f"{report.digests_compared} digests agree with the commit record"
     else:
-        _line(f"no commit record to compare with; {document['seconds']} s")
-
-
-def _line(text: str) -> None:
-    typer.echo(harmless(text))
+        proof = "no commit record to compare with"
+    print_line(f"{proof}; {report.seconds} s")

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from zeroelastic.cli.outcome import FAILED
-from zeroelastic.cli.sizes import format_size, parse_size
+from zeroelastic.byte_sizes import format_size
+from zeroelastic.cli.output.outcome import FAILED
+from zeroelastic.cli.output.progress import progress_bar
+from zeroelastic.cli.output.show import print_document, print_styled
 
 if TYPE_CHECKING:
-    from zeroelastic.comparison import Comparison, TensorDifference, ValueDifference
+    from zeroelastic.offline.diff.compare import DiffReport
+    from zeroelastic.offline.diff.tensors import TensorDifference
 
 _MOST_SHOWN = 15
 _WIDE = 1000  # columns where there is no terminal: a name stays in one piece for grep
-_LEAST_MEMORY = 16 << 20
 
 
 def diff(
@@ -41,94 +42,23 @@ def diff(
         zeroelastic diff ckpt/global_step4 ckpt
         zeroelastic diff ckpt ckpt/global_step4 --params *.norm.weight --json
     """
-    found = _compare(a, b, params, _memory(max_memory))
+    from zeroelastic.library.diff import diff as run
+
+    report = run(a, b, params=params, max_memory=max_memory, progress=progress_bar)
     if as_json:
-        typer.echo(json.dumps(_document(found), indent=2))
+        print_document(report.to_json())
     else:
-        _show(found, show_all)
-    if not found.equal:
+        _show(report, show_all)
+    if not report.equal:
         raise typer.Exit(FAILED)
 
 
-def _memory(text: str) -> int:
-    try:
-        nbytes = parse_size(text)
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="'--max-memory'") from None
-    if nbytes < _LEAST_MEMORY:
-        raise typer.BadParameter(f"at least {format_size(_LEAST_MEMORY)}.", param_hint="'--max-memory'")
-    return nbytes
-
-
-def _compare(a: str, b: str, params: str | None, max_memory: int) -> Comparison:
-    from zeroelastic.checkpoint import open_checkpoint
-    from zeroelastic.cli.progress import progress_bar
-    from zeroelastic.comparison import compare_checkpoints, comparison_nbytes
-    from zeroelastic.one_save import one_save
-    from zeroelastic.source import find_source
-    from zeroelastic.state import open_state
-
-    sources = find_source(a), find_source(b)
-    with one_save(*(source.tag_dir for source in sources)):
-        left, right = (open_state(open_checkpoint(source.tag_dir)) for source in sources)
-        with progress_bar("diff", comparison_nbytes(left, right, params=params)) as advance:
-            return compare_checkpoints(left, right, params=params, max_memory=max_memory, progress=advance)
-
-
-def _document(found: Comparison) -> dict[str, object]:
-    """What --json prints; the keys are documented in docs/cli.md."""
-    return {
-        "equal": found.equal,
-        "a": found.left,
-        "b": found.right,
-        "content_root": {"a": found.left_root, "b": found.right_root},
-        "num_tensors": len(found.tensors),
-        "num_equal": len(found.tensors) - len(found.differing),
-        "num_bytes": found.num_bytes,
-        "tensors": [_tensor_document(tensor) for tensor in found.differing],
-        "only_a": [{"param": param, "key": key} for param, key in found.only_left],
-        "only_b": [{"param": param, "key": key} for param, key in found.only_right],
-        "state": [_value_document(value) for value in found.state],
-        "saving": [_value_document(value) for value in found.saving],
-    }
-
-
-def _tensor_document(tensor: TensorDifference) -> dict[str, object]:
-    stats = tensor.stats
-    return {
-        "param": tensor.param,
-        "key": tensor.key,
-        "dtype": {"a": tensor.left_dtype, "b": tensor.right_dtype},
-        "shape": {"a": list(tensor.left_shape), "b": list(tensor.right_shape)},
-        "num_elements": None if stats is None else stats.num,
-        "num_different": None if stats is None else stats.num_different,
-        "num_nonfinite": None if stats is None else stats.num_nonfinite,
-        "max_abs": None if stats is None else _finite(stats.max_abs),
-        "max_ulp": None if stats is None else stats.max_ulp,
-        "norm": _finite(tensor.norm),
-        "relative_norm": _finite(tensor.relative_norm),
-        "num_nan": None if stats is None else {"a": stats.left_nan, "b": stats.right_nan},
-        "num_inf": None if stats is None else {"a": stats.left_inf, "b": stats.right_inf},
-    }
-
-
-def _value_document(value: ValueDifference) -> dict[str, object]:
-    return {"what": value.what, "a": value.left, "b": value.right}
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
-
-
-def _show(found: Comparison, show_all: bool) -> None:
+def _show(found: DiffReport, show_all: bool) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     out = Console() if sys.stdout.isatty() else Console(width=_WIDE)
-
-    def say(*parts: str | tuple[str, str]) -> None:
-        out.print(Text.assemble(*parts), soft_wrap=True)
 
     def table(title: str, *columns: str, rows: list[tuple[str, ...]]) -> None:
         made = Table(title=title, title_justify="left", box=None, pad_edge=False, title_style="bold")
@@ -144,10 +74,10 @@ def _show(found: Comparison, show_all: bool) -> None:
             made.add_row(*(Text(cell) for cell in row))
         out.print(made)
         if len(shown) < len(rows):
-            say(f"  and {len(rows) - len(shown)} more; --all shows them")
+            print_styled(f"  and {len(rows) - len(shown)} more; --all shows them")
 
-    say(("A  ", "bold"), found.left)
-    say(("B  ", "bold"), found.right)
+    print_styled(("A  ", "bold"), found.left)
+    print_styled(("B  ", "bold"), found.right)
     differing = sorted(found.differing, key=_badness)
     shown = [*differing, *(t for t in found.tensors if t.equal)] if show_all else differing
     if shown:
@@ -163,11 +93,11 @@ def _show(found: Comparison, show_all: bool) -> None:
         if values:
             table(title, "what", "A", "B", rows=[(v.what, v.left or "-", v.right or "-") for v in values])
     if found.left_root is not None and found.left_root == found.right_root:
-        say("content root ", found.left_root[:12], " of both")
+        print_styled("content root ", found.left_root[:12], " of both")
     elif found.left_root is not None and found.right_root is not None:
-        say(f"content roots {found.left_root[:12]} and {found.right_root[:12]}")
+        print_styled(f"content roots {found.left_root[:12]} and {found.right_root[:12]}")
     count = f"{len(found.tensors) - len(differing)} of {len(found.tensors)} common tensors are equal bit for bit"
-    say(
+    print_styled(
         ("Equal: ", "green") if found.equal else ("Different: ", "bold red"),
         count,
         f" ({format_size(found.num_bytes)})",

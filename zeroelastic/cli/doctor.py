@@ -1,8 +1,7 @@
-"""``zeroelastic doctor``: what is installed here, what works, what does not, and what to do about it."""
+"""``zeroelastic doctor``: what is installed here, what works, what does not, and how to fix it."""
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import shlex
@@ -10,20 +9,20 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 import zeroelastic
-from zeroelastic.build_locks import BuildLock, find_locks
-from zeroelastic.cli.sizes import format_size, parse_size
+from zeroelastic.byte_sizes import format_size, size_option
+from zeroelastic.cli.output.show import print_document, print_styled
 
 if TYPE_CHECKING:
-    from zeroelastic.cli.disk import DiskSpeed
-    from zeroelastic.cli.engines import Engine
-    from zeroelastic.cli.seam_check import DeepSpeed
+    from zeroelastic.cli.machine.disk import DiskSpeed
+    from zeroelastic.cli.machine.engines import Engine
+    from zeroelastic.cli.machine.seam_check import DeepSpeed
+    from zeroelastic.deepspeed.install.build_locks import BuildLock
 
 _DISTRIBUTION = "zeroelastic"
 _SHOWN = ("torch", "deepspeed", "numpy")
@@ -31,11 +30,11 @@ _SHOWN = ("torch", "deepspeed", "numpy")
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """Everything that was found out; ``problems`` are what makes the exit code 1."""
+    """Everything that was found out. Any of ``problems`` makes the exit code 1."""
 
+    versions: dict[str, str | None]
     package: str
     python: str
-    versions: dict[str, str | None]
     unmet: tuple[str, ...]
     platform: str
     num_cores: int
@@ -47,7 +46,7 @@ class Diagnosis:
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """What this installation promises and does not do, each with what to do about it."""
+        """Everything that is installed and does not work, each with what to do about it."""
         found = list(self.unmet)
         found += [
             f"the {engine.name} engine: {engine.reason.rstrip('.')}. {engine.remedy}"
@@ -59,8 +58,8 @@ class Diagnosis:
         if self.disk is not None and self.disk.problem:
             found.append(self.disk.problem)
         found += [
-            f"the build lock {lock.path}, {lock.age_s:.0f} s old, was left by a process that has ended: what builds "
-            f"there without zeroelastic waits for ever. Remove it: rm {shlex.quote(lock.path)}"
+            f"the build lock {lock.path}, {lock.age_s:.0f} s old, was left by a process that has ended: builds "
+            f"there without zeroelastic wait forever. Remove it: rm {shlex.quote(lock.path)}"
             for lock in self.build_locks
             if lock.state == "left"
         ]
@@ -68,21 +67,10 @@ class Diagnosis:
 
     def to_document(self) -> dict[str, object]:
         """What --json prints; the keys are documented in docs/cli.md."""
-        engines = {engine.name: {k: v for k, v in asdict(engine).items() if k != "name"} for engine in self.engines}
-        return {
-            "ok": not self.problems,
-            "problems": list(self.problems),
-            "versions": self.versions,
-            "package": self.package,
-            "python": self.python,
-            "platform": self.platform,
-            "num_cores": self.num_cores,
-            "engines": engines,
-            "executor": self.executor,
-            "deepspeed": asdict(self.deepspeed),
-            "disk": None if self.disk is None else asdict(self.disk),
-            "build_locks": [asdict(lock) for lock in self.build_locks],
-        }
+        document = asdict(self)
+        del document["unmet"]
+        engines = {engine.pop("name"): engine for engine in document["engines"]}
+        return {"ok": not self.problems, "problems": list(self.problems), **document, "engines": engines}
 
 
 def doctor(
@@ -100,7 +88,7 @@ def doctor(
     ] = "256MiB",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
 ) -> None:
-    """Say what is installed here, what works, what does not, and what to do about it.
+    """Show what is installed here, what works, what does not, and what to do about it.
 
     Looks at versions, the native and CUDA engines, DeepSpeed's methods, and locks that killed builds have left.
     Exit code 0: usable; 1: something here does not work; 2: wrong usage.
@@ -111,33 +99,24 @@ def doctor(
         zeroelastic doctor --json
         zeroelastic doctor --disk . --disk-size 64MiB
     """
-    diagnosis = diagnose(disk, _disk_nbytes(disk_size))
+    diagnosis = diagnose(disk, size_option(disk_size, "--disk-size", minimum=1 << 20))
     if as_json:
-        typer.echo(json.dumps(diagnosis.to_document(), indent=2))
+        print_document(diagnosis.to_document())
     else:
         _show(diagnosis)
     if diagnosis.problems:
         raise typer.Exit(1)
 
 
-def _disk_nbytes(text: str) -> int:
-    try:
-        nbytes = parse_size(text)
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="'--disk-size'") from None
-    if nbytes < 1 << 20:
-        raise typer.BadParameter("at least 1MiB is needed to measure anything.", param_hint="'--disk-size'")
-    return nbytes
-
-
 def diagnose(disk: Path | None, disk_nbytes: int) -> Diagnosis:
-    """Find everything out, with progress on stderr where that is a terminal."""
+    """Check everything, with progress on stderr where that is a terminal."""
     from rich.console import Console
 
-    from zeroelastic.cli.disk import measure_disk
-    from zeroelastic.cli.engines import ENGINES, LIMIT_S, choose_auto, describe_engine, engine_answer
-    from zeroelastic.cli.probe import Probe, ProbeFailed
-    from zeroelastic.cli.seam_check import check_deepspeed, deepspeed_answer
+    from zeroelastic.cli.machine.disk import measure_disk
+    from zeroelastic.cli.machine.engines import ENGINES, LIMIT_S, choose_auto, describe_engine, engine_answer
+    from zeroelastic.cli.machine.probe import Probe, ProbeFailed
+    from zeroelastic.cli.machine.seam_check import check_deepspeed, deepspeed_answer
+    from zeroelastic.deepspeed.install.build_locks import find_locks
 
     def ask(function: Callable[..., object], *arguments: str) -> Probe:
         return stack.enter_context(Probe(f"{function.__module__}:{function.__qualname__}", *arguments))
@@ -154,7 +133,7 @@ def diagnose(disk: Path | None, disk_nbytes: int) -> Diagnosis:
         try:
             executor = asked_executor.answer(str, limit_s=LIMIT_S)
         except ProbeFailed:
-            executor = None  # it loads the native engine, which says what is wrong
+            executor = None  # choosing loads the native engine, whose own probe reports what is wrong
         deepspeed = deepspeed_answer(asked_deepspeed)
         speed = None
         if disk is not None:
@@ -175,13 +154,17 @@ def diagnose(disk: Path | None, disk_nbytes: int) -> Diagnosis:
 
 
 def _versions() -> tuple[dict[str, str | None], tuple[str, ...]]:
-    """The versions to show, and a sentence for each requirement that is not met; nothing is imported for it."""
+    """The versions to show, and a sentence for each requirement that is not met. Imports none of the packages."""
+    from importlib import metadata
+
     from packaging.requirements import Requirement
+
+    from zeroelastic.cli.machine.seam_check import installed_version
 
     versions: dict[str, str | None] = {
         "zeroelastic": zeroelastic.__version__,
         "python": platform.python_version(),
-        **{name: _installed(name) for name in _SHOWN},
+        **{name: installed_version(name) for name in _SHOWN},
     }
     try:
         declared = metadata.requires(_DISTRIBUTION) or []
@@ -191,20 +174,13 @@ def _versions() -> tuple[dict[str, str | None], tuple[str, ...]]:
     for requirement in map(Requirement, declared):
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
-        found = _installed(requirement.name)
+        found = installed_version(requirement.name)
         wanted = f"{requirement.name}{requirement.specifier}"
         if found is None:
             unmet.append(f"{requirement.name} is not installed. Install it: pip install '{wanted}'.")
         elif not requirement.specifier.contains(found, prereleases=True):
             unmet.append(f"{requirement.name} {found} does not fit {wanted}. Upgrade it: pip install '{wanted}'.")
     return versions, tuple(unmet)
-
-
-def _installed(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 _Mark = Literal["ok", "note", "FAIL", ""]
@@ -214,18 +190,11 @@ _COLOUR: dict[_Mark, str] = {"ok": "green", "note": "yellow", "FAIL": "bold red"
 
 def _show(found: Diagnosis) -> None:
     """The diagnosis for people, on stdout."""
-    from rich.console import Console
-    from rich.text import Text
-
-    out = Console()
-
-    def say(*parts: str | tuple[str, str]) -> None:
-        out.print(Text.assemble(*parts), soft_wrap=True)
 
     def line(mark: _Mark, label: str, text: str) -> None:
-        say("  ", (f"{mark:<4}", _COLOUR[mark]), f"  {label:<11}  ", text)
+        print_styled("  ", (f"{mark:<4}", _COLOUR[mark]), f"  {label:<11}  ", text)
 
-    say(("Versions", "bold"))
+    print_styled(("Versions", "bold"))
     places = {"zeroelastic": found.package, "python": found.python}
     for name, version in found.versions.items():
         unmet = any(problem.startswith(f"{name} ") for problem in found.unmet)
@@ -233,7 +202,7 @@ def _show(found: Diagnosis) -> None:
         line(mark, name, f"{version or 'not installed'}  {places.get(name, '')}".rstrip())
     line("", "platform", f"{found.platform}, {found.num_cores} cores")
 
-    say(("\nEngines", "bold"))
+    print_styled(("\nEngines", "bold"))
     for engine in found.engines:
         if engine.state == "usable":
             used = f"; uses {engine.instruction_set}, {engine.threads} threads" if engine.threads else ""
@@ -245,7 +214,7 @@ def _show(found: Diagnosis) -> None:
             line("", "", f"The build's log: {engine.log}")
     line("ok" if found.executor else "FAIL", "auto", f"takes {found.executor or 'nothing: see above'}")
 
-    say(("\nDeepSpeed", "bold"))
+    print_styled(("\nDeepSpeed", "bold"))
     summary = {"usable": "zeroelastic.install() works", "not installed": "not installed: ", "broken": ""}
     text = summary[found.deepspeed.state] + found.deepspeed.reason
     line(_MARKS[found.deepspeed.state], found.deepspeed.version or "", text)
@@ -255,7 +224,7 @@ def _show(found: Diagnosis) -> None:
         line("FAIL" if seam.problem else "ok", seam.use, f"{seam.name} {seam.problem}".rstrip())
 
     if found.disk is not None:
-        say((f"\nDisk {found.disk.directory}, {format_size(found.disk.nbytes)}, one thread", "bold"))
+        print_styled((f"\nDisk {found.disk.directory}, {format_size(found.disk.nbytes)}, one thread", "bold"))
         if found.disk.problem:
             line("FAIL", "", found.disk.problem)
         else:
@@ -268,13 +237,13 @@ def _show(found: Diagnosis) -> None:
 
     if found.build_locks:
         marks: dict[str, _Mark] = {"held": "ok", "left": "FAIL", "unknown": "note"}
-        say(("\nBuild locks", "bold"))
+        print_styled(("\nBuild locks", "bold"))
         for lock in found.build_locks:
             line(marks[lock.state], lock.state, f"{lock.path}, {lock.age_s:.0f} s old")
 
     if not found.problems:
-        say(("\nUsable.", "green"))
+        print_styled(("\nUsable.", "green"))
         return
-    say((f"\n{len(found.problems)} to be mended:", "bold red"))
+    print_styled((f"\n{len(found.problems)} to fix:", "bold red"))
     for problem in found.problems:
-        say(f"  - {problem}")
+        print_styled(f"  - {problem}")

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from zeroelastic.cli.distributed import DistributedOption, processes_of
-from zeroelastic.cli.show import harmless, print_document
-from zeroelastic.cli.sizes import format_size, parse_size
-from zeroelastic.cli.target import local_target
+from zeroelastic.byte_sizes import format_size
+from zeroelastic.cli.output.distributed import DistributedOption, processes_of
+from zeroelastic.cli.output.progress import progress_bar
+from zeroelastic.cli.output.show import print_document, print_line
 
 if TYPE_CHECKING:
-    from zeroelastic.export import ExportPlan
-    from zeroelastic.source import Source
+    from zeroelastic.library.export import ExportReport
 
 _SHOWN_FILES = 12
 
@@ -24,7 +22,7 @@ def export(
     src: Annotated[str, typer.Argument(metavar="SRC", help="The checkpoint: a tag directory, or the one above it.")],
     dst: Annotated[
         Path,
-        typer.Argument(metavar="DST", callback=local_target, help="The directory to make. Nothing is overwritten."),
+        typer.Argument(metavar="DST", help="The directory to make. Nothing is overwritten."),
     ],
     tag: Annotated[str | None, typer.Option(metavar="TAG", help="Take this tag instead of the latest.")] = None,
     dtype: Annotated[
@@ -55,111 +53,43 @@ def export(
         zeroelastic export ckpt everything --tag global_step2 --optimizer --json
         zeroelastic export ckpt elsewhere --dry-run
     """
-    shard_nbytes = size_option(max_shard_size, "--max-shard-size", 1)
-    memory = memory_option(max_memory)
-
-    from zeroelastic.checkpoint import open_checkpoint
-    from zeroelastic.cli.progress import progress_bar
-    from zeroelastic.export import plan_export, run_export
-    from zeroelastic.one_save import one_save
-    from zeroelastic.publish import check_free
-    from zeroelastic.source import find_source
-    from zeroelastic.state import open_state
-
-    def look() -> ExportPlan:
-        check_free(dst.absolute(), sources=local_sources(source))
-        state = open_state(open_checkpoint(source.tag_dir))
-        return plan_export(
-            state, dtype=dtype, max_shard_size=shard_nbytes, optimizer=optimizer, tied=tied, model_dir=source.root
-        )
+    from zeroelastic.library.export import export as run
 
     with processes_of(distributed=distributed) as processes:
-        began = time.monotonic()
-        source = processes.settle(lambda: find_source(src, tag=tag))
-        compared: int | None = None
-        with one_save(source.tag_dir):
-            plan = processes.settle(look)
-            if not dry_run:
-                with progress_bar("exporting", plan.source_nbytes // processes.size) as advance:
-                    compared = run_export(plan, dst, max_memory=memory, advance=advance, processes=processes)
+        report = run(
+            src,
+            dst,
+            tag=tag,
+            dtype=dtype,
+            max_shard_size=max_shard_size,
+            optimizer=optimizer,
+            tied=tied,
+            max_memory=max_memory,
+            dry_run=dry_run,
+            processes=processes,
+            progress=progress_bar,
+        )
     if processes.rank != 0:
-        return  # rank 0 speaks for all
-    document = to_document(plan, source, dst, compared, time.monotonic() - began)
+        return  # rank 0 reports for all
     if as_json:
-        print_document(document)
+        print_document(report.to_json())
     else:
-        _show(plan, document)
+        _show(report)
 
 
-def to_document(plan: ExportPlan, source: Source, dst: Path, compared: int | None, seconds: float) -> dict[str, object]:
-    """What --json prints; the keys are documented in docs/cli.md."""
-    from zeroelastic.storage import file_size
-
-    return {
-        "source": str(source.tag_dir),
-        "tag": source.tag,
-        "target": str(dst),
-        "dry_run": compared is None,
-        "world_size": plan.state.checkpoint.world_size,
-        "bytes": plan.nbytes,
-        "bytes_read": plan.source_nbytes,
-        "trained": len(plan.tensors("trained")),
-        "frozen": len(plan.tensors("frozen")),
-        "buffers": len(plan.tensors("buffer")),
-        "optimizer_tensors": len(plan.tensors("state")),
-        "tied": dict(plan.tied),
-        "files": [{"name": f.name, "bytes": f.nbytes, "tensors": len(f.entries)} for f in plan.files]
-        + [{"name": name, "bytes": len(text), "tensors": 0} for name, text in plan.texts.items()]
-        + [{"name": path.name, "bytes": file_size(path), "tensors": 0} for path in plan.copied],
-        "digests_compared": compared,
-        "left_out": list(plan.left_out),
-        "seconds": round(seconds, 3),
-    }
-
-
-def size_option(text: str, name: str, minimum: int) -> int:
-    """An option's size in bytes. Raises typer.BadParameter."""
-    try:
-        nbytes = parse_size(text)
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint=f"'{name}'") from None
-    if nbytes < minimum:
-        raise typer.BadParameter(f"at least {format_size(minimum)} is needed.", param_hint=f"'{name}'")
-    return nbytes
-
-
-def memory_option(text: str) -> int:
-    """``--max-memory`` in bytes. Raises typer.BadParameter."""
-    from zeroelastic.transfer import MINIMUM_MEMORY
-
-    return size_option(text, "--max-memory", MINIMUM_MEMORY)
-
-
-def local_sources(source: Source) -> tuple[Path, ...]:
-    """The directory of the tag where it is on this machine, in which nothing may be written."""
-    return (source.tag_dir,) if isinstance(source.tag_dir, Path) else ()
-
-
-def _show(plan: ExportPlan, document: dict[str, object]) -> None:
-    what = "would write" if document["dry_run"] else "wrote"
-    files = document["files"]
-    assert isinstance(files, list)
-    _line(f"{document['source']} ({plan.state.checkpoint.world_size} ranks)")
-    _line(f"{what} {document['target']}, {format_size(plan.nbytes)}")
-    for file in files[:_SHOWN_FILES]:
-        tensors = f"  {file['tensors']} tensors" if file["tensors"] else ""
-        _line(f"  {file['name']:<36}  {format_size(file['bytes']):>9}{tensors}")
-    if len(files) > _SHOWN_FILES:
-        _line(f"  and {len(files) - _SHOWN_FILES} more files")
-    for alias, name in plan.tied.items():
-        _line(f"tied: {alias} is {name}")
-    for sentence in plan.left_out:
-        _line(f"left out: {sentence}")
-    if not document["dry_run"]:
-        compared = document["digests_compared"]
+def _show(report: ExportReport) -> None:
+    print_line(f"{report.source} ({report.world_size} ranks)")
+    print_line(f"{'would write' if report.dry_run else 'wrote'} {report.target}, {format_size(report.bytes)}")
+    for file in report.files[:_SHOWN_FILES]:
+        tensors = f"  {file.tensors} tensors" if file.tensors else ""
+        print_line(f"  {file.name:<36}  {format_size(file.bytes):>9}{tensors}")
+    if len(report.files) > _SHOWN_FILES:
+        print_line(f"  and {len(report.files) - _SHOWN_FILES} more files")
+    for alias, name in report.tied.items():
+        print_line(f"tied: {alias} is {name}")
+    for sentence in report.left_out:
+        print_line(f"left out: {sentence}")
+    if not report.dry_run:
+        compared = report.digests_compared
         proof = f"{compared} digests agree with the commit record" if compared else "no commit record to compare with"
-        _line(f"{proof}; {document['seconds']} s")
-
-
-def _line(text: str) -> None:
-    typer.echo(harmless(text))
+        print_line(f"{proof}; {report.seconds} s")

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable
-from dataclasses import asdict
-from pathlib import Path
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from zeroelastic.cli.outcome import FAILED, INVALID
-from zeroelastic.cli.show import columns, print_document, say
-from zeroelastic.cli.sizes import format_size
+from zeroelastic.byte_sizes import format_size
+from zeroelastic.cli.output.outcome import FAILED, INVALID
+from zeroelastic.cli.output.show import print_columns, print_document, print_styled
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
-    from zeroelastic.digest import ScalarValue
-    from zeroelastic.findings import BufferView, Inspection, ParamView
-    from zeroelastic.shard import ScalerState
-    from zeroelastic.storage import FilePath
+    from zeroelastic.core.digest import ScalarValue
+    from zeroelastic.offline.inspect.model import Inspection, ParamInfo
 
 _LISTED = 24
 
@@ -49,166 +42,37 @@ def inspect(
         zeroelastic inspect ckpt/global_step4 --params norm
         zeroelastic inspect ckpt --json
     """
-    found = _look(source, tag, all_ranks)
-    chosen = found.params if params is None else found.matching(params)
+    from zeroelastic.library.inspect import inspect as run
+
+    report = run(source, tag=tag, params=params, all_ranks=all_ranks)
     if as_json:
-        print_document(to_document(found, chosen))
+        print_document(report.to_json())
     else:
-        _show(found, chosen, pattern=params)
-    if found.problems:
+        _show(report.inspection, report.params, pattern=params)
+    if report.problems:
         raise typer.Exit(INVALID)
-    if found.unsupported:
+    if report.unsupported:
         raise typer.Exit(FAILED)
 
 
-def _look(text: str, tag: str | None, all_ranks: bool) -> Inspection:
-    from zeroelastic.census import is_universal, take_census
-    from zeroelastic.errors import CheckpointError, UsageError
-    from zeroelastic.findings import Inspection
-    from zeroelastic.inspection import inspect_source, refuse_other_kinds
-    from zeroelastic.save_place import open_tag
-    from zeroelastic.source import Source, find_source
-    from zeroelastic.storage import RemotePath, as_path
-
-    try:
-        return inspect_source(find_source(text, tag=tag), all_ranks=all_ranks)
-    except UsageError:
-        path = as_path(text)
-        chosen = path if tag is None else path / tag
-        if is_universal(chosen):
-            refuse_other_kinds(take_census(chosen))
-        raise
-    except CheckpointError as error:
-        path = as_path(text) if isinstance(as_path(text), RemotePath) else Path(os.path.abspath(text))
-        if tag is None and _holds_rank_files(path):  # what is beside a tag does not make it worse
-            source = Source(path.parent, path.name, open_tag(path), None, "deepspeed")
-            found = inspect_source(source, all_ranks=all_ranks)
-            found.notes.append(str(error))
-            return found
-        return Inspection(path=str(path), tag=tag or "", problems=[str(error)])
-
-
-def _holds_rank_files(path: FilePath) -> bool:
-    from zeroelastic.checkpoint import is_rank_file
-    from zeroelastic.errors import CheckpointError, UnreadableError
-    from zeroelastic.storage import file_sizes
-
-    try:
-        return any(map(is_rank_file, file_sizes(path)))
-    except (CheckpointError, UnreadableError):
-        return False
-
-
-def to_document(found: Inspection, params: Iterable[ParamView]) -> dict[str, object]:
-    """What --json prints; the keys are documented in docs/cli.md."""
-    trained, frozen, tied = found.count("trained"), found.count("frozen"), found.count("tied")
-    return {
-        "ok": not found.problems and not found.unsupported,
-        "problems": found.problems,
-        "unsupported": found.unsupported,
-        "notes": found.notes,
-        "path": found.path,
-        "tag": found.tag,
-        "latest": found.latest,
-        "framework": found.framework,
-        "format": found.format,
-        "world_size": found.world_size,
-        "tp_size": found.tp_size,
-        "step": found.step,
-        "skipped_steps": found.skipped_steps,
-        "samples": found.samples,
-        "save_id": found.save_id,
-        "versions": found.versions,
-        "model_dtype": found.model_dtype,
-        "master_dtype": found.master_dtype,
-        "train_batch_size": found.train_batch_size,
-        "sub_group_size": found.sub_group_size,
-        "num_sub_groups": found.num_sub_groups,
-        "quarantine": None if found.quarantine is None else asdict(found.quarantine),
-        "record": {"state": found.record, "content_root": found.content_root},
-        "totals": {
-            "params": trained[0] + frozen[0],
-            "numel": trained[1] + frozen[1],
-            "trained_params": trained[0],
-            "trained_numel": trained[1],
-            "frozen_params": frozen[0],
-            "frozen_numel": frozen[1],
-            "tied_params": tied[0],
-            "state_nbytes": found.state_bytes,
-            "files": found.num_files,
-            "disk_nbytes": found.disk_bytes,
-        },
-        "state": {key: asdict(state) for key, state in found.state.items()},
-        "scalars": {
-            key: [{"kind": value.kind, "value": value.value} for value in values]
-            for key, values in found.scalars.items()
-        },
-        "groups": [
-            {"options": group.options, "num_params": group.num_params, "numel": group.numel} for group in found.groups
-        ],
-        "loss_scaler": _scaler_document(found.scaler),
-        "params": [
-            {
-                "name": param.name,
-                "kind": param.kind,
-                "shape": param.shape,
-                "numel": param.numel,
-                "nbytes": param.nbytes,
-                "group": param.group,
-                "dtypes": param.dtypes,
-                "tied_to": param.tied_to,
-            }
-            for param in params
-        ],
-        "buffers": [asdict(buffer) for buffer in found.buffers],
-        "scheduler": found.scheduler,
-        "client_state": found.client_state,
-        "files": {
-            "num_missing": found.num_missing,
-            "missing": found.missing,
-            "stale": found.stale,
-            "odd": found.odd,
-            "leftovers": found.leftovers,
-            "folders": found.folders,
-        },
-        "headers_read": found.headers_read,
-    }
-
-
-def _scaler_document(scaler: ScalerState | None) -> dict[str, object] | None:
-    from zeroelastic.torchfile import DType
-
-    if scaler is None:
-        return None
-    attributes = {key: value.name if isinstance(value, DType) else value for key, value in scaler.attributes.items()}
-    return {
-        "class_name": scaler.class_name,
-        "dynamic": scaler.dynamic,
-        "overflow": scaler.overflow,
-        "attributes": attributes,
-    }
-
-
-def _show(found: Inspection, params: tuple[ParamView, ...], *, pattern: str | None) -> None:
+def _show(found: Inspection, params: tuple[ParamInfo, ...], *, pattern: str | None) -> None:
     """The inspection for people, on stdout."""
-    from rich.console import Console
-
-    from zeroelastic.global_batch import listed_world_sizes
-
-    out = Console(highlight=False)
+    from zeroelastic.core.global_batch import listed_world_sizes
 
     def line(label: str, *texts: object) -> None:
         known = [str(text) for text in texts if text not in (None, "")]
         if known:
-            say(out, f"  {label:<14}  ", ", ".join(known))
+            print_styled(f"  {label:<14}  ", ", ".join(known))
 
     def heading(text: str) -> None:
-        say(out, (f"\n{text}", "bold"))
+        print_styled((f"\n{text}", "bold"))
 
-    say(out, (found.path, "bold"))
+    print_styled((found.path, "bold"))
     ranks = None if found.world_size is None else f"{found.world_size} ranks"
     tensor_parallel = f"{found.tp_size} tensor parallel" if found.tp_size not in (None, 1) else None
-    line("saved as", found.format, ranks, tensor_parallel, None if found.format is None else _laid_out(found.framework))
+    stage = f"ZeRO stage {found.stage}" if found.stage not in (None, 3) else None
+    laid_out = None if found.format is None else _laid_out(found.framework)
+    line("saved as", found.format, stage, ranks, tensor_parallel, laid_out)
     skipped = f"{found.skipped_steps} skipped" if found.skipped_steps else None
     samples = None if found.samples is None else f"{found.samples:,} samples"
     line("step", found.step, skipped, samples)
@@ -246,24 +110,24 @@ def _show(found: Inspection, params: tuple[ParamView, ...], *, pattern: str | No
         options = ", ".join(f"{key} {value}" for key, value in group.options.items())
         line(f"group {number}", f"{_amount(group.num_params, group.numel)}: {options}")
 
-    _show_params(out, found, params, pattern)
+    _show_params(found, params, pattern)
     if found.buffers and pattern is None:
         heading("Buffers")
-        _show_buffers(out, found.buffers)
+        _print_first([(buffer.name, str(list(buffer.shape)), buffer.dtype) for buffer in found.buffers])
     labels = {"missing": found.missing, "of no rank": found.stale + found.odd + found.leftovers}
     for label, names in labels.items():
         if names:
             heading(f"Files {label}")
-            _list(out, names, max(len(names), found.num_missing if label == "missing" else 0))
+            _print_first([(name,) for name in names], found.num_missing if label == "missing" else 0)
     for title, style, texts in (
         ("Notes", "yellow", found.notes),
         ("Not supported", "bold red", found.unsupported),
         (f"{len(found.problems)} problems" if len(found.problems) > 1 else "Problem", "bold red", found.problems),
     ):
         if texts:
-            say(out, (f"\n{title}", style))
+            print_styled((f"\n{title}", style))
             for text in texts:
-                say(out, f"  - {text}")
+                print_styled(f"  - {text}")
 
 
 def _laid_out(framework: str) -> str:
@@ -287,14 +151,14 @@ def _scalar(value: ScalarValue) -> str:
     return f"{value.value} ({value.kind})"
 
 
-def _show_params(out: Console, found: Inspection, params: tuple[ParamView, ...], pattern: str | None) -> None:
+def _show_params(found: Inspection, params: tuple[ParamInfo, ...], pattern: str | None) -> None:
     if not found.params:
         return
     title = "Parameters" if pattern is None else f"Parameters like {pattern}: {len(params):,} of {len(found.params):,}"
-    say(out, (f"\n{title}", "bold"))
+    print_styled((f"\n{title}", "bold"))
     shown = params if pattern is not None else params[:_LISTED]
     if not shown:
-        say(out, "  none")
+        print_styled("  none")
         return
     rows = [("name", "shape", "elements", "state", "")]
     rows += [
@@ -307,31 +171,19 @@ def _show_params(out: Console, found: Inspection, params: tuple[ParamView, ...],
         )
         for param in shown
     ]
-    _print_lines(out, columns(rows, right=frozenset({2, 3})))
+    print_columns(rows, right=frozenset({2, 3}))
     if len(shown) < len(params):
-        say(out, f"  ... and {len(params) - len(shown):,} more; --params * lists them all")
+        print_styled(f"  ... and {len(params) - len(shown):,} more; --params * lists them all")
 
 
-def _role(param: ParamView) -> str:
+def _role(param: ParamInfo) -> str:
     if param.kind == "tied":
         return f"is {param.tied_to}"
     return param.kind if param.group is None else f"group {param.group}"
 
 
-def _show_buffers(out: Console, buffers: tuple[BufferView, ...]) -> None:
-    rows = [(buffer.name, str(list(buffer.shape)), buffer.dtype) for buffer in buffers[:_LISTED]]
-    _print_lines(out, columns(rows))
-    if len(buffers) > _LISTED:
-        say(out, f"  ... and {len(buffers) - _LISTED:,} more")
-
-
-def _list(out: Console, names: tuple[str, ...], count: int) -> None:
-    for name in names[:_LISTED]:
-        say(out, f"  {name}")
-    if count > _LISTED:
-        say(out, f"  ... and {count - _LISTED:,} more")
-
-
-def _print_lines(out: Console, lines: Iterable[str]) -> None:
-    """Many lines at once: they have no styles, and rich would take its time with each."""
-    out.file.write("".join(f"  {line}\n" for line in lines))
+def _print_first(rows: Sequence[tuple[str, ...]], count: int = 0) -> None:
+    """Print the first rows, and how many of them, or of ``count``, are left out."""
+    print_columns(rows[:_LISTED])
+    if (more := max(len(rows), count) - _LISTED) > 0:
+        print_styled(f"  ... and {more:,} more")

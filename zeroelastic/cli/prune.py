@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-import re
 import sys
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from zeroelastic.cli.outcome import FAILED, INVALID
-from zeroelastic.cli.show import harmless, print_document
-from zeroelastic.cli.sizes import format_size
+from zeroelastic.byte_sizes import format_size
+from zeroelastic.cli.output.outcome import FAILED, INVALID
+from zeroelastic.cli.output.show import log_line, print_columns, print_document
 
 if TYPE_CHECKING:
-    from zeroelastic.pruning import Decision, PrunePlan, Unfinished
-
-
-class Outcome(NamedTuple):
-    """What became of something that was to be removed: ``why`` it is still there, empty where it is gone."""
-
-    why: str = ""
-    failed: bool = False
-
-
-_SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
+    from zeroelastic.library.prune import PruneReport
 
 
 def prune(
@@ -55,25 +45,24 @@ def prune(
         zeroelastic prune old --keep 2 --yes
     """
     from zeroelastic.errors import CheckpointError, UnreadableError, UsageError
-    from zeroelastic.pruning import plan_prune
-    from zeroelastic.storage import as_path
+    from zeroelastic.library.prune import carry_out
+    from zeroelastic.library.prune import prune as run
 
-    plan = plan_prune(as_path(directory), keep=keep, invalid=invalid, min_age_s=_seconds(min_age))
-    dead = [found for found in plan.unfinished if found.remove]
-    work = bool(plan.removals or plan.leftovers or dead) and not dry_run
+    report = run(directory, keep=keep, invalid=invalid, min_age=min_age, dry_run=True)
+    plan, work = report.plan, report.has_work and not dry_run
     if work and not yes:
         if not sys.stdin.isatty() or as_json:
             raise UsageError("--yes is needed where nobody can be asked; --dry-run shows what would be removed.")
-        _show(plan, {}, dry_run=True)
-        if not typer.confirm(f"Remove {_what(plan)}?", err=True):
-            _log("Nothing was removed.")
+        _show(report)
+        if not typer.confirm(f"Remove {_what(report)}?", err=True):
+            log_line("Nothing was removed.")
             raise typer.Exit(FAILED)
-    outcomes = _carry_out(plan) if work else {}
+    report = carry_out(report) if work else replace(report, dry_run=dry_run)
     if as_json:
-        print_document(_document(plan, outcomes, keep=keep, dry_run=dry_run))
-    elif outcomes or yes or not work:
-        _show(plan, outcomes, dry_run=dry_run)
-    if any(outcome.failed for outcome in outcomes.values()):
+        print_document(report.to_json())
+    elif report.outcomes or yes or not work:
+        _show(report)
+    if report.failed:
         raise typer.Exit(FAILED)
     if plan.decisions and not plan.has_valid:
         undecided = any(decision.undecided for decision in plan.decisions)
@@ -83,131 +72,36 @@ def prune(
         raise kind(f"{plan.root}: no checkpoint verifies, so that none is removed.")
 
 
-def _seconds(text: str) -> float:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhd]?)", text.strip().lower())
-    if match is None:
-        raise typer.BadParameter(f"{text!r} is not a time such as 90s, 15m, 2h or 1d.", param_hint="'--min-age'")
-    return float(match[1]) * _SECONDS[match[2]]
+def _what(report: PruneReport) -> str:
+    """What is about to be removed, as the question has it."""
+    from zeroelastic.tags.prune import leftover_bytes, removable
 
-
-def _what(plan: PrunePlan) -> str:
-    from zeroelastic.pruning import leftover_bytes, removable
-
-    count = len(plan.removals)
+    plan, count, dead = report.plan, len(report.plan.removals), report.dead
     parts = [f"{count} {'checkpoint' if count == 1 else 'checkpoints'}"] if count else []
     parts += ["what an interrupted removal left"] if plan.leftovers else []
-    dead = [found.tree.nbytes for found in plan.unfinished if found.remove]
     parts += [f"{len(dead)} {'save' if len(dead) == 1 else 'saves'} that did not finish"] if dead else []
-    return f"{' and '.join(parts)} ({format_size(removable(plan.removals) + leftover_bytes(plan) + sum(dead))})"
+    nbytes = removable(plan.removals) + leftover_bytes(plan) + sum(found.tree.nbytes for found in dead)
+    return f"{' and '.join(parts)} ({format_size(nbytes)})"
 
 
-def _carry_out(plan: PrunePlan) -> dict[str, Outcome]:
-    """Remove what was decided; returns what became of each tag that was tried.
-
-    What a save is at by now is left alone, which is no failure.
-    """
-    from zeroelastic.pruning import empty_trash, remove_tag, remove_unfinished
-
-    outcomes: dict[str, Outcome] = {}
-    if plan.leftovers:
-        empty_trash(plan.root)
-    for decision in plan.removals:
-        try:
-            outcomes[decision.tag.name] = Outcome(remove_tag(plan, decision) or "")
-        except OSError as error:
-            outcomes[decision.tag.name] = Outcome(f"{error.filename}: {error.strerror}", failed=True)
-    for found in plan.unfinished:
-        if found.remove:
-            try:
-                outcomes[found.name] = Outcome(remove_unfinished(plan, found) or "")
-            except OSError as error:
-                outcomes[found.name] = Outcome(f"{error.filename}: {error.strerror}", failed=True)
-    return outcomes
-
-
-def _freed(plan: PrunePlan, outcomes: dict[str, Outcome]) -> int:
-    tags = sum(d.tree.nbytes for d in plan.removals if d.tree is not None and outcomes.get(d.tag.name) == Outcome())
-    return tags + sum(found.tree.nbytes for found in plan.unfinished if outcomes.get(found.name) == Outcome())
-
-
-def _action(decision: Decision | Unfinished, outcomes: dict[str, Outcome], dry_run: bool) -> str:
-    if not decision.remove:
-        return "kept"
-    if dry_run:
-        return "would be removed"
-    outcome = outcomes.get(_name(decision), Outcome())
-    return "failed" if outcome.failed else "kept" if outcome.why else "removed"
-
-
-def _name(decision: Decision | Unfinished) -> str:
-    from zeroelastic.pruning import Decision
-
-    return decision.tag.name if isinstance(decision, Decision) else decision.name
-
-
-def _document(plan: PrunePlan, outcomes: dict[str, Outcome], *, keep: int, dry_run: bool) -> dict[str, object]:
-    return {
-        "ok": not any(outcome.failed for outcome in outcomes.values()) and (plan.has_valid or not plan.decisions),
-        "directory": str(plan.root),
-        "keep": keep,
-        "dry_run": dry_run,
-        "tags": [
-            {
-                "tag": decision.tag.name,
-                "path": str(decision.tag.path),
-                "step": decision.tag.step,
-                "saved_at": decision.tag.saved_at,
-                "valid": decision.valid,
-                "action": _action(decision, outcomes, dry_run),
-                "reason": outcomes.get(decision.tag.name, Outcome()).why or decision.reason,
-                "nbytes": None if decision.tree is None else decision.tree.nbytes,
-            }
-            for decision in plan.decisions
-        ],
-        "unfinished": [
-            {
-                "name": found.name,
-                "action": _action(found, outcomes, dry_run),
-                "reason": outcomes.get(found.name, Outcome()).why or found.reason,
-                "nbytes": found.tree.nbytes,
-            }
-            for found in plan.unfinished
-        ],
-        "removed": [name for name, outcome in outcomes.items() if not outcome.why],
-        "freed_nbytes": _freed(plan, outcomes),
-        "leftovers": len(plan.leftovers),
-    }
-
-
-def _show(plan: PrunePlan, outcomes: dict[str, Outcome], *, dry_run: bool) -> None:
-    from zeroelastic.cli.show import columns
-
+def _show(report: PruneReport) -> None:
+    plan = report.plan
     rows = [
         (
-            _action(decision, outcomes, dry_run),
+            report.action(decision),
             decision.tag.name,
             "" if decision.tree is None else format_size(decision.tree.nbytes),
-            outcomes.get(decision.tag.name, Outcome()).why or decision.reason,
+            report.reason(decision),
         )
         for decision in plan.decisions
     ]
     rows += [
-        (
-            _action(found, outcomes, dry_run),
-            found.name,
-            format_size(found.tree.nbytes),
-            outcomes.get(found.name, Outcome()).why or found.reason,
-        )
+        (report.action(found), found.name, format_size(found.tree.nbytes), report.reason(found))
         for found in plan.unfinished
     ]
-    for line in columns(rows, right=frozenset({2})) if rows else ():
-        typer.echo(line)
+    if rows:
+        print_columns(rows, right=frozenset({2}), indent="")
     if plan.leftovers:
-        typer.echo(f"{'would finish' if dry_run else 'finished'} an interrupted removal")
-    if not dry_run:
-        gone = sum(not outcome.why for outcome in outcomes.values())
-        typer.echo(f"{gone} removed, {format_size(_freed(plan, outcomes))} freed")
-
-
-def _log(text: str) -> None:
-    typer.echo(harmless(text), err=True)
+        typer.echo(f"{'would finish' if report.dry_run else 'finished'} an interrupted removal")
+    if not report.dry_run:
+        typer.echo(f"{len(report.removed)} removed, {format_size(report.freed_nbytes)} freed")

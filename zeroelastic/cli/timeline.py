@@ -1,4 +1,4 @@
-"""``zeroelastic timeline``: what became of an elastic job, from the event log that it kept."""
+"""``zeroelastic timeline``: the starts, steps and restart costs of an elastic job, from its event log."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from zeroelastic.cli.show import columns, print_document, say
+from zeroelastic.cli.output.show import print_columns, print_document, print_styled
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
-    from zeroelastic.timeline import Incarnation, RestartCost, Timeline
+    from zeroelastic.job_log.timeline import Incarnation, RestartCost, Timeline
 
 _PHASES = ("noticing", "rendezvous", "imports", "engine", "load", "first_step")
 
@@ -31,7 +29,7 @@ def timeline(
 ) -> None:
     """Show every start of an elastic job: its ranks and steps, the steps that were lost, and what each restart cost.
 
-    The log is what zeroelastic.elastic.events writes. Half lines, as a kill may leave them, are left out and counted.
+    zeroelastic.elastic.events writes the log. Half lines, which a kill may leave, are skipped and counted.
 
     \b
     Examples:
@@ -39,16 +37,16 @@ def timeline(
         zeroelastic timeline events.jsonl --plot timeline.png
         zeroelastic timeline events.jsonl --json
     """
-    from zeroelastic.cli.plot_file import check_plot
-    from zeroelastic.event_log import read_events
-    from zeroelastic.timeline import make_timeline
+    from zeroelastic.cli.plots.plot_file import check_plot
+    from zeroelastic.job_log.event_log import read_events
+    from zeroelastic.job_log.timeline import make_timeline
 
     if plot is not None:
         check_plot(plot, "a timeline")
     log = read_events(logs)
     made = make_timeline(log)
     if plot is not None:
-        from zeroelastic.cli.timeline_plot import draw_timeline
+        from zeroelastic.cli.plots.timeline_plot import draw_timeline
 
         draw_timeline(plot, made)
     if as_json:
@@ -92,29 +90,23 @@ def _cost(cost: RestartCost) -> dict[str, object]:
 
 
 def _show(made: Timeline, num_torn: int) -> None:
-    from rich.console import Console
-
-    out = Console(highlight=False)
     began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(made.began))
     last = max(one.last_time for one in made.incarnations) - made.began
     starts = len(made.incarnations)
-    say(out, f"began {began}, {last:.0f} s, {starts} start{'s' if starts != 1 else ''}, {made.lost_steps} steps lost")
+    print_styled(
+        f"began {began}, {last:.0f} s, {starts} start{'s' if starts != 1 else ''}, {made.lost_steps} steps lost"
+    )
     head: tuple[str, ...] = ("after", "ranks", "from", "to step", "lost", "saves", "ended")
     rows = [_row(one, made.began, one is made.incarnations[-1]) for one in made.incarnations]
-    _print(out, [head, *rows], right=frozenset(range(6)))
+    print_columns([head, *rows], right=frozenset(range(6)))
     restarts = [one for one in made.incarnations if one.restart is not None]
     if restarts:
-        say(out, "")
-        say(out, ("Restarts", "bold"), ", in seconds; load is our part")
+        print_styled("")
+        print_styled(("Restarts", "bold"), ", in seconds; load is zeroelastic's part")
         head = ("after", "ranks", "noticing", "rendezvous", "imports", "engine", "load", "first step", "total", "ours")
-        _print(out, [head, *(_cost_row(one, made.began) for one in restarts)], right=frozenset(range(len(head))))
+        print_columns([head, *(_cost_row(one, made.began) for one in restarts)], right=frozenset(range(len(head))))
     if num_torn:
-        say(out, f"{num_torn} half line{'s' if num_torn != 1 else ''} left out")
-
-
-def _print(out: Console, rows: list[tuple[str, ...]], *, right: frozenset[int]) -> None:
-    for line in columns(rows, right=right):
-        say(out, f"  {line}")
+        print_styled(f"{num_torn} half line{'s' if num_torn != 1 else ''} left out")
 
 
 def _row(one: Incarnation, began: float, last_one: bool) -> tuple[str, ...]:

@@ -1,16 +1,27 @@
-"""Elastic torchrun jobs: what keeps a ZeRO-3 run the same run while its number of ranks changes."""
+"""Elastic torchrun jobs: a ZeRO-3 run that continues unchanged while its number of ranks changes.
+
+    batch       micro batch and accumulation that keep the global batch
+    sampler     samplers whose position fits every world size; ``loader`` does the same for torchdata
+    resume      loads the newest checkpoint that loads; ``attempts`` counts loads that killed the job
+    preemption  saves and stops all ranks together
+    position    the position in the data and the random generators, in the client state
+    events      the event log of the job; ``status`` is its status line
+    timeout     the timeout of collectives
+
+Imports ``deepspeed`` (inside functions) and below. Read ``resume``, then ``preemption``.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from zeroelastic.core.global_batch import world_sizes
 from zeroelastic.elastic.batch import BatchPlan, batch_plan
 from zeroelastic.elastic.events import Events, events
 from zeroelastic.elastic.preemption import EXIT_PREEMPTED, Every, Preemption, every, preemption
 from zeroelastic.elastic.resume import Resumed, resume
 from zeroelastic.elastic.sampler import ElasticBatchSampler, ElasticDistributedSampler, ElasticIterableDataset
 from zeroelastic.elastic.timeout import set_collective_timeout
-from zeroelastic.global_batch import world_sizes
 
 if TYPE_CHECKING:
     from zeroelastic.elastic.loader import ElasticStatefulDataLoader
@@ -37,7 +48,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """What needs torchdata is imported when it is asked for."""
+    """Import the class that needs torchdata on first use."""
     if name != "ElasticStatefulDataLoader":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:

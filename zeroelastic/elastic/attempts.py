@@ -1,8 +1,8 @@
-"""Loads in which the job ended, by tag: begun, and not taken back, because a process died in them.
+"""Loads during which the job died, by tag: a load is recorded when it begins and removed when it ends.
 
-A signal from outside is no fault of a checkpoint, and torchrun sends SIGTERM at each change of membership. So every
-rank notes such a signal in a file that they share, at once and from C (``faulthandler``), whatever the process is
-doing: an end that all ranks noted does not count, nor does one before a change of the world size or a day ago.
+A signal from outside says nothing about a checkpoint, and torchrun sends SIGTERM at each change of membership. So every
+rank records such a signal in a shared file, at once and from C (``faulthandler``), whatever the process is doing. A
+death that all ranks recorded does not count, nor does one before a change of the world size or more than a day ago.
 """
 
 from __future__ import annotations
@@ -17,44 +17,47 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
+from pydantic import TypeAdapter, ValidationError
 
-from zeroelastic.agree import settle
-from zeroelastic.commit_order import Tag
-from zeroelastic.record import write_atomically
+from zeroelastic.distributed.collective import all_or_raise
+from zeroelastic.io.atomic import write_atomically
+from zeroelastic.tags.commit_order import Tag
 
 ATTEMPTS_NAME = ".zeroelastic-attempts.json"
-"""Loads that were begun and not finished, by tag; only while there are any."""
+"""Loads that were begun and not finished, by tag. The file exists only while there are any."""
 
 _SIGNALS_NAME = ".zeroelastic-attempts.signals"
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-_NOTE = b"most recent call first"
-_MOST_ENDS = 2
+_RECORDED = b"most recent call first"
+_MAX_DEATHS = 2
 _DAY_S = 86400.0
 
 
 @dataclass(slots=True)
 class _Loads:
-    """Of one save of a tag: when the job ended in it, and the load that was begun last: its time and world size."""
+    """The loads of one save of a tag: the times of those in which the job died, and time and world size of the last."""
 
     save: str
     ended: list[float] = field(default_factory=list)
     begun: tuple[float, int] | None = None
 
 
+_LOADS = TypeAdapter(_Loads)
+
+
 class Attempts:
-    """What ``ATTEMPTS_NAME`` of a directory says; rank 0 reads and writes it."""
+    """The unfinished loads of a directory, kept in ``ATTEMPTS_NAME``; rank 0 reads and writes the file."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self._loads = _judged(root) if dist.get_rank() == 0 else {}
+        self._loads = _read(root) if dist.get_rank() == 0 else {}
 
     def postpone(self, tag: Tag) -> str | None:
-        """Why a tag is tried after all others: the job has died in loads of it. None where it has not."""
+        """Why a tag is tried after all others: the job has died while loading it. None if it has not."""
         loads = self._loads.get(self._key(Path(str(tag.tag_dir))))
-        if loads is None or loads.save != _save(tag) or len(loads.ended) < _MOST_ENDS:
+        if loads is None or loads.save != _save(tag) or len(loads.ended) < _MAX_DEATHS:
             return None
         last = datetime.fromtimestamp(loads.ended[-1], timezone.utc).isoformat(" ", "seconds")
         return (
@@ -64,16 +67,17 @@ class Attempts:
 
     @contextmanager
     def of(self, tag_dir: Path, find: Callable[[], Tag]) -> Iterator[None]:
-        """A load of a tag, which ``find`` knows on rank 0; an error that we live to see is no end. Collective."""
+        """Record a load of a tag, which ``find`` returns on rank 0, while it lasts. Collective."""
         key = self._key(tag_dir)
 
         def begin() -> None:
             if dist.get_rank() == 0:
+                save = _save(find())
                 found = self._loads.get(key)
-                if found is None or found.save != _save(find()):
-                    found = self._loads[key] = _Loads(_save(find()))
+                if found is None or found.save != save:
+                    found = self._loads[key] = _Loads(save)
                 found.begun = (time.time(), dist.get_world_size())
-                self._root.mkdir(parents=True, exist_ok=True)  # a node that is new to the job
+                self._root.mkdir(parents=True, exist_ok=True)  # on a node that just joined the job
                 (self._root / _SIGNALS_NAME).write_bytes(b"")
                 self._write()
 
@@ -83,9 +87,9 @@ class Attempts:
                 (self._root / _SIGNALS_NAME).unlink(missing_ok=True)
                 self._write()
 
-        settle(begin)
+        all_or_raise(begin)
         try:
-            with _noting_signals(self._root / _SIGNALS_NAME):
+            with _recording_signals(self._root / _SIGNALS_NAME):
                 yield
         finally:
             with suppress(OSError):
@@ -106,51 +110,39 @@ def _save(tag: Tag) -> str:
     return tag.save_id or f"of {tag.modified_at}"
 
 
-def _judged(root: Path) -> dict[str, _Loads]:
-    """What the file says, with an end for each load that was begun, as far as the checkpoint may be the cause."""
+def _read(root: Path) -> dict[str, _Loads]:
+    """The loads in the file. One that was begun is counted as a death where the checkpoint may be the cause."""
     try:
         found = json.loads((root / ATTEMPTS_NAME).read_bytes())
     except (OSError, ValueError, RecursionError):
         return {}
     try:
-        signalled = (root / _SIGNALS_NAME).read_bytes().count(_NOTE)
+        signalled = (root / _SIGNALS_NAME).read_bytes().count(_RECORDED)
     except OSError:
         signalled = 0
-    judged: dict[str, _Loads] = {}
+    read: dict[str, _Loads] = {}
     for key, entry in found.items() if isinstance(found, dict) else ():
-        loads = _parsed(entry)
-        if loads is None:
+        try:
+            loads = _LOADS.validate_python(entry)
+        except ValidationError:  # of an older version, which did not record times
             continue
         if loads.begun is not None:
             began, world_size = loads.begun
             if world_size == dist.get_world_size() and signalled < world_size:
                 loads.ended.append(began)
             loads.begun = None
-        loads.ended = [ended for ended in loads.ended if 0 <= time.time() - ended < _DAY_S]
+        loads.ended = [died for died in loads.ended if 0 <= time.time() - died < _DAY_S]
         if loads.ended:
-            judged[key] = loads
-    return judged
-
-
-def _parsed(entry: Any) -> _Loads | None:
-    """None for what is not ours, or of an older version, which counted without saying when."""
-    try:
-        begun = entry["begun"]
-        return _Loads(
-            str(entry["save"]),
-            [float(ended) for ended in entry["ended"]],
-            None if begun is None else (float(begun[0]), int(begun[1])),
-        )
-    except (KeyError, TypeError, ValueError, IndexError):
-        return None
+            read[key] = loads
+    return read
 
 
 @contextmanager
-def _noting_signals(path: Path) -> Iterator[None]:
-    """While it lasts, a signal that ends this process leaves a note in ``path``, if that is there, and then ends it."""
+def _recording_signals(path: Path) -> Iterator[None]:
+    """While it lasts, a signal that ends this process is first recorded in ``path``, if that file exists."""
     try:
         fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
-    except OSError:  # on another node, or a directory that cannot be written: then the end counts
+    except OSError:  # on another node, or not writable: then the death counts
         yield
         return
     try:

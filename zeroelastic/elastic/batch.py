@@ -2,7 +2,7 @@
 
 Every rank takes the same number of micro steps: at ZeRO stage 3 a forward pass gathers parameters, so a rank that took
 one step fewer would leave the others waiting. Samples are dealt out as ``torch.utils.data.DistributedSampler`` deals
-them: sample i of a global batch goes to rank i mod W, whatever W is.
+them: sample i of a global batch goes to rank i mod W, at every world size W.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from zeroelastic.core.global_batch import listed_world_sizes, world_sizes
 from zeroelastic.errors import ConfigError
-from zeroelastic.global_batch import listed_world_sizes, world_sizes
 
 Misfit = Literal["error", "pad"]
 
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
-    """How one global batch is taken: ``accumulation`` micro steps of ``micro_batch`` samples on each rank.
+    """How one global batch is divided: ``accumulation`` micro steps of ``micro_batch`` samples on each rank.
 
     ``padding`` is more than 0 where the last micro steps have room for more samples than there are: ``num_samples`` and
     ``loss_weight`` then say how many are real and what keeps the gradient that of the global batch.
@@ -34,21 +34,21 @@ class BatchPlan:
 
     @property
     def padding(self) -> int:
-        """Places of a global batch that no sample fills: 0 unless padding was asked for and needed."""
+        """Places of a global batch that no sample fills; 0 unless padding was requested and is needed."""
         return self.micro_batch * self.accumulation * self.world_size - self.global_batch
 
     def num_samples(self, rank: int, micro_step: int) -> int:
-        """How many samples a rank has in a micro step of a global batch: ``micro_batch``, fewer where it is padded."""
+        """How many samples a rank has in a micro step of a global batch: ``micro_batch``, or fewer with padding."""
         first = micro_step % self.accumulation * self.micro_batch
         mine = len(range(rank, self.global_batch, self.world_size))
         return min(max(mine - first, 0), self.micro_batch)
 
     def loss_weight(self, rank: int, micro_step: int) -> float:
-        """What to multiply a micro step's mean loss (over its ``num_samples``) by; 1.0 wherever nothing is padded.
+        """The factor for the mean loss of a micro step over its ``num_samples``; 1.0 without padding.
 
         DeepSpeed averages over micro steps and ranks alike, so a micro step with fewer samples would count too much:
-        with this weight the gradient is exactly that of the mean over the global batch. 0.0 where a rank has none; it
-        takes the step all the same, on any sample.
+        with this weight the gradient is exactly that of the mean over the global batch. The weight is 0.0 where a rank
+        has no sample; it takes the step all the same, on any sample.
         """
         return self.num_samples(rank, micro_step) * self.accumulation * self.world_size / self.global_batch
 
@@ -61,7 +61,7 @@ class BatchPlan:
         return config
 
     def text(self) -> str:
-        """One line for people."""
+        """The plan as one line."""
         line = (
             f"global batch {self.global_batch} = {self.world_size} ranks x micro batch {self.micro_batch} x "
             f"{self.accumulation} accumulated"
@@ -76,10 +76,10 @@ def batch_plan(
 ) -> BatchPlan:
     """The plan with the fewest micro steps that keeps ``global_batch`` on ``world_size`` ranks.
 
-    ``world_size`` is that of the process group or of torchrun's environment if it is not given; ``max_micro`` is the
-    largest micro batch that fits in memory (any, if not given). At a world size that does not divide the global batch,
-    ``misfit`` decides: "error"; or "pad", which leaves places of the last micro step empty. Raises ConfigError with the
-    world sizes that work::
+    ``world_size`` defaults to that of the process group or of torchrun's environment. ``max_micro`` is the largest
+    micro batch that fits in memory; by default there is no limit. When the world size does not divide the global batch,
+    ``misfit`` decides: "error", or "pad", which leaves places of the last micro step empty. Raises ConfigError, listing
+    the world sizes that work::
 
         plan = batch_plan(global_batch=512, max_micro=8)
         engine, *_ = deepspeed.initialize(model=model, config=plan.apply(ds_config))
@@ -89,22 +89,22 @@ def batch_plan(
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise ConfigError(f"{what} is {value!r}; a whole number of 1 or more is needed.")
     if misfit not in ("error", "pad"):
-        raise ConfigError(f'misfit is {misfit!r}; it may be "error" or "pad". {_that_work(global_batch)}')
-    most = global_batch if max_micro is None else max_micro
+        raise ConfigError(f'misfit is {misfit!r}; it may be "error" or "pad". {_working_sizes(global_batch)}')
+    limit = global_batch if max_micro is None else max_micro
     if global_batch % size == 0:
         quota = global_batch // size
-        micro = max(n for n in world_sizes(quota) if n <= most)
+        micro = max(n for n in world_sizes(quota) if n <= limit)
         return BatchPlan(global_batch, size, micro, quota // micro)
     if misfit == "pad" and size < global_batch:
         quota = -(-global_batch // size)
-        accumulation = -(-quota // most)
+        accumulation = -(-quota // limit)
         return BatchPlan(global_batch, size, -(-quota // accumulation), accumulation)
     raise ConfigError(
-        f"a global batch of {global_batch} cannot be dealt out evenly to {size} ranks. {_that_work(global_batch)}"
+        f"a global batch of {global_batch} cannot be dealt out evenly to {size} ranks. {_working_sizes(global_batch)}"
     )
 
 
-def _that_work(global_batch: int) -> str:
+def _working_sizes(global_batch: int) -> str:
     return (
         f"World sizes that work: {listed_world_sizes(global_batch)}. "
         'misfit="pad" leaves places of the last micro step empty at any other.'
@@ -112,12 +112,12 @@ def _that_work(global_batch: int) -> str:
 
 
 def current_world_size() -> int:
-    """The size of the process group; before there is one, what torchrun says (``WORLD_SIZE``); 1 without it."""
+    """The size of the process group; without one, torchrun's ``WORLD_SIZE``, or 1."""
     return _current("WORLD_SIZE", 1, "get_world_size")
 
 
 def current_rank() -> int:
-    """The rank in the process group; before there is one, what torchrun says (``RANK``); 0 without it."""
+    """The rank in the process group; without one, torchrun's ``RANK``, or 0."""
     return _current("RANK", 0, "get_rank")
 
 
@@ -128,5 +128,5 @@ def _current(variable: str, alone: int, function: str) -> int:
         return int(getattr(dist, function)())
     text = os.environ.get(variable, str(alone))
     if not text.isdecimal():
-        raise ConfigError(f"the environment says {variable}={text!r}, which is no number.")
+        raise ConfigError(f"the environment has {variable}={text!r}, which is not a number.")
     return int(text)

@@ -1,6 +1,6 @@
-"""The event log of a running job: rank 0 appends what happens to a file that outlives every start of the job.
+"""The event log of a running job: rank 0 appends events to a file that is kept over all starts of the job.
 
-Nothing here is collective and nothing can stop a run: a log that cannot be written is given up with a warning.
+A log cannot stop a run: when it cannot be written, a warning is logged and logging ends.
 """
 
 from __future__ import annotations
@@ -10,16 +10,18 @@ import os
 import socket
 import time
 import uuid
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from zeroelastic.agree import broadcast
+from zeroelastic.distributed.collective import broadcast
 from zeroelastic.elastic.status import Status, StatusLine
-from zeroelastic.event_log import (
+from zeroelastic.io.paths import absolute
+from zeroelastic.job_log.event_log import (
     EndEvent,
     Event,
     EventLog,
@@ -32,24 +34,46 @@ from zeroelastic.event_log import (
     note_nodes,
     read_events,
 )
-from zeroelastic.storage import absolute
+
+if TYPE_CHECKING:
+    from zeroelastic.elastic.resume import Resumed
 
 __all__ = ["EventLog", "Events", "events", "note_nodes", "read_events"]
 
 _IMPORTED = time.monotonic()
-"""When the imports of this process were done, near enough: what a script imports of ours it imports last."""
+"""About the time at which this process had finished its imports: scripts import this module late."""
 
 logger = logging.getLogger(__name__)
 
 
 class Events:
-    """What ``events`` gives. Give it to ``resume`` and ``preemption``, and tell it the steps with ``step``.
+    """The event log of a job at ``path``, on storage that outlives the nodes. Making one is collective.
 
-    Every rank has one; rank 0 writes. Other ranks write one line only: the first rank of a node, when it ends by an
-    error, since rank 0 may be the one that was lost.
+    Every start of the job appends to the same file. The first optimizer step of a start is logged and then every
+    ``steps``-th, so the steps that a kill costs are known to within ``steps``. With ``path`` None no log is kept.
+    ``status`` shows a line on rank 0's stderr with step, loss, ranks, last save, lost steps and restarts: live on a
+    terminal, otherwise one line every half minute::
+
+        with events(engine, "events.jsonl", status=True) as log:
+            start = resume(engine, "ckpt", data=sampler, log=log)
+            with preemption(engine, "ckpt", data=sampler, log=log) as stop:
+                for batch in loader:
+                    loss = engine(batch)
+                    engine.backward(loss)
+                    engine.step()
+                    log.step(loss)
+                    if stop():
+                        break
+
+    ``zeroelastic timeline events.jsonl`` shows the history of the job. Rank 0 writes. The first rank of another node
+    writes one line when it ends by an error, since rank 0 may be lost. Raises ValueError when ``steps`` is below 1.
     """
 
-    def __init__(self, engine: Any, path: str | os.PathLike[str] | None, *, steps: int, status: bool) -> None:
+    def __init__(
+        self, engine: Any, path: str | os.PathLike[str] | None, *, steps: int = 1, status: bool = False
+    ) -> None:
+        if steps < 1:
+            raise ValueError(f"steps is {steps}; every how many steps are logged has to be 1 or more.")
         self.lost_steps: int | None = None
         self.run = broadcast(uuid.uuid4().hex[:12])
         self._engine, self._path, self._every = engine, None if path is None else Path(absolute(path)), steps
@@ -66,9 +90,9 @@ class Events:
             self._write(self._start())
 
     def step(self, loss: float | torch.Tensor | None = None) -> None:
-        """After each ``engine.step()``: takes note of an optimizer step that was taken, and of its loss on rank 0.
+        """Call it after each ``engine.step()``: logs an optimizer step and its loss, on rank 0.
 
-        ``loss`` is looked at only where a line is written, so a tensor on a GPU is waited for no more often.
+        ``loss`` is read only when a line is written, so a tensor on a GPU is not waited for at other steps.
         """
         step = int(self._engine.global_steps)
         if step == self._seen_step:
@@ -86,32 +110,36 @@ class Events:
             self._write(StepEvent(**self._when(), step=step, loss=value))
         self._show(step=step, loss=value)
 
-    def resumed(
-        self, *, tag: str | None, saved_world_size: int | None, proved: bool | None, seconds: float,
-        load_seconds: float | None, passed_over: int,
-    ) -> None:  # fmt: skip
-        """``resume`` is done; it calls this itself."""
-        step = int(self._engine.global_steps)
+    def resumed(self, resumed: Resumed, *, seconds: float) -> None:
+        """Log the end of ``resume``, which calls this itself; ``seconds`` is how long it took."""
+        step, report = int(self._engine.global_steps), resumed.report
         self._seen_step, self._placed = step, True
         if self._rank != 0:
             return
         self.lost_steps = None if self._before is None else max(self._before - step, 0)
         self._write(
             ResumeEvent(
-                **self._when(), tag=tag, step=step, saved_world_size=saved_world_size, proved=proved,
-                seconds=seconds, load_seconds=load_seconds, passed_over=passed_over, lost_steps=self.lost_steps,
+                **self._when(),
+                tag=resumed.tag,
+                step=step,
+                saved_world_size=report.saved_world_size if report is not None else None,
+                proved=report.root_matches if report is not None else None,
+                seconds=seconds,
+                load_seconds=report.seconds if report is not None else None,
+                passed_over=len(resumed.passed_over),
+                lost_steps=self.lost_steps,
             )
-        )  # fmt: skip
+        )
         self._show(step=step, lost_steps=self.lost_steps)
 
     def saved(self, tag: str, seconds: float) -> None:
-        """A checkpoint was saved; ``preemption`` calls this itself. ``seconds``: what it held training up."""
+        """Log a save, as ``preemption`` does itself. ``seconds`` is how long it held up training."""
         if self._rank == 0:
             self._write(SaveEvent(**self._when(), step=int(self._engine.global_steps), tag=tag, seconds=seconds))
             self._show(saved_at=time.monotonic(), save_seconds=seconds)
 
     def stopping(self) -> None:
-        """The run was told to stop; ``preemption`` calls this itself."""
+        """Note that the run is stopping; ``preemption`` calls this itself."""
         self._stopped = True
 
     def __enter__(self) -> Events:
@@ -160,45 +188,22 @@ class Events:
 
     def _show(self, **changed: Any) -> None:
         if self._status is not None:
-            self._state = self._state.with_(**changed)
+            self._state = replace(self._state, **changed)
             self._status.show(self._state)
 
 
-def events(engine: Any, path: str | os.PathLike[str] | None, *, steps: int = 1, status: bool = False) -> Events:
-    """Keep the event log of a job at ``path``, on storage that outlives the nodes. Collective.
-
-    Every start of the job appends to the same file. The first optimizer step of a start is logged and every
-    ``steps``-th: what a kill costs is known to within as many. ``path`` None keeps no log. ``status`` shows a line on
-    rank 0's stderr with step, loss, ranks, last save, lost steps and restarts: a live one on a terminal, one in half a
-    minute elsewhere::
-
-        with events(engine, "events.jsonl", status=True) as log:
-            start = resume(engine, "ckpt", data=sampler, log=log)
-            with preemption(engine, "ckpt", data=sampler, log=log) as stop:
-                for batch in loader:
-                    loss = engine(batch)
-                    engine.backward(loss)
-                    engine.step()
-                    log.step(loss)
-                    if stop():
-                        break
-
-    ``zeroelastic timeline events.jsonl`` shows what became of the job. Raises ValueError when ``steps`` is less than 1.
-    """
-    if steps < 1:
-        raise ValueError(f"steps is {steps}; every how many steps are logged has to be 1 or more.")
-    return Events(engine, path, steps=steps, status=status)
+events = Events
 
 
 def _last_step(path: Path) -> int | None:
     try:
         return last_step(path)
-    except OSError:  # what is wrong will be told when it is written to
+    except OSError:  # the first write reports the problem
         return None
 
 
 def _process_seconds() -> float:
-    """The age of this process, from the kernel's own note of its start (proc(5), stat, field 22)."""
+    """The age of this process, by the kernel's start time (proc(5), stat, field 22)."""
     with open("/proc/self/stat", "rb") as file:
         fields = file.read().rsplit(b")", 1)[1].split()
     return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")

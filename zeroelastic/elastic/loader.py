@@ -12,18 +12,18 @@ from zeroelastic.elastic.batch import BatchPlan
 from zeroelastic.elastic.sampler import ElasticBatchSampler, ElasticDistributedSampler
 from zeroelastic.errors import ConfigError
 
-_OURS = ("batch_size", "batch_sampler", "drop_last", "sampler", "shuffle")
+_FIXED = ("batch_size", "batch_sampler", "drop_last", "sampler", "shuffle")
 
 
 class ElasticStatefulDataLoader(StatefulDataLoader):  # type: ignore[misc]
-    """Micro batches of a map-style dataset, ``plan.accumulation`` a step; the position is kept by the loader itself.
+    """Micro batches of a map-style dataset, ``plan.accumulation`` per step; the loader keeps the position itself.
 
-    A global batch counts from the moment its last micro batch is handed out, whatever the workers have fetched ahead,
-    so there is no ``advance`` to call; ``state_dict`` in the middle of an accumulation is the position before it, whose
-    gradients no checkpoint has. Stock ``StatefulDataLoader`` keeps batches handed out by this rank and a snapshot of
-    each worker: that fits one number of ranks and of workers (torchdata 0.11). Further arguments are those of
-    ``StatefulDataLoader``. Raises ConfigError for what cannot be elastic: a stream, or a dataset that has a state of
-    its own, of which every worker holds another copy::
+    A global batch counts as consumed when its last micro batch is yielded, whatever the workers have prefetched, so
+    there is no ``advance`` to call. In the middle of an accumulation, ``state_dict`` is the position before it, since
+    no checkpoint has its gradients. The stock ``StatefulDataLoader`` saves the batches yielded by this rank and a
+    snapshot of each worker, which fits only that number of ranks and workers (torchdata 0.11). Further arguments are
+    those of ``StatefulDataLoader``. Raises ConfigError for data that cannot be elastic: a stream, or a dataset with
+    state of its own, of which every worker has another copy::
 
         loader = ElasticStatefulDataLoader(dataset, sampler, plan, num_workers=4)
         start = resume(engine, "ckpt", data=loader)
@@ -33,9 +33,9 @@ class ElasticStatefulDataLoader(StatefulDataLoader):  # type: ignore[misc]
     def __init__(
         self, dataset: Dataset[Any], sampler: ElasticDistributedSampler, plan: BatchPlan, **options: Any
     ) -> None:
-        clash = sorted(set(options) & set(_OURS))
+        clash = sorted(set(options) & set(_FIXED))
         if clash:
-            raise ConfigError(f"{', '.join(clash)}: the sampler and the plan say this.")
+            raise ConfigError(f"{', '.join(clash)}: given by the sampler and the plan; leave it out.")
         if isinstance(dataset, IterableDataset):
             raise ConfigError("a stream has no sampler: put an ElasticIterableDataset under torch's DataLoader.")
         if hasattr(dataset, "state_dict"):
@@ -53,9 +53,9 @@ class ElasticStatefulDataLoader(StatefulDataLoader):  # type: ignore[misc]
             yield batch
 
     def state_dict(self) -> dict[str, Any]:
-        """The sampler's position after the global batches handed out: the same on every rank."""
+        """The sampler's position after the global batches that were yielded; the same on every rank."""
         return self._position.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go to a saved position; the next iteration begins there. Raises what the sampler's own raises."""
+        """Go to a saved position; the next iteration begins there. Raises as the sampler's ``load_state_dict``."""
         self._position.load_state_dict(state_dict)

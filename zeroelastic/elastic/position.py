@@ -1,8 +1,8 @@
-"""What a run carries beside its weights: the position in its data and the random generators, in the client state.
+"""The position in the data and the random generators, which a run saves in the client state beside its weights.
 
 The position is the same on every rank and fits any world size. Generators belong to a rank: they are restored where the
-rank and the world size are the saved ones, and derived anew from the checkpoint elsewhere, differently on each rank.
-Everything is kept as numbers, strings and tensors, so that ``"safe_load": true`` reads it.
+rank and the world size are the saved ones; elsewhere they are seeded from the checkpoint and the rank. Everything is
+saved as numbers, strings and tensors, so that ``"weights_only_load": true`` reads it.
 """
 
 from __future__ import annotations
@@ -13,51 +13,58 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
-from zeroelastic.errors import StrictError
-from zeroelastic.rng import derived_seed
+from zeroelastic.checkpoint.rng_files import derived_seed
+from zeroelastic.distributed.collective import all_or_raise
+from zeroelastic.errors import CheckpointError, StrictError
 
 KEY = "zeroelastic"
-"""The entry of the client state that is ours."""
+"""The key of our entry in the client state."""
 
 _NUMPY = ("keys", "position", "has_gauss", "gauss")
 
 
 class Position(Protocol):
-    """Something with a place in the data: our samplers, or anything that follows torchdata's Stateful protocol."""
+    """An object with a position in the data: our samplers, or anything with torchdata's Stateful protocol."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The position: the same on every rank."""
+        """The position; the same on every rank."""
 
     def load_state_dict(self, state: Any) -> None:
-        """Go there."""
+        """Go to a saved position."""
 
 
-def pack_position(data: Position | None, *, rank: int, world_size: int, device: torch.device) -> dict[str, Any]:
-    """The entry of one rank's client state."""
+def pack_position(data: Position | None, device: torch.device) -> dict[str, Any]:
+    """The entry for this rank's client state."""
     return {
         "data": None if data is None else data.state_dict(),
-        "rank": rank,
-        "world_size": world_size,
+        "rank": dist.get_rank(),
+        "world_size": dist.get_world_size(),
         "generators": _generators(device),
     }
 
 
 def unpack_position(
-    entry: Mapping[str, Any] | None,
-    data: Position | None,
-    *,
-    identity: str,
-    rank: int,
-    world_size: int,
-    device: torch.device,
-    strict: bool,
+    entry: Mapping[str, Any] | None, data: Position | None, device: torch.device, *, identity: str, strict: bool
 ) -> tuple[str, ...]:
-    """Restore what ``pack_position`` kept; returns what was not restored exactly, a line each, the same on all ranks.
+    """Restore an entry of ``pack_position``; returns a note for each thing not restored exactly. Collective.
 
-    ``identity`` is what new generators are derived from. Raises StrictError when ``strict`` and there is no position to
-    go to.
+    New generators are seeded from ``identity``. Raises, the same on every rank, StrictError when ``strict`` and the
+    entry has no position, and UnusableError for an entry that cannot be restored.
     """
+    from zeroelastic.deepspeed.load.fallback import UnusableError
+
+    try:
+        return all_or_raise(lambda: _unpack(entry, data, device, identity, strict))
+    except CheckpointError as error:
+        raise UnusableError(str(error)) from None
+
+
+def _unpack(
+    entry: Mapping[str, Any] | None, data: Position | None, device: torch.device, identity: str, strict: bool
+) -> tuple[str, ...]:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     notes: list[str] = []
     saved = None if entry is None else entry.get("data")
     if data is not None and saved is not None:

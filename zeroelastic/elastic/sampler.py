@@ -1,8 +1,8 @@
-"""Samplers whose position has no world size in it: each sample once per epoch, however often the ranks change.
+"""Samplers whose position does not depend on the world size: each sample once per epoch, however often it changes.
 
 One permutation per epoch (seed + epoch, as ``torch.utils.data.DistributedSampler`` draws it) is cut into global
 batches; rank r of W takes elements r, r + W, ... of each. So a step trains on the same samples at every world size, in
-the order of DistributedSampler, and the whole position is one number: the samples consumed.
+the order of DistributedSampler, and the position is one number: the samples consumed.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _STATE = ("epoch", "consumed", "seed", "length", "global_batch", "shuffle", "dro
 
 
 class ElasticDistributedSampler(Sampler[int]):
-    """This rank's sample indices, from where the run is to the end of the epoch; its state fits any world size.
+    """This rank's sample indices, from the current position to the end of the epoch; its state fits any world size.
 
-    Epochs are counted in global batches: with ``drop_last`` the samples after the last whole one are left out, else the
-    last is filled up from the beginning of the permutation. ``advance`` says that a global batch was trained on
-    (prefetching loaders draw more than that). Where the global batch is a multiple of the world size and divides the
-    dataset, the indices are those of ``DistributedSampler(dataset, seed=seed, shuffle=shuffle)``::
+    An epoch is a whole number of global batches: with ``drop_last`` the samples after the last whole batch are left
+    out, otherwise the last batch is filled up from the beginning of the permutation. Call ``advance`` after training on
+    a global batch (prefetching loaders draw more indices than that). Where the global batch is a multiple of the world
+    size and divides the dataset, the indices are those of ``DistributedSampler(dataset, seed=seed, shuffle=shuffle)``::
 
         sampler = ElasticDistributedSampler(dataset, global_batch=512, seed=0)
         loader = DataLoader(dataset, batch_size=plan.micro_batch, sampler=sampler)
@@ -70,12 +70,12 @@ class ElasticDistributedSampler(Sampler[int]):
 
     @property
     def rank(self) -> int:
-        """This rank: that of the process group, if none was given."""
+        """This rank; by default that of the process group."""
         return current_rank() if self._rank is None else self._rank
 
     @property
     def world_size(self) -> int:
-        """The number of ranks: that of the process group, if none was given."""
+        """The number of ranks; by default that of the process group."""
         return current_world_size() if self._world_size is None else self._world_size
 
     @property
@@ -84,7 +84,7 @@ class ElasticDistributedSampler(Sampler[int]):
         return self.epoch * self.num_batches + self.consumed // self.global_batch
 
     def advance(self, num_batches: int = 1) -> None:
-        """So many more global batches were trained on; after the last of an epoch the next epoch begins."""
+        """Count ``num_batches`` more global batches as trained on; after the last of an epoch the next epoch begins."""
         step = self.global_step + num_batches
         if num_batches < 0:
             raise ValueError(f"advance by {num_batches}: a run does not go back; load_state_dict sets a position.")
@@ -92,18 +92,18 @@ class ElasticDistributedSampler(Sampler[int]):
         self.consumed = batches * self.global_batch
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch, unless the run is in it already: then it goes on from where it is."""
+        """Begin an epoch. If the run is already in it, the position stays."""
         if epoch != self.epoch:
             self.epoch, self.consumed = epoch, 0
 
     def batch(self, number: int) -> torch.Tensor:
-        """The indices of a global batch of the current epoch, of all ranks: int64, shape ``(global_batch,)``."""
+        """The indices of a global batch of the current epoch, for all ranks: int64, shape ``(global_batch,)``."""
         if not 0 <= number < self.num_batches:
             raise IndexError(f"global batch {number} of an epoch of {self.num_batches}")
         return next(self._batches(number))
 
     def global_batches(self) -> Iterator[torch.Tensor]:
-        """The indices of each global batch from here to the end of the epoch, those of all ranks."""
+        """The indices of each global batch from here to the end of the epoch, for all ranks."""
         return self._batches(self.consumed // self.global_batch)
 
     def __iter__(self) -> Iterator[int]:
@@ -122,11 +122,11 @@ class ElasticDistributedSampler(Sampler[int]):
         return (self.num_batches - self.consumed // self.global_batch) * self.global_batch // self.world_size
 
     def state_dict(self) -> dict[str, Any]:
-        """The position and what it is a position in: the same on every rank, at every world size."""
+        """The position and the order that it refers to; the same on every rank, at every world size."""
         return {name: getattr(self, name) for name in _STATE}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to a saved position. Raises StrictError when it is one in other data or in other batches.
+        """Go to a saved position. Raises StrictError when it refers to other data or other batches.
 
         A changed seed or order would train some samples twice and others not at all, so it is refused as well.
         """
@@ -148,7 +148,7 @@ class ElasticDistributedSampler(Sampler[int]):
         self.epoch, self.consumed = state["epoch"], state["consumed"]
 
     def _batches(self, first: int) -> Iterator[torch.Tensor]:
-        """Global batches of the epoch that is the current one when the first is asked for."""
+        """Global batches of the epoch that is current when the first one is requested."""
         order = self._order()
         for number in range(first, self.num_batches):
             places = torch.arange(number * self.global_batch, (number + 1) * self.global_batch)
@@ -163,10 +163,10 @@ class ElasticDistributedSampler(Sampler[int]):
 
 
 class ElasticBatchSampler(Sampler[list[int]]):
-    """The micro batches of this rank, for ``DataLoader(dataset, batch_sampler=...)``: ``plan.accumulation`` a step.
+    """The micro batches of this rank, for ``DataLoader(dataset, batch_sampler=...)``: ``plan.accumulation`` per step.
 
-    With a padded plan the last ones of a global batch are shorter; where a rank has no sample at all it gets one again,
-    to be weighted with ``plan.loss_weight``, which is then 0.
+    With a padded plan the last micro batches of a global batch are shorter. A rank that has no sample there repeats
+    one; ``plan.loss_weight`` is then 0.
     """
 
     def __init__(self, sampler: ElasticDistributedSampler, plan: BatchPlan) -> None:
@@ -191,13 +191,13 @@ class ElasticBatchSampler(Sampler[list[int]]):
 
 
 class ElasticIterableDataset(IterableDataset[T]):
-    """A stream dealt out by the number of each sample in it: position and order are the same at every world size.
+    """A stream divided among the ranks by sample number: position and order are the same at every world size.
 
-    ``stream()`` gives the samples of the run from the first on, the same ones in the same order on every rank;
-    ``stream(skip)`` those from number ``skip`` on, if ``can_skip``, otherwise they are read and passed over. Every rank
-    and every worker reads the whole stream and keeps its share, so it suits streams that are cheap to read beside
-    training. A loader with ``batch_size=plan.micro_batch`` gets whole micro batches in order, whatever its number of
-    workers. What remains of a finite stream after its last whole global batch is left out.
+    ``stream()`` returns the samples of the run from the first one, the same in the same order on every rank. With
+    ``can_skip``, ``stream(skip)`` returns them from number ``skip`` on; otherwise skipped samples are read and dropped.
+    Every rank and every worker reads the whole stream and keeps its share, so this suits streams that are cheap to read
+    beside training. A loader with ``batch_size=plan.micro_batch`` gets whole micro batches in order, with any number of
+    workers. Samples after the last whole global batch of a finite stream are left out.
     """
 
     def __init__(
@@ -214,15 +214,15 @@ class ElasticIterableDataset(IterableDataset[T]):
         self.consumed = 0
 
     def advance(self, num_batches: int = 1) -> None:
-        """So many more global batches were trained on."""
+        """Count ``num_batches`` more global batches as trained on."""
         self.consumed += num_batches * self.plan.global_batch
 
     def state_dict(self) -> dict[str, int]:
-        """The position: the same on every rank, at every world size."""
+        """The position; the same on every rank, at every world size."""
         return {"consumed": self.consumed, "global_batch": self.plan.global_batch}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go to a saved position. Raises StrictError when the global batch was another one."""
+        """Go to a saved position. Raises StrictError when its global batch differs from this run's."""
         if state.get("global_batch") != self.plan.global_batch or not isinstance(state.get("consumed"), int):
             raise StrictError(
                 f"the saved position is one with a global batch of {state.get('global_batch')}; this run's is "

@@ -1,11 +1,11 @@
-"""The status line of a job: live on a terminal, a plain line now and then where output goes to a file."""
+"""The status line of a job: live on a terminal, one plain line every half minute in a file."""
 
 from __future__ import annotations
 
 import sys
 import time
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -16,7 +16,7 @@ _PLAIN_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """What the line says; ``saved_at`` is the monotonic time of the last save, ``restart`` torchrun's count of them."""
+    """The content of the line; ``saved_at`` is the monotonic time of the last save, ``restart`` torchrun's count."""
 
     world_size: int
     restart: int | None = None
@@ -25,10 +25,6 @@ class Status:
     saved_at: float | None = None
     save_seconds: float | None = None
     lost_steps: int | None = None
-
-    def with_(self, **changed: Any) -> Status:
-        """The same, changed."""
-        return replace(self, **changed)
 
     def text(self, now: float) -> str:
         """The line, at a monotonic time."""
@@ -45,7 +41,7 @@ class Status:
 
 
 class StatusLine:
-    """One line on stderr. It is drawn when ``show`` is called and by no thread, so that a fork is safe at any time."""
+    """One line on stderr. Only ``show`` draws it, no thread does, so that a fork is safe at any time."""
 
     def __init__(self) -> None:
         self._terminal = sys.stderr.isatty()
@@ -53,11 +49,11 @@ class StatusLine:
         self._live: Live | None = None
 
     def due(self) -> bool:
-        """Whether it is time to show it again."""
+        """Whether it is time to show the line again."""
         return self._last is None or time.monotonic() - self._last >= (_LIVE_S if self._terminal else _PLAIN_S)
 
     def show(self, status: Status) -> None:
-        """Show it, if it is time to."""
+        """Show the line, if it is due."""
         if not self.due():
             return
         self._last = time.monotonic()
@@ -68,7 +64,7 @@ class StatusLine:
             sys.stderr.write(line + "\n")
 
     def close(self) -> None:
-        """Leave the line as it is and the terminal as it was."""
+        """Leave the last line on the terminal and restore its state."""
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -80,7 +76,7 @@ class StatusLine:
             from rich.console import Console
             from rich.live import Live
 
-            # What else is written to stdout and stderr meanwhile goes above the line.
+            # Other output to stdout and stderr goes above the line.
             self._live = Live(console=Console(stderr=True), auto_refresh=False)
             self._live.start()
         self._live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)

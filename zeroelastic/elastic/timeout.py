@@ -1,4 +1,4 @@
-"""How long ranks wait for one that has fallen silent: a host whose network is gone says nothing, not even goodbye."""
+"""The time that ranks wait for a rank that no longer answers, for example because its host lost the network."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import torch.distributed as dist
 from zeroelastic.errors import ConfigError, UnsupportedError
 
 DEFAULT_S = 600.0
-"""What ``zeroelastic.run`` sets: DeepSpeed's own limit for the default group, and torch's for NCCL."""
+"""The default of ``zeroelastic.run``; also DeepSpeed's limit for the default group, and torch's for NCCL."""
 
 
 def set_collective_timeout(seconds: float = DEFAULT_S) -> None:
-    """Let the collectives of every process group, that there is or that is made later, fail after ``seconds``.
+    """Let collectives of every process group, existing or made later, fail after ``seconds``.
 
-    Call it before ``deepspeed.initialize``: a rank that is lost while the engine is being built is waited for as well.
-    A timeout that is given to ``init_process_group`` holds for the default group only; the groups that DeepSpeed makes
-    of it, among them the one that ZeRO works in, take torch's own default, 10 minutes (NCCL) or 30 (gloo), whatever
-    was given. This changes that default; later groups that are made with a timeout of their own keep it. Choose more
-    than the longest that one rank keeps the others waiting, as in a save. Raises ConfigError when ``seconds`` is not
-    more than 0, UnsupportedError where torch cannot do it::
+    Call it before ``deepspeed.initialize``, since a rank can also be lost while the engine is being built. The timeout
+    of ``init_process_group`` holds for the default group only: the groups that DeepSpeed makes, among them the one that
+    ZeRO uses, take torch's default of 10 minutes (NCCL) or 30 (gloo). This function changes that default; later groups
+    that are made with their own timeout keep it. Choose more than the longest time for which one rank keeps the others
+    waiting, as in a save. Raises ConfigError when ``seconds`` is not more than 0, UnsupportedError when this torch has
+    no way to do it::
 
         set_collective_timeout(120)
         engine, *_ = deepspeed.initialize(...)

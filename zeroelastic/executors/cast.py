@@ -1,20 +1,21 @@
-"""The conversions on the way in numpy, bit for bit as torch's ``Tensor.copy_`` makes them on this processor."""
+"""The conversions in numpy, bit for bit those of torch's ``Tensor.copy_`` except for the NaN of bfloat16."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from zeroelastic.digest import ByteArray
-from zeroelastic.executors.table import Cast, cast_itemsizes
+from zeroelastic.core.digest import ByteArray
+from zeroelastic.executors.tables import Cast, cast_itemsizes
 
 _CHUNK_NUMEL = 1 << 18
 _INFINITY = 0x7F800000
+
+BFLOAT16_NAN = 0x7FC0
+"""What every NaN becomes in bfloat16, on any machine: torch's rule for one element. Its vector units make others."""
 
 
 def cast_bytes(cast: Cast, src: ByteArray, dst: ByteArray) -> None:
@@ -32,21 +33,10 @@ def cast_bytes(cast: Cast, src: ByteArray, dst: ByteArray) -> None:
         dst[begin * dst_itemsize : end * dst_itemsize] = made.view(np.uint8)
 
 
-@functools.cache
-def bfloat16_nan() -> int:
-    """The bits that torch makes of every NaN here: those of its vector unit, where the processor has one."""
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        text = ""
-    flags = next((line.split() for line in text.splitlines() if line.startswith("flags")), [])
-    return 0xFFFF if {"avx2", "fma", "f16c"} <= set(flags) else 0x7FC0
-
-
 def _to_bfloat16(bits: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint16]:
     rounded = (bits.astype(np.uint64) + 0x7FFF + ((bits >> 16) & 1)) >> 16
     nan = (bits & 0x7FFFFFFF) > _INFINITY
-    return np.where(nan, np.uint64(bfloat16_nan()), rounded).astype(np.uint16)
+    return np.where(nan, np.uint64(BFLOAT16_NAN), rounded).astype(np.uint16)
 
 
 def _to_float16(bits: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint16]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+from itertools import pairwise
 
 import numpy as np
 
+from zeroelastic.core.layout import Int64Array
 from zeroelastic.executors import native_executor
 from zeroelastic.executors.build_info import describe_build
-from zeroelastic.executors.table import UInt32Array
-from zeroelastic.layout import Int64Array
+from zeroelastic.executors.tables import UInt32Array
 
 _POLYNOMIAL = 0xEDB88320
 _ONE = 1 << 31  # polynomials over GF(2) are reflected: bit 31 is the coefficient of x^0
@@ -21,6 +22,21 @@ def join_crc32(crc32: UInt32Array, nbytes: Int64Array) -> int:
     if describe_build("native").usable:
         return native_executor.join_crc32(np.ascontiguousarray(crc32), np.ascontiguousarray(nbytes))
     return join_crc32_reference(crc32, nbytes)
+
+
+def join_crc32_groups(group: Int64Array, crc32: UInt32Array, nbytes: Int64Array, num_groups: int) -> UInt32Array:
+    """The checksum of each group's runs, joined in the order of the rows; 0 for a group without runs.
+
+    Row i is a run of ``nbytes[i]`` bytes of group ``group[i]``; a negative group is left out. Returns an array of shape
+    ``(num_groups,)``.
+    """
+    order = np.argsort(group, kind="stable")
+    bounds = np.searchsorted(group[order], np.arange(num_groups + 1, dtype=np.int64)).tolist()
+    joined = np.zeros(num_groups, dtype=np.uint32)
+    for number, (begin, end) in enumerate(pairwise(bounds)):
+        some = order[begin:end]
+        joined[number] = crc32[some[0]] if end - begin == 1 else join_crc32(crc32[some], nbytes[some])
+    return joined
 
 
 def join_crc32_reference(crc32: UInt32Array, nbytes: Int64Array) -> int:

@@ -2,7 +2,7 @@
 
 Buffers are addresses and sizes: torch is not needed. Calls wait for what they did; a ``DevicePlan``, which is a copy
 that is prepared once and run many times, does not: running it enqueues one kernel on the caller's stream. Bits are
-those of the native engine, but for the NaN that a conversion to 16 bits makes on the device: 0x7FFF, as torch's there.
+those of the native engine.
 """
 
 from __future__ import annotations
@@ -11,22 +11,20 @@ import ctypes
 import functools
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 
-from zeroelastic.digest import UInt64Array
+from zeroelastic.core.digest import UInt64Array
 from zeroelastic.errors import ConfigError
+from zeroelastic.executors.abi import Buffers, Call, Error, Files, exception_of
 from zeroelastic.executors.build_info import load_library
-from zeroelastic.executors.c_interface import Call, Error, exception_of
-from zeroelastic.executors.native_executor import default_threads
-from zeroelastic.executors.progress import ProgressFunction
-from zeroelastic.executors.table import (
+from zeroelastic.executors.engine import PLAIN, Options
+from zeroelastic.executors.tables import (
     CASTS,
     Cast,
+    CopyTable,
     DeviceBuffer,
     DigestRows,
     ReadResult,
     ReadTable,
-    SegmentTable,
 )
 
 
@@ -36,85 +34,65 @@ def _library() -> ctypes.CDLL:
     pointer = ctypes.c_void_p
     library.ze_cuda_error_text.restype = ctypes.c_char_p
     library.ze_cuda_error_text.argtypes = [ctypes.c_int32]
-    library.ze_cuda_plan_create.restype = ctypes.c_int32
-    library.ze_cuda_plan_create.argtypes = [pointer] * 4 + [ctypes.c_int32] * 2 + [pointer] * 2
-    library.ze_cuda_plan_run.restype = ctypes.c_int32
-    library.ze_cuda_plan_run.argtypes = [pointer] * 3
-    library.ze_cuda_read_segments.restype = ctypes.c_int32
-    library.ze_cuda_read_segments.argtypes = [pointer] * 5 + [ctypes.c_int32] + [pointer] * 3
-    library.ze_cuda_copy_segments.restype = ctypes.c_int32
-    library.ze_cuda_copy_segments.argtypes = [pointer] * 5 + [ctypes.c_int32] + [pointer] * 2
+    for name, arguments in (
+        ("plan_create", [pointer] * 4 + [ctypes.c_int32] * 2 + [pointer] * 2),
+        ("plan_run", [pointer] * 3),
+        ("read_segments", [pointer] * 5 + [ctypes.c_int32] + [pointer] * 3),
+        ("copy_segments", [pointer] * 5 + [ctypes.c_int32] + [pointer] * 2),
+    ):
+        function = getattr(library, f"ze_cuda_{name}")
+        function.restype, function.argtypes = ctypes.c_int32, arguments
     library.ze_cuda_plan_destroy.restype = None
     library.ze_cuda_plan_destroy.argtypes = [pointer]
     return library
 
 
 def read_segments(
-    table: ReadTable,
-    buffers: Sequence[DeviceBuffer],
-    digest: DigestRows | None = None,
-    *,
-    cast: Cast = "none",
-    threads: int | None = None,
-    stream: int = 0,
-    progress: ProgressFunction | None = None,
+    table: ReadTable, buffers: Sequence[DeviceBuffer], options: Options = PLAIN, *, stream: int = 0
 ) -> ReadResult:
     """Fill device memory from files, through at most 48 MiB of pinned host memory that the process keeps.
 
     It runs on ``stream`` (``torch.cuda.Stream.cuda_stream``), after what is enqueued there, and returns when the memory
     is filled. Digests and conversions are made on the host, in the pass that reads. Raises MissingFileError or
-    CheckpointError with the file and the offset at which it failed, UnsupportedError when CUDA refuses. ``progress``
-    must not read by this engine itself.
+    CheckpointError with the file and the offset at which it failed, UnsupportedError when CUDA refuses. A progress
+    function must not read by this engine itself.
     """
-    threads = default_threads() if threads is None else threads
-    call = Call(table.segments, digest, cast, threads=threads, progress=progress)
+    call = Call(table.segments, options)
     bytes_read = ctypes.c_int64()
-    error = Error()
-    code = _library().ze_cuda_read_segments(
-        ctypes.byref(call.table),
-        ctypes.byref(call.files(table.local_paths)),
-        ctypes.byref(call.device_buffers(buffers)),
-        call.digest,
-        ctypes.byref(call.options),
-        _device(buffers),
-        ctypes.c_void_p(stream),
-        ctypes.byref(bytes_read),
-        ctypes.byref(error),
-    )
-    call.end()
-    if code:
-        raise _exception(error, table.local_paths)
+    files, memory = call.files(table.local_paths), call.device_buffers(buffers)
+    on = (_device(buffers), ctypes.c_void_p(stream), ctypes.byref(bytes_read))
+    _run("read_segments", call, files, memory, *on, src_paths=table.local_paths)
     return ReadResult(bytes_read.value, table.files, call.totals)
 
 
 def copy_segments(
-    table: SegmentTable,
+    table: CopyTable,
     src: Sequence[DeviceBuffer],
     dst: Sequence[DeviceBuffer],
+    options: Options = PLAIN,
     *,
-    digest: DigestRows | None = None,
-    cast: Cast = "none",
     stream: int = 0,
 ) -> UInt64Array | None:
     """Copy between buffers of one device in one launch on ``stream``, and wait for it. Returns the digests, when asked.
 
     A ``DevicePlan`` that is run once: the same holds of rows, conversions and errors.
     """
-    call = Call(table, digest, cast)
-    error = Error()
-    code = _library().ze_cuda_copy_segments(
-        ctypes.byref(call.table),
-        ctypes.byref(call.device_buffers(src)),
-        ctypes.byref(call.device_buffers(dst)),
-        call.digest,
-        ctypes.byref(call.options),
-        _device([*src, *dst]),
-        ctypes.c_void_p(stream),
-        ctypes.byref(error),
-    )
-    if code:
-        raise _exception(error)
+    call = Call(table, options)
+    sides = call.device_buffers(src), call.device_buffers(dst)
+    _run("copy_segments", call, *sides, _device([*src, *dst]), ctypes.c_void_p(stream))
     return call.totals
+
+
+def _run(
+    name: str, call: Call, src: Files | Buffers, dst: Buffers, *more: object, src_paths: Sequence[Path] = ()
+) -> None:
+    error = Error()
+    sides = ctypes.byref(src), ctypes.byref(dst)
+    function = getattr(_library(), f"ze_cuda_{name}")
+    code = function(ctypes.byref(call.table), *sides, call.digest, call.options, *more, ctypes.byref(error))
+    call.end()
+    if code:
+        raise _exception(error, src_paths)
 
 
 class DevicePlan:
@@ -128,7 +106,7 @@ class DevicePlan:
 
     def __init__(
         self,
-        table: SegmentTable,
+        table: CopyTable,
         src: Sequence[DeviceBuffer],
         dst: Sequence[DeviceBuffer] | None,
         *,
@@ -139,7 +117,7 @@ class DevicePlan:
     ) -> None:
         if digest is not None:
             assert totals is not None and totals.nbytes >= 8 * len(digest.seeds), "digests need totals on the device"
-        call = Call(table, digest, cast, totals_address=None if totals is None else totals.address)
+        call = Call(table, Options(digest, cast=cast), totals_address=None if totals is None else totals.address)
         self._plan = ctypes.c_void_p()
         error = Error()
         code = _library().ze_cuda_plan_create(
@@ -169,9 +147,7 @@ class DevicePlan:
     def __enter__(self) -> DevicePlan:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -1,4 +1,4 @@
-"""What an engine tells its caller while it works: bytes that are done, on the caller's thread, about every 50 ms."""
+"""Progress of an engine: it reports the bytes that are done, on the caller's thread, about every 50 ms."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 ProgressFunction: TypeAlias = Callable[[int], None]
-"""Called with the bytes of the sources that are done since it was called last; what it raises ends the operation."""
+"""Called with the bytes of the sources that are done since the last call; an exception in it ends the operation."""
 
 INTERVAL = 0.05
 """Seconds between two calls, at the least."""
 
 
 class Progress:
-    """Counts for the engines in Python; does nothing where nobody is to be told."""
+    """Counts for the engines in Python; does nothing without a function."""
 
     def __init__(self, function: ProgressFunction | None) -> None:
         self._function = function
@@ -23,17 +23,17 @@ class Progress:
 
     @property
     def wanted(self) -> bool:
-        """Whether there is somebody to tell."""
+        """Whether there is a progress function."""
         return self._function is not None
 
     def add(self, nbytes: int) -> None:
-        """So many bytes more are done."""
+        """Count bytes that are done."""
         self._done += nbytes
         if self._function is not None and time.monotonic() - self._last >= INTERVAL:
             self.finish()
 
     def finish(self) -> None:
-        """Tell what is done since the last time: the rest, in the end."""
+        """Report what is done since the last report; in the end, the rest."""
         if self._function is not None:
             done, self._done, self._last = self._done, 0, time.monotonic()
             self._function(done)

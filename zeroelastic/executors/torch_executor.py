@@ -1,37 +1,37 @@
 """The torch executor: narrow views and ``Tensor.copy_`` between any two devices that torch knows.
 
-It needs no build of ours, and is what moves a GPU's memory where the CUDA engine is not built. A side is a tensor, of
-which the bytes are meant, or plain bytes. Bits are those of the numpy executor; a NaN that a GPU narrows is its own.
+It needs no build of ours, and moves a GPU's memory where the CUDA engine is not built. A side is a tensor, of which the
+bytes are meant, or plain bytes. Bits are those of the numpy executor, except for a NaN that a GPU narrows to float16.
 """
 
 from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
-from zeroelastic.digest import BLOCK, ByteArray, UInt64Array, block_weights, combine, element_weights
+from zeroelastic.core.digest import BLOCK, ByteArray, UInt64Array, block_weights, combine, element_weights
 from zeroelastic.errors import ConfigError
-from zeroelastic.executors.progress import Progress, ProgressFunction
-from zeroelastic.executors.table import (
+from zeroelastic.executors.batches import DigestTotals, batches
+from zeroelastic.executors.cast import BFLOAT16_NAN
+from zeroelastic.executors.engine import PLAIN, FileEngine, Options
+from zeroelastic.executors.progress import Progress
+from zeroelastic.executors.tables import (
     ByteBuffer,
     Cast,
-    DigestRows,
+    CopyTable,
     ReadResult,
     ReadTable,
-    SegmentTable,
     cast_itemsizes,
 )
-from zeroelastic.layout import Int64Array
 
 STAGING_BYTES = 16 << 20
 """Host memory that a read goes through."""
 
 _CHUNK_NUMEL = 256 * BLOCK
-_CUT = 4096  # rows are cut at multiples of it, so never inside an element
 _DTYPES: dict[Cast, tuple[torch.dtype, torch.dtype]] = {
     "none": (torch.uint8, torch.uint8),
     "float32->bfloat16": (torch.float32, torch.bfloat16),
@@ -41,9 +41,6 @@ _DTYPES: dict[Cast, tuple[torch.dtype, torch.dtype]] = {
 }
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-HostReader = Callable[[ReadTable, Sequence[ByteBuffer], DigestRows | None], ReadResult]
-"""An engine that reads into host memory."""
-
 
 def bytes_of(buffer: ByteArray | torch.Tensor) -> torch.Tensor:
     """The bytes of a contiguous tensor, or of an array, as a flat uint8 tensor that shares its memory."""
@@ -52,7 +49,9 @@ def bytes_of(buffer: ByteArray | torch.Tensor) -> torch.Tensor:
             raise ConfigError(f"a tensor of shape {tuple(buffer.shape)} is not contiguous; its bytes are no range.")
         flat = buffer.detach().view(-1)
         return flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8, device=flat.device)
-    return _from_numpy(buffer)
+    with warnings.catch_warnings():  # an array that is read-only; no source is written to
+        warnings.simplefilter("ignore", UserWarning)
+        return torch.from_numpy(buffer)
 
 
 def current_stream(device: torch.device) -> int:
@@ -61,13 +60,10 @@ def current_stream(device: torch.device) -> int:
 
 
 def copy_segments(
-    table: SegmentTable,
+    table: CopyTable,
     src: Sequence[ByteArray | torch.Tensor],
     dst: Sequence[ByteBuffer | torch.Tensor],
-    *,
-    digest: DigestRows | None = None,
-    cast: Cast = "none",
-    threads: int | None = None,
+    options: Options = PLAIN,
 ) -> UInt64Array | None:
     """Copy row by row with ``Tensor.copy_``, on whatever devices the sides are. Returns the digests, when asked.
 
@@ -76,12 +72,12 @@ def copy_segments(
     from_bytes, to_bytes = [bytes_of(buffer) for buffer in src], [bytes_of(buffer) for buffer in dst]
     assert all(isinstance(b, torch.Tensor) or b.flags.writeable for b in dst), "a destination is read-only"
     sizes = [b.numel() for b in from_bytes], [b.numel() for b in to_bytes]
+    digest, cast = options.digest, options.cast
     table.check(len(src), sizes[0], len(dst), sizes[1], digest=digest, cast=cast)
     src_itemsize, dst_itemsize = cast_itemsizes(cast)
     totals = [0] * (0 if digest is None else len(digest.seeds))
     parts: list[tuple[int, torch.Tensor]] = []
-    columns = (table.src, table.src_offset, table.dst, table.dst_offset, table.nbytes)
-    for i, (s, s_offset, d, d_offset, nbytes) in enumerate(zip(*(c.tolist() for c in columns), strict=True)):
+    for i, (s, s_offset, d, d_offset, nbytes) in enumerate(zip(*(c.tolist() for c in table.columns), strict=True)):
         data = from_bytes[s][s_offset : s_offset + nbytes]
         made = to_bytes[d][d_offset : d_offset + nbytes // src_itemsize * dst_itemsize]
         _copy(data, made, cast)
@@ -98,67 +94,34 @@ def copy_segments(
 def read_segments(
     table: ReadTable,
     buffers: Sequence[ByteBuffer | torch.Tensor],
-    digest: DigestRows | None = None,
+    options: Options = PLAIN,
     *,
-    cast: Cast = "none",
-    host: HostReader,
-    progress: ProgressFunction | None = None,
+    host: FileEngine,
 ) -> ReadResult:
     """Fill tensors on any device from files: ``host`` reads into ``STAGING_BYTES`` of host memory, torch copies on.
 
-    Raises what ``host`` raises. Files are opened once per filling of the staging that needs them.
+    Raises what ``host`` raises. A file is opened once for each batch that needs it.
     """
     targets = [bytes_of(buffer) for buffer in buffers]
-    table.check([target.numel() for target in targets], digest=digest, cast=cast)
-    src_itemsize, dst_itemsize = cast_itemsizes(cast)
-    staging = np.empty(min(STAGING_BYTES, int(_padded(table.nbytes).sum())), dtype=np.uint8)
-    totals = [0] * (0 if digest is None else len(digest.seeds))
-    total = 0
-    told = Progress(progress)
-    for pieces in _batches(table, len(staging)):
-        row, within, nbytes = pieces.T
-        ends = np.cumsum(_padded(nbytes))
-        staged = ends - _padded(nbytes)
-        zero = np.zeros(len(row), dtype=np.int64)
-        reads = ReadTable(table.paths, table.file[row], table.file_offset[row] + within, zero, staged, nbytes)
-        rows: DigestRows | None = None
-        if digest is not None:
-            itemsize = digest.itemsize[row]
-            rows = DigestRows(digest.seeds, digest.stream[row], digest.start[row] + within // itemsize, itemsize)
-        result = host(reads, [staging], rows)
+    table.check([target.numel() for target in targets], digest=options.digest, cast=options.cast)
+    src_itemsize, dst_itemsize = cast_itemsizes(options.cast)
+    staging = np.empty(min(STAGING_BYTES, int(table.nbytes.sum()) + 8 * max(1, len(table.nbytes))), dtype=np.uint8)
+    totals, total, progress = DigestTotals(options.digest), 0, Progress(options.progress)
+    for batch in batches(table.nbytes, len(staging)):
+        row, zero = batch.row, np.zeros(len(batch.row), dtype=np.int64)
+        reads = ReadTable(
+            table.paths, table.file[row], table.file_offset[row] + batch.start, zero, batch.offset, batch.nbytes
+        )
+        digest = totals.rows(row, batch.start)
+        result = host.read_segments(reads, [staging], Options(digest, threads=options.threads))
         total += result.bytes_read
-        if result.digests is not None:
-            totals = [combine(a, int(b)) for a, b in zip(totals, result.digests, strict=True)]
-        to = table.buffer_offset[row] + within // src_itemsize * dst_itemsize
-        copy_segments(SegmentTable(zero, staged, table.buffer[row], to, nbytes), [staging], targets, cast=cast)
-        told.add(result.bytes_read)
-    told.finish()
-    return ReadResult(total, table.files, None if digest is None else np.array(totals, dtype=np.uint64))
-
-
-def _padded(nbytes: Int64Array) -> Int64Array:
-    padded: Int64Array = -(-nbytes // 8) * 8  # pieces stay aligned to any element in the staging buffer
-    return padded
-
-
-def _batches(table: ReadTable, room: int) -> list[Int64Array]:
-    """Rows cut so that each batch fits: arrays of (row, bytes into it, bytes), one row of the table after the other."""
-    batches: list[list[tuple[int, int, int]]] = []
-    left = -1
-    for row, nbytes in enumerate(table.nbytes.tolist()):
-        done = 0
-        while True:
-            taken = min(nbytes - done, left if nbytes - done <= left else left // _CUT * _CUT)
-            if left < 0 or (taken <= 0 and done < nbytes):
-                batches.append([])
-                left = room
-                continue
-            batches[-1].append((row, done, taken))
-            left -= -(-taken // 8) * 8
-            done += taken
-            if done == nbytes:
-                break
-    return [np.array(batch, dtype=np.int64).reshape(len(batch), 3) for batch in batches]
+        totals.add(row, result.digests)
+        to = table.buffer_offset[row] + batch.start // src_itemsize * dst_itemsize
+        copies = CopyTable(zero, batch.offset, table.buffer[row], to, batch.nbytes)
+        copy_segments(copies, [staging], targets, Options(cast=options.cast))
+        progress.add(result.bytes_read)
+    progress.finish()
+    return ReadResult(total, table.files, totals.totals)
 
 
 def _copy(src: torch.Tensor, dst: torch.Tensor, cast: Cast) -> None:
@@ -168,9 +131,13 @@ def _copy(src: torch.Tensor, dst: torch.Tensor, cast: Cast) -> None:
     from_dtype, to_dtype = _DTYPES[cast]
     values = _aligned(src, from_dtype.itemsize).view(from_dtype)
     if _is_aligned(dst, to_dtype.itemsize):
-        dst.view(to_dtype).copy_(values)
+        made = dst.view(to_dtype).copy_(values)
     else:
-        dst.copy_(torch.empty(values.shape, dtype=to_dtype, device=dst.device).copy_(values).view(torch.uint8))
+        made = torch.empty(values.shape, dtype=to_dtype, device=dst.device).copy_(values)
+    if to_dtype == torch.bfloat16:  # torch makes another NaN on each kind of device and vector unit
+        made.view(torch.int16).masked_fill_(made.isnan(), BFLOAT16_NAN)
+    if made.data_ptr() != dst.data_ptr():
+        dst.copy_(made.view(torch.uint8))
 
 
 def _is_aligned(data: torch.Tensor, itemsize: int) -> bool:
@@ -208,9 +175,3 @@ def _element_weights(device: torch.device) -> torch.Tensor:
 
 def _signed(values: UInt64Array) -> torch.Tensor:
     return torch.from_numpy(values.view(np.int64))
-
-
-def _from_numpy(array: ByteArray) -> torch.Tensor:
-    with warnings.catch_warnings():  # that an array is read-only, which no source is asked to change
-        warnings.simplefilter("ignore", UserWarning)
-        return torch.from_numpy(array)

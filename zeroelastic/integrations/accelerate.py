@@ -1,14 +1,14 @@
-"""What accelerate keeps beside the engine, and what becomes of it at another number of processes.
+"""The state that accelerate keeps beside the engine, corrected for another number of processes.
 
-``Accelerator.load_state`` ends in the engine's own load, so weights and optimizer state need nothing of this. Wrapped
-while zeroelastic is installed, it also brings in line what accelerate itself restores as it was (1.15):
+``Accelerator.load_state`` calls the engine's own load, so weights and optimizer state need nothing here. While
+zeroelastic is installed, its wrapper also corrects what accelerate (1.15) restores unchanged:
 
 * schedulers, which are stepped once per *process* for every optimizer step (``AcceleratedScheduler.step``);
-* ``accelerator.step``, restored only on ranks that find a file of their own, which sends ranks into different
-  collectives when the others do not;
-* random number generators of ranks that the save did not have, and those of files left from an older, larger save.
+* ``accelerator.step``, which is restored only on ranks that find a file of their own, so that ranks enter different
+  collectives when others do not;
+* the random number generators of new ranks, and those in files left from an older save of more ranks.
 
-What is not DeepSpeed ZeRO-3 goes to accelerate untouched. accelerate itself is never imported here.
+Calls without DeepSpeed ZeRO-3 go to accelerate unchanged. This module never imports accelerate.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -25,18 +25,16 @@ from typing import Any
 import torch.distributed as dist
 from torch.optim.lr_scheduler import LambdaLR
 
-from zeroelastic.agree import settle, together
-from zeroelastic.checkpoint import Checkpoint, open_checkpoint
+from zeroelastic.checkpoint.open import open_checkpoint
+from zeroelastic.checkpoint.rng_files import derived_seed
+from zeroelastic.deepspeed.options import parse_options
+from zeroelastic.deepspeed.patching import wrap
+from zeroelastic.distributed.collective import all_or_raise
 from zeroelastic.elastic.position import seed_generators
-from zeroelastic.errors import StrictError, UnsupportedError, ZeroElasticError
-from zeroelastic.integrations.told import tell
-from zeroelastic.patching import wrap
-from zeroelastic.picklegraph import read_graph
-from zeroelastic.rng import derived_seed
-from zeroelastic.save_place import read_tag
-from zeroelastic.stage3.options import parse_options
-from zeroelastic.stage3.partners import require_partners
-from zeroelastic.storage import FilePath
+from zeroelastic.errors import StrictError, UnsupportedError
+from zeroelastic.integrations.framework_load import Notes, load_and_correct, read_on_rank_0
+from zeroelastic.io.paths import FilePath
+from zeroelastic.torch_file.graph_reader import read_graph
 
 __all__ = ["DataPosition", "data_position", "remaining_epochs"]
 
@@ -44,10 +42,9 @@ logger = logging.getLogger(__name__)
 
 _TAG = "pytorch_model"
 _TICKS = "_zeroelastic_ticks_per_step"
-"""On a torch scheduler, and with it in ``scheduler.bin``: how often it is stepped per optimizer step, if not as often
-as there are processes."""
+"""An attribute of a torch scheduler, saved with it in ``scheduler.bin``: how often it is stepped per optimizer step, if
+that is not the number of processes."""
 _LR_TOLERANCE = 1e-6
-_LOUD = ("SAVED IN THE MIDDLE", "LEARNING RATE CHANGED")
 
 
 def wrap_module(module: ModuleType) -> None:
@@ -64,15 +61,14 @@ def _load_state(original: Callable[..., Any]) -> Callable[..., Any]:
         saved = _look(self, engine, directory) if directory is not None else None
         if saved is None:
             return original(self, input_dir, load_kwargs, **kwargs)
-        schedulers = _prepared_schedulers(self)
-        try:
-            done = original(self, str(directory), load_kwargs, **kwargs)
-        except StrictError as error:
-            raise StrictError(f"{error}{_SETTINGS}") from None
-        notes: list[str] = []
-        settle(lambda: _repair(self, engine, saved, schedulers, notes))
-        tell(logger, "accelerate", engine, notes, settings=_SETTINGS, loud=_LOUD)
-        return done
+        # The schedulers that accelerate steps; the engine handles those of DeepSpeed.
+        stepped = [s for s in self._schedulers if hasattr(s, "step_with_optimizer") and hasattr(s, "scheduler")]
+        return load_and_correct(
+            *(logger, "accelerate", engine),
+            lambda: original(self, str(directory), load_kwargs, **kwargs),
+            lambda _, notes: _correct(self, engine, saved, stepped, notes),
+            settings=_SETTINGS,
+        )
 
     return load_state
 
@@ -85,7 +81,7 @@ _SETTINGS = (
 
 @dataclass(frozen=True, slots=True)
 class _Saved:
-    """What the directory says of the run that wrote it; the same on every rank."""
+    """The run that wrote the checkpoint; the same on every rank."""
 
     world_size: int
     accumulation: int
@@ -95,7 +91,7 @@ class _Saved:
 
 
 def _engine(accelerator: Any) -> Any:
-    """The first DeepSpeed engine at ZeRO stage 3, or None when there is nothing for us to do."""
+    """The first DeepSpeed engine at ZeRO stage 3; None without one."""
     if not str(getattr(accelerator, "distributed_type", "")).endswith("DEEPSPEED"):
         return None
     for model in accelerator._models:
@@ -106,7 +102,7 @@ def _engine(accelerator: Any) -> Any:
 
 
 def _directory(accelerator: Any, input_dir: Any) -> Path | None:
-    """The directory that accelerate is going to load, None when it is going to complain."""
+    """The directory that accelerate will load; None where it will raise an error."""
     if input_dir is not None:
         return Path(input_dir).expanduser()
     if not accelerator.project_configuration.automatic_checkpoint_naming:
@@ -120,18 +116,14 @@ def _directory(accelerator: Any, input_dir: Any) -> Path | None:
 
 
 def _look(accelerator: Any, engine: Any, directory: Path) -> _Saved | None:
-    """Read what was saved, and refuse what cannot be resumed before anything is touched. Collective.
+    """Read the saved run, and refuse what cannot be resumed before anything is changed. Collective.
 
-    None when the directory is not one of a ZeRO-3 save: the engine's own load says why, on every rank.
+    None when the directory is not that of a ZeRO-3 save.
     """
 
-    def read() -> _Saved | None:
-        if dist.get_rank() != 0:
-            return None
-        try:
-            checkpoint, config = read_tag(directory / _TAG, _open)
-        except ZeroElasticError:
-            return None
+    def read(tag_dir: FilePath) -> _Saved:
+        checkpoint = open_checkpoint(tag_dir)
+        config = checkpoint.shard(0).ds_config
         accumulation, micro = config.get("gradient_accumulation_steps"), config.get("train_micro_batch_size_per_gpu")
         return _Saved(
             world_size=checkpoint.world_size,
@@ -141,20 +133,14 @@ def _look(accelerator: Any, engine: Any, directory: Path) -> _Saved | None:
             content_root=checkpoint.record.content_root if checkpoint.record is not None else None,
         )
 
-    require_partners()
-    saved = together(read)[1][0]
+    saved = read_on_rank_0(directory / _TAG, read)
     if saved is not None:
-        settle(lambda: _refuse(accelerator, engine, directory, saved))
+        all_or_raise(lambda: _refuse(accelerator, engine, directory, saved))
     return saved
 
 
-def _open(tag_dir: FilePath) -> tuple[Checkpoint, Mapping[str, object]]:
-    checkpoint = open_checkpoint(tag_dir)
-    return checkpoint, checkpoint.shard(0).ds_config
-
-
 def _saved_step(path: Path) -> int | None:
-    """``accelerator.step`` as rank 0 saved it; nothing in the file is run."""
+    """``accelerator.step`` as rank 0 saved it; nothing in the file is executed."""
     if not path.exists():
         return None
     states = read_graph(path)
@@ -174,61 +160,54 @@ def _refuse(accelerator: Any, engine: Any, directory: Path, saved: _Saved) -> No
             "zeroelastic.integrations.accelerate.data_position."
         )
     phase = (saved.step or 0) % saved.accumulation
-    if phase and parse_options(engine._config._param_dict).strict:
+    if phase and parse_options(engine._config._param_dict).strict_batch:
         raise StrictError(
             f"{directory}: was saved after {phase} of {saved.accumulation} micro-steps of an optimizer step, and their "
             "gradients were not saved. Save at accelerator.sync_gradients. "
-            '("strict": false in the "zeroelastic" block begins that step anew.)'
+            '("strict_batch": false in the "zeroelastic" block begins that step anew.)'
         )
 
 
-def _prepared_schedulers(accelerator: Any) -> list[Any]:
-    """The schedulers that accelerate steps; those of DeepSpeed are the engine's own affair."""
-    return [one for one in accelerator._schedulers if hasattr(one, "step_with_optimizer") and hasattr(one, "scheduler")]
-
-
-def _repair(accelerator: Any, engine: Any, saved: _Saved, schedulers: list[Any], notes: list[str]) -> None:
+def _correct(accelerator: Any, engine: Any, saved: _Saved, schedulers: list[Any], notes: Notes) -> None:
     if saved.step is not None:
         phase = saved.step % saved.accumulation
         accelerator.step = saved.step // saved.accumulation * accelerator.gradient_accumulation_steps
         if phase:
-            notes.append(
-                f"SAVED IN THE MIDDLE of an optimizer step: {phase} of {saved.accumulation} micro-steps are lost"
-            )
+            lost = f"{phase} of {saved.accumulation} micro-steps are lost"
+            notes.warn(f"SAVED IN THE MIDDLE of an optimizer step: {lost}")
     _reseed_new_rank(accelerator, engine, saved, notes)
     for scheduler in schedulers:
-        _repair_scheduler(scheduler, accelerator.num_processes, saved, notes)
+        _correct_scheduler(scheduler, accelerator.num_processes, saved, notes)
 
 
-def _reseed_new_rank(accelerator: Any, engine: Any, saved: _Saved, notes: list[str]) -> None:
-    """Ranks that were there have their own file; the others are seeded as ``zeroelastic reshard`` seeds them."""
+def _reseed_new_rank(accelerator: Any, engine: Any, saved: _Saved, notes: Notes) -> None:
+    """Seed the generators of new ranks as ``zeroelastic reshard`` does; the other ranks have files of their own."""
     world_size, rank = accelerator.num_processes, dist.get_rank()
-    if world_size < saved.world_size:
-        notes.append(
-            f"random number generators: the saved ones; those of {saved.world_size - world_size} ranks dropped"
-        )
-    if world_size <= saved.world_size:
+    num_new = world_size - saved.world_size
+    if num_new <= 0:
+        if num_new < 0:
+            notes.info(f"random number generators: the saved ones; those of {-num_new} ranks dropped")
         return
     identity = saved.content_root or f"step {engine.global_steps}"
     if rank >= saved.world_size:
         seed_generators(derived_seed(identity, rank))
-    notes.append(
-        f"random number generators: the saved ones on {saved.world_size} ranks; {world_size - saved.world_size} new, "
-        "seeded from the checkpoint and the rank"
+    notes.info(
+        f"random number generators: the saved ones on {saved.world_size} ranks; {num_new} new, seeded from the "
+        "checkpoint and the rank"
     )
 
 
-def _repair_scheduler(accelerated: Any, world_size: int, saved: _Saved, notes: list[str]) -> None:
-    """Have a scheduler go on at the optimizer step at which it was saved.
+def _correct_scheduler(accelerated: Any, world_size: int, saved: _Saved, notes: Notes) -> None:
+    """Let a scheduler continue at the optimizer step at which it was saved.
 
-    A schedule that is a function of the script (LambdaLR) was written for the processes of its run: its counter is
-    scaled. One that travels in its own state (T_max, milestones, total_steps) counts in the saved run's ticks: it goes
-    on being stepped as often per optimizer step as it was. The saved learning rate says which a function is.
+    A schedule that is a function in the script (LambdaLR) is written for the processes of this run: its counter is
+    scaled. A schedule with saved constants (T_max, milestones, total_steps) counts in the steps of the saved run: it is
+    still stepped as often per optimizer step as it was. For a function, the saved learning rate decides between them.
     """
     scheduler = accelerated.scheduler
     name = type(scheduler).__name__
     if not accelerated.step_with_optimizer:
-        notes.append(f"{name}: counts the script's own calls (step_scheduler_with_optimizer is off); left as it was")
+        notes.info(f"{name}: counts the script's own calls (step_scheduler_with_optimizer is off); left as it was")
         return
     native = 1 if accelerated.split_batches else world_size
     ticks = vars(scheduler).pop(_TICKS, None) or (1 if accelerated.split_batches else saved.world_size)
@@ -242,12 +221,12 @@ def _repair_scheduler(accelerated: Any, world_size: int, saved: _Saved, notes: l
         if _close(scaled, rates) or not _close(_rates(scheduler, counter), rates):
             scheduler.last_epoch = steps * native
             scheduler._step_count = max(1, scheduler._step_count - counter + scheduler.last_epoch)
-            notes.append(f"{name}: counter {counter} ({ticks} per step) -> {scheduler.last_epoch} ({native} per step)")
+            notes.info(f"{name}: counter {counter} ({ticks} per step) -> {scheduler.last_epoch} ({native} per step)")
             if not _close(scaled, rates):
-                notes.append(f"LEARNING RATE CHANGED: {name} gives {scaled}, {rates} was saved")
+                notes.warn(f"LEARNING RATE CHANGED: {name} gives {scaled}, {rates} was saved")
             return
     _tick(accelerated, ticks)
-    notes.append(f"{name}: goes on being stepped {ticks} times per optimizer step, as it was saved")
+    notes.info(f"{name}: goes on being stepped {ticks} times per optimizer step, as it was saved")
 
 
 def _rates(scheduler: LambdaLR, counter: int) -> list[float]:
@@ -266,10 +245,10 @@ def _close(ours: list[float], theirs: list[float]) -> bool:
 
 
 def _tick(accelerated: Any, ticks: int) -> None:
-    """Have accelerate step a scheduler ``ticks`` times per optimizer step, whatever the number of processes."""
+    """Let accelerate step a scheduler ``ticks`` times per optimizer step, at any number of processes."""
     scheduler = accelerated.scheduler
     step_once = type(accelerated).step
-    accelerated.split_batches = True  # accelerate's word for: once
+    accelerated.split_batches = True  # with this, accelerate steps it once
     setattr(scheduler, _TICKS, ticks)
 
     def step(*args: Any, **kwargs: Any) -> None:
@@ -285,7 +264,7 @@ def _tick(accelerated: Any, ticks: int) -> None:
 class DataPosition:
     """Where the next optimizer step begins in the data: after ``steps`` optimizer steps of epoch ``epoch``.
 
-    ``batches`` of the prepared DataLoader are to be skipped on each rank, ``samples`` of the epoch are done over all.
+    Each rank skips ``batches`` of the prepared DataLoader; ``samples`` of the epoch are consumed over all ranks.
     ``steps_per_epoch`` is None for a stream without length.
     """
 
@@ -299,8 +278,8 @@ class DataPosition:
 def data_position(accelerator: Any, dataloader: Any) -> DataPosition:
     """The position of a prepared map-style DataLoader, from the optimizer steps that DeepSpeed counted.
 
-    It depends on the global batch alone, not on the number of processes; call it after ``accelerator.load_state``. An
-    epoch has ``ceil(samples / global batch)`` steps, or the whole ones only where the DataLoader drops its last batch.
+    It depends only on the global batch, not on the number of processes; call it after ``accelerator.load_state``. An
+    epoch has ``ceil(samples / global batch)`` steps, or ``floor`` where the DataLoader drops its last batch.
 
         position = data_position(accelerator, loader)
         loader.set_epoch(position.epoch)
@@ -325,10 +304,10 @@ def data_position(accelerator: Any, dataloader: Any) -> DataPosition:
 
 
 def remaining_epochs(accelerator: Any, dataloader: Any, num_epochs: int) -> Iterator[tuple[int, Iterator[Any]]]:
-    """The epochs that are left, each with its batches: the first one begins where the loaded checkpoint stopped.
+    """The remaining epochs, each with its batches; the first one begins where the loaded checkpoint stopped.
 
-    The same samples in each optimizer step at every number of processes, if the order of an epoch follows from its
-    number alone (``DataLoaderConfiguration(use_seedable_sampler=True)``, or no shuffling).
+    Each optimizer step has the same samples at every number of processes, if the order of an epoch depends on its
+    number only (``DataLoaderConfiguration(use_seedable_sampler=True)``, or no shuffling).
 
         for epoch, batches in remaining_epochs(accelerator, loader, num_epochs=3):
             for batch in batches:
@@ -345,7 +324,7 @@ def remaining_epochs(accelerator: Any, dataloader: Any, num_epochs: int) -> Iter
 
 
 def _first(batches: Iterator[Any], count: int | None) -> Iterator[Any]:
-    """The first ``count`` batches, all for None; what is left of an epoch without a whole global batch is dropped."""
+    """The first ``count`` batches, or all for None; drops the end of an epoch that does not fill a global batch."""
     for number, batch in enumerate(batches):
         if count is not None and number >= count:
             return

@@ -1,14 +1,15 @@
-"""What Lightning keeps beside the engine, and what becomes of it at another world size.
+"""The state that Lightning keeps beside the engine, corrected for another world size.
 
-Loops, callbacks, schedulers and the datamodule travel in the engine's client state, of which new ranks get rank 0's, so
-they need nothing of this. Wrapped while zeroelastic is installed, ``DeepSpeedStrategy.load_checkpoint`` also brings in
-line what Lightning itself takes as it was (2.6):
+Loops, callbacks, schedulers and the datamodule are saved in the engine's client state, of which new ranks get that of
+rank 0, so they need nothing here. While zeroelastic is installed, the wrapper of ``DeepSpeedStrategy.load_checkpoint``
+also corrects what Lightning (2.6) restores unchanged:
 
-* the loops' counters, which count micro-batches of one rank: other ones where the accumulation changed;
-* the position in the data: Lightning begins the epoch again while its counters go on, at any world size;
-* the scale of gradients: Lightning and DeepSpeed both divide the loss by the accumulation, so that it changes with it.
+* the counters of the loops, which count micro-batches of one rank and differ where the accumulation changed;
+* the position in the data: at any world size, Lightning begins the epoch again while its counters go on;
+* the scale of gradients, which changes with the accumulation, because Lightning and DeepSpeed both divide the loss by
+  it. The option ``"keep_gradient_scale"`` keeps the saved scale.
 
-Runs without ZeRO-3, and whatever else than fitting, are left to Lightning, which is never imported here.
+Runs without ZeRO-3, and calls other than ``fit``, go to Lightning unchanged. This module never imports Lightning.
 """
 
 from __future__ import annotations
@@ -16,25 +17,24 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 
-from zeroelastic.agree import settle, together
-from zeroelastic.checkpoint import open_checkpoint
+from zeroelastic.checkpoint.one_save import was_saved_again
+from zeroelastic.checkpoint.open import open_checkpoint
+from zeroelastic.deepspeed.options import parse_options
+from zeroelastic.deepspeed.patching import patched, wrap
+from zeroelastic.distributed.collective import all_or_raise
 from zeroelastic.errors import StrictError, UnsupportedError, ZeroElasticError
-from zeroelastic.integrations.told import tell
-from zeroelastic.one_save import was_saved_again
-from zeroelastic.patching import wrap
-from zeroelastic.picklegraph import read_graph
-from zeroelastic.save_place import read_tag
-from zeroelastic.stage3.options import parse_options
-from zeroelastic.stage3.partners import require_partners
-from zeroelastic.storage import FilePath
+from zeroelastic.integrations.framework_load import Notes, load_and_correct, read_on_rank_0
+from zeroelastic.io.paths import FilePath
+from zeroelastic.torch_file.graph_reader import read_graph
 
 logger = logging.getLogger(__name__)
 
@@ -45,25 +45,23 @@ _SETTINGS = (
     "Trainer(accumulate_grad_batches=...); zeroelastic.elastic.batch_plan computes both."
 )
 
-_GRADIENTS = "GRADIENTS"
-_LOUD = ("EPOCHS ARE UNEVEN", "SAVED IN THE MIDDLE", _GRADIENTS)
 _DIVISOR = "zeroelastic_gradient_divisor"
-"""In the client state, and on the engine: what a loss is divided by besides the mean, if not by the accumulation."""
-_BACKWARD = "_zeroelastic_backward"
-"""On the engine: its own ``backward``, while the one that Lightning calls divides by ``_DIVISOR``."""
+"""In the client state: the number by which a loss is divided besides the mean, if that is not the accumulation."""
+_GRADIENT_SCALE = "_zeroelastic_gradient_scale"
+"""On the engine: the ``_GradientScale`` of a run whose divisor is not its accumulation."""
 
 
 def wrap_module(module: ModuleType) -> None:
-    """Wrap two methods of ``DeepSpeedStrategy`` of ``lightning.pytorch``; does nothing the second time."""
+    """Wrap ``load_checkpoint`` and ``save_checkpoint`` of ``DeepSpeedStrategy``; does nothing the second time."""
     wrap(module.DeepSpeedStrategy, "load_checkpoint", _load_checkpoint)
     wrap(module.DeepSpeedStrategy, "save_checkpoint", _save_checkpoint)
 
 
 def _save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
     def save_checkpoint(self: Any, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        divisor = getattr(getattr(self, "model", None), _DIVISOR, None)
-        if divisor is not None:
-            checkpoint = {**checkpoint, _DIVISOR: divisor}
+        scale: _GradientScale | None = getattr(getattr(self, "model", None), _GRADIENT_SCALE, None)
+        if scale is not None:
+            checkpoint = {**checkpoint, _DIVISOR: scale.divisor}
         return original(self, checkpoint, *args, **kwargs)
 
     return save_checkpoint
@@ -76,24 +74,21 @@ def _load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
         if trainer is None or not hasattr(engine, "train_batch_size"):
             return original(self, checkpoint_path, *args, **kwargs)
         saved = _look(trainer, engine, Path(checkpoint_path))
-        try:
-            client_state = original(self, checkpoint_path, *args, **kwargs)
-        except StrictError as error:
-            raise StrictError(f"{error}{_SETTINGS}") from None
-        if saved is not None:
-            notes: list[str] = []
-            settle(lambda: _repair(trainer, engine, saved, client_state, notes))
-            tell(logger, "Lightning", engine, notes, settings=_SETTINGS, loud=_LOUD)
-        return client_state
+        return load_and_correct(
+            *(logger, "Lightning", engine),
+            lambda: original(self, checkpoint_path, *args, **kwargs),
+            None if saved is None else partial(_correct, trainer, engine, saved),
+            settings=_SETTINGS,
+        )
 
     return load_checkpoint
 
 
 @dataclass(frozen=True, slots=True)
 class _Saved:
-    """What the checkpoint says of the run that wrote it; the same on every rank.
+    """The run that wrote the checkpoint; the same on every rank.
 
-    ``current`` and ``total`` are Lightning's counts of one rank's micro-batches, of the epoch and of all.
+    ``current`` and ``total`` are Lightning's counts of one rank's micro-batches, in the epoch and in all.
     """
 
     world_size: int
@@ -108,13 +103,13 @@ class _Saved:
 
     @property
     def done(self) -> int:
-        """Micro-batches of the epoch that are behind: a save within ``on_train_batch_end`` has not counted its own."""
+        """Micro-batches done in the epoch, with the one whose ``on_train_batch_end`` saved: it is not counted yet."""
         completed = self.current["completed"]
         return completed + 1 if self.current["ready"] == self.current["processed"] == completed + 1 else completed
 
 
 def _fitting(strategy: Any) -> Any:
-    """The trainer of a strategy that trains at ZeRO stage 3 from sharded checkpoints, else None."""
+    """The trainer, if it is fitting at ZeRO stage 3 from sharded checkpoints."""
     if not strategy.zero_stage_3 or strategy.load_full_weights or strategy.lightning_module is None:
         return None
     trainer = strategy.lightning_module.trainer
@@ -122,20 +117,12 @@ def _fitting(strategy: Any) -> Any:
 
 
 def _look(trainer: Any, engine: Any, path: Path) -> _Saved | None:
-    """Read what was saved, and refuse what cannot be resumed before anything is touched. Collective.
+    """Read the saved run, and refuse what cannot be resumed before anything is changed. Collective.
 
-    None when it is no ZeRO-3 checkpoint of a Trainer: what loads it says why.
+    None when it is not a ZeRO-3 checkpoint of a Trainer.
     """
 
-    def read() -> _Saved | None:
-        if dist.get_rank() != 0:
-            return None
-        try:
-            return read_tag(path / _TAG, look)
-        except ZeroElasticError:
-            return None
-
-    def look(tag_dir: FilePath) -> _Saved | None:
+    def read(tag_dir: FilePath) -> _Saved | None:
         checkpoint = open_checkpoint(tag_dir)
         config = checkpoint.shard(0).ds_config
         try:
@@ -149,10 +136,9 @@ def _look(trainer: Any, engine: Any, path: Path) -> _Saved | None:
             return None
         return _saved(state, checkpoint.world_size, config)
 
-    require_partners()
-    saved = together(read)[1][0]
+    saved = read_on_rank_0(path / _TAG, read)
     if saved is not None:
-        settle(lambda: _refuse(trainer, engine, path, saved))
+        all_or_raise(lambda: _refuse(trainer, engine, path, saved))
     return saved
 
 
@@ -189,12 +175,12 @@ def _refuse(trainer: Any, engine: Any, path: Path, saved: _Saved) -> None:
             "another place in the data. Train with a plain DataLoader: its position is restored at any world size."
         )
     problem = _uneven(saved)
-    if problem and parse_options(engine._config._param_dict).strict:
-        raise StrictError(f'{path}: {problem}. ("strict": false in the "zeroelastic" block allows it.)')
+    if problem and parse_options(engine._config._param_dict).strict_batch:
+        raise StrictError(f'{path}: {problem}. ("strict_batch": false in the "zeroelastic" block allows it.)')
 
 
 def _uneven(saved: _Saved) -> str:
-    """What makes the saved position one between optimizer steps, or an empty string."""
+    """Why the saved position lies within an optimizer step; empty if it does not."""
     left = saved.done % saved.accumulation
     if (left and saved.is_last_batch) or (saved.total["ready"] - saved.current["ready"]) % saved.accumulation:
         return (
@@ -206,16 +192,16 @@ def _uneven(saved: _Saved) -> str:
     return ""
 
 
-def _repair(trainer: Any, engine: Any, saved: _Saved, client_state: dict[str, Any], notes: list[str]) -> None:
-    """Set the loops' counters for this run's accumulation, and have the epoch's first batches skipped."""
+def _correct(trainer: Any, engine: Any, saved: _Saved, client_state: dict[str, Any], notes: Notes) -> None:
+    """Set the counters of the loops for this run's accumulation, and skip the batches that are done."""
     accumulation = trainer.accumulate_grad_batches
     steps, rest = saved.done // saved.accumulation, 0
     if saved.train_batch_size is not None and saved.train_batch_size != engine.train_batch_size():
         steps, rest = divmod(steps * saved.train_batch_size, engine.train_batch_size())
     if problem := _uneven(saved):
-        notes.append(problem)
+        notes.warn(problem)
     if rest:
-        notes.append(f"{rest} samples of the epoch come again: they do not fill a step of the new global batch")
+        notes.info(f"{rest} samples of the epoch come again: they do not fill a step of the new global batch")
     done = steps * accumulation
     progress = client_state["loops"]["fit_loop"][_PROGRESS]
     if done and not saved.is_last_batch:
@@ -225,20 +211,20 @@ def _repair(trainer: Any, engine: Any, saved: _Saved, client_state: dict[str, An
         progress["current"][key] = done - (saved.done - value)
         progress["total"][key] = before + done - (saved.done - value)
     if accumulation != saved.accumulation:
-        notes.append(f"batch counters: {saved.done} of {saved.accumulation} a step -> {done} of {accumulation} a step")
+        notes.info(f"batch counters: {saved.done} of {saved.accumulation} a step -> {done} of {accumulation} a step")
     keep = parse_options(engine._config._param_dict).keep_gradient_scale
-    _divide(engine, saved.divisor if keep else accumulation, accumulation)
+    _scale_gradients(engine, saved.divisor if keep else accumulation, accumulation)
     if saved.divisor != accumulation:
         now, then = (saved.divisor, accumulation) if keep else (accumulation, saved.divisor)
         why = "as in the saved run" if keep else '"keep_gradient_scale" is off'
-        notes.append(f"{_GRADIENTS} are divided by {now} besides the mean, not by {then}: {why}")
+        notes.warn(f"GRADIENTS are divided by {now} besides the mean, not by {then}: {why}")
     if done and not saved.is_last_batch and not saved.loader_states:
         _skip_at_setup(trainer.fit_loop, done)
-        notes.append(f"data: the epoch goes on after its first {done} batches per rank")
+        notes.info(f"data: the epoch goes on after its first {done} batches per rank")
 
 
 def _reopen_epoch(progress: dict[str, dict[str, int]]) -> None:
-    """A run that ended within an epoch (``max_steps``) counts it as done, and would go on in the next one's order."""
+    """Undo that a run which ended within an epoch (``max_steps``) counted the epoch as done."""
     current = progress["current"]
     if current["processed"] != current["ready"]:
         return
@@ -246,35 +232,46 @@ def _reopen_epoch(progress: dict[str, dict[str, int]]) -> None:
         counts["processed"] = counts["completed"] = counts["ready"] - 1
 
 
-def _divide(engine: Any, divisor: int, accumulation: int) -> None:
-    """Have the loss, of which Lightning gives the engine an ``accumulation``-th, divided by the saved run's divisor.
+class _GradientScale(NamedTuple):
+    """``divisor`` is that of the saved run, ``factor`` what a loss is multiplied by for it."""
 
-    Adam's moments and a gradient clipping threshold are in the units of the run that made them. However often it is
-    called for an engine, the last time holds.
+    divisor: int
+    factor: float
+
+
+def _scale_gradients(engine: Any, divisor: int, accumulation: int) -> None:
+    """Divide losses by ``divisor`` where Lightning divides them by ``accumulation``; a later call replaces this.
+
+    Adam's moments and the threshold of gradient clipping are in the units of the run that made them.
     """
-    if _BACKWARD in vars(engine):
-        engine.backward = vars(engine).pop(_BACKWARD)
-        delattr(engine, _DIVISOR)
-    if divisor == accumulation:
-        return
-    backward = engine.backward
-    vars(engine).update({_BACKWARD: backward, _DIVISOR: divisor})
-    engine.backward = lambda loss, *args, **kwargs: backward(loss * (accumulation / divisor), *args, **kwargs)
+    vars(engine).pop(_GRADIENT_SCALE, None)
+    if divisor != accumulation:
+        wrap(type(engine), "backward", _backward)
+        vars(engine)[_GRADIENT_SCALE] = _GradientScale(divisor, accumulation / divisor)
+
+
+def _backward(original: Callable[..., Any]) -> Callable[..., Any]:
+    def backward(self: Any, loss: Any, *args: Any, **kwargs: Any) -> Any:
+        scale: _GradientScale | None = vars(self).get(_GRADIENT_SCALE)
+        return original(self, loss if scale is None else loss * scale.factor, *args, **kwargs)
+
+    return backward
 
 
 def _skip_at_setup(fit_loop: Any, batches: int) -> None:
-    """Have the loaders skip, once they are made and before the first iterator over them is.
+    """Let the loaders skip their first batches, once the loaders are made and before they are iterated over.
 
-    ``_FitLoop._load_combined_loader_states`` is what is called at that moment; it has nothing to load here.
+    ``_FitLoop._load_combined_loader_states`` is called at that moment; it has nothing to load here.
     """
+    patch = ExitStack()
 
     def skip() -> None:
-        del fit_loop._load_combined_loader_states
+        patch.close()
         combined = fit_loop._combined_loader
         epoch = fit_loop.epoch_progress.current.processed
         combined.flattened = [_skipping(loader, batches, epoch) for loader in combined.flattened]
 
-    fit_loop._load_combined_loader_states = skip
+    patch.enter_context(patched(fit_loop, _load_combined_loader_states=skip))
 
 
 def _skipping(loader: Any, batches: int, epoch: int) -> Any:
@@ -283,7 +280,7 @@ def _skipping(loader: Any, batches: int, epoch: int) -> Any:
     except (TypeError, NotImplementedError):
         length = None
     if length is not None and batches >= length:
-        return loader  # the epoch is over, or a loader that is begun again within it
+        return loader  # the epoch is over, or this loader is shorter than the epoch and begins again within it
     batch_sampler = getattr(loader, "batch_sampler", None)
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset) or batch_sampler is None:
         return _SkipOnce(loader, batches)
@@ -291,27 +288,30 @@ def _skipping(loader: Any, batches: int, epoch: int) -> Any:
     for sampler in samplers:
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)  # workers draw indices before Lightning does this
-    vars(loader)["batch_sampler"] = _SkipOnce(batch_sampler, batches)  # a DataLoader refuses it by its front door
+    patch = ExitStack()  # past DataLoader's guard against a new batch sampler; closed when the skipping is done
+    patch.enter_context(patched(loader, batch_sampler=_SkipOnce(batch_sampler, batches, done=patch.close)))
     return loader
 
 
 class _SkipOnce:
-    """An iterable whose first iterator leaves out the first ``skip`` items; everything else is the original's.
+    """An iterable whose first iterator leaves out the first ``skip`` items and calls ``done``.
 
-    The first one that is used: a DataLoader with workers makes two.
+    First means first used: a DataLoader with workers makes two iterators. Everything else is that of ``items``.
     """
 
-    def __init__(self, items: Any, skip: int) -> None:
-        self._items, self._skip = items, skip
+    def __init__(self, items: Any, skip: int, done: Callable[[], None] = lambda: None) -> None:
+        self._items, self._skip, self._done = items, skip, done
 
     def __iter__(self) -> Iterator[Any]:
         skip, self._skip = self._skip, 0
+        if skip:
+            self._done()
         yield from itertools.islice(iter(self._items), skip, None)
 
     def __len__(self) -> int:
         return len(self._items)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # while it is unpickled in a worker there are no items yet
+        if name.startswith("_"):  # there are no items yet while it is being unpickled
             raise AttributeError(name)
         return getattr(self._items, name)

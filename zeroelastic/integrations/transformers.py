@@ -1,8 +1,8 @@
-"""What the Hugging Face Trainer needs besides ``zeroelastic.install()`` to go on at another world size.
+"""What the Hugging Face Trainer needs besides ``zeroelastic.install()`` to continue at another world size.
 
-The Trainer calls the engine's own methods, so weights, optimizer state, counters and scheduler are resumed without this
-module. It adds what lies outside of the engine: the global batch, the order and the end of an epoch, and the random
-number generators of new ranks. ``Trainer`` of transformers 5.23 is what is described here.
+The Trainer calls the engine's own methods, so weights, optimizer state, counters and scheduler resume without this
+module. It handles what lies outside of the engine: the global batch, the order and the end of an epoch, and the random
+number generators of new ranks. Written for ``Trainer`` of transformers 5.23.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from torch.utils.data import RandomSampler, Sampler, SequentialSampler
 from transformers import Trainer, TrainerCallback
 
 from zeroelastic import install
+from zeroelastic.checkpoint.rng_files import derived_seed
+from zeroelastic.deepspeed.options import parse_options
 from zeroelastic.elastic.batch import batch_plan
 from zeroelastic.elastic.position import seed_generators
-from zeroelastic.errors import StrictError, UnsupportedError
+from zeroelastic.errors import StrictError, UnsupportedError, rank_list
+from zeroelastic.integrations.framework_load import Notes
 from zeroelastic.integrations.whole_batches import WholeBatches
 from zeroelastic.report import ResumeReport
-from zeroelastic.rng import derived_seed
-from zeroelastic.stage3.options import parse_options
 
 __all__ = ["batch_args", "elastic"]
 
@@ -38,7 +39,7 @@ AnyTrainer = TypeVar("AnyTrainer", bound=Trainer)
 
 _STRATEGIES = ("random", "sequential")
 _RECORD = "zeroelastic"
-"""Our entry of ``stateful_callbacks`` in ``trainer_state.json``."""
+"""The key of our entry in ``stateful_callbacks`` of ``trainer_state.json``."""
 
 
 def batch_args(*, global_batch: int, max_per_device: int, world_size: int | None = None) -> dict[str, int]:
@@ -55,15 +56,16 @@ def batch_args(*, global_batch: int, max_per_device: int, world_size: int | None
 
 
 def elastic(trainer: AnyTrainer) -> AnyTrainer:
-    """Make a Trainer go on at any world size as it would have at the old one; returns the same trainer.
+    """Make a Trainer continue at any world size as it would have at the old one; returns the same trainer.
 
     Installs zeroelastic. From then on, for this trainer:
 
-    * an epoch has a whole number of global batches: the last one is dropped (``dataloader_drop_last``) or filled up
-      with the epoch's first samples, so epochs, steps and the learning rate schedule do not depend on the world size;
-    * ranks that have no saved random number generators get new ones, seeded from the run's seed, the step and the rank;
-    * a resume that takes another position in the data or another schedule says so loudly, and is an error under
-      ``"strict": true`` in the ``"zeroelastic"`` block.
+    * an epoch has a whole number of global batches: an incomplete last one is dropped (``dataloader_drop_last``) or
+      filled up with the epoch's first samples, so epochs, steps and the learning rate schedule do not depend on the
+      world size;
+    * ranks without saved random number generators get new ones, seeded from the run's seed, the step and the rank;
+    * a resume with another position in the data or another schedule logs a warning, and is an error under
+      ``"strict_batch": true`` in the ``"zeroelastic"`` block.
 
     Raises UnsupportedError for settings whose order of samples depends on the world size.
 
@@ -75,7 +77,7 @@ def elastic(trainer: AnyTrainer) -> AnyTrainer:
     sampler_of, load_generators = trainer._get_train_sampler, trainer._load_rng_state
     trainer._get_train_sampler = lambda *args, **kwargs: _whole_batches(trainer, sampler_of(*args, **kwargs))
     trainer._load_rng_state = lambda checkpoint: _load_generators(trainer, load_generators, checkpoint)
-    trainer.add_callback(_Follow(trainer))
+    trainer.add_callback(_ResumeCallback(trainer))
     return trainer
 
 
@@ -97,7 +99,7 @@ def _refuse(trainer: Trainer) -> None:
     for name in ("_get_train_sampler", "_load_rng_state"):
         if not callable(getattr(trainer, name, None)):
             problems.append(f"transformers {transformers.__version__} has no Trainer.{name}")
-    if any(isinstance(callback, _Follow) for callback in trainer.callback_handler.callbacks):
+    if any(isinstance(callback, _ResumeCallback) for callback in trainer.callback_handler.callbacks):
         problems.append("elastic() was called for this trainer before")
     if problems:
         raise UnsupportedError(
@@ -128,14 +130,14 @@ def _whole_batches(trainer: Trainer, sampler: Sampler[int] | None) -> Sampler[in
     return WholeBatches(sampler, trainer.get_total_train_batch_size(args), drop_last=args.dataloader_drop_last)
 
 
-class _Follow(TrainerCallback):
-    """Follows one trainer: adds to its resume report, and tells the sampler which epoch it is."""
+class _ResumeCallback(TrainerCallback):
+    """Adds to the resume report of one trainer, and sets the epoch of its sampler."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer, self.epoch = trainer, 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        # As Trainer._init_training_state counts: the epochs that are done by now.
+        # The epochs that are done, as Trainer._init_training_state counts them.
         self.epoch = state.global_step // _updates_per_epoch(self.trainer, kwargs["train_dataloader"])
         report = getattr(self.trainer.model_wrapped, "zeroelastic_report", None)
         if isinstance(report, ResumeReport) and state.global_step:
@@ -145,7 +147,7 @@ class _Follow(TrainerCallback):
             state.stateful_callbacks[_RECORD] = {"args": {}, "attributes": _order(sampler)}
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        # Behind a loader that skips batches accelerate (1.15) reaches no sampler but its own.
+        # accelerate (1.15) does not reach our sampler behind a loader that skips batches.
         sampler = _sampler_of(kwargs["train_dataloader"])
         if sampler is not None:
             sampler.set_epoch(self.epoch)
@@ -161,7 +163,7 @@ def _sampler_of(loader: Any) -> WholeBatches | None:
 
 
 def _updates_per_epoch(trainer: Trainer, loader: Any) -> int:
-    """Optimizer steps of an epoch, as the Trainer counts them; a stream without a length is one epoch."""
+    """Optimizer steps of an epoch, as the Trainer counts them. A stream without a length is one epoch."""
     sampler = _sampler_of(loader)
     if sampler is not None:
         return sampler.num_batches
@@ -173,12 +175,12 @@ def _updates_per_epoch(trainer: Trainer, loader: Any) -> int:
 
 
 def _complete(trainer: Trainer, loader: Any, report: ResumeReport) -> ResumeReport:
-    """The engine's report with what lies outside of the engine. Raises StrictError, the same on every rank."""
+    """The engine's report with what the engine does not know. Raises StrictError, the same on every rank."""
     checkpoint = Path(report.path).parent
     exact, rederived, reset = _generators(checkpoint, report)
     notes = _drift(trainer, loader, checkpoint)
-    if notes and parse_options(trainer.accelerator.state.deepspeed_plugin.deepspeed_config).strict:
-        raise StrictError(f'{checkpoint}: {"; ".join(notes)}. ("strict": false allows it.)')
+    if notes and parse_options(trainer.accelerator.state.deepspeed_plugin.deepspeed_config).strict_batch:
+        raise StrictError(f'{checkpoint}: {"; ".join(notes.texts)}. ("strict_batch": false allows it.)')
     sampler = _sampler_of(loader)
     if trainer.args.ignore_data_skip:
         reset.append("position in the data (ignore_data_skip)")
@@ -186,30 +188,30 @@ def _complete(trainer: Trainer, loader: Any, report: ResumeReport) -> ResumeRepo
         if not notes:
             exact.append(f"position in the data (epochs of {sampler.num_batches} global batches)")
     else:
-        notes.append("the order of an iterable dataset is its own; epochs may end elsewhere at another world size")
+        notes.info("the order of an iterable dataset is its own; epochs may end elsewhere at another world size")
     saved = _saved_state(checkpoint)
     if saved["max_steps"] != trainer.state.max_steps and _other_length_is_meant(trainer, saved):
-        notes.append(
+        notes.info(
             f"the run ends at step {trainer.state.max_steps}, the saved one at {saved['max_steps']}: learning rates "
             "follow the new schedule"
         )
     if trainer.is_world_process_zero():
-        level = logging.WARNING if any("CHANGED" in note for note in notes) else logging.INFO
-        for title, items in (("exact", exact), ("re-derived", rederived), ("not restored", reset), ("note", notes)):
+        listed = {"exact": exact, "re-derived": rederived, "not restored": reset, "note": notes.texts}
+        for title, items in listed.items():
             if items:
-                logger.log(level, "%s: %s: %s", checkpoint, title, "; ".join(items))
+                logger.log(notes.level, "%s: %s: %s", checkpoint, title, "; ".join(items))
     return replace(
         report,
         exact=(*report.exact, *exact),
         rederived=(*report.rederived, *rederived),
         reset=(*report.reset, *reset),
-        notes=(*report.notes, *notes),
+        notes=(*report.notes, *notes.texts),
     )
 
 
-def _drift(trainer: Trainer, loader: Any, checkpoint: Path) -> list[str]:
-    """What would go on elsewhere than the saved run, from what the Trainer has of it: position and schedule."""
-    notes: list[str] = []
+def _drift(trainer: Trainer, loader: Any, checkpoint: Path) -> Notes:
+    """How the position in the data and the schedule differ from those of the saved run."""
+    notes = Notes()
     state, updates = trainer.state, _updates_per_epoch(trainer, loader)
     here, sampler = state.global_step / updates, _sampler_of(loader)
     recorded = state.stateful_callbacks.get(_RECORD, {}).get("attributes")
@@ -217,18 +219,18 @@ def _drift(trainer: Trainer, loader: Any, checkpoint: Path) -> list[str]:
         order = _order(sampler)
         changes = [f"{key} {recorded.get(key)} -> {order[key]}" for key in order if recorded.get(key) != order[key]]
         if changes:
-            notes.append(f"POSITION CHANGED: {', '.join(changes)}: other samples follow than in the saved run")
-    # Without a record of ours. Within an epoch the saved number counts micro steps, the last update has fewer of them:
-    # that is less than one update.
+            notes.warn(f"POSITION CHANGED: {', '.join(changes)}: other samples follow than in the saved run")
+    # Without our record. The saved epoch counts micro steps, of which the last update may have fewer; the difference is
+    # less than one update.
     elif abs(state.epoch - here) * updates > 0.999:
-        notes.append(
+        notes.warn(
             f"POSITION CHANGED: step {state.global_step} was saved at epoch {state.epoch:.3f} and is epoch {here:.3f} "
             f"of this run, which has {updates} steps an epoch. Other data, or a run without elastic() that cut its "
             "epochs by the world size"
         )
     saved = _saved_state(checkpoint)
     if saved["max_steps"] != state.max_steps and not _other_length_is_meant(trainer, saved):
-        notes.append(
+        notes.warn(
             f"SCHEDULE CHANGED: the same {state.num_train_epochs} epochs end at step {state.max_steps} and ended at "
             f"step {saved['max_steps']} in the saved run, so the learning rates differ"
         )
@@ -236,7 +238,7 @@ def _drift(trainer: Trainer, loader: Any, checkpoint: Path) -> list[str]:
 
 
 def _order(sampler: WholeBatches) -> dict[str, Any]:
-    """What the order of samples follows from, for ``trainer_state.json``."""
+    """What determines the order of samples, for ``trainer_state.json``."""
     return {
         "samples": len(sampler.order),  # type: ignore[arg-type]
         "global_batch": sampler.global_batch,
@@ -256,29 +258,23 @@ def _other_length_is_meant(trainer: Trainer, saved: dict[str, Any]) -> bool:
 
 
 def _generators(checkpoint: Path, report: ResumeReport) -> tuple[list[str], list[str], list[str]]:
-    """What becomes of the random number generators, as sentences: exact, re-derived, not restored."""
+    """How the random number generators are resumed, as sentences: exact, re-derived, not restored."""
     exact, rederived, reset = list[str](), list[str](), list[str]()
     saved = _saved_generators(checkpoint, report.saved_world_size)
     kept = [rank for rank in range(report.world_size) if rank in saved]
     new = [rank for rank in range(report.world_size) if rank not in saved]
     left = [rank for rank in saved if rank >= report.world_size]
     if kept:
-        exact.append(f"random number generators of {_ranks(kept)}")
+        exact.append(f"random number generators of {rank_list(kept)}")
     if new:
-        rederived.append(f"random number generators of {_ranks(new)} from the seed, the step and the rank")
+        rederived.append(f"random number generators of {rank_list(new)} from the seed, the step and the rank")
     if left:
-        reset.append(f"random number generators of saved {_ranks(left)} (no longer there)")
+        reset.append(f"random number generators of saved {rank_list(left)} (no longer there)")
     return exact, rederived, reset
 
 
-def _ranks(ranks: list[int]) -> str:
-    if len(ranks) > 1 and ranks[-1] - ranks[0] == len(ranks) - 1:
-        return f"ranks {ranks[0]} to {ranks[-1]}"
-    return f"rank {', '.join(map(str, ranks))}"
-
-
 def _saved_generators(checkpoint: Path, saved_world_size: int) -> dict[int, Path]:
-    """The files of ``Trainer._save_rng_state`` by rank, without those that an older save of more ranks left there."""
+    """The files of ``Trainer._save_rng_state`` by rank, without those left from an older save of more ranks."""
     if saved_world_size == 1:
         found = {0: checkpoint / "rng_state.pth"}
     else:
@@ -287,7 +283,7 @@ def _saved_generators(checkpoint: Path, saved_world_size: int) -> dict[int, Path
 
 
 def _load_generators(trainer: Trainer, load: Callable[[str | None], None], checkpoint: str | None) -> None:
-    """The Trainer's own load, from the file that this rank has; without one, generators of its own."""
+    """Let the Trainer load this rank's file; seed new generators where there is none."""
     report = getattr(trainer.model_wrapped, "zeroelastic_report", None)
     if checkpoint is None or not isinstance(report, ResumeReport):
         load(checkpoint)
@@ -301,6 +297,6 @@ def _load_generators(trainer: Trainer, load: Callable[[str | None], None], check
     if path.name == wanted:
         load(checkpoint)
         return
-    with tempfile.TemporaryDirectory() as directory:  # the same file under the name that this world size asks for
+    with tempfile.TemporaryDirectory() as directory:  # the same file by the name the Trainer expects
         os.symlink(path.absolute(), Path(directory) / wanted)
         load(directory)

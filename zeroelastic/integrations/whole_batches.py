@@ -1,4 +1,4 @@
-"""An epoch in whole global batches, so that where it ends does not depend on how many ranks share it."""
+"""An epoch of whole global batches, so that its end does not depend on the number of ranks."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from zeroelastic.errors import UsageError
 class WholeBatches(Sampler[int]):
     """The indices of another sampler, cut or filled up to a multiple of the global batch.
 
-    The last batch of an epoch is dropped with ``drop_last``; without, it is filled up with the epoch's first samples.
-    So every optimizer step has exactly ``global_batch`` samples, and step k of an epoch those at ``[k * global_batch,
-    (k + 1) * global_batch)`` of the order, at every world size.
+    With ``drop_last`` an incomplete last batch is dropped; without, it is filled up with the epoch's first samples. So
+    at every world size, step k of an epoch has the samples ``[k * global_batch, (k + 1) * global_batch)`` of the order.
     """
 
     def __init__(self, order: Sampler[int], global_batch: int, *, drop_last: bool) -> None:
@@ -42,7 +41,7 @@ class WholeBatches(Sampler[int]):
         yield from islice(cycle(first), len(self) - given)
 
     def set_epoch(self, epoch: int) -> None:
-        """Give the order the epoch's number, if it wants one."""
+        """Pass the epoch's number to the order, if it has ``set_epoch``."""
         set_epoch = getattr(self.order, "set_epoch", None)
         if set_epoch is not None:
             set_epoch(epoch)

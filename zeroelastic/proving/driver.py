@@ -1,4 +1,4 @@
-"""The order of a proof: the checkpoint is verified, run at its own size and at another, saved there and taken back."""
+"""The order of a proof: verify the checkpoint, run it at its own size and at another, save there, load that back."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from zeroelastic.checkpoint.commit_record import read_record as read_commit_record
 from zeroelastic.errors import CheckpointError, RemoteRankError, UsageError
-from zeroelastic.proving.judge import BACK, CONTROL, OTHER, REPEAT, Judgement, Source, judge
-from zeroelastic.proving.records import Record, Role, Run, read_record
-from zeroelastic.record import read_record as read_commit_record
-from zeroelastic.source import Source as Found
-from zeroelastic.tag_names import LATEST
-from zeroelastic.verification import VerifyReport, verify_checkpoint
+from zeroelastic.offline.verify.verify import VerifyReport, verify_checkpoint
+from zeroelastic.proving.checks import BACK, CONTROL, OTHER, REPEAT, SourceFacts, Verdict, check_records
+from zeroelastic.proving.records import Role, RunRecord, RunSpec, read_record
+from zeroelastic.tags.locate import Source
+from zeroelastic.tags.names import LATEST
 
 SAVED_TAG = "proof"
 
 _OURS = ("runs", "checkpoint")
 
-Launch = Callable[[Run], str | None]
-"""Runs the script on the ranks of a run; returns why it failed, None when it did not."""
+Launch = Callable[[RunSpec], str | None]
+"""Runs the script on the ranks of a run; returns the reason of a failure, None on success."""
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """What is to be proved: ``steps`` optimizer steps at both sizes, ``repeat`` the first of them to see its noise.
+class ProofRequest:
+    """What to prove: ``steps`` optimizer steps at both sizes; ``repeat`` runs the first size twice, to see its noise.
 
-    ``out`` is a directory of the proof's own. ``tolerance`` of losses is relative; None is that of the precision.
+    ``out`` is a directory for this proof alone. ``tolerance`` of losses is relative; None: by precision.
     """
 
-    found: Found
+    found: Source
     world_size: int
     from_world_size: int | None
     steps: int
@@ -43,31 +43,33 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """What was run and found. ``seconds`` are by role; ``saved_root`` is of the save at the other size."""
+class ProofOutcome:
+    """The runs and their verdict. ``seconds`` are by role; ``saved_root`` is that of the other size's save."""
 
-    request: Request
+    request: ProofRequest
     verified: VerifyReport
     global_steps: int | None
-    records: Mapping[Role, Record]
-    runs: tuple[Run, ...]
+    records: Mapping[Role, RunRecord]
+    runs: tuple[RunSpec, ...]
     seconds: Mapping[Role, float]
     saved_root: str | None
-    judgement: Judgement
+    verdict: Verdict
 
 
-def sizes(request: Request, verified: VerifyReport) -> tuple[int, int]:
-    """The two world sizes. Raises UsageError where they are the same or none."""
+def sizes(request: ProofRequest, verified: VerifyReport) -> tuple[int, int]:
+    """The two world sizes. Raises UsageError where they are equal, or one is below 1."""
     first = verified.world_size if request.from_world_size is None else request.from_world_size
     if min(first, request.world_size) < 1:
         raise UsageError("a run needs at least one rank.")
     if first == request.world_size:
-        raise UsageError(f"{request.world_size} is the size of both runs; a resume at another size is to be proved.")
+        raise UsageError(
+            f"both runs would have {first} ranks. Give --world-size another size than that of the first run."
+        )
     return first, request.world_size
 
 
-def verify_source(found: Found) -> VerifyReport:
-    """Every byte of the checkpoint read. Raises UsageError for one behind a URL, CheckpointError for a damaged one."""
+def verify_source(found: Source) -> VerifyReport:
+    """Read every byte of the checkpoint. Raises UsageError for a URL, CheckpointError for a damaged checkpoint."""
     if not isinstance(found.tag_dir, Path):
         raise UsageError(f"{found.tag_dir}: is not on this machine, where the script would load it from.")
     verified = verify_checkpoint(found.tag_dir)
@@ -83,13 +85,12 @@ def verify_source(found: Found) -> VerifyReport:
 
 
 def prove(
-    request: Request, verified: VerifyReport, launch: Launch, *, say: Callable[[str], None] = lambda text: None
-) -> Outcome:
-    """Run what is to be run and judge it.
+    request: ProofRequest, verified: VerifyReport, launch: Launch, *, log: Callable[[str], None] = lambda text: None
+) -> ProofOutcome:
+    """Run the script at both sizes and check what the runs recorded.
 
-    A run that fails ends the proof, which then is none: its reason is a check that failed. Raises UsageError when the
-    script never loads the checkpoint, or ends before the steps are done, and RemoteRankError when it fails at the size
-    to compare with.
+    A run that fails ends the proof with a failed check. Raises UsageError when the script never loads the checkpoint,
+    or ends before the steps are done, and RemoteRankError when it fails at the size to compare with.
     """
     first, second = sizes(request, verified)
     tag_dir = Path(verified.tag_dir)
@@ -97,17 +98,17 @@ def prove(
     before = _listing(tag_dir)
     runs_folder, scratch = (request.out / name for name in _OURS)
     back = (str(scratch), SAVED_TAG)
-    records: dict[Role, Record] = {}
+    records: dict[Role, RunRecord] = {}
     failures: dict[Role, str] = {}
     seconds: dict[Role, float] = {}
-    runs: list[Run] = []
+    runs: list[RunSpec] = []
 
-    def carry_out(role: Role, world_size: int, steps: int, **told: tuple[str, str]) -> bool:
+    def carry_out(role: Role, world_size: int, steps: int, **tags: tuple[str, str]) -> bool:
         folder = runs_folder / role.replace(" ", "-")
         folder.mkdir(parents=True)
-        run = Run(role, world_size, steps, str(tag_dir), str(folder), protected, **told)
+        run = RunSpec(role, world_size, steps, str(tag_dir), str(folder), protected, **tags)
         runs.append(run)
-        say(f"{role}: {world_size} ranks ...")
+        log(f"{role}: {world_size} ranks ...")
         began = time.monotonic()
         failure = launch(run)
         seconds[role] = time.monotonic() - began
@@ -138,27 +139,27 @@ def prove(
     own = read_commit_record(tag_dir)
     steps = None if own is None else own.global_steps
     assert verified.content_root is not None
-    judgement = judge(
-        Source(verified.content_root, verified.recorded_root, steps),
+    verdict = check_records(
+        SourceFacts(verified.content_root, verified.recorded_root, steps),
         records,
         saved_root=saved_root,
         tolerance=request.tolerance,
         changed_files=_changes(before, _listing(tag_dir)),
         failures=failures,
     )
-    return Outcome(request, verified, steps, records, tuple(runs), seconds, saved_root, judgement)
+    return ProofOutcome(request, verified, steps, records, tuple(runs), seconds, saved_root, verdict)
 
 
-def _protected(found: Found) -> tuple[str, ...]:
+def _protected(found: Source) -> tuple[str, ...]:
     """The tag and ``latest``; where a framework has a folder for each checkpoint, that folder."""
     if found.framework == "deepspeed":
         return str(found.tag_dir), str(found.root / LATEST)
     return (str(found.root),)
 
 
-def _unfinished(record: Record | None, run: Run) -> str:
+def _unfinished(record: RunRecord | None, run: RunSpec) -> str:
     if record is None:
-        return f"the script ended without having built a DeepSpeed engine's run to record; {_log(run)}"
+        return f"the script ended and never built a DeepSpeed engine; {_log(run)}"
     if record.loaded is None and not record.loads:
         return (
             "the script ended and never called engine.load_checkpoint. Give it the arguments that make it resume from "
@@ -166,14 +167,16 @@ def _unfinished(record: Record | None, run: Run) -> str:
         )
     if record.loaded is None:
         asked = ", ".join(dict.fromkeys(record.loads))
-        return f"the script loaded {asked}, not {run.source}. Name what it loads, or let it load this; {_log(run)}"
+        return (
+            f"the script loaded {asked}, not {run.source}. Give prove what it loads, or let it load this; {_log(run)}"
+        )
     return (
         f"the script ended {len(record.losses)} optimizer steps after the load; {run.steps} are to be compared. Let it "
         f"train for longer, or give --steps; {_log(run)}"
     )
 
 
-def _log(run: Run) -> str:
+def _log(run: RunSpec) -> str:
     return f"its output is in {run.log_path}"
 
 
@@ -194,9 +197,9 @@ def _changes(before: Mapping[str, object], after: Mapping[str, object]) -> list[
 
 
 def prepare(out: Path) -> Path:
-    """Make the proof's directory. What an earlier proof left that came to no report goes.
+    """Make the proof's directory; remove what an earlier proof without a report left there.
 
-    Raises UsageError where something else is there already.
+    Raises UsageError where the directory holds anything else.
     """
     if out.exists() and (not out.is_dir() or any(path.name not in _OURS for path in out.iterdir())):
         raise UsageError(f"{out}: exists. Give another --out, or remove it.")

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from zeroelastic.errors import UsageError
-from zeroelastic.proving.records import Failure, Run, write_run
+from zeroelastic.proving.records import Failure, RunSpec, write_run
 
 _PROCESSES_PER_CORE = 8
 _END_SECONDS = 40.0
@@ -20,8 +20,8 @@ _TAIL_LINES = 15
 PACKAGE_PARENT = Path(__file__).parents[2]
 
 
-def command(run: Run, script: Sequence[str]) -> list[str]:
-    """The command line of a run: the one a person would give, with our module where python would stand."""
+def command(run: RunSpec, script: Sequence[str]) -> list[str]:
+    """The command line of a run: torchrun, with ``zeroelastic.proving.rank`` in front of the script."""
     return [
         sys.executable,
         *("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(run.world_size)),
@@ -29,8 +29,8 @@ def command(run: Run, script: Sequence[str]) -> list[str]:
     ]
 
 
-def launch(run: Run, script: Sequence[str], *, time_limit_s: float, env: dict[str, str]) -> int | None:
-    """Run a script on ``run.world_size`` ranks and wait; returns torchrun's status, None when the time was up."""
+def launch(run: RunSpec, script: Sequence[str], *, time_limit_s: float, env: dict[str, str]) -> int | None:
+    """Run a script on ``run.world_size`` ranks and wait; returns torchrun's status, None after the time limit."""
     write_run(Path(run.folder) / "run.json", run)
     with run.log_path.open("wb") as log:
         started = subprocess.Popen(
@@ -45,7 +45,7 @@ def launch(run: Run, script: Sequence[str], *, time_limit_s: float, env: dict[st
 
 
 def _stop(started: subprocess.Popen[bytes]) -> None:
-    """End torchrun, which ends its ranks; if it does not in time, the ranks end with it."""
+    """Terminate torchrun, which ends its ranks; kill it after a while, and its ranks die with it."""
     if started.poll() is None:
         started.terminate()
         with suppress(subprocess.TimeoutExpired):
@@ -56,9 +56,9 @@ def _stop(started: subprocess.Popen[bytes]) -> None:
 
 
 def environment(num_processes: int, state_nbytes: int) -> tuple[dict[str, str], str]:
-    """The environment of the runs, and the device that they take: "cuda" or "cpu".
+    """The environment of the runs, and their device: "cuda" or "cpu".
 
-    The machine's GPUs where there is one for each process; DS_ACCELERATOR=cpu, set by the user, takes the CPU. Raises
+    They use GPUs where there is one for each process, and the CPU where the user set DS_ACCELERATOR=cpu. Raises
     UsageError where the processes, or on the CPU the state of one run, do not fit.
     """
     env = dict(os.environ)
@@ -80,8 +80,8 @@ def environment(num_processes: int, state_nbytes: int) -> tuple[dict[str, str], 
     free = _free_memory_nbytes()
     if state_nbytes > free:
         raise UsageError(
-            f"the checkpoint's {state_nbytes:,} bytes of state do not fit into the {free:,} bytes of memory that are "
-            "free on this machine. Prove it on one with more memory, or with GPUs."
+            f"the checkpoint's {state_nbytes:,} bytes of state do not fit into the {free:,} bytes of free "
+            "memory of this machine. Run the proof on a machine with more memory, or with GPUs."
         )
     env["DS_ACCELERATOR"] = "cpu"
     return env, "cpu"
@@ -93,13 +93,13 @@ def _free_memory_nbytes() -> int:
 
 
 def _num_gpus() -> int:
-    """Counted in a process of its own: one that has initialised CUDA is no good for starting others."""
+    """The number of GPUs, counted in another process so that this one does not initialise CUDA."""
     code = "import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
     return int(done.stdout) if done.returncode == 0 else 0
 
 
-def failure_of(run: Run) -> str:
+def failure_of(run: RunSpec) -> str:
     """Why a run failed: the error of its first rank that failed with one, or the end of its log."""
     failures = [Failure(**json.loads(path.read_text())) for path in Path(run.folder).glob("failure-*.json")]
     if failures:

@@ -13,34 +13,34 @@ from dataclasses import asdict
 from pathlib import Path
 
 from zeroelastic import install
-from zeroelastic.proving.guard import guard
-from zeroelastic.proving.records import Failure, Run, read_run
+from zeroelastic.proving.records import Failure, RunSpec, read_run
+from zeroelastic.proving.write_protection import forbid_writes
 from zeroelastic.run import main as run_script
 
 _PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """Run the script with its engine recorded; does not return when the recorder stopped it."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # torchrun that is killed leaves no rank behind
+    """Run the script under the recorder. Does not return when the recorder stopped it."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a killed torchrun leaves no rank behind
     run, script = read_run(Path(sys.argv[1])), sys.argv[2:]
     if recorded(run, lambda: run_script(script)):
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(0)  # the script was stopped in the middle: nothing that it left for its end is to run
+        os._exit(0)  # the script was stopped in the middle: its exit handlers must not run
 
 
-def recorded(run: Run, script: Callable[[], object]) -> bool:
-    """Run a script under the recorder; whether it was stopped after its steps, the record written.
+def recorded(run: RunSpec, script: Callable[[], object]) -> bool:
+    """Run a script under the recorder. Returns whether it was stopped after its steps, with the record written.
 
-    A script that ends by itself leaves a record that is not ``finished``; what it raises is written down and raised.
+    A script that ends by itself leaves a record that is not ``finished``; its exception is recorded and raised.
     """
     from zeroelastic.proving.recorder import Recorder, Stop
 
-    install()  # before the hooks, which are to be outermost
+    install()  # before the hooks, which must be outermost
     recorder = Recorder(run)
     recorder.hook()
-    guard(run.protected)
+    forbid_writes(run.protected)
     try:
         script()
     except Stop:

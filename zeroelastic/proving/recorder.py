@@ -1,6 +1,6 @@
 """Hooks in DeepSpeed's engine that record one run: its state after the load, its losses, its state after the last step.
 
-A run counts from the load of the checkpoint that is proved. Other loads pass untouched; saves are skipped. After the
+Recording begins with the load of the checkpoint that is proved. Other loads are unchanged; saves are skipped. After the
 last step every rank is stopped at the same place, by an exception that no ``except Exception`` catches.
 """
 
@@ -22,11 +22,11 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from zeroelastic import __version__
-from zeroelastic.agree import broadcast, gather
+from zeroelastic.deepspeed.live.precision import precision_of
+from zeroelastic.deepspeed.live.topology import tensor_parallel
+from zeroelastic.distributed.collective import all_gather, broadcast
 from zeroelastic.errors import UnsupportedError
-from zeroelastic.proving.records import Record, Run, write_record
-from zeroelastic.stage3.precision import precision_of
-from zeroelastic.stage3.topology import tensor_parallel
+from zeroelastic.proving.records import RunRecord, RunSpec, write_record
 from zeroelastic.testing.state import State, compare_states, fingerprint_state
 
 _MOST_REPLICAS = 20
@@ -41,9 +41,9 @@ class Stop(SystemExit):
 class Recorder:
     """The recorder of one run in one process; ``hook`` once, before the script builds its engine."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RunSpec) -> None:
         self.run = run
-        self.record = Record(run.role, run.world_size)
+        self.record = RunRecord(run.role, run.world_size)
         self.engine: Any = None
         self.stopped = False
         self._save: Method = DeepSpeedEngine.save_checkpoint
@@ -52,20 +52,20 @@ class Recorder:
         self._rows: list[bytes] | None = []
 
     def hook(self) -> None:
-        """Wrap the engine's methods, for as long as the process lives."""
+        """Wrap the engine's methods until the process ends."""
         for name in ("load_checkpoint", "save_checkpoint", "save_16bit_model", "forward", "backward", "step"):
             original = getattr(DeepSpeedEngine, name)
             setattr(DeepSpeedEngine, name, self._wrapped(original, getattr(self, f"_{name}")))
 
     def leave(self) -> None:
-        """Record how far a script came that ends by itself."""
+        """Write an unfinished record for a script that ended by itself."""
         if not self.record.finished and os.environ.get("RANK", "0") == "0":
             write_record(self.run.record_path, self.record)
 
     def _wrapped(self, original: Method, ours: Method) -> Method:
         @functools.wraps(original)
         def method(engine: Any, *args: Any, **kwargs: Any) -> Any:
-            if self.stopped:  # a script that caught the exception
+            if self.stopped:  # the script caught the exception
                 raise Stop(0)
             return ours(functools.partial(original, engine), engine, *args, **kwargs)
 
@@ -134,7 +134,7 @@ class Recorder:
         return original(loss, *args, **kwargs)
 
     def _add(self, share: float) -> None:
-        """Add a micro step's share of the loss; what the model put out for it is done with."""
+        """Add a micro step's share of the loss, and forget the model's output of that micro step."""
         self._loss = share if self._loss is None else self._loss + share
         self._output = None
 
@@ -152,10 +152,11 @@ class Recorder:
         return outcome
 
     def _end_step(self) -> None:
-        """Close the books on one optimizer step. Collective."""
-        told = gather((self._loss, self._rows))
-        self.record.losses.append(sum(math.nan if loss is None else loss for loss, _ in told) / len(told))
-        whole = None if any(rows is None for _, rows in told) else sorted(row for _, rows in told for row in rows or ())
+        """Record the loss and the samples of one optimizer step. Collective."""
+        ranks = all_gather((self._loss, self._rows))
+        self.record.losses.append(sum(math.nan if loss is None else loss for loss, _ in ranks) / len(ranks))
+        complete = all(rows is not None for _, rows in ranks)
+        whole = sorted(row for _, rows in ranks for row in rows or ()) if complete else None
         self.record.samples.append(None if not whole else hashlib.sha256(b"".join(whole)).hexdigest())
         self._loss, self._rows = None, []
 
@@ -171,16 +172,16 @@ class Recorder:
         raise Stop(0)
 
     def _look(self, engine: Any, when: str) -> State:
-        """The state, the same on every rank; what a rank holds otherwise is noted. Collective."""
+        """Rank 0's state, on every rank; differences of other ranks go to ``record.replicas``. Collective."""
         own = fingerprint_state(engine)
         state = broadcast(own)
         lines = [f"rank {dist.get_rank()} {when}: {line}" for line in compare_states(state, own)]
-        self.record.replicas += [line for told in gather(lines[:_MOST_REPLICAS]) for line in told]
+        self.record.replicas += [line for rank in all_gather(lines[:_MOST_REPLICAS]) for line in rank]
         return state
 
 
 def _place(load_dir: Any, tag: Any) -> Path:
-    """The tag directory that a load means; without ``latest`` the directory itself."""
+    """The tag directory that a load reads; without ``latest`` the directory itself."""
     root = Path(load_dir)
     try:
         return root / (str(tag) if tag is not None else (root / "latest").read_text().strip())

@@ -1,4 +1,4 @@
-"""What one run of a proof is told, and what its ranks recorded: plain data that travels as JSON."""
+"""The description of one run of a proof, and the record of its ranks: plain data, exchanged as JSON."""
 
 from __future__ import annotations
 
@@ -7,21 +7,23 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from pydantic import TypeAdapter
+
 from zeroelastic.testing.state import Entry, Fingerprint, State
 
 Role = Literal["reference size", "reference size again", "other size", "back"]
-"""The checkpoint at the size that saved it, the same once more, at the other size; and the other size's save back."""
+"""The checkpoint at the size to compare with, twice, and at the other size; then that size's save, loaded back."""
 
 ROLES: tuple[Role, ...] = get_args(Role)
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """What one run is told. ``folder`` is its own: everything that it records is written there.
+class RunSpec:
+    """The description of one run. ``folder`` is its own: everything that it records is written there.
 
-    It counts as resumed when the script loads ``source``, a tag directory. In place of it, it is given the tag
-    ``instead`` (save directory, tag). It is stopped after ``steps`` optimizer steps, or by ``save_to`` (save directory,
-    tag) a save after them. Of ``protected`` paths and what is below them nothing may be written.
+    Recording begins when the script loads ``source``, a tag directory; with ``instead`` (save directory, tag) that tag
+    is loaded in its place. The run is stopped after ``steps`` optimizer steps; with ``save_to`` (directory, tag) it
+    saves there first. Writes to ``protected`` paths and everything below them are refused.
     """
 
     role: Role
@@ -40,22 +42,22 @@ class Run:
 
     @property
     def log_path(self) -> Path:
-        """What the ranks print."""
+        """The output of the ranks."""
         return Path(self.folder) / "log.txt"
 
     def failure_path(self, rank: int) -> Path:
-        """Where a rank says what it failed with."""
+        """Where a rank writes its Failure."""
         return Path(self.folder) / f"failure-{rank}.json"
 
 
 @dataclass(slots=True)
-class Record:
-    """What a run looked like from within. States are gathered over its ranks, tensors as fingerprints.
+class RunRecord:
+    """The record of a run. States are gathered over its ranks, tensors as fingerprints.
 
     ``loaded`` is the state when the checkpoint's load returned, ``started`` that at the first forward pass after it,
-    ``ended`` that after the last step. ``replicas`` are differences between what ranks hold of the same. ``losses`` and
-    ``samples`` are by optimizer step: the mean over the global batch, and a digest of its samples in no order.
-    ``loads`` are the places that the script loaded from. ``report`` is the resume report, as plain values.
+    ``ended`` that after the last step. ``replicas`` are differences between ranks in replicated state. ``losses`` and
+    ``samples`` are by optimizer step: the mean over the global batch, and a digest of its samples, whatever their
+    order. ``loads`` are the paths that the script loaded from. ``report`` is the resume report, as plain values.
     """
 
     role: Role
@@ -86,19 +88,17 @@ class Failure:
     traceback: str
 
 
-def write_run(path: Path, run: Run) -> None:
-    """Write what a run is told."""
+def write_run(path: Path, run: RunSpec) -> None:
+    """Write the description of a run."""
     path.write_text(json.dumps(asdict(run), indent=1) + "\n")
 
 
-def read_run(path: Path) -> Run:
+def read_run(path: Path) -> RunSpec:
     """Read what ``write_run`` wrote."""
-    data = json.loads(path.read_text())
-    pairs = {name: None if data[name] is None else tuple(data[name]) for name in ("protected", "instead", "save_to")}
-    return Run(**{**data, **pairs})
+    return TypeAdapter(RunSpec).validate_json(path.read_bytes())
 
 
-def write_record(path: Path, record: Record) -> None:
+def write_record(path: Path, record: RunRecord) -> None:
     """Write a record, whole or not at all."""
     data = asdict(record)
     for name in ("loaded", "started", "ended"):
@@ -109,13 +109,13 @@ def write_record(path: Path, record: Record) -> None:
     temporary.replace(path)
 
 
-def read_record(path: Path) -> Record:
+def read_record(path: Path) -> RunRecord:
     """Read what ``write_record`` wrote."""
     data = json.loads(path.read_text())
     for name in ("loaded", "started", "ended"):
         if data[name] is not None:
             data[name] = {key: _from_json(entry) for key, entry in data[name].items()}
-    return Record(**data)
+    return RunRecord(**data)
 
 
 def _to_json(entry: Entry) -> object:

@@ -1,6 +1,6 @@
-"""The report of a proof: one JSON document with every fact, a digest of it that makes changes show, and Markdown of it.
+"""The report of a proof: one JSON document with its own digest, and the same as Markdown.
 
-``python -m zeroelastic.proving.report proof/report.json`` says whether a report is what was written.
+``python -m zeroelastic.proving.report proof/report.json`` checks that a report has not been changed.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from pathlib import Path
 from typing import Any
 
 from zeroelastic._version import __version__
-from zeroelastic.documents import json_proper
-from zeroelastic.proving.driver import Outcome
-from zeroelastic.proving.judge import BACK, CONTROL, OTHER, REPEAT, Check, tolerance_of
-from zeroelastic.proving.records import ROLES, Record, Role
+from zeroelastic.json_document import json_proper
+from zeroelastic.proving.checks import BACK, CONTROL, OTHER, REPEAT, Check, tolerance_of
+from zeroelastic.proving.driver import ProofOutcome
+from zeroelastic.proving.records import ROLES, Role, RunRecord
 
 DIGEST = "digest"
 PROVED, NOT_PROVED = "PROVED", "NOT PROVED"
 
 
 def document(
-    outcome: Outcome, *, script: Sequence[str], command: Sequence[str], device: str, signed_off_by: str | None
+    outcome: ProofOutcome, *, script: Sequence[str], command: Sequence[str], device: str, signed_off_by: str | None
 ) -> dict[str, Any]:
     """The report as plain JSON values; ``digest`` is over everything else in it."""
-    request, verified, judgement = outcome.request, outcome.verified, outcome.judgement
+    request, verified, verdict = outcome.request, outcome.verified, outcome.verdict
     control = outcome.records.get(CONTROL)
     tolerance = request.tolerance
     if tolerance is None:
         tolerance = tolerance_of(control.precision if control else None)
     body: dict[str, Any] = {
-        "verdict": PROVED if judgement.proved else NOT_PROVED,
-        "reasons": list(judgement.reasons),
-        "checks": [_check(check) for check in judgement.checks],
+        "verdict": PROVED if verdict.proved else NOT_PROVED,
+        "reasons": list(verdict.reasons),
+        "checks": [_check(check) for check in verdict.checks],
         "source": {
             "path": verified.tag_dir,
             "format": verified.format,
@@ -94,7 +94,7 @@ def write_report(out: Path, report: Mapping[str, Any]) -> None:
 
 
 def markdown(report: Mapping[str, Any]) -> str:
-    """The report for people; everything in it stands in the document, too."""
+    """The report as Markdown; all of it is in the document, too."""
     source, roots = report["source"], report["content_roots"]
     sizes = [run["world_size"] for run in report["runs"]]
     other = next((run["world_size"] for run in report["runs"] if run["role"] == OTHER), None)
@@ -160,8 +160,8 @@ def _check(check: Check) -> dict[str, Any]:
     return {"name": check.name, "ok": check.ok, "sentence": check.sentence, "details": list(check.details)}
 
 
-def _steps(outcome: Outcome) -> int | None:
-    """The optimizer steps that the checkpoint has behind it, by its commit record or, without one, by what it loads."""
+def _steps(outcome: ProofOutcome) -> int | None:
+    """The checkpoint's optimizer steps: from its commit record or, without one, from the loaded state."""
     control = outcome.records.get(CONTROL)
     if outcome.global_steps is not None or control is None or control.loaded is None:
         return outcome.global_steps
@@ -169,12 +169,14 @@ def _steps(outcome: Outcome) -> int | None:
     return steps if isinstance(steps, int) else None
 
 
-def _root(record: Record | None) -> str | None:
+def _root(record: RunRecord | None) -> str | None:
     return None if record is None or record.report is None else record.report.get("loaded_root")
 
 
-def _run(role: Role, record: Record | None, world_size: int, seconds: float, folder: Path, out: Path) -> dict[str, Any]:
-    """One run: what it is told to others by, and its raw record with all digests, named by file and SHA-256."""
+def _run(
+    role: Role, record: RunRecord | None, world_size: int, seconds: float, folder: Path, out: Path
+) -> dict[str, Any]:
+    """One run: its role and figures, and the file name and SHA-256 of its raw record, which has all digests."""
     assert role in ROLES
     path = folder / "record.json"
     found: dict[str, Any] = {
@@ -200,13 +202,13 @@ def _run(role: Role, record: Record | None, world_size: int, seconds: float, fol
 
 
 def main() -> None:
-    """Check the digest of a report; exit status 1 when it is another's."""
+    """Check the digest of a report; exit status 1 when it differs."""
     if len(sys.argv) != 2:
         sys.exit("usage: python -m zeroelastic.proving.report REPORT.json")
     report = json.loads(Path(sys.argv[1]).read_text())
     found = report_digest(report)
     if report.get(DIGEST) != found:
-        sys.exit(f"{sys.argv[1]}: has been changed: its digest is {found}, and it says {report.get(DIGEST)}")
+        sys.exit(f"{sys.argv[1]}: has been changed: its digest is {found}; the one in it is {report.get(DIGEST)}")
     sys.stdout.write(f"{report['verdict']}; {found} as written\n")
 
 

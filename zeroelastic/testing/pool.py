@@ -1,7 +1,7 @@
 """A pool that starts ranks in milliseconds, forked from a process that has imported torch and deepspeed.
 
-Every run has fresh processes, so no global state of torch or deepspeed (process groups, parameter ids,
-caches per world size) ever passes from one run to the next; there is nothing to reset.
+Every run has new processes, so no global state of torch or deepspeed (process groups, parameter ids, caches by world
+size) is passed from one run to the next, and nothing has to be reset.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from zeroelastic.testing.supervisor import Cancelled, Outcome, child_environment
 
 T = TypeVar("T")
 
-# With deepspeed, what deepspeed.initialize imports when it is first called: two thirds of a rank's start. With our own
-# modules, what install() and a load import: half of what is left.
+# The imports of the first deepspeed.initialize take two thirds of a rank's start; those of install() and of a load take
+# half of the rest.
 _PRELOADED = (
     "torch",
     "torch.distributed",
@@ -40,12 +40,11 @@ _PRELOADED = (
     "deepspeed.runtime.superoffload.superoffload_stage3",
     "deepspeed.runtime.zero.stage3",
     "deepspeed.runtime.zero.muon.muon_optimizer",
-    "zeroelastic.stage3.seams",
-    "zeroelastic.stage3.wrappers",
+    "zeroelastic.deepspeed.install.seams",
+    "zeroelastic.deepspeed.install.wrappers",
     "zeroelastic.testing.state",
 )
-# Variables with these beginnings are read while modules are imported: a forked rank is too late for another
-# value.
+# Variables with these prefixes are read when modules are imported, so a forked rank cannot change them any more.
 _READ_AT_IMPORT = (
     "CUDA_",
     "DS_",
@@ -58,24 +57,24 @@ _READ_AT_IMPORT = (
     "TORCH",
     "TRITON_",
 )
-# Of these, what libraries set themselves when a process imports them, and read when they need it.
+# The exceptions: libraries set these themselves on import, and read them later.
 _READ_LATER = ("PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_CACHE_DIR")
-# How long importing may take, and how long ending a run may take, in seconds.
+# Time limits for importing and for ending a run, in seconds.
 _START_LIMIT = 300.0
 _END_LIMIT = 60.0
 
 
 class RankPool:
-    """Runs functions on ranks like `run_ranks`, without its start-up time. One run at a time.
+    """Runs functions on ranks as ``run_ranks`` does, without its start-up time. One run at a time.
 
         with RankPool(4) as pool:
             for world_size in (1, 2, 3, 4):
                 pool.run(train_step, world_size)
 
-    Ranks see the caller's environment, working directory and sys.path as they are when a run starts. A run
-    whose environment differs in what is read at import (DS_ACCELERATOR, OMP_NUM_THREADS, ...) and a run on
-    "nccl" (CUDA does not survive a fork) take `run_ranks` instead: slower, same result, with a warning where
-    the run did not ask for it. A failed run costs the pool nothing. `preload` names modules that are imported once,
+    Ranks have the caller's environment, working directory and sys.path at the moment a run starts. A run on "nccl"
+    (CUDA does not survive a fork), and a run with other values of variables that are read at import (DS_ACCELERATOR,
+    OMP_NUM_THREADS, ...), uses ``run_ranks``: slower, with the same result, and with a warning where ``env`` does not
+    have the variable. The pool stays usable after a failed run. ``preload`` names modules that are imported once,
     before any rank is forked.
     """
 
@@ -106,9 +105,9 @@ class RankPool:
         env: Mapping[str, str] | None = None,
         **kwargs: Any,
     ) -> list[T]:
-        """Results, by rank, of `fn(*args, **kwargs)` on `world_size` ranks; all else as in `run_ranks`.
+        """Results, by rank, of ``fn(*args, **kwargs)`` on ``world_size`` ranks; otherwise as in ``run_ranks``.
 
-        `timeout` counts from the moment the ranks start, without the pool's own first imports. Raises
+        ``timeout`` counts from the start of the ranks and does not include the pool's own first imports. Raises
         ValueError when world_size exceeds the pool's size.
         """
         if world_size > self.max_ranks:
@@ -127,13 +126,13 @@ class RankPool:
         return run_ranks(fn, world_size, *args, timeout=timeout, backend=backend, env=env, **kwargs)
 
     def close(self) -> None:
-        """Ends the pool's process; the next run would start another."""
+        """End the pool's process. A later run starts another one."""
         atexit.unregister(self.close)
         if self._connection is not None:
             self._connection.close()
             self._connection = None
         if self._server is not None:
-            if self._owner == os.getpid():  # a child that was forked has the object, and not the pool
+            if self._owner == os.getpid():  # a forked child has this object, but not the process
                 self._server.kill()
                 self._server.join()
                 self._server.close()
@@ -150,12 +149,11 @@ class RankPool:
         with child_environment(environment):
             self._server.start()
         theirs.close()
-        # Registered after multiprocessing's own hook, so run before it, which would wait for the process
-        # forever.
+        # Registered after multiprocessing's own hook, so it runs before that, which would wait for the process forever.
         atexit.register(self.close)
 
     def _changed(self, job: RankJob) -> set[str]:
-        """Variables that are too late for a forked rank: another value than that with which the pool imported."""
+        """Variables that a forked rank cannot change any more: their values differ from those at the pool's imports."""
         return {name for name, _ in _read_at_import(job.environment).items() ^ self._environment.items()}
 
     def _request(self, jobs: list[RankJob]) -> Outcome:
@@ -175,7 +173,7 @@ class RankPool:
             raise
 
     def _abandon(self) -> None:
-        """Closes the pool in the middle of a run, with time for its process to end the ranks."""
+        """Close the pool during a run, with time for its process to end the ranks."""
         assert self._connection is not None and self._server is not None
         self._connection.close()
         self._server.join(_END_LIMIT)
@@ -191,31 +189,31 @@ def _read_at_import(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _serve(requests: Connection, preload: tuple[str, ...]) -> None:
-    """The pool's process: imports, then runs one request after the other until the connection is closed."""
+    """The pool's process: imports modules, then serves one request at a time until the connection is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for name in (*_PRELOADED, *preload):
-        # What cannot be imported here fails in the rank that needs it, where its traceback is reported.
+        # A module that cannot be imported fails again in the rank that needs it, and that traceback is reported.
         with suppress(Exception):
             importlib.import_module(name)
     prepare_deepspeed()
     with suppress(Exception):
         _remember_cpu_info()
-    # What is frozen here is neither collected nor copied in the ranks.
+    # Frozen objects are neither collected nor copied in the ranks.
     gc.collect()
     gc.freeze()
     with suppress(EOFError, Cancelled):
         while True:
             jobs: list[RankJob] = requests.recv()
-            # A fork copies one thread only; where an import has started more, ranks start from scratch.
+            # A fork copies one thread only; where an import has started more, ranks are spawned.
             alone = len(os.listdir("/proc/self/task")) == 1
             outcome = supervise(multiprocessing.get_context("fork" if alone else "spawn"), jobs, owner=requests)
             requests.send(outcome)
 
 
 def _remember_cpu_info() -> None:
-    """Asks for the kind of CPU once for all ranks: DeepSpeed asks twice for each op that a rank loads, each time by
-    another process of a second or more.
+    """Get the CPU information once for all ranks. DeepSpeed gets it twice for each op that a rank loads, and each time
+    that starts a process which takes a second or more.
     """
     cpuinfo = importlib.import_module("cpuinfo")
     known = cpuinfo.get_cpu_info()
-    setattr(cpuinfo, "get_cpu_info", lambda: dict(known))  # noqa: B010 - for mypy a module is not to be changed
+    setattr(cpuinfo, "get_cpu_info", lambda: dict(known))  # noqa: B010 - mypy allows no assignment to a module

@@ -1,4 +1,4 @@
-"""pytest plugin with the `rank_pool` fixture and the `gpu` marker.
+"""pytest plugin with the ``rank_pool`` fixture and the ``gpu`` marker.
 
 A conftest.py uses it by name:
 
@@ -27,12 +27,12 @@ def rank_pool() -> Iterator[RankPool]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Registers the marker `gpu(num=1)`."""
+    """Registers the marker ``gpu(num=1)``."""
     config.addinivalue_line("markers", "gpu(num=1): needs this many CUDA GPUs; skipped, with the reason, elsewhere")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skips a test that is marked `gpu` where there are too few GPUs."""
+    """Skips a test that is marked ``gpu`` where there are too few GPUs."""
     marker = item.get_closest_marker("gpu")
     if marker is None:
         return

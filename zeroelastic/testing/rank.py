@@ -1,7 +1,7 @@
-"""One rank's process: what a spawned or forked rank does from its first instruction to its end.
+"""The process of one rank, spawned or forked, from its first instruction to its end.
 
 A rank reports "started", then "done" or "failed", and then waits to be released or ended. It never closes
-its sockets before that, so a failing rank cannot make its peers fail too: the first traceback is the cause.
+its sockets before that, so that a failing rank does not make its peers fail too: the first traceback is the cause.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-# A real-time signal: user code and launchers have their own plans for SIGUSR1, SIGUSR2 and SIGTERM.
+# A real-time signal, because user code and launchers use SIGUSR1, SIGUSR2 and SIGTERM.
 STACKS_SIGNAL: int = signal.SIGRTMIN + 7
 VERBOSE_VARIABLE = "ZEROELASTIC_TEST_VERBOSE"
 
@@ -32,10 +32,10 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True, slots=True)
 class RankJob:
-    """What one rank process has to run, and where it leaves what comes of it.
+    """The description of one rank process.
 
-    `directory` is private to the run and shared by its ranks: the pickled call, the rendezvous file, and
-    per rank the result, the failure, the output and the stacks. `timeout` is in seconds.
+    ``directory`` is private to the run and shared by its ranks. It holds the pickled call, the rendezvous file, and for
+    each rank its result, failure, output and stacks. ``timeout`` is in seconds.
     """
 
     rank: int
@@ -48,13 +48,13 @@ class RankJob:
     working_directory: str
 
     def file(self, kind: str) -> Path:
-        """Path of this rank's file of one kind: result, failure, output or stacks."""
+        """The path of this rank's file of one kind: result, failure, output or stacks."""
         return Path(self.directory) / f"rank{self.rank}.{kind}"
 
 
 @dataclass(frozen=True, slots=True)
 class Raised:
-    """An exception that ended a rank's function. `moment_ns` is of `time.monotonic_ns`."""
+    """An exception that ended a rank's function; ``moment_ns`` is its time by ``time.monotonic_ns``."""
 
     moment_ns: int
     headline: str
@@ -62,8 +62,8 @@ class Raised:
 
 
 def rank_main(job: RankJob, parent_pid: int, reports: Connection, release: Connection) -> None:
-    """Runs the job's pickled call inside an initialised process group; the entry point of a rank process."""
-    # A session of its own: whatever the rank starts can be found and ended with it.
+    """Run the job's pickled call in an initialised process group; the entry point of a rank process."""
+    # With a session of its own, all processes that the rank starts can be found and ended with it.
     os.setsid()
     _die_with_parent(parent_pid)
     if os.environ.get(VERBOSE_VARIABLE) != "1":
@@ -96,14 +96,14 @@ def rank_main(job: RankJob, parent_pid: int, reports: Connection, release: Conne
 
 
 def _die_with_parent(parent_pid: int) -> None:
-    """Has the kernel end this process when the one that started it goes away, however that happens."""
+    """Let the kernel kill this process when its parent ends, however that happens."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
         os._exit(1)
 
 
 def _redirect_output(path: Path) -> None:
-    """Sends stdout and stderr, of native code too, to a file."""
+    """Send stdout and stderr to a file, including the output of native code."""
     sys.stdout.flush()
     sys.stderr.flush()
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -115,7 +115,7 @@ def _redirect_output(path: Path) -> None:
 
 
 def _init_process_group(job: RankJob) -> None:
-    """Initialises torch.distributed through a file; deepspeed then adopts the group it finds."""
+    """Initialise torch.distributed through a file; deepspeed then adopts this group."""
     import torch
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
@@ -129,25 +129,21 @@ def _init_process_group(job: RankJob) -> None:
         init_method=f"file://{job.directory}/rendezvous",
         rank=job.rank,
         world_size=job.world_size,
-        # Longer than the run may take: a hang is reported with stacks, not as somebody's broken collective.
+        # Longer than the run may take, so that a hang is reported with its stacks and not as a broken collective.
         timeout=timedelta(seconds=job.timeout + 60),
         device_id=device if job.backend == "nccl" else None,
     )
 
 
 def prepare_deepspeed() -> None:
-    """Imports deepspeed where it is installed, without the shared-memory op that it compiles on first use.
+    """Import deepspeed, if it is installed, without the shared-memory op that it compiles on first use.
 
-    The op serves inference, and only where LOCAL_SIZE is set; compiling it takes half a minute.
+    The op is for inference, and is only used where LOCAL_SIZE is set; compiling it takes half a minute.
     """
     if importlib.util.find_spec("deepspeed") is None:
         return
     backend = importlib.import_module("deepspeed.comm.torch")
-    setattr(backend, "build_shm_op", _no_shm_op)  # noqa: B010 - for mypy a module is not to be changed
-
-
-def _no_shm_op() -> None:
-    return None
+    setattr(backend, "build_shm_op", lambda: None)  # noqa: B010 - mypy allows no assignment to a module
 
 
 def _write_result(job: RankJob, result: Any) -> None:

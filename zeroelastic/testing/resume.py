@@ -1,4 +1,4 @@
-"""A test for anybody's model: train, save, resume on another number of ranks, and nothing has changed."""
+"""A test for any model: train, save, and resume on another number of ranks with the same state."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ if TYPE_CHECKING:
     import torch
 
 _CLIENT_STATE = {"epoch": 3, "consumed": [1, 2, 5], "note": "kept by zeroelastic.testing"}
-# Of these, rank 0's tensors are compared in full and the other ranks' by fingerprint.
 _MODEL_ENTRIES = ("weight/", "buffer/")
 
 
 @dataclass(frozen=True, slots=True)
 class _Phase:
-    """What one world size has to do. `total` is the global batch, `first_step` the step to go on with."""
+    """The work of one world size. ``total`` is the global batch, ``first_step`` the first step to train."""
 
     build: Callable[[], Any]
     batch: Callable[[int, int], Any]
@@ -39,10 +38,10 @@ class _Phase:
 
 @dataclass(frozen=True, slots=True)
 class _Trace:
-    """What one rank saw: the state at the checkpoint, client state included, and the losses after it.
+    """The record of one rank: the state at the checkpoint, client state included, and the losses after it.
 
-    `before` is the second model's own content before it loads; `proven` what the resume report says of the
-    content root.
+    ``before`` is the content of the second model before it loads. ``proven``: the resume report confirms the content
+    root.
     """
 
     state: State
@@ -69,24 +68,23 @@ def assert_resumes(
     timeout: float = 300.0,
     pool: RankPool | None = None,
 ) -> None:
-    """Asserts that training saved on one number of ranks resumes on another with every bit of its state.
+    """Assert that training saved on one number of ranks resumes on another with every bit of its state.
 
-    On `save_world_size` ranks, `build()`'s model is trained for `steps_before` steps, saved, and trained
-    on. On `load_world_size` ranks another one, all of whose weights and buffers were changed, loads the
-    checkpoint and is trained for the same `steps_after` steps. What `gather_state` gathers, the client
-    state and every rank's copy of the weights must be the same bit for bit, the content roots in the resume
-    report equal, and the losses within `rtol` and `atol` (sums are taken in another order; 16-bit training
-    needs about 1e-2).
+    On ``save_world_size`` ranks, the model of ``build()`` is trained for ``steps_before`` steps, saved, and trained for
+    ``steps_after`` more. On ``load_world_size`` ranks, a second model, with all weights and buffers changed, loads the
+    checkpoint and is trained for the same ``steps_after`` steps. The result of ``gather_state``, the client state and
+    every rank's copy of the weights must be the same bit for bit, the content roots in the resume report equal, and the
+    losses within ``rtol`` and ``atol`` (sums are taken in another order; 16-bit training needs about 1e-2).
 
-    `build()` returns a model, (model, optimizer), (model, parameter groups) or (model, either, lr
-    scheduler); it is called on every rank and must give the same values there. `batch(step, global_batch)`
-    returns the whole batch of one step: a tensor, or a tuple, list or dict of tensors whose first dimension
-    is the batch; each rank trains on its slice, so switch dropout off. `loss(engine, batch)` defaults to
-    calling the engine with the batch and taking its scalar output or its `.loss`. These stand at the top of
-    a module. The global batch is the config's train_batch_size (or micro batch x accumulation x
-    save_world_size) at both sizes and has to be divisible by both. `load_config` replaces `ds_config` for
-    loading. `device` "auto" takes NCCL where there are GPUs enough, else the CPU. `pool`, e.g. the fixture
-    `rank_pool`, saves the start-up time on the CPU. `timeout` is in seconds, for each size.
+    ``build()`` returns a model, (model, optimizer), (model, parameter groups) or (model, either, lr scheduler); it is
+    called on every rank and must return the same values there. ``batch(step, global_batch)`` returns the whole batch of
+    one step: a tensor, or a tuple, list or dict of tensors whose first dimension is the batch. Each rank trains on its
+    slice, so switch dropout off. ``loss(engine, batch)`` by default calls the engine with the batch and takes its
+    scalar output or its ``.loss``. Define these functions at the top level of a module. The global batch is the
+    config's train_batch_size (or micro batch x accumulation x save_world_size) at both sizes, which must both divide
+    it. ``load_config`` replaces ``ds_config`` for loading. ``device`` "auto" uses NCCL where there are enough GPUs, and
+    the CPU elsewhere. ``pool``, such as the fixture ``rank_pool``, saves the start-up time on the CPU. ``timeout`` is
+    in seconds, for each size.
 
         def test_my_model_resumes_on_3_of_4_ranks(rank_pool):
             assert_resumes(build, DS_CONFIG, 4, 3, batch=batch, pool=rank_pool)
@@ -138,7 +136,7 @@ def _global_batch(config: Mapping[str, Any], world_size: int) -> int:
 
 
 def _config_at(config: Mapping[str, Any], total: int, world_size: int) -> dict[str, Any]:
-    """The config with the batch sizes that give the same global batch at a world size."""
+    """The config with the batch sizes that keep the global batch at a world size."""
     adapted = copy.deepcopy(dict(config))
     accumulation = int(adapted.setdefault("gradient_accumulation_steps", 1))
     micro, rest = divmod(total, accumulation * world_size)
@@ -193,7 +191,7 @@ def _load_and_go_on(phase: _Phase) -> _Trace:
 
 
 def _start(phase: _Phase, *, perturb: bool) -> Any:
-    """An engine around what build() returns."""
+    """An engine with the model of build()."""
     import deepspeed
     import torch
 
@@ -223,7 +221,7 @@ def _trained(model: torch.nn.Module) -> list[torch.nn.Parameter]:
 
 
 def _perturb(model: torch.nn.Module) -> None:
-    """Changes every element of every weight and persistent buffer: only loading can make them right."""
+    """Change every element of every weight and persistent buffer, so that only loading can make them right."""
     import deepspeed
     import torch
 
@@ -259,7 +257,7 @@ def _train(engine: Any, phase: _Phase, steps: range) -> tuple[float, ...]:
 
 
 def _piece(batch: Any, index: int, count: int, total: int) -> Any:
-    """One of `count` equal pieces of a batch along the first dimension of its tensors."""
+    """One of ``count`` equal pieces of a batch along the first dimension of its tensors."""
     import torch
 
     if isinstance(batch, torch.Tensor):
@@ -300,7 +298,7 @@ def _default_loss(engine: Any, batch: Any) -> torch.Tensor:
 
 
 def _record(engine: Any, client_state: Mapping[str, Any]) -> State:
-    """This rank's state; only rank 0 keeps the tensors themselves."""
+    """This rank's state: tensors on rank 0, fingerprints on the others."""
     import torch
 
     state = gather_state(engine) | flatten("client", dict(client_state))
@@ -308,7 +306,7 @@ def _record(engine: Any, client_state: Mapping[str, Any]) -> State:
 
 
 def _compare(saved: list[_Trace], loaded: list[_Trace], rtol: float, atol: float) -> list[str]:
-    """Everything that differs, one line each. A rank that did not save is compared with rank 0."""
+    """The differences, one line each. A rank that did not save is compared with rank 0."""
     problems = []
     for rank, trace in enumerate(loaded):
         expected = saved[rank if rank < len(saved) else 0].state
@@ -327,7 +325,7 @@ def _compare(saved: list[_Trace], loaded: list[_Trace], rtol: float, atol: float
 
 
 def _vacuous(saved: State, before: State) -> list[str]:
-    """Weights and buffers that had their saved content before anything was loaded."""
+    """Weights and buffers that had their saved content before the load."""
     reference = fingerprint(saved)
     return [
         f"{key}: the second model held the saved content before it loaded, so this shows nothing"

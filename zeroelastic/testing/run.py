@@ -1,4 +1,4 @@
-"""Functions run on ranks: fresh processes, a file instead of ports, a time limit, the first traceback."""
+"""Functions run on ranks: new processes, a rendezvous by file, a time limit, the first traceback."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zeroelastic.testing.supervisor import Outcome, RankFailure, supervise
 
 T = TypeVar("T")
 
-# Left over from a launcher, these would contradict the file rendezvous or the rank numbers.
+# When set by a launcher, these contradict the file rendezvous or the rank numbers.
 _LAUNCHER_VARIABLES = (
     "MASTER_ADDR",
     "MASTER_PORT",
@@ -29,7 +29,7 @@ _LAUNCHER_VARIABLES = (
 
 
 class RankError(RuntimeError):
-    """A rank failed. `rank` and `traceback` are the first failure's; `failures` are all of them in order."""
+    """A rank failed. ``failures`` are all failures in order; ``rank`` and ``traceback`` are those of the first."""
 
     def __init__(self, message: str, failures: tuple[RankFailure, ...]) -> None:
         super().__init__(message, failures)
@@ -42,7 +42,7 @@ class RankError(RuntimeError):
 
 
 class RankTimeoutError(RankError, TimeoutError):
-    """Ranks did not finish in time; `failures` are the ranks that hung, with their Python stacks."""
+    """Ranks did not finish in time; ``failures`` are those of the ranks that hung, with their Python stacks."""
 
 
 def run_ranks(
@@ -54,15 +54,15 @@ def run_ranks(
     env: Mapping[str, str] | None = None,
     **kwargs: Any,
 ) -> list[T]:
-    """Results, by rank, of `fn(*args, **kwargs)` run in `world_size` new processes, one process group.
+    """Results, by rank, of ``fn(*args, **kwargs)`` run in ``world_size`` new processes, one process group.
 
-    torch.distributed is initialised before fn runs, through a file in a private directory;
-    `deepspeed.initialize` and `deepspeed.init_distributed` adopt it, and no port is opened. RANK,
-    LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, DS_ACCELERATOR and OMP_NUM_THREADS=1 are set; `env` adds to
-    them or overrides them. `backend` None or "gloo" runs on the CPU, on every machine; "nccl" gives each
-    rank its own GPU. fn, its arguments and its result are pickled, so fn stands at the top of a module;
-    tensors may be among them. What ranks print is shown only when one fails, or as it comes under
-    ZEROELASTIC_TEST_VERBOSE=1. `timeout` is in seconds and counts the start of the processes.
+    torch.distributed is initialised before fn runs, through a file in a private directory: no port is opened, and
+    ``deepspeed.initialize`` and ``deepspeed.init_distributed`` adopt the process group. RANK, LOCAL_RANK, WORLD_SIZE,
+    LOCAL_WORLD_SIZE, DS_ACCELERATOR and OMP_NUM_THREADS=1 are set; ``env`` adds to them or overrides them. ``backend``
+    None or "gloo" runs on the CPU, on every machine; "nccl" gives each rank its own GPU. fn, its arguments and its
+    result are pickled, so fn must be defined at the top level of a module; tensors may be among them. The output of the
+    ranks is shown when one fails; with ZEROELASTIC_TEST_VERBOSE=1 it is shown at once. ``timeout`` is in seconds and
+    includes the start of the processes.
 
         def total(x: int) -> int:
             t = torch.tensor(x + dist.get_rank())
@@ -81,7 +81,7 @@ def run_ranks(
 
 
 def gpus_available() -> int:
-    """Number of GPUs that ranks of a NCCL run can use: 0 without CUDA, NCCL or a device.
+    """The number of GPUs that ranks of a NCCL run can use: 0 without CUDA, NCCL or a device::
 
     pytest.mark.skipif(gpus_available() < 2, reason="needs 2 GPUs")
     """

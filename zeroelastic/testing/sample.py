@@ -18,20 +18,20 @@ import numpy as np
 import torch
 
 from zeroelastic._version import __version__
-from zeroelastic.digest import ParamContent, ScalarValue, combine, content_root, stream_seed
-from zeroelastic.executors import digest_range
-from zeroelastic.layout import Layout, Param, layout_from_sub_groups, pack_sub_groups
-from zeroelastic.record import (
+from zeroelastic.checkpoint.commit_record import (
     RECORD_NAME,
     RECORD_VERSION,
     CommitRecord,
     Versions,
     param_records,
     record_text,
-    write_atomically,
 )
-from zeroelastic.shard import ELASTIC_VERSION
-from zeroelastic.torchfile import directory_digest
+from zeroelastic.checkpoint.elastic_table import elastic_table
+from zeroelastic.core.digest import ParamContent, ScalarValue, combine, content_root, stream_seed
+from zeroelastic.core.layout import Layout, Param, layout_from_sub_groups, pack_sub_groups, partition_numel
+from zeroelastic.executors.dispatch import digest_range
+from zeroelastic.io.atomic import write_atomically
+from zeroelastic.torch_file.header import directory_digest
 
 STATES = ("exp_avg", "exp_avg_sq")
 TIED, EMBEDDING, FROZEN_NAME, BUFFER = (
@@ -71,8 +71,13 @@ def write_sample(
 ) -> None:
     """Write one tag for each step into ``root``, and ``latest``. What is there already is overwritten."""
     for step in steps:
-        _write_tag(root / f"global_step{step}", world_size, step, hidden, layers, format, record, sub_group_size)
-        (root / "latest").write_text(f"global_step{step}")
+        tag_dir = root / f"global_step{step}"
+        tag_dir.mkdir(parents=True, exist_ok=True)
+        (tag_dir / RECORD_NAME).unlink(missing_ok=True)
+        made = _write_tag(tag_dir, world_size, step, hidden, layers, format, sub_group_size)
+        if record:
+            write_atomically(tag_dir / RECORD_NAME, record_text(made))
+        (root / "latest").write_text(tag_dir.name)
 
 
 def _values(param: Param, key: str, step: int, dtype: torch.dtype) -> torch.Tensor:
@@ -83,7 +88,7 @@ def _values(param: Param, key: str, step: int, dtype: torch.dtype) -> torch.Tens
 
 def _part(full: torch.Tensor, world_size: int, rank: int) -> torch.Tensor:
     """One rank's part of a flattened parameter, padded with zeros."""
-    part = -(-full.numel() // world_size)
+    part = partition_numel(full.numel(), world_size)
     padded = torch.zeros(part, dtype=full.dtype)
     piece = full[rank * part : (rank + 1) * part]
     padded[: len(piece)] = piece
@@ -91,9 +96,15 @@ def _part(full: torch.Tensor, world_size: int, rank: int) -> torch.Tensor:
 
 
 def _write_tag(
-    tag_dir: Path, world_size: int, step: int, hidden: int, layers: int, format: str, record: bool, sub_group_size: int
-) -> None:
-    tag_dir.mkdir(parents=True, exist_ok=True)
+    tag_dir: Path,
+    world_size: int,
+    step: int,
+    hidden: int,
+    layers: int,
+    format: Literal["elastic", "rigid"],
+    sub_group_size: int,
+) -> CommitRecord:
+    """Write the files of every rank; returns the commit record of the tag."""
     groups = sample_params(hidden, layers)
     sub_groups = pack_sub_groups(groups, world_size=world_size, sub_group_size=sub_group_size)
     layout = layout_from_sub_groups(sub_groups, world_size)
@@ -102,11 +113,7 @@ def _write_tag(
     config = {
         "train_batch_size": 24,
         "bf16": {"enabled": True},
-        "zero_optimization": {
-            "stage": 3,
-            "sub_group_size": sub_group_size,
-            "elastic_checkpoint": format == "elastic",
-        },
+        "zero_optimization": {"stage": 3, "sub_group_size": sub_group_size, "elastic_checkpoint": format == "elastic"},
     }
     files: dict[str, int] = {}
     sums: dict[tuple[str, str], int] = {}
@@ -119,7 +126,9 @@ def _write_tag(
             for key in ("fp32", *STATES)
         }
         digests = _digest(layout, rank, flats, sums)
-        state = _optimizer_state(groups, layout, rank, flats, digests, step, save_id, elastic=format == "elastic")
+        state = _optimizer_state(groups, layout, flats, step)
+        if format == "elastic":
+            state |= _elastic_state(groups, layout, state, flats, rank, digests, save_id)
         fragment = _part(_values(frozen, "frozen", step, torch.bfloat16), world_size, rank)
         names = (
             f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt",
@@ -128,9 +137,6 @@ def _write_tag(
         torch.save({"optimizer_state_dict": state, "ds_config": config, "ds_version": _DEEPSPEED}, tag_dir / names[0])
         torch.save(_model_states(sub_groups, frozen, fragment, rank, world_size, step, config), tag_dir / names[1])
         files |= {name: (tag_dir / name).stat().st_size for name in names}
-    (tag_dir / RECORD_NAME).unlink(missing_ok=True)
-    if not record:
-        return
     whole = _values(frozen, "frozen", step, torch.bfloat16).view(torch.uint8).numpy()
     scalar = {"step": ScalarValue("float32", float(step))}
     contents = [
@@ -139,9 +145,9 @@ def _write_tag(
     ]
     digest = digest_range(whole, 2, seed=stream_seed(frozen.name, "frozen"), start=0)
     contents.append(ParamContent(frozen, {"frozen": ("bfloat16", digest)}, {}))
-    made = CommitRecord(
+    return CommitRecord(
         format_version=RECORD_VERSION,
-        checkpoint_format="elastic" if format == "elastic" else "rigid",
+        checkpoint_format=format,
         save_id=save_id,
         tag=tag_dir.name,
         world_size=world_size,
@@ -153,7 +159,6 @@ def _write_tag(
         params=param_records(contents, frozenset(param.name for param in layout.params)),
         content_root=content_root(contents),
     )
-    write_atomically(tag_dir / RECORD_NAME, record_text(made))
 
 
 def _digest(
@@ -173,24 +178,27 @@ def _digest(
     return torch.from_numpy(np.array(own, dtype=np.uint64).view(np.int64))
 
 
-def _optimizer_state(
-    groups: Sequence[Sequence[Param]],
-    layout: Layout,
-    rank: int,
-    flats: dict[str, list[torch.Tensor]],
-    digests: torch.Tensor,
-    step: int,
-    save_id: str,
-    *,
-    elastic: bool,
-) -> dict[str, Any]:
-    start, length = layout.owned(rank)
+_Flats = dict[str, list[torch.Tensor]]
+"""The flat buffers of one rank by state key, one for each sub-group."""
+
+
+def _members(layout: Layout) -> list[list[int]]:
+    """The indices of the parameters in each sub-group."""
+    return [np.flatnonzero(layout.sub_group == i).tolist() for i in range(layout.num_sub_groups)]
+
+
+def _options(group: int) -> dict[str, object]:
+    return {**_OPTIONS[group], "betas": (0.9, 0.95), "eps": 1e-8, "amsgrad": False}
+
+
+def _optimizer_state(groups: Sequence[Sequence[Param]], layout: Layout, flats: _Flats, step: int) -> dict[str, Any]:
+    """DeepSpeed's own state of one rank."""
     group_of = {param.name: g for g, group in enumerate(groups) for param in group}
-    members = [np.flatnonzero(layout.sub_group == i).tolist() for i in range(layout.num_sub_groups)]
-    owner = [group_of[layout.params[own[0]].name] for own in members]
-    options = [{**option, "betas": (0.9, 0.95), "eps": 1e-8, "amsgrad": False} for option in _OPTIONS]
-    steps = [torch.tensor(float(step)) for _ in members]
-    state: dict[str, Any] = {
+    owner = [group_of[layout.params[own[0]].name] for own in _members(layout)]
+    state = {
+        i: {"step": torch.tensor(float(step)), **{key: flats[key][i] for key in STATES}} for i in range(len(owner))
+    }
+    return {
         "zero_stage": 3,
         "loss_scaler": None,
         "dynamic_loss_scale": False,
@@ -198,43 +206,41 @@ def _optimizer_state(
         "partition_count": layout.world_size,
         "fp32_flat_groups": [flat.detach().requires_grad_() for flat in flats["fp32"]],
         "optimizer_state_dict": {
-            "state": {i: {"step": steps[i], **{key: flats[key][i] for key in STATES}} for i in range(len(members))},
+            "state": state,
             "param_groups": [
-                {**options[g], "params": [i for i in range(len(members)) if owner[i] == g]} for g in range(len(groups))
+                {**_options(g), "params": [i for i, group in enumerate(owner) if group == g]}
+                for g in range(len(groups))
             ],
         },
     }
-    if not elastic:
-        return state
-    state["base_optimizer_state"] = [
-        {
-            "step": steps[i],
-            **{
-                key: [flats[key][i][int(layout.offset[p]) : int(layout.offset[p] + length[p])] for p in own]
-                for key in STATES
-            },
-        }
-        for i, own in enumerate(members)
-    ]
-    state["zeroelastic"] = {
-        "format_version": ELASTIC_VERSION,
-        "save_id": save_id,
-        "world_size": layout.world_size,
-        "rank": rank,
-        "train_batch_size": 24,
-        "sub_groups": [
+
+
+def _elastic_state(
+    groups: Sequence[Sequence[Param]],
+    layout: Layout,
+    state: dict[str, Any],
+    flats: _Flats,
+    rank: int,
+    digests: torch.Tensor,
+    save_id: str,
+) -> dict[str, Any]:
+    """What an elastic save has besides DeepSpeed's own ``state``."""
+    _, length = layout.owned(rank)
+    param_groups = [{**_options(g), "params": [param.name for param in group]} for g, group in enumerate(groups)]
+    rest = {"digests": digests, "param_groups": param_groups}
+    return {
+        "base_optimizer_state": [
             {
-                "names": [layout.params[p].name for p in own],
-                "shapes": [layout.params[p].shape for p in own],
-                "offsets": [int(start[p]) for p in own],
-                "numels": [int(length[p]) for p in own],
+                "step": state["optimizer_state_dict"]["state"][i]["step"],
+                **{
+                    key: [flats[key][i][int(layout.offset[p]) : int(layout.offset[p] + length[p])] for p in own]
+                    for key in STATES
+                },
             }
-            for own in members
+            for i, own in enumerate(_members(layout))
         ],
-        "digests": digests,
-        "param_groups": [{**options[g], "params": [param.name for param in group]} for g, group in enumerate(groups)],
+        "zeroelastic": elastic_table(layout, rank, save_id=save_id, train_batch_size=24, rest=rest),
     }
-    return state
 
 
 def _model_states(
@@ -279,24 +285,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Parse the command line and write the sample."""
     parser = argparse.ArgumentParser(prog="python -m zeroelastic.testing.sample", description=__doc__)
     parser.add_argument("root", type=Path, help="directory to write the tags and latest into")
-    parser.add_argument("--ranks", type=int, default=4, help="world size of the save (4)")
+    parser.add_argument(
+        "--ranks", dest="world_size", metavar="RANKS", type=int, default=4, help="world size of the save (4)"
+    )
     parser.add_argument("--steps", type=int, nargs="+", default=[2, 4], help="one tag for each (2 4)")
     parser.add_argument("--hidden", type=int, default=24, help="width of the model, an even number (24)")
     parser.add_argument("--layers", type=int, default=2, help="layers of the model (2)")
     parser.add_argument("--sub-group-size", type=int, default=4000, help="as in the DeepSpeed configuration (4000)")
     parser.add_argument("--format", choices=("elastic", "rigid"), default="elastic")
-    parser.add_argument("--no-record", action="store_true", help="leave the commit record out")
-    chosen = parser.parse_args(arguments)
-    write_sample(
-        chosen.root,
-        world_size=chosen.ranks,
-        steps=chosen.steps,
-        hidden=chosen.hidden,
-        layers=chosen.layers,
-        format=chosen.format,
-        record=not chosen.no_record,
-        sub_group_size=chosen.sub_group_size,
-    )
+    parser.add_argument("--no-record", dest="record", action="store_false", help="leave the commit record out")
+    chosen = vars(parser.parse_args(arguments))
+    write_sample(chosen.pop("root"), **chosen)
 
 
 if __name__ == "__main__":

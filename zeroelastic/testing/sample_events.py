@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from zeroelastic.errors import UsageError
-from zeroelastic.event_log import (
+from zeroelastic.job_log.event_log import (
     SUPERVISOR,
     EndEvent,
     EndReason,

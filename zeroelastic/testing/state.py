@@ -1,17 +1,19 @@
-"""The whole training state of a ZeRO-3 engine, gathered, and its comparison bit for bit.
+"""The whole training state of a ZeRO engine, gathered, and its comparison bit for bit.
 
-It is gathered from the live optimizer with nothing but DeepSpeed's own tables and collectives, and shares
-no code with what saves and loads checkpoints: it is what loading is judged by.
+It is gathered from the live optimizer with DeepSpeed's own tables and collectives only, and shares no code with the
+modules that save and load checkpoints, because their results are judged by it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
+
+from zeroelastic.testing.group_split import gather_groups, group_buffers
 
 if TYPE_CHECKING:
     import torch
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """A tensor without its elements: equal for equal dtype, shape and bits, NaNs included."""
+    """A tensor's dtype, shape and digest: equal for tensors of equal dtype, shape and bits, NaNs included."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -29,17 +31,17 @@ class Fingerprint:
 Entry: TypeAlias = "torch.Tensor | Fingerprint | bool | int | float | str | None"
 State: TypeAlias = dict[str, Entry]
 
-# Copies that offload_states() keeps among the optimizer state; they are no state of their own.
+# Copies of state that offload_states() keeps in the optimizer state.
 _DUPLICATES = "_offload_buffer"
 _ENGINE_COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 
 def gather_state(engine: Any) -> State:
-    """Everything that training goes on from, in full on every rank, as CPU tensors and values. Collective.
+    """The state that training continues from, in full on every rank, as CPU tensors and values. Collective.
 
-    Keys, where PARAM is a name from `engine.module.named_parameters()`:
+    Keys, where PARAM is a name from ``engine.module.named_parameters()``:
 
-        weight/PARAM        the weight as the module sees it, gathered; frozen and tied parameters too
+        weight/PARAM        the weight in the module, gathered; also of frozen and tied parameters
         master/PARAM        the fp32 (or master precision) weight of a trained parameter
         state/PARAM/KEY     a tensor of optimizer state, such as exp_avg, in the parameter's shape and its own dtype
         scalar/PARAM/KEY    a number of optimizer state, such as step, that the parameter shares with its sub-group
@@ -47,43 +49,48 @@ def gather_state(engine: Any) -> State:
         group/I/NAME        a hyper-parameter of parameter group I; group/I/params names its trained parameters
         scheduler/...       the leaves of the lr scheduler's state
         loss_scaler/NAME    the numbers of the loss scaler
-        grad_scaler/NAME    those of torch's GradScaler under fp16 autocast
+        grad_scaler/NAME    the numbers of torch's GradScaler under fp16 autocast
         engine/NAME         global_steps, global_samples and skipped_steps
 
-    Padding is left out. Every tensor has its parameter's full shape, or a RuntimeError says which has not.
-    Raises TypeError when the engine does not train with ZeRO stage 3.
+    Padding is left out. Raises RuntimeError naming a tensor without its parameter's full shape, and TypeError when the
+    engine does not train with ZeRO stage 1, 2 or 3.
     """
     return dict(_entries(engine))
 
 
 def fingerprint_state(engine: Any) -> State:
-    """What `gather_state` gathers, as fingerprints, in the memory of one parameter at a time. Collective.
+    """The fingerprints of ``gather_state``, with one parameter in memory at a time. Collective.
 
-    Raises TypeError when the engine does not train with ZeRO stage 3.
+    Raises TypeError when the engine does not train with ZeRO stage 1, 2 or 3.
     """
-    import torch
-
-    return {key: _digest(entry) if isinstance(entry, torch.Tensor) else entry for key, entry in _entries(engine)}
+    return _fingerprints(_entries(engine))
 
 
 def _entries(engine: Any) -> Iterator[tuple[str, Entry]]:
-    """The keys and values of `gather_state`, one by one; every rank has to take all of them."""
+    """The keys and values of ``gather_state``, one at a time. Collective: every rank must take all of them."""
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
-    if not isinstance(engine.optimizer, DeepSpeedZeroOptimizer_Stage3):
+    optimizer = engine.optimizer
+    groups = None if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3) else group_buffers(optimizer)
+    if groups is None and not isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         raise TypeError(
-            f"gather_state needs an engine that trains with ZeRO stage 3; its optimizer is {type(engine.optimizer)}."
+            f"gather_state needs an engine that trains with ZeRO stage 1, 2 or 3; its optimizer is {type(optimizer)}."
         )
     names = {param: name for name, param in engine.module.named_parameters()}
     for param, name in names.items():
         yield f"weight/{name}", _gather_weight(param, name)
-    yield from _gather_optimizer(engine.optimizer, names)
+    if groups is None:
+        yield from _gather_optimizer(optimizer, names)
+        members = _members(optimizer, names)
+    else:
+        yield from gather_groups(optimizer, groups, names, _split_state)
+        members = {index: [names[param] for param in group.params] for index, group in enumerate(groups)}
     yield from _gather_buffers(engine.module).items()
-    yield from _groups(engine.optimizer, names).items()
+    yield from _groups(optimizer, members).items()
     if engine.lr_scheduler is not None:
         yield from flatten("scheduler", engine.lr_scheduler.state_dict()).items()
-    yield from flatten("loss_scaler", vars(engine.optimizer.loss_scaler)).items()
-    grad_scaler = getattr(engine.optimizer, "torch_autocast_gradscaler", None)
+    yield from flatten("loss_scaler", _scaler_numbers(optimizer)).items()
+    grad_scaler = getattr(optimizer, "torch_autocast_gradscaler", None)
     if grad_scaler is not None:
         yield from flatten("grad_scaler", grad_scaler.state_dict()).items()
     for name in _ENGINE_COUNTERS:
@@ -91,7 +98,7 @@ def _entries(engine: Any) -> Iterator[tuple[str, Entry]]:
 
 
 def flatten(prefix: str, value: Any) -> State:
-    """The leaves of nested dicts and sequences, keyed by their path; objects of other types are left out."""
+    """The leaves of nested dicts and sequences by path; objects of other types are left out."""
     import torch
 
     if isinstance(value, Mapping):
@@ -108,14 +115,18 @@ def flatten(prefix: str, value: Any) -> State:
 
 
 def fingerprint(state: State) -> State:
-    """The same state with fingerprints for tensors: small, and it compares like the original."""
+    """The state with fingerprints instead of tensors: small, and compares as the state does."""
+    return _fingerprints(state.items())
+
+
+def _fingerprints(entries: Iterable[tuple[str, Entry]]) -> State:
     import torch
 
-    return {key: _digest(entry) if isinstance(entry, torch.Tensor) else entry for key, entry in state.items()}
+    return {key: _digest(entry) if isinstance(entry, torch.Tensor) else entry for key, entry in entries}
 
 
 def compare_states(expected: State, found: State) -> list[str]:
-    """Every difference between two states, a line each, by key; empty when they agree bit for bit."""
+    """The differences between two states, one line for each key; empty when they agree bit for bit."""
     lines = [f"{key}: is missing" for key in expected if key not in found]
     lines += [f"{key}: is new" for key in found if key not in expected]
     for key, entry in expected.items():
@@ -125,10 +136,9 @@ def compare_states(expected: State, found: State) -> list[str]:
 
 
 def _gather_weight(param: Any, name: str) -> torch.Tensor:
-    """A weight as the next forward pass will see it, without changing what that is.
+    """A weight as the next forward pass will use it, without changing it.
 
-    A persistent parameter's full copy is read where it lies: gathering would drop it, and with it the trace
-    of a copy that was not brought up to date.
+    A persistent parameter's full copy is read in place: gathering would replace it, so that a stale copy is not found.
     """
     import deepspeed
 
@@ -162,7 +172,7 @@ def _gather_optimizer(optimizer: Any, names: Mapping[torch.nn.Parameter, str]) -
 
 @contextmanager
 def _resident(optimizer: Any, sub_group: int) -> Iterator[None]:
-    """Has a sub-group's master weights and state in memory, where they are kept on NVMe."""
+    """Keep a sub-group's master weights and state in memory, if they are on NVMe."""
     if not optimizer._swappable_optimizer_subgroup(sub_group):
         yield
         return
@@ -174,7 +184,7 @@ def _resident(optimizer: Any, sub_group: int) -> Iterator[None]:
 
 
 def _optimizer_state(optimizer: Any, sub_group: int) -> dict[str, Any]:
-    """The state of one sub-group, from whichever optimizer steps it."""
+    """The state of one sub-group, from the optimizer that steps it."""
     master = optimizer.fp32_partitioned_groups_flat[sub_group]
     state: dict[str, Any] = {}
     for owner in (optimizer.optimizer, getattr(optimizer, "backup_optimizer", None)):
@@ -187,7 +197,7 @@ def _optimizer_state(optimizer: Any, sub_group: int) -> dict[str, Any]:
 def _split_state(
     state: Mapping[str, Any], master: torch.Tensor
 ) -> tuple[dict[str, torch.Tensor], dict[str, bool | int | float | None]]:
-    """State that is cut like the master weights, and numbers."""
+    """State that is partitioned as the master weights are, and numbers."""
     import torch
 
     sharded: dict[str, torch.Tensor] = {}
@@ -202,12 +212,14 @@ def _split_state(
         elif value is None or isinstance(value, (bool, int, float)):
             scalars[key] = value
         else:
-            raise TypeError(f"optimizer state {key!r} is neither cut like its parameters nor a number: {type(value)}")
+            raise TypeError(
+                f"optimizer state {key!r} is neither partitioned as its parameters nor a number: {type(value)}"
+            )
     return sharded, scalars
 
 
 def _gather_fragment(fragment: torch.Tensor, param: Any, key: str) -> torch.Tensor:
-    """A parameter's tensor from every rank's fragment of it, as raw bytes, whatever the dtype."""
+    """A parameter's tensor from the fragments of all ranks, gathered as raw bytes for any dtype."""
     import torch
     from deepspeed.accelerator import get_accelerator
 
@@ -220,11 +232,17 @@ def _gather_fragment(fragment: torch.Tensor, param: Any, key: str) -> torch.Tens
 
 
 def _checked(tensor: torch.Tensor, param: Any, key: str) -> torch.Tensor:
-    """The tensor, once it is known to be whole: placeholders are empty and equal one another."""
+    """The tensor, if it is whole: two placeholders, which are empty, would compare as equal."""
     shape = getattr(param, "ds_shape", param.shape)
     if tensor.shape != shape or tensor.numel() != math.prod(shape):
         raise RuntimeError(f"{key}: gathered shape {tuple(tensor.shape)}, the parameter has {tuple(shape)}.")
     return tensor
+
+
+def _scaler_numbers(optimizer: Any) -> dict[str, Any]:
+    """The attributes of the loss scaler; a ``BF16_Optimizer`` has none."""
+    scaler = getattr(optimizer, "loss_scaler", None)
+    return {} if scaler is None else vars(scaler)
 
 
 def _gather_buffers(module: torch.nn.Module) -> State:
@@ -234,11 +252,16 @@ def _gather_buffers(module: torch.nn.Module) -> State:
     }
 
 
-def _groups(optimizer: Any, names: Mapping[torch.nn.Parameter, str]) -> State:
-    """Hyper-parameters of the parameter groups, and which parameters each one holds."""
+def _members(optimizer: Any, names: Mapping[torch.nn.Parameter, str]) -> dict[int, list[str]]:
+    """The trained parameters of each optimizer group of a stage 3 optimizer."""
     members: dict[int, list[str]] = {}
     for sub_group, params in enumerate(optimizer.fp16_groups):
         members.setdefault(optimizer.sub_group_to_group_id[sub_group], []).extend(names[param] for param in params)
+    return members
+
+
+def _groups(optimizer: Any, members: Mapping[int, list[str]]) -> State:
+    """Hyper-parameters of the parameter groups, and which parameters each one holds."""
     entries: State = {}
     for index, group in enumerate(optimizer.optimizer.param_groups):
         for name, value in group.items():
@@ -260,7 +283,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _difference(expected: Entry, found: Entry) -> str:
-    """What differs between two entries, or an empty string."""
+    """The difference between two entries as text; empty if there is none."""
     import torch
 
     if isinstance(expected, torch.Tensor) and isinstance(found, torch.Tensor):

@@ -1,6 +1,6 @@
-"""The supervisor of a run: starts the rank processes, follows them, says what became of them, and ends them.
+"""The supervisor of a run: starts the rank processes, watches them, reports how each ended, and ends them.
 
-Invariant: when `supervise` returns or raises, none of its processes is left.
+Invariant: when ``supervise`` returns or raises, none of its processes is left.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from zeroelastic.testing.rank import STACKS_SIGNAL, Raised, RankJob, rank_main
 
 logger = logging.getLogger(__name__)
 
-# What the others say within this time after the first failure is reported too, in seconds.
+# For this many seconds after the first failure, failures of other ranks are reported too.
 _GRACE = 0.5
-# How many seconds the others may go on when a rank has failed: for tests of what they make of it.
+# An environment variable with another number of seconds, for tests of how the other ranks react.
 GRACE_VARIABLE = "ZEROELASTIC_TEST_GRACE_S"
 _TICK = 0.5
 _OUTPUT_LINES = 20
@@ -34,7 +34,7 @@ _ENTRY = rank_main.__code__
 
 @dataclass(frozen=True, slots=True)
 class RankFailure:
-    """How one rank failed: in one line, in detail (a traceback or stacks), and the last lines it printed."""
+    """The failure of one rank: one line, the details (a traceback or stacks), and the last lines that it printed."""
 
     rank: int
     headline: str
@@ -44,10 +44,9 @@ class RankFailure:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a run: its failures, the first first; empty when every rank returned.
+    """The outcome of a run: its failures in order of time, empty when every rank returned.
 
-    `others` describes, one line each, the ranks that did not fail. `timed_out`: the failures are ranks that
-    hung.
+    ``others`` has a line for each rank that did not fail. ``timed_out``: the failures are ranks that hung.
     """
 
     failures: tuple[RankFailure, ...]
@@ -58,7 +57,7 @@ class Outcome:
 
 @dataclass(slots=True)
 class _Rank:
-    """A rank process as its supervisor sees it. `state` goes starting, running, then done, failed or died."""
+    """A rank process. Its ``state`` is first starting, then running, then done, failed or died."""
 
     job: RankJob
     process: BaseProcess
@@ -74,13 +73,13 @@ class _Rank:
 
 
 class Cancelled(Exception):
-    """Whoever asked for the run is gone."""
+    """The process that requested the run has closed its connection."""
 
 
 def supervise(context: BaseContext, jobs: list[RankJob], owner: Connection | None = None) -> Outcome:
-    """Starts one process per job, waits for all of them, and leaves none behind.
+    """Start one process for each job and wait for all of them; none is left afterwards.
 
-    Raises Cancelled when `owner`, the connection to whoever asked for the run, is closed meanwhile.
+    Raises Cancelled when ``owner``, the connection to the process that requested the run, is closed meanwhile.
     """
     ranks: list[_Rank] = []
     try:
@@ -99,7 +98,7 @@ def supervise(context: BaseContext, jobs: list[RankJob], owner: Connection | Non
 def _start(context: BaseContext, job: RankJob) -> _Rank:
     reports, child_reports = context.Pipe(duplex=False)
     child_release, release = context.Pipe(duplex=False)
-    # BaseContext lacks the attribute only for type checkers; every concrete context has it.
+    # Every concrete context has this attribute; the type BaseContext does not.
     process: BaseProcess = context.Process(  # type: ignore[attr-defined]
         target=rank_main, args=(job, os.getpid(), child_reports, child_release), name=f"rank{job.rank}"
     )
@@ -112,7 +111,7 @@ def _start(context: BaseContext, job: RankJob) -> _Rank:
 
 @contextmanager
 def child_environment(environment: Mapping[str, str]) -> Iterator[None]:
-    """Replaces os.environ: a child process has its variables before it imports anything that reads them."""
+    """Replace os.environ, so that a child process has its variables before it imports modules that read them."""
     saved = dict(os.environ)
     try:
         os.environ.clear()
@@ -124,13 +123,13 @@ def child_environment(environment: Mapping[str, str]) -> Iterator[None]:
 
 
 def _watch(ranks: list[_Rank], deadline: float, owner: Connection | None) -> None:
-    """Follows the ranks until all have reported, time is up, or the grace after a failure is over."""
+    """Wait until all ranks have reported, time is up, or the grace after a failure is over."""
     while pending := [rank for rank in ranks if rank.pending]:
         remaining = deadline - time.monotonic()
         if remaining <= 0:
             return
         handles: list[Any] = [rank.reports for rank in pending] + [rank.process.sentinel for rank in pending]
-        # A process that a rank forked can keep the rank's sentinel from firing: hence the tick.
+        # A process that a rank forked can keep the rank's sentinel open, so the ranks are also polled.
         ready = wait(handles + ([owner] if owner is not None else []), min(remaining, _TICK))
         if owner is not None and owner in ready:
             raise Cancelled
@@ -142,7 +141,7 @@ def _watch(ranks: list[_Rank], deadline: float, owner: Connection | None) -> Non
 
 
 def _update(rank: _Rank) -> None:
-    """Brings a rank's state up to date; what it reported before it died counts."""
+    """Update a rank's state. A report that it sent before it died counts."""
     dead = _is_dead(rank)
     while rank.pending and rank.reports.poll():
         try:
@@ -156,8 +155,8 @@ def _update(rank: _Rank) -> None:
 
 
 def _judge(ranks: list[_Rank], timeout: float) -> Outcome:
-    """Orders what happened. A death comes before every exception: a rank that raised stays put till the end,
-    while a death is noticed by the peers, whose broken collectives may be reported earlier.
+    """Order the failures. Deaths come before exceptions: a rank that raised keeps its sockets, so its peers do not
+    notice, while a death breaks the collectives of its peers, and their errors may be reported first.
     """
     failures = [_death(rank) for rank in sorted(ranks, key=lambda rank: rank.moment_ns) if rank.state == "died"]
     raised = [(_read_failure(rank.job), rank) for rank in ranks if rank.state == "failed"]
@@ -198,7 +197,7 @@ def _signal_name(number: int) -> str:
 
 
 def _hung(ranks: list[_Rank], timeout: float) -> list[RankFailure]:
-    """The ranks that did not finish, each with the Python stacks of its threads."""
+    """The failures of ranks that did not finish, each with the Python stacks of its threads."""
     for rank in ranks:
         if rank.state == "running":
             os.kill(_pid(rank), STACKS_SIGNAL)
@@ -214,7 +213,7 @@ def _hung(ranks: list[_Rank], timeout: float) -> list[RankFailure]:
 
 
 def _await_stacks(job: RankJob, patience: float = 2.0) -> str:
-    """The stacks a signalled rank writes, once they stop growing; empty when none come."""
+    """The stacks that a rank writes after the signal, once they stop growing; empty when there are none."""
     deadline = time.monotonic() + patience
     text = ""
     while time.monotonic() < deadline:
@@ -227,7 +226,7 @@ def _await_stacks(job: RankJob, patience: float = 2.0) -> str:
 
 
 def _read_stacks(job: RankJob) -> str:
-    """What faulthandler wrote for a rank, from the innermost frame out to the rank's function."""
+    """The stacks that faulthandler wrote for a rank, from the innermost frame to the rank's function."""
     return "\n\n".join(
         thread.split(f'\n  File "{_ENTRY.co_filename}", line ')[0]
         for thread in _read_text(job.file("stacks")).strip().split("\n\n")
@@ -244,7 +243,7 @@ def _read_text(path: Path) -> str:
 
 
 def _release(ranks: list[_Rank], patience: float = 60.0) -> None:
-    """Lets ranks that are done leave; all at once, because leaving the process group takes all of them."""
+    """Let all ranks that are done exit together, because leaving the process group is collective."""
     for rank in ranks:
         try:
             rank.release.send("leave")
@@ -259,7 +258,7 @@ def _release(ranks: list[_Rank], patience: float = 60.0) -> None:
 
 
 def _end(ranks: list[_Rank]) -> None:
-    """Ends what is left of each rank and closes the connections."""
+    """End the remaining processes of each rank and close the connections."""
     for rank in ranks:
         if not rank.reaped:
             _reap(rank)
@@ -269,7 +268,7 @@ def _end(ranks: list[_Rank]) -> None:
 
 
 def _is_dead(rank: _Rank) -> bool:
-    """Whether a rank has ended; its process id stays its own, since it is not waited for."""
+    """Whether a rank has ended. It is not waited for here, so its process id is not reused."""
     try:
         return os.waitid(os.P_PID, _pid(rank), os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
     except ChildProcessError:
@@ -277,9 +276,8 @@ def _is_dead(rank: _Rank) -> bool:
 
 
 def _reap(rank: _Rank) -> int | None:
-    """Ends a rank and what it started; only then is its process id given up. Returns its exit code."""
-    # multiprocessing waits for whatever has ended whenever it starts a process: then the id is not ours any
-    # more.
+    """End a rank and all processes that it started, then wait for it. Returns its exit code."""
+    # Whenever multiprocessing starts a process, it waits for children that have ended; then the id is free.
     with suppress(ChildProcessError):
         os.waitid(os.P_PID, _pid(rank), os.WEXITED | os.WNOHANG | os.WNOWAIT)
         _kill_session(_pid(rank))
@@ -289,9 +287,9 @@ def _reap(rank: _Rank) -> int | None:
 
 
 def _kill_session(pid: int) -> None:
-    """Kills a rank and everything in its session, process groups of their own included.
+    """Kill a rank and every process in its session, also those in other process groups.
 
-    The rank has not been waited for, so its id, and the session's, is still its own.
+    The rank has not been waited for, so its process id is still the id of its session.
     """
     _kill(pid)
     while others := [member for member in _members(pid) if member != pid]:

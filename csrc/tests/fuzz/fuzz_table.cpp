@@ -134,18 +134,18 @@ struct Columns {
     }
 };
 
-struct Told {
+struct Reported {
     ze_progress progress;
     int64_t nbytes;
     uint64_t most_calls;
 };
 
-void tell(ze_progress* self) {
-    Told* told = reinterpret_cast<Told*>(self);
+void report(ze_progress* self) {
+    Reported* reported = reinterpret_cast<Reported*>(self);
     if (self->nbytes < 0) fail("less than nothing was done");
-    told->nbytes += self->nbytes;
-    // It is told every 50 ms: so long as the fuzzer lets it, and never for longer than a second.
-    self->go_on = told->most_calls-- > 0;
+    reported->nbytes += self->nbytes;
+    // Called every 50 ms, as often as the fuzzer allows, and never for longer than a second.
+    self->keep_going = reported->most_calls-- > 0;
 }
 
 }  // namespace
@@ -176,10 +176,10 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     const uint64_t wanted = input.bytes(1);
     const ze_digest* const digests = wanted & 1 ? &digest : nullptr;
     uint32_t* const sums = wanted & 2 ? crc32.data() : nullptr;
-    Told told{{tell, 0, 0, 0}, 0, input.bytes(1) % 20};
+    Reported reported{{report, 0, 0, 0}, 0, input.bytes(1) % 20};
     // Threads would write into each other's overlapping rows, which callers promise not to have.
     const ze_options options{operation == 5 ? 4 : 1, static_cast<int32_t>(input.number(4)), 0, 0,
-                             &told.progress};
+                             &reported.progress};
     const ze_table table = rows.table();
     ze_error error{};
     int32_t code = ZE_OK;
@@ -221,7 +221,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     if (code != error.code) fail("the code returned is not the one explained");
     if (code == ZE_INTERNAL || code == ZE_NO_MEMORY) fail("a table of this size needs no memory");
     if (files.sizes() != before) fail("a source has changed its size");
-    if (code == ZE_BAD_TABLE && told.nbytes != 0) fail("something was done for a table that is refused");
+    if (code == ZE_BAD_TABLE && reported.nbytes != 0) fail("something was done for a table that is refused");
     if (code == ZE_BAD_TABLE && (error.offset < -1 || error.offset >= num_rows)) fail("no such row");
     return 0;
 }

@@ -1,0 +1,357 @@
+"""The commit record: a round trip, an atomic write, and every lie in it is a CheckpointError that names the field."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from synthetic import sealed
+
+from zeroelastic.checkpoint.commit_record import (
+    RECORD_NAME,
+    RECORD_VERSION,
+    CommitRecord,
+    Versions,
+    param_records,
+    read_record,
+    record_text,
+)
+from zeroelastic.core.digest import ParamContent, ScalarValue, content_root
+from zeroelastic.core.layout import Param
+from zeroelastic.errors import CheckpointError, UnreadableError
+from zeroelastic.io.atomic import write_atomically
+
+CONTENTS = (
+    ParamContent(
+        Param("w", (2, 3)),
+        {"fp32": ("float32", 1), "exp_avg": ("bfloat16", 2**64 - 1)},
+        {"step": ScalarValue("float32", 3.0), "n": ScalarValue("pyint", 4), "flag": ScalarValue("bool", True),
+         "none": ScalarValue("none", None)},
+    ),
+    ParamContent(Param("frozen.b", ()), {"frozen": ("bfloat16", 0)}, {}),
+)  # fmt: skip
+
+
+def make(contents=CONTENTS, **changes) -> CommitRecord:
+    fields = {
+        "format_version": RECORD_VERSION,
+        "checkpoint_format": "elastic",
+        "save_id": "0" * 32,
+        "tag": "global_step3",
+        "world_size": 2,
+        "global_steps": 3,
+        "train_batch_size": 8,
+        "versions": Versions(zeroelastic="1", deepspeed="2", torch="3"),
+        "files": {"a.pt": 10, "b.pt": 0},
+        "params": param_records(contents, frozenset({"w"})),
+        "content_root": content_root(contents),
+    }
+    return CommitRecord(**{**fields, **changes})
+
+
+def put(tag_dir: Path, record: CommitRecord) -> CommitRecord | None:
+    (tag_dir / RECORD_NAME).write_bytes(record_text(record))
+    return read_record(tag_dir)
+
+
+def test_tensor_parallel_ranks_and_lost_micro_batches_are_mentioned_where_there_are_any(tmp_path: Path) -> None:
+    """A record without them has the fields that it always had."""
+    plain = json.loads(record_text(make()))
+    assert set(plain) == {
+        "format_version", "checkpoint_format", "save_id", "tag", "world_size", "global_steps", "train_batch_size",
+        "versions", "files", "params", "content_root", "checksum",
+    }  # fmt: skip
+    assert all(set(param) == {"name", "shape", "trainable", "tensors", "scalars"} for param in plain["params"])
+    slices = (*CONTENTS, *(replace(content, tp_rank=1) for content in CONTENTS))
+    record = make(slices, tp_size=2, lost_micro_batches=3)
+    told = json.loads(record_text(record))
+    assert (told["tp_size"], told["lost_micro_batches"]) == (2, 3)
+    assert [(p["name"], p.get("tp_rank", 0)) for p in told["params"]] == [
+        ("frozen.b", 0), ("frozen.b", 1), ("w", 0), ("w", 1)
+    ]  # fmt: skip
+    assert put(tmp_path, record) == record
+
+
+def put_json(tag_dir: Path, data: object) -> CommitRecord | None:
+    (tag_dir / RECORD_NAME).write_text(json.dumps(data))
+    return read_record(tag_dir)
+
+
+def test_a_record_comes_back_as_it_went(tmp_path):
+    record = make()
+    assert put(tmp_path, record) == record
+    assert sorted(record.contents(), key=lambda content: content.param.name) == sorted(
+        CONTENTS, key=lambda content: content.param.name
+    )
+    assert [param.trainable for param in record.params] == [False, True]
+
+
+def test_a_record_without_parameters_comes_back(tmp_path):
+    assert put(tmp_path, make(())) == make(())
+
+
+def test_one_parameter_a_line(tmp_path):
+    lines = record_text(make()).decode().splitlines()
+    assert sum('"name":' in line for line in lines) == len(CONTENTS)
+    assert json.loads(record_text(make()))["params"][1]["name"] == "w"
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan"), 1e308, 5e-324, -0.0, 0.1, 2**63, -1])
+def test_any_number_comes_back_as_it_went(tmp_path, value):
+    kind = "pyfloat" if isinstance(value, float) else "pyint"
+    contents = [ParamContent(Param("w", (1,)), {"fp32": ("float32", 1)}, {"x": ScalarValue(kind, value)})]
+    back = put(tmp_path, make(contents))
+    assert back is not None
+    scalar = back.contents()[0].scalars["x"]
+    assert type(scalar.value) is type(value) and scalar.canonical() == contents[0].scalars["x"].canonical()
+
+
+@given(name=st.text(alphabet=st.characters(codec="utf-8"), max_size=20), key=st.text('abc_é\\"\n', max_size=8))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50)
+def test_any_names_come_back_as_they_went(tmp_path, name, key):
+    contents = [ParamContent(Param(name, (1,)), {key: ("float32", 1)}, {key: ScalarValue("pyint", 1)})]
+    assert put(tmp_path, make(contents)) == make(contents)
+
+
+def test_no_record_is_none(tmp_path):
+    assert read_record(tmp_path) is None
+
+
+def test_a_record_that_cannot_be_read(tmp_path):
+    (tmp_path / RECORD_NAME).mkdir()
+    with pytest.raises(UnreadableError, match=r"zeroelastic\.json: cannot be read"):
+        read_record(tmp_path)
+
+
+@pytest.mark.parametrize("text", [b"", b"{", b"\xff\xfe", b"null", b"[]", b"3", b'"x"', b"[" * 100_000, b"{}"])
+def test_what_is_no_record_is_refused(tmp_path, text):
+    (tmp_path / RECORD_NAME).write_bytes(text)
+    with pytest.raises(CheckpointError, match=r"zeroelastic\.json: .*The commit record is damaged"):
+        read_record(tmp_path)
+
+
+def changed(path: str, value: object) -> dict:
+    data = json.loads(record_text(make()))
+    *parents, last = path.split("/")
+    target = data
+    for key in parents:
+        target = target[int(key) if isinstance(target, list) else key]
+    if value is ...:
+        del target[last]
+    else:
+        target[int(last) if isinstance(target, list) else last] = value
+    return data
+
+
+VIOLATIONS = [
+    *((field, ...) for field in json.loads(record_text(make())) if field != "checksum"),
+    ("format_version", "1"),
+    ("format_version", 1.0),
+    ("format_version", True),
+    ("format_version", None),
+    ("checkpoint_format", "universal"),
+    ("save_id", "0" * 31),
+    ("save_id", "0" * 32 + "\n"),
+    ("save_id", "G" * 32),
+    ("save_id", 0),
+    ("tag", 3),
+    ("world_size", 0),
+    ("world_size", -1),
+    ("world_size", 10**9),
+    ("world_size", 2.0),
+    ("world_size", "2"),
+    ("world_size", True),
+    ("global_steps", 1.5),
+    ("global_steps", None),
+    ("train_batch_size", "8"),
+    ("versions", {}),
+    ("versions/torch", 2.13),
+    ("versions/python", "3.11"),
+    ("files", []),
+    ("files/a.pt", -1),
+    ("files/a.pt", "10"),
+    ("files/a.pt", 1.0),
+    ("files/a.pt", None),
+    ("params", {}),
+    ("params/0", None),
+    ("params/1/name", 5),
+    ("params/1/name", ...),
+    ("params/1/shape", [2, -3]),
+    ("params/1/shape", [2, 1 << 62]),
+    ("params/1/shape", [2.0, 3]),
+    ("params/1/shape", "23"),
+    ("params/1/trainable", "yes"),
+    ("params/1/trainable", 1),
+    ("params/1/tensors", []),
+    ("params/1/tensors/fp32/dtype", "complex64"),
+    ("params/1/tensors/fp32/dtype", None),
+    ("params/1/tensors/fp32/digest", "1"),
+    ("params/1/tensors/fp32/digest", "0" * 15 + "G"),
+    ("params/1/tensors/fp32/digest", "0" * 17),
+    ("params/1/tensors/fp32/digest", 1),
+    ("params/1/scalars/step/kind", ""),
+    ("params/1/scalars/step/kind", "Float32"),
+    ("params/1/scalars/step/value", "3"),
+    ("params/1/scalars/step/value", [3]),
+    ("params/1/scalars/step/value", {}),
+    ("params/1/more", 1),
+    ("more", 1),
+    ("content_root", "0" * 63),
+    ("content_root", None),
+]
+
+
+@pytest.mark.parametrize(("path", "value"), VIOLATIONS)
+def test_a_wrong_field_is_named(tmp_path, path, value):
+    with pytest.raises(CheckpointError) as caught:
+        put_json(tmp_path, changed(path, value))
+    message = str(caught.value)
+    assert message.startswith(str(tmp_path / RECORD_NAME)) and "The commit record is damaged" in message
+    assert path.replace("/", ".") in message
+
+
+@pytest.mark.parametrize("name", ["../a.pt", "/etc/passwd", "a/b", "", "a\0b", "x" * 256])
+def test_files_outside_the_tag_are_refused(tmp_path, name):
+    data = changed("files", {name: 1})
+    with pytest.raises(CheckpointError, match=r"files.*The commit record is damaged"):
+        put_json(tmp_path, data)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("params/1/name", "v"),
+        ("params/1/shape", [3, 2]),
+        ("params/1/tensors/fp32/digest", "0" * 16),
+        ("params/1/tensors/fp32/dtype", "float16"),
+        ("params/1/scalars/step/value", 4.0),
+        ("params/1/scalars/step/value", float("nan")),
+        ("params/1/scalars/step/kind", "pyfloat"),
+        ("params/1/scalars", {}),
+        ("params", []),
+        ("content_root", "0" * 64),
+    ],
+)
+def test_a_table_that_does_not_give_its_root_is_refused(tmp_path, path, value):
+    with pytest.raises(CheckpointError, match=r"content_root is .* its own table gives"):
+        put_json(tmp_path, changed(path, value))
+
+
+def test_a_newer_version_says_to_upgrade(tmp_path):
+    data = changed("format_version", RECORD_VERSION + 1)
+    data["something_new"] = 1
+    with pytest.raises(CheckpointError, match=rf"format version {RECORD_VERSION + 1} is newer .* Upgrade zeroelastic"):
+        put_json(tmp_path, data)
+
+
+@pytest.mark.parametrize("version", [0, -1])
+def test_a_version_that_never_was_is_refused(tmp_path, version):
+    with pytest.raises(CheckpointError, match="format_version"):
+        put_json(tmp_path, changed("format_version", version))
+
+
+@pytest.mark.parametrize("text", ["1" * 5000, "1e999", "NaN", "-0"])
+def test_numbers_that_json_lets_through(tmp_path, text):
+    raw = record_text(make()).decode().replace('"global_steps": 3', f'"global_steps": {text}')
+    assert text in raw
+    (tmp_path / RECORD_NAME).write_text(sealed(raw) if text == "-0" else raw)
+    if text == "-0":
+        assert read_record(tmp_path) is not None
+    else:
+        with pytest.raises(CheckpointError):
+            read_record(tmp_path)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=6,
+)
+LEAVES = ["world_size", "files", "versions", "params", "params/0", "params/1/tensors", "params/1/tensors/fp32",
+          "params/1/scalars/step", "params/1/shape", "save_id", "tag", "content_root", "format_version"]  # fmt: skip
+
+
+@given(path=st.sampled_from(LEAVES), value=json_values)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=200)
+def test_any_value_anywhere_is_read_or_refused(tmp_path, path, value):
+    try:
+        record = put_json(tmp_path, changed(path, value))
+    except CheckpointError as error:
+        assert str(tmp_path) in str(error)
+    else:
+        assert record is not None and record.content_root == content_root(record.contents())
+
+
+# ---- atomic writes ----
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_file_is_replaced_whole(tmp_path):
+    path = tmp_path / "latest"
+    write_atomically(path, b"old")
+    write_atomically(path, b"new")
+    assert path.read_bytes() == b"new" and names(tmp_path) == ["latest"]
+
+
+@pytest.mark.parametrize("step", ["fsync", "replace"])
+def test_a_crash_before_the_rename_leaves_the_old_file(tmp_path, monkeypatch, step):
+    path = tmp_path / "latest"
+    write_atomically(path, b"old")
+
+    def crash(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, step, crash)
+    with pytest.raises(KeyboardInterrupt):
+        write_atomically(path, b"new")
+    assert path.read_bytes() == b"old" and names(tmp_path) == ["latest"]
+
+
+def test_a_killed_writer_leaves_the_old_file(tmp_path):
+    path = tmp_path / "latest"
+    write_atomically(path, b"old")
+    child = os.fork()
+    if child == 0:
+        os.replace = lambda *_: os._exit(9)  # the process is gone between write and rename
+        try:
+            write_atomically(path, b"new")
+        finally:
+            os._exit(1)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 9
+    assert path.read_bytes() == b"old"
+    write_atomically(path, b"newer")
+    assert path.read_bytes() == b"newer"
+
+
+def test_data_is_synced_before_the_rename_and_the_directory_after(tmp_path, monkeypatch):
+    events: list[str] = []
+    fsync, replace = os.fsync, os.replace
+
+    def watch_fsync(fd: int) -> None:
+        events.append("sync " + Path(os.readlink(f"/proc/self/fd/{fd}")).name)
+        fsync(fd)
+
+    def watch_replace(src, dst) -> None:
+        events.append("rename")
+        assert Path(src).read_bytes() == b"data" and Path(src).parent == Path(dst).parent
+        replace(src, dst)
+
+    monkeypatch.setattr(os, "fsync", watch_fsync)
+    monkeypatch.setattr(os, "replace", watch_replace)
+    write_atomically(tmp_path / "latest", b"data")
+    assert [event.split()[0] for event in events] == ["sync", "rename", "sync"]
+    assert events[2] == f"sync {tmp_path.name}"
+
+
+def test_a_folder_that_is_not_there_is_an_os_error(tmp_path):
+    with pytest.raises(OSError):
+        write_atomically(tmp_path / "no" / "latest", b"x")

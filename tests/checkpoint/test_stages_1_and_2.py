@@ -1,0 +1,240 @@
+"""Checkpoints of ZeRO stages 1 and 2, as DeepSpeed wrote them: read bit for bit, and refused where they are damaged."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+import torch
+from places import GOLDEN
+
+import zeroelastic
+from zeroelastic.checkpoint.open import open_checkpoint
+from zeroelastic.checkpoint.saved_state import open_state
+from zeroelastic.core.plan import check_plan, make_plan
+from zeroelastic.errors import CheckpointError, MissingFileError, UnsupportedError
+
+STAGE_1 = ("stage1_rank2", "stage1_bf16_optimizer_rank2")
+STAGE_2 = ("stage2_rank2", "stage2_round_robin_aligned_rank3", "stage2_elastic_rank2")
+NAMES = STAGE_1 + STAGE_2
+OPTIM = "bf16_zero_pp_rank_{}_mp_rank_00_optim_states.pt"
+MODEL = "mp_rank_00_model_states.pt"
+
+
+@pytest.fixture
+def tag_dir(tmp_path: Path) -> Callable[[str], Path]:
+    """A copy of a golden checkpoint's tag directory."""
+    return lambda name: shutil.copytree(next((GOLDEN / name).glob("global_step*")), tmp_path / name)
+
+
+def edit(path: Path, change: Callable[[Any], object]) -> None:
+    data = torch.load(path, weights_only=False)
+    change(data)
+    torch.save(data, path)
+
+
+@pytest.mark.support(
+    "Using it",
+    "stage 1 and 2 checkpoints: inspect, verify, diff, export, open",
+    "exact",
+    "`round_robin_gradients` included",
+)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_tensor_is_read_bit_for_bit(name: str) -> None:
+    expected = json.loads((GOLDEN / name / "expected.json").read_text())
+    with zeroelastic.open(GOLDEN / name) as checkpoint:
+        assert checkpoint.stage == int(name[5]) and checkpoint.world_size == int(name[-1]) and checkpoint.step == 2
+        assert set(checkpoint.keys()) == {*expected, "seen"}
+        for param, entry in expected.items():
+            assert checkpoint[param].shape == tuple(entry["shape"])
+            state = checkpoint.optimizer(param) if "fp32" in entry["tensors"] else {}
+            for key, data in entry["tensors"].items():
+                tensor = checkpoint[param] if key in ("fp32", "frozen") else state[key]
+                raw = tensor.torch().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+                assert raw == bytes.fromhex(data), (param, key)
+            if state:
+                assert state["step"] == 2
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_groups_list_their_parameters_in_the_order_of_the_optimizer(name: str) -> None:
+    shard = open_checkpoint(next((GOLDEN / name).glob("global_step*"))).shard(1)
+    assert [group.params for group in shard.groups] == [
+        ("inner.weight", "tail.weight"),
+        ("gain", "inner.bias", "tail.bias"),
+    ]
+    if "elastic" not in name:  # stock writes no hyper-parameters with elastic_checkpoint
+        assert [group.options["weight_decay"] for group in shard.groups] == [0.1, 0.0]
+        assert shard.groups[0].options["betas"] == (0.9, 0.95)
+
+
+def test_the_buffer_order_is_that_of_round_robin_gradients() -> None:
+    shard = open_checkpoint(next((GOLDEN / "stage2_round_robin_aligned_rank3").glob("global_step*"))).shard(0)
+    origin = dict(zip((param.name for param in shard.layout.params), shard.layout.origin.tolist(), strict=True))
+    assert origin["gain"] == 0 and origin["inner.bias"] % 8 == 0 and origin["tail.bias"] % 8 == 0
+    assert len({origin["gain"], origin["inner.bias"], origin["tail.bias"]}) == 3
+
+
+@pytest.mark.parametrize("source", NAMES)
+@pytest.mark.parametrize("target", ["rigid2", "rigid3", "stage1_rank2", "stage2_round_robin_aligned_rank3"])
+def test_plans_lead_from_any_stage_to_any_other(source: str, target: str) -> None:
+    layouts = [open_checkpoint(next((GOLDEN / name).glob("global_step*"))).shard(0).layout for name in (source, target)]
+    for src, dst in (layouts, layouts[::-1]):
+        for rank in range(dst.world_size):
+            check_plan(make_plan(src, dst, rank))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_neither_torch_nor_deepspeed_is_imported(name: str) -> None:
+    code = (
+        "import sys; from pathlib import Path; from zeroelastic.checkpoint.open import open_checkpoint\n"
+        "from zeroelastic.checkpoint.saved_state import open_state\n"
+        f"state = open_state(open_checkpoint(next(Path({str(GOLDEN / name)!r}).glob('global_step*'))))\n"
+        "print(len(state.models), sum(part.layout.num_params for part in state.parts))\n"
+        "assert not {'torch', 'deepspeed'} & set(sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "1 6\n"), done.stderr
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_verify_and_diff_take_them(name: str, tag_dir: Callable[[str], Path]) -> None:
+    report = zeroelastic.verify(GOLDEN / name)
+    assert report.valid, report.problems
+    assert zeroelastic.diff(GOLDEN / name, tag_dir(name)).equal
+
+
+@pytest.mark.support("Using it", "stage 1 and 2 checkpoints: plan, Universal checkpoints", "refused")
+def test_what_needs_more_than_reading_is_refused_by_name(tmp_path: Path) -> None:
+    source = GOLDEN / "stage2_rank2"
+    refused = [
+        lambda: zeroelastic.plan(source, world_size=3),
+        lambda: zeroelastic.convert(source, tmp_path / "universal", to="universal"),
+    ]
+    for verb in refused:
+        with pytest.raises(UnsupportedError, match=r"is a ZeRO stage 1 or 2 checkpoint .*not supported yet"):
+            verb()
+    assert not (tmp_path / "universal").exists()
+
+
+@pytest.mark.support("Using it", "stage 1 and 2 checkpoints: reshard to stage 3", "exact", "the same content root")
+@pytest.mark.parametrize("world_size", [1, 2, 5])
+@pytest.mark.parametrize("format", ["elastic", "rigid"])
+@pytest.mark.parametrize("name", [name for name in NAMES if "elastic" not in name])
+def test_resharded_to_stage_3_everything_is_the_same(
+    name: str, format: Literal["elastic", "rigid"], world_size: int, tmp_path: Path
+) -> None:
+    report = zeroelastic.reshard(
+        GOLDEN / name, tmp_path / "out", world_size=world_size, stage=3, format=format, verify=True
+    )
+    assert report.content_root == zeroelastic.verify(GOLDEN / name).content_root
+    found = zeroelastic.diff(GOLDEN / name, tmp_path / "out")
+    scaler_is_new = "bf16_optimizer" in name
+    assert not (found.differing or found.only_left or found.only_right)
+    assert all("loss scaler" in difference.what for difference in found.state) and bool(found.state) == scaler_is_new
+    with zeroelastic.open(tmp_path / "out") as made, zeroelastic.open(GOLDEN / name) as saved:
+        assert (made.stage, made.world_size, list(made.keys())) == (3, world_size, list(saved.keys()))
+
+
+def test_reshard_writes_stage_3_only_and_says_so(tmp_path: Path) -> None:
+    for stage in (None, 1, 2):
+        with pytest.raises(UnsupportedError, match="not written yet; --stage 3 writes"):
+            zeroelastic.reshard(GOLDEN / "stage2_rank2", tmp_path / "out", world_size=3, stage=stage)
+    with pytest.raises(UnsupportedError, match="a checkpoint of ZeRO stage 2 is not written yet"):
+        zeroelastic.reshard(GOLDEN / "rigid2", tmp_path / "out", world_size=3, stage=2)
+    with pytest.raises(UnsupportedError, match="holds no hyper-parameters"):
+        zeroelastic.reshard(GOLDEN / "stage2_elastic_rank2", tmp_path / "out", world_size=3, stage=3)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_flipped_bit_is_found(tag_dir: Callable[[str], Path]) -> None:
+    tag = tag_dir("stage2_round_robin_aligned_rank3")
+    shard = open_checkpoint(tag).shard(1)
+    data = bytearray(shard.path.read_bytes())
+    data[int(shard.extents["exp_avg"].offset[0]) + 3] ^= 0x20
+    shard.path.write_bytes(bytes(data))
+    problems = zeroelastic.verify(tag).problems
+    assert problems and problems[0].file == shard.path.name
+
+
+DAMAGE: dict[str, tuple[str, Callable[[Any], object], str]] = {
+    "fewer groups": (OPTIM, lambda d: d["single_partition_of_fp32_groups"].pop(), "1 entries; .* has 2 groups"),
+    "no groups": (OPTIM, lambda d: d.update(single_partition_of_fp32_groups=None), "holds no single_partition"),
+    "short part": (
+        OPTIM,
+        lambda d: d["single_partition_of_fp32_groups"].__setitem__(0, torch.zeros(3)),
+        "has 3 elements; 3 ranks imply",
+    ),
+    "longer part": (
+        OPTIM,
+        lambda d: d["single_partition_of_fp32_groups"].__setitem__(0, torch.zeros(300)),
+        "has 300 elements; 3 ranks imply",
+    ),
+    "gaps": (OPTIM, lambda d: d.update(param_alignment_paddings=[[-1, 0], [0, 0, 0]]), "param_alignment_paddings"),
+    "gaps of others": (OPTIM, lambda d: d.update(param_alignment_paddings=[[0], [0, 0, 0]]), "gaps are not one"),
+    "ranks": (OPTIM, lambda d: d.update(partition_count=[2, 2]), "saved by 2 ranks, the rest .* by 3"),
+    "state": (
+        OPTIM,
+        lambda d: d["base_optimizer_state"]["state"][0].update(exp_avg=torch.zeros(5)),
+        r"has shape \(5,\)",
+    ),
+    "no state": (OPTIM, lambda d: d.update(base_optimizer_state=7), "holds no optimizer state"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damage_is_named(damage: str, tag_dir: Callable[[str], Path]) -> None:
+    tag = tag_dir("stage2_round_robin_aligned_rank3")
+    name, change, message = DAMAGE[damage]
+    edit(tag / name.format(1), lambda data: change(data["optimizer_state_dict"]))
+    with pytest.raises((CheckpointError, UnsupportedError), match=message) as raised:
+        open_state(open_checkpoint(tag))
+    assert name.format(1) in str(raised.value)
+
+
+def test_groups_of_experts_are_refused_by_name(tag_dir: Callable[[str], Path]) -> None:
+    tag = tag_dir("stage2_rank2")
+    edit(tag / OPTIM.format(0), lambda data: data["optimizer_state_dict"].update(partition_count=[2, 1]))
+    with pytest.raises(UnsupportedError, match="experts"):
+        open_checkpoint(tag).shard(0)
+
+
+def test_missing_files_are_named(tag_dir: Callable[[str], Path]) -> None:
+    tag = tag_dir("stage2_round_robin_aligned_rank3")
+    (tag / OPTIM.format(2)).unlink()
+    with pytest.raises(MissingFileError, match=r"1 of the files of 3 ranks are missing: .*zero_pp_rank_2"):
+        open_checkpoint(tag)
+    (tag / MODEL).unlink()
+    with pytest.raises(MissingFileError, match="model_states"):
+        open_checkpoint(tag)
+
+
+def test_files_of_another_save_are_noticed(tag_dir: Callable[[str], Path]) -> None:
+    tag = tag_dir("stage2_rank2")
+    edit(
+        tag / OPTIM.format(1),
+        lambda d: d["optimizer_state_dict"]["base_optimizer_state"]["param_groups"][0].update(lr=9),
+    )
+    with pytest.raises(CheckpointError, match="differ in hyper-parameters"):
+        open_state(open_checkpoint(tag))
+
+
+def test_files_of_another_stage_are_noticed(tag_dir: Callable[[str], Path]) -> None:
+    tag = tag_dir("stage2_rank2")
+    shutil.copy(GOLDEN / "elastic2" / "global_step2" / OPTIM.format(0), tag)
+    with pytest.raises(CheckpointError, match=r"was saved with ZeRO stage 3, mp_rank_00_model_states\.pt with another"):
+        open_checkpoint(tag).shard(0)
+
+
+def test_frozen_parameters_come_from_the_whole_module() -> None:
+    for name in NAMES:
+        state = open_state(open_checkpoint(next((GOLDEN / name).glob("global_step*"))))
+        assert [param.name for param in state.parts[1].layout.params] == ["frozen"]
+        assert state.parts[1].layout.world_size == 1 and np.all(state.parts[1].layout.owned(0)[1] == 7)

@@ -1,0 +1,180 @@
+"""The command line as a whole: what it imports, where output goes, exit codes, completion, and its documentation."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from places import ROOT
+
+import zeroelastic
+from zeroelastic.byte_sizes import format_size, parse_size
+
+VERBS = sorted(
+    path.stem for path in (ROOT / "zeroelastic/cli").glob("*.py") if f"\ndef {path.stem}(\n" in path.read_text()
+)
+
+
+def cli(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "zeroelastic", *arguments],
+        env={**os.environ, "PYTHONPATH": str(ROOT), **env},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_there_are_verbs() -> None:
+    assert "doctor" in VERBS
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], *([verb, "--help"] for verb in VERBS)], ids=" ".join)
+def test_help_is_quick_because_it_imports_nothing_large(arguments: list[str]) -> None:
+    code = (
+        "import sys, atexit; from zeroelastic.cli.app import main; sys.argv[1:] = sys.argv[2:]\n"
+        "heavy = lambda: {n.split('.')[0] for n in sys.modules} & {'torch', 'deepspeed', 'numpy'}\n"
+        "atexit.register(lambda: print('heavy:', sorted(heavy())))\n"
+        "main()"
+    )
+    command = [sys.executable, "-c", code, "-", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stderr == ""
+    assert done.stdout.endswith("heavy: []\n") and len(done.stdout.splitlines()) > 1
+
+
+def test_version() -> None:
+    assert cli("--version").stdout == f"zeroelastic {zeroelastic.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["no-such-verb"], "no-such-verb"),
+        (["doctor", "--no-such-option"], "--no-such-option"),
+        (["doctor", "--disk", "/no/such/directory"], "does not exist"),
+        (["doctor", "--disk", __file__], "is a file"),
+        (["doctor", "--disk-size", "much"], "'much' is not a size such as 256MiB"),
+        (["doctor", "--disk-size", "1K"], "at least 1 MiB"),
+    ],
+)
+def test_misuse_exits_with_2_and_leaves_stdout_alone(arguments: list[str], said: str) -> None:
+    done = cli(*arguments, COLUMNS="300", TERM="dumb")
+    assert done.returncode == 2 and done.stdout == "" and said in done.stderr
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_examples_that_its_documentation_runs(verb: str) -> None:
+    """tests/project/test_docs.py runs the bash blocks of docs/cli.md."""
+    shown = re.findall(rf"^ *(zeroelastic {verb}\b.*?) *$", cli(verb, "--help").stdout, flags=re.MULTILINE)
+    text = (ROOT / "docs/cli.md").read_text()
+    run = [
+        line
+        for block in re.findall(r"^```bash\n(.*?)^```$", text, flags=re.DOTALL | re.M)
+        for line in block.split("\n")
+    ]
+    assert shown and set(shown) <= set(run)
+    assert f"## {verb}\n" in text
+
+
+@pytest.fixture
+def command(tmp_path: Path) -> Path:
+    """A folder with the command `zeroelastic`, as pip writes it from [project.scripts]."""
+    target = re.search(
+        r'^\[project\.scripts\]\nzeroelastic = "(.+):(.+)"$', (ROOT / "pyproject.toml").read_text(), re.M
+    )
+    assert target is not None
+    script = tmp_path / "bin" / "zeroelastic"
+    script.parent.mkdir()
+    script.write_text(f"#!{sys.executable}\nimport sys\nfrom {target[1]} import {target[2]}\nsys.exit({target[2]}())\n")
+    script.chmod(0o755)
+    return script.parent
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [(["doc"], {"doctor"}), (["doctor", "--disk-"], {"--disk-size"}), (["doctor", "--js"], {"--json"})],
+)
+def test_bash_completes_verbs_and_options(command: Path, words: list[str], offered: set[str]) -> None:
+    env = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "PATH": f"{command}{os.pathsep}{os.environ['PATH']}",
+        "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1",
+    }
+    script = (
+        'eval "$(zeroelastic --show-completion bash)"\n'
+        f"COMP_WORDS=(zeroelastic {' '.join(words)}); COMP_CWORD={len(words)}\n"
+        'complete -p zeroelastic >/dev/null && _zeroelastic_completion zeroelastic && echo "${COMPREPLY[@]}"'
+    )
+    bash = shutil.which("bash")
+    if bash is None:
+        pytest.skip("there is no bash")
+    done = subprocess.run([bash, "-c", script], env=env, capture_output=True, text=True, timeout=120, check=True)
+    assert set(done.stdout.split()) == offered
+
+
+def test_the_console_script_is_the_same_command(command: Path) -> None:
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    for arguments in (["--version"], ["doctor", "--help"]):
+        done = subprocess.run(
+            [command / "zeroelastic", *arguments], env=env, capture_output=True, text=True, timeout=120, check=True
+        )
+        assert done.stdout == cli(*arguments).stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("7", 7),
+        ("7B", 7),
+        ("4k", 4096),
+        ("256MiB", 256 << 20),
+        ("1.5 GiB", 3 << 29),
+        ("2GB", 2 * 10**9),
+        ("1T", 1 << 40),
+    ],
+)
+def test_sizes_are_read_as_people_write_them(text: str, nbytes: int) -> None:
+    assert parse_size(text) == parse_size(text.lower()) == parse_size(f" {text} ") == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "MiB", "-1", "1e3", "1 XB", "1.M", "nan", "1MiBs"])
+def test_what_is_not_a_size_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a size such as"):
+        parse_size(text)
+
+
+@given(st.integers(0, 1 << 60))
+def test_a_size_that_was_shown_reads_back_within_its_precision(nbytes: int) -> None:
+    assert abs(parse_size(format_size(nbytes)) - nbytes) <= 0.05 * nbytes
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1024, "1 KiB"), (1536, "1.5 KiB"), (1 << 20, "1 MiB"), (5 << 30, "5 GiB"),
+     (1 << 40, "1 TiB"), (5000 << 40, "5000 TiB")],
+)  # fmt: skip
+def test_sizes_read_well(nbytes: int, text: str) -> None:
+    assert format_size(nbytes) == text
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["reshard", ".", "s3://bucket/x", "-n", "2"],
+        ["export", ".", "gs://b/x"],
+        ["convert", ".", "s3://b/x", "--to", "dcp"],
+    ],
+)
+def test_a_target_is_not_a_url(arguments: list[str], tmp_path: Path) -> None:
+    done = cli(*arguments, COLUMNS="300", TERM="dumb")
+    assert done.returncode == 2 and "targets are written to this machine" in done.stderr and done.stdout == ""

@@ -1,0 +1,37 @@
+"""The command line, run in this process: what a command prints and how it ends, without a second to start Python.
+
+That a command also works as a program of its own is what tests/project/test_commands.py shows, once for each verb.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from zeroelastic.cli.app import app
+
+
+@dataclass(frozen=True)
+class Done:
+    """The part of subprocess.CompletedProcess that tests look at."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def run_command(*arguments: object, cwd: Path | None = None, env: Mapping[str, str] | None = None) -> Done:
+    """``zeroelastic`` with these arguments, in the directory ``cwd``, with these changes of the environment."""
+    before = Path.cwd()
+    os.chdir(cwd or before)
+    try:
+        result = CliRunner().invoke(app, [*map(str, arguments)], env=env, prog_name="zeroelastic")
+    finally:
+        os.chdir(before)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return Done(result.exit_code, result.stdout, result.stderr)

@@ -1,0 +1,261 @@
+"""install() and uninstall(): what they change, what they put back, and what they refuse."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from zeroelastic.testing import RankPool
+
+
+@pytest.mark.core
+def test_uninstall_restores_every_attribute(rank_pool: RankPool) -> None:
+    assert rank_pool.run(install_twice_and_uninstall, 1) == [[]]
+
+
+def install_twice_and_uninstall() -> list[str]:
+    """Names of class attributes that are not the very objects they were."""
+    from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+
+    import zeroelastic
+
+    classes = (DeepSpeedEngine, DeepSpeedZeroOptimizer_Stage3)
+    before = [dict(vars(owner)) for owner in classes]
+    zeroelastic.install()
+    assert zeroelastic.is_installed()
+    pairs = list(zip(classes, before, strict=True))
+    changed = {name for owner, old in pairs for name in old if vars(owner)[name] is not old[name]}
+    assert changed == {
+        "__del__",
+        "_commit_decoupled_checkpoint",
+        "_configure_zero_optimizer",
+        "_get_all_ckpt_names",
+        "destroy",
+        "load_checkpoint",
+        "load_state_dict",
+        "save_16bit_model",
+        "save_checkpoint",
+        "state_dict",
+    }
+    once = [dict(vars(owner)) for owner in classes]
+    zeroelastic.install()
+    assert [dict(vars(owner)) for owner in classes] == once, "a second install() wrapped again"
+    zeroelastic.uninstall()
+    zeroelastic.uninstall()
+    assert not zeroelastic.is_installed()
+    after = [dict(vars(owner)) for owner in classes]
+    return [
+        name
+        for old, new in zip(before, after, strict=True)
+        for name in old.keys() | new.keys()
+        if old.get(name) is not new.get(name)
+    ]
+
+
+def test_uninstall_leaves_what_another_library_wrapped_later(rank_pool: RankPool) -> None:
+    """Its wrapper is called as before; ours, below it, does nothing until the next install(), and then acts once."""
+    assert rank_pool.run(install_under_another_wrapper, 1)[0] == [
+        ["another", "stock"],
+        ["another", "ours", "stock"],
+        ["another", "stock"],
+        ["ours", "stock"],
+        ["stock"],
+    ]
+
+
+def install_under_another_wrapper() -> list[list[str]]:
+    """What a call of save_16bit_model comes through."""
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    import zeroelastic
+    from zeroelastic.deepspeed.install import wrappers
+
+    through: list[str] = []
+
+    def calls() -> list[str]:
+        through.clear()
+        DeepSpeedEngine.save_16bit_model(None, "somewhere")
+        return list(through)
+
+    DeepSpeedEngine.save_16bit_model = lambda self, save_dir: through.append("stock")
+    wrappers.finish_pending = lambda engine, before: through.append("ours")
+    zeroelastic.install()
+    below = DeepSpeedEngine.save_16bit_model
+
+    @functools.wraps(below)
+    def another(self: object, *args: object) -> object:
+        through.append("another")
+        return below(self, *args)
+
+    DeepSpeedEngine.save_16bit_model = another
+    zeroelastic.uninstall()
+    seen = [calls()]
+    assert not zeroelastic.is_installed() and DeepSpeedEngine.save_16bit_model is another
+    zeroelastic.install()
+    seen.append(calls())
+    zeroelastic.uninstall()
+    seen.append(calls())
+    zeroelastic.install()
+    DeepSpeedEngine.save_16bit_model = below  # the other library takes its wrapper off
+    seen.append(calls())
+    zeroelastic.uninstall()
+    seen.append(calls())
+    return seen
+
+
+def save_with_overrides(directory: str) -> list[bool]:
+    """Whether what somebody has put on the engine and its optimizer is there after a save, and nothing else is."""
+    from training import Job, build_engine
+
+    engine = build_engine(Job())
+    engine._get_param_fragment_func = functools.partial(type(engine)._get_param_fragment_func, engine)
+    engine.zero_nvme_offload_optimizer = lambda: False
+    engine._copy_recovery_script = functools.partial(type(engine)._copy_recovery_script, engine)
+    engine.optimizer.checkpoint_event_epilogue = functools.partial(
+        type(engine.optimizer).checkpoint_event_epilogue, engine.optimizer
+    )
+    before = [dict(vars(engine)), dict(vars(engine.optimizer))]
+    engine.save_checkpoint(directory)
+    after = [vars(engine), vars(engine.optimizer)]
+    return [
+        {name: id(value) for name, value in then.items() if callable(value)}
+        == {name: id(value) for name, value in now.items() if callable(value)}
+        for then, now in zip(before, after, strict=True)
+    ]
+
+
+def test_a_save_leaves_the_engines_own_attributes_as_they_were(rank_pool: RankPool, tmp_path: Path) -> None:
+    assert rank_pool.run(save_with_overrides, 1, str(tmp_path)) == [[True, True]]
+
+
+@pytest.mark.core
+def test_signatures_are_kept(rank_pool: RankPool) -> None:
+    """HF Trainer looks at save_checkpoint's parameters before it passes exclude_frozen_parameters."""
+    assert rank_pool.run(signatures, 1)[0]
+
+
+def signatures() -> bool:
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    import zeroelastic
+
+    names = ("save_checkpoint", "load_checkpoint")
+    before = {name: inspect.signature(getattr(DeepSpeedEngine, name)) for name in names}
+    zeroelastic.install()
+    return all(inspect.signature(getattr(DeepSpeedEngine, name)) == sig for name, sig in before.items())
+
+
+@pytest.mark.support("Using it", "DeepSpeed below 0.18", "refused", "by `install()`, which changes nothing")
+def test_a_deepspeed_that_is_too_old_is_refused(rank_pool: RankPool) -> None:
+    name, text, installed = rank_pool.run(install_on, 1, version="0.16.9")[0]
+    assert (name, installed) == ("IncompatibleDeepSpeedError", False)
+    assert "0.16.9" in text and "deepspeed>=0.18" in text
+
+
+@pytest.mark.support(
+    "Using it", "a DeepSpeed whose seams have changed", "refused", "by `install()`, naming the seam; nothing is changed"
+)
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        pytest.param("missing", "DeepSpeedEngine._get_all_ckpt_names does not exist", marks=pytest.mark.core),
+        ("parameter", "DeepSpeedEngine.load_checkpoint has no parameter load_module_strict"),
+        ("class", "TorchCheckpointEngine.save does not exist (there is no deepspeed.runtime.checkpoint_engine.torch_"),
+        (
+            "module",
+            "TorchCheckpointEngine.save does not exist (there is no deepspeed.runtime.checkpoint_engine.torch_",
+        ),
+    ],
+)
+def test_a_changed_seam_is_refused_by_name_and_nothing_is_wrapped(rank_pool: RankPool, change: str, named: str) -> None:
+    name, text, installed = rank_pool.run(install_on, 1, change=change)[0]
+    assert (name, installed) == ("IncompatibleDeepSpeedError", False)
+    assert named in text and "Nothing was changed" in text
+
+
+def install_on(version: str | None = None, change: str | None = None) -> tuple[str, str, bool]:
+    from importlib import metadata
+
+    from deepspeed.runtime.checkpoint_engine import torch_checkpoint_engine
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    import zeroelastic
+
+    if version is not None:
+        metadata.version = lambda name: version  # type: ignore[assignment]
+    if change == "missing":
+        del DeepSpeedEngine._get_all_ckpt_names
+    elif change == "parameter":
+        DeepSpeedEngine.load_checkpoint = lambda self, load_dir, tag=None: None
+    elif change == "class":
+        del torch_checkpoint_engine.TorchCheckpointEngine
+    elif change == "module":
+        sys.modules[torch_checkpoint_engine.__name__] = None  # as if it were not there
+    before = dict(vars(DeepSpeedEngine))
+    try:
+        zeroelastic.install()
+    except Exception as error:
+        unchanged = dict(vars(DeepSpeedEngine)) == before
+        return type(error).__name__, str(error), zeroelastic.is_installed() or not unchanged
+    return "", "", zeroelastic.is_installed()
+
+
+def test_the_warning_that_the_flag_is_unsupported_is_not_shown(rank_pool: RankPool) -> None:
+    assert rank_pool.run(warnings_shown, 1) == [[True, False, True]]
+
+
+def warnings_shown() -> list[bool]:
+    """Whether DeepSpeed's logger says it before install(), after it, and after uninstall()."""
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from deepspeed.utils import logger
+
+    import zeroelastic
+
+    shown = []
+    for prepare in (lambda: None, zeroelastic.install, zeroelastic.uninstall):
+        prepare()
+        said: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record, said=said: said.append(record.getMessage())  # type: ignore[method-assign]
+        logger.addHandler(handler)
+        DeepSpeedZeroConfig(stage=3, elastic_checkpoint=True)
+        logger.removeHandler(handler)
+        shown.append(any("elastic checkpointing is deprecated" in text for text in said))
+    return shown
+
+
+SCRIPT = """
+import sys
+import zeroelastic
+assert zeroelastic.is_installed()
+from torch.distributed import distributed_c10d
+assert distributed_c10d.default_pg_timeout.total_seconds() == 600
+print("ran", sys.argv[1:], __name__, sys.path[0], file=open(sys.argv[1], "w"))
+"""
+
+
+@pytest.mark.support(
+    "Using it", "`python -m zeroelastic.run`, scripts unchanged", "exact", "under `torchrun`, scripts and modules"
+)
+@pytest.mark.parametrize("module", [False, True])
+def test_launcher_runs_an_unchanged_script(tmp_path: Path, module: bool) -> None:
+    script = tmp_path / "train_it.py"
+    script.write_text(SCRIPT)
+    target = ["-m", "train_it"] if module else [str(script)]
+    command = [sys.executable, "-m", "zeroelastic.run", *target, str(tmp_path / "out"), "--lr", "3"]
+    subprocess.run(command, check=True, timeout=120, cwd=tmp_path if module else None)
+    text = (tmp_path / "out").read_text()
+    assert "'--lr', '3'] __main__" in text and str(tmp_path) in text
+
+
+def test_launcher_says_what_is_wrong(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "zeroelastic.run", str(tmp_path / "none.py")]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 2 and "no such script" in result.stderr

@@ -1,0 +1,99 @@
+"""zeroelastic.deepspeed.options: safe defaults, and every mistake names the option and what is known."""
+
+from __future__ import annotations
+
+import pytest
+
+from zeroelastic.deepspeed.options import Options, parse_options
+from zeroelastic.errors import ConfigError
+
+
+@pytest.mark.parametrize("config", [{}, {"zeroelastic": {}}, {"zero_optimization": {"stage": 3}}])
+def test_the_defaults_are_the_safe_ones(config):
+    options = parse_options(config)
+    assert options == Options()
+    assert (options.verify, options.strict_batch, options.weights_only_load, options.fsync, options.io_engine) == (
+        "full", False, False, True, "auto",
+    )  # fmt: skip
+    assert options.on_mismatch == "error"
+
+
+@pytest.mark.parametrize(
+    ("value", "want"), [(True, "full"), (False, "off"), ("full", "full"), ("quick", "quick"), ("off", "off")]
+)
+def test_verify_is_a_flag_or_a_word(value, want):
+    assert parse_options({"zeroelastic": {"verify": value}}).verify == want
+
+
+def test_every_option_is_taken():
+    block = {
+        "verify": "quick", "strict_batch": True, "on_mismatch": "initialize", "weights_only_load": True, "fsync": False,
+        "save_timeout_s": 60.0, "io_engine": "numpy", "allow_globals": ["package.module.Class"], "fallback": True,
+        "async_save": True, "keep_gradient_scale": False, "required": True,
+    }  # fmt: skip
+    assert parse_options({"zeroelastic": block}).model_dump() == block
+
+
+@pytest.mark.parametrize(
+    ("old", "value", "new"),
+    [
+        ("background_save", True, "async_save"), ("safe_load", True, "weights_only_load"),
+        ("executor", "numpy", "io_engine"),
+        ("strict", True, "strict_batch"), ("missing_state", "fresh", 'on_mismatch", which takes "initialize"'),
+    ],
+)  # fmt: skip
+def test_an_old_name_of_an_option_is_an_error_that_names_the_new_one(old: str, value: object, new: str) -> None:
+    with pytest.raises(ConfigError, match="Change the DeepSpeed configuration") as caught:
+        parse_options({"zeroelastic": {old: value, "verify": True}})
+    assert f'"{old}" is now "{new}' in str(caught.value)
+
+
+def test_a_global_that_is_no_name_of_a_class_is_refused():
+    with pytest.raises(ConfigError, match=r"allow_globals is .* 'nothing' does not name a class"):
+        parse_options({"zeroelastic": {"allow_globals": ["a.B", "nothing"]}})
+
+
+def test_an_unknown_option_names_the_known_ones():
+    with pytest.raises(ConfigError, match=r"has no option 'verfy', 'x'\. Known options: ") as caught:
+        parse_options({"zeroelastic": {"verfy": True, "x": 1, "strict_batch": True}})
+    assert all(name in str(caught.value) for name in Options.model_fields)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("verify", "fully"), ("verify", 1), ("verify", None), ("strict_batch", "yes"), ("strict_batch", 1),
+        ("strict_batch", None), ("weights_only_load", "true"), ("fsync", 0), ("io_engine", "warp"),
+        ("io_engine", None), ("io_engine", ["numpy"]),
+        ("on_mismatch", "zero"), ("on_mismatch", True), ("fallback", 1), ("fallback", "newest"),
+    ],
+)  # fmt: skip
+def test_a_wrong_value_names_its_option(name, value):
+    with pytest.raises(ConfigError) as caught:
+        parse_options({"zeroelastic": {name: value}})
+    assert f'"zeroelastic": {name} is {value!r}' in str(caught.value)
+
+
+@pytest.mark.parametrize("block", [True, None, [], "verify", 3])
+def test_a_block_that_is_none_is_refused(block):
+    with pytest.raises(ConfigError, match="not a block of options"):
+        parse_options({"zeroelastic": block})
+
+
+def test_a_config_error_is_a_value_error():
+    with pytest.raises(ValueError):
+        parse_options({"zeroelastic": 1})
+
+
+def test_options_do_not_change():
+    options = parse_options({})
+    with pytest.raises(ValueError, match="frozen"):
+        options.strict_batch = True
+
+
+@pytest.mark.parametrize(
+    ("executor", "host"),
+    [("auto", "auto"), ("numpy", "numpy"), ("native", "native"), ("torch", "auto"), ("cuda", "auto")],
+)
+def test_an_executor_for_a_gpu_leaves_the_one_for_files_to_auto(executor: str, host: str) -> None:
+    assert parse_options({"zeroelastic": {"io_engine": executor}}).host_io_engine == host

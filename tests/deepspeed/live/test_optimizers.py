@@ -1,0 +1,284 @@
+"""Every optimizer resumes at another world size bit for bit, or is refused by name before anything is harmed."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from exact_jobs import OPTIMIZERS
+from saves import Saver, check_resumed, save_once
+from training import LOSS_RTOL, Job, attempt, build_engine, look, resume, train_step
+
+from zeroelastic.core.digest import ScalarValue
+from zeroelastic.deepspeed.live.optimizers import live_form
+from zeroelastic.errors import UnsupportedError, ZeroElasticError
+from zeroelastic.testing import RankPool, compare_states
+
+STEPS = {"before": 2, "after": 1}
+
+
+@pytest.fixture(scope="module")
+def saved(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Saver:
+    return save_once(rank_pool, tmp_path_factory, **STEPS)
+
+
+NOTES = {
+    "adagrad": "one group: with two DeepSpeed itself fails",
+    "lamb": "a trust ratio over a rank's part makes steps depend on the world size",
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.support("Optimizers", feature, "exact", NOTES.get(name, "")))
+        for name, (_, feature) in OPTIMIZERS.items()
+    ],
+)
+def test_optimizer_resumes_bit_exact_on_more_and_fewer_ranks(rank_pool: RankPool, saved: Saver, name: str) -> None:
+    job = OPTIMIZERS[name][0]
+    checkpoint = saved(job, 3)
+    for world_size in (2, 4):
+        outcomes = rank_pool.run(resume, world_size, job.other(), checkpoint.directory, **STEPS)
+        check_resumed(checkpoint, outcomes, job)
+        assert outcomes[0].report.root_matches
+        assert any(key.startswith("state/") for key in checkpoint.outcome.state) == (name != "plain_sgd")
+
+
+FORMS = {"adamw": "a float32 tensor", "cpu_adam": "a Python int", "fused_adam": "a Python int"}
+ADAMS = "changing between torch `AdamW`, `DeepSpeedCPUAdam` and `FusedAdam`"
+
+
+@pytest.mark.support("Optimizers", ADAMS, "exact", "the report names hyper-parameters that only one of them has")
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [("adamw", "cpu_adam"), ("cpu_adam", "adamw"), ("adamw", "fused_adam"), ("fused_adam", "cpu_adam")],
+)
+def test_adam_goes_on_as_another_adam(rank_pool: RankPool, saved: Saver, one: str, other: str) -> None:
+    """torch keeps a step as a tensor, DeepSpeed's ops as an int: the number is the same, and the form is the run's."""
+    checkpoint = saved(OPTIMIZERS[one][0], 3)
+    outcomes = rank_pool.run(resume, 2, Job(optimizer=other).other(), checkpoint.directory, **STEPS)
+    classes = {"adamw": "AdamW", "cpu_adam": "DeepSpeedCPUAdam", "fused_adam": "FusedAdam"}
+    for outcome in outcomes:
+        different = compare_states(checkpoint.outcome.state, outcome.state)
+        assert all(re.fullmatch(r"group/\d/\w+(/\d)?: is (missing|new)", line) for line in different), different
+        assert outcome.gathered == checkpoint.outcome.gathered
+        assert outcome.report.root_matches
+        notes = outcome.report.notes
+        assert f"optimizer: {classes[other]} goes on from the state of {classes[one]}, which has the same keys" in notes
+        line = f"step: the same number, as {FORMS[other]} here and as {FORMS[one]} in the checkpoint"
+        assert (line in notes) == (FORMS[one] != FORMS[other])
+        assert any("hyper-parameters that are the run's own: " in note for note in notes)
+        assert outcome.losses == pytest.approx(checkpoint.outcome.losses, rel=LOSS_RTOL["bf16"])
+
+
+@pytest.mark.support("Optimizers", "changing to one with other state", "refused", "both lists of state keys are named")
+@pytest.mark.parametrize(
+    ("one", "other", "message"),
+    [
+        ("adamw", "sgd", r"state of AdamW \(exp_avg, exp_avg_sq, step\), this run's SGD keeps momentum_buffer;"),
+        ("adamw", "plain_sgd", r"state of AdamW \(exp_avg, exp_avg_sq, step\), this run's SGD keeps none;"),
+        ("sgd", "adamw", r"state of SGD \(momentum_buffer\), this run's AdamW keeps exp_avg, exp_avg_sq, step;"),
+        (
+            "amsgrad",
+            "cpu_adam",
+            r"max_exp_avg_sq, step\), this run's DeepSpeedCPUAdam keeps exp_avg, exp_avg_sq, ",
+        ),
+        ("adamw", "lamb", "state of AdamW .*, and what this run's Lamb keeps is not known;"),
+    ],
+)
+def test_another_optimizer_with_other_state_is_refused(
+    rank_pool: RankPool, saved: Saver, one: str, other: str, message: str
+) -> None:
+    checkpoint = saved(OPTIMIZERS[one][0], 3)
+    errors = rank_pool.run(attempt, 2, OPTIMIZERS[one][0].other(optimizer=other), checkpoint.directory)
+    assert len(set(errors)) == 1, errors
+    error, text = errors[0]
+    assert error == "LayoutMismatchError"
+    assert "optimizer group 0 has the " in text and "load_optimizer_states=False for the weights alone" in text
+    assert re.search(message, text), text
+
+
+def test_the_weights_alone_go_to_any_optimizer(rank_pool: RankPool, saved: Saver) -> None:
+    checkpoint = saved(OPTIMIZERS["adamw"][0], 3)
+    job = Job(optimizer="sgd").other()
+    outcome = rank_pool.run(resume, 2, job, checkpoint.directory, **STEPS, load_optimizer_states=False)[0]
+    for key in checkpoint.outcome.state:
+        if key.startswith(("master/", "weight/")):
+            assert outcome.state[key] == checkpoint.outcome.state[key]
+    assert not any(key.startswith("state/") for key in outcome.state)
+
+
+REFUSED = {
+    "quantised": (
+        "Quantised's optimizer state 'absmax' of sub-group 0 is a Tensor of shape",
+        "block-quantised (8-bit) state",
+    ),
+    "factored": ("Factored's state 'rms' of sub-group 0 is pyfloat:", "factored state, statistics of a rank's part"),
+    "unplain": (
+        "'schedule' of optimizer group 0 is a dict, not a plain value",
+        "hyper-parameters that are no plain values",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.support("Optimizers", feature, "refused", "before a save writes anything"))
+        for name, (_, feature) in REFUSED.items()
+    ],
+)
+def test_state_that_cannot_be_resharded_is_refused_before_a_save_writes_anything(
+    rank_pool: RankPool, tmp_path: Path, name: str
+) -> None:
+    record = tmp_path / "global_step1" / "zeroelastic.json"  # of an earlier save to this tag
+    record.parent.mkdir()
+    record.write_text("{}")
+    errors = rank_pool.run(attempt_save, 3, Job(optimizer=name), str(tmp_path))
+    assert len(set(errors)) == 1, errors
+    assert errors[0][0] == "UnsupportedError" and REFUSED[name][0] in errors[0][1], errors[0]
+    assert [path.name for path in tmp_path.rglob("*")] == ["global_step1", "zeroelastic.json"]
+    assert record.read_text() == "{}"
+
+
+def attempt_save(job: Job, directory: str) -> tuple[str, str]:
+    """The type and text of the error that a save after one step raises on this rank."""
+    engine = build_engine(job)
+    train_step(engine, 0)
+    try:
+        engine.save_checkpoint(directory)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def test_quantised_state_is_left_to_deepspeed_at_the_same_size_and_refused_at_another(
+    rank_pool: RankPool, tmp_path: Path
+) -> None:
+    job = Job(optimizer="quantised", elastic=False)
+    saved = rank_pool.run(train_one_and_save, 2, job, str(tmp_path))
+    assert not list(tmp_path.rglob("zeroelastic.json"))
+    errors = rank_pool.run(attempt, 3, job.other(), str(tmp_path))
+    assert len(set(errors)) == 1
+    assert errors[0][0] == "UnsupportedError" and "'absmax' of sub-group 0 has shape" in errors[0][1]
+    assert rank_pool.run(load_own_state, 2, job, str(tmp_path)) == saved
+
+
+def train_one_and_save(job: Job, directory: str) -> list[list[float]]:
+    """What each sub-group's 8-bit state says on this rank, saved."""
+    engine = build_engine(job)
+    train_step(engine, 0)
+    engine.save_checkpoint(directory)
+    return absmax(engine)
+
+
+def load_own_state(job: Job, directory: str) -> list[list[float]]:
+    engine = build_engine(job)
+    path, _ = engine.load_checkpoint(directory)
+    assert path is not None and not hasattr(engine, "zeroelastic_report")
+    return absmax(engine)
+
+
+def absmax(engine: Any) -> list[list[float]]:
+    optimizer = engine.optimizer
+    return [optimizer.optimizer.state[flat]["absmax"].tolist() for flat in optimizer.fp32_partitioned_groups_flat]
+
+
+def test_steps_that_differ_are_kept_apart_or_refused(rank_pool: RankPool, tmp_path: Path) -> None:
+    """Sub-groups of which one skipped a step: each parameter keeps its own, and two of them cannot share one."""
+    job = Job(sub_group_size=1)
+    state = rank_pool.run(save_with_skipped_step, 2, job, str(tmp_path))[0]
+    assert len({value for key, value in state.items() if key.startswith("scalar/")}) == 2
+    outcome = rank_pool.run(resume, 3, job, str(tmp_path), **STEPS)[0]
+    assert compare_states(state, outcome.state) == []
+    errors = rank_pool.run(attempt, 3, Job(sub_group_size=10**9), str(tmp_path))
+    assert len(set(errors)) == 1
+    assert errors[0][0] == "UnsupportedError"
+    assert "step: 2 and 1" in errors[0][1] or "step: 1 and 2" in errors[0][1]
+    assert "Choose a sub_group_size that keeps them apart" in errors[0][1]
+
+
+def save_with_skipped_step(job: Job, directory: str) -> Any:
+    engine = build_engine(job)
+    for step in range(2):
+        train_step(engine, step)
+    flats = engine.optimizer.fp32_partitioned_groups_flat
+    engine.optimizer.optimizer.state[flats[0]]["step"] -= 1
+    engine.save_checkpoint(directory)
+    return look(engine)[0]
+
+
+def test_muon_goes_on_from_the_loaded_momentum(rank_pool: RankPool, saved: Saver) -> None:
+    """In memory, DeepSpeed steps with a buffer beside the optimizer state: it has to be the tensor that was filled."""
+    name = "muon_in_memory"
+    checkpoint = saved(OPTIMIZERS[name][0], 3)
+    assert all(rank_pool.run(momentum_is_shared, 2, OPTIMIZERS[name][0].other(), checkpoint.directory))
+
+
+def momentum_is_shared(job: Job, directory: str) -> bool:
+    engine = build_engine(job)
+    engine.load_checkpoint(directory)
+    optimizer = engine.optimizer
+    buffers = optimizer.muon_momentum_buffer_partitioned_groups_flat
+    assert buffers
+    shared = True
+    for i, buffer in buffers.items():
+        held = optimizer.optimizer.state[optimizer.fp32_partitioned_groups_flat[i]]["momentum_buffer"]
+        shared &= held is buffer and bool(buffer.abs().sum() > 0)
+    return shared
+
+
+def test_state_dicts_in_memory_go_to_another_adam_and_no_further(rank_pool: RankPool) -> None:
+    states = rank_pool.run(dump_state, 2, Job())
+    steps = rank_pool.run(load_states, 3, Job(optimizer="cpu_adam").other(), states)
+    assert steps == [[1] * len(steps[0])] * 3 and all(type(step) is int for step in steps[0])
+    for problem in rank_pool.run(load_states, 3, Job(optimizer="sgd").other(), states):
+        assert "LayoutMismatchError" in problem[0] and "this run's SGD keeps momentum_buffer" in problem[0]
+
+
+def dump_state(job: Job) -> Any:
+    engine = build_engine(job)
+    train_step(engine, 0)
+    return engine.optimizer.state_dict()
+
+
+def load_states(job: Job, states: list[Any]) -> list[Any]:
+    engine = build_engine(job)
+    try:
+        engine.optimizer.load_state_dict(states)
+    except ZeroElasticError as error:
+        return [f"{type(error).__name__}: {error}"]
+    optimizer = engine.optimizer
+    return [optimizer.optimizer.state[flat]["step"] for flat in optimizer.fp32_partitioned_groups_flat]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "current", "value", "expected"),
+    [
+        (torch.optim.AdamW, None, ScalarValue("pyint", 3), ScalarValue("float32", 3.0)),
+        (torch.optim.AdamW, None, ScalarValue("float64", 3.0), ScalarValue("float64", 3.0)),
+        (torch.optim.AdamW, torch.tensor(1.0), ScalarValue("pyint", 2**24), ScalarValue("float32", 2.0**24)),
+        (torch.optim.AdamW, 5, ScalarValue("float32", 3.0), ScalarValue("pyint", 3)),
+        (torch.optim.AdamW, 5.0, ScalarValue("float32", 3.5), ScalarValue("pyfloat", 3.5)),
+        (torch.optim.AdamW, None, ScalarValue("none", None), ScalarValue("none", None)),
+        (torch.optim.AdamW, 5, ScalarValue("bool", True), ScalarValue("bool", True)),
+        (torch.optim.SGD, None, ScalarValue("pyint", 3), ScalarValue("pyint", 3)),
+        (torch.optim.AdamW, 5, ScalarValue("float32", 3.5), "cannot keep as pyint"),
+        (torch.optim.AdamW, 5, ScalarValue("float32", float("inf")), "cannot keep as pyint"),
+        (torch.optim.AdamW, None, ScalarValue("pyint", 2**24 + 1), "cannot keep as float32"),
+    ],
+)
+def test_a_scalar_takes_the_form_that_the_optimizer_keeps(
+    optimizer: type[torch.optim.Optimizer], current: object, value: ScalarValue, expected: ScalarValue | str
+) -> None:
+    live = optimizer([torch.nn.Parameter(torch.ones(2))])
+    if isinstance(expected, str):
+        with pytest.raises(UnsupportedError, match=expected):
+            live_form(value, key="step", current=current, optimizer=live, options={}, where="here")
+    else:
+        made = live_form(value, key="step", current=current, optimizer=live, options={}, where="here")
+        assert made == expected and type(made.value) is type(expected.value)

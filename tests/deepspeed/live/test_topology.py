@@ -1,0 +1,524 @@
+"""Process groups and communication features: what is resumed at another world size is what was saved, bit for bit.
+
+How ranks talk to each other while they train must not show in a checkpoint, and what is kept beside the partitions (the
+secondary copies of hpZ, persistent parameters) must not survive a load. Same job and same comparison as in
+test_resume.py; each feature goes up and down once.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import training
+from exact_jobs import BUCKETS
+from saves import Saved, check_resumed
+from sliced_model import TP_BATCH, ByHand, HostQuantizer, SlicedModel, build_sliced, sliced_step, use_sliced
+from training import Job, Outcome, resume, train_and_save
+
+from zeroelastic.checkpoint.commit_record import read_record
+from zeroelastic.checkpoint.open import open_checkpoint
+from zeroelastic.checkpoint.tensor_parallel import TensorParallel
+from zeroelastic.errors import CheckpointError, UnsupportedError, ZeroElasticError
+from zeroelastic.testing import RankPool, compare_states
+
+SECTION = "Parallelism and communication"
+
+
+def run_with(change: Callable[[Job], None], function: Callable[..., Any], job: Job, *args: Any, **kwargs: Any) -> Any:
+    """On a rank: change how models or engines are built (processes are not reused), then run the job."""
+    change(job)
+    return function(job, *args, **kwargs)
+
+
+def unchanged(job: Job) -> None:
+    """The standard job."""
+
+
+def train_then_resume(job: Job, directory: str, **load: Any) -> Outcome:
+    """Train before loading, so that everything that is made while training is there, and stale, at the load."""
+    build = training.build_engine
+
+    def trained(job: Job) -> Any:
+        engine = build(job)
+        training.train_step(engine, 77)
+        return engine
+
+    training.build_engine = trained  # type: ignore[assignment]
+    return resume(job, directory, **load)
+
+
+def there_and_back(
+    rank_pool: RankPool,
+    tmp_path: Path,
+    job: Job,
+    *,
+    change: Callable[[Job], None] = unchanged,
+    other_change: Callable[[Job], None] | None = None,
+    other: Job | None = None,
+    pairs: tuple[tuple[int, int], ...] = ((2, 4), (4, 2)),
+    load: Callable[..., Outcome] = resume,
+) -> list[Outcome]:
+    """Save and resume at every pair of world sizes; compare everything. The outcomes of the last resume."""
+    saves: dict[int, Saved] = {}
+    outcomes: list[Outcome] = []
+    for save_world_size, world_size in pairs:
+        if save_world_size not in saves:
+            directory = str(tmp_path / f"save{save_world_size}")
+            made = rank_pool.run(run_with, save_world_size, change, train_and_save, job, directory)
+            saves[save_world_size] = Saved(directory, made[0])
+        saved = saves[save_world_size]
+        outcomes = rank_pool.run(
+            run_with, world_size, other_change or change, load, other or job.other(), saved.directory
+        )
+        check_resumed(saved, outcomes, job)
+        assert outcomes[0].report.root_matches
+    return outcomes
+
+
+@pytest.mark.support(SECTION, "hpZ (`zero_hpz_partition_size`)", "exact", "secondary copies are dropped by a load")
+def test_hpz(rank_pool: RankPool, tmp_path: Path) -> None:
+    """Loaded into an engine that has trained, so that every parameter, frozen ones too, has a stale secondary copy."""
+    job = Job(zero={"zero_hpz_partition_size": 2})
+    there_and_back(rank_pool, tmp_path, job, load=train_then_resume)
+
+
+def with_ulysses(job: Job) -> None:
+    """Two ranks share a sequence: the module of groups that HF Trainer and ALST hand to deepspeed.initialize."""
+    import deepspeed
+    from deepspeed.runtime.sequence_parallel import parallel_state_sp
+
+    deepspeed.init_distributed()
+    parallel_state_sp.initialize_sequence_parallel(2)
+    initialize = deepspeed.initialize
+    deepspeed.initialize = lambda **kwargs: initialize(mpu=parallel_state_sp, **kwargs)
+
+
+@pytest.mark.support(
+    "Parallelism and communication",
+    "Ulysses sequence parallelism",
+    "exact",
+    "through an `mpu` with sequence data parallel groups",
+)
+def test_sequence_parallel(rank_pool: RankPool, tmp_path: Path) -> None:
+    job = Job(config={"sequence_parallel_size": 2})
+    there_and_back(rank_pool, tmp_path, job, change=with_ulysses)
+
+
+def under_zero_init(job: Job) -> None:
+    """Models are partitioned while they are built."""
+    import deepspeed
+
+    def build_model(job: Job) -> torch.nn.Module:
+        torch.manual_seed(4321 if job.perturb else 1234)
+        with deepspeed.zero.Init(config_dict_or_path=training.ds_config(job)):
+            model = training.TinyModel(job.frozen, job.extra)
+        model.batches_seen = model.batches_seen.float()  # made in bf16, in there
+        return model
+
+    training.build_model = build_model  # type: ignore[assignment]
+
+
+@pytest.mark.support("Parallelism and communication", "models built under `deepspeed.zero.Init`", "exact")
+def test_zero_init(rank_pool: RankPool, tmp_path: Path) -> None:
+    job = Job(groups=1)  # under zero.Init no parameter has dimensions to tell groups by
+    there_and_back(rank_pool, tmp_path / "a", job, change=under_zero_init, pairs=((2, 3),))
+    there_and_back(rank_pool, tmp_path / "b", job, change=under_zero_init, other_change=unchanged, pairs=((3, 2),))
+    there_and_back(rank_pool, tmp_path / "c", job, change=unchanged, other_change=under_zero_init, pairs=((3, 2),))
+
+
+def with_a_block(job: Job, leaf: bool = False) -> None:
+    """The standard model with a block of two layers, which are gathered together, as experts would be, if ``leaf``."""
+    build = training.build_model
+
+    def build_model(job: Job) -> torch.nn.Module:
+        from deepspeed.utils import set_z3_leaf_modules
+
+        model = build(job)
+        model.block = torch.nn.Sequential(torch.nn.Linear(16, 9), torch.nn.Tanh(), torch.nn.Linear(9, 16))
+        if leaf:
+            assert set_z3_leaf_modules(model, [torch.nn.Sequential]) == [model.block]
+        return model
+
+    training.build_model = build_model  # type: ignore[assignment]
+
+
+def with_a_leaf_module(job: Job) -> None:
+    with_a_block(job, leaf=True)
+
+
+@pytest.mark.support("Parallelism and communication", "`leaf` modules", "exact")
+def test_leaf_modules(rank_pool: RankPool, tmp_path: Path) -> None:
+    job = Job(extra="block")
+    one, other = with_a_leaf_module, with_a_block
+    there_and_back(rank_pool, tmp_path / "a", job, change=one, other_change=other, pairs=((2, 3),))
+    there_and_back(rank_pool, tmp_path / "b", job, change=other, other_change=one, pairs=((3, 2),))
+
+
+@pytest.mark.support(
+    "Parallelism and communication",
+    "other `overlap_comm`, `contiguous_gradients`, buckets, persistence",
+    "exact",
+    "than the run that saved",
+)
+@pytest.mark.parametrize("name", BUCKETS)
+def test_communication_settings_may_differ(rank_pool: RankPool, tmp_path: Path, name: str) -> None:
+    one, other = BUCKETS[name]
+    there_and_back(rank_pool, tmp_path / "a", Job(zero=one), other=Job(zero=other).other(), pairs=((2, 3),))
+    there_and_back(rank_pool, tmp_path / "b", Job(zero=other), other=Job(zero=one).other(), pairs=((3, 2),))
+
+
+def with_quantized_weights(job: Job) -> None:
+    """Weights are int8 on the wire (qwZ)."""
+    from deepspeed.runtime.zero import partition_parameters
+
+    partition_parameters.CUDAQuantizer = HostQuantizer
+
+
+def with_quantized_gradients(job: Job) -> None:
+    """Gradients are rounded on the wire (qgZ), which DeepSpeed does between nodes: here every rank is one."""
+    from deepspeed.runtime.comm.coalesced_collectives import reduce_scatter_coalesced
+    from deepspeed.runtime.zero import stage3
+
+    def rounded(tensors: Any, groups: object) -> Any:
+        HostQuantizer.calls += 1
+        return [(part * 64).round() / 64 for part in reduce_scatter_coalesced(tensors, torch.distributed.group.WORLD)]
+
+    stage3.all_to_all_quant_reduce = rounded
+
+
+def wire_job(job: Job, directory: str, *, save: bool) -> tuple[dict[str, Any], dict[str, str], Any]:
+    """What is saved or loaded, but the gathered 16-bit weights: they went over the wire. And that some did."""
+    run = train_and_save(job, directory, after=0) if save else resume(job, directory, after=1)
+    assert HostQuantizer.calls > 0, "nothing was quantised"
+    state = {key: value for key, value in run.state.items() if not key.startswith("weight/")}
+    return state, run.gathered, run.report
+
+
+QUANTISED = "; DeepSpeed's CUDA op replaced by torch in the tests"
+
+
+@pytest.mark.parametrize(
+    ("option", "change"),
+    [
+        pytest.param(
+            "zero_quantized_weights",
+            with_quantized_weights,
+            marks=pytest.mark.support(SECTION, "qwZ (`zero_quantized_weights`)", "exact", "wire only" + QUANTISED),
+        ),
+        pytest.param(
+            "zero_quantized_gradients",
+            with_quantized_gradients,
+            marks=pytest.mark.support(SECTION, "qgZ (`zero_quantized_gradients`)", "exact", "wire only" + QUANTISED),
+        ),
+    ],
+)
+def test_quantised_communication(
+    rank_pool: RankPool, tmp_path: Path, option: str, change: Callable[[Job], None]
+) -> None:
+    """Quantised on the wire, never in a checkpoint: master weights, moments and frozen weights are the saved ones."""
+    job = Job(zero={option: True})
+    for save_world_size, world_size in ((2, 3), (3, 2)):
+        directory = str(tmp_path / f"{save_world_size}")
+        saved, gathered, _ = rank_pool.run(run_with, save_world_size, change, wire_job, job, directory, save=True)[0]
+        results = rank_pool.run(run_with, world_size, change, wire_job, job.other(), directory, save=False)
+        for state, found, report in results:
+            assert compare_states(saved, state) == []
+            assert found == gathered
+            assert report.root_matches  # frozen weights included
+
+
+def save_in_the_middle(job: Job, directory: str) -> tuple[Outcome, list[str]]:
+    """Two steps, then two of the six micro batches of a third."""
+    engine = training.build_engine(job)
+    for step in range(2):
+        training.train_step(engine, step)
+    part_of_a_step(engine)
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("zeroelastic").addHandler(handler)
+    state, gathered = training.look(engine)
+    engine.save_checkpoint(directory, client_state={"note": "hello"})
+    return Outcome(state, gathered, []), [text for text in records if "LOST" in text]
+
+
+def part_of_a_step(engine: Any) -> None:
+    for seed in range(2):
+        tokens = torch.randint(0, training.VOCABULARY, (10, 5), generator=torch.Generator().manual_seed(seed))
+        engine.backward(engine(tokens, tokens.roll(1, 1)))
+        engine.step()
+
+
+@pytest.mark.support(
+    "Using it", "saving while gradients accumulate", "exact", "gradients are not saved: how many are lost is said"
+)
+@pytest.mark.parametrize("elastic", [True, False], ids=["elastic", "rigid"])
+def test_gradient_accumulation_in_flight(rank_pool: RankPool, tmp_path: Path, elastic: bool) -> None:
+    job = Job(micro=10, elastic=elastic)
+    saves = rank_pool.run(save_in_the_middle, 2, job, str(tmp_path))
+    assert [len(warnings) for _, warnings in saves] == [1, 0], "rank 0 speaks, once"
+    assert "gradients of 2 of 6 micro batches" in saves[0][1][0]
+    outcomes = rank_pool.run(resume, 3, job.other(), str(tmp_path), before=2, after=0)
+    check_resumed(Saved(str(tmp_path), saves[0][0]), outcomes, job)
+    assert "LOST: the gradients of 2 micro batches" in outcomes[0].report.text()
+    record = read_record(tmp_path / "global_step2")
+    assert record is not None and record.lost_micro_batches == 2
+
+
+def test_gradients_that_are_pending_at_a_load_are_told_of(rank_pool: RankPool, tmp_path: Path) -> None:
+    job = Job(micro=10)
+    rank_pool.run(train_and_save, 2, job, str(tmp_path), after=0)
+    texts = rank_pool.run(load_in_the_middle, 3, job.other(), str(tmp_path))
+    assert "NOT LOST, though it should be: the gradients of 2 micro batches" in texts[0] and "LOST: the" not in texts[0]
+
+
+def load_in_the_middle(job: Job, directory: str) -> str:
+    engine = training.build_engine(job)
+    part_of_a_step(engine)
+    engine.load_checkpoint(directory)
+    return str(engine.zeroelastic_report.text())
+
+
+# Tensor parallelism: every tensor parallel rank is a ZeRO-3 run of its own, over its data parallel ranks.
+
+
+@pytest.fixture(scope="module")
+def sliced_job() -> Job:
+    return Job(batch=TP_BATCH, sub_group_size=90)
+
+
+def by_tp_rank(results: list[tuple[int, Outcome]], tp_size: int) -> list[list[Outcome]]:
+    """The outcomes of each tensor parallel rank's data parallel ranks."""
+    split = [[outcome for rank, outcome in results if rank == tp_rank] for tp_rank in range(tp_size)]
+    assert all(len(outcomes) == len(results) // tp_size for outcomes in split)
+    return split
+
+
+@pytest.fixture(scope="module")
+def sliced_save(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory, sliced_job: Job) -> list[Saved]:
+    """What each of two tensor parallel ranks saved, over two data parallel ranks each."""
+    directory = str(tmp_path_factory.mktemp("sliced"))
+    split = by_tp_rank(rank_pool.run(use_sliced, 4, sliced_job, 2, directory, save=True), 2)
+    assert split[0][0].state != split[1][0].state, "the ranks do not differ, so that no mix-up would show"
+    return [Saved(directory, outcomes[0]) for outcomes in split]
+
+
+@pytest.mark.support(
+    SECTION, "tensor parallelism (AutoTP, `autotp_size`)", "exact", "the data parallel size changes, the other may not"
+)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_tensor_parallel(
+    rank_pool: RankPool, sliced_save: list[Saved], sliced_job: Job, tmp_path: Path, world_size: int
+) -> None:
+    """2 x 2 ranks -> 2 x 1, and as many."""
+    results = rank_pool.run(use_sliced, world_size, sliced_job.other(), 2, sliced_save[0].directory)
+    for saved, outcomes in zip(sliced_save, by_tp_rank(results, 2), strict=True):
+        check_resumed(saved, outcomes, sliced_job)
+        report = outcomes[0].report
+        assert report.root_matches and report.loaded_root == sliced_save[0].root
+        assert (report.saved_world_size, report.world_size) == (2, world_size // 2)
+
+
+def test_tensor_parallel_there_and_back(
+    rank_pool: RankPool, sliced_save: list[Saved], sliced_job: Job, tmp_path: Path
+) -> None:
+    """2 x 2 -> 2 x 1 -> 2 x 2: the root is the same in between, new data parallel ranks find what is theirs."""
+    target = str(tmp_path)
+    rank_pool.run(use_sliced, 2, sliced_job.other(), 2, sliced_save[0].directory, target=target)
+    assert Saved(target, sliced_save[0].outcome).root == sliced_save[0].root
+    results = rank_pool.run(use_sliced, 4, sliced_job.other(), 2, target)
+    for saved, outcomes in zip(sliced_save, by_tp_rank(results, 2), strict=True):
+        for outcome in outcomes:
+            assert compare_states(saved.outcome.state, outcome.state) == []
+            assert outcome.losses == pytest.approx(saved.outcome.losses, rel=training.LOSS_RTOL["bf16"])
+
+
+def test_tensor_parallel_record(sliced_save: list[Saved]) -> None:
+    """Every parameter of every tensor parallel rank is in it, once, with digests of its own."""
+    record = read_record(sliced_save[0].tag_dir)
+    assert record is not None and (record.world_size, record.tp_size, len(record.files)) == (2, 2, 8)
+    keys = [(param.name, param.tp_rank) for param in record.params]
+    names = sorted(name for name, _ in SlicedModel().named_parameters())
+    assert keys == [(name, tp_rank) for name in names for tp_rank in (0, 1)]
+    digests = {key: param.tensors for key, param in zip(keys, record.params, strict=True)}
+    for layer in ("blocks.0.up_proj.weight", "blocks.2.down_proj.weight"):
+        assert digests[layer, 0] != digests[layer, 1]
+    assert digests["blocks.2.norm.weight", 0] == digests["blocks.2.norm.weight", 1]  # a copy
+
+
+def test_stock_tensor_parallel_checkpoint_resumes(rank_pool: RankPool, sliced_job: Job, tmp_path: Path) -> None:
+    """One that DeepSpeed wrote alone; and one of ours, loaded by DeepSpeed alone at the same size."""
+    directory = str(tmp_path / "stock")
+    job = replace(sliced_job, elastic=False, installed=False)
+    split = by_tp_rank(rank_pool.run(use_sliced, 4, job, 2, directory, save=True), 2)
+    saves = [Saved(directory, outcomes[0]) for outcomes in split]
+    assert not (saves[0].tag_dir / "zeroelastic.json").exists()
+    results = rank_pool.run(use_sliced, 2, sliced_job.other(), 2, directory)
+    for saved, outcomes in zip(saves, by_tp_rank(results, 2), strict=True):
+        check_resumed(saved, outcomes, sliced_job)
+        assert outcomes[0].report.format == "rigid"
+
+
+def test_stock_loads_elastic_tensor_parallel_checkpoint(
+    rank_pool: RankPool, sliced_save: list[Saved], sliced_job: Job
+) -> None:
+    results = rank_pool.run(use_sliced, 4, replace(sliced_job, installed=False), 2, sliced_save[0].directory)
+    for saved, outcomes in zip(sliced_save, by_tp_rank(results, 2), strict=True):
+        assert outcomes[0].report is None
+        for outcome in outcomes:
+            assert compare_states(saved.outcome.state, outcome.state) == []
+
+
+def attempt_sliced(job: Job, tp_size: int, directory: str) -> tuple[str, str]:
+    training.build_engine = lambda job: build_sliced(job, tp_size)  # type: ignore[assignment]
+    return training.attempt(job, directory)
+
+
+@pytest.mark.support(SECTION, "a changed tensor parallel size", "refused", "`ds_to_universal` first")
+@pytest.mark.parametrize("with_record", [True, False])
+def test_changed_tensor_parallel_size_is_refused(
+    rank_pool: RankPool, sliced_save: list[Saved], sliced_job: Job, tmp_path: Path, with_record: bool
+) -> None:
+    shutil.copytree(sliced_save[0].directory, tmp_path / "two")
+    rank_pool.run(use_sliced, 2, sliced_job, 1, str(tmp_path / "one"), save=True)
+    for name, world_size, tp_size in (("two", 2, 1), ("one", 2, 2)):
+        if not with_record:
+            (tmp_path / name / "global_step3" / "zeroelastic.json").unlink()
+        errors = rank_pool.run(attempt_sliced, world_size, sliced_job.other(), tp_size, str(tmp_path / name))
+        assert len(set(errors)) == 1 and errors[0][0] == "UnsupportedError"
+        assert f"tensor parallel size {3 - tp_size}, and the run has {tp_size}" in errors[0][1]
+        assert "ds_to_universal" in errors[0][1]
+
+
+def damage_a_slice(tag: Path) -> str:
+    shard = open_checkpoint(tag, tp=TensorParallel(1, 2)).shard(1)
+    offset = int(shard.extents["exp_avg"].offset[shard.layout.index()["blocks.1.up_proj.weight"]])
+    data = bytearray((tag / shard.path.name).read_bytes())
+    data[offset + 5] ^= 0x10
+    (tag / shard.path.name).write_bytes(bytes(data))
+    return f"blocks.1.up_proj.weight: exp_avg. Damaged: {shard.path.name}."
+
+
+def swap_tensor_parallel_ranks(tag: Path) -> str:
+    one, other = (tag / f"bf16_zero_pp_rank_0_mp_rank_{tp_rank:02d}_optim_states.pt" for tp_rank in (0, 1))
+    (tag / "zeroelastic.json").unlink()  # it may know by their sizes
+    data = one.read_bytes()
+    one.write_bytes(other.read_bytes())
+    other.write_bytes(data)
+    return "was written as tensor parallel rank 1; its name says rank 0"
+
+
+def lose_a_file(tag: Path) -> str:
+    (tag / "zero_pp_rank_1_mp_rank_01_model_states.pt").unlink()
+    return "zero_pp_rank_1_mp_rank_01_model_states.pt"
+
+
+def mix_two_saves(tag: Path) -> str:
+    """Both data parallel files of tensor parallel rank 1 are of another save; its own ranks see nothing wrong."""
+    (tag / "zeroelastic.json").unlink()
+    for path in tag.glob("*mp_rank_01_optim_states.pt"):
+        state = torch.load(path, weights_only=False)
+        state["optimizer_state_dict"]["zeroelastic"]["save_id"] = "0" * 32
+        torch.save(state, path)
+    return "differ in save id"
+
+
+@pytest.mark.parametrize("damage", [damage_a_slice, swap_tensor_parallel_ranks, lose_a_file, mix_two_saves])
+def test_damage_in_one_tensor_parallel_rank_stops_all(
+    rank_pool: RankPool, sliced_save: list[Saved], sliced_job: Job, tmp_path: Path, damage: Callable[[Path], str]
+) -> None:
+    shutil.copytree(sliced_save[0].directory, tmp_path / "c")
+    want = damage(tmp_path / "c" / "global_step3")
+    errors = rank_pool.run(load_sliced_error, 4, sliced_job.other(), str(tmp_path / "c"), timeout=90)
+    assert len(set(errors)) == 1 and want in errors[0], errors
+
+
+def load_sliced_error(job: Job, directory: str) -> str:
+    engine = build_sliced(job, 2)
+    with pytest.raises(ZeroElasticError) as caught:
+        engine.load_checkpoint(directory)
+    return str(caught.value)
+
+
+def load_in_memory(job: Job) -> tuple[list[str], str]:
+    """State dicts of two tensor parallel ranks (of one data parallel rank each), loaded into others of the same job."""
+    engine = build_sliced(job, 2)
+    sliced_step(engine, 0)
+    state, _ = training.look(engine)
+    dicts: list[Any] = [None, None]
+    torch.distributed.all_gather_object(dicts, engine.optimizer.state_dict())
+    sliced_step(engine, 1)
+    rank = engine.optimizer.model_parallel_rank
+    with pytest.raises(CheckpointError) as caught:
+        engine.optimizer.load_state_dict([dicts[1 - rank]])
+    engine.optimizer.load_state_dict([dicts[rank]])
+    found, _ = training.look(engine)
+    kept = ("master/", "state/", "scalar/")
+    return compare_states(*({k: v for k, v in s.items() if k.startswith(kept)} for s in (state, found))), str(
+        caught.value
+    )
+
+
+def test_state_dicts_in_memory_are_of_one_tensor_parallel_rank(rank_pool: RankPool, sliced_job: Job) -> None:
+    for rank, (differences, said) in enumerate(rank_pool.run(load_in_memory, 2, sliced_job)):
+        assert differences == []
+        assert f"state dicts of tensor parallel rank {1 - rank} of 2 were given to rank {rank} of 2" in said
+
+
+@pytest.mark.support(
+    "Parallelism and communication",
+    "`deepspeed.zero.Init` before AutoTP",
+    "refused",
+    "what AutoTP does not slice is cut over all ranks",
+)
+def test_zero_init_before_tensor_parallelism_is_refused(rank_pool: RankPool, sliced_job: Job) -> None:
+    """It partitions what AutoTP does not slice over all ranks, so that no rank's file is of one group."""
+    errors = rank_pool.run(build_sliced_under_zero_init, 4, sliced_job)
+    assert len(set(errors)) == 1
+    assert "parameter " in errors[0] and "is partitioned over 4 ranks, the model over 2" in errors[0]
+    assert "build the model without it" in errors[0]
+
+
+def build_sliced_under_zero_init(job: Job) -> str:
+    import deepspeed
+
+    with deepspeed.zero.Init(config_dict_or_path=training.ds_config(job)):
+        model = SlicedModel()
+    with pytest.raises(UnsupportedError) as caught:
+        build_sliced(replace(job, groups=1), 2, model)
+    return str(caught.value)
+
+
+def use_by_hand(job: Job, directory: str, *, save: bool = False, **load: Any) -> tuple[int, Outcome]:
+    """Tensor parallel ranks of other widths, sliced by the user's own code."""
+    import deepspeed
+
+    deepspeed.init_distributed()
+    mpu = ByHand(2)
+    initialize = deepspeed.initialize
+    deepspeed.initialize = lambda **kwargs: initialize(mpu=mpu, **kwargs)
+    model = SlicedModel()
+    for block in model.blocks:
+        width = 7 + 4 * mpu.get_model_parallel_rank()
+        block.up_proj, block.down_proj = torch.nn.Linear(10, width), torch.nn.Linear(width, 10)
+    model.blocks[2].requires_grad_(False)
+    build = build_sliced
+    globals()["build_sliced"] = lambda job, tp_size: build(job, 1, model)
+    return use_sliced(job, 1, directory, save=save, **load)
+
+
+@pytest.mark.support(SECTION, "model parallelism through an `mpu`", "exact", "of the same size; slices may be uneven")
+def test_custom_mpu(rank_pool: RankPool, sliced_job: Job, tmp_path: Path) -> None:
+    job = replace(sliced_job, sub_group_size=60)
+    split = by_tp_rank(rank_pool.run(use_by_hand, 4, job, str(tmp_path), save=True), 2)
+    results = rank_pool.run(use_by_hand, 2, job.other(), str(tmp_path))
+    for saved, outcomes in zip(split, by_tp_rank(results, 2), strict=True):
+        check_resumed(Saved(str(tmp_path), saved[0]), outcomes, job)
+        assert outcomes[0].report.root_matches

@@ -1,0 +1,336 @@
+"""Verification on load and fall back on real DeepSpeed ranks: what is damaged is never trained on."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from opens import watch_opens
+from training import Job, build_engine, look, train_step
+
+import zeroelastic
+from zeroelastic.checkpoint.commit_record import RECORD_NAME
+from zeroelastic.checkpoint.open import open_checkpoint
+from zeroelastic.checkpoint.quarantine import MARK_NAME, read_mark, write_mark
+from zeroelastic.deepspeed.options import parse_options
+from zeroelastic.errors import ZeroElasticError
+from zeroelastic.testing import RankPool, compare_states
+
+NEWEST, MIDDLE, OLDEST = "global_step3", "global_step2", "global_step1"
+FALLBACK: dict[str, Any] = {"fallback": True}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A directory with three tags, and the state at each."""
+
+    directory: Path
+    states: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What one rank saw of a load: the tag, or the error; the state; what was opened; warnings of rank 0."""
+
+    tag: str = ""
+    error: str = ""
+    text: str = ""
+    state: Any = None
+    notes: tuple[str, ...] = ()
+    opened: list[str] = field(default_factory=list)
+    matches: bool | None = None
+
+
+def save_three(directory: str) -> dict[str, Any]:
+    engine = build_engine(Job())
+    states = {}
+    for step in range(3):
+        train_step(engine, step)
+        states[f"global_step{step + 1}"], _ = look(engine)
+        engine.save_checkpoint(directory)
+    return states
+
+
+@pytest.fixture(scope="module")
+def saved(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    directory = tmp_path_factory.mktemp("three")
+    return Run(directory, rank_pool.run(save_three, 3, str(directory))[0])
+
+
+@pytest.fixture
+def run(saved: Run, tmp_path: Path) -> Run:
+    shutil.copytree(saved.directory, tmp_path / "c")
+    return Run(tmp_path / "c", saved.states)
+
+
+def load(
+    directory: str,
+    job: Job,
+    *,
+    latest: Sequence[bytes | None] = (None,),
+    resume: bool = False,
+    read_only: bool = False,
+    **how: Any,
+) -> list[Loaded]:
+    """Load with one engine, once for each content of ``latest``, None for what is there; on ranks."""
+    if read_only:
+        import zeroelastic.deepspeed.load.fallback as fallback
+
+        def refuse(tag_dir: Path, why: str) -> None:
+            raise OSError(30, "Read-only file system", str(tag_dir / MARK_NAME))
+
+        fallback.write_mark = refuse  # type: ignore[assignment]
+    engine = build_engine(job)
+    opened = watch_opens()
+    results: list[Loaded] = []
+    for content in latest:
+        if content is not None and dist.get_rank() == 0:
+            (Path(directory) / "latest").write_bytes(content)
+        dist.barrier()
+        opened.clear()
+        try:
+            if resume:
+                tag: str | None = zeroelastic.resume(engine, directory).tag
+            else:
+                path, _ = engine.load_checkpoint(directory, **how)
+                tag = None if path is None else Path(path).parent.name
+        except ZeroElasticError as error:
+            results.append(Loaded(error=type(error).__name__, text=str(error)))
+            continue
+        report = engine.zeroelastic_report
+        mine = [name for name in opened if name.startswith(directory)]
+        results.append(Loaded(str(tag), "", "", look(engine)[0], report.notes, mine, report.root_matches))
+    return results
+
+
+def alike(ranks: list[list[Loaded]]) -> list[Loaded]:
+    """The results, of which every rank has the same."""
+    for results in ranks:
+        for mine, first in zip(results, ranks[0], strict=True):
+            assert (mine.tag, mine.error, mine.text, mine.notes) == (first.tag, first.error, first.text, first.notes)
+    return ranks[0]
+
+
+def flip(path: Path, offset: int, bit: int = 3) -> None:
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1 << bit
+    path.write_bytes(data)
+
+
+def damage_state(tag: Path, rank: int = 1, key: str = "exp_avg") -> str:
+    """Flip a bit of a tensor; the name of the file."""
+    shard = open_checkpoint(tag).shard(rank)
+    flip(shard.path, int(shard.extents[key].offset[shard.layout.index()["up.weight"]]) + 6)
+    return shard.path.name
+
+
+@pytest.mark.support(
+    "Using it", '`"fallback": true`', "exact", "to the newest tag that verifies; damaged ones are marked, never deleted"
+)
+def test_a_load_falls_back_marks_the_bad_tag_and_does_not_read_it_again(run: Run, rank_pool: RankPool) -> None:
+    name = damage_state(run.directory / NEWEST)
+    before = {path: path.read_bytes() for path in run.directory.rglob("*") if path.is_file()}
+    ranks = rank_pool.run(load, 2, str(run.directory), Job(options=FALLBACK).other(), latest=(None, None))
+    for results in ranks:
+        for loaded in results:
+            assert loaded.tag == MIDDLE and loaded.matches and compare_states(run.states[MIDDLE], loaded.state) == []
+        first, second = results
+        assert "FELL BACK to global_step2" in first.notes[0] and name in first.notes[0]
+        assert "up.weight: exp_avg" in first.notes[0] and "is quarantined since" in second.notes[0]
+        assert not [path for path in second.opened if NEWEST in path and path.endswith(".pt")], "it was read again"
+        assert [path for path in second.opened if MIDDLE in path and path.endswith(".pt")]
+    alike(ranks)
+    mark = read_mark(run.directory / NEWEST)
+    assert mark is not None and mark.files == (name,) and "up.weight: exp_avg" in mark.why
+    mark_path = run.directory / NEWEST / MARK_NAME
+    after = {path: path.read_bytes() for path in run.directory.rglob("*") if path.is_file()}
+    assert after.pop(mark_path) and after == before, "something else was changed or deleted"
+
+
+def test_what_is_found_without_reading_payload_falls_back_too_until_none_is_left(run: Run, rank_pool: RankPool) -> None:
+    path = next((run.directory / NEWEST).glob("*rank_0_*model_states.pt"))
+    path.write_bytes(path.read_bytes()[:-1])
+    flip(run.directory / MIDDLE / RECORD_NAME, 40)
+    job = Job(options=FALLBACK).other()
+    (loaded,) = alike(rank_pool.run(load, 2, str(run.directory), job))
+    assert loaded.tag == OLDEST and compare_states(run.states[OLDEST], loaded.state) == []
+    assert path.name in loaded.notes[0] and RECORD_NAME in loaded.notes[0]
+    damage_state(run.directory / OLDEST, key="fp32")
+    loaded, again = alike(rank_pool.run(load, 2, str(run.directory), job, latest=(None, None)))
+    for failed in (loaded, again):
+        assert failed.error == "CheckpointError" and "none of the checkpoints can be loaded" in failed.text
+        assert all(tag in failed.text for tag in (NEWEST, MIDDLE, OLDEST))
+    assert all(read_mark(run.directory / tag) for tag in (NEWEST, MIDDLE, OLDEST))
+
+
+def test_resume_takes_the_same_walk(run: Run, rank_pool: RankPool) -> None:
+    from zeroelastic.elastic import resume
+
+    assert zeroelastic.resume is resume
+    damage_state(run.directory / NEWEST)
+    first, second = alike(rank_pool.run(load, 2, str(run.directory), Job().other(), latest=(None, None), resume=True))
+    assert first.tag == second.tag == MIDDLE and read_mark(run.directory / NEWEST) is not None
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_directory_that_cannot_be_written_is_no_obstacle(run: Run, rank_pool: RankPool, resume: bool) -> None:
+    damage_state(run.directory / NEWEST)
+    options = {} if resume else FALLBACK
+    (loaded,) = alike(
+        rank_pool.run(load, 2, str(run.directory), Job(options=options).other(), resume=resume, read_only=True)
+    )
+    assert loaded.tag == MIDDLE and read_mark(run.directory / NEWEST) is None
+
+
+def test_what_is_wrong_with_the_run_is_raised_and_marks_nothing(run: Run, rank_pool: RankPool) -> None:
+    (other,) = alike(rank_pool.run(load, 2, str(run.directory), Job(options=FALLBACK).other(extra="more")))
+    assert other.error == "LayoutMismatchError"
+    strict = Job(options={**FALLBACK, "strict_batch": True}).other(batch=60)
+    assert alike(rank_pool.run(load, 2, str(run.directory), strict))[0].error == "StrictError"
+    assert not list(run.directory.rglob(MARK_NAME))
+
+
+def test_a_tag_that_is_named_is_loaded_or_an_error(run: Run, rank_pool: RankPool) -> None:
+    name = damage_state(run.directory / NEWEST)
+    write_mark(run.directory / MIDDLE, "on a whim")
+    job = Job(options=FALLBACK).other()
+    (failed,) = alike(rank_pool.run(load, 2, str(run.directory), job, tag=NEWEST))
+    assert failed.error == "DigestMismatchError" and name in failed.text
+    assert read_mark(run.directory / NEWEST) is None
+    (loaded,) = alike(rank_pool.run(load, 2, str(run.directory), job, tag=MIDDLE))
+    assert loaded.tag == MIDDLE and loaded.matches
+
+
+def test_what_latest_names_is_where_a_walk_begins(run: Run, rank_pool: RankPool) -> None:
+    job = Job(options=FALLBACK).other()
+    (run.directory / "latest").write_text(MIDDLE)
+    damage_state(run.directory / MIDDLE)
+    (loaded,) = alike(rank_pool.run(load, 2, str(run.directory), job))
+    assert loaded.tag == OLDEST, "somebody pointed latest at an older tag"
+    contents = (b"global_stepr", b"", b"\x07lobal_step3")
+    for loaded in alike(rank_pool.run(load, 2, str(run.directory), job, latest=contents)):
+        assert loaded.tag == NEWEST
+
+
+def test_latest_that_is_damaged_or_not_the_newest_is_said(run: Run, rank_pool: RankPool) -> None:
+    damaged = {b"global_stepr": "names 'global_stepr'", b"gl\xefbal": "holds no name", b"": "holds no name"}
+    contents = (*damaged, MIDDLE.encode())
+    *failed, loaded = alike(rank_pool.run(load, 2, str(run.directory), Job().other(), latest=contents))
+    for result, told in zip(failed, damaged.values(), strict=True):
+        assert result.error in ("CheckpointError", "MissingFileError")
+        assert str(run.directory / "latest") in result.text and told in result.text
+    assert loaded.tag == MIDDLE and loaded.notes[0].startswith("NOT THE NEWEST: ") and NEWEST in loaded.notes[0]
+
+
+def save_again(directory: str) -> None:
+    engine = build_engine(Job())
+    for step in range(3):
+        train_step(engine, step)
+    engine.save_checkpoint(directory)
+    assert dist.get_rank() or not (Path(directory) / NEWEST / MARK_NAME).exists()
+
+
+def test_a_save_into_a_marked_tag_takes_the_mark_away(run: Run, rank_pool: RankPool) -> None:
+    write_mark(run.directory / NEWEST, "damaged")
+    rank_pool.run(save_again, 2, str(run.directory))
+    (loaded,) = alike(rank_pool.run(load, 3, str(run.directory), Job(options=FALLBACK).other()))
+    assert loaded.tag == NEWEST
+
+
+def _buffer(tag: Path) -> tuple[Path, int]:
+    """The module states of rank 0, and where the bytes of the buffer are."""
+    from zeroelastic.torch_file.header import TensorRef, read_torch_file
+
+    path = tag / "zero_pp_rank_0_mp_rank_00_model_states.pt"
+    file = read_torch_file(path, foreign="inert")
+    assert isinstance(file.root, dict)
+    ref = file.root["module"]["batches_seen"]
+    assert isinstance(ref, TensorRef)
+    return path, file.extent(ref).offset
+
+
+DAMAGE: dict[str, Callable[[Path], tuple[Path, int]]] = {
+    "state": lambda tag: (
+        (shard := open_checkpoint(tag).shard(0)).path,
+        int(shard.extents["fp32"].offset[shard.layout.index()["up.weight"]]),
+    ),
+    "buffer": _buffer,
+    "directory": lambda tag: (path := next(tag.glob("*rank_0_*optim_states.pt")), path.stat().st_size - 60),
+}
+
+
+def load_damaged(directory: str, level: str) -> list[Loaded]:
+    """Load under one level of verification with each of DAMAGE; on ranks."""
+    engine = build_engine(Job(options={"verify": level}).other())
+    results: list[Loaded] = []
+    for find in DAMAGE.values():
+        path, offset = find(Path(directory) / NEWEST)
+        for after in (False, True):
+            dist.barrier()
+            if dist.get_rank() == 0:
+                flip(path, offset, 0)
+            dist.barrier()
+            if after:
+                continue
+            try:
+                engine.load_checkpoint(directory)
+                results.append(Loaded(NEWEST, notes=engine.zeroelastic_report.notes))
+            except ZeroElasticError as error:
+                results.append(Loaded(error=type(error).__name__, text=str(error)))
+                assert path.name in str(error)
+    return results
+
+
+@pytest.mark.support("Using it", '`"verify"`: full, quick, off', "exact", "what was not verified is said")
+def test_the_levels_of_verification(run: Run, rank_pool: RankPool) -> None:
+    """Payload is for "full"; "quick" sees what the directory of a file says; "off" only what it cannot do without."""
+    seen: dict[str, list[str]] = {what: [] for what in DAMAGE}
+    for level in ("full", "quick", "off"):
+        results = alike(rank_pool.run(load_damaged, 2, str(run.directory), level))
+        for what, result in zip(DAMAGE, results, strict=True):
+            if result.error:
+                seen[what].append(level)
+            else:
+                assert f'content not verified ("verify": "{level}")' in result.notes
+    assert seen == {"state": ["full"], "buffer": ["full"], "directory": ["full", "quick"]}
+
+
+def test_weights_that_are_rounded_are_verified_as_they_were_read(run: Run, rank_pool: RankPool) -> None:
+    job = Job().other(zero={"load_from_fp32_weights": False})
+    (loaded,) = alike(rank_pool.run(load, 2, str(run.directory), job))
+    assert any("digests of what was loaded match the record" in note for note in loaded.notes)
+    name = damage_state(run.directory / NEWEST, key="fp32")
+    (failed,) = alike(rank_pool.run(load, 2, str(run.directory), job))
+    assert failed.error == "DigestMismatchError" and "up.weight: fp32" in failed.text and name in failed.text
+
+
+def test_the_default_is_full_with_a_warning_where_digests_are_not_native(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import zeroelastic.deepspeed.options as options
+
+    monkeypatch.setattr(options, "describe_build", lambda name: type("Info", (), {"usable": False}))
+    assert parse_options({}).verify == "full"
+    options.warn_of_slow_verification(parse_options({"zeroelastic": {"verify": True}}))
+    assert not caplog.records
+    options.warn_of_slow_verification(parse_options({}))
+    assert "the native engine is not built" in caplog.text
+
+
+def test_module_states_that_have_changed_places_are_noticed_at_any_level(run: Run, rank_pool: RankPool) -> None:
+    """Their content is the ranks' own, and nothing in them but torch's name of the archive says whose."""
+    first, second = (run.directory / NEWEST / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in (0, 1))
+    record = run.directory / NEWEST / RECORD_NAME
+    data = json.loads(record.read_text())
+    mine, theirs = first.read_bytes(), second.read_bytes()
+    first.write_bytes(theirs)
+    second.write_bytes(mine)
+    (failed,) = alike(rank_pool.run(load, 2, str(run.directory), Job(options={"verify": "off"}).other()))
+    assert failed.error == "CheckpointError" and first.name in failed.text
+    assert data["files"][first.name] == len(mine)

@@ -1,0 +1,297 @@
+"""What load_checkpoint's arguments promise in DeepSpeed's documentation, and what the stock code gets wrong."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from training import Job, Outcome, build_engine, look, resume, sub_group_steps, train_and_save, train_step
+
+from zeroelastic.offline.verify.verify import verify_checkpoint
+from zeroelastic.testing import RankError, RankPool, gather_state
+
+
+@pytest.fixture(scope="module", params=["elastic", "rigid"])
+def save(request: pytest.FixtureRequest, rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    directory = str(tmp_path_factory.mktemp(request.param))
+    job = Job(elastic=request.param == "elastic")
+    return directory, rank_pool.run(train_and_save, 4, job, directory)[0]
+
+
+def built_state(job: Job) -> dict[str, Any]:
+    return look(build_engine(job))[0]
+
+
+def pick(state: dict[str, Any], *prefixes: str) -> dict[str, Any]:
+    found = {key: value for key, value in state.items() if key.startswith(prefixes)}
+    assert found
+    return found
+
+
+WEIGHTS = ("weight/", "master/", "buffer/")
+ELASTIC_IS_CORE = pytest.mark.parametrize(
+    "save", [pytest.param("elastic", marks=pytest.mark.core), "rigid"], indirect=True
+)
+
+
+@pytest.mark.support("Using it", "`load_optimizer_states=False`", "exact", "weights; the optimizer is the run's own")
+@ELASTIC_IS_CORE
+def test_without_optimizer_states_the_weights_are_exact_and_the_rest_is_the_runs(
+    rank_pool: RankPool, save: tuple[str, Outcome]
+) -> None:
+    directory, saved = save
+    job = Job().other()
+    fresh = rank_pool.run(built_state, 3, job)[0]
+    outcome = rank_pool.run(resume, 3, job, directory, load_optimizer_states=False)[0]
+    assert pick(outcome.state, *WEIGHTS) == pick(saved.state, *WEIGHTS)
+    assert not any(key.startswith("state/") for key in outcome.state)
+    assert outcome.state["group/0/weight_decay"] == fresh["group/0/weight_decay"]
+    assert outcome.state["group/0/initial_lr"] == fresh["group/0/initial_lr"] != saved.state["group/0/initial_lr"]
+    assert outcome.state["engine/global_steps"] == 3
+    assert pick(outcome.state, "scheduler/last_epoch") == pick(saved.state, "scheduler/last_epoch")
+    assert "optimizer" in outcome.client_state
+    assert any("not asked for" in line for line in outcome.report.reset)
+
+
+@pytest.mark.support("Using it", "`load_module_only=True`", "exact", "weights and buffers, nothing else")
+@ELASTIC_IS_CORE
+def test_module_only_loads_the_trained_weights_and_nothing_else(rank_pool: RankPool, save: tuple[str, Outcome]) -> None:
+    directory, saved = save
+    job = Job().other()
+    fresh = rank_pool.run(built_state, 3, job)[0]
+    outcome = rank_pool.run(resume, 3, job, directory, load_module_only=True)[0]
+    assert pick(outcome.state, *WEIGHTS) == pick(saved.state, *WEIGHTS)
+    rest = ("engine/", "scheduler/", "group/", "loss_scaler/")
+    assert pick(outcome.state, *rest) == pick(fresh, *rest)
+
+
+@pytest.mark.support("Using it", "`load_lr_scheduler_states=False`", "exact", "all but the scheduler")
+@ELASTIC_IS_CORE
+def test_without_lr_scheduler_states(rank_pool: RankPool, save: tuple[str, Outcome]) -> None:
+    directory, saved = save
+    job = Job().other()
+    fresh = rank_pool.run(built_state, 3, job)[0]
+    outcome = rank_pool.run(resume, 3, job, directory, load_lr_scheduler_states=False)[0]
+    assert pick(outcome.state, "scheduler/") == pick(fresh, "scheduler/")
+    everything_else = ("weight/", "master/", "state/", "scalar/", "buffer/", "group/", "engine/")
+    assert pick(outcome.state, *everything_else) == pick(saved.state, *everything_else)
+
+
+@pytest.mark.support("Precision", "`load_from_fp32_weights: false`", "exact", "master weights are the 16-bit ones")
+@pytest.mark.parametrize("optimizer_states", [True, False])
+def test_load_from_fp32_weights_off_rounds_the_master_weights_to_16_bit(
+    rank_pool: RankPool, save: tuple[str, Outcome], optimizer_states: bool
+) -> None:
+    directory, saved = save
+    job = Job().other(zero={"load_from_fp32_weights": False})
+    agree = rank_pool.run(masters_are_the_16_bit_weights, 3, job, directory, optimizer_states)
+    assert agree == [True] * 3
+    outcome = rank_pool.run(resume, 3, job, directory, load_optimizer_states=optimizer_states)[0]
+    assert pick(outcome.state, "weight/") == pick(saved.state, "weight/")
+    assert pick(outcome.state, "master/") != pick(saved.state, "master/")
+    if optimizer_states:
+        assert pick(outcome.state, "state/", "scalar/") == pick(saved.state, "state/", "scalar/")
+
+
+def masters_are_the_16_bit_weights(job: Job, directory: str, optimizer_states: bool) -> bool:
+    engine = build_engine(job)
+    engine.load_checkpoint(directory, load_optimizer_states=optimizer_states)
+    state = gather_state(engine)
+    masters = [key for key in state if key.startswith("master/")]
+    assert masters
+    return all(torch.equal(state[key], state[f"weight/{key.removeprefix('master/')}"].float()) for key in masters)
+
+
+@pytest.mark.support("Parameters", "`exclude_frozen_parameters=True`", "exact", "the run's own frozen weights stay")
+@pytest.mark.core
+def test_frozen_parameters_can_be_left_out(rank_pool: RankPool, tmp_path: Path) -> None:
+    saved = rank_pool.run(train_and_save, 4, Job(), str(tmp_path), exclude_frozen_parameters=True)[0]
+    job = Job().other()
+    fresh = rank_pool.run(built_state, 3, job)[0]
+    outcome = rank_pool.run(resume, 3, job, str(tmp_path), load_module_strict=False)[0]
+    frozen = ("weight/adapter",)
+    assert pick(outcome.state, *frozen) == pick(fresh, *frozen) != pick(saved.state, *frozen)
+    assert pick(outcome.state, "master/", "state/") == pick(saved.state, "master/", "state/")
+    assert outcome.report.root_matches
+    assert any("excluded from the save" in line for line in outcome.report.reset)
+
+
+@pytest.mark.support("Using it", "client state", "exact", "of the same rank; new ranks get that of rank 0")
+@pytest.mark.support("Using it", '`"weights_only_load": true`', "exact", "nothing is unpickled outside an allow-list")
+@pytest.mark.parametrize("weights_only_load", [False, True])
+def test_new_ranks_get_client_state_and_buffers_of_rank_0(
+    rank_pool: RankPool, save: tuple[str, Outcome], weights_only_load: bool
+) -> None:
+    directory, saved = save
+    job = Job().other(options={"weights_only_load": weights_only_load})
+    outcomes = rank_pool.run(resume, 6, job, directory)
+    assert [outcome.client_state["rank"] for outcome in outcomes] == [0, 1, 2, 3, 0, 0]
+    assert all(pick(o.state, "buffer/") == pick(saved.state, "buffer/") for o in outcomes)
+
+
+@pytest.mark.support("Using it", "loading into a run that has trained", "exact")
+def test_loading_into_a_run_that_has_trained(rank_pool: RankPool, save: tuple[str, Outcome]) -> None:
+    directory, saved = save
+    states = rank_pool.run(train_then_load, 3, Job().other(), directory)
+    assert all(state == saved.state for state in states)
+
+
+def train_then_load(job: Job, directory: str) -> dict[str, Any]:
+    engine = build_engine(job)
+    for step in range(7, 9):
+        train_step(engine, step)
+    engine.load_checkpoint(directory)
+    return look(engine)[0]
+
+
+@pytest.mark.support("Using it", "saving over a tag, and loading it again in one process", "exact")
+@pytest.mark.core
+def test_save_load_save_in_one_process(rank_pool: RankPool, tmp_path: Path) -> None:
+    pairs = rank_pool.run(save_train_load, 3, Job(), str(tmp_path))
+    assert all(before == after for before, after in pairs)
+
+
+def save_train_load(job: Job, directory: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    engine = build_engine(job)
+    train_step(engine, 0)
+    engine.save_checkpoint(directory, tag="same")
+    train_step(engine, 1)
+    engine.save_checkpoint(directory, tag="same")  # overwrites
+    before, _ = look(engine)
+    train_step(engine, 2)
+    engine.load_checkpoint(directory, tag="same")
+    return before, look(engine)[0]
+
+
+@pytest.mark.support("Using it", "explicit `tag`, `save_latest=False`", "exact")
+@pytest.mark.core
+def test_explicit_tag_without_latest(rank_pool: RankPool, tmp_path: Path) -> None:
+    job = Job()
+    saved = rank_pool.run(train_and_save, 2, job, str(tmp_path), tag="mine", save_latest=False)[0]
+    assert not (tmp_path / "latest").exists()
+    outcome = rank_pool.run(resume, 3, job.other(), str(tmp_path), tag="mine")[0]
+    assert outcome.state == saved.state
+
+
+@pytest.mark.support("Using it", '`"verify"`: full, quick, off', "exact", "what was not verified is said")
+def test_verify_off_and_quick_say_so(rank_pool: RankPool, save: tuple[str, Outcome]) -> None:
+    directory, saved = save
+    for level in ("quick", "off", False):
+        outcome = rank_pool.run(resume, 2, Job().other(options={"verify": level}), directory)[0]
+        assert outcome.state == saved.state
+        assert outcome.report.root_matches is None
+        assert any("not verified" in note for note in outcome.report.notes)
+
+
+@pytest.mark.support(
+    "Precision",
+    "`bf16` checkpoint in an fp32 run",
+    "exact",
+    "master weights and optimizer state; frozen weights are cast",
+)
+def test_precision_can_change(rank_pool: RankPool, save: tuple[str, Outcome]) -> None:
+    """bf16 to fp32: master weights and moments are fp32 in both, so they stay exact; frozen weights are cast."""
+    directory, saved = save
+    outcome = rank_pool.run(resume, 3, replace(Job().other(), precision="fp32"), directory)[0]
+    exact = ("master/", "state/", "scalar/", "engine/")
+    assert pick(outcome.state, *exact) == pick(saved.state, *exact)
+    assert any("loss scale is the run's own" in note for note in outcome.report.notes)
+    assert any("cast" in note for note in outcome.report.notes)
+
+
+@pytest.mark.support(
+    "Using it", "`optimizer.state_dict()` and `load_state_dict()`", "exact", "lists of all ranks' dicts"
+)
+@pytest.mark.parametrize("world_size", [1, pytest.param(3, marks=pytest.mark.core), 4])
+def test_state_dict_of_the_optimizer_loads_at_another_size(
+    rank_pool: RankPool, tmp_path: Path, world_size: int
+) -> None:
+    """optimizer.state_dict() is elastic under the flag, and a list of them loads anywhere."""
+    saved = rank_pool.run(dump_state_dict, 4, Job(), str(tmp_path))[0]
+    states = rank_pool.run(load_state_dicts, world_size, Job().other(), str(tmp_path), 4)
+    exact = ("master/", "state/", "scalar/", "group/", "loss_scaler/")
+    for state, (steps, distinct) in states:
+        assert pick(state, *exact) == pick(saved, *exact)
+        trained = {f"weight/{key.removeprefix('master/')}" for key in pick(saved, "master/")}
+        assert {key: state[key] for key in trained} == {key: saved[key] for key in trained}  # persistent ones too
+        assert distinct == len(steps), "sub-groups share one step tensor"
+
+
+def dump_state_dict(job: Job, directory: str) -> dict[str, Any]:
+    engine = build_engine(job)
+    train_step(engine, 0)
+    state = engine.optimizer.state_dict()
+    assert "base_optimizer_state" in state and "fp32_flat_groups" in state and "optimizer_state_dict" not in state
+    torch.save(state, Path(directory) / f"{torch.distributed.get_rank()}.pt")
+    return look(engine)[0]
+
+
+def load_state_dicts(job: Job, directory: str, num_ranks: int, swap_groups: bool = False) -> Any:
+    engine = build_engine(job)
+    train_step(engine, 9)  # so that persistent parameters are whole in memory, and state is there to be replaced
+    states = [torch.load(Path(directory) / f"{rank}.pt", weights_only=False) for rank in range(num_ranks)]
+    if swap_groups:
+        for state in states:
+            state["zeroelastic"]["param_groups"].reverse()
+    engine.optimizer.load_state_dict(states)
+    return look(engine)[0], sub_group_steps(engine)
+
+
+def test_state_dicts_with_other_groups_are_refused(rank_pool: RankPool, tmp_path: Path) -> None:
+    rank_pool.run(dump_state_dict, 2, Job(), str(tmp_path))
+    with pytest.raises(RankError, match="optimizer groups"):
+        rank_pool.run(load_state_dicts, 2, Job(), str(tmp_path), 2, swap_groups=True)
+
+
+@pytest.mark.support(
+    "Checkpoint engines and storage", "a save that fails", "refused", "the tag is what it was before, `latest` stays"
+)
+@pytest.mark.core
+def test_a_save_that_fails_leaves_the_tag_and_latest_as_they_were(rank_pool: RankPool, tmp_path: Path) -> None:
+    """Overwriting a committed tag: it is the old one, whole, until it is the new one."""
+    results = rank_pool.run(fail_second_save, 2, Job(), str(tmp_path))
+    assert results == [("SaveError", "first")] * 2
+    for tag in ("first", "second"):
+        assert verify_checkpoint(tmp_path / tag).valid
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def fail_second_save(job: Job, directory: str) -> tuple[str, str]:
+    """Saves "second" and "first", then "second" again on a disk that is full; returns the error and `latest`."""
+    engine = build_engine(job)
+    train_step(engine, 0)
+    for tag in ("second", "first"):
+        engine.save_checkpoint(directory, tag=tag)
+    assert (Path(directory) / "second" / "zeroelastic.json").exists()
+
+    def full(state_dict: object, path: str) -> None:
+        raise OSError(28, "No space left on device", path)
+
+    engine.checkpoint_engine.save = full
+    try:
+        engine.save_checkpoint(directory, tag="second")
+    except OSError as error:
+        return type(error).__name__, (Path(directory) / "latest").read_text()
+    return "", ""
+
+
+def test_state_that_the_checkpoint_does_not_have_is_not_taken_for_the_saved_state(
+    rank_pool: RankPool, tmp_path: Path
+) -> None:
+    """Everything saved is live and right, and yet the state is not the saved one: the root tells."""
+    rank_pool.run(train_and_save, 2, Job(), str(tmp_path))
+    with pytest.raises(RankError, match="holds state that the checkpoint does not"):
+        rank_pool.run(load_with_leftover, 3, Job(), str(tmp_path))
+
+
+def load_with_leftover(job: Job, directory: str) -> None:
+    from zeroelastic.deepspeed.live.stage3 import Stage3
+
+    Stage3.drop_state = lambda self, sub_group, keep=(): None  # type: ignore[method-assign]  # what keeps leftovers out
+    engine = build_engine(job)
+    for flat in engine.optimizer.fp32_partitioned_groups_flat:
+        engine.optimizer.optimizer.state[flat]["leftover"] = torch.zeros_like(flat)
+    engine.load_checkpoint(directory)

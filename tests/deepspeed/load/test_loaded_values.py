@@ -1,0 +1,122 @@
+"""What a file says is checked before a load touches anything, value by value."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from training import Job, build_engine, train_step
+
+from zeroelastic.testing import RankPool, compare_states, fingerprint, gather_state
+
+Edit = Callable[[dict[str, Any]], None]
+
+
+class Mine:
+    """A loss scaler that DeepSpeed does not have."""
+
+    cur_scale = 8.0
+
+
+def of_scaler(change: Callable[[dict[str, Any]], None]) -> Edit:
+    return lambda root: change(vars(root["optimizer_state_dict"]["loss_scaler"]))
+
+
+def of_options(**values: Any) -> Edit:
+    def edit(root: dict[str, Any]) -> None:
+        root["optimizer_state_dict"]["zeroelastic"]["param_groups"][0].update(values)
+
+    return edit
+
+
+def another_scaler(root: dict[str, Any]) -> None:
+    root["optimizer_state_dict"]["loss_scaler"] = Mine()
+
+
+OPTIM: dict[str, tuple[Edit, str]] = {
+    "scaler without a scale": (of_scaler(lambda scaler: scaler.pop("cur_scale")), "loss_scaler has cur_scale None"),
+    "a scale of text": (of_scaler(lambda scaler: scaler.update(cur_scale="high")), "loss_scaler has cur_scale 'high'"),
+    "a scale of nothing": (of_scaler(lambda scaler: scaler.update(cur_scale=0)), "loss_scaler has cur_scale 0"),
+    "a window of text": (of_scaler(lambda scaler: scaler.update(scale_window=[])), "loss_scaler has scale_window ()"),
+    "another scaler": (another_scaler, f"loss_scaler is a {__name__}.Mine"),
+    "a number of text": (of_scaler(lambda scaler: scaler.update(cur_iter="1")), "loss_scaler has cur_iter '1'"),
+    "a rate of text": (of_options(lr="fast"), "lr of optimizer group 0 is 'fast' in the checkpoint and "),
+    "betas of one number": (of_options(betas=0.9), "betas of optimizer group 0 is 0.9 in the checkpoint and ("),
+}
+MODEL: dict[str, tuple[Edit, str]] = {
+    "no schedule": (lambda root: root.update(lr_scheduler=None), "lr_scheduler is None"),
+    "half a schedule": (lambda root: root["lr_scheduler"].pop("base_lrs"), "lr_scheduler lacks base_lrs"),
+    "no counter": (lambda root: root.pop("skipped_steps"), "skipped_steps is missing"),
+    "a counter of text": (lambda root: root.update(global_samples="7"), "global_samples is '7'"),
+    "another buffer": (
+        lambda root: root["module"].update(batches_seen=torch.zeros(3)),
+        "buffer batches_seen is of shape [3], and of shape [2] in the run",
+    ),
+    "no buffer": (lambda root: root["module"].update(batches_seen="2"), "buffer batches_seen is no tensor"),
+}
+
+
+def save(job: Job, directory: str) -> None:
+    engine = build_engine(job)
+    train_step(engine, 0)
+    engine.save_checkpoint(directory, tag="good")
+
+
+def load_each(job: Job, directory: str, tags: list[str]) -> list[tuple[str, str, list[str]]]:
+    """The error of each load, and in what it changed the state of the engine."""
+    engine = build_engine(job)
+    train_step(engine, 0)
+    before, found = fingerprint(gather_state(engine)), []
+    for tag in tags:
+        try:
+            engine.load_checkpoint(directory, tag=tag)
+            found.append(("", "", []))
+        except Exception as error:
+            changed = compare_states(before, fingerprint(gather_state(engine)))
+            found.append((type(error).__name__, str(error), changed))
+    return found
+
+
+def test_a_value_that_cannot_be_taken_is_named_and_nothing_is_touched(rank_pool: RankPool, tmp_path: Path) -> None:
+    """Two ranks saved, whose files agree; three load them into one engine, file after file."""
+    job = Job(precision="fp16")
+    rank_pool.run(save, 2, job, str(tmp_path))
+    for edits, pattern in ((OPTIM, "*optim_states.pt"), (MODEL, "*model_states.pt")):
+        for tag, (edit, _) in edits.items():
+            shutil.copytree(tmp_path / "good", tmp_path / tag)
+            (tmp_path / tag / "zeroelastic.json").unlink()
+            for path in (tmp_path / tag).glob(pattern):
+                root = torch.load(path, weights_only=False)
+                edit(root)
+                torch.save(root, path)
+    every = OPTIM | MODEL
+    other = job.other(options={"allow_globals": [f"{__name__}.Mine"]})
+    outcomes = rank_pool.run(load_each, 3, other, str(tmp_path), list(every))
+    assert all(outcome == outcomes[0] for outcome in outcomes)
+    for (tag, (_, words)), (kind, text, changed) in zip(every.items(), outcomes[0], strict=True):
+        assert kind in ("CheckpointError", "UnsupportedError", "LayoutMismatchError"), (tag, text)
+        assert words in text and tag in text, (tag, text)
+        assert changed == [], tag
+
+
+@pytest.mark.parametrize("elastic", [True, False], ids=["elastic", "rigid"])
+def test_a_load_that_leaves_the_schedule_out_does_not_ask_for_it(
+    rank_pool: RankPool, tmp_path: Path, elastic: bool
+) -> None:
+    rank_pool.run(save, 2, Job(elastic=elastic), str(tmp_path))
+    for path in (tmp_path / "good").glob("*model_states.pt"):
+        root = torch.load(path, weights_only=False)
+        root["lr_scheduler"] = None
+        torch.save(root, path)
+    (tmp_path / "good" / "zeroelastic.json").unlink()
+    assert rank_pool.run(load_without_schedule, 3, Job().other(), str(tmp_path)) == [1, 1, 1]
+
+
+def load_without_schedule(job: Job, directory: str) -> int:
+    engine = build_engine(job)
+    engine.load_checkpoint(directory, tag="good", load_lr_scheduler_states=False)
+    return int(engine.global_steps)

@@ -1,0 +1,265 @@
+"""End to end with real DeepSpeed processes: what is resumed at another world size is what was saved, bit for bit.
+
+One save serves many loads: the directories of saves are kept for the module. Each comparison covers the gathered state
+(master weights, optimizer state, step of every parameter, 16-bit and frozen weights, buffers, hyper-parameters,
+scheduler, loss scale, counters) and, separately, what DeepSpeed's safe_get_full_* accessors gather.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from saves import Saved, Saver, check_resumed, save_once
+from training import Job, resume, resume_and_save, train_and_save
+
+from zeroelastic.checkpoint.commit_record import read_record
+from zeroelastic.testing import RankPool, run_ranks
+
+OLDER_DEEPSPEED = "ZEROELASTIC_EXPECT_DEEPSPEED" in os.environ
+"""Run by test_versions.py, which runs the core suite only."""
+
+WORLD_SIZES = (1, 2, 3, 4, 5, 6, 8)
+CORE_PAIRS = ((4, 3), (3, 5))
+QUICK_PAIRS = (*CORE_PAIRS, (1, 2), (1, 8), (8, 1), (8, 4), (2, 4), (6, 3), (3, 4), (5, 3), (4, 4), (3, 3))
+"""What `make test` runs of all pairs: one to many and back, sizes that divide one another, coprime ones, equal ones."""
+
+support = pytest.mark.support
+
+
+@pytest.fixture(scope="module")
+def saved(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Saver:
+    return save_once(rank_pool, tmp_path_factory)
+
+
+def marked(cases: Iterable[object], core: Iterable[object]) -> list[object]:
+    """Cases of a parametrised test, those of the core suite marked; all of those must exist."""
+    cases, core = list(cases), list(core)
+    assert all(case in cases for case in core)
+    values = [case if isinstance(case, tuple) else (case,) for case in cases]
+    return [pytest.param(*v, marks=pytest.mark.core if c in core else ()) for c, v in zip(cases, values, strict=True)]
+
+
+def all_pairs() -> list[object]:
+    """Every pair of world sizes; those of the core suite are marked, and those that `make test` leaves out."""
+    assert set(QUICK_PAIRS) <= set(itertools.product(WORLD_SIZES, WORLD_SIZES))
+    return [
+        pytest.param(
+            *pair,
+            marks=[pytest.mark.core] * (pair in CORE_PAIRS) + [pytest.mark.extended] * (pair not in QUICK_PAIRS),
+        )
+        for pair in itertools.product(WORLD_SIZES, WORLD_SIZES)
+    ]
+
+
+@support("Using it", "elastic checkpoints, from N to M ranks", "exact", "all pairs of 1, 2, 3, 4, 5, 6 and 8")
+@support("Parameters", "several optimizer groups, each with its hyper-parameters", "exact")
+@support("Parameters", "tied parameters", "exact")
+@support("Parameters", "frozen parameters", "exact")
+@support("Parameters", "parameters smaller than the number of ranks", "exact")
+@support("Parameters", "buffers", "exact", "of the same rank; new ranks get those of rank 0")
+@support("Parameters", "`sub_group_size` that differs between save and load", "exact")
+@support("Optimizers", "torch `Adam`, `AdamW`, amsgrad", "exact")
+@support("Precision", "bf16", "exact")
+@pytest.mark.parametrize(("save_world_size", "world_size"), all_pairs())
+def test_elastic_resume_is_bit_exact(rank_pool: RankPool, saved: Saver, save_world_size: int, world_size: int) -> None:
+    job = Job()
+    checkpoint = saved(job, save_world_size)
+    outcomes = rank_pool.run(resume, world_size, job.other(), checkpoint.directory)
+    check_resumed(checkpoint, outcomes, job)
+    record = read_record(checkpoint.tag_dir)
+    assert record is not None
+    assert record.versions.deepspeed == os.environ.get("ZEROELASTIC_EXPECT_DEEPSPEED", record.versions.deepspeed)
+    report = outcomes[0].report
+    assert (report.format, report.saved_world_size, report.world_size) == ("elastic", save_world_size, world_size)
+    assert report.root_matches and report.loaded_root == checkpoint.root
+
+
+@support("Using it", "rigid checkpoints that DeepSpeed alone saved", "exact")
+@pytest.mark.parametrize(
+    ("save_world_size", "world_size"),
+    marked([(4, 3), (3, 4), (2, 5), (6, 4), (8, 1), (1, 2), (4, 4)], [(4, 3)]),
+)
+def test_stock_rigid_checkpoint_resumes(
+    rank_pool: RankPool, saved: Saver, save_world_size: int, world_size: int
+) -> None:
+    job = Job(elastic=False, installed=False)  # written by DeepSpeed alone
+    checkpoint = saved(job, save_world_size)
+    assert not (checkpoint.tag_dir / "zeroelastic.json").exists()
+    for elastic in (True, False):  # the flag says what is saved, not what can be loaded
+        outcomes = rank_pool.run(resume, world_size, job.other(installed=True, elastic=elastic), checkpoint.directory)
+        check_resumed(checkpoint, outcomes, job)
+        report = outcomes[0].report
+        assert report.format == "rigid" and report.root_matches is None and report.saved_root is None
+
+
+@support("Using it", "rigid checkpoints saved with zeroelastic", "exact", "with a commit record and a content root")
+def test_rigid_save_with_zeroelastic_has_a_commit_record(rank_pool: RankPool, saved: Saver) -> None:
+    checkpoint = saved(Job(elastic=False), 4)
+    outcomes = rank_pool.run(resume, 3, Job(elastic=False).other(), checkpoint.directory)
+    check_resumed(checkpoint, outcomes, Job())
+    assert outcomes[0].report.root_matches
+
+
+@support("Using it", "the content root", "exact", "the same at every world size and in both formats")
+def test_content_root_is_the_same_at_every_world_size_and_in_both_formats(
+    rank_pool: RankPool, saved: Saver, tmp_path: Path
+) -> None:
+    checkpoint = saved(Job(), 4)
+    for world_size in (1, 3, 6):
+        for elastic in (True, False):
+            target = str(tmp_path / f"{world_size}{elastic}")
+            job = Job().other(elastic=elastic)
+            roots = rank_pool.run(resume_and_save, world_size, job, checkpoint.directory, target)
+            assert set(roots) == {checkpoint.root}
+
+
+VARIANTS = {
+    "amsgrad": Job(optimizer="amsgrad"),
+    "sgd_momentum": Job(optimizer="sgd"),
+    "plain_sgd": Job(optimizer="plain_sgd"),
+    "rmsprop": Job(optimizer="rmsprop"),
+    "adagrad": Job(optimizer="adagrad", groups=1),
+    "cpu_adam": Job(optimizer="cpu_adam"),
+    "fp32": Job(precision="fp32"),
+    "fp16": Job(precision="fp16"),
+    "fp16_sgd": Job(precision="fp16", optimizer="sgd"),
+    "fp32_amsgrad": Job(precision="fp32", optimizer="amsgrad"),
+    "one_sub_group": Job(sub_group_size=10**9),
+    "tiny_sub_groups": Job(sub_group_size=1),
+    "all_trained": Job(frozen=False),
+    "offload_optimizer": Job(zero={"offload_optimizer": {"device": "cpu"}}),
+    "offload_both": Job(zero={"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}),
+    "everything_persistent": Job(zero={"stage3_param_persistence_threshold": 10**6}),
+    "nothing_persistent": Job(zero={"stage3_param_persistence_threshold": 0}),
+    "accumulation": Job(micro=2),
+    "group_of_frozen_parameters": Job(groups=3),
+}
+SHOWS = {
+    "amsgrad": ("Optimizers", "torch `Adam`, `AdamW`, amsgrad"),
+    "sgd_momentum": ("Optimizers", "torch `SGD`, with and without momentum"),
+    "plain_sgd": ("Optimizers", "torch `SGD`, with and without momentum"),
+    "rmsprop": ("Optimizers", "torch `RMSprop`"),
+    "adagrad": ("Optimizers", "torch `Adagrad`"),
+    "cpu_adam": ("Optimizers", "`DeepSpeedCPUAdam`"),
+    "fp32": ("Precision", "fp32"),
+    "fp16": ("Precision", "fp16, dynamic loss scale"),
+    "one_sub_group": ("Parameters", "one sub-group, or one a parameter"),
+    "tiny_sub_groups": ("Parameters", "one sub-group, or one a parameter"),
+    "offload_optimizer": ("Offload", "`offload_optimizer: cpu`"),
+    "offload_both": ("Offload", "`offload_param: cpu`"),
+    "everything_persistent": ("Parameters", "persistent parameters", "any threshold"),
+    "nothing_persistent": ("Parameters", "persistent parameters", "any threshold"),
+    "accumulation": ("Using it", "gradient accumulation", "the global batch stays, or the report says so"),
+    "group_of_frozen_parameters": ("Parameters", "a group of frozen parameters alone"),
+}
+# test_optimizers.py and test_precision.py resume these from elastic checkpoints.
+RIGID_ONLY = {"amsgrad", "sgd_momentum", "plain_sgd", "rmsprop", "cpu_adam", "fp16"}
+CORE_VARIANTS = {
+    "fp32-elastic",
+    "fp16-rigid",
+    "sgd_momentum-rigid",
+    "adagrad-elastic",
+    "offload_optimizer-rigid",
+    "offload_both-elastic",
+}
+PAIRS = ((4, 3), (2, 6), (3, 8), (6, 1), (1, 5), (5, 2), (8, 4), (3, 2), (4, 6))
+
+
+def variants() -> list[object]:
+    """Every variant in both formats, with the row that it shows."""
+    cases = []
+    for name, elastic in itertools.product(VARIANTS, (True, False)):
+        if elastic and name in RIGID_ONLY:
+            continue
+        case = f"{name}-{'elastic' if elastic else 'rigid'}"
+        section, feature, *note = SHOWS.get(name, (None, None))
+        marks = [support(section, feature, "exact", *note)] if section else []
+        marks += [pytest.mark.core] if case in CORE_VARIANTS else []
+        cases.append(pytest.param(name, elastic, marks=marks, id=case))
+    assert {case.id for case in cases} >= CORE_VARIANTS and SHOWS.keys() <= VARIANTS.keys()
+    return cases
+
+
+@pytest.mark.parametrize(("name", "elastic"), variants())
+def test_variant_resumes_bit_exact(rank_pool: RankPool, saved: Saver, name: str, elastic: bool) -> None:
+    """Each variant at two pairs of world sizes, which differ between variants so that together they cover all."""
+    job = replace(VARIANTS[name], elastic=elastic)
+    if job.micro is not None:
+        pairs = [(4, 3), (2, 5)]
+    else:
+        first = list(VARIANTS).index(name) + (4 if elastic else 0)
+        pairs = [PAIRS[first % len(PAIRS)], PAIRS[(first + 2) % len(PAIRS)]]
+    for save_world_size, world_size in pairs[:1] if OLDER_DEEPSPEED else pairs:
+        checkpoint = saved(job, save_world_size)
+        outcomes = rank_pool.run(resume, world_size, job.other(), checkpoint.directory)
+        check_resumed(checkpoint, outcomes, job)
+        assert outcomes[0].report.root_matches
+
+
+@support("Precision", "loss scale and skipped steps after an overflow", "exact")
+@pytest.mark.parametrize("elastic", [True, False], ids=["elastic", "rigid"])
+def test_fp16_after_an_overflow_keeps_scale_and_skipped_steps(rank_pool: RankPool, saved: Saver, elastic: bool) -> None:
+    job = Job(precision="fp16", elastic=elastic, config={"fp16": {"initial_scale_power": 24, "hysteresis": 1}})
+    checkpoint = saved(job, 4)
+    assert checkpoint.outcome.state["engine/skipped_steps"] > 0, "no overflow happened"
+    assert checkpoint.outcome.state["loss_scaler/cur_scale"] < 2**24
+    outcomes = rank_pool.run(resume, 3, job.other(config={}), checkpoint.directory)
+    check_resumed(checkpoint, outcomes, job)
+
+
+@support("Using it", "checkpoints from before the first step", "exact")
+@pytest.mark.parametrize("elastic", [True, False], ids=["elastic", "rigid"])
+def test_checkpoint_from_before_the_first_step(rank_pool: RankPool, tmp_path: Path, elastic: bool) -> None:
+    job = Job(elastic=elastic)
+    outcome = rank_pool.run(train_and_save, 3, job, str(tmp_path), before=0)[0]
+    outcomes = rank_pool.run(resume, 2, job.other(), str(tmp_path), before=0)
+    check_resumed(Saved(str(tmp_path), outcome), outcomes, job)
+    assert not any(key.startswith("state/") for key in outcomes[0].state)
+
+
+@support("Using it", "there and back: 4 to M to 4 ranks", "exact", "every tensor of every file is the first one's")
+@pytest.mark.parametrize("between", [3, 6, 1])
+def test_there_and_back_gives_the_same_lean_tensors(
+    rank_pool: RankPool, saved: Saver, tmp_path: Path, between: int
+) -> None:
+    """4 -> M -> 4, with other sub-groups in between: every tensor of every rank's file is the original's."""
+    job = Job()
+    checkpoint = saved(job, 4)
+    there, back = str(tmp_path / "there"), str(tmp_path / "back")
+    roots = rank_pool.run(resume_and_save, between, job.other(), checkpoint.directory, there)
+    roots += rank_pool.run(resume_and_save, 4, job, there, back)
+    assert set(roots) == {checkpoint.root}
+    compared = 0
+    for path in sorted(checkpoint.tag_dir.glob("*optim_states.pt")):
+        ours, theirs = (
+            torch.load(file, weights_only=False)["optimizer_state_dict"]
+            for file in (path, next(Path(back).glob("global_step*")) / path.name)
+        )
+        for first, second in zip(ours["fp32_flat_groups"], theirs["fp32_flat_groups"], strict=True):
+            assert torch.equal(first, second)  # padding included: it is zero in both
+        for first, second in zip(ours["base_optimizer_state"], theirs["base_optimizer_state"], strict=True):
+            assert first.keys() == second.keys() == {"step", "exp_avg", "exp_avg_sq"}
+            assert torch.equal(first["step"], second["step"])
+            for key in ("exp_avg", "exp_avg_sq"):
+                for lean, other in zip(first[key], second[key], strict=True):
+                    assert torch.equal(lean, other)
+                    compared += lean.numel()
+    assert compared > 1000
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize(("save_world_size", "world_size"), [(1, 2), (2, 1)])
+def test_resume_on_gpus(tmp_path: Path, save_world_size: int, world_size: int) -> None:
+    """The same job and the same comparison as on the CPU."""
+    for elastic in (True, False):
+        directory = str(tmp_path / f"{elastic}")
+        job = Job(elastic=elastic)
+        outcome = run_ranks(train_and_save, save_world_size, job, directory, backend="nccl", timeout=300)[0]
+        outcomes = run_ranks(resume, world_size, job.other(), directory, backend="nccl", timeout=300)
+        check_resumed(Saved(directory, outcome), outcomes, job)

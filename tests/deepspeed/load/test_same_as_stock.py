@@ -1,0 +1,238 @@
+"""A load with zeroelastic installed is never worse than DeepSpeed's own at the same world size.
+
+Stock DeepSpeed saves; it and zeroelastic then load the same files into the same engine. Both return the same path and
+client state, and every value is the one that stock left or, where stock loses something, the one that was saved.
+`make same-as-stock` runs every configuration with every flag.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from exact_jobs import BUCKETS, OPTIMIZERS, PRECISIONS
+from training import Job, build_engine, train_step
+
+import zeroelastic
+from zeroelastic.checkpoint.quarantine import MARK_NAME
+from zeroelastic.testing import RankPool, compare_states, fingerprint, gather_state
+
+WORLD_SIZE = 2
+STOCK = Job(elastic=False, installed=False)
+
+JOBS = {
+    **{name: job for name, (job, _) in OPTIMIZERS.items()},
+    **{name: job for name, (job, _, _) in PRECISIONS.items()},
+    **{name: Job(zero=one) for name, (one, _) in BUCKETS.items()},
+    "hpz": Job(zero={"zero_hpz_partition_size": 2}),
+    "one group": Job(groups=1, frozen=False),
+    "a group without trained parameters": Job(groups=3),
+    "one sub-group": Job(sub_group_size=10**9),
+}
+IN_THE_SUITE = ("adamw", "cpu_adam_offloaded", "muon", "fp16_dynamic", "fp32")
+EVERYTHING = os.environ.get("SAME_AS_STOCK") == "all"
+
+FLAGS: dict[str, dict[str, bool]] = {
+    "all": {},
+    "no optimizer states": {"load_optimizer_states": False},
+    "no scheduler": {"load_lr_scheduler_states": False},
+    "module only": {"load_module_only": True},
+    "not strict": {"load_module_strict": False},
+}
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a load came to: ``error`` is the type and text of what it raised; ``path`` is relative to the directory."""
+
+    path: str | None
+    client_state: Any
+    state: dict[str, Any]
+    error: str = ""
+
+
+def load(job: Job, directory: str, **options: Any) -> Loaded:
+    """Load into a new engine whose every value differs from the saved one."""
+    engine = build_engine(replace(job, lr=job.lr * 7, perturb=0.5))
+    try:
+        path, client_state = engine.load_checkpoint(directory, **options)
+    except Exception as error:
+        return Loaded(None, None, {}, f"{type(error).__name__}: {error}")
+    state = fingerprint(gather_state(engine))
+    theirs = {key: value for key, value in (client_state or {}).items() if key in ("note", "epoch", "global_steps")}
+    return Loaded(None if path is None else os.path.relpath(path, directory), theirs, state)
+
+
+def save_stock(job: Job, directory: str, *, before: Callable[[Any], None] | None = None, **save: Any) -> dict[str, Any]:
+    """Train and save with DeepSpeed alone; returns the saved state."""
+    engine = build_engine(job)
+    for step in range(2):
+        train_step(engine, step)
+    if before is not None:
+        before(engine)
+    state = fingerprint(gather_state(engine))
+    engine.save_checkpoint(directory, **{"client_state": {"note": "hello"}, **save})
+    return state
+
+
+def both_ways(
+    job: Job,
+    directory: str,
+    *,
+    flags: dict[str, dict[str, Any]],
+    before: Callable[[Any], None] | None = None,
+    change: Callable[[Path], None] | None = None,
+    **save: Any,
+) -> list[str]:
+    """On a rank: save with stock, load by both with each of the flags; what is worse with zeroelastic, in words."""
+    saved = save_stock(job, directory, before=before, **save)
+    if change is not None and dist.get_rank() == 0:
+        change(Path(directory))
+    dist.barrier()
+    found: list[str] = []
+    for name, options in flags.items():
+        theirs = load(job, directory, **options)
+        zeroelastic.install()
+        ours = load(replace(job, installed=True), directory, **options)
+        zeroelastic.uninstall()
+        state_too = options.get("load_optimizer_states", True) and not options.get("load_module_only")
+        found += [f"{name}: {what}" for what in worse(saved, theirs, ours, state_too=state_too)]
+    if dist.get_rank() == 0:
+        found += [f"{mark} was written" for mark in Path(directory).rglob(MARK_NAME)]
+    return found
+
+
+def worse(saved: dict[str, Any], stock: Loaded, ours: Loaded, *, state_too: bool) -> list[str]:
+    """What a load by zeroelastic lacks of DeepSpeed's own; ``state_too``: optimizer state was asked for."""
+    if stock.error:
+        return []
+    if ours.error or (stock.path is not None and ours.path is None):
+        return [f"stock loaded {stock.path}, zeroelastic did not: {ours.error or 'a fresh start'}"]
+    if stock.path is None:
+        return []
+    found = [f"{what} {want!r}, got {got!r}" for what, want, got in (
+        ("path", stock.path, ours.path), ("client state", stock.client_state, ours.client_state),
+    ) if want != got]  # fmt: skip
+    restored = ("weight/", "master/", "buffer/") + (
+        ("state/", "scalar/", "group/", "loss_scaler/") if state_too else ()
+    )
+    for line in compare_states(stock.state, ours.state):
+        key = line.partition(": ")[0]
+        as_saved = (key in ours.state, ours.state.get(key)) == (key in saved, saved.get(key))
+        if not (as_saved and key.startswith(restored)):
+            found.append(line)
+    return found
+
+
+def check(rank_pool: RankPool, job: Job, tmp_path: Path, **options: Any) -> None:
+    job = replace(job, elastic=False, installed=False)
+    for rank, found in enumerate(rank_pool.run(both_ways, WORLD_SIZE, job, str(tmp_path / "ckpt"), **options)):
+        assert found == [], f"rank {rank}"
+
+
+@pytest.mark.parametrize("name", JOBS if EVERYTHING else IN_THE_SUITE)
+def test_what_stock_saved_loads_as_stock_loads_it(rank_pool: RankPool, tmp_path: Path, name: str) -> None:
+    check(rank_pool, JOBS[name], tmp_path, flags=FLAGS if EVERYTHING or name == "adamw" else {"all": {}})
+
+
+def write_latest(text: str, directory: Path) -> None:
+    (directory / "latest").write_text(text)
+
+
+def add_files(directory: Path) -> None:
+    """What people and tools leave beside the files of ranks."""
+    tag = directory / "global_step2"
+    for name in ("notes.txt", "zero_pp_rank_0_mp_rank_00_model_states.pt.bak", "layer_00-model_states.pt.tmp"):
+        (tag / name).write_text("x")
+    (tag / "logs").mkdir()
+    (directory / "eval").mkdir()
+
+
+def link_tag(directory: Path) -> None:
+    (directory / "best").symlink_to("global_step2")
+
+
+def move_and_link_tag(directory: Path) -> None:
+    shutil.move(directory / "global_step2", directory.parent / "elsewhere")
+    (directory / "global_step2").symlink_to(directory.parent / "elsewhere")
+
+
+def link_files(directory: Path) -> None:
+    """The files themselves lie beside the tag."""
+    store = directory / "store"
+    store.mkdir()
+    for path in list((directory / "global_step2").iterdir()):
+        shutil.move(path, store / path.name)
+        path.symlink_to(store / path.name)
+
+
+def remove_optimizer_states(directory: Path) -> None:
+    for path in (directory / "global_step2").glob("*optim_states.pt"):
+        path.unlink()
+
+
+def add_ranks(directory: Path) -> None:
+    """An older save by more ranks has left its files in the tag: theirs say another world size."""
+    import torch
+
+    tag = directory / "global_step2"
+    for path in list(tag.glob("*_rank_1_*")):
+        state = torch.load(path, weights_only=False)
+        if "dp_world_size" in state:
+            state["dp_world_size"] = 3
+        else:
+            state["optimizer_state_dict"]["partition_count"] = 3
+        torch.save(state, path.with_name(path.name.replace("_rank_1_", "_rank_2_")))
+
+
+def no_gradients(engine: Any) -> None:
+    for name, param in engine.module.named_parameters():
+        if name.startswith("up."):
+            param.requires_grad_(False)
+
+
+DEFAULT = {"all": {}}
+ODD: dict[str, dict[str, Any]] = {
+    "latest with a newline": {"change": partial(write_latest, "global_step2\n")},
+    "latest with blanks": {"change": partial(write_latest, "  global_step2 \r\n")},
+    "latest names a tag that is not there": {"change": partial(write_latest, "global_step9")},
+    "latest is empty": {"change": partial(write_latest, "")},
+    "nested tag": {"tag": "epoch1/step5"},
+    "tag with a leading dot": {"tag": ".best"},
+    "tag with a blank": {"tag": "step 5"},
+    "tag in another alphabet": {"tag": "шаг\u00a05"},
+    "latest as a path": {"change": partial(write_latest, "./global_step2")},
+    "client state named as a counter": {"client_state": {"global_steps": 7, "note": "mine"}},
+    "requires_grad changed after initialize": {"before": no_gradients, "flags": FLAGS},
+    "excluded frozen parameters": {
+        "exclude_frozen_parameters": True,
+        "flags": {
+            "not strict": {"load_module_strict": False},
+            "no optimizer states": {"load_module_strict": False, "load_optimizer_states": False},
+            "strict, no optimizer states": {"load_optimizer_states": False},
+            "strict": {},
+        },
+    },
+    "extra files": {"change": add_files},
+    "files of more ranks": {"change": add_ranks, "flags": {**DEFAULT, "tag": {"tag": "global_step2"}}},
+    "linked tag": {"change": link_tag, "flags": {"tag": {"tag": "best"}}},
+    "tag moved and linked": {"change": move_and_link_tag},
+    "linked files": {"change": link_files},
+    "no optimizer files": {
+        "change": remove_optimizer_states,
+        "flags": {name: FLAGS[name] for name in ("all", "no optimizer states")},  # the weights are in them, too
+    },
+    "no latest": {"save_latest": False, "flags": {**DEFAULT, "tag": {"tag": "global_step2"}}},
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_checkpoints_load_where_stock_loads_them(rank_pool: RankPool, tmp_path: Path, name: str) -> None:
+    check(rank_pool, STOCK, tmp_path, **{"flags": DEFAULT, **ODD[name]})

@@ -1,0 +1,311 @@
+"""A tag that is saved again while other ranks load it: each load is one save, whole, and no save is condemned."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from opens import through_path
+from training import Job, build_engine, look, train_step
+
+import zeroelastic
+from zeroelastic.checkpoint.commit_record import RECORD_NAME
+from zeroelastic.checkpoint.open import open_checkpoint
+from zeroelastic.checkpoint.quarantine import MARK_NAME
+from zeroelastic.tags import tag_directory
+from zeroelastic.testing import RankPool, compare_states, run_ranks
+
+TAG = "last"
+JOB = Job(groups=1, sub_group_size=10**6)
+SAVE_ID = "1" * 32
+NUM_LOADS = 24
+
+
+@dataclass(frozen=True)
+class TwoSaves:
+    """Directories of two saves of one tag, by different steps of one run, and the state at each."""
+
+    directories: tuple[Path, Path]
+    states: tuple[Any, Any]
+
+
+def save_twice(directories: tuple[str, str], elastic: bool) -> list[Any]:
+    engine = build_engine(Job(groups=1, sub_group_size=10**6, elastic=elastic))
+    states = []
+    for step, directory in enumerate(directories):
+        train_step(engine, step)
+        states.append(look(engine)[0])
+        engine.save_checkpoint(directory, tag=TAG)
+    return states
+
+
+@pytest.fixture(scope="module")
+def saves(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> TwoSaves:
+    folder = tmp_path_factory.mktemp("saves")
+    directories = folder / "a", folder / "b"
+    return TwoSaves(directories, tuple(rank_pool.run(save_twice, 2, tuple(map(str, directories)), True)[0]))
+
+
+def publish_tag(staging_dir: Path, place: Path, *, exchange: bool) -> None:
+    """What a save does when it is complete."""
+    original = tag_directory.exchange
+    if not exchange:
+        tag_directory.exchange = lambda staging_dir, place: False  # type: ignore[assignment]
+    try:
+        tag_directory.publish_tag(staging_dir, place)
+    finally:
+        tag_directory.exchange = original
+
+
+class Watched:
+    """Calls ``action`` before the n-th file below a directory is opened by this process, and counts the opens."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory, self.count, self.at = str(directory), 0, -1
+        self.action: Callable[[], None] = lambda: None
+        self.thread = threading.get_ident()
+        sys.addaudithook(self.hook)
+
+    def arm(self, at: int, action: Callable[[], None]) -> None:
+        self.count, self.at, self.action = 0, at, action
+
+    def stop(self) -> None:
+        self.at = -2
+
+    def hook(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if event != "open" or threading.get_ident() != self.thread or not isinstance(arguments[0], str):
+            return
+        if self.at < -1 or not through_path(arguments[0]).startswith(self.directory):
+            return
+        self.count += 1
+        if self.count - 1 == self.at:
+            self.stop()  # opens of the action do not count
+            self.action()
+
+
+@dataclass(frozen=True)
+class How:
+    """How loads are made, and how the tag changes meanwhile: at once ("exchange"), by two renames, or file by file."""
+
+    verify: str
+    change: str
+    resume: bool = False
+    damaged: bool = False
+    """The first save has a damaged tensor, so that only the other one loads."""
+
+
+def change_tag(how: How, tag_dir: Path, other: Path) -> None:
+    """The other save under the tag's name."""
+    if how.change == "in place":
+        for path in sorted(other.iterdir()):
+            (tag_dir / path.name).write_bytes(path.read_bytes())
+    else:
+        publish_tag(tag_directory.staging_dir_of(tag_dir, SAVE_ID), tag_dir, exchange=how.change == "exchange")
+
+
+def load_while_changed(
+    directory: str, copies: tuple[str, str], states: tuple[Any, ...], hows: tuple[How, ...], stride: int
+) -> list[str]:
+    """Change the tag before each open of a load, on each rank in turn: how many loads, and what was wrong with them."""
+    root, rank = Path(directory), dist.get_rank()
+    engine = build_engine(JOB.other())
+    watched, wrong, loads = Watched(root), list[str](), 0
+    for how in hows:
+        expected = states[1:] if how.damaged else states
+        for changing in range(dist.get_world_size()):
+            places = [-1]  # no change, to count the opens
+            while places:
+                at = places.pop(0)
+                dist.barrier()
+                if rank == 0:
+                    shutil.rmtree(root, ignore_errors=True)
+                    shutil.copytree(copies[0], root)
+                    shutil.copytree(Path(copies[1]) / TAG, tag_directory.staging_dir_of(root / TAG, SAVE_ID))
+                    if how.damaged:
+                        damage(root / TAG)
+                dist.barrier()
+                engine._config._param_dict["zeroelastic"] = {"verify": how.verify, "io_engine": "numpy"}
+                change = partial(change_tag, how, root / TAG, Path(copies[1]) / TAG)
+                watched.arm(at if rank == changing else -1, change)
+                where = f"{how}, open {at} of rank {changing}"
+                try:
+                    if how.resume:
+                        assert zeroelastic.resume(engine, root).tag == TAG
+                    else:
+                        engine.load_checkpoint(str(root), tag=TAG)
+                    state = look(engine)[0]
+                    if all(compare_states(one, state) for one in expected):
+                        wrong.append(f"{where}: the state is not that of a whole save")
+                except Exception as error:
+                    if not (how.damaged and at == -1):
+                        wrong.append(f"{where}: {type(error).__name__}: {str(error)[:300]}")
+                watched.stop()
+                dist.barrier()
+                if list(root.rglob(MARK_NAME)) and not (how.damaged and at == -1):
+                    wrong.append(f"{where}: a healthy save was quarantined")
+                loads += 1
+                if at == -1:
+                    counts: list[Any] = [None] * dist.get_world_size()
+                    dist.all_gather_object(counts, watched.count)
+                    places = list(range(0, counts[changing], stride))
+    return [f"{loads} loads", *wrong]
+
+
+def damage(tag_dir: Path) -> None:
+    """Flip a bit of a tensor of rank 1."""
+    shard = open_checkpoint(tag_dir).shard(1)
+    data = bytearray(shard.path.read_bytes())  # type: ignore[union-attr]
+    data[int(shard.extents["exp_avg"].offset[shard.layout.index()["up.weight"]]) + 6] ^= 8
+    (tag_dir / shard.path.name).write_bytes(data)
+
+
+def check(ranks: list[list[str]]) -> None:
+    for loads, *wrong in ranks:
+        assert wrong == [], f"{loads}: {len(wrong)} wrong"
+        assert int(loads.split()[0]) > 12
+
+
+def test_a_tag_replaced_before_any_open_of_a_load_is_loaded_whole(
+    saves: TwoSaves, rank_pool: RankPool, tmp_path: Path
+) -> None:
+    hows = (How("off", "exchange"), How("quick", "renames"), How("full", "exchange", resume=True))
+    copies = tuple(map(str, saves.directories))
+    check(rank_pool.run(load_while_changed, 2, str(tmp_path / "c"), copies, saves.states, hows, 3))
+
+
+def test_a_damaged_save_that_is_replaced_while_it_is_judged_leaves_no_mark_on_the_healthy_one(
+    saves: TwoSaves, rank_pool: RankPool, tmp_path: Path
+) -> None:
+    hows = (How("full", "renames", resume=True, damaged=True),)
+    copies = tuple(map(str, saves.directories))
+    check(rank_pool.run(load_while_changed, 2, str(tmp_path / "c"), copies, saves.states, hows, 3))
+
+
+def test_a_tag_that_deepspeed_alone_writes_again_file_by_file_is_loaded_whole(
+    rank_pool: RankPool, tmp_path: Path
+) -> None:
+    copies = str(tmp_path / "a"), str(tmp_path / "b")
+    states = rank_pool.run(save_twice, 2, copies, False)[0]
+    for copy in copies:
+        (Path(copy) / TAG / RECORD_NAME).unlink()
+    hows = (How("off", "in place"),)
+    check(rank_pool.run(load_while_changed, 2, str(tmp_path / "c"), copies, tuple(states), hows, 2))
+
+
+def load_between_renames(directory: str) -> list[str]:
+    """What each way to load finds while the tag has no name for 0.2 s."""
+    root, rank = Path(directory), dist.get_rank()
+    engine = build_engine(JOB.other())
+    found: list[str] = []
+    aside = tag_directory.staging_dir_of(root / TAG, SAVE_ID).with_suffix(".old")
+    for resume in (False, True):
+        dist.barrier()
+        timer = threading.Timer(0.2, os.rename, (aside, root / TAG))
+        if rank == 0:
+            os.rename(root / TAG, aside)
+            timer.start()
+        dist.barrier()
+        if resume:
+            found.append(str(zeroelastic.resume(engine, root).tag))
+        else:
+            path, _ = engine.load_checkpoint(str(root))
+            found.append("None" if path is None else Path(path).parent.name)
+        if rank == 0:
+            timer.join()
+    return found
+
+
+def test_a_tag_that_has_no_name_between_two_renames_is_waited_for(
+    saves: TwoSaves, rank_pool: RankPool, tmp_path: Path
+) -> None:
+    shutil.copytree(saves.directories[0], tmp_path / "c")
+    assert rank_pool.run(load_between_renames, 2, str(tmp_path / "c")) == [[TAG, TAG]] * 2
+
+
+def save_when_asked(directory: str, folder: str) -> int:
+    """Save the tag again, the complete save put in place at some time of a load; states are in ``folder`` by number."""
+    asked, engine = Path(folder), build_engine(JOB)
+    original, randomness, number = tag_directory.exchange, random.Random(5), 0
+
+    def exchange(staging_dir: Path, place: Path) -> bool:
+        (asked / f"ready{number}").touch()
+        begun = asked / f"load{number}"
+        while not begun.exists() and not (asked / "end").exists():
+            time.sleep(0.001)
+        time.sleep(randomness.uniform(0, float(begun.read_text()) if begun.exists() else 0))
+        return number % 2 == 0 and original(staging_dir, place)
+
+    tag_directory.exchange = exchange
+    while not (asked / "end").exists():
+        train_step(engine, number)
+        (asked / f"state{number}").write_bytes(pickle.dumps(look(engine)[0]))
+        engine.save_checkpoint(directory, tag=TAG)
+        number += 1
+    return number
+
+
+def load_again_and_again(directory: str, folder: str, num_loads: int) -> list[str]:
+    """Load while the tag is saved again: what was wrong, and in the end how many loads were of which save."""
+    root, asked, rank = Path(directory), Path(folder), dist.get_rank()
+    engine = build_engine(JOB.other())
+    wrong, taken, seconds = list[str](), list[int](), 0.3
+    for number in range(1, num_loads + 1):
+        while not (asked / f"ready{number}").exists():
+            time.sleep(0.002)
+        dist.barrier()
+        verify = ("off", "quick", "full")[number % 3]
+        engine._config._param_dict["zeroelastic"] = {"verify": verify, "fallback": number % 4 == 1}
+        if rank == 0:
+            (asked / "new").write_text(str(seconds))
+            os.rename(asked / "new", asked / f"load{number}")
+        began = time.monotonic()
+        try:
+            if number % 4 == 0:
+                assert zeroelastic.resume(engine, root).tag == TAG
+            else:
+                path, _ = engine.load_checkpoint(str(root), tag=None if number % 4 == 1 else TAG)
+                assert path is not None
+            seconds = time.monotonic() - began
+            state = look(engine)[0]
+            matching = [
+                i
+                for i in (number - 1, number)
+                if not compare_states(pickle.loads((asked / f"state{i}").read_bytes()), state)
+            ]
+            taken += matching
+            if not matching:
+                wrong.append(f"load {number}, verify {verify}: the state is that of no save")
+        except Exception as error:
+            wrong.append(f"load {number}, verify {verify}: {type(error).__name__}: {str(error)[:400]}")
+    dist.barrier()
+    (asked / "end").touch()
+    return [f"{len(taken)} loads", *wrong]
+
+
+def test_ranks_load_what_another_job_saves_again_and_again(rank_pool: RankPool, tmp_path: Path) -> None:
+    root, asked = tmp_path / "c", tmp_path / "asked"
+    asked.mkdir()
+    with ThreadPoolExecutor(1) as thread:
+        saving = thread.submit(run_ranks, save_when_asked, 1, str(root), str(asked), timeout=240.0)
+        try:
+            ranks = rank_pool.run(load_again_and_again, 2, str(root), str(asked), NUM_LOADS, timeout=200.0)
+        finally:
+            (asked / "end").touch()
+        assert saving.result()[0] >= NUM_LOADS
+    for loads, *wrong in ranks:
+        assert wrong == [] and loads == f"{NUM_LOADS} loads"
+    assert not list(root.rglob(MARK_NAME))
+    assert [path.name for path in root.iterdir() if path.name.startswith(".")] == []

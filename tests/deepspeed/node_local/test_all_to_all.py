@@ -1,0 +1,129 @@
+"""What goes from rank to rank: every byte once, in rounds that no rank's buffers are too small for, and headers."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zeroelastic.deepspeed.node_local import all_to_all
+from zeroelastic.deepspeed.node_local.headers import ReceivedFile, RecordedFile
+from zeroelastic.errors import CheckpointError, MissingFileError
+from zeroelastic.testing import RankPool
+from zeroelastic.torch_file.header import read_torch_file, walk_refs
+
+TABLES = st.integers(2, 40).flatmap(
+    lambda world_size: st.tuples(
+        st.just(world_size),
+        st.dictionaries(
+            st.tuples(st.integers(0, world_size - 1), st.integers(0, world_size - 1)).filter(lambda p: p[0] != p[1]),
+            st.integers(1, 20_000),
+            max_size=30,
+        ),
+    )
+)
+
+
+@pytest.fixture
+def small_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(all_to_all, "ROUND_BYTES", 4096)
+    monkeypatch.setattr(all_to_all, "_LEAST_BYTES", 512)  # eight peers in a round
+
+
+@pytest.mark.usefixtures("small_rounds")
+@settings(max_examples=60)
+@given(TABLES)
+def test_rounds_send_every_byte_once_and_stay_within_the_buffers(case: tuple[int, dict[tuple[int, int], int]]) -> None:
+    world_size, table = case
+    done = dict.fromkeys(table, 0)
+    for messages in all_to_all._rounds(table, world_size):
+        assert messages
+        for side in (0, 1):
+            for rank in range(world_size):
+                assert sum(message[3] for message in messages if message[side] == rank) <= 4096
+        for src, dst, begin, nbytes in messages:
+            assert begin == done[src, dst] and begin % all_to_all.ALIGNMENT == 0 and nbytes > 0
+            done[src, dst] += nbytes
+    assert done == table
+
+
+def swap_in_small_rounds(sizes: list[list[int]]) -> tuple[bool, int]:
+    """Whether everything came as it was sent, and the largest buffer."""
+    all_to_all.ROUND_BYTES, all_to_all._LEAST_BYTES = 1024, 512  # two peers in a round
+    largest = 0
+    original = all_to_all._buffer
+
+    def buffer(pieces: Any) -> torch.Tensor:
+        nonlocal largest
+        made = original(pieces)
+        largest = max(largest, len(made))
+        return made
+
+    all_to_all._buffer = buffer
+    rank = dist.get_rank()
+    arrived = all_to_all.all_to_all_bytes(
+        {peer: _message(rank, peer, size) for peer, size in enumerate(sizes[rank]) if peer != rank}
+    )
+    wanted = {peer: _message(peer, rank, row[rank]) for peer, row in enumerate(sizes) if peer != rank and row[rank]}
+    return arrived == wanted, largest
+
+
+def _message(src: int, dst: int, nbytes: int) -> bytes:
+    return np.random.default_rng((src, dst)).bytes(nbytes)
+
+
+def test_messages_of_any_size_arrive(rank_pool: RankPool) -> None:
+    sizes = [[(7 * src + 3 * dst) % 5 * 997 for dst in range(4)] for src in range(4)]
+    for same, largest in rank_pool.run(swap_in_small_rounds, 4, sizes):
+        assert same and 0 < largest <= 1024
+
+
+def fail_between_rounds(failing: int) -> tuple[str, float]:
+    """The error of this rank, of which one fails to fill its part of the first round."""
+    all_to_all.ROUND_BYTES, all_to_all._LEAST_BYTES = 1024, 512
+    began = time.monotonic()
+
+    def fill(pieces: Any, buffer: Any) -> None:
+        if dist.get_rank() == failing:
+            raise OSError("the disk is gone")
+
+    try:
+        all_to_all.all_to_all_stream({(dist.get_rank() + 1) % 3: 10_000}, fill, lambda pieces, buffer: None)
+    except OSError as error:
+        return str(error), time.monotonic() - began
+    return "", time.monotonic() - began
+
+
+def test_a_rank_that_fails_leaves_nobody_waiting(rank_pool: RankPool) -> None:
+    results = rank_pool.run(fail_between_rounds, 3, 1, timeout=60)
+    assert [said for said, _ in results] == ["", "the disk is gone", ""]
+    assert max(seconds for _, seconds in results) < 30
+
+
+def test_a_header_is_parsed_alike_from_the_ranges_that_were_read(tmp_path: Path) -> None:
+    path = tmp_path / "file.pt"
+    torch.save({"a": torch.arange(5000), "step": torch.tensor(7), "text": "x" * 300}, path)
+    recorded = RecordedFile(path)
+    here = read_torch_file(path, through=recorded)
+    step = here.read(here.root["step"]).tobytes()  # type: ignore[index]
+    for ref in walk_refs(here.root):
+        here.extent(ref)
+    recorded.close()
+    read = sum(len(data) for _, data in recorded.ranges)
+    assert here.header_bytes == recorded.bytes_read >= read and read < path.stat().st_size / 4
+    path.unlink()
+    there = read_torch_file(path, through=ReceivedFile(path, recorded.size, recorded.ranges))
+    assert there.root == here.root and there.header_bytes == 0
+    assert [there.extent(ref) for ref in walk_refs(there.root)] == [here.extent(ref) for ref in walk_refs(here.root)]
+    assert there.read(there.root["step"]).tobytes() == step  # type: ignore[index]
+    with pytest.raises(CheckpointError, match="did not come from the rank that sees it"):
+        there.read(there.root["a"])  # type: ignore[index]
+    with pytest.raises(MissingFileError):
+        RecordedFile(path)

@@ -1,0 +1,398 @@
+"""Node-local disks: each node sees its own shards, new nodes see none, and what is resumed is what was saved.
+
+Ranks play nodes: in each the same path is another directory. Which disk a rank has is written as one number per rank,
+0 and 1 being the nodes of the save.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import io_counts
+import pytest
+import torch
+import torch.distributed as dist
+from nodes import MOUNTS_NEED, Nodes, can_mount, on_nodes
+from saves import Saved, check_resumed
+from sliced_model import use_sliced
+from training import Job, Outcome, attempt, build_engine, look, resume, train_and_save, train_step
+
+from zeroelastic.checkpoint.commit_record import RECORD_NAME
+from zeroelastic.checkpoint.optimizer_reader import open_shard
+from zeroelastic.testing import RankPool, compare_states
+
+SECTION = "Checkpoint engines and storage"
+NODE_LOCAL = {"checkpoint": {"use_node_local_storage": True}}
+ELASTIC = Job(config=NODE_LOCAL)
+RIGID = Job(config=NODE_LOCAL, elastic=False)
+STOCK = Job(config=NODE_LOCAL, elastic=False, installed=False)
+
+PLACED = ((1, 0, 0), (2, 0, 1), (2, 1, 3, 0, 0, 3))
+"""Fewer ranks on the old nodes; a new node with rank 0; more ranks, most of them on new nodes."""
+
+support = pytest.mark.support
+
+
+@pytest.fixture(scope="module", autouse=True)
+def mounts() -> None:
+    if not can_mount():
+        pytest.skip(MOUNTS_NEED)
+
+
+class Run:
+    """A save over nodes, its nodes, and what the run looked like."""
+
+    def __init__(
+        self,
+        root: Path,
+        pool: RankPool,
+        job: Job,
+        placed: tuple[int, ...],
+        save: Callable[[Job, str], Outcome] = train_and_save,
+    ) -> None:
+        self.nodes, self.pool, self.job = Nodes(root), pool, job
+        self.outcome: Outcome = self.call(placed, save, job, self.nodes.path)[0]
+
+    def call(self, placed: tuple[int, ...], function: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
+        return self.pool.run(on_nodes, len(placed), self.nodes, placed, function, *args, timeout=120, **options)
+
+    def resume(self, placed: tuple[int, ...], **changes: Any) -> list[Outcome]:
+        return self.call(placed, resume, self.job.other(installed=True, **changes), self.nodes.path)
+
+    def tag(self, node: int) -> Path:
+        return next(self.nodes.disk(node).glob("global_step*"))
+
+    def copy(self, root: Path) -> Run:
+        """The same disks elsewhere, to be damaged."""
+        made = Run.__new__(Run)
+        made.pool, made.job, made.outcome = self.pool, self.job, self.outcome
+        shutil.copytree(self.nodes.root, root, dirs_exist_ok=True)
+        shutil.rmtree(root / "disk")
+        made.nodes = Nodes(root)
+        return made
+
+
+@pytest.fixture(scope="module")
+def run(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
+    """A save of 4 ranks, on nodes 0 and 1 if nothing else is said; made once for each job and placement."""
+    made: dict[str, Run] = {}
+
+    def get(job: Job, placed: tuple[int, ...] = (0, 0, 1, 1)) -> Run:
+        key = f"{job}{placed}"
+        if key not in made:
+            made[key] = Run(tmp_path_factory.mktemp("nodes"), rank_pool, job, placed)
+        return made[key]
+
+    return get
+
+
+@support(SECTION, "`use_node_local_storage`, saves on disks that differ", "exact", "with a commit record each")
+def test_every_node_has_the_same_record_and_latest(run: Callable[..., Run]) -> None:
+    for job in (ELASTIC, RIGID):
+        saved = run(job)
+        records = [(saved.tag(node) / RECORD_NAME).read_bytes() for node in (0, 1)]
+        assert records[0] == records[1] and len(json.loads(records[0])["files"]) == 8
+        for node, ranks in ((0, (0, 1)), (1, (2, 3))):
+            here = sorted(path.name for path in saved.tag(node).iterdir())
+            assert here == sorted(
+                [RECORD_NAME]
+                + [f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in ranks]
+                + [f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in ranks]
+            )
+            assert (saved.nodes.disk(node) / "latest").read_text() == "global_step3"
+            assert not [path for path in saved.nodes.disk(node).iterdir() if path.name.startswith(".")]
+
+
+@support(SECTION, "node-local disks, more and fewer ranks, on nodes old and new", "exact", "stock saves too")
+@pytest.mark.parametrize("job", [ELASTIC, RIGID, STOCK], ids=["elastic", "rigid", "stock"])
+def test_shards_of_other_nodes_are_resumed(run: Callable[..., Run], job: Job) -> None:
+    saved = run(job)
+    for placed in PLACED[0 if job is ELASTIC else 1 if job is STOCK else 2 :]:
+        outcomes = saved.resume(placed)
+        check_resumed(Saved(str(saved.nodes.disk(0)), saved.outcome), outcomes, job)
+        report = outcomes[0].report
+        assert (report.format, report.saved_world_size) == ("elastic" if job.elastic else "rigid", 4)
+        assert report.root_matches is (None if job is STOCK else True)
+        assert report.bytes_sent > 0 and report.bytes_received > 0
+        assert any("did not see all files" in note for note in report.notes)
+
+
+def test_one_node_serves_all_new_ones(run: Callable[..., Run]) -> None:
+    saved = run(ELASTIC, (0, 0, 0, 0))
+    outcomes = saved.resume((1, 2, 0))
+    check_resumed(Saved(str(saved.nodes.disk(0)), saved.outcome), outcomes, ELASTIC)
+    assert outcomes[0].report.root_matches
+    # Without the flag it is found out all the same.
+    outcomes = saved.resume((1, 0), config={})
+    check_resumed(Saved(str(saved.nodes.disk(0)), saved.outcome), outcomes, ELASTIC)
+
+
+@pytest.mark.parametrize("elastic", [True, False], ids=["elastic", "rigid"])
+def test_tensor_parallel_ranks_read_for_each_other(rank_pool: RankPool, tmp_path: Path, elastic: bool) -> None:
+    """Of the two nodes each has one rank of the new run, and neither sees all files of its own tensor parallel rank."""
+    nodes, job = Nodes(tmp_path), Job(batch=12, elastic=elastic, config=NODE_LOCAL)
+    saved = rank_pool.run(on_nodes, 4, nodes, (0, 0, 1, 1), use_sliced, job, 2, nodes.path, save=True)
+    loaded = rank_pool.run(on_nodes, 2, nodes, (0, 1), use_sliced, job.other(), 2, nodes.path)
+    for tp_rank, outcome in loaded:
+        same = [other for other_rank, other in saved if other_rank == tp_rank]
+        assert compare_states(same[0].state, outcome.state) == []
+        assert outcome.report.root_matches and outcome.report.bytes_sent > 0
+
+
+def test_a_directory_that_all_see_is_loaded_as_ever(run: Callable[..., Run]) -> None:
+    saved = run(ELASTIC, (0, 0, 0, 0))
+    report = saved.resume((0, 0, 0))[0].report
+    assert report.root_matches and report.bytes_sent == report.bytes_received == 0
+    assert not any("node-local" in note for note in report.notes)
+
+
+def resume_in_fp32(job: Job, directory: str) -> tuple[Any, Any]:
+    """Moments and master weights that are cast on the way, compared by the digests of what was read."""
+    engine = build_engine(job)
+    engine.load_checkpoint(directory)
+    return engine.zeroelastic_report, look(engine)[0]
+
+
+def test_what_is_cast_on_the_way_is_verified_as_read(run: Callable[..., Run]) -> None:
+    """Frozen parameters are bf16 in the save and fp32 in the run."""
+    saved = run(ELASTIC)
+    for report, _ in saved.call((2, 0, 1), resume_in_fp32, saved.job.other(precision="fp32"), saved.nodes.path):
+        assert any("cast from bfloat16 to float32" in note for note in report.notes)
+        assert any("digests of what was loaded match the record" in note for note in report.notes)
+
+
+@support(SECTION, "node-local shards that no node has any more", "refused", "`elastic.resume` takes an older tag")
+def test_shards_that_no_node_has_are_named(run: Callable[..., Run]) -> None:
+    for job, placed in ((ELASTIC, (0, 0, 2)), (STOCK, (2, 0))):
+        saved = run(job)
+        errors = saved.call(placed, attempt, job.other(installed=True), saved.nodes.path)
+        assert len(set(errors)) == 1
+        kind, said = errors[0]
+        assert kind == "MissingFileError"
+        assert "zero_pp_rank_2_mp_rank_00_model_states.pt" in said and "rank_3" in said
+        assert "no rank of this run sees what 2, 3 of the saved ranks wrote" in said
+
+
+def resume_newest(job: Job, directory: str) -> tuple[Any, Any, int]:
+    from zeroelastic.elastic import resume as elastic_resume
+
+    engine = build_engine(job)
+    start = elastic_resume(engine, directory)
+    return start.tag, start.passed_over, look(engine)[0]
+
+
+def go_on_and_save(job: Job, directory: str) -> Any:
+    """Two more steps and another tag; returns the state."""
+    engine = build_engine(job)
+    engine.load_checkpoint(directory)
+    for step in (3, 4):
+        train_step(engine, step)
+    engine.save_checkpoint(directory)
+    return look(engine)[0]
+
+
+@pytest.fixture(scope="module")
+def two_tags(run: Callable[..., Run], tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Any]:
+    """global_step3 by 4 ranks of node 0 alone, global_step5 by 4 ranks of nodes 0 and 1. Node 2 was away since."""
+    saved = run(ELASTIC, (0, 0, 0, 0)).copy(tmp_path_factory.mktemp("two") / "run")
+    shutil.copytree(saved.nodes.disk(0), saved.nodes.disk(2), dirs_exist_ok=True)
+    newer = saved.call((0, 0, 1, 1), go_on_and_save, ELASTIC, saved.nodes.path)[0]
+    return saved, newer
+
+
+def test_resume_takes_the_newest_tag_that_the_nodes_have_together(two_tags: tuple[Run, Any]) -> None:
+    saved, newer = two_tags
+    older = saved.outcome.state
+    for placed, tag, state in (
+        ((3, 1, 0), "global_step5", newer),  # rank 0 is on a new node
+        ((2, 1, 0), "global_step5", newer),  # and on one that has only old tags
+        ((0, 2, 3), "global_step3", older),  # node 1 is gone
+        ((2, 3), "global_step3", older),
+    ):
+        for found, passed, live in saved.call(placed, resume_newest, ELASTIC.other(), saved.nodes.path):
+            assert found == tag, placed
+            assert compare_states(state, live) == []
+            if tag == "global_step3" and 0 in placed:
+                assert len(passed) == 1 and passed[0].startswith("global_step5") and "2, 3 of the saved" in passed[0]
+            else:
+                assert passed == ()
+    with pytest.raises(Exception, match="none of the checkpoints can be loaded"):
+        saved.call((1, 3), resume_newest, ELASTIC.other(), saved.nodes.path)
+
+
+def test_an_old_latest_on_one_node_does_not_win(two_tags: tuple[Run, Any]) -> None:
+    saved, newer = two_tags
+    assert (saved.nodes.disk(2) / "latest").read_text() == "global_step3"
+    for outcome in saved.resume((2, 1, 0)):
+        assert compare_states(newer, outcome.state) == []
+
+
+def test_files_beside_another_record_are_not_seen(two_tags: tuple[Run, Any], tmp_path: Path) -> None:
+    """Node 2 has a tag of the same name from before it was saved again: its files are of the same size."""
+    saved, newer = two_tags
+    saved = saved.copy(tmp_path / "run")
+    stale = saved.nodes.disk(2) / "global_step5"
+    os.rename(saved.nodes.disk(2) / "global_step3", stale)
+    for outcome in saved.resume((2, 0, 1)):
+        assert compare_states(newer, outcome.state) == []
+        assert outcome.report.root_matches
+
+
+def failed(job: Job, directory: str) -> tuple[str, str]:
+    engine = build_engine(job)
+    try:
+        engine.load_checkpoint(directory)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+@pytest.mark.parametrize("kind", ["payload", "header", "truncated"])
+def test_damage_on_one_node_is_named_on_every_rank(run: Callable[..., Run], tmp_path: Path, kind: str) -> None:
+    saved = run(ELASTIC).copy(tmp_path / "run")
+    path = next(saved.tag(1).glob("*zero_pp_rank_2_*optim_states.pt"))
+    data = bytearray(path.read_bytes())
+    shard = open_shard(path, 2, world_size=4, rigid_params=None)
+    if kind == "payload":
+        data[int(max(shard.extents["exp_avg"].offset))] ^= 1
+    elif kind == "header":
+        data[data.index(b"base_optimizer_state")] ^= 1
+    else:
+        del data[-100:]
+    path.write_bytes(data)
+    errors = saved.call((2, 0, 1), failed, ELASTIC.other(), saved.nodes.path)
+    assert len(set(errors)) == 1
+    assert errors[0][0] == ("DigestMismatchError" if kind == "payload" else "CheckpointError"), errors[0]
+    assert path.name in errors[0][1]
+
+
+@pytest.mark.parametrize("executor", ["numpy", "auto"])
+def test_each_byte_is_read_once_and_memory_is_bounded(rank_pool: RankPool, tmp_path: Path, executor: str) -> None:
+    """As the ranks report it; of Python's own reads as they are counted; and as the kernel counts memory."""
+    nodes = Nodes(tmp_path)
+    rank_pool.run(on_nodes, 4, nodes, (0, 0, 1, 1), save_large, nodes.path)
+    state = io_counts.state_bytes(nodes.disk(0))
+    # Which module states files go from node to node: DeepSpeed reads all of them but frozen parameters.
+    for placed, sent in (((2, 0, 1), (0,)), ((2, 1, 3, 0, 0, 3), (0, 1, 2, 3))):
+        modules = sum(module_bytes(nodes, rank) for rank in sent)
+        found = rank_pool.run(on_nodes, len(placed), nodes, placed, load_large, nodes.path, executor)
+        report = found[0][0]
+        assert report.root_matches
+        assert report.total_bytes_read == state, "all ranks together read the state once"
+        assert report.bytes_received < 1.01 * report.bytes_owned + report.header_bytes
+        here = sum(here for _, here, _ in found)
+        if executor == "numpy":  # what has no digest is read for its checksum, too
+            assert state + modules <= here < 1.005 * (state + modules)
+        else:
+            assert here == 0
+        for rank, (_, _, growth) in enumerate(found):
+            assert growth < 64 << 20, (placed, rank, growth)
+
+
+def module_bytes(nodes: Nodes, rank: int) -> int:
+    """Bytes of a rank's module states file that are no frozen parameter, from the file itself."""
+    path = next(nodes.root.glob(f"node*/global_step*/zero_pp_rank_{rank}_mp_rank_00_model_states.pt"))
+    fragments = torch.load(path, weights_only=False)["frozen_param_fragments"]
+    return path.stat().st_size - sum(fragment.numel() * fragment.element_size() for fragment in fragments.values())
+
+
+def save_large(directory: str) -> None:
+    import deepspeed
+
+    deepspeed.init_distributed()
+    build = io_counts.build
+    engine = build(True, True)
+    use_node_local(engine)
+    data = torch.ones(12 // torch.distributed.get_world_size(), io_counts.WIDTH, dtype=torch.bfloat16)
+    engine.backward(engine(data).float().pow(2).mean())
+    engine.step()
+    engine.save_checkpoint(directory)
+
+
+def use_node_local(engine: Any) -> None:
+    engine._config.use_node_local_storage = True
+
+
+def load_large(directory: str, executor: str) -> tuple[Any, int, int]:
+    """The report, bytes of payload that the numpy engine read, and growth of memory."""
+    from zeroelastic.deepspeed.node_local import all_to_all
+    from zeroelastic.executors import numpy_executor
+
+    engine = io_counts.build(True, True, executor)
+    if executor == "numpy":
+        all_to_all.ROUND_BYTES, all_to_all._LEAST_BYTES = 1 << 18, 1 << 17  # many rounds, two peers in each
+    engine.load_checkpoint(directory)
+    read = 0
+    original = os.preadv
+
+    def preadv(*args: Any) -> int:
+        nonlocal read
+        got = original(*args)
+        read += got
+        return got
+
+    numpy_executor.os.preadv = preadv  # type: ignore[attr-defined]
+    io_counts.reset_peak()
+    resident = io_counts.process_status("VmRSS")
+    engine.load_checkpoint(directory)
+    return engine.zeroelastic_report, read, io_counts.process_status("VmHWM") - resident
+
+
+def train_on_and_save(job: Job, directory: str) -> Outcome:
+    """The save is of the moment before the last two steps, which are taken while it is written."""
+    from zeroelastic.deepspeed.save.background import finish_all
+
+    outcome = train_and_save(job, directory)
+    finish_all()
+    dist.barrier()
+    return outcome
+
+
+@support(SECTION, '`use_node_local_storage` with `"async_save"`', "exact")
+def test_shards_written_in_the_background_are_resumed_on_other_nodes(rank_pool: RankPool, tmp_path: Path) -> None:
+    job = Job(config=NODE_LOCAL, options={"async_save": True})
+    saved = Run(tmp_path, rank_pool, job, (0, 0, 1, 1), train_on_and_save)
+    records = [(saved.tag(node) / RECORD_NAME).read_bytes() for node in (0, 1)]
+    assert records[0] == records[1] and len(json.loads(records[0])["files"]) == 8
+    outcomes = saved.resume((1, 0, 2))
+    check_resumed(Saved(str(saved.nodes.disk(0)), saved.outcome), outcomes, job)
+    assert outcomes[0].report.root_matches and outcomes[0].report.bytes_sent > 0
+
+
+def test_a_save_at_the_new_size_on_other_nodes_has_the_same_root(run: Callable[..., Run], tmp_path: Path) -> None:
+    saved = run(ELASTIC).copy(tmp_path / "run")
+    saved.call((2, 0, 1), load_and_save, ELASTIC.other(), saved.nodes.path, "again")
+    tags = [saved.tag(0), *(saved.nodes.disk(node) / "again" for node in (0, 1, 2))]
+    assert len({json.loads((tag / RECORD_NAME).read_bytes())["content_root"] for tag in tags}) == 1
+
+
+def load_and_save(job: Job, directory: str, tag: str) -> None:
+    engine = build_engine(job)
+    engine.load_checkpoint(directory)
+    engine.save_checkpoint(directory, tag=tag)
+
+
+def save_fails(job: Job, directory: str) -> tuple[str, str]:
+    """The disk of node 1 cannot take the tag: a file has its name."""
+    engine = build_engine(job)
+    train_step(engine, 0)
+    try:
+        engine.save_checkpoint(directory, tag="blocked")
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def test_a_node_that_cannot_write_fails_the_save_on_all(rank_pool: RankPool, tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path)
+    (nodes.disk(1) / "blocked").write_text("a file")
+    errors = rank_pool.run(on_nodes, 2, nodes, (0, 1), save_fails, ELASTIC, nodes.path)
+    assert len(set(errors)) == 1 and errors[0][0] == "SaveError" and "blocked" in errors[0][1]
+    left = {path.name for path in nodes.disk(0).iterdir()}
+    assert left <= {"zero_to_fp32.py", "zero_to_torch.py"}, "nothing is left of the other node's part"
+    assert [path.name for path in nodes.disk(1).iterdir()] == ["blocked"]

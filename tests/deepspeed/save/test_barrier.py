@@ -1,0 +1,257 @@
+"""Ranks of a save that are late, that never come, and that die: the others are told which, all of them the same."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from training import Job, build_engine, train_step
+
+from zeroelastic.errors import AbsentRankError
+from zeroelastic.offline.verify.verify import verify_checkpoint
+from zeroelastic.testing import RankError, RankPool
+from zeroelastic.testing.supervisor import GRACE_VARIABLE
+
+SAVING = "Checkpoint engines and storage"
+
+
+def raised(action: Callable[[], Any]) -> tuple[str, str, float]:
+    """The type and text of an error, and how long it took."""
+    began = time.monotonic()
+    try:
+        action()
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - began
+    return "", "", time.monotonic() - began
+
+
+def save_late(directory: str, late_s: float, limit_s: float) -> list[tuple[str, str, float]]:
+    """Rank 2 comes late to a save, then to the middle of another one; then all are there."""
+    from zeroelastic.deepspeed.save import shard_writer
+
+    engine = build_engine(Job(options={"save_timeout_s": limit_s}))
+    train_step(engine, 0)
+    engine.save_checkpoint(directory, tag="good")
+    write = shard_writer.write_torch_file
+
+    def sleep() -> None:
+        if dist.get_rank() == 2:
+            time.sleep(late_s)
+
+    def slow_write(*args: Any, **kwargs: Any) -> Any:
+        sleep()
+        return write(*args, **kwargs)
+
+    sleep()
+    told = [raised(lambda: engine.save_checkpoint(directory, tag="late"))]
+    dist.barrier()
+    shard_writer.write_torch_file = slow_write
+    told.append(raised(lambda: engine.save_checkpoint(directory, tag="slow")))
+    shard_writer.write_torch_file = write
+    dist.barrier()
+    left = sorted(name for name in os.listdir(directory) if not name.endswith(".py"))
+    told.append((",".join(left), (Path(directory) / "latest").read_text(), 0.0))
+    dist.barrier()
+    engine.save_checkpoint(directory, tag="next")
+    return told
+
+
+@pytest.mark.support(SAVING, "a rank that does not arrive within `save_timeout_s`", "refused", "named on every rank")
+def test_a_rank_that_does_not_arrive_is_named_on_every_rank(rank_pool: RankPool, tmp_path: Path) -> None:
+    """The late one is told the same when it comes, and the next save goes well."""
+    results = rank_pool.run(save_late, 3, str(tmp_path), 5.0, 1.0)
+    for told in results:
+        (kind, said, _), (slow_kind, slow_said, _), (left, latest, _) = told
+        assert kind == slow_kind == "AbsentRankError"
+        assert said == results[0][0][1] and slow_said == results[0][1][1]
+        assert f"{tmp_path}/late: rank 2 did not arrive within 1 s" in said and "was about to be saved" in said
+        assert f"{tmp_path}/slow: rank 2 did not arrive within 1 s" in slow_said and "files were written" in slow_said
+        assert (left, latest) == ("good,latest", "good")
+    assert all(told[0][2] < 4 for told in results)
+    assert issubclass(AbsentRankError, (OSError, TimeoutError))
+    assert verify_checkpoint(tmp_path / "next").valid and (tmp_path / "latest").read_text() == "next"
+
+
+def test_a_slow_rank_is_waited_for(rank_pool: RankPool, tmp_path: Path) -> None:
+    for told in rank_pool.run(save_late, 3, str(tmp_path), 1.0, 60.0):
+        assert [kind for kind, _, _ in told[:2]] == ["", ""]
+    assert verify_checkpoint(tmp_path / "slow").valid
+
+
+def die_beside_a_slow_rank(meets: bool) -> tuple[str, str, float]:
+    """Rank 1 dies, rank 0 loses a collective by it, and rank 2 is busy for longer than the others are patient."""
+    from zeroelastic.deepspeed.save import barrier
+
+    calls = barrier.SaveBarrier("the save", timeout_s=60.0)
+    calls.wait("it began")
+    barrier._GRACE_S = 1.0
+
+    def lose_a_collective() -> None:
+        with calls.attribute_failures():
+            raise dist.DistBackendError("a peer is gone")
+
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if dist.get_rank() == 2:
+        time.sleep(4)
+        if meets:
+            calls.wait("its files were written")
+    lose_a_collective()
+    raise AssertionError("nobody is lost")
+
+
+@pytest.mark.parametrize("meets", [True, False])
+def test_a_slow_rank_that_lives_is_not_called_lost_when_another_dies(rank_pool: RankPool, meets: bool) -> None:
+    """Whether it comes to the next meeting, or finds its own collective lost."""
+    with pytest.raises(RankError) as caught:
+        rank_pool.run(die_beside_a_slow_rank, 3, meets, env={GRACE_VARIABLE: "60"})
+    said = {failure.rank: failure.headline for failure in caught.value.failures}
+    assert "SIGKILL" in said[1]
+    assert all("the save: the process of rank 1 has ended" in said[rank] for rank in (0, 2)), said
+
+
+def slow_beside_a_lost_collective() -> tuple[str, str, float]:
+    """A collective fails on rank 0 although nobody is lost, while rank 1 is busy for a while."""
+    from zeroelastic.deepspeed.save import barrier
+
+    calls = barrier.SaveBarrier("the save", timeout_s=60.0)
+    calls.wait("it began")
+    barrier._GRACE_S = 1.0
+
+    def lose_a_collective() -> None:
+        with calls.attribute_failures():
+            raise dist.DistBackendError("gloo is confused")
+
+    if dist.get_rank() == 1:
+        time.sleep(3)
+        return raised(lambda: calls.wait("its files were written"))
+    return raised(lose_a_collective)
+
+
+def test_a_slow_rank_that_lives_is_not_called_lost_when_nobody_dies(rank_pool: RankPool) -> None:
+    (kind, said, _), (other_kind, other_said, _) = rank_pool.run(slow_beside_a_lost_collective, 2)
+    assert (kind, said) == ("DistBackendError", "gloo is confused")
+    assert other_kind == "AbsentRankError" and "a collective failed on another rank" in other_said
+
+
+RANKS_PER_MACHINE = 8
+
+
+def requests_of_ranks(num_ranks: int, late_s: float, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The requests to the store of each rank, a thread here, in a barrier at which the last rank is late."""
+    from zeroelastic.deepspeed.save import barrier
+
+    shared, counts, rank_of = dist.HashStore(), Counter[int](), threading.local()
+
+    class CountingStore:
+        def __getattr__(self, name: str) -> Any:
+            counts[rank_of.rank] += 1
+            return getattr(shared, name)
+
+    def life_of_rank(rank: int) -> str:
+        store.check([f"installed/{rank}"])
+        store.check([f"installed/{rank}"])  # as many requests as the real one
+        return "lives"
+
+    def identities_on_this_machine() -> dict[int, str]:
+        first = rank_of.rank // RANKS_PER_MACHINE * RANKS_PER_MACHINE
+        return dict.fromkeys(range(first, first + RANKS_PER_MACHINE), "")
+
+    def wait(rank: int) -> None:
+        rank_of.rank = rank
+        time.sleep(late_s if rank == num_ranks - 1 else 0.0)
+        barriers[rank].wait("its files were written")
+
+    store = CountingStore()
+    world = SimpleNamespace(get_rank=lambda: rank_of.rank, get_world_size=lambda: num_ranks, group=dist.group)
+    for name, value in {
+        "dist": world,
+        "_get_default_store": lambda: store,
+        "announce": lambda: None,
+        "life_of_rank": life_of_rank,
+        "life_of": lambda name: "lives",
+        "identities_on_this_machine": identities_on_this_machine,
+        "machine": lambda: f"machine {rank_of.rank // RANKS_PER_MACHINE}",
+    }.items():
+        monkeypatch.setattr(barrier, name, value)
+    barriers = []
+    for rank in range(num_ranks):
+        rank_of.rank = rank
+        monkeypatch.setattr(barrier, "_known", barrier._Known())  # of the process, which a rank is elsewhere
+        barriers.append(barrier.SaveBarrier("the save", timeout_s=60.0))
+    counts.clear()
+    threads = [threading.Thread(target=wait, args=(rank,)) for rank in range(num_ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return sorted(counts[rank] for rank in range(num_ranks))
+
+
+def test_what_a_waiting_rank_asks_of_the_store_does_not_grow_with_the_number_of_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All but one rank wait for 1.5 s; one rank of each machine asks for the other seven as well."""
+    for num_ranks in (8, 64, 512):
+        requests = requests_of_ranks(num_ranks, 1.5, monkeypatch)
+        print(f"{num_ranks} ranks: median {requests[num_ranks // 2]}, most {requests[-1]}, total {sum(requests)}")
+        assert requests[num_ranks // 2] <= 20 and requests[-1] <= 20 + 9 * 5
+        assert sum(requests) <= num_ranks * 27
+
+
+def die_in_a_save(directory: str, moment: str, victim: int) -> None:
+    from zeroelastic.deepspeed.save import commit, shard_writer
+
+    engine = build_engine(Job())
+    train_step(engine, 0)
+    engine.save_checkpoint(directory, tag="good")
+    dist.barrier()
+
+    def die(*args: Any, **kwargs: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if dist.get_rank() == victim:
+        if moment == "before":
+            die()
+        module, name = {
+            "writing": (shard_writer, "write_torch_file"),
+            "syncing": (commit, "_settled_files"),
+            "in a collective": (dist, "all_gather_object"),
+            "placing": (commit, "publish_tag"),
+        }[moment]
+        setattr(module, name, die)
+    engine.save_checkpoint(directory, tag="bad")
+
+
+@pytest.mark.support(SAVING, "a rank that is killed during a save", "refused", "named on every rank, within seconds")
+@pytest.mark.parametrize(
+    ("moment", "victim"),
+    [("before", 1), ("writing", 2), ("in a collective", 1), ("placing", 0)],
+)
+def test_a_rank_that_dies_is_named_on_every_other_and_the_last_save_stays(
+    rank_pool: RankPool, tmp_path: Path, moment: str, victim: int
+) -> None:
+    """Within seconds on one machine, whatever the time limit, which is at its default of minutes here."""
+    began = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        rank_pool.run(die_in_a_save, 3, str(tmp_path), moment, victim, env={GRACE_VARIABLE: "60"})
+    assert time.monotonic() - began < 60
+    said = {failure.rank: failure.headline for failure in caught.value.failures}
+    assert set(said) == {0, 1, 2} and "SIGKILL" in said.pop(victim)
+    assert len(set(said.values())) == 1
+    (text,) = set(said.values())
+    assert text.startswith(
+        f"zeroelastic.errors.AbsentRankError: {tmp_path}/bad: the process of rank {victim} has ended"
+    )
+    assert "The tag is not committed, and `latest` is unchanged" in text
+    assert not (tmp_path / "bad").exists() and (tmp_path / "latest").read_text() == "good"
+    assert verify_checkpoint(tmp_path / "good").valid

@@ -1,0 +1,488 @@
+"""Checkpoint engines and storage: who writes the files, when a save counts, and directories that are not shared.
+
+DeepSpeed's Fast engine and the Decoupled one around it are run with its "python" writer, which needs no GPU, and the
+"fast" writer with two stand-ins (see ``checkpoint_writers``). A third-party engine is played by a small fake.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from checkpoint_writers import LateEngine, let_the_fast_writer_run, writer_job
+from training import Job, attempt, build_engine, look, resume, train_and_save, train_step
+
+from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_record
+from zeroelastic.errors import UnsupportedError
+from zeroelastic.testing import RankPool, compare_states
+
+ENGINES = "Checkpoint engines and storage"
+
+
+def tried(action: Callable[[], Any]) -> tuple[str, str]:
+    """The type and the text of the error that an action raises on this rank; empty where it raises none."""
+    try:
+        action()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def committed(directory: str | Path, tag: str) -> bool:
+    return (Path(directory) / tag / RECORD_NAME).exists()
+
+
+def latest(directory: str | Path) -> str | None:
+    path = Path(directory) / "latest"
+    return path.read_text() if path.exists() else None
+
+
+def save_with_the_fast_writer(job: Job, directory: str) -> Any:
+    let_the_fast_writer_run()
+    return train_and_save(job, directory)
+
+
+def resume_with_the_fast_writer(job: Job, directory: str) -> Any:
+    let_the_fast_writer_run()
+    return resume(job, directory)
+
+
+@pytest.mark.parametrize(
+    ("kind", "elastic", "installed"),
+    [
+        pytest.param(
+            "fast",
+            True,
+            True,
+            id="fast",
+            marks=pytest.mark.support(ENGINES, '`checkpoint.writer` "fast" and "python"', "exact", "at any world size"),
+        ),
+        pytest.param(
+            "python",
+            True,
+            True,
+            id="python",
+            marks=pytest.mark.support(ENGINES, '`checkpoint.writer` "fast" and "python"', "exact", "at any world size"),
+        ),
+        pytest.param(
+            "fast",
+            False,
+            False,
+            id="fast-by-deepspeed-alone",
+            marks=pytest.mark.support(
+                ENGINES,
+                'rigid files of the "fast" writer',
+                "exact",
+                "DeepSpeed alone does not load them (torch >= 2.6)",
+            ),
+        ),
+    ],
+)
+def test_what_the_fast_engine_wrote_loads_at_any_size(
+    rank_pool: RankPool, tmp_path: Path, kind: str, elastic: bool, installed: bool
+) -> None:
+    """Also into an engine whose own checkpoint engine is Fast: its ``load`` fails under torch 2.6 and later."""
+    job = writer_job(kind, elastic=elastic, installed=installed)
+    saved = rank_pool.run(save_with_the_fast_writer, 2, job, str(tmp_path))[0]
+    for world_size in (3, 2):
+        for outcome in rank_pool.run(resume_with_the_fast_writer, world_size, job.other(installed=True), str(tmp_path)):
+            assert compare_states(saved.state, outcome.state) == []
+            assert outcome.gathered == saved.gathered
+            assert outcome.report.root_matches is (True if installed else None)
+
+
+def save_decoupled_in_many_ways(job: Job, directory: str) -> tuple[dict[str, Any], list[Any]]:
+    """Saves that are committed by each of the occasions; what was seen of the record and of ``latest`` each time."""
+    engine = build_engine(job)
+    train_step(engine, 0)
+    seen: list[Any] = []
+    states: dict[str, Any] = {}
+
+    def save(tag: str) -> None:
+        states[tag] = look(engine)[0]
+        engine.save_checkpoint(directory, tag=tag, client_state={"note": tag})
+        dist.barrier()
+        seen.append((tag, committed(directory, tag), latest(directory)))
+        dist.barrier()
+
+    save("stepped")
+    train_step(engine, 1)  # the forward pass changes the buffers before the optimizer steps
+    seen.append((committed(directory, "stepped"), latest(directory)))
+    save("saved_again")
+    save("saved_16bit")
+    seen.append((committed(directory, "saved_again"), latest(directory)))
+    engine.save_16bit_model(str(Path(directory) / "weights"))
+    seen.append((committed(directory, "saved_16bit"), latest(directory)))
+    train_step(engine, 2)
+    save("loaded")
+    before = look(engine)[0]
+    engine.load_checkpoint(directory, tag="stepped")
+    seen.append((committed(directory, "loaded"), latest(directory)))
+    assert look(engine)[0] != before
+    engine.load_checkpoint(directory, tag="loaded")
+    assert look(engine)[0] == before
+    save("destroyed")
+    engine.destroy()
+    dist.barrier()
+    seen.append((committed(directory, "destroyed"), latest(directory)))
+    return states, seen
+
+
+@pytest.mark.support(
+    ENGINES, "`checkpoint.writer.decoupled`", "exact", "committed at the next step, save, load or `destroy()`"
+)
+@pytest.mark.core
+def test_a_decoupled_save_is_committed_when_it_is_durable_and_not_before(rank_pool: RankPool, tmp_path: Path) -> None:
+    job = writer_job("python", decoupled=True)
+    states, seen = rank_pool.run(save_decoupled_in_many_ways, 2, job, str(tmp_path))[0]
+    assert seen == [
+        ("stepped", False, None),
+        (True, "stepped"),
+        ("saved_again", False, "stepped"),
+        ("saved_16bit", False, "saved_again"),
+        (True, "saved_again"),
+        (True, "saved_16bit"),
+        ("loaded", False, "saved_16bit"),
+        (True, "loaded"),
+        ("destroyed", False, "loaded"),
+        (True, "destroyed"),
+    ]
+    for tag in ("stepped", "loaded"):
+        for outcome in rank_pool.run(resume, 3, Job().other(), str(tmp_path), after=0, tag=tag):
+            assert compare_states(states[tag], outcome.state) == []
+            assert outcome.report.root_matches and outcome.client_state["note"] == tag
+
+
+def lose_the_writer(job: Job, directory: str) -> tuple[list[tuple[str, str]], Any]:
+    engine = build_engine(job)
+    train_step(engine, 0)
+    engine.save_checkpoint(directory, tag="half")
+    if dist.get_rank() == 1:
+        os.kill(engine.checkpoint_engine.ckpt_process.pid, signal.SIGKILL)
+    errors = [tried(lambda: train_step(engine, 1))]
+    errors.append(tried(lambda: engine.save_checkpoint(directory, tag="more")))
+    train_step(engine, 1)  # the run itself may go on
+    engine.destroy()
+    dist.barrier()
+    return errors, (committed(directory, "half"), Path(directory, "more").exists(), latest(directory))
+
+
+def test_a_writer_process_that_died_is_an_error_on_every_rank(rank_pool: RankPool, tmp_path: Path) -> None:
+    (tmp_path / "latest").write_text("older")
+    job = writer_job("python", decoupled=True)
+    results = rank_pool.run(lose_the_writer, 2, job, str(tmp_path), timeout=60)
+    assert results[0] == results[1]
+    errors, (half, more, named) = results[0]
+    assert [kind for kind, _ in errors] == ["SaveError", "SaveError"]
+    assert "half: the checkpoint process" in errors[0][1] and "of rank 1 ended (exit code -9)" in errors[0][1]
+    assert "of rank 1 has ended" in errors[1][1] and "nothing was written" in errors[1][1]
+    assert (half, more, named) == (False, False, "older")
+
+
+def save_with_a_late_engine(job: Job, directory: str) -> tuple[Any, Any]:
+    engine = build_engine(job)
+    train_step(engine, 0)
+    engine.checkpoint_engine = late = LateEngine()
+    state = look(engine)[0]
+    engine.save_checkpoint(directory, tag="late")
+    optimizer = late.given[1][0]["optimizer_state_dict"]
+    assert "optimizer_state_dict" not in optimizer  # no alias of what is there already
+    lean = [tensor for entry in optimizer["base_optimizer_state"] for tensor in entry["exp_avg"] if tensor.numel()]
+    assert len({tensor.untyped_storage().data_ptr() for tensor in lean}) == len(lean) > 4
+    assert all(tensor.untyped_storage().nbytes() == tensor.numel() * 4 for tensor in lean)
+    dist.barrier()
+    before = (committed(directory, "late"), latest(directory))
+    train_step(engine, 1)
+    return state, (before, (committed(directory, "late"), latest(directory)))
+
+
+@pytest.mark.support(
+    ENGINES, "third-party engines (DataStates and others)", "exact", "shown with an engine that writes at its commit"
+)
+def test_an_engine_that_writes_at_its_commit_is_committed_by_the_next_step(rank_pool: RankPool, tmp_path: Path) -> None:
+    state, seen = rank_pool.run(save_with_a_late_engine, 2, Job(), str(tmp_path))[0]
+    assert seen == ((False, None), (True, "late"))
+    outcome = rank_pool.run(resume, 3, Job().other(), str(tmp_path), after=0)[0]
+    assert compare_states(state, outcome.state) == [] and outcome.report.root_matches
+
+
+def let_an_engine_go(job: Job, directory: str) -> tuple[list[str], bool, bool]:
+    """Drops an engine whose save is not committed, as the garbage collector would: alone, so without the others."""
+    from zeroelastic.deepspeed.save import decoupled
+
+    engine = build_engine(job)
+    train_step(engine, 0)
+    engine.checkpoint_engine = LateEngine()
+    engine.save_checkpoint(directory, tag="left")
+    said: list[str] = []
+    decoupled.logger.error = lambda text, *values: said.append(text % values)
+    if dist.get_rank() == 0:
+        engine.__del__()
+    dist.barrier()
+    return said, committed(directory, "left"), (Path(directory) / "latest").exists()
+
+
+def test_a_save_that_nobody_committed_is_named_when_its_engine_goes(rank_pool: RankPool, tmp_path: Path) -> None:
+    results = rank_pool.run(let_an_engine_go, 2, Job(), str(tmp_path), timeout=60)
+    assert [named for _, *named in results] == [[False, False]] * 2
+    (said,), nothing = (result[0] for result in results)
+    assert "left: was saved, but the run ended before it was committed" in said and "engine.destroy()" in said
+    assert nothing == []
+
+
+def test_what_is_handed_over_stays_as_it_is_and_travels_once() -> None:
+    """A live flat buffer goes as one storage, however many views; whatever else may change is copied."""
+    from zeroelastic.deepspeed.save.engine_proxy import CopyingSave
+
+    flat = torch.arange(600.0)
+    buffer = torch.ones(3)
+    module = OrderedDict(buffer=buffer, placeholder=torch.empty(0))
+    module._metadata = {"": {"version": 1}}
+    tree = {"lean": [flat[i * 3 : i * 3 + 3] for i in range(200)], "alias": flat, "module": module, "n": (1, "x")}
+    given: list[Any] = []
+    engine = SimpleNamespace(save=lambda state, path: given.append(state))
+    copying_save = CopyingSave(engine, [flat[:5]], shares_storage=True)
+    copying_save(tree, "path")
+    assert given[0]["lean"][7].data_ptr() == flat[21:].data_ptr()  # an engine in this process gets the live tensors
+    copying_save._pickled = True
+    copying_save(tree, "path")
+    buffer.zero_()
+    assert module["buffer"] is buffer  # DeepSpeed's own dict is as it was
+    data = pickle.dumps(given[1])
+    assert data.count(b"_rebuild_tensor_v2") == 1 and len(data) < 40_000
+    got = pickle.loads(data)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(got["lean"], tree["lean"], strict=True))
+    assert {t.untyped_storage().data_ptr() for t in (*got["lean"], got["alias"])} == {got["alias"].data_ptr()}
+    assert torch.equal(got["module"]["buffer"], torch.ones(3)) and got["module"]._metadata == module._metadata
+    assert type(got["module"]) is OrderedDict and got["n"] == (1, "x")
+
+
+def built(job: Job) -> tuple[str, str]:
+    return tried(lambda: build_engine(job))
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "said"),
+    [
+        pytest.param(
+            {"writer": {"type": "mock"}},
+            '"mock" writes nothing',
+            id="mock",
+            marks=pytest.mark.support(ENGINES, '`checkpoint.writer` "mock"', "refused", "it writes nothing"),
+        ),
+        pytest.param(
+            {"writer": {"type": "fast"}},
+            'it does not have for this accelerator. Use "type": "python"',
+            id="fast",
+            marks=pytest.mark.support(
+                ENGINES, '`checkpoint.writer` "fast" without a GPU', "refused", "DeepSpeed has no op for it there"
+            ),
+        ),
+        pytest.param(
+            {"checkpoint_serialization": False},
+            "old format without a zip archive",
+            id="old-format",
+            marks=pytest.mark.support(
+                ENGINES, "`checkpoint_serialization: false`", "refused", "rigid files of it load at the same size"
+            ),
+        ),
+    ],
+)
+def test_writers_whose_files_could_not_be_loaded_are_refused_when_the_engine_is_built(
+    rank_pool: RankPool, checkpoint: dict[str, Any], said: str
+) -> None:
+    results = rank_pool.run(built, 2, Job(config={"checkpoint": checkpoint}))
+    assert results[0] == results[1]
+    assert results[0][0] == "UnsupportedError" and said in results[0][1]
+
+
+@pytest.mark.support(ENGINES, "`checkpoint.writer.decoupled` with NVMe offload", "refused", "use `decoupled: false`")
+def test_a_decoupled_writer_with_nvme_offload_is_refused() -> None:
+    from zeroelastic.deepspeed.live.swap_files import on_nvme
+    from zeroelastic.deepspeed.storage_rules import refuse_unwritable
+
+    block = {"checkpoint_serialization": True, "writer": {"type": "PYTHON", "decoupled": True}}
+    engine = SimpleNamespace(_config=SimpleNamespace(checkpoint_config=block))
+    for optimizer in ({"swap_optimizer": True}, {"params_in_nvme_and_cpu": True}):
+        with pytest.raises(UnsupportedError, match="with NVMe offload"):
+            refuse_unwritable(engine, SimpleNamespace(on_nvme=on_nvme(SimpleNamespace(**optimizer))))
+    in_memory = SimpleNamespace(swap_optimizer=False, params_in_nvme_and_cpu=False)
+    refuse_unwritable(engine, SimpleNamespace(on_nvme=on_nvme(in_memory)))
+
+
+def save_old_format(job: Job, directory: str) -> Any:
+    outcome = train_and_save(job, directory)
+    assert Path(directory, "global_step3", "zero_pp_rank_0_mp_rank_00_model_states.pt").read_bytes()[:2] != b"PK"
+    assert not committed(directory, "global_step3")
+    return outcome
+
+
+def test_the_old_format_is_deepspeeds_at_the_same_size_and_refused_at_another(
+    rank_pool: RankPool, tmp_path: Path
+) -> None:
+    job = Job(elastic=False, config={"checkpoint": {"checkpoint_serialization": False}})
+    saved = rank_pool.run(save_old_format, 2, job, str(tmp_path))[0]
+    for outcome in rank_pool.run(resume, 2, job.other(sub_group_size=job.sub_group_size), str(tmp_path)):
+        assert compare_states(saved.state, outcome.state) == [] and outcome.report is None
+    results = rank_pool.run(attempt, 3, Job().other(), str(tmp_path))
+    assert len(set(results)) == 1
+    assert (
+        results[0][0] == "OldFormatError" and "torch.save(torch.load(path, weights_only=False), path)" in results[0][1]
+    )
+
+
+NODE_LOCAL = {"checkpoint": {"use_node_local_storage": True}}
+
+
+@pytest.mark.support(ENGINES, "`use_node_local_storage`, every rank sees all files", "exact")
+def test_node_local_storage_that_all_ranks_see_is_like_any_other(rank_pool: RankPool, tmp_path: Path) -> None:
+    job = Job(config=NODE_LOCAL)
+    saved = rank_pool.run(train_and_save, 2, job, str(tmp_path))[0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "global_step3",
+        "latest",
+        "zero_to_fp32.py",
+        "zero_to_torch.py",
+    ]
+    for outcome in rank_pool.run(resume, 3, job.other(), str(tmp_path)):
+        assert compare_states(saved.state, outcome.state) == [] and outcome.report.root_matches
+
+
+def save_in_many_places(job: Job, directory: str) -> Any:
+    """Tags and directories as people write them; returns the state that each of them holds."""
+    root = Path(directory)
+    engine = build_engine(job)
+    train_step(engine, 0)
+    engine.save_checkpoint(root / "path", tag=7)
+    engine.save_checkpoint(str(root / "path"), tag="runs/first", save_latest=False)
+    assert latest(root / "path") == "7"
+    engine.save_checkpoint(str(root / "nested"), tag="runs/first")
+    assert latest(root / "nested") == "runs/first"
+    os.chdir(root)
+    engine.save_checkpoint("relative")
+    if dist.get_rank() == 0:
+        (root / "elsewhere").mkdir()
+        (root / "linked").mkdir()
+        (root / "linked" / "tag").symlink_to(root / "elsewhere")
+    dist.barrier()
+    engine.save_checkpoint(str(root / "linked"), tag="tag")
+    assert committed(root, "elsewhere")
+    return look(engine)[0]
+
+
+def load_from_many_places(job: Job, directory: str) -> list[tuple[Any, Any]]:
+    root = Path(directory)
+    engine = build_engine(job)
+    found: list[tuple[Any, Any]] = []
+
+    def load(place: Any, **options: Any) -> None:
+        path, _ = engine.load_checkpoint(place, **options)
+        assert path is not None
+        found.append((look(engine)[0], engine.zeroelastic_report.root_matches))
+        train_step(engine, 5)
+
+    load(root / "path")
+    load(str(root / "path"), tag=7)
+    load(root / "path", tag="runs/first")
+    load(str(root / "nested"))
+    os.chdir(root)
+    load("relative")
+    load(root / "linked")
+    asked: list[Any] = []
+
+    def custom(src: Any, dst: Any) -> None:
+        asked.append((type(src).__name__, type(dst).__name__))
+        dst.load_state_dict(src, strict=False)
+
+    load(root / "path", custom_load_fn=custom)
+    assert asked == [("OrderedDict", "TinyModel")]
+    return found
+
+
+@pytest.mark.support(ENGINES, "int tags, nested tags, `Path`, relative and linked directories, `save_latest`", "exact")
+@pytest.mark.support(ENGINES, "`pipeline_loading_checkpoint`, `tag_validation`, `custom_load_fn`", "exact")
+def test_tags_and_directories_as_people_write_them(rank_pool: RankPool, tmp_path: Path) -> None:
+    """With ``pipeline_loading_checkpoint``, whose chain of ranks a load of ours does not enter, and strict tags."""
+    job = Job(
+        zero={"pipeline_loading_checkpoint": True},
+        config={"checkpoint": {"tag_validation": "Fail", "parallel_write": {"pipeline_stage": True}}},
+    )
+    state = rank_pool.run(save_in_many_places, 2, job, str(tmp_path))[0]
+    for found in rank_pool.run(load_from_many_places, 3, job.other(zero=job.zero), str(tmp_path)):
+        for place, (loaded, matches) in enumerate(found):
+            assert compare_states(state, loaded) == [], place
+            assert matches
+
+
+def save_where_it_cannot_be(job: Job, directory: str) -> list[tuple[str, str]]:
+    engine = build_engine(job)
+    train_step(engine, 0)
+    rank = dist.get_rank()
+    root = Path(directory)
+    engine.save_checkpoint(directory, tag="good")
+    if rank == 0:
+        (root / "file").touch()
+        (root / "blocked").touch()
+    dist.barrier()
+    errors = [
+        tried(lambda: engine.save_checkpoint("/proc/nowhere/ckpt", tag="tag")),  # read-only, for root as well
+        tried(lambda: engine.save_checkpoint(str(root / "file"), tag="tag")),
+        tried(lambda: engine.save_checkpoint(directory, tag="blocked")),
+        tried(lambda: engine.save_checkpoint(directory, tag=f"rank{rank}")),
+        tried(lambda: engine.save_checkpoint(directory, tag="bad", client_state={"f": (lambda: 0) if rank else 0})),
+    ]
+    dist.barrier()
+    assert latest(directory) == "good" and committed(directory, "good")
+    assert not committed(directory, "blocked") and not committed(directory, "bad")
+    assert not any(root.glob("rank*")) and not any(root.glob(".*")) and (root / "file").stat().st_size == 0
+    engine.save_checkpoint(directory, tag="better")
+    assert latest(directory) == "better"
+    return errors
+
+
+@pytest.mark.support(
+    ENGINES, "a directory or a file that cannot be written, on any rank", "refused", "`SaveError` on every rank"
+)
+@pytest.mark.parametrize("elastic", [True, False], ids=["elastic", "rigid"])
+def test_what_cannot_be_written_is_the_same_error_on_every_rank(
+    rank_pool: RankPool, tmp_path: Path, elastic: bool
+) -> None:
+    """No rank is left waiting in DeepSpeed's barriers; the last good checkpoint stays the latest."""
+    job = Job(elastic=elastic, config={"checkpoint": {"tag_validation": "Fail"}})
+    results = rank_pool.run(save_where_it_cannot_be, 2, job, str(tmp_path), timeout=60)
+    if not elastic:  # DeepSpeed's own check of tags names the rank
+        assert all("not consistent across all ranks" in result.pop(3)[1] for result in results)
+        results = [[*result[:3], ("UsageError", "rank0, rank1"), *result[3:]] for result in results]
+    assert results[0] == results[1]
+    kinds, texts = zip(*results[0], strict=True)
+    assert kinds == ("SaveError", "SaveError", "SaveError", "UsageError", "SaveError")
+    assert "/proc/nowhere" in texts[0] and "Nothing was saved" in texts[0]
+    assert "file" in texts[1] and "Nothing was saved" in texts[1]
+    assert "blocked: cannot be written: Not a directory" in texts[2] and "Nothing was saved" in texts[2]
+    assert "rank0" in texts[3] and "rank1" in texts[3]
+    assert "zero_pp_rank_1_mp_rank_00_model_states.pt: cannot be written" in texts[4] and "lambda" in texts[4]
+
+
+def warn_of_tags(job: Job, directory: str) -> Any:
+    """Tags that differ, where DeepSpeed only warns: each rank writes its own directory, and no record is made."""
+    engine = build_engine(job)
+    train_step(engine, 0)
+    engine.save_checkpoint(directory, tag=f"rank{dist.get_rank()}")
+    dist.barrier()
+    return sorted(path.name for path in Path(directory).rglob("*optim_states.pt")), read_record(
+        Path(directory) / f"rank{dist.get_rank()}"
+    )
+
+
+def test_tags_that_differ_get_no_record_where_deepspeed_only_warns(rank_pool: RankPool, tmp_path: Path) -> None:
+    names, record = rank_pool.run(warn_of_tags, 2, Job(elastic=False), str(tmp_path))[0]
+    assert record is None and len(names) == 2

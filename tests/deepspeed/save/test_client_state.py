@@ -1,0 +1,133 @@
+"""zeroelastic.deepspeed.client_state: client state that has keys of DeepSpeed's own, saved and loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from client_states import COUNTERS, FREE, REFUSED
+from saved_files import Kept, contents
+from training import Job, build_engine, train_step
+
+import zeroelastic
+from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_record, record_text
+from zeroelastic.offline.verify.verify import verify_checkpoint
+from zeroelastic.testing import RankPool, compare_states, fingerprint, gather_state
+
+
+def save_each_refused(job: Job, directory: str) -> list[tuple[str, str]]:
+    engine = build_engine(job)
+    train_step(engine, 0)
+    engine.save_checkpoint(directory, tag="tag")
+    before, errors = contents(Path(directory)), []
+    for key, value in REFUSED.items():
+        try:
+            # On one rank alone: the others raise the same.
+            engine.save_checkpoint(directory, tag="tag", client_state={key: value} if dist.get_rank() else {})
+        except Exception as error:
+            errors.append((type(error).__name__, str(error)))
+    dist.barrier()
+    assert contents(Path(directory)) == before
+    return errors
+
+
+@pytest.mark.support(
+    "Using it", "client state with keys of DeepSpeed's own (`module`, `param_shapes`, ...)", "refused", "at the save"
+)
+def test_a_key_that_a_load_relies_on_is_refused_by_name_before_anything_is_written(
+    rank_pool: RankPool, tmp_path: Path
+) -> None:
+    first, second = rank_pool.run(save_each_refused, 2, Job(), str(tmp_path))
+    assert first == second and len(first) == len(REFUSED)
+    for key, (kind, text) in zip(REFUSED, first, strict=True):
+        assert kind == "UnsupportedError" and f"client_state['{key}'] is " in text and "Rename the key" in text
+
+
+def save_overriding(job: Job, directory: str) -> list[dict[str, Any]]:
+    """Counters and keys that nobody relies on; and what a load returned, passed on, keys of DeepSpeed's included."""
+    engine = build_engine(job)
+    train_step(engine, 0)
+    states = []
+    for name, client_state in (("counters", COUNTERS), ("free", FREE)):
+        engine.save_checkpoint(directory, tag=name, client_state=client_state)
+        states.append(fingerprint(gather_state(engine)))
+    _, returned = engine.load_checkpoint(directory, tag="free")
+    assert "param_shapes" in returned and returned["frozen_param_fragments"] is None
+    engine.save_checkpoint(directory, tag="passed-on", client_state=returned)
+    zeroelastic.wait_for_save(engine)
+    return [*states, states[1]]
+
+
+def load_overridden(job: Job, directory: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    found = []
+    for name in ("counters", "free", "passed-on"):
+        engine = build_engine(job)
+        _, client_state = engine.load_checkpoint(directory, tag=name)
+        found.append((fingerprint(gather_state(engine)), {key: client_state.get(key) for key in (*COUNTERS, *FREE)}))
+        train_step(engine, 1)
+    return found
+
+
+@pytest.mark.parametrize(
+    "job", [Job(), Job(elastic=False), Job(options={"async_save": True})], ids=["elastic", "rigid", "background"]
+)
+def test_counters_of_client_state_are_what_a_load_resumes_at(rank_pool: RankPool, tmp_path: Path, job: Job) -> None:
+    states = rank_pool.run(save_overriding, 2, job, str(tmp_path))[0]
+    states[0] |= {f"engine/{name}": COUNTERS[name] for name in ("global_steps", "global_samples", "skipped_steps")}
+    record = read_record(tmp_path / "counters")
+    assert record is not None and record.global_steps == 77
+    for name in ("counters", "passed-on"):
+        assert verify_checkpoint(tmp_path / name).problems == ()
+    for world_size in (2, 3):
+        loaded = rank_pool.run(load_overridden, world_size, job.other(), str(tmp_path))[0]
+        for state, (restored, _) in zip(states, loaded, strict=True):
+            assert compare_states(state, restored) == []
+        assert loaded[0][1]["micro_steps"] == 3
+        assert loaded[1][1]["epoch"] == 1 == loaded[2][1]["epoch"] and loaded[1][1]["ds_version"] == "mine"
+
+
+def test_a_record_of_another_step_is_believed_where_it_proves_the_files_to_be_its_own(
+    rank_pool: RankPool, tmp_path: Path
+) -> None:
+    """As saves wrote it that stated the engine's step beside a file of the caller's."""
+    rank_pool.run(save_overriding, 2, Job(), str(tmp_path))
+    record = read_record(tmp_path / "counters")
+    assert record is not None
+    (tmp_path / "counters" / RECORD_NAME).write_bytes(record_text(record.model_copy(update={"global_steps": 1})))
+    assert verify_checkpoint(tmp_path / "counters").problems == ()
+    state, _ = rank_pool.run(load_overridden, 3, Job().other(), str(tmp_path))[0][0]
+    assert state["engine/global_steps"] == 77
+
+
+OVERRIDING = {"param_shapes": "square", "frozen_param_shapes": "round", "buffer_names": []}
+
+
+def save_rigid(job: Job, directory: str) -> tuple[dict[str, Any], list[str]]:
+    kept = Kept()
+    engine = build_engine(job)
+    train_step(engine, 0)
+    for key, value in OVERRIDING.items():
+        engine.save_checkpoint(directory, tag=key, client_state={key: value})
+    return fingerprint(gather_state(engine)), kept.texts
+
+
+def load_rigid(job: Job, directory: str) -> list[tuple[dict[str, Any], list[str]]]:
+    found = []
+    for key in OVERRIDING:
+        kept = Kept()
+        engine = build_engine(job)
+        engine.load_checkpoint(directory, tag=key)
+        found.append((fingerprint(gather_state(engine)), kept.texts))
+    return found
+
+
+@pytest.mark.parametrize("installed", [True, False], ids=["with install()", "without"])
+def test_a_rigid_save_that_stock_loads_is_left_to_stock(rank_pool: RankPool, tmp_path: Path, installed: bool) -> None:
+    state, log = rank_pool.run(save_rigid, 2, Job(elastic=False, installed=installed), str(tmp_path))[0]
+    assert len([text for text in log if "no commit record is written: client_state" in text]) == 3 * installed
+    other = Job(elastic=False).other(sub_group_size=200)
+    for (restored, texts), key in zip(rank_pool.run(load_rigid, 2, other, str(tmp_path))[0], OVERRIDING, strict=True):
+        assert compare_states(state, restored) == [], key
+        assert key == "buffer_names" or any("loading through DeepSpeed alone: " in text for text in texts), key

@@ -1,0 +1,101 @@
+"""Every byte once: what a load reads, by its own report and by the operating system's count."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from io_counts import WIDTH, build, process_status, reset_peak, state_bytes
+from opens import watch_opens
+
+from zeroelastic.testing import RankPool
+
+PAIRS = ((4, 3), (3, 4), (4, 6), (6, 2))
+
+
+def save(directory: str, elastic: bool, frozen: bool) -> None:
+    engine = build(elastic, frozen)
+    data = torch.ones(12 // torch.distributed.get_world_size(), WIDTH, dtype=torch.bfloat16)
+    engine.backward(engine(data).float().pow(2).mean())
+    engine.step()
+    engine.save_checkpoint(directory)
+
+
+def load(directory: str, frozen: bool, executor: str) -> tuple[Any, int, list[str], int]:
+    """The report, bytes read by system calls, checkpoint files opened, and peak growth of resident memory in bytes."""
+    engine = build(True, frozen, executor)
+    engine.load_checkpoint(directory)  # imports and caches are warm; optimizer state exists
+    opened = watch_opens()
+    reset_peak()
+    before, resident = _bytes_read(), process_status("VmRSS")
+    engine.load_checkpoint(directory)
+    read = _bytes_read() - before
+    opened = [path for path in opened if path.startswith(directory)]
+    return engine.zeroelastic_report, read, opened, process_status("VmHWM") - resident
+
+
+def _bytes_read() -> int:
+    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(fields["rchar"])
+
+
+@pytest.mark.parametrize(
+    ("elastic", "frozen", "executor"),
+    [
+        (True, False, "numpy"),
+        (True, False, "auto"),
+        (True, True, "numpy"),
+        (False, False, "numpy"),
+        (False, True, "auto"),
+    ],
+)
+def test_bytes_files_and_memory_of_a_load(
+    rank_pool: RankPool, tmp_path: Path, elastic: bool, frozen: bool, executor: str
+) -> None:
+    """Python's opens are all seen under the numpy executor; bytes are the kernel's own count under each."""
+    pairs = PAIRS if elastic and not frozen else PAIRS[:2]
+    for save_world_size in sorted({pair[0] for pair in pairs}):
+        rank_pool.run(save, save_world_size, str(tmp_path / str(save_world_size)), elastic, frozen)
+    for save_world_size, world_size in pairs:
+        directory = str(tmp_path / str(save_world_size))
+        outcomes = rank_pool.run(load, world_size, directory, frozen, executor)
+        report = outcomes[0][0]
+        assert report.root_matches
+        assert report.bytes_read <= 1.01 * report.bytes_owned
+        state = state_bytes(Path(directory))
+        assert report.total_bytes_read == state, "all ranks together read the state once"
+        for rank, (_, read, opened, growth) in enumerate(outcomes):
+            where = f"{save_world_size} -> {world_size}, rank {rank}"
+            # The system also counts what DeepSpeed and gloo read; headers stay below 256 KiB.
+            assert read <= 1.01 * report.bytes_owned + report.header_bytes + 64 * 1024, where
+            assert report.header_bytes < 256 * 1024, where
+            allowed = needed_files(Path(directory), world_size, rank)
+            names = {Path(path).name for path in opened}
+            assert any(name.endswith(".pt") for name in names), (where, opened)
+            assert names <= allowed, (where, names - allowed)
+            assert len({n for n in names if n.endswith(".pt")}) <= report.files_opened
+            assert growth < 64 << 20, (where, growth)
+
+
+def needed_files(directory: Path, world_size: int, rank: int) -> set[str]:
+    """The only files that may be opened, from first principles: of ranks that own a piece of what this one owns."""
+    from zeroelastic.checkpoint.commit_record import read_record
+
+    tag = next(directory.glob("global_step*"))
+    record = read_record(tag)
+    assert record is not None
+    saved = record.world_size
+    names = {"latest", "zeroelastic.json", "zeroelastic-quarantine.json", tag.name}
+    names.add(f"zero_pp_rank_{rank if rank < saved else 0}_mp_rank_00_model_states.pt")
+    for param in record.params:
+        numel = torch.Size(param.shape).numel()
+        part, saved_part = -(-numel // world_size), -(-numel // saved)
+        mine = range(min(rank * part, numel), min((rank + 1) * part, numel))
+        if len(mine):
+            for source in range(mine[0] // saved_part, mine[-1] // saved_part + 1):
+                kind = "optim" if param.trainable else "model"
+                prefix = "bf16_" if param.trainable else ""
+                names.add(f"{prefix}zero_pp_rank_{source}_mp_rank_00_{kind}_states.pt")
+    return names

@@ -1,0 +1,37 @@
+"""The code blocks of the documentation, and how to run their commands."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from places import ROOT
+
+# What a process says that torch ends when the script is done: a gloo thread that still holds a tensor asks for the
+# interpreter when there is none any more. Rare, and the same without zeroelastic; such a command is run once more.
+ABORT_AT_EXIT = "terminate called without an active exception"
+
+
+@dataclass(frozen=True)
+class Block:
+    language: str
+    text: str
+
+
+def blocks(document: str) -> list[Block]:
+    found = re.findall(r"^```(\w+)\n(.*?)^```$", (ROOT / document).read_text(), flags=re.DOTALL | re.MULTILINE)
+    return [Block(language, text) for language, text in found]
+
+
+def run(command: list[str], directory: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    for _ in range(2):
+        result = subprocess.run(
+            command, cwd=directory, env=environment, capture_output=True, text=True, timeout=300, check=False
+        )
+        if result.returncode == 0 or ABORT_AT_EXIT not in result.stderr:
+            break
+    assert result.returncode == 0, f"{command}\n{result.stdout[-2000:]}\n{result.stderr[-4000:]}"

@@ -1,0 +1,102 @@
+"""The elastic example on torchrun agents that are killed, cut off and started again, as a cluster does it.
+
+`make demo-elastic` plays 4 -> 3 -> 2 -> 4 -> 1 -> 3 nodes, a fixed size and a pulled cable, and compares each with a
+run without a break.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from places import ROOT
+
+from zeroelastic.elastic import ElasticDistributedSampler
+from zeroelastic.job_log.event_log import read_events
+from zeroelastic.job_log.timeline import Timeline, make_timeline
+from zeroelastic.offline.verify.verify import verify_checkpoint
+
+pytestmark = pytest.mark.extended
+
+EXAMPLE = ROOT / "examples" / "elastic"
+BATCH, SAMPLES, STEPS, SAVE_STEPS = 12, 500, 16, 4
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[ModuleType]:
+    sys.path.insert(0, str(EXAMPLE))
+    try:
+        yield importlib.import_module("cluster")
+    finally:
+        sys.path.remove(str(EXAMPLE))
+
+
+def check(out: Path, steps: int, *, ranks: int) -> Timeline:
+    """Every step was trained on its own samples, every resume was bit-exact, every checkpoint is whole."""
+    import judge
+
+    trace = out / "trace.jsonl"
+    resumes = [entry for entry in judge.read_trace(trace) if entry["event"] == "resume" and entry["tag"] is not None]
+    assert resumes and all(entry["exact"] for entry in resumes)
+    assert max(judge.lost_steps(trace)) <= SAVE_STEPS
+    sampler = ElasticDistributedSampler(range(SAMPLES), BATCH, seed=0, rank=0, world_size=1)
+    committed = judge.committed_samples(trace)
+    assert list(committed) == list(range(1, steps + 1))
+    for step, (_, samples) in committed.items():
+        assert samples == torch.sort(sampler.batch(step - 1)).values.tolist(), f"step {step}"
+    assert judge.world_sizes(trace)[-1] == ranks
+    for tag in out.glob("ckpt/global_step*"):
+        assert verify_checkpoint(tag).problems == (), tag
+    timeline = make_timeline(read_events([out / "events.jsonl"]))
+    trained = [one for one in timeline.incarnations if one.steps]
+    assert [step.step for step in trained[-1].steps][-1] == steps and trained[-1].end == "done"
+    assert [one.lost_steps for one in trained[1:]] == judge.lost_steps(trace), "the event log knows other losses"
+    for one in trained[1:]:
+        assert one.restart is not None and one.restart.our_share <= judge.OUR_SHARE
+        assert min(one.restart.rendezvous, one.restart.imports, one.restart.engine, one.restart.load) > 0
+    return timeline
+
+
+@pytest.mark.timeout(420)
+def test_a_job_goes_on_through_a_lost_and_a_new_node(cluster: ModuleType, tmp_path: Path) -> None:
+    out = tmp_path / "job"
+    cluster.play(out, ((6, -1), (10, +1)), steps=STEPS, save_steps=SAVE_STEPS, limit=400, first=2)
+    timeline = check(out, STEPS, ranks=2)
+    sizes = [one.start.world_size for one in timeline.incarnations if one.steps]
+    assert sizes[:2] == [2, 1] and sizes[-1] == 2
+    lost, new = timeline.nodes
+    second, third = (one for one in timeline.incarnations[1:] if one.restart is not None)
+    assert second.restart is not None and second.restart.since_kill
+    assert second.steps[0].time - lost.time == pytest.approx(second.restart.total, abs=0.5)
+    assert lost.change == -1 and new.change == 1 and third.lost_steps == 0
+
+
+@pytest.mark.support("Using it", "torchrun job of a fixed size", "exact", "waits for a node that was killed")
+@pytest.mark.timeout(420)
+def test_a_job_of_a_fixed_size_waits_for_the_node_that_was_killed(cluster: ModuleType, tmp_path: Path) -> None:
+    out, steps = tmp_path / "job", 14
+    seen = cluster.play_fixed_size(out, size=2, kill_at=6, away=3.0, steps=steps, save_steps=SAVE_STEPS, limit=400)
+    assert seen == {"steps_while_waiting": 0, "agents_waiting": 1}
+    timeline = check(out, steps, ranks=2)
+    assert {one.start.world_size for one in timeline.incarnations} == {2}
+
+
+@pytest.mark.timeout(420)
+def test_a_node_whose_cable_is_pulled_is_left_behind(cluster: ModuleType, tmp_path: Path) -> None:
+    import network
+
+    reason = network.why_not()
+    if reason is not None:
+        pytest.skip(reason)
+    out, steps = tmp_path / "job", 14
+    seen = cluster.play_cut(out, size=2, cut_at=5, steps=steps, save_steps=SAVE_STEPS, limit=400, back=None)
+    assert seen.pop("seconds_to_a_step_without_it") < 200
+    assert seen == {"workers_left": 0, "steps_by_lost_workers": 0}
+    timeline = check(out, steps, ranks=1)
+    first, second, *_ = (one for one in timeline.incarnations if one.steps)
+    assert (first.start.world_size, second.start.world_size, first.end) == (2, 1, "error")

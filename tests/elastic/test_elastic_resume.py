@@ -1,0 +1,495 @@
+"""Elastic jobs on real DeepSpeed processes: resume at any size with data and generators, fall back, stop together."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from training import Job, build_engine, look, train_step
+
+from zeroelastic.elastic import EXIT_PREEMPTED, ElasticDistributedSampler, every, preemption, resume
+from zeroelastic.elastic.attempts import ATTEMPTS_NAME
+from zeroelastic.errors import CheckpointError, ConfigError, LayoutMismatchError, StrictError
+from zeroelastic.testing import RankPool, compare_states
+
+LENGTH, BATCH = 1000, 120
+JOB = Job(groups=1)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What one rank saw of a run: the samples of each step, the state at its end, and what the library said."""
+
+    start: Any
+    samples: list[list[int]]
+    state: dict[str, Any]
+    drawn: list[float]
+    saves: list[str]
+    stopped: bool
+    global_steps: int
+
+
+def draw() -> list[float]:
+    return [random.random(), float(np.random.rand()), float(torch.rand(1))]
+
+
+def run(
+    job: Job, directory: str, steps: int, *, signal_at: tuple[int, int] | None = None, save_steps: int | None = None,
+    save_at_end: bool = True, strict: bool = True,
+) -> Turn:  # fmt: skip
+    """Resume, train some steps on the samples that the sampler gives, save. ``signal_at``: rank and step."""
+    engine = build_engine(job)
+    data = ElasticDistributedSampler(range(LENGTH), BATCH, seed=4)
+    random.seed(dist.get_rank())
+    np.random.seed(dist.get_rank())
+    torch.manual_seed(dist.get_rank())
+    start = resume(engine, directory, data=data, strict=strict)
+    state, _ = look(engine)
+    drawn = draw()
+    samples: list[list[int]] = []
+    with preemption(engine, directory, data=data, saving=every(steps=save_steps)) as stop:
+        for step in range(start.global_steps, start.global_steps + steps):
+            number = data.consumed // BATCH
+            samples.append(data.batch(number)[dist.get_rank() :: dist.get_world_size()].tolist())
+            train_step(engine, step)
+            if signal_at == (dist.get_rank(), step):
+                os.kill(os.getpid(), signal.SIGTERM)
+                os.kill(os.getpid(), signal.SIGTERM)
+            if stop():
+                break
+        if save_at_end and not stop.stopped:
+            stop.save()
+        drawn_again = draw()
+    state = state if start.tag is not None else look(engine)[0]
+    if start.tag is None:
+        drawn = drawn_again
+    return Turn(start, samples, state, drawn, stop.saves, stop.stopped, engine.global_steps)
+
+
+def steps_of(turns: list[Turn]) -> list[list[int]]:
+    """The samples of each step over all ranks, in the order of the permutation."""
+    return [
+        [turns[i % len(turns)].samples[step][i // len(turns)] for i in range(BATCH)]
+        for step in range(len(turns[0].samples))
+    ]
+
+
+@pytest.fixture(scope="module")
+def begun(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[Turn]]:
+    """A run of 3 ranks that began in an empty directory and saved at step 3."""
+    directory = str(tmp_path_factory.mktemp("begun") / "ckpt")
+    return directory, rank_pool.run(run, 3, JOB, directory, 3)
+
+
+def test_an_empty_directory_is_a_fresh_start(begun: tuple[str, list[Turn]]) -> None:
+    _, turns = begun
+    for turn in turns:
+        assert turn.start.tag is None and turn.start.global_steps == 0 and turn.start.report is None
+        assert turn.saves == ["global_step3"] and turn.global_steps == 3
+
+
+def test_a_run_goes_on_with_the_next_samples_at_any_size(
+    begun: tuple[str, list[Turn]], rank_pool: RankPool, tmp_path: Path
+) -> None:
+    directory, first = begun
+    whole = ElasticDistributedSampler(range(LENGTH), BATCH, seed=4, rank=0, world_size=1)
+    trained = steps_of(first)
+    streams: dict[int, list[list[float]]] = {}
+    for world_size in (2, 4, 3):
+        turns = rank_pool.run(run, world_size, JOB.other(), directory, 7, save_at_end=False)
+        for turn in turns:
+            assert (turn.start.tag, turn.start.global_steps) == ("global_step3", 3)
+            assert turn.start.report.root_matches and not turn.start.passed_over
+            assert compare_states(first[0].state, turn.state) == []
+            derived = "random generators were derived anew, from the checkpoint and the rank"
+            assert turn.start.notes == (() if world_size == 3 else (derived,))
+        streams[world_size] = [turn.drawn for turn in turns]
+        seen = trained + steps_of(turns)  # past the end of the first epoch, which has nine global batches
+        for step, samples in enumerate(seen):
+            whole.load_state_dict({**whole.state_dict(), "epoch": step // 9, "consumed": step % 9 * BATCH})
+            assert samples == whole.batch(step % 9).tolist()
+    assert not (Path(directory) / ATTEMPTS_NAME).exists()
+    again = rank_pool.run(run, 2, JOB.other(), directory, 0, save_at_end=False)
+    assert [turn.drawn for turn in again] == streams[2], "derived generators depend on more than checkpoint and rank"
+    every_draw = [value for world_size in (2, 4) for stream in streams[world_size] for value in stream]
+    assert len(set(every_draw)) == len(set(map(tuple, streams[4]))) * 3, "two ranks drew the same numbers"
+
+
+def test_generators_are_restored_exactly_where_rank_and_size_are_the_saved_ones(
+    rank_pool: RankPool, tmp_path: Path
+) -> None:
+    first = rank_pool.run(run, 2, JOB, str(tmp_path / "ckpt"), 1)
+    again = rank_pool.run(run, 2, JOB.other(), str(tmp_path / "ckpt"), 0, save_at_end=False)
+    assert [turn.drawn for turn in again] == [turn.drawn for turn in first]
+    assert first[0].drawn != first[1].drawn
+
+
+def roll_back(job: Job, directory: str) -> dict[str, list[Any]]:
+    """Save steps 1 to 3, go back to step 1, and commit another step 2 by a clock that is an hour slow. What resumes
+    take then, after ``latest`` was damaged, and after it was pointed at another tag; with the order of the tags."""
+    from zeroelastic.tags.candidates import check_quickly
+    from zeroelastic.tags.latest import find_latest, fix_latest, set_latest
+
+    root, engine = Path(directory), build_engine(job)
+    for step in range(3):
+        train_step(engine, step)
+        engine.save_checkpoint(directory)
+    engine.load_checkpoint(directory, tag="global_step1")
+    train_step(engine, 9)
+    clock = time.time
+    time.time = lambda: clock() - 3600  # type: ignore[assignment]
+    engine.save_checkpoint(directory, tag="again2")
+    time.time = clock
+    starts = [resume(build_engine(job), directory)]
+    tags = [tag.name for tag in find_latest(root, check_quickly).run.tags]
+    if dist.get_rank() == 0:
+        (root / "latest").unlink()
+        fix_latest(root, check_quickly)
+        set_latest(root, "global_step3")
+    dist.barrier()
+    starts.append(resume(build_engine(job), directory))
+    found = [(start.tag, start.global_steps) for start in starts]
+    return {"tags": tags, "starts": found, "notes": [start.notes for start in starts],
+            "reported": [start.report.notes for start in starts]}  # fmt: skip
+
+
+def test_after_a_rollback_the_last_commit_counts_and_latest_rolls_back(rank_pool: RankPool, tmp_path: Path) -> None:
+    for found in rank_pool.run(roll_back, 2, JOB, str(tmp_path / "ckpt")):
+        assert found["tags"] == ["again2", "global_step3", "global_step2", "global_step1"]
+        assert found["starts"] == [("again2", 2), ("global_step3", 3)]
+        (left, *_), (pointed, *_) = found["notes"]
+        assert left == "LEFT: global_step3, global_step2 are of a branch that was rolled back"
+        assert pointed.startswith("NOT THE NEWEST: latest was pointed at global_step3 after the last commit. Newer, ")
+        assert left in found["reported"][0] and pointed in found["reported"][1]
+
+
+@pytest.fixture
+def three_tags(rank_pool: RankPool, tmp_path: Path) -> Path:
+    directory = tmp_path / "ckpt"
+    turns = rank_pool.run(run, 2, JOB, str(directory), 3, save_steps=1, save_at_end=False)
+    assert turns[0].saves == ["global_step1", "global_step2", "global_step3"]
+    return directory
+
+
+def damage(tag: Path) -> None:
+    """Turn a bit of the payload of rank 0's optimizer file: its size and header stay."""
+    path = next(tag.glob("*zero_pp_rank_0_*optim_states.pt"))
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def test_damaged_tags_are_passed_over_and_named(three_tags: Path, rank_pool: RankPool) -> None:
+    damage(three_tags / "global_step3")
+    (three_tags / "global_step2" / "zeroelastic.json").write_text("{")
+    turns = rank_pool.run(run, 3, JOB.other(), str(three_tags), 1, save_at_end=False)
+    for turn in turns:
+        assert (turn.start.tag, turn.global_steps) == ("global_step1", 2)
+        newest, middle = turn.start.passed_over
+        assert newest.startswith("global_step3: ") and "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt" in newest
+        assert middle.startswith("global_step2: ") and "zeroelastic.json" in middle
+        assert turn.start.report.root_matches
+    assert not (three_tags / ATTEMPTS_NAME).exists()
+    damage(three_tags / "global_step1")
+    with pytest.raises(Exception, match="none of the checkpoints can be loaded") as failed:
+        rank_pool.run(run, 3, JOB.other(), str(three_tags), 1)
+    assert CheckpointError.__name__ in str(failed.value) and str(failed.value).count("global_step1") >= 1
+
+
+def dying(job: Job, directory: str, way: str) -> None:
+    """Ends the process in the middle of a load, by itself or by a signal to all ranks."""
+    import zeroelastic.deepspeed.load.load as loading
+
+    def die(*args: Any, **kwargs: Any) -> None:
+        pids: list[int] = [0] * dist.get_world_size()
+        dist.all_gather_object(pids, os.getpid())
+        if way == "by itself" and dist.get_rank() == len(pids) - 1:
+            os._exit(9)
+        if way == "SIGTERM" and dist.get_rank() == 0:
+            for pid in reversed(pids):
+                os.kill(pid, signal.SIGTERM)
+        time.sleep(60)
+
+    engine = build_engine(job)
+    loading.preflight = die  # type: ignore[assignment]
+    resume(engine, directory)
+
+
+def die_in_loads(pool: RankPool, directory: Path, way: str, times: int = 2, world_size: int = 2) -> None:
+    for _ in range(times):
+        with pytest.raises(Exception, match="status 9" if way == "by itself" else "SIGTERM"):
+            pool.run(dying, world_size, JOB.other(), str(directory), way)
+
+
+def test_a_tag_whose_loads_ended_the_job_twice_is_tried_last(three_tags: Path, rank_pool: RankPool) -> None:
+    die_in_loads(rank_pool, three_tags, "by itself")
+    attempts = three_tags / ATTEMPTS_NAME
+    kept = attempts.read_bytes()
+    turns = rank_pool.run(run, 2, JOB.other(), str(three_tags), 0, save_at_end=False)
+    assert turns[1].start.tag == "global_step2"
+    (said,) = turns[1].start.passed_over
+    assert said.startswith("global_step3: the job ended 2 times while it was being loaded, last at 20")
+    assert said.endswith(f"remove {attempts}") and attempts.exists()
+    for tag in ("global_step1", "global_step2"):
+        shutil.rmtree(three_tags / tag)
+    turns = rank_pool.run(run, 2, JOB.other(), str(three_tags), 0, save_at_end=False)
+    assert turns[0].start.tag == "global_step3" and turns[0].start.passed_over == (said,)
+    assert not attempts.exists()  # it loaded now
+    (loads,) = json.loads(kept).values()
+    assert len(loads["ended"]) == 1 and loads["begun"][1] == 2
+    before = {"ended": [loads["ended"][0] - 90_000], "begun": [loads["begun"][0] - 90_000, 2]}
+    for old in (loads | before, loads | {"save": "another"}, 2):  # a day old, of another save, of an older version
+        attempts.write_text(json.dumps({"global_step3": old}))
+        turns = rank_pool.run(run, 2, JOB.other(), str(three_tags), 0, save_at_end=False)
+        assert not turns[0].start.passed_over
+
+
+def test_signals_and_a_changed_size_are_not_the_fault_of_the_tag(three_tags: Path, rank_pool: RankPool) -> None:
+    die_in_loads(rank_pool, three_tags, "SIGTERM", times=3)
+    turns = rank_pool.run(run, 2, JOB.other(), str(three_tags), 0, save_at_end=False)
+    assert turns[0].start.tag == "global_step3" and not turns[0].start.passed_over
+    assert [path.name for path in three_tags.iterdir() if ATTEMPTS_NAME[:12] in path.name] == []
+    for world_size in (1, 2):
+        die_in_loads(rank_pool, three_tags, "by itself", times=1, world_size=world_size)
+    turns = rank_pool.run(run, 1, JOB.other(), str(three_tags), 0, save_at_end=False)
+    assert turns[0].start.tag == "global_step3" and not turns[0].start.passed_over
+
+
+def test_what_is_wrong_with_the_run_is_raised_and_no_older_tag_taken(three_tags: Path, rank_pool: RankPool) -> None:
+    with pytest.raises(Exception, match=LayoutMismatchError.__name__):
+        rank_pool.run(run, 2, JOB.other(extra="more"), str(three_tags), 1)
+    with pytest.raises(Exception, match="GLOBAL BATCH CHANGED from 120 to 60"):
+        rank_pool.run(run, 2, JOB.other(batch=60), str(three_tags), 1)
+    assert not (three_tags / ATTEMPTS_NAME).exists()
+    turns = rank_pool.run(run, 2, JOB.other(batch=60), str(three_tags), 0, strict=False, save_at_end=False)
+    assert any("GLOBAL BATCH CHANGED" in note for note in turns[0].start.report.notes)
+
+
+def without_position(job: Job, directory: str, strict: bool) -> tuple[int, tuple[str, ...]]:
+    engine = build_engine(job)
+    train_step(engine, 0)
+    engine.save_checkpoint(directory)
+    data = ElasticDistributedSampler(range(LENGTH), BATCH)
+    data.advance(2)
+    return data.consumed, resume(build_engine(job), directory, data=data, strict=strict).notes
+
+
+def test_a_checkpoint_without_a_position_is_refused_unless_told(rank_pool: RankPool, tmp_path: Path) -> None:
+    with pytest.raises(Exception, match=f"{StrictError.__name__}.*no position in the data"):
+        rank_pool.run(without_position, 2, JOB, str(tmp_path / "a"), True)
+    _, notes = rank_pool.run(without_position, 2, JOB, str(tmp_path / "b"), False)[0]
+    assert any("begins at the first sample" in note for note in notes)
+
+
+def test_a_signal_to_one_rank_stops_all_at_one_step_with_one_save(rank_pool: RankPool, tmp_path: Path) -> None:
+    directory = str(tmp_path / "ckpt")
+    turns = rank_pool.run(run, 3, JOB, directory, 9, signal_at=(2, 4), save_steps=3)
+    for turn in turns:
+        assert turn.stopped and turn.global_steps == 5 and len(turn.samples) == 5
+        assert turn.saves == ["global_step3", "global_step5"]
+    assert (Path(directory) / "latest").read_text() == "global_step5"
+    again = rank_pool.run(run, 2, JOB.other(), directory, 1, save_at_end=False)
+    assert again[0].start.tag == "global_step5" and again[0].global_steps == 6
+
+
+def roll_back_in_the_loop(job: Job, directory: str, with_data: bool) -> tuple[list[str], list[int], bool]:
+    """Save at steps 2 and 4, go back to 2 and skip a batch; SIGTERM at step 4. The tags, the places in the data, and
+    whether a resume takes the state of the end."""
+    engine = build_engine(job)
+    data = ElasticDistributedSampler(range(LENGTH), BATCH) if with_data else None
+    places: list[int] = []
+    with preemption(engine, directory, data=data, saving=every(steps=2)) as stop:
+        for step in range(4):
+            train_step(engine, step)
+            assert not stop()
+        engine.load_checkpoint(directory, tag="global_step2")
+        if data is not None:
+            places.append(data.consumed // BATCH)
+            data.load_state_dict({**data.state_dict(), "consumed": 3 * BATCH})
+        train_step(engine, 10)
+        assert not stop()
+        train_step(engine, 11)
+        if dist.get_rank() == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert stop()
+    last, _ = look(engine)
+    if data is not None:
+        places.append(data.consumed // BATCH)
+    again = build_engine(job)
+    start = resume(again, directory, data=data)
+    assert (start.tag, start.global_steps) == ("global_step4", 4)
+    return stop.saves, places, compare_states(last, look(again)[0]) == []
+
+
+@pytest.mark.parametrize("with_data", [False, True])
+def test_a_rollback_in_the_loop_is_saved_when_it_stops_at_a_step_that_was_saved_before(
+    rank_pool: RankPool, tmp_path: Path, with_data: bool
+) -> None:
+    saves = ["global_step2", "global_step4", "global_step4"]
+    places = [2, 5] if with_data else []
+    assert rank_pool.run(roll_back_in_the_loop, 2, JOB, str(tmp_path), with_data) == [(saves, places, True)] * 2
+
+
+def test_a_signal_while_a_stopped_process_ends_leaves_its_exit_code(tmp_path: Path) -> None:
+    script = f"""
+import os, signal
+from types import SimpleNamespace
+import torch, torch.distributed as dist
+from zeroelastic.elastic import preemption
+
+class Late:
+    def __del__(self, kill=os.kill, pid=os.getpid(), number=signal.SIGTERM):
+        kill(pid, number)  # the interpreter has taken Python's handlers away by now
+
+late = Late()
+dist.init_process_group("gloo", init_method="file://{tmp_path}/store", rank=0, world_size=1)
+save = lambda directory, tag, client_state: None
+engine = SimpleNamespace(global_steps=0, device=torch.device("cpu"), save_checkpoint=save)
+with preemption(engine, "unused") as stop:
+    os.kill(os.getpid(), signal.SIGTERM)
+    engine.global_steps += 1
+    assert stop()
+os.kill(os.getpid(), signal.SIGTERM)
+stop.exit()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == EXIT_PREEMPTED, done.stderr
+
+
+class _Clocked:
+    """An engine whose saves take as long as a test says, and no training."""
+
+    def __init__(self, seconds: float) -> None:
+        self.global_steps, self.device, self.seconds = 0, torch.device("cpu"), seconds
+        self.tags: list[str] = []
+
+    def save_checkpoint(self, directory: str, tag: str, client_state: dict[str, Any]) -> None:
+        time.sleep(self.seconds)
+        self.tags.append(tag)
+
+
+def stops(save_seconds: float, grace: float) -> tuple[list[str], bool, bool]:
+    """Two steps, the second after a signal; what was saved, whether it stopped, whether the old handler was called."""
+    called: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: called.append(number))
+    engine = _Clocked(save_seconds)
+    try:
+        with preemption(engine, "unused", saving=every(steps=1), grace=grace) as stop:
+            assert not stop(), "nothing was trained yet"
+            engine.global_steps += 1
+            assert not stop()
+            os.kill(os.getpid(), signal.SIGUSR1)
+            engine.global_steps += 1
+            stopped = stop()
+            assert stop() == stopped
+        assert engine.tags == stop.saves
+        os.kill(os.getpid(), signal.SIGUSR1)  # ignored, since this process is to end
+        signal.signal(signal.SIGUSR1, lambda number, frame: called.append(number))
+        with preemption(engine, "unused"):
+            pass
+        os.kill(os.getpid(), signal.SIGUSR1)  # nothing stopped it: the old handler is back
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    return engine.tags, stopped, len(called) == 2
+
+
+def test_a_save_that_would_not_be_done_in_time_is_not_begun(rank_pool: RankPool) -> None:
+    assert rank_pool.run(stops, 2, 0.3, 60.0) == [(["global_step1", "global_step2"], True, True)] * 2
+    assert rank_pool.run(stops, 2, 1.2, 1.3) == [(["global_step1"], True, True)] * 2
+
+
+def overdue() -> None:
+    with preemption(_Clocked(0.0), "unused", grace=0.2):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+
+
+def test_the_deadline_ends_the_process_with_an_exit_code_of_its_own() -> None:
+    from zeroelastic.testing import run_ranks
+
+    began = time.monotonic()
+    with pytest.raises(Exception, match="75"):
+        run_ranks(overdue, 1, timeout=50)
+    assert time.monotonic() - began < 50
+
+
+def test_every_is_by_steps_or_seconds_whichever_comes_first() -> None:
+    assert not every().due(seconds=1e9, steps=10**9)
+    assert every(steps=3).due(seconds=0, steps=3) and not every(steps=3).due(seconds=1e9, steps=2)
+    both = every(seconds=10, steps=3)
+    assert both.due(seconds=10, steps=0) and both.due(seconds=0, steps=3) and not both.due(seconds=9, steps=2)
+    with pytest.raises(ConfigError, match="steps is 0"):
+        every(steps=0)
+
+
+def test_exit_is_by_a_code_of_its_own() -> None:
+    with pytest.raises(SystemExit) as ended:
+        preemption(_Clocked(0.0), "unused").exit()
+    assert ended.value.code == EXIT_PREEMPTED == 75
+
+
+def begins(job: Job, directory: str, how: str) -> tuple[str, str]:
+    """What a start without a checkpoint comes to: its error, or what rank 0 logged."""
+    import logging
+
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("zeroelastic").addHandler(handler)
+    engine = build_engine(job)
+    try:
+        if how == "resume":
+            assert resume(engine, directory).tag is None
+        elif how == "required resume":
+            resume(engine, directory, required=True)
+        elif how == "tag":
+            engine.load_checkpoint(directory, tag="nope")
+        else:
+            assert engine.load_checkpoint(directory)[0] is None
+    except FileNotFoundError as error:
+        return type(error).__name__, str(error)
+    return "", " ".join(said)
+
+
+@pytest.mark.parametrize(
+    ("how", "options", "error", "message"),
+    [
+        (
+            "load",
+            {},
+            "",
+            '{parent}/ckpd: no such directory. In {parent} there are: ckpt. The run begins from scratch; "',
+        ),
+        (
+            "load",
+            {"required": True},
+            "MissingFileError",
+            "{parent}/ckpd: no such directory. In {parent} there are: ckpt.",
+        ),
+        ("resume", {}, "", "{parent}/ckpd: no such directory. In {parent} there are: ckpt. The run begins"),
+        ("resume", {"required": True}, "MissingFileError", "A checkpoint is required here, so the run does not begin"),
+        ("required resume", {}, "MissingFileError", "{parent}/ckpd: no such directory. In {parent} there are: ckpt."),
+        ("tag", {}, "MissingFileError", "{parent}/ckpt: has no tag nope. There are, newest first: global_step3."),
+    ],
+)
+def test_a_mistyped_path_is_named_with_what_is_there(
+    begun: tuple[str, list[Turn]], rank_pool: RankPool, how: str, options: dict[str, Any], error: str, message: str
+) -> None:
+    directory = Path(begun[0])
+    job = JOB.other(options=options)
+    found = rank_pool.run(begins, 2, job, str(directory if how == "tag" else directory.with_name("ckpd")), how)
+    assert found[0][0] == found[1][0] == error
+    assert message.format(parent=directory.parent) in found[0][1]

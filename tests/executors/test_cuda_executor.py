@@ -1,0 +1,321 @@
+"""The CUDA engine beyond the suite of all executors: its build, streams, plans, large offsets, and loads onto a GPU.
+
+What needs no GPU runs on the library itself or on the fake runtime (tests/engines.py). The rest is marked `gpu` and
+needs neither DeepSpeed nor more than one device.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from engines import REPOSITORY, Engine, open_engine
+
+from zeroelastic.checkpoint.extents import TensorExtents
+from zeroelastic.core.digest import digest_range
+from zeroelastic.core.layout import Param, layout_from_sub_groups
+from zeroelastic.core.plan import make_plan
+from zeroelastic.deepspeed import fill as fill_module
+from zeroelastic.deepspeed.fill import Target, fill
+from zeroelastic.errors import CheckpointError, ConfigError, UnsupportedError
+from zeroelastic.executors import cuda_executor, dispatch, torch_executor
+from zeroelastic.executors.build_info import describe_build
+from zeroelastic.executors.cuda_executor import DevicePlan
+from zeroelastic.executors.dispatch import (
+    CopyTable,
+    DeviceBuffer,
+    DigestRows,
+    ReadTable,
+    copy_segments,
+    read_segments,
+)
+
+CUDA = describe_build("cuda")
+built = pytest.mark.skipif(not CUDA.usable, reason=f"the CUDA engine is not built: {CUDA.reason}")
+
+
+def segment(src_offset: int, dst_offset: int, nbytes: int) -> CopyTable:
+    return CopyTable(*(np.array([value], dtype=np.int64) for value in (0, src_offset, 0, dst_offset, nbytes)))
+
+
+def read_table(path: Path, rows: CopyTable) -> ReadTable:
+    return ReadTable((path,), rows.src, rows.src_offset, rows.dst, rows.dst_offset, rows.nbytes)
+
+
+# --- the library ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_library_is_built_where_there_is_an_nvcc(tmp_path: Path) -> None:
+    if shutil.which("nvcc") is None:
+        pytest.skip("there is no nvcc on the PATH")
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in ("csrc", "setup.py", "pyproject.toml", "LICENSE", "README.md", "zeroelastic"):
+        found = REPOSITORY / name
+        ignored = shutil.ignore_patterns("build", "_*.so", "_*.log", "__pycache__")
+        shutil.copytree(found, source / name, ignore=ignored) if found.is_dir() else shutil.copy(found, source)
+    done = subprocess.run(
+        [sys.executable, "setup.py", "-q", "build_ext", "--inplace"],
+        cwd=source,
+        env={**os.environ, "ZEROELASTIC_BUILD_CUDA": "1", "ZEROELASTIC_BUILD_NATIVE": "0"},
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    library = source / "zeroelastic" / "_cuda.so"
+    assert library.is_file()
+    assert b"fake_cuda" not in library.read_bytes()
+
+
+@built
+def test_the_library_loads_without_a_gpu_and_says_what_made_it(tmp_path: Path) -> None:
+    assert CUDA.compiler.startswith("nvcc")
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    empty = CopyTable(*[np.empty(0, dtype=np.int64)] * 5)
+    with pytest.raises(UnsupportedError, match="the CUDA engine failed"):
+        DevicePlan(empty, [], [], device=0)
+    path = tmp_path / "x"
+    path.write_bytes(bytes(8))
+    with pytest.raises(UnsupportedError, match="the CUDA engine failed"):
+        read_segments(read_table(path, segment(0, 0, 8)), [DeviceBuffer(4096, 8)], executor="cuda")
+    with pytest.raises(UnsupportedError, match="the CUDA engine failed"):
+        copy_segments(segment(0, 0, 8), [DeviceBuffer(4096, 8)], [DeviceBuffer(8192, 8)], executor="cuda")
+
+
+def test_a_plan_runs_any_number_of_times_and_adds_to_its_digests() -> None:
+    with open_engine("fake-cuda") as engine:
+        data = np.arange(1000, dtype=np.uint8)
+        src, dst = engine.put(data), engine.put(np.zeros(1000, dtype=np.uint8))
+        totals = engine.put(np.zeros(8, dtype=np.uint8))
+        assert isinstance(src, DeviceBuffer) and isinstance(dst, DeviceBuffer) and isinstance(totals, DeviceBuffer)
+        digest = DigestRows(np.array([9], dtype=np.uint64), *(np.array([value]) for value in (0, 77, 4)))
+        table = segment(0, 0, 1000)
+        with DevicePlan(table, [src], [dst], device=0, digest=digest, totals=totals) as plan:
+            for _ in range(3):
+                plan.run()
+        part = digest_range(data, 4, seed=9, start=77)
+        assert engine.get(totals).view(np.uint64)[0] == 3 * part % 2**64
+        assert np.array_equal(engine.get(dst), data)
+        engine.free()
+
+
+# --- loads ----------------------------------------------------------------------------------------------------------
+
+
+class OnFakeGpu(torch.Tensor):
+    """A tensor in the fake's memory that says that it is on a GPU."""
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return torch.device("cuda:0")
+
+
+@pytest.fixture
+def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+    monkeypatch.setattr(torch_executor, "current_stream", lambda device: 0)
+    dispatch._fastest.cache_clear()
+    with open_engine("fake-cuda") as engine:
+        yield engine
+        engine.free()
+    dispatch._fastest.cache_clear()
+
+
+def on_fake_gpu(engine: Engine, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    filled = torch.full((numel,), -1, dtype=dtype)
+    buffer = engine.put(filled.view(torch.uint8).numpy())
+    assert isinstance(buffer, DeviceBuffer)
+    memory = (ctypes.c_ubyte * buffer.nbytes).from_address(buffer.address)
+    return torch.Tensor._make_subclass(OnFakeGpu, torch.frombuffer(memory, dtype=dtype))
+
+
+NUMELS = (1000, 3, 50_001)
+
+
+class Checkpoint:
+    """Two ranks of fp32 weights in files, and what one rank of one fills: plan, extents, and the whole parameters."""
+
+    def __init__(self, folder: Path) -> None:
+        params = [Param(f"p{i}", (numel,)) for i, numel in enumerate(NUMELS)]
+        saved, live = (layout_from_sub_groups([params], world_size) for world_size in (2, 1))
+        self.plan = make_plan(saved, live, rank=0)
+        self.values = [torch.randn(numel) for numel in NUMELS]
+        self.extents = {}
+        for rank in range(2):
+            flat = torch.zeros(int(saved.sub_group_numel[0]))
+            for i, (start, length) in enumerate(zip(*saved.owned(rank), strict=True)):
+                flat[saved.offset[i] : saved.offset[i] + length] = self.values[i][start : start + length]
+            path = folder / f"{rank}.bin"
+            path.write_bytes(b"header" + flat.numpy().tobytes())
+            self.extents[rank] = {"fp32": TensorExtents(path, {0: "float32"}, 6 + saved.offset * 4)}
+        self.want = torch.cat(self.values)
+
+
+def test_tensors_on_a_gpu_are_filled_by_the_cuda_engine(
+    fake_gpu: Engine, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved = Checkpoint(tmp_path)
+    numel = len(saved.want)
+    for executor in ("auto", "cuda"):
+        # One on the "GPU", one that is cast there, one in host memory; each with padding that nobody touches.
+        same = on_fake_gpu(fake_gpu, numel + 2, torch.float32)
+        other = on_fake_gpu(fake_gpu, numel + 2, torch.bfloat16)
+        host = torch.full((numel + 2,), -1.0)
+        targets = [Target("fp32", 0, tensor, "float32") for tensor in (same, other, host)]
+        with caplog.at_level(logging.INFO, logger="zeroelastic.executors"):
+            filled = fill(saved.plan, saved.extents, targets, executor=executor)  # type: ignore[arg-type]
+        for tensor in (same, host):
+            assert torch.equal(tensor.as_subclass(torch.Tensor)[:numel], saved.want)
+        assert torch.equal(other.as_subclass(torch.Tensor)[:numel], saved.want.bfloat16())
+        assert all((t.as_subclass(torch.Tensor)[numel:] == -1).all() for t in (same, other, host))
+        assert filled.bytes_read == filled.bytes_owned == 3 * 4 * numel
+        assert set(filled.cast_digests) == {(f"p{i}", "fp32") for i in range(len(NUMELS))}
+    assert caplog.text.count("moved by the cuda engine") == 1
+
+
+def test_other_executors_fill_a_gpu_by_way_of_host_memory(
+    fake_gpu: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = Checkpoint(tmp_path)
+    monkeypatch.setattr(cuda_executor, "read_segments", lambda *_, **__: pytest.fail("the cuda engine was used"))
+    for executor in ("numpy", "native", "torch"):
+        if executor == "native" and not describe_build("native").usable:
+            continue
+        tensor = on_fake_gpu(fake_gpu, len(saved.want), torch.float32)
+        fill(saved.plan, saved.extents, [Target("fp32", 0, tensor, "float32")], executor=executor)  # type: ignore[arg-type]
+        assert torch.equal(tensor.as_subclass(torch.Tensor), saved.want)
+
+
+def test_where_cuda_refuses_auto_goes_by_way_of_host_memory_and_cuda_fails(
+    fake_gpu: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise UnsupportedError("the CUDA engine failed: no pinned memory.")
+
+    saved = Checkpoint(tmp_path)
+    monkeypatch.setattr(cuda_executor, "read_segments", refuse)
+    tensor = on_fake_gpu(fake_gpu, len(saved.want), torch.float32)
+    targets = [Target("fp32", 0, tensor, "float32")]
+    with pytest.raises(UnsupportedError, match="no pinned memory"):
+        fill(saved.plan, saved.extents, targets, executor="cuda")
+    assert (tensor.as_subclass(torch.Tensor) == -1).all()
+    fill(saved.plan, saved.extents, targets)
+    assert torch.equal(tensor.as_subclass(torch.Tensor), saved.want)
+    assert "cuda:0 is filled through host memory instead, which is slower: the CUDA engine failed" in caplog.text
+
+
+def test_a_damaged_file_is_not_read_by_another_way(fake_gpu: Engine, tmp_path: Path) -> None:
+    saved = Checkpoint(tmp_path)
+    os.truncate(tmp_path / "1.bin", 100)
+    tensor = on_fake_gpu(fake_gpu, len(saved.want), torch.float32)
+    with pytest.raises(CheckpointError, match=r"1.bin: ends at byte 100\. The file is truncated"):
+        fill(saved.plan, saved.extents, [Target("fp32", 0, tensor, "float32")])
+
+
+def test_without_the_cuda_engine_naming_it_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise ConfigError(f"the {name} engine cannot be used")
+
+    saved = Checkpoint(tmp_path)
+    monkeypatch.setattr(dispatch, "load_library", missing)
+    with pytest.raises(ConfigError, match="the cuda engine cannot be used"):
+        fill(saved.plan, saved.extents, [Target("fp32", 0, torch.zeros(len(saved.want)), "float32")], executor="cuda")
+
+
+# --- on a GPU -------------------------------------------------------------------------------------------------------
+
+
+@built
+@pytest.mark.gpu
+def test_a_read_comes_after_what_its_stream_was_asked_for(tmp_path: Path) -> None:
+    data = np.random.default_rng(0).integers(0, 256, 40_000_000, dtype=np.uint8)
+    path = tmp_path / "x"
+    path.write_bytes(data.tobytes())
+    target = torch.zeros(len(data), dtype=torch.uint8, device="cuda")
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(200_000_000)
+        target.fill_(7)
+        read_segments(read_table(path, segment(0, 0, len(data))), [target], executor="cuda")
+    assert np.array_equal(target.cpu().numpy(), data)
+
+
+@built
+@pytest.mark.gpu
+def test_a_plan_runs_on_streams_that_do_not_wait_for_the_default_one() -> None:
+    data = np.random.default_rng(1).integers(0, 256, 3_000_001, dtype=np.uint8)
+    src = torch.from_numpy(data).cuda()
+    digest = DigestRows(np.array([9], dtype=np.uint64), *(np.array([value]) for value in (0, 77, 1)))
+    for _ in range(20):
+        dst = torch.zeros(len(data) + 1, dtype=torch.uint8, device="cuda")
+        totals = torch.zeros(1, dtype=torch.int64, device="cuda")
+        torch.cuda.synchronize()
+        stream = torch.cuda.Stream()
+        ranges = [DeviceBuffer(t.data_ptr(), t.nbytes, t.device.index) for t in (src, dst, totals)]
+        table = segment(0, 1, len(data))
+        with DevicePlan(table, ranges[:1], ranges[1:2], device=0, digest=digest, totals=ranges[2]) as plan:
+            plan.run(stream.cuda_stream)
+            stream.synchronize()
+        assert np.array_equal(dst[1:].cpu().numpy(), data)
+        assert int(totals) % 2**64 == digest_range(data, 1, seed=9, start=77)
+
+
+@built
+@pytest.mark.gpu
+def test_offsets_beyond_4_gib_of_device_memory(tmp_path: Path) -> None:
+    size = 5 * 2**30
+    if torch.cuda.mem_get_info()[0] < 2 * size:
+        pytest.skip("the GPU has less than 10 GiB of memory to spare")
+    memory = torch.zeros(size, dtype=torch.uint8, device="cuda")
+    data = np.arange(1, 100, dtype=np.uint8)
+    path = tmp_path / "x"
+    path.write_bytes(data.tobytes())
+    read_segments(read_table(path, segment(0, 2**32 + 5, 99)), [memory], executor="cuda")
+    other = torch.zeros(200, dtype=torch.uint8, device="cuda")
+    copy_segments(segment(2**32 + 5, 3, 99), [memory], [other], executor="cuda")
+    assert np.array_equal(other[3:102].cpu().numpy(), data) and int(other.sum()) == int(data.sum())
+    assert int(memory[: 2**32].max()) == 0
+
+
+@built
+@pytest.mark.gpu
+@pytest.mark.parametrize("executor", ["auto", "cuda", "torch", "numpy"])
+def test_a_gpu_is_filled_alike_by_every_way(tmp_path: Path, executor: dispatch.Executor) -> None:
+    saved = Checkpoint(tmp_path)
+    numel = len(saved.want)
+    tensors = [torch.full((numel + 2,), -1, dtype=dtype, device="cuda") for dtype in (torch.float32, torch.bfloat16)]
+    filled = fill(saved.plan, saved.extents, [Target("fp32", 0, t, "float32") for t in tensors], executor=executor)
+    for tensor in tensors:
+        assert torch.equal(tensor[:numel].cpu(), saved.want.to(tensor.dtype)) and (tensor[numel:] == -1).all()
+    assert filled.bytes_read == filled.bytes_owned == 2 * 4 * numel
+    assert fill_module.STAGING_BYTES + (48 << 20) <= 64 << 20
+
+
+@built
+@pytest.mark.gpu
+def test_more_than_the_pinned_memory_holds_arrives_whole(tmp_path: Path) -> None:
+    """More than the ring holds, again and again: a slot that is used too early shows."""
+    data = np.random.default_rng(2).integers(0, 256, 100_000_003, dtype=np.uint8)
+    path = tmp_path / "x"
+    path.write_bytes(data.tobytes())
+    digest = DigestRows(np.array([5], dtype=np.uint64), *(np.array([value]) for value in (0, 12, 1)))
+    want = digest_range(data, 1, seed=5, start=12)
+    for shift in range(4):
+        target = torch.zeros(len(data) + 4, dtype=torch.uint8, device="cuda")
+        table = read_table(path, segment(0, shift, len(data)))
+        result = read_segments(table, [target], digest=digest, executor="cuda")
+        assert result.digests is not None and result.digests.tolist() == [want]
+        assert np.array_equal(target[shift : shift + len(data)].cpu().numpy(), data)

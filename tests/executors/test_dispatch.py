@@ -1,0 +1,729 @@
+"""One suite for all executors: they move the same bytes, report the same digests and fail with the same words."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from engines import ENGINES, Engine, open_engine
+from executor_cases import (
+    DTYPES,
+    UNTOUCHED,
+    cases,
+    convert,
+    expected,
+    file_rows,
+    one_row,
+    parts,
+    read_table,
+    segment,
+    untouched,
+    untouched_files,
+    write_files,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zeroelastic.core.digest import combine, digest_range
+from zeroelastic.errors import CheckpointError, ConfigError, MissingFileError, UnreadableError
+from zeroelastic.executors import cuda_executor, dispatch
+from zeroelastic.executors.build_info import _load, describe_build
+from zeroelastic.executors.dispatch import (
+    OPERATIONS,
+    Cast,
+    CopyTable,
+    DeviceBuffer,
+    DigestRows,
+    FileRanges,
+    MemoryRanges,
+    ReadTable,
+    copy_segments,
+    move_segments,
+    read_segments,
+    scan_segments,
+    sum_segments,
+    write_segments,
+)
+from zeroelastic.executors.tables import CASTS, cast_itemsizes
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    with open_engine(request.param) as found:
+        yield found
+
+
+@pytest.fixture(scope="module", params=[name for name in OPERATIONS if "write" in OPERATIONS[name]])
+def writer(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    """The executors that write and move files."""
+    with open_engine(request.param) as found:
+        yield found
+
+
+@pytest.fixture(scope="module", params=[name for name in OPERATIONS if "scan" in OPERATIONS[name]])
+def scanner(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    """The executors that scan files."""
+    with open_engine(request.param) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("files")
+
+
+# --- every table ----------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=100)
+@given(data=st.data(), threads=st.sampled_from([None, 1, 3]))
+def test_reads_fill_every_row_and_nothing_else(
+    data: st.DataObject, threads: int | None, engine: Engine, folder: Path
+) -> None:
+    case = data.draw(cases())
+    paths = write_files(folder, case.src)
+    buffers = untouched(engine, case)
+    table = read_table(paths, case.rows)
+    result = read_segments(table, buffers, digest=case.digest, cast=case.cast, threads=threads, executor=engine.name)
+    want, digests = expected(case)
+    for got, wanted in zip(buffers, want, strict=True):
+        assert np.array_equal(engine.get(got), wanted)
+    engine.free()
+    assert result.digests is not None and result.digests.tolist() == digests
+    assert result.bytes_read == int(case.rows.nbytes.sum())
+    assert result.files == tuple(paths[i] for i in sorted(set(case.rows.src.tolist())))
+
+
+@settings(max_examples=60)
+@given(data=st.data(), digested=st.booleans())
+def test_copies_fill_every_row_and_nothing_else(data: st.DataObject, digested: bool, engine: Engine) -> None:
+    case = data.draw(cases(aligned=engine.on_device))
+    src = [engine.put(part, case.misaligned) for part in case.src]
+    buffers = untouched(engine, case)
+    digest = case.digest if digested else None
+    totals = copy_segments(case.rows, src, buffers, digest=digest, cast=case.cast, executor=engine.name)
+    want, digests = expected(case)
+    for got, wanted in zip(buffers, want, strict=True):
+        assert np.array_equal(engine.get(got), wanted)
+    for kept, part in zip(src, case.src, strict=True):
+        assert np.array_equal(engine.get(kept), part)
+    engine.free()
+    assert totals is None if digest is None else totals is not None and totals.tolist() == digests
+
+
+@settings(max_examples=80)
+@given(data=st.data(), digested=st.booleans(), move=st.booleans(), sync=st.booleans())
+def test_writes_and_moves_fill_every_row_and_nothing_else(
+    data: st.DataObject, digested: bool, move: bool, sync: bool, writer: Engine, folder: Path
+) -> None:
+    case = data.draw(cases())
+    digest = case.digest if digested else None
+    paths = untouched_files(folder, case)
+    sums = np.full(len(case.rows.nbytes), 1, dtype=np.uint32)
+    if move:
+        totals = move_segments(
+            case.rows, write_files(folder, case.src), paths,
+            digest=digest, crc32=sums, cast=case.cast, sync=sync, executor=writer.name,
+        )  # fmt: skip
+    else:
+        totals = write_segments(
+            case.rows, case.src, paths,
+            digest=digest, crc32=sums, cast=case.cast, sync=sync, executor=writer.name,
+        )  # fmt: skip
+    assert sums.tolist() == [zlib.crc32(bytes(convert(case.cast, part))) for part in parts(case)]
+    want, digests = expected(case)
+    for path, wanted in zip(paths, want, strict=True):
+        assert path.read_bytes() == wanted.tobytes()
+    assert totals is None if digest is None else totals is not None and totals.tolist() == digests
+
+
+@settings(max_examples=80)
+@given(data=st.data(), digested=st.booleans(), summed=st.booleans(), threads=st.sampled_from([None, 1, 3]))
+def test_memory_is_digested_and_summed_row_by_row(
+    data: st.DataObject, digested: bool, summed: bool, threads: int | None, scanner: Engine
+) -> None:
+    case = data.draw(cases(casts=("none",)))
+    table = MemoryRanges(case.rows.src, case.rows.src_offset, case.rows.nbytes)
+    digest = case.digest if digested else None
+    sums = np.full(len(case.rows.nbytes), 1, dtype=np.uint32) if summed else None
+    totals = sum_segments(table, case.src, digest=digest, crc32=sums, threads=threads, executor=scanner.name)
+    assert totals is None if digest is None else totals is not None and totals.tolist() == expected(case)[1]
+    if sums is not None:
+        assert sums.tolist() == [zlib.crc32(bytes(part)) for part in parts(case)]
+
+
+@settings(max_examples=80)
+@given(data=st.data(), digested=st.booleans(), summed=st.booleans(), threads=st.sampled_from([None, 1, 3]))
+def test_scans_digest_and_sum_every_row(
+    data: st.DataObject, digested: bool, summed: bool, threads: int | None, scanner: Engine, folder: Path
+) -> None:
+    case = data.draw(cases(casts=("none",)))
+    order = np.array(data.draw(st.permutations(range(len(case.rows.nbytes)))), dtype=np.int64)
+    columns = (case.rows.src, case.rows.src_offset, case.rows.nbytes)
+    table = FileRanges(write_files(folder, case.src), *(column[order] for column in columns))
+    rows = DigestRows(
+        case.digest.seeds, case.digest.stream[order], case.digest.start[order], case.digest.itemsize[order]
+    )
+    digest = rows if digested else None
+    sums = np.full(len(order), 1, dtype=np.uint32) if summed else None
+    totals = scan_segments(table, digest=digest, crc32=sums, threads=threads, executor=scanner.name)
+    assert totals is None if digest is None else totals is not None and totals.tolist() == expected(case)[1]
+    if sums is not None:
+        want = [zlib.crc32(bytes(part)) for part in parts(case)]
+        assert sums.tolist() == [want[i] for i in order]
+
+
+def patterns(cast: Cast) -> np.ndarray:
+    """Every sign, exponent and upper significand; for float32, with lower bits where rounding turns."""
+    if not cast.startswith("float32"):
+        return np.arange(1 << 16, dtype=np.uint16).view(np.uint8)
+    upper = np.arange(1 << 16, dtype=np.uint32) << 16
+    lower = (0, 1, 0x0FFF, 0x1000, 0x1001, 0x1FFF, 0x3000, 0x7FFF, 0x8000, 0x8001, 0xFFFF)
+    return np.concatenate([upper | np.uint32(bits) for bits in lower]).view(np.uint8)
+
+
+@pytest.mark.parametrize("cast", DTYPES)
+def test_conversions_are_torch_bit_for_bit(engine: Engine, tmp_path: Path, cast: Cast) -> None:
+    """NaN and infinities included, which are the same on every engine; torch on a GPU makes float16 NaN of its own."""
+    src = patterns(cast)
+    want = convert(cast, src)
+    table = segment(0, 0, len(src))
+    dst = engine.put(np.zeros(len(want), dtype=np.uint8))
+    read_segments(read_table(write_files(tmp_path, (src,)), table), [dst], cast=cast, executor=engine.name)
+    assert np.array_equal(engine.get(dst), want)
+    dst = engine.put(np.zeros(len(want), dtype=np.uint8))
+    copy_segments(table, [engine.put(src)], [dst], cast=cast, executor=engine.name)
+    got = engine.get(dst)
+    narrows = cast.startswith("float32")
+    if engine.on_device and not (narrows and (engine.name == "cuda" or cast == "float32->bfloat16")):
+        bits = src.view(np.uint32 if narrows else np.uint16)
+        most = {"float32": 0x7F800000, "float16": 0x7C00, "bfloat16": 0x7F80}[cast.split("-")[0]]
+        nan = (bits & (2 ** (bits.itemsize * 8 - 1) - 1)) > most
+        got, want = (part.view(np.uint16 if narrows else np.uint32) for part in (got, want))
+        if narrows:
+            assert (got[nan] == 0x7FFF).all()
+        else:
+            assert np.isnan(got[nan].view(np.float32)).all()
+        got, want = got[~nan], want[~nan]
+    assert np.array_equal(got, want)
+    engine.free()
+
+
+@pytest.mark.parametrize("cast", CASTS)
+def test_one_element_and_none(engine: Engine, tmp_path: Path, cast: Cast) -> None:
+    src_itemsize, dst_itemsize = cast_itemsizes(cast)
+    data = np.arange(1, 1 + 2 * src_itemsize, dtype=np.uint8)
+    paths = write_files(tmp_path, (data,))
+    for numel in (0, 1):
+        table = segment(src_itemsize, dst_itemsize, numel * src_itemsize)
+        want = np.full(3 * dst_itemsize, UNTOUCHED, dtype=np.uint8)
+        want[dst_itemsize : (1 + numel) * dst_itemsize] = convert(cast, data[src_itemsize:][: numel * src_itemsize])
+        for operation in ("read", "copy"):
+            dst = engine.put(np.full(3 * dst_itemsize, UNTOUCHED, dtype=np.uint8))
+            if operation == "read":
+                read_segments(read_table(paths, table), [dst], cast=cast, executor=engine.name)
+            else:
+                copy_segments(table, [engine.put(data)], [dst], cast=cast, executor=engine.name)
+            assert np.array_equal(engine.get(dst), want)
+    engine.free()
+
+
+# --- reads ----------------------------------------------------------------------------------------------------------
+
+
+def test_without_rows_no_file_is_opened(engine: Engine, tmp_path: Path) -> None:
+    empty = np.empty(0, dtype=np.int64)
+    table = ReadTable((tmp_path / "missing",), empty, empty, empty, empty, empty)
+    result = read_segments(table, [engine.put(np.zeros(3, dtype=np.uint8))], executor=engine.name)
+    assert result.bytes_read == 0 and result.files == () and result.digests is None
+
+
+def test_many_tiny_rows_of_many_files(engine: Engine, tmp_path: Path) -> None:
+    num_files, num_rows = 40, 30_000
+    rng = np.random.default_rng(3)
+    data = rng.integers(0, 256, (num_files, 20_000), dtype=np.uint8)
+    paths = write_files(tmp_path, tuple(data))
+    file = np.sort(rng.integers(0, num_files, num_rows))
+    offset = rng.integers(0, 19_990, num_rows)
+    order = np.lexsort((offset, file))
+    offset = offset[order]
+    nbytes = rng.integers(0, 10, num_rows)
+    place = rng.permutation(num_rows)
+    ends = np.cumsum(nbytes[place])
+    dst_offset = np.empty(num_rows, dtype=np.int64)
+    dst_offset[place] = ends - nbytes[place]
+    zero = np.zeros(num_rows, dtype=np.int64)
+    buffer = engine.put(np.zeros(int(nbytes.sum()), dtype=np.uint8))
+    result = read_segments(ReadTable(paths, file, offset, zero, dst_offset, nbytes), [buffer], executor=engine.name)
+    want = np.concatenate([data[file[i], offset[i] : offset[i] + nbytes[i]] for i in place])
+    assert np.array_equal(engine.get(buffer), want)
+    engine.free()
+    assert result.bytes_read == len(want)
+
+
+def test_rows_longer_than_any_request(engine: Engine, tmp_path: Path) -> None:
+    rng = np.random.default_rng(4)
+    data = rng.integers(0, 256, 37_000_003, dtype=np.uint8)
+    (path,) = write_files(tmp_path, (data,))
+    cuts = np.array([0, 3, 11_000_004, 11_000_008, 36_999_999], dtype=np.int64)
+    lengths = np.diff(cuts)
+    nbytes = lengths // 4 * 4
+    zero = np.zeros(len(nbytes), dtype=np.int64)
+    place = np.array([3, 1, 0, 2])
+    dst_offset = np.empty(len(nbytes), dtype=np.int64)
+    dst_offset[place] = np.cumsum(nbytes[place]) - nbytes[place] + 5
+    buffer = engine.put(np.zeros(int(nbytes.sum()) + 5, dtype=np.uint8))
+    digest = DigestRows(
+        seeds=np.array([7, 9], dtype=np.uint64),
+        stream=np.array([0, 1, 0, 1]),
+        start=np.array([0, 999, 5, 1024]),
+        itemsize=zero + 4,
+    )
+    table = ReadTable((path,), zero, cuts[:-1], zero, dst_offset, nbytes)
+    result = read_segments(table, [buffer], digest=digest, executor=engine.name)
+    totals = [0, 0]
+    filled = engine.get(buffer)
+    engine.free()
+    for i in range(len(nbytes)):
+        source = data[cuts[i] : cuts[i] + nbytes[i]]
+        assert np.array_equal(filled[dst_offset[i] : dst_offset[i] + nbytes[i]], source)
+        stream = int(digest.stream[i])
+        part = digest_range(source, 4, seed=int(digest.seeds[stream]), start=int(digest.start[i]))
+        totals[stream] = combine(totals[stream], part)
+    assert result.digests is not None and result.digests.tolist() == totals
+
+
+def test_offsets_beyond_4_gib(engine: Engine, tmp_path: Path) -> None:
+    path = tmp_path / "sparse.bin"
+    offsets = [2**31 - 3, 2**32 - 3, 2**32 + 12_345, 5 * 2**30 - 7]
+    with path.open("wb") as file:
+        for i, offset in enumerate(offsets):
+            file.seek(offset)
+            file.write(bytes([i + 1] * 7))
+    count = len(offsets)
+    zero = np.zeros(count, dtype=np.int64)
+    table = ReadTable((path,), zero, np.array(offsets), zero, np.arange(count) * 8, zero + 7)
+    buffer = engine.put(np.full(8 * count, UNTOUCHED, dtype=np.uint8))
+    result = read_segments(table, [buffer], executor=engine.name)
+    assert engine.get(buffer).reshape(count, 8).tolist() == [[i + 1] * 7 + [UNTOUCHED] for i in range(count)]
+    assert result.bytes_read == 7 * count
+
+
+def message(table: ReadTable, buffers: list[np.ndarray], engine: Engine) -> tuple[type[BaseException], str]:
+    with pytest.raises((CheckpointError, UnreadableError)) as caught:
+        read_segments(table, [engine.put(buffer) for buffer in buffers], executor=engine.name)
+    engine.free()
+    return type(caught.value), str(caught.value)
+
+
+@pytest.mark.parametrize("size", [0, 5, 4096, 3_000_000, 9_999_999])
+def test_a_short_file_is_named_with_the_byte_where_it_ends(engine: Engine, tmp_path: Path, size: int) -> None:
+    path = tmp_path / "short.bin"
+    path.write_bytes(bytes(size))
+    buffers = [np.zeros(10_000_000, dtype=np.uint8)]
+    got = message(one_row(path, 0, 10_000_000), buffers, engine)
+    assert got == (CheckpointError, f"{path}: ends at byte {size}. The file is truncated.")
+    # A row that begins behind the end is reported where it begins.
+    got = message(one_row(path, size + 10, 100), buffers, engine)
+    assert got == (CheckpointError, f"{path}: ends at byte {size + 10}. The file is truncated.")
+
+
+def test_of_several_bad_files_the_first_is_named(engine: Engine, tmp_path: Path) -> None:
+    size = 3_000_000
+    paths = tuple(tmp_path / f"{i}.bin" for i in range(6))
+    for i, path in enumerate(paths):
+        path.write_bytes(bytes(size if i < 2 else size - 1000 * i))
+    count = len(paths)
+    files = np.arange(count)
+    zero = np.zeros(count, dtype=np.int64)
+    table = ReadTable(paths, files, zero, files, zero, zero + size)
+    buffers = [np.zeros(size, dtype=np.uint8) for _ in paths]
+    want = f"{paths[2]}: ends at byte {size - 2000}. The file is truncated."
+    assert message(table, buffers, engine) == (CheckpointError, want)
+
+
+def test_a_missing_file_is_named(engine: Engine, tmp_path: Path) -> None:
+    path = tmp_path / "gone.bin"
+    want = f"{path}: no such file. The checkpoint is incomplete."
+    for nbytes in (0, 4):
+        got = message(one_row(path, 0, nbytes), [np.zeros(4, dtype=np.uint8)], engine)
+        assert got == (MissingFileError, want)
+
+
+def test_a_file_that_cannot_be_read_is_named_with_the_reason(engine: Engine, tmp_path: Path) -> None:
+    buffers = [np.zeros(4, dtype=np.uint8)]
+    got = message(one_row(tmp_path, 12, 4), buffers, engine)
+    assert got == (UnreadableError, f"{tmp_path}: reading at byte 12 failed: Is a directory.")
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    got = message(one_row(loop, 0, 4), buffers, engine)
+    assert got == (UnreadableError, f"{loop}: cannot be opened: Too many levels of symbolic links.")
+
+
+def test_names_that_are_not_utf8_are_opened(engine: Engine, tmp_path: Path) -> None:
+    path = tmp_path / os.fsdecode(b"caf\xe9.bin")
+    path.write_bytes(b"1234")
+    buffer = engine.put(np.zeros(4, dtype=np.uint8))
+    read_segments(one_row(path, 0, 4), [buffer], executor=engine.name)
+    assert engine.get(buffer).tobytes() == b"1234"
+
+
+BAD_ROWS = [
+    (1, 0, 0, 0, 4), (-1, 0, 0, 0, 4), (0, 0, 1, 0, 4), (0, 0, -1, 0, 4), (0, -1, 0, 0, 4), (0, 0, 0, -1, 4),
+    (0, 0, 0, 0, -4), (0, 0, 0, 77, 4), (0, 2**63 - 1, 0, 0, 4), (0, 0, 0, 2**63 - 2, 4), (0, 0, 0, 0, 2**63 - 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", BAD_ROWS)
+def test_a_row_out_of_bounds_is_a_bug_that_is_caught_before_anything_moves(
+    engine: Engine, tmp_path: Path, row: tuple[int, ...]
+) -> None:
+    columns = np.array([(0, 0, 0, 0, 10), row], dtype=np.int64).T
+    table = CopyTable(*(np.ascontiguousarray(column) for column in columns))
+    dst = engine.put(np.full(80, UNTOUCHED, dtype=np.uint8))
+    src = np.zeros(100, dtype=np.uint8)
+    with pytest.raises(AssertionError, match="row 1 of a segment table"):
+        copy_segments(table, [engine.put(src)], [dst], executor=engine.name)
+    with pytest.raises(AssertionError, match="row 1 of a segment table"):
+        read_segments(read_table(write_files(tmp_path, (src,)), table), [dst], executor=engine.name)
+    assert (engine.get(dst) == UNTOUCHED).all()
+    engine.free()
+
+
+# --- writes and moves -----------------------------------------------------------------------------------------------
+
+
+def test_writing_and_moving_behind_4_gib_keeps_what_is_before(writer: Engine, tmp_path: Path) -> None:
+    data = np.arange(1, 10, dtype=np.uint8)
+    (source,) = write_files(tmp_path, (data,))
+    for move in (False, True):
+        path = tmp_path / f"sparse{move}"
+        path.write_bytes(b"before")
+        os.truncate(path, 5 * 2**30)
+        table = segment(0, 2**32 + 3, len(data))
+        if move:
+            move_segments(table, [source], [path], executor=writer.name)
+        else:
+            write_segments(table, [data], [path], executor=writer.name)
+        with path.open("rb") as file:
+            assert file.read(6) == b"before"
+            file.seek(2**32 + 3)
+            assert file.read(10) == data.tobytes() + b"\0"
+        assert path.stat().st_size == 5 * 2**30
+
+
+def test_long_rows_are_written_and_moved_whole(writer: Engine, tmp_path: Path) -> None:
+    data = np.random.default_rng(0).integers(0, 256, 5_000_008, dtype=np.uint8)
+    digest = DigestRows(np.array([5], dtype=np.uint64), *(np.array([v]) for v in (0, 1000, 8)))
+    want = [digest_range(data, 8, seed=5, start=1000)]
+    first, second = write_files(tmp_path, (bytes(len(data) + 20),) * 2, "dst")
+    got = write_segments(segment(0, 13, len(data)), [data], [first], digest=digest, executor=writer.name)
+    assert got is not None and got.tolist() == want
+    got = move_segments(segment(13, 5, len(data)), [first], [second], digest=digest, executor=writer.name)
+    assert got is not None and got.tolist() == want
+    assert second.read_bytes() == bytes(5) + data.tobytes() + bytes(15)
+
+
+def test_a_write_that_fails_names_the_file_the_byte_and_the_reason(writer: Engine, tmp_path: Path) -> None:
+    full = Path("/dev/full")
+    (source,) = write_files(tmp_path, (bytes(8),))
+    for move in (False, True):
+        with pytest.raises(OSError, match="No space left on device, writing at byte 12") as caught:
+            if move:
+                move_segments(segment(0, 12, 8), [source], [full], executor=writer.name)
+            else:
+                write_segments(segment(0, 12, 8), [np.zeros(8, dtype=np.uint8)], [full], executor=writer.name)
+        assert caught.value.errno == errno.ENOSPC and caught.value.filename == str(full)
+
+
+def test_files_are_never_created_by_writing(writer: Engine, tmp_path: Path) -> None:
+    missing = tmp_path / "missing"
+    (source,) = write_files(tmp_path, (bytes(8),))
+    for nbytes in (0, 8):
+        with pytest.raises(FileNotFoundError) as caught:
+            write_segments(segment(0, 0, nbytes), [np.zeros(8, dtype=np.uint8)], [missing], executor=writer.name)
+        assert caught.value.filename == str(missing) and not missing.exists()
+    with pytest.raises(FileNotFoundError) as caught:
+        move_segments(segment(0, 0, 8), [source], [missing], executor=writer.name)
+    assert caught.value.filename == str(missing)
+
+
+@pytest.mark.parametrize("size", [0, 1000, 3_000_000])
+def test_a_short_source_of_a_move_is_named_with_the_byte_where_it_ends(
+    writer: Engine, tmp_path: Path, size: int
+) -> None:
+    source, target = write_files(tmp_path, (bytes(size), b""))
+    with pytest.raises(CheckpointError) as caught:
+        move_segments(segment(0, 0, size + 2_000_000), [source], [target], executor=writer.name)
+    assert str(caught.value) == f"{source}: ends at byte {size}. The file is truncated."
+    source.unlink()
+    with pytest.raises(MissingFileError, match=f"{source}: no such file"):
+        move_segments(segment(0, 0, 4), [source], [target], executor=writer.name)
+
+
+def test_files_are_closed_also_after_errors(writer: Engine, tmp_path: Path) -> None:
+    source, target = write_files(tmp_path, (bytes(10), bytes(10)))
+    before = len(os.listdir("/proc/self/fd"))
+    for nbytes in (10, 20):
+        try:
+            move_segments(segment(0, 0, nbytes), [source], [target], executor=writer.name)
+        except CheckpointError:
+            assert nbytes == 20
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+# --- scans ----------------------------------------------------------------------------------------------------------
+
+
+def scan(table: FileRanges, scanner: Engine, threads: int | None = None) -> list[int]:
+    """The checksums, which are asked for at least."""
+    sums = np.full(len(table.nbytes), 1, dtype=np.uint32)
+    assert scan_segments(table, crc32=sums, threads=threads, executor=scanner.name) is None
+    return sums.tolist()
+
+
+def test_a_scan_without_rows_opens_no_file(scanner: Engine, tmp_path: Path) -> None:
+    empty = np.empty(0, dtype=np.int64)
+    assert scan(FileRanges((tmp_path / "missing",), empty, empty, empty), scanner) == []
+    assert scan(FileRanges((), empty, empty, empty), scanner) == []
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_long_rows_are_scanned_by_several_threads_in_any_order(scanner: Engine, tmp_path: Path, threads: int) -> None:
+    rng = np.random.default_rng(5)
+    data = [rng.integers(0, 256, size, dtype=np.uint8) for size in (23_000_001, 9_000_003)]
+    paths = write_files(tmp_path, tuple(data))
+    rows = np.array(  # two that overlap, one of nothing, one of the whole file, neighbours of odd lengths
+        [(0, 11_000_001, 12_000_000), (1, 0, 9_000_003), (0, 1, 20_000_000), (1, 4, 0), (0, 0, 1), (1, 5, 40_003),
+         (1, 40_008, 8_000_000), (0, 22_999_999, 2)]
+    )  # fmt: skip
+    file, offset, nbytes = (np.ascontiguousarray(column) for column in rows.T)
+    digest = DigestRows(
+        seeds=np.array([3, 2**64 - 1], dtype=np.uint64),
+        stream=np.array([0, 1] * 4),
+        start=np.arange(8) * 1000,
+        itemsize=np.array([8, 1, 4, 2, 1, 1, 8, 2]),
+    )
+    sums = np.zeros(8, dtype=np.uint32)
+    table = FileRanges(paths, file, offset, nbytes)
+    totals = scan_segments(table, digest=digest, crc32=sums, threads=threads, executor=scanner.name)
+    want = [0, 0]
+    for i, (number, begin, length) in enumerate(rows.tolist()):
+        part = data[number][begin : begin + length]
+        assert sums[i] == zlib.crc32(part.data)
+        stream = i % 2
+        one = digest_range(part, int(digest.itemsize[i]), seed=int(digest.seeds[stream]), start=1000 * i)
+        want[stream] = combine(want[stream], one)
+    assert totals is not None and totals.tolist() == want
+
+
+def test_many_tiny_rows_are_scanned(scanner: Engine, tmp_path: Path) -> None:
+    rng = np.random.default_rng(6)
+    num_rows = 40_000
+    data = rng.integers(0, 256, 200_000, dtype=np.uint8)
+    offset, nbytes = rng.integers(0, 199_990, num_rows), rng.integers(0, 10, num_rows)
+    # One half lies anywhere, the other one row behind the other.
+    offset[: num_rows // 2] = np.cumsum(nbytes[: num_rows // 2]) - nbytes[: num_rows // 2]
+    got = scan(FileRanges(write_files(tmp_path, (data,)), offset * 0, offset, nbytes), scanner, threads=2)
+    bounds = zip(offset.tolist(), nbytes.tolist(), strict=True)
+    assert got == [zlib.crc32(data[begin : begin + length].data) for begin, length in bounds]
+
+
+def test_rows_behind_4_gib_are_scanned(scanner: Engine, tmp_path: Path) -> None:
+    path = tmp_path / "sparse.bin"
+    with path.open("wb") as file:
+        file.seek(5 * 2**30)
+        file.write(b"behind")
+    column = np.array([5 * 2**30 - 3])
+    assert scan(FileRanges((path,), column * 0, column, column * 0 + 8), scanner) == [zlib.crc32(bytes(3) + b"behin")]
+
+
+@pytest.mark.parametrize("size", [0, 1000, 3_000_000])
+def test_a_short_file_is_named_by_a_scan_with_the_byte_where_it_ends(
+    scanner: Engine, tmp_path: Path, size: int
+) -> None:
+    (path,) = write_files(tmp_path, (bytes(size),))
+    with pytest.raises(CheckpointError) as caught:
+        scan(file_rows((path,), segment(0, 0, size + 2_000_000)), scanner)
+    assert str(caught.value) == f"{path}: ends at byte {size}. The file is truncated."
+    with pytest.raises(UnreadableError, match=f"{tmp_path}: reading at byte 3 failed: Is a directory."):
+        scan(file_rows((tmp_path,), segment(3, 0, 1)), scanner)
+    path.unlink()
+    for nbytes in (0, 4):
+        with pytest.raises(MissingFileError, match=f"{path}: no such file. The checkpoint is incomplete."):
+            scan(file_rows((path,), segment(0, 0, nbytes)), scanner)
+
+
+@pytest.mark.parametrize("row", [(1, 0, 4), (-1, 0, 4), (0, -1, 4), (0, 0, -4), (0, 2**63 - 1, 4), (0, 0, 2**63 - 1)])
+def test_a_row_that_is_no_range_of_a_file_is_a_bug_that_is_caught_before_reading(
+    scanner: Engine, tmp_path: Path, row: tuple[int, ...]
+) -> None:
+    columns = (np.ascontiguousarray(column) for column in np.array([(0, 0, 10), row], dtype=np.int64).T)
+    with pytest.raises(AssertionError, match="row 1 of a segment table"):
+        scan(FileRanges((tmp_path / "missing",), *columns), scanner)
+
+
+def test_checksums_without_a_place_for_each_row_are_a_bug_that_is_caught(scanner: Engine, tmp_path: Path) -> None:
+    table = file_rows(write_files(tmp_path, (bytes(4),)), segment(0, 0, 4))
+    for sums in (np.zeros(2, dtype=np.uint32), np.zeros(1, dtype=np.int64)):
+        with pytest.raises(AssertionError):
+            scan_segments(table, crc32=sums, executor=scanner.name)
+
+
+# --- sums of memory -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("row", [(1, 0, 4), (-1, 0, 4), (0, -1, 4), (0, 0, -4), (0, 7, 4), (0, 2**63 - 1, 4)])
+def test_a_row_that_leaves_its_buffer_is_a_bug_that_is_caught_before_it_is_summed(
+    scanner: Engine, row: tuple[int, ...]
+) -> None:
+    columns = (np.ascontiguousarray(column) for column in np.array([(0, 0, 10), row], dtype=np.int64).T)
+    with pytest.raises(AssertionError, match="row 1 of a segment table"):
+        sum_segments(MemoryRanges(*columns), [np.zeros(10, dtype=np.uint8)], executor=scanner.name)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_long_rows_of_memory_are_summed_by_several_threads(scanner: Engine, threads: int) -> None:
+    data = [np.random.default_rng(size).integers(0, 256, size, dtype=np.uint8) for size in (33_000_001, 9_000_003)]
+    rows = np.array([(0, 1, 32_000_000), (1, 0, 9_000_003), (0, 5, 0), (1, 17, 8_000_000)], dtype=np.int64)
+    buffer, offset, nbytes = (np.ascontiguousarray(column) for column in rows.T)
+    digest = DigestRows(
+        seeds=np.array([9], dtype=np.uint64), stream=buffer * 0, start=buffer * 0 + 3, itemsize=buffer * 0 + 1
+    )
+    sums = np.zeros(4, dtype=np.uint32)
+    totals = sum_segments(
+        MemoryRanges(buffer, offset, nbytes), data, digest=digest, crc32=sums, threads=threads, executor=scanner.name
+    )
+    cut = [data[number][begin : begin + length] for number, begin, length in rows.tolist()]
+    assert sums.tolist() == [zlib.crc32(part.data) for part in cut]
+    want = 0
+    for part in cut:
+        want = combine(want, digest_range(part, 1, seed=9, start=3))
+    assert totals is not None and totals.tolist() == [want]
+
+
+# --- names ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_unknown_executor_is_an_error_that_names_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match="no executor 'abacus'; there are: auto, cuda, native, numpy, torch"):
+        read_segments(one_row(Path("x"), 0, 0), [], executor="abacus")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["torch", "cuda"])
+def test_an_executor_without_an_operation_names_those_that_have_it(name: str) -> None:
+    data = [np.zeros(4, dtype=np.uint8)]
+    with pytest.raises(ConfigError, match=f"'{name}' has no write_segments; these have: auto, native, numpy"):
+        write_segments(segment(0, 0, 4), data, [Path("x")], executor=name)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=f"'{name}' has no scan_segments; these have: auto, native, numpy"):
+        scan_segments(file_rows((Path("x"),), segment(0, 0, 4)), executor=name)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=f"'{name}' has no move_segments; these have: auto, native, numpy"):
+        move_segments(segment(0, 0, 4), [Path("x")], [Path("y")], executor=name)  # type: ignore[arg-type]
+
+
+def test_memory_that_an_executor_does_not_move_is_an_error_that_names_one_that_does() -> None:
+    on_gpu = [DeviceBuffer(4096, 4)]
+    with pytest.raises(ConfigError, match=r"'numpy' does not move memory of: cuda. Use cuda or torch"):
+        read_segments(one_row(Path("x"), 0, 0), on_gpu, executor="numpy")
+    with pytest.raises(ConfigError, match=r"not device addresses. Use cuda"):
+        read_segments(one_row(Path("x"), 0, 0), on_gpu, executor="torch")
+    with open_engine("fake-cuda"):
+        host = [np.zeros(4, dtype=np.uint8)]
+        with pytest.raises(ConfigError, match=r"'cuda' does not move memory of: host. Use torch"):
+            read_segments(one_row(Path("x"), 0, 0), host, executor="cuda")
+        two = [DeviceBuffer(4096, 4, 0), DeviceBuffer(4096, 4, 1)]
+        with pytest.raises(ConfigError, match=r"for one device; these buffers are on \[0, 1\]"):
+            read_segments(one_row(Path("x"), 0, 0), two, executor="cuda")
+
+
+def test_tensors_are_moved_by_their_bytes(tmp_path: Path) -> None:
+    values = torch.arange(12, dtype=torch.float32)
+    paths = write_files(tmp_path, (values.numpy().tobytes(),))
+    for name in ("auto", "numpy", "torch"):
+        target = torch.zeros(3, 4)
+        read_segments(read_table(paths, segment(0, 0, 48)), [target], executor=name)  # type: ignore[arg-type]
+        assert torch.equal(target, values.view(3, 4))
+        other = torch.zeros(12)
+        copy_segments(segment(8, 0, 40), [target], [other], executor=name)  # type: ignore[arg-type]
+        assert torch.equal(other[:10], values[2:])
+    with pytest.raises(ConfigError, match=r"shape \(4, 3\) is not contiguous"):
+        copy_segments(segment(0, 0, 4), [target.t()], [other])
+
+
+def test_auto_moves_device_memory_by_the_cuda_engine(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    dispatch._fastest.cache_clear()
+    with open_engine("fake-cuda") as engine, caplog.at_level(logging.INFO, logger="zeroelastic.executors"):
+        paths = write_files(tmp_path, (b"12345678",))
+        for _ in range(2):
+            buffer = engine.put(np.zeros(8, dtype=np.uint8))
+            read_segments(read_table(paths, segment(0, 0, 8)), [buffer])
+            assert engine.get(buffer).tobytes() == b"12345678"
+        engine.free()
+    dispatch._fastest.cache_clear()
+    assert len(caplog.records) == 1 and "moved by the cuda engine" in caplog.text
+
+
+def forget_what_is_built() -> None:
+    _load.cache_clear()
+    cuda_executor._library.cache_clear()
+    dispatch._fastest.cache_clear()
+
+
+@pytest.fixture
+def nothing_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """The package as it is where no compiler was found."""
+    (tmp_path / "_native.log").write_text("there was no C++ compiler\n")
+    monkeypatch.setattr("zeroelastic.executors.build_info._PACKAGE", tmp_path)
+    monkeypatch.setattr("zeroelastic.executors.build_info._load", _load)
+    forget_what_is_built()
+    yield tmp_path
+    forget_what_is_built()
+
+
+def test_a_named_executor_that_is_not_built_says_how_to_build_it(nothing_built: Path) -> None:
+    with pytest.raises(ConfigError, match=r"there was no C\+\+ compiler.*ZEROELASTIC_BUILD_NATIVE=1 pip install"):
+        read_segments(one_row(Path("x"), 0, 0), [], executor="native")
+    with pytest.raises(ConfigError, match=r"it was not built.*ZEROELASTIC_BUILD_CUDA=1 pip install"):
+        read_segments(one_row(Path("x"), 0, 0), [DeviceBuffer(4096, 4)], executor="cuda")
+    with pytest.raises(ConfigError, match=r"it was not built.*ZEROELASTIC_BUILD_CUDA=1 pip install"):
+        read_segments(one_row(Path("x"), 0, 0), [DeviceBuffer(4096, 4)])
+
+
+def test_auto_falls_back_to_numpy_and_says_so_once(
+    nothing_built: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "x.bin"
+    path.write_bytes(b"abcd")
+    for _ in range(2):
+        buffer = np.zeros(4, dtype=np.uint8)
+        read_segments(one_row(path, 0, 4), [buffer])
+        assert buffer.tobytes() == b"abcd"
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "numpy" in caplog.text and "there was no C++ compiler" in caplog.text
+
+
+def test_auto_takes_the_native_engine_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    if not describe_build("native").usable:
+        pytest.skip("the native engine is not built")
+    dispatch._fastest.cache_clear()
+    with caplog.at_level(logging.INFO, logger="zeroelastic.executors"):
+        assert dispatch.choose_executor("auto") == "native"
+        assert dispatch.choose_executor("auto") == "native"
+    assert len(caplog.records) == 1 and "native engine" in caplog.text
+
+
+def test_every_nan_is_one_in_bfloat16(engine: Engine) -> None:
+    """Torch's own is another one on each kind of processor; what is written must not depend on the machine."""
+    bits = np.array([0x7F800001, 0x7FC00000, 0x7FFFFFFF, 0xFF800001, 0xFFC00000, 0xFFFFFFFF] * 12, dtype=np.uint32)
+    dst = engine.put(np.zeros(2 * len(bits), dtype=np.uint8))
+    src = engine.put(bits.view(np.uint8))
+    copy_segments(segment(0, 0, 4 * len(bits)), [src], [dst], cast="float32->bfloat16", executor=engine.name)
+    assert set(engine.get(dst).view(np.uint16).tolist()) == {0x7FC0}
+    engine.free()

@@ -1,0 +1,702 @@
+"""The native engine beyond reading: digests, conversions, copies, writes, moves, threads, forks and the build."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import functools
+import multiprocessing
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import textwrap
+import threading
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from executor_cases import convert
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from places import ROOT
+
+from zeroelastic.core.digest import combine, digest_range
+from zeroelastic.errors import CheckpointError, ConfigError, MissingFileError
+from zeroelastic.executors import abi, dispatch, native_executor
+from zeroelastic.executors.build_info import describe_build
+from zeroelastic.executors.dispatch import Cast, CopyTable, DigestRows, ReadTable
+from zeroelastic.executors.engine import default_threads
+from zeroelastic.executors.native_executor import instruction_set, limit_instruction_set
+
+copy_segments = functools.partial(dispatch.copy_segments, executor="native")
+move_segments = functools.partial(dispatch.move_segments, executor="native")
+read_segments = functools.partial(dispatch.read_segments, executor="native")
+write_segments = functools.partial(dispatch.write_segments, executor="native")
+
+BUILD = describe_build("native")
+BEST = instruction_set() if BUILD.usable else "plain"
+INSTRUCTION_SETS = ["plain", "avx2", "avx512"]
+UNTOUCHED = 0xA5
+CASTS: dict[Cast, tuple[torch.dtype, torch.dtype]] = {
+    "float32->bfloat16": (torch.float32, torch.bfloat16),
+    "float32->float16": (torch.float32, torch.float16),
+    "bfloat16->float32": (torch.bfloat16, torch.float32),
+    "float16->float32": (torch.float16, torch.float32),
+}
+
+native = pytest.mark.skipif(not BUILD.usable, reason=f"the native engine is not built: {BUILD.reason}")
+
+
+@pytest.fixture(scope="module", params=INSTRUCTION_SETS)
+def each_instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Runs a test once with the kernels of each instruction set that this processor has."""
+    if not BUILD.usable:
+        pytest.skip(f"the native engine is not built: {BUILD.reason}")
+    if limit_instruction_set(request.param) != request.param:
+        limit_instruction_set(BEST)
+        pytest.skip(f"this processor has no {request.param}")
+    yield request.param
+    limit_instruction_set(BEST)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("files")
+
+
+def random_bytes(count: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, count, dtype=np.uint8)
+
+
+def table_of(rows: list[tuple[int, int, int, int, int]]) -> CopyTable:
+    columns = np.array(rows, dtype=np.int64).reshape(len(rows), 5).T
+    return CopyTable(*(np.ascontiguousarray(column) for column in columns))
+
+
+def single_row(nbytes: int, src_offset: int = 0, dst_offset: int = 0) -> CopyTable:
+    return table_of([(0, src_offset, 0, dst_offset, nbytes)])
+
+
+def digest_rows(num_rows: int, itemsize: int, num_streams: int = 2, seed: int = 0) -> DigestRows:
+    rng = np.random.default_rng(seed)
+    return DigestRows(
+        seeds=rng.integers(0, 2**64, num_streams, dtype=np.uint64),
+        stream=rng.integers(0, num_streams, num_rows),
+        start=rng.integers(0, 2**40, num_rows),
+        itemsize=np.full(num_rows, itemsize, dtype=np.int64),
+    )
+
+
+def expected_digests(table: CopyTable, src: list[np.ndarray], digest: DigestRows) -> list[int]:
+    totals = [0] * len(digest.seeds)
+    for i in range(len(table.nbytes)):
+        offset, stream = int(table.src_offset[i]), int(digest.stream[i])
+        data = src[int(table.src[i])][offset : offset + int(table.nbytes[i])]
+        seed, start = int(digest.seeds[stream]), int(digest.start[i])
+        part = digest_range(data, int(digest.itemsize[i]), seed=seed, start=start)
+        totals[stream] = combine(totals[stream], part)
+    return totals
+
+
+# --- digest ---------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=100)
+@given(
+    itemsize=st.sampled_from([1, 2, 4, 8]),
+    count=st.one_of(st.integers(0, 40), st.integers(0, 9_000)),
+    misaligned=st.integers(0, 70),
+    start=st.one_of(st.integers(0, 3000), st.integers(0, 2**45)),
+    seed=st.integers(0, 2**64 - 1),
+)
+def test_the_digest_equals_the_reference(
+    each_instruction_set: str, itemsize: int, count: int, misaligned: int, start: int, seed: int
+) -> None:
+    data = random_bytes(misaligned + count * itemsize, seed=count)[misaligned:]
+    want = digest_range(data, itemsize, seed=seed, start=start)
+    assert native_executor.digest_range(data, itemsize, seed=seed, start=start, threads=1) == want
+
+
+@pytest.mark.parametrize("itemsize", [1, 2, 4, 8])
+def test_the_digest_of_extreme_values_wraps_like_the_reference(each_instruction_set: str, itemsize: int) -> None:
+    data = np.full(50_000 * itemsize, 0xFF, dtype=np.uint8)
+    want = digest_range(data, itemsize, seed=2**64 - 1, start=2**45 + 5)
+    assert native_executor.digest_range(data, itemsize, seed=2**64 - 1, start=2**45 + 5) == want
+
+
+@native
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_the_digest_does_not_depend_on_the_number_of_threads(threads: int) -> None:
+    data = random_bytes(9_000_004)
+    want = digest_range(data, 4, seed=11, start=1000)
+    assert native_executor.digest_range(data, 4, seed=11, start=1000, threads=threads) == want
+    assert dispatch.digest_range(data, 4, seed=11, start=1000) == want
+
+
+# --- conversions ----------------------------------------------------------------------------------------------------
+
+
+def float32_patterns() -> np.ndarray:
+    """Every sign, exponent and upper significand, with lower bits at, below and above where rounding turns."""
+    upper = np.arange(1 << 16, dtype=np.uint32) << 16
+    lower = [0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF]
+    lower += [high | low for high in (0x2000, 0x4000, 0xE000) for low in (0, 1, 0xFFF, 0x1000, 0x1001, 0x1FFF)]
+    some = np.random.default_rng(5).integers(0, 2**32, 1 << 20, dtype=np.uint32)
+    return np.concatenate([*(upper | np.uint32(bits) for bits in lower), some])
+
+
+def half_patterns() -> np.ndarray:
+    return np.arange(1 << 16, dtype=np.uint16)
+
+
+@pytest.mark.parametrize("cast", CASTS)
+def test_conversions_are_torch_bit_for_bit(each_instruction_set: str, cast: Cast) -> None:
+    patterns = float32_patterns() if cast.startswith("float32") else half_patterns()
+    src = patterns.view(np.uint8)
+    want = convert(cast, src)
+    for shift in (0, 2, 6):  # in bytes, of a destination that is aligned otherwise
+        dst = np.zeros(len(want) + shift, dtype=np.uint8)
+        copy_segments(single_row(len(src), dst_offset=shift), [src], [dst], cast=cast)
+        assert np.array_equal(dst[shift:], want)
+
+
+@pytest.mark.parametrize("cast", CASTS)
+def test_what_is_written_past_the_caches_is_converted_the_same(each_instruction_set: str, cast: Cast) -> None:
+    """More than the last-level cache of most processors holds, with a misaligned head and tail."""
+    values = torch.randn(72_000_000 // CASTS[cast][0].itemsize + 1)
+    src = values.to(CASTS[cast][0]).view(torch.uint8).numpy()
+    want = convert(cast, src)
+    dst = np.zeros(len(want) + 2, dtype=np.uint8)
+    copy_segments(single_row(len(src), dst_offset=2), [src], [dst], cast=cast, threads=2)
+    assert np.array_equal(dst[2:], want)
+
+
+# --- copies, writes and moves ---------------------------------------------------------------------------------------
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> tuple[CopyTable, list[int], list[int], int, Cast]:
+    """Rows between a few sources and destinations, sizes of both, the element size of a digest, a conversion."""
+    cast: Cast = draw(st.sampled_from(["none", *CASTS]))
+    itemsize = CASTS[cast][0].itemsize if cast != "none" else draw(st.sampled_from([1, 2, 4, 8]))
+    ratio = CASTS[cast][1].itemsize / itemsize if cast != "none" else 1
+    src_sizes = draw(st.lists(st.integers(0, 60_000), min_size=1, max_size=3))
+    filled = [0] * draw(st.integers(1, 3))
+    rows = []
+    shape = st.tuples(
+        st.integers(0, len(src_sizes) - 1),
+        st.integers(0, 60_000),
+        st.one_of(st.just(0), st.just(1), st.integers(0, 60), st.integers(0, 30_000)),
+        st.integers(0, len(filled) - 1),
+        st.integers(0, 9),
+    )
+    for src, offset, count, dst, gap in draw(st.lists(shape, max_size=30)):
+        offset = min(offset, src_sizes[src])
+        nbytes = min(count * itemsize, (src_sizes[src] - offset) // itemsize * itemsize)
+        rows.append((src, offset, dst, filled[dst] + gap, nbytes))
+        filled[dst] += gap + int(nbytes * ratio)
+    order = draw(st.permutations(range(len(rows))))
+    return table_of([rows[i] for i in order]), src_sizes, [size + 3 for size in filled], itemsize, cast
+
+
+def moved(table: CopyTable, src: list[np.ndarray], dst_sizes: list[int], cast: Cast) -> list[np.ndarray]:
+    """The destinations, with numpy slices, one row after the other."""
+    want = [np.full(size, UNTOUCHED, dtype=np.uint8) for size in dst_sizes]
+    columns = (table.src, table.src_offset, table.dst, table.dst_offset, table.nbytes)
+    for s, s_offset, d, d_offset, nbytes in zip(*(column.tolist() for column in columns), strict=True):
+        data = convert(cast, src[s][s_offset : s_offset + nbytes])
+        want[d][d_offset : d_offset + len(data)] = data
+    return want
+
+
+def sources(sizes: list[int]) -> list[np.ndarray]:
+    """Finite values in every type: small bytes, so that no comparison is about which NaN it is."""
+    return [random_bytes(size, seed=size) & np.uint8(0x3F) for size in sizes]
+
+
+@settings(max_examples=150)
+@given(layout=layouts(), threads=st.integers(1, 3))
+def test_copies_equal_numpy_slices(
+    each_instruction_set: str, layout: tuple[CopyTable, list[int], list[int], int, Cast], threads: int
+) -> None:
+    table, src_sizes, dst_sizes, itemsize, cast = layout
+    src = sources(src_sizes)
+    dst = [np.full(size, UNTOUCHED, dtype=np.uint8) for size in dst_sizes]
+    digest = digest_rows(len(table.nbytes), itemsize)
+    totals = copy_segments(table, src, dst, digest=digest, cast=cast, threads=threads)
+    for got, want in zip(dst, moved(table, src, dst_sizes, cast), strict=True):
+        assert np.array_equal(got, want)
+    assert totals is not None and totals.tolist() == expected_digests(table, src, digest)
+
+
+@settings(max_examples=100)
+@given(layout=layouts(), threads=st.integers(1, 3), digested=st.booleans())
+def test_writes_and_moves_equal_numpy_slices(
+    each_instruction_set: str,
+    folder: Path,
+    layout: tuple[CopyTable, list[int], list[int], int, Cast],
+    threads: int,
+    digested: bool,
+) -> None:
+    table, src_sizes, dst_sizes, itemsize, cast = layout
+    src = sources(src_sizes)
+    src_paths = [folder / f"src{i}" for i in range(len(src))]
+    for path, data in zip(src_paths, src, strict=True):
+        path.write_bytes(data.tobytes())
+    digest = digest_rows(len(table.nbytes), itemsize) if digested else None
+    want = moved(table, src, dst_sizes, cast)
+    paths = [folder / f"dst{i}" for i in range(len(want))]
+    for name in ("write", "move"):
+        for path, data in zip(paths, want, strict=True):
+            path.write_bytes(bytes([UNTOUCHED]) * len(data))
+        if name == "write":
+            totals = write_segments(table, src, paths, digest=digest, cast=cast, threads=threads)
+        else:
+            totals = move_segments(table, src_paths, paths, digest=digest, cast=cast, threads=threads)
+        for path, data in zip(paths, want, strict=True):
+            assert path.read_bytes() == data.tobytes()
+        if digest is None:
+            assert totals is None
+        else:
+            assert totals is not None and totals.tolist() == expected_digests(table, src, digest)
+
+
+def test_long_misaligned_copies_past_the_caches(each_instruction_set: str) -> None:
+    """More than the last-level cache holds, so that the streaming kernel runs, at every kind of misalignment."""
+    src = random_bytes(72_000_000)
+    cuts = [0, 1, 5_000_003, 5_000_100, 30_000_007, 30_016_500, 71_999_999]
+    rows, at = [], 3
+    for begin, end in reversed(list(pairwise(cuts))):
+        rows.append((0, begin, 0, at, end - begin))
+        at += end - begin + 1
+    dst = np.full(at + 1, UNTOUCHED, dtype=np.uint8)
+    table = table_of(rows)
+    digest = digest_rows(len(rows), 1)
+    totals = copy_segments(table, [src], [dst], digest=digest, threads=2)
+    assert np.array_equal(dst, moved(table, [src], [len(dst)], "none")[0])
+    assert totals is not None and totals.tolist() == expected_digests(table, [src], digest)
+    dst[:] = UNTOUCHED
+    copy_segments(table, [src], [dst], threads=2)
+    assert np.array_equal(dst, moved(table, [src], [len(dst)], "none")[0])
+
+
+@settings(max_examples=40)
+@given(layout=layouts())
+def test_reads_convert_on_the_way(
+    each_instruction_set: str, folder: Path, layout: tuple[CopyTable, list[int], list[int], int, Cast]
+) -> None:
+    table, src_sizes, dst_sizes, itemsize, cast = layout
+    src = sources(src_sizes)
+    paths = tuple(folder / f"src{i}" for i in range(len(src)))
+    for path, data in zip(paths, src, strict=True):
+        path.write_bytes(data.tobytes())
+    dst = [np.full(size, UNTOUCHED, dtype=np.uint8) for size in dst_sizes]
+    digest = digest_rows(len(table.nbytes), itemsize)
+    reads = ReadTable(paths, table.src, table.src_offset, table.dst, table.dst_offset, table.nbytes)
+    result = read_segments(reads, dst, digest=digest, cast=cast)
+    for got, want in zip(dst, moved(table, src, dst_sizes, cast), strict=True):
+        assert np.array_equal(got, want)
+    assert result.digests is not None and result.digests.tolist() == expected_digests(table, src, digest)
+    assert result.bytes_read == int(table.nbytes.sum())
+
+
+@native
+def test_large_files_are_written_and_moved(tmp_path: Path) -> None:
+    data = random_bytes(40_000_001)
+    paths = [tmp_path / "a", tmp_path / "b"]
+    for path in paths:
+        path.touch()
+        os.truncate(path, len(data) + 100)
+    rows = table_of([(0, 0, 0, 100, 25_000_000), (0, 25_000_000, 0, 25_000_100, len(data) - 25_000_000)])
+    write_segments(rows, [data], paths[:1], sync=True)
+    assert np.array_equal(np.fromfile(paths[0], dtype=np.uint8)[100:], data)
+    move_segments(single_row(len(data), src_offset=100, dst_offset=7), paths[:1], paths[1:], sync=True)
+    assert np.array_equal(np.fromfile(paths[1], dtype=np.uint8)[7:-93], data)
+
+
+MEMORY = """
+    import re, sys
+    from pathlib import Path
+    import numpy as np
+    from zeroelastic.executors.dispatch import FileRanges, CopyTable, move_segments, scan_segments
+
+    src, dst, cast, size = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+
+    def run(nbytes):
+        zero = np.zeros(1, dtype=np.int64)
+        if cast == "scan":
+            crc32 = np.zeros(1, dtype=np.uint32)
+            scan_segments(FileRanges((src,), zero, zero, zero + nbytes), crc32=crc32, threads=4)
+        else:
+            move_segments(CopyTable(zero, zero, zero, zero, zero + nbytes), [src], [dst], cast=cast, threads=4)
+
+    def most():
+        return int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) << 10
+
+    run(1000)
+    Path("/proc/self/clear_refs").write_text("5")  # from here on
+    before = most()
+    run(size)
+    print(most() - before)
+"""
+
+
+@native
+@pytest.mark.parametrize("cast", ["scan", "none", "float32->bfloat16", "bfloat16->float32"])
+def test_scans_and_moves_use_at_most_1_mib_per_thread(tmp_path: Path, cast: str) -> None:
+    src, dst, size = tmp_path / "src", tmp_path / "dst", 24 << 20
+    for path in (src, dst):
+        path.touch()
+        os.truncate(path, 2 * size)
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(MEMORY), str(src), str(dst), cast, str(size)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert int(done.stdout) <= (4 << 20) + (512 << 10)  # and stacks and tables
+
+
+@native
+def test_writing_behind_4_gib_keeps_what_is_before(tmp_path: Path) -> None:
+    path = tmp_path / "sparse"
+    path.write_bytes(b"before")
+    os.truncate(path, 5 * 2**30)
+    write_segments(single_row(9, dst_offset=2**32 + 3), [random_bytes(9)], [path])
+    with path.open("rb") as file:
+        assert file.read(6) == b"before"
+        file.seek(2**32 + 3)
+        assert file.read(10) == random_bytes(9).tobytes() + b"\0"
+    assert path.stat().st_size == 5 * 2**30
+
+
+# --- failures -------------------------------------------------------------------------------------------------------
+
+
+@native
+def test_a_write_that_fails_names_the_file_the_byte_and_the_reason(tmp_path: Path) -> None:
+    full = Path("/dev/full")
+    with pytest.raises(OSError, match="No space left on device, writing at byte 12") as caught:
+        write_segments(single_row(8, dst_offset=12), [random_bytes(8)], [full])
+    assert caught.value.errno == errno.ENOSPC and caught.value.filename == str(full)
+    (tmp_path / "src").write_bytes(bytes(8))
+    with pytest.raises(OSError, match="No space left on device, writing at byte 12"):
+        move_segments(single_row(8, dst_offset=12), [tmp_path / "src"], [full])
+
+
+@native
+def test_files_are_never_created_by_writing(tmp_path: Path) -> None:
+    missing = tmp_path / "missing"
+    with pytest.raises(FileNotFoundError) as caught:
+        write_segments(single_row(8), [random_bytes(8)], [missing])
+    assert caught.value.filename == str(missing) and not missing.exists()
+
+
+@native
+@pytest.mark.parametrize("size", [0, 1000, 100_000, 20_000_000])
+def test_a_short_source_of_a_move_is_named_with_the_byte_where_it_ends(tmp_path: Path, size: int) -> None:
+    source, target = tmp_path / "src", tmp_path / "dst"
+    source.write_bytes(bytes(size))
+    target.touch()
+    with pytest.raises(CheckpointError) as caught:
+        move_segments(single_row(size + 5_000_000), [source], [target])
+    assert str(caught.value) == f"{source}: ends at byte {size}. The file is truncated."
+    source.unlink()
+    with pytest.raises(MissingFileError, match=f"{source}: no such file"):
+        move_segments(single_row(4), [source], [target])
+
+
+@native
+@pytest.mark.parametrize(
+    "row",
+    [
+        (1, 0, 0, 0, 4),
+        (-1, 0, 0, 0, 4),
+        (0, 0, 1, 0, 4),
+        (0, -1, 0, 0, 4),
+        (0, 0, 0, -1, 4),
+        (0, 0, 0, 0, -4),
+        (0, 97, 0, 0, 4),
+        (0, 0, 0, 77, 4),
+        (0, 2**63 - 1, 0, 0, 4),
+        (0, 0, 0, 2**63 - 2, 4),
+        (0, 0, 0, 0, 2**63 - 1),
+    ],
+)
+def test_a_row_out_of_bounds_is_refused_before_anything_moves(row: tuple[int, int, int, int, int]) -> None:
+    dst = np.full(80, UNTOUCHED, dtype=np.uint8)
+    with pytest.raises(AssertionError, match="row 1 of a segment table"):
+        copy_segments(table_of([(0, 0, 0, 0, 10), row]), [random_bytes(100)], [dst])
+    assert (dst == UNTOUCHED).all()
+
+
+@native
+@pytest.mark.parametrize(
+    ("column", "value"), [("stream", 2), ("stream", -1), ("start", -1), ("itemsize", 3), ("itemsize", 8)]
+)
+def test_a_digest_row_that_makes_no_sense_is_refused(column: str, value: int) -> None:
+    columns = {"stream": 0, "start": 0, "itemsize": 4, column: value}
+    digest = DigestRows(
+        np.array([1, 2], dtype=np.uint64), **{k: np.array([v], dtype=np.int64) for k, v in columns.items()}
+    )
+    with pytest.raises(AssertionError, match="row 0 of a segment table"):
+        copy_segments(single_row(12), [random_bytes(12)], [np.zeros(12, dtype=np.uint8)], digest=digest)
+
+
+@native
+def test_a_read_only_destination_is_refused() -> None:
+    dst = np.zeros(8, dtype=np.uint8)
+    dst.flags.writeable = False
+    with pytest.raises(AssertionError, match="read-only"):
+        copy_segments(single_row(8), [random_bytes(8)], [dst])
+
+
+# --- threads and forks ----------------------------------------------------------------------------------------------
+
+
+def num_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+@native
+def test_threads_start_with_the_first_work_not_with_the_import() -> None:
+    script = """
+        import os
+        import numpy as np
+        from zeroelastic.executors import build_info, native_executor
+        count = lambda: len(os.listdir("/proc/self/task"))
+        before = count()
+        build_info.load_library("native")
+        data = np.ones(8 << 20, dtype=np.uint8)
+        native_executor.digest_range(data[:100], 4, seed=1, start=0, threads=4)
+        idle = count()
+        native_executor.digest_range(data, 4, seed=1, start=0, threads=4)
+        print(idle - before, count() - before)
+    """
+    # numpy's own threads do not matter: only those that come are counted.
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert done.stdout.split() == ["0", "3"]
+
+
+def _digest_in_child(results: multiprocessing.Queue[tuple[int, int]]) -> None:
+    before = num_threads()
+    value = native_executor.digest_range(random_bytes(8_000_000), 4, seed=3, start=5, threads=3)
+    results.put((num_threads() - before, value))
+
+
+@native
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_the_engine_works_in_a_forked_child() -> None:
+    """The child has none of the parent's threads and makes its own."""
+    data = random_bytes(8_000_000)
+    want = digest_range(data, 4, seed=3, start=5)
+    assert native_executor.digest_range(data, 4, seed=3, start=5, threads=3) == want
+    context = multiprocessing.get_context("fork")
+    results = context.Queue()
+    child = context.Process(target=_digest_in_child, args=(results,))
+    child.start()
+    more, value = results.get(timeout=60)
+    child.join(timeout=60)
+    assert child.exitcode == 0
+    assert value == want and more >= 2
+    assert native_executor.digest_range(data, 4, seed=3, start=5, threads=3) == want
+
+
+@native
+def test_calls_from_several_threads_do_not_disturb_each_other() -> None:
+    data = [random_bytes(3_000_000, seed=i) for i in range(4)]
+    want = [digest_range(d, 4, seed=i, start=i) for i, d in enumerate(data)]
+    got: dict[int, set[int]] = {i: set() for i in range(4)}
+
+    def work(i: int) -> None:
+        for _ in range(20):
+            got[i].add(native_executor.digest_range(data[i], 4, seed=i, start=i, threads=3))
+
+    workers = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(timeout=120)
+    assert [got[i] for i in range(4)] == [{value} for value in want]
+
+
+def test_the_number_of_threads_is_a_share_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ZEROELASTIC_THREADS", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert default_threads() == 8
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "16")
+    assert default_threads() == 4
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "100")
+    assert default_threads() == 1
+    monkeypatch.setenv("ZEROELASTIC_THREADS", "5")
+    assert default_threads() == 5
+    monkeypatch.setenv("ZEROELASTIC_THREADS", "0")
+    with pytest.raises(ConfigError, match="ZEROELASTIC_THREADS is '0'"):
+        default_threads()
+
+
+# --- the build ------------------------------------------------------------------------------------------------------
+
+
+@native
+def test_the_build_says_what_made_it() -> None:
+    assert BUILD.path.is_file() and BUILD.reason == ""
+    assert BUILD.compiler.startswith(("gcc", "clang"))
+
+
+HEADERS = ("csrc/zeroelastic.h", "csrc/cuda/zeroelastic_cuda.h")
+STRUCTURES = {
+    "ze_error": abi.Error,
+    "ze_table": abi.Table,
+    "ze_files": abi.Files,
+    "ze_buffers": abi.Buffers,
+    "ze_digest": abi.Digest,
+    "ze_progress": abi.Progress,
+    "ze_options": abi.CallOptions,
+}
+
+
+@native
+@pytest.mark.parametrize("language", ["c", "c++"])
+@pytest.mark.parametrize("header", HEADERS)
+def test_the_headers_are_c_and_cpp(header: str, language: str) -> None:
+    command = ["g++", "-x", language, "-Wall", "-Wextra", "-Werror", "-fsyntax-only", str(ROOT / header)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+@native
+def test_the_structures_have_the_fields_and_offsets_of_the_header(tmp_path: Path) -> None:
+    lines = [f'#include "{ROOT / HEADERS[0]}"', "#include <stddef.h>", "#include <stdio.h>", "int main(void) {"]
+    expected = []
+    for name, structure in STRUCTURES.items():
+        lines.append(f'    printf("{name} %zu\\n", sizeof({name}));')
+        expected.append(f"{name} {ctypes.sizeof(structure)}")
+        for field, *_ in structure._fields_:
+            lines.append(f'    printf("{name}.{field} %zu\\n", offsetof({name}, {field}));')
+            expected.append(f"{name}.{field} {getattr(structure, field).offset}")
+    source, program = tmp_path / "layout.c", tmp_path / "layout"
+    source.write_text("\n".join([*lines, "    return 0;", "}", ""]))
+    subprocess.run(["g++", "-x", "c", source, "-o", program], check=True, timeout=60)
+    printed = subprocess.run([program], check=True, capture_output=True, text=True, timeout=60).stdout
+    assert printed.split("\n")[:-1] == expected
+
+
+@native
+def test_a_library_from_an_older_build_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    from zeroelastic.executors import build_info
+
+    monkeypatch.setattr(build_info, "ABI_VERSION", build_info.ABI_VERSION + 1)
+    build_info._load.cache_clear()
+    try:
+        found = describe_build("native")
+        assert not found.usable and "older build" in found.reason
+        with pytest.raises(ConfigError, match="ZEROELASTIC_BUILD_NATIVE=1 pip install"):
+            build_info.load_library("native")
+    finally:
+        build_info._load.cache_clear()
+
+
+def pip_install(target: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    # setup.py leaves its intermediate files where it runs: not in the tree that the tests run in.
+    source = target.parent / "source"
+    shutil.rmtree(source, ignore_errors=True)
+    source.mkdir(parents=True)
+    for name in ("csrc", "setup.py", "pyproject.toml", "LICENSE", "README.md", "zeroelastic"):
+        found = ROOT / name
+        if found.is_dir():
+            shutil.copytree(found, source / name)
+        elif found.exists():
+            shutil.copy(found, source)
+    for built in [*source.glob("zeroelastic/_*.so"), *source.glob("zeroelastic/_*.log")]:
+        built.unlink()
+    command = [sys.executable, "-m", "pip", "install", "-q", "--no-build-isolation", "--no-deps", "--no-index"]
+    return subprocess.run(
+        [*command, "--target", str(target), str(source)],
+        env={**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1", "ZEROELASTIC_BUILD_CUDA": "0", **env},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+
+
+INSTALLED = """
+    import numpy as np
+    from pathlib import Path
+    from zeroelastic.executors.dispatch import ReadTable, choose_executor, describe_build, read_segments
+    info = describe_build("native")
+    column = lambda value: np.array([value])
+    Path("x.bin").write_bytes(b"0123456789")
+    buffer = np.zeros(4, dtype=np.uint8)
+    read_segments(ReadTable((Path("x.bin"),), *map(column, (0, 3, 0, 0, 4))), [buffer])
+    print(choose_executor("auto"), buffer.tobytes().decode(), info.reason)
+"""
+
+
+def run_installed(target: Path) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(INSTALLED)],
+        cwd=target,
+        env={**os.environ, "PYTHONPATH": str(target)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+    return done.stdout.strip()
+
+
+@pytest.mark.extended
+@pytest.mark.slow
+def test_without_a_compiler_the_package_installs_and_works(tmp_path: Path) -> None:
+    done = pip_install(tmp_path / "target", CXX="/bin/false")
+    assert done.returncode == 0, done.stderr
+    assert run_installed(tmp_path / "target") == "numpy 3456 /bin/false failed with exit code 1"
+    done = pip_install(tmp_path / "other", CXX="/bin/false", ZEROELASTIC_BUILD_NATIVE="1")
+    assert done.returncode != 0
+    assert "the native engine was not built: /bin/false failed" in done.stdout + done.stderr
+    done = pip_install(tmp_path / "third", ZEROELASTIC_BUILD_NATIVE="0")
+    assert done.returncode == 0, done.stderr
+    assert run_installed(tmp_path / "third").startswith("numpy 3456 ZEROELASTIC_BUILD_NATIVE=0 was set")
+
+
+@pytest.mark.extended
+@pytest.mark.slow
+@pytest.mark.skipif(not BUILD.usable, reason="there is no compiler to build with")
+def test_an_installed_package_has_its_native_engine(tmp_path: Path) -> None:
+    done = pip_install(tmp_path / "target", ZEROELASTIC_BUILD_NATIVE="1")
+    assert done.returncode == 0, done.stderr
+    assert run_installed(tmp_path / "target") == "native 3456"
+
+
+@pytest.mark.extended
+@pytest.mark.slow
+def test_the_cpp_tests_pass() -> None:
+    """Under the address and undefined-behaviour sanitizers; `make test-native` has the plain build and threads, too."""
+    compiler = os.environ.get("CXX", sysconfig.get_config_var("CXX") or "c++").split()[0]
+    if not (shutil.which(compiler) and shutil.which("make")):
+        pytest.skip("there is no compiler")
+    done = subprocess.run(
+        ["make", "-j2", "-C", str(ROOT / "csrc"), "asan"],
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,34 @@
+"""The order of the packages: each imports only from the levels below it."""
+
+from __future__ import annotations
+
+LEVELS = [
+    {"errors", "_version", "json_document"},
+    {"byte_sizes"},
+    {"report"},
+    {"core"},
+    {"distributed"},
+    {"io"},
+    {"executors"},
+    {"torch_file"},
+    {"checkpoint"},
+    {"tags"},
+    {"offline", "job_log"},
+    {"deepspeed"},
+    {"elastic", "library"},
+    {""},
+    {"run", "integrations", "testing"},
+    {"proving"},
+    {"cli"},
+    {"__main__"},
+]
+"""The packages from the ground up; each imports only from levels below. "" is the package itself."""
+
+
+ROOMS = {
+    "offline": ["new_directory", "resumable_directory", "inspect", "verify", "plan", "diff", "reshard", "convert"],
+    "deepspeed": ["patching", "notices", "options", "engine_state", "engine", "client_state", "live", "storage_rules",
+                  "fill", "node_local", "load", "save", "install"],
+    "cli": ["output", "machine", "plots"],
+}  # fmt: skip
+"""The rooms of a package that has some, in the same order; other modules of it stand above them."""

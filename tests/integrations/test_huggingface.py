@@ -1,0 +1,340 @@
+"""The Hugging Face Trainer, plain and with PEFT's LoRA: a run that goes on at another world size is the same run.
+
+One uninterrupted run on four ranks, saving as it goes, is what the resumed ones are compared with: state bit for bit,
+samples and learning rates of every step, losses within the tolerance of 16-bit sums in another order.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+from documentation import ABORT_AT_EXIT
+from places import ROOT
+from trainer_job import (
+    GLOBAL_BATCH,
+    SAMPLES,
+    Seen,
+    TrainerJob,
+    attempt,
+    generators_of_a_new_rank,
+    refusals,
+    run_trainer,
+    saved_steps,
+)
+
+from zeroelastic import UsageError
+from zeroelastic.testing import RankPool, compare_states
+
+PRELOAD = (
+    "transformers.trainer",
+    "transformers.models.llama.modeling_llama",
+    "accelerate",
+    "peft",
+    "zeroelastic.integrations.transformers",
+)
+LOSS_ATOL = 4e-3
+"""Losses are near 4 and logged as the mean of bf16 forward passes: 1e-3 of them."""
+
+
+RUN_LIMIT_S = 250.0
+
+
+class Runs:
+    """Runs of a job on ranks that have transformers imported already."""
+
+    def __init__(self, pool: RankPool) -> None:
+        self._pool = pool
+
+    def run(self, fn, world_size, job):
+        return self._pool.run(fn, world_size, job, timeout=RUN_LIMIT_S)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Runs]:
+    with RankPool(4, preload=PRELOAD) as made:
+        yield Runs(made)
+
+
+@pytest.fixture(scope="module")
+def whole(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[Seen]]:
+    """The uninterrupted run: 3 epochs of 4 steps on 4 ranks, a checkpoint every second step."""
+    directory = str(tmp_path_factory.mktemp("whole"))
+    return directory, pool.run(run_trainer, 4, TrainerJob(directory, args={"save_strategy": "steps", "save_steps": 2}))
+
+
+def check_goes_on(whole: Seen, seen: Seen, step: int, saved: Seen | None = None) -> None:
+    """From ``step`` on, the resumed run is the uninterrupted one; its state at the resume is the saved one."""
+    assert seen.first_step == step
+    assert compare_states((saved or whole).saved[step], seen.resumed) == []
+    assert seen.report.root_matches
+    assert seen.max_steps == whole.max_steps
+    steps = range(step, whole.max_steps)
+    assert seen.samples == {at: whole.samples[at] for at in steps}
+    assert seen.rates == {at: whole.rates[at] for at in seen.rates}
+    for at in steps:
+        assert seen.losses[at + 1] == pytest.approx(whole.losses[at + 1], abs=LOSS_ATOL), at
+
+
+# Epochs in whole batches
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize(("samples", "batch"), [(43, 12), (36, 12), (12, 12), (5, 12), (1, 3), (100, 1)])
+def test_an_epoch_is_its_order_cut_or_filled_up_to_whole_batches(samples, batch, drop_last):
+    import torch
+
+    from zeroelastic.integrations.whole_batches import WholeBatches
+
+    order = torch.randperm(samples, generator=torch.Generator().manual_seed(samples)).tolist()
+    if drop_last and samples < batch:
+        with pytest.raises(UsageError, match=f"{samples} samples, fewer than one global batch of {batch}"):
+            WholeBatches(order, batch, drop_last=drop_last)
+        return
+    sampler = WholeBatches(order, batch, drop_last=drop_last)
+    got = list(sampler)
+    assert len(got) == len(sampler) == sampler.num_batches * batch
+    assert got[:samples] == order[: len(got)]
+    assert got[samples:] == (order * batch)[: max(0, len(got) - samples)]
+    assert abs(len(got) - samples) < batch and (len(got) <= samples) >= drop_last
+
+
+# The Trainer
+
+
+@pytest.mark.support(
+    "Frameworks", "Hugging Face Trainer", "exact", "with `elastic(trainer)`: samples, rates, generators too"
+)
+@pytest.mark.parametrize(
+    ("world_size", "step"), [(3, 6), (2, 4), (1, 2)], ids=["3_in_second_epoch", "2_between_epochs", "1_in_first_epoch"]
+)
+def test_a_resumed_run_goes_on_as_the_whole_one(pool, whole, tmp_path, world_size, step):
+    """Within the first epoch, between epochs, and within the second."""
+    directory, seen = whole
+    assert all(len(samples) == GLOBAL_BATCH for samples in seen[0].samples.values())
+    assert seen[0].max_steps == 3 * -(-SAMPLES // GLOBAL_BATCH)
+    job = TrainerJob(str(tmp_path), resume=f"{directory}/checkpoint-{step}", dropout=0.0)
+    resumed = pool.run(run_trainer, world_size, job)
+    for rank, outcome in enumerate(resumed):
+        check_goes_on(seen[0], outcome, step)
+        assert outcome.num_groups == 2
+        assert outcome.generators[step] == seen[rank].generators[step]
+        assert outcome.report == resumed[0].report
+        assert outcome.micro_steps == resumed[0].micro_steps
+    text = resumed[0].report.text()
+    kept = "rank 0" if world_size == 1 else f"ranks 0 to {world_size - 1}"
+    assert f"random number generators of {kept}" in text
+    assert "position in the data (epochs of 4 global batches)" in text
+
+
+def test_new_ranks_get_generators_of_their_own(pool, whole, tmp_path):
+    """1 -> 4: the only rank's file has another name at other world sizes, and three ranks have none."""
+    directory, seen = whole
+    alone = TrainerJob(str(tmp_path / "one"), resume=f"{directory}/checkpoint-8", stop_at=10)
+    alone = alone.at(args={"save_strategy": "steps", "save_steps": 2})
+    one = pool.run(run_trainer, 1, alone)[0]
+    job = TrainerJob(str(tmp_path / "four"), resume=f"{alone.directory}/checkpoint-10")
+    grown = pool.run(run_trainer, 4, job)
+    for rank, outcome in enumerate(grown):
+        check_goes_on(seen[0], outcome, 10, saved=one)
+        if rank:
+            assert outcome.generators[10] == generators_of_a_new_rank(42, 10, rank)
+    assert len({outcome.generators[10] for outcome in grown}) == 4
+    assert "random number generators of ranks 1 to 3 from the seed, the step and the rank" in grown[0].report.text()
+    assert (tmp_path / "one/checkpoint-10/rng_state.pth").exists()
+
+
+@pytest.mark.support(
+    "Frameworks", "Hugging Face Trainer with PEFT (LoRA)", "exact", "frozen weights are the base model's"
+)
+def test_lora_goes_on_as_the_whole_one(pool, tmp_path):
+    """The Trainer leaves frozen parameters out of its saves; ``resume_from_checkpoint=True`` finds the newest one."""
+    job = TrainerJob(str(tmp_path / "whole"), lora=True, args={"save_strategy": "steps", "save_steps": 6})
+    seen = pool.run(run_trainer, 4, job)
+    shutil.rmtree(tmp_path / "whole/checkpoint-12")
+    assert (tmp_path / "whole/checkpoint-6/adapter_model.safetensors").exists()
+    for world_size in (3, 2):
+        shutil.copytree(tmp_path / "whole", tmp_path / str(world_size))
+        for outcome in pool.run(
+            run_trainer, world_size, job.at(directory=str(tmp_path / str(world_size)), resume=True)
+        ):
+            check_goes_on(seen[0], outcome, 6)
+            assert "frozen parameters (excluded from the save)" in outcome.report.text()
+
+
+def test_the_best_model_may_be_of_another_world_size_and_old_checkpoints_go(pool, tmp_path):
+    """Saved on 4, resumed on 3: the best checkpoint (the first one, by this metric) is loaded at the end.
+
+    Without a file of gathered weights, for which the Trainer calls the engine's save twice.
+    """
+    args = {
+        "save_strategy": "steps",
+        "eval_strategy": "steps",
+        "save_steps": 2,
+        "eval_steps": 2,
+        "save_total_limit": 2,
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "eval_loss",
+        "greater_is_better": True,
+    }
+    zero = {"stage3_gather_16bit_weights_on_model_save": False}
+    job = TrainerJob(str(tmp_path), args=args, stop_at=4, zero=zero)
+    first = pool.run(run_trainer, 4, job)
+    assert saved_steps(str(tmp_path)) == [2, 4]
+    last = pool.run(run_trainer, 3, job.at(stop_at=8, resume=True))
+    assert saved_steps(str(tmp_path)) == [2, 8]
+    for outcome in last:
+        assert compare_states(first[0].saved[4], outcome.resumed) == []
+        assert compare_states(first[0].saved[2], outcome.final) == []
+
+
+def test_save_only_model_writes_the_resumed_weights_and_nothing_to_resume(pool, whole, tmp_path):
+    directory, _ = whole
+    job = TrainerJob(str(tmp_path), resume=f"{directory}/checkpoint-6", stop_at=8)
+    outcomes = pool.run(
+        run_trainer, 2, job.at(args={"save_strategy": "steps", "save_steps": 8, "save_only_model": True})
+    )
+    assert not list((tmp_path / "checkpoint-8").glob("global_step*"))
+    assert outcomes[0].weights_file == {
+        name.removeprefix("weight/"): entry for name, entry in outcomes[0].final.items() if name.startswith("weight/")
+    }
+    errors = pool.run(attempt, 3, job.at(resume=str(tmp_path / "checkpoint-8")))
+    assert {kind for kind, _ in errors} == {"ValueError"} and len({text for _, text in errors}) == 1
+
+
+def test_deepspeeds_own_optimizer_and_scheduler(pool, tmp_path):
+    """ "auto" values in both blocks; the engine steps and saves the scheduler."""
+    config = {
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto", "torch_adam": True},
+        },
+        "scheduler": {
+            "type": "WarmupDecayLR",
+            "params": {
+                "warmup_min_lr": "auto",
+                "warmup_max_lr": "auto",
+                "warmup_num_steps": "auto",
+                "total_num_steps": "auto",
+            },
+        },
+    }
+    job = TrainerJob(str(tmp_path), config=config, args={"save_strategy": "steps", "save_steps": 6})
+    seen = pool.run(run_trainer, 4, job)
+    assert any(key.startswith("scheduler/") for key in seen[0].saved[6])
+    resumed = pool.run(run_trainer, 3, job.at(resume=f"{tmp_path}/checkpoint-6", args={}))
+    check_goes_on(seen[0], resumed[0], 6)
+
+
+# Without elastic(), and what it refuses
+
+
+@pytest.mark.support(
+    "Frameworks", "Hugging Face Trainer, unchanged script", "exact", "state; see docs/huggingface.md for the data"
+)
+def test_an_unchanged_script_resumes_its_state_and_keeps_its_place(pool, whole, tmp_path):
+    """zeroelastic.install() alone, with the same global batch, within the second epoch."""
+    directory, seen = whole
+    job = TrainerJob(str(tmp_path), elastic=False, resume=f"{directory}/checkpoint-6", stop_at=8)
+    for outcome in pool.run(run_trainer, 3, job):
+        assert compare_states(seen[0].saved[6], outcome.resumed) == []
+        assert outcome.samples == {step: seen[0].samples[step] for step in (6, 7)}
+        assert outcome.rates == {step: seen[0].rates[step] for step in outcome.rates}
+
+
+def test_a_changed_global_batch_is_loud_and_an_error_under_strict(pool, whole, tmp_path):
+    """What the Trainer fills in for "auto" follows the world size: 4 x 3 samples become 3 x 3."""
+    directory, _ = whole
+    args = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 1}
+    job = TrainerJob(str(tmp_path), elastic=False, resume=f"{directory}/checkpoint-2", stop_at=3, args=args)
+    text = pool.run(run_trainer, 3, job)[0].report.text()
+    assert "GLOBAL BATCH CHANGED from 12 to 9; to keep it: train_micro_batch_size_per_gpu 4" in text
+    errors = pool.run(attempt, 3, job.at(config={"zeroelastic": {"strict_batch": True}}))
+    assert {kind for kind, _ in errors} == {"StrictError"} and len({text for _, text in errors}) == 1
+    assert "GLOBAL BATCH CHANGED from 12 to 9" in errors[0][1]
+
+
+def test_epochs_that_were_cut_by_the_world_size_are_noticed(pool, tmp_path):
+    """The Trainer alone, dropping the last batch, has 4 steps an epoch on 3 ranks and 3 on 4 ranks."""
+    job = TrainerJob(str(tmp_path), elastic=False, stop_at=5)
+    job = job.at(args={"save_strategy": "steps", "save_steps": 5, "dataloader_drop_last": True})
+    alone = pool.run(run_trainer, 3, job)
+    assert alone[0].max_steps == 12
+    again = job.at(elastic=True, resume=True, stop_at=6, args={"dataloader_drop_last": True})
+    report = pool.run(run_trainer, 4, again)[0].report
+    assert "POSITION CHANGED: step 5 was saved at epoch 1." in report.text()
+    assert "SCHEDULE CHANGED: the same 3 epochs end at step 9 and ended at step 12" in report.text()
+    errors = pool.run(attempt, 4, again.at(config={"zeroelastic": {"strict_batch": True}}))
+    assert {kind for kind, _ in errors} == {"StrictError"} and len({text for _, text in errors}) == 1
+
+
+def test_another_order_of_the_data_is_an_error_under_strict_and_loud_without(pool, whole, tmp_path):
+    directory, _ = whole
+    job = TrainerJob(str(tmp_path), resume=f"{directory}/checkpoint-2", stop_at=3, args={"data_seed": 5})
+    assert "POSITION CHANGED: shuffle_seed 42 -> 5: other" in pool.run(run_trainer, 1, job)[0].report.text()
+    errors = pool.run(attempt, 2, job.at(config={"zeroelastic": {"strict_batch": True}}))
+    assert {kind for kind, _ in errors} == {"StrictError"} and len({text for _, text in errors}) == 1
+
+
+def test_an_iterable_dataset_keeps_its_own_order(pool, tmp_path):
+    job = TrainerJob(str(tmp_path), iterable=True, args={"save_strategy": "steps", "save_steps": 2})
+    seen = pool.run(run_trainer, 4, job.at(stop_at=4))
+    resumed = pool.run(run_trainer, 2, job.at(resume=f"{tmp_path}/checkpoint-2", stop_at=4, args={}))[0]
+    assert compare_states(seen[0].saved[2], resumed.resumed) == []
+    assert resumed.samples[2] == seen[0].samples[2] == list(range(24, 36))
+    assert "the order of an iterable dataset is its own" in resumed.report.text()
+
+
+@pytest.mark.support(
+    "Frameworks",
+    "Hugging Face Trainer: `group_by_length`, `batch_rebalance`, `auto_find_batch_size`",
+    "refused",
+    "by `elastic()`; the state still resumes",
+)
+def test_what_depends_on_the_world_size_is_refused_by_name(pool, tmp_path):
+    refused = pool.run(refusals, 1, str(tmp_path))[0]
+    assert refused["preloaded"] == "True"  # before the rank was forked, as RankPool(preload=...) says
+    assert (
+        "24 cannot be dealt out evenly to 5 ranks. World sizes that work: 1, 2, 3, 4, 6, 8, 12, 24." in refused["batch"]
+    )
+    assert "train_sampling_strategy 'group_by_length'" in refused["group_by_length"]
+    assert "train_sampling_strategy 'batch_rebalance'" in refused["batch_rebalance"]
+    assert "auto_find_batch_size" in refused["auto_find_batch_size"]
+    assert "split_batches" in refused["split_batches"]
+    assert "called for this trainer before" in refused["twice"]
+    assert "WeightedRandomSampler cannot be found again" in refused["sampler"]
+    assert "43 samples, fewer than one global batch of 64" in refused["too_few"]
+
+
+# The example, as its readers run it
+
+
+def torchrun(world_size: int, *command: str) -> str:
+    """What a launch on this machine alone prints; that torch aborts when all is done is no failure (test_docs.py)."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(world_size)]
+    launcher += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*launcher, *command], env=environment, capture_output=True, text=True, timeout=RUN_LIMIT_S, check=False
+    )
+    assert done.returncode == 0 or ABORT_AT_EXIT in done.stderr, f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
+    return done.stdout
+
+
+@pytest.mark.extended
+def test_the_example_trains_lora_on_four_ranks_and_goes_on_on_three(tmp_path):
+    script = [str(ROOT / "examples/huggingface/train.py"), "--lora", "--max-steps", "5", "--output-dir", str(tmp_path)]
+    torchrun(4, *script, "--stop-at", "3")
+    assert saved_steps(str(tmp_path)) == [3]
+    output = torchrun(3, *script, "--metrics", str(tmp_path / "three.json"))
+    seen = json.loads((tmp_path / "three.json").read_text())
+    assert (seen["report"]["saved_world_size"], seen["report"]["world_size"]) == (4, 3)
+    assert seen["report"]["root_matches"] and "position in the data" in output
+    assert [entry["step"] for entry in seen["log"]] == [1, 2, 3, 4, 5]
+    warm_up_and_decay = [0, 5e-4, 1e-3, 1e-3 * 2 / 3, 1e-3 / 3]
+    assert [entry["learning_rate"] for entry in seen["log"]] == pytest.approx(warm_up_and_decay)

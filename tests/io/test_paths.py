@@ -1,0 +1,91 @@
+"""What a user gives as a path: local paths, URLs, and what is refused."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import fsspec
+import pytest
+from counted import counted
+from places import GOLDEN
+
+from zeroelastic.errors import UnreadableError, UsageError
+from zeroelastic.io.paths import RemotePath, as_path
+from zeroelastic.io.storage import file_sizes
+
+pytestmark = pytest.mark.usefixtures("counted")
+__all__ = ["counted"]
+
+
+@pytest.mark.parametrize("text", ["a/b", "/a/b", "s3:/a", "~/x", "a b://c", "1://x", Path("s3://a")])
+def test_what_is_no_url_is_a_local_path(text):
+    assert as_path(text) == Path(text)
+
+
+@pytest.mark.parametrize("text", ["file:///a/b", "FILE:///a/b", "local:///a/b"])
+def test_a_url_of_a_local_file_is_a_local_path(text):
+    assert as_path(text) == Path("/a/b")
+
+
+@pytest.mark.parametrize("text", ["memory://a/b", "memory:///a/b/", "MEMORY://a/b", "memory://a/b//"])
+def test_a_url_is_a_remote_path_with_its_parts(text):
+    path = as_path(text)
+    assert isinstance(path, RemotePath) and as_path(path) is path
+    assert (str(path), path.name, str(path.parent), str(path / "c")) == (
+        "memory://a/b",
+        "b",
+        "memory://a",
+        "memory://a/b/c",
+    )
+    assert path == as_path("memory://a/b") and hash(path) == hash(as_path("memory://a/b"))
+    assert path.parent / "b" == path
+
+
+def test_a_url_keeps_its_host_and_shows_no_password():
+    path = as_path("ftp://me:secret@host:21/run/global_step3")
+    assert str(path / "latest") == "ftp://host/run/global_step3/latest"
+    assert dict(path.parent.options)["host"] == "host" and dict(path.options)["password"] == "secret"
+    assert "secret" not in repr(path) + str(path)
+
+
+def test_a_url_that_is_its_own_name_stays_as_it_is():
+    assert str(as_path("https://host/a") / "b") == "https://host/a/b"
+
+
+def test_an_unknown_protocol_is_refused_by_name():
+    with pytest.raises(UsageError, match="nosuch://: no file system of this name is known"):
+        as_path("nosuch://bucket/run")
+    with pytest.raises(UsageError, match="URLs chained with :: are not read"):
+        as_path("simplecache::s3://bucket/run")
+
+
+@pytest.mark.parametrize(("url", "extra"), [("s3://b/k", "s3"), ("gs://b/k", "gcs")])
+def test_a_file_system_that_is_not_installed_says_what_to_install(url, extra, monkeypatch):
+    def missing(protocol):
+        raise ImportError("Please install it")
+
+    monkeypatch.setattr(fsspec, "get_filesystem_class", missing)
+    with pytest.raises(UnreadableError, match=rf"pip install 'zeroelastic\[{extra}\]'"):
+        as_path(url)
+
+
+def test_a_file_system_that_cannot_be_set_up_is_refused_with_the_reason(monkeypatch):
+    def broken(protocol, **options):
+        raise RuntimeError("no project\nis set.")
+
+    monkeypatch.setattr(fsspec, "filesystem", broken)
+    with pytest.raises(UnreadableError, match=r"memory://: its file system cannot be set up: no project is set\.$"):
+        file_sizes(as_path("memory://a"))
+
+
+def test_local_paths_do_without_fsspec():
+    code = (
+        "import sys; from pathlib import Path; import zeroelastic, zeroelastic.executors, zeroelastic.io.storage\n"
+        "from zeroelastic.checkpoint.open import open_checkpoint\n"
+        f"c = open_checkpoint(next(Path({str(GOLDEN / 'elastic2')!r}).glob('global_step*')))\n"
+        "print(c.shard(1).layout.num_params, 'fsspec' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and done.stdout.endswith(" False\n"), done.stdout + done.stderr

@@ -1,0 +1,60 @@
+"""An engine of about 2 M parameters, and what reading its checkpoint costs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+WIDTH = 512
+
+
+def build(elastic: bool, frozen: bool, executor: str = "auto") -> Any:
+    """About 2 M parameters, so that headers hide nothing; with ``frozen``, half of them are not trained."""
+    import deepspeed
+
+    import zeroelastic
+
+    zeroelastic.install()
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(8)] + [torch.nn.Linear(WIDTH, 3)]
+    model = torch.nn.Sequential(*layers)
+    if frozen:
+        for layer in layers[:4]:
+            for param in layer.parameters():
+                param.requires_grad = False
+    config = {
+        "train_batch_size": 12,
+        "bf16": {"enabled": True},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {"stage": 3, "elastic_checkpoint": elastic, "sub_group_size": 300_000},
+        "zeroelastic": {"io_engine": executor},
+    }
+    trained = [param for param in model.parameters() if param.requires_grad]
+    engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(trained), config=config)
+    return engine
+
+
+def process_status(key: str) -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
+    return int(line.split()[1]) * 1024
+
+
+def reset_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def state_bytes(directory: Path) -> int:
+    """Bytes of state, padding excluded, from the commit record alone."""
+    from zeroelastic.checkpoint.commit_record import read_record
+
+    record = read_record(next(directory.glob("global_step*")))
+    assert record is not None
+    width = {"float32": 4, "bfloat16": 2}
+    return sum(
+        torch.Size(param.shape).numel() * width[tensor.dtype]
+        for param in record.params
+        for tensor in param.tensors.values()
+    )

@@ -1,0 +1,140 @@
+"""The verbs as functions: they report what ``--json`` prints, and take every option of the command."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import shutil
+from dataclasses import FrozenInstanceError, fields
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import zeroelastic
+from zeroelastic import cli
+from zeroelastic.cli.app import app
+from zeroelastic.errors import UsageError
+
+VERBS = ("convert", "diff", "export", "inspect", "latest", "plan", "prune", "reshard", "verify")
+RENAMED = {"source": "src", "lift": "lift_quarantine"}
+ONLY_THE_COMMAND = {"as_json", "show_all", "path", "plot", "yes", "distributed"}
+"""How a result is shown, a question, and ``--distributed``, which the functions take as ``processes``."""
+
+ONLY_THE_FUNCTION = {"processes", "progress"}
+TIMES = {"seconds", "read_seconds", "seconds_separate"}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_function_has_every_option_of_its_command(verb: str) -> None:
+    __import__(f"zeroelastic.cli.{verb}")
+    command = inspect.signature(getattr(getattr(cli, verb), verb))
+    function = inspect.signature(getattr(zeroelastic, verb))
+    options = {RENAMED.get(name, name) for name in command.parameters} - ONLY_THE_COMMAND
+    assert options == set(function.parameters) - ONLY_THE_FUNCTION
+    kinds = [parameter.kind for parameter in function.parameters.values()]
+    positional = sum(kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for kind in kinds)
+    assert positional in (1, 2) and set(kinds[positional:]) == {inspect.Parameter.KEYWORD_ONLY}
+    for name, parameter in command.parameters.items():
+        other = function.parameters.get(RENAMED.get(name, name))
+        if other is not None and (verb, name) != ("prune", "dry_run"):
+            assert other.default == parameter.default, name
+
+
+def without_times(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: without_times(item) for key, item in value.items() if key not in TIMES}
+    return [without_times(item) for item in value] if isinstance(value, list) else value
+
+
+def printed(*arguments: object) -> object:
+    """The document that a command prints with --json, without times."""
+    done = CliRunner().invoke(app, [*map(str, arguments), "--json"])
+    assert done.exit_code in (0, 1), done.output
+    return without_times(json.loads(done.stdout))
+
+
+@pytest.fixture
+def run(samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, with a checkpoint in ``ckpt``."""
+    shutil.copytree(samples / "elastic", tmp_path / "ckpt")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+CASES = {
+    "inspect": (("ckpt",), {"params": "norm", "all_ranks": True}, ["--params", "norm", "--all-ranks"]),
+    "verify": (("ckpt",), {"tag": "global_step2"}, ["--tag", "global_step2"]),
+    "plan": (("ckpt",), {"world_size": 3, "bandwidth": "2GB"}, ["-n", 3, "--bandwidth", "2GB"]),
+    "diff": (("ckpt/global_step2", "ckpt"), {"params": "*norm*"}, ["--params", "*norm*"]),
+    "reshard": (("ckpt", "new"), {"world_size": 3}, ["-n", 3]),
+    "export": (("ckpt", "new"), {"dtype": "bf16", "optimizer": True}, ["--dtype", "bf16", "--optimizer"]),
+    "convert": (("ckpt", "new"), {"to": "universal"}, ["--to", "universal"]),
+    "latest": (("ckpt",), {"quick": True}, ["--quick"]),
+    "prune": (("ckpt",), {"keep": 1}, ["--keep", 1, "--dry-run"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_the_report_is_the_document_of_the_command(run: Path, verb: str) -> None:
+    paths, options, arguments = CASES[verb]
+    report = getattr(zeroelastic, verb)(*paths, **options)
+    shutil.rmtree(run / "new", ignore_errors=True)
+    found = json.loads(json.dumps(report.to_json()))
+    assert without_times(found) == printed(verb, *paths, *arguments)
+    with pytest.raises(FrozenInstanceError):
+        setattr(report, fields(report)[0].name, None)
+
+
+@pytest.mark.parametrize("verb", ["reshard", "export", "convert"])
+def test_a_dry_run_writes_nothing_and_reports_the_document_of_the_command(run: Path, verb: str) -> None:
+    paths, options, arguments = CASES[verb]
+    report = getattr(zeroelastic, verb)(*paths, **options, dry_run=True)
+    assert sorted(path.name for path in run.iterdir()) == ["ckpt"]
+    assert without_times(json.loads(json.dumps(report.to_json()))) == printed(verb, *paths, *arguments, "--dry-run")
+
+
+def test_prune_removes_nothing_unless_told_to(run: Path) -> None:
+    planned = zeroelastic.prune("ckpt", keep=1)
+    assert planned.dry_run and planned.removed == () and (run / "ckpt/global_step2").is_dir()
+    done = zeroelastic.prune("ckpt", keep=1, dry_run=False)
+    assert done.removed == ("global_step2",) and not (run / "ckpt/global_step2").exists() and done.freed_nbytes > 0
+    assert zeroelastic.prune("ckpt", keep=1, dry_run=False).removed == ()
+
+
+def test_a_reshard_has_the_same_content(run: Path) -> None:
+    root = zeroelastic.verify("ckpt").content_root
+    assert zeroelastic.reshard("ckpt", "new", world_size=3, max_memory=64 << 20).content_root == root
+    with zeroelastic.open("new") as new, zeroelastic.open("ckpt") as old:
+        assert new.world_size == 3 and all((new[name].numpy() == old[name].numpy()).all() for name in old)
+
+
+def test_what_is_wrong_with_a_checkpoint_is_reported_and_not_raised(run: Path) -> None:
+    (run / "ckpt/global_step4/zero_pp_rank_1_mp_rank_00_model_states.pt").unlink()
+    assert zeroelastic.inspect("ckpt").problems and not zeroelastic.inspect("ckpt").ok
+    assert not zeroelastic.verify("ckpt").valid and zeroelastic.verify("ckpt").problems
+    assert zeroelastic.latest("ckpt").tag.name == "global_step2"
+
+
+@pytest.mark.parametrize(
+    ("call", "problem"),
+    [
+        (lambda: zeroelastic.reshard("ckpt", "s3://bucket/x", world_size=2), "targets are written to this machine"),
+        (lambda: zeroelastic.export("ckpt", "new", max_memory="1KiB"), "--max-memory: at least 16 MiB"),
+        (lambda: zeroelastic.diff("ckpt", "ckpt", max_memory="much"), "'much' is not a size"),
+        (lambda: zeroelastic.plan("ckpt", world_size=0), "a world size of 0"),
+        (lambda: zeroelastic.plan("ckpt", world_size=1, bandwidth=0), "more than 0 bytes per second"),
+        (lambda: zeroelastic.prune("ckpt", keep=1, min_age="soon"), "'soon' is not a time"),
+        (lambda: zeroelastic.convert("ckpt", "new"), "Give one of --to universal"),
+        (lambda: zeroelastic.latest("ckpt", fix=True, set_to="x"), "--fix and --set"),
+        (lambda: zeroelastic.verify("ckpt", quick=True, lift_quarantine=True), "--lift-quarantine"),
+        (lambda: zeroelastic.inspect("nothing"), "no such directory"),
+    ],
+)
+def test_misuse_is_a_usage_error(run: Path, call: object, problem: str) -> None:
+    with pytest.raises(UsageError, match=problem):
+        call()
+
+
+def test_the_last_report_of_an_engine_that_loaded_nothing_is_none() -> None:
+    assert zeroelastic.last_report(object()) is None

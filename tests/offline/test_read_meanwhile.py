@@ -1,0 +1,197 @@
+"""A checkpoint that is saved again while a verb reads it: the verb finishes with one save, or says so; no verdict."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from counted import CountedFileSystem, counted, upload
+from opens import through_path
+from synthetic import write_checkpoint
+from typer.testing import CliRunner
+
+from zeroelastic.cli.app import app
+from zeroelastic.tags import tag_directory
+from zeroelastic.tags.candidates import check_quickly, check_tag, list_run
+
+__all__ = ["counted"]
+
+TAG, SAVE_ID = "last", "1" * 32
+
+VERBS: dict[str, tuple[str, ...]] = {
+    "verify": ("--json",),
+    "inspect": ("--json", "--all-ranks"),
+    "reshard": ("{out}", "-n", "3", "--sub-group-size", "10", "--json"),
+    "export": ("{out}",),
+    "convert": ("{out}", "--to", "universal"),
+    "diff": ("{first}", "--json"),
+    "plan": ("-n", "3", "--json", "--bandwidth", "1GB/s"),
+    "latest": ("--json",),
+}
+
+PLACES = 8
+"""About as many times in a verb are tried."""
+
+AGAIN = "was saved again, or removed, while it was read"
+
+
+class Changing:
+    """Changes a tag before the n-th time that a file below a directory is opened."""
+
+    def __init__(self) -> None:
+        self.directory, self.at, self.count = "", -2, 0
+        self.change: Callable[[], None] = lambda: None
+        sys.addaudithook(self.hook)
+
+    def arm(self, directory: Path, at: int, change: Callable[[], None]) -> None:
+        self.directory, self.at, self.count, self.change = str(directory), at, 0, change
+
+    def stop(self) -> None:
+        self.at = -2
+
+    def hook(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if self.at < -1 or event != "open" or not isinstance(arguments[0], str):
+            return
+        if through_path(arguments[0]).startswith(self.directory):
+            self.count += 1
+            if self.count - 1 == self.at:
+                self.stop()
+                self.change()
+
+
+@pytest.fixture(scope="module")
+def changing() -> Iterator[Changing]:
+    found = Changing()
+    yield found
+    found.stop()
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Directories of two saves of one tag."""
+    folder = tmp_path_factory.mktemp("two")
+    for seed, name in enumerate(("a", "b")):
+        write_checkpoint(
+            folder / name / TAG, world_size=2, record=True, seed=seed, save_id=str(seed) * 32, global_steps=seed + 3
+        )
+        (folder / name / "latest").write_text(TAG)
+    return folder / "a", folder / "b"
+
+
+def outcome(verb: str, root: Path | str, out: Path, first: Path) -> tuple[int, object, str]:
+    """The exit code of a verb, what it found of the checkpoint, and all that it said."""
+    given = [text.format(out=out, first=first) for text in VERBS[verb]]
+    done = CliRunner().invoke(app, [verb, str(root), *given])
+    if done.exit_code not in (0, 1, 2, 3):
+        raise AssertionError(done.output) from done.exception
+    found: object = None
+    if "--json" in given and done.stdout.startswith("{"):
+        document = json.loads(done.stdout)
+        keys = ("content_root", "root", "valid", "equal", "problems", "tensors", "forecast", "step", "passed_over")
+        found = {key: document[key] for key in keys if key in document}
+    elif out.is_dir():
+        found = {path.name: path.read_bytes() for path in sorted(out.rglob("*")) if path.is_file()}
+    return done.exit_code, found, done.output
+
+
+@pytest.mark.starts_processes
+@pytest.mark.parametrize(
+    ("verb", "kind"), [*((verb, "replaced") for verb in VERBS), ("verify", "in place"), ("export", "in place")]
+)
+def test_a_verb_reads_one_save_or_says_that_it_was_saved_again(
+    verb: str,
+    kind: str,
+    two: tuple[Path, Path],
+    changing: Changing,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("zeroelastic.executors.dispatch._fastest", lambda: "numpy")  # whose opens are seen
+    expected = [outcome(verb, root, tmp_path / f"expected-{root.name}", two[0]) for root in two]
+    assert [code for code, _, _ in expected] in ([0, 0], [0, 1]), expected
+    root, out = tmp_path / "c", tmp_path / "out"
+
+    def change() -> None:
+        if kind == "replaced":
+            tag_directory.publish_tag(tag_directory.staging_dir_of(root / TAG, SAVE_ID), root / TAG)
+        else:
+            for path in sorted((two[1] / TAG).iterdir()):
+                (root / TAG / path.name).write_bytes(path.read_bytes())
+
+    total, said_again = 1, 0
+    at = -1
+    while at < total:
+        for left in (root, out):
+            shutil.rmtree(left, ignore_errors=True)
+        shutil.copytree(two[0], root)
+        shutil.copytree(two[1] / TAG, tag_directory.staging_dir_of(root / TAG, SAVE_ID))
+        changing.arm(root, at, change)
+        code, found, text = outcome(verb, root, out, two[0])
+        if at == -1:
+            total = changing.count
+            assert (code, found) == expected[0][:2]
+        changing.stop()
+        again = code == 1 and AGAIN in text
+        said_again += again
+        assert again or (code, found) in [one[:2] for one in expected], f"open {at} of {total}: {code}, {text[:1000]}"
+        assert not again or not out.exists(), "what is not of one save was written"
+        at += 1 if at < 0 else max(1, total // PLACES)
+    assert said_again or verb in ("latest", "plan"), "the checkpoint was never replaced while it was read"
+
+
+def test_a_tag_is_judged_again_when_it_was_replaced_meanwhile(
+    two: tuple[Path, Path], changing: Changing, tmp_path: Path
+) -> None:
+    root, total, at = tmp_path / "c", 1, -1
+    while at < total:
+        shutil.rmtree(root, ignore_errors=True)
+        shutil.copytree(two[0], root)
+        (root / TAG / "zero_pp_rank_1_mp_rank_00_model_states.pt").unlink()
+        shutil.copytree(two[1] / TAG, tag_directory.staging_dir_of(root / TAG, SAVE_ID))
+        changing.arm(
+            root,
+            at,
+            lambda: tag_directory.publish_tag(tag_directory.staging_dir_of(root / TAG, SAVE_ID), root / TAG),
+        )
+        run = list_run(root)
+        verdict = check_tag(run.tags[0], check_quickly)
+        if at == -1:
+            total = changing.count
+            assert verdict is not None and "missing" in verdict.problems[0]
+        else:
+            assert verdict is None
+        changing.stop()
+        at += 1 if at < 0 else max(1, total // PLACES)
+
+
+def test_a_remote_checkpoint_that_is_saved_again_is_not_called_damaged(
+    two: tuple[Path, Path], counted: type[CountedFileSystem]
+) -> None:
+    url = "counted://bucket/last"
+    total, at, again = 1, -1, 0
+    while at < total:
+        counted.store.clear()
+        upload(two[0] / TAG, url)
+        requests: list[str] = []
+
+        def answer(path: str, start: int, data: bytes, requests: list[str] = requests, at: int = at) -> bytes:
+            requests.append(path)
+            if len(requests) - 1 == at:
+                for file in sorted((two[1] / TAG).iterdir()):
+                    CountedFileSystem().pipe_file(f"/bucket/last/{file.name}", file.read_bytes())
+            return data
+
+        counted.answer = staticmethod(answer)
+        code, _, text = outcome("verify", url, Path("unused"), two[0])
+        if at == -1:
+            total = len(requests)
+            assert code == 0, text
+        assert code == 0 or (code == 1 and AGAIN in text), f"request {at} of {total}: {code}, {text[:1000]}"
+        again += code
+        at += 1 if at < 0 else max(1, total // PLACES)
+    assert again

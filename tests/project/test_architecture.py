@@ -1,0 +1,90 @@
+"""docs/architecture.md names files, functions and packages that exist, in the order that the imports obey."""
+
+from __future__ import annotations
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+from import_order import LEVELS, ROOMS
+from places import ROOT
+
+PAGE = ROOT / "docs" / "architecture.md"
+TEXT = PAGE.read_text()
+LINKS = re.findall(r"\[`([^`]+)`\]\(([^)]+)\)", TEXT)
+"""Each link whose text is code: (the name, the path relative to the page)."""
+
+
+@cache
+def defined(path: Path) -> frozenset[str]:
+    """The names at the top level of a Python file, and the methods of its classes as ``Class.method``."""
+    found: set[str] = set()
+    for node in ast.parse(path.read_text()).body:
+        match node:
+            case ast.ClassDef():
+                found.add(node.name)
+                found |= {f"{node.name}.{inner.name}" for inner in node.body if isinstance(inner, ast.FunctionDef)}
+            case ast.FunctionDef() | ast.AsyncFunctionDef():
+                found.add(node.name)
+            case ast.Assign():
+                found |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+            case ast.AnnAssign(target=ast.Name(id=name)):
+                found.add(name)
+    return frozenset(found)
+
+
+def problem(name: str, link: str) -> str:
+    """What is wrong with a link to code; empty when the file is there and is, or defines, what the text names."""
+    path = (PAGE.parent / link).resolve()
+    if not path.exists():
+        return f"{link} does not exist"
+    place = path.parent if path.name in ("__init__.py", "zeroelastic.h") else path
+    if str(place).endswith(f"/{name.rstrip('/')}"):
+        return ""
+    if path.suffix == ".cpp":
+        return "" if re.search(rf"\b{name}\(", path.read_text()) else f"{link} does not define {name}"
+    if path.suffix != ".py":
+        return f"{link} is not {name}"
+    inside = name.rpartition("/")[2].removeprefix(f"{path.stem}.")
+    return "" if inside in defined(path) else f"{link} does not define {inside}"
+
+
+@pytest.mark.parametrize(("name", "link"), sorted(set(LINKS)))
+def test_every_name_on_the_page_is_defined_where_it_links_to(name: str, link: str) -> None:
+    assert not problem(name, link)
+
+
+def test_the_check_notices_what_is_not_there() -> None:
+    layout = "../zeroelastic/core/layout.py"
+    assert not problem("Layout.owned", layout) and not problem("layout.Param", layout)
+    assert problem("Layout.lost", layout) and problem("layout.lost", layout) and problem("Layout", "../nowhere.py")
+    assert problem("lost", "../csrc/read.cpp") and problem("tags", "../zeroelastic/core/__init__.py")
+
+
+def test_the_drawing_shows_only_stops_of_the_page() -> None:
+    drawing = re.search(r"^```mermaid\n(.*?)^```$", TEXT, flags=re.DOTALL | re.MULTILINE)
+    assert drawing is not None
+    boxes = set(re.findall(r'\["(\w+)"\]', drawing[1]))
+    assert len(boxes) >= 20
+    assert boxes <= {part for name, _ in LINKS for part in re.split(r"[./]", name)}
+
+
+def rows(header: str) -> list[tuple[str, str]]:
+    """The first two cells of each row of the table whose header begins so."""
+    table = TEXT.split(f"| {header}", 1)[1].split("\n\n", 1)[0].splitlines()[2:]
+    return [(cells[1], cells[2]) for cells in (line.split("|") for line in table)]
+
+
+def names(cell: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", cell)
+
+
+def test_the_packages_are_listed_in_the_order_of_their_imports() -> None:
+    listed = [{"" if name == "zeroelastic" else name for name in names(cell)} for cell, _ in rows("imports from above")]
+    assert listed == LEVELS
+
+
+def test_the_rooms_are_listed_in_the_order_of_their_imports() -> None:
+    assert {names(package)[0]: names(cell) for package, cell in rows("package | rooms")} == ROOMS

@@ -1,0 +1,96 @@
+"""bench_load on a small model: what it counts is right, every system loads what was saved. Times are not looked at."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from benchmark_runs import run_benchmark
+
+from zeroelastic.executors.dispatch import describe_build
+
+SAVE_RANKS, LOAD_RANKS = 4, 3
+HEADERS = 320 * 1024  # zip directories, pickles, the module states, and what gloo receives
+
+Rows = dict[tuple[str, str], dict[str, Any]]
+
+pytestmark = [
+    pytest.mark.extended,
+    pytest.mark.skipif(not describe_build("native").usable, reason="the benchmarks need the native engine"),
+]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("results")
+    directory = tmp_path_factory.mktemp("checkpoints")
+    done = run_benchmark("bench_load.py", "--small", "--repeats", "1", "--out", str(out), "--directory", str(directory))
+    assert done.returncode == 0, done.stdout + done.stderr
+    return out
+
+
+@pytest.fixture(scope="module")
+def document(results: Path) -> dict[str, Any]:
+    return json.loads((results / "load.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def rows(document: dict[str, Any]) -> Rows:
+    return {(row["system"], row["cache"]): row for row in document["rows"]}
+
+
+def test_every_system_loads_what_was_saved(document: dict[str, Any], rows: Rows) -> None:
+    systems = {"ceiling", "tensors", "elastic-quick", "elastic", "rigid-quick", "rigid", "mmap-own", "mmap"}
+    systems |= {"every-file", "dcp", "universal-convert", "universal-load", "universal"}
+    systems |= {"stock", "same-quick", "same", "same-rigid"}
+    assert set(rows) == {(system, cache) for system in systems for cache in ("warm", "cold")}
+    assert [sample for sample in document["samples"] if sample["wrong"]] == []
+    assert all(row["verified"] for row in rows.values())
+    ranks = {"universal-convert": 1, **dict.fromkeys(("stock", "same-quick", "same", "same-rigid"), SAVE_RANKS)}
+    assert all(row["ranks"] == ranks.get(system, LOAD_RANKS) for (system, _), row in rows.items())
+
+
+@pytest.mark.parametrize("cache", ["warm", "cold"])
+def test_zeroelastic_reads_every_byte_once(rows: Rows, cache: str) -> None:
+    for system in ("tensors", "elastic-quick", "elastic", "rigid-quick", "rigid", "same-quick", "same", "same-rigid"):
+        row = rows[system, cache]
+        assert row["owned_bytes"] <= row["rank_bytes"] <= 1.01 * row["owned_bytes"] + HEADERS, system
+        assert 1.0 <= row["amplification"] < 1.03, system
+
+
+@pytest.mark.parametrize("cache", ["warm", "cold"])
+def test_what_the_others_read_is_seen(document: dict[str, Any], rows: Rows, cache: str) -> None:
+    """Mapped pages and the converter's worker processes included; the figures follow from what each system does."""
+    found = {system: row["amplification"] for (system, at), row in rows.items() if at == cache}
+    for system in ("every-file", "mmap"):  # every rank, every file
+        assert LOAD_RANKS <= found[system] < 1.05 * LOAD_RANKS, system
+    assert rows["mmap", cache]["mapped_bytes"] > document["saved"]["state_bytes"]
+    assert rows["every-file", cache]["mapped_bytes"] == 0
+    assert 1.0 <= found["stock"] < 1.03  # every rank, its own file
+    assert 1.0 <= found["ceiling"] < 1.03
+    assert 1.2 < found["dcp"] < LOAD_RANKS  # whole saved chunks
+    assert 2.0 <= found["universal-convert"] < 3.0  # the files, then the fragments
+    assert found["universal-load"] >= LOAD_RANKS  # every rank, every parameter
+
+
+@pytest.mark.parametrize("cache", ["warm", "cold"])
+def test_files_opened(rows: Rows, cache: str) -> None:
+    """A rank of three holds parts of two saved ranks; the others open what they must, too."""
+    found = {system: row["files"] for (system, at), row in rows.items() if at == cache}
+    latest, record, model_states, optim = 1, 1, 1, 2
+    assert found["tensors"] == latest + record + optim
+    assert found["elastic"] == found["elastic-quick"] == latest + record + model_states + optim
+    assert found["rigid"] == found["rigid-quick"] == latest + model_states + optim
+    assert found["same"] == found["same-quick"] == latest + record + model_states + 1
+    assert found["every-file"] == found["mmap"] == found["mmap-own"] == SAVE_RANKS
+    assert found["stock"] >= latest + model_states + 1
+    assert found["universal-load"] > 100
+
+
+def test_the_results_are_written(results: Path, rows: Rows) -> None:
+    text = (results / "load.md").read_text()
+    assert text.count("\n| ") >= len(rows)
+    assert "**NO**" not in text
+    assert (results / "load.png").read_bytes().startswith(b"\x89PNG")

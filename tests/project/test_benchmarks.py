@@ -1,0 +1,132 @@
+"""bench_kernel, bench_plan and bench_gpu at a small size: bits are right, tables are whole. Times are not looked at."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from benchmark_runs import run_benchmark
+
+from zeroelastic.executors.dispatch import describe_build
+
+pytestmark = pytest.mark.extended
+
+native = pytest.mark.skipif(not describe_build("native").usable, reason="the benchmark needs the native engine")
+
+
+def results(script: str, name: str, out: Path, *arguments: str) -> tuple[dict[str, Any], str]:
+    done = run_benchmark(script, "--small", "--out", os.fspath(out), *arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    return json.loads((out / f"{name}.json").read_text()), (out / f"{name}.md").read_text()
+
+
+@native
+def test_every_method_moves_every_workload(tmp_path: Path) -> None:
+    document, text = results("bench_kernel.py", "kernel", tmp_path, "--rounds", "2", "--threads", "1", "2")
+    rows = {(row["key"], row["threads"], row["method"]): row for row in document["rows"]}
+    memory = {
+        "native",
+        "native + digest",
+        "native to bf16",
+        "flat copy_",
+        "flat bf16.copy_",
+        "native digest of flat memory",
+    }
+    files = {"native read (warm files)", "native read + digest"}
+    for key in ("a", "a'", "b", "b'", "c"):
+        for threads in (1, 2):
+            found = {method for k, t, method in rows if (k, t) == (key, threads)}
+            assert found >= memory | (files if key[0] == "a" else set())
+    assert all(len(row["raw_seconds"]) == 2 for row in rows.values())
+    assert all((row["over_native"] is None) == ("+ digest" not in row["method"]) for row in rows.values())
+    assert text.count("\n| ") >= len(rows)
+    segments = {about["segments"] for about in document["workloads"].values()}
+    assert min(segments) == 6 and max(segments) == 1000
+
+
+def test_plans_of_every_case_are_measured(tmp_path: Path) -> None:
+    document, text = results("bench_plan.py", "plan", tmp_path, "--samples", "3")
+    assert [row["num_segments"] > row["num_params"] for row in document["rows"]] == [True] * 3
+    assert all(row["plan_peak_bytes"] >= row["plan_bytes"] > 0 for row in document["rows"])
+    assert all(row["all_ranks_measured"] for row in document["rows"]) and "~0" not in text
+
+
+def test_what_takes_too_long_is_marked_as_not_measured(tmp_path: Path) -> None:
+    document, text = results("bench_plan.py", "plan", tmp_path, "--samples", "1", "--whole-seconds", "0")
+    assert not any(row["all_ranks_measured"] for row in document["rows"])
+    assert text.count("| ~") == len(document["rows"])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
+def test_without_a_gpu_the_benchmark_of_it_says_so(tmp_path: Path) -> None:
+    done = run_benchmark("bench_gpu.py", "--out", os.fspath(tmp_path))
+    assert done.returncode == 1
+    assert done.stderr.strip().splitlines()[-1] == "bench_gpu: there is no CUDA device, so nothing is measured."
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not describe_build("cuda").usable, reason="the benchmark needs the CUDA engine")
+def test_every_method_moves_every_workload_on_a_gpu(tmp_path: Path) -> None:
+    done = run_benchmark("bench_gpu.py", "--small", "--rounds", "1", "--out", os.fspath(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads((tmp_path / "gpu.json").read_text())["rows"]
+    assert {row["method"] for row in rows} >= {
+        "DevicePlan",
+        "DevicePlan + digest",
+        "DevicePlan to bf16",
+        "flat device copy",
+    }
+
+
+@native
+def test_the_command_line_is_measured_beside_every_other_tool(tmp_path: Path) -> None:
+    done = run_benchmark(
+        "bench_cli.py", "--small", "--repeats", "1", "--out", os.fspath(tmp_path), "--directory", os.fspath(tmp_path)
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    document = json.loads((tmp_path / "cli.json").read_text())
+    assert {"cp -r, flushed", "reshard 4 -> 3, flushed", "verify", "export"} <= set(document["raw_seconds"])
+    assert all(len(values) == 1 and values[0] > 0 for values in document["raw_seconds"].values())
+    limit = (256 + 150) << 20
+    assert all(0 < peak < limit for peak in document["peak_rss"].values()) and len(document["peak_rss"]) >= 6
+    text = (tmp_path / "cli.md").read_text()
+    assert all(f"| {name} |" in text for name in [*document["raw_seconds"], *document["ratios"]])
+
+
+@native
+def test_bench_background_saves_while_it_trains(tmp_path: Path) -> None:
+    done = run_benchmark(
+        "bench_background.py", "--small", "--ranks", "1", "--rounds", "1", "--steps", "2", "--out", str(tmp_path)
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    document = json.loads((tmp_path / "background.json").read_text())
+    kinds = ["micro batches, 1 rank", "optimizer steps, 1 rank"]
+    names = [*kinds, *(f"{kind}, memory given back" for kind in kinds)]
+    assert list(document["samples"]) == list(document["results"]) == names
+    for name in names:
+        (rounds,) = document["samples"][name]
+        assert len(rounds) == 2 and all(len(one["before"]) == len(one["after"]) == 2 for one in rounds)
+        assert all(one["snapshot_bytes"] >= 12 * document["numel"] for one in rounds)
+        assert all(0 < one["snapshot"] <= one["whole"] for one in rounds)
+        for one in rounds:
+            assert len(one["during"]) == len(one["overlap"]) >= 1
+            assert all(0 <= overlap <= step for overlap, step in zip(one["overlap"], one["during"], strict=True))
+    text = (tmp_path / "background.md").read_text()
+    assert "training stalls for a snapshot" in text and all(name in text for name in names)
+
+
+def test_reading_back_is_measured_within_whole_saves(tmp_path: Path) -> None:
+    done = run_benchmark("bench_read_back.py", "--small", "--rounds", "1", "--out", os.fspath(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    document = json.loads((tmp_path / "read_back.json").read_text())
+    assert len(document["samples"]) == 8
+    samples = [sample for ranks in document["samples"].values() for rank in ranks for sample in rank]
+    assert len(samples) == 12 and all(0 < sample["read_back"] < sample["save"] for sample in samples)
+    text = (tmp_path / "read_back.md").read_text()
+    assert all(name.rpartition(", ")[0] in text for name in document["samples"])

@@ -1,0 +1,68 @@
+"""A little of the damage campaign of benchmarks/damage.py, whose full run is committed with its results."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from places import ROOT
+
+from zeroelastic.testing import RankPool
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from damage import LOADED, SAVED, Damage, campaign, choose, load_all, regions, save, verdict
+
+DETECTED = {"tensor", "pickle", "directory", "header", "small record", "frozen fragment", "text"}
+"""Parts of files in which no bit may be flipped unnoticed, where the file is one that the run reads as a whole."""
+
+
+@pytest.mark.support(
+    "Checkpoint engines and storage",
+    "any damage of a checkpoint",
+    "refused",
+    "a file is named; unused bytes may differ",
+)
+def test_damage_of_every_class_is_noticed_or_harmless(rank_pool: RankPool, tmp_path: Path) -> None:
+    result = campaign(rank_pool, tmp_path, flips=40, truncations=5, blocks=3, seed=11, only=24)
+    assert result["failed"] == [] and result["damages"] == 24
+    assert {row["damage"] for row in result["counts"]} == {
+        "flip", "truncate", "zero", "swap", "older", "of another run",
+    }  # fmt: skip
+
+
+def test_the_campaign_would_see_damage_that_is_loaded(rank_pool: RankPool, tmp_path: Path) -> None:
+    """Without verification: damaged tensors are loaded, and a file that is not damaged is not named."""
+    pristine, work = tmp_path / "pristine", tmp_path / "work"
+    rank_pool.run(save, SAVED, str(pristine), 1.0)
+    shutil.copytree(pristine, work)
+    places = regions(pristine)
+    damages = [
+        Damage("flip", ": ".join(kind), places[kind][0][0], places[kind][0][1], 1)
+        for kind in (("optimizer", "tensor"), ("model", "buffer"), ("model", "frozen fragment"))
+    ]
+    ranks = rank_pool.run(load_all, LOADED, str(work), str(pristine), damages, "off")
+    told = [verdict(damage, outcomes) for damage, outcomes in zip(damages, zip(*ranks, strict=True), strict=True)]
+    assert told == ["FAILED: state of neither tag: "] * 3 or [text.partition(":")[0] for text in told] == ["FAILED"] * 3
+    named = [("error", "CheckpointError", "another.pt: is damaged")] * LOADED
+    assert verdict(damages[0], named).startswith("FAILED: names no damaged file")
+    assert verdict(damages[0], [("foreign", "KeyError", damages[0].file)] * LOADED).startswith("FAILED")
+    assert verdict(damages[0], [named[0], ("state of global_step3", "", "")]).startswith("FAILED: the ranks differ")
+    chosen = choose(pristine, pristine, flips=40, truncations=5, blocks=3, seed=11)
+    assert chosen == choose(pristine, pristine, flips=40, truncations=5, blocks=3, seed=11), "the seed does not decide"
+
+
+def test_the_committed_campaign_missed_nothing() -> None:
+    result = json.loads((ROOT / "benchmarks/results/damage.json").read_text())
+    rows = result["raw"]
+    flips = [row for row in rows if row[0] == "flip"]
+    assert len(flips) >= 1000 and sum(row[0] == "truncate" for row in rows) >= 200
+    assert {row[0] for row in rows} == {"flip", "truncate", "zero", "swap", "older", "of another run"}
+    assert result["failed"] == [] and {row[6] for row in rows} == {"detected", "warned", "harmless"}
+    harmless = {(row[1], row[2]) for row in rows if row[6] == "harmless"}
+    whole = {name for where, name in harmless if where.partition(": ")[2] in DETECTED}
+    last = f"zero_pp_rank_{SAVED - 1}_mp_rank_00_model_states.pt"
+    assert all(name.endswith(last) for name in whole), "only of the rank that is no more"

@@ -1,0 +1,24 @@
+"""The demonstration runs, and says so in its exit status."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from places import ROOT
+
+pytestmark = pytest.mark.extended
+
+
+def test_quick_demo(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "examples" / "demo.py"), "--quick", "--out", str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=False)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    assert (tmp_path / "loss.png").stat().st_size > 10_000
+    assert json.loads((tmp_path / "demo.json").read_text())
+    assert "matches" in result.stdout or "content root" in result.stdout

@@ -1,0 +1,244 @@
+"""What imports what: importing zeroelastic is cheap and changes nothing, and imports run one way (DESIGN, 4)."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from import_order import LEVELS, ROOMS
+
+import zeroelastic
+
+PACKAGE = Path(zeroelastic.__file__).parent
+
+
+SEPARATE = [("deepspeed", "offline")]
+"""Packages that do not import each other, although their levels would allow it."""
+
+PURE_PACKAGES = ("core", "checkpoint")
+PURE = ("errors", "report", "torch_file/pickle_limits", "torch_file/safe_unpickler", "torch_file/header",
+        "executors/tables", "executors/numpy_executor")  # fmt: skip
+KNOWS_DEEPSPEED = {"deepspeed", "testing", "proving"}
+
+
+def modules() -> list[Path]:
+    return sorted(path for path in PACKAGE.rglob("*.py") if not any(part.startswith(".") for part in path.parts))
+
+
+def unit(dotted: str) -> str:
+    """The module or folder of the package that a dotted name belongs to: "zeroelastic.core.plan" -> "core"."""
+    return dotted.split(".")[1] if dotted.startswith("zeroelastic.") else ""
+
+
+def own_name(path: Path) -> str:
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports(path: Path) -> set[str]:
+    """Every module that a file imports, at its top or inside functions."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            assert node.module is not None
+            inside = {f"{node.module}.{alias.name}" for alias in node.names}
+            modules_inside = {name for name in inside if _is_module(name)}
+            found |= modules_inside or {node.module}
+    return found
+
+
+def imports_at_the_top(path: Path) -> set[str]:
+    """Every module of the package that a file imports while it is itself imported."""
+    tree = ast.parse(path.read_text())
+    found: set[str] = set()
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and node.module is not None:
+            inside = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name for name in inside if _is_module(name)} or {node.module}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return found
+
+
+def _is_module(dotted: str) -> bool:
+    path = PACKAGE.parent.joinpath(*dotted.split("."))
+    return dotted.startswith("zeroelastic.") and (path.with_suffix(".py").exists() or (path / "__init__.py").exists())
+
+
+def level(name: str) -> int:
+    for number, members in enumerate(LEVELS):
+        if name in members:
+            return number
+    pytest.fail(f"zeroelastic/{name} has no place in the import direction; give it one in {Path(__file__).name}")
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_run_one_way(path):
+    here = unit(own_name(path))
+    wrong = [
+        name
+        for name in imports(path)
+        if (name == "zeroelastic" or name.startswith("zeroelastic."))
+        and unit(name) != here
+        and level(unit(name)) >= level(here)
+    ]
+    assert not wrong, f"{own_name(path)} imports {', '.join(sorted(wrong))} against the direction"
+
+
+def room(dotted: str) -> int:
+    """The place of a module among the rooms of its package, from the ground up."""
+    parts = dotted.split(".")
+    order = ROOMS.get(unit(dotted), [])
+    return order.index(parts[2]) if len(parts) > 2 and parts[2] in order else len(order)
+
+
+@pytest.mark.parametrize("package", ROOMS)
+def test_rooms_of_a_package_import_one_way(package):
+    wrong = []
+    for path in modules():
+        here = own_name(path)
+        if unit(here) == package:
+            inside = {name for name in imports(path) if unit(name) == package}
+            wrong += [f"{here} imports {name}" for name in inside if room(name) > room(here)]
+    assert not wrong
+
+
+@pytest.mark.parametrize(("package", "other"), SEPARATE)
+def test_these_packages_do_not_know_each_other(package, other):
+    for path in modules():
+        if unit(own_name(path)) in (package, other):
+            apart = {package, other} - {unit(own_name(path))}
+            assert not [name for name in imports(path) if unit(name) in apart], path
+
+
+def test_no_module_imports_itself_through_others():
+    graph = {own_name(path): set() for path in modules()}
+    for path in modules():
+        graph[own_name(path)] = {name for name in imports_at_the_top(path) if name in graph}
+    left = dict(graph)
+    while left:
+        free = [name for name, needed in left.items() if not needed & left.keys()]
+        assert free, f"a circle among {sorted(left)}"
+        for name in free:
+            del left[name]
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*/__init__.py")), ids=lambda path: path.parent.name)
+def test_every_package_says_what_is_in_it(path):
+    assert (ast.get_docstring(ast.parse(path.read_text())) or "").strip()
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_only_these_packages_import_deepspeed(path):
+    if unit(own_name(path)) not in KNOWS_DEEPSPEED:
+        assert not {name for name in imports(path) if name.split(".")[0] == "deepspeed"}
+
+
+@pytest.mark.parametrize(
+    "path",
+    [PACKAGE / f"{name}.py" for name in PURE]
+    + [path for name in PURE_PACKAGES for path in (PACKAGE / name).glob("*.py")],
+    ids=lambda path: str(path.relative_to(PACKAGE)),
+)
+def test_pure_modules_import_neither_torch_nor_deepspeed(path):
+    assert not {module.split(".")[0] for module in imports(path)} & {"torch", "deepspeed"}
+
+
+def test_the_parser_of_imports_sees_them(tmp_path):
+    path = tmp_path / "x.py"
+    path.write_text(
+        "import torch.nn as nn, os\nfrom zeroelastic.core import plan\nfrom zeroelastic import __version__\n"
+        "def f():\n    from zeroelastic.deepspeed.live.kinds import read_live\n    import deepspeed.utils\n"
+    )
+    assert imports(path) == {
+        "torch.nn",
+        "os",
+        "zeroelastic",
+        "zeroelastic.core.plan",
+        "zeroelastic.deepspeed.live.kinds",
+        "deepspeed.utils",
+    }
+    assert unit("zeroelastic.deepspeed.live.kinds") == "deepspeed" and unit("zeroelastic") == ""
+
+
+def fresh(code: str) -> str:
+    """What a new interpreter prints."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+LOADED = "import sys; print(sorted({name.split('.')[0] for name in sys.modules} & {'torch', 'deepspeed', 'numpy'}))"
+
+
+def test_importing_zeroelastic_imports_none_of_the_large_ones():
+    assert fresh(f"import zeroelastic; {LOADED}") == "[]\n"
+
+
+def test_importing_zeroelastic_loads_no_native_library_of_ours_and_changes_nothing():
+    code = (
+        "import sys, os, signal, threading; before = dict(os.environ); import zeroelastic\n"
+        "own = [l for l in open('/proc/self/maps') if '.so' in l and 'zeroelastic' in l.rsplit('/', 1)[-1]]\n"
+        "print(own, dict(os.environ) == before, threading.active_count(), zeroelastic.is_installed())\n"
+        "zeroelastic.uninstall; print([m for m in sys.modules if m.startswith('zeroelastic.deepspeed')])"
+    )
+    assert fresh(code) == "[] True 1 False\n[]\n"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "core.plan",
+        "checkpoint.open",
+        "offline.plan.forecast",
+        "executors.dispatch",
+        "testing",
+        "proving.driver",
+        "cli.app",
+    ],
+)
+def test_these_work_without_torch_and_deepspeed(name):
+    assert fresh(f"import zeroelastic.{name}; {LOADED}") in ("[]\n", "['numpy']\n")
+
+
+def test_every_public_name_is_there():
+    for name in zeroelastic.__all__:
+        assert getattr(zeroelastic, name) is not None
+    assert sorted(zeroelastic.__all__) == list(zeroelastic.__all__)
+
+
+def test_every_error_is_under_one_root_and_refines_a_builtin():
+    errors = [
+        value
+        for value in vars(zeroelastic).values()
+        if isinstance(value, type) and issubclass(value, BaseException) and value is not zeroelastic.ZeroElasticError
+    ]
+    assert len(errors) >= 10
+    for error in errors:
+        assert issubclass(error, zeroelastic.ZeroElasticError)
+        assert issubclass(error, (ValueError, RuntimeError, NotImplementedError, OSError)), error
+
+
+def test_a_layout_mismatch_lists_every_problem():
+    error = zeroelastic.LayoutMismatchError("does not fit:", iter(["one", "two"]))
+    assert error.problems == ("one", "two") and str(error) == "does not fit:\n  - one\n  - two"
+
+
+def test_importing_an_engine_changes_no_other_module() -> None:
+    code = """if True:
+        from zeroelastic.core import digest
+        before = dict(vars(digest))
+        import zeroelastic.executors.dispatch
+        assert vars(digest) == before
+    """
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_dir_lists_what_is_imported_when_it_is_asked_for() -> None:
+    assert set(zeroelastic.__all__) <= set(dir(zeroelastic))

@@ -1,0 +1,117 @@
+"""Sequences of what people do with checkpoints, on real engines: disk and memory are what a simple model says.
+
+The long form is `make lifecycle`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from lifecycle.campaign import kind_of, shortened
+from lifecycle.found import FOUND, Sequence
+from lifecycle.jobs import Server
+from lifecycle.machine import Plan, run
+from lifecycle.model import Directory, Saved, interrupted
+from lifecycle.world import Failed, World
+
+pytestmark = pytest.mark.extended
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with Server(tmp_path_factory.mktemp("jobs")) as made:
+        yield made
+
+
+@pytest.mark.parametrize("sequence", FOUND.values(), ids=FOUND)
+def test_a_sequence_that_once_failed_holds(server: Server, tmp_path: Path, sequence: Sequence) -> None:
+    world = World(server, tmp_path / "world")
+    try:
+        for name, params in sequence:
+            world.act(name, **params)
+    finally:
+        world.close()
+
+
+def test_drawn_sequences_leave_what_the_model_says(server: Server, tmp_path: Path) -> None:
+    plan = Plan(server, tmp_path)
+    run(plan, examples=8, steps=20)
+    assert plan.actions > 60
+
+
+def test_a_state_that_is_not_the_saved_one_fails(server: Server, tmp_path: Path) -> None:
+    """The machine is no judge of nothing: another state, another tag and a changed file are found."""
+    world = World(server, tmp_path / "world")
+    try:
+        world.act("start", job="a", world_size=1)
+        world.act("save", job="a", tag="one")
+        model = world.directories[str(tmp_path / "world/home/run")]
+        right = model.tags["one"]
+        model.tags["one"] = Saved("one", "another", right.step, 1, {}, right.save_id)
+        with pytest.raises(Failed, match="loaded state"):
+            world.act("load", job="a", tag="one")
+        model.tags["one"] = right
+        (tmp_path / "world/home/run/one/zero_pp_rank_0_mp_rank_00_model_states.pt").touch()
+        with pytest.raises(Failed, match="files changed that nothing wrote"):
+            world.act("train", job="a")
+        del model.tags["one"]
+        with pytest.raises(Failed, match="tags differ"):
+            world.act("chdir", job="a", to="elsewhere")
+    finally:
+        world.close()
+
+
+def saved(tag: str, step: int = 1, save_id: str = "") -> Saved:
+    return Saved(tag, f"state of {tag}", step, 2, {}, save_id)
+
+
+def test_the_order_is_that_of_the_commits() -> None:
+    directory = Directory()
+    for tag, step in (("one", 1), ("six", 6), ("three", 3), ("one", 4)):
+        directory.commit(saved(tag, step))
+    assert [found.tag for found in directory.newest_first()] == ["one", "three", "six"]
+    assert directory.latest == "one" and directory.kept(1) == {"one"} and directory.kept(2) == {"one", "three"}
+
+
+def test_a_killed_save_left_the_old_or_the_new() -> None:
+    before = Directory()
+    before.commit(saved("last", 1, "old"))
+    before.commit(saved("best", 1, "best"))
+    kept = interrupted(before, saved("last", 2), ids={"last": "old"}, latest="best")
+    assert kept.tags["last"].step == 1 and kept.crashed
+    new = interrupted(before, saved("last", 2), ids={"last": "new"}, latest="best")
+    assert new.tags["last"].step == 2 and new.latest == "best"
+    assert interrupted(before, saved("last", 2), ids={"last": "new"}, latest="last").latest == "last"
+    with pytest.raises(AssertionError, match="took 'last' away"):
+        interrupted(before, saved("last", 2), ids={}, latest="best")
+    with pytest.raises(AssertionError, match="latest names 'last'"):
+        interrupted(before, saved("last", 2), ids={"last": "old"}, latest="last")
+
+
+def test_a_tag_that_two_loads_died_of_may_be_passed_over() -> None:
+    directory = Directory()
+    directory.commit(saved("one"))
+    directory.commit(saved("two"))
+    directory.deaths["two"] = 1
+    assert [found.tag for found in directory.resumable()] == ["two"]
+    directory.deaths["two"] = 2
+    assert [found.tag for found in directory.resumable()] == ["two", "one"]
+    directory.commit(saved("two", 2))
+    assert [found.tag for found in directory.resumable()] == ["two"]
+
+
+def test_a_failing_sequence_is_made_as_short_as_it_gets() -> None:
+    sequence: Sequence = [("act", {"number": number}) for number in range(20)]
+
+    def fails(some: Sequence) -> bool:
+        return {3, 11} <= {params["number"] for _, params in some}
+
+    assert [params["number"] for _, params in shortened(sequence, fails, 200)] == [3, 11]
+
+
+def test_failures_that_say_the_same_are_of_one_kind() -> None:
+    first = "/home/run: the tags are listed as ['best', 'global_step2'], newest first they are ['global_step2', 'best']"
+    second = "/copy1: the tags are listed as ['last', 'global_step11'], newest first they are ['global_step11', 'last']"
+    assert kind_of(first) == kind_of(second) != kind_of("/copy1: latest is 'last', expected 'best'")

@@ -1,0 +1,119 @@
+"""What `make test` leaves out, how slow tests are listed, and how two results of coverage compare."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from compare_coverage import compare
+from extended import is_extended, repeated_cases, rows_of
+from places import OLDER_DEEPSPEEDS, ROOT
+from slowest import render
+from support_table import COLLECTED
+
+pytest_plugins = ["pytester"]
+
+TESTS_OF_RANKS = """\
+import pytest
+
+def row(name):
+    return pytest.mark.support("Using it", name, "exact")
+
+@pytest.fixture
+def rank_pool(): ...
+
+@pytest.mark.parametrize("n", [1, 2, pytest.param(3, marks=row("three")), pytest.param(4, marks=row("three"))])
+def test_ranks(rank_pool, n): ...
+
+@pytest.mark.parametrize("n", [1, pytest.param(2, marks=pytest.mark.extended), 3])
+def test_chosen_by_hand(rank_pool, n): ...
+
+@pytest.mark.starts_processes
+@pytest.mark.parametrize("n", [1, 2])
+def test_commands(n): ...
+
+@row("three")
+def test_shown_before(rank_pool): ...
+
+@pytest.mark.core
+@pytest.mark.parametrize("n", [1, 2])
+def test_core(rank_pool, n): ...
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_pure(n): ...
+
+@pytest.mark.extended
+def test_long(): ...
+"""
+ROWS_OF_TEST_ALL = {
+    *(f"DeepSpeed {version}" for version in OLDER_DEEPSPEEDS),
+    "`accelerate launch -m zeroelastic.run train.py`, `torchrun ... -m zeroelastic.run`",
+    "torchrun job of a fixed size",
+    "Fabric `fabric.save`, `fabric.load`",
+}
+"""What `make test` leaves out of docs/support.md: jobs of several programs, and other DeepSpeed versions."""
+
+QUICK = {"test_ranks[1]", "test_ranks[3]", "test_chosen_by_hand[1]", "test_chosen_by_hand[3]", "test_core[1]",
+         "test_pure[1]", "test_pure[2]"}  # fmt: skip
+
+
+def test_make_test_runs_every_row_and_test_all_the_rest(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(TESTS_OF_RANKS)
+    pytester.makeini("[pytest]\nmarkers = support: a row\n  core: core")
+    names = {}
+    for chosen in ("not extended", "extended", ""):
+        result = pytester.runpytest_inprocess("-q", "--collect-only", "-p", "extended", "-m", chosen)
+        names[chosen] = {line.partition("::")[2] for line in result.outlines if "::" in line}
+    assert names["not extended"] == QUICK
+    assert names["not extended"] | names["extended"] == names[""] and not names["not extended"] & names["extended"]
+
+
+def test_every_row_of_the_support_table_is_shown_by_make_test(request: pytest.FixtureRequest) -> None:
+    """Except for rows that take minutes. Judged where all tests were collected."""
+    items = request.config.stash[COLLECTED]
+    if len({item.path.name for item in items}) < 100:
+        pytest.skip("only some of the test files were collected")
+    left_out = {id(item) for item in repeated_cases(items)}
+    quick = [item for item in items if not is_extended(item) and id(item) not in left_out]
+    shown = {row for item in quick for row in rows_of(item)}
+    missing = {row for item in items for row in rows_of(item)} - shown
+    assert missing == ROWS_OF_TEST_ALL
+
+
+def test_ci_runs_all_tests_once() -> None:
+    text = (ROOT / ".ci" / "run").read_text()
+    assert len(re.findall(r"^make .*\btest-all\b", text, flags=re.MULTILINE)) == 1
+    assert not re.search(r"\bmake test\b(?!-)", text)
+
+
+def test_the_slowest_tests_are_listed_with_the_total() -> None:
+    seconds = Counter({f"tests/core/test_a.py::test_{i}": float(i) for i in range(60)})
+    seconds["tests/io/test_b.py::test_x"] = 100.0
+    lines = render(seconds, 950.0, 2).splitlines()
+    assert lines[0] == "61 tests, 1870 s in all, 950 s with 2 workers"
+    assert lines[2:4] == ["  1770.0 s  tests/core", "   100.0 s  tests/io"]
+    assert lines[5] == "   100.0 s  tests/io/test_b.py::test_x" and len(lines) == 5 + 50
+
+
+def result(path: Path, **files: tuple[int, int, int, int]) -> Path:
+    def summary(*numbers: int) -> dict[str, Any]:
+        keys = ("covered_lines", "num_statements", "covered_branches", "num_branches")
+        return dict(zip(keys, numbers, strict=True))
+
+    entries = {f"/somewhere/zeroelastic/{name}.py": {"summary": summary(*n)} for name, n in files.items()}
+    totals = summary(*(sum(column) for column in zip(*files.values(), strict=True)))
+    path.write_text(json.dumps({"files": entries, "totals": totals}))
+    return path
+
+
+def test_two_results_of_coverage_compare_per_file_and_in_total(tmp_path: Path) -> None:
+    old = result(tmp_path / "old", a=(8, 10, 3, 4), b=(5, 10, 0, 0), c=(1, 1, 0, 0))
+    new = result(tmp_path / "new", a=(9, 10, 4, 4), d=(4, 10, 0, 0), c=(1, 1, 0, 0))
+    good, lines = compare(old, new, {"zeroelastic/b.py": "zeroelastic/d.py"})
+    assert good and [line.split()[-1] for line in lines] == ["total", "zeroelastic/d.py", "zeroelastic/a.py"]
+    assert lines[1].split()[:4] == ["5", "of", "10", "50.00"]
+    assert not compare(new, old, {})[0]

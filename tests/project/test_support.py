@@ -1,0 +1,212 @@
+"""docs/support.md says what the tests show: no more, no less, and in CI none of them may stay away."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support_table import COLLECTED, PAGE, ROOT, Shown, SupportTableError, Versions, make_rows, read_marks, render
+
+pytest_plugins = ["pytester"]
+
+TESTS = ROOT / "tests"
+MARK = Shown("Precision", "`bf16`", "exact", "", "tests/test_a.py", "test_one", "", gpu=False)
+VERSIONS = Versions("3.10", "2.6", "0.18", ("0.18.9", "0.19.5", "0.19.8"))
+
+
+def test_the_page_is_what_the_tests_generate(request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    """Of the tests of this very run where it collected all of them, or of a run that only collects."""
+    items = request.config.stash[COLLECTED]
+    whole = {item.path.name for item in items} >= {path.name for path in TESTS.rglob("test_*.py")}
+    if whole and not any("::" in argument for argument in request.config.args):
+        from support_table import read_versions
+
+        text = render(make_rows(read_marks(items)), read_versions())
+    else:
+        target = tmp_path / "support.md"
+        command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "--support-table", str(target), str(TESTS)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+        text = target.read_text()
+    assert PAGE.read_text() == text, "docs/support.md is not what the tests say: run `make support`"
+
+
+def test_a_row_is_shown_by_all_tests_that_carry_it() -> None:
+    marks = [
+        replace(MARK, function="test_two", case="3-4", note="up", cases=3),
+        replace(MARK, function="test_two", case="4-3", note="up", cases=3),
+        replace(MARK, function="test_whole", case="1", cases=2),
+        replace(MARK, function="test_whole", case="2", cases=2),
+        MARK,
+        *(replace(MARK, path="tests/test_b.py", function="test_many", case=case, cases=9) for case in "xz"),
+        replace(MARK, path="tests/test_b.py", function="test_many", case="y", note="loss scale", cases=9),
+        replace(MARK, feature="fp8", verdict="refused"),
+        replace(MARK, feature="fp16", path="tests/test_c.py", gpu=True),
+        replace(MARK, feature="fp16"),
+    ]
+    first, second, third = make_rows(reversed(marks))
+    assert (first.feature, first.verdict, first.notes) == ("`bf16`", "exact", ("up", "loss scale"))
+    assert first.shown_by == (
+        *("test_a.py::test_one", "test_a.py::test_two[3-4]", "test_a.py::test_two[4-3]"),
+        *("test_a.py::test_whole", "test_b.py::test_many"),
+    )
+    assert [(row.feature, row.verdict) for row in (second, third)] == [("fp16", "exact"), ("fp8", "refused")]
+    assert make_rows(marks) == make_rows(reversed(marks)), "the page depends on the order of the tests"
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"verdict": "refused"}, "more than one verdict: 'exact' (tests/test_a.py::test_one), 'refused'"),
+        ({"section": "Offload", "function": "test_x"}, "more than one section: 'Offload' (tests/test_a.py::test_x)"),
+        ({"feature": "BF16", "verdict": "refused"}, "more than one verdict"),
+        ({"feature": "BF16"}, "more than one feature: 'BF16' (tests/test_a.py::test_one), '`bf16`'"),
+        ({"feature": "fp16", "gpu": True}, "fp16: shown by nothing but tests/test_a.py::test_one, which needs a GPU"),
+    ],
+)
+def test_marks_that_contradict_each_other_are_an_error(change: dict[str, str], named: str) -> None:
+    with pytest.raises(SupportTableError) as caught:
+        make_rows([MARK, replace(MARK, **change)])
+    assert named in str(caught.value)
+
+
+def test_the_page_has_a_table_per_section_and_the_versions() -> None:
+    rows = make_rows(
+        [
+            MARK,
+            replace(MARK, section="Offload", feature="NVMe"),
+            replace(MARK, feature="fp8", verdict="refused", note="n"),
+        ]
+    )
+    text = render(rows, VERSIONS)
+    assert "Python >= 3.10, torch >= 2.6, DeepSpeed >= 0.18, Linux" in text
+    assert "run on DeepSpeed 0.19.8, the core of them on 0.18.9 and 0.19.5 too" in text
+    table = text[text.index("## Precision") :].splitlines()
+    assert table[4:6] == [
+        "| `bf16` | exact |  | `test_a.py::test_one` |",
+        "| fp8 | refused | n | `test_a.py::test_one` |",
+    ]
+    assert text.count("## ") == 2 and "## Optimizers" not in text
+
+
+BAD_MARKS = {
+    "'Precison' is none of": '("Precison", "bf16", "exact")',
+    "verdict 'works' is none of 'exact', 'refused'": '("Precision", "bf16", "works")',
+    "feature 'a|b' is not the text of one cell": '("Precision", "a|b", "exact")',
+    "note ' x' is not the text of one cell": '("Precision", "bf16", "exact", note=" x")',
+    "the feature has no name": '("Precision", "", "exact")',
+    "missing 1 required positional argument: 'verdict'": '("Precision", "bf16")',
+}
+
+
+def test_bad_marks_are_all_named(pytester: pytest.Pytester) -> None:
+    tests = [f"@pytest.mark.support{mark}\ndef test_{i}(): ..." for i, mark in enumerate(BAD_MARKS.values())]
+    tests += [
+        "@pytest.mark.skipif(False, reason='')\n@pytest.mark.support('Precision', 'bf16', 'exact')\ndef test_z(): ..."
+    ]
+    items = pytester.getitems("import pytest\n" + "\n\n".join(tests))
+    with pytest.raises(SupportTableError) as caught:
+        read_marks(items)
+    lines = str(caught.value).splitlines()[1:]
+    assert all(sum(named in line for line in lines) == 1 for named in BAD_MARKS), lines
+    assert lines[-1].endswith("::test_z carries skipif") and len(lines) == len(BAD_MARKS) + 1
+
+
+PAGE_OF_THREE = """
+import pytest
+
+@pytest.mark.support("Precision", "bf16", "exact", "note")
+@pytest.mark.support("Parameters", "tied", "exact")
+@pytest.mark.parametrize("n", [1, 2])
+def test_left_out_by_a_name(n): ...
+
+@pytest.mark.parametrize("x", [pytest.param(1, id="one", marks=pytest.mark.support("Precision", "fp8", "refused")), 2])
+def test_cases(x): ...
+"""
+
+
+def test_collecting_writes_the_page(pytester: pytest.Pytester) -> None:
+    path = pytester.makepyfile(PAGE_OF_THREE)
+    result = pytester.runpytest_inprocess(
+        "--collect-only", "-p", "support_table", "--support-table", "page.md", "-k", "cases"
+    )
+    assert result.ret == 0
+    text = (pytester.path / "page.md").read_text()
+    assert f"| bf16 | exact | note | `{path.name}::test_left_out_by_a_name` |" in text
+    assert f"| fp8 | refused |  | `{path.name}::test_cases[one]` |" in text and "| tied | exact |" in text
+
+
+def test_marks_that_are_wrong_or_a_file_that_cannot_be_imported_write_no_page(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(test_a="import pytest\n@pytest.mark.support('Precision', 'x', 'maybe')\ndef test_it(): ...")
+    options = ("--collect-only", "-p", "support_table", "--support-table", "page.md")
+    result = pytester.runpytest_inprocess(*options)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert "verdict 'maybe' is none of" in result.stderr.str() + result.stdout.str()
+    pytester.makepyfile(test_a="import no_such_module")
+    assert pytester.runpytest_inprocess(*options).ret == pytest.ExitCode.INTERRUPTED
+    assert not (pytester.path / "page.md").exists()
+
+
+SKIPPED = """
+import pytest
+
+@pytest.fixture
+def absent(): pytest.skip("not installed")
+
+def body(): pytest.skip("nothing here")
+
+def excused(): pytest.xfail("known")
+
+SHOWN = pytest.mark.support("Precision", "bf16", "exact")
+
+@SHOWN
+def test_in_its_body(): body()
+
+@SHOWN
+def test_in_a_fixture(absent): ...
+
+@SHOWN
+def test_excused(): excused()
+
+@pytest.mark.core
+def test_core(): body()
+
+@SHOWN
+def test_passes(): ...
+
+@SHOWN
+@pytest.mark.gpu(99)
+def test_on_gpus(): body()
+
+def test_unmarked(): body()
+"""
+
+
+@pytest.mark.parametrize("ci", [True, False])
+def test_a_marked_test_that_is_skipped_has_failed_in_ci(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, ci: bool
+) -> None:
+    monkeypatch.delenv("CI", raising=False)
+    if ci:
+        monkeypatch.setenv("CI", "1")
+    pytester.makepyfile(SKIPPED)
+    result = pytester.runpytest_inprocess("-p", "support_table")
+    if ci:
+        result.assert_outcomes(passed=1, failed=3, errors=1, skipped=2)
+        result.stdout.fnmatch_lines(["*test_in_a_fixture is marked support and did not run*: Skipped: not installed"])
+        result.stdout.fnmatch_lines(["*test_core is marked core and did not run*: Skipped: nothing here"])
+        assert result.ret == pytest.ExitCode.TESTS_FAILED
+    else:
+        result.assert_outcomes(passed=1, skipped=5, xfailed=1)
+        assert result.ret == 0
+
+
+def test_the_ci_run_says_that_it_is_one() -> None:
+    """Without the variable, a test that is skipped would be none that failed."""
+    text = (ROOT / ".ci" / "run").read_text()
+    assert "export CI=1" in text and text.index("export CI=1") < text.index("make ")
+    assert os.access(ROOT / ".ci" / "run", os.X_OK)

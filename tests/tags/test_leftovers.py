@@ -1,0 +1,151 @@
+"""What saves that died have left goes with the next save into the directory; what may be a running save's stays."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from places import ROOT
+from synthetic import write_checkpoint
+from training import Job, build_engine
+from typer.testing import CliRunner
+
+from zeroelastic.cli.app import app
+from zeroelastic.distributed.process_identity import identity
+from zeroelastic.tags.directory_owner import OWNER_NAME
+from zeroelastic.tags.leftovers import leftovers, remove_dead, why_kept
+from zeroelastic.tags.tag_directory import is_unfinished, make_staging_dir, staging_dir_of
+from zeroelastic.testing import RankPool
+
+OLD, NEW = "0" * 32, "1" * 32
+DAY = 24 * 3600.0
+JOB = Job(groups=1, frozen=False)
+
+Start = Callable[[Path, str], "subprocess.Popen[str]"]
+
+
+def age(path: Path, seconds: float) -> None:
+    then = time.time() - seconds
+    for found in (path, *(path.rglob("*") if path.is_dir() else ())):
+        os.utime(found, (then, then))
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Starts processes that have begun to save a tag, and goes no further."""
+    program = (
+        "import sys; from pathlib import Path; from zeroelastic.tags.tag_directory import make_staging_dir\n"
+        "make_staging_dir(Path(sys.argv[1]), sys.argv[2]); print('begun', flush=True); sys.stdin.read()"
+    )
+    started: list[subprocess.Popen[str]] = []
+
+    def run(tag_dir: Path, save_id: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", program, str(tag_dir), save_id],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
+        started.append(process)
+        assert process.stdout is not None and process.stdout.readline() == "begun\n"
+        return process
+
+    yield run
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def die_in_a_save(directory: str) -> None:
+    from zeroelastic.deepspeed.save.shard_writer import ShardWriter
+
+    engine = build_engine(JOB)
+    ShardWriter.save = lambda *args: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+    engine.save_checkpoint(directory, tag="epoch1/first")
+
+
+def save(directory: str) -> None:
+    build_engine(JOB).save_checkpoint(directory, tag="epoch1/second")
+
+
+def test_a_save_removes_what_one_of_another_tag_left_and_nothing_of_one_that_runs(
+    rank_pool: RankPool, tmp_path: Path, start: Start
+) -> None:
+    with pytest.raises(Exception, match=r"SIGKILL|-9|killed"):
+        rank_pool.run(die_in_a_save, 1, str(tmp_path), timeout=60)
+    assert [is_unfinished(name) for name in os.listdir(tmp_path / "epoch1")] == [True]
+    start(tmp_path / "running", OLD)
+    age(staging_dir_of(tmp_path / "running", OLD), 10 * DAY)
+    for name, days in ((".latest.123.tmp", 2), (".latest.123.0badcafe.tmp", 2), (".latest.124.tmp", 0)):
+        (tmp_path / name).touch()
+        age(tmp_path / name, days * DAY)
+    (tmp_path / ".mine.123.tmp").touch()
+    age(tmp_path / ".mine.123.tmp", 2 * DAY)
+    rank_pool.run(save, 1, str(tmp_path))
+    assert os.listdir(tmp_path / "epoch1") == ["second"]
+    hidden = {name for name in os.listdir(tmp_path) if name.startswith(".")}
+    assert hidden == {staging_dir_of(tmp_path / "running", OLD).name, ".latest.124.tmp", ".mine.123.tmp"}
+    assert OWNER_NAME not in os.listdir(tmp_path / "epoch1" / "second")
+
+
+def test_a_second_job_that_saves_the_same_tag_leaves_the_first_alone(tmp_path: Path, start: Start) -> None:
+    process = start(tmp_path / "tag", OLD)
+    staging_dir = make_staging_dir(tmp_path / "tag", NEW)
+    assert staging_dir.is_dir() and staging_dir_of(tmp_path / "tag", OLD).is_dir()
+    process.kill()
+    process.wait()
+    make_staging_dir(tmp_path / "tag", "2" * 32)
+    assert leftovers(tmp_path) == (staging_dir_of(tmp_path / "tag", "2" * 32).name,)
+
+
+def test_where_its_process_cannot_be_asked_for_a_save_is_dead_after_a_day(tmp_path: Path) -> None:
+    place, _, process = identity(os.getpid()).partition(" ")
+    for owner in (f"another-boot/{place.partition('/')[2]} {process}", "", "damaged", None):
+        staging_dir = make_staging_dir(tmp_path / "tag", NEW)
+        if owner is None:
+            (staging_dir / OWNER_NAME).unlink()
+        else:
+            (staging_dir / OWNER_NAME).write_text(owner)
+        age(staging_dir, 0.9 * DAY)
+        assert why_kept(staging_dir) is not None
+        (staging_dir / "written now").touch()
+        age(staging_dir, 1.1 * DAY)
+        (staging_dir / "written now").touch()
+        assert why_kept(staging_dir) is not None
+        age(staging_dir, 1.1 * DAY)
+        remove_dead(tmp_path)
+        assert os.listdir(tmp_path) == [], owner
+
+
+def test_what_is_all_there_is_of_a_tag_stays(tmp_path: Path) -> None:
+    aside = staging_dir_of(tmp_path / "tag", OLD).with_suffix(".old")
+    aside.mkdir()
+    age(aside, 10 * DAY)
+    remove_dead(tmp_path)
+    assert aside.is_dir()
+
+
+def test_prune_removes_what_is_dead_and_keeps_what_runs(tmp_path: Path, start: Start) -> None:
+    write_checkpoint(tmp_path / "epoch1" / "tag", world_size=2, global_steps=1, record=True)
+    process = start(tmp_path / "epoch1" / "dead", OLD)
+    process.kill()
+    process.wait()
+    start(tmp_path / "running", OLD)
+    age(staging_dir_of(tmp_path / "running", OLD), 10 * DAY)
+    (tmp_path / ".latest.7.tmp").touch()
+    age(tmp_path / ".latest.7.tmp", DAY)
+    done = CliRunner().invoke(app, ["prune", str(tmp_path), "--keep", "1", "--yes", "--json"])
+    found = {one["name"]: one["action"] for one in json.loads(done.stdout)["unfinished"]}
+    dead, running = (
+        str(staging_dir_of(tmp_path / tag, OLD).relative_to(tmp_path)) for tag in ("epoch1/dead", "running")
+    )
+    assert found == {".latest.7.tmp": "removed", dead: "removed", running: "kept"}
+    assert os.listdir(tmp_path / "epoch1") == ["tag"] and sorted(os.listdir(tmp_path)) == [running, "epoch1"]

@@ -1,0 +1,545 @@
+"""``zeroelastic prune``: old checkpoints go, whole or not at all, and what must stay stays."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from places import ROOT
+from synthetic import edit, model_name, optim_name, write_checkpoint, write_history
+from typer.testing import CliRunner
+
+from zeroelastic.checkpoint.commit_record import RECORD_NAME
+from zeroelastic.cli.app import app
+from zeroelastic.tags import prune as pruning
+from zeroelastic.tags.candidates import check_quickly
+from zeroelastic.tags.prune import TRASH, plan_prune, remove_tag
+
+HOUR = 3600
+
+
+def prune(*arguments: object) -> SimpleNamespace:
+    """Run the verb in this process; nobody can be asked."""
+    done = CliRunner().invoke(app, ["prune", *map(str, arguments)], env={"COLUMNS": "200", "TERM": "dumb"})
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    return SimpleNamespace(returncode=done.exit_code, stdout=done.stdout, stderr=done.stderr)
+
+
+def document(*arguments: object) -> dict[str, Any]:
+    done = prune(*arguments, "--json")
+    found = json.loads(done.stdout)
+    assert done.stderr == "" and found["ok"] == (done.returncode == 0)
+    return found
+
+
+def command(*arguments: object) -> tuple[list[str], dict[str, str]]:
+    return (
+        [sys.executable, "-m", "zeroelastic", "prune", *map(str, arguments)],
+        {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200"},
+    )
+
+
+def save(tag_dir: Path, step: int, *, record: bool = True, format: str = "elastic") -> Path:
+    write_checkpoint(tag_dir, world_size=2, global_steps=step, record=record, format=format)
+    return tag_dir
+
+
+def age(directory: Path, seconds: float, *, now: float | None = None) -> None:
+    """Let everything in a directory have changed so long ago."""
+    then = (time.time() if now is None else now) - seconds
+    for path in (directory, *directory.rglob("*")):
+        os.utime(path, (then, then), follow_symlinks=False)
+
+
+def tags(run: Path) -> set[str]:
+    return {path.name for path in run.iterdir() if path.is_dir()}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Tags of steps 1 to 5, an hour old; latest names the last."""
+    for step in range(1, 6):
+        age(save(tmp_path / "run" / f"s{step}", step), 2 * HOUR)
+    (tmp_path / "run" / "latest").write_text("s5")
+    (tmp_path / "run" / "zero_to_fp32.py").write_text("")
+    (tmp_path / "run" / "logs").mkdir()
+    return tmp_path / "run"
+
+
+# --- what goes --------------------------------------------------------------------------------------------------------
+
+
+def test_the_newest_stay_and_the_others_go(run: Path) -> None:
+    nbytes = sum(path.stat().st_size for tag in ("s1", "s2", "s3") for path in (run / tag).iterdir())
+    planned = document(run, "--keep", 2, "--dry-run")
+    assert tags(run) == {"s1", "s2", "s3", "s4", "s5", "logs"} and planned["removed"] == []
+    assert [tag["action"] for tag in planned["tags"]] == ["kept"] * 2 + ["would be removed"] * 3
+    done = document(run, "--keep", 2, "--yes")
+    assert tags(run) == {"s4", "s5", "logs"} and (run / "zero_to_fp32.py").exists()
+    assert done["removed"] == ["s1", "s2", "s3"] and done["freed_nbytes"] == nbytes
+    assert sorted(os.listdir(run)) == ["latest", "logs", "s4", "s5", "zero_to_fp32.py"]
+    for tag in ("s4", "s5"):
+        assert check_quickly(run / tag) == ()
+    again = document(run, "--keep", 2, "--yes")
+    assert again["removed"] == [] and again["freed_nbytes"] == 0
+
+
+def test_for_people_it_says_what_and_how_much(run: Path) -> None:
+    done = prune(run, "--keep", 4, "--yes")
+    assert done.returncode == 0 and done.stderr == ""
+    assert re.search(r"^kept +s5 +one of the newest that verify$", done.stdout, re.M)
+    assert re.search(r"^removed +s1 +[\d.]+ KiB +older than the newest 4 that verify$", done.stdout, re.M)
+    assert re.search(r"^1 removed, [\d.]+ KiB freed$", done.stdout, re.M)
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_whatever_is_there_what_must_stay_stays(tmp_path_factory, data):
+    run = tmp_path_factory.mktemp("run")
+    steps = data.draw(st.lists(st.integers(0, 50), min_size=1, max_size=6, unique=True))
+    states = {}
+    now = time.time()
+    for i, step in enumerate(steps):
+        name, state = f"{'abcdef'[i]}{step % 7}", data.draw(st.sampled_from(["whole", "stock", "torn", "young torn"]))
+        save(run / name, step, record=state == "whole")
+        if "torn" in state:
+            (run / name / optim_name(1)).unlink()
+        age(run / name, 60 if "young" in state else 2 * HOUR, now=now)
+        states[name] = (step, state)
+    old = [name for name, (_, state) in states.items() if state != "young torn"]
+    named = data.draw(st.sampled_from([None, *old]))
+    if named is not None:
+        (run / "latest").write_text(named)
+        os.utime(run / "latest", (1, 1))  # before the last commit: it was not pointed there since
+    keep, invalid = data.draw(st.integers(1, 4)), data.draw(st.booleans())
+    options = ["--keep", keep, "--yes", *(["--invalid"] if invalid else [])]
+    whole = sorted((step, name) for name, (step, state) in states.items() if "torn" not in state)[::-1]
+    before = tags(run)
+    done = prune(run, *options)
+    after = tags(run)
+    if not whole:
+        assert done.returncode == 3 and after == before
+        return
+    assert done.returncode == 0
+    newest = {name for _, name in whole[:keep]}
+    for name, (step, state) in states.items():
+        must_stay = (
+            name in newest
+            or name == named
+            or state == "young torn"
+            or (state == "torn" and (not invalid or step > whole[0][0]))
+        )
+        assert (name in after) == must_stay, (name, states, named, options)
+    assert all(check_quickly(run / name) == () for _, name in whole if name in after)
+
+
+def test_files_with_other_names_free_nothing(run: Path) -> None:
+    os.link(run / "s1" / optim_name(0), run / "kept.pt")
+    shared = (run / "kept.pt").stat().st_size
+    total = sum(path.stat().st_size for path in (run / "s1").iterdir())
+    done = document(run, "--keep", 4, "--yes")
+    assert done["removed"] == ["s1"] and done["freed_nbytes"] == total - shared
+    assert (run / "kept.pt").stat().st_size == shared
+
+
+# --- what stays -------------------------------------------------------------------------------------------------------
+
+
+def reasons(run: Path, *options: object) -> dict[str, str]:
+    return {tag["tag"]: tag["reason"] for tag in document(run, *options)["tags"] if tag["action"] == "kept"}
+
+
+def test_what_latest_names_stays(run: Path) -> None:
+    (run / "latest").write_text("s2")
+    os.utime(run / "latest", (1, 1))
+    assert reasons(run, "--keep", 1, "--yes") == {"s5": "the newest that verifies", "s2": "latest names it"}
+    assert tags(run) == {"s2", "s5", "logs"}
+
+
+def test_what_was_committed_after_the_tag_that_latest_was_pointed_at_stays(run: Path) -> None:
+    (run / "latest").write_text("s3")
+    since = "committed after s3, which latest was pointed at since"
+    assert reasons(run, "--keep", 1, "--yes") == {"s5": since, "s4": since, "s3": "the newest that verifies"}
+    assert tags(run) == {"s3", "s4", "s5", "logs"}
+
+
+def test_a_branch_that_was_rolled_back_goes_before_the_live_one(tmp_path: Path) -> None:
+    commits = [("s1", 1, None), ("s2", 2, "s1"), ("s3", 3, "s2"), ("s4", 4, "s3"), ("s2b", 2, "s1"), ("s3b", 3, "s2b")]
+    write_history(tmp_path, commits)
+    planned = {
+        tag["tag"]: (tag["action"], tag["reason"]) for tag in document(tmp_path, "--keep", 3, "--dry-run")["tags"]
+    }
+    assert [name for name, (action, _) in planned.items() if action == "kept"] == ["s3b", "s2b", "s1"]
+    assert all("of a branch that was rolled back" in planned[name][1] for name in ("s2", "s3", "s4"))
+    assert document(tmp_path, "--keep", 4, "--yes")["removed"] == ["s2", "s3"]
+
+
+def test_a_latest_that_cannot_be_read_keeps_everything(run: Path) -> None:
+    (run / "latest").write_bytes(b"\xff\xfe")
+    assert document(run, "--keep", 1, "--yes", "--invalid")["removed"] == [] and len(tags(run)) == 6
+
+
+def test_the_newest_that_verifies_stays_however_many_newer_are_damaged(run: Path) -> None:
+    for tag in ("s3", "s4", "s5"):
+        (run / tag / model_name(1)).unlink()
+    kept = reasons(run, "--keep", 1, "--yes", "--invalid")
+    assert tags(run) == {"s2", "s3", "s4", "s5", "logs"}
+    assert kept["s2"] == "the newest that verifies" and "not older than" in kept["s3"]
+
+
+def test_what_does_not_verify_goes_only_when_told_to(run: Path) -> None:
+    (run / "s2" / model_name(1)).unlink()
+    age(run / "s2", 2 * HOUR)
+    assert "--invalid removes it" in reasons(run, "--keep", 3, "--yes")["s2"]
+    assert tags(run) == {"s2", "s3", "s4", "s5", "logs"}
+    assert document(run, "--keep", 3, "--yes", "--invalid")["removed"] == ["s2"]
+
+
+def test_none_that_verifies_removes_none(run: Path) -> None:
+    for tag in run.glob("s?"):
+        (tag / model_name(1)).unlink()
+        age(tag, 2 * HOUR)
+    done = prune(run, "--keep", 1, "--yes", "--invalid")
+    assert done.returncode == 3 and "no checkpoint verifies" in done.stderr and len(tags(run)) == 6
+
+
+def test_what_may_be_being_written_stays(run: Path) -> None:
+    for tag in ("s1", "s2", "s3"):
+        (run / tag / RECORD_NAME).unlink()
+        age(run / tag, 2 * HOUR)
+    (run / "s1" / model_name(1)).touch()
+    (run / "s2" / ".zeroelastic.json.7.tmp").write_text("")
+    age(run / "s2", 2 * HOUR)
+    kept = reasons(run, "--keep", 1, "--yes")
+    assert "changed within the last 60 minutes" in kept["s1"] and "temporary files" in kept["s2"]
+    assert tags(run) == {"s1", "s2", "s5", "logs"}
+    age(run / "s1", 120)
+    assert "within the last 3 minutes" in reasons(run, "--keep", 1, "--dry-run", "--min-age", "3m")["s1"]
+    assert document(run, "--keep", 1, "--yes", "--min-age", "90s")["removed"] == ["s1"]
+
+
+def test_what_dead_saves_left_goes_and_what_may_be_on_its_way_stays(run: Path) -> None:
+    old, new, only = (f".global_step{step}.{digit * 32}" for step, digit in ((10, "a"), (20, "b"), (15, "c")))
+    for name in (f"{old}.tmp", f"{new}.tmp", f"{only}.tmp", f"{only}.old"):
+        save(run / name, 10)
+        age(run / name, 2 * HOUR)
+    age(run / f"{new}.tmp", 0)
+    assert not (run / "global_step15").exists()  # moved aside, and its replacement was not put in place yet
+    found = document(run, "--keep", 5, "--yes")
+    told = {one["name"]: (one["action"], one["reason"][:30]) for one in found["unfinished"]}
+    there = ("kept", "the tag that it belongs to is ")
+    assert told == {
+        f"{old}.tmp": ("removed", "of a save that did not finish"),
+        f"{new}.tmp": ("kept", "a save may be on its way: it c"),
+        f"{only}.tmp": there,
+        f"{only}.old": there,
+    }
+    left = {path.name for path in run.iterdir() if path.name.startswith(".global")}
+    assert left == {f"{new}.tmp", f"{only}.tmp", f"{only}.old"} and found["freed_nbytes"] > 0
+
+
+def test_a_clock_that_is_ahead_makes_nothing_old(run: Path) -> None:
+    (run / "s1" / RECORD_NAME).unlink()
+    age(run / "s1", -10 * HOUR)
+    assert "may be being written" in reasons(run, "--keep", 1, "--yes")["s1"]
+
+
+def test_what_cannot_be_judged_stays(run: Path) -> None:
+    (run / "s1" / RECORD_NAME).write_text('{"format_version": 99}')
+    for path in (run / "s2").glob("*optim_states.pt"):
+        path.unlink()
+    (run / "s2" / RECORD_NAME).unlink()
+    (run / "s2" / "zero" / "w").mkdir(parents=True)
+    (run / "s2" / "zero" / "w" / "fp32.pt").write_text("")
+    edit(run / "s3" / model_name(0), lambda data: data.update(mp_world_size=2))
+    (run / "s3" / RECORD_NAME).unlink()
+    for tag in ("s1", "s2", "s3"):
+        age(run / tag, 2 * HOUR)
+    kept = reasons(run, "--keep", 1, "--yes", "--invalid")
+    assert tags(run) == {"s1", "s2", "s3", "s5", "logs"}
+    assert "Upgrade" in kept["s1"] and "Universal" in kept["s2"] and "tensor parallel" in kept["s3"]
+
+
+def test_links_and_what_they_lead_to_stay_and_are_not_followed(run: Path, tmp_path: Path) -> None:
+    outside = age_of = save(tmp_path / "elsewhere" / "s0", 0)
+    age(age_of, 2 * HOUR)
+    (run / "s0").symlink_to(outside)
+    (run / "best").symlink_to("s2")
+    (run / "s1" / "data").symlink_to(tmp_path / "elsewhere")
+    age(run / "s1", 2 * HOUR)
+    kept = reasons(run, "--keep", 1, "--yes")
+    assert tags(run) == {"s0", "best", "s2", "s5", "logs"} and not (run / "s1").exists()
+    assert kept["s0"] == kept["best"] == "is a symbolic link" and "best leads to it" in kept["s2"]
+    assert check_quickly(outside) == () and check_quickly(run / "best") == ()
+
+
+def test_a_run_behind_a_link_is_pruned_where_it_is(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(run)
+    assert prune(tmp_path / "link", "--keep", 1, "--yes").returncode == 0
+    assert tags(run) == {"s5", "logs"} and (tmp_path / "link").is_symlink()
+
+
+# --- nothing half-done ------------------------------------------------------------------------------------------------
+
+
+KILL = """
+import os, shutil, signal, sys
+from zeroelastic.cli.app import main
+where, count = sys.argv.pop(1), int(sys.argv.pop(1))
+real = getattr(os, where)
+def dying(*args, **kwargs):
+    global count
+    count -= 1
+    if count == 0:
+        os.kill(os.getpid(), signal.SIGNUM)
+    return real(*args, **kwargs)
+setattr(os, where, dying)
+main()
+"""
+
+
+@pytest.mark.starts_processes
+@pytest.mark.parametrize("number", ["SIGKILL", "SIGTERM"])
+@pytest.mark.parametrize(("where", "count"), [("rename", 1), ("rename", 2), ("unlink", 1), ("unlink", 4), ("rmdir", 1)])
+def test_a_kill_leaves_no_half_tag_and_the_next_one_finishes(run: Path, number: str, where: str, count: int) -> None:
+    code = KILL.replace("SIGNUM", number)
+    arguments = [sys.executable, "-c", code, where, str(count), "prune", str(run), "--keep", "2", "--yes"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(arguments, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == (-9 if number == "SIGKILL" else 143), done.stderr
+    left = {path.name for path in run.iterdir() if path.is_dir()} - {"logs", TRASH}
+    assert {"s4", "s5"} <= left
+    for tag in left:
+        assert check_quickly(run / tag) == ()
+    trash = run / TRASH
+    held = sum(p.stat().st_size for p in trash.rglob("*") if p.is_file()) if trash.exists() else 0
+    again = document(run, "--keep", 2, "--dry-run")
+    assert again["leftovers"] == (len(list(trash.iterdir())) if trash.exists() else 0)
+    assert held == 0 or again["leftovers"] > 0
+    assert document(run, "--keep", 2, "--yes")["ok"]
+    assert tags(run) == {"s4", "s5", "logs"} and not trash.exists()
+
+
+def test_a_tag_that_changes_after_it_was_looked_at_is_left_alone(run: Path) -> None:
+    plan = plan_prune(run, keep=1)
+    oldest, second, third, fourth = plan.removals
+    (run / "s1" / optim_name(0)).touch()
+    assert remove_tag(plan, oldest) == "it changed while this ran" and check_quickly(run / "s1") == ()
+    (run / "latest").write_text("s2")
+    assert remove_tag(plan, second) == "latest names it by now"
+    shutil.rmtree(run / "s3")
+    assert remove_tag(plan, third) == "it changed while this ran"
+    (run / "latest").write_bytes(b"\xff")
+    assert remove_tag(plan, fourth) is not None
+    (run / "latest").write_text("s5")
+    assert remove_tag(plan, fourth) is None and tags(run) == {"s1", "s2", "s5", "logs"}
+
+
+def save_again(tag: Path) -> None:
+    """Put another save in the place of a tag in one step, as a save does."""
+    write_checkpoint(tag.parent / "new", world_size=2, global_steps=9)
+    tag.rename(tag.parent / "old")
+    (tag.parent / "new").rename(tag)
+    shutil.rmtree(tag.parent / "old")
+
+
+def test_a_tag_that_is_saved_again_in_the_last_moment_stays(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rename, pending = os.rename, ["s1"]
+
+    def late(source: os.PathLike[str], target: os.PathLike[str]) -> None:
+        if Path(source).name in pending:
+            pending.remove(Path(source).name)
+            save_again(Path(source))
+        rename(source, target)
+
+    monkeypatch.setattr("zeroelastic.tags.prune.os.rename", late)
+    done = document(run, "--keep", 1, "--yes")
+    assert done["ok"] and not pending and tags(run) == {"s1", "s5", "logs"} and check_quickly(run / "s1") == ()
+    (kept,) = (tag for tag in done["tags"] if tag["tag"] == "s1")
+    assert kept["action"] == "kept" and kept["reason"] == "it changed while this ran"
+
+
+@pytest.mark.parametrize("moment", ["while it is looked at", "before it is removed"])
+def test_what_vanishes_beside_a_saving_job_is_no_failure(run: Path, monkeypatch: pytest.MonkeyPatch, moment) -> None:
+    look, rename, made = pruning.survey, os.rename, []
+
+    def survey(directory: Path) -> pruning.Tree:
+        if directory.name == "s1" and moment.startswith("while") and not made:
+            made.append(directory)
+            shutil.rmtree(directory)
+        return look(directory)
+
+    def late(source: os.PathLike[str], target: os.PathLike[str]) -> None:
+        if Path(source).name == "s1" and moment.startswith("before") and not made:
+            made.append(source)
+            shutil.rmtree(source)
+        rename(source, target)
+
+    monkeypatch.setattr(pruning, "survey", survey)
+    monkeypatch.setattr("zeroelastic.tags.prune.os.rename", late)
+    done = prune(run, "--keep", 1, "--yes")
+    assert done.returncode == 0 and made and tags(run) == {"s5", "logs"} and not (run / TRASH).exists(), done.stderr
+
+
+def test_two_at_once_do_not_disturb_each_other(run: Path) -> None:
+    for step in range(10, 40):
+        age(save(run / f"s{step}", step), 2 * HOUR)
+    (run / "latest").write_text("s39")
+    arguments, env = command(run, "--keep", "3", "--yes")
+    both = [subprocess.Popen(arguments, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE) for _ in range(2)]
+    for process in both:
+        _, errors = process.communicate(timeout=60)
+        assert b"Traceback" not in errors
+    assert prune(run, "--keep", 3, "--yes").returncode == 0
+    assert tags(run) == {"s37", "s38", "s39", "logs"}
+
+
+def test_what_cannot_be_deleted_is_told_and_the_rest_goes(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, failed = shutil.rmtree, []
+
+    def fail_once(path: Path) -> None:
+        if not failed:
+            failed.append(path)
+            raise PermissionError(13, "Permission denied", str(path))
+        real(path)
+
+    monkeypatch.setattr(pruning.shutil, "rmtree", fail_once)
+    found = document(run, "--keep", 3, "--yes")
+    assert not found["ok"] and [tag["action"] for tag in found["tags"]] == ["kept"] * 3 + ["removed", "failed"]
+    assert "Permission denied" in found["tags"][-1]["reason"] and found["removed"] == ["s2"]
+    assert tags(run) == {"s3", "s4", "s5", "logs"}  # the second removal took along what the first left
+
+
+def test_a_file_in_the_place_of_the_hidden_folder_is_refused(run: Path, tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    (victim / "precious").write_text("")
+    (run / TRASH).symlink_to(victim)
+    done = prune(run, "--keep", 1, "--yes")
+    assert done.returncode == 2 and "is not a folder" in done.stderr
+    assert (victim / "precious").exists() and len(tags(run)) == 7
+
+
+def test_the_last_leftover_is_finished_without_any_tag(tmp_path: Path) -> None:
+    save(tmp_path / TRASH / "0123", 1)
+    (tmp_path / TRASH / "0123" / "link").symlink_to(ROOT)
+    assert "would finish an interrupted removal" in prune(tmp_path, "--keep", 1, "--dry-run").stdout
+    assert prune(tmp_path, "--keep", 1, "--yes").returncode == 0 and list(tmp_path.iterdir()) == []
+    assert (ROOT / "README.md").exists()
+
+
+# --- folders of the Trainer -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> Path:
+    for step in (5, 20, 100):
+        folder = tmp_path / "output" / f"checkpoint-{step}"
+        save(folder / f"global_step{step}", step)
+        (folder / "latest").write_text(f"global_step{step}")
+        (folder / "trainer_state.json").write_text(json.dumps({"global_step": step}))
+        (folder / "model.safetensors").write_bytes(b"x" * 1000)
+        age(folder, 2 * HOUR)
+    save(tmp_path / "output" / "other-run" / "global_step1", 1)
+    (tmp_path / "output" / "other-run" / "latest").write_text("global_step1")
+    return tmp_path / "output"
+
+
+def test_folders_go_as_a_whole_and_other_runs_stay(output: Path) -> None:
+    assert document(output, "--keep", 1, "--yes")["removed"] == ["checkpoint-5", "checkpoint-20"]
+    assert tags(output) == {"checkpoint-100", "other-run"}
+
+
+def test_the_best_model_of_the_trainer_stays(output: Path) -> None:
+    state = {"best_model_checkpoint": "/elsewhere/output/checkpoint-5"}
+    (output / "checkpoint-100" / "trainer_state.json").write_text(json.dumps(state))
+    kept = reasons(output, "--keep", 1, "--yes")
+    assert tags(output) == {"checkpoint-100", "checkpoint-5", "other-run"} and "best model" in kept["checkpoint-5"]
+    for text in ("{", "[]", '{"best_model_checkpoint": 7}'):
+        (output / "checkpoint-100" / "trainer_state.json").write_text(text)
+        assert document(output, "--keep", 2, "--yes")["ok"]
+
+
+def test_an_unfinished_folder_is_damaged(output: Path) -> None:
+    (output / "checkpoint-20" / "latest").unlink()
+    age(output / "checkpoint-20", 2 * HOUR)
+    assert document(output, "--keep", 1, "--yes")["removed"] == ["checkpoint-5"]
+    assert document(output, "--keep", 1, "--yes", "--invalid")["removed"] == ["checkpoint-20"]
+
+
+# --- asking -----------------------------------------------------------------------------------------------------------
+
+
+def test_where_nobody_can_be_asked_yes_is_needed(run: Path) -> None:
+    for options in ([], ["--json"]):
+        done = prune(run, "--keep", 1, *options)
+        assert done.returncode == 2 and "--yes" in done.stderr and done.stdout == "" and len(tags(run)) == 6
+    assert prune(run, "--keep", 5).returncode == 0  # nothing to ask about
+
+
+@pytest.mark.parametrize(("answer", "code", "left"), [("y", 0, 3), ("n", 1, 6), ("", 1, 6)])
+def test_on_a_terminal_it_asks(run: Path, answer: str, code: int, left: int) -> None:
+    arguments, env = command(run, "--keep", "2")
+    ours, theirs = pty.openpty()
+    try:
+        process = subprocess.Popen(
+            arguments, env=env, stdin=theirs, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        os.write(ours, f"{answer}\n".encode())
+        out, errors = process.communicate(timeout=60)
+    finally:
+        os.close(ours)
+        os.close(theirs)
+    assert process.returncode == code and "Remove 3 checkpoints (" in errors and "Traceback" not in errors
+    assert "would be removed" in out and len(tags(run)) == left
+    assert ("Nothing was removed." in errors) == (code == 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["{run}"], "--keep"),
+        (["{run}", "--keep", "0"], "at least 1"),
+        (["{run}", "--keep", "1", "--min-age", "soon"], "'soon' is not a time"),
+        (["{run}/s1", "--keep", "1"], "is a tag itself"),
+        (["{run}/logs", "--keep", "1"], "holds no ZeRO checkpoint"),
+        (["{run}/nothing", "--keep", "1"], "no such directory"),
+        (["{run}/latest", "--keep", "1"], "no such directory"),
+        (["memory://run", "--keep", "1"], "only directories on this machine"),
+    ],
+)
+def test_misuse(run: Path, arguments: list[str], said: str) -> None:
+    done = prune(*(argument.format(run=run) for argument in arguments))
+    assert done.returncode == 2 and said in done.stderr and done.stdout == "" and len(tags(run)) == 6
+
+
+def test_the_document_has_the_documented_keys(run: Path) -> None:
+    save(run / f".global_step10.{'a' * 32}.tmp", 10)
+    found = document(run, "--keep", 1, "--dry-run")
+    section = (ROOT / "docs/cli.md").read_text().split("\n### prune --json\n")[1].split("\n## ")[0]
+    table = set(re.findall(r"^\| `([^`]+)` \| ", section, flags=re.MULTILINE))
+    lists = ("tags", "unfinished")
+    keys = {f"{name}[].{key}" for name in lists for key in found[name][0]}
+    assert {key for key in found if key not in lists} | keys == table
+
+
+def test_ctrl_c_ends_it_with_130(run: Path) -> None:
+    code = KILL.replace("SIGNUM", "SIGINT")
+    arguments = [sys.executable, "-c", code, "unlink", "3", "prune", str(run), "--keep", "1", "--yes"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(arguments, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 128 + signal.SIGINT
+    assert all(check_quickly(run / tag) == () for tag in tags(run) - {"logs", TRASH})

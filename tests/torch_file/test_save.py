@@ -1,0 +1,265 @@
+"""The writer writes what torch.save writes, byte for byte, and digests it on the way."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import zipfile
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch_files import DTYPES, EXECUTORS, executor, sample, saved_by_torch
+
+from zeroelastic.core.digest import combine, digest_range
+from zeroelastic.errors import UnsupportedError
+from zeroelastic.executors.crc32 import join_crc32_reference
+from zeroelastic.executors.dispatch import Executor, describe_build, join_crc32
+from zeroelastic.io import atomic
+from zeroelastic.torch_file import save, skeleton
+from zeroelastic.torch_file.header import read_torch_file
+from zeroelastic.torch_file.save import write_torch_file
+from zeroelastic.torch_file.skeleton import DigestRange
+
+__all__ = ["executor"]
+
+
+@pytest.fixture(params=["host", "device"])
+def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Tensors in host memory are written as they are, others through a staging buffer, here a small one."""
+    if request.param == "device":
+        monkeypatch.setattr(save, "_is_on_host", lambda storage: False)
+        monkeypatch.setattr(save, "STAGING_BYTES", 1 << 12)
+    return request.param
+
+
+def expected(run: DigestRange) -> int:
+    data = run.tensor.contiguous().view(torch.uint8).numpy()
+    return digest_range(data, run.tensor.element_size(), seed=run.seed, start=run.start)
+
+
+def test_the_file_is_the_one_that_torch_saves(tmp_path: Path, executor: Executor, place: str) -> None:
+    obj = sample()
+    write_torch_file(obj, tmp_path / "x.pt", executor=executor)
+    assert (tmp_path / "x.pt").read_bytes() == saved_by_torch(obj, tmp_path)
+    assert zipfile.ZipFile(tmp_path / "x.pt").testzip() is None  # every checksum
+    loaded = torch.load(tmp_path / "x.pt", weights_only=False)
+    assert torch.equal(loaded["flat"], obj["flat"]) and loaded["object"].scale == 65536.0
+    assert loaded["views of one storage"][0].data_ptr() == loaded["flat"].data_ptr()
+
+
+@pytest.mark.parametrize("obj", [{}, [], 3, torch.empty(0), torch.zeros(()), {"a": torch.zeros(1, dtype=torch.int8)}])
+def test_small_things_too(tmp_path: Path, executor: Executor, obj: object) -> None:
+    assert write_torch_file(obj, tmp_path / "x.pt", executor=executor) == []
+    assert (tmp_path / "x.pt").read_bytes() == saved_by_torch(obj, tmp_path)
+
+
+def test_a_file_that_was_there_is_replaced_not_patched(tmp_path: Path) -> None:
+    write_torch_file({"large": torch.ones(10_000)}, tmp_path / "x.pt")
+    write_torch_file({"small": torch.ones(10)}, tmp_path / "x.pt")
+    assert (tmp_path / "x.pt").read_bytes() == saved_by_torch({"small": torch.ones(10)}, tmp_path)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_digests_of_runs_are_those_of_the_elements_written(tmp_path_factory: Any, data: st.DataObject) -> None:
+    folder = tmp_path_factory.mktemp("runs")
+    dtypes = data.draw(st.lists(st.sampled_from(DTYPES), min_size=1, max_size=3))
+    sizes = [data.draw(st.integers(0, 5000)) for _ in dtypes]
+    tensors = [torch.arange(n).remainder(251).to(dtype) for n, dtype in zip(sizes, dtypes, strict=True)]
+    runs = []
+    for tensor in tensors:
+        cuts = sorted(data.draw(st.lists(st.integers(0, tensor.numel()), max_size=6)))
+        for begin, end in zip(cuts[::2], cuts[1::2], strict=False):
+            runs.append(
+                DigestRange(tensor[begin:end], data.draw(st.integers(0, 2**64 - 1)), data.draw(st.integers(0, 2**40)))
+            )
+    runs = data.draw(st.permutations(runs))
+    executor = data.draw(st.sampled_from([e for e in EXECUTORS if e == "numpy" or describe_build("native").usable]))
+    made = write_torch_file(tensors, folder / "x.pt", digest_ranges=runs, executor=executor)
+    assert (folder / "x.pt").read_bytes() == saved_by_torch(tensors, folder)
+    assert made == [expected(run) if run.tensor.numel() else None for run in runs]
+
+
+def test_digests_of_staged_runs_add_up_over_the_pieces(tmp_path: Path, executor: Executor, place: str) -> None:
+    flat = torch.randn(20_000)
+    half = torch.randn(3001).bfloat16()
+    runs = [
+        DigestRange(flat[7:12_345], 3, 1000),
+        DigestRange(half[1:3000], 5, 77),
+        DigestRange(flat[12_345:], 4, 1 << 35),
+    ]
+    made = write_torch_file({"flat": flat, "half": half}, tmp_path / "x.pt", digest_ranges=runs, executor=executor)
+    assert made == [expected(run) for run in runs]
+
+
+def test_runs_that_overlap_or_are_not_in_the_file_have_no_digest(tmp_path: Path) -> None:
+    flat = torch.randn(100)
+    runs = [
+        DigestRange(flat[:50], 1, 0),
+        DigestRange(flat[40:60], 2, 0),
+        DigestRange(torch.randn(4), 3, 0),
+        DigestRange(flat[60:], 4, 0),
+    ]
+    made = write_torch_file(flat, tmp_path / "x.pt", digest_ranges=runs)
+    assert [digest is None for digest in made] == [False, True, True, False]
+
+
+def test_the_last_tensor_is_written_after_the_digests_are_known(tmp_path: Path, executor: Executor, place: str) -> None:
+    flat, table = torch.randn(5000), torch.zeros(2, dtype=torch.int64)
+    runs = [DigestRange(flat[:100], 1, 0), DigestRange(flat[100:], 2, 100)]
+
+    def fill(digests: Any) -> None:
+        assert digests == [expected(run) for run in runs]
+        table.copy_(torch.tensor([digest >> 1 for digest in digests]))
+
+    obj = {"table": table, "flat": flat}
+    made = write_torch_file(
+        obj, tmp_path / "x.pt", digest_ranges=runs, last=[table], before_last=fill, executor=executor
+    )
+    assert made[0] is not None and made[1] is not None
+    assert torch.load(tmp_path / "x.pt")["table"].tolist() == [made[0] >> 1, made[1] >> 1]
+    assert (tmp_path / "x.pt").read_bytes() == saved_by_torch(obj, tmp_path)
+
+    def never(digests: Any) -> None:
+        raise AssertionError("the table is in another file")
+
+    write_torch_file(flat, tmp_path / "y.pt", digest_ranges=runs, last=[table], before_last=never)
+
+
+def test_more_than_4_gib_are_laid_out_with_64_bit_sizes(tmp_path: Path) -> None:
+    """The layout of a large file, which has no payload yet: offsets of its records and where their checksums go."""
+    obj = {"a": torch.empty(5 << 30, dtype=torch.uint8), "b": torch.arange(7.0)}
+    storages = skeleton._lay_out(obj, tmp_path / "x.pt")
+    records, directory, offset = skeleton._read_directory(tmp_path / "x.pt")
+    assert records["data/0"].nbytes == 5 << 30 and records["data/1"].offset > 5 << 30
+    assert offset > 5 << 30 and len(directory) > 0 and len(storages) == 2
+    file = read_torch_file(tmp_path / "x.pt")
+    assert file.extent(file.root["b"]).offset == records["data/1"].offset
+
+
+def fails_with(error: int) -> Any:
+    def fallocate(*_: object) -> int:
+        ctypes.set_errno(error)
+        return -1
+
+    return fallocate
+
+
+def test_a_full_disk_is_an_error_before_the_payload_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(atomic, "_fallocate", fails_with(errno.ENOSPC))
+    with pytest.raises(OSError, match=r"No space left on device.*x\.pt") as caught:
+        write_torch_file(torch.ones(1 << 20), tmp_path / "x.pt")
+    assert caught.value.errno == errno.ENOSPC
+    assert os.stat(tmp_path / "x.pt").st_blocks * 512 < 1 << 20
+
+
+def test_what_cannot_fit_is_refused_before_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system gives a request that is too large all that it has before it refuses: nobody could write then."""
+    asked: list[int] = []
+    fallocate = atomic._fallocate
+
+    def told(fd: int, mode: int, offset: Any, nbytes: Any) -> int:
+        asked.append(nbytes.value)
+        return fallocate(fd, mode, offset, nbytes)
+
+    monkeypatch.setattr(atomic, "_fallocate", told)
+    free = os.statvfs(tmp_path)
+    with open(tmp_path / "x", "wb") as file:
+        with pytest.raises(OSError, match="No space left on device") as caught:
+            atomic.reserve_space(file.fileno(), free.f_blocks * free.f_frsize + (1 << 40))
+        assert caught.value.errno == errno.ENOSPC
+        assert asked == [1] and os.fstat(file.fileno()).st_blocks * 512 <= 1 << 20
+        atomic.reserve_space(file.fileno(), 3 << 20)
+        assert asked == [1, 1, 3 << 20]
+        held = os.fstat(file.fileno())
+        assert held.st_size == 3 << 20 and held.st_blocks * 512 >= 3 << 20
+
+
+def test_a_file_system_that_cannot_reserve_is_written_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(atomic, "_fallocate", fails_with(errno.EOPNOTSUPP))
+    write_torch_file(torch.ones(1000), tmp_path / "x.pt")
+    assert (tmp_path / "x.pt").read_bytes() == saved_by_torch(torch.ones(1000), tmp_path)
+
+
+def test_a_layout_that_is_not_known_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from zeroelastic.torch_file.skeleton import _lay_out
+
+    def compressed(obj: object, path: Path) -> dict[str, torch.UntypedStorage]:
+        storages = _lay_out(obj, path)
+        with zipfile.ZipFile(path) as before:
+            contents = {info.filename: before.read(info) for info in before.infolist() if info.file_size < 1000}
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as after:
+            for name, text in contents.items():
+                after.writestr(name, text)
+        return storages
+
+    monkeypatch.setattr(skeleton, "_lay_out", compressed)
+    with pytest.raises(UnsupportedError, match=r"x\.pt: torch .* lays files out in a way that is not known here"):
+        write_torch_file(torch.ones(1000), tmp_path / "x.pt")
+
+
+def test_a_torch_that_cannot_leave_payload_out_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(torch.serialization, "skip_data")
+    with pytest.raises(UnsupportedError, match="it cannot leave payload out"):
+        write_torch_file(torch.ones(3), tmp_path / "x.pt")
+
+
+@pytest.mark.parametrize("damage", ["short", "text", "directory"])
+def test_anything_else_than_the_expected_archive_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    from zeroelastic.torch_file.skeleton import _lay_out
+
+    def damaged(obj: object, path: Path) -> dict[str, torch.UntypedStorage]:
+        storages = _lay_out(obj, path)
+        data = bytearray(path.read_bytes())
+        if damage == "directory":
+            at = data.rindex(b"PK\x06\x06") + 48
+            data[at : at + 8] = (len(data) - 30).to_bytes(8, "little")
+        path.write_bytes({"short": b"PK", "text": b"x" * 500}.get(damage, bytes(data)))
+        return storages
+
+    monkeypatch.setattr(skeleton, "_lay_out", damaged)
+    with pytest.raises(UnsupportedError, match="in a way that is not known here"):
+        write_torch_file(torch.ones(1000), tmp_path / "x.pt")
+
+
+def test_a_directory_that_does_not_exist_is_an_error_that_names_it(tmp_path: Path) -> None:
+    with pytest.raises((OSError, RuntimeError), match="nowhere"):
+        write_torch_file(torch.ones(3), tmp_path / "nowhere" / "x.pt")
+
+
+@given(st.lists(st.binary(max_size=300), max_size=12))
+def test_checksums_of_runs_join_to_that_of_the_whole(parts: list[bytes]) -> None:
+    sums = np.array([zlib.crc32(part) for part in parts], dtype=np.uint32)
+    nbytes = np.array([len(part) for part in parts], dtype=np.int64)
+    assert join_crc32(sums, nbytes) == join_crc32_reference(sums, nbytes) == zlib.crc32(b"".join(parts))
+
+
+def test_digests_of_parts_add_up_to_the_whole(tmp_path: Path) -> None:
+    flat = torch.randn(10_000)
+    parts = [DigestRange(flat[:3000], 9, 0), DigestRange(flat[3000:], 9, 3000)]
+    made = write_torch_file(flat, tmp_path / "x.pt", digest_ranges=parts)
+    assert made[0] is not None and made[1] is not None
+    assert combine(made[0], made[1]) == expected(DigestRange(flat, 9, 0))
+
+
+def test_a_file_is_flushed_when_it_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not before its checksums are in place; and not at all unless asked for."""
+    contents: list[bytes] = []
+    monkeypatch.setattr(save.os, "fsync", lambda fd: contents.append((tmp_path / "x.pt").read_bytes()))
+    write_torch_file(torch.ones(1000), tmp_path / "x.pt", executor="numpy")
+    assert contents == []
+    write_torch_file(torch.ones(1000), tmp_path / "x.pt", executor="numpy", sync=True)
+    assert contents[-1] == saved_by_torch(torch.ones(1000), tmp_path)

@@ -1,0 +1,157 @@
+"""A plan's segments as rows of bytes: which bytes of which file fill which elements of which target tensor.
+
+Between the plan, which speaks of flat buffers and elements, and the executors, which speak of files and bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from zeroelastic.core.digest import UInt64Array, stream_seed
+from zeroelastic.core.layout import Int64Array
+from zeroelastic.core.plan import Plan, match_params
+from zeroelastic.io.paths import FilePath
+from zeroelastic.torch_file.header import DTYPE_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class TensorExtents:
+    """Where one state key of one shard lies: byte offset and dtype of each parameter's part, -1 where there is none.
+
+    ``offset`` has shape ``(num_params,)``; part i holds the shard's owned elements of parameter i as one run. All parts
+    are in the file ``path``, but where ``param_paths`` gives each parameter one of its own. ``dtype`` is by sub-group.
+    """
+
+    path: FilePath
+    dtype: Mapping[int, str]
+    offset: Int64Array
+    param_paths: tuple[FilePath, ...] | None = None
+
+
+class Destination(NamedTuple):
+    """A flat tensor of the plan's target: which state key of which target sub-group, in the dtype that files hold."""
+
+    key: str
+    sub_group: int
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class ExtentTable:
+    """Segments of several targets in file order.
+
+    Columns of shape ``(num_rows,)``: ``file`` is an index into ``paths``, ``file_offset`` in bytes, ``target`` an
+    index into the targets that were asked for, ``target_offset``, ``numel`` and ``start`` (the global position of the
+    first element in its parameter) in elements, ``param`` an index into the target layout's parameters.
+    """
+
+    paths: tuple[FilePath, ...]
+    file: Int64Array
+    file_offset: Int64Array
+    target: Int64Array
+    target_offset: Int64Array
+    numel: Int64Array
+    itemsize: Int64Array
+    param: Int64Array
+    start: Int64Array
+
+    @property
+    def num_rows(self) -> int:
+        """How many rows there are."""
+        return len(self.numel)
+
+    @property
+    def nbytes(self) -> Int64Array:
+        """Bytes of each row: shape ``(num_rows,)``."""
+        return self.numel * self.itemsize
+
+    def take(self, index: Int64Array) -> ExtentTable:
+        """Some of the rows, in the order given."""
+        columns = (
+            self.file,
+            self.file_offset,
+            self.target,
+            self.target_offset,
+            self.numel,
+            self.itemsize,
+            self.param,
+            self.start,
+        )
+        return ExtentTable(self.paths, *(column[index] for column in columns))
+
+    def pieces(self, row: Int64Array, begin: Int64Array, numel: Int64Array) -> ExtentTable:
+        """Pieces of rows: piece i is ``numel[i]`` elements of a row, from its element ``begin[i]`` on."""
+        whole = self.take(row)
+        return replace(
+            whole,
+            file_offset=whole.file_offset + begin * whole.itemsize,
+            target_offset=whole.target_offset + begin,
+            numel=numel,
+            start=whole.start + begin,
+        )
+
+
+def extent_table(
+    plan: Plan, extents: Mapping[int, Mapping[str, TensorExtents]], targets: Sequence[Destination]
+) -> ExtentTable:
+    """What fills every target as ``plan`` says, from ``extents[source rank][key]``: each row once, sorted by place.
+
+    Every source rank that the plan names must be among the extents, with every key that a target asks of it.
+    """
+    paths: dict[FilePath, int] = {}
+    source = match_params(plan.src, plan.dst)[plan.param]
+    within = plan.src_offset - plan.src.offset[source]
+    by_sub_group = _members(plan.dst_sub_group, plan.dst.num_sub_groups)
+    columns: list[list[Int64Array]] = [[] for _ in range(8)]
+    for t, target in enumerate(targets):
+        mine = by_sub_group[target.sub_group]
+        itemsize = DTYPE_BYTES[target.dtype]
+        base = np.empty(len(mine), dtype=np.int64)
+        file = np.empty(len(mine), dtype=np.int64)
+        for rank in np.unique(plan.src_rank[mine]).tolist():
+            here = plan.src_rank[mine] == rank
+            piece = extents[rank][target.key]
+            base[here] = piece.offset[source[mine][here]]
+            file[here] = _files_of(piece, source[mine][here], paths)
+        assert (base >= 0).all(), f"{target.key} has no extent for a segment"
+        for column, values in zip(
+            columns,
+            (
+                file,
+                base + within[mine] * itemsize,
+                np.full(len(mine), t, dtype=np.int64),
+                plan.dst_offset[mine],
+                plan.length[mine],
+                np.full(len(mine), itemsize, dtype=np.int64),
+                plan.param[mine],
+                plan.start[mine],
+            ),
+            strict=True,
+        ):
+            column.append(values)
+    empty = np.empty(0, dtype=np.int64)
+    rows = ExtentTable(tuple(paths), *(np.concatenate(column) if column else empty for column in columns))
+    return rows.take(np.lexsort((rows.file_offset, rows.file)))
+
+
+def _members(sub_group: Int64Array, count: int) -> list[Int64Array]:
+    """The positions of each value below ``count``, ascending."""
+    order = np.argsort(sub_group, kind="stable")
+    bounds = np.searchsorted(sub_group[order], np.arange(count + 1))
+    return [order[begin:end] for begin, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)]
+
+
+def _files_of(piece: TensorExtents, params: Int64Array, paths: dict[FilePath, int]) -> Int64Array:
+    if piece.param_paths is None:
+        return np.full(len(params), paths.setdefault(piece.path, len(paths)), dtype=np.int64)
+    numbers = [paths.setdefault(piece.param_paths[p], len(paths)) for p in params.tolist()]
+    return np.array(numbers, dtype=np.int64)
+
+
+def stream_seeds(names: Sequence[tuple[str, str]]) -> UInt64Array:
+    """The digest seed of each (parameter, state key): shape ``(num_streams,)``, uint64."""
+    return np.fromiter((stream_seed(name, key) for name, key in names), dtype=np.uint64, count=len(names))

@@ -1,0 +1,162 @@
+"""The files of a tag directory by what they are: ranks' files, the commit record, leftovers, and what is nobody's.
+
+Names and sizes only; no file is opened.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import islice
+from typing import Literal
+
+from zeroelastic.checkpoint.commit_record import RECORD_NAME
+from zeroelastic.checkpoint.file_names import model_file_name, parse_rank_file
+from zeroelastic.checkpoint.quarantine import MARK_NAME
+from zeroelastic.errors import CheckpointError, UnreadableError
+from zeroelastic.io.paths import FilePath
+from zeroelastic.io.storage import file_sizes, list_directory
+
+SWAP_FOLDER = "offloaded_tensors"
+"""DeepSpeed's raw copies of what a run had offloaded to NVMe, one folder per rank."""
+
+Kind = Literal["zero-3", "zero-1-2", "universal"]
+
+_TEMPORARY = re.compile(r".*\.(tmp|temp|part|partial|incomplete)|\.nfs.*")
+_MAX_NAMES = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class TagListing:
+    """What lies in a tag directory.
+
+    ``optim`` and ``models`` are the file names by (rank, tensor parallel rank); of ``zero-1-2`` only rank 0 has model
+    states. ``duplicates`` are further files of a (rank, tensor parallel rank) that already has one. ``temporaries`` are
+    files of a save that was interrupted or is still running; ``unknown_files`` are none of these.
+    """
+
+    directory: FilePath
+    kind: Kind
+    sizes: Mapping[str, int]
+    optim: Mapping[tuple[int, int], str]
+    models: Mapping[tuple[int, int], str]
+    duplicates: tuple[str, ...]
+    temporaries: tuple[str, ...]
+    unknown_files: tuple[str, ...]
+    folders: tuple[str, ...]
+
+    @property
+    def tp_size(self) -> int:
+        """Tensor parallel ranks by the names of files; at least 1."""
+        return max((tp_rank for _, tp_rank in (*self.optim, *self.models)), default=0) + 1
+
+    @property
+    def num_ranks(self) -> int:
+        """One more than the highest rank that a file is named after."""
+        return max((rank for rank, _ in (*self.optim, *self.models)), default=-1) + 1
+
+    def missing(self, world_size: int) -> tuple[int, tuple[str, ...]]:
+        """How many files of ``world_size`` ranks are missing, and the names of the first of them."""
+        num_models = 1 if self.kind == "zero-1-2" else world_size
+        present = sum(rank < world_size for files in (self.optim, self.models) for rank, _ in files)
+        count = (world_size + num_models) * self.tp_size - present
+        prefix = "bf16_" if any(name.startswith("bf16_") for name in self.optim.values()) else ""
+        names = (
+            name
+            for rank in range(world_size if count else 0)
+            for tp_rank in range(self.tp_size)
+            for files, name in (
+                (self.optim, f"{prefix}zero_pp_rank_{rank}_mp_rank_{tp_rank:02d}_optim_states.pt"),
+                (self.models, model_file_name(rank, tp_rank, whole=self.kind == "zero-1-2")),
+            )
+            if (rank, tp_rank) not in files and (files is self.optim or rank < num_models)
+        )
+        return count, tuple(islice(names, min(count, _MAX_NAMES)))
+
+    def stale(self, world_size: int) -> tuple[str, ...]:
+        """Files of ranks that a save of ``world_size`` ranks does not have."""
+        names = [name for files in (self.optim, self.models) for (rank, _), name in files.items() if rank >= world_size]
+        return tuple(sorted(names))
+
+
+def list_tag(directory: FilePath) -> TagListing:
+    """List a tag directory. Raises MissingFileError, UnreadableError where it cannot be listed."""
+    sizes, inside = list_directory(directory)
+    optim: dict[tuple[int, int], str] = {}
+    models: dict[tuple[int, int], str] = {}
+    duplicates: list[str] = []
+    temporaries: list[str] = []
+    unknown_files: list[str] = []
+    whole: dict[int, str] = {}
+    for name in sorted(sizes):
+        file = parse_rank_file(name)
+        if file is not None and file.kind == "whole_model":
+            whole[file.tp_rank] = name
+        elif file is not None:
+            files = optim if file.kind == "optimizer" else models
+            if (file.rank, file.tp_rank) in files:
+                duplicates.append(name)
+            else:
+                files[file.rank, file.tp_rank] = name
+        elif is_temporary(name):
+            temporaries.append(name)
+        elif name not in (RECORD_NAME, MARK_NAME):
+            unknown_files.append(name)
+    kind = _kind(directory, optim, models, whole, inside)
+    if kind == "zero-1-2":
+        models = {(0, tp_rank): name for tp_rank, name in whole.items()}
+    return TagListing(
+        directory=directory,
+        kind=kind,
+        sizes=sizes,
+        optim=optim,
+        models=models,
+        duplicates=tuple(duplicates),
+        temporaries=tuple(temporaries),
+        unknown_files=tuple(unknown_files),
+        folders=inside,
+    )
+
+
+def is_temporary(name: str) -> bool:
+    """Whether a file has the name of one that is being written, or was when its writer died."""
+    return _TEMPORARY.fullmatch(name) is not None
+
+
+def is_universal(directory: FilePath) -> bool:
+    """Whether a directory is what ``ds_to_universal`` writes: a folder of whole parameters, each one of its own."""
+    try:
+        names, inside = list_directory(directory)
+    except (CheckpointError, UnreadableError):
+        return False
+    return not any(_is_optimizer_file(name) for name in names) and _holds_whole_params(directory, inside)
+
+
+def _kind(
+    directory: FilePath,
+    optim: Mapping[tuple[int, int], str],
+    models: Mapping[tuple[int, int], str],
+    whole: Mapping[int, str],
+    inside: tuple[str, ...],
+) -> Kind:
+    if not optim and _holds_whole_params(directory, inside):
+        return "universal"
+    return "zero-1-2" if whole and not models else "zero-3"
+
+
+def _is_optimizer_file(name: str) -> bool:
+    file = parse_rank_file(name)
+    return file is not None and file.kind == "optimizer"
+
+
+def _holds_whole_params(directory: FilePath, inside: tuple[str, ...]) -> bool:
+    """A folder ``zero`` with ``optimizer_state.pt`` or, by parameter, ``fp32.pt``."""
+    if "zero" not in inside:
+        return False
+    zero = directory / "zero"
+    try:
+        names, params = list_directory(zero)
+        return "optimizer_state.pt" in names or any("fp32.pt" in file_sizes(zero / name) for name in params[:1])
+    except (CheckpointError, UnreadableError):
+        return False

@@ -1,0 +1,266 @@
+"""The model states file of one rank, ``*_model_states.pt``: the parts of it that belong to the layout.
+
+These are parameter shapes, frozen parameters, counters, and which entries are client state; the module's tensors are
+not read. At ZeRO stage 3 every rank writes a file, with its parts of the frozen parameters; at stages 1 and 2 rank 0
+writes the only one, ``mp_rank_XX_model_states.pt``, with the whole module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from zeroelastic.checkpoint.commit_record import CommitRecord
+from zeroelastic.checkpoint.extents import TensorExtents
+from zeroelastic.checkpoint.file_names import WHOLE_MODEL_FILE, saved_as
+from zeroelastic.checkpoint.tensor_parallel import TensorParallel, other_tp_size
+from zeroelastic.checkpoint.values import checked_param, checked_params
+from zeroelastic.core.layout import Layout, Param, partition_numel, unpacked_layout
+from zeroelastic.errors import CheckpointError, brief, shown
+from zeroelastic.io.paths import FilePath
+from zeroelastic.torch_file.header import DTYPE_BYTES, Stub, TensorRef, TorchFile, read_torch_file
+
+COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+"""What DeepSpeed sets an engine's counters to."""
+
+_MAX_WORLD_SIZE = 1 << 24
+_STATES = ("lr_scheduler", "random_ltd", "data_sampler")
+_OF_DEEPSPEED = frozenset(
+    [
+        "module",
+        "buffer_names",
+        "optimizer",
+        "param_shapes",
+        "frozen_param_shapes",
+        "shared_params",
+        "frozen_param_fragments",
+        "lr_scheduler",
+        "data_sampler",
+        "random_ltd",
+        "skipped_steps",
+        "global_steps",
+        "global_samples",
+        "dp_world_size",
+        "mp_world_size",
+        "ds_config",
+        "ds_version",
+        "checkpoint_parallel_dimensions",
+        "universal_checkpoint_info",
+        "sparse_tensor_module_names",
+        "csr_tensor_module_names",
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelStates:
+    """What one rank's ``*_model_states.pt`` says about the layout; the module itself is not looked at.
+
+    ``sub_groups`` are the trained parameters in flat order, by sub-group at stage 3 and by optimizer group at stages 1
+    and 2; ``frozen`` those that the optimizer does not have, or None where they were excluded from the save;
+    ``frozen_extents`` where this rank's parts of them are; ``directory`` is the file's digest of its zip directory.
+    ``values`` are the counters and states that DeepSpeed loads from there; ``others`` the shapes of what is no
+    parameter in the module's state, None for what is no tensor. ``weights`` are the (offset, nbytes) of the trained
+    parameters in a file of the whole module; a load makes them from the master weights instead.
+    """
+
+    path: FilePath
+    size: int
+    rank: int
+    world_size: int
+    global_steps: int
+    sub_groups: tuple[tuple[Param, ...], ...]
+    frozen: Layout | None
+    frozen_extents: TensorExtents | None
+    header_bytes: int
+    directory: str = ""
+    values: Mapping[str, object] = field(default_factory=dict)
+    others: Mapping[str, tuple[int, ...] | None] = field(default_factory=dict)
+    weights: tuple[tuple[int, int], ...] = ()
+
+    def fragments(self) -> list[tuple[int, int]]:
+        """(offset, nbytes) in the file of this rank's part of each frozen parameter that has elements."""
+        if self.frozen is None or self.frozen_extents is None:
+            return []
+        return [
+            (int(self.frozen_extents.offset[i]), int(self.frozen.part[i]) * DTYPE_BYTES[self.frozen_extents.dtype[i]])
+            for i in range(self.frozen.num_params)
+            if self.frozen_extents.offset[i] >= 0
+        ]
+
+
+def open_model_states(
+    path: FilePath, rank: int, *, world_size: int | None, tp: TensorParallel | None = None
+) -> ModelStates:
+    """Parse what a model states file says about the layout; objects of unknown classes in it stay inert.
+
+    With ``world_size`` given, a file that says otherwise raises CheckpointError.
+    """
+    return model_states_of(read_torch_file(path, foreign="inert"), rank, world_size=world_size, tp=tp)
+
+
+def model_states_of(
+    file: TorchFile, rank: int, *, world_size: int | None, tp: TensorParallel | None = None
+) -> ModelStates:
+    """``open_model_states`` of a file that was read already."""
+    path, root = file.path, file.root
+    if not isinstance(root, dict):
+        raise CheckpointError(f"{path}: is not a DeepSpeed model states file.")
+    misplaced = saved_as(file.folder, path.name)
+    if misplaced is not None:
+        raise CheckpointError(f"{path}: was saved as {misplaced}. Files of different ranks have changed places.")
+    count = root.get("dp_world_size")
+    if type(count) is not int or not 1 <= count <= _MAX_WORLD_SIZE:
+        raise CheckpointError(f"{path}: dp_world_size is {shown(count)}. It is not a ZeRO-3 model states file.")
+    if world_size is not None and count != world_size:
+        raise CheckpointError(
+            f"{path}: was saved by {count} ranks, the rest of the checkpoint by {world_size}. Files of two saves are "
+            "mixed in this directory."
+        )
+    mp_world_size = root.get("mp_world_size", 1)
+    if mp_world_size != (1 if tp is None else tp.size):
+        raise other_tp_size(path, mp_world_size, tp)
+    tables = root.get("param_shapes")
+    if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
+        raise CheckpointError(f"{path}: holds no param_shapes. It is not a ZeRO-3 model states file.")
+    module = root.get("module")
+    if not isinstance(module, (dict, type(None))):
+        raise CheckpointError(f"{path}: holds no state of the module: {shown(module)}. The file is damaged.")
+    steps = root.get("global_steps")
+    weights: tuple[tuple[int, int], ...] = ()
+    frozen_shapes = root.get("frozen_param_shapes")
+    params_of = {
+        name for table in (*tables, frozen_shapes if isinstance(frozen_shapes, dict) else {}) for name in table
+    }
+    if WHOLE_MODEL_FILE.match(path.name) is None:
+        frozen, extents = _frozen_parts(file, tables, count)
+    else:
+        frozen, extents = _whole_frozen_params(file, tables)
+        params_of |= {param.name for param in frozen.params} if frozen is not None else set()
+        params_of |= set(_names(root.get("shared_params")))
+        trained = {name for table in tables for name in table} | set(_names(root.get("shared_params")))
+        refs = [ref for name, ref in (module or {}).items() if name in trained and isinstance(ref, TensorRef)]
+        file.locate(ref.storage.key for ref in refs)
+        extents_of = {file.extent(ref) for ref in refs if ref.numel > 0}
+        weights = tuple((extent.offset, extent.nbytes) for extent in extents_of)
+    return ModelStates(
+        path=path,
+        size=file.size,
+        rank=rank,
+        world_size=count,
+        global_steps=steps if type(steps) is int else 0,
+        sub_groups=tuple(tuple(checked_param(name, shape, path) for name, shape in table.items()) for table in tables),
+        frozen=frozen,
+        frozen_extents=extents,
+        header_bytes=file.header_bytes,
+        directory=file.directory,
+        values={key: root[key] for key in (*COUNTERS, *_STATES) if key in root},
+        others={
+            str(name): value.shape if isinstance(value, TensorRef) else None
+            for name, value in (module or {}).items()
+            if name not in params_of and not isinstance(value, Stub)
+        },
+        weights=weights,
+    )
+
+
+def _frozen_parts(
+    file: TorchFile, tables: Sequence[Mapping[str, object]], count: int
+) -> tuple[Layout | None, TensorExtents | None]:
+    """The layout of the frozen parameters, and where this rank's parts of them are; None where they were not saved.
+
+    ``tables`` are the trained parameters, ``count`` the ranks that saved. Raises CheckpointError.
+    """
+    path, root = file.path, file.root
+    assert isinstance(root, dict)
+    shapes, fragments = root.get("frozen_param_shapes"), root.get("frozen_param_fragments")
+    if not isinstance(shapes, dict) or not isinstance(fragments, dict):
+        return None, None
+    trained = {name for table in tables for name in table}  # DeepSpeed lists by requires_grad, which may change
+    params = [checked_param(name, shape, path) for name, shape in shapes.items() if name not in trained]
+    frozen = unpacked_layout(checked_params(params, path), count)
+    offset = np.full(len(params), -1, dtype=np.int64)
+    found = (fragments.get(param.name) for param in params)
+    file.locate(fragment.storage.key for fragment in found if isinstance(fragment, TensorRef))
+    dtype: dict[int, str] = {}
+    for i, param in enumerate(params):
+        fragment = fragments.get(param.name)
+        want = partition_numel(param.numel, count)
+        if not isinstance(fragment, TensorRef) or (param.numel > 0 and fragment.shape != (want,)):
+            got = fragment.shape if isinstance(fragment, TensorRef) else shown(fragment)
+            raise CheckpointError(
+                f"{path}: the part of frozen parameter {brief(param.name)} is {got}; {count} ranks imply "
+                f"({want},). The file is damaged, or the parameter was offloaded to NVMe when it was saved."
+            )
+        if param.numel > 0:
+            offset[i] = file.extent(fragment).offset
+        dtype[i] = fragment.dtype
+    return frozen, TensorExtents(path, dtype, offset)
+
+
+def _names(value: object) -> list[str]:
+    """The texts among the entries of a list or the keys of a mapping; none for anything else."""
+    return [name for name in value if isinstance(name, str)] if isinstance(value, (dict, list, tuple)) else []
+
+
+def _whole_frozen_params(
+    file: TorchFile, tables: Sequence[Mapping[str, object]]
+) -> tuple[Layout | None, TensorExtents | None]:
+    """``_frozen_parts`` of a file with the whole module: what is neither trained, nor a buffer, nor tied to another.
+
+    The layout is that of one rank. DeepSpeed lists frozen parameters at stage 2 and not at stage 1, so the list is not
+    used.
+    """
+    root = file.root
+    assert isinstance(root, dict)
+    module = root.get("module")
+    if not isinstance(module, dict):
+        return None, None
+    others = {name for table in tables for name in table} | set(_names(root.get("buffer_names")))
+    others |= set(_names(root.get("shared_params")))
+    found = {str(name): value for name, value in module.items() if isinstance(value, TensorRef) and name not in others}
+    if not found and not isinstance(root.get("frozen_param_shapes"), dict):
+        return None, None
+    params = [checked_param(name, ref.shape, file.path) for name, ref in found.items()]
+    layout = unpacked_layout(checked_params(params, file.path), 1)
+    file.locate(ref.storage.key for ref in found.values())
+    offset = np.full(len(params), -1, dtype=np.int64)
+    for i, ref in enumerate(found.values()):
+        if ref.numel > 0:
+            offset[i] = file.extent(ref).offset
+    return layout, TensorExtents(file.path, {i: ref.dtype for i, ref in enumerate(found.values())}, offset)
+
+
+def other_step(model: ModelStates, record: CommitRecord | None) -> str | None:
+    """The sentence about module states of another step than the record's; None where they are of the same save.
+
+    The zip directory that the record states for the file proves that: client state may have set the step.
+    """
+    if record is None or model.global_steps == record.global_steps:
+        return None
+    if record.directories.get(model.path.name) == model.directory:
+        return None
+    return (
+        f"{model.path}: was saved at step {model.global_steps}, the commit record at step {record.global_steps}. "
+        "Files of two saves are mixed in this directory."
+    )
+
+
+def frozen_layouts(models: Mapping[int, ModelStates]) -> Layout:
+    """The saved layout of the frozen parameters; all the given ranks must agree on it."""
+    layouts = [model.frozen for model in models.values() if model.frozen is not None]
+    first = layouts[0]
+    for model in models.values():
+        if model.frozen is None or model.frozen.params != first.params:
+            raise CheckpointError(
+                f"{model.path}: lists other frozen parameters than its neighbours. Files of two saves are mixed."
+            )
+    return first
+
+
+def client_state_keys(root: Mapping[object, object]) -> tuple[str, ...]:
+    """The entries of a model states file that DeepSpeed does not make itself."""
+    names = [key for key in root if isinstance(key, str)]
+    return tuple(key for key in names if key not in _OF_DEEPSPEED and not key.startswith("ds_"))

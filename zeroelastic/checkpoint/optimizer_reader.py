@@ -1,0 +1,355 @@
+"""Reads one rank's optimizer file, header only, in each of its formats.
+
+At stage 3, ``rigid`` is what stock DeepSpeed writes: a nested ``optimizer_state_dict`` over padded flat buffers.
+``elastic`` is ``base_optimizer_state``, one lean tensor per parameter, with the table ``zeroelastic`` (docs/format.md).
+At stages 1 and 2 DeepSpeed writes ``single_partition_of_fp32_groups`` and ``base_optimizer_state``: with
+``elastic_checkpoint`` its state by group without padding and without hyper-parameters, else the state dict of the inner
+optimizer with padding. Each format has a reader, which returns the same ``_RawShard``; one builder checks it and makes
+the ``Shard``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from zeroelastic.checkpoint.commit_record import CheckpointFormat
+from zeroelastic.checkpoint.elastic_table import ElasticTable, check_owned_ranges, read_elastic_table
+from zeroelastic.checkpoint.extents import TensorExtents
+from zeroelastic.checkpoint.optimizer_file import FP32, FROZEN, SCALERS, ParamGroup, ScalerState, Shard
+from zeroelastic.checkpoint.values import (
+    OptionValue,
+    checked_groups,
+    checked_layout,
+    damaged,
+    read_option,
+    read_options,
+    read_scalar,
+)
+from zeroelastic.core.digest import ScalarValue
+from zeroelastic.core.layout import Int64Array, Layout, Param, original_order
+from zeroelastic.errors import CheckpointError, UnsupportedError, shown
+from zeroelastic.io.paths import FilePath
+from zeroelastic.torch_file.header import DTYPE_BYTES, Blocks, DType, Stub, TensorRef, TorchFile, read_torch_file
+
+_State = Mapping[str, object]
+"""The entry ``optimizer_state_dict`` of a file."""
+
+
+@dataclass(frozen=True, slots=True)
+class _RawShard:
+    """What both formats say. ``values`` is the state by sub-group as the file has it; rigid files have no ``table``."""
+
+    format: CheckpointFormat
+    layout: Layout
+    flats: Sequence[TensorRef]
+    values: Sequence[Mapping[object, object]]
+    groups: tuple[ParamGroup, ...]
+    table: ElasticTable | None = None
+    lean: bool = False
+    """Whether tensors of state are as long as the flat buffer without its padding."""
+
+
+def open_shard(
+    path: FilePath,
+    rank: int,
+    *,
+    world_size: int,
+    rigid_params: Sequence[Sequence[Param]] | None,
+    tp_rank: int = 0,
+    through: Blocks | None = None,
+) -> Shard:
+    """Parse one optimizer file of a ``world_size``-rank save, that of tensor parallel rank ``tp_rank``.
+
+    ``rigid_params`` are the parameters by flat buffer, in buffer order, which the optimizer files of stock DeepSpeed do
+    not name (they come from a ``*_model_states.pt``); elastic files of stage 3 name them themselves. ``through`` as of
+    ``read_torch_file``. Raises CheckpointError, UnsupportedError.
+    """
+    file = read_torch_file(path, through=through)
+    root = file.root
+    state = root.get("optimizer_state_dict") if isinstance(root, dict) else None
+    if not isinstance(root, dict) or not isinstance(state, dict):
+        raise CheckpointError(f"{path}: holds no optimizer_state_dict. It is not a ZeRO optimizer file.")
+    # DeepSpeed's BF16_Optimizer, which steps ZeRO-1 with fp32 gradient accumulation, writes no stage.
+    stage = state.get("zero_stage", 1 if _GROUPS in state else None)
+    if stage not in (1, 2, 3):
+        raise UnsupportedError(f"{path}: was saved with ZeRO stage {shown(stage)}; stages 1, 2 and 3 are read.")
+    if state.get("ds_zero_partition_groups") is not None:
+        raise UnsupportedError(f"{path}: holds AutoEP expert parameters, which cannot be resharded yet.")
+    count = state.get("partition_count")
+    if stage != 3 and isinstance(count, list) and len(set(map(repr, count))) > 1:
+        raise UnsupportedError(
+            f"{path}: its optimizer groups are cut for {shown(count)} ranks: it has groups of experts (MoE), which "
+            "cannot be resharded yet."
+        )
+    count = count[0] if stage != 3 and isinstance(count, list) and count else count
+    if count != world_size:
+        raise CheckpointError(
+            f"{path}: was saved by {shown(count)} ranks, the rest of the checkpoint by {world_size}. Files of "
+            "two saves are mixed in this directory."
+        )
+    file.locate()
+    if stage != 3:
+        raw = _read_groups(file, state, root.get("ds_config"), rigid_params, rank=rank, world_size=world_size)
+    elif "base_optimizer_state" in state:
+        raw = _read_elastic(file, state, rank=rank, world_size=world_size, tp_rank=tp_rank)
+    else:
+        raw = _read_rigid(file, state, rigid_params, world_size=world_size)
+    return _build(file, state, raw, rank, root.get("ds_config"), int(stage))
+
+
+def _read_rigid(
+    file: TorchFile, state: _State, sub_groups: Sequence[Sequence[Param]] | None, *, world_size: int
+) -> _RawShard:
+    if sub_groups is None:
+        raise damaged(file.path, "names no parameters and no model states file does")
+    layout = checked_layout(sub_groups, world_size, file.path)
+    flats = _flat_groups(file, state, layout)
+    members, values = _nested_state(file, state.get("optimizer_state_dict"), len(flats))
+    groups = tuple(
+        ParamGroup(options, tuple(param.name for position in positions for param in sub_groups[position]))
+        for options, positions in members
+    )
+    return _RawShard("rigid", layout, flats, values, groups)
+
+
+def _nested_state(
+    file: TorchFile, nested: object, num_flats: int
+) -> tuple[list[tuple[dict[str, OptionValue], list[int]]], list[Mapping[object, object]]]:
+    """The state dict of a torch optimizer that steps flat buffers.
+
+    Returns the hyper-parameters and the positions of the flat buffers of each optimizer group, and the state of each
+    flat buffer. Raises CheckpointError.
+    """
+    groups_raw, states_raw = (nested.get(k) if isinstance(nested, dict) else None for k in ("param_groups", "state"))
+    if not isinstance(groups_raw, list) or not isinstance(states_raw, dict):
+        raise damaged(file.path, "holds no optimizer state (param_groups and state)")
+    groups: list[tuple[dict[str, OptionValue], list[int]]] = []
+    flat_of_index: dict[int, int] = {}
+    for g, group in enumerate(groups_raw):
+        indices = group.get("params") if isinstance(group, dict) else None
+        if not isinstance(group, dict) or not isinstance(indices, list):
+            raise damaged(file.path, f"optimizer group {g} is not a group")
+        if not all(type(index) is int for index in indices):
+            raise damaged(file.path, f"optimizer group {g} refers to parameters by something other than numbers")
+        positions: list[int] = []
+        for index in dict.fromkeys(indices):
+            position = len(flat_of_index)
+            if position >= num_flats or index in flat_of_index:
+                raise damaged(
+                    file.path, f"optimizer group {g} refers to {shown(index)}; there are {num_flats} flat groups"
+                )
+            flat_of_index[index] = position
+            positions.append(position)
+        groups.append((read_options(file, group, f"optimizer group {g}"), positions))
+    if len(flat_of_index) != num_flats:
+        raise damaged(file.path, f"optimizer groups hold {len(flat_of_index)} flat groups of {num_flats}")
+    values: list[Mapping[object, object]] = [{} for _ in range(num_flats)]
+    for index, entry in states_raw.items():
+        if index not in flat_of_index or not isinstance(entry, dict):
+            raise damaged(file.path, f"optimizer state {shown(index)} belongs to no flat group")
+        values[flat_of_index[index]] = {
+            key: value
+            for key, value in entry.items()
+            if not (isinstance(key, str) and key.endswith("_offload_buffer"))  # copies that offload_states() leaves
+        }
+    return groups, values
+
+
+_GROUPS = "single_partition_of_fp32_groups"
+"""The entry of the master weights in the files of stages 1 and 2."""
+
+
+def _read_groups(
+    file: TorchFile,
+    state: _State,
+    config: object,
+    groups: Sequence[Sequence[Param]] | None,
+    *,
+    rank: int,
+    world_size: int,
+) -> _RawShard:
+    """Read a file of stage 1 or 2, of ``DeepSpeedZeroOptimizer`` or ``BF16_Optimizer`` (DeepSpeed 0.19.8)."""
+    if groups is None:
+        raise damaged(file.path, "names no parameters and no model states file does")
+    gaps = state.get("param_alignment_paddings")
+    layout = checked_groups(groups, world_size, gaps, file.path)
+    flats = state.get(_GROUPS)
+    if not isinstance(flats, list) or not all(isinstance(flat, TensorRef) for flat in flats):
+        raise damaged(file.path, f"holds no {_GROUPS}")
+    if len(flats) != len(groups):
+        raise damaged(file.path, f"{_GROUPS} has {len(flats)} entries; the model states file has {len(groups)} groups")
+    lean = lean_numel(layout, rank)
+    for i, flat in enumerate(flats):
+        # DeepSpeedZeroOptimizer leaves the padding out, BF16_Optimizer does not.
+        padded = int(layout.sub_group_numel[i])
+        if len(flat.shape) != 1 or not lean[i] <= flat.numel <= padded:
+            raise damaged(file.path, f"{_GROUPS}[{i}] has {flat.numel} elements; {world_size} ranks imply {padded}")
+    zero = config.get("zero_optimization") if isinstance(config, dict) else None
+    dealt = "zero_stage" in state and isinstance(zero, dict) and bool(zero.get("round_robin_gradients"))
+    ordered = [original_order(group, world_size) if dealt else group for group in groups]
+    names = [tuple(param.name for param in group) for group in ordered]
+    base = state.get("base_optimizer_state")
+    if isinstance(base, list):
+        if len(base) != len(flats) or not all(isinstance(values, dict) for values in base):
+            raise damaged(file.path, f"base_optimizer_state does not hold one entry for each of {len(flats)} groups")
+        step = state.get("base_optimizer_state_step")  # of DeepSpeed's own optimizers; those of torch keep theirs
+        options = {} if step is None else {"step": read_option(file, step, "base_optimizer_state_step")}
+        return _RawShard("rigid", layout, flats, base, tuple(ParamGroup(options, each) for each in names), lean=True)
+    members, values = _nested_state(file, base, len(flats))
+    if [len(indices) for _, indices in members] != [1] * len(flats):
+        raise damaged(file.path, f"optimizer groups do not refer to one flat buffer each of {len(flats)}")
+    param_groups = tuple(ParamGroup(options, each) for (options, _), each in zip(members, names, strict=True))
+    return _RawShard("rigid", layout, flats, values, param_groups)
+
+
+def lean_numel(layout: Layout, rank: int) -> Int64Array:
+    """The elements of a rank's part of each group up to the group's last one: shape ``(num_sub_groups,)``."""
+    ends = np.zeros(layout.num_sub_groups, dtype=np.int64)
+    np.maximum.at(ends, layout.sub_group, layout.origin + layout.numel)
+    lean: Int64Array = np.clip(ends - rank * layout.sub_group_numel, 0, layout.sub_group_numel)
+    return lean
+
+
+def _read_elastic(file: TorchFile, state: _State, *, rank: int, world_size: int, tp_rank: int) -> _RawShard:
+    table = read_elastic_table(file, state.get("zeroelastic"), rank=rank, world_size=world_size, tp_rank=tp_rank)
+    flats = _flat_groups(file, state, table.layout)
+    check_owned_ranges(file, state["zeroelastic"], table.layout, rank)
+    values = state["base_optimizer_state"]
+    if not isinstance(values, list) or len(values) != len(flats) or not all(isinstance(e, dict) for e in values):
+        raise damaged(file.path, f"base_optimizer_state does not hold one entry for each of {len(flats)} flat groups")
+    return _RawShard("elastic", table.layout, flats, values, table.groups, table)
+
+
+def _flat_groups(file: TorchFile, state: _State, layout: Layout) -> list[TensorRef]:
+    flats = state.get("fp32_flat_groups")
+    if not isinstance(flats, list) or not all(isinstance(flat, TensorRef) for flat in flats):
+        raise damaged(file.path, "holds no fp32_flat_groups")
+    if len(flats) != layout.num_sub_groups:
+        raise damaged(
+            file.path,
+            f"fp32_flat_groups has {len(flats)} entries; the parameter table implies {layout.num_sub_groups}",
+        )
+    for i, flat in enumerate(flats):
+        want = int(layout.sub_group_numel[i])
+        if flat.numel == 0 < want:  # DeepSpeed cannot restore it either, so it is not left to DeepSpeed
+            raise CheckpointError(
+                f"{file.path}: has no elements in fp32_flat_groups[{i}]: DeepSpeed saved it from a run with "
+                "offload_optimizer on NVMe, and left master weights and optimizer state to raw copies of swap "
+                "files (offloaded_tensors/rankNN), which do not say what is in them. Save such runs with "
+                "elastic_checkpoint on: all of it is then in the files, for any world size."
+            )
+        if flat.shape != (want,):
+            raise damaged(
+                file.path,
+                f"fp32_flat_groups[{i}] has {flat.numel} elements; {layout.world_size} ranks imply {want}",
+            )
+    return flats
+
+
+def _build(file: TorchFile, state: _State, raw: _RawShard, rank: int, config: object, stage: int) -> Shard:
+    """Place every tensor of a raw shard. Raises CheckpointError, UnsupportedError for what is no tensor or scalar."""
+    layout, table = raw.layout, raw.table
+    members = [np.flatnonzero(layout.sub_group == i) for i in range(layout.num_sub_groups)]
+    owned = layout.owned(rank)[1]
+    padded = [(int(numel),) for numel in layout.sub_group_numel]
+    state_shapes = [flat.shape for flat in raw.flats] if raw.lean else padded
+    offsets: dict[str, Int64Array] = {}
+    dtypes: dict[str, dict[int, str]] = {}
+    tensor_keys: list[tuple[str, ...]] = []
+    scalars: list[dict[str, ScalarValue]] = []
+    for i, flat in enumerate(raw.flats):
+        placed = {FP32: _cut(file, flat, layout, members[i])}
+        replicated: dict[str, ScalarValue] = {}
+        for key, value in raw.values[i].items():
+            where = f"optimizer state {shown(key)} of sub-group {i}"
+            if not isinstance(key, str) or key in (FP32, FROZEN):
+                raise UnsupportedError(f"{file.path}: {where} has a name that cannot be kept.")
+            if isinstance(value, list):
+                placed[key] = _lean(file, value, owned[members[i]], where, rank)
+            elif isinstance(value, TensorRef) and value.shape == state_shapes[i] and raw.format == "rigid":
+                placed[key] = _cut(file, value, layout, members[i])
+            elif isinstance(value, TensorRef) and value.shape != ():
+                raise UnsupportedError(
+                    f"{file.path}: {where} has shape {value.shape}, neither that of its flat buffer "
+                    f"{state_shapes[i]} nor a scalar. Block-quantised and factored states cannot be resharded."
+                )
+            else:
+                replicated[key] = read_scalar(file, value, where)
+        for key, (offset, dtype) in placed.items():
+            offsets.setdefault(key, np.full(layout.num_params, -1, dtype=np.int64))[members[i]] = offset
+            dtypes.setdefault(key, {})[i] = dtype
+        tensor_keys.append(tuple(placed))
+        scalars.append(replicated)
+    return Shard(
+        path=file.path,
+        size=file.size,
+        rank=rank,
+        stage=stage,
+        format=raw.format,
+        save_id=None if table is None else table.save_id,
+        layout=layout,
+        groups=raw.groups,
+        tensor_keys=tuple(tensor_keys),
+        scalars=tuple(scalars),
+        extents={key: TensorExtents(file.path, dtypes[key], offset) for key, offset in offsets.items()},
+        digests=None if table is None else table.digests,
+        scaler=_scaler(file, state),
+        ds_config={str(k): v for k, v in config.items()} if isinstance(config, dict) else {},
+        train_batch_size=None if table is None else table.train_batch_size,
+        header_bytes=file.header_bytes,
+        optimizer=None if table is None else table.optimizer,
+        grad_scaler=None if table is None else table.grad_scaler,
+        directory=file.directory,
+    )
+
+
+def _cut(file: TorchFile, flat: TensorRef, layout: Layout, members: Int64Array) -> tuple[Int64Array, str]:
+    """Where a flat buffer has the part of each parameter of its sub-group, in bytes, and its dtype."""
+    return file.extent(flat).offset + layout.offset[members] * DTYPE_BYTES[flat.dtype], flat.dtype
+
+
+def _lean(file: TorchFile, tensors: list[object], owned: Int64Array, where: str, rank: int) -> tuple[Int64Array, str]:
+    """Where the tensors of a sub-group's parameters are, in bytes, and their dtype. ``owned`` are their elements."""
+    if len(tensors) != len(owned):
+        raise damaged(file.path, f"{where} has {len(tensors)} tensors; the sub-group has {len(owned)} parameters")
+    offsets = np.empty(len(owned), dtype=np.int64)
+    dtypes: set[str] = set()
+    for i, (tensor, numel) in enumerate(zip(tensors, owned.tolist(), strict=True)):
+        if not isinstance(tensor, TensorRef):
+            raise damaged(file.path, f"{where} holds something that is not a tensor")
+        if tensor.shape != (numel,):
+            raise damaged(file.path, f"{where}: part {i} has shape {tensor.shape}; rank {rank} owns {numel} elements")
+        dtypes.add(tensor.dtype)
+        offsets[i] = file.extent(tensor).offset
+    if len(dtypes) != 1:
+        raise damaged(file.path, f"{where} mixes the dtypes {sorted(dtypes)}")
+    return offsets, dtypes.pop()
+
+
+def _scaler(file: TorchFile, state: _State) -> ScalerState | None:
+    stub = state.get("loss_scaler")
+    if stub is None:
+        return None
+    if not isinstance(stub, Stub) or (stub.module, stub.qualname) not in SCALERS:
+        kind = f"a {stub.module}.{stub.qualname}" if isinstance(stub, Stub) else shown(stub)
+        raise UnsupportedError(
+            f"{file.path}: its loss_scaler is {kind}, and none of DeepSpeed's. Its state cannot be restored."
+        )
+    attributes: dict[str, OptionValue | DType] = {
+        key: value if isinstance(value, DType) else read_option(file, value, f"loss_scaler.{key}")
+        for key, value in stub.attributes.items()
+    }
+    for key in SCALERS[stub.module, stub.qualname]:
+        number = attributes.get(key)
+        if type(number) not in (int, float) or (key == "cur_scale" and not 0 < float(str(number)) < math.inf):
+            raise damaged(file.path, f"its loss_scaler has {key} {shown(number)}")
+    return ScalerState(
+        class_name=stub.qualname,
+        attributes=attributes,
+        dynamic=bool(state.get("dynamic_loss_scale")),
+        overflow=bool(read_scalar(file, state.get("overflow"), "overflow").value),
+    )

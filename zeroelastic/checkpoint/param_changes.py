@@ -1,0 +1,215 @@
+"""Which parameters are trained, then and now: two sets of parameters compared, and what becomes of each.
+
+Pure data in, pure data out. A save knows trained and frozen parameters and its optimizer groups, and so does a run.
+What both have is restored; the rest is named, with what happens to it, or refused. Parameters go by name.
+
+A parameter without elements has nothing to restore: DeepSpeed lists it with the trained ones up to 0.19.7 and with the
+frozen ones since, and it counts as restored wherever it is listed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from zeroelastic.checkpoint.optimizer_file import ParamGroup
+from zeroelastic.core.layout import Param
+
+
+@dataclass(frozen=True, slots=True)
+class ParamSet:
+    """The parameters of a save or of a run, by name in the order of their layouts.
+
+    ``frozen`` is None for a save from which frozen parameters were excluded.
+    """
+
+    trained: tuple[Param, ...]
+    frozen: tuple[Param, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class GroupMatch:
+    """Where a live optimizer group gets its hyper-parameters: from saved group ``source``, or None, its own.
+
+    ``shared`` are all saved groups with which it shares restored parameters; more than one and no source means that
+    they differ.
+    """
+
+    source: int | None
+    shared: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """What becomes of every parameter. Invariant: each live one is in exactly one of the lists, all but ``dropped``.
+
+    ``restored``: trained then and now. ``frozen``: frozen then and now. ``unfrozen``: frozen then, trained now.
+    ``newly_frozen``: trained then, frozen now. ``added_trained`` and ``added_frozen``: not in the save.
+    ``excluded``: frozen now, and the save left frozen parameters out. ``dropped``: in the save, not in the model.
+    ``relisted``: without elements, and listed as trained by one side only, which changes nothing.
+    ``problems`` are sentences about everything that differs: among them ``reshaped`` about shapes, which nothing mends,
+    and ``frozen_problems`` about frozen parameters that the save lacks, which are part of the module's state alone.
+    ``groups`` runs parallel to the live optimizer groups.
+    """
+
+    restored: tuple[str, ...]
+    frozen: tuple[str, ...]
+    unfrozen: tuple[str, ...]
+    newly_frozen: tuple[str, ...]
+    added_trained: tuple[str, ...]
+    added_frozen: tuple[str, ...]
+    excluded: tuple[str, ...]
+    dropped: tuple[str, ...]
+    relisted: tuple[str, ...]
+    groups: tuple[GroupMatch, ...]
+    problems: tuple[str, ...]
+    group_problems: tuple[str, ...]
+    reshaped: tuple[str, ...]
+    frozen_problems: tuple[str, ...]
+
+    @property
+    def same_params(self) -> bool:
+        """Whether the run has the parameters of the save, trained or frozen as then; excluded ones are left aside."""
+        return not self.problems and not self.relisted
+
+    @property
+    def same_groups(self) -> bool:
+        """Whether every live group is the saved group of the same number, and there are no others."""
+        return not self.group_problems and all(match.source == g for g, match in enumerate(self.groups))
+
+
+def compare(
+    saved: ParamSet, live: ParamSet, saved_groups: Sequence[ParamGroup], live_groups: Sequence[Sequence[str]]
+) -> Membership:
+    """What becomes of every parameter of a run that loads a save.
+
+    Example::
+
+        found = compare(ParamSet(saved, None), ParamSet(live, ()), head.groups, [["a.weight"], ["a.bias"]])
+        found.added_trained      # keep their initial values
+    """
+    was = _listed(saved)
+    now = _listed(live)
+    reshaped = [
+        f"{kind} {name} has shape {list(was[name][1].shape)} in the checkpoint and {list(param.shape)} in the model"
+        for name, (kind, param) in now.items()
+        if name in was and was[name][1].shape != param.shape
+    ]
+    restored, frozen, unfrozen, newly_frozen, relisted, added_trained, added_frozen, excluded = _empty_lists(8)
+    moved: list[str] = []
+    missing: dict[str, list[str]] = {_TRAINED: [], _FROZEN: []}
+    for name, (kind, param) in now.items():
+        before = was[name][0] if name in was else None
+        if before == kind:
+            (restored if kind == _TRAINED else frozen).append(name)
+        elif before is not None and param.numel == 0:
+            relisted.append(name)
+        elif before is not None:
+            (unfrozen if kind == _TRAINED else newly_frozen).append(name)
+            moved.append(
+                f"parameter {name} {list(param.shape)} was {_WORD[before]} when the checkpoint was saved and is "
+                f"{_WORD[kind]} in the model"
+            )
+        elif kind == _FROZEN and saved.frozen is None:
+            excluded.append(name)
+        else:
+            (added_trained if kind == _TRAINED else added_frozen).append(name)
+            missing[kind].append(f"{kind} {name} {list(param.shape)} of the model is not in the checkpoint")
+    dropped = [name for name in was if name not in now]
+    unknown = [
+        f"{was[name][0]} {name} {list(was[name][1].shape)} of the checkpoint is not in the model" for name in dropped
+    ]
+    group_problems = _compare_groups(saved_groups, live_groups)
+    problems = [*missing[_TRAINED], *missing[_FROZEN], *unknown, *moved, *reshaped]
+    fits = not problems and not group_problems
+    return Membership(
+        restored=tuple(restored),
+        frozen=tuple(frozen),
+        unfrozen=tuple(unfrozen),
+        newly_frozen=tuple(newly_frozen),
+        added_trained=tuple(added_trained),
+        added_frozen=tuple(added_frozen),
+        excluded=tuple(excluded),
+        dropped=tuple(dropped),
+        relisted=tuple(relisted),
+        groups=match_groups(saved_groups, live_groups, frozenset(restored), fits=fits),
+        problems=tuple(problems),
+        group_problems=tuple(group_problems),
+        reshaped=tuple(reshaped),
+        frozen_problems=tuple(missing[_FROZEN]),
+    )
+
+
+_TRAINED, _FROZEN = "parameter", "frozen parameter"
+_WORD = {_TRAINED: "trained", _FROZEN: "frozen"}
+
+
+def _listed(inventory: ParamSet) -> dict[str, tuple[str, Param]]:
+    """Every parameter by name: how it is listed, and itself."""
+    trained = {param.name: (_TRAINED, param) for param in inventory.trained}
+    return trained | {param.name: (_FROZEN, param) for param in inventory.frozen or ()}
+
+
+def _empty_lists(count: int) -> Iterable[list[str]]:
+    return ([] for _ in range(count))
+
+
+def _compare_groups(saved: Sequence[ParamGroup], live: Sequence[Sequence[str]]) -> list[str]:
+    """Every way in which the optimizer groups differ by number, as sentences."""
+    if len(saved) != len(live):
+        return [f"the checkpoint has {len(saved)} optimizer groups and the run has {len(live)}"]
+    saved_group = {name: g for g, group in enumerate(saved) for name in group.params}
+    return [
+        f"parameter {name} is in optimizer group {saved_group[name]} of the checkpoint and in group {g} of the run"
+        for g, names in enumerate(live)
+        for name in names
+        if saved_group.get(name, g) != g
+    ]
+
+
+def match_groups(
+    saved: Sequence[ParamGroup], live: Sequence[Sequence[str]], restored: frozenset[str], *, fits: bool
+) -> tuple[GroupMatch, ...]:
+    """The saved group of each live one: that of its restored parameters, where they agree on the hyper-parameters.
+
+    Groups that hold nothing restored keep their own hyper-parameters, except that a group of which nothing was trained
+    and nothing is goes by number while there are as many groups as there were. Where everything ``fits``, all do.
+    """
+    if fits:
+        return tuple(GroupMatch(g, (g,)) for g in range(len(live)))
+    saved_group = {name: g for g, group in enumerate(saved) for name in group.params}
+    found: list[GroupMatch] = []
+    for g, names in enumerate(live):
+        shared = tuple(sorted({saved_group[name] for name in names if name in restored and name in saved_group}))
+        if not shared and not names and len(saved) == len(live) and not saved[g].params:
+            shared = (g,)
+        alike = bool(shared) and all(_options(saved[s]) == _options(saved[shared[0]]) for s in shared)
+        found.append(GroupMatch(shared[0] if alike else None, shared))
+    return tuple(found)
+
+
+def _options(group: ParamGroup) -> Mapping[str, str]:
+    """Hyper-parameters in a form that compares like their values do, NaN and the type of numbers included."""
+    return {key: repr(value) for key, value in group.options.items()}
+
+
+def compare_params(saved: Iterable[Param], live: Iterable[Param], *, kind: str) -> list[str]:
+    """Every way in which two parameter lists disagree, as sentences: missing, unknown, and other shapes."""
+    saved_shapes = {param.name: param.shape for param in saved}
+    live_shapes = {param.name: param.shape for param in live}
+    problems = [
+        f"{kind} {name} {list(shape)} of the model is not in the checkpoint"
+        for name, shape in live_shapes.items()
+        if name not in saved_shapes
+    ]
+    problems += [
+        f"{kind} {name} {list(shape)} of the checkpoint is not in the model"
+        for name, shape in saved_shapes.items()
+        if name not in live_shapes
+    ]
+    problems += [
+        f"{kind} {name} has shape {list(saved_shapes[name])} in the checkpoint and {list(shape)} in the model"
+        for name, shape in live_shapes.items()
+        if name in saved_shapes and saved_shapes[name] != shape
+    ]
+    return problems

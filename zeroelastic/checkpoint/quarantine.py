@@ -1,0 +1,98 @@
+"""The mark of a damaged checkpoint: a small file in its tag directory that says what is wrong, since when, and where.
+
+A marked tag is passed over by whatever looks for one that is whole, without being read again. Nothing is deleted, and
+a load that names the tag is not kept from it. ``zeroelastic verify --lift-quarantine`` takes the mark away from a tag
+that turns out whole, and so does a save into the tag.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+
+from zeroelastic._version import __version__
+from zeroelastic.checkpoint.commit_record import RECORD_NAME
+from zeroelastic.errors import MissingFileError, UnreadableError
+from zeroelastic.io.atomic import sync_directory, write_atomically
+from zeroelastic.io.paths import FilePath
+from zeroelastic.io.storage import read_whole
+
+MARK_NAME = "zeroelastic-quarantine.json"
+
+_MAX_BYTES = 1 << 20
+_MAX_WHY = 4000
+
+
+@dataclass(frozen=True, slots=True)
+class Quarantine:
+    """Why a tag is not to be used: ``why`` as a sentence, the ``files`` it names, when and by which version.
+
+    ``marked_at`` is a UTC time in ISO 8601. A mark that cannot be read is one all the same, with what is wrong with it
+    as its reason.
+    """
+
+    why: str
+    files: tuple[str, ...] = ()
+    marked_at: str = ""
+    version: str = ""
+
+    @property
+    def sentence(self) -> str:
+        """All of it, for people."""
+        since = f" since {self.marked_at}" if self.marked_at else ""
+        return f"is quarantined{since}: {self.why}"
+
+
+def read_mark(tag_dir: FilePath) -> Quarantine | None:
+    """The mark of a tag directory, None where there is none. Raises UnreadableError where that cannot be known now."""
+    try:
+        found = json.loads(read_whole(tag_dir / MARK_NAME, limit=_MAX_BYTES))
+    except MissingFileError:
+        return None
+    except UnreadableError:
+        raise
+    except (ValueError, RecursionError) as error:  # a CheckpointError for a file that is too large, among them
+        return Quarantine(f"its mark ({MARK_NAME}) cannot be read: {error}")
+    fields = found if isinstance(found, dict) else {}
+    files = fields.get("files")
+    return Quarantine(
+        why=str(fields.get("why", "the mark does not say why")),
+        files=tuple(map(str, files)) if isinstance(files, list) else (),
+        marked_at=str(fields.get("marked_at", "")),
+        version=str(fields.get("zeroelastic", "")),
+    )
+
+
+def write_mark(tag_dir: Path, why: str) -> Quarantine:
+    """Mark a tag directory as damaged; a mark that is there stays. On return it is on disk. Raises OSError,
+    UnreadableError.
+
+    Example::
+
+        write_mark(Path("ckpt/global_step100"), "zero_pp_rank_0_mp_rank_00_model_states.pt: ...")
+    """
+    earlier = read_mark(tag_dir)
+    if earlier is not None:
+        return earlier
+    said = {word.rstrip(".") for word in re.findall(r"[\w.-]+", why)}
+    said -= set() if f"{RECORD_NAME}:" in why else {RECORD_NAME}  # other sentences mention it, too
+    files = tuple(sorted(said.intersection(os.listdir(tag_dir))))
+    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    mark = Quarantine(why[:_MAX_WHY], files, now, __version__)
+    data = {"why": mark.why, "files": list(files), "marked_at": now, "zeroelastic": __version__}
+    write_atomically(tag_dir / MARK_NAME, (json.dumps(data, indent=1) + "\n").encode())
+    return mark
+
+
+def lift_mark(tag_dir: Path) -> bool:
+    """Take the mark away; whether there was one. On return it is gone from the disk. Raises OSError."""
+    try:
+        (tag_dir / MARK_NAME).unlink()
+    except FileNotFoundError:
+        return False
+    sync_directory(tag_dir)
+    return True

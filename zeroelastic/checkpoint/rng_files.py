@@ -1,0 +1,113 @@
+"""Files of random number generators, as the Hugging Face Trainer and accelerate keep one per rank, for a new rank.
+
+The generators that a rank's file holds (Python's, numpy's, torch's on the CPU and on GPUs) are seeded anew, each rank
+with a seed of its own that follows from the checkpoint; everything else in the file stays. Torch's CPU generator is
+the Mersenne Twister that numpy has, in a state of 5056 bytes (CPUGeneratorImpl.cpp, torch 2.13); a GPU's is 16 bytes,
+seed and offset (CUDAGeneratorImpl.cpp).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from zeroelastic.torch_file.pickle_graph import Node, Storage, global_named, new_storage, tensor
+
+_CPU_BYTES, _GPU_BYTES = 5056, 16
+_WORDS = 624
+
+
+def derived_seed(identity: str, rank: int) -> int:
+    """The seed of one rank's generators: 63 bits, another for each checkpoint and rank."""
+    digest = hashlib.sha256(f"zeroelastic rng {identity} {rank}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+@dataclass(slots=True)
+class Reseeded:
+    """A graph whose generators have new states; ``known`` are the bytes of its new storages.
+
+    ``left`` names what looks like a generator of another kind and kept the state that it had.
+    """
+
+    root: object
+    known: dict[Storage, bytes] = field(default_factory=dict)
+    left: list[str] = field(default_factory=list)
+
+
+def reseed(root: object, seed: int) -> Reseeded:
+    """The same graph with every generator that is known seeded with ``seed``."""
+    made = Reseeded(None)
+    made.root = _walk(root, seed, made, "")
+    return made
+
+
+def _walk(value: object, seed: int, made: Reseeded, where: str) -> object:
+    if isinstance(value, dict):
+        return {key: _walk(item, seed, made, f"{where}.{key}".lstrip(".")) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_walk(item, seed, made, f"{where}[{i}]") for i, item in enumerate(value)]
+    if isinstance(value, tuple):
+        if _is_python_state(value):
+            return random.Random(seed).getstate()
+        if len(value) == 5 and value[0] == "MT19937":
+            return _numpy_state(value, seed, made, where)
+        return tuple(_walk(item, seed, made, f"{where}[{i}]") for i, item in enumerate(value))
+    if isinstance(value, Node) and type(value).name == "_rebuild_tensor_v2" and isinstance(value.args[0], Storage):
+        return _tensor_state(value, seed, made, where)
+    return value
+
+
+def _is_python_state(value: tuple[object, ...]) -> bool:
+    return len(value) == 3 and type(value[0]) is int and isinstance(value[1], tuple) and len(value[1]) == _WORDS + 1
+
+
+def _numpy_state(value: tuple[object, ...], seed: int, made: Reseeded, where: str) -> tuple[object, ...]:
+    """What ``numpy.random.get_state()`` gives; its array is made as the old one, whose names fit whoever loads it."""
+    old = value[1]
+    if not isinstance(old, Node) or not isinstance(old.state, tuple) or len(old.state) != 5:
+        made.left.append(where)
+        return value
+    array = type(old)(*old.args)
+    words = _words(seed).astype("<u4").tobytes()
+    array.state = (*old.state[:4], global_named("_codecs", "encode")(words.decode("latin1"), "latin1"))
+    return "MT19937", array, _WORDS, 0, 0.0
+
+
+def _words(seed: int) -> np.ndarray[tuple[int], np.dtype[np.uint32]]:
+    """The Mersenne Twister's state after seeding with the low 32 bits, as init_genrand does."""
+    state = np.random.RandomState(seed & 0xFFFFFFFF).get_state(legacy=False)
+    assert isinstance(state, dict)
+    words = state["state"]["key"]
+    assert isinstance(words, np.ndarray)
+    return words
+
+
+def _cpu_state(seed: int) -> bytes:
+    head = struct.pack("<QiiQ", seed, 1, 1, 0)  # seed, words left before the next refill, seeded, next word
+    return head + _words(seed).astype("<u8").tobytes() + bytes(_CPU_BYTES - len(head) - 8 * _WORDS)
+
+
+def _gpu_state(seed: int) -> bytes:
+    return struct.pack("<QQ", seed, 0)
+
+
+_STATES: dict[int, Callable[[int], bytes]] = {_CPU_BYTES: _cpu_state, _GPU_BYTES: _gpu_state}
+
+
+def _tensor_state(value: Node, seed: int, made: Reseeded, where: str) -> object:
+    storage = value.args[0]
+    assert isinstance(storage, Storage)
+    make = _STATES.get(storage.nbytes)
+    if storage.dtype != "uint8" or make is None:
+        if storage.dtype == "uint8":
+            made.left.append(where)
+        return value
+    new = new_storage("uint8", storage.nbytes)
+    made.known[new] = make(seed)
+    return tensor(new, 0, (storage.nbytes,))

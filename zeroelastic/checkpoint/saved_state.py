@@ -1,0 +1,252 @@
+"""Everything a checkpoint saved, from all its headers: which ranks' files hold which elements of which tensor.
+
+A load needs the headers of a few ranks; the verbs of the command line need all of them, found to belong together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from zeroelastic.checkpoint.extents import Destination, ExtentTable, TensorExtents, extent_table
+from zeroelastic.checkpoint.model_states import ModelStates, frozen_layouts, other_step
+from zeroelastic.checkpoint.open import Checkpoint
+from zeroelastic.checkpoint.optimizer_file import FP32, FROZEN, Shard
+from zeroelastic.core.digest import ParamContent, ScalarValue
+from zeroelastic.core.layout import Layout, Param, unpacked_layout
+from zeroelastic.core.plan import make_plan
+from zeroelastic.errors import CheckpointError
+from zeroelastic.torch_file.header import DTYPE_BYTES
+
+
+class SavedTensor(NamedTuple):
+    """One tensor of a checkpoint: all of a parameter's elements of one state key."""
+
+    param: Param
+    key: str
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return self.param.numel * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class SavedPart:
+    """The trained or the frozen parameters of a save.
+
+    ``dtypes`` and ``scalars`` run parallel to the layout's parameters: the dtype of each state key, and the replicated
+    values beside them. ``extents[rank][key]`` says where that saved rank's files have its parts.
+    """
+
+    layout: Layout
+    dtypes: tuple[Mapping[str, str], ...]
+    scalars: tuple[Mapping[str, ScalarValue], ...]
+    extents: Mapping[int, Mapping[str, TensorExtents]]
+
+    def tensors(self, params: Sequence[int] | None = None) -> list[SavedTensor]:
+        """The tensors of some parameters (all of them by default), by parameter and then by state key as saved."""
+        chosen = range(self.layout.num_params) if params is None else params
+        return [SavedTensor(self.layout.params[p], key, dtype) for p in chosen for key, dtype in self.dtypes[p].items()]
+
+    def rank_rows(self, rank: int) -> tuple[list[SavedTensor], ExtentTable]:
+        """What one saved rank's files hold: ``rows.target`` is an index into the tensors that are returned with them.
+
+        ``rows.start`` is where a row begins in its parameter; padding is in no row.
+        """
+        layout = self.layout
+        targets: list[Destination] = []
+        position: list[int] = []  # of a target's key among those of its parameters
+        for sub_group, first in enumerate(_first_members(layout)):
+            for number, (key, dtype) in enumerate(self.dtypes[first].items()):
+                targets.append(Destination(key, sub_group, dtype))
+                position.append(number)
+        rows = extent_table(make_plan(layout, layout, rank), self.extents, targets)
+        counts = np.array([len(dtypes) for dtypes in self.dtypes], dtype=np.int64)
+        first_tensor = np.cumsum(counts) - counts
+        number_of = np.array(position, dtype=np.int64)
+        return self.tensors(), replace(rows, target=first_tensor[rows.param] + number_of[rows.target])
+
+    def whole_rows(
+        self, params: Sequence[int], *, keys: Collection[str] | None = None
+    ) -> tuple[list[SavedTensor], ExtentTable]:
+        """All elements of some parameters, over all saved ranks: ``rows.target`` is an index into the tensors.
+
+        ``keys`` chooses among their state keys. ``rows.target_offset`` is the position in the flattened tensor.
+        """
+        chosen = [self.layout.params[p] for p in params]
+        tensors: list[SavedTensor] = []
+        targets: list[Destination] = []
+        for i, p in enumerate(params):
+            for key, dtype in self.dtypes[p].items():
+                if keys is None or key in keys:
+                    tensors.append(SavedTensor(self.layout.params[p], key, dtype))
+                    targets.append(Destination(key, i, dtype))
+        plan = make_plan(self.layout, unpacked_layout(chosen, 1), 0)
+        return tensors, extent_table(plan, self.extents, targets)
+
+
+@dataclass(frozen=True, slots=True)
+class SavedState:
+    """All headers of one checkpoint. Invariant: every rank says the same of what all ranks share.
+
+    ``head`` is rank 0's optimizer header; ``models`` are the model states of every rank, or the only ones at stages 1
+    and 2. ``parts`` are the trained parameters and, where frozen ones were saved, these; each has its own layout.
+    """
+
+    checkpoint: Checkpoint
+    head: Shard
+    models: tuple[ModelStates, ...]
+    parts: tuple[SavedPart, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors, padding excluded."""
+        return sum(tensor.nbytes for part in self.parts for tensor in part.tensors())
+
+    def contents(self, digests: Mapping[tuple[str, str], int]) -> list[ParamContent]:
+        """What was saved of each parameter, given the digest of each (parameter, state key)."""
+        return [
+            ParamContent(
+                param,
+                {key: (dtype, digests[param.name, key]) for key, dtype in part.dtypes[p].items()},
+                part.scalars[p],
+            )
+            for part in self.parts
+            for p, param in enumerate(part.layout.params)
+        ]
+
+
+def open_state(checkpoint: Checkpoint) -> SavedState:
+    """Open every rank's headers and check that they are of one save.
+
+    Raises CheckpointError naming two files that disagree, and as ``Checkpoint.shard`` and ``model_states`` do.
+    """
+    models = tuple(checkpoint.model_states(rank) for rank in range(len(checkpoint.model_files)))
+    shards = {rank: checkpoint.shard(rank) for rank in range(checkpoint.world_size)}
+    head = shards[0]
+    check_same_save(shards, head)
+    check_same_models(models, head, checkpoint)
+    parts = [trained_part(shards, head)]
+    if (frozen := frozen_part({model.rank: model for model in models})) is not None:
+        parts.append(frozen)
+    return SavedState(checkpoint, head, models, tuple(parts))
+
+
+def trained_part(shards: Mapping[int, Shard], head: Shard) -> SavedPart:
+    """The trained parameters in the files of some ranks, whose headers say the same as ``head``."""
+    return SavedPart(
+        layout=head.layout,
+        dtypes=tuple(
+            {key: head.extents[key].dtype[sub_group] for key in head.tensor_keys[sub_group]}
+            for sub_group in head.layout.sub_group.tolist()
+        ),
+        scalars=tuple(head.scalars[sub_group] for sub_group in head.layout.sub_group.tolist()),
+        extents={rank: shard.extents for rank, shard in shards.items()},
+    )
+
+
+def frozen_part(models: Mapping[int, ModelStates]) -> SavedPart | None:
+    """The frozen parameters in the files of some ranks; None where none were saved.
+
+    Raises CheckpointError naming two files that disagree on them.
+    """
+    first = next(iter(models.values()))
+    if first.frozen is None or first.frozen_extents is None or not first.frozen.num_params:
+        return None
+    layout = frozen_layouts(models)
+    dtypes = first.frozen_extents.dtype
+    extents: dict[int, Mapping[str, TensorExtents]] = {}
+    for model in models.values():
+        assert model.frozen_extents is not None
+        if model.frozen_extents.dtype != dtypes:
+            raise CheckpointError(
+                f"{model.path} and {first.path} differ in the dtypes of frozen parameters. Files of two saves are "
+                "mixed in this directory."
+            )
+        extents[model.rank] = {FROZEN: model.frozen_extents}
+    return SavedPart(
+        layout=layout,
+        dtypes=tuple({FROZEN: dtypes[p]} for p in range(layout.num_params)),
+        scalars=tuple({} for _ in range(layout.num_params)),
+        extents=extents,
+    )
+
+
+def check_same_save(shards: Mapping[int, Shard], head: Shard) -> None:
+    """Raise CheckpointError when shards differ in something that all shards of one save say alike."""
+    facts = shard_facts(head)
+    for shard in shards.values():
+        theirs = facts if shard is head else shard_facts(shard)
+        for what, ours in facts.items():
+            if theirs[what] != ours:
+                raise CheckpointError(
+                    f"{shard.path} and {head.path} differ in {what}. Files of two saves are mixed in this directory."
+                )
+
+
+def shard_facts(shard: Shard) -> dict[str, str]:
+    """What every shard of one save says alike."""
+    return {
+        "format": shard.format,
+        "save id": str(shard.save_id),
+        "parameters": repr(shard.layout.params),
+        "sub-groups": repr(shard.layout.sub_group_numel.tolist()),
+        "hyper-parameters": repr([(sorted(g.options.items()), g.params) for g in shard.groups]),
+        "optimizer state keys": repr(shard.tensor_keys),
+        "step and other scalars": repr([sorted((k, v.canonical()) for k, v in s.items()) for s in shard.scalars]),
+        "loss scale": repr((shard.scaler, shard.grad_scaler)),
+        "optimizer": repr(shard.optimizer),
+        "dtypes": repr([(key, sorted(extents.dtype.items())) for key, extents in sorted(shard.extents.items())]),
+    }
+
+
+def check_same_models(models: Sequence[ModelStates], head: Shard, checkpoint: Checkpoint) -> None:
+    """Raise CheckpointError when module states differ in something that those of one save have in common."""
+    first = models[0]
+    if (mixed := other_step(first, checkpoint.record)) is not None:
+        raise CheckpointError(mixed)
+    trained = {param for sub_group in first.sub_groups for param in sub_group if param.numel > 0}
+    if trained != {param for param in head.layout.params if param.numel > 0}:
+        raise CheckpointError(
+            f"{first.path} and {head.path} differ in the trained parameters. Files of two saves are mixed in this "
+            "directory."
+        )
+    for model in models[1:]:
+        for what, ours, theirs in (
+            ("the step", first.global_steps, model.global_steps),
+            ("parameters", first.sub_groups, model.sub_groups),
+            ("frozen parameters", _frozen_params(first), _frozen_params(model)),
+        ):
+            if ours != theirs:
+                raise CheckpointError(
+                    f"{model.path} and {first.path} differ in {what}. Files of two saves are mixed in this directory."
+                )
+
+
+def _frozen_params(model: ModelStates) -> tuple[Param, ...] | None:
+    return None if model.frozen is None else model.frozen.params
+
+
+def _first_members(layout: Layout) -> list[int]:
+    """A parameter of each sub-group."""
+    return [int(np.argmax(layout.sub_group == i)) for i in range(layout.num_sub_groups)]
+
+
+__all__ = [
+    "FP32",
+    "FROZEN",
+    "SavedPart",
+    "SavedState",
+    "SavedTensor",
+    "check_same_models",
+    "check_same_save",
+    "frozen_part",
+    "open_state",
+    "shard_facts",
+    "trained_part",
+]

@@ -1,0 +1,1 @@
+"""The output of verbs: tables, styled lines, progress bars, exit codes."""

@@ -1,0 +1,86 @@
+"""How a verb ends: an exception becomes a sentence on stderr and an exit code; a signal unwinds the stack."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import ParamSpec, TypeVar
+
+import typer
+
+from zeroelastic.cli.output.show import printable
+from zeroelastic.errors import CheckpointError, UsageError, ZeroElasticError
+
+FAILED = 1
+"""The verb failed, or cannot read its input now. ``diff``: the checkpoints differ; ``prove``: not proved."""
+
+MISUSE = 2
+"""The command line asks for something that is not possible."""
+
+INVALID = 3
+"""The checkpoint is damaged, incomplete, or contradicts itself."""
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def verb(function: Callable[P, R]) -> Callable[P, R]:
+    """The function as a command: its ZeroElasticErrors and OSErrors become a sentence and an exit code."""
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        with outcome():
+            return function(*args, **kwargs)
+
+    return run
+
+
+@contextmanager
+def outcome() -> Iterator[None]:
+    """Turn ZeroElasticError, OSError and MemoryError into exit codes; unwind on SIGTERM and SIGHUP as on Ctrl-C.
+
+    Other exceptions are bugs and keep their traceback.
+    """
+    with unwinding_signals():
+        try:
+            yield
+        except UsageError as error:
+            _end(error, MISUSE)
+        except CheckpointError as error:
+            _end(error, INVALID)
+        except BrokenPipeError:  # the reader of our output has closed the pipe
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(FAILED) from None
+        except ZeroElasticError as error:
+            _end(error, FAILED)
+        except MemoryError:
+            _end("out of memory", FAILED)
+        except OSError as error:
+            where = f"{error.filename}: " if error.filename else ""
+            _end(f"{where}{error.strerror or error}", FAILED)
+
+
+def _end(error: object, code: int) -> None:
+    typer.secho("error: ", fg="red", bold=True, nl=False, err=True)
+    typer.echo(printable(str(error)), err=True)  # the message may quote names from a file
+    raise typer.Exit(code)
+
+
+@contextmanager
+def unwinding_signals() -> Iterator[None]:
+    """Within this context, SIGTERM and SIGHUP unwind the stack as Ctrl-C does; they do not end the process at once."""
+
+    def unwind(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, unwind) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,72 @@
+"""Text for people: headings, labelled lines and tables, with control characters in names from files escaped."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+
+import typer
+
+from zeroelastic.json_document import json_proper
+
+
+def printable(text: str) -> str:
+    """The text with every unprintable character except newlines escaped: names in files are hostile input."""
+    if text.isprintable():
+        return text
+    return "".join(sign if sign.isprintable() or sign == "\n" else repr(sign)[1:-1] for sign in text)
+
+
+def print_line(text: str) -> None:
+    """One line on stdout."""
+    typer.echo(printable(text))
+
+
+def log_line(text: str) -> None:
+    """One line on stderr."""
+    typer.echo(printable(text), err=True)
+
+
+def print_styled(*parts: str | tuple[str, str]) -> None:
+    """Print one line made of plain text and (text, style) pairs; a style is a colour, "bold", or both."""
+    line = ""
+    for part in parts:
+        if isinstance(part, str):
+            line += printable(part)
+        elif words := part[1].split():
+            colour = next((word for word in words if word != "bold"), None)
+            line += typer.style(printable(part[0]), fg=colour, bold="bold" in words or None)
+        else:
+            line += printable(part[0])
+    typer.echo(line, color=_coloured())
+
+
+def _coloured() -> bool | None:
+    """Whether to print colours; None: where stdout is a terminal."""
+    if os.environ.get("NO_COLOR") or os.environ.get("TERM") in ("dumb", "unknown"):
+        return False
+    return True if os.environ.get("FORCE_COLOR") else None
+
+
+def print_columns(rows: Sequence[Sequence[str]], *, right: frozenset[int] = frozenset(), indent: str = "  ") -> None:
+    """Print rows of cells in aligned columns; those in ``right`` are aligned to the right."""
+    typer.echo("".join(f"{indent}{line}\n" for line in columns(rows, right=right)), nl=False)
+
+
+def columns(rows: Sequence[Sequence[str]], *, right: frozenset[int] = frozenset()) -> list[str]:
+    """Rows of cells as lines whose columns are aligned; those in ``right`` to the right."""
+    safe = [[printable(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*safe, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(width) if i in right else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in safe
+    ]
+
+
+def print_document(document: Mapping[str, object]) -> None:
+    """Print the document of --json. Strict JSON has no NaN and no infinity: they become strings."""
+    typer.echo(json.dumps(json_proper(document), indent=2))

@@ -1,0 +1,9 @@
+"""The mathematics of a checkpoint: who holds which elements, how they move, and how their content is summed up.
+
+    layout        the part of each parameter that each rank holds
+    plan          the segments that turn one layout into another
+    digest        the content digest of tensors, independent of how they are cut
+    global_batch  batch size, micro batch and accumulation at another world size
+
+Pure numpy; imports only ``zeroelastic.errors``. Read ``layout`` first.
+"""

@@ -1,0 +1,270 @@
+"""Which elements of which parameter sit where in every rank's flat buffers, for each way that ZeRO cuts parameters.
+
+A layout says it with one rule for all families. A parameter lies on an axis, from ``origin`` to ``origin + numel``.
+The axis is cut every ``part`` elements; rank r has ``[r * part, (r + 1) * part)`` of it, and holds that range in one of
+its buffers, from ``offset`` on.
+
+* **Per-parameter split** (ZeRO-3): every parameter has an axis of its own, with origin 0 and parts of
+  ``ceil(numel / world_size)``; the parts of a sub-group's parameters lie end to end in one buffer.
+* **Group split** (ZeRO-1 and 2): the parameters of an optimizer group lie end to end on one axis, with gaps where
+  parameters are aligned, padded to a multiple of ``2 * world_size``; every rank's buffer is one part of it.
+
+The table is the same for every rank: only the owned ranges depend on the rank. Offsets and lengths are in elements.
+Mirrors ``DeepSpeedZeroOptimizer_Stage3._create_fp16_sub_groups``, ``partition_parameters.Init._partition_param`` and
+``DeepSpeedZeroOptimizer.__init__`` of stage_1_and_2.py (DeepSpeed 0.19.8). ``groups_padding`` of DeepSpeed's stage 3 is
+not mirrored: it books the whole padding on the last rank, which is wrong for parameters smaller than the world size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import overload
+
+import numpy as np
+import numpy.typing as npt
+
+Int64Array = npt.NDArray[np.int64]
+
+
+@overload
+def partition_numel(numel: int, world_size: int) -> int: ...
+@overload
+def partition_numel(numel: Int64Array, world_size: int) -> Int64Array: ...
+def partition_numel(numel: int | Int64Array, world_size: int) -> int | Int64Array:
+    """Elements of one rank's padded part of a parameter, or of each: ``ceil(numel / world_size)``."""
+    return -(-numel // world_size)
+
+
+@dataclass(frozen=True, slots=True)
+class Param:
+    """A parameter as every rank knows it: its name and its full, unpartitioned shape."""
+
+    name: str
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole parameter; 1 for a 0-dim parameter."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where each parameter sits in the flat buffers of one world size; the same on every rank.
+
+    Invariant: within a buffer no two parameters have an element in the same place, and ``sub_group_numel`` covers them
+    all. A flat buffer is a sub-group of ZeRO-3, an optimizer group of ZeRO-1 and 2. The arrays have shape
+    ``(num_params,)`` and run parallel to ``params``; ``origin``, ``part`` and ``offset`` are explained above.
+    """
+
+    world_size: int
+    params: tuple[Param, ...]
+    numel: Int64Array
+    sub_group: Int64Array
+    origin: Int64Array
+    part: Int64Array
+    offset: Int64Array
+    sub_group_numel: Int64Array
+
+    @property
+    def num_params(self) -> int:
+        """Number of parameters in the layout."""
+        return len(self.params)
+
+    @property
+    def num_sub_groups(self) -> int:
+        """Number of flat buffers of each rank."""
+        return len(self.sub_group_numel)
+
+    def owned(self, rank: int) -> tuple[Int64Array, Int64Array]:
+        """Global start and length of what ``rank`` really owns of each parameter, padding excluded.
+
+        Returns two arrays of shape ``(num_params,)``; the length is 0 where the rank owns nothing.
+        """
+        start = np.clip(self.part * rank - self.origin, 0, self.numel)
+        return start, np.clip(self.part * (rank + 1) - self.origin, 0, self.numel) - start
+
+    def buffer_offset(self, rank: int) -> Int64Array:
+        """Where ``rank``'s buffers have the first element that it owns of each parameter: shape ``(num_params,)``."""
+        before: Int64Array = np.maximum(self.origin - self.part * rank, 0)
+        return self.offset + before
+
+    @property
+    def in_buffer(self) -> Int64Array:
+        """A number for each parameter that ascends in the order in which they follow each other in a buffer."""
+        return self.offset + self.origin
+
+    def owned_numel(self, rank: int) -> int:
+        """Elements that ``rank`` really owns, padding excluded."""
+        return int(self.owned(rank)[1].sum())
+
+    def index(self) -> dict[str, int]:
+        """Position of each parameter by name."""
+        return {param.name: i for i, param in enumerate(self.params)}
+
+    def only(self, names: Collection[str]) -> Layout:
+        """The same buffers with the parameters that are named alone: a plan for it leaves the others untouched."""
+        names = frozenset(names)
+        if all(param.name in names for param in self.params):
+            return self
+        keep = np.array([i for i, param in enumerate(self.params) if param.name in names], dtype=np.int64)
+        return Layout(
+            world_size=self.world_size,
+            params=tuple(self.params[i] for i in keep.tolist()),
+            numel=self.numel[keep],
+            sub_group=self.sub_group[keep],
+            origin=self.origin[keep],
+            part=self.part[keep],
+            offset=self.offset[keep],
+            sub_group_numel=self.sub_group_numel,
+        )
+
+
+def _columns(groups: Sequence[Sequence[Param]], world_size: int) -> tuple[tuple[Param, ...], Int64Array, Int64Array]:
+    """All parameters in order, their elements, and the number of each one's group.
+
+    Raises ValueError for a world size below 1 or a parameter that appears twice.
+    """
+    if world_size < 1:
+        raise ValueError(f"world_size must be at least 1, got {world_size}")
+    params = tuple(param for group in groups for param in group)
+    if len({param.name for param in params}) != len(params):
+        names = [param.name for param in params]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        raise ValueError(f"parameters in more than one place: {', '.join(twice)}")
+    sizes = np.array([len(group) for group in groups], dtype=np.int64)
+    numel = np.array([param.numel for param in params], dtype=np.int64)
+    return params, numel, np.repeat(np.arange(len(sizes), dtype=np.int64), sizes)
+
+
+def _end_to_end(lengths: Int64Array, group: Int64Array, num_groups: int) -> tuple[Int64Array, Int64Array]:
+    """Where each of the lengths begins within its group, laid end to end, and the total of each group."""
+    totals = np.zeros(num_groups, dtype=np.int64)
+    np.add.at(totals, group, lengths)
+    return np.cumsum(lengths) - lengths - (np.cumsum(totals) - totals)[group], totals
+
+
+def layout_from_sub_groups(sub_groups: Sequence[Sequence[Param]], world_size: int) -> Layout:
+    """The per-parameter split whose sub-groups hold these parameters in this order, parts laid end to end.
+
+    Raises ValueError for a world size below 1 or a parameter that appears twice.
+    """
+    params, numel, sub_group = _columns(sub_groups, world_size)
+    part = partition_numel(numel, world_size)
+    offset, totals = _end_to_end(part, sub_group, len(sub_groups))
+    return Layout(
+        world_size=world_size,
+        params=params,
+        numel=numel,
+        sub_group=sub_group,
+        origin=np.zeros_like(numel),
+        part=part,
+        offset=offset,
+        sub_group_numel=totals,
+    )
+
+
+GROUP_ALIGNMENT = 2
+"""Each rank's part of a group is a multiple of so many elements: ``nccl_start_alignment_factor`` of ZeRO-1 and 2."""
+
+
+def group_split_layout(
+    groups: Sequence[Sequence[Param]], world_size: int, gaps: Sequence[Sequence[int]] | None = None
+) -> Layout:
+    """The group split of optimizer groups whose parameters are given in buffer order.
+
+    ``gaps`` are the elements left free behind each parameter (``param_alignment_gaps``). Under
+    ``round_robin_gradients`` the buffer order depends on the world size (``round_robin_order``). Parameters without
+    elements are not in the layout, as they are in no sub-group. Raises ValueError for a world size below 1, a parameter
+    that appears twice, or gaps that do not fit.
+    """
+    params, numel, group = _columns(groups, world_size)
+    gap = np.zeros_like(numel)
+    if gaps is not None:
+        if [len(members) for members in gaps] != [len(members) for members in groups]:
+            raise ValueError("the gaps are not one for each parameter")
+        gap = np.array([elements for members in gaps for elements in members], dtype=np.int64)
+        if (gap < 0).any():
+            raise ValueError("a gap is negative")
+    origin, totals = _end_to_end(numel + gap, group, len(groups))
+    parts = GROUP_ALIGNMENT * partition_numel(totals, GROUP_ALIGNMENT * world_size)
+    layout = Layout(
+        world_size=world_size,
+        params=params,
+        numel=numel,
+        sub_group=group,
+        origin=origin,
+        part=parts[group],
+        offset=np.zeros_like(numel),
+        sub_group_numel=parts,
+    )
+    return layout.only([param.name for param in params if param.numel > 0])
+
+
+def round_robin_order(params: Sequence[Param], world_size: int) -> list[Param]:
+    """The buffer order of a group under ``round_robin_gradients``: each ``world_size``-th parameter from 0, from 1, ...
+
+    Mirrors ``DeepSpeedZeroOptimizer._round_robin_reorder`` (DeepSpeed 0.19.8).
+    """
+    return [param for first in range(min(world_size, len(params))) for param in params[first::world_size]]
+
+
+def original_order(params: Sequence[Param], world_size: int) -> list[Param]:
+    """The inverse of ``round_robin_order``: the order in which the optimizer group listed its parameters."""
+    indices = [i for first in range(min(world_size, len(params))) for i in range(first, len(params), world_size)]
+    return [param for _, param in sorted(zip(indices, params, strict=True), key=lambda pair: pair[0])]
+
+
+def param_alignment_gaps(params: Sequence[Param], itemsize: int) -> list[int]:
+    """The elements that ``parameter_alignment`` leaves free behind each parameter of a group, in buffer order.
+
+    Every parameter but the first begins at a multiple of 16 bytes of the 16-bit buffer, whose elements have
+    ``itemsize`` bytes; nothing is left free behind the last one.
+    """
+    alignment = 16 // math.gcd(16, itemsize)
+    gaps: list[int] = []
+    end = 0
+    for position, param in enumerate(params):
+        end += param.numel
+        gaps.append(0 if position == len(params) - 1 else -end % alignment)
+        end += gaps[-1]
+    return gaps
+
+
+def pack_sub_groups(
+    groups: Sequence[Sequence[Param]], *, world_size: int, sub_group_size: int | None
+) -> list[list[Param]]:
+    """Cut optimizer groups into sub-groups as DeepSpeed does; ``sub_group_size`` counts elements of ONE rank's parts.
+
+    Because parts shrink as the world grows, the cuts move with the world size: a checkpoint's sub-groups say nothing
+    about those of another world size. Parameters without elements are not in any sub-group. Mirrors
+    ``DeepSpeedZeroOptimizer_Stage3._create_fp16_sub_groups`` (DeepSpeed 0.19.8), overshoot included.
+    """
+    sub_groups: list[list[Param]] = []
+    for group in groups:
+        numels = [param.numel for param in group]
+        members = [param for param, numel in zip(group, numels, strict=True) if numel > 0]
+        if not members:
+            continue
+        parts = [partition_numel(numel, world_size) for numel in numels if numel > 0]
+        if sub_group_size is None or sub_group_size >= sum(parts):
+            sub_groups.append(members)
+            continue
+        current: list[Param] = []
+        filled = 0
+        for param, part in zip(members, parts, strict=True):
+            current.append(param)
+            filled += part
+            if filled >= sub_group_size:
+                sub_groups.append(current)
+                current, filled = [], 0
+        if current:
+            sub_groups.append(current)
+    return sub_groups
+
+
+def unpacked_layout(params: Sequence[Param], world_size: int) -> Layout:
+    """The per-parameter split in which each parameter is a flat buffer of its own, as frozen parameters are kept."""
+    return layout_from_sub_groups([[param] for param in params], world_size)

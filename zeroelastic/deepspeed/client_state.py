@@ -1,0 +1,104 @@
+"""Client state that has a key of DeepSpeed's own: what a save may override, and what a load relies on.
+
+DeepSpeed's save does ``state.update(client_state)`` (``DeepSpeedEngine._save_checkpoint``, 0.19.8), so the caller's
+value replaces DeepSpeed's. Counters such as ``global_steps`` are the caller's to set: a load takes them, as DeepSpeed's
+own does. What describes the model or its partition is not. A load returns some of these keys to its caller, who may
+pass them on to the next save: there DeepSpeed's present value is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from deepspeed.runtime import engine as ds_engine
+
+from zeroelastic.deepspeed.engine import Engine
+from zeroelastic.errors import UnsupportedError, shown
+
+STEP = "global_steps"
+
+
+def checked_client_state(engine: Engine, client_state: Any) -> dict[str, Any]:
+    """The client state to pass on to DeepSpeed. Raises UnsupportedError, naming the key, for what no load would take.
+
+    Without the keys whose value says of the model what DeepSpeed's own says.
+    """
+    kept = dict(client_state)
+    for key in sorted(kept.keys() & {*_OWN, *_LOADED, STEP}):
+        value = kept[key]
+        if key in _OWN and _OWN[key](engine, value):
+            del kept[key]
+            continue
+        if key == STEP and type(value) is int:
+            continue
+        if key in _LOADED:
+            own = _LOADED[key](engine)
+            if own is None or (isinstance(value, Mapping) and own.keys() <= value.keys()):
+                continue
+        raise UnsupportedError(
+            f"client_state[{key!r}] is {shown(value)}: DeepSpeed keeps a value of its own under this key, which a load "
+            f"relies on. Rename the key in client_state{_ADVICE.get(key, '')}."
+        )
+    return kept
+
+
+def saved_step(engine: Engine, client_state: Mapping[str, Any]) -> int:
+    """The step that a save with this client state states."""
+    return int(client_state.get(STEP, engine.global_steps))
+
+
+def _shapes(tables: object) -> dict[object, tuple[object, ...]] | None:
+    """The shape of every parameter in a list of tables, or in one; None for anything else."""
+    tables = [tables] if isinstance(tables, Mapping) else tables
+    if not isinstance(tables, list) or not all(isinstance(table, Mapping) for table in tables):
+        return None
+    pairs = [pair for table in tables for pair in table.items()]
+    return {name: tuple(shape) for name, shape in pairs} if all(isinstance(s, tuple) for _, s in pairs) else None
+
+
+def _frozen_shapes(engine: Engine) -> dict[object, tuple[object, ...]] | None:
+    return _shapes(engine._get_zero_frozen_param_attributes(engine._get_param_shape_func))
+
+
+_OWN: dict[str, Callable[[Engine, Any], bool]] = {
+    "module": lambda engine, value: False,
+    "param_shapes": lambda engine, value: _shapes(value) == _shapes(engine._get_zero_param_shapes()),
+    "buffer_names": lambda engine, value: isinstance(value, list) and value == engine._get_buffer_names(),
+    "shared_params": lambda engine, value: (
+        isinstance(value, Mapping) and dict(value) in ({}, engine._get_shared_params())
+    ),
+    "frozen_param_shapes": lambda engine, value: value is None or _shapes(value) == _frozen_shapes(engine),
+    "frozen_param_fragments": lambda engine, value: (
+        value is None or (isinstance(value, Mapping) and value.keys() == (_frozen_shapes(engine) or {}).keys())
+    ),
+    "dp_world_size": lambda engine, value: type(value) is int and value == engine.seq_dp_world_size,
+    "mp_world_size": lambda engine, value: type(value) is int and value == engine.mp_world_size,
+    "checkpoint_parallel_dimensions": lambda engine, value: value == _dimensions(engine),
+}
+"""What describes the model and its partition, and whether a value says of it what DeepSpeed's own says."""
+
+_LOADED: dict[str, Callable[[Engine], Mapping[str, Any] | None]] = {
+    "lr_scheduler": lambda engine: None if engine.lr_scheduler is None else engine.lr_scheduler.state_dict(),
+    "random_ltd": lambda engine: engine.random_ltd_scheduler.state_dict() if engine.random_ltd_enabled() else None,
+    "data_sampler": lambda engine: (
+        engine.training_dataloader.data_sampler.state_dict()
+        if engine.training_dataloader is not None and engine.curriculum_learning_enabled()
+        else None
+    ),
+}
+"""What a load gives to an object of the run, where the run has it: the object's own state has these keys."""
+
+
+def states_to_load(engine: Engine) -> dict[str, Mapping[str, Any] | None]:
+    """The state of each object of the run that a load gives a state to; None for what the run does not have."""
+    return {key: own(engine) for key, own in _LOADED.items()}
+
+
+_ADVICE = {STEP: ", or pass an int, which a load sets the engine's counter to"}
+
+
+def _dimensions(engine: Engine) -> object:
+    """What DeepSpeed writes under this key, since 0.19.8; it ends a save in the middle that has one of the caller's."""
+    metadata = getattr(ds_engine, "_checkpoint_parallel_metadata", None)
+    return None if metadata is None else metadata(engine.mpu).get("checkpoint_parallel_dimensions")

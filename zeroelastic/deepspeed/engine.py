@@ -1,0 +1,127 @@
+"""The members of DeepSpeed's engine and stage 3 optimizer that loads and saves use, as types; and its configuration.
+
+DeepSpeed has no type stubs. These protocols name what we rely on, so that mypy finds a misspelt member, and a reader
+sees the whole surface at once. Whether the installed DeepSpeed has the methods is checked by ``install/seams``.
+Sources: ``deepspeed.runtime.engine.DeepSpeedEngine``, ``deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3``
+(0.18.9 to 0.19.8).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from zeroelastic.deepspeed.engine_state import state_of
+from zeroelastic.deepspeed.options import Options, parse_options
+from zeroelastic.distributed.partners import agree_on
+from zeroelastic.report import ResumeReport
+
+
+class Engine(Protocol):
+    """A ``DeepSpeedEngine``; ``live.kinds`` says which optimizers are covered."""
+
+    module: torch.nn.Module
+    optimizer: Any
+    lr_scheduler: Any
+    checkpoint_engine: Any
+    training_dataloader: Any
+    param_names: Mapping[torch.nn.Parameter, str]
+    global_rank: int
+    global_steps: int
+    micro_steps: int
+    device: torch.device
+    seq_dp_world_size: int
+    mp_world_size: int
+    mpu: Any
+    random_ltd_scheduler: Any
+    zeroelastic_report: ResumeReport
+    _config: Any
+
+    def train_batch_size(self) -> int: ...
+    def train_micro_batch_size_per_gpu(self) -> int: ...
+    def gradient_accumulation_steps(self) -> int: ...
+    def fp16_enabled(self) -> bool: ...
+    def bfloat16_enabled(self) -> bool: ...
+    def zero_load_from_fp32_weights(self) -> bool: ...
+    def use_node_local_storage(self) -> bool: ...
+    def load_universal_checkpoint(self) -> bool: ...
+    def random_ltd_enabled(self) -> bool: ...
+    def curriculum_learning_enabled(self) -> bool: ...
+    def _get_buffer_names(self) -> Sequence[str]: ...
+    def _get_ckpt_name(self, checkpoints_path: str, tag: str) -> str: ...
+    def _get_zero_ckpt_name(self, checkpoints_path: str, tag: str) -> str: ...
+    def _commit_decoupled_checkpoint(self) -> None: ...
+    def _copy_recovery_script(self, save_path: str) -> None: ...
+    def module_state_dict(self, *args: Any, **flags: Any) -> dict[str, Any]: ...
+    def _get_zero_param_shapes(self) -> Any: ...
+    def _get_param_shape_func(self, param: torch.nn.Parameter) -> Any: ...
+    def _get_zero_frozen_param_attributes(self, attr_func: Callable[[Any], Any]) -> Any: ...
+    def _get_shared_params(self) -> dict[str, str]: ...
+    def _get_param_fragment_func(self, param: torch.nn.Parameter) -> Any: ...
+    def _load_checkpoint(self, load_dir: str, tag: str, **flags: Any) -> tuple[str | None, dict[str, Any]]: ...
+
+
+class Stage3Optimizer(Protocol):
+    """A ``DeepSpeedZeroOptimizer_Stage3``; ``optimizer`` is the torch optimizer that it wraps.
+
+    Lists are by sub-group. An entry of ``fp16_partitioned_groups_flat`` is None where parameters are on NVMe.
+    """
+
+    module: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    dtype: torch.dtype
+    dp_process_group: dist.ProcessGroup
+    fp32_partitioned_groups_flat: Sequence[torch.Tensor]
+    fp16_partitioned_groups_flat: Sequence[torch.Tensor | None]
+    fp16_partitioned_groups_flat_numel: Sequence[int]
+    fp16_groups: Sequence[Sequence[torch.nn.Parameter]]
+    sub_group_to_group_id: Mapping[int, int]
+    grad_position: Mapping[int, Sequence[int]]
+    persistent_parameters: Sequence[Any]
+    optimizer_swapper: Any
+    loss_scaler: Any
+    dynamic_loss_scale: bool
+    overflow: bool
+
+    def checkpoint_event_prologue(self) -> None: ...
+    def checkpoint_event_epilogue(self) -> None: ...
+    def reload_states(self) -> None: ...
+    def get_param_id(self, param: torch.nn.Parameter) -> int: ...
+    def _reassign_or_swap_out_partitioned_parameters(self, sub_group_id: int) -> None: ...
+    def _rigid_state_dict(self) -> dict[str, Any]: ...
+    def _swappable_optimizer_subgroup(self, sub_group_id: int) -> bool: ...
+
+
+def options_of(engine: Engine) -> Options:
+    """The engine's "zeroelastic" block; strict while a caller loads strictly. Raises ConfigError."""
+    options = parse_options(engine._config._param_dict)
+    return options.model_copy(update={"strict_batch": True}) if state_of(engine).strict_batch else options
+
+
+def saves_elastic(engine: Engine) -> bool:
+    """Whether the configuration asks for elastic saves."""
+    return bool(engine._config.zero_config.elastic_checkpoint)
+
+
+def accumulated_micro_batches(engine: Engine) -> int:
+    """How many micro batches were taken since the last optimizer step: their gradients wait in memory."""
+    return int(engine.micro_steps % engine.gradient_accumulation_steps())
+
+
+def facts_of(engine: Engine) -> dict[str, object]:
+    """What has to be the same on every rank. Raises ConfigError. ``verify`` may differ: the least of it holds."""
+    options = parse_options(engine._config._param_dict).model_dump(exclude={"verify", "io_engine"})
+    named = {f'"{name}" in the "zeroelastic" block': value for name, value in options.items()}
+    return {'"elastic_checkpoint"': saves_elastic(engine), **named}
+
+
+def agree_on_options(engine: Engine) -> None:
+    """Raise the same ConfigError on every rank where the options differ between ranks; once per engine. Collective."""
+    state = state_of(engine)
+    if not state.options_agreed:
+        agree_on(partial(facts_of, engine))
+        state.options_agreed = True

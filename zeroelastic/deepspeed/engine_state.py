@@ -1,0 +1,93 @@
+"""What zeroelastic keeps about a DeepSpeed engine: one object, under one attribute of the engine.
+
+The engine's optimizer has a reference to the engine, under an attribute of the same name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import ref
+
+from zeroelastic.checkpoint.commit_record import CommitRecord
+
+_ATTRIBUTE = "_zeroelastic"
+_TICK = 1e-6
+
+
+@dataclass(slots=True)
+class Lineage:
+    """The save from which an engine continues: the one that it loaded or committed last.
+
+    ``save_id`` is None at a fresh start, and after a load of a checkpoint without a record. ``committed_at`` is the
+    time of that commit, by its record. ``on_load`` are called with the client state at the end of each load that sets
+    the engine's counters, on every rank.
+    """
+
+    save_id: str | None = None
+    committed_at: float = 0.0
+    on_load: list[Callable[[Mapping[str, Any]], None]] = field(default_factory=list)
+
+    def next_time(self, now: float) -> float:
+        """The time of the next commit: later than the last one, even if the clock of this machine is behind."""
+        return round(max(now, self.committed_at + _TICK), 6)
+
+    def commit(self, save_id: str, committed_at: float) -> None:
+        """Record that a save of the engine was committed."""
+        self.save_id, self.committed_at = save_id, committed_at
+
+    def load(self, record: CommitRecord | None, client_state: Mapping[str, Any]) -> None:
+        """Record that a checkpoint was loaded, with its counters. Collective, if one of ``on_load`` is."""
+        self.save_id = None if record is None else record.save_id
+        self.committed_at = max(self.committed_at, (record.committed_at or 0.0) if record is not None else 0.0)
+        for call in self.on_load:
+            call(client_state)
+
+
+@dataclass
+class EngineState:
+    """The state of one engine; the module named at a field is the only one that sets it.
+
+    Fields that hold for the time of one call are set with ``patching.patched``.
+    """
+
+    lineage: Lineage = field(default_factory=Lineage)
+    options_agreed: bool = False
+    """Whether the options were found to be the same on every rank (``save.save``)."""
+    strict_batch: bool = False
+    """Whether a caller loads with ``strict_batch``, whatever the options say (``install.wrappers``)."""
+    module_paths: tuple[str, ...] | None = None
+    """The model states file that DeepSpeed is to read, during a load (``load.module_states``)."""
+    saving: object = None
+    """The ``Saving`` of a save in progress (``save.save``)."""
+    pending: object = None
+    """The ``Pending`` save that is not finished yet (``save.pending``)."""
+    async_save: bool | None = None
+    """Whether the next saves are asynchronous; None: as the options say (``save.background``)."""
+    background: object = None
+    """The ``Background`` that the engine's asynchronous saves share (``save.background``)."""
+    warned_of_waiting: bool = False
+    """Whether the reason why saves are not asynchronous was logged (``save.background``)."""
+
+
+def state_of(engine: Any) -> EngineState:
+    """The state of an engine, made at the first call."""
+    found: EngineState = vars(engine).setdefault(_ATTRIBUTE, EngineState())
+    return found
+
+
+def link(optimizer: Any, engine: Any) -> None:
+    """Let ``engine_of`` find the engine of an optimizer."""
+    setattr(optimizer, _ATTRIBUTE, ref(engine))
+
+
+def engine_of(optimizer: Any) -> Any:
+    """The engine that was linked to an optimizer, or None."""
+    found: ref[Any] | None = getattr(optimizer, _ATTRIBUTE, None)
+    return None if found is None else found()
+
+
+def lineage_of(engine: Any) -> Lineage:
+    """The lineage of an engine."""
+    return state_of(engine).lineage

@@ -1,0 +1,1 @@
+"""What is wrapped in DeepSpeed: ``seams`` lists and checks it, ``wrappers`` are the methods that take its place."""

@@ -1,0 +1,228 @@
+"""The seams in DeepSpeed: the methods that install() wraps, how they are checked, and how they are put back.
+
+Wrapped at class level, because HF Trainer, accelerate, Lightning and Fabric all end in these methods and bypass
+anything else: ``DeepSpeedEngine._configure_zero_optimizer``, ``save_checkpoint``, ``load_checkpoint``,
+``_get_all_ckpt_names``, and ``DeepSpeedZeroOptimizer_Stage3.state_dict``, ``load_state_dict``; and for saves that go on
+after they returned ``DeepSpeedEngine._commit_decoupled_checkpoint``, ``save_16bit_model``, ``destroy`` and ``__del__``.
+Every wrapper passes anything that is not ZeRO stage 3 to the original untouched.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import sys
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module, metadata
+
+from packaging.version import InvalidVersion, Version
+
+from zeroelastic.deepspeed.install.build_locks import watch_locks
+from zeroelastic.deepspeed.notices import hide_notices, show_notices
+from zeroelastic.deepspeed.patching import is_wrapped, unwrap_all, wrap
+from zeroelastic.errors import IncompatibleDeepSpeedError
+
+MINIMUM_DEEPSPEED = "0.18"
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Seam:
+    """A method that is wrapped: its class, its name, and the parameters that the wrapper relies on."""
+
+    class_path: str
+    method: str
+    parameters: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """Class and method, for messages."""
+        return f"{self.class_path.rpartition('.')[2]}.{self.method}"
+
+
+def _seams(class_path: str, *signatures: str) -> tuple[Seam, ...]:
+    """Seams of one class: each signature is the method's name and the parameters, without ``self``."""
+    found = (signature.split() for signature in signatures)
+    return tuple(Seam(class_path, method, ("self", *parameters)) for method, *parameters in found)
+
+
+_ENGINE = "deepspeed.runtime.engine.DeepSpeedEngine"
+_STAGE3 = "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3"
+_WRITERS = "deepspeed.runtime.checkpoint_engine"
+_SWAP = "deepspeed.runtime.swap_tensor"
+_LOAD = "load_dir tag load_module_strict load_optimizer_states load_lr_scheduler_states load_module_only custom_load_fn"
+
+SEAMS = (
+    *_seams(
+        _ENGINE,
+        "_configure_zero_optimizer optimizer",
+        "save_checkpoint save_dir tag client_state save_latest exclude_frozen_parameters",
+        f"load_checkpoint {_LOAD}",
+        "_get_all_ckpt_names checkpoints_path tag",
+        "_commit_decoupled_checkpoint",
+        "save_16bit_model save_dir",
+        "destroy",
+        "__del__",
+    ),
+    *_seams(_STAGE3, "state_dict", "load_state_dict state_dict_list load_optimizer_states load_from_fp32_weights"),
+)
+
+USED = (
+    *_seams(
+        _ENGINE,
+        f"_load_checkpoint {_LOAD}",
+        "_get_zero_ckpt_name checkpoints_path tag",
+        "_get_ckpt_name checkpoints_path tag",
+        "zero_load_from_fp32_weights",
+        "_copy_recovery_script save_path",
+        "use_node_local_storage",
+    ),
+    *_seams(
+        _STAGE3,
+        "_rigid_state_dict",
+        "_reassign_or_swap_out_partitioned_parameters sub_group_id",
+        "checkpoint_event_prologue",
+        "checkpoint_event_epilogue",
+        "get_param_id param",
+    ),
+    *_seams(f"{_WRITERS}.torch_checkpoint_engine.TorchCheckpointEngine", "save state_dict path"),
+    *_seams(
+        _ENGINE,
+        "_get_param_fragment_func param",
+        "zero_nvme_offload_optimizer",
+        "_get_zero_frozen_param_attributes attr_func",
+        "module_state_dict exclude_frozen_parameters",
+        "_get_zero_param_shapes",
+        "_get_buffer_names",
+    ),
+    *_seams(_STAGE3, "_swappable_optimizer_subgroup sub_group_id", "reload_states"),
+    *_seams(f"{_SWAP}.optimizer_utils.OptimizerSwapper", "_io_aligned_numel numel"),
+    *_seams(
+        f"{_SWAP}.optimizer_utils.OptimizerStateSwapInfo",
+        "add_state_tensors tensor_list",
+        "release_unswapped_gradients",
+    ),
+    *_seams(f"{_SWAP}.pipelined_optimizer_swapper.PipelinedOptimizerSwapper", "_complete_swap_out swap_out_type"),
+    *_seams(
+        f"{_SWAP}.partitioned_param_swapper.AsyncPartitionedParameterSwapper",
+        "get_path param must_exist",
+        "synchronize_reads",
+        "synchronize_writes",
+    ),
+    *_seams(f"{_WRITERS}.decoupled_checkpoint_engine.DecoupledCheckpointEngine", "commit info"),
+)
+"""Methods that are called but not wrapped; checked in the same way."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedSeam:
+    """A seam as the installed DeepSpeed has it; ``problem`` is empty if the method is as expected.
+
+    ``found`` are the method's parameters, None when there is no such method. Behind a decorator that takes anything
+    they are not visible, and "*args, **kwargs" is accepted.
+    """
+
+    seam: Seam
+    owner: type | None
+    found: tuple[str, ...] | None
+    problem: str
+
+
+def is_installed() -> bool:
+    """Whether the wrappers are in place."""
+    engine = sys.modules.get("deepspeed.runtime.engine")
+    return engine is not None and is_wrapped(engine.DeepSpeedEngine, "load_checkpoint")
+
+
+def install() -> None:
+    """Check every seam, then wrap; see ``zeroelastic.install``."""
+    if not is_installed():
+        classes = _check()
+        show_notices()
+        from zeroelastic.deepspeed.install.wrappers import REPLACEMENTS
+
+        for seam in SEAMS:
+            replacement = REPLACEMENTS[seam.method]
+            wrap(classes[seam.class_path], seam.method, partial(partial, replacement))
+        watch_locks()
+        logging.getLogger("DeepSpeed").addFilter(_DROP_WARNING)
+    from zeroelastic.distributed.partners import announce
+
+    announce()
+
+
+def uninstall() -> None:
+    """Put the originals back; see ``zeroelastic.uninstall``."""
+    unwrap_all()
+    logging.getLogger("DeepSpeed").removeFilter(_DROP_WARNING)
+    background = sys.modules.get("zeroelastic.deepspeed.save.background")
+    try:
+        if background is not None:
+            background.finish_all()
+    finally:
+        partners = sys.modules.get("zeroelastic.distributed.partners")
+        if partners is not None:
+            partners.withdraw()
+        hide_notices()
+
+
+class _DropElasticWarning(logging.Filter):
+    """Drops DeepSpeed's statement that ZeRO-3 elastic checkpoints are unsupported: not true while we are here."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return "ZeRO-3 elastic checkpointing is deprecated" not in record.getMessage()
+
+
+_DROP_WARNING = _DropElasticWarning()
+
+
+def _check() -> dict[str, type]:
+    """The classes of all seams. Raises IncompatibleDeepSpeedError, listing everything that does not fit."""
+    try:
+        found = metadata.version("deepspeed")
+    except metadata.PackageNotFoundError:
+        raise IncompatibleDeepSpeedError(
+            f"DeepSpeed is not installed; zeroelastic.install() needs deepspeed>={MINIMUM_DEEPSPEED}."
+        ) from None
+    try:
+        too_old = Version(found) < Version(MINIMUM_DEEPSPEED)
+    except InvalidVersion:
+        too_old = False
+    if too_old:
+        raise IncompatibleDeepSpeedError(
+            f"DeepSpeed {found} is too old; zeroelastic needs deepspeed>={MINIMUM_DEEPSPEED}. Nothing was changed."
+        )
+    checked = [check_seam(seam) for seam in (*SEAMS, *USED)]
+    problems = [f"{one.seam.name} {one.problem}" for one in checked if one.problem]
+    if problems:
+        listed = "; ".join(dict.fromkeys(problems))
+        raise IncompatibleDeepSpeedError(
+            f"DeepSpeed {found} differs from what zeroelastic knows: {listed}. Nothing was changed. Use a tested "
+            "version (0.18.9, 0.19.5, 0.19.8) or upgrade zeroelastic."
+        )
+    return {one.seam.class_path: one.owner for one in checked if one.owner is not None}
+
+
+def check_seam(seam: Seam) -> CheckedSeam:
+    """Look at one seam of the installed DeepSpeed; imports its module, and raises what that import raises."""
+    module, _, name = seam.class_path.rpartition(".")
+    try:
+        owner = getattr(import_module(module), name, None)
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith("deepspeed."):
+            raise  # something that DeepSpeed itself needs
+        return CheckedSeam(seam, None, None, f"does not exist (there is no {error.name})")
+    if owner is None:
+        return CheckedSeam(seam, None, None, f"does not exist (there is no {seam.class_path})")
+    method = owner.__dict__.get(seam.method)
+    if not callable(method):
+        return CheckedSeam(seam, owner, None, "does not exist")
+    parameters = inspect.signature(method).parameters
+    if {p.kind for p in parameters.values()} == {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}:
+        # behind a decorator such as instrument_w_nvtx, which hides the signature
+        return CheckedSeam(seam, owner, ("*args", "**kwargs"), "")
+    missing = [parameter for parameter in seam.parameters if parameter not in parameters]
+    problem = f"has no parameter {', '.join(missing)}" if missing else ""
+    return CheckedSeam(seam, owner, tuple(parameters), problem)

@@ -1,0 +1,148 @@
+"""What the wrapped DeepSpeed methods do: each replacement takes the original method, then what that takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+
+from zeroelastic.deepspeed.engine import Engine, agree_on_options, options_of, saves_elastic
+from zeroelastic.deepspeed.engine_state import engine_of, lineage_of, link, state_of
+from zeroelastic.deepspeed.install.frameworks import wrap_frameworks
+from zeroelastic.deepspeed.live.kinds import covered_live, kind_of, read_live
+from zeroelastic.deepspeed.live.trained import param_names
+from zeroelastic.deepspeed.load import from_state_dicts
+from zeroelastic.deepspeed.load.load import load
+from zeroelastic.deepspeed.load.request import LoadRequest
+from zeroelastic.deepspeed.options import warn_of_slow_verification
+from zeroelastic.deepspeed.patching import patched
+from zeroelastic.deepspeed.save.background import forget_background, refuse_background, wants_background
+from zeroelastic.deepspeed.save.elastic_state import elastic_state_dict
+from zeroelastic.deepspeed.save.pending import drop_pending, finish_pending, has_pending
+from zeroelastic.deepspeed.save.save import Saving, save_checkpoint
+from zeroelastic.deepspeed.storage_rules import refuse_unwritable
+from zeroelastic.distributed.collective import all_or_raise
+from zeroelastic.distributed.partners import announce, require_partners
+
+Method = Callable[..., Any]
+
+
+@contextmanager
+def loading_strictly(engine: Engine, strict: bool) -> Iterator[None]:
+    """While it lasts, loads are strict if ``strict``, whatever the configuration says, and as it says otherwise."""
+    with patched(state_of(engine), strict_batch=strict):
+        yield
+
+
+def _configure_zero_optimizer(original: Method, self: Engine, optimizer: Any) -> Any:
+    """Validate our options and refuse what elastic saving cannot cover, while the engine is being built."""
+    announce()
+    made = original(self, optimizer)
+    if kind_of(made) is not None:
+        require_partners(wait=False)  # a barrier of DeepSpeed's is in what makes such an optimizer
+        agree_on_options(self)
+        link(made, self)
+        wrap_frameworks()
+        if dist.get_rank() == 0:
+            warn_of_slow_verification(options_of(self))
+        if wants_background(self, options_of(self).async_save):
+            all_or_raise(lambda: refuse_background(self))
+        if saves_elastic(self):
+            refuse_unwritable(self, all_or_raise(lambda: covered_live(self, made)))
+    return made
+
+
+def state_dict(original: Method, self: Any) -> Any:
+    """The elastic state dict under ``"elastic_checkpoint": true``, the stock one otherwise."""
+    engine = engine_of(self)
+    if engine is None or not saves_elastic(engine):
+        return original(self)
+    saving = state_of(engine).saving
+    if saving is None:
+        live = read_live(self, param_names(engine))
+        return elastic_state_dict(live, save_id="", train_batch_size=engine.train_batch_size(), alias=False)
+    assert isinstance(saving, Saving)
+    return elastic_state_dict(
+        saving.live,
+        save_id=saving.save_id,
+        train_batch_size=engine.train_batch_size(),
+        alias=True,
+        share_storage=saving.shard.shares_storage,
+        digests=saving.shard.table,
+    )
+
+
+def load_state_dict(original: Method, self: Any, state_dict_list: Any, *args: Any, **kwargs: Any) -> Any:
+    """Elastic state dicts, one per saved rank, at any world size; stock ones go to the original."""
+    if not from_state_dicts.is_elastic(state_dict_list):
+        return original(self, state_dict_list, *args, **kwargs)
+    engine = engine_of(self)
+    names = param_names(engine) if engine is not None else self.param_names
+    flags = dict(zip(("load_optimizer_states", "load_from_fp32_weights"), args, strict=False)) | kwargs
+    return from_state_dicts.load_state_dicts(
+        read_live(self, names), state_dict_list, optimizer_states=bool(flags.get("load_optimizer_states", True))
+    )
+
+
+def _get_all_ckpt_names(original: Method, self: Engine, checkpoints_path: Any, tag: Any) -> Any:
+    """The module states file that preflight chose, while a load of ours runs: new ranks have none of their own."""
+    paths = state_of(self).module_paths
+    return original(self, checkpoints_path, tag) if paths is None else list(paths)
+
+
+def _commit_decoupled_checkpoint(original: Method, self: Engine) -> Any:
+    """What DeepSpeed does before an optimizer step; for a save of ours, its record and ``latest`` too."""
+    return finish_pending(self) if has_pending(self) else original(self)
+
+
+def save_16bit_model(original: Method, self: Engine, *args: Any, **kwargs: Any) -> Any:
+    """DeepSpeed's own; a pending save is committed first, which it would make a decoupled engine forget."""
+    finish_pending(self, before="save_16bit_model()")
+    return original(self, *args, **kwargs)
+
+
+def destroy(original: Method, self: Engine) -> None:
+    """DeepSpeed's own, after a pending save is committed."""
+    try:
+        if dist.is_initialized():
+            finish_pending(self, before="destroy()")
+        else:
+            drop_pending(self)
+    finally:
+        forget_background(self)
+        original(self)
+
+
+def __del__(original: Method, self: Engine) -> None:
+    """DeepSpeed's own, which calls ``destroy``: a pending save is dropped before, because no other rank is here."""
+    try:
+        drop_pending(self)
+    finally:
+        original(self)
+
+
+def load_checkpoint(original: Method, self: Engine, load_dir: Any, *args: Any, **kwargs: Any) -> Any:
+    """A load at any world size; what is not ours (other stages, universal checkpoints) goes to the original."""
+    finish_pending(self, before="load_checkpoint()")  # a decoupled engine may still be writing what a load fills
+    return load(self, LoadRequest(load_dir, *args, **kwargs), partial(original, self), lineage_of(self).load)
+
+
+REPLACEMENTS: dict[str, Method] = {
+    replacement.__name__: replacement
+    for replacement in (
+        _commit_decoupled_checkpoint,
+        _configure_zero_optimizer,
+        _get_all_ckpt_names,
+        __del__,
+        destroy,
+        load_checkpoint,
+        load_state_dict,
+        save_16bit_model,
+        save_checkpoint,
+        state_dict,
+    )
+}
+"""The replacement of each method that is wrapped, by the method's name."""

@@ -1,0 +1,189 @@
+"""Digests of the live optimizer in its own layout, so that a load is verified without trusting its plan."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from zeroelastic.checkpoint.optimizer_file import FP32, FROZEN
+from zeroelastic.core.digest import ParamContent, ScalarValue, combine, stream_seed
+from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
+from zeroelastic.executors.dispatch import digest_range
+
+_COPY_NUMEL = 1 << 22
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class LocalDigests:
+    """The partial digests of the tensors that this rank owns, in the same order on all ranks, and the scalars.
+
+    ``streams`` are (parameter, state key); ``dtypes`` and ``partial`` run parallel to it.
+    """
+
+    streams: tuple[tuple[str, str], ...]
+    dtypes: tuple[str, ...]
+    partial: tuple[int, ...]
+    scalars: Mapping[str, Mapping[str, ScalarValue]]
+
+    def table(self) -> dict[tuple[str, str], int]:
+        """The partial digest of each stream."""
+        return dict(zip(self.streams, self.partial, strict=True))
+
+
+class LivePiece(NamedTuple):
+    """This rank's part of one tensor without padding: a 1-D view that begins at global position ``start``."""
+
+    param: str
+    key: str
+    tensor: torch.Tensor
+    start: int
+
+    def digest(self) -> int:
+        return digest_tensor(self.tensor, self.param, self.key, self.start)
+
+
+@dataclass(frozen=True, slots=True)
+class LiveStreams:
+    """What a rank digests, in the same order on all ranks, and the scalars of each trained parameter."""
+
+    pieces: tuple[LivePiece, ...]
+    scalars: Mapping[str, Mapping[str, ScalarValue]]
+
+    def digest(self, known: Sequence[int | None] | None = None) -> LocalDigests:
+        """Digest every piece whose digest is not known yet. Memory: a few MiB."""
+        known = known or [None] * len(self.pieces)
+        return LocalDigests(
+            tuple((piece.param, piece.key) for piece in self.pieces),
+            tuple(_dtype_name(piece.tensor) for piece in self.pieces),
+            tuple(piece.digest() if found is None else found for piece, found in zip(self.pieces, known, strict=True)),
+            self.scalars,
+        )
+
+
+def live_streams(live: LiveOptimizer, *, weights_only: bool = False, with_frozen: bool = True) -> LiveStreams:
+    """What this rank owns. ``weights_only`` leaves out optimizer state."""
+    pieces: list[LivePiece] = []
+    scalars: dict[str, dict[str, ScalarValue]] = {}
+    start, length = live.layout.owned(live.rank)
+    for i in range(live.layout.num_sub_groups):
+        tensors, replicated = ({}, {}) if weights_only else live.split_state(i)
+        tensors = {FP32: live.fp32(i), **tensors}
+        for p in np.flatnonzero(live.layout.sub_group == i).tolist():
+            name, offset = live.layout.params[p].name, int(live.layout.offset[p])
+            scalars[name] = replicated
+            for key in sorted(tensors):
+                part = tensors[key][offset : offset + int(length[p])]
+                pieces.append(LivePiece(name, key, part, int(start[p])))
+    if with_frozen:
+        start, length = live.frozen.owned(live.rank)
+        for p, param in enumerate(live.frozen.params):
+            part = live.frozen_tensor(p).view(-1)[: int(length[p])]
+            pieces.append(LivePiece(param.name, FROZEN, part, int(start[p])))
+    return LiveStreams(tuple(pieces), scalars)
+
+
+def local_digests(live: LiveOptimizer, *, weights_only: bool = False, with_frozen: bool = True) -> LocalDigests:
+    """Digest what this rank owns, padding excluded. ``weights_only`` leaves out optimizer state. Memory: a few MiB."""
+    return live_streams(live, weights_only=weights_only, with_frozen=with_frozen).digest()
+
+
+def whole_contents(
+    live: LiveOptimizer, local: LocalDigests, *, device: torch.device, group: dist.ProcessGroup | None = None
+) -> list[ParamContent]:
+    """Digests and scalars of every parameter over all ranks: the same list everywhere. Collective.
+
+    ``group`` is the data parallel group by default. Under tensor parallelism the list is of this tensor parallel rank,
+    and the same over its data parallel group.
+    """
+    totals = sum_over_ranks(local.partial, device=device, group=group if group is not None else live.dp_group)
+    by_name: dict[str, dict[str, tuple[str, int]]] = {}
+    for (name, key), dtype, total in zip(local.streams, local.dtypes, totals, strict=True):
+        by_name.setdefault(name, {})[key] = (dtype, total)
+    return [
+        ParamContent(param, by_name[param.name], local.scalars.get(param.name, {}), live.tp.rank)
+        for layout in (live.layout, live.frozen)
+        for param in layout.params
+        if param.name in by_name
+    ]
+
+
+def sum_over_ranks(partial: Sequence[int], *, device: torch.device, group: dist.ProcessGroup) -> list[int]:
+    """Partial digests added up over all ranks: one int64 all-reduce, on ``device``. Collective."""
+    table = torch.from_numpy(np.array(partial, dtype=np.uint64).view(np.int64)).to(device)
+    dist.all_reduce(table, group=group)
+    totals: list[int] = table.cpu().numpy().view(np.uint64).tolist()
+    return totals
+
+
+def of_every_tp_rank(live: LiveOptimizer, value: T) -> list[T]:
+    """The value of each tensor parallel rank, by rank; it must be the same on all data parallel ranks. Collective."""
+    if live.tp.size == 1:
+        return [value]
+    values: list[tuple[int, T] | None] = [None] * live.tp.size
+    dist.all_gather_object(values, (live.tp.rank, value), group=live.tp_group)
+    return [each for _, each in sorted((pair for pair in values if pair is not None), key=lambda pair: pair[0])]
+
+
+def digest_tensor(piece: torch.Tensor, name: str, key: str, start: int) -> int:
+    """Partial digest of a 1-D run of elements of one parameter that begins at global position ``start``."""
+    seed = stream_seed(name, key)
+    total = 0
+    for done in range(0, piece.numel(), _COPY_NUMEL):
+        chunk = piece[done : done + _COPY_NUMEL].contiguous().cpu()
+        data = chunk.view(torch.uint8).numpy()
+        total = combine(total, digest_range(data, chunk.element_size(), seed=seed, start=start + done))
+    return total
+
+
+def differences(
+    saved: Collection[ParamContent], live: Collection[ParamContent], *, weights_only: bool
+) -> list[tuple[str, str]]:
+    """Every tensor and scalar in which two lists of contents differ, as (parameter, state key).
+
+    Scalars are compared as numbers, because optimizers keep a step in different types. ``weights_only`` compares only
+    master weights and frozen parameters.
+    """
+    found: list[tuple[str, str]] = []
+    others = {content.param.name: content for content in live}
+    for content in saved:
+        name, other = content.param.name, others.get(content.param.name)
+        if other is None:
+            found.append((name, "the parameter itself"))
+            continue
+        tensors = {k: v for k, v in content.tensors.items() if not weights_only or k in (FP32, FROZEN)}
+        scalars = {} if weights_only else content.scalars
+        found += [(name, key) for key in sorted(tensors) if other.tensors.get(key) != tensors[key]]
+        found += [
+            (name, key)
+            for key, value in sorted(scalars.items())
+            if key not in other.scalars or other.scalars[key].number() != value.number()
+        ]
+    return found
+
+
+def with_saved_kinds(live: Collection[ParamContent], saved: Collection[ParamContent]) -> list[ParamContent]:
+    """Live contents, with each scalar in the type of the saved one if both are the same number."""
+    kept = {content.param.name: content.scalars for content in saved}
+    return [
+        replace(
+            content,
+            scalars={
+                key: other
+                if (other := kept.get(content.param.name, {}).get(key)) and other.number() == value.number()
+                else value
+                for key, value in content.scalars.items()
+            },
+        )
+        for content in live
+    ]
+
+
+def _dtype_name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

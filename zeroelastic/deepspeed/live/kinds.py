@@ -1,0 +1,56 @@
+"""The kinds of DeepSpeed's optimizers that are loaded and saved here, and the live optimizer of an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+
+from zeroelastic.checkpoint.tensor_parallel import NO_TENSOR_PARALLEL, TensorParallel
+from zeroelastic.deepspeed.engine import Engine
+from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
+from zeroelastic.deepspeed.live.stage3 import Stage3
+from zeroelastic.deepspeed.live.topology import tensor_parallel
+from zeroelastic.deepspeed.live.trained import param_names
+from zeroelastic.errors import UnsupportedError
+
+_KINDS: dict[type, type[LiveOptimizer]] = {DeepSpeedZeroOptimizer_Stage3: Stage3}
+"""DeepSpeed's class -> ours. Also for subclasses of DeepSpeed's; ``uncovered`` names the ones that are not covered."""
+
+
+def kind_of(optimizer: object) -> type[LiveOptimizer] | None:
+    """The class of the live optimizer, or None for an optimizer that is left to DeepSpeed alone."""
+    return next((ours for theirs, ours in _KINDS.items() if isinstance(optimizer, theirs)), None)
+
+
+def read_live(optimizer: Any, names: Mapping[torch.nn.Parameter, str]) -> LiveOptimizer:
+    """The live state of one rank: trained is what the optimizer has, frozen every other parameter of the module.
+
+    Raises UnsupportedError for parameters that are not partitioned over all ranks.
+    """
+    kind = kind_of(optimizer)
+    assert kind is not None
+    return kind(optimizer, names)
+
+
+def covered_live(engine: Engine, optimizer: Any) -> LiveOptimizer:
+    """The live state of a run that elastic checkpoints cover. Raises UnsupportedError for any other."""
+    kind = kind_of(optimizer)
+    assert kind is not None
+    if problems := kind.uncovered(optimizer, engine):
+        raise UnsupportedError(
+            f"elastic checkpoints do not cover {', '.join(problems)} yet. Save with elastic_checkpoint off, and resume "
+            "at the world size that saved."
+        )
+    return read_live(optimizer, param_names(engine))
+
+
+def rank_and_tp(engine: Engine) -> tuple[int, TensorParallel]:
+    """This rank in its data parallel group, and which of the tensor parallel ranks it is."""
+    optimizer = getattr(engine, "optimizer", None)
+    if optimizer is None or kind_of(optimizer) is None:
+        return dist.get_rank(), NO_TENSOR_PARALLEL
+    return dist.get_rank(group=optimizer.dp_process_group), tensor_parallel(optimizer)

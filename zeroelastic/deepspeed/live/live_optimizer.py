@@ -1,0 +1,252 @@
+"""What saves and loads know of a running optimizer: its layout, its flat tensors, its groups and its state dict.
+
+``save`` and ``load`` reach DeepSpeed's optimizer through a ``LiveOptimizer`` alone. Each kind of optimizer is one
+subclass, listed in ``kinds``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, MutableMapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from zeroelastic.checkpoint.optimizer_file import FP32
+from zeroelastic.core.digest import ScalarValue
+from zeroelastic.core.layout import Layout
+from zeroelastic.deepspeed.engine import Engine
+from zeroelastic.deepspeed.live.optimizers import live_form, state_dtype
+from zeroelastic.deepspeed.live.topology import tensor_parallel
+from zeroelastic.errors import UnsupportedError
+
+
+class LiveOptimizer(ABC):
+    """One rank's view of the ZeRO optimizer of an engine.
+
+    A *sub-group* is one flat buffer of master weights and its optimizer state. Invariants: ``layout`` matches the
+    optimizer's own table; ``groups[g]`` names the parameters of optimizer group g in flat order, and ``group_of[i]`` is
+    the group of sub-group i; ``trained`` are the parameters that the optimizer has, ``frozen`` is the layout of every
+    other parameter of ``module``. Tensors are looked up when they are asked for, because DeepSpeed may replace them.
+    Under tensor parallelism ``rank`` and the layouts are those of one tensor parallel rank, ``tp``, over its data
+    parallel group.
+
+    A subclass gives the attributes and the abstract methods. The methods with a body here are right for an optimizer
+    that keeps all state in memory, in ``owner(i).state[flat(i)]``.
+    """
+
+    layout: Layout
+    groups: tuple[tuple[str, ...], ...]
+    group_of: tuple[int, ...]
+    trained: frozenset[torch.nn.Parameter]
+    frozen: Layout
+    module: torch.nn.Module
+    on_nvme: bool = False
+    """Whether the state of any sub-group, or parameters, may lie on NVMe and not in memory."""
+
+    def __init__(self, optimizer: Any, names: Mapping[torch.nn.Parameter, str]) -> None:
+        """``names`` are those of all parameters. Raises UnsupportedError for a layout that is not covered."""
+        self.optimizer = optimizer
+        self.base: torch.optim.Optimizer = optimizer.optimizer
+        self.dp_group: dist.ProcessGroup = optimizer.dp_process_group
+        self.tp_group: dist.ProcessGroup | None = getattr(optimizer, "model_parallel_group", None)
+        self.rank, self.tp = dist.get_rank(group=self.dp_group), tensor_parallel(optimizer)
+        self.grad_scaler: torch.amp.GradScaler | None = getattr(optimizer, "torch_autocast_gradscaler", None)
+        self._read(names)
+
+    @abstractmethod
+    def _read(self, names: Mapping[torch.nn.Parameter, str]) -> None:
+        """Set the other attributes."""
+
+    @staticmethod
+    @abstractmethod
+    def uncovered(optimizer: Any, engine: Engine) -> list[str]:
+        """The names of the features in use whose state cannot be read or restored right."""
+
+    @abstractmethod
+    def flat(self, sub_group: int) -> torch.Tensor:
+        """DeepSpeed's own flat buffer of a sub-group, under which its optimizer keeps state."""
+
+    @abstractmethod
+    def frozen_tensor(self, param: int) -> torch.Tensor:
+        """This rank's part of a frozen parameter, by its number in ``frozen.params``."""
+
+    def group(self, sub_group: int) -> MutableMapping[str, Any]:
+        """The optimizer group that a sub-group belongs to, live."""
+        group: MutableMapping[str, Any] = self.base.param_groups[self.group_of[sub_group]]
+        return group
+
+    def stepper(self, sub_group: int) -> torch.optim.Optimizer:
+        """The optimizer whose class says what the state of a sub-group is."""
+        return self.base
+
+    def owner(self, sub_group: int) -> torch.optim.Optimizer:
+        """The optimizer that keeps the state of a sub-group."""
+        return self.base
+
+    def fp32(self, sub_group: int) -> torch.Tensor:
+        """The flat fp32 master weights of a sub-group: 1-D, padding included."""
+        return self.flat(sub_group).detach()
+
+    def own_state(self, sub_group: int) -> MutableMapping[str, Any]:
+        """The optimizer's own dict of a sub-group's state, created if there is none."""
+        state: MutableMapping[str, Any] = self.owner(sub_group).state[self.flat(sub_group)]
+        return state
+
+    def state(self, sub_group: int) -> MutableMapping[str, Any]:
+        """The state of a sub-group, live tensors; empty before the first step. May be a copy of the dict."""
+        state: MutableMapping[str, Any] = self.owner(sub_group).state.get(self.flat(sub_group), {})
+        return state
+
+    def split_state(self, sub_group: int) -> tuple[dict[str, torch.Tensor], dict[str, ScalarValue]]:
+        """Tensors shaped like the flat buffer, and replicated scalars. Raises UnsupportedError for anything else."""
+        shape = self.fp32(sub_group).shape
+        tensors: dict[str, torch.Tensor] = {}
+        scalars: dict[str, ScalarValue] = {}
+        for key, value in self.state(sub_group).items():
+            if isinstance(value, torch.Tensor) and value.shape == shape and value.is_contiguous():
+                tensors[key] = value.detach()
+            else:
+                where = f"{type(self.stepper(sub_group)).__name__}'s optimizer state {key!r} of sub-group {sub_group}"
+                scalars[key] = scalar_value(value, where)
+        return tensors, scalars
+
+    def state_dtype(self, sub_group: int, key: str) -> torch.dtype | None:
+        """The dtype in which the optimizer keeps a state tensor; None: as it was saved."""
+        return state_dtype(self.stepper(sub_group), self.group(sub_group), key, self.fp32(sub_group).dtype)
+
+    def live_form(self, sub_group: int, key: str, value: ScalarValue, where: str) -> ScalarValue:
+        """A saved scalar in the form that this sub-group's optimizer keeps. Raises UnsupportedError if it cannot."""
+        return live_form(
+            value,
+            key=key,
+            current=self.state(sub_group).get(key),
+            optimizer=self.stepper(sub_group),
+            options=self.group(sub_group),
+            where=where,
+        )
+
+    def zero_padding(self, *, weights_only: bool = False) -> None:
+        """Set the padding of every flat buffer to zero; DeepSpeed leaves it uninitialised and never reads it."""
+        layout, owned = self.layout, self.layout.owned(self.rank)[1]
+        for i in range(self.layout.num_sub_groups):
+            flats = [self.fp32(i), *({} if weights_only else self.split_state(i)[0]).values()]
+            for p in np.flatnonzero((layout.sub_group == i) & (owned < layout.part)).tolist():
+                for flat in flats:
+                    flat[int(layout.offset[p] + owned[p]) : int(layout.offset[p] + layout.part[p])].zero_()
+
+    # What a load calls, in this order.
+
+    @abstractmethod
+    def begin_load(self) -> None:
+        """Prepare DeepSpeed's own part of a load. Collective."""
+
+    @abstractmethod
+    def refresh(self) -> None:
+        """Take notice of tensors that DeepSpeed's own part of a load may have replaced."""
+
+    def destination(self, sub_group: int, key: str, dtype: torch.dtype) -> torch.Tensor:
+        """The live tensor that a key fills: the one that is there, or a new one of this dtype."""
+        flat = self.fp32(sub_group)
+        if key == FP32:
+            return flat
+        state = self.own_state(sub_group)
+        current = state.get(key)
+        if not (isinstance(current, torch.Tensor) and current.shape == flat.shape and current.dtype == dtype):
+            current = state[key] = torch.zeros(flat.shape, dtype=dtype, device=flat.device)
+        return current.detach()
+
+    def drop_state(self, sub_group: int, *, keep: tuple[str, ...] = ()) -> None:
+        """Forget live state that the checkpoint does not have; a checkpoint from before the first step has none."""
+        state = self.own_state(sub_group)
+        for key in [key for key in state if key not in keep]:
+            del state[key]
+        if not state:
+            self.owner(sub_group).state.pop(self.flat(sub_group), None)
+
+    def reset_state(self, sub_group: int) -> None:
+        """Reset the state of a sub-group to that before the first step: for most optimizers, none."""
+        owner = self.owner(sub_group)
+        state = owner.state.get(self.flat(sub_group))
+        if state is not None and isinstance(owner, torch.optim.Adagrad):  # creates its state in its constructor
+            state["sum"].fill_(self.initial_value(sub_group, "sum"))
+            state["step"].zero_()
+        else:
+            self.drop_state(sub_group)
+
+    def initial_value(self, sub_group: int, key: str) -> float:
+        """The value of an element of a state tensor before the first step."""
+        return float(self.group(sub_group).get("initial_accumulator_value", 0.0)) if key == "sum" else 0.0
+
+    @abstractmethod
+    def state_filled(self) -> None:
+        """Called when the tensors of the optimizer state are the ones that a load fills."""
+
+    def set_scalar(self, sub_group: int, key: str, value: object) -> None:
+        """Set a replicated value of a sub-group's state; a 0-dim tensor becomes one of its own, never an alias."""
+        state = self.own_state(sub_group)
+        current, group = state.get(key), self.group(sub_group)
+        if not isinstance(value, torch.Tensor):
+            state[key] = value
+        elif isinstance(current, torch.Tensor) and current.dim() == 0 and current.dtype == value.dtype:
+            current.copy_(value)
+        else:  # torch keeps a step beside the parameter only for these two
+            on_device = group.get("capturable") or group.get("fused")
+            state[key] = value.detach().clone().to(self.flat(sub_group).device if on_device else "cpu")
+
+    @abstractmethod
+    def finish_weights(self, *, from_16_bit: bool) -> None:
+        """Bring the 16-bit weights in line with the master weights, and partition what is kept whole in memory.
+
+        ``from_16_bit`` then rounds the master weights to what the 16-bit weights hold.
+        """
+
+    @abstractmethod
+    def end_load(self) -> None:
+        """End DeepSpeed's own part of a load. Collective."""
+
+    # What a save calls.
+
+    @abstractmethod
+    def saving(self, engine: Engine, *, elastic: bool, written: Callable[[], None]) -> AbstractContextManager[None]:
+        """While it lasts, DeepSpeed's save writes all of the state, and calls ``written`` before its last collectives.
+
+        ``elastic`` leaves out copies of what the elastic state dict holds.
+        """
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """DeepSpeed's own (rigid) state dict, with the state that DeepSpeed leaves out of it."""
+
+    @abstractmethod
+    def sync(self) -> None:
+        """Write what was changed to the disk, where the optimizer keeps state on one."""
+
+    # What DeepSpeed's own (rigid) files can do.
+
+    @abstractmethod
+    def lost_in_stock_files(self) -> str | None:
+        """What DeepSpeed's own files of this optimizer would lack, or None when they hold everything."""
+
+    @abstractmethod
+    def takes_stock_state(self, state: object) -> bool:
+        """Whether DeepSpeed's own load accepts the ``optimizer_state_dict`` of a rigid file, given as its header."""
+
+
+def scalar_value(value: object, where: str) -> ScalarValue:
+    """A replicated value of optimizer state as data. Raises UnsupportedError for anything else."""
+    if isinstance(value, torch.Tensor) and value.dim() == 0:
+        item = value.item()
+        assert isinstance(item, (int, float, bool))
+        return ScalarValue(str(value.dtype).removeprefix("torch."), item)
+    if value is None or isinstance(value, (bool, int, float)):
+        return ScalarValue.of_python(value)
+    shape = f" of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else ""
+    raise UnsupportedError(
+        f"{where} is a {type(value).__name__}{shape}, neither shaped like its flat buffer nor a scalar. "
+        "Block-quantised and factored optimizer states cannot be resharded: save with elastic_checkpoint off and "
+        "resume at the same world size."
+    )

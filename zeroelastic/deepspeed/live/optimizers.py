@@ -1,0 +1,242 @@
+"""The state keys of each known class of optimizer, and the type in which the class keeps ``step`` and other scalars.
+
+torch keeps a step as a 0-dim tensor, DeepSpeed's ops as an int; neither can continue from the other's type. The state
+of a fresh run is empty, so the class alone says what its optimizer expects there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from zeroelastic.checkpoint.values import OptionValue
+from zeroelastic.core.digest import ScalarValue
+from zeroelastic.errors import UnsupportedError, shown
+
+_INT = "pyint"
+_TENSOR = "tensor"
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """State of one optimizer class: keys of tensors that are partitioned like the weights, and types of its scalars.
+
+    Each of the ``optional`` tensors exists while the group's option beside it is set.
+    """
+
+    tensors: tuple[str, ...]
+    scalars: Mapping[str, str]
+    optional: tuple[tuple[str, str], ...] = ()
+
+
+_ADAM = ("exp_avg", "exp_avg_sq")
+_STEP = {"step": _TENSOR}
+_INT_STEP = {"step": _INT}
+_AMSGRAD = (("max_exp_avg_sq", "amsgrad"),)
+
+_KNOWN = {
+    "torch.optim.adam.Adam": _Known(_ADAM, _STEP, _AMSGRAD),
+    "torch.optim.adamw.AdamW": _Known(_ADAM, _STEP, _AMSGRAD),
+    "torch.optim.nadam.NAdam": _Known(_ADAM, {"step": _TENSOR, "mu_product": _TENSOR}),
+    "torch.optim.radam.RAdam": _Known(_ADAM, _STEP),
+    "torch.optim.adamax.Adamax": _Known(("exp_avg", "exp_inf"), _STEP),
+    "torch.optim.adadelta.Adadelta": _Known(("square_avg", "acc_delta"), _STEP),
+    "torch.optim.adagrad.Adagrad": _Known(("sum",), _STEP),
+    "torch.optim.asgd.ASGD": _Known(("ax",), {"step": _TENSOR, "eta": _TENSOR, "mu": _TENSOR}),
+    "torch.optim.rprop.Rprop": _Known(("prev", "step_size"), _STEP),
+    "torch.optim.rmsprop.RMSprop": _Known(
+        ("square_avg",), _STEP, (("momentum_buffer", "momentum"), ("grad_avg", "centered"))
+    ),
+    "torch.optim.sgd.SGD": _Known((), {}, (("momentum_buffer", "momentum"),)),
+    "deepspeed.ops.adam.fused_adam.FusedAdam": _Known(_ADAM, _INT_STEP),
+    "deepspeed.ops.adam.cpu_adam.DeepSpeedCPUAdam": _Known(_ADAM, _INT_STEP),
+    "deepspeed.ops.adagrad.cpu_adagrad.DeepSpeedCPUAdagrad": _Known(("exp_avg_sq",), _INT_STEP),
+    "deepspeed.ops.lion.fused_lion.FusedLion": _Known(("exp_avg",), _INT_STEP),
+    "deepspeed.ops.lion.cpu_lion.DeepSpeedCPULion": _Known(("exp_avg", "exp_avg_sq"), _INT_STEP),
+}
+"""As of torch 2.13 and DeepSpeed 0.19.8."""
+
+_MUON = "deepspeed.runtime.zero.muon.muon_optimizer.MuonWithAuxAdam"
+_MUON_STATE = _Known(("momentum_buffer",), {})
+_MUON_ADAM = _Known(_ADAM, _INT_STEP)
+
+SCHEDULED = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
+"""Options that learning rate schedulers add to groups."""
+
+_OF_THE_CLASS = {"decoupled_weight_decay"}
+"""Options that make a class what it is: torch's AdamW is its Adam with this one set."""
+
+
+@dataclass(frozen=True, slots=True)
+class SavedGroup:
+    """One optimizer group in a checkpoint: the class of its optimizer if it is known, options, and state keys.
+
+    ``keys`` are the state keys that have a value, without the master weights; empty before the first step.
+    """
+
+    class_path: str | None
+    options: Mapping[str, OptionValue]
+    keys: frozenset[str]
+
+
+def class_path(optimizer: torch.optim.Optimizer) -> str:
+    """Module and name of an optimizer's class."""
+    return _path(type(optimizer))
+
+
+def misfits(taken: Sequence[tuple[int, SavedGroup]], optimizer: torch.optim.Optimizer) -> list[str]:
+    """A sentence for each live group, by number, that cannot continue from the saved group that it takes."""
+    found = [(g, _misfit(saved, optimizer, optimizer.param_groups[g])) for g, saved in taken]
+    other_kinds = [
+        f"{key} of optimizer group {g} is {shown(value)} in the checkpoint and {shown(own)} in the run"
+        for g, saved in taken
+        for key, own in optimizer.param_groups[g].items()
+        if None not in (value := saved.options.get(key), own) and _family(value) != _family(own)
+    ]
+    return other_kinds + [
+        f"optimizer group {g} {problem}; resume with the optimizer that saved it, or with load_optimizer_states=False "
+        "for the weights alone"
+        for g, problem in found
+        if problem is not None
+    ]
+
+
+def _family(option: object) -> str:
+    """The kind of a hyper-parameter: a saved value can replace a live one of the same kind."""
+    if isinstance(option, (bool, int, float)) or (isinstance(option, torch.Tensor) and option.numel() == 1):
+        return "number"
+    return "sequence" if isinstance(option, (list, tuple)) else type(option).__name__
+
+
+def _misfit(saved: SavedGroup, optimizer: torch.optim.Optimizer, options: Mapping[str, object]) -> str | None:
+    """Why a live group with these options cannot continue from the saved group; None if it can."""
+    if not saved.keys:
+        return None
+    name = type(optimizer).__name__
+    same = _same_class(saved, optimizer, options)
+    known = _known(optimizer, options, bases=not same)
+    if known is not None:
+        want = {*known.tensors, *known.scalars}
+        taken = {**options, **{key: value for key, value in saved.options.items() if key in options}}
+        want |= {key for key, option in known.optional if taken.get(option)}
+        if want == saved.keys:
+            return None
+        return f"has the state of {_of(saved)} ({_listed(saved.keys)}), this run's {name} keeps {_listed(want)}"
+    if same:
+        return None
+    return f"has the state of {_of(saved)} ({_listed(saved.keys)}), and what this run's {name} keeps is not known"
+
+
+def options_to_set(
+    saved: SavedGroup, optimizer: torch.optim.Optimizer, options: Mapping[str, object]
+) -> tuple[Mapping[str, OptionValue], tuple[str, ...], tuple[str, ...]]:
+    """The saved options that a live group takes, the names of those that it does not have, and of those it keeps.
+
+    The same class of optimizer takes all saved options; another class takes those that it has too.
+    """
+    own = tuple(sorted(options.keys() - saved.options.keys() - {"params"} - SCHEDULED))
+    if _same_class(saved, optimizer, options):
+        return saved.options, (), own
+    taken = {key: value for key, value in saved.options.items() if key in options and key not in _OF_THE_CLASS}
+    own = tuple(sorted({*own, *(options.keys() & saved.options.keys() & _OF_THE_CLASS)}))
+    return taken, tuple(sorted(saved.options.keys() - options.keys() - SCHEDULED)), own
+
+
+def changed_class(saved: SavedGroup, optimizer: torch.optim.Optimizer) -> str | None:
+    """A sentence about an optimizer that continues from the state of another class, or None."""
+    name = type(optimizer).__name__
+    if saved.class_path is None or saved.class_path.rpartition(".")[2] == name:
+        return None
+    return f"optimizer: {name} goes on from the state of {saved.class_path.rpartition('.')[2]}, which has the same keys"
+
+
+def state_dtype(
+    optimizer: torch.optim.Optimizer, options: Mapping[str, object], key: str, flat: torch.dtype
+) -> torch.dtype | None:
+    """The dtype in which an optimizer keeps a tensor beside master weights of dtype ``flat``; None: as it was saved."""
+    known = _known(optimizer, options, bases=False)
+    if known is None or known is _MUON_STATE or key not in (*known.tensors, *(name for name, _ in known.optional)):
+        return None
+    return torch.float32 if getattr(optimizer, "fp32_optimizer_states", False) else flat
+
+
+def _same_class(saved: SavedGroup, optimizer: torch.optim.Optimizer, options: Mapping[str, object]) -> bool:
+    """Compares class names without their modules; a checkpoint without one is judged by its hyper-parameters."""
+    if saved.class_path is not None:
+        return saved.class_path.rpartition(".")[2] == type(optimizer).__name__
+    return not options.keys() - saved.options.keys() - {"params"} - SCHEDULED
+
+
+def _known(optimizer: torch.optim.Optimizer, options: Mapping[str, object], *, bases: bool) -> _Known | None:
+    """What is known of a class, or with ``bases`` of the nearest class that it derives from."""
+    if class_path(optimizer) == _MUON:
+        return _MUON_STATE if options.get("use_muon") else _MUON_ADAM
+    classes = type(optimizer).__mro__ if bases else (type(optimizer),)
+    return next((known for kind in classes if (known := _KNOWN.get(_path(kind))) is not None), None)
+
+
+def _path(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _of(saved: SavedGroup) -> str:
+    return "another optimizer" if saved.class_path is None else saved.class_path.rpartition(".")[2]
+
+
+def _listed(keys: Iterable[str]) -> str:
+    return ", ".join(sorted(keys)) or "none"
+
+
+def live_form(
+    value: ScalarValue,
+    *,
+    key: str,
+    current: object,
+    optimizer: torch.optim.Optimizer,
+    options: Mapping[str, object],
+    where: str,
+) -> ScalarValue:
+    """A saved scalar in the type that the run's optimizer keeps: the same number.
+
+    The type is that of ``current``, the live value, which is None before the first step; else that of the optimizer's
+    class; else the saved one. Raises UnsupportedError if the type cannot hold the number.
+    """
+    kind = _kind_of(current) or _kind_known(optimizer, options, key)
+    tensor = not value.kind.startswith("py")
+    if kind is None or kind == value.kind or isinstance(value.value, bool) or value.value is None:
+        return value
+    if kind == _TENSOR and tensor:
+        return value  # of its own dtype, which is kept
+    made = _as_kind(value.value, kind)
+    if made.number() != value.number():
+        raise UnsupportedError(
+            f"{where} is {value.value!r}, which {type(optimizer).__name__} cannot keep as {made.kind}. Resume with the "
+            "optimizer that saved it, or with load_optimizer_states=False for the weights alone."
+        )
+    return made
+
+
+def _as_kind(value: int | float, kind: str) -> ScalarValue:
+    """The nearest value of a kind."""
+    if kind == _INT:
+        return ScalarValue(kind, int(value) if math.isfinite(value) else 0)
+    if kind != _TENSOR:
+        return ScalarValue(kind, float(value))
+    dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
+    return ScalarValue(str(dtype).removeprefix("torch."), float(torch.tensor(value, dtype=dtype).item()))
+
+
+def _kind_of(current: object) -> str | None:
+    if isinstance(current, torch.Tensor):
+        return _TENSOR if current.dim() == 0 else None
+    if isinstance(current, (bool, int, float)):
+        return ScalarValue.of_python(current).kind
+    return None
+
+
+def _kind_known(optimizer: torch.optim.Optimizer, options: Mapping[str, object], key: str) -> str | None:
+    known = _known(optimizer, options, bases=True)
+    return None if known is None else known.scalars.get(key)

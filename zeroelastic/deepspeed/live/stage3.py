@@ -1,0 +1,311 @@
+"""The live ZeRO-3 optimizer: which parameter's part is where in this rank's flat buffers, and who keeps its state.
+
+The layout is read off the optimizer, never recomputed: ``grad_position[ds_id] = [sub_group, offset, part]`` is
+DeepSpeed's own table. Under partial offload a second, backup optimizer steps the sub-groups that stay on the GPU.
+Source: ``DeepSpeedZeroOptimizer_Stage3`` (``set_grad_positions``, ``_optimizer_step``), DeepSpeed 0.19.8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager, nullcontext
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+
+from zeroelastic.checkpoint.optimizer_file import FP32
+from zeroelastic.core.layout import Param, layout_from_sub_groups, unpacked_layout
+from zeroelastic.deepspeed.engine import Engine, Stage3Optimizer
+from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
+from zeroelastic.deepspeed.live.optimizers import SCHEDULED
+from zeroelastic.deepspeed.live.swap_files import SwapFiles, is_param_on_nvme, on_nvme
+from zeroelastic.deepspeed.live.topology import uncovered_groups
+from zeroelastic.deepspeed.patching import patched
+from zeroelastic.errors import UnsupportedError
+from zeroelastic.torch_file.header import TensorRef
+
+_DUPLICATE = "_offload_buffer"
+"""The end of the names under which offload_states() keeps second copies among the optimizer state."""
+
+_OTHER_OPTIMIZERS = {
+    "SuperOffloadOptimizer_Stage3": "SuperOffload (its moments are in another process, and DeepSpeed saves none)",
+    "MiCS_Optimizer": "MiCS (parameters are partitioned within shard groups, not over all ranks)",
+}
+
+
+class Stage3(LiveOptimizer):
+    """A ``DeepSpeedZeroOptimizer_Stage3``, with offloading to the CPU and NVMe and with Muon."""
+
+    optimizer: Stage3Optimizer
+
+    def _read(self, names: Mapping[torch.nn.Parameter, str]) -> None:
+        optimizer = self.optimizer
+        self.module = optimizer.module
+        self.on_nvme = on_nvme(optimizer)
+        self._swap = SwapFiles(optimizer)
+        self.group_of = tuple(optimizer.sub_group_to_group_id[i] for i in range(len(optimizer.fp16_groups)))
+        self.refresh()
+        world_size = dist.get_world_size(group=self.dp_group)
+        sub_groups = [[self._param(param, names) for param in members] for members in optimizer.fp16_groups]
+        groups: list[list[str]] = [[] for _ in self.base.param_groups]
+        for g, members in zip(self.group_of, sub_groups, strict=True):
+            groups[g] += [param.name for param in members]
+        added = [g for g, group in enumerate(self.base.param_groups) if group["params"] and not groups[g]]
+        if added:
+            raise UnsupportedError(
+                f"optimizer group {added[0]} was added after deepspeed.initialize: ZeRO-3 partitions nothing of it, "
+                "and DeepSpeed does not train it. Give the optimizer all of its groups before."
+            )
+        self.groups = tuple(map(tuple, groups))
+        self.layout = layout = layout_from_sub_groups(sub_groups, world_size)
+        params = list(chain(*optimizer.fp16_groups))
+        placed = [optimizer.grad_position[optimizer.get_param_id(param)] for param in params]
+        computed = zip(layout.sub_group.tolist(), layout.offset.tolist(), layout.part.tolist(), strict=True)
+        if [tuple(map(int, place[:3])) for place in placed] != list(computed):
+            raise UnsupportedError(
+                "DeepSpeed places this model's parameters in another way than ZeRO-3's ceil split (is ZenFlow on?)."
+            )
+        self.trained = frozenset(params)
+        self._frozen = [param for param in self.module.parameters() if param not in self.trained]
+        self.frozen = unpacked_layout([self._param(param, names) for param in self._frozen], world_size)
+
+    @staticmethod
+    def uncovered(optimizer: Any, engine: Engine) -> list[str]:
+        problems = _uncovered_offload(optimizer)
+        if getattr(optimizer, "zenflow", False):
+            problems.append("ZenFlow (parameters are transposed, and moments are kept beside the optimizer's)")
+        kind = type(optimizer).__name__
+        if kind != DeepSpeedZeroOptimizer_Stage3.__name__:
+            problems.append(_OTHER_OPTIMIZERS.get(kind, kind))
+        problems += uncovered_groups(optimizer, engine)
+        shards = (getattr(param, "ds_tensor", None) for param in optimizer.module.parameters())
+        if any(getattr(shard, "ds_quant_scale", None) is not None for shard in shards):
+            problems.append("zero_quantized_nontrainable_weights")
+        return problems
+
+    def _param(self, param: Any, names: Mapping[torch.nn.Parameter, str]) -> Param:
+        """A parameter as the layout has it. Raises UnsupportedError if it is not cut over the data parallel group."""
+        name = names.get(param)
+        if name is None or not hasattr(param, "ds_id"):
+            raise UnsupportedError(
+                f"parameter {name or '(without a name)'} is not managed by ZeRO-3: it was not in the model when "
+                "deepspeed.initialize was called. Build the whole model before."
+            )
+        world_size, group = dist.get_world_size(group=self.dp_group), getattr(param, "ds_process_group", None)
+        count = world_size if group is None else dist.get_world_size(group=group)
+        if count != world_size or (group is not None and dist.get_rank(group=group) != self.rank):
+            raise UnsupportedError(
+                f"parameter {name} is partitioned over {count} ranks, the model over {world_size}. Expert and other "
+                "per-parameter partition groups cannot be resharded yet. (Under tensor parallelism, "
+                "deepspeed.zero.Init partitions what is not sliced over all ranks: build the model without it.) Save "
+                "with elastic_checkpoint off, and resume at the world size that saved."
+            )
+        return Param(name, tuple(map(int, param.ds_shape)))
+
+    def flat(self, sub_group: int) -> torch.Tensor:
+        return self.optimizer.fp32_partitioned_groups_flat[sub_group]
+
+    def frozen_tensor(self, param: int) -> torch.Tensor:
+        return self._swap.param(self._frozen[param])
+
+    def owner(self, sub_group: int) -> torch.optim.Optimizer:
+        """The optimizer that steps a sub-group: the backup optimizer for the GPU's share under partial offload."""
+        optimizer: Any = self.optimizer
+        backup: torch.optim.Optimizer | None = getattr(optimizer, "backup_optimizer", None)
+        by_muon = getattr(optimizer, "use_muon", False) and optimizer.sub_groups_using_muon[sub_group]
+        if backup is None or by_muon or optimizer.subgroup_to_device[sub_group] == "cpu":
+            return self.base
+        return backup
+
+    def _is_backup(self, sub_group: int) -> bool:
+        """Whether the backup optimizer, a torch AdamW beside DeepSpeedCPUAdam, steps a sub-group."""
+        return self.owner(sub_group) is not self.base
+
+    def _has_duplicates(self, sub_group: int) -> bool:
+        return any(key.endswith(_DUPLICATE) for key in super().state(sub_group))
+
+    def stepper(self, sub_group: int) -> torch.optim.Optimizer:
+        """Muon leaves those sub-groups that are not its own to an Adam, if it has one."""
+        aux: torch.optim.Optimizer | None = getattr(self.base, "aux_optimizer", None)
+        return self.base if aux is None or self.group(sub_group).get("use_muon", True) else aux
+
+    def fp32(self, sub_group: int) -> torch.Tensor:
+        return self._swap.fp32(sub_group) if self._swap.has(sub_group) else super().fp32(sub_group)
+
+    def state(self, sub_group: int) -> MutableMapping[str, Any]:
+        """A sub-group's state, whole: swapped tensors mapped, the backup optimizer's ``step`` a number as in the rest.
+
+        What offload_states() keeps in duplicate is left out.
+        """
+        state = super().state(sub_group)
+        if self._has_duplicates(sub_group):
+            state = {key: value for key, value in state.items() if not key.endswith(_DUPLICATE)}
+        if self._is_backup(sub_group):
+            state = {key: _as_number(key, value) for key, value in state.items()}
+        return self._swap.state(sub_group, state) if self._swap.has(sub_group) else state
+
+    def begin_load(self) -> None:
+        if getattr(self.optimizer, "offloaded_states", None):
+            self.optimizer.reload_states()
+        self.optimizer.checkpoint_event_prologue()
+
+    def refresh(self) -> None:
+        """Put the momentum from which Muon continues into the optimizer state, where DeepSpeed keeps it outside.
+
+        Under ``save_muon_momentum_buffer_in_memory`` DeepSpeed steps with a buffer of its own, and puts it into the
+        state at each step; a stock load replaces what is in the state alone.
+        """
+        self._swap.wait()
+        for i, buffer in self._muon_momentum().items():
+            self.base.state[self.flat(i)]["momentum_buffer"] = buffer
+
+    def destination(self, sub_group: int, key: str, dtype: torch.dtype) -> torch.Tensor:
+        """As for every optimizer; a swapped tensor is a map of its file, which is created if the state has none.
+
+        Raises OSError when the disk has no room for it.
+        """
+        if key != FP32 and self._swap.has(sub_group):
+            return self._swap.writable(sub_group, key, self.own_state(sub_group))
+        return super().destination(sub_group, key, dtype)
+
+    def drop_state(self, sub_group: int, *, keep: tuple[str, ...] = ()) -> None:
+        state = self.own_state(sub_group)
+        dropped = {key for key in state if key not in keep}
+        # Without the tensor itself, a duplicate is the place that offload_states() fills again.
+        super().drop_state(
+            sub_group,
+            keep=(*keep, *(k for k in dropped if k.endswith(_DUPLICATE) and k.removesuffix(_DUPLICATE) not in dropped)),
+        )
+        if self._swap.has(sub_group):
+            self._swap.keep_only(sub_group, state.values())
+
+    def state_filled(self) -> None:
+        """Let Muon step with the momentum that the state now holds, where DeepSpeed keeps it outside of the state."""
+        buffers = self._muon_momentum()
+        for i, buffer in list(buffers.items()):
+            held: Any = self.base.state[self.flat(i)].setdefault("momentum_buffer", torch.zeros_like(buffer))
+            if held is not buffer:
+                held.swappable, held.ds_id = getattr(buffer, "swappable", False), getattr(buffer, "ds_id", None)
+                buffers[i] = held
+
+    def _muon_momentum(self) -> dict[int, torch.Tensor]:
+        return getattr(self.optimizer, "muon_momentum_buffer_partitioned_groups_flat", None) or {}
+
+    def set_scalar(self, sub_group: int, key: str, value: object) -> None:
+        if key == "step" and isinstance(value, (int, float)) and self._is_backup(sub_group):
+            value = torch.tensor(float(value))  # torch's AdamW, which is the backup optimizer, counts in a tensor
+        super().set_scalar(sub_group, key, value)
+
+    def finish_weights(self, *, from_16_bit: bool) -> None:
+        optimizer = self.optimizer
+        for i in range(self.layout.num_sub_groups):
+            with self._swap.resident(i) if self._swap.has(i) else nullcontext():
+                optimizer._reassign_or_swap_out_partitioned_parameters(i)
+            low = optimizer.fp16_partitioned_groups_flat[i]
+            if from_16_bit:
+                self.fp32(i).copy_(self.fp32(i).to(optimizer.dtype) if low is None else low)
+        params: Iterator[Any] = self.module.parameters()
+        for param in params:
+            if getattr(param, "ds_secondary_tensor", None) is not None:
+                param.ds_secondary_tensor = None
+        if len(optimizer.persistent_parameters) > 0:
+            optimizer.persistent_parameters[0].partition(optimizer.persistent_parameters)
+        self.sync()
+
+    def end_load(self) -> None:
+        self.optimizer.checkpoint_event_epilogue()
+
+    @contextmanager
+    def saving(self, engine: Engine, *, elastic: bool, written: Callable[[], None]) -> Iterator[None]:
+        """While it lasts, DeepSpeed's save has frozen parameters on NVMe, and makes no copy of swap files.
+
+        DeepSpeed writes one element in place of a frozen parameter that is not in memory. Its copy of the swap files
+        (``offloaded_tensors``) is left out of elastic saves, whose files hold all of it. After offload_states() nothing
+        is gathered after the save: DeepSpeed would gather persistent parameters from where other parameters' parts now
+        lie.
+        """
+        original, gather = engine._get_param_fragment_func, self.optimizer.checkpoint_event_epilogue
+        gathers = not getattr(self.optimizer, "offloaded_states", None)
+        frozen = set(self._frozen)
+
+        def fragment(param: Any) -> Any:
+            return self._swap.param(param) if param in frozen and is_param_on_nvme(param) else original(param)
+
+        def epilogue() -> None:
+            written()
+            if gathers:
+                gather()
+
+        without_copy = {"zero_nvme_offload_optimizer": lambda: False} if elastic else {}
+        with (
+            patched(engine, _get_param_fragment_func=fragment, **without_copy),
+            patched(self.optimizer, checkpoint_event_epilogue=epilogue),
+        ):
+            yield
+
+    def state_dict(self) -> dict[str, Any]:
+        """DeepSpeed's lacks what is on NVMe or with the backup optimizer."""
+        state = self.optimizer._rigid_state_dict()
+        sub_groups = range(self.layout.num_sub_groups)
+        away = [i for i in sub_groups if self._is_backup(i) or self._swap.has(i) or self._has_duplicates(i)]
+        if away:
+            number = {i: n for n, i in enumerate(sorted(sub_groups, key=self.group_of.__getitem__))}  # group by group
+            nested = state["optimizer_state_dict"]
+            own = {number[i]: dict(self.state(i)) for i in away}
+            state["optimizer_state_dict"] = {**nested, "state": {**nested["state"], **own}}
+            state["fp32_flat_groups"] = [self.fp32(i) for i in sub_groups]
+        return state
+
+    def sync(self) -> None:
+        self._swap.sync()
+
+    def lost_in_stock_files(self) -> str | None:
+        sub_groups = range(self.layout.num_sub_groups)
+        if any(map(self._swap.has, sub_groups)):
+            return "master weights and optimizer state on NVMe"
+        if any(map(self._is_backup, sub_groups)):
+            return "the optimizer state that partial offload keeps on the GPU"
+        return None
+
+    def takes_stock_state(self, state: object) -> bool:
+        if not isinstance(state, dict) or state.get("zero_stage") != 3 or "base_optimizer_state" in state:
+            return False
+        flats, nested = state.get("fp32_flat_groups"), state.get("optimizer_state_dict")
+        groups = nested.get("param_groups") if isinstance(nested, dict) else None
+        if not isinstance(flats, list) or not isinstance(groups, list):
+            return False
+        own = self.base.param_groups
+        return (
+            [flat.shape if isinstance(flat, TensorRef) else None for flat in flats]
+            == [(int(numel),) for numel in self.layout.sub_group_numel]
+            and len(groups) == len(own)
+            and all(
+                isinstance(group, dict)
+                and len(set(group.get("params", ()))) == self.group_of.count(g)
+                and not mine.keys() - group.keys() - SCHEDULED
+                for g, (group, mine) in enumerate(zip(groups, own, strict=True))
+            )
+        )
+
+
+def _uncovered_offload(optimizer: Any) -> list[str]:
+    problems: list[str] = []
+    if getattr(optimizer, "swap_optimizer", False):
+        if getattr(optimizer, "use_muon", False):
+            problems.append("Muon with offload_optimizer to NVMe")
+        if isinstance(optimizer.optimizer, torch.optim.Adagrad):
+            problems.append(
+                "torch's Adagrad with offload_optimizer to NVMe (DeepSpeed makes its state without elements)"
+            )
+    half = getattr(optimizer, "master_weights_and_grads_dtype", torch.float32) != torch.float32
+    if half and getattr(optimizer, "backup_optimizer", None) is not None:
+        problems.append("partial optimizer offload with master weights in 16 bits (its two optimizers differ in dtype)")
+    return problems
+
+
+def _as_number(key: str, value: Any) -> Any:
+    """``step`` as DeepSpeedCPUAdam keeps it, so that it does not matter which of the two optimizers has it."""
+    return int(value.item()) if key == "step" and isinstance(value, torch.Tensor) and value.dim() == 0 else value

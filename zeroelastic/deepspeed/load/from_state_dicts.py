@@ -1,0 +1,147 @@
+"""Elastic state dicts in memory: ``optimizer.load_state_dict([one per saved rank])`` at any world size.
+
+The same layout and plan as for files; the segments are copied from the tensors that the caller holds.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from zeroelastic.checkpoint.optimizer_file import FP32
+from zeroelastic.checkpoint.param_changes import compare_params
+from zeroelastic.core.layout import Layout, Param, layout_from_sub_groups
+from zeroelastic.core.plan import Plan, check_plan, make_plan, match_params
+from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer, scalar_value
+from zeroelastic.deepspeed.live.optimizers import SavedGroup, misfits
+from zeroelastic.deepspeed.live.precision import set_loss_scaler
+from zeroelastic.deepspeed.load.restore import live_value, set_groups
+from zeroelastic.errors import CheckpointError, LayoutMismatchError
+
+logger = logging.getLogger(__name__)
+
+
+def is_elastic(state_dicts: object) -> bool:
+    """Whether this is a list of elastic state dicts, one per saved rank."""
+    return (
+        isinstance(state_dicts, Sequence)
+        and len(state_dicts) > 0
+        and all(isinstance(state, Mapping) and "base_optimizer_state" in state for state in state_dicts)
+    )
+
+
+def load_state_dicts(
+    live: LiveOptimizer,
+    state_dicts: Sequence[Mapping[str, Any]],
+    *,
+    optimizer_states: bool,
+) -> None:
+    """Fill the live optimizer from the elastic state dicts of all saved ranks, in rank order.
+
+    Raises CheckpointError when they are not one complete set, LayoutMismatchError when they do not fit the model.
+    """
+    layout = _saved_layout(state_dicts, live)
+    head = state_dicts[0]["zeroelastic"]
+    problems = compare_params(layout.params, live.layout.params, kind="parameter")
+    saved_groups = [tuple(group["params"]) for group in head["param_groups"]]
+    if optimizer_states and [set(group) for group in saved_groups] != [set(group) for group in live.groups]:
+        problems.append("the optimizer groups of the state dicts hold other parameters than those of the run")
+    groups = _saved_groups(state_dicts[0])
+    if optimizer_states and not problems:
+        problems += misfits(list(enumerate(groups)), live.base)
+    if problems:
+        raise LayoutMismatchError(
+            'the state dicts do not fit the model ("on_mismatch" concerns checkpoints on disk):', problems
+        )
+    plan = make_plan(layout, live.layout, live.rank)
+    check_plan(plan)
+    index = layout.index()
+    for i in range(live.layout.num_sub_groups):
+        first = live.layout.params[int(np.argmax(live.layout.sub_group == i))].name
+        source = int(layout.sub_group[index[first]])
+        saved: Mapping[str, Any] = state_dicts[0]["base_optimizer_state"][source] if optimizer_states else {}
+        if optimizer_states:
+            live.drop_state(i, keep=(FP32, *saved))
+        weights = live.destination(i, FP32, live.fp32(i).dtype)
+        _copy(plan, i, weights, [state["fp32_flat_groups"] for state in state_dicts], None)
+        for key, value in saved.items():
+            if isinstance(value, list):
+                dtype = live.state_dtype(i, key) or value[0].dtype
+                target = live.destination(i, key, dtype)
+                _copy(plan, i, target, [state["base_optimizer_state"] for state in state_dicts], key)
+            else:
+                where = f"optimizer state {key!r}"
+                kept = live.live_form(i, key, scalar_value(value, where), where)
+                live.set_scalar(i, key, live_value(kept))
+    live.zero_padding(weights_only=not optimizer_states)
+    if optimizer_states:
+        live.state_filled()
+        for note in set_groups(live, groups):
+            logger.info("%s", note)
+        first_rank = state_dicts[0]
+        set_loss_scaler(
+            live, first_rank["loss_scaler"], dynamic=first_rank["dynamic_loss_scale"], overflow=first_rank["overflow"]
+        )
+        if live.grad_scaler is not None and head.get("grad_scaler"):
+            live.grad_scaler.load_state_dict(head["grad_scaler"])
+    live.finish_weights(from_16_bit=False)
+
+
+def _saved_groups(state_dict: Mapping[str, Any]) -> list[SavedGroup]:
+    meta = state_dict["zeroelastic"]
+    keys: dict[str, set[str]] = {}
+    for table, entry in zip(meta["sub_groups"], state_dict["base_optimizer_state"], strict=True):
+        for name in table["names"]:
+            keys[name] = {key for key, value in entry.items() if value is not None}
+    return [
+        SavedGroup(
+            meta.get("optimizer"),
+            {option: value for option, value in group.items() if option != "params"},
+            frozenset().union(*(keys.get(name, set()) for name in group["params"])),
+        )
+        for group in meta["param_groups"]
+    ]
+
+
+def _saved_layout(state_dicts: Sequence[Mapping[str, Any]], live: LiveOptimizer) -> Layout:
+    metas = [state["zeroelastic"] for state in state_dicts]
+    world_size = metas[0]["world_size"]
+    if [meta["rank"] for meta in metas] != list(range(world_size)):
+        raise CheckpointError(
+            f"state dicts of ranks {[meta['rank'] for meta in metas]} were given; those of ranks 0 to {world_size - 1} "
+            "are needed, in this order."
+        )
+    for meta in metas:
+        if meta.get("tp_rank", 0) != live.tp.rank or meta.get("tp_size", 1) != live.tp.size:
+            raise CheckpointError(
+                f"state dicts of tensor parallel rank {meta.get('tp_rank', 0)} of {meta.get('tp_size', 1)} were given "
+                f"to rank {live.tp.rank} of {live.tp.size}. Each loads its own."
+            )
+    tables = [
+        [(table["names"], [tuple(shape) for shape in table["shapes"]]) for table in meta["sub_groups"]]
+        for meta in metas
+    ]
+    if any(table != tables[0] for table in tables):
+        raise CheckpointError("the state dicts list different parameters; they are not of one save.")
+    return layout_from_sub_groups(
+        [[Param(name, shape) for name, shape in zip(*table, strict=True)] for table in tables[0]], world_size
+    )
+
+
+def _copy(plan: Plan, sub_group: int, target: torch.Tensor, sources: Sequence[Sequence[Any]], key: str | None) -> None:
+    """Copy the segments of one target sub-group; ``key`` None means the flat master weights."""
+    source = match_params(plan.src, plan.dst)[plan.param]
+    first_of_group = np.searchsorted(plan.src.sub_group, np.arange(plan.src.num_sub_groups))
+    for row in np.flatnonzero(plan.dst_sub_group == sub_group).tolist():
+        length, begin = int(plan.length[row]), int(plan.dst_offset[row])
+        group, offset = int(plan.src_sub_group[row]), int(plan.src_offset[row])
+        buffer = sources[int(plan.src_rank[row])][group]
+        if key is not None:
+            p = int(source[row])
+            buffer = buffer[key][p - int(first_of_group[group])]
+            offset -= int(plan.src.offset[p])
+        target[begin : begin + length].copy_(buffer.detach()[offset : offset + length])

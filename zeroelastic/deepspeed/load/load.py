@@ -1,0 +1,260 @@
+"""One load from beginning to end: choose a tag, check it on all ranks, restore it, verify it, report it.
+
+What is not ours to load (other stages, universal checkpoints, no tag at all, and what ``stock`` decides) is left to
+DeepSpeed's own ``load_checkpoint``. A load begins again, on all ranks together, when its tag was saved again while it
+was read.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from zeroelastic.checkpoint.commit_record import CommitRecord
+from zeroelastic.checkpoint.one_save import was_saved_again
+from zeroelastic.deepspeed.engine import Engine, accumulated_micro_batches, agree_on_options, options_of
+from zeroelastic.deepspeed.live.kinds import kind_of
+from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
+from zeroelastic.deepspeed.load.changed_params import changes
+from zeroelastic.deepspeed.load.fallback import load_newest
+from zeroelastic.deepspeed.load.module_states import (
+    ModuleKeys,
+    check_loaded_values,
+    model_states_reader,
+    recorded_keys,
+)
+from zeroelastic.deepspeed.load.preflight import LoadPlan, check_batch, preflight
+from zeroelastic.deepspeed.load.report import hyper_parameter_notes, load_report, log_report, micro_batch_notes
+from zeroelastic.deepspeed.load.request import LoadRequest
+from zeroelastic.deepspeed.load.restore import restore
+from zeroelastic.deepspeed.load.stock import read_covered, stock_loads
+from zeroelastic.deepspeed.load.tag_choice import choice_notes, choose_tag, nothing_to_load, warn_of_mark
+from zeroelastic.deepspeed.load.verify import verify
+from zeroelastic.deepspeed.options import Options
+from zeroelastic.distributed.collective import all_gather, all_or_raise, is_raised_on_all_ranks
+from zeroelastic.distributed.partners import require_partners
+from zeroelastic.errors import CheckpointError, SavedAgainError, ZeroElasticError
+from zeroelastic.io.paths import absolute
+from zeroelastic.io.pinned_directory import PinnedPath
+from zeroelastic.report import Note
+from zeroelastic.tags.tag_directory import MAX_LOOKS, open_tag
+from zeroelastic.torch_file.safe_unpickler import allow_globals
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_PAUSE_S = 0.05
+
+Loaded = tuple[Any, Any]
+"""What ``load_checkpoint`` returns: the path that was loaded, or None, and the client state."""
+
+OnLoad = Callable[[CommitRecord | None, Any], None]
+"""Called after a load that sets the engine's counters, with the record of the checkpoint and the client state."""
+
+
+class Attempt:
+    """One of several attempts to load a tag.
+
+    ``pending_micro_batches`` are the engine's own, from before the first attempt, which may have loaded others.
+    """
+
+    def __init__(self, pending_micro_batches: int) -> None:
+        self.pending_micro_batches = pending_micro_batches
+        self.opened: list[Path] = []
+
+    def open_tag(self, tag_dir: Path) -> Path:
+        """The tag directory, pinned, from which this attempt reads everything."""
+        opened = open_tag(tag_dir)
+        assert isinstance(opened, Path)
+        self.opened.append(opened)
+        return opened
+
+    def was_saved_again(self) -> bool:
+        """Whether any rank sees that what it opened was saved again, or is being written to. Collective."""
+        return any(all_gather(any(map(_changes, self.opened))))
+
+
+def load(engine: Engine, request: LoadRequest, original: Callable[..., Loaded], loaded: OnLoad) -> Loaded:
+    """A load at any world size; ``original`` is DeepSpeed's own method, bound to the engine. Collective."""
+    stock = partial(_load_by_deepspeed, original, loaded)
+    if kind_of(engine.optimizer) is None or engine.load_universal_checkpoint():
+        return stock(request)
+    require_partners()
+    agree_on_options(engine)
+    request = replace(request, load_dir=absolute(request.load_dir), options=_common_options(options_of(engine)))
+    engine.__dict__.pop("zeroelastic_report", None)  # of an earlier load
+
+    def load_tag(request: LoadRequest) -> Loaded:
+        return load_one_save(engine, partial(_load, engine, request, stock, loaded, time.perf_counter()))
+
+    if request.options.fallback and request.tag is None:
+        found = load_newest(
+            request.directory, lambda directory, tag: load_tag(replace(request, load_dir=directory, tag=tag)), engine
+        )
+        if found is not None:
+            return found[0]
+    return load_tag(request)
+
+
+def _common_options(options: Options) -> Options:
+    """The options with one level of verification for all ranks: the least, where the default differs. Collective."""
+    levels = set(all_gather(options.verify))
+    if len(levels) == 1:
+        return options
+    return options.model_copy(update={"verify": next(level for level in ("off", "quick", "full") if level in levels)})
+
+
+def _load_by_deepspeed(original: Callable[..., Loaded], loaded: OnLoad, request: LoadRequest) -> Loaded:
+    path, client_state = original(request.load_dir, request.tag, **request.flags())
+    if path is not None and not request.load_module_only:
+        loaded(None, client_state)
+    return path, client_state
+
+
+def _load(
+    engine: Engine,
+    request: LoadRequest,
+    stock: Callable[[LoadRequest], Loaded],
+    loaded: OnLoad,
+    began: float,
+    attempt: Attempt,
+) -> Loaded:
+    """One attempt to load one tag; ``began`` is when the first attempt did (``time.perf_counter``). Collective."""
+    tag, newer = choose_tag(request.directory, request.tag)
+    if tag is None:
+        nothing_to_load(request.directory, required=request.options.required)
+        return stock(request)
+    tag_dir = attempt.open_tag(request.directory / tag)
+    warn_of_mark(tag_dir)
+    with allow_globals(request.options.allow_globals):
+        checked = _check(engine, request, tag_dir, attempt)
+    if isinstance(checked, ZeroElasticError):
+        if dist.get_rank() == 0:
+            logger.warning("loading through DeepSpeed alone: %s", checked)
+        return stock(request)
+    live, plan = checked
+    notes = choice_notes(request.directory, tag, newer)
+    micro = engine.train_micro_batch_size_per_gpu() * engine.gradient_accumulation_steps()
+    copies = engine.train_batch_size() // micro  # of the model: ranks that share a sequence take one batch
+    batch = check_batch(plan.train_batch_size, engine.train_batch_size(), copies, strict=request.options.strict_batch)
+    batch_changed = batch is not None and not request.load_module_only
+    if batch is not None and batch_changed:
+        notes.append(Note(logging.WARNING, batch))
+    if not request.weights_only:
+        notes += hyper_parameter_notes(plan) + micro_batch_notes(plan, attempt.pending_micro_batches)
+    keys = ModuleKeys()
+    with allow_globals(request.options.allow_globals):
+        restored = restore(engine, live, plan, request, partial(_load_module, engine, request, tag, plan, keys))
+        verified = verify(engine, live, plan, restored.filled, request)
+    report = load_report(
+        engine,
+        live,
+        plan,
+        request,
+        restored,
+        verified,
+        notes=notes,
+        changed=changes(live, plan, keys, weights_only=request.weights_only),
+        batch_changed=batch_changed,
+        began=began,
+    )
+    engine.zeroelastic_report = report
+    log_report(logger, report, notes)
+    if not request.load_module_only:
+        loaded(plan.checkpoint.record, restored.loaded[1])
+    return restored.loaded
+
+
+def _check(
+    engine: Engine, request: LoadRequest, tag_dir: Path, attempt: Attempt
+) -> tuple[LiveOptimizer, LoadPlan] | ZeroElasticError:
+    """The live state and what is going to be loaded into it, or why DeepSpeed alone loads this tag. Collective.
+
+    Nothing of the engine is changed. Raises the same error on every rank where neither can load it.
+    """
+    live = read_covered(engine, tag_dir)
+    if isinstance(live, ZeroElasticError):
+        return live
+    try:
+        plan = preflight(tag_dir, live, request)
+        all_or_raise(lambda: check_loaded_values(engine, plan.model, request))
+    except ZeroElasticError as error:
+        if attempt.was_saved_again():
+            raise
+        if stock_loads(error, engine, live, tag_dir, request):
+            return error
+        raise
+    return live, plan
+
+
+def _load_module(
+    engine: Engine, request: LoadRequest, tag: str, plan: LoadPlan, keys: ModuleKeys, module_path: str
+) -> Loaded:
+    """DeepSpeed's own part: module, counters, scheduler and client state, out of the file at ``module_path``."""
+    with (
+        model_states_reader(engine, plan, module_path, request.options),
+        recorded_keys(engine.module, keys, forgive=request.options.on_mismatch == "initialize"),
+    ):
+        # load_optimizer_states=False would merge the full model on every rank
+        flags = {**request.flags(), "load_optimizer_states": True}
+        path, state = engine._load_checkpoint(request.load_dir, tag, **flags)
+    if path is None:
+        raise CheckpointError(f"{plan.model.path}: DeepSpeed did not load it.")
+    if not request.load_optimizer_states:
+        state.setdefault("optimizer", None)
+    return str(plan.model.path), state
+
+
+def load_one_save(engine: Engine, load: Callable[[Attempt], T]) -> T:
+    """Call ``load`` with an attempt, again where the tag that it opened was saved again; its result. Collective.
+
+    ``load`` raises our errors, and agreed errors, on all ranks at the same place. The next attempt fills again what the
+    one before has filled. Raises SavedAgainError when the tag changed under each of MAX_LOOKS attempts.
+    """
+    pending = accumulated_micro_batches(engine)
+    for number in range(1, MAX_LOOKS + 1):
+        attempt = Attempt(pending)
+        try:
+            return load(attempt)
+        except Exception as error:
+            if not is_of_all_ranks(error):
+                raise
+            changed = [str(path) for path in attempt.opened if _changes(path)]
+            names = sorted({name for found in all_gather(changed) for name in found})
+            if not names and not isinstance(error, SavedAgainError):
+                raise
+            where = ", ".join(names) or str(attempt.opened[0])
+            if number == MAX_LOOKS:
+                raise SavedAgainError(
+                    f"{where}: was saved again, or written to, during each of {number} attempts to load it. Load a tag "
+                    f"that is not being saved, or save it less often. The last attempt ended with: {error}"
+                ) from error
+            if dist.get_rank() == 0:
+                logger.warning("%s: was saved again while it was loaded; the load begins again (%s)", where, error)
+        time.sleep(_PAUSE_S * number)
+    raise AssertionError("the last attempt returns or raises")
+
+
+def is_of_all_ranks(error: Exception) -> bool:
+    """Whether every rank raises an error here; else the others are elsewhere."""
+    return isinstance(error, ZeroElasticError) or is_raised_on_all_ranks(error)
+
+
+def _changes(opened: Path) -> bool:
+    """Whether a tag was saved again since it was opened, or is being written to now."""
+    if was_saved_again(opened):
+        return True
+    if isinstance(opened, PinnedPath):
+        with suppress(OSError):
+            opened.note_all()
+        time.sleep(_PAUSE_S)  # for files that DeepSpeed alone is writing in place
+    return was_saved_again(opened)

@@ -1,0 +1,245 @@
+"""The module states file that preflight chose: checked, then read by DeepSpeed's load, once, without parameters.
+
+DeepSpeed takes the module's own entries, counters, and the states of the lr scheduler, random-LTD and the data sampler
+from it (``DeepSpeedEngine._load_checkpoint``, 0.19.8). What is missing there, or is of another kind, would end a load
+in the middle, so it is checked before.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib import import_module
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.runtime.fp16 import loss_scaler as ds_loss_scaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
+
+from zeroelastic.checkpoint.model_states import COUNTERS, ModelStates
+from zeroelastic.checkpoint.param_changes import GroupMatch
+from zeroelastic.deepspeed.client_state import states_to_load
+from zeroelastic.deepspeed.engine import Engine
+from zeroelastic.deepspeed.engine_state import state_of
+from zeroelastic.deepspeed.load.preflight import LoadPlan
+from zeroelastic.deepspeed.load.request import LoadRequest
+from zeroelastic.deepspeed.options import Options
+from zeroelastic.deepspeed.patching import patched
+from zeroelastic.errors import (
+    CheckpointError,
+    ConfigError,
+    LayoutMismatchError,
+    UnreadableError,
+    UnsafePickleError,
+    shown,
+)
+from zeroelastic.io.storage import read_range
+from zeroelastic.torch_file.safe_unpickler import split_global
+
+_FRAGMENTS = "frozen_param_fragments"
+
+
+@contextmanager
+def model_states_reader(engine: Engine, load_plan: LoadPlan, path: str, options: Options) -> Iterator[None]:
+    """Within this context DeepSpeed reads the chosen module states once, from ``path``, without payload of parameters.
+
+    Frozen parameters are filled from their parts, and the weights of a file of the whole module (stages 1 and 2) from
+    the master weights. In their place DeepSpeed finds the run's own tensors.
+
+    With ``weights_only_load``, only objects of torch's allow-list, DeepSpeed's own classes and ``allow_globals`` are
+    made. Raises ConfigError for one of these that cannot be imported.
+    """
+    safe = None
+    if options.weights_only_load:
+        of_deepspeed = (ZeroStageEnum, ds_loss_scaler.LossScaler, ds_loss_scaler.DynamicLossScaler)
+        safe = [*of_deepspeed, *map(_imported, options.allow_globals)]
+    own = dict(engine.module.named_parameters(remove_duplicate=False)) if load_plan.checkpoint.whole_model else {}
+    reader = _ModelStatesReader(engine.checkpoint_engine, load_plan, path, safe, engine.lr_scheduler, own)
+    with patched(engine, checkpoint_engine=reader), patched(state_of(engine), module_paths=reader.paths):
+        yield
+
+
+class _ModelStatesReader:
+    """Stands in for the checkpoint engine while the module states are loaded; everything else is the original's."""
+
+    def __init__(
+        self,
+        original: Any,
+        load_plan: LoadPlan,
+        path: str,
+        safe: list[Any] | None,
+        scheduler: Any,
+        own: Mapping[str, torch.nn.Parameter],
+    ) -> None:
+        """``own`` are the parameters whose entries in the module's state are replaced by the run's own tensors."""
+        self._own = own
+        self._original, self._load_plan, self._path = original, load_plan, path
+        # DeepSpeed wants one for each tensor parallel rank, and that of its own to exist.
+        is_remote = load_plan.model.path.name in load_plan.checkpoint.remote_files
+        self.paths = (path,) * load_plan.checkpoint.tp.size if is_remote else load_plan.model_paths
+        self._safe, self._scheduler = safe, scheduler
+        self._loaded: dict[str, Any] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        """DeepSpeed's loader asks twice for the same file; the second time it gets the first result."""
+        if os.fspath(path) not in self.paths:
+            return self._original.load(path, map_location=map_location)
+        if self._loaded is None:  # of its tensor parallel peers' files it looks at what is in this rank's own, too
+            self._loaded = self._read()
+        return dict(self._loaded)
+
+    def _read(self) -> dict[str, Any]:
+        frozen = self._load_plan.model.frozen
+        mapped = bool(self._own) or (frozen is not None and bool(frozen.numel.any()))
+        state = self._unpickle(mmap=mapped)  # maps the payload, so that fragments left out are never read
+        state[_FRAGMENTS] = None  # DeepSpeed then leaves frozen parameters to us
+        schedule = state.get("lr_scheduler")
+        membership = self._load_plan.membership
+        if self._scheduler is not None and isinstance(schedule, Mapping) and not membership.same_groups:
+            state["lr_scheduler"] = rearranged(schedule, self._scheduler.state_dict(), membership.groups)
+        module = state.get("module")
+        if self._own and isinstance(module, dict):
+            module.update(dict.fromkeys(self._own.keys() & module.keys()))
+        # nothing may keep a mapping of a file that a later save overwrites
+        state = copy.deepcopy(state) if mapped else state
+        if self._own and isinstance(module, dict):
+            module = state["module"]
+            module.update({name: self._own[name].data for name in self._own.keys() & module.keys()})
+        return state
+
+    def _unpickle(self, *, mmap: bool) -> dict[str, Any]:
+        path = self._load_plan.model.path
+        if path.name not in self._load_plan.checkpoint.remote_files:
+            assert isinstance(path, Path), "loads read local files"
+            read_range(path, 0, 1)  # refuses what is no file, and links that lead elsewhere
+        try:
+            with torch.serialization.safe_globals(self._safe or []):
+                state = torch.load(self._path, map_location="cpu", mmap=mmap, weights_only=self._safe is not None)
+        except OSError as error:
+            raise UnreadableError(f"{path}: cannot be read: {error.strerror or error}.") from error
+        except MemoryError:
+            raise
+        except Exception as error:  # a damaged file makes the unpickler raise anything
+            if self._safe is not None and isinstance(error, pickle.UnpicklingError):
+                raise UnsafePickleError(
+                    f'{path}: refused by "weights_only_load": {error} To allow a class all the same, name it '
+                    'in "allow_globals": ["package.module.Class"] in the "zeroelastic" block.'
+                ) from None
+            raise CheckpointError(f"{path}: {error}") from error
+        if not isinstance(state, dict):
+            raise CheckpointError(f"{path}: is not a DeepSpeed model states file.")
+        return state
+
+
+def _imported(name: str) -> Any:
+    """The class that the user has named."""
+    module, qualname = split_global(name)
+    try:
+        return attrgetter(qualname)(import_module(module))
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f'"zeroelastic": allow_globals names {name}, which cannot be imported: {error}.') from None
+
+
+@dataclass(slots=True)
+class ModuleKeys:
+    """Entries of the module's state that the checkpoint lacks, and entries of the checkpoint that the module lacks."""
+
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+
+
+@contextmanager
+def recorded_keys(module: Any, keys: ModuleKeys, *, forgive: bool) -> Iterator[None]:
+    """While it lasts, what ``module.load_state_dict`` finds missing and unknown is added to ``keys``.
+
+    ``forgive`` then strikes it off before a strict load raises for it. Tensors of other shapes are an error all the
+    same.
+    """
+
+    def record(_: object, found: Any) -> None:
+        keys.missing += found.missing_keys
+        keys.unexpected += found.unexpected_keys
+        if forgive:
+            found.missing_keys.clear()
+            found.unexpected_keys.clear()
+
+    handle = module.register_load_state_dict_post_hook(record)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+_BY_GROUP = frozenset(("base_lrs", "_last_lr", "min_lrs", "max_lrs", "lr_lambdas", "base_momentums", "max_momentums"))
+"""Lists of torch's schedulers with one entry per optimizer group (torch 2.6 to 2.13); DeepSpeed's own keep none."""
+
+
+def rearranged(saved: Mapping[str, Any], own: Mapping[str, Any], groups: Sequence[GroupMatch]) -> dict[str, Any]:
+    """A scheduler's saved state whose lists by group follow the live groups.
+
+    ``own`` is the state of the run's scheduler, from which a group without a saved one keeps its entries. Schedulers
+    within schedulers are followed. Nothing that is passed in is changed.
+    """
+    state = dict(saved)
+    for key, values in saved.items():
+        theirs = own.get(key)
+        if key in _BY_GROUP and isinstance(values, (list, tuple)) and isinstance(theirs, (list, tuple)):
+            state[key] = [
+                values[match.source] if match.source is not None and match.source < len(values) else theirs[g]
+                for g, match in enumerate(groups)
+                if g < len(theirs)
+            ]
+        elif key == "_schedulers" and isinstance(values, list) and isinstance(theirs, list):
+            state[key] = [
+                rearranged(inner, mine, groups) if isinstance(inner, Mapping) and isinstance(mine, Mapping) else inner
+                for inner, mine in zip(values, theirs, strict=False)
+            ]
+    return state
+
+
+def check_loaded_values(engine: Engine, model: ModelStates, request: LoadRequest) -> None:
+    """Raise LayoutMismatchError, naming the file and all that the run cannot take from it.
+
+    Buffers are not checked where ``custom_load_fn`` loads the module.
+    """
+    problems: list[str] = []
+    own = dict(engine.module.named_buffers()) if request.custom_load_fn is None else {}
+    for name, shape in model.others.items():
+        if name in own and shape != tuple(own[name].shape) and not (shape == (1,) and own[name].dim() == 0):
+            problems.append(f"buffer {name} is {_form(shape)}, and {_form(tuple(own[name].shape))} in the run")
+    if not request.load_module_only:
+        for key in COUNTERS:
+            if not isinstance(model.values.get(key), (int, float)) and (key != "global_samples" or key in model.values):
+                problems.append(f"{key} is {_value(model, key)}, not a number")
+        for key, state in states_to_load(engine).items():
+            saved = model.values.get(key)
+            if (
+                state is None
+                or (key == "lr_scheduler" and not request.load_lr_scheduler_states)
+                or (key != "lr_scheduler" and saved is None)
+            ):
+                continue
+            if not isinstance(saved, Mapping) or not state.keys() <= saved.keys():
+                missing = [name for name in state if name not in saved] if isinstance(saved, Mapping) else []
+                what = f"lacks {', '.join(map(str, missing))}" if missing else f"is {_value(model, key)}"
+                advice = " (load_lr_scheduler_states=False leaves it out)" if key == "lr_scheduler" else ""
+                problems.append(f"{key} {what}, which the run's own state has{advice}")
+    if problems:
+        raise LayoutMismatchError(f"{model.path}: cannot be loaded into this run:", problems)
+
+
+def _form(shape: tuple[int, ...] | None) -> str:
+    return "no tensor" if shape is None else f"of shape {list(shape)}"
+
+
+def _value(model: ModelStates, key: str) -> str:
+    return shown(model.values[key]) if key in model.values else "missing"

@@ -1,0 +1,415 @@
+"""Everything that is checked before a load touches a tensor: files, headers, layout, and agreement of all ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from zeroelastic.checkpoint.commit_record import CheckpointFormat
+from zeroelastic.checkpoint.extents import TensorExtents
+from zeroelastic.checkpoint.file_names import model_file_name
+from zeroelastic.checkpoint.model_states import ModelStates, frozen_layouts, other_step
+from zeroelastic.checkpoint.open import Checkpoint, open_checkpoint, require_stage_3
+from zeroelastic.checkpoint.optimizer_file import FP32, Shard, configured_batch
+from zeroelastic.checkpoint.param_changes import Membership, ParamSet, compare
+from zeroelastic.checkpoint.saved_state import check_same_save, shard_facts
+from zeroelastic.core.digest import ScalarValue
+from zeroelastic.core.layout import Layout, unpacked_layout
+from zeroelastic.core.plan import Plan, check_plan, make_plan, source_ranks
+from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
+from zeroelastic.deepspeed.live.optimizers import SavedGroup, misfits
+from zeroelastic.deepspeed.load.request import LoadRequest
+from zeroelastic.deepspeed.node_local.visibility import FileVisibility, gather_visibility, open_with_peers
+from zeroelastic.distributed.collective import all_gather, all_or_raise
+from zeroelastic.errors import CheckpointError, LayoutMismatchError, StrictError, UnsupportedError
+from zeroelastic.executors.dispatch import Executor
+from zeroelastic.io.paths import FilePath
+from zeroelastic.torch_file.integrity import check_archive
+
+
+class TargetState(NamedTuple):
+    """What one sub-group of the run gets: ``keys`` of tensors and scalars, like those of saved sub-group ``source``.
+
+    ``source`` is None if all parameters of the sub-group are new to the optimizer: then it gets nothing.
+    """
+
+    source: int | None = None
+    keys: tuple[str, ...] = ()
+    scalars: Mapping[str, ScalarValue] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """What one rank is going to load, all of it checked.
+
+    ``model`` is the module states file this rank takes; ``plan`` moves trained parameters, ``frozen_plan`` frozen ones
+    (None when there are none to restore). ``unfrozen_plan`` moves what was frozen and is trained now, each parameter to
+    a buffer of its own, which is its part of the master weights; ``newly_frozen_plan`` the other way.
+    ``states[i]`` is what target sub-group i gets. ``visibility`` says which rank sees which file; None
+    where every rank sees all of them. ``checked_bytes`` were read for checksums alone.
+    """
+
+    checkpoint: Checkpoint
+    format: CheckpointFormat
+    model: ModelStates
+    shards: Mapping[int, Shard]
+    head: Shard
+    plan: Plan
+    membership: Membership
+    frozen_plan: Plan | None
+    unfrozen_plan: Plan | None
+    newly_frozen_plan: Plan | None
+    frozen_extents: Mapping[int, TensorExtents]
+    states: tuple[TargetState, ...]
+    train_batch_size: int | None
+    visibility: FileVisibility | None = None
+    checked_bytes: int = 0
+
+    @property
+    def model_paths(self) -> tuple[str, ...]:
+        """Where ``model`` and the same file of every tensor parallel rank are, as DeepSpeed wants them listed."""
+        rank, whole = self.model.rank, self.checkpoint.whole_model
+        names = (model_file_name(rank, tp, whole=whole) for tp in range(self.checkpoint.tp.size))
+        return tuple(os.fspath(self._local(name)) for name in names)
+
+    def _local(self, name: str) -> Path:
+        path = self.checkpoint.tag_dir / name
+        assert isinstance(path, Path), "loads read local files"
+        return path
+
+
+ConsistencyDigest = tuple[tuple[str, str], ...]
+"""Facts that every rank must have read alike: (what, a hash of it)."""
+
+_TP_RANK = "tensor parallel rank"
+_SHARED_FACTS = ("format", "save id", "world size", "global step", "commit record")
+"""The facts that tensor parallel ranks share; the others are about slices, of which each has its own."""
+
+
+def preflight(tag_dir: Path, live: LiveOptimizer, request: LoadRequest) -> LoadPlan:
+    """Open what this rank needs, check it against the model, and compare with the other ranks. Collective.
+
+    A load of weights only leaves optimizer groups and state out of the comparison. Of the options, ``on_mismatch``
+    says what to do about parameters that only the save or only the run has, ``verify`` how closely files are checked.
+    A strict load of the module refuses a save that lacks frozen parameters of the run, unless ``on_mismatch`` is
+    "initialize". Raises the same error on every rank: CheckpointError, LayoutMismatchError (every disagreement listed),
+    UnsupportedError.
+    """
+    options = request.options
+    compare_directories = options.verify != "off"
+    sizes, visibility = gather_visibility(tag_dir, live.rank, live.tp)
+    if visibility is not None:
+        checkpoint = open_with_peers(visibility, live, compare_directories=compare_directories)
+    else:
+        checkpoint = all_or_raise(
+            lambda: open_checkpoint(
+                tag_dir, near_rank=live.rank, tp=live.tp, sizes=sizes, compare_directories=compare_directories
+            )
+        )
+
+    def check() -> LoadPlan:
+        plan = _open(checkpoint, visibility, live, request)
+        return _with_checksums(plan, options.host_io_engine) if options.verify == "full" else plan
+
+    plan = all_or_raise(check)
+    _check_consistent(tag_dir, all_gather(_consistency_digest(plan, weights_only=request.weights_only)))
+    return plan
+
+
+def _check_consistent(tag_dir: Path, digests: Sequence[ConsistencyDigest]) -> None:
+    """Raise CheckpointError where two ranks read files of different saves; ``digests`` are by rank."""
+    first_of: dict[str, int] = {}  # the first rank of each tensor parallel rank, whose slices are its own
+    for rank, digest in enumerate(digests):
+        facts = dict(digest)
+        first = first_of.setdefault(facts[_TP_RANK], rank)
+        for other, compared in ((first, facts.keys()), (0, _SHARED_FACTS)):
+            theirs = dict(digests[other])
+            mixed = [fact for fact in theirs if fact in compared and facts.get(fact) != theirs[fact]]
+            if mixed:
+                raise CheckpointError(
+                    f"{tag_dir}: ranks {other} and {rank} read files that differ in {', '.join(mixed)}. Files of two "
+                    "saves are mixed in this directory."
+                )
+
+
+def _open(
+    checkpoint: Checkpoint, visibility: FileVisibility | None, live: LiveOptimizer, request: LoadRequest
+) -> LoadPlan:
+    layout, rank, tag_dir = live.layout, live.rank, Path(str(checkpoint.tag_dir))
+    saved = checkpoint.world_size
+    if checkpoint.whole_model and visibility is not None:
+        require_stage_3(checkpoint, "Loading from disks of which ranks see different files,")
+    model = checkpoint.model_states(rank if rank < saved else 0)
+    any_rank = min(rank, saved - 1)
+    if checkpoint.whole_model:  # only the layout says which ranks hold a parameter of a group split
+        known = checkpoint.shard(any_rank).layout
+        both = layout.only(known.index().keys())
+        needed = make_plan(known, both, rank).source_ranks if _same_shapes(known, both) else ()
+    else:
+        numels = layout.numel.tolist()
+        needed = source_ranks(numels, saved_world_size=saved, world_size=layout.world_size, rank=rank)
+    needed = needed or (any_rank,)
+    shards = {source: checkpoint.shard(source) for source in needed}
+    head = shards[needed[0]]
+    record = checkpoint.record
+    if (mixed := other_step(model, record)) is not None:
+        raise CheckpointError(mixed)
+    membership = compare(
+        ParamSet(head.layout.params, None if model.frozen is None else model.frozen.params),
+        ParamSet(layout.params, live.frozen.params),
+        head.groups,
+        live.groups,
+    )
+    _check_membership(membership, request, tag_dir, live)
+    if not request.weights_only:
+        _check_optimizer(membership, head, live, tag_dir)
+        if model.global_steps > 0:
+            _refuse_lost_state(head)
+    plan = make_plan(head.layout, layout.only(set(membership.restored)), rank)
+    check_plan(plan)
+    newly_frozen = _planned(head.layout, live.frozen.only(set(membership.newly_frozen)), rank)
+    for part in (plan, newly_frozen):
+        shards |= {source: checkpoint.shard(source) for source in (part.source_ranks if part else ())}
+    check_same_save(shards, head)
+    frozen_plan, unfrozen_plan, extents = _open_frozen(checkpoint, model, live, membership)
+    states = target_state(membership, head, live, weights_only=request.weights_only)
+    batch = record.train_batch_size if record is not None else head.train_batch_size
+    return LoadPlan(
+        checkpoint=checkpoint,
+        format=head.format,
+        model=model,
+        shards=shards,
+        head=head,
+        plan=plan,
+        membership=membership,
+        frozen_plan=frozen_plan,
+        unfrozen_plan=unfrozen_plan,
+        newly_frozen_plan=newly_frozen,
+        frozen_extents=extents,
+        states=states,
+        train_batch_size=batch if batch is not None else configured_batch(head.ds_config, saved),
+        visibility=visibility,
+    )
+
+
+def _same_shapes(saved: Layout, live: Layout) -> bool:
+    """Whether the live parameters have as many elements as the saved ones of the same names."""
+    index = saved.index()
+    return bool((saved.numel[[index[param.name] for param in live.params]] == live.numel).all())
+
+
+def _with_checksums(load_plan: LoadPlan, executor: Executor) -> LoadPlan:
+    """The same, when all that has no digest is what its checksums say, in every file that this rank uses or reads."""
+    checkpoint, visibility = load_plan.checkpoint, load_plan.visibility
+    shards, models = dict(load_plan.shards), {load_plan.model.rank: load_plan.model}
+    if visibility is not None:  # what this rank reads for others, too
+        shards |= {rank: checkpoint.shard(rank) for rank in _read_here(checkpoint.optim_files, visibility)}
+        models |= {rank: checkpoint.model_states(rank) for rank in _read_here(checkpoint.model_files, visibility)}
+    parts = {
+        model.path: (model.size, [np.array([at for at, _ in (*model.fragments(), *model.weights)], dtype=np.int64)])
+        for model in models.values()
+    }
+    for shard in shards.values():
+        parts[shard.path] = (shard.size, [extents.offset for extents in shard.extents.values()])
+    nbytes = sum(
+        check_archive(path, size, digested=np.concatenate(places), executor=executor)
+        for path, (size, places) in parts.items()
+        if path.name not in checkpoint.remote_files
+    )
+    return replace(load_plan, checked_bytes=nbytes)
+
+
+def _read_here(paths: Sequence[FilePath], visibility: FileVisibility) -> list[int]:
+    return [rank for rank, path in enumerate(paths) if visibility.reader(path.name) == visibility.rank]
+
+
+def _refuse_lost_state(head: Shard) -> None:
+    """DeepSpeed's own files of a run with partial offload lack the state of the sub-groups that the GPU stepped."""
+    block = head.ds_config.get("zero_optimization")
+    offload = block.get("offload_optimizer") if isinstance(block, Mapping) else None
+    ratio = offload.get("ratio", 1.0) if isinstance(offload, Mapping) else 1.0
+    without = sum(keys == (FP32,) for keys in head.tensor_keys)
+    if head.format == "rigid" and ratio != 1.0 and without:
+        raise UnsupportedError(
+            f"{head.path}: was saved by DeepSpeed alone from a run with partial optimizer offload (ratio {ratio}), and "
+            f"lacks the optimizer state of the {without} of {len(head.tensor_keys)} sub-groups that the GPU stepped. "
+            "Save such runs with elastic_checkpoint on. load_checkpoint(load_optimizer_states=False) takes the weights."
+        )
+
+
+def _check_membership(membership: Membership, request: LoadRequest, tag_dir: Path, live: LiveOptimizer) -> None:
+    """Raise LayoutMismatchError, listing everything that differs and is not allowed to."""
+    problems = [*membership.reshaped]
+    strict = request.options.on_mismatch == "error"
+    if strict:
+        tolerated = () if request.strict_module else membership.frozen_problems
+        problems += [problem for problem in membership.problems if problem not in tolerated]
+        problems += membership.group_problems if not request.weights_only else ()
+    if strict and request.strict_module:
+        shapes = {param.name: list(param.shape) for param in live.frozen.params}
+        # DeepSpeed leaves the entry of what requires a gradient in the save; without elements that is all of it.
+        requires_grad = {name: param.requires_grad for name, param in live.module.named_parameters()}
+        problems += [
+            f"frozen parameter {name} {shapes[name]} is not in the checkpoint, which was saved without frozen "
+            "parameters: load_module_strict=False keeps the run's own"
+            for name in membership.excluded
+            if math.prod(shapes[name]) or not requires_grad[name]
+        ]
+    if not problems:
+        return
+    advice = ""
+    if set(problems) <= {*membership.problems, *membership.group_problems} - set(membership.reshaped):
+        advice = ' ("on_mismatch": "initialize" in the "zeroelastic" block restores what both have and names the rest)'
+    raise LayoutMismatchError(
+        f"{tag_dir}: the checkpoint does not fit the model{advice}:", sorted(dict.fromkeys(problems))
+    )
+
+
+def _check_optimizer(membership: Membership, head: Shard, live: LiveOptimizer, tag_dir: Path) -> None:
+    """Raise where the run's optimizer cannot continue from the saved state of its parameters.
+
+    UnsupportedError if Muon would continue from the state of Adam, or the other way, else LayoutMismatchError.
+    """
+    for g, match in enumerate(membership.groups):
+        now = bool(live.base.param_groups[g].get("use_muon", False))
+        for s in match.shared:
+            if bool(head.groups[s].options.get("use_muon", False)) != now:
+                was = "stepped" if not now else "not stepped"
+                raise UnsupportedError(
+                    f"{head.path}: optimizer group {g} of this run is {'' if now else 'not '}stepped by Muon and takes "
+                    f"parameters of group {s} of the checkpoint, which was {was} by it. Their states have nothing in "
+                    "common: keep use_muon as it was, or pass load_optimizer_states=False."
+                )
+    groups = saved_groups(head)
+    taken = [(g, groups[s]) for g, match in enumerate(membership.groups) for s in match.shared]
+    problems = misfits(taken, live.base)
+    if problems:
+        raise LayoutMismatchError(f"{tag_dir}: the checkpoint does not fit the optimizer:", sorted(set(problems)))
+
+
+def _planned(src: Layout, dst: Layout, rank: int) -> Plan | None:
+    """A checked plan; None where there is nothing to plan for."""
+    if not dst.num_params or not dst.numel.any():
+        return None
+    plan = make_plan(src, dst, rank)
+    check_plan(plan)
+    return plan
+
+
+def _open_frozen(
+    checkpoint: Checkpoint, model: ModelStates, live: LiveOptimizer, membership: Membership
+) -> tuple[Plan | None, Plan | None, Mapping[int, TensorExtents]]:
+    """The plans for what was frozen, and where it lies."""
+    if model.frozen is None:
+        return None, None, {}
+    unfrozen = set(membership.unfrozen)
+    own_buffers = unpacked_layout([p for p in live.layout.params if p.name in unfrozen], live.layout.world_size)
+    plans = (
+        _planned(model.frozen, live.frozen.only(set(membership.frozen)), live.rank),
+        _planned(model.frozen, own_buffers, live.rank),
+    )
+    sources = sorted({source for plan in plans if plan for source in plan.source_ranks})
+    models = {source: checkpoint.model_states(source) for source in sources}
+    frozen_layouts({model.rank: model, **models})
+    extents = {source: states.frozen_extents for source, states in models.items()}
+    return *plans, {source: piece for source, piece in extents.items() if piece is not None}
+
+
+def saved_groups(head: Shard) -> list[SavedGroup]:
+    """What the checkpoint says of each optimizer group, with the state keys of all its sub-groups."""
+    group_of = {name: g for g, group in enumerate(head.groups) for name in group.params}
+    keys: list[set[str]] = [set() for _ in head.groups]
+    for name, sub_group in zip(head.layout.index(), head.layout.sub_group.tolist(), strict=True):
+        if name in group_of:
+            values = {key for key, value in head.scalars[sub_group].items() if value.value is not None}
+            keys[group_of[name]] |= {*head.tensor_keys[sub_group], *values} - {FP32}
+    return [
+        SavedGroup(head.optimizer, group.options, frozenset(found))
+        for group, found in zip(head.groups, keys, strict=True)
+    ]
+
+
+def _consistency_digest(load_plan: LoadPlan, *, weights_only: bool) -> ConsistencyDigest:
+    facts = shard_facts(load_plan.head)
+    if weights_only:
+        facts = {what: facts[what] for what in ("format", "save id", "parameters", "sub-groups")}
+    facts[_TP_RANK] = str(load_plan.checkpoint.tp.rank)
+    facts["world size"] = str(load_plan.checkpoint.world_size)
+    facts["global step"] = str(load_plan.model.global_steps)
+    facts["frozen parameters"] = repr(None if load_plan.model.frozen is None else load_plan.model.frozen.params)
+    record = load_plan.checkpoint.record
+    facts["commit record"] = "none" if record is None else record.save_id + record.content_root
+    return tuple((what, hashlib.sha256(text.encode()).hexdigest()) for what, text in facts.items())
+
+
+def check_batch(saved: int | None, current: int, world_size: int, *, strict: bool) -> str | None:
+    """A warning when a resume would change the global batch; StrictError when ``strict``."""
+    if saved is None or saved == current:
+        return None
+    keep = [m for m in range(1, saved // world_size + 1) if saved % (m * world_size) == 0]
+    how = (
+        f"train_micro_batch_size_per_gpu {keep[-1]} with gradient_accumulation_steps {saved // (keep[-1] * world_size)}"
+        if keep
+        else f"no micro batch does on {world_size} ranks; world sizes that divide {saved} can"
+    )
+    if keep and len(keep) > 1:
+        how += f", or {keep[0]} with {saved // (keep[0] * world_size)}"
+    message = f"GLOBAL BATCH CHANGED from {saved} to {current}; to keep it: {how}"
+    if strict:
+        raise StrictError(message + '. ("strict_batch": false in the "zeroelastic" block allows the change.)')
+    return message
+
+
+def target_state(
+    membership: Membership, head: Shard, live: LiveOptimizer, *, weights_only: bool
+) -> tuple[TargetState, ...]:
+    """What each sub-group of the run gets, from the saved sub-groups that its restored parameters come from.
+
+    Raises UnsupportedError where these were saved with different optimizer state.
+    """
+    index, restored = head.layout.index(), set(membership.restored)
+    members: list[list[str]] = [[] for _ in range(live.layout.num_sub_groups)]
+    for param, sub_group in zip(live.layout.params, live.layout.sub_group.tolist(), strict=True):
+        if param.name in restored:
+            members[sub_group].append(param.name)
+    found: list[TargetState] = []
+    for i, names in enumerate(members):
+        if not names:
+            found.append(TargetState())
+            continue
+        first = int(head.layout.sub_group[index[names[0]]])
+        if weights_only:
+            found.append(TargetState(first, (FP32,)))
+            continue
+        want = _state_of(head, first)
+        for name in names[1:]:
+            other = int(head.layout.sub_group[index[name]])
+            if other != first and _state_of(head, other) != want:
+                raise UnsupportedError(
+                    f"{head.path}: parameters {names[0]} and {name} share a sub-group in this run but were saved with "
+                    f"different optimizer state ({_difference(want, _state_of(head, other))}). Choose a "
+                    "sub_group_size that keeps them apart."
+                )
+        scalars = {
+            key: live.live_form(i, key, value, f"{head.path}: optimizer state {key!r}")
+            for key, value in head.scalars[first].items()
+        }
+        found.append(TargetState(first, head.tensor_keys[first], scalars))
+    return tuple(found)
+
+
+def _state_of(shard: Shard, sub_group: int) -> dict[str, str]:
+    state = {key: f"{shard.extents[key].dtype[sub_group]} tensor" for key in shard.tensor_keys[sub_group]}
+    return state | {key: value.number() for key, value in shard.scalars[sub_group].items()}
+
+
+def _difference(left: Mapping[str, str], right: Mapping[str, str]) -> str:
+    keys = sorted(key for key in left.keys() | right.keys() if left.get(key) != right.get(key))
+    return ", ".join(f"{key}: {left.get(key, 'none')} and {right.get(key, 'none')}" for key in keys)

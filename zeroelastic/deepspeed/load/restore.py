@@ -1,0 +1,231 @@
+"""Fill the live engine from a checked checkpoint, at any world size, in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from zeroelastic.checkpoint.one_save import check_one_save
+from zeroelastic.checkpoint.optimizer_file import FP32, FROZEN
+from zeroelastic.checkpoint.values import OptionValue
+from zeroelastic.core.digest import ScalarValue
+from zeroelastic.deepspeed.engine import Engine
+from zeroelastic.deepspeed.fill import Filled, Part, Target, fill
+from zeroelastic.deepspeed.live.digests import local_digests
+from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
+from zeroelastic.deepspeed.live.optimizers import SavedGroup, changed_class, options_to_set
+from zeroelastic.deepspeed.live.precision import restore_scales
+from zeroelastic.deepspeed.load.changed_params import (
+    clear_fresh,
+    frozen_parts,
+    join,
+    with_changed_digests,
+)
+from zeroelastic.deepspeed.load.preflight import LoadPlan, saved_groups
+from zeroelastic.deepspeed.load.request import LoadRequest
+from zeroelastic.deepspeed.node_local.payload import RelayCost, fill_from_others, module_file
+from zeroelastic.distributed.collective import all_or_raise
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What a load put into the engine: what DeepSpeed's own part returned, and the cost.
+
+    ``module`` and ``payload`` are what it cost to have other ranks read files; ``lost`` is what of the loss scale was
+    not restored.
+    """
+
+    loaded: tuple[Any, Any]
+    filled: Filled
+    module: RelayCost
+    payload: RelayCost
+    notes: tuple[str, ...]
+    lost: tuple[str, ...]
+
+
+def restore(
+    engine: Engine,
+    live: LiveOptimizer,
+    load_plan: LoadPlan,
+    request: LoadRequest,
+    load_module: Callable[[str], tuple[Any, Any]],
+) -> Restored:
+    """Fill the engine from a checked checkpoint. Collective; raises the same error on every rank.
+
+    ``load_module`` runs DeepSpeed's own ``_load_checkpoint`` (module, counters, scheduler, client state) on the file
+    that ``model_states_reader`` serves from the path that it is given.
+    """
+    executor = request.options.io_engine
+    live.begin_load()
+    with module_file(load_plan.visibility, load_plan.model, executor=executor) as (module_path, module):
+        loaded = all_or_raise(partial(load_module, module_path))
+    live.refresh()
+    filling = all_or_raise(lambda: _fill(live, load_plan, request))
+    payload = RelayCost()
+    if load_plan.visibility is not None:
+        filled, payload = fill_from_others(load_plan.visibility, filling.parts, filling.filled, executor=executor)
+        filling = filling._replace(filled=filled)
+
+    def complete() -> tuple[Filled, tuple[str, ...], tuple[str, ...]]:
+        check_one_save(load_plan.checkpoint.tag_dir)  # nothing is read after this
+        filled = _complete(live, load_plan, filling, request)
+        if request.options.verify == "full" and not engine.zero_load_from_fp32_weights():
+            filled = _with_read_weights(live, filled)
+        return filled, *_restore_values(engine, live, load_plan, request)
+
+    complete_fill, notes, lost = all_or_raise(complete)
+    live.end_load()
+    return Restored(loaded, complete_fill, module, payload, (*filling.casts, *notes), lost)
+
+
+class _Filling(NamedTuple):
+    """What is filled, what came of it so far, and sentences about what was cast."""
+
+    parts: Sequence[Part]
+    filled: Sequence[Filled]
+    casts: tuple[str, ...]
+
+
+def _fill(live: LiveOptimizer, load_plan: LoadPlan, request: LoadRequest) -> _Filling:
+    """Fill master weights, optimizer tensors and frozen parameters, in place."""
+    targets: list[Target] = []
+    for i, (source, keys, scalars) in enumerate(load_plan.states):
+        if source is None:
+            if not request.weights_only:
+                live.reset_state(i)
+            continue
+        for key in keys:
+            dtype = load_plan.head.extents[key].dtype[source]
+            kept = live.state_dtype(i, key) or getattr(torch, dtype)
+            targets.append(Target(key, i, live.destination(i, key, kept), dtype))
+        if not request.weights_only:
+            live.drop_state(i, keep=(*keys, *scalars))
+    if not request.weights_only:
+        live.state_filled()
+    extents = {rank: shard.extents for rank, shard in load_plan.shards.items()}
+    parts = [Part(load_plan.plan, extents, targets), *frozen_parts(live, load_plan)]
+    casts = [text for part in parts if not _has_moved(part, load_plan) for text in _casts(part.targets)]
+    filled = [
+        fill(*part, executor=request.options.io_engine, remote_files=load_plan.checkpoint.remote_files)
+        for part in parts
+    ]
+    return _Filling(parts, filled, tuple(casts))
+
+
+def _complete(live: LiveOptimizer, load_plan: LoadPlan, filling: _Filling, request: LoadRequest) -> Filled:
+    """Finish what was read: fresh state, padding, and digests of parameters that changed between frozen and trained."""
+    for i in range(live.layout.num_sub_groups):
+        if not request.weights_only and load_plan.states[i].source is not None:
+            clear_fresh(live, load_plan, i)
+    live.zero_padding(weights_only=request.weights_only)
+    owned = live.frozen.owned(live.rank)[1]
+    for p, numel in enumerate(owned.tolist()):
+        live.frozen_tensor(p).view(-1)[numel:].zero_()
+    return join(
+        [
+            with_changed_digests(part, filled, live.rank) if _has_moved(part, load_plan) else filled
+            for part, filled in zip(filling.parts, filling.filled, strict=True)
+        ]
+    )
+
+
+def _has_moved(part: Part, load_plan: LoadPlan) -> bool:
+    """Whether a part is of parameters that only the save, or only the run, trains."""
+    return part.plan is load_plan.unfrozen_plan or part.plan is load_plan.newly_frozen_plan
+
+
+def _with_read_weights(live: LiveOptimizer, filled: Filled) -> Filled:
+    """With the digests of the master weights as they were read, which are going to be rounded."""
+    local = local_digests(live, weights_only=True, with_frozen=False)
+    return replace(filled, cast_digests={**local.table(), **filled.cast_digests})
+
+
+def _casts(targets: Sequence[Target]) -> list[str]:
+    """A sentence for each kind of tensor that is not kept in the dtype that it was saved in."""
+    names = {FP32: "master weights", FROZEN: "frozen parameters"}
+    casts = {(names.get(t.key, t.key), t.dtype, str(t.tensor.dtype).removeprefix("torch.")) for t in targets if t.cast}
+    return [f"{what}: cast from {saved} to {live}" for what, saved, live in sorted(casts)]
+
+
+def _restore_values(
+    engine: Engine, live: LiveOptimizer, load_plan: LoadPlan, request: LoadRequest
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Set scalars, hyper-parameters and loss scale, then the 16-bit weights from the master weights.
+
+    Returns notes, and what of the loss scale was not restored.
+    """
+    notes: list[str] = []
+    lost: list[str] = []
+    if not request.weights_only:
+        for i, state in enumerate(load_plan.states):
+            for key, value in state.scalars.items():
+                live.set_scalar(i, key, live_value(value))
+        notes = [*_converted(load_plan), *set_groups(live, _sources(load_plan))]
+        scale_notes, lost = restore_scales(live, load_plan.head, engine._config._param_dict)
+        notes += scale_notes
+    live.finish_weights(from_16_bit=not engine.zero_load_from_fp32_weights())
+    return tuple(notes), tuple(lost)
+
+
+def _sources(load_plan: LoadPlan) -> list[SavedGroup | None]:
+    """The saved group from which each live group takes its hyper-parameters; None if it keeps its own."""
+    groups = saved_groups(load_plan.head)
+    return [None if match.source is None else groups[match.source] for match in load_plan.membership.groups]
+
+
+def set_groups(live: LiveOptimizer, groups: Sequence[SavedGroup | None]) -> list[str]:
+    """Set the hyper-parameters of every group that takes saved ones. Returns notes about options that differ."""
+    optimizer = live.base
+    notes: dict[str, None] = {}
+    for saved, group in zip(groups, optimizer.param_groups, strict=True):
+        if saved is None:
+            continue
+        changed = changed_class(saved, optimizer)
+        taken, left, own = options_to_set(saved, optimizer, group)
+        for option, choice in taken.items():
+            set_option(group, option, choice)
+        for note in (
+            changed,
+            f"hyper-parameters of the checkpoint that this optimizer does not have: {', '.join(left)}"
+            if left
+            else None,
+            f"hyper-parameters that are the run's own: {', '.join(own)}" if own else None,
+        ):
+            if note is not None:
+                notes[note] = None
+    return list(notes)
+
+
+def _converted(load_plan: LoadPlan) -> list[str]:
+    """A sentence for each scalar that the run's optimizer keeps in another form than the saved one did."""
+    saved = {(key, value.kind) for entry in load_plan.head.scalars for key, value in entry.items()}
+    live = {(key, value.kind) for state in load_plan.states for key, value in state.scalars.items()}
+    return [
+        f"{key}: the same number, as {_kind_name(kind)} here and as "
+        f"{' or '.join(sorted(_kind_name(other) for name, other in saved if name == key))} in the checkpoint"
+        for key, kind in sorted(live - saved)
+    ]
+
+
+def _kind_name(kind: str) -> str:
+    return f"a Python {kind.removeprefix('py')}" if kind.startswith("py") else f"a {kind} tensor"
+
+
+def live_value(value: ScalarValue) -> object:
+    dtype = getattr(torch, value.kind, None)
+    return torch.tensor(value.value, dtype=dtype) if isinstance(dtype, torch.dtype) else value.value
+
+
+def set_option(group: dict[str, Any], option: str, value: OptionValue) -> None:
+    """Set a hyper-parameter in place; a tensor keeps its identity, which compiled optimizers rely on."""
+    current = group.get(option)
+    if isinstance(current, torch.Tensor) and isinstance(value, (int, float)):
+        current.fill_(value)
+    elif isinstance(current, list) and isinstance(value, tuple):
+        group[option] = list(value)
+    else:
+        group[option] = value

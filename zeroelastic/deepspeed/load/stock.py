@@ -1,0 +1,208 @@
+"""Whether DeepSpeed alone loads a checkpoint that a load of ours refuses: what ``install()`` must not take away.
+
+``read_covered`` decides for configurations that we do not cover, ``stock_loads`` for checkpoints that we cannot read.
+
+DeepSpeed goes by position: it copies the flat buffers of this rank's file into its own, whatever they are called. So a
+rigid checkpoint of the same size is left to it, where it would not put one parameter into another. Headers alone are
+read, by the allow-list. Source: ``_load_checkpoint``, ``load_module_state_dict``, ``_rigid_load_state_dict`` (0.19.8).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from zeroelastic.checkpoint.commit_record import RECORD_NAME
+from zeroelastic.checkpoint.file_names import parse_rank_file
+from zeroelastic.checkpoint.model_states import open_model_states
+from zeroelastic.checkpoint.open import open_checkpoint, rank_files, saved_sizes
+from zeroelastic.checkpoint.tensor_parallel import TensorParallel
+from zeroelastic.deepspeed.engine import Engine
+from zeroelastic.deepspeed.live.kinds import covered_live
+from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
+from zeroelastic.deepspeed.live.topology import tensor_parallel
+from zeroelastic.deepspeed.load.request import LoadRequest
+from zeroelastic.distributed.collective import all_gather, all_or_raise
+from zeroelastic.errors import (
+    CheckpointError,
+    LayoutMismatchError,
+    MissingFileError,
+    OldFormatError,
+    UnsupportedError,
+    ZeroElasticError,
+)
+from zeroelastic.io.storage import file_sizes
+from zeroelastic.torch_file.header import TensorRef, read_torch_file
+
+Table = Mapping[Any, Any]
+
+
+def read_covered(engine: Engine, tag_dir: Path) -> LiveOptimizer | UnsupportedError:
+    """The live state, or why a run that we do not cover leaves this load to DeepSpeed: alike on every rank. Collective.
+
+    DeepSpeed loads a rigid checkpoint of the same world size. Raises UnsupportedError where the checkpoint is elastic
+    or of another size, so that DeepSpeed cannot load it either.
+    """
+
+    def look() -> tuple[LiveOptimizer | None, tuple[str, bool] | None]:
+        try:
+            return covered_live(engine, engine.optimizer), None
+        except UnsupportedError as error:
+            world_size = dist.get_world_size(group=engine.optimizer.dp_process_group)
+            node_local, tp = engine.use_node_local_storage(), tensor_parallel(engine.optimizer)
+            loads = _has_rigid_files(tag_dir, engine.global_rank, world_size, tp, node_local=node_local)
+            return None, (str(error), loads)
+
+    live, refusal = all_or_raise(look)
+    refusals = [one for one in all_gather(refusal) if one is not None]
+    if not refusals:
+        assert live is not None
+        return live
+    reason = refusals[0][0]
+    if not all(loads for _, loads in refusals):
+        raise UnsupportedError(f"{tag_dir}: {reason}")
+    return UnsupportedError(reason)
+
+
+def stock_loads(
+    error: ZeroElasticError, engine: Engine, live: LiveOptimizer, tag_dir: Path, request: LoadRequest
+) -> bool:
+    """Whether DeepSpeed alone loads, on every rank, the checkpoint for which our load raised ``error``. Collective.
+
+    It does for a file of torch's old format and for state that only DeepSpeed reads, where each rank finds its own
+    files of a rigid checkpoint of this world size; and for a rigid checkpoint without a commit record that fits.
+    """
+    if isinstance(error, OldFormatError):
+        node_local = engine.use_node_local_storage()
+        return _on_all_ranks(
+            lambda: _has_rigid_files(tag_dir, live.rank, live.layout.world_size, live.tp, node_local=node_local)
+        )
+    if not isinstance(error, (CheckpointError, LayoutMismatchError, UnsupportedError)):
+        return False
+    if isinstance(error, UnsupportedError) and _on_all_ranks(lambda: _only_stock_reads(tag_dir, live)):
+        return True
+    return _on_all_ranks(lambda: _fits(engine, live, tag_dir, request, damaged=isinstance(error, CheckpointError)))
+
+
+def _on_all_ranks(check: Callable[[], bool]) -> bool:
+    return all(all_gather(all_or_raise(check)))
+
+
+def _only_stock_reads(tag_dir: Path, live: LiveOptimizer) -> bool:
+    """Whether a rigid checkpoint of this world size holds state that only DeepSpeed can read."""
+    try:
+        checkpoint = open_checkpoint(tag_dir, near_rank=live.rank, tp=live.tp)
+    except UnsupportedError:  # another stage: our message says what is wrong
+        return False
+    except MissingFileError:  # on another node
+        return _has_own_rigid_files(tag_dir, live.rank, live.layout.world_size)
+    try:
+        if checkpoint.world_size == live.layout.world_size:
+            checkpoint.shard(live.rank)
+        return False
+    except UnsupportedError:
+        return checkpoint.record is None or checkpoint.record.checkpoint_format != "elastic"
+
+
+def _has_rigid_files(tag_dir: Path, rank: int, world_size: int, tp: TensorParallel, *, node_local: bool) -> bool:
+    """Whether DeepSpeed alone can load this rank's part: as many ranks saved it, as a rigid checkpoint."""
+    try:
+        return open_checkpoint(tag_dir, near_rank=rank, tp=tp).world_size == world_size
+    except UnsupportedError:
+        return saved_sizes(tag_dir) == (world_size, tp.size)
+    except OldFormatError:
+        return len(rank_files(tag_dir, file_sizes(tag_dir))[1]) == world_size
+    except MissingFileError:
+        return node_local and _has_own_rigid_files(tag_dir, rank, world_size)
+    except CheckpointError:  # of a layout that is not covered: only the sizes count
+        return saved_sizes(tag_dir) == (world_size, tp.size)
+
+
+def _has_own_rigid_files(tag_dir: Path, rank: int, world_size: int) -> bool:
+    """Whether this rank's two files are here, and are a rigid checkpoint's of this many ranks."""
+    try:
+        files = rank_files(tag_dir, file_sizes(tag_dir))
+        if rank not in files.optim or rank not in files.models:
+            return False
+        if open_model_states(tag_dir / files.models[rank], rank, world_size=None).world_size != world_size:
+            return False
+        root = read_torch_file(tag_dir / files.optim[rank]).root
+    except CheckpointError:
+        return False
+    state = root.get("optimizer_state_dict") if isinstance(root, dict) else None
+    return isinstance(state, dict) and "base_optimizer_state" not in state
+
+
+def _fits(engine: Engine, live: LiveOptimizer, tag_dir: Path, request: LoadRequest, *, damaged: bool) -> bool:
+    """Whether this is a rigid checkpoint of this world size, without a commit record, that fits.
+
+    A checkpoint that is ``damaged`` fits only if client state has replaced the names of the parameters, so that the
+    checkpoint merely seems to be damaged.
+    """
+    try:
+        return _files_fit(engine, live, tag_dir, request, damaged=damaged)
+    except CheckpointError:
+        return False
+
+
+def _files_fit(engine: Engine, live: LiveOptimizer, tag_dir: Path, request: LoadRequest, *, damaged: bool) -> bool:
+    names = file_sizes(tag_dir)
+    files: dict[tuple[str, int], str] = {}
+    for name in names:
+        file = parse_rank_file(name)
+        if file is not None and file.tp_rank == live.tp.rank:
+            files[file.kind, file.rank] = name
+    size = live.layout.world_size
+    if RECORD_NAME in names or files.keys() != {(kind, r) for kind in ("optimizer", "model") for r in range(size)}:
+        return False
+    model = read_torch_file(tag_dir / files["model", live.rank], foreign="inert").root
+    sizes = (size, live.tp.size)
+    if not isinstance(model, dict) or (model.get("dp_world_size"), model.get("mp_world_size")) != sizes:
+        return False
+    if damaged and _is_table(model.get("param_shapes")):
+        return False
+    if not _module_fits(engine, model, strict=request.strict_module) or _mixes(live, model.get("param_shapes")):
+        return False
+    if not request.load_optimizer_states:  # DeepSpeed then merges what `latest` names
+        latest = tag_dir.parent / "latest"
+        return latest.is_file() and latest.read_text().strip() == tag_dir.name
+    root = read_torch_file(tag_dir / files["optimizer", live.rank]).root
+    return live.takes_stock_state(root.get("optimizer_state_dict") if isinstance(root, dict) else None)
+
+
+def _module_fits(engine: Engine, model: Table, *, strict: bool) -> bool:
+    saved = model.get("module")
+    if not isinstance(saved, dict):
+        return False
+    own = engine.module.state_dict()
+    if strict and saved.keys() != own.keys():
+        return False
+    names = {name for name, _ in engine.module.named_parameters(remove_duplicate=False)}
+    for name in (saved.keys() & own.keys()) - names:
+        if isinstance(saved[name], TensorRef) and saved[name].shape != tuple(own[name].shape):
+            return False
+    fragments = model.get("frozen_param_fragments")
+    if not isinstance(fragments, dict):
+        return True
+    params: Iterator[Any] = engine.module.parameters()
+    looked_for = [param for param in params if not (param.requires_grad and param.ds_numel > 0)]
+    parts = [(fragments.get(engine.param_names[param]), param.ds_tensor.numel()) for param in looked_for]
+    return all(isinstance(part, TensorRef) and part.numel == numel for part, numel in parts)
+
+
+def _is_table(tables: Any) -> bool:
+    """Whether this names parameters and their shapes by sub-group."""
+    return isinstance(tables, list) and all(isinstance(table, dict) for table in tables)
+
+
+def _mixes(live: LiveOptimizer, tables: Any) -> bool:
+    """Whether a parameter would get what another one's place holds, as far as the file names its parameters."""
+    if not _is_table(tables):
+        return False
+    saved = [(name, tuple(shape)) for table in tables for name, shape in table.items() if isinstance(shape, tuple)]
+    here = [(param.name, param.shape) for param in live.layout.params]
+    names = {name for name, _ in saved} & {name for name, _ in here}
+    return any(a != b and not names.isdisjoint((a[0], b[0])) for a, b in zip(saved, here, strict=False))

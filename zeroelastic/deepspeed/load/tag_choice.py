@@ -1,0 +1,107 @@
+"""Which tag a load takes: the one it is given, or the one that ``latest`` names, the same on every rank."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from zeroelastic.checkpoint.quarantine import read_mark
+from zeroelastic.deepspeed.node_local.node_tags import agree_on_latest
+from zeroelastic.distributed.collective import all_gather_or_raise, all_or_raise
+from zeroelastic.errors import CheckpointError, MissingFileError, UnreadableError, printable, shown
+from zeroelastic.io.pinned_directory import PinnedPath
+from zeroelastic.report import Note
+from zeroelastic.tags.absent import about_absent, about_absent_tag
+from zeroelastic.tags.candidates import committed_after
+from zeroelastic.tags.names import LATEST, read_latest
+from zeroelastic.tags.tag_directory import open_tag, recover
+
+logger = logging.getLogger(__name__)
+
+_NAMED = 3
+
+
+def choice_notes(load_dir: Path, tag: str, newer: tuple[str, ...]) -> list[Note]:
+    """Notes for the report about the choice of a tag: the same on every rank."""
+    if not newer:
+        return []
+    return [
+        Note(
+            logging.WARNING,
+            f"NOT THE NEWEST: {load_dir / LATEST} names {printable(tag)}, and "
+            f"{', '.join(map(printable, newer[:_NAMED]))} {'was' if len(newer) == 1 else 'were'} committed later. "
+            "Unless you pointed it there, the file is damaged, or a save ended before it was written",
+        )
+    ]
+
+
+def choose_tag(load_dir: Path, tag: Any) -> tuple[str | None, tuple[str, ...]]:
+    """The tag to load, agreed by all ranks, and the newer ones where ``latest`` names it. Collective.
+
+    The tag is None when there is no ``latest`` to choose it. Nodes with disks of their own may name different ones:
+    then the newest is taken (``agree_on_latest``).
+    """
+
+    def read() -> str | None:
+        named = str(tag) if tag is not None else read_latest(load_dir)
+        if named is not None and dist.get_rank() == 0:
+            with suppress(OSError):  # a directory that cannot be written: opening the tag reports what is missing
+                recover(load_dir / named)
+        return named
+
+    chosen, all_chosen = all_gather_or_raise(read)
+    if tag is not None:
+        if any(other != chosen for other in all_chosen):
+            raise CheckpointError(
+                f"{load_dir}: the ranks are to load different tags ({', '.join(sorted(map(str, set(all_chosen))))}). "
+                "Pass the same tag everywhere."
+            )
+        _, there = all_gather_or_raise(lambda: (load_dir / str(chosen)).is_dir())
+        if not any(there):
+            raise MissingFileError(f"{about_absent_tag(load_dir, str(chosen))} Nothing was loaded.")
+        return chosen, ()
+    named = agree_on_latest(load_dir, all_chosen)
+    if named is None:
+        return None, ()
+
+    def look() -> tuple[bool, tuple[str, ...]]:
+        there = isinstance(open_tag(load_dir / named), PinnedPath)
+        return there, committed_after(load_dir, named) if there and dist.get_rank() == 0 else ()
+
+    _, outcomes = all_gather_or_raise(look)
+    if not any(there for there, _ in outcomes):
+        raise MissingFileError(
+            f"{load_dir / LATEST}: names {shown(named)}, which is not in {load_dir}. The file is damaged, or the "
+            "tag was removed: pass a tag, or let `zeroelastic latest --fix` write it anew."
+        )
+    return named, outcomes[0][1]
+
+
+def nothing_to_load(load_dir: Path, *, required: bool) -> None:
+    """Warn on rank 0 that there is nothing to load and the run begins from scratch. Collective.
+
+    Raises MissingFileError on every rank where a checkpoint is ``required``.
+    """
+
+    def refuse() -> None:
+        if dist.get_rank() == 0:
+            text = about_absent(load_dir)
+            if required:
+                raise MissingFileError(f"{text} A checkpoint is required here, so the run does not begin from scratch.")
+            logger.warning('%s The run begins from scratch; "required": true makes that an error', text)
+
+    all_or_raise(refuse)
+
+
+def warn_of_mark(tag_dir: Path) -> None:
+    """Warn on rank 0 when the tag to load carries a mark of damage; it is loaded all the same."""
+    if dist.get_rank() != 0:
+        return
+    with suppress(UnreadableError):  # a load reports it itself
+        mark = read_mark(tag_dir)
+        if mark is not None:
+            logger.warning("%s %s", tag_dir, mark.sentence)

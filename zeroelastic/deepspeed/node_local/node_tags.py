@@ -1,0 +1,159 @@
+"""Tags over nodes with disks of their own: which there are, which one ``latest`` names, and whether one is complete.
+
+A node that was absent has old tags and an old ``latest``; a new node has none. Where all ranks see the same, rank 0
+decides, and finding that out costs one small gather.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+import torch.distributed as dist
+
+from zeroelastic.checkpoint.commit_record import read_record
+from zeroelastic.checkpoint.open import open_checkpoint
+from zeroelastic.checkpoint.tensor_parallel import TensorParallel
+from zeroelastic.deepspeed.node_local.visibility import gather_visibility
+from zeroelastic.distributed.collective import all_gather, all_gather_or_raise, all_or_raise
+from zeroelastic.errors import (
+    CheckpointError,
+    MissingFileError,
+    UnreadableError,
+    UnsupportedError,
+    UsageError,
+    printable,
+)
+from zeroelastic.io.storage import file_sizes, folders
+from zeroelastic.tags.candidates import list_run, named_latest
+from zeroelastic.tags.commit_order import Tag, newest_first
+from zeroelastic.tags.tag_directory import recover_all
+
+logger = logging.getLogger(__name__)
+
+_ABSENT = (-1.0, -1)
+_TOLD_BY = {"record": 3, "header": 2, "name": 1, None: 0}
+
+
+def agree_on_latest(load_dir: Path, named: Sequence[str | None]) -> str | None:
+    """The tag to load, given what ``latest`` names on each rank: None where it is nowhere. Collective.
+
+    A new node has no ``latest``, and a node that was absent may have an old one: then the tag that was committed last,
+    by the time in its record, is taken. Raises CheckpointError on every rank where no record tells which is newer.
+    """
+    names = sorted({name for name in named if name is not None})
+    if len(names) <= 1:
+        return names[0] if names else None
+    own = named[dist.get_rank()]
+
+    def age() -> tuple[float, int] | None:
+        """Of the tag that is named here; ``_ABSENT`` for one that is not there, None for one that does not tell."""
+        if own is None or not (load_dir / own).is_dir():
+            return _ABSENT
+        try:
+            record = read_record(load_dir / own)
+        except (CheckpointError, UnreadableError):
+            return None
+        return None if record is None else (record.committed_at or 0.0, record.global_steps)
+
+    _, ages = all_gather_or_raise(age)
+    stated: dict[str, list[tuple[float, int] | None]] = {name: [] for name in names}
+    for name, found in zip(named, ages, strict=True):
+        if name is not None and found != _ABSENT:
+            stated[name].append(found)
+    newest = {name: max((s for s in found if s is not None), default=None) for name, found in stated.items() if found}
+    known = {name: found for name, found in newest.items() if found is not None}
+    if not known or len(known) < len(newest) or len(set(known.values())) < len(known):
+        raise CheckpointError(
+            f"{load_dir}: the ranks do not see the same tag ({', '.join(map(printable, names))}), and no commit record "
+            "tells which is newer. Pass the tag to load."
+        )
+    chosen = max(known, key=lambda name: known[name])
+    if dist.get_rank() == 0:
+        old = [rank for rank, name in enumerate(named) if name not in (None, chosen)]
+        logger.warning(
+            "%s: latest names %s, which is the newest and is loaded, and another tag where ranks %s are",
+            load_dir,
+            chosen,
+            ", ".join(map(str, old)),
+        )
+    return chosen
+
+
+def seen_alike(directory: Path) -> bool:
+    """Whether all ranks see the same files, by name and size, in a directory. Collective."""
+    return len(set(all_gather(_fingerprint(directory)))) == 1
+
+
+def _fingerprint(directory: Path) -> str:
+    try:
+        return hashlib.sha256(repr(sorted(file_sizes(directory).items())).encode()).hexdigest()
+    except (CheckpointError, UnreadableError):
+        return ""
+
+
+def tags_of_all_nodes(root: Path) -> list[Tag]:
+    """The tags that any rank sees in a directory, newest first: complete on rank 0, any list elsewhere. Collective.
+
+    Where several nodes have a tag, the node that knows most about it counts: a commit record before a header before a
+    name.
+    """
+
+    def look() -> str:
+        with suppress(OSError):  # missing or read-only: opening it reports what is missing
+            if dist.get_rank() == 0:
+                _recover(root)
+        try:
+            return hashlib.sha256(repr((folders(root), named_latest(root))).encode()).hexdigest()
+        except MissingFileError:
+            return ""
+
+    mark, marks = all_gather_or_raise(look)
+    rank = dist.get_rank()
+    asked = marks.index(mark) == rank if len(set(marks)) > 1 else rank == 0
+    own = all_or_raise(partial(_tags, root) if asked else list[Tag])
+    lists = all_gather(own) if len(set(marks)) > 1 else [own]
+    best: dict[str, Tag] = {}
+    for tag in (tag for one in lists for tag in one):
+        if tag.name not in best or _knowledge(tag) > _knowledge(best[tag.name]):
+            best[tag.name] = tag
+    return list(newest_first(best.values(), named_latest(root)[0]))
+
+
+def _recover(root: Path) -> None:
+    """Finish replacements that were cut short, where ``latest`` may name a tag. Raises OSError."""
+    recover_all(root)
+    named, _ = named_latest(root)
+    if named is not None and "/" in named:
+        recover_all((root / named).parent)
+
+
+def _knowledge(tag: Tag) -> tuple[bool, int, int]:
+    return tag.unfinished is None, _TOLD_BY[tag.step_from], tag.step or 0
+
+
+def _tags(root: Path) -> list[Tag]:
+    """The checkpoints that are seen here, newest first; none where there is no directory yet."""
+    try:
+        return list(list_run(root).tags)
+    except UsageError:
+        return []
+
+
+def problem_over_nodes(tag_dir: Path, problem: str, rank: int, tp: TensorParallel) -> str | None:
+    """What is wrong with a tag, over all nodes, in which rank 0 alone saw a ``problem``; None where nothing is.
+
+    ``rank`` is that of the data parallel group, of tensor parallel rank ``tp``. Headers are not opened. Collective.
+    """
+    try:
+        _, visibility = gather_visibility(tag_dir, rank, tp)
+        if visibility is None:
+            return problem
+        all_or_raise(lambda: open_checkpoint(tag_dir, tp=tp, listing=visibility.listing))
+    except (CheckpointError, UnreadableError, UnsupportedError) as error:
+        return str(error)
+    return None

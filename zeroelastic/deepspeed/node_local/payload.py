@@ -1,0 +1,259 @@
+"""Payload of files that a rank does not see: read once by a rank that sees them, sent, and written as the plan says.
+
+Every rank asks the readers of its files for byte ranges and serves what is asked of it. What is asked of one reader is
+one stream, row after row, in the rounds of ``all_to_all_stream``; its buffers are all the memory that this needs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from zeroelastic.checkpoint.extents import ExtentTable
+from zeroelastic.checkpoint.model_states import ModelStates
+from zeroelastic.core.digest import ByteArray, combine, stream_seed
+from zeroelastic.core.layout import Int64Array
+from zeroelastic.deepspeed.fill import Filled, Part, host_executor
+from zeroelastic.deepspeed.node_local.all_to_all import (
+    ALIGNMENT,
+    Piece,
+    TransferCost,
+    all_to_all_bytes,
+    all_to_all_stream,
+)
+from zeroelastic.deepspeed.node_local.visibility import FileVisibility
+from zeroelastic.distributed.collective import all_or_raise
+from zeroelastic.executors.dispatch import CopyTable, Executor, ReadTable, copy_segments, digest_range, read_segments
+from zeroelastic.io.paths import FilePath
+from zeroelastic.torch_file.header import DTYPE_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class RelayCost:
+    """What reading for other ranks cost this rank: bytes read, from which files, bytes sent and received."""
+
+    bytes_read: int = 0
+    files: tuple[FilePath, ...] = ()
+    sent: int = 0
+    received: int = 0
+
+
+class Arrived(NamedTuple):
+    """Bytes of wanted rows in a buffer: ``nbytes[i]`` of row ``row[i]`` from its byte ``skip[i]`` on, at ``at[i]``."""
+
+    row: Int64Array
+    skip: Int64Array
+    nbytes: Int64Array
+    at: Int64Array
+
+
+@dataclass(frozen=True, slots=True)
+class _Stream:
+    """Rows ``[file, offset, nbytes]`` one after the other, each from a multiple of ``ALIGNMENT`` on."""
+
+    rows: Int64Array
+    start: Int64Array
+
+    @staticmethod
+    def of(rows: Int64Array) -> _Stream:
+        padded = -(-rows[:, 2] // ALIGNMENT) * ALIGNMENT
+        return _Stream(rows, np.concatenate(([0], np.cumsum(padded))))
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.start[-1])
+
+    def cut(self, piece: Piece) -> Arrived:
+        """The parts of rows that a piece of the stream consists of."""
+        end = piece.begin + piece.nbytes
+        first = int(np.searchsorted(self.start, piece.begin, side="right")) - 1
+        row = np.arange(first, int(np.searchsorted(self.start[:-1], end, side="left")), dtype=np.int64)
+        low = np.maximum(self.start[row], piece.begin)
+        high = np.minimum(self.start[row] + self.rows[row, 2], end)
+        some = high > low
+        row, low, high = row[some], low[some], high[some]
+        return Arrived(row, low - self.start[row], high - low, low - piece.begin + piece.at)
+
+
+def fetch(
+    visibility: FileVisibility,
+    rows: Int64Array,
+    readers: Int64Array,
+    put: Callable[[Arrived, ByteArray], None],
+    *,
+    executor: Executor,
+) -> RelayCost:
+    """Have others read ``rows``, and read what they want. Collective; errors of this rank are raised at its end.
+
+    ``rows``, shape ``(num_rows, 3)``, are ``[number of the file in visibility.names, offset, nbytes]``;
+    ``readers`` has the rank to ask for each. ``put`` takes the bytes that arrive, round by round. A range that several
+    ranks ask for is read once.
+    """
+    mine = {reader: np.flatnonzero(readers == reader) for reader in np.unique(readers).tolist()}
+    wanted = {reader: _Stream.of(rows[index]) for reader, index in mine.items()}
+    asked = all_to_all_bytes({reader: rows[index].tobytes() for reader, index in mine.items()})
+    served = {peer: _Stream.of(np.frombuffer(data, dtype=np.int64).reshape(-1, 3)) for peer, data in asked.items()}
+    paths = tuple(visibility.tag_dir / name for name in visibility.names)
+    files: dict[FilePath, None] = {}
+    bytes_read = 0
+
+    def fill(pieces: Sequence[Piece], buffer: ByteArray) -> None:
+        nonlocal bytes_read
+        parts = [(served[piece.peer], served[piece.peer].cut(piece)) for piece in pieces]
+        file = np.concatenate([served.rows[cut.row, 0] for served, cut in parts])
+        offset = np.concatenate([served.rows[cut.row, 1] + cut.skip for served, cut in parts])
+        nbytes = np.concatenate([cut.nbytes for _, cut in parts])
+        at = np.concatenate([cut.at for _, cut in parts])
+        _, first, same = np.unique(np.stack((file, offset, nbytes), 1), axis=0, return_index=True, return_inverse=True)
+        same = same.reshape(-1)
+        table = ReadTable(paths, file[first], offset[first], np.zeros_like(first), at[first], nbytes[first])
+        result = read_segments(table, [buffer], executor=host_executor(executor))
+        for i in np.flatnonzero(first[same] != np.arange(len(same))).tolist():
+            source, count = int(at[first[same[i]]]), int(nbytes[i])
+            buffer[int(at[i]) : int(at[i]) + count] = buffer[source : source + count]
+        bytes_read += result.bytes_read
+        files.update(dict.fromkeys(result.files))
+
+    def take(pieces: Sequence[Piece], buffer: ByteArray) -> None:
+        for piece in pieces:
+            cut = wanted[piece.peer].cut(piece)
+            put(cut._replace(row=mine[piece.peer][cut.row]), buffer)
+
+    moved: TransferCost = all_to_all_stream({peer: served.nbytes for peer, served in served.items()}, fill, take)
+    return RelayCost(bytes_read, tuple(files), moved.sent, moved.received)
+
+
+def fill_from_others(
+    visibility: FileVisibility, parts: Sequence[Part], filled: Sequence[Filled], *, executor: Executor
+) -> tuple[list[Filled], RelayCost]:
+    """Fill the rows that ``fill`` left unread because this rank does not see their files. Collective.
+
+    Raises the same error on every rank.
+
+    Returns the fills with the digests of those rows that were cast.
+    """
+    numbers = {name: number for number, name in enumerate(visibility.names)}
+    tables: list[Int64Array] = [np.empty((0, 3), dtype=np.int64)]
+    readers: list[Int64Array] = [np.empty(0, dtype=np.int64)]
+    first_row = [0]
+    for one in filled:
+        unread = one.unread
+        count = 0 if unread is None else unread.num_rows
+        if unread is not None and count:
+            file = np.array([numbers[path.name] for path in unread.paths], dtype=np.int64)
+            reader = np.array([visibility.reader(path.name, visibility.rank) for path in unread.paths], dtype=np.int64)
+            tables.append(np.stack((file[unread.file], unread.file_offset, unread.nbytes), axis=1))
+            readers.append(reader[unread.file])
+        first_row.append(first_row[-1] + count)
+    digests: list[dict[tuple[str, str], int]] = [dict(one.cast_digests) for one in filled]
+
+    def put(arrived: Arrived, buffer: ByteArray) -> None:
+        owner = np.searchsorted(first_row, arrived.row, side="right") - 1
+        for number in np.unique(owner).tolist():
+            here = owner == number
+            some = Arrived(*(column[here] for column in arrived))
+            unread = filled[number].unread
+            assert unread is not None
+            row = some.row - first_row[number]
+            _put(parts[number], unread.take(row), some, buffer, digests[number], executor)
+
+    relay_cost = all_or_raise(
+        lambda: fetch(visibility, np.concatenate(tables), np.concatenate(readers), put, executor=executor)
+    )
+    return [replace(one, cast_digests=found) for one, found in zip(filled, digests, strict=True)], relay_cost
+
+
+def _put(
+    part: Part,
+    rows: ExtentTable,
+    arrived: Arrived,
+    buffer: ByteArray,
+    digests: dict[tuple[str, str], int],
+    executor: Executor,
+) -> None:
+    """Bytes that arrived into the tensors of one part, and their digests where they are cast."""
+    direct = np.array([target.in_place and target.tensor.device.type == "cpu" for target in part.targets], dtype=bool)
+    begin = rows.target_offset * rows.itemsize + arrived.skip
+    quick = np.flatnonzero(direct[rows.target])
+    members, dst = np.unique(rows.target[quick], return_inverse=True)
+    copy_segments(
+        CopyTable(np.zeros_like(quick), arrived.at[quick], dst.reshape(-1), begin[quick], arrived.nbytes[quick]),
+        [buffer],
+        [part.targets[t].tensor for t in members.tolist()],
+        executor=host_executor(executor),
+    )
+    values = torch.from_numpy(buffer)
+    for i in np.flatnonzero(~direct[rows.target]).tolist():
+        target, itemsize = part.targets[int(rows.target[i])], int(rows.itemsize[i])
+        at, nbytes = int(arrived.at[i]), int(arrived.nbytes[i])
+        data = values[at : at + nbytes].view(getattr(torch, target.dtype))
+        place = int(begin[i]) // itemsize
+        target.tensor[place : place + len(data)].copy_(data)
+        if target.cast:
+            name = (part.plan.dst.params[int(rows.param[i])].name, target.key)
+            start = int(rows.start[i]) + int(arrived.skip[i]) // itemsize
+            digest = digest_range(buffer[at : at + nbytes], itemsize, seed=stream_seed(*name), start=start)
+            digests[name] = combine(digests.get(name, 0), digest)
+
+
+@contextmanager
+def module_file(
+    visibility: FileVisibility | None, model: ModelStates, *, executor: Executor
+) -> Iterator[tuple[str, RelayCost]]:
+    """Where a rank reads its module states file, and what it cost to get it there. Collective.
+
+    That is the file itself for a rank that sees it. Others have the bytes that DeepSpeed reads in memory, which is all
+    but frozen parameters, under a name that lasts as long as the context.
+    """
+    if visibility is None:
+        yield _local(model), RelayCost()
+        return
+    is_remote = model.path.name in visibility.remote_files
+    held = os.memfd_create(model.path.name, os.MFD_CLOEXEC) if is_remote else -1
+    try:
+        ranges = _without_frozen(model) if is_remote else []
+        number, reader = visibility.names.index(model.path.name), visibility.reader(model.path.name)
+        rows = np.array([(number, begin, end - begin) for begin, end in ranges], dtype=np.int64).reshape(-1, 3)
+
+        def put(arrived: Arrived, buffer: ByteArray) -> None:
+            for row, skip, nbytes, at in zip(*(column.tolist() for column in arrived), strict=True):
+                os.pwrite(held, buffer[at : at + nbytes].tobytes(), int(rows[row, 1]) + skip)
+
+        if is_remote:
+            os.ftruncate(held, model.size)
+        readers = np.full(len(rows), reader, dtype=np.int64)
+        relay_cost = all_or_raise(lambda: fetch(visibility, rows, readers, put, executor=executor))
+        yield f"/proc/self/fd/{held}" if is_remote else _local(model), relay_cost
+    finally:
+        if held >= 0:
+            os.close(held)
+
+
+def _local(model: ModelStates) -> str:
+    assert isinstance(model.path, Path), "loads read local files"
+    return os.fspath(model.path)
+
+
+def _without_frozen(model: ModelStates) -> list[tuple[int, int]]:
+    """The ranges (begin, end) of a module states file that are not payload of frozen parameters."""
+    if model.frozen is None or model.frozen_extents is None:
+        return [(0, model.size)]
+    offset, part = model.frozen_extents.offset, model.frozen.part
+    held = sorted(
+        (int(offset[i]), int(offset[i] + part[i] * DTYPE_BYTES[model.frozen_extents.dtype[i]]))
+        for i in np.flatnonzero(offset >= 0).tolist()
+    )
+    ranges: list[tuple[int, int]] = []
+    at = 0
+    for begin, end in held:
+        if begin > at:
+            ranges.append((at, begin))
+        at = max(at, end)
+    return [*ranges, (at, model.size)] if at < model.size else ranges

@@ -1,0 +1,208 @@
+"""Asynchronous saves: a thread writes and commits the snapshot of a save while training goes on.
+
+The thread does what a synchronous save does: it writes the files, makes them durable, and commits them together with
+the threads of the other ranks. Its collectives have a process group of their own, so that they do not come between
+the collectives of training. It uses one processor at a low priority.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch.distributed as dist
+
+from zeroelastic.deepspeed.engine import Engine
+from zeroelastic.deepspeed.engine_state import state_of
+from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
+from zeroelastic.deepspeed.notices import notice
+from zeroelastic.deepspeed.patching import patched
+from zeroelastic.deepspeed.save.barrier import SaveBarrier
+from zeroelastic.deepspeed.save.pending import Pending, unfinished
+from zeroelastic.deepspeed.save.shard_writer import writes_with_torch
+from zeroelastic.deepspeed.save.snapshot import HostMemory
+from zeroelastic.distributed.collective import collectives_over
+from zeroelastic.errors import SaveError, UnsupportedError, ZeroElasticError
+
+logger = logging.getLogger(__name__)
+
+_NICER = 19
+
+
+@contextmanager
+def saving_in_background(engine: Engine, wish: bool | None) -> Iterator[None]:
+    """Within this context, saves of an engine are asynchronous, or are not; None leaves that to the options."""
+    with patched(state_of(engine), async_save=wish):
+        yield
+
+
+def wants_background(engine: Engine, option: bool) -> bool:
+    """Whether the next save is to be asynchronous."""
+    wish = state_of(engine).async_save
+    return option if wish is None else wish
+
+
+def refuse_background(engine: Engine) -> None:
+    """Raise UnsupportedError for a checkpoint engine other than torch's, which has its own way to save asynchronously.
+
+    While an engine is being built it has no checkpoint engine yet: then its configuration decides.
+    """
+    config, writer = engine._config, engine.checkpoint_engine
+    if writer is not None:
+        name = "" if writes_with_torch(writer) else type(writer).__name__
+    elif config.checkpoint_config.get("writer") is not None:
+        name = "the writer that its configuration names"
+    else:
+        datastates = getattr(config, "datastates_config", None)
+        name = "DataStates" if datastates is not None and datastates.enabled else ""
+    if name:
+        raise UnsupportedError(
+            f'"async_save" is for DeepSpeed\'s ordinary checkpoint engine; this run saves with {name}, which has '
+            "a way of its own to save while training goes on, or none. Leave out one of the two."
+        )
+
+
+def why_not(engine: Engine, live: LiveOptimizer) -> str | None:
+    """Why a save has to be synchronous all the same, or None; the same on every rank, and logged once."""
+    reason = None
+    if live.on_nvme:
+        reason = "a snapshot of what lies on NVMe would take the host memory that it is kept out of"
+    elif live.layout.world_size != dist.get_world_size():
+        reason = "they are not there yet for tensor parallelism"
+    if reason is not None and not state_of(engine).warned_of_waiting:
+        state_of(engine).warned_of_waiting = True
+        if dist.get_rank() == 0:
+            logger.warning("saves are not in the background: %s", reason)
+    return reason
+
+
+@dataclass(frozen=True, slots=True)
+class Background:
+    """What the saves of one engine share: the process group of their threads, and the memory of the snapshot."""
+
+    group: dist.ProcessGroup
+    memory: HostMemory = field(default_factory=HostMemory)
+
+
+def background_of(engine: Engine) -> Background:
+    """The Background of an engine, made at the first call. Collective then."""
+    state = state_of(engine)
+    if state.background is None:
+        state.background = Background(dist.new_group(backend="gloo"))
+    assert isinstance(state.background, Background)
+    return state.background
+
+
+def forget_background(engine: Engine) -> None:
+    """Free the memory of an engine's snapshots. None may be in the middle of being written."""
+    state_of(engine).background = None
+
+
+class BackgroundSave(Pending):
+    """A save whose ``work``, collective over ``group`` and by ``barrier``, is done by a thread that begins at once.
+
+    ``work`` raises the same error on every rank. Where it cannot, because a rank has died or the group is gone, each
+    rank has its own, and ``finish`` raises on all. ``ended`` is when the thread was done, on the monotonic clock.
+    """
+
+    def __init__(
+        self, tag_dir: Path, work: Callable[[], None], group: dist.ProcessGroup, barrier: SaveBarrier, *, began: float
+    ) -> None:
+        super().__init__(tag_dir)
+        self._barrier = barrier
+        self._work, self._group, self._began = work, group, began
+        self._failure: ZeroElasticError | None = None
+        self.ended: float | None = None
+        self._rank = dist.get_rank()
+        self._thread = threading.Thread(target=self._run, name="zeroelastic-save", daemon=True)
+        self.keep_until_exit()
+        self._thread.start()
+
+    def _run(self) -> None:
+        _lower_priority()
+        try:
+            with collectives_over(self._group):
+                self._work()
+            if self._rank == 0:
+                seconds = time.monotonic() - self._began
+                notice(logger, f"{self.tag_dir}: saved in the background, {seconds:.2f} s after it began")
+        except ZeroElasticError as error:
+            self._fail(error)
+        except BaseException as error:
+            why = f"{type(error).__name__}: {error}"
+            if not dist.is_initialized():
+                why = (
+                    "the process groups were destroyed before it was finished. Call engine.destroy() or "
+                    "zeroelastic.wait_for_save(engine) first"
+                )
+            self._fail(
+                SaveError(
+                    f"{self.tag_dir}: the save in the background ended on rank {self._rank}: {why}. It is not "
+                    "committed unless `latest` names it."
+                )
+            )
+        finally:
+            self.ended = time.monotonic()
+            self.seconds = self.ended - self._began
+            del self._work
+            self.forget_at_exit()
+
+    def _fail(self, error: ZeroElasticError) -> None:
+        self._failure = error
+        if self._rank == 0:
+            logger.error("the next save, load or destroy() will raise this: %s", error)
+
+    def is_done(self) -> bool:
+        """Whether the thread has ended."""
+        return not self._thread.is_alive()
+
+    def finish(self) -> None:
+        """Wait for the thread; raises on every rank what any of them ended with. Collective."""
+        self.wait()
+        self._barrier.close()
+        last = SaveBarrier(self.tag_dir, timeout_s=self._barrier.timeout_s)
+        last.outcome_note = "Unless `latest` names it, it is not committed."
+        last.all_or_raise(self.raise_failure, "its end was waited for")
+        last.close()
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait for the thread on this rank; whether it has ended."""
+        self._thread.join(seconds)
+        return self.is_done()
+
+    def raise_failure(self) -> None:
+        """Raise what it ended with, if with an error."""
+        if self._failure is not None:
+            raise self._failure
+
+    def drop(self) -> None:
+        """The thread goes on; the end of the interpreter waits for it."""
+
+    def at_exit(self) -> None:
+        """Wait for the thread; the threads of all ranks finish the save without the rest of their programs."""
+        logger.warning("%s: the run ends when this save is finished; call engine.destroy() first", self.tag_dir)
+        self.wait()
+        if self._failure is not None:
+            logger.error("%s", self._failure)
+
+
+def finish_all() -> None:
+    """Wait for all saves of this process, without the other ranks. Raises what the first that failed ended with."""
+    saves = [save for save in unfinished() if isinstance(save, BackgroundSave)]
+    for save in saves:
+        save.wait()
+    for save in saves:
+        save.raise_failure()
+
+
+def _lower_priority() -> None:
+    """Of this thread: under Linux a thread has a priority of its own."""
+    with suppress(OSError, AttributeError):
+        thread = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, thread, min(19, os.getpriority(os.PRIO_PROCESS, thread) + _NICER))

@@ -1,0 +1,256 @@
+"""Barriers of a save that name the ranks which do not arrive.
+
+A collective that one rank never enters ends after torch's own limit, half an hour or never, and names no rank. So
+before each collective of a save the ranks wait for one another through the key-value store of their process group.
+Each rank adds to one counter, sets one key of its own and waits for the one key that holds the outcome. Only one rank
+of each machine, the watcher, looks for missing ranks: it decides the outcome when ``timeout_s`` have passed, or when
+the process of a missing rank on its machine has ended. Every rank then raises the same error. The number of requests
+that a waiting rank makes does not depend on the number of ranks.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from zeroelastic.distributed.collective import all_gather_or_raise, all_or_raise
+from zeroelastic.distributed.partners import announce, identities_on_this_machine, life_of_rank
+from zeroelastic.distributed.process_identity import life_of, machine
+from zeroelastic.errors import AbsentRankError, ZeroElasticError, rank_list
+
+T = TypeVar("T")
+
+_PREFIX = "zeroelastic/save"
+_TICK_S, _MAX_PAUSE_S = 0.2, 2.0
+"""The first pause between two requests of a waiting rank, and the longest; each pause is twice the one before."""
+_GRACE_S = 60.0
+"""How long a rank may take to answer, in a save that has lost another, where no rank sees whether it lives."""
+_EVERYBODY, _ALARM = "everybody", "alarm"
+_FAILED = "a collective failed on another rank"
+
+
+@dataclass(slots=True)
+class _Known:
+    """The current process group, how many saves it has begun, and the keys that this rank's finished saves have left.
+
+    Every rank has ended a save before it waits at a barrier of a later one. So when all ranks are at such a barrier,
+    no rank reads these keys any more, and they are removed.
+    """
+
+    group: Any = None
+    saves: int = 0
+    keys: tuple[str, ...] = ()
+
+
+_known = _Known()
+
+
+class SaveBarrier:
+    """The barriers of one save. Every rank makes one object at the same point and waits at the same barriers in order.
+
+    ``outcome_note`` ends each error message: it states what the failed save leaves.
+    """
+
+    def __init__(self, what: object, *, timeout_s: float) -> None:
+        self._what, self.timeout_s = what, timeout_s
+        self.outcome_note = "The tag is not committed, and `latest` is unchanged."
+        self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
+        self._meeting = 0
+        self._keys: tuple[str, ...] = ()
+        self._ended_before: tuple[str, ...] = ()
+        if self._world_size == 1:
+            return
+        self._store = _get_default_store()
+        if _known.group is not dist.group.WORLD:
+            _known.group, _known.saves, _known.keys = dist.group.WORLD, 0, ()
+            self._with_store(announce)
+        _known.saves += 1
+        self._save = _known.saves
+        self._ended_before, _known.keys = _known.keys, ()
+
+    def wait(self, doing: str) -> None:
+        """Return when every rank is here, or raise the same AbsentRankError on every rank that is. Collective."""
+        if self._world_size == 1:
+            return
+        self._meeting += 1
+        verdict = self._with_store(self._wait_for_all)
+        if verdict != _EVERYBODY:
+            self._with_store(
+                lambda: self._decide(self._key(0, "outcome"), verdict)
+            )  # ranks whose collective failed wait for it
+            raise AbsentRankError(f"{self._what}: {verdict} while {doing}. {self.outcome_note}")
+        self._with_store(lambda: [self._store.delete_key(key) for key in (*self._ended_before, *self._keys)])
+        names = (self._rank, "outcome", "count") if self._rank == 0 else (self._rank,)
+        self._ended_before, self._keys = (), tuple(self._key(self._meeting, name) for name in names)
+
+    def close(self) -> None:
+        """End the barriers of this save: the keys that are still in the store are removed at the first of a later save.
+
+        To be called in the thread that makes the next SaveBarrier: an asynchronous save may wait while another begins.
+        """
+        _known.keys, self._keys = (*_known.keys, *self._keys), ()
+
+    def all_or_raise(self, action: Callable[[], T], doing: str) -> T:
+        """``all_or_raise``, entered when every rank has finished its action. Collective."""
+        outcome = _attempted(action)
+        self.wait(doing)
+        return all_or_raise(outcome)
+
+    def all_gather_or_raise(self, action: Callable[[], T], doing: str) -> tuple[T, list[T]]:
+        """``all_gather_or_raise``, entered when every rank has finished its action. Collective."""
+        outcome = _attempted(action)
+        self.wait(doing)
+        return all_gather_or_raise(outcome)
+
+    @contextmanager
+    def attribute_failures(self) -> Iterator[None]:
+        """Replace the error of a collective that lost a rank by one that names it, on every rank that still runs."""
+        try:
+            yield
+        except RuntimeError as error:
+            if isinstance(error, ZeroElasticError) or self._world_size == 1 or not _is_of_a_collective(error):
+                raise
+            verdict = self._with_store(self._count_the_living)
+            if verdict == _EVERYBODY:
+                raise
+            raise AbsentRankError(f"{self._what}: {verdict} while it was saved. {self.outcome_note}") from error
+
+    def _key(self, meeting: int, name: object) -> str:
+        return f"{_PREFIX}/{self._save}/{meeting}/{name}"
+
+    def _wait_for_all(self) -> str:
+        """The outcome of the current meeting, the same on every rank."""
+        meeting = self._meeting
+
+        def judge(waited: float) -> str | None:
+            if self._store.check([self._key(0, "alarm")]):
+                return _ALARM
+            here = identities_on_this_machine()
+            missing = self._missing(meeting, here)
+            ended = [rank for rank in missing if life_of(here[rank]) == "ended"]
+            if ended:
+                return _have_ended(ended)
+            missing = self._missing(meeting, range(self._world_size)) if waited > self.timeout_s else []
+            return self._late(missing) if missing else None
+
+        if self._arrive(meeting) == self._world_size:
+            return self._decide(self._key(meeting, "outcome"), _EVERYBODY)
+        outcome = self._outcome(meeting, judge)
+        if outcome != _ALARM:
+            return outcome
+        verdict = self._count_the_living()
+        return verdict if verdict != _EVERYBODY else _FAILED
+
+    def _count_the_living(self) -> str:
+        """Find out which ranks are lost; every rank that still runs comes here when one of them has lost another.
+
+        A rank whose process is seen to live is waited for, as in a meeting: its work may take its time.
+        """
+        missing, counted = list(range(self._world_size)), 0
+
+        def judge(waited: float) -> str | None:
+            nonlocal missing, counted
+            count = self._store.add(self._key(0, "count"), 0)
+            if count != counted:
+                missing, counted = self._missing(0, missing), count
+            life = {rank: life_of_rank(rank) for rank in missing}
+            ended = [rank for rank in missing if life[rank] == "ended"]
+            silent = [rank for rank in missing if life[rank] == "unknown"]
+            if len(ended) == len(missing):
+                return _have_ended(ended) if ended else _EVERYBODY
+            if waited > min(_GRACE_S, self.timeout_s) and (ended or silent):
+                return _have_ended(ended) if ended else f"{rank_list(silent)} did not answer for {waited:.0f} s"
+            return self._late(missing) if waited > self.timeout_s else None
+
+        self._store.set(self._key(0, "alarm"), "1")
+        self._arrive(0)
+        return self._outcome(0, judge)
+
+    def _arrive(self, meeting: int) -> int:
+        """Record that this rank is at a meeting; returns how many ranks are."""
+        self._store.set(self._key(meeting, self._rank), "1")
+        return int(self._store.add(self._key(meeting, "count"), 1))
+
+    def _outcome(self, meeting: int, judge: Callable[[float], str | None]) -> str:
+        """Wait for the outcome of a meeting, which the last rank to arrive or a watcher decides.
+
+        A watcher asks ``judge`` for an outcome after each pause, with the seconds waited so far. The first rank of a
+        machine whose pause ends is its watcher; another takes over when the watcher's process has ended, or when no
+        watcher decides although the time is up.
+        """
+        key, post = self._key(meeting, "outcome"), self._key(meeting, f"watcher/{machine()}")
+        began, pause, watcher = time.monotonic(), _TICK_S, None
+        while not self._appears(key, pause):
+            waited = time.monotonic() - began
+            pause = min(2 * pause, _MAX_PAUSE_S, max(_TICK_S, self.timeout_s - waited))
+            if watcher is None:
+                watcher = self._decide(post, str(self._rank))
+            elif watcher != str(self._rank) and (
+                waited > self.timeout_s + _GRACE_S or life_of_rank(int(watcher)) == "ended"
+            ):
+                watcher = str(self._store.compare_set(post, watcher, str(self._rank)).decode())
+            if watcher == str(self._rank):
+                self._keys += (post,) if meeting and post not in self._keys else ()
+                verdict = judge(waited)
+                if verdict is not None:
+                    return self._decide(key, verdict)
+        return str(self._store.get(key).decode())
+
+    def _late(self, ranks: list[int]) -> str:
+        return f'{rank_list(ranks)} did not arrive within {self.timeout_s:g} s ("save_timeout_s")'
+
+    def _decide(self, key: str, verdict: str) -> str:
+        """The value of a key that the first rank to decide has set."""
+        return str(self._store.compare_set(key, "", verdict).decode())
+
+    def _appears(self, key: str, seconds: float) -> bool:
+        try:
+            self._store.wait([key], timedelta(seconds=seconds))
+        except RuntimeError:  # not within this time; or the store is gone, which the next request finds
+            return bool(self._store.check([key]))
+        return True
+
+    def _missing(self, meeting: int, ranks: Iterable[int]) -> list[int]:
+        return [rank for rank in ranks if not self._store.check([self._key(meeting, rank)])]
+
+    def _with_store(self, ask: Callable[[], T]) -> T:
+        try:
+            return ask()
+        except RuntimeError as error:
+            raise AbsentRankError(
+                f"{self._what}: the process that holds the store of this process group cannot be reached any more "
+                f"({str(error).splitlines()[0]}): rank 0, or the launcher. {self.outcome_note}"
+            ) from error
+
+
+def _attempted(action: Callable[[], T]) -> Callable[[], T]:
+    """Run an action now; the function that is returned gives its value, or raises its exception."""
+    try:
+        value = action()
+    except Exception as error:
+        failure = error
+
+        def fail() -> T:
+            raise failure
+
+        return fail
+    return lambda: value
+
+
+def _is_of_a_collective(error: RuntimeError) -> bool:
+    """Whether a collective raised the error: NCCL raises a DistError, gloo a plain RuntimeError."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    module = str(frame.f_globals.get("__name__"))
+    return isinstance(error, dist.DistError) or module.startswith(("torch.distributed.", "deepspeed.comm."))
+
+
+def _have_ended(ranks: list[int]) -> str:
+    return f"the process of {rank_list(ranks)} has ended"

@@ -1,0 +1,348 @@
+"""The commit of a save: its files read back, the commit record, and the rename that makes the tag.
+
+The files of a rank are read back by the readers of a load, headers alone, and compared with the run that saved them. A
+save that a load of the same run would refuse is not committed.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import deepspeed
+import torch
+import torch.distributed as dist
+
+from zeroelastic._version import __version__
+from zeroelastic.checkpoint.commit_record import (
+    RECORD_NAME,
+    RECORD_VERSION,
+    CheckpointFormat,
+    CommitRecord,
+    Versions,
+    param_records,
+    record_text,
+)
+from zeroelastic.checkpoint.model_states import model_states_of
+from zeroelastic.checkpoint.optimizer_reader import open_shard
+from zeroelastic.checkpoint.saved_state import frozen_part, trained_part
+from zeroelastic.checkpoint.tensor_parallel import TensorParallel
+from zeroelastic.core.digest import ParamContent, content_root
+from zeroelastic.core.layout import Layout, Param
+from zeroelastic.deepspeed.engine import Engine
+from zeroelastic.deepspeed.engine_state import Lineage
+from zeroelastic.deepspeed.save.barrier import SaveBarrier
+from zeroelastic.distributed.collective import broadcast
+from zeroelastic.errors import CheckpointError, SaveError, UnreadableError, UnsafePickleError, UnsupportedError
+from zeroelastic.io.atomic import sync_path, write_atomically
+from zeroelastic.io.storage import file_sizes
+from zeroelastic.tags.tag_directory import carry_over, publish_tag
+from zeroelastic.torch_file.header import read_torch_file
+from zeroelastic.torch_file.safe_unpickler import allow_globals
+
+logger = logging.getLogger(__name__)
+
+
+def new_save_id() -> str:
+    """The identity of one save, the same in every file of it: 32 hexadecimal digits. Collective."""
+    return broadcast(uuid.uuid4().hex)
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What the two files of a rank have to say: its place, the step, and the parameters as they were when it saved.
+
+    ``frozen`` are None where they are excluded from the save. ``allow_globals`` are those of the run's options.
+    """
+
+    rank: int
+    tp: TensorParallel
+    global_steps: int
+    layout: Layout
+    groups: tuple[tuple[str, ...], ...]
+    frozen: tuple[Param, ...] | None
+    allow_globals: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PendingCommit:
+    """A save that was handed to its writer: all that the commit record says but the sizes of the files.
+
+    ``contents`` are of the state at the moment of the save, over all ranks; ``trained`` names the trained parameters
+    among them, and ``written`` this rank's module states and optimizer file in ``staging_dir``, the hidden directory
+    that becomes ``tag_dir``, which is ``place`` without the symbolic links that led there when the save began; they
+    have to say what is ``expected``. Ranks that see the same directory have the same one of ``heads``, by rank: the
+    first of them, which acts for all. ``latest`` is the file that is to name the tag, or None.
+    """
+
+    tag_dir: Path
+    place: Path
+    tag: str
+    save_id: str
+    checkpoint_format: CheckpointFormat
+    expected: Expected
+    train_batch_size: int
+    written: tuple[str, str]
+    staging_dir: Path
+    heads: tuple[int, ...]
+    lineage: Lineage
+    lost_micro_batches: int
+    latest: Path | None
+    fsync: bool
+    contents: tuple[ParamContent, ...] = ()
+    trained: frozenset[str] = frozenset()
+
+    @property
+    def acts(self) -> bool:
+        """Whether this rank acts for all ranks that see its directory."""
+        return acts(self.heads)
+
+
+def acts(heads: Sequence[int]) -> bool:
+    """Whether this rank is the first that sees its directory."""
+    return heads[dist.get_rank()] == dist.get_rank()
+
+
+def commit(save: PendingCommit, barrier: SaveBarrier) -> None:
+    """Make the files of a save durable, write its record and put the tag in place, on all ranks or none; then `latest`.
+
+    Everything that the record names has been written, by whatever process. Raises SaveError on every rank when a file
+    is missing, cannot be made durable, or is not visible to the head, or a rank does not arrive: then the tag is what
+    it was before the save. Collective.
+    """
+    with discarded_on_failure(save.staging_dir, acts=save.acts), barrier.attribute_failures():
+        _, written = barrier.all_gather_or_raise(lambda: _settled_files(save), "its files were made durable")
+        committed_at = max(save.lineage.next_time(written[0].now), *(each.not_before for each in written))
+        barrier.all_or_raise(
+            lambda: _write_record(save, written, committed_at) if save.acts else None, "its commit record was written"
+        )
+        barrier.all_or_raise(lambda: _publish_tag(save) if save.acts else None, "it was put in place")
+    if all(each.unreadable is None for each in written):
+        save.lineage.commit(save.save_id, committed_at)
+    barrier.outcome_note = "The checkpoint is complete; load it by its tag."
+    if save.latest is not None:
+        barrier.all_or_raise(lambda: _point_latest(save) if save.acts else None, "`latest` was written")
+
+
+class _Written(NamedTuple):
+    """Sizes and zip directories' digests of a rank's files, why only DeepSpeed reads them, if so, and its clock.
+
+    ``not_before``: the earliest time of a commit that this rank allows.
+    """
+
+    sizes: dict[str, int]
+    directories: dict[str, str]
+    unreadable: str | None
+    now: float
+    not_before: float
+
+
+def _settled_files(save: PendingCommit) -> _Written:
+    """Make this rank's files durable, and read them back as a load would."""
+    clock = time.time(), save.lineage.next_time(0.0)
+    sizes: dict[str, int] = {}
+    paths = [save.staging_dir / name for name in save.written]
+    try:
+        for path in paths:
+            sizes[path.name] = path.stat().st_size
+            if save.fsync:
+                sync_path(path)
+        directories = read_back(
+            paths[0],
+            paths[1],
+            save.expected,
+            format=save.checkpoint_format,
+            save_id=save.save_id,
+            contents=save.contents,
+        )
+    except UnreadableError as error:
+        raise _not_committed(save, str(error).rstrip(".")) from error
+    except OSError as error:
+        raise _not_committed(save, f"{error.filename or save.tag_dir}: {error.strerror}") from error
+    except (CheckpointError, UnsupportedError) as error:
+        if save.checkpoint_format == "rigid" and isinstance(error, (UnsafePickleError, UnsupportedError)):
+            return _Written(sizes, {}, str(error), *clock)  # as stock DeepSpeed saves it
+        raise _not_committed(save, f"no load would take it: {str(error).rstrip('.')}") from error
+    return _Written(sizes, directories, None, *clock)
+
+
+def _write_record(save: PendingCommit, written: Sequence[_Written], committed_at: float) -> None:
+    """The record of the whole save, in every directory that has a part of it; none where only DeepSpeed reads it."""
+    _check_visible(save, [each.sizes for each in written])
+    unreadable = next((each.unreadable for each in written if each.unreadable is not None), None)
+    if unreadable is not None and dist.get_rank() == 0:
+        logger.warning("%s: saved without a commit record, only DeepSpeed loads it: %s", save.tag_dir, unreadable)
+    record = CommitRecord(
+        format_version=RECORD_VERSION,
+        checkpoint_format=save.checkpoint_format,
+        save_id=save.save_id,
+        tag=save.tag,
+        world_size=save.expected.layout.world_size,
+        tp_size=save.expected.tp.size,
+        global_steps=save.expected.global_steps,
+        train_batch_size=save.train_batch_size,
+        lost_micro_batches=save.lost_micro_batches,
+        committed_at=committed_at,
+        parent=save.lineage.save_id,
+        versions=Versions(zeroelastic=__version__, deepspeed=deepspeed.__version__, torch=str(torch.__version__)),
+        files={name: size for each in written for name, size in sorted(each.sizes.items())},
+        directories={name: digest for each in written for name, digest in sorted(each.directories.items())},
+        params=param_records(save.contents, save.trained),
+        content_root=content_root(save.contents),
+    )
+    try:
+        carry_over(save.place, save.staging_dir)
+        if unreadable is None:
+            write_atomically(save.staging_dir / RECORD_NAME, record_text(record))
+    except OSError as error:
+        raise _not_committed(save, f"{error.filename or save.tag_dir}: {error.strerror}") from error
+
+
+def _publish_tag(save: PendingCommit) -> None:
+    """The one rename that makes the tag."""
+    try:
+        publish_tag(save.staging_dir, save.place)
+    except OSError as error:
+        raise _not_committed(save, f"{error.filename or save.tag_dir}: {error.strerror}") from error
+
+
+def _point_latest(save: PendingCommit) -> None:
+    assert save.latest is not None
+    try:
+        write_atomically(save.latest, save.tag.encode())
+    except OSError as error:
+        raise SaveError(
+            f"{save.latest}: cannot be written: {error.strerror}. The checkpoint {save.tag} is complete; load it by "
+            "its tag."
+        ) from error
+
+
+@contextmanager
+def discarded_on_failure(staging_dir: Path, *, acts: bool) -> Iterator[None]:
+    """Remove what was made of a save when it fails, on the rank that ``acts``: the one that made the directory."""
+    try:
+        yield
+    except Exception:
+        if acts:
+            shutil.rmtree(staging_dir, ignore_errors=True)
+        raise
+
+
+def _check_visible(save: PendingCommit, parts: Sequence[Mapping[str, int]]) -> None:
+    """Raise SaveError if the head of a directory does not see the files of all its ranks."""
+    found = file_sizes(save.staging_dir)
+    here = {rank: part for rank, part in enumerate(parts) if save.heads[rank] == dist.get_rank()}
+    unseen = {rank: [name for name, size in part.items() if found.get(name) != size] for rank, part in here.items()}
+    unseen = {rank: names for rank, names in unseen.items() if names}
+    if unseen:
+        first = min(unseen)
+        raise _not_committed(
+            save,
+            f"rank {dist.get_rank()} does not see what rank{'s' if len(unseen) > 1 else ''} "
+            f"{', '.join(map(str, unseen))} wrote "
+            f"({', '.join(unseen[first])}): the directory is not the same on all nodes (which "
+            '"use_node_local_storage": true allows), or another save is using it',
+        )
+
+
+def _not_committed(save: PendingCommit, why: str) -> SaveError:
+    return SaveError(f"{save.tag_dir}: not committed: {why}. The tag is what it was before; `latest` is unchanged.")
+
+
+def written_files(engine: Engine, save_dir: Path, tag: str) -> tuple[str, str]:
+    """The names under which DeepSpeed writes this rank's module states and optimizer file at stage 3."""
+    model, optim = engine._get_ckpt_name(str(save_dir), tag), engine._get_zero_ckpt_name(str(save_dir), tag)
+    return Path(model).name, Path(optim).name
+
+
+def read_back(
+    model_path: Path,
+    optim_path: Path,
+    expected: Expected,
+    *,
+    format: CheckpointFormat,
+    save_id: str,
+    contents: Iterable[ParamContent],
+) -> dict[str, str]:
+    """The digest of the zip directory of each of a rank's files, by name.
+
+    ``contents`` are what the commit record is going to say. Raises CheckpointError or UnsupportedError for a file that
+    a load does not read, CheckpointError for one that does not say what is ``expected``.
+    """
+    size, tp = expected.layout.world_size, expected.tp
+    with allow_globals(expected.allow_globals):
+        model = model_states_of(
+            read_torch_file(model_path, foreign="inert"), expected.rank, world_size=size, tp=tp if tp.size > 1 else None
+        )
+        shard = open_shard(optim_path, expected.rank, world_size=size, rigid_params=model.sub_groups, tp_rank=tp.rank)
+    layout = expected.layout
+    sub_groups = [
+        [param for param, i in zip(layout.params, layout.sub_group.tolist(), strict=True) if i == number]
+        for number in range(layout.num_sub_groups)
+    ]
+    parts = [trained_part({shard.rank: shard}, shard)]
+    if (frozen := frozen_part({model.rank: model})) is not None:
+        parts.append(frozen)
+    found = {
+        param.name: (param.shape, dict(part.dtypes[p]), {k: v.canonical() for k, v in part.scalars[p].items()})
+        for part in parts
+        for p, param in enumerate(part.layout.params)
+    }
+    want = {
+        content.param.name: (
+            content.param.shape,
+            {key: dtype for key, (dtype, _) in content.tensors.items()},
+            {key: value.canonical() for key, value in content.scalars.items()},
+        )
+        for content in contents
+        if content.tp_rank == tp.rank
+    }
+    for path, facts in (
+        (
+            model_path,
+            {
+                "the step": (model.global_steps, expected.global_steps),
+                "the trained parameters": ([list(table) for table in model.sub_groups], sub_groups),
+                "the frozen parameters": (
+                    _by_name(None if model.frozen is None else model.frozen.params),
+                    _by_name(expected.frozen),
+                ),
+            },
+        ),
+        (
+            optim_path,
+            {
+                "the format": (shard.format, format),
+                "the save id": (shard.save_id, save_id if format == "elastic" else None),
+                "the trained parameters": (list(shard.layout.params), list(layout.params)),
+                "the optimizer groups": ([group.params for group in shard.groups], list(expected.groups)),
+                "the state of parameters": _differing(found, want),
+            },
+        ),
+    ):
+        for what, (got, wanted) in facts.items():
+            if got != wanted:
+                raise CheckpointError(f"{path}: {what} read back as {_brief(got)}; the run has {_brief(wanted)}.")
+    return {model_path.name: model.directory, optim_path.name: shard.directory}
+
+
+def _by_name(params: Iterable[Param] | None) -> list[Param] | None:
+    return None if params is None else sorted(params, key=lambda param: param.name)
+
+
+def _differing(found: Mapping[str, object], want: Mapping[str, object]) -> tuple[object, object]:
+    """The entries in which two tables differ, of either."""
+    names = [name for name in dict.fromkeys([*want, *found]) if found.get(name) != want.get(name)]
+    return {name: found.get(name) for name in names}, {name: want.get(name) for name in names}
+
+
+def _brief(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 400 else f"{text[:400]}..."

@@ -1,0 +1,334 @@
+"""A save: DeepSpeed's own, into a hidden directory, then the commit record, the tag and ``latest``."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zeroelastic.checkpoint.commit_record import RECORD_NAME
+from zeroelastic.core.digest import ParamContent
+from zeroelastic.deepspeed.client_state import checked_client_state, saved_step
+from zeroelastic.deepspeed.engine import (
+    Engine,
+    accumulated_micro_batches,
+    agree_on_options,
+    options_of,
+    saves_elastic,
+)
+from zeroelastic.deepspeed.engine_state import lineage_of, link, state_of
+from zeroelastic.deepspeed.live.digests import LocalDigests, of_every_tp_rank, whole_contents
+from zeroelastic.deepspeed.live.kinds import covered_live, kind_of
+from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
+from zeroelastic.deepspeed.live.replicated import difference, replicated_facts
+from zeroelastic.deepspeed.live.trained import listed_by_optimizer
+from zeroelastic.deepspeed.notices import notice
+from zeroelastic.deepspeed.options import Options
+from zeroelastic.deepspeed.patching import patched
+from zeroelastic.deepspeed.save.background import (
+    Background,
+    BackgroundSave,
+    background_of,
+    refuse_background,
+    wants_background,
+    why_not,
+)
+from zeroelastic.deepspeed.save.barrier import SaveBarrier
+from zeroelastic.deepspeed.save.commit import (
+    Expected,
+    PendingCommit,
+    acts,
+    commit,
+    discarded_on_failure,
+    new_save_id,
+    written_files,
+)
+from zeroelastic.deepspeed.save.decoupled import DecoupledSave, check_alive
+from zeroelastic.deepspeed.save.pending import finish_pending, track
+from zeroelastic.deepspeed.save.shard_writer import DigestedShard, ShardWriter, shard_writer
+from zeroelastic.deepspeed.save.snapshot import Snapshot
+from zeroelastic.deepspeed.storage_rules import directory_heads, refuse_unwritable
+from zeroelastic.distributed.collective import all_gather, all_or_raise
+from zeroelastic.distributed.partners import require_partners
+from zeroelastic.errors import SaveError, UnsupportedError, UsageError, ZeroElasticError, printable
+from zeroelastic.io.paths import absolute
+from zeroelastic.tags.leftovers import remove_dead
+from zeroelastic.tags.names import normal, stock_saves, why_not_saved
+from zeroelastic.tags.tag_directory import make_staging_dir, staging_dir_of
+
+logger = logging.getLogger(__name__)
+
+Method = Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Saving:
+    """A save in progress: what ``state_dict`` needs to make the elastic file of this rank."""
+
+    save_id: str
+    live: LiveOptimizer
+    shard: ShardWriter | DigestedShard
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What ``save_checkpoint`` was called with, and when, on the monotonic clock.
+
+    ``save_dir`` is absolute; ``named`` is the tag directory in the caller's own words, the same on all ranks.
+    """
+
+    save_dir: str
+    tag: str
+    named: str
+    client_state: Any
+    save_latest: bool
+    exclude_frozen_parameters: bool
+    began: float
+
+    @property
+    def directory(self) -> Path:
+        return Path(self.save_dir)
+
+    def of(self, original: Method, engine: Engine, *, save_latest: bool | None = None) -> Any:
+        """The same call of DeepSpeed's own method; ``save_latest``, if given, replaces the caller's."""
+        latest = self.save_latest if save_latest is None else save_latest
+        return original(engine, self.save_dir, self.tag, self.client_state, latest, self.exclude_frozen_parameters)
+
+
+def save_checkpoint(
+    original: Method,
+    self: Engine,
+    save_dir: Any,
+    tag: Any = None,
+    client_state: Any = {},  # noqa: B006  DeepSpeed's own default, passed on unchanged
+    save_latest: bool = True,
+    exclude_frozen_parameters: bool = False,
+) -> Any:
+    """DeepSpeed's save, the commit record, the tag, ``latest``: in that order, each durable before the next."""
+    if kind_of(self.optimizer) is None or not save_dir:
+        return original(self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
+    tag = normal(f"global_step{self.global_steps}" if tag is None else str(tag))
+    began = time.monotonic()
+    named = str(Path(save_dir) / tag)
+    save_dir = absolute(save_dir)
+    require_partners()
+    agree_on_options(self)
+    finish_pending(self, before=f"the save of {tag}")
+    barrier = SaveBarrier(Path(save_dir) / tag, timeout_s=options_of(self).save_timeout_s)
+    barrier.wait("it was about to be saved")
+    with barrier.attribute_failures():
+        asked = _Asked(save_dir, tag, named, client_state, save_latest, exclude_frozen_parameters, began)
+        return _save(self, original, asked, barrier)
+
+
+def _save(engine: Engine, original: Method, asked: _Asked, barrier: SaveBarrier) -> Any:
+    """The save itself, when all ranks have come to it. Collective."""
+    options = options_of(engine)
+    tag_dir = asked.directory / asked.tag
+    decoupled = engine.checkpoint_engine.is_decoupled()
+    if decoupled:
+        engine._commit_decoupled_checkpoint()  # a save before this one that is not ours
+    elastic = saves_elastic(engine)
+    prepared = _prepare(engine, asked, elastic=elastic)
+    if isinstance(prepared, ZeroElasticError):
+        if elastic or not stock_saves(asked.tag):
+            raise prepared
+        if dist.get_rank() == 0:
+            notice(logger, f"{tag_dir}: saved by DeepSpeed alone; no commit record is written: {prepared}")
+        done = asked.of(original, engine)
+        all_or_raise(lambda: (tag_dir / RECORD_NAME).unlink(missing_ok=True))  # of a save that this one has overwritten
+        return done
+    live, client_state = prepared
+    asked = replace(asked, client_state=client_state)
+    if decoupled:
+        check_alive(engine)
+    background = _background(engine, live, options)
+    save_id = new_save_id()
+    # Where symbolic links lead now: they may lead somewhere else when the save is put in place.
+    root, place = Path(os.path.realpath(asked.directory)), Path(os.path.realpath(tag_dir))
+    staging_dir = staging_dir_of(place, save_id)
+    heads = directory_heads(tag_dir) if engine.use_node_local_storage() else (0,) * dist.get_world_size()
+    with discarded_on_failure(staging_dir, acts=acts(heads)):
+        all_or_raise(lambda: _begin(root, place, save_id) if acts(heads) else None)
+        link(engine.optimizer, engine)
+        with shard_writer(
+            engine,
+            live,
+            tag_dir=tag_dir,
+            staging_dir=staging_dir,
+            with_frozen=not asked.exclude_frozen_parameters,
+            options=options,
+            writer=ShardWriter if background is None else partial(Snapshot, memory=background.memory),
+        ) as shard:
+            # A decoupled engine keeps the wish for ``latest`` until it commits; others would write it too early.
+            latest = asked.save_latest and decoupled
+            with (
+                patched(state_of(engine), saving=Saving(save_id, live, shard)),
+                listed_by_optimizer(engine, live.trained),
+                live.saving(engine, elastic=elastic, written=partial(barrier.wait, "its files were written")),
+            ):
+                done = asked.of(original, engine, save_latest=latest)
+            commit_info = engine.checkpoint_engine.commit_info
+        save = PendingCommit(
+            tag_dir=tag_dir,
+            place=place,
+            tag=asked.tag,
+            save_id=save_id,
+            checkpoint_format="elastic" if elastic else "rigid",
+            expected=Expected(
+                rank=live.rank,
+                tp=live.tp,
+                global_steps=saved_step(engine, client_state),
+                layout=live.layout,
+                groups=live.groups,
+                frozen=None if asked.exclude_frozen_parameters else live.frozen.params,
+                allow_globals=tuple(options.allow_globals),
+            ),
+            train_batch_size=engine.train_batch_size(),
+            lost_micro_batches=_warn_of_lost_micro_batches(engine, tag_dir),
+            written=written_files(engine, asked.directory, asked.tag),
+            staging_dir=staging_dir,
+            heads=heads,
+            lineage=lineage_of(engine),
+            latest=root / "latest" if asked.save_latest else None,
+            fsync=options.fsync,
+        )
+        if background is not None:
+            assert isinstance(shard, Snapshot)
+            all_or_raise(shard.complete)
+            work = partial(_finish, live, shard, save, background, barrier)
+            track(engine, BackgroundSave(tag_dir, work, background.group, barrier, began=asked.began))
+            return done
+        contents, trained = _contents(live, shard.digests(), device=engine.device)
+        save = replace(save, contents=contents, trained=trained)
+        all_or_raise(live.sync)
+    if decoupled:
+        track(engine, DecoupledSave(engine, save, commit_info, timeout_s=options.save_timeout_s))
+        barrier.close()
+        return done
+    commit(save, barrier)
+    barrier.close()
+    if dist.get_rank() == 0:
+        notice(logger, f"{tag_dir}: saved in {time.monotonic() - asked.began:.2f} s")
+    return done
+
+
+def _background(engine: Engine, live: LiveOptimizer, options: Options) -> Background | None:
+    """What a save in the background needs, or None for a synchronous save. Collective.
+
+    Raises UnsupportedError where a checkpoint engine writes that has a background of its own.
+    """
+    if not wants_background(engine, options.async_save):
+        return None
+    all_or_raise(lambda: refuse_background(engine))
+    return background_of(engine) if why_not(engine, live) is None else None
+
+
+def _contents(
+    live: LiveOptimizer, local: LocalDigests, *, device: torch.device, group: dist.ProcessGroup | None = None
+) -> tuple[tuple[ParamContent, ...], frozenset[str]]:
+    """The digests of all parameters over all ranks, and the names of the trained ones. Collective."""
+    trained = frozenset(param.name for param in live.layout.params)
+    parts = of_every_tp_rank(live, (whole_contents(live, local, device=device, group=group), trained))
+    return (
+        tuple(content for contents, _ in parts for content in contents),
+        frozenset().union(*(names for _, names in parts)),
+    )
+
+
+def _finish(
+    live: LiveOptimizer,
+    shard: Snapshot,
+    save: PendingCommit,
+    background: Background,
+    barrier: SaveBarrier,
+) -> None:
+    """Write, verify and commit a save whose snapshot is taken. Collective, over the group of the asynchronous saves."""
+    with discarded_on_failure(save.staging_dir, acts=save.acts), barrier.attribute_failures():
+        barrier.all_or_raise(shard.write, "its files were written")
+        contents, trained = _contents(live, shard.digests(), device=torch.device("cpu"), group=background.group)
+    commit(replace(save, contents=contents, trained=trained), barrier)
+
+
+def _prepare(
+    engine: Engine, asked: _Asked, *, elastic: bool
+) -> tuple[LiveOptimizer, dict[str, Any]] | ZeroElasticError:
+    """The live state of this rank, read once for the whole save, and the client state to save. Collective.
+
+    Or the error that says why the save gets no commit record, the same on all ranks.
+    """
+
+    def look() -> tuple[LiveOptimizer, dict[str, Any], dict[str, str]]:
+        problem = why_not_saved(asked.directory, asked.tag)
+        if problem is not None:
+            raise UsageError(
+                f"{asked.directory}: nothing can be saved under the tag {printable(asked.tag)}: {problem}. Nothing was "
+                "written; pass another tag."
+            )
+        live = covered_live(engine, engine.optimizer)
+        refuse_unwritable(engine, live)
+        facts = replicated_facts(live)
+        with listed_by_optimizer(engine, live.trained):
+            client_state = checked_client_state(engine, asked.client_state)
+        return live, client_state, facts | {"the step to save": str(saved_step(engine, client_state))}
+
+    try:
+        live, client_state, facts = all_or_raise(look)
+        different = difference(facts, live.tp.rank)
+    except (UnsupportedError, UsageError) as error:
+        return error
+    if different is not None:
+        return different
+    lost = None if elastic else live.lost_in_stock_files()
+    if lost is not None:
+        return UnsupportedError(
+            f"DeepSpeed's own files lack {lost}. Save with elastic_checkpoint on to have all of it."
+        )
+    places = sorted(set(all_gather(asked.named)))
+    if len(places) > 1:
+        return UsageError(
+            f"the ranks save to different places ({', '.join(places[:3])}{' ...' if len(places) > 3 else ''}). A "
+            "checkpoint has one tag and one directory, which all ranks share: pass the same ones everywhere."
+        )
+    return live, client_state
+
+
+def _warn_of_lost_micro_batches(engine: Engine, tag_dir: Path) -> int:
+    """How many micro batches wait in gradients, which DeepSpeed does not save; loudly, where there are any."""
+    lost = accumulated_micro_batches(engine)
+    if lost and dist.get_rank() == 0:
+        logger.warning(
+            "%s: LOST on a resume: the gradients of %d of %d micro batches, accumulated since the last optimizer step. "
+            "No checkpoint of DeepSpeed holds gradients. Save at a gradient accumulation boundary to lose none.",
+            tag_dir,
+            lost,
+            engine.gradient_accumulation_steps(),
+        )
+    return lost
+
+
+def _begin(save_dir: Path, tag_dir: Path, save_id: str) -> None:
+    """Make the directory in which this rank sees others' files appear, where ``latest`` can be written too."""
+    try:
+        save_dir.mkdir(parents=True, exist_ok=True)
+        for directory in {save_dir, tag_dir.parent}:
+            remove_dead(directory)
+        make_staging_dir(tag_dir, save_id)
+        with tempfile.TemporaryFile(dir=save_dir):
+            pass
+    except OSError as error:
+        shutil.rmtree(staging_dir_of(tag_dir, save_id), ignore_errors=True)
+        raise SaveError(
+            f"{tag_dir}: cannot be written: {error.strerror} ({error.filename or tag_dir}). Nothing was saved, and "
+            "`latest` is unchanged."
+        ) from error

@@ -1,0 +1,73 @@
+"""Which checkpoint writers and directories our saves cover."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from deepspeed.io import fast_file_writer
+
+from zeroelastic.deepspeed.engine import Engine
+from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
+from zeroelastic.distributed.collective import all_gather, all_or_raise, broadcast
+from zeroelastic.errors import SaveError, UnsupportedError
+
+
+def refuse_unwritable(engine: Engine, live: LiveOptimizer) -> None:
+    """Raise UnsupportedError for a ``checkpoint`` block of the configuration whose files could not be loaded again."""
+    config: Mapping[str, Any] = engine._config.checkpoint_config
+    writer: Mapping[str, Any] | None = config.get("writer")
+    problem = None
+    if not config.get("checkpoint_serialization", True):
+        problem = (
+            '"checkpoint_serialization": false writes torch.save\'s old format without a zip archive, whose payload '
+            "cannot be addressed. Leave it out"
+        )
+    elif writer is not None and writer["type"] == "MOCK":
+        problem = 'the checkpoint writer "mock" writes nothing. Use "python" or "fast"'
+    elif writer is not None and writer["type"] == "FAST" and not _fast_writer_exists():
+        problem = (
+            'the checkpoint writer "fast" needs DeepSpeed\'s op "utils", which it does not have for this accelerator. '
+            'Use "type": "python"'
+        )
+    elif writer is not None and writer["decoupled"] and live.on_nvme:
+        problem = (
+            "a decoupled checkpoint writer reads state in place while it writes, and with NVMe offload there is none. "
+            'Use "decoupled": false'
+        )
+    if problem is not None:
+        raise UnsupportedError(
+            f"elastic checkpoints do not cover this: {problem}, or save with elastic_checkpoint off and resume at the "
+            "world size that saved."
+        )
+
+
+def _fast_writer_exists() -> bool:
+    return str(fast_file_writer.UtilsBuilder.__name__) != "NotImplementedBuilder"
+
+
+def directory_heads(tag_dir: Path) -> tuple[int, ...]:
+    """For each rank, the first rank that sees the same parent directory of the tag. Collective.
+
+    The ranks create files there for a moment to find out. Raises SaveError on every rank if any rank cannot.
+    """
+    stem = f".zeroelastic.{broadcast(uuid.uuid4().hex)}"
+    place, rank = tag_dir.parent, dist.get_rank()
+
+    def probe(number: int) -> Path:
+        return place / f"{stem}.{number}"
+
+    def make() -> None:
+        try:
+            place.mkdir(parents=True, exist_ok=True)
+            probe(rank).touch()
+        except OSError as error:
+            raise SaveError(f"{tag_dir}: cannot be written: {error.strerror}. Nothing was saved.") from error
+
+    all_or_raise(make)
+    heads = all_gather(next(number for number in range(rank + 1) if number == rank or probe(number).exists()))
+    probe(rank).unlink(missing_ok=True)
+    return tuple(heads)

@@ -1,0 +1,9 @@
+"""Processes that work together: collectives that fail on every rank alike, and who is still alive.
+
+    collective        gather, agree and raise the same error on every rank
+    processes         the processes of an offline verb, under torchrun or alone
+    partners          the processes of a training job, and whether each still runs
+    process_identity  whether a process that a file names is still the same process
+
+Imports only ``zeroelastic.errors``; torch only inside functions. Read ``collective`` first.
+"""

@@ -1,0 +1,141 @@
+"""Collectives that turn an error on one rank into the same error on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import NoReturn, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from zeroelastic import errors
+from zeroelastic.errors import LayoutMismatchError, RemoteRankError, ZeroElasticError
+
+T = TypeVar("T")
+
+Description = tuple[str, str, tuple[str, ...]]
+"""An error as it is sent to other ranks: the name of its type, its message, and the problems that it lists."""
+
+_AGREED = "_zeroelastic_agreed"
+
+_group: ContextVar[dist.ProcessGroup | None] = ContextVar("zeroelastic_group", default=None)
+
+
+@contextmanager
+def collectives_over(group: dist.ProcessGroup) -> Iterator[None]:
+    """Within this context, this thread's collectives use ``group``, of all ranks, in place of the default group.
+
+    The collectives of a thread that runs beside training must not come between the collectives of training.
+    """
+    token = _group.set(group)
+    try:
+        yield
+    finally:
+        _group.reset(token)
+
+
+def all_gather(value: T) -> list[T]:
+    """The value of every rank, by rank. Collective."""
+    world_size = dist.get_world_size()
+    if world_size == 1:
+        return [value]
+    values: list[T | None] = [None] * world_size
+    dist.all_gather_object(values, value, group=_group.get())
+    return values  # type: ignore[return-value]
+
+
+def broadcast(value: T) -> T:
+    """Rank 0's value. Collective."""
+    if dist.get_world_size() == 1:
+        return value
+    values = [value]
+    dist.broadcast_object_list(values, src=0, group=_group.get())
+    return values[0]
+
+
+def all_gather_or_raise(action: Callable[[], T]) -> tuple[T, list[T]]:
+    """Run ``action`` on every rank; if it fails on any, every rank raises, otherwise all get all results. Collective.
+
+    Returns this rank's result and the results by rank; they are pickled, so keep them small. Errors of ours are raised
+    with the same type and message everywhere (the lowest failing rank's, others' appended when they differ). Any other
+    exception keeps its type where it happened and is a RemoteRankError elsewhere.
+    """
+    result, failure = _attempt(action)
+    outcomes = all_gather((result, _describe(failure)))
+    if any(failed is not None for _, failed in outcomes):
+        _raise(failure, [failed for _, failed in outcomes])
+    return result, [value for value, _ in outcomes]  # type: ignore[return-value, misc]
+
+
+def all_or_raise(action: Callable[[], T]) -> T:
+    """Run ``action`` on every rank; if it fails on any, every rank raises as in ``all_gather_or_raise``. Collective.
+
+    Results stay where they are: unless an action fails, one number is reduced.
+    """
+    result, failure = _attempt(action)
+    if _any(failure is not None):
+        _raise(failure, all_gather(_describe(failure)))
+    return result  # type: ignore[return-value]
+
+
+def collective_device(group: dist.ProcessGroup | None = None) -> torch.device:
+    """The device of tensors in collectives of a process group; the default group if none is given."""
+    on_host = dist.get_backend(group) == "gloo"
+    return torch.device("cpu") if on_host else torch.device("cuda", torch.cuda.current_device())
+
+
+def is_raised_on_all_ranks(error: Exception) -> bool:
+    """Whether an error comes from a collective of this module, so that every rank raises one at the same place."""
+    return getattr(error, _AGREED, False)
+
+
+def _attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """The result or the exception, which the caller raises on every rank."""
+    try:
+        return action(), None
+    except Exception as error:
+        return None, error
+
+
+def _any(flag: bool) -> bool:
+    """Whether the flag is set on any rank. Collective."""
+    if dist.get_world_size() == 1:
+        return flag
+    group = _group.get()
+    votes = torch.tensor([int(flag)], dtype=torch.int32, device=collective_device(group))
+    dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=group)
+    return bool(votes.item())
+
+
+def _raise(failure: Exception | None, failures: list[Description | None]) -> NoReturn:
+    """Raise this rank's foreign exception, or the error that all ranks agree on."""
+    if failure is None or isinstance(failure, ZeroElasticError):
+        failure = _combined({rank: description for rank, description in enumerate(failures) if description is not None})
+    setattr(failure, _AGREED, True)
+    raise failure
+
+
+def _describe(error: Exception | None) -> Description | None:
+    if error is None:
+        return None
+    return type(error).__name__, str(error), getattr(error, "problems", ())
+
+
+def _combined(failures: dict[int, Description]) -> ZeroElasticError:
+    first = min(failures)
+    name, message, problems = failures[first]
+    others = {failed[1]: rank for rank, failed in sorted(failures.items(), reverse=True) if failed[1] != message}
+    for other, rank in sorted(others.items(), key=lambda item: item[1]):
+        message += f"\n(rank {rank}: {other})"
+    kind = getattr(errors, name, None)
+    if not (isinstance(kind, type) and issubclass(kind, ZeroElasticError)):
+        return RemoteRankError(f"rank {first} failed with {name}: {message}")
+    if issubclass(kind, LayoutMismatchError):
+        error = LayoutMismatchError(message, ())
+        error.problems = problems
+        return error
+    made = kind(message)
+    assert isinstance(made, ZeroElasticError)
+    return made

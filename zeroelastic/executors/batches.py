@@ -1,0 +1,99 @@
+"""Rows cut into batches that fit a buffer; digests and checksums of the pieces are joined to those of the rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from zeroelastic.core.digest import UInt64Array
+from zeroelastic.core.layout import Int64Array
+from zeroelastic.executors.crc32 import join_crc32_groups
+from zeroelastic.executors.tables import DigestRows, UInt32Array
+
+_ALIGNMENT = 8
+"""Pieces begin at multiples of it, in their rows and in the buffer: no element is cut, and each is aligned."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Pieces of rows that fit a buffer together: piece i is ``nbytes[i]`` bytes from byte ``start[i]`` of a row.
+
+    ``offset`` is where the piece is in the buffer. All arrays have shape ``(num_pieces,)``, in bytes.
+    """
+
+    row: Int64Array
+    start: Int64Array
+    nbytes: Int64Array
+    offset: Int64Array
+
+
+def batches(nbytes: Int64Array, capacity: int) -> Iterator[Batch]:
+    """Pieces that cover rows of ``nbytes[i]`` bytes, in their order, by batches of at most ``capacity`` bytes.
+
+    A row is cut only where a batch ends. An empty row is one empty piece.
+    """
+    capacity = capacity // _ALIGNMENT * _ALIGNMENT
+    assert capacity > 0, "a buffer has room for 8 bytes"
+    if len(nbytes) == 0:
+        return
+    padded = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+    begin = np.cumsum(padded) - padded  # if all rows were in one buffer, which the batches cut
+    first = begin // capacity
+    count = (begin + np.maximum(nbytes, 1) - 1) // capacity - first + 1
+    row = np.repeat(np.arange(len(nbytes), dtype=np.int64), count)
+    batch = np.arange(len(row), dtype=np.int64) + (first - (np.cumsum(count) - count))[row]
+    low = np.maximum(begin[row], batch * capacity)
+    high = np.minimum((begin + nbytes)[row], (batch + 1) * capacity)
+    bounds = np.flatnonzero(np.diff(batch, prepend=-1, append=-1))
+    for at, end in pairwise(bounds.tolist()):
+        some = slice(at, end)
+        yield Batch(
+            row=row[some],
+            start=low[some] - begin[row[some]],
+            nbytes=high[some] - low[some],
+            offset=low[some] - batch[some] * capacity,
+        )
+
+
+class DigestTotals:
+    """The digests of an operation, added up over pieces of its rows; nothing where none are asked for."""
+
+    def __init__(self, digest: DigestRows | None) -> None:
+        self._digest = digest
+        self.totals: UInt64Array | None = None if digest is None else np.zeros(len(digest.seeds), dtype=np.uint64)
+
+    def rows(self, row: Int64Array, start: Int64Array | None = None) -> DigestRows | None:
+        """What rows add to their digests, or pieces of rows that begin ``start`` bytes into each."""
+        if self._digest is None:
+            return None
+        streams, stream = np.unique(self._digest.stream[row], return_inverse=True)
+        first, itemsize = self._digest.start[row], self._digest.itemsize[row]
+        if start is not None:
+            first = first + start // itemsize
+        return DigestRows(self._digest.seeds[streams], stream.reshape(-1), first, itemsize)
+
+    def add(self, row: Int64Array, found: UInt64Array | None) -> None:
+        """Add the digests that were computed with what ``rows`` gave for the same rows."""
+        if self._digest is not None and self.totals is not None and found is not None:
+            self.totals[np.unique(self._digest.stream[row])] += found  # modulo 2**64
+
+
+class RowChecksums:
+    """The CRC-32 of each row of an operation, put together from pieces of the rows."""
+
+    def __init__(self) -> None:
+        self._pieces: list[tuple[Int64Array, Int64Array, UInt32Array]] = []
+
+    def add(self, row: Int64Array, nbytes: Int64Array, crc32: UInt32Array) -> None:
+        """Take the checksums of pieces, those of one row in their order, with the bytes that they are of."""
+        self._pieces.append((row, nbytes, crc32))
+
+    def joined(self, num_rows: int) -> UInt32Array:
+        """The checksum of each row, shape ``(num_rows,)``; 0 for one without pieces."""
+        if not self._pieces:
+            return np.zeros(num_rows, dtype=np.uint32)
+        row, nbytes, crc32 = (np.concatenate(column) for column in zip(*self._pieces, strict=True))
+        return join_crc32_groups(row, crc32, nbytes, num_rows)

@@ -1,0 +1,334 @@
+"""Run a table of byte runs between files and buffers, by one of several engines that agree bit for bit.
+
+``numpy`` is the reference and needs nothing. ``native`` is the C++ engine for files and host memory, ``cuda`` the one
+for the memory of a GPU; ``torch`` copies between any devices without a build of ours. ``OPERATIONS`` lists
+what each engine can do. "auto" takes the fastest engine that is built for the memory it is given, and logs which.
+Sources may be behind an object store (``RemotePath``): their rows are fetched by range, 64 MiB at a time.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+import numpy as np
+
+from zeroelastic.core.digest import ByteArray, UInt64Array
+from zeroelastic.core.digest import digest_range as reference_digest_range
+from zeroelastic.errors import ConfigError
+from zeroelastic.executors import cuda_executor, native_executor, numpy_executor
+from zeroelastic.executors.batches import Batch, batches
+from zeroelastic.executors.build_info import EngineLibrary, describe_build, load_library
+from zeroelastic.executors.crc32 import join_crc32, join_crc32_groups
+from zeroelastic.executors.engine import FileEngine, HostEngine, Options
+from zeroelastic.executors.progress import ProgressFunction
+from zeroelastic.executors.tables import (
+    ByteBuffer,
+    Cast,
+    CopyTable,
+    DeviceBuffer,
+    DigestRows,
+    FileRanges,
+    MemoryRanges,
+    ReadResult,
+    ReadTable,
+    UInt32Array,
+)
+from zeroelastic.io.paths import FilePath, RemotePath
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "OPERATIONS", "Batch", "Buffer", "ByteBuffer", "Cast", "CopyTable", "DeviceBuffer", "DigestRows", "Executor",
+    "FileRanges", "MemoryRanges", "Operation", "ReadResult", "ReadTable", "UInt32Array", "batches", "choose_executor",
+    "copy_segments", "describe_build", "digest_range", "join_crc32", "join_crc32_groups", "move_segments",
+    "read_segments", "scan_segments", "sum_segments", "write_segments",
+]  # fmt: skip
+
+Executor = Literal["auto", "numpy", "torch", "native", "cuda"]
+Operation = Literal["read", "copy", "write", "move", "scan", "sum"]
+
+_ALL: tuple[Operation, ...] = ("read", "copy", "write", "move", "scan", "sum")
+OPERATIONS: dict[str, tuple[Operation, ...]] = {
+    "numpy": _ALL,
+    "torch": ("read", "copy"),
+    "native": _ALL,
+    "cuda": ("read", "copy"),
+}
+"""What each executor can do."""
+
+Buffer: TypeAlias = "ByteArray | torch.Tensor | DeviceBuffer"
+"""A side in memory: bytes, a contiguous tensor, of which the bytes are meant, or a range of a GPU's memory."""
+
+logger = logging.getLogger(__name__)
+
+
+_HOST: dict[str, HostEngine] = {"numpy": numpy_executor, "native": native_executor}
+
+
+def _file_engine(name: str, sources: Sequence[FilePath]) -> FileEngine:
+    """A host engine, which also takes sources that are behind an object store."""
+    if not any(isinstance(path, RemotePath) for path in sources):
+        return _HOST[name]
+    from zeroelastic.executors.remote_executor import RemoteEngine
+
+    return RemoteEngine(_HOST[name])
+
+
+def read_segments(
+    table: ReadTable,
+    buffers: Sequence[Buffer],
+    *,
+    digest: DigestRows | None = None,
+    cast: Cast = "none",
+    threads: int | None = None,
+    stream: int | None = None,
+    progress: ProgressFunction | None = None,
+    executor: Executor = "auto",
+) -> ReadResult:
+    """Fill ``buffers`` from files as ``table`` says, each byte read once; digests in the same pass when asked.
+
+    ``executor`` names an engine; "auto" takes the fastest that is built for the memory that is filled. ``stream`` is
+    the CUDA stream that the cuda engine runs on: torch's current one, or the default one for a DeviceBuffer. Every
+    engine is done when the call returns. Raises ConfigError for an unknown engine, for one that is not built, and for
+    one that cannot fill such memory; CheckpointError when a file ends early or cannot be read (with file and offset).
+
+    ``progress`` is called on this thread with the bytes that were read since the last call: about every 50 ms, also
+    with 0, and once in the end, when the sum is that of the table. An exception in it, or in a signal's handler
+    (KeyboardInterrupt), ends the call soon and is raised from it.
+    """
+    options = Options(digest, cast=cast, threads=threads, progress=progress)
+    name = _choose(executor, "read", buffers)
+    if name == "cuda" and not any(isinstance(path, RemotePath) for path in table.paths):
+        return cuda_executor.read_segments(table, _device_buffers(buffers), options, stream=_stream(buffers, stream))
+    if name in ("cuda", "torch"):  # through host memory
+        from zeroelastic.executors import torch_executor
+
+        host = _file_engine(_fastest(), table.paths)
+        return torch_executor.read_segments(table, _tensors(buffers), options, host=host)
+    return _file_engine(name, table.paths).read_segments(table, _arrays(buffers), options)
+
+
+def copy_segments(
+    table: CopyTable,
+    src: Sequence[Buffer],
+    dst: Sequence[Buffer],
+    *,
+    digest: DigestRows | None = None,
+    cast: Cast = "none",
+    threads: int | None = None,
+    stream: int | None = None,
+    executor: Executor = "auto",
+) -> UInt64Array | None:
+    """Copy between buffers: flatten, unflatten, repartition. Returns the digests of the sources, when asked.
+
+    Source and destination runs must not overlap each other in memory. The cuda engine wants both sides on one device,
+    and with a conversion elements that are aligned to their size; the torch executor takes sides on different devices.
+    ``stream`` and errors as of ``read_segments``.
+    """
+    options = Options(digest, cast=cast, threads=threads)
+    name = _choose(executor, "copy", [*src, *dst])
+    if name == "cuda":
+        on = _stream([*src, *dst], stream)
+        return cuda_executor.copy_segments(table, _device_buffers(src), _device_buffers(dst), options, stream=on)
+    if name == "torch":
+        from zeroelastic.executors import torch_executor
+
+        return torch_executor.copy_segments(table, _tensors(src), _tensors(dst), options)
+    return _HOST[name].copy_segments(table, _arrays(src), _arrays(dst), options)
+
+
+def write_segments(
+    table: CopyTable,
+    src: Sequence[ByteArray],
+    paths: Sequence[Path],
+    *,
+    digest: DigestRows | None = None,
+    crc32: UInt32Array | None = None,
+    cast: Cast = "none",
+    sync: bool = False,
+    threads: int | None = None,
+    progress: ProgressFunction | None = None,
+    executor: Executor = "auto",
+) -> UInt64Array | None:
+    """Write buffers into files that exist already, neither created nor truncated; digests in the same pass.
+
+    ``crc32``, shape ``(num_rows,)``, is filled with the checksum of what was written of each row, as ``zlib.crc32``.
+    ``sync`` flushes each file to its device before it returns. Raises OSError naming the file, and the byte at which
+    writing failed; ConfigError as ``read_segments``. ``progress`` as there, in bytes of the sources.
+    """
+    options = Options(digest, crc32, cast, sync, threads, progress)
+    return _HOST[choose_executor(executor, "write")].write_segments(table, src, paths, options)
+
+
+def move_segments(
+    table: CopyTable,
+    src_paths: Sequence[FilePath],
+    dst_paths: Sequence[Path],
+    *,
+    digest: DigestRows | None = None,
+    crc32: UInt32Array | None = None,
+    cast: Cast = "none",
+    sync: bool = False,
+    threads: int | None = None,
+    progress: ProgressFunction | None = None,
+    executor: Executor = "auto",
+) -> UInt64Array | None:
+    """Move runs between files that exist already, through at most 1 MiB per thread; digests in the same pass.
+
+    ``crc32`` and ``sync`` as of ``write_segments``. Raises CheckpointError for a source that is missing, ends early or
+    cannot be read, OSError for a destination, both naming the file; ConfigError as ``read_segments``. ``progress`` as
+    there.
+    """
+    options = Options(digest, crc32, cast, sync, threads, progress)
+    engine = _file_engine(choose_executor(executor, "move"), src_paths)
+    return engine.move_segments(table, src_paths, dst_paths, options)
+
+
+def scan_segments(
+    table: FileRanges,
+    *,
+    digest: DigestRows | None = None,
+    crc32: UInt32Array | None = None,
+    threads: int | None = None,
+    progress: ProgressFunction | None = None,
+    executor: Executor = "auto",
+) -> UInt64Array | None:
+    """Digests and checksums of what lies in files, through at most 1 MiB per thread; nothing is kept.
+
+    Returns the digests, when asked. ``crc32``, shape ``(num_rows,)``, is filled with the checksum of each row, as
+    ``zlib.crc32``. Errors and ``progress`` as of ``read_segments``.
+    """
+    options = Options(digest, crc32, threads=threads, progress=progress)
+    return _file_engine(choose_executor(executor, "scan"), table.paths).scan_segments(table, options)
+
+
+def sum_segments(
+    table: MemoryRanges,
+    src: Sequence[ByteArray],
+    *,
+    digest: DigestRows | None = None,
+    crc32: UInt32Array | None = None,
+    threads: int | None = None,
+    executor: Executor = "auto",
+) -> UInt64Array | None:
+    """Digests and checksums of what lies in host memory, in one pass over it.
+
+    Returns the digests, when asked; ``crc32`` as of ``scan_segments``, ConfigError as of ``read_segments``.
+    """
+    options = Options(digest, crc32, threads=threads)
+    return _HOST[choose_executor(executor, "sum")].sum_segments(table, src, options)
+
+
+def choose_executor(executor: Executor, operation: Operation = "read", *, on_gpu: bool = False) -> str:
+    """The engine that a name stands for; "auto" is the fastest that is built for such memory, which is logged once.
+
+    Raises ConfigError for an unknown name, for an engine that does not have the operation, naming those that do, and
+    for one that is not built, saying how to build it.
+    """
+    if executor == "auto":
+        return _fastest("cuda") if on_gpu else _fastest()
+    if executor not in OPERATIONS:
+        raise ConfigError(f"no executor {executor!r}; there are: auto, {', '.join(sorted(OPERATIONS))}")
+    if operation not in OPERATIONS[executor]:
+        able = sorted(name for name, operations in OPERATIONS.items() if operation in operations)
+        raise ConfigError(f"executor {executor!r} has no {operation}_segments; these have: auto, {', '.join(able)}")
+    if executor == "native" or executor == "cuda":
+        load_library(executor)
+    return executor
+
+
+def _choose(executor: Executor, operation: Operation, buffers: Sequence[Buffer]) -> str:
+    """As ``choose_executor``, by the memory that is moved, too."""
+    kinds = {_kind(buffer) for buffer in buffers}
+    if executor == "auto":
+        if kinds <= {"host"}:
+            return _fastest()
+        if kinds == {"cuda"} and len({buffer.device for buffer in _device_buffers(buffers)}) == 1:
+            chosen = choose_executor("auto", operation, on_gpu=True)
+            if chosen == "cuda" or not any(isinstance(buffer, DeviceBuffer) for buffer in buffers):
+                return chosen
+            load_library("cuda")
+        return "torch"
+    chosen = choose_executor(executor, operation)
+    fits = {"numpy": {"host"}, "native": {"host"}, "cuda": {"cuda"}}.get(chosen, kinds)
+    if not kinds <= fits:
+        able = "cuda or torch" if kinds == {"cuda"} else "torch"
+        raise ConfigError(
+            f"executor {chosen!r} does not move memory of: {', '.join(sorted(kinds - fits))}. Use {able}."
+        )
+    return chosen
+
+
+def _kind(buffer: Buffer) -> str:
+    """The kind of device that a buffer is on: "host", "cuda", or as torch calls it."""
+    if isinstance(buffer, np.ndarray):
+        return "host"
+    if isinstance(buffer, DeviceBuffer):
+        return "cuda"
+    kind = str(buffer.device.type)
+    return "host" if kind == "cpu" else kind
+
+
+def _arrays(buffers: Sequence[Buffer]) -> list[ByteArray]:
+    return [buffer if isinstance(buffer, np.ndarray) else _bytes_of(buffer).numpy() for buffer in buffers]
+
+
+def _tensors(buffers: Sequence[Buffer]) -> list[ByteArray | torch.Tensor]:
+    tensors = [buffer for buffer in buffers if not isinstance(buffer, DeviceBuffer)]
+    if len(tensors) < len(buffers):
+        raise ConfigError("executor 'torch' moves tensors and arrays, not device addresses. Use cuda.")
+    return tensors
+
+
+def _device_buffers(buffers: Sequence[Buffer]) -> list[DeviceBuffer]:
+    ranges: list[DeviceBuffer] = []
+    for buffer in buffers:
+        if not isinstance(buffer, DeviceBuffer):
+            data = _bytes_of(buffer)
+            buffer = DeviceBuffer(data.data_ptr(), data.numel(), data.device.index or 0)
+        ranges.append(buffer)
+    return ranges
+
+
+def _bytes_of(buffer: Buffer) -> torch.Tensor:
+    from zeroelastic.executors import torch_executor
+
+    assert not isinstance(buffer, (DeviceBuffer, np.ndarray)), "such memory is not for this engine"
+    return torch_executor.bytes_of(buffer)
+
+
+def _stream(buffers: Sequence[Buffer], stream: int | None) -> int:
+    if stream is not None:
+        return stream
+    for buffer in buffers:
+        if not isinstance(buffer, (DeviceBuffer, np.ndarray)):
+            from zeroelastic.executors import torch_executor
+
+            return torch_executor.current_stream(buffer.device)
+    return 0
+
+
+@functools.cache
+def _fastest(name: EngineLibrary = "native") -> str:
+    """The engine of this name where it is built, else what takes its place; logged once."""
+    what, instead = ("payload", "numpy") if name == "native" else ("memory of the GPU", "torch")
+    info = describe_build(name)
+    if os.environ.get("RANK", "0") == "0":
+        if info.usable:
+            logger.info("%s is moved by the %s engine (%s)", what, name, info.compiler)
+        else:
+            logger.warning("%s is moved by %s, which is slower: %s. %s", what, instead, info.reason, info.remedy)
+    return name if info.usable else instead
+
+
+def digest_range(data: ByteArray, itemsize: int, *, seed: int, start: int) -> int:
+    """``digest.digest_range`` by the native engine where it is built, and in numpy where it is not."""
+    if describe_build("native").usable:
+        return native_executor.digest_range(data, itemsize, seed=seed, start=start)
+    return reference_digest_range(data, itemsize, seed=seed, start=start)

@@ -1,0 +1,93 @@
+"""A framework's own load of a checkpoint, with what the integrations do before and after it.
+
+Before: what the checkpoint says of the run that wrote it. After: state outside of the engine is corrected, and notes on
+that are added to the engine's resume report.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from zeroelastic.distributed.collective import all_gather_or_raise, all_or_raise
+from zeroelastic.distributed.partners import require_partners
+from zeroelastic.errors import StrictError, ZeroElasticError
+from zeroelastic.io.paths import FilePath
+from zeroelastic.report import Note, ResumeReport
+from zeroelastic.tags.tag_directory import read_tag
+
+T = TypeVar("T")
+
+
+class Notes(list[Note]):
+    """Notes for the resume report."""
+
+    def info(self, text: str) -> None:
+        self.append(Note(logging.INFO, text))
+
+    def warn(self, text: str) -> None:
+        self.append(Note(logging.WARNING, text))
+
+    @property
+    def texts(self) -> list[str]:
+        return [note.text for note in self]
+
+    @property
+    def level(self) -> int:
+        """The highest level of the notes; INFO without any."""
+        return max((note.level for note in self), default=logging.INFO)
+
+
+def read_on_rank_0(tag_dir: FilePath, read: Callable[[FilePath], T | None]) -> T | None:
+    """What ``read`` returns for a tag directory on rank 0, on every rank. Collective.
+
+    None where the directory cannot be read as a ZeRO-3 checkpoint: the engine's own load then raises the reason.
+    """
+
+    def look() -> T | None:
+        if dist.get_rank() != 0:
+            return None
+        try:
+            return read_tag(tag_dir, read)
+        except ZeroElasticError:
+            return None
+
+    require_partners()
+    return all_gather_or_raise(look)[1][0]
+
+
+def load_and_correct(
+    logger: logging.Logger,
+    framework: str,
+    engine: Any,
+    load: Callable[[], T],
+    correct: Callable[[T, Notes], None] | None,
+    *,
+    settings: str,
+) -> T:
+    """Return the result of ``load``, after ``correct`` has corrected what it restored. Collective.
+
+    The notes of ``correct`` are added to the report of the engine's load, and rank 0 logs them at the highest of their
+    levels. ``settings``, how to keep the global batch in the framework's own words, is added where the report says that
+    the batch changed, which makes it a warning, and to a StrictError of the load.
+    """
+    try:
+        loaded = load()
+    except StrictError as error:
+        raise StrictError(f"{error}{settings}") from None
+    if correct is None:
+        return loaded
+    notes = Notes()
+    all_or_raise(lambda: correct(loaded, notes))
+    report: ResumeReport | None = getattr(engine, "zeroelastic_report", None)
+    if report is not None:
+        if report.batch_changed:
+            notes.warn(settings.strip())
+        engine.zeroelastic_report = replace(report, notes=(*report.notes, *notes.texts))
+    if notes and dist.get_rank() == 0:
+        logger.log(notes.level, "%s, %d ranks: %s", framework, dist.get_world_size(), "; ".join(notes.texts))
+    return loaded

@@ -1,0 +1,150 @@
+"""Files and directories that appear whole or not at all, and are on the device when they do.
+
+    write_atomically   a small file: sibling temporary file, fsync, rename
+    exchange           two directories swap their names
+    rename_new         a directory gets a name that nothing has
+    sync_path          fsync of a file; ``sync_directory`` of the names in a directory
+    reserve_space      a full disk is noticed before anything is written; ``write_fully`` writes at an offset
+    start_writeback    the device begins with what is in the page cache
+    name_in_errors     errors of the system name the file
+
+All calls to libc that Python has no function for are here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_AT_FDCWD = -100  # linux/fcntl.h
+_RENAME_NOREPLACE, _RENAME_EXCHANGE = 1, 2  # linux/fs.h
+_SYNC_FILE_RANGE_WRITE = 2  # linux/fs.h
+_NO_RENAMEAT2 = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
+_NO_FALLOCATE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINTR, errno.EINVAL, errno.EPERM)
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_fallocate = _libc.fallocate64 if hasattr(_libc, "fallocate64") else _libc.fallocate  # musl has one name for both
+
+
+@contextmanager
+def name_in_errors(path: Path) -> Iterator[None]:
+    """Errors of the system inside the block name the file, unless they name one already."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from None
+
+
+def write_atomically(path: Path, data: bytes, *, modified_at: float | None = None) -> None:
+    """Put a small file in place so that readers see the old content or the new, also after a power cut.
+
+    ``modified_at`` is its modification time in place of now. Raises OSError naming the file.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
+    with name_in_errors(path):
+        try:
+            with open(temporary, "wb") as file:
+                file.write(data)
+                file.flush()
+                if modified_at is not None:
+                    os.utime(file.fileno(), (modified_at, modified_at))
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+    sync_directory(path.parent)
+
+
+def sync_path(path: Path, flags: int = 0) -> None:
+    """fsync a file. Raises OSError naming it."""
+    with name_in_errors(path):
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+def sync_directory(path: Path) -> None:
+    """fsync a directory, so that names created or renamed in it survive a power cut. Raises OSError naming it."""
+    sync_path(path, os.O_DIRECTORY)
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Swap two directories at once (Linux 3.15); False where the file system cannot. Raises OSError."""
+    return _renameat2(one, other, _RENAME_EXCHANGE)
+
+
+def rename_new(src: Path, dst: Path) -> bool:
+    """Rename where nothing has the new name; False where the file system cannot. Raises FileExistsError, OSError."""
+    return _renameat2(src, dst, _RENAME_NOREPLACE)
+
+
+def _renameat2(src: Path, dst: Path, flags: int) -> bool:
+    if not hasattr(_libc, "renameat2"):
+        return False
+    if _libc.renameat2(_AT_FDCWD, os.fsencode(src), _AT_FDCWD, os.fsencode(dst), flags) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in _NO_RENAMEAT2:
+        return False
+    raise OSError(code, os.strerror(code), os.fspath(dst))
+
+
+def reserve_space(fd: int, nbytes: int) -> None:
+    """Let the file system set space aside, where it can: it writes faster, and a full disk is noticed early.
+
+    A request that cannot fit is not made: a file system may use up its free space before it refuses, so that no other
+    process can write. Not ``os.posix_fallocate``, which writes to every block where space cannot be set aside.
+    Raises OSError.
+    """
+    if not _fallocates(fd, min(nbytes, 1)):
+        return
+    system, held = os.fstatvfs(fd), os.fstat(fd).st_blocks * 512
+    if system.f_blocks and nbytes > held + system.f_bfree * system.f_frsize:  # some say nothing of their size
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    _fallocates(fd, nbytes)
+
+
+def _fallocates(fd: int, nbytes: int) -> bool:
+    """Set space aside; False where the file system cannot."""
+    if _fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes)) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code not in _NO_FALLOCATE:
+        raise OSError(code, os.strerror(code))
+    return False
+
+
+def write_fully(fd: int, data: bytes | bytearray | memoryview, offset: int) -> None:
+    """Write all of ``data`` at ``offset``, however many calls it takes. Raises OSError with the place."""
+    view = memoryview(data).cast("B")
+    while len(view):
+        try:
+            put = os.pwrite(fd, view, offset)
+            if put == 0:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            raise OSError(error.errno, f"{error.strerror}, writing at byte {offset}") from None
+        view, offset = view[put:], offset + put
+
+
+def write_at(path: Path, data: bytes, offset: int) -> None:
+    """Write bytes into a file that is there. Raises OSError naming it."""
+    with name_in_errors(path), open(path, "r+b", buffering=0) as file:
+        write_fully(file.fileno(), data, offset)
+
+
+def start_writeback(path: Path) -> None:
+    """Let the device begin with what is in the page cache of a file, without waiting for it."""
+    if hasattr(_libc, "sync_file_range"):
+        with open(path, "rb", buffering=0) as file:
+            _libc.sync_file_range(file.fileno(), ctypes.c_int64(0), ctypes.c_int64(0), _SYNC_FILE_RANGE_WRITE)

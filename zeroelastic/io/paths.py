@@ -1,0 +1,131 @@
+"""Where a file is: a local path, or a URL that fsspec reads, such as ``s3://bucket/run``.
+
+Local files are ``pathlib.Path``; a ``RemotePath`` has the part of its interface that is used here. fsspec is imported
+when the first URL is parsed. Credentials and endpoints come from where the file system's own tools take them: for S3
+the variables AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_PROFILE, AWS_ENDPOINT_URL and the rest, or an instance's
+role; for Google Cloud Storage GOOGLE_APPLICATION_CREDENTIALS, STORAGE_EMULATOR_HOST; for everything fsspec's
+configuration (files in ``~/.config/fsspec``, FSSPEC_S3_... variables).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from zeroelastic.errors import UnreadableError, UsageError
+from zeroelastic.io.failures import reason
+from zeroelastic.io.pinned_directory import PinnedPath
+
+_URL = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
+_CHAIN = re.compile(r"[a-z0-9+.-]+::", re.IGNORECASE)
+_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
+
+
+@dataclass(frozen=True, slots=True)
+class RemotePath:
+    """A file or directory behind an fsspec file system; ``path`` is what that file system calls it.
+
+    ``options`` are what the URL says about the file system itself, such as the host. ``first_seen`` is what the first
+    listing of a directory says of its files, where that is kept (``one_save.pin``).
+    """
+
+    protocol: str
+    path: str
+    options: tuple[tuple[str, Any], ...] = field(default=(), repr=False)
+    first_seen: dict[str, str] | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def name(self) -> str:
+        """The last part."""
+        return self.path.rstrip("/").rpartition("/")[2]
+
+    @property
+    def parent(self) -> RemotePath:
+        """The directory above."""
+        return RemotePath(self.protocol, self.path.rstrip("/").rpartition("/")[0], self.options)
+
+    def __truediv__(self, name: str) -> RemotePath:
+        return RemotePath(self.protocol, f"{self.path.rstrip('/')}/{name}", self.options)
+
+    def __str__(self) -> str:
+        if _URL.match(self.path):  # some file systems call their files by the whole URL
+            return self.path
+        host = dict(self.options).get("host", "")
+        return f"{self.protocol}://{host}{'/' if host else ''}{self.path.lstrip('/')}"
+
+    @property
+    def system(self) -> Any:
+        """The fsspec file system, one for all paths of a protocol and host. Raises UsageError, UnreadableError."""
+        import fsspec
+
+        try:
+            return fsspec.filesystem(self.protocol, **dict(self.options))  # kept by fsspec; a forked child has its own
+        except (ValueError, ImportError) as error:
+            raise _not_read(self.protocol, error) from None
+        except Exception as error:  # each file system has errors of its own
+            raise UnreadableError(f"{self.protocol}://: its file system cannot be set up: {reason(error)}.") from None
+
+
+FilePath: TypeAlias = "Path | RemotePath"
+"""Where a file is."""
+
+
+def local_paths(paths: Iterable[FilePath]) -> tuple[Path, ...]:
+    """The same paths, for code that reads only local files; a remote path is a bug of the caller."""
+    found: list[Path] = []
+    for path in paths:
+        assert isinstance(path, Path), f"{path} is not on this machine"
+        found.append(path)
+    return tuple(found)
+
+
+def as_path(text: str | os.PathLike[str] | RemotePath) -> FilePath:
+    """The path that a user gave: a URL becomes a RemotePath, everything else a Path.
+
+    Raises UsageError for a URL that nothing reads, UnreadableError for one whose package is not installed.
+
+    Example::
+
+        open_checkpoint(as_path("s3://bucket/run/global_step100"))
+    """
+    if isinstance(text, (RemotePath, PinnedPath)):
+        return text
+    if not isinstance(text, str) or _URL.match(text) is None:
+        if isinstance(text, str) and "://" in text and _CHAIN.match(text):
+            raise UsageError(f"{text}: URLs chained with :: are not read. Name the files by their own URL.")
+        return Path(text)
+    protocol, _, rest = text.partition("://")
+    protocol = protocol.lower()
+    text = f"{protocol}://{rest}"
+    if protocol in ("file", "local"):
+        return Path(rest)
+    import fsspec
+
+    try:
+        kind: Any = fsspec.get_filesystem_class(protocol)
+        options = tuple(sorted(kind._get_kwargs_from_urls(text).items()))
+        path = str(kind._strip_protocol(text))
+        return RemotePath(protocol, path.rstrip("/") or path, options)
+    except (ValueError, ImportError) as error:
+        raise _not_read(protocol, error) from None
+
+
+def absolute(text: str | os.PathLike[str]) -> str:
+    """A local path made absolute, symbolic links kept; a URL unchanged.
+
+    A path that is used again later, by a thread, another process or a later call, is made absolute first, because the
+    working directory may have changed by then.
+    """
+    path = os.fspath(text)
+    return path if "://" in path and (_URL.match(path) or _CHAIN.match(path)) else os.path.abspath(path)
+
+
+def _not_read(protocol: str, error: Exception) -> UsageError | UnreadableError:
+    if not isinstance(error, ImportError):
+        return UsageError(f"{protocol}://: no file system of this name is known to fsspec ({error}).")
+    how = f"pip install 'zeroelastic[{_EXTRAS[protocol]}]'" if protocol in _EXTRAS else str(error)
+    return UnreadableError(f"{protocol}://: what reads this is not installed. Install it: {how}.")

@@ -1,0 +1,231 @@
+"""Files behind fsspec: listed, and read by byte range; never written to.
+
+fsspec repeats failed requests itself; a request without an answer after five minutes has failed.
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from zeroelastic.errors import CheckpointError, MissingFileError, UnreadableError, ZeroElasticError
+from zeroelastic.io.failures import missing_directory, missing_file, reason
+from zeroelastic.io.paths import RemotePath
+
+TIME_LIMIT_S = 300.0
+"""How long a request may go without an answer."""
+
+_THREADS = 8
+_RANGE_NOT_SATISFIABLE = 416
+_NOT_FOUND = (404, 410)
+
+
+def _call(system: Any, operation: str, *arguments: Any, **options: Any) -> Any:
+    """Call a file system. Raises TimeoutError after ``TIME_LIMIT_S`` where the call can be stopped."""
+    if not system.async_impl:
+        return getattr(system, operation)(*arguments, **options)
+    from fsspec.asyn import sync
+    from fsspec.exceptions import FSTimeoutError
+
+    try:
+        return sync(system.loop, getattr(system, f"_{operation}"), *arguments, timeout=TIME_LIMIT_S, **options)
+    except FSTimeoutError:
+        raise TimeoutError(f"no answer in {TIME_LIMIT_S:.0f} s") from None
+
+
+def remote_entries(directory: RemotePath) -> list[tuple[str, int | None]]:
+    """(name, size, or None for a directory) of what is in a directory. Raises MissingFileError, UnreadableError."""
+    listed = _remote_listing(directory)
+    if directory.first_seen is not None and not directory.first_seen:
+        directory.first_seen.update({str(entry["name"]): repr(sorted(entry.items())) for entry in listed})
+    here = directory.path.rstrip("/")
+    found: list[tuple[str, int | None]] = []
+    for entry in listed:
+        path = str(entry["name"]).rstrip("/")
+        if path == here:
+            if entry["type"] != "directory" and len(listed) == 1 and entry.get("size"):
+                raise missing_directory(directory)
+            continue
+        name = path.rpartition("/")[2]
+        if entry["type"] == "directory":
+            found.append((name, None))
+        elif entry.get("size") is not None:
+            found.append((name, int(entry["size"])))
+        else:  # a listing without sizes, as web servers give it
+            found.append((name, remote_size(directory / name) or 0))
+    return found
+
+
+def _remote_listing(directory: RemotePath) -> list[dict[str, Any]]:
+    """What a file system says of each entry of a directory, as it is now."""
+    system: Any = directory.system
+    try:
+        system.invalidate_cache(directory.path)  # a listing from before may be out of date
+        listed: list[dict[str, Any]] = _call(system, "ls", directory.path, detail=True)
+    except (FileNotFoundError, NotADirectoryError):
+        raise missing_directory(directory) from None
+    except Exception as error:  # each file system has errors of its own
+        raise UnreadableError(f"{directory}: cannot be listed: {reason(error)}.") from None
+    return listed
+
+
+def changed_since_listed(directory: RemotePath) -> bool:
+    """Whether a file is gone or another one since the first listing, by all that the file system says of it.
+
+    One request, where there was a listing. Raises UnreadableError.
+    """
+    if not directory.first_seen:
+        return False
+    try:
+        now = {str(entry["name"]): repr(sorted(entry.items())) for entry in _remote_listing(directory)}
+    except MissingFileError:
+        return True
+    return any(now.get(name) != seen for name, seen in directory.first_seen.items())
+
+
+def remote_size(path: RemotePath) -> int | None:
+    """Size of a file in bytes, None where there is none. Raises UnreadableError, CheckpointError: it is not known."""
+    try:
+        found = _call(path.system, "info", path.path)
+    except ZeroElasticError:
+        raise
+    except Exception as error:  # each file system has errors of its own
+        if isinstance(error, (FileNotFoundError, NotADirectoryError)) and not _is_away(error):
+            return None
+        raise UnreadableError(f"{path}: cannot be looked at: {reason(error)}.") from None
+    if found["type"] == "directory":
+        return None
+    if found.get("size") is None:
+        raise CheckpointError(f"{path}: its server does not say how large it is, so its ranges cannot be read.")
+    return int(found["size"])
+
+
+def _is_away(error: Exception) -> bool:
+    """Whether the "not found" of fsspec's HTTP stands for another failure, such as a server that does not answer."""
+    cause = error.__cause__
+    return type(cause).__module__.startswith("aiohttp.") and _http_status(cause) not in _NOT_FOUND
+
+
+def remote_range(path: RemotePath, offset: int, nbytes: int) -> bytes:
+    """Up to ``nbytes`` bytes in one request. Raises what the file system raises."""
+    try:
+        data: bytes = _call(path.system, "cat_file", path.path, start=offset, end=offset + nbytes)
+    except Exception as error:
+        if _size_if_beyond_end(error, path, offset + 1) is not None:  # a range that begins there is refused
+            return b""
+        raise
+    return data
+
+
+def _size_if_beyond_end(error: BaseException, path: RemotePath, end: int) -> int | None:
+    """The size of a file whose server refused a range because the file ends before ``end``; else None."""
+    if not _may_refuse_range(error):
+        return None
+    try:
+        path.system.invalidate_cache(path.parent.path)
+        size = remote_size(path)
+    except ZeroElasticError:
+        return None
+    return size if size is not None and size < end else None
+
+
+def _may_refuse_range(error: BaseException) -> bool:
+    """Whether an error may be the answer to a range that a file does not have.
+
+    The HTTP status decides, where the error or its cause has one. s3fs and others translate it: to EINVAL, ValueError.
+    """
+    for answer in (error, error.__cause__):
+        status = _http_status(answer)
+        if status is not None:
+            return status == _RANGE_NOT_SATISFIABLE
+    return isinstance(error, ValueError) or (isinstance(error, OSError) and error.errno == errno.EINVAL)
+
+
+def _http_status(error: BaseException | None) -> int | None:
+    """The HTTP status in an error of aiohttp (``status``), gcsfs (``code``), adlfs (``status_code``) or botocore."""
+    response = getattr(error, "response", None)
+    if isinstance(response, dict):
+        status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+        return status if isinstance(status, int) else None
+    found = (getattr(error, name, None) for name in ("status", "status_code", "code"))
+    return next((status for status in found if isinstance(status, int)), None)
+
+
+def read_ranges(ranges: Sequence[tuple[RemotePath, int, int]]) -> list[bytes]:
+    """The bytes of many (file, offset, nbytes) of remote files, requested at the same time; each has its full length.
+
+    Memory: the answers. The file system limits the requests under way at a time; where it does not, there are 8.
+    Raises MissingFileError, UnreadableError, CheckpointError (truncated) with the file and the offset: of several
+    failures, the first in order.
+    """
+    answers: list[bytes | BaseException | None] = [None] * len(ranges)
+    systems: dict[tuple[str, tuple[tuple[str, Any], ...]], list[int]] = {}
+    for i, (path, _, _) in enumerate(ranges):
+        systems.setdefault((path.protocol, path.options), []).append(i)
+    for members in systems.values():
+        system: Any = ranges[members[0]][0].system
+        paths = [ranges[i][0].path for i in members]
+        starts = [ranges[i][1] for i in members]
+        ends = [ranges[i][1] + ranges[i][2] for i in members]
+        try:
+            if system.async_impl:
+                got = _call(system, "cat_ranges", paths, starts, ends, on_error="return")
+            else:
+                got = _in_threads(system.cat_file, paths, starts, ends)
+        except Exception as error:  # of all of them at once, such as a time limit
+            got = [error] * len(members)
+        for i, answer in zip(members, got, strict=True):
+            answers[i] = answer
+    checked: list[bytes] = []
+    for (path, offset, nbytes), answer in zip(ranges, answers, strict=True):
+        if not isinstance(answer, bytes) or len(answer) != nbytes:
+            raise _failure(path, offset, nbytes, answer)
+        checked.append(answer)
+    return checked
+
+
+def _failure(path: RemotePath, offset: int, nbytes: int, answer: object) -> CheckpointError | UnreadableError:
+    if isinstance(answer, FileNotFoundError):
+        return missing_file(path)
+    if isinstance(answer, BaseException):
+        size = _size_if_beyond_end(answer, path, offset + nbytes)
+        if size is not None:
+            return CheckpointError(f"{path}: ends at byte {size}. The file is truncated.")
+        return UnreadableError(f"{path}: reading at byte {offset} failed: {reason(answer)}.")
+    got = len(answer) if isinstance(answer, bytes) else 0
+    if got < nbytes:
+        return CheckpointError(f"{path}: ends at byte {offset + got}. The file is truncated.")
+    return CheckpointError(
+        f"{path}: reading at byte {offset} failed: {got} bytes came for {nbytes}. Its server does not serve ranges."
+    )
+
+
+def _in_threads(
+    read: Callable[..., bytes], paths: Sequence[str], starts: Sequence[int], ends: Sequence[int]
+) -> list[bytes | BaseException]:
+    """The answers of a file system that has one request at a time, from several threads."""
+    answers: list[bytes | BaseException] = [b""] * len(paths)
+    numbers = iter(range(len(paths)))
+    lock = threading.Lock()
+
+    def work() -> None:
+        while True:
+            with lock:
+                i = next(numbers, None)
+            if i is None:
+                return
+            try:
+                answers[i] = read(paths[i], start=starts[i], end=ends[i])
+            except Exception as error:  # returned to the caller
+                answers[i] = error
+
+    # Daemons, so that an interrupted program ends without waiting for its requests.
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(min(_THREADS, len(paths)) - 1)]
+    for thread in threads:
+        thread.start()
+    work()
+    for thread in threads:
+        thread.join()
+    return answers

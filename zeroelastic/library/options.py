@@ -1,0 +1,52 @@
+"""Options of several verbs: where to write, times, and how progress is reported."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import TypeAlias
+
+from zeroelastic.errors import UsageError
+from zeroelastic.tags.locate import Source
+
+Advance: TypeAlias = Callable[[int], None]
+"""Takes the number of bytes done since it was last called."""
+
+Progress: TypeAlias = Callable[[str, int], AbstractContextManager[Advance]]
+"""Called with a title and the number of bytes when work begins; the context lasts as long as the work does."""
+
+_URL = re.compile(r"[a-z][a-z0-9+.-]+:/", re.IGNORECASE)  # pathlib makes one slash of two
+
+
+_SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+def seconds_option(value: float | str, option: str) -> float:
+    """The value of an option such as ``--min-age``, in seconds. Raises UsageError naming the option."""
+    if not isinstance(value, str):
+        return value
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhd]?)", value.strip().lower())
+    if match is None:
+        raise UsageError(f"{option}: {value!r} is not a time such as 90s, 15m, 2h or 1d.")
+    return float(match[1]) * _SECONDS[match[2]]
+
+
+@contextmanager
+def no_progress(title: str, nbytes: int) -> Iterator[Advance]:
+    """A ``Progress`` that shows nothing."""
+    yield lambda more: None
+
+
+def local_target(dst: str | os.PathLike[str]) -> Path:
+    """The directory to write. Raises UsageError for a URL: only sources may be behind an object store."""
+    if _URL.match(os.fspath(dst)):
+        raise UsageError(f"{dst}: is a URL; targets are written to this machine. Write it here, then copy it there.")
+    return Path(dst)
+
+
+def local_sources(source: Source) -> tuple[Path, ...]:
+    """The tag directory, in which nothing may be written, where it is on this machine."""
+    return (source.tag_dir,) if isinstance(source.tag_dir, Path) else ()

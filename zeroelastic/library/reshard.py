@@ -1,0 +1,127 @@
+"""``zeroelastic.reshard``: a checkpoint for another number of ranks, without a training job."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from zeroelastic.byte_sizes import size_option
+from zeroelastic.checkpoint.one_save import one_save
+from zeroelastic.distributed.processes import Processes
+from zeroelastic.library.options import Progress, local_target, no_progress
+from zeroelastic.offline.reshard.reshard import ReshardOptions, ReshardPlan, check_target, plan_reshard
+from zeroelastic.offline.reshard.reshard import ReshardReport as Result
+from zeroelastic.offline.reshard.reshard import reshard as write_checkpoint
+from zeroelastic.tags.locate import find_source
+
+Format = Literal["elastic", "rigid"]
+
+
+@dataclass(frozen=True, slots=True)
+class ReshardForecast:
+    """What a reshard would write: ``nbytes`` of state in ``files`` files, and ``extras``, the files beside them."""
+
+    source: str
+    path: str
+    tag: str
+    format: Format
+    saved_world_size: int
+    world_size: int
+    nbytes: int
+    num_params: int
+    num_sub_groups: int
+    files: int
+    extras: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReshardReport:
+    """What a reshard did: the ``forecast``, and the ``result``, which is None after a dry run."""
+
+    forecast: ReshardForecast
+    result: Result | None
+
+    @property
+    def content_root(self) -> str | None:
+        """The content root of the new checkpoint, None after a dry run."""
+        return None if self.result is None else self.result.root
+
+    def to_json(self) -> dict[str, object]:
+        """The document of ``zeroelastic reshard --json``, or with ``--dry-run``; docs/cli.md has its keys."""
+        return asdict(self.forecast if self.result is None else self.result)
+
+
+def reshard(
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    *,
+    world_size: int,
+    tag: str | None = None,
+    format: Format = "elastic",
+    sub_group_size: int | None = None,
+    stage: Literal[1, 2, 3] | None = None,
+    max_memory: int | str = "1GiB",
+    verify: bool = False,
+    dry_run: bool = False,
+    processes: Processes | None = None,
+    progress: Progress = no_progress,
+) -> ReshardReport:
+    """Write a native DeepSpeed checkpoint for ``world_size`` ranks from one of any number of ranks, bit for bit.
+
+    ``dst`` gets the same tag, ``latest``, and the files that frameworks keep beside the tag; it appears complete or not
+    at all. A run that was killed is continued by the same call. What is read is compared with the commit record, where
+    there is one; ``verify`` reads the result again before it appears. ``format`` "rigid" is what stock DeepSpeed
+    writes. ``stage`` is the ZeRO stage of the result, by default that of the source; only stage 3 is written so far.
+    Several ``processes`` share the work; collective.
+
+    Raises UsageError where ``dst`` exists or there is no checkpoint, CheckpointError, DigestMismatchError,
+    UnsupportedError, OSError.
+
+    Example::
+
+        import zeroelastic
+        report = zeroelastic.reshard("ckpt", "ckpt-3", world_size=3)
+        assert report.content_root == zeroelastic.verify("ckpt").content_root
+    """
+    target = local_target(dst)
+    memory = size_option(max_memory, "--max-memory")
+    options = ReshardOptions(
+        world_size=world_size,
+        format=format,
+        sub_group_size=sub_group_size,
+        stage=stage,
+        max_memory=memory,
+        verify=verify,
+    )
+    processes = processes or Processes()
+    source = processes.all_or_raise(lambda: find_source(src, tag=tag))
+    with one_save(source.tag_dir):
+        plan = processes.all_or_raise(lambda: plan_reshard(source, options))
+        forecast = _forecast(plan, target)
+        if dry_run:
+            processes.run_on_rank0(lambda: check_target(plan, target))
+            return ReshardReport(forecast, None)
+        share = plan.nbytes * len(processes.mine(world_size)) // world_size
+        with progress(f"resharding to {world_size}", share) as advance:
+            return ReshardReport(forecast, write_checkpoint(plan, target, processes=processes, progress=advance))
+
+
+def _forecast(plan: ReshardPlan, dst: Path) -> ReshardForecast:
+    layout = plan.target.layout
+    return ReshardForecast(
+        source=str(plan.source.tag_dir),
+        path=str(dst),
+        tag=plan.source.tag,
+        format=plan.target.format,
+        saved_world_size=plan.state.checkpoint.world_size,
+        world_size=layout.world_size,
+        nbytes=plan.nbytes,
+        num_params=sum(part.layout.num_params for part in plan.saved.parts),
+        num_sub_groups=layout.num_sub_groups,
+        files=2 * layout.world_size,
+        extras=tuple(sorted([*plan.sidecar_files.copied, *plan.sidecar_files.derived])),
+        notes=tuple(plan.sidecar_files.notes),
+    )

@@ -1,0 +1,118 @@
+"""A tensor of a checkpoint: shape and dtype at once, elements when they are asked for, and only those."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from zeroelastic.core.digest import ByteArray
+from zeroelastic.errors import UnsupportedError, UsageError
+from zeroelastic.executors.cast import cast_bytes
+from zeroelastic.torch_file.header import DTYPE_BYTES
+
+if TYPE_CHECKING:
+    import torch
+
+_NOT_IN_NUMPY = ("float8_e4m3fn", "float8_e5m2")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorHandle:
+    """One tensor of a checkpoint, or some of its rows. Holds no elements: each call reads those that it returns.
+
+    ``shape`` and ``dtype`` (torch's name, such as ``"bfloat16"``) are those in the files. ``kind`` is "trained" (the
+    fp32 master weights), "frozen", "buffer", "state" (of the optimizer) or "client" (in the client state). An index or
+    a slice of the first dimension gives the handle of these rows, and reads nothing.
+
+    Example::
+
+        import zeroelastic
+        with zeroelastic.open("ckpt") as ck:
+            weight = ck["model.norm.weight"]
+            print(weight.shape, weight.dtype)     # (24,) float32
+            weight[3:7].numpy()                   # reads 16 bytes
+            weight.torch()
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    kind: str
+    _read: Callable[[int, int], ByteArray] = field(repr=False)  # first element, number of elements -> their bytes
+    _start: int = field(default=0, repr=False)
+
+    @property
+    def numel(self) -> int:
+        """Number of elements; 1 for a 0-dim tensor."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements in the files."""
+        return self.numel * DTYPE_BYTES[self.dtype]
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions."""
+        return len(self.shape)
+
+    def numpy(self) -> npt.NDArray[Any]:
+        """The elements as a new array. numpy has no bfloat16: such a tensor becomes float32, which is exact.
+
+        Raises CheckpointError when a file ended early, SavedAgainError when the checkpoint was saved again meanwhile,
+        UnsupportedError for float8, which numpy does not have either: use ``torch``.
+        """
+        if self.dtype in _NOT_IN_NUMPY:
+            raise UnsupportedError(f"{self.name}: numpy has no {self.dtype}. Use .torch().")
+        raw = self._read(self._start, self.numel)
+        if self.dtype == "bfloat16":
+            wide = np.empty(2 * len(raw), dtype=np.uint8)
+            cast_bytes("bfloat16->float32", raw, wide)
+            return wide.view(np.float32).reshape(self.shape)
+        return raw.view(np.dtype(self.dtype)).reshape(self.shape)
+
+    def torch(self) -> torch.Tensor:
+        """The elements as a new CPU tensor, of the same dtype as in the files. Raises as ``numpy``."""
+        import torch
+
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        if not self.numel:
+            return torch.empty(self.shape, dtype=dtype)
+        return torch.from_numpy(self._read(self._start, self.numel)).view(dtype).reshape(self.shape)
+
+    def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> npt.NDArray[Any]:
+        """What ``np.asarray`` calls."""
+        if copy is False:
+            raise UsageError(f"{self.name}: its elements are in files; an array of them is always a copy.")
+        array = self.numpy()
+        return array if dtype is None else array.astype(dtype, copy=False)
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError(f"{self.name} is a 0-dim tensor, which has no length")
+        return self.shape[0]
+
+    def __getitem__(self, index: int | slice) -> TensorHandle:
+        """The handle of one row, or of some that follow each other. Raises IndexError, UsageError."""
+        num_rows = len(self)
+        row_numel = math.prod(self.shape[1:])
+        if isinstance(index, slice):
+            start, stop, step = index.indices(num_rows)
+            if step != 1:
+                raise UsageError(f"{self.name}: a step of {step}; only rows that follow each other are read.")
+            shape: tuple[int, ...] = (max(0, stop - start), *self.shape[1:])
+        else:
+            start = operator.index(index)
+            if not -num_rows <= start < num_rows:
+                raise IndexError(f"{self.name}: there is no row {start}; its shape is {self.shape}")
+            start, shape = start % num_rows, self.shape[1:]
+        return replace(self, shape=shape, _start=self._start + start * row_numel)
+
+    def __iter__(self) -> Iterator[TensorHandle]:
+        return (self[row] for row in range(len(self)))

@@ -1,0 +1,175 @@
+"""The tensors of the saved model: trained and frozen parameters, buffers, and tied names; only headers are read.
+
+Parameters come from all ranks' headers (``saved_state``). Buffers and tied names come from rank 0's module states, as
+in DeepSpeed's ``zero_to_fp32`` (``buffer_names``, ``shared_params``; DeepSpeed 0.19.8).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from zeroelastic.checkpoint.optimizer_file import FP32, FROZEN
+from zeroelastic.checkpoint.saved_state import SavedState
+from zeroelastic.core.digest import ByteArray
+from zeroelastic.errors import CheckpointError, UnsupportedError, shown
+from zeroelastic.io.storage import read_range
+from zeroelastic.torch_file.header import DTYPE_BYTES, Extent, TensorRef, TorchFile, read_torch_file
+
+Kind = Literal["trained", "frozen", "buffer", "state"]
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """Where a buffer's elements are in rank 0's module states.
+
+    ``extent`` spans from the first element to the last; ``stride``, in elements, is None where they are one contiguous
+    run in row-major order.
+    """
+
+    extent: Extent
+    stride: tuple[int, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a parameter's tensor is: a part of the saved state, a parameter of its layout, and a state key."""
+
+    part: int
+    param: int
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTensor:
+    """One tensor: its name, and the shape and dtype in which it was saved."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    kind: Kind
+    source: Place | Buffer
+
+    @property
+    def numel(self) -> int:
+        """Number of elements; 1 for a 0-dim tensor."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements, in the dtype in which it was saved."""
+        return self.numel * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTensors:
+    """A model's tensors, each once, in the order of its state dict; ``tied`` maps further names to a tensor's name.
+
+    ``left_out`` has a sentence for each name of the module states that has no tensor here.
+    """
+
+    tensors: tuple[ModelTensor, ...]
+    tied: Mapping[str, str]
+    left_out: tuple[str, ...]
+
+
+def model_tensors(state: SavedState) -> ModelTensors:
+    """The tensors of the saved model. Raises CheckpointError naming rank 0's module states if they are damaged."""
+    path = state.checkpoint.model_files[0]
+    file = read_torch_file(path, foreign="inert")
+    root = file.root
+    module = root.get("module") if isinstance(root, dict) else None
+    names = root.get("buffer_names") if isinstance(root, dict) else None
+    if not isinstance(root, dict) or not isinstance(module, dict) or not isinstance(names, list):
+        raise CheckpointError(f"{path}: holds no module and buffer_names. It is not a ZeRO-3 model states file.")
+    found: dict[str, ModelTensor] = {}
+    for p, part in enumerate(state.parts):
+        for i, param in enumerate(part.layout.params):
+            key = FP32 if FP32 in part.dtypes[i] else FROZEN
+            kind: Kind = "trained" if key == FP32 else "frozen"
+            found[param.name] = ModelTensor(param.name, param.shape, part.dtypes[i][key], kind, Place(p, i, key))
+    left_out: list[str] = []
+    for name in names:
+        value = module.get(name) if isinstance(name, str) else None
+        if not isinstance(name, str) or name in found:
+            raise CheckpointError(f"{path}: buffer_names holds {shown(name)}. The file is damaged.")
+        if isinstance(value, TensorRef):
+            found[name] = stored_tensor(name, value, file)
+        elif name in module:
+            left_out.append(f"buffer {name}: it is of a kind that is not read ({shown(value)})")
+    if state.models[0].frozen is None:
+        left_out.append("frozen parameters: the checkpoint was saved without them (exclude_frozen_parameters)")
+    tied = _tied(root.get("shared_params"), found, left_out, state)
+    order = {name: number for number, name in enumerate(module)}
+    tensors = sorted(found.values(), key=lambda tensor: order.get(tensor.name, len(order)))
+    return ModelTensors(tuple(tensors), tied, tuple(left_out))
+
+
+def optimizer_tensors(state: SavedState, *, keys: frozenset[str] | None = None) -> tuple[ModelTensor, ...]:
+    """The tensors of the optimizer's state, master weights included, by parameter; named ``PARAM.STATE_KEY``.
+
+    ``keys`` chooses among the state keys.
+    """
+    trained = state.parts[0]
+    return tuple(
+        ModelTensor(f"{param.name}.{key}", param.shape, dtype, "state", Place(0, i, key))
+        for i, param in enumerate(trained.layout.params)
+        for key, dtype in trained.dtypes[i].items()
+        if keys is None or key in keys
+    )
+
+
+def read_buffer(tensor: ModelTensor, *, limit: int) -> ByteArray:
+    """All elements of a buffer of the module in row-major order: shape ``(nbytes,)``.
+
+    Raises UnsupportedError for one that needs more than ``limit`` bytes, CheckpointError when the file has ended.
+    """
+    buffer = tensor.source
+    assert isinstance(buffer, Buffer)
+    extent = buffer.extent
+    if max(tensor.nbytes, extent.nbytes) > limit:
+        raise UnsupportedError(
+            f"buffer {tensor.name}: has {max(tensor.nbytes, extent.nbytes)} bytes, which go through memory. Give "
+            "--max-memory at least 4 times as many."
+        )
+    raw = read_range(extent.path, extent.offset, extent.nbytes)
+    if len(raw) != extent.nbytes:
+        raise CheckpointError(f"{extent.path}: ends at byte {extent.offset + len(raw)}. The file is truncated.")
+    data = np.frombuffer(bytearray(raw), dtype=np.uint8)
+    if buffer.stride is None or tensor.nbytes == 0:
+        return data[: tensor.nbytes]
+    size = DTYPE_BYTES[tensor.dtype]
+    strides = [stride * size for stride in buffer.stride]
+    view = np.lib.stride_tricks.as_strided(data.view(f"<u{size}"), tensor.shape, strides)
+    return np.ascontiguousarray(view).reshape(-1).view(np.uint8)
+
+
+def stored_tensor(name: str, ref: TensorRef, file: TorchFile) -> ModelTensor:
+    """A tensor that is whole in one file, such as a buffer in the module states."""
+    if ref.is_contiguous:
+        return ModelTensor(name, ref.shape, ref.dtype, "buffer", Buffer(file.extent(ref), None))
+    last = sum((size - 1) * stride for size, stride in zip(ref.shape, ref.stride, strict=True))
+    span = replace(ref, shape=(last + 1,), stride=(1,))
+    return ModelTensor(name, ref.shape, ref.dtype, "buffer", Buffer(file.extent(span), ref.stride))
+
+
+def _tied(shared: object, found: Mapping[str, ModelTensor], left_out: list[str], state: SavedState) -> dict[str, str]:
+    """Further name -> the name of the tensor, resolved in order as ``zero_to_fp32`` does."""
+    path = state.checkpoint.model_files[0]
+    if shared is None:
+        return {}
+    if not isinstance(shared, dict):
+        raise CheckpointError(f"{path}: shared_params is {shown(shared)}. The file is damaged.")
+    tied: dict[str, str] = {}
+    for alias, name in shared.items():
+        if not isinstance(alias, str) or not isinstance(name, str) or alias in found:
+            raise CheckpointError(f"{path}: shared_params holds {shown(alias)}: {shown(name)}. The file is damaged.")
+        if name in found or name in tied:
+            tied[alias] = tied.get(name, name)
+        else:
+            left_out.append(f"parameter {alias}: it is tied to {name}, which was not saved")
+    return tied

@@ -1,0 +1,1 @@
+"""What a change of the world size would move and cost: ``forecast``."""

@@ -1,0 +1,184 @@
+"""Files that frameworks keep beside a tag directory, for another world size: generators, schedulers, settings.
+
+A file that exists once (a scheduler, trainer_state.json, a tokenizer) is copied. Of the files that exist per rank,
+those of remaining ranks are copied, and each new rank gets one derived from rank 0's. Files that are left out are
+reported. Layouts: transformers 5 (``Trainer._save_rng_state``), accelerate 1.15 (``save_accelerator_state``), Lightning
+2.6 and DeepSpeed 0.19.8 (``_copy_recovery_script``).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from zeroelastic.checkpoint.rng_files import derived_seed, reseed
+from zeroelastic.errors import CheckpointError, MissingFileError, some
+from zeroelastic.io.paths import FilePath
+from zeroelastic.io.storage import file_size, file_sizes, folders, read_range
+from zeroelastic.tags.locate import Source
+from zeroelastic.tags.names import LATEST
+from zeroelastic.torch_file.graph_reader import read_graph
+from zeroelastic.torch_file.pickle_graph import Storage
+from zeroelastic.torch_file.zip_writer import Archive
+
+_SCRIPTS = re.compile(r"zero_to_(fp32|torch)\.py")
+_PER_RANK = re.compile(r"(?P<stem>rng_state|random_states)(_(?P<rank>\d+))?\.(?P<kind>pth|pkl)")
+_COPY_BYTES = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class SidecarFiles:
+    """The files to write beside the tag: name -> its source, and for a derived file also the rank.
+
+    ``notes`` say what differs from the source.
+    """
+
+    copied: Mapping[str, str]
+    derived: Mapping[str, tuple[str, int]]
+    notes: tuple[str, ...]
+
+
+def plan_sidecar_files(source: Source, *, saved_world_size: int, world_size: int) -> SidecarFiles:
+    """Decide for each file in the directory above the tag whether it is copied or derived. Raises CheckpointError."""
+    copied: dict[str, str] = {}
+    derived: dict[str, tuple[str, int]] = {}
+    notes: list[str] = []
+    per_rank: dict[int, str] = {}
+    left: list[str] = []
+    carried = source.framework != "deepspeed"
+    for name in sorted(file_sizes(source.root)):
+        match = _PER_RANK.fullmatch(name)
+        if match is not None and carried:
+            per_rank[int(match["rank"] or 0)] = name
+        elif name == LATEST or name.startswith("."):
+            continue
+        elif carried or _SCRIPTS.fullmatch(name):
+            copied[name] = name
+        else:
+            left.append(name)
+    if per_rank:
+        _plan_generators(per_rank, saved_world_size, world_size, copied, derived, notes)
+    if source.framework == "accelerate" and saved_world_size != world_size:
+        schedulers = [name for name in copied if name.startswith("scheduler")]
+        if schedulers:
+            notes.append(
+                f"{', '.join(schedulers)}: carried as it is; accelerate steps a scheduler once per process, so its "
+                f"counter runs {saved_world_size} to a step there and {world_size} to a step here"
+            )
+        loaders = [name for name in copied if name.startswith("dl_state_dict")]
+        if loaders:
+            notes.append(f"{', '.join(loaders)}: carried as it is; it counts batches of {saved_world_size} processes")
+    others = [name for name in folders(source.root) if name != source.tag and not name.startswith(".")]
+    if others:
+        notes.append(f"not carried: {some(others)} (other tags and directories)")
+    if left:
+        notes.append(f"not carried: {some(left)} (files that no framework of ours is known to need)")
+    return SidecarFiles(copied, derived, tuple(notes))
+
+
+def _plan_generators(
+    per_rank: dict[int, str],
+    saved_world_size: int,
+    world_size: int,
+    copied: dict[str, str],
+    derived: dict[str, tuple[str, int]],
+    notes: list[str],
+) -> None:
+    """``rng_state_3.pth`` of the Trainer (``rng_state.pth`` on one rank), ``random_states_3.pkl`` of accelerate."""
+    match = _PER_RANK.fullmatch(next(iter(per_rank.values())))
+    assert match is not None
+    stem, kind = match["stem"], match["kind"]
+    missing = [rank for rank in range(min(saved_world_size, world_size)) if rank not in per_rank]
+    if 0 not in per_rank:
+        notes.append(f"not carried: {stem}_*.{kind}, because that of rank 0 is missing")
+        return
+    alone = stem == "rng_state"
+    reshaped = alone and (saved_world_size == 1) != (world_size == 1)
+    kept: list[int] = []
+    for rank in range(world_size):
+        name = f"{stem}.{kind}" if alone and world_size == 1 else f"{stem}_{rank}.{kind}"
+        if rank in per_rank and rank < saved_world_size and not reshaped:
+            copied[name] = per_rank[rank]
+            kept.append(rank)
+        elif rank in per_rank and rank < saved_world_size:
+            derived[name] = (per_rank[rank], -1)  # the same state, in the shape for another number of ranks
+            kept.append(rank)
+        else:
+            derived[name] = (per_rank[0], rank)
+    new = world_size - len(kept)
+    if kept:
+        notes.append(f"random number generators: those of {_ranks(len(kept))} are the saved ones")
+    if new:
+        notes.append(f"random number generators: {_ranks(new)} new, seeded from the checkpoint and the rank")
+    if len(per_rank) > world_size:
+        notes.append(f"random number generators: those of {_ranks(len(per_rank) - world_size)} are dropped")
+    if missing:
+        notes.append(f"random number generators: none was saved for ranks {some([str(rank) for rank in missing])}")
+
+
+def write_sidecar_files(source: Source, sidecar_files: SidecarFiles, root: Path, *, identity: str) -> tuple[str, ...]:
+    """Write the files into ``root``; seeds of new ranks are derived from ``identity``.
+
+    Returns notes on generators that could not be reseeded. Raises OSError, CheckpointError.
+    """
+    notes: list[str] = []
+    for name, origin in sidecar_files.copied.items():
+        copy_file(source.root / origin, root / name)
+    for name, (origin, rank) in sidecar_files.derived.items():
+        left = _derive(source.root / origin, root / name, rank, identity, single=name == "rng_state.pth")
+        if left:
+            notes.append(f"{name}: {', '.join(left)} is rank 0's, because its kind of generator is not known")
+    return tuple(notes)
+
+
+def _derive(origin: FilePath, path: Path, rank: int, identity: str, *, single: bool) -> list[str]:
+    root, known, left = read_graph(origin), dict[Storage, bytes](), list[str]()
+    if rank >= 0:
+        made = reseed(root, derived_seed(identity, rank))
+        root, known, left = made.root, made.known, made.left
+    if isinstance(root, dict):
+        for device, state in list(root.items()):
+            if device in ("python", "numpy", "cpu"):
+                continue
+            if single and isinstance(state, list) and state:
+                root = {**root, device: state[0]}
+            elif not single and path.name.startswith("rng_state") and not isinstance(state, (list, type(None))):
+                root = {**root, device: [state]}
+    archive = Archive(path, root)
+    checksums: dict[Storage, int] = {}
+    with open(path, "r+b", buffering=0) as file:
+        for storage, offset in archive.offsets.items():
+            data = known.get(storage)
+            if data is None:
+                extent = storage.extent
+                assert extent is not None
+                data = read_range(extent.path, extent.offset, extent.nbytes)
+                if len(data) != storage.nbytes:
+                    raise CheckpointError(f"{origin}: ends inside its payload. The file is truncated.")
+            os.pwrite(file.fileno(), data, offset)
+            checksums[storage] = zlib.crc32(data)
+    archive.finish(checksums, sync=True)
+    return left
+
+
+def copy_file(origin: FilePath, path: Path) -> None:
+    """Copy a file, local or remote, in pieces. Raises OSError, CheckpointError."""
+    size = file_size(origin)
+    if size is None:
+        raise MissingFileError(f"{origin}: is no longer there.")
+    with open(path, "wb") as file:
+        for offset in range(0, size, _COPY_BYTES):
+            data = read_range(origin, offset, min(_COPY_BYTES, size - offset))
+            if len(data) != min(_COPY_BYTES, size - offset):
+                raise CheckpointError(f"{origin}: became shorter while it was read.")
+            file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"

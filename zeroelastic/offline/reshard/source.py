@@ -1,0 +1,209 @@
+"""What the files of new ranks are made from: a saved checkpoint's tensors, and the graphs of its files for the rest.
+
+Checkpoints of all ZeRO stages are taken. Everything that is not partitioned is taken unchanged from the saved files,
+including objects of unknown classes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from zeroelastic.checkpoint.commit_record import CommitRecord
+from zeroelastic.checkpoint.optimizer_file import Shard, configured_batch, configured_sub_group_size
+from zeroelastic.checkpoint.saved_state import SavedPart, SavedState
+from zeroelastic.core.layout import Param, pack_sub_groups
+from zeroelastic.errors import CheckpointError, UnsupportedError
+from zeroelastic.io.paths import FilePath
+from zeroelastic.torch_file.graph_reader import read_graph
+from zeroelastic.torch_file.pickle_graph import entry, pairs_of
+
+_STATE_KEYS = frozenset(
+    {
+        "zero_stage",
+        "loss_scaler",
+        "dynamic_loss_scale",
+        "overflow",
+        "partition_count",
+        "ds_zero_partition_groups",
+        "optimizer_state_dict",
+        "fp32_flat_groups",
+        "base_optimizer_state",
+        "zeroelastic",
+    }
+)
+"""What stage 3 keeps in a file's optimizer_state_dict, and what the elastic format adds."""
+
+_GROUP_STATE_KEYS = frozenset(
+    {
+        "zero_stage",
+        "loss_scaler",
+        "dynamic_loss_scale",
+        "overflow",
+        "clip_grad",
+        "ds_version",
+        "partition_count",
+        "base_optimizer_state",
+        "single_partition_of_fp32_groups",
+        "group_paddings",
+        "param_alignment_paddings",
+        "param_slice_mappings",
+    }
+)
+"""What stages 1 and 2 keep there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """One optimizer group: its hyper-parameters as the files have them, its parameters, and how often each is listed.
+
+    ``repeats`` is 1 but for optimizers such as DeepSpeed's Adagrad, whose groups list every flat buffer twice.
+    """
+
+    options: Mapping[object, object]
+    params: tuple[str, ...]
+    repeats: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReshardSource:
+    """What the files of the new ranks are made from: the saved tensors, and the graphs of saved files for the rest.
+
+    ``parts`` are as of ``SavedState``. ``optim_root`` is an optimizer file's graph; ``model_root(rank)`` the module
+    states that target rank ``rank`` takes over; ``whole_model``: they have the whole weights (stages 1 and 2).
+    """
+
+    parts: tuple[SavedPart, ...]
+    groups: tuple[Group, ...]
+    optim_root: Mapping[object, object]
+    model_root: Callable[[int], Mapping[object, object]]
+    sub_group_size: int
+    train_batch_size: int | None
+    bf16_names: bool
+    whole_model: bool = False
+
+    @property
+    def trained(self) -> SavedPart:
+        """The trained parameters."""
+        return self.parts[0]
+
+    @property
+    def frozen(self) -> SavedPart | None:
+        """The frozen parameters, where they were saved."""
+        return self.parts[1] if len(self.parts) > 1 else None
+
+
+def reshard_source(state: SavedState, *, sub_group_size: int | None = None) -> ReshardSource:
+    """The tensors and graphs of a saved checkpoint. ``sub_group_size`` overrides the saved configuration's.
+
+    Raises UnsupportedError when the saved sub-groups are not what the configuration implies, or when an optimizer file
+    holds something that is not known to be the same at every world size.
+    """
+    root = pairs_of(read_graph(state.head.path))
+    inner = pairs_of(root.get("optimizer_state_dict"))
+    known = _STATE_KEYS if state.head.stage == 3 else _GROUP_STATE_KEYS
+    unknown = sorted(str(key) for key in inner if key not in known)
+    if unknown:
+        raise UnsupportedError(
+            f"{state.head.path}: optimizer_state_dict holds {', '.join(unknown)}, which is not known to be the same at "
+            "another world size. Load it with zeroelastic in the training job, which restores what it knows."
+        )
+    groups = _groups(state, inner)
+    if sub_group_size is None and state.head.stage != 3:
+        sub_group_size = configured_sub_group_size(state.head.ds_config)
+    elif sub_group_size is None:
+        head = state.head.layout
+        saved = [
+            [head.params[p] for p in np.flatnonzero(head.sub_group == i).tolist()] for i in range(head.num_sub_groups)
+        ]
+        sub_group_size = checked_sub_group_size(
+            state.head.ds_config, groups, saved, world_size=head.world_size, path=state.head.path
+        )
+    return ReshardSource(
+        parts=state.parts,
+        groups=groups,
+        optim_root=root,
+        model_root=model_roots(state.checkpoint.model_files),
+        sub_group_size=sub_group_size,
+        train_batch_size=train_batch_size(state.checkpoint.record, state.head, state.checkpoint.world_size),
+        bf16_names=state.head.path.name.startswith("bf16_"),
+        whole_model=state.checkpoint.whole_model,
+    )
+
+
+def train_batch_size(record: CommitRecord | None, head: Shard, world_size: int) -> int | None:
+    """The global batch of a save by ``world_size`` ranks, from its record, files or configuration; else None."""
+    if record is not None:
+        return record.train_batch_size
+    if head.train_batch_size is not None:
+        return head.train_batch_size
+    return configured_batch(head.ds_config, world_size)
+
+
+def model_roots(files: Sequence[FilePath]) -> Callable[[int], Mapping[object, object]]:
+    """The module states of each target rank: those of the same saved rank, or of rank 0 for a new rank.
+
+    Each file is read once; rank 0's stays in memory for the new ranks.
+    """
+    read_first = functools.cache(lambda: pairs_of(read_graph(files[0])))
+    return lambda rank: pairs_of(read_graph(files[rank])) if 0 < rank < len(files) else read_first()
+
+
+def checked_sub_group_size(
+    config: Mapping[str, object],
+    groups: Sequence[Group],
+    saved: Sequence[Sequence[Param]],
+    *,
+    world_size: int,
+    path: FilePath,
+) -> int:
+    """``sub_group_size`` of the saved configuration. Raises UnsupportedError when the sub-groups contradict it."""
+    sub_group_size = configured_sub_group_size(config)
+    table = {param.name: param for members in saved for param in members}
+    implied = pack_sub_groups(
+        [[table[name] for name in group.params if name in table] for group in groups],
+        world_size=world_size,
+        sub_group_size=sub_group_size,
+    )
+    if [list(members) for members in implied] != [list(members) for members in saved]:
+        raise UnsupportedError(
+            f"{path}: has {len(saved)} sub-groups; a sub_group_size of {sub_group_size}, as in its "
+            f"configuration, gives {len(implied)} others. Give the one of the run that will load the result, with "
+            "--sub-group-size."
+        )
+    return sub_group_size
+
+
+def _groups(state: SavedState, inner: Mapping[object, object]) -> tuple[Group, ...]:
+    """The optimizer groups, with hyper-parameters as the file's own objects, so that they are written unchanged."""
+    own_state = "optimizer_state_dict" if state.head.stage == 3 else "base_optimizer_state"
+    nested = entry(inner, own_state, "param_groups")
+    if state.head.stage != 3 and nested is None:
+        raise UnsupportedError(
+            f"{state.head.path}: holds no hyper-parameters: DeepSpeed saves none at stages 1 and 2 with "
+            "elastic_checkpoint. Load it in the training job, which has its own."
+        )
+    ours = entry(inner, "zeroelastic", "param_groups")
+    raw = nested if state.head.format == "rigid" else ours
+    listed = nested if isinstance(nested, list) else []
+    if not isinstance(raw, list) or len(raw) != len(state.head.groups) or len(listed) not in (0, len(raw)):
+        raise CheckpointError(f"{state.head.path}: its optimizer groups contradict each other. The file is damaged.")
+    repeats = [_repeats(entry(group, "params")) for group in listed] or [1] * len(raw)
+    return tuple(
+        make_group(pairs_of(options), group.params, repeats=times)
+        for options, group, times in zip(raw, state.head.groups, repeats, strict=True)
+    )
+
+
+def make_group(options: Mapping[object, object], params: tuple[str, ...], *, repeats: int | None = None) -> Group:
+    """A group from its entry in a file; by default ``repeats`` is counted in its list of flat buffers."""
+    kept = {key: value for key, value in options.items() if key != "params"}
+    return Group(kept, params, _repeats(options.get("params")) if repeats is None else repeats)
+
+
+def _repeats(listed: object) -> int:
+    """How often each flat buffer is listed."""
+    return max(1, len(listed) // len(set(map(str, listed)))) if isinstance(listed, list) and listed else 1

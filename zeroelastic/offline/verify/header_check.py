@@ -1,0 +1,396 @@
+"""The headers of all files of a tag, checked file by file: a problem in one file hides no problem in another.
+
+``open_checkpoint`` and ``open_state`` stop at the first contradiction, because nothing is loaded then. Here every
+contradiction becomes a ``Problem``, and the files that agree with each other can still be read.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
+
+from zeroelastic.checkpoint.commit_record import RECORD_NAME, CheckpointFormat, CommitRecord, read_record
+from zeroelastic.checkpoint.extents import stream_seeds
+from zeroelastic.checkpoint.listing import list_tag
+from zeroelastic.checkpoint.model_states import ModelStates, open_model_states, other_step
+from zeroelastic.checkpoint.open import rank_files
+from zeroelastic.checkpoint.optimizer_file import Shard
+from zeroelastic.checkpoint.optimizer_reader import open_shard
+from zeroelastic.checkpoint.saved_state import SavedPart, SavedTensor, frozen_part, shard_facts, trained_part
+from zeroelastic.core.digest import ParamContent, UInt64Array
+from zeroelastic.errors import CheckpointError, UnsupportedError, some
+from zeroelastic.io.paths import FilePath
+
+T = TypeVar("T", ModelStates, Shard)
+
+_NAMED = 100
+_MIXED = "Files of two saves are mixed in this directory."
+
+
+class Problem(NamedTuple):
+    """One problem: a sentence, the name of the file, and where known the parameter, the state key and the byte range.
+
+    ``file`` is empty where no single file is to blame. ``offset`` and ``nbytes`` are bytes of the file.
+    """
+
+    file: str
+    sentence: str
+    param: str | None = None
+    key: str | None = None
+    offset: int | None = None
+    nbytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TagHeaders:
+    """The files of a tag and what their headers say.
+
+    ``sizes`` are those of all files in the directory. ``optim_files`` and ``model_files`` are, by rank, the files that
+    are there and have the size that the commit record states. ``shards`` and ``models`` are the headers that agree with
+    each other and with the record; ``parts`` the parameters in them, and ``tensors`` the tensors of all parts, whose
+    digests have the seeds ``seeds``. ``notes`` are observations that are not problems. With ``quick`` no header is
+    opened, except one model states file where there is no commit record to give the world size.
+    """
+
+    tag_dir: FilePath
+    sizes: Mapping[str, int]
+    record: CommitRecord | None
+    world_size: int
+    optim_files: Mapping[int, FilePath]
+    model_files: Mapping[int, FilePath]
+    shards: Mapping[int, Shard]
+    models: Mapping[int, ModelStates]
+    parts: tuple[SavedPart, ...]
+    tensors: tuple[SavedTensor, ...]
+    seeds: UInt64Array
+    problems: tuple[Problem, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def format(self) -> CheckpointFormat | None:
+        """The format of the save; None where no file could be read that states it."""
+        if self.record is not None:
+            return self.record.checkpoint_format
+        return next((shard.format for shard in self.shards.values()), None)
+
+    @property
+    def num_trained(self) -> int:
+        """How many of ``tensors`` belong to trained parameters; they come first."""
+        return sum(len(dtypes) for dtypes in self.parts[0].dtypes) if self.shards else 0
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks of which at least one file can be read."""
+        return tuple(sorted({*self.optim_files, *self.model_files}))
+
+    def files(self, rank: int) -> tuple[FilePath, ...]:
+        """The files of one rank that can be read."""
+        return tuple(files[rank] for files in (self.optim_files, self.model_files) if rank in files)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files that can be read."""
+        return sum(self.sizes[path.name] for rank in self.ranks for path in self.files(rank))
+
+    def contents(self, digests: UInt64Array) -> list[ParamContent]:
+        """What was saved of each parameter, given the digest of each of ``tensors``."""
+        found = iter(digests.tolist())
+        return [
+            ParamContent(param, {key: (dtype, next(found)) for key, dtype in part.dtypes[p].items()}, part.scalars[p])
+            for part in self.parts
+            for p, param in enumerate(part.layout.params)
+        ]
+
+
+def check_headers(tag_dir: FilePath, *, quick: bool = False) -> TagHeaders:
+    """Check the headers of every file of a tag, and keep the files that agree.
+
+    Raises MissingFileError where there is no directory or no ZeRO-3 checkpoint in it, UnsupportedError for another
+    ZeRO stage or several tensor parallel ranks. Everything else is returned in ``problems``.
+    """
+    return _HeaderCheck(tag_dir, quick).take()
+
+
+class _HeaderCheck:
+    def __init__(self, tag_dir: FilePath, quick: bool) -> None:
+        self.tag_dir, self.quick = tag_dir, quick
+        self.listing = list_tag(tag_dir)
+        self.sizes = self.listing.sizes
+        self.problems: list[Problem] = []
+        self.notes: list[str] = []
+        self.models: dict[int, ModelStates] = {}
+        self.shards: dict[int, Shard] = {}
+        self.parts: tuple[SavedPart, ...] = ()
+        self.optim_paths: dict[int, FilePath] = {}
+        self.model_paths: dict[int, FilePath] = {}
+
+    def take(self) -> TagHeaders:
+        self.record = self._record()
+        try:
+            self.files = rank_files(self.tag_dir, self.sizes)
+            self.optim, self.model = self.files.optim, self.files.models
+        except UnsupportedError:
+            raise
+        except CheckpointError as error:
+            if not any(name.endswith("_states.pt") for name in self.sizes):
+                raise
+            self._add("", error)
+            self.world_size = 0
+            return self._result()
+        self.optim_paths, self.model_paths = self._paths(self.optim), self._paths(self.model)
+        if self.record is not None:
+            self.world_size = self.record.world_size
+        else:
+            self._open_models(None)
+            self.world_size = self._likely_world_size()
+        self._find_missing()
+        if not self.quick:
+            if self.record is not None:
+                self._open_models(self.record.world_size)
+            self._choose_models()
+            self._open_shards()
+            self._choose_shards()
+            self._put_together()
+            if self.record is not None and self.parts:
+                self._compare_with_record(self.record)
+        return self._result()
+
+    def _result(self) -> TagHeaders:
+        tensors = tuple(tensor for part in self.parts for tensor in part.tensors())
+        here = range(self.world_size)
+        return TagHeaders(
+            tag_dir=self.tag_dir,
+            sizes=self.sizes,
+            record=self.record,
+            world_size=self.world_size,
+            optim_files={rank: path for rank, path in self.optim_paths.items() if rank in here},
+            model_files={rank: path for rank, path in self.model_paths.items() if rank in here},
+            shards=self.shards,
+            models=self.models,
+            parts=self.parts,
+            tensors=tensors,
+            seeds=stream_seeds([(tensor.param.name, tensor.key) for tensor in tensors]),
+            problems=tuple(self.problems),
+            notes=tuple(self.notes),
+        )
+
+    def _add(self, file: str, what: object) -> None:
+        """Add a problem; the path of the directory is removed from its sentence."""
+        self.problems.append(Problem(file, str(what).replace(f"{self.tag_dir}/", "")))
+
+    def _record(self) -> CommitRecord | None:
+        try:
+            return read_record(self.tag_dir)
+        except CheckpointError as error:
+            self._add(RECORD_NAME, error)
+            return None
+
+    def _paths(self, names: Mapping[int, str]) -> dict[int, FilePath]:
+        """The files that have the size that the commit record states, by rank."""
+        sizes = self.sizes if self.record is None else {**self.sizes, **self.record.files}
+        return {rank: self.tag_dir / name for rank, name in sorted(names.items()) if self.sizes[name] == sizes[name]}
+
+    def _open_models(self, world_size: int | None) -> None:
+        """Open the headers of the model states files; with ``quick`` only the first one that can be opened."""
+        for rank, path in self.model_paths.items():
+            if world_size is not None and rank >= world_size:
+                continue
+            try:
+                self.models[rank] = open_model_states(path, rank, world_size=world_size)
+            except CheckpointError as error:
+                self._add(path.name, error)
+            if self.quick and self.models:
+                return
+
+    def _likely_world_size(self) -> int:
+        """The world size, without a record: what all or most model states files state, or else by names."""
+        counts = Counter(model.world_size for model in self.models.values())
+        if not counts:
+            return max({*self.optim, *self.model}) + 1
+        said = {rank: model.world_size for rank, model in self.models.items()}
+        whole = [size for size in counts if all(said.get(rank) == size for rank in range(self.files.num_models(size)))]
+        world_size = whole[0] if whole else counts.most_common(1)[0][0]
+        for rank, model in list(self.models.items()):
+            if whole and rank >= world_size:  # of an earlier save
+                del self.models[rank]
+            elif model.world_size != world_size:
+                self._add(
+                    model.path.name,
+                    f"{model.path}: was saved by {model.world_size} ranks, most others by {world_size}. {_MIXED}",
+                )
+                del self.models[rank]
+        return world_size
+
+    def _find_missing(self) -> None:
+        recorded = self.record.files if self.record is not None else {}
+        for name, want in sorted(recorded.items()):
+            if (have := self.sizes.get(name)) is None:
+                self._add(name, f"{name}: is missing. The checkpoint is incomplete.")
+            elif have != want:
+                self._add(
+                    name,
+                    f"{name}: has {have} bytes; the commit record says {want}. The file is truncated, damaged or from "
+                    "another save.",
+                )
+        if self.record is not None:
+            for files in (self.optim, self.model):
+                for rank, name in sorted(files.items()):
+                    if rank < self.world_size and name not in recorded:
+                        self._add(name, f"{name}: is not in the commit record, which lists all files.")
+        count, missing = self.listing.missing(self.world_size)
+        for name in missing[: max(0, _NAMED - len(self.problems))]:
+            if name not in recorded:
+                self._add(
+                    name,
+                    f"{name}: is missing. The checkpoint is incomplete, or its files are on other nodes "
+                    "(use_node_local_storage).",
+                )
+        if count > _NAMED:
+            self._add("", f"{count} files of {self.world_size} ranks are missing.")
+        if stale := self.listing.stale(self.world_size):
+            self.notes.append(f"{some(stale)}: left by an earlier save with more ranks, not part of this checkpoint")
+
+    def _choose_models(self) -> None:
+        """Keep the model states files that agree with the record, or without a record with the majority."""
+        facts = {rank: _model_facts(model) for rank, model in self.models.items()}
+        record = self.record
+        if record is not None:
+            for rank, model in list(self.models.items()):
+                if (mixed := other_step(model, record)) is not None:
+                    self._add(model.path.name, mixed)
+                    del self.models[rank], facts[rank]
+        self._keep_most_common(self.models, facts, facts)
+
+    def _open_shards(self) -> None:
+        params = next((model.sub_groups for model in self.models.values()), None)
+        for rank, path in self.optim_paths.items():
+            if rank >= self.world_size:
+                continue
+            try:
+                shard = open_shard(path, rank, world_size=self.world_size, rigid_params=params)
+            except (CheckpointError, UnsupportedError) as error:
+                self._add(path.name, error)
+                continue
+            if self.record is not None and shard.save_id not in (None, self.record.save_id):
+                self._add(
+                    path.name,
+                    f"{path}: belongs to save {str(shard.save_id)[:8]}, the commit record to "
+                    f"{self.record.save_id[:8]}. {_MIXED}",
+                )
+                continue
+            self.shards[rank] = shard
+
+    def _choose_shards(self) -> None:
+        """Keep the optimizer files that agree with the record, or without a record with the majority."""
+        facts = {rank: shard_facts(shard) for rank, shard in self.shards.items()}
+        fitting = facts
+        if self.record is not None:
+            want = {param.name: param.content() for param in self.record.params if param.trainable}
+            fits: dict[tuple[str, ...], bool] = {}
+            for rank, shard in self.shards.items():
+                said = tuple(facts[rank].values())
+                if said not in fits:
+                    fits[said] = not _differences(want, _contents((trained_part({}, shard),)))
+            fitting = {rank: fact for rank, fact in facts.items() if fits[tuple(fact.values())]} or facts
+        self._keep_most_common(self.shards, facts, fitting)
+
+    def _keep_most_common(
+        self, headers: dict[int, T], facts: Mapping[int, Mapping[str, str]], fitting: Mapping[int, Mapping[str, str]]
+    ) -> None:
+        """Drop the headers whose facts are not those of the largest group among ``fitting``, each with a problem."""
+        counts = Counter(tuple(fact.values()) for fact in fitting.values())
+        keep = max(fitting, key=lambda rank: counts[tuple(fitting[rank].values())], default=None)
+        for rank, fact in facts.items():
+            if keep is not None and fact != facts[keep]:
+                what = ", ".join(name for name, value in fact.items() if value != facts[keep][name])
+                path, other = headers[rank].path, headers[keep].path
+                self._add(path.name, f"{path}: differs from {other.name} in {what}. {_MIXED}")
+                del headers[rank]
+
+    def _put_together(self) -> None:
+        head = next(iter(self.shards.values()), None)
+        parts = [] if head is None else [trained_part(self.shards, head)]
+        first = next(iter(self.models.values()), None)
+        if first is not None:
+            trained = {param for sub_group in first.sub_groups for param in sub_group if param.numel > 0}
+            if head is not None and trained != {param for param in head.layout.params if param.numel > 0}:
+                self._add(first.path.name, f"{first.path} and {head.path} differ in the trained parameters. {_MIXED}")
+            frozen = frozen_part(self.models)
+            parts += [] if frozen is None else [frozen]
+        self.parts = tuple(parts)
+
+    def _compare_with_record(self, record: CommitRecord) -> None:
+        """Compare the headers with everything in the record except digests."""
+        have = _contents(self.parts)
+        want = {param.name: param.content() for param in record.params}
+        if not self.shards or not self.models:  # compare only what could be read
+            want = {name: content for name, content in want.items() if name in have}
+        head = next(iter(self.shards.values()), None)
+        paths = [shard.path for shard in self.shards.values()] + [model.path for model in self.models.values()]
+        where = paths[0].name
+        for name, what in _differences(want, have):
+            self.problems.append(
+                Problem(where, f"{where} and the other ranks' files contradict the commit record: {what}.", name)
+            )
+        trained = {param.name for param in head.layout.params} if head is not None else set()
+        for param in record.params:
+            if head is not None and param.name in have and param.trainable != (param.name in trained):
+                said = "trained" if param.trainable else "frozen"
+                self.problems.append(
+                    Problem(where, f"{param.name} is {said} by the commit record and not by the files.", param.name)
+                )
+        if head is not None:
+            for what, ours, theirs in (
+                ("format", head.format, record.checkpoint_format),
+                ("global batch", head.train_batch_size or record.train_batch_size, record.train_batch_size),
+            ):
+                if ours != theirs:
+                    self._add(where, f"{where}: the {what} is {ours}; the commit record says {theirs}. {_MIXED}")
+
+
+def _contents(parts: Iterable[SavedPart]) -> dict[str, ParamContent]:
+    """Each parameter as the headers describe it, with 0 for every digest."""
+    return {
+        param.name: ParamContent(param, {key: (dtype, 0) for key, dtype in part.dtypes[p].items()}, part.scalars[p])
+        for part in parts
+        for p, param in enumerate(part.layout.params)
+    }
+
+
+def _differences(want: Mapping[str, ParamContent], have: Mapping[str, ParamContent]) -> list[tuple[str, str]]:
+    """(parameter, clause) for every way in which two parameter tables disagree, digests aside."""
+    found = [(name, f"they do not hold {name}") for name in want if name not in have]
+    found += [(name, f"it does not have {name}") for name in have if name not in want]
+    for name, content in want.items():
+        other = have.get(name)
+        if other is None:
+            continue
+        for what, ours, theirs in (
+            ("shape", list(content.param.shape), list(other.param.shape)),
+            ("state keys and dtypes", _dtypes(content), _dtypes(other)),
+            ("scalars", _scalars(content), _scalars(other)),
+        ):
+            if ours != theirs:
+                found.append((name, f"the {what} of {name} are {theirs} there and {ours} in the record"))
+    return found
+
+
+def _dtypes(content: ParamContent) -> dict[str, str]:
+    return {key: dtype for key, (dtype, _) in sorted(content.tensors.items())}
+
+
+def _scalars(content: ParamContent) -> dict[str, str]:
+    return {key: value.canonical() for key, value in sorted(content.scalars.items())}
+
+
+def _model_facts(model: ModelStates) -> dict[str, str]:
+    frozen = None if model.frozen is None else model.frozen.params
+    dtypes = None if model.frozen_extents is None else sorted(model.frozen_extents.dtype.items())
+    return {
+        "the step": str(model.global_steps),
+        "parameters": repr(model.sub_groups),
+        "frozen parameters": repr(frozen),
+        "the dtypes of frozen parameters": repr(dtypes),
+    }

@@ -1,0 +1,147 @@
+"""The tag that a run continues from, and the file ``latest``: found, repaired, and set back to an older tag.
+
+A job on another host may save at the same time, so the directory is listed again before and after the file is written.
+A repaired ``latest`` gets the time of the commit that it names, so that it does not look like one that was set back to
+an older tag (``commit_order.pointed_at``).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from zeroelastic.errors import CheckpointError, UnreadableError, UsageError
+from zeroelastic.io.atomic import write_atomically
+from zeroelastic.io.paths import FilePath
+from zeroelastic.tags.candidates import (
+    Check,
+    PassedOver,
+    Run,
+    check_quickly,
+    check_tag,
+    find_newest,
+    going_on_from,
+    list_run,
+    named_latest,
+)
+from zeroelastic.tags.commit_order import Tag, left_behind
+from zeroelastic.tags.names import LATEST
+
+
+@dataclass(frozen=True, slots=True)
+class Latest:
+    """``tag`` is the newest that verifies among ``run.tags`` from ``at`` on, from which the run continues.
+
+    ``at`` is more than 0 where ``latest`` was set back to an older tag. ``named`` is the tag that the file names,
+    ``problem`` the problem with the file; ``written``: it was, or would be, changed to name ``tag``.
+    """
+
+    run: Run
+    at: int
+    tag: Tag | None
+    passed: tuple[PassedOver, ...]
+    named: str | None
+    problem: str | None
+    written: bool = False
+
+    @property
+    def newer(self) -> tuple[Tag, ...]:
+        """Tags that were committed later than the one ``latest`` was set back to."""
+        return self.run.tags[: self.at]
+
+    @property
+    def left(self) -> tuple[Tag, ...]:
+        """Tags of branches that the run has left."""
+        return () if self.tag is None else left_behind(self.run.tags, self.tag)
+
+
+def find_latest(root: FilePath, check: Check, verdicts: dict[Tag, PassedOver | None] | None = None) -> Latest:
+    """The checkpoint that ``resume`` would load. Raises UsageError where there are none.
+
+    ``verdicts`` as in ``find_newest``. Example::
+
+        find_latest(Path("ckpt"), check_quickly).tag
+    """
+    named, problem = named_latest(root)
+    run = list_run(root)
+    at = 0 if run.in_folders else going_on_from(root, run.tags)
+    return Latest(run, at, *find_newest(run.tags[at:], check, verdicts), named, problem)
+
+
+def fix_latest(root: Path, check: Check, *, dry_run: bool = False) -> Latest:
+    """Make ``latest`` name the checkpoint that ``find_latest`` finds. Raises UsageError, OSError.
+
+    Raises UnreadableError where a newer tag may be whole and cannot be read now. A ``latest`` that was set back to an
+    older tag is kept, and so is one that names a commit made meanwhile.
+    """
+    verdicts: dict[Tag, PassedOver | None] = {}
+    written = False
+    while True:
+        modified = _modified_ns(root)
+        found = find_latest(root, check, verdicts)
+        _refuse_folders(found.run, "--fix")
+        if found.tag is not None and found.tag.name != found.named:
+            _refuse_unreadable(found.passed)
+        if found.tag is None or found.tag.name == found.named or dry_run:
+            wrong = found.tag is not None and found.tag.name != found.named
+            return replace(found, written=written or wrong)
+        if _modified_ns(root) != modified or _commits(list_run(root)) != _commits(found.run):
+            continue
+        time_of_it = modified / 1e9 if found.at else found.tag.modified_at
+        write_atomically(root / LATEST, found.tag.name.encode(), modified_at=time_of_it)
+        written = True
+        if _commits(list_run(root)) == _commits(found.run):
+            return replace(found, written=True)
+
+
+def set_latest(root: Path, name: str, *, dry_run: bool = False) -> Latest:
+    """Roll back: make ``latest`` name this tag, so that the next start of the job continues from it.
+
+    Raises UsageError where there is no such tag, CheckpointError where it is damaged, UnreadableError, OSError::
+
+        set_latest(Path("ckpt"), "global_step100")
+    """
+    run = list_run(root)
+    _refuse_folders(run, "--set")
+    at = next((i for i, tag in enumerate(run.tags) if tag.name == name), None)
+    if at is None:
+        there = ", ".join(tag.name for tag in run.tags[:8])
+        raise UsageError(f"{root}: has no tag {name}. There are, newest first: {there}.")
+    verdict = check_tag(run.tags[at], check_quickly)
+    if verdict is not None:
+        kind = UnreadableError if verdict.undecided else CheckpointError
+        raise kind(f"{run.tags[at].tag_dir}: {verdict.problems[0]} {LATEST} was not changed.")
+    named, problem = named_latest(root)
+    if not dry_run:
+        last, now = max(tag.modified_at for tag in run.tags), time.time()
+        write_atomically(root / LATEST, name.encode(), modified_at=now if now > last else last + 1)
+    return Latest(run, at, run.tags[at], (), named, problem, True)
+
+
+def _refuse_unreadable(passed: Iterable[PassedOver]) -> None:
+    for verdict in passed:
+        if verdict.may_be_newest:
+            raise UnreadableError(
+                f"{verdict.tag.tag_dir}: {verdict.problems[0].rstrip('.')}. It may be whole, and is newer than every "
+                f"tag that verifies: {LATEST} was not changed. Run it again where this tag can be read, or name a "
+                "tag with --set."
+            )
+
+
+def _commits(run: Run) -> frozenset[tuple[str, str | None, float]]:
+    return frozenset((tag.name, tag.save_id, tag.modified_at) for tag in run.tags)
+
+
+def _refuse_folders(run: Run, option: str) -> None:
+    if run.in_folders:
+        raise UsageError(f"{run.root}: its checkpoints are in folders, which have a latest each; {option} is for tags.")
+
+
+def _modified_ns(root: Path) -> int:
+    try:
+        return os.stat(root / LATEST).st_mtime_ns
+    except FileNotFoundError:
+        return 0

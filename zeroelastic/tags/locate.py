@@ -1,0 +1,132 @@
+"""Find the checkpoint that a user means: its tag directory, the directory above it, and the framework that wrote it.
+
+A checkpoint may be named by its tag directory, or by the directory whose ``latest`` names the tag: DeepSpeed's save
+directory, a ``checkpoint-N`` of the Hugging Face Trainer, a directory of accelerate's ``save_state`` or of Lightning.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from zeroelastic.checkpoint.file_names import is_rank_file
+from zeroelastic.errors import CheckpointError, MissingFileError, UnreadableError, UsageError, printable, some
+from zeroelastic.io.paths import FilePath, RemotePath, as_path
+from zeroelastic.io.pinned_directory import PinnedPath
+from zeroelastic.io.storage import file_size, file_sizes, list_directory
+from zeroelastic.tags.names import LATEST, directory_of, list_tags, normal, read_latest, why_no_tag
+from zeroelastic.tags.tag_directory import open_tag
+
+Framework = Literal["deepspeed", "hf-trainer", "accelerate", "lightning"]
+
+_MAX_LISTED = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A checkpoint: ``tag_dir`` is ``root / tag``; ``latest`` is the tag that the root's ``latest`` names, if any.
+
+    ``tag_dir`` is pinned (``one_save``): it still leads to the same directory after the tag is saved again.
+    """
+
+    root: FilePath
+    tag: str
+    tag_dir: FilePath
+    latest: str | None
+    framework: Framework
+
+
+def find_source(text: str | os.PathLike[str], *, tag: str | None = None) -> Source:
+    """The checkpoint at a path or URL; ``tag`` chooses one where the path is the directory above the tags.
+
+    Raises UsageError, with what was found there and what to give, and MissingFileError when ``latest`` names a tag that
+    does not exist. The contents of the tag are checked by ``open_checkpoint``.
+
+    Example::
+
+        find_source("runs/llama/checkpoint-500").tag_dir     # .../checkpoint-500/global_step500
+    """
+    path = as_path(text)
+    if isinstance(path, Path):
+        path = Path(os.path.abspath(path))
+    opened = open_tag(path)
+    try:
+        names, inside = list_directory(opened)
+    except MissingFileError:
+        what = "is a file, not a checkpoint directory" if file_size(path) is not None else "no such directory"
+        raise UsageError(f"{path}: {what}.") from None
+    if any(map(is_rank_file, names)):
+        if tag not in (None, path.name):
+            raise UsageError(f"{path}: is the tag {path.name} itself; to take {tag}, give the directory above.")
+        root = path.parent
+        try:
+            around = file_sizes(root)
+        except (CheckpointError, UnreadableError):  # only the tag may be listed
+            return Source(root, path.name, opened, _latest_if_any(root), "deepspeed")
+        latest = _latest_if_any(root) if LATEST in around else None
+        return Source(root, path.name, opened, latest, _framework(around, path.name))
+    latest = None
+    if LATEST in names:
+        latest = read_latest(path) if tag is None else _latest_if_any(path)
+    chosen = tag if tag is not None else latest
+    if chosen is None:
+        raise UsageError(f"{path}: {_what_is_there(path, inside)}")
+    problem = why_no_tag(chosen)
+    if problem is not None:
+        raise UsageError(f"{printable(chosen)} is not the name of a tag: {problem}.")
+    chosen = normal(chosen)
+    tag_dir = open_tag(directory_of(path, chosen))
+    if chosen not in inside and not isinstance(tag_dir, PinnedPath) and not _is_below(path, chosen):
+        tags = list_tags(path)
+        there = f"There are: {some(map(printable, tags), _MAX_LISTED)}." if tags else "There are no others."
+        if tag is not None:
+            raise UsageError(f"{path}: has no tag {printable(chosen)}. {there}")
+        raise MissingFileError(
+            f"{path}/{LATEST}: names {printable(chosen)}, which is not there. {there} Choose one with --tag."
+        )
+    return Source(path, chosen, tag_dir, latest, _framework(names, chosen))
+
+
+def _is_below(root: FilePath, tag: str) -> bool:
+    """Whether a tag of several parts exists."""
+    if "/" not in tag:
+        return False
+    try:
+        list_directory(root / tag)
+    except MissingFileError:
+        return False
+    return True
+
+
+def _latest_if_any(root: FilePath) -> str | None:
+    """The tag that ``latest`` names, for information only: None for a damaged file."""
+    try:
+        return read_latest(root)
+    except (CheckpointError, UnreadableError):
+        return None
+
+
+def _framework(names: Collection[str], tag: str) -> Framework:
+    """The framework that wrote a directory, by files that only this framework writes."""
+    if "trainer_state.json" in names:
+        return "hf-trainer"
+    if tag == "pytorch_model" or "random_states_0.pkl" in names:
+        return "accelerate"
+    return "lightning" if tag == "checkpoint" else "deepspeed"
+
+
+def _what_is_there(path: FilePath, inside: Iterable[str]) -> str:
+    tags = list_tags(path)
+    if tags:
+        return f"has no {LATEST} file. Choose a tag with --tag; there are: {some(map(printable, tags), _MAX_LISTED)}."
+    below = [name for name in inside if _holds_latest(path / name)]
+    if below:
+        return f"is not a checkpoint itself; there are: {some(map(printable, below), _MAX_LISTED)}."
+    return f"holds no ZeRO checkpoint: neither zero_pp_rank_*_optim_states.pt nor a file {LATEST}."
+
+
+def _holds_latest(path: FilePath) -> bool:
+    return not isinstance(path, RemotePath) and (path / LATEST).is_file()

@@ -1,0 +1,201 @@
+"""The names that a tag may have, and the search for the tags of a run: one rule for saves, loads and every verb.
+
+A tag is a path below the directory of its run, as in DeepSpeed: "global_step100", "epoch1/step5", "." for the directory
+itself. Any path that stays inside the directory is read; a save only takes names that every reader finds again.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+from zeroelastic.checkpoint.file_names import is_rank_file
+from zeroelastic.errors import CheckpointError, MissingFileError, UnreadableError
+from zeroelastic.io.paths import FilePath
+from zeroelastic.io.storage import file_sizes, list_directory, read_whole
+from zeroelastic.tags.tag_directory import is_unfinished, wait_for_replacements
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+LATEST = "latest"
+"""The file that names the tag to load."""
+
+LATEST_UNIVERSAL = "latest_universal"
+"""The same for Universal checkpoints."""
+
+TRASH = ".zeroelastic-pruned"
+"""The hidden folder that holds what ``prune`` is removing."""
+
+HERE = "."
+"""The tag of a checkpoint that lies in the directory itself; ``latest`` may be empty then."""
+
+CHECKPOINT_FOLDER = re.compile(r"checkpoint[-_]\d+|.+\.ckpt")
+"""A folder of a framework around one tag, which a ``latest`` of its own names when it is complete."""
+
+_MAX_LATEST_BYTES = 4096
+_MAX_NAME_BYTES = 255
+_MAX_PARTS = 4
+_MAX_FOLDERS = 1000
+_THREADS = 16
+
+
+def why_no_tag(name: str) -> str | None:
+    """The reason why a name cannot be that of a tag, or None."""
+    if name.startswith("/"):
+        return "it is absolute"
+    if ".." in name.split("/"):
+        return "it leads out of the directory"
+    return _why_no_path(name)
+
+
+def _why_no_path(name: str) -> str | None:
+    if "\0" in name:
+        return "it holds a zero byte"
+    try:
+        longest = max(len(part.encode()) for part in name.split("/"))
+    except UnicodeEncodeError:
+        return "it is not UTF-8"
+    return f"a part of it has more than {_MAX_NAME_BYTES} bytes" if longest > _MAX_NAME_BYTES else None
+
+
+def normal(tag: str) -> str:
+    """The tag without "." and empty parts; a name that no tag can have is returned unchanged."""
+    if why_no_tag(tag) is not None:
+        return tag
+    return "/".join(part for part in tag.split("/") if part not in ("", HERE)) or HERE
+
+
+def directory_of(root: FilePath, tag: str) -> FilePath:
+    """The directory of a tag."""
+    return root if tag == HERE else root / tag
+
+
+def is_ours(name: str) -> bool:
+    """Whether a folder's name is that of a hidden folder in which zeroelastic makes saves or removes checkpoints."""
+    return is_unfinished(name) or name == TRASH
+
+
+def why_not_saved(directory: Path, tag: str) -> str | None:
+    """Why a checkpoint saved under a tag would not be found again, or would be removed with another; else None."""
+    problem = why_no_tag(tag)
+    if problem is not None:
+        return problem
+    parts = normal(tag).split("/")
+    above = ["/".join(parts[:i]) for i in range(1, len(parts))]
+    if parts == [HERE]:
+        return f"it is the directory itself, which holds `{LATEST}` and the other tags"
+    if tag != tag.strip():
+        return f"it begins or ends with white space, which DeepSpeed leaves out when it reads `{LATEST}`"
+    if any(map(is_ours, parts)):
+        return "it has a name that zeroelastic gives to folders of its own"
+    if parts[0] == LATEST:
+        return f"`{LATEST}` is the file that names the tag"
+    if len(parts) > _MAX_PARTS:
+        return f"it has more than {_MAX_PARTS} parts, and tags are not looked for deeper"
+    for name in above:
+        if holds_checkpoint(directory / name):
+            return f"it lies in another tag, {directory / name}"
+        if os.path.isfile(directory / name / LATEST):
+            return f"it lies in the directory of another run: {directory / name / LATEST} exists"
+    place = directory / tag
+    inside = list_tags(place) if os.path.isdir(place) and not holds_checkpoint(place) else ()
+    return f"the tag {place / inside[0]} lies in it" if inside else None
+
+
+def stock_saves(tag: str) -> bool:
+    """Whether DeepSpeed can save under a tag that zeroelastic refuses, without using a name that zeroelastic uses."""
+    parts = tag.split("/")
+    return _why_no_path(tag) is None and parts[0] != LATEST and not any(map(is_ours, parts))
+
+
+def holds_checkpoint(directory: FilePath) -> bool:
+    """Whether a directory has files of ranks."""
+    try:
+        return any(map(is_rank_file, file_sizes(directory)))
+    except (CheckpointError, UnreadableError):
+        return False
+
+
+def list_tags(root: FilePath) -> tuple[str, ...]:
+    """The folders of a directory that have files of ranks, sorted by name. Raises MissingFileError."""
+    return tuple(sorted(look_for_tags(root, lambda name: name if holds_checkpoint(root / name) else None)))
+
+
+def look_for_tags(root: FilePath, look: Callable[[str], T | None]) -> list[T]:
+    """The results of ``look`` for the tags of a directory. A folder for which it returns None is searched too.
+
+    Not searched are our own hidden folders, folders in a tag, and those of another run, which have their own
+    ``latest``. Symbolic links are followed in ``root`` only. Raises MissingFileError.
+    """
+    files, inside = _list(root)
+    found: list[T] = []
+    names = [name for name in inside if _is_name(name)]
+    left = _MAX_FOLDERS
+    with ThreadPoolExecutor(_THREADS) as pool:  # for slow file systems
+        for part in range(_MAX_PARTS):
+            seen = list(pool.map(look, names))
+            found += [one for one in seen if one is not None]
+            bare = [name for name, one in zip(names, seen, strict=True) if one is None]
+            if LATEST not in files:  # an unfinished checkpoint of a framework is no tag of this directory
+                bare = [name for name in bare if not CHECKPOINT_FOLDER.fullmatch(name.rpartition("/")[2])]
+            if not bare or part == _MAX_PARTS - 1:
+                break
+            below = pool.map(lambda name: _folders_of_tags(root / name), bare)
+            names = [f"{name}/{inner}" for name, inners in zip(bare, below, strict=True) for inner in inners]
+            if len(names) > left:
+                logger.warning("%s: %d of its many folders are not searched for tags", root, len(names) - left)
+                names = names[:left]
+            left -= len(names)
+    return found
+
+
+def _list(folder: FilePath) -> tuple[Mapping[str, int], tuple[str, ...]]:
+    """``list_directory``, with the tags that were moved aside at that moment because they were saved again."""
+    files, inside = list_directory(folder)
+    if isinstance(folder, Path) and wait_for_replacements(folder, inside):
+        inside = tuple(sorted({*inside, *list_directory(folder)[1]}))
+    return files, inside
+
+
+def _is_name(name: str) -> bool:
+    return why_no_tag(name) is None and not is_ours(name)
+
+
+def _folders_of_tags(folder: FilePath) -> list[str]:
+    """The folders in a folder that may be tags of the directory above."""
+    try:
+        files, inside = _list(folder)
+    except (CheckpointError, UnreadableError):
+        return []
+    if LATEST in files:
+        return []
+    linked = isinstance(folder, Path)
+    return [name for name in inside if _is_name(name) and not (linked and os.path.islink(folder / name))]  # type: ignore[arg-type]
+
+
+def read_latest(root: FilePath, file: str = LATEST) -> str | None:
+    """The tag that ``latest`` names, or None without one. Raises CheckpointError for something that is not a name."""
+    path = root / file
+    try:
+        data = read_whole(path, limit=_MAX_LATEST_BYTES)
+    except MissingFileError:
+        return None
+    try:
+        tag = normal(data.decode().strip())
+        problem = why_no_tag(tag)
+    except UnicodeDecodeError:
+        tag, problem = "", "it is not UTF-8"
+    if problem is None and tag == HERE and not holds_checkpoint(root):
+        problem = "no files of ranks lie in this directory itself"
+    if problem is not None:
+        raise CheckpointError(
+            f"{path}: holds no name of a tag ({data[:80]!r}: {problem}). It is damaged; say which tag is meant."
+        )
+    return tag

@@ -1,0 +1,283 @@
+"""The hidden directory beside a tag in which a save is made, and the rename that publishes it as the tag.
+
+A tag therefore exists complete, with its commit record, or not at all; and when it is saved again, it is the complete
+old save until it is the complete new one. ``renameat2`` with RENAME_EXCHANGE (Linux 3.15: ext4, XFS, Btrfs, tmpfs,
+overlayfs) swaps the two directories. On a file system that cannot do this (NFS), the old directory is moved aside
+first. After a crash between these two renames, the next load or save of the tag finishes the work: see ``recover``.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import logging
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import TypeVar
+
+from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_record
+from zeroelastic.checkpoint.file_names import is_rank_file
+from zeroelastic.checkpoint.one_save import pin, was_saved_again
+from zeroelastic.checkpoint.quarantine import MARK_NAME
+from zeroelastic.errors import CheckpointError, UnreadableError, ZeroElasticError
+from zeroelastic.io.atomic import exchange, sync_directory
+from zeroelastic.io.paths import FilePath
+from zeroelastic.tags.directory_owner import OWNER_NAME, is_of_another, note_owner
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+MAX_LOOKS = 5
+"""How often a tag is read if each time it is saved again meanwhile."""
+
+_MADE, _ASIDE = "tmp", "old"
+_NAME = re.compile(r"\.(.+)\.([0-9a-f]{32})\.(tmp|old)", re.DOTALL)
+_LONGEST = 200  # of 255 bytes that a name may have
+_DIGITS = 16
+_BETWEEN_RENAMES_S = 0.5
+"""How long a running save keeps a tag moved aside; after that, the save has died."""
+
+
+def staging_dir_of(tag_dir: Path, save_id: str) -> Path:
+    """The hidden directory of one save of a tag."""
+    return _beside(tag_dir, save_id, _MADE)
+
+
+def _beside(tag_dir: Path, save_id: str, suffix: str) -> Path:
+    place = Path(os.path.realpath(tag_dir))
+    return place.parent / f".{_stem(place)}.{save_id}.{suffix}"
+
+
+def _stem(place: Path) -> str:
+    """The tag's name in the names of its hidden directories. A long name is cut and ends in a digest of the whole."""
+    name = os.fsencode(place.name)
+    if len(name) <= _LONGEST:
+        return place.name
+    head = name[: _LONGEST - _DIGITS].decode(errors="ignore").encode()
+    return head.ljust(_LONGEST - _DIGITS, b"~").decode() + hashlib.sha256(name).hexdigest()[:_DIGITS]
+
+
+def _belongs(hidden: Path, place: Path) -> bool:
+    """Whether a hidden directory is of a save of this tag. Older versions cut names without a digest."""
+    match = _NAME.fullmatch(hidden.name)
+    if match is None:
+        return False
+    name = os.fsencode(place.name)
+    cut = len(name) > _LONGEST and os.fsencode(match[1]) == name[:_LONGEST]
+    return match[1] == _stem(place) or (cut and _recorded_name(hidden) == place.name)
+
+
+def _recorded_name(hidden: Path) -> str | None:
+    """The name of the tag in the commit record of a complete save."""
+    try:
+        record = read_record(hidden)
+    except (CheckpointError, UnreadableError):
+        return None
+    return None if record is None else record.tag.rpartition("/")[2]
+
+
+def is_unfinished(name: str) -> bool:
+    """Whether a name is that of the hidden directory of a save, running or dead."""
+    return _NAME.fullmatch(name) is not None
+
+
+def replaces_nothing(left: Path) -> bool:
+    """Whether a hidden directory is all that exists of its tag, because a replacement was interrupted."""
+    match = _NAME.fullmatch(left.name)
+    if match is None or (match[3] != _ASIDE and not (left.with_suffix(f".{_ASIDE}")).exists()):
+        return False
+    place = _place_of(left)
+    return place is None or not os.path.lexists(place) or _is_empty(place)
+
+
+def _place_of(hidden: Path) -> Path | None:
+    """The tag of a hidden directory, whether it exists or not; None where the name is cut and no existing tag fits."""
+    match = _NAME.fullmatch(hidden.name)
+    assert match is not None
+    if len(os.fsencode(match[1])) < _LONGEST:
+        return hidden.parent / match[1]
+    recorded = _recorded_name(hidden)
+    names = (recorded,) if recorded is not None else os.listdir(hidden.parent)
+    return next((hidden.parent / name for name in names if _belongs(hidden, hidden.parent / name)), None)
+
+
+def unfinished(tag_dir: Path) -> tuple[Path, ...]:
+    """The hidden directories that saves of this tag have left beside it, or are using now."""
+    place = Path(os.path.realpath(tag_dir))
+    try:
+        names = sorted(os.listdir(place.parent))
+    except FileNotFoundError:
+        return ()
+    return tuple(place.parent / name for name in names if _belongs(place.parent / name, place))
+
+
+def make_staging_dir(tag_dir: Path, save_id: str) -> Path:
+    """Make an empty directory for a save of this tag; leftovers of its dead saves are removed. Raises OSError."""
+    if os.path.exists(tag_dir) and not os.path.isdir(tag_dir):
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), os.fspath(tag_dir))
+    recover(tag_dir)
+    for left in unfinished(tag_dir):
+        if is_of_another(left):
+            logger.warning("%s: another process is saving the same tag", left)
+        else:
+            logger.info("%s: removed, left by a save that did not finish", left)
+            shutil.rmtree(left)
+    staging_dir = staging_dir_of(tag_dir, save_id)
+    staging_dir.parent.mkdir(parents=True, exist_ok=True)
+    staging_dir.mkdir()
+    note_owner(staging_dir)
+    with suppress(FileNotFoundError):
+        shutil.copymode(tag_dir, staging_dir)
+    return staging_dir
+
+
+def carry_over(tag_dir: Path, staging_dir: Path) -> None:
+    """Link the files of the old directory that belong to no save into the new one. Raises OSError."""
+    try:
+        entries = list(os.scandir(tag_dir))
+    except FileNotFoundError:
+        return
+    for entry in entries:
+        target = staging_dir / entry.name
+        if (
+            is_rank_file(entry.name)
+            or entry.name in (RECORD_NAME, MARK_NAME, OWNER_NAME)
+            or _is_leftover(entry.name)
+            or os.path.lexists(target)
+        ):
+            continue
+        if entry.is_dir(follow_symlinks=False):
+            shutil.copytree(entry.path, target, symlinks=True, copy_function=_link)
+        else:
+            _link(entry.path, os.fspath(target))
+
+
+def _is_leftover(name: str) -> bool:
+    return name.startswith((f".{RECORD_NAME}.", f".{MARK_NAME}."))
+
+
+def _link(src: str, dst: str) -> None:
+    try:
+        os.link(src, dst, follow_symlinks=False)
+    except OSError:  # a file system without hard links
+        shutil.copy2(src, dst, follow_symlinks=False)
+
+
+def publish_tag(staging_dir: Path, tag_dir: Path) -> None:
+    """Make a complete directory the tag, and remove the directory that it replaces.
+
+    The contents must be durable; on return the tag is durable too. Raises OSError; then the tag is unchanged.
+    """
+    place = Path(os.path.realpath(tag_dir))
+    (staging_dir / OWNER_NAME).unlink(missing_ok=True)
+    try:
+        os.rename(staging_dir, place)  # nothing is there, or an empty directory
+        replaced = None
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        replaced = staging_dir if exchange(staging_dir, place) else _move_aside(staging_dir, place)
+    sync_directory(place.parent)
+    if replaced is not None:
+        shutil.rmtree(replaced, ignore_errors=True)
+
+
+def open_tag(tag_dir: FilePath) -> FilePath:
+    """A tag directory, pinned for a load, also while a save is replacing it by two renames.
+
+    The path is returned unchanged if there is no such directory.
+    """
+    if isinstance(tag_dir, Path):
+        _wait_between_renames(tag_dir)
+    return pin(tag_dir)
+
+
+def read_tag(tag_dir: FilePath, read: Callable[[FilePath], T]) -> T:
+    """The result of ``read`` for a pinned tag directory; repeated if it fails because the tag was saved again."""
+    for _ in range(MAX_LOOKS - 1):
+        opened = open_tag(tag_dir)
+        try:
+            return read(opened)
+        except ZeroElasticError:
+            if not was_saved_again(opened):
+                raise
+    return read(open_tag(tag_dir))
+
+
+def _wait_between_renames(tag_dir: Path) -> None:
+    """Return when the tag exists, or when no save is publishing it."""
+    end = time.monotonic() + _BETWEEN_RENAMES_S
+    with suppress(OSError):  # the error is raised again when the tag is read
+        while not os.path.lexists(tag_dir) and time.monotonic() < end:
+            if not any(left.suffix == f".{_ASIDE}" for left in unfinished(tag_dir)):
+                return
+            time.sleep(0.005)
+
+
+def wait_for_replacements(root: Path, names: Iterable[str]) -> bool:
+    """Whether tags were moved aside when a directory was listed, so that their names may be missing from the list.
+
+    On return these tags exist again, or their saves have died.
+    """
+    aside = [root / name for name in names if is_unfinished(name) and name.endswith(f".{_ASIDE}")]
+    end = time.monotonic() + _BETWEEN_RENAMES_S
+    while any(map(replaces_nothing, aside)) and time.monotonic() < end:
+        time.sleep(0.005)
+    return bool(aside)
+
+
+def _move_aside(staging_dir: Path, place: Path) -> Path:
+    """Replace a tag by two renames. Between them there is a complete hidden directory and no tag: see ``recover``."""
+    aside = staging_dir.with_suffix(f".{_ASIDE}")
+    os.rename(place, aside)
+    try:
+        os.rename(staging_dir, place)
+    except OSError as error:
+        if not (
+            isinstance(error, FileNotFoundError) and os.path.lexists(place)
+        ):  # else a load has done it: see recover
+            os.rename(aside, place)
+            raise
+    return aside
+
+
+def recover_all(directory: Path) -> None:
+    """``recover`` every tag of a directory. Raises OSError."""
+    for name in os.listdir(directory):
+        place = _place_of(directory / name) if name.endswith(f".{_ASIDE}") and is_unfinished(name) else None
+        if place is not None:
+            recover(place)
+
+
+def recover(tag_dir: Path) -> bool:
+    """Finish a replacement that was killed between its two renames; returns whether there was one. Raises OSError.
+
+    The new directory was complete and durable when the old one was moved aside, so the new one becomes the tag.
+    """
+    place = Path(os.path.realpath(tag_dir))
+    _wait_between_renames(place)
+    if os.path.lexists(place) and not _is_empty(place):
+        return False
+    left = unfinished(tag_dir)
+    for aside in left:
+        if aside.suffix == f".{_ASIDE}":
+            made = aside.with_suffix(f".{_MADE}")
+            chosen = made if (made / RECORD_NAME).is_file() else aside
+            os.rename(chosen, place)
+            sync_directory(place.parent)
+            logger.warning("%s: a replacement of this tag was cut short; it is finished now", place)
+            return True
+    return False
+
+
+def _is_empty(directory: Path) -> bool:
+    try:
+        return not os.listdir(directory)
+    except NotADirectoryError:
+        return False

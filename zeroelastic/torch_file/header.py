@@ -1,0 +1,312 @@
+"""A torch.save file as an object tree with extents: the header is parsed, the payload is never touched.
+
+``read_torch_file`` unpickles ``data.pkl`` of the zip archive through an allow-list: tensors become ``TensorRef``
+(where the bytes are), DeepSpeed's loss scalers and unknown classes become inert ``Stub`` objects. No code from the
+file runs: neither torch nor deepspeed is imported here, and no global that the file names is ever called.
+
+Byte layout: PyTorch writes every storage as one uncompressed zip record ``<archive>/data/<key>`` (torch.save,
+``_use_new_zipfile_serialization=True``, torch 1.6 and later).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import zlib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from zeroelastic.errors import CheckpointError, OldFormatError
+from zeroelastic.io.block_cache import BlockFile
+from zeroelastic.io.local import LocalFile
+from zeroelastic.io.paths import FilePath, RemotePath, as_path
+from zeroelastic.io.storage import read_range
+from zeroelastic.torch_file.inert_objects import DTYPE_BYTES, DType, StorageRef, Stub, TensorRef
+from zeroelastic.torch_file.pickle_limits import check_opcodes
+from zeroelastic.torch_file.safe_unpickler import ForeignGlobals, HeaderUnpickler, check_tree
+from zeroelastic.torch_file.zip_format import FIELD, LOCAL, LOCAL_MARK, Directory, Entry, ZipError, read_directory
+
+__all__ = ["DTYPE_BYTES", "DType", "Extent", "StorageRef", "Stub", "TensorRef", "TorchFile", "read_torch_file"]
+
+_MAX_PICKLE_BYTES = 1 << 31
+_LOCATED_BYTES = 512  # a local header with its padding, and a scalar that follows it
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """A byte range of a file that holds elements of one dtype."""
+
+    path: FilePath
+    offset: int
+    nbytes: int
+    dtype: str
+
+
+class Blocks(Protocol):
+    """What a header is read through: ``LocalFile``, ``BlockFile``, or ranges that another rank sent."""
+
+    size: int
+    bytes_read: int
+
+    def read(self, offset: int, nbytes: int) -> bytes: ...
+
+    def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None: ...
+
+    @property
+    def capacity(self) -> int: ...
+
+
+@dataclass(slots=True)
+class TorchFile:
+    """An opened torch.save archive: its object tree, and where each storage lies in the file.
+
+    Invariant: every extent that it returns lies inside the file and inside one uncompressed record. ``root`` is the
+    unpickled tree with ``TensorRef`` in place of tensors. ``header_bytes`` counts what was read so far. ``directory``
+    is the digest of the archive's directory (``directory_digest``), ``folder`` the archive's own name: the name that
+    the file had when it was saved, without its ending, or "archive".
+    """
+
+    path: FilePath
+    size: int
+    root: object
+    header_bytes: int
+    directory: str
+    folder: str
+    _records: dict[str, Entry] = field(repr=False)
+    _offsets: dict[str, int] = field(default_factory=dict, repr=False)
+    _blocks: Blocks | None = field(default=None, repr=False)
+    _headers: dict[str, bytes] = field(default_factory=dict, repr=False)
+
+    def extent(self, ref: TensorRef) -> Extent:
+        """The byte range of a contiguous tensor. Raises CheckpointError for one that is not, or a bad record."""
+        if not ref.is_contiguous:
+            raise CheckpointError(
+                f"{self.path}: a tensor of shape {ref.shape} is not contiguous (strides {ref.stride})"
+            )
+        itemsize = DTYPE_BYTES[ref.dtype]
+        offset = self._payload(ref.storage) + ref.offset * itemsize
+        return Extent(self.path, offset, ref.numel * itemsize, ref.dtype)
+
+    def read(self, ref: TensorRef) -> npt.NDArray[np.uint8]:
+        """The raw bytes of a small tensor, such as a 0-dim step: shape ``(nbytes,)``."""
+        extent = self.extent(ref)
+        data = self._read(extent.offset, extent.nbytes)
+        if len(data) != extent.nbytes:
+            raise CheckpointError(f"{self.path}: ends at byte {extent.offset + len(data)}. The file is truncated.")
+        return np.frombuffer(data, dtype=np.uint8)
+
+    def locate(self, keys: Iterable[str] | None = None) -> None:
+        """Read where storages begin, by key or of all: few round trips to a remote file; nothing for a local one."""
+        if self._blocks is None:
+            return
+        wanted = self._records.keys() if keys is None else {key for key in keys if key in self._records}
+        order = sorted(wanted - self._headers.keys(), key=lambda key: self._records[key].header)
+        for at in range(0, len(order), self._blocks.capacity):
+            offsets = {key: self._records[key].header for key in order[at : at + self._blocks.capacity]}
+            self._blocks.prefetch((offset, _LOCATED_BYTES) for offset in offsets.values())
+            self._headers |= {key: self._blocks.read(offset, _LOCATED_BYTES) for key, offset in offsets.items()}
+        self.header_bytes = self._blocks.bytes_read
+
+    def storage_extent(self, storage: StorageRef) -> Extent:
+        """The byte range of a whole storage. Raises CheckpointError for a bad record."""
+        return Extent(self.path, self._payload(storage), storage.numel * DTYPE_BYTES[storage.dtype], storage.dtype)
+
+    def _payload(self, storage: StorageRef) -> int:
+        known = self._offsets.get(storage.key)
+        if known is not None:
+            return known
+        entry = self._records.get(storage.key)
+        want = storage.numel * DTYPE_BYTES[storage.dtype]
+        if entry is None:
+            raise CheckpointError(f"{self.path}: storage {storage.key} has no record. The file is damaged.")
+        if entry.method or entry.nbytes != want or entry.stored_bytes != want:
+            raise CheckpointError(
+                f"{self.path}: record data/{storage.key} has {entry.nbytes} bytes; "
+                f"{storage.numel} elements of {storage.dtype} need {want}. The file is damaged."
+            )
+        data = self._headers.get(storage.key)
+        if data is None:
+            data = self._read(entry.header, _LOCATED_BYTES) if entry.header < self.size else b""
+        offset = self._offsets[storage.key] = _payload_offset(data, entry, self.path, self.size)
+        return offset
+
+    def _read(self, offset: int, nbytes: int) -> bytes:
+        if self._blocks is not None:
+            data = self._blocks.read(offset, nbytes)
+            self.header_bytes = self._blocks.bytes_read
+            return data
+        data = read_range(self.path, offset, nbytes)
+        self.header_bytes += len(data)
+        return data
+
+
+def _payload_offset(data: bytes, entry: Entry, path: FilePath, size: int) -> int:
+    """Where a record's payload begins, from the first bytes of its local header.
+
+    The header's name is compared with the directory's, and its length with the fields inside.
+    """
+    if len(data) < LOCAL.size or data[:4] != LOCAL_MARK:
+        raise CheckpointError(f"{path}: no zip record at byte {entry.header}. The file is damaged.")
+    fields = LOCAL.unpack_from(data)
+    at = LOCAL.size + len(entry.name)
+    end = at + int(fields[10])
+    while at + FIELD.size <= min(end, len(data)):
+        at += FIELD.size + FIELD.unpack_from(data, at)[1]
+    name = data[LOCAL.size : LOCAL.size + fields[9]]
+    if fields[2:4] != (entry.flags, entry.method) or name != entry.name or at != end:
+        raise CheckpointError(
+            f"{path}: the header of record {entry.text} contradicts the directory. The file is damaged."
+        )
+    offset = entry.header + end
+    if offset + entry.stored_bytes > size:
+        raise CheckpointError(f"{path}: record {entry.text} ends behind the file. The file is truncated.")
+    return offset
+
+
+def read_torch_file(
+    path: str | os.PathLike[str] | RemotePath, *, foreign: ForeignGlobals = "refuse", through: Blocks | None = None
+) -> TorchFile:
+    """Parse the header of a torch.save file; payload is not read, except what shares a 16 KiB block of a remote file.
+
+    ``foreign`` decides about globals outside the allow-list: "refuse" raises UnsafePickleError with the name, "inert"
+    puts a ``Stub`` in its place (for files that have user objects, too). ``through`` reads the file in place of its
+    path.
+
+    Raises MissingFileError, CheckpointError (damaged, truncated), OldFormatError (before 1.6, without a zip archive),
+    UnsafePickleError.
+
+    Example::
+
+        file = read_torch_file("global_step10/zero_pp_rank_0_mp_rank_00_optim_states.pt")
+        file.extent(file.root["optimizer_state_dict"]["fp32_flat_groups"][0])
+    """
+    data, file = read_pickle(path, through=through)
+    with pickle_errors(file.path):
+        check_opcodes(data)
+        file.root = HeaderUnpickler(data, file.path, foreign).load()
+        if foreign == "refuse":  # user objects beside it may hold themselves
+            check_tree(file.root)
+    return file
+
+
+@contextmanager
+def pickle_errors(path: FilePath) -> Iterator[None]:
+    """Any error of unpickling becomes a CheckpointError that names the file, except a lack of memory."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise error if str(path) in str(error) else type(error)(f"{path}: {error}") from None
+    except MemoryError:  # of this machine, not of the file
+        raise
+    except RecursionError:
+        raise CheckpointError(f"{path}: the pickle nests too deeply. The file is damaged.") from None
+    except Exception as error:  # a damaged pickle may fail in any way; nothing of it has run
+        raise CheckpointError(f"{path}: the pickle cannot be read ({error}). The file is damaged.") from None
+
+
+def read_pickle(path: str | os.PathLike[str] | RemotePath, *, through: Blocks | None = None) -> tuple[bytes, TorchFile]:
+    """The pickle of a torch.save file, not unpickled, and the file it belongs to, whose ``root`` is None.
+
+    Raises as ``read_torch_file``.
+    """
+    path = as_path(path)
+    blocks = through if through is not None else BlockFile(path) if isinstance(path, RemotePath) else None
+    if blocks is not None:
+        return _read_pickle(path, blocks, blocks)
+    assert isinstance(path, Path)
+    with LocalFile(path) as file:
+        return _read_pickle(path, file, None)
+
+
+def _read_pickle(path: FilePath, file: Blocks, kept: Blocks | None) -> tuple[bytes, TorchFile]:
+    start = file.read(0, 4)
+    if start != LOCAL_MARK:
+        raise _not_zip(path, start, file.size)
+    try:
+        directory = read_directory(file.read, file.size)
+    except ZipError as error:
+        raise CheckpointError(f"{path}: {error}. The file is truncated or damaged.") from None
+    found: dict[str, Entry] = {}
+    for entry in directory.entries:
+        name = entry.text.partition("/")[2] or entry.text
+        if name in found:
+            raise CheckpointError(f"{path}: two records are named {entry.text}. The file is damaged.")
+        found[name] = entry
+    _check_apart(directory, path)
+    if "byteorder" in found and _content(file, found["byteorder"], path, min(file.size, 16)) != b"little":
+        raise CheckpointError(f"{path}: was written on a big-endian machine, which is not supported.")
+    pickled = found.get("data.pkl")
+    if pickled is None or pickled.text == "data.pkl":
+        raise CheckpointError(f"{path}: is a zip archive without data.pkl, so not a torch.save file.")
+    data = _content(file, pickled, path, min(file.size, _MAX_PICKLE_BYTES))
+    digest = hashlib.sha256(directory.data).hexdigest()
+    folder = pickled.text.partition("/")[0]
+    records = {name.removeprefix("data/"): entry for name, entry in found.items() if name.startswith("data/")}
+    return data, TorchFile(path, file.size, None, file.bytes_read, digest, folder, records, _blocks=kept)
+
+
+def directory_digest(path: Path) -> str | None:
+    """SHA-256 of a file from its zip directory to its end, 64 hexadecimal digits; None for one that is no zip archive.
+
+    The directory states the name, place, size and CRC-32 of every record, so this tells apart any two files that are
+    not the same, as far as CRC-32 does, at the price of a few KB. Raises MissingFileError, CheckpointError.
+    """
+    with LocalFile(path) as file:
+        try:
+            return hashlib.sha256(read_directory(file.read, file.size).data).hexdigest()
+        except ZipError:
+            return None
+
+
+def _check_apart(directory: Directory, path: FilePath) -> None:
+    """Refuse records that share bytes of the file, so that a small one cannot pass for a large one."""
+    end = 0
+    for entry in sorted(directory.entries, key=lambda entry: entry.header):
+        if entry.header < end:
+            raise CheckpointError(f"{path}: two records overlap at byte {entry.header}. The file is damaged.")
+        end = entry.header + LOCAL.size + entry.stored_bytes
+    if end > directory.offset:
+        raise CheckpointError(f"{path}: a record ends behind the directory. The file is truncated or damaged.")
+
+
+def _content(file: Blocks, entry: Entry, path: FilePath, limit: int) -> bytes:
+    """The content of a record, of at most ``limit`` bytes and as many as it takes in the file."""
+    if entry.method or entry.stored_bytes != entry.nbytes or entry.nbytes > limit:
+        raise CheckpointError(
+            f"{path}: record {entry.text} is compressed or larger than {limit} bytes. The file is damaged."
+        )
+    header = file.read(entry.header, _LOCATED_BYTES)
+    data = file.read(_payload_offset(header, entry, path, file.size), entry.nbytes)
+    if zlib.crc32(data) != entry.crc32:
+        raise CheckpointError(f"{path}: Bad CRC-32 for file {entry.text!r}. The file is truncated or damaged.")
+    return data
+
+
+def _not_zip(path: FilePath, start: bytes, size: int) -> CheckpointError:
+    if size == 0:
+        return CheckpointError(f"{path}: is empty. The save did not finish.")
+    if start[:2] in (b"\x80\x02", b"\x80\x03", b"\x80\x04"):
+        return OldFormatError(
+            f"{path}: is in torch.save's old format without a zip archive, whose payload cannot be addressed. Save "
+            'with "checkpoint": {"checkpoint_serialization": true} (DeepSpeed\'s default), or rewrite the file once: '
+            "torch.save(torch.load(path, weights_only=False), path)."
+        )
+    return CheckpointError(f"{path}: is not a torch.save file. The file is damaged.")
+
+
+def walk_refs(tree: object) -> Iterator[TensorRef]:
+    """Every TensorRef in an unpickled tree of containers, in order of appearance."""
+    if isinstance(tree, TensorRef):
+        yield tree
+    elif isinstance(tree, dict):
+        for value in tree.values():
+            yield from walk_refs(value)
+    elif isinstance(tree, (list, tuple, set)):
+        for value in tree:
+            yield from walk_refs(value)

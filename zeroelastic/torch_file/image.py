@@ -1,0 +1,170 @@
+"""A file of torch.save's in host memory, as it was at one moment, to be summed and written later.
+
+The image is the file byte for byte: storages are copied to their places in it, and the rest is read from the file that
+torch laid out. It is written from the beginning to the end, in large calls past the page cache (O_DIRECT), where the
+file system supports them: no bytes are copied, and the save takes no memory from the page cache or from training.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+import torch
+
+from zeroelastic.core.digest import ByteArray
+from zeroelastic.core.layout import Int64Array
+from zeroelastic.executors.dispatch import Executor, MemoryRanges, sum_segments
+from zeroelastic.io.atomic import name_in_errors, write_fully
+from zeroelastic.torch_file.skeleton import DigestRange, PayloadSums, TorchSaveSkeleton, as_bytes, reserve
+
+_BLOCK = 4096
+"""The alignment that O_DIRECT needs for addresses, offsets and lengths."""
+
+_CALL_BYTES = 16 << 20
+_THREADS = 1
+_NOT_POSSIBLE = (errno.EINVAL, errno.EOPNOTSUPP)
+
+
+class FileImage:
+    """The image of ``skeleton`` in ``memory``, which comes from ``host_memory`` and has room for all of the file.
+
+    Every storage is copied when it is made; copies from a GPU are complete when its current stream is. The tensors of
+    ``last`` are in host memory, and ``complete`` copies them again; it digests ``digest_ranges``. One thread at a time.
+    """
+
+    def __init__(
+        self,
+        skeleton: TorchSaveSkeleton,
+        memory: torch.Tensor,
+        *,
+        digest_ranges: Sequence[DigestRange] = (),
+        last: Sequence[torch.Tensor] = (),
+    ) -> None:
+        assert memory.dtype == torch.uint8 and memory.data_ptr() % _BLOCK == 0 and memory.numel() >= skeleton.nbytes
+        self.path = skeleton.path
+        self._memory = memory[: skeleton.nbytes]
+        segments, self._is_late = skeleton.segments(digest_ranges, last)
+        self._sums = PayloadSums(segments)
+        self._place = {storage._cdata: place for storage, place in zip(skeleton.storages, skeleton.places, strict=True)}
+        self._last = [
+            (tensor, self._place[cdata].offset) for tensor in last if (cdata := _cdata(tensor)) in self._place
+        ]
+        for storage, place in zip(skeleton.storages, skeleton.places, strict=True):
+            source = as_bytes(storage)
+            self._memory[place.offset : place.offset + place.nbytes].copy_(source, non_blocking=source.is_cuda)
+        self._skeleton = skeleton.without_storages()
+
+    def view(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The copy of a tensor over one of the storages, with the same shape and strides; None for another tensor.
+
+        Call it only while the tensors are alive that the image was made of.
+        """
+        place = self._place.get(_cdata(tensor))
+        if place is None:
+            return None
+        at = (self._memory.storage_offset() + place.offset) // tensor.element_size() + tensor.storage_offset()
+        copy = torch.empty(0, dtype=tensor.dtype)
+        return copy.set_(self._memory.untyped_storage(), at, tensor.shape, tensor.stride())
+
+    def complete(
+        self, *, before_last: Callable[[Sequence[int | None]], None] | None = None, executor: Executor = "auto"
+    ) -> list[int | None]:
+        """Read what was not copied, and make the checksums; returns the partial digest of each digest_range.
+
+        Digests are None, and ``before_last`` is called, as in ``writer.write_torch_file``. Raises OSError naming the
+        file, and UnsupportedError when it is not laid out as expected.
+        """
+        image = self._memory.numpy()
+        self._read_gaps(image)
+        sums, segments = self._sums, self._sums.segments
+
+        def sum_rows(chosen: Int64Array) -> None:
+            for rows in sums.kinds(chosen):
+                table = MemoryRanges(np.zeros(len(rows), dtype=np.int64), segments.dst[rows], segments.nbytes[rows])
+                run = partial(sum_segments, table, [image], threads=_THREADS, executor=executor)
+                sums.checksums[rows] = sums.run(rows, run)
+
+        sum_rows(np.flatnonzero(~self._is_late))
+        if before_last is not None and self._last:
+            before_last(sums.digests)
+        for tensor, offset in self._last:
+            source = as_bytes(tensor.untyped_storage())
+            self._memory[offset : offset + source.numel()].copy_(source)
+        sum_rows(np.flatnonzero(self._is_late))
+        for offset, data in self._skeleton.patches(sums, lambda n, at: image[at : at + n].tobytes()):
+            image[offset : offset + len(data)] = np.frombuffer(data, dtype=np.uint8)
+        return sums.digests
+
+    def write(self, *, sync: bool = False) -> None:
+        """Write a complete image into its file, flushed to its device with ``sync``. Raises OSError naming it."""
+        with name_in_errors(self.path):
+            reserve(self.path)
+            write_past_cache(os.fspath(self.path), self._memory.numpy(), sync=sync)
+
+    def _read_gaps(self, image: ByteArray) -> None:
+        """Read what lies between the storages: headers, the pickle, the directory."""
+        with name_in_errors(self.path), open(self.path, "rb", buffering=0) as file:
+            at = 0
+            ends = [(place.offset, place.offset + place.nbytes) for place in self._skeleton.places]
+            for begin, end in (*ends, (self._skeleton.nbytes, self._skeleton.nbytes)):
+                while at < begin:
+                    got = os.preadv(file.fileno(), [image[at:begin].data], at)
+                    if got == 0:
+                        raise OSError(errno.EIO, "it has become shorter", os.fspath(self.path))
+                    at += got
+                at = max(at, end)
+
+
+def host_memory(nbytes: int) -> torch.Tensor:
+    """Bytes that begin at a page, pinned where a GPU is used."""
+    if torch.cuda.is_available():
+        pinned = torch.empty(nbytes + _BLOCK, dtype=torch.uint8, pin_memory=True)
+        return pinned[-pinned.data_ptr() % _BLOCK :][:nbytes]
+    return torch.frombuffer(mmap.mmap(-1, max(1, nbytes)), dtype=torch.uint8)[:nbytes]
+
+
+def write_past_cache(path: str, data: ByteArray, *, sync: bool) -> None:
+    """Write a file that is there from its beginning, past the page cache as far as the file system allows it.
+
+    ``data`` begins at a page. Raises OSError.
+    """
+    whole = len(data) // _BLOCK * _BLOCK
+    done = _write_direct(path, data[:whole])
+    with open(path, "r+b", buffering=0) as file:
+        write_fully(file.fileno(), data[done:].data, done)
+        if sync:
+            os.fsync(file.fileno())
+
+
+def _write_direct(path: str, data: ByteArray) -> int:
+    """Write with O_DIRECT; returns the number of bytes written: fewer than all where the file system refuses it."""
+    try:
+        fd = os.open(path, os.O_WRONLY | getattr(os, "O_DIRECT", 0) | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno in _NOT_POSSIBLE:
+            return 0
+        raise
+    try:
+        done = 0
+        while done < len(data):
+            try:
+                put = os.pwrite(fd, data[done : done + _CALL_BYTES].data, done)
+            except OSError as error:
+                if error.errno in _NOT_POSSIBLE:
+                    break
+                raise
+            done += put
+            if put == 0 or put % _BLOCK:
+                break
+        return done
+    finally:
+        os.close(fd)
+
+
+def _cdata(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)

@@ -1,0 +1,145 @@
+"""The allow-listed unpickler: it reads a pickle of torch.save, and no code of the pickle runs.
+
+Every global that a pickle names resolves to one of our own objects (``rebuild_functions``), or is refused: tensors
+become ``TensorRef`` (where the bytes are), DeepSpeed's loss scalers and other objects ``Stub``. Neither torch nor
+deepspeed is imported here, and no global of the file is ever called. A pickle's memory and time are bounded by its
+bytes: ``pickle_limits`` checks before anything is built, ``check_tree`` after.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Literal, TypeAlias
+
+from zeroelastic.errors import CheckpointError, UnsafePickleError, UsageError, brief, shown
+from zeroelastic.io.paths import FilePath
+from zeroelastic.torch_file.inert_objects import StorageRef, Stub, new_stub, storage_id
+from zeroelastic.torch_file.pickle_limits import MOST_NESTED
+from zeroelastic.torch_file.rebuild_functions import ALLOWED, PYTHON2_MODULES, Function, StorageType, encode
+
+_MAX_GLOBALS = 4096
+_MAX_REPEATED = 64 << 10
+_CONTAINERS = (dict, list, tuple, set, frozenset)
+_FREE_VISITS = 1 << 20
+_VISITS_PER_ITEM = 64
+
+Container: TypeAlias = "dict[object, object] | list[object] | tuple[object, ...] | set[object] | frozenset[object]"
+
+
+ForeignGlobals = Literal["refuse", "inert"]
+
+_allowed_by_user: ContextVar[frozenset[tuple[str, str]]] = ContextVar("allowed_by_user", default=frozenset())
+
+
+@contextmanager
+def allow_globals(names: Iterable[str]) -> Iterator[None]:
+    """Inside the block, these globals ("package.module.Class") are inert stand-ins where a header names them.
+
+    They are neither imported nor called. Other contexts (``contextvars``), such as other threads, are not affected.
+    Raises UsageError for a text that is no such name.
+    """
+    token = _allowed_by_user.set(_allowed_by_user.get() | {split_global(name) for name in names})
+    try:
+        yield
+    finally:
+        _allowed_by_user.reset(token)
+
+
+def split_global(name: str) -> tuple[str, str]:
+    """("package.module", "Class") of "package.module.Class", or of "package.module:Outer.Inner". Raises UsageError."""
+    module, colon, qualname = name.partition(":")
+    if not colon:
+        module, _, qualname = name.rpartition(".")
+    if not all(part.isidentifier() for part in (*module.split("."), *qualname.split("."))):
+        raise UsageError(f"{shown(name)} does not name a class: give package.module.Class.")
+    return module, qualname
+
+
+class HeaderUnpickler(pickle.Unpickler):
+    """The allow-listed unpickler: every global resolves to one of our own objects, or is refused or inert.
+
+    ``load`` raises UnsafePickleError, CheckpointError, and whatever a damaged pickle makes the standard one raise.
+    """
+
+    def __init__(self, data: bytes, path: FilePath, foreign: ForeignGlobals) -> None:
+        super().__init__(io.BytesIO(data), encoding="utf-8")
+        self._path = path
+        self._foreign = foreign
+        self._stubs: dict[tuple[str, str], type[Stub]] = {}
+        self._encodable = len(data) + _MAX_REPEATED
+
+    def find_class(self, module: str, name: str) -> object:
+        module = PYTHON2_MODULES.get(module, module)  # pickle protocol 2, which torch.save writes
+        if (module, name) == ("_codecs", "encode"):
+            return Function(self._encode)
+        allowed = ALLOWED.get((module, name))
+        if allowed is not None:
+            return allowed
+        if self._foreign == "inert" or (module, name) in _allowed_by_user.get():
+            return self._stub(module, name)
+        named = brief(f"{module}.{name}")
+        raise UnsafePickleError(
+            f"{self._path}: the pickle names {named}, which is not on the allow-list. Nothing was run. To let it pass "
+            f"as an inert stand-in, which is never imported, name it: zeroelastic --allow-global {named} VERB on the "
+            f'command line, "allow_globals": ["{named}"] in the "zeroelastic" block of a training job.'
+        )
+
+    def _stub(self, module: str, name: str) -> type[Stub]:
+        found = self._stubs.get((module, name))
+        if found is None:
+            if len(self._stubs) == _MAX_GLOBALS:
+                raise UnsafePickleError(f"{self._path}: the pickle names more than {_MAX_GLOBALS} foreign globals.")
+            found = self._stubs[module, name] = new_stub(module, name)
+        return found
+
+    def _encode(self, text: object, encoding: object = "latin1") -> bytes:
+        """``_codecs.encode``, so long as one text is not encoded again and again."""
+        data = encode(text, encoding)
+        self._encodable -= len(data)
+        if self._encodable < 0:
+            raise CheckpointError(f"{self._path}: the pickle makes more bytes than it has. The file is damaged.")
+        return data
+
+    def persistent_load(self, pid: object) -> StorageRef | Stub:
+        kind, key, _location, numel = storage_id(pid)
+        if isinstance(kind, type) and issubclass(kind, Stub):  # a type of storage that only "inert" lets pass
+            return kind()
+        if not isinstance(kind, StorageType):
+            raise UnsafePickleError(f"{self._path}: a storage is described by {shown(pid)}")
+        return StorageRef(key, kind.dtype, numel)
+
+
+def check_tree(root: object) -> None:
+    """Refuse a tree of containers that nests too deeply, holds itself, or is far larger when it is walked than it is.
+
+    Code that walks a tree that passed needs neither a limit of depth nor a memory of where it has been. The contents of
+    stand-ins are not checked: code that walks them keeps such limits. Raises CheckpointError.
+    """
+    walked: dict[int, tuple[int, int]] = {}  # by identity: all that a container holds, and its levels
+    open_ids: set[int] = set()
+    real = 0
+
+    def walk(container: Container, depth: int) -> tuple[int, int]:
+        nonlocal real
+        if id(container) in walked:
+            return walked[id(container)]
+        if id(container) in open_ids or depth > MOST_NESTED:
+            raise CheckpointError("its containers hold themselves, or nest too deeply. The file is damaged.")
+        open_ids.add(id(container))
+        size = levels = 1
+        for item in container.values() if isinstance(container, dict) else container:
+            inner_size, inner_levels = walk(item, depth + 1) if isinstance(item, _CONTAINERS) else (1, 0)
+            size, levels = size + inner_size, max(levels, inner_levels + 1)
+        if levels > MOST_NESTED:
+            raise CheckpointError("its containers nest too deeply. The file is damaged.")
+        open_ids.discard(id(container))
+        real += len(container) + 1
+        walked[id(container)] = size, levels
+        return size, levels
+
+    if isinstance(root, _CONTAINERS) and walk(root, 0)[0] > _FREE_VISITS + _VISITS_PER_ITEM * real:
+        raise CheckpointError("its containers hold one another too often to be walked. The file is damaged.")
