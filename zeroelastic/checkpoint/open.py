@@ -141,8 +141,8 @@ def require_stage_3(checkpoint: Checkpoint, what: str) -> None:
     if checkpoint.whole_model:
         raise UnsupportedError(
             f"{checkpoint.tag_dir}: is a ZeRO stage 1 or 2 checkpoint (mp_rank_*_model_states.pt). {what} of these is "
-            "not supported yet: resume it with the stage and the number of ranks that saved it, or take its weights "
-            "with zeroelastic export."
+            "not supported yet: load it into a run with stage 3 of any number of ranks, or make a stage 3 checkpoint "
+            "of it with zeroelastic reshard --stage 3."
         )
 
 
@@ -352,8 +352,8 @@ def rank_files(tag_dir: FilePath, names: Iterable[str], tp_rank: int | None = No
     optim, models, whole = found.values()
     if whole and not models and not optim:
         raise UnsupportedError(
-            f"{tag_dir}: is a ZeRO stage 0 checkpoint: {whole[0]} has the weights and the optimizer state of every "
-            "rank, and there are no optimizer files. Resume with stage 0."
+            f"{tag_dir}: has {whole[0]} and no optimizer files (*_optim_states.pt). It is of ZeRO stage 0, which only "
+            "a stage 0 run resumes, or of stage 1 or 2 without its optimizer files."
         )
     if not models and not optim:
         raise MissingFileError(

@@ -71,8 +71,8 @@ def _show(found: Inspection, params: tuple[ParamInfo, ...], *, pattern: str | No
     ranks = None if found.world_size is None else f"{found.world_size} ranks"
     tensor_parallel = f"{found.tp_size} tensor parallel" if found.tp_size not in (None, 1) else None
     stage = f"ZeRO stage {found.stage}" if found.stage not in (None, 3) else None
-    laid_out = None if found.format is None else _laid_out(found.framework)
-    line("saved as", found.format, stage, ranks, tensor_parallel, laid_out)
+    made_by = None if found.format is None else _made_by(found.framework)
+    line("saved as", found.format, stage, ranks, tensor_parallel, made_by)
     skipped = f"{found.skipped_steps} skipped" if found.skipped_steps else None
     samples = None if found.samples is None else f"{found.samples:,} samples"
     line("step", found.step, skipped, samples)
@@ -130,7 +130,7 @@ def _show(found: Inspection, params: tuple[ParamInfo, ...], *, pattern: str | No
                 print_styled(f"  - {text}")
 
 
-def _laid_out(framework: str) -> str:
+def _made_by(framework: str) -> str:
     names = {"hf-trainer": "the Hugging Face Trainer", "accelerate": "accelerate", "lightning": "Lightning"}
     return f"by {names.get(framework, 'DeepSpeed')}"
 

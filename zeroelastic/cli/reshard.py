@@ -65,7 +65,7 @@ def reshard(
             tag=tag,
             format=format,
             sub_group_size=sub_group_size,
-            stage=stage,  # type: ignore[arg-type]
+            stage=stage,
             max_memory=max_memory,
             verify=verify,
             dry_run=dry_run,

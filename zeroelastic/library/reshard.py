@@ -62,7 +62,7 @@ def reshard(
     tag: str | None = None,
     format: Format = "elastic",
     sub_group_size: int | None = None,
-    stage: Literal[1, 2, 3] | None = None,
+    stage: int | None = None,
     max_memory: int | str = "1GiB",
     verify: bool = False,
     dry_run: bool = False,

@@ -102,6 +102,15 @@ def _check(data: bytes) -> None:
         elif op == 0x28:  # (
             marks.append(len(stack))
             at += 1
+        elif op == 0x72:  # r: LONG_BINPUT; the unpickler allocates up to the highest slot, 16 bytes each
+            slot = int.from_bytes(data[at + 1 : at + 5], "little")
+            if slot > at:
+                raise CheckpointError("the pickle names a memo slot that it cannot have filled. The file is damaged.")
+            memo[slot] = stack[-1]
+            at += 5
+        elif op == 0x94:  # MEMOIZE
+            memo[len(memo)] = stack[-1]
+            at += 1
         elif op in _EFFECTS:
             taken, leaves, sums, hashes, made = _EFFECTS[op]
             begin = marks.pop() if taken == _TO_MARK else len(stack) - taken
@@ -120,12 +129,6 @@ def _check(data: bytes) -> None:
                 stack[-1]
             objects += made
             at += 1
-        elif op == 0x72:  # r: LONG_BINPUT; the unpickler allocates up to the highest slot, 16 bytes each
-            slot = int.from_bytes(data[at + 1 : at + 5], "little")
-            if slot > at:
-                raise CheckpointError("the pickle names a memo slot that it cannot have filled. The file is damaged.")
-            memo[slot] = stack[-1]
-            at += 5
         elif op == 0x63:  # c: GLOBAL
             module_end = data.find(b"\n", at)
             name_end = data.find(b"\n", module_end + 1)
@@ -133,9 +136,6 @@ def _check(data: bytes) -> None:
                 raise CheckpointError("the pickle ends inside a name. The file is damaged.")
             push(1)
             at = name_end + 1
-        elif op == 0x94:  # MEMOIZE
-            memo[len(memo)] = stack[-1]
-            at += 1
         elif op == 0x8A or op == 0x8B:  # LONG1, LONG4
             width = 1 if op == 0x8A else 4
             size = int.from_bytes(data[at + 1 : at + 1 + width], "little")

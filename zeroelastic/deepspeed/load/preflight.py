@@ -148,11 +148,8 @@ def _open(
         require_stage_3(checkpoint, "Loading from disks of which ranks see different files,")
     model = checkpoint.model_states(rank if rank < saved else 0)
     any_rank = min(rank, saved - 1)
-    if checkpoint.whole_model:  # only the layout says which ranks hold a parameter of a group split
-        known = checkpoint.shard(any_rank).layout
-        both = layout.only(known.index().keys())
-        needed = make_plan(known, both, rank).source_ranks if _same_shapes(known, both) else ()
-    else:
+    needed: tuple[int, ...] = ()
+    if not checkpoint.whole_model:  # else only the plan says which ranks hold a parameter
         numels = layout.numel.tolist()
         needed = source_ranks(numels, saved_world_size=saved, world_size=layout.world_size, rank=rank)
     needed = needed or (any_rank,)
@@ -197,12 +194,6 @@ def _open(
         train_batch_size=batch if batch is not None else configured_batch(head.ds_config, saved),
         visibility=visibility,
     )
-
-
-def _same_shapes(saved: Layout, live: Layout) -> bool:
-    """Whether the live parameters have as many elements as the saved ones of the same names."""
-    index = saved.index()
-    return bool((saved.numel[[index[param.name] for param in live.params]] == live.numel).all())
 
 
 def _with_checksums(load_plan: LoadPlan, executor: Executor) -> LoadPlan:

@@ -270,12 +270,13 @@ class _Inspector:
             trained = {(param.name, tuple(param.shape)) for param in commit.params if param.trainable}
             if trained != {(param.name, param.shape) for param in layout.params}:
                 self.problem(f"{shard.path}: holds other parameters than its commit record names. Two saves are mixed.")
-        listed = {p for sub in self.model.sub_groups for p in sub if p.numel} if self.model is not None else None
-        if listed is not None and self.model is not None and listed != {p for p in layout.params if p.numel}:
-            self.problem(
-                f"{self.model.path} and {shard.path} differ in the trained parameters. Files of two saves are mixed in "
-                "this directory."
-            )
+        if self.model is not None:
+            listed = {param for sub_group in self.model.sub_groups for param in sub_group if param.numel}
+            if listed != {param for param in layout.params if param.numel}:
+                self.problem(
+                    f"{self.model.path} and {shard.path} differ in the trained parameters. Files of two saves are "
+                    "mixed in this directory."
+                )
         found.format, found.save_id = shard.format, shard.save_id or found.save_id
         found.stage = shard.stage
         found.train_batch_size = shard.train_batch_size or found.train_batch_size

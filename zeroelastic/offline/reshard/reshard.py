@@ -77,6 +77,8 @@ class ReshardOptions:
             raise UsageError(f"a world size of {self.world_size} makes no sense; give 1 or more.")
         if self.sub_group_size is not None and self.sub_group_size < 1:
             raise UsageError(f"a sub_group_size of {self.sub_group_size} makes no sense; give 1 or more.")
+        if self.stage not in (None, 1, 2, 3):
+            raise UsageError(f"there is no ZeRO stage {self.stage} to reshard to; give 1, 2 or 3.")
         if self.max_memory < LEAST_MEMORY:
             raise UsageError(f"at least {LEAST_MEMORY >> 20} MiB of memory are needed.")
 
