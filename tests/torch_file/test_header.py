@@ -13,6 +13,7 @@ import zipfile
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -164,6 +165,16 @@ def test_every_dtype_by_name(tmp_path):
     assert [DTYPE_BYTES[name] for name in names] == [getattr(torch, name).itemsize for name in names]
 
 
+class ByName:
+    """Pickles a member of an enumeration by its name, as Python 3.11.2 (that of Debian 12) does."""
+
+    def __init__(self, member: Any) -> None:
+        self.member = member
+
+    def __reduce__(self) -> Any:
+        return getattr, (type(self.member), self.member.name)
+
+
 def test_deepspeed_objects_are_stubs_and_numbers(tmp_path):
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
@@ -182,6 +193,8 @@ def test_deepspeed_objects_are_stubs_and_numbers(tmp_path):
     ]
     root = read_torch_file(saved(tmp_path / "f.pt", {"s": scalers, "z": ZeroStageEnum.weights})).root
     assert root["z"] == 3 and type(root["z"]) is int
+    by_name = read_torch_file(saved(tmp_path / "n.pt", [ByName(member) for member in ZeroStageEnum])).root
+    assert by_name == [int(member) for member in ZeroStageEnum] and {type(number) for number in by_name} == {int}
     for stub, scaler in zip(root["s"], scalers, strict=True):
         assert isinstance(stub, Stub) and not hasattr(stub, "cur_scale")
         assert (stub.module, stub.qualname) == ("deepspeed.runtime.fp16.loss_scaler", type(scaler).__name__)
@@ -355,6 +368,8 @@ def gadgets(marker: Path) -> dict[str, bytes]:
         "exec": pickle.dumps([Reduce(exec, code)], 2),
         "python2 eval": gadget("__builtin__", "eval", code),
         "getattr": gadget("builtins", "getattr", "x"),
+        "attribute of an enumeration": b"\x80\x02cbuiltins\ngetattr\ncdeepspeed.runtime.zero.config\nZeroStageEnum\n"
+        b"X\x05\x00\x00\x00__mro\x86R.",
         "dotted name": b"\x80\x04\x8c\x08builtins\x8c\x04eval\x93X" + struct.pack("<I", len(code)) + code.encode()
         + b"\x85R.",
         "dotted attribute": b"\x80\x04\x8c\x05torch\x8c\x09os.system\x93X" + struct.pack("<I", len(touch))

@@ -47,6 +47,26 @@ class Function:
         return self.call(*args)
 
 
+@sealed
+class Enumeration:
+    """An enumeration of integers: a member is made by its value, or taken by its name."""
+
+    __slots__ = ("members",)
+
+    def __init__(self, **members: int) -> None:
+        self.members = members
+
+    def __call__(self, value: object = 0) -> int:
+        if not isinstance(value, int):
+            raise UnsafePickleError(f"an enumeration member has the value {shown(value)}, not an integer")
+        return int(value)
+
+    def member(self, name: str) -> int:
+        if name not in self.members:
+            raise UnsafePickleError(f"attribute {shown(name)} of an enumeration is not on the allow-list")
+        return self.members[name]
+
+
 def _rebuild_tensor_v2(storage: object, offset: object, size: object, stride: object, *_: object) -> TensorRef | Stub:
     if isinstance(storage, Stub):
         return storage
@@ -138,12 +158,6 @@ def _complex(real: object = None, imaginary: object = None) -> complex:
     return complex(real, imaginary)
 
 
-def _plain_int(value: object = 0) -> int:
-    if not isinstance(value, int):
-        raise UnsafePickleError(f"an enumeration member has the value {shown(value)}, not an integer")
-    return int(value)
-
-
 def encode(text: object, encoding: object = "latin1") -> bytes:
     if not isinstance(text, str) or not isinstance(encoding, str) or encoding not in ("latin1", "latin-1"):
         raise UnsafePickleError("bytes are encoded in an unexpected way")
@@ -200,7 +214,9 @@ ALLOWED: dict[tuple[str, str], object] = {
     ("numpy", "dtype"): Function(_numpy_dtype),
     ("numpy.core.multiarray", "scalar"): Function(_numpy_scalar),
     ("numpy._core.multiarray", "scalar"): Function(_numpy_scalar),
-    ("deepspeed.runtime.zero.config", "ZeroStageEnum"): Function(_plain_int),
+    ("deepspeed.runtime.zero.config", "ZeroStageEnum"): Enumeration(
+        disabled=0, optimizer_states=1, gradients=2, weights=3, max_stage=3
+    ),
     **{(module, name): new_stub(module, name) for module, name in _INERT},
     **{(m, name): StorageType(dtype) for m in ("torch", "torch.storage") for name, dtype in STORAGE_DTYPES.items()},
     **{("torch", name): DType(name) for name in DTYPE_BYTES},

@@ -19,7 +19,14 @@ from zeroelastic.errors import CheckpointError, UnsafePickleError, UsageError, b
 from zeroelastic.io.paths import FilePath
 from zeroelastic.torch_file.inert_objects import StorageRef, Stub, new_stub, storage_id
 from zeroelastic.torch_file.pickle_limits import MOST_NESTED
-from zeroelastic.torch_file.rebuild_functions import ALLOWED, PYTHON2_MODULES, Function, StorageType, encode
+from zeroelastic.torch_file.rebuild_functions import (
+    ALLOWED,
+    PYTHON2_MODULES,
+    Enumeration,
+    Function,
+    StorageType,
+    encode,
+)
 
 _MAX_GLOBALS = 4096
 _MAX_REPEATED = 64 << 10
@@ -76,9 +83,15 @@ class HeaderUnpickler(pickle.Unpickler):
         module = PYTHON2_MODULES.get(module, module)  # pickle protocol 2, which torch.save writes
         if (module, name) == ("_codecs", "encode"):
             return Function(self._encode)
+        if (module, name) == ("builtins", "getattr"):
+            return Function(self._attribute)
         allowed = ALLOWED.get((module, name))
         if allowed is not None:
             return allowed
+        return self._foreign_global(module, name)
+
+    def _foreign_global(self, module: str, name: str) -> type[Stub]:
+        """An inert stand-in for a global that is not on the allow-list, or UnsafePickleError."""
         if self._foreign == "inert" or (module, name) in _allowed_by_user.get():
             return self._stub(module, name)
         named = brief(f"{module}.{name}")
@@ -95,6 +108,16 @@ class HeaderUnpickler(pickle.Unpickler):
                 raise UnsafePickleError(f"{self._path}: the pickle names more than {_MAX_GLOBALS} foreign globals.")
             found = self._stubs[module, name] = new_stub(module, name)
         return found
+
+    def _attribute(self, *args: object) -> object:
+        """``getattr``, for members of enumerations alone: Python 3.11.2 and its neighbours pickle them by name."""
+        owner, name = args if len(args) == 2 else (None, None)
+        if isinstance(name, str):
+            if isinstance(owner, Enumeration):
+                return owner.member(name)
+            if isinstance(owner, type) and issubclass(owner, Stub):
+                return owner()
+        return self._foreign_global("builtins", "getattr")(*args)
 
     def _encode(self, text: object, encoding: object = "latin1") -> bytes:
         """``_codecs.encode``, so long as one text is not encoded again and again."""
