@@ -271,8 +271,9 @@ def gathered_by_deepspeed(engine: Any) -> dict[str, str]:
 
     found: dict[str, str] = {}
     optimizer = engine.optimizer
-    for i, members in enumerate(optimizer.fp16_groups):
-        flat = optimizer.fp32_partitioned_groups_flat[i]
+    of_stage_3 = hasattr(optimizer, "fp16_groups")
+    for i, members in enumerate(optimizer.fp16_groups if of_stage_3 else optimizer.bit16_groups):
+        flat = flat_buffers(optimizer)[i]
         state = optimizer.optimizer.state.get(flat, {})
         keys = [key for key, value in state.items() if torch.is_tensor(value) and value.shape == flat.shape]
         keys = [key for key in keys if not key.endswith("_offload_buffer")]  # second copies, of offload_states()
@@ -281,17 +282,24 @@ def gathered_by_deepspeed(engine: Any) -> dict[str, str]:
             values = {"fp32": safe_get_full_fp32_param(param)}
             values |= {key: safe_get_full_optimizer_state(param, key) for key in keys}
             for key, value in values.items():
-                assert value is not None and tuple(value.shape) == tuple(param.ds_shape), (name, key)
+                shape = tuple(getattr(param, "ds_shape", param.shape))
+                assert value is not None and tuple(value.shape) == shape, (name, key)
                 assert value.numel() > 0
                 raw = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
                 found[f"{name}/{key}"] = f"{value.dtype}:{hashlib.sha256(raw).hexdigest()}"
     return found
 
 
+def flat_buffers(optimizer: Any) -> Sequence[torch.Tensor]:
+    """This rank's flat master weights, by sub-group at stage 3, by optimizer group at stages 1 and 2."""
+    of_stage_3 = hasattr(optimizer, "fp16_groups")
+    return optimizer.fp32_partitioned_groups_flat if of_stage_3 else optimizer.single_partition_of_fp32_groups
+
+
 def sub_group_steps(engine: Any) -> tuple[list[Any], int]:
     """``step`` of every sub-group, and how many distinct objects hold them."""
     optimizer = engine.optimizer
-    steps = [optimizer.optimizer.state.get(flat, {}).get("step") for flat in optimizer.fp32_partitioned_groups_flat]
+    steps = [optimizer.optimizer.state.get(flat, {}).get("step") for flat in flat_buffers(optimizer)]
     tensors = [step for step in steps if torch.is_tensor(step)]
     return [float(s) if s is not None else None for s in steps], len({s.data_ptr() for s in tensors})
 

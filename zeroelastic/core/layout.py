@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import overload
 
 import numpy as np
@@ -90,6 +90,15 @@ class Layout:
         """Where ``rank``'s buffers have the first element that it owns of each parameter: shape ``(num_params,)``."""
         before: Int64Array = np.maximum(self.origin - self.part * rank, 0)
         return self.offset + before
+
+    def padding(self, rank: int, sub_group: int) -> list[tuple[int, int]]:
+        """What of one of ``rank``'s buffers belongs to no parameter: begin and end of each run, ascending."""
+        members = np.flatnonzero((self.sub_group == sub_group) & (self.owned(rank)[1] > 0))
+        begins = self.buffer_offset(rank)[members]
+        order = np.argsort(begins)
+        begins, ends = begins[order], (begins + self.owned(rank)[1][members])[order]
+        free = zip([0, *ends.tolist()], [*begins.tolist(), int(self.sub_group_numel[sub_group])], strict=True)
+        return [(begin, end) for begin, end in free if begin < end]
 
     @property
     def in_buffer(self) -> Int64Array:
@@ -263,6 +272,18 @@ def pack_sub_groups(
         if current:
             sub_groups.append(current)
     return sub_groups
+
+
+def in_own_buffers(layout: Layout) -> Layout:
+    """The same places, with a buffer for each parameter that is as long as the one that it shares with others.
+
+    For a plan whose parameters lie in the layout's buffers, and are filled one by one.
+    """
+    return replace(
+        layout,
+        sub_group=np.arange(layout.num_params, dtype=np.int64),
+        sub_group_numel=layout.sub_group_numel[layout.sub_group],
+    )
 
 
 def unpacked_layout(params: Sequence[Param], world_size: int) -> Layout:

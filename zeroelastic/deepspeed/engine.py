@@ -96,6 +96,41 @@ class Stage3Optimizer(Protocol):
     def _swappable_optimizer_subgroup(self, sub_group_id: int) -> bool: ...
 
 
+class GroupOptimizer(Protocol):
+    """A ``DeepSpeedZeroOptimizer`` of stages 1 and 2; ``optimizer`` is the torch optimizer that it wraps.
+
+    Lists are by optimizer group. ``bit16_groups`` have the parameters as the group lists them,
+    ``round_robin_bit16_groups`` as they follow each other in the buffer, of which this rank has one of the parts.
+    """
+
+    optimizer: torch.optim.Optimizer
+    dp_process_group: dist.ProcessGroup
+    bit16_groups: Sequence[Sequence[torch.nn.Parameter]]
+    bit16_groups_flat: Sequence[torch.Tensor]
+    round_robin_bit16_groups: Sequence[Sequence[torch.nn.Parameter]]
+    parallel_partitioned_bit16_groups: Sequence[Sequence[torch.Tensor]]
+    params_in_partition: Sequence[Sequence[torch.nn.Parameter]]
+    single_partition_of_fp32_groups: Sequence[torch.Tensor]
+    groups_padding: Sequence[int]
+    param_names: Mapping[torch.nn.Parameter, str]
+    averaged_gradients: Any
+    offload_gradient_dict: Any
+    cpu_offload: bool
+    loss_scaler: Any
+    dynamic_loss_scale: bool
+    overflow: bool
+    _param_slice_mappings: Any
+    _hp_optimizer_states_linked: bool
+
+    def reload_states(self) -> None: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def update_lp_params(self) -> None: ...
+    def _wait_for_offload_copies(self) -> None: ...
+    def _link_all_hp_params(self) -> None: ...
+    def _create_param_mapping(self) -> Any: ...
+    def _lazy_init_hp_params_optimizer_state(self) -> None: ...
+
+
 def options_of(engine: Engine) -> Options:
     """The engine's "zeroelastic" block; strict while a caller loads strictly. Raises ConfigError."""
     options = parse_options(engine._config._param_dict)

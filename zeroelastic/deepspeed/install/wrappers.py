@@ -41,10 +41,10 @@ def _configure_zero_optimizer(original: Method, self: Engine, optimizer: Any) ->
     """Validate our options and refuse what elastic saving cannot cover, while the engine is being built."""
     announce()
     made = original(self, optimizer)
+    link(made, self)
     if kind_of(made) is not None:
         require_partners(wait=False)  # a barrier of DeepSpeed's is in what makes such an optimizer
         agree_on_options(self)
-        link(made, self)
         wrap_frameworks()
         if dist.get_rank() == 0:
             warn_of_slow_verification(options_of(self))

@@ -72,11 +72,12 @@ def live_streams(live: LiveOptimizer, *, weights_only: bool = False, with_frozen
     pieces: list[LivePiece] = []
     scalars: dict[str, dict[str, ScalarValue]] = {}
     start, length = live.layout.owned(live.rank)
+    place = live.layout.buffer_offset(live.rank)
     for i in range(live.layout.num_sub_groups):
         tensors, replicated = ({}, {}) if weights_only else live.split_state(i)
         tensors = {FP32: live.fp32(i), **tensors}
         for p in np.flatnonzero(live.layout.sub_group == i).tolist():
-            name, offset = live.layout.params[p].name, int(live.layout.offset[p])
+            name, offset = live.layout.params[p].name, int(place[p])
             scalars[name] = replicated
             for key in sorted(tensors):
                 part = tensors[key][offset : offset + int(length[p])]

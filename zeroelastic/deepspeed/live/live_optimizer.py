@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import AbstractContextManager
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -44,6 +43,8 @@ class LiveOptimizer(ABC):
     trained: frozenset[torch.nn.Parameter]
     frozen: Layout
     module: torch.nn.Module
+    per_param: bool = True
+    """Whether each parameter is cut by itself (ZeRO-3), or each optimizer group as a whole (ZeRO-1 and 2)."""
     on_nvme: bool = False
     """Whether the state of any sub-group, or parameters, may lie on NVMe and not in memory."""
 
@@ -60,6 +61,11 @@ class LiveOptimizer(ABC):
     @abstractmethod
     def _read(self, names: Mapping[torch.nn.Parameter, str]) -> None:
         """Set the other attributes."""
+
+    @staticmethod
+    def serves(optimizer: Any) -> bool:
+        """Whether loads and saves of this optimizer are ours at all, and not DeepSpeed's as if we were not there."""
+        return True
 
     @staticmethod
     @abstractmethod
@@ -131,12 +137,11 @@ class LiveOptimizer(ABC):
 
     def zero_padding(self, *, weights_only: bool = False) -> None:
         """Set the padding of every flat buffer to zero; DeepSpeed leaves it uninitialised and never reads it."""
-        layout, owned = self.layout, self.layout.owned(self.rank)[1]
         for i in range(self.layout.num_sub_groups):
             flats = [self.fp32(i), *({} if weights_only else self.split_state(i)[0]).values()]
-            for p in np.flatnonzero((layout.sub_group == i) & (owned < layout.part)).tolist():
+            for begin, end in self.layout.padding(self.rank, i):
                 for flat in flats:
-                    flat[int(layout.offset[p] + owned[p]) : int(layout.offset[p] + layout.part[p])].zero_()
+                    flat[begin:end].zero_()
 
     # What a load calls, in this order.
 

@@ -30,9 +30,7 @@ def frozen_parts(live: LiveOptimizer, load_plan: LoadPlan) -> list[Part]:
     here = live.layout.index()
 
     def weights(number: int, name: str) -> torch.Tensor:
-        at = here[name]
-        begin = int(live.layout.offset[at])
-        return live.fp32(int(live.layout.sub_group[at]))[begin : begin + int(live.layout.part[at])]
+        return live.fp32(int(live.layout.sub_group[here[name]]))
 
     def frozen(number: int, name: str) -> torch.Tensor:
         return live.frozen_tensor(number).view(-1)
@@ -64,13 +62,14 @@ def with_changed_digests(part: Part, filled: Filled, rank: int) -> Filled:
     They are digests of the saved tensors: computed on reading where a tensor was cast, else from the live tensor.
     """
     digests: dict[tuple[str, str], int] = {}
-    owned = (column.tolist() for column in part.plan.dst.owned(rank))
-    for param, target, start, length in zip(part.plan.dst.params, part.targets, *owned, strict=True):
+    dst = part.plan.dst
+    columns = (column.tolist() for column in (*dst.owned(rank), dst.buffer_offset(rank)))
+    for param, target, start, length, place in zip(dst.params, part.targets, *columns, strict=True):
         stream = (param.name, target.key)
         digests[stream] = (
             filled.cast_digests[stream]
             if target.cast
-            else digest_tensor(target.tensor[:length], param.name, target.key, start)
+            else digest_tensor(target.tensor[place : place + length], param.name, target.key, start)
         )
     return replace(filled, cast_digests={}, changed_digests=digests)
 
@@ -90,11 +89,11 @@ def clear_fresh(live: LiveOptimizer, load_plan: LoadPlan, sub_group: int) -> Non
     """Zero the state of parameters that are new to the optimizer, in a sub-group with restored parameters."""
     restored = frozenset(load_plan.membership.restored)
     tensors, _ = live.split_state(sub_group)
+    places, lengths = live.layout.buffer_offset(live.rank).tolist(), live.layout.owned(live.rank)[1].tolist()
     for p in np.flatnonzero(live.layout.sub_group == sub_group).tolist():
         if live.layout.params[p].name not in restored:
-            begin, part = int(live.layout.offset[p]), int(live.layout.part[p])
             for key, tensor in tensors.items():
-                tensor[begin : begin + part].fill_(live.initial_value(sub_group, key))
+                tensor[places[p] : places[p] + lengths[p]].fill_(live.initial_value(sub_group, key))
 
 
 def changes(live: LiveOptimizer, load_plan: LoadPlan, keys: ModuleKeys, *, weights_only: bool) -> tuple[str, ...]:

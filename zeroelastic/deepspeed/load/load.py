@@ -153,7 +153,7 @@ def _load(
         notes += hyper_parameter_notes(plan) + micro_batch_notes(plan, attempt.pending_micro_batches)
     keys = ModuleKeys()
     with allow_globals(request.options.allow_globals):
-        restored = restore(engine, live, plan, request, partial(_load_module, engine, request, tag, plan, keys))
+        restored = restore(engine, live, plan, request, partial(_load_module, engine, live, request, tag, plan, keys))
         verified = verify(engine, live, plan, restored.filled, request)
     report = load_report(
         engine,
@@ -197,11 +197,17 @@ def _check(
 
 
 def _load_module(
-    engine: Engine, request: LoadRequest, tag: str, plan: LoadPlan, keys: ModuleKeys, module_path: str
+    engine: Engine,
+    live: LiveOptimizer,
+    request: LoadRequest,
+    tag: str,
+    plan: LoadPlan,
+    keys: ModuleKeys,
+    module_path: str,
 ) -> Loaded:
     """DeepSpeed's own part: module, counters, scheduler and client state, out of the file at ``module_path``."""
     with (
-        model_states_reader(engine, plan, module_path, request.options),
+        model_states_reader(engine, live, plan, module_path, request.options),
         recorded_keys(engine.module, keys, forgive=request.options.on_mismatch == "initialize"),
     ):
         # load_optimizer_states=False would merge the full model on every rank

@@ -27,6 +27,7 @@ from zeroelastic.checkpoint.param_changes import GroupMatch
 from zeroelastic.deepspeed.client_state import states_to_load
 from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.engine_state import state_of
+from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.load.preflight import LoadPlan
 from zeroelastic.deepspeed.load.request import LoadRequest
 from zeroelastic.deepspeed.options import Options
@@ -46,11 +47,13 @@ _FRAGMENTS = "frozen_param_fragments"
 
 
 @contextmanager
-def model_states_reader(engine: Engine, load_plan: LoadPlan, path: str, options: Options) -> Iterator[None]:
+def model_states_reader(
+    engine: Engine, live: LiveOptimizer, load_plan: LoadPlan, path: str, options: Options
+) -> Iterator[None]:
     """Within this context DeepSpeed reads the chosen module states once, from ``path``, without payload of parameters.
 
-    Frozen parameters are filled from their parts, and the weights of a file of the whole module (stages 1 and 2) from
-    the master weights. In their place DeepSpeed finds the run's own tensors.
+    Frozen parameters are filled from their parts; where the file has the whole module (saved at stages 1 and 2), or the
+    run keeps it whole, weights are made from the master weights. In their place DeepSpeed finds the run's own tensors.
 
     With ``weights_only_load``, only objects of torch's allow-list, DeepSpeed's own classes and ``allow_globals`` are
     made. Raises ConfigError for one of these that cannot be imported.
@@ -58,8 +61,9 @@ def model_states_reader(engine: Engine, load_plan: LoadPlan, path: str, options:
     safe = None
     if options.weights_only_load:
         of_deepspeed = (ZeroStageEnum, ds_loss_scaler.LossScaler, ds_loss_scaler.DynamicLossScaler)
-        safe = [*of_deepspeed, *map(_imported, options.allow_globals)]
-    own = dict(engine.module.named_parameters(remove_duplicate=False)) if load_plan.checkpoint.whole_model else {}
+        safe = [*of_deepspeed, (_enum_member, "builtins.getattr"), *map(_imported, options.allow_globals)]
+    kept = load_plan.checkpoint.whole_model or not live.per_param
+    own = dict(engine.module.named_parameters(remove_duplicate=False)) if kept else {}
     reader = _ModelStatesReader(engine.checkpoint_engine, load_plan, path, safe, engine.lr_scheduler, own)
     with patched(engine, checkpoint_engine=reader), patched(state_of(engine), module_paths=reader.paths):
         yield
@@ -138,6 +142,13 @@ class _ModelStatesReader:
         if not isinstance(state, dict):
             raise CheckpointError(f"{path}: is not a DeepSpeed model states file.")
         return state
+
+
+def _enum_member(owner: Any, name: str) -> ZeroStageEnum:
+    """What ``getattr`` may do in a pickle: Python 3.11.2 and its neighbours pickle members of enumerations by name."""
+    if owner is not ZeroStageEnum or name not in ZeroStageEnum.__members__:
+        raise pickle.UnpicklingError(f"getattr of {owner!r} is not on the allow-list.")
+    return ZeroStageEnum[name]
 
 
 def _imported(name: str) -> Any:

@@ -21,7 +21,7 @@ from zeroelastic.checkpoint.optimizer_file import FP32, Shard, configured_batch
 from zeroelastic.checkpoint.param_changes import Membership, ParamSet, compare
 from zeroelastic.checkpoint.saved_state import check_same_save, shard_facts
 from zeroelastic.core.digest import ScalarValue
-from zeroelastic.core.layout import Layout, unpacked_layout
+from zeroelastic.core.layout import Layout, in_own_buffers
 from zeroelastic.core.plan import Plan, check_plan, make_plan, source_ranks
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.live.optimizers import SavedGroup, misfits
@@ -149,7 +149,7 @@ def _open(
     model = checkpoint.model_states(rank if rank < saved else 0)
     any_rank = min(rank, saved - 1)
     needed: tuple[int, ...] = ()
-    if not checkpoint.whole_model:  # else only the plan says which ranks hold a parameter
+    if live.per_param and not checkpoint.whole_model:  # else only the plan says which ranks hold a parameter
         numels = layout.numel.tolist()
         needed = source_ranks(numels, saved_world_size=saved, world_size=layout.world_size, rank=rank)
     needed = needed or (any_rank,)
@@ -301,7 +301,7 @@ def _open_frozen(
     if model.frozen is None:
         return None, None, {}
     unfrozen = set(membership.unfrozen)
-    own_buffers = unpacked_layout([p for p in live.layout.params if p.name in unfrozen], live.layout.world_size)
+    own_buffers = in_own_buffers(live.layout.only(unfrozen))
     plans = (
         _planned(model.frozen, live.frozen.only(set(membership.frozen)), live.rank),
         _planned(model.frozen, own_buffers, live.rank),

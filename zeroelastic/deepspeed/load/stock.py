@@ -156,36 +156,37 @@ def _files_fit(engine: Engine, live: LiveOptimizer, tag_dir: Path, request: Load
         if file is not None and file.tp_rank == live.tp.rank:
             files[file.kind, file.rank] = name
     size = live.layout.world_size
-    if RECORD_NAME in names or files.keys() != {(kind, r) for kind in ("optimizer", "model") for r in range(size)}:
+    models = [("model", rank) for rank in range(size)] if live.per_param else [("whole_model", 0)]
+    if RECORD_NAME in names or files.keys() != {*models, *(("optimizer", rank) for rank in range(size))}:
         return False
-    model = read_torch_file(tag_dir / files["model", live.rank], foreign="inert").root
+    model = read_torch_file(tag_dir / files[models[live.rank if live.per_param else 0]], foreign="inert").root
     sizes = (size, live.tp.size)
     if not isinstance(model, dict) or (model.get("dp_world_size"), model.get("mp_world_size")) != sizes:
         return False
     if damaged and _is_table(model.get("param_shapes")):
         return False
-    if not _module_fits(engine, model, strict=request.strict_module) or _mixes(live, model.get("param_shapes")):
+    if not _module_fits(engine, live, model, strict=request.strict_module) or _mixes(live, model.get("param_shapes")):
         return False
-    if not request.load_optimizer_states:  # DeepSpeed then merges what `latest` names
+    if not request.load_optimizer_states and live.per_param:  # DeepSpeed then merges what `latest` names
         latest = tag_dir.parent / "latest"
         return latest.is_file() and latest.read_text().strip() == tag_dir.name
     root = read_torch_file(tag_dir / files["optimizer", live.rank]).root
     return live.takes_stock_state(root.get("optimizer_state_dict") if isinstance(root, dict) else None)
 
 
-def _module_fits(engine: Engine, model: Table, *, strict: bool) -> bool:
+def _module_fits(engine: Engine, live: LiveOptimizer, model: Table, *, strict: bool) -> bool:
     saved = model.get("module")
     if not isinstance(saved, dict):
         return False
     own = engine.module.state_dict()
     if strict and saved.keys() != own.keys():
         return False
-    names = {name for name, _ in engine.module.named_parameters(remove_duplicate=False)}
-    for name in (saved.keys() & own.keys()) - names:
+    parted = {name for name, _ in engine.module.named_parameters(remove_duplicate=False)} if live.per_param else set()
+    for name in (saved.keys() & own.keys()) - parted:
         if isinstance(saved[name], TensorRef) and saved[name].shape != tuple(own[name].shape):
             return False
     fragments = model.get("frozen_param_fragments")
-    if not isinstance(fragments, dict):
+    if not isinstance(fragments, dict) or not live.per_param:
         return True
     params: Iterator[Any] = engine.module.parameters()
     looked_for = [param for param in params if not (param.requires_grad and param.ds_numel > 0)]

@@ -149,6 +149,7 @@ def _save(engine: Engine, original: Method, asked: _Asked, barrier: SaveBarrier)
         all_or_raise(lambda: (tag_dir / RECORD_NAME).unlink(missing_ok=True))  # of a save that this one has overwritten
         return done
     live, client_state = prepared
+    elastic = elastic and live.per_param  # DeepSpeed's own files of stages 1 and 2 have all that another size needs
     asked = replace(asked, client_state=client_state)
     if decoupled:
         check_alive(engine)

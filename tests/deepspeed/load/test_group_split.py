@@ -1,0 +1,148 @@
+"""Runs at ZeRO stages 1 and 2: what they save, and what they load of every stage, at any number of ranks, bit for bit.
+
+The truth is gathered from the flat buffers of the run that saved (``zeroelastic.testing.group_split``). DeepSpeed's own
+accessors are wrong under ``round_robin_gradients``, until a load or a save of ours has put its tables right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from training import LOSS_RTOL, Job, Outcome, build_engine, gathered_by_deepspeed, train_step
+
+import zeroelastic
+from zeroelastic.testing import RankPool, compare_states, fingerprint, gather_state
+
+LIMIT_S = 300
+
+DEALT = {"round_robin_gradients": True}
+ALIGNED = {"parameter_alignment": True}
+OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run: its stage and ranks, and what of the configuration matters to where its state lies."""
+
+    stage: int
+    ranks: int
+    zero: Mapping[str, Any] = field(default_factory=dict)
+    installed: bool = True
+
+    def job(self, like: Job) -> Job:
+        return replace(like, stage=self.stage, zero=dict(self.zero), installed=self.installed)
+
+
+CASES = {
+    "2 on 3, dealt and aligned, to 2 on 2, dealt": (Run(2, 3, DEALT | ALIGNED), Run(2, 2, DEALT), Job()),
+    "2 on 2, dealt, to 3 on 3": (Run(2, 2, DEALT), Run(3, 3), Job(elastic=False)),
+    "3 on 3 to 2 on 4, dealt": (Run(3, 3), Run(2, 4, DEALT), Job()),
+    "3 on 2, rigid, to 1 on 3": (Run(3, 2), Run(1, 3), Job(elastic=False)),
+    "1 on 2 to 2 on 1": (Run(1, 2), Run(2, 1), Job(precision="fp16")),
+    "2 on 1 to 1 on 3, fp32, amsgrad": (Run(2, 1), Run(1, 3), Job(precision="fp32", optimizer="amsgrad")),
+    "2 on 2 to 2 on 2, SGD, nothing frozen": (Run(2, 2, ALIGNED), Run(2, 2), Job(optimizer="sgd", frozen=False)),
+    "2 on 2, CPU, to 3 on 1": (Run(2, 2, OFFLOADED), Run(3, 1, OFFLOADED), Job(optimizer="cpu_adam")),
+    "3 on 1 to 2 on 3, CPU, dealt": (Run(3, 1, OFFLOADED), Run(2, 3, OFFLOADED | DEALT), Job(optimizer="cpu_adam")),
+    "2 on 3 to 2 on 2 in the background": (Run(2, 3, DEALT), Run(2, 2), Job(options={"async_save": True})),
+    "2 on 3 of DeepSpeed alone to 2 on 2": (Run(2, 3, DEALT, installed=False), Run(2, 2), Job(elastic=False)),
+    "1 on 2, one group, to 2 on 5": (Run(1, 2), Run(2, 5, DEALT), Job(groups=1)),
+}
+
+
+def train_and_save(job: Job, directory: str) -> Outcome:
+    engine = build_engine(job)
+    for step in range(3):
+        train_step(engine, step)
+    state = fingerprint(gather_state(engine))
+    engine.save_checkpoint(directory, client_state={"note": "hello"})
+    assert compare_states(state, fingerprint(gather_state(engine))) == [], "saving changed the live state"
+    return Outcome(state, {}, [train_step(engine, step) for step in (3, 4)])
+
+
+def resume(job: Job, directory: str) -> Outcome:
+    engine = build_engine(job)
+    path, client_state = engine.load_checkpoint(directory)
+    assert path is not None
+    truth = gather_state(engine)
+    for name, value in fragments(engine).items():
+        assert torch.equal(value, truth[name]), name
+    losses = [train_step(engine, step) for step in (3, 4)]
+    for name, value in fragments(engine).items():
+        assert torch.equal(value, gather_state(engine)[name]), name
+    return Outcome(fingerprint(truth), {}, losses, engine.zeroelastic_report, client_state)
+
+
+def fragments(engine: Any) -> dict[str, torch.Tensor]:
+    """What DeepSpeed's accessors gather of each trained parameter, under the keys of ``gather_state``."""
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    found = {}
+    for key in gathered_by_deepspeed(engine):
+        name, _, what = key.rpartition("/")
+        param = dict(engine.module.named_parameters())[name]
+        if what == "fp32":
+            found[f"master/{name}"] = safe_get_full_fp32_param(param).cpu()
+        else:
+            found[f"state/{name}/{what}"] = safe_get_full_optimizer_state(param, what).cpu()
+    return found
+
+
+@pytest.mark.support(
+    "Using it", "training at ZeRO stages 1 and 2", "exact", "saved, verified and resumed at any size, and at any stage"
+)
+@pytest.mark.parametrize("name", CASES)
+def test_a_run_goes_on_at_another_stage_and_size(rank_pool: RankPool, tmp_path: Path, name: str) -> None:
+    before, after, like = CASES[name]
+    saved = rank_pool.run(train_and_save, before.ranks, before.job(like), str(tmp_path), timeout=LIMIT_S)[0]
+    root = None
+    if before.installed:
+        verified = zeroelastic.verify(tmp_path)
+        assert verified.valid
+        root = verified.content_root
+    job = after.job(like).other()
+    for rank, outcome in enumerate(rank_pool.run(resume, after.ranks, job, str(tmp_path), timeout=LIMIT_S)):
+        assert compare_states(saved.state, outcome.state) == [], f"rank {rank}"
+        assert outcome.losses == pytest.approx(saved.losses, rel=LOSS_RTOL[like.precision])
+        assert outcome.client_state["note"] == "hello"
+        assert outcome.report.bytes_read <= 1.01 * outcome.report.bytes_owned
+        assert root is None or outcome.report.loaded_root == root
+
+
+def resume_and_save(job: Job, directory: str, target: str) -> None:
+    engine = build_engine(job)
+    engine.load_checkpoint(directory)
+    engine.save_checkpoint(target)
+
+
+def test_the_content_root_stays_through_every_stage(rank_pool: RankPool, tmp_path: Path) -> None:
+    """3 -> 2 -> 1 -> 3 at four sizes, each loaded and saved again: nothing changes."""
+    rank_pool.run(train_and_save, 2, Job(), str(tmp_path / "0"), timeout=LIMIT_S)
+    roots = {zeroelastic.verify(tmp_path / "0").content_root}
+    for number, run in enumerate([Run(2, 3, DEALT), Run(1, 1, ALIGNED), Run(2, 4), Run(3, 2)]):
+        directories = [str(tmp_path / str(at)) for at in (number, number + 1)]
+        rank_pool.run(resume_and_save, run.ranks, run.job(Job()).other(), *directories, timeout=LIMIT_S)
+        roots.add(zeroelastic.verify(directories[1]).content_root)
+    assert len(roots) == 1
+
+
+def stock_resume(job: Job, directory: str) -> Outcome:
+    engine = build_engine(job)
+    path, _ = engine.load_checkpoint(directory)
+    assert path is not None
+    return Outcome(fingerprint(gather_state(engine)), {}, [train_step(engine, step) for step in (3, 4)])
+
+
+@pytest.mark.parametrize("flag", [False, True])
+def test_deepspeed_alone_loads_what_was_saved(rank_pool: RankPool, tmp_path: Path, flag: bool) -> None:
+    """At the same size; with ``elastic_checkpoint`` too, under which it cannot load what it saves itself."""
+    run = Run(2, 3, DEALT)
+    saved = rank_pool.run(train_and_save, 3, run.job(Job(elastic=flag)), str(tmp_path), timeout=LIMIT_S)[0]
+    stock = replace(run.job(Job(elastic=flag)), installed=False).other()
+    for outcome in rank_pool.run(stock_resume, 3, stock, str(tmp_path), timeout=LIMIT_S):
+        assert compare_states(saved.state, outcome.state) == []
+        assert outcome.losses == pytest.approx(saved.losses, rel=LOSS_RTOL["bf16"])

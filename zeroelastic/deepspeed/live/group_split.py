@@ -1,0 +1,217 @@
+"""The live optimizer of ZeRO stages 1 and 2: every optimizer group is one buffer, of which each rank has a part.
+
+Where a parameter begins in its group's buffer is read off the memory of its 16-bit weight, which is a view of that
+buffer, and compared with the layout. DeepSpeed's tables (``_hp_mapping``, ``_param_slice_mappings``) are of another
+order than the buffer under ``round_robin_gradients``; a load puts them right. Source: ``DeepSpeedZeroOptimizer`` of
+stage_1_and_2.py (``_update_model_bit16_weights``, ``update_lp_params``, ``_link_all_hp_params``), DeepSpeed 0.19.8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.pipe.module import PipelineModule
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.utils import get_hp_fragment_mapping
+
+from zeroelastic.core.layout import Param, group_split_layout, unpacked_layout
+from zeroelastic.deepspeed.engine import Engine, GroupOptimizer
+from zeroelastic.deepspeed.engine_state import engine_of
+from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
+from zeroelastic.deepspeed.live.optimizers import SCHEDULED
+from zeroelastic.deepspeed.live.topology import uncovered_groups
+from zeroelastic.deepspeed.patching import patched
+from zeroelastic.errors import UnsupportedError
+from zeroelastic.torch_file.header import TensorRef
+
+
+class GroupSplit(LiveOptimizer):
+    """A ``DeepSpeedZeroOptimizer``, with offloading to the CPU. A sub-group is an optimizer group."""
+
+    optimizer: GroupOptimizer
+    per_param = False
+
+    def _read(self, names: Mapping[torch.nn.Parameter, str]) -> None:
+        engine = engine_of(self.optimizer)
+        assert engine is not None, "linked when the engine was configured"
+        self.module = engine.module
+        world_size = dist.get_world_size(group=self.dp_group)
+        in_buffer = self.optimizer.round_robin_bit16_groups
+        self.group_of = tuple(range(len(in_buffer)))
+        self.groups = tuple(
+            tuple(names[param] for param in group if param.numel()) for group in self.optimizer.bit16_groups
+        )
+        described = [[Param(names[param], tuple(param.shape)) for param in group] for group in in_buffer]
+        gaps = getattr(self.optimizer, "round_robin_bit16_padding", None)  # DeepSpeed before 0.19.8 leaves none
+        self.layout = group_split_layout(described, world_size, gaps)
+        self._check_places(names)
+        params = [param for group in in_buffer for param in group if param.numel()]
+        self.trained = frozenset(params)
+        self._frozen = [param for param in self.module.parameters() if param not in self.trained]
+        self._copies: dict[int, torch.Tensor] = {}
+        self.frozen = unpacked_layout([Param(names[param], tuple(param.shape)) for param in self._frozen], world_size)
+
+    def _check_places(self, names: Mapping[torch.nn.Parameter, str]) -> None:
+        """Raise UnsupportedError where a weight is not where the layout says that it lies in its group's buffer."""
+        computed = dict(zip(self.layout.index(), self.layout.origin.tolist(), strict=True))
+        if getattr(self.optimizer, "offloaded_states", None):
+            return  # by offload_states(): the weights are away
+        for group, buffer in zip(self.optimizer.bit16_groups, self.optimizer.bit16_groups_flat, strict=True):
+            for param in group:
+                begin = (param.data_ptr() - buffer.data_ptr()) // buffer.element_size()
+                if param.numel() and begin != computed[names[param]]:
+                    raise UnsupportedError(
+                        f"parameter {names[param]} begins at element {begin} of its group's buffer, where ZeRO-1 and 2 "
+                        f"imply {computed[names[param]]}."
+                    )
+        parts = [part.numel() for part in self.optimizer.single_partition_of_fp32_groups]
+        if parts != self.layout.sub_group_numel.tolist():
+            raise UnsupportedError(
+                f"the master weights have {parts} elements on this rank, where ZeRO-1 and 2 imply "
+                f"{self.layout.sub_group_numel.tolist()}."
+            )
+
+    @staticmethod
+    def serves(optimizer: Any) -> bool:
+        engine = engine_of(optimizer)
+        return (
+            type(optimizer) is DeepSpeedZeroOptimizer
+            and engine is not None
+            and not isinstance(engine.module, PipelineModule)
+            and not uncovered_groups(optimizer, engine)
+            and getattr(optimizer, "model_parallel_group", None) is None
+            and not getattr(optimizer, "zenflow", False)
+            and not any(group.get("use_muon") or group.get("moe") for group in optimizer.optimizer.param_groups)
+        )
+
+    @staticmethod
+    def uncovered(optimizer: Any, engine: Engine) -> list[str]:
+        return []  # ``serves`` leaves to DeepSpeed what is not covered
+
+    def flat(self, sub_group: int) -> torch.Tensor:
+        return self.optimizer.single_partition_of_fp32_groups[sub_group]
+
+    def frozen_tensor(self, param: int) -> torch.Tensor:
+        """This rank's part of a frozen parameter, which every rank has whole: a view, or else a copy of it.
+
+        ``end_load`` hands each part to all ranks.
+        """
+        start, length = (int(column[param]) for column in self.frozen.owned(self.rank))
+        whole = self._frozen[param].detach()
+        if whole.is_contiguous():
+            return whole.view(-1)[start : start + length]
+        if param not in self._copies:
+            self._copies[param] = whole.reshape(-1)[start : start + length].clone()
+        return self._copies[param]
+
+    def begin_load(self) -> None:
+        if getattr(self.optimizer, "offloaded_states", None):
+            self.optimizer.reload_states()
+        if hasattr(self.optimizer, "_wait_for_offload_copies"):
+            self.optimizer._wait_for_offload_copies()
+
+    def refresh(self) -> None:
+        """Nothing is replaced."""
+
+    def state_filled(self) -> None:
+        """DeepSpeed's views of the state are made again in ``end_load``."""
+
+    def finish_weights(self, *, from_16_bit: bool) -> None:
+        for i, parts in enumerate(self.optimizer.parallel_partitioned_bit16_groups):
+            parts[self.rank].copy_(self.fp32(i))
+            if from_16_bit:
+                self.fp32(i).copy_(parts[self.rank])
+
+    def end_load(self) -> None:
+        """Have every rank's part of the 16-bit weights and of frozen parameters on all ranks. Collective."""
+        self.optimizer.update_lp_params()
+        for number, (param, part) in enumerate(zip(self._frozen, self.frozen.part.tolist(), strict=True)):
+            if not param.numel():
+                continue
+            own = torch.zeros(part, dtype=param.dtype, device=param.device)
+            piece = self.frozen_tensor(number)
+            own[: piece.numel()].copy_(piece)
+            parts = [torch.empty_like(own) for _ in range(self.frozen.world_size)]
+            dist.all_gather(parts, own, group=self.dp_group)
+            param.data.copy_(torch.cat(parts)[: param.numel()].view(param.shape))
+        self._copies.clear()
+        self._link_fragments()
+
+    def _link_fragments(self) -> None:
+        """Have DeepSpeed's fragments be what lies in the buffers: ``_hp_mapping``, ``_param_slice_mappings``.
+
+        DeepSpeed takes the order of the optimizer group for that of the buffer, which ``round_robin_gradients`` deals.
+        """
+        optimizer = self.optimizer
+        optimizer._link_all_hp_params()
+        offset = dict(zip(self.layout.index(), self.layout.origin.tolist(), strict=True))
+        for g, (group, part) in enumerate(
+            zip(optimizer.bit16_groups, self.layout.sub_group_numel.tolist(), strict=True)
+        ):
+            begin, end = self.rank * part, (self.rank + 1) * part
+            position = {id(param): i for i, param in enumerate(optimizer.params_in_partition[g])}
+            for param in group if getattr(optimizer, "round_robin_gradients", False) else ():
+                param._hp_mapping = None  # type: ignore[attr-defined]
+                start = offset.get(optimizer.param_names[param])
+                if start is None or not (start < end and begin < start + param.numel()):
+                    continue
+                param._index_in_param_group = position[id(param)]  # type: ignore[attr-defined]
+                param._hp_mapping = get_hp_fragment_mapping(  # type: ignore[attr-defined]
+                    param,
+                    start,
+                    self.flat(g),
+                    optimizer.averaged_gradients,
+                    optimizer.offload_gradient_dict,
+                    optimizer.cpu_offload,
+                    g,
+                    begin,
+                    part,
+                )
+        optimizer._param_slice_mappings = optimizer._create_param_mapping()
+        optimizer._hp_optimizer_states_linked = False
+        if all(self.state(i) for i in range(self.layout.num_sub_groups)):
+            optimizer._lazy_init_hp_params_optimizer_state()
+
+    @contextmanager
+    def saving(self, engine: Engine, *, elastic: bool, written: Callable[[], None]) -> Iterator[None]:
+        """While it lasts, DeepSpeed's save writes its rigid form, which has the hyper-parameters, and right tables.
+
+        Its own form under ``elastic_checkpoint`` lacks hyper-parameters, and cannot be loaded by DeepSpeed itself.
+        """
+        self._link_fragments()
+        with patched(self.optimizer, elastic_checkpoint=False, checkpoint_event_epilogue=written):
+            yield
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+    def sync(self) -> None:
+        """Nothing is on NVMe."""
+
+    def lost_in_stock_files(self) -> str | None:
+        return None
+
+    def takes_stock_state(self, state: object) -> bool:
+        if not isinstance(state, dict) or state.get("zero_stage") not in (1, 2):
+            return False
+        flats, nested = state.get("single_partition_of_fp32_groups"), state.get("base_optimizer_state")
+        groups = nested.get("param_groups") if isinstance(nested, dict) else None
+        if not isinstance(flats, list) or not isinstance(groups, list):
+            return False
+        own = self.base.param_groups
+        lean = [
+            numel - padding
+            for numel, padding in zip(self.layout.sub_group_numel.tolist(), self.optimizer.groups_padding, strict=True)
+        ]
+        return (
+            [flat.shape if isinstance(flat, TensorRef) else None for flat in flats] == [(numel,) for numel in lean]
+            and len(groups) == len(own)
+            and all(
+                isinstance(group, dict) and not mine.keys() - group.keys() - SCHEDULED
+                for group, mine in zip(groups, own, strict=True)
+            )
+        )
