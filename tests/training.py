@@ -168,8 +168,10 @@ def ds_config(job: Job) -> dict[str, Any]:
     if job.micro is not None:
         config["train_micro_batch_size_per_gpu"] = job.micro
     if job.stage != 3:
-        config["zero_optimization"] = {"stage": job.stage, **job.zero}
-        del config["zeroelastic"]
+        flag = {"elastic_checkpoint": job.elastic} if job.installed else {}  # DeepSpeed cannot load its own with it
+        config["zero_optimization"] = {"stage": job.stage, **flag, **job.zero}
+        if not job.installed:
+            del config["zeroelastic"]
     if job.precision == "bf16":
         config["bf16"] = {"enabled": True, **config.get("bf16", {})}
     elif job.precision == "fp16":

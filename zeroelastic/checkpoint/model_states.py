@@ -18,7 +18,7 @@ from zeroelastic.checkpoint.file_names import WHOLE_MODEL_FILE, saved_as
 from zeroelastic.checkpoint.tensor_parallel import TensorParallel, other_tp_size
 from zeroelastic.checkpoint.values import checked_param, checked_params
 from zeroelastic.core.layout import Layout, Param, partition_numel, unpacked_layout
-from zeroelastic.errors import CheckpointError, brief, shown
+from zeroelastic.errors import CheckpointError, UnsupportedError, brief, shown
 from zeroelastic.io.paths import FilePath
 from zeroelastic.torch_file.header import DTYPE_BYTES, Stub, TensorRef, TorchFile, read_torch_file
 
@@ -227,7 +227,12 @@ def _whole_frozen_params(
     layout = unpacked_layout(checked_params(params, file.path), 1)
     file.locate(ref.storage.key for ref in found.values())
     offset = np.full(len(params), -1, dtype=np.int64)
-    for i, ref in enumerate(found.values()):
+    for i, (name, ref) in enumerate(found.items()):
+        if not ref.is_contiguous:
+            raise UnsupportedError(
+                f"{file.path}: frozen parameter {name} was saved by DeepSpeed alone with the strides {ref.stride}, "
+                "which only DeepSpeed reads."
+            )
         if ref.numel > 0:
             offset[i] = file.extent(ref).offset
     return layout, TensorExtents(file.path, {i: ref.dtype for i, ref in enumerate(found.values())}, offset)

@@ -181,9 +181,25 @@ class GroupSplit(LiveOptimizer):
         """While it lasts, DeepSpeed's save writes its rigid form, which has the hyper-parameters, and right tables.
 
         Its own form under ``elastic_checkpoint`` lacks hyper-parameters, and cannot be loaded by DeepSpeed itself.
+        Frozen parameters are contiguous in the files, so that ranges of them can be read.
         """
         self._link_fragments()
-        with patched(self.optimizer, elastic_checkpoint=False, checkpoint_event_epilogue=written):
+        module_state_dict, fragment = engine.module_state_dict, engine._get_param_fragment_func
+
+        def contiguous(*args: Any, **kwargs: Any) -> dict[str, Any]:
+            state = module_state_dict(*args, **kwargs)
+            state.update({name: state[name].contiguous() for name in state.keys() & frozen})
+            return state
+
+        frozen = {name for name, param in self.module.named_parameters() if not param.is_contiguous()}
+        with (
+            patched(self.optimizer, elastic_checkpoint=False, checkpoint_event_epilogue=written),
+            patched(
+                engine,
+                module_state_dict=contiguous,
+                _get_param_fragment_func=lambda param: fragment(param).contiguous(),
+            ),
+        ):
             yield
 
     def state_dict(self) -> dict[str, Any]:

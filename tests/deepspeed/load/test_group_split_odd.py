@@ -1,0 +1,147 @@
+"""Runs at ZeRO stages 1 and 2 with what is rare: odd parameters, flags of a load, changed models, damaged tags."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import training
+from test_group_split import DEALT, LIMIT_S, Run, train_and_save
+from training import LOSS_RTOL, Job, Outcome, build_engine, train_step
+
+import zeroelastic
+from zeroelastic.testing import RankPool, compare_states, fingerprint, gather_state
+from zeroelastic.torch_file.header import read_torch_file
+
+
+class OddModel(training.TinyModel):
+    """With a parameter without elements, and a frozen one whose elements lie in another order."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.never_used = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(0, 4))])
+        self.slanted = torch.nn.Parameter(torch.arange(12.0).reshape(4, 3), requires_grad=False)
+
+
+def odd_engine(job: Job, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(training, "TinyModel", OddModel)
+    engine = build_engine(job)
+    if job.stage != 3:
+        slanted = engine.module.slanted
+        slanted.data = slanted.data.t().contiguous().t()
+        assert not slanted.is_contiguous()
+    return engine
+
+
+def save_odd(job: Job, directory: str, freeze: bool, **save: Any) -> Outcome:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        engine = odd_engine(job, monkeypatch)
+    train_step(engine, 0)
+    engine.module.scale.requires_grad_(not freeze)
+    state = fingerprint(gather_state(engine))
+    engine.save_checkpoint(directory, **save)
+    return Outcome(state, {}, [train_step(engine, 1)])
+
+
+def load_odd(job: Job, directory: str, **flags: Any) -> Outcome:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        engine = odd_engine(job, monkeypatch)
+    engine.load_checkpoint(directory, **flags)
+    return Outcome(fingerprint(gather_state(engine)), {}, [train_step(engine, 1)], engine.zeroelastic_report)
+
+
+PAIRS = {"2 to 2": (Run(2, 3, DEALT), Run(2, 2)), "2 to 3": (Run(2, 2), Run(3, 3)), "3 to 1": (Run(3, 2), Run(1, 3))}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("freeze", [False, True], ids=["", "frozen after initialize"])
+def test_odd_parameters(rank_pool: RankPool, tmp_path: Path, name: str, freeze: bool) -> None:
+    before, after = PAIRS[name]
+    like = Job(groups=1)
+    saved = rank_pool.run(save_odd, before.ranks, before.job(like), str(tmp_path), freeze, timeout=LIMIT_S)[0]
+    assert zeroelastic.verify(tmp_path).valid
+    for outcome in rank_pool.run(load_odd, after.ranks, after.job(like).other(), str(tmp_path), timeout=LIMIT_S):
+        assert compare_states(saved.state, outcome.state) == []
+        assert freeze or outcome.losses == pytest.approx(saved.losses, rel=LOSS_RTOL["bf16"])
+
+
+def test_frozen_parameters_that_were_excluded_stay_the_runs_own(rank_pool: RankPool, tmp_path: Path) -> None:
+    job, directory = Run(2, 2).job(Job(groups=1)), str(tmp_path)
+    flags = {"exclude_frozen_parameters": True}
+    saved = rank_pool.run(save_odd, 2, job, directory, False, timeout=LIMIT_S, **flags)[0]
+    for outcome in rank_pool.run(load_odd, 3, job, directory, timeout=LIMIT_S, load_module_strict=False):
+        assert compare_states(saved.state, outcome.state) == []  # both runs have made them alike
+    other = rank_pool.run(load_odd, 3, job.other(), directory, timeout=LIMIT_S, load_module_strict=False)[0]
+    different = {line.partition(":")[0] for line in compare_states(saved.state, other.state)}
+    assert different == {"weight/slanted", "weight/adapter.weight", "weight/adapter.bias"}
+
+
+def load_flags(job: Job, directory: str, **flags: Any) -> Outcome:
+    engine = build_engine(job)
+    engine.load_checkpoint(directory, **flags)
+    return Outcome(fingerprint(gather_state(engine)), {}, [train_step(engine, 1)], engine.zeroelastic_report)
+
+
+def test_flags_of_a_load_leave_out_what_they_say(rank_pool: RankPool, tmp_path: Path) -> None:
+    run = Run(2, 2, DEALT)
+    saved = rank_pool.run(train_and_save, 2, run.job(Job()), str(tmp_path), timeout=LIMIT_S)[0]
+    for flags, kinds in (
+        ({"load_module_only": True}, {"scalar", "group", "scheduler", "state", "engine"}),
+        ({"load_optimizer_states": False}, {"group", "state", "scalar"}),
+        ({"load_lr_scheduler_states": False}, {"scheduler"}),
+    ):
+        for outcome in rank_pool.run(load_flags, 3, run.job(Job()).other(), str(tmp_path), timeout=LIMIT_S, **flags):
+            lines = compare_states(saved.state, outcome.state)
+            assert {line.partition("/")[0] for line in lines} == kinds, flags
+
+
+@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("frozen", [False, True], ids=["frozen now", "trained now"])
+def test_parameters_that_were_frozen_or_are_now(rank_pool: RankPool, tmp_path: Path, name: str, frozen: bool) -> None:
+    before, after = PAIRS[name]
+    job = before.job(Job(groups=1, frozen=frozen))
+    saved = rank_pool.run(train_and_save, before.ranks, job, str(tmp_path), timeout=LIMIT_S)[0]
+    now = replace(after.job(Job(groups=1, frozen=not frozen)).other(), options={"on_mismatch": "initialize"})
+    for outcome in rank_pool.run(load_flags, after.ranks, now, str(tmp_path), timeout=LIMIT_S):
+        lines = compare_states(saved.state, outcome.state)
+        assert all("adapter" in line for line in lines) and not any(line.startswith("weight/") for line in lines)
+        assert any("adapter.weight, adapter.bias" in line for line in outcome.report.changed)
+
+
+def save_twice(job: Job, directory: str) -> list[dict[str, Any]]:
+    engine = build_engine(job)
+    states = []
+    for step in range(2):
+        train_step(engine, step)
+        states.append(fingerprint(gather_state(engine)))
+        engine.save_checkpoint(directory)
+    return states
+
+
+def load_error(job: Job, directory: str) -> str:
+    with pytest.raises(zeroelastic.ZeroElasticError) as raised:
+        build_engine(job).load_checkpoint(directory)
+    return f"{type(raised.value).__name__}: {raised.value}"
+
+
+def test_damage_is_noticed_and_the_tag_before_is_taken(rank_pool: RankPool, tmp_path: Path) -> None:
+    job, directory = Run(2, 2, DEALT).job(Job()), tmp_path / "saved"
+    states = rank_pool.run(save_twice, 2, job, str(directory), timeout=LIMIT_S)[0]
+    path = directory / "global_step2" / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    file = read_torch_file(path)
+    data = bytearray(path.read_bytes())
+    data[file.extent(file.root["optimizer_state_dict"]["single_partition_of_fp32_groups"][0]).offset + 40] ^= 1
+    path.write_bytes(data)
+    (problem,) = zeroelastic.verify(directory).problems
+    assert problem.file == path.name and problem.key == "fp32"
+    shutil.copytree(directory, tmp_path / "copy")
+    for error in rank_pool.run(load_error, 3, job.other(), str(directory), timeout=LIMIT_S):
+        assert error.startswith("DigestMismatchError") and f"Damaged: {path.name}" in error
+    falls_back = replace(job, options={"fallback": True}).other()
+    for outcome in rank_pool.run(load_flags, 3, falls_back, str(tmp_path / "copy"), timeout=LIMIT_S):
+        assert compare_states(states[0], outcome.state) == []
+        assert "global_step1" in outcome.report.path
