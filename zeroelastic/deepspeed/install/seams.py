@@ -50,6 +50,7 @@ def _seams(class_path: str, *signatures: str) -> tuple[Seam, ...]:
 
 _ENGINE = "deepspeed.runtime.engine.DeepSpeedEngine"
 _STAGE3 = "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3"
+_GROUPS = "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer"
 _WRITERS = "deepspeed.runtime.checkpoint_engine"
 _SWAP = "deepspeed.runtime.swap_tensor"
 _LOAD = "load_dir tag load_module_strict load_optimizer_states load_lr_scheduler_states load_module_only custom_load_fn"
@@ -86,6 +87,13 @@ USED = (
         "checkpoint_event_prologue",
         "checkpoint_event_epilogue",
         "get_param_id param",
+    ),
+    *_seams(
+        _GROUPS,
+        "state_dict",
+        "update_lp_params",
+        "_link_all_hp_params",
+        "_lazy_init_hp_params_optimizer_state",
     ),
     *_seams(f"{_WRITERS}.torch_checkpoint_engine.TorchCheckpointEngine", "save state_dict path"),
     *_seams(

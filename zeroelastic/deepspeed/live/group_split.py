@@ -1,8 +1,8 @@
 """The live optimizer of ZeRO stages 1 and 2: every optimizer group is one buffer, of which each rank has a part.
 
 Where a parameter begins in its group's buffer is read off the memory of its 16-bit weight, which is a view of that
-buffer, and compared with the layout. DeepSpeed's tables (``_hp_mapping``, ``_param_slice_mappings``) are of another
-order than the buffer under ``round_robin_gradients``; a load puts them right. Source: ``DeepSpeedZeroOptimizer`` of
+buffer, and compared with the layout. DeepSpeed's own table (``_hp_mapping``) is of another order than the buffer under
+``round_robin_gradients``; a load puts it right. Source: ``DeepSpeedZeroOptimizer`` of
 stage_1_and_2.py (``_update_model_bit16_weights``, ``update_lp_params``, ``_link_all_hp_params``), DeepSpeed 0.19.8.
 """
 
@@ -142,9 +142,11 @@ class GroupSplit(LiveOptimizer):
         self._link_fragments()
 
     def _link_fragments(self) -> None:
-        """Have DeepSpeed's fragments be what lies in the buffers: ``_hp_mapping``, ``_param_slice_mappings``.
+        """Have DeepSpeed's fragments (``_hp_mapping``) be what lies in the buffers.
 
         DeepSpeed takes the order of the optimizer group for that of the buffer, which ``round_robin_gradients`` deals.
+        The table that it saves (``_param_slice_mappings``) stays as it is: loading a Universal checkpoint makes the
+        same mistake again, and at the same size the two cancel.
         """
         optimizer = self.optimizer
         optimizer._link_all_hp_params()
@@ -171,19 +173,17 @@ class GroupSplit(LiveOptimizer):
                     begin,
                     part,
                 )
-        optimizer._param_slice_mappings = optimizer._create_param_mapping()
         optimizer._hp_optimizer_states_linked = False
         if all(self.state(i) for i in range(self.layout.num_sub_groups)):
             optimizer._lazy_init_hp_params_optimizer_state()
 
     @contextmanager
     def saving(self, engine: Engine, *, elastic: bool, written: Callable[[], None]) -> Iterator[None]:
-        """While it lasts, DeepSpeed's save writes its rigid form, which has the hyper-parameters, and right tables.
+        """While it lasts, DeepSpeed's save writes its rigid form, which has the hyper-parameters.
 
         Its own form under ``elastic_checkpoint`` lacks hyper-parameters, and cannot be loaded by DeepSpeed itself.
         Frozen parameters are contiguous in the files, so that ranges of them can be read.
         """
-        self._link_fragments()
         module_state_dict, fragment = engine.module_state_dict, engine._get_param_fragment_func
 
         def contiguous(*args: Any, **kwargs: Any) -> dict[str, Any]:
