@@ -13,7 +13,7 @@ import pytest
 import torch
 from commands import peak_memory, run_command
 from places import GOLDEN
-from synthetic import edit, make_tag, model_name, optim_name
+from synthetic import edit, edit_optim, make_tag, model_name, optim_name
 
 import zeroelastic
 from zeroelastic.checkpoint.open import open_checkpoint
@@ -213,6 +213,10 @@ REFUSED: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
         ),
         "Adagrad",
     ),
+    "MoE": (
+        lambda data: data["optimizer_state_dict"]["optimizer_state_dict"]["param_groups"][0].update(moe=True),
+        r"has experts \(MoE\)",
+    ),
     "steps": (
         lambda data: data["optimizer_state_dict"]["optimizer_state_dict"]["state"][1].update(step=torch.tensor(9.0)),
         "w and v share an optimizer group but were saved with different optimizer state or steps",
@@ -258,6 +262,31 @@ def test_sub_groups_that_contradict_the_configuration_do_not_matter_at_stages_1_
     report = zeroelastic.reshard(tmp_path / "a", tmp_path / "b", world_size=3, stage=1)
     assert report.content_root == root_of(tmp_path / "a") == root_of(tmp_path / "b")
     assert report.forecast.num_sub_groups == 1 and report.forecast.files == 4
+
+
+def test_a_killed_run_goes_on_at_the_same_stage_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def end(*args: object) -> None:
+        raise SystemExit(143)
+
+    for stage, resumed in ((2, 3), (1, 0)):
+        with monkeypatch.context() as patch:
+            patch.setattr("zeroelastic.offline.reshard.reshard.publish", end)
+            with pytest.raises(SystemExit):
+                zeroelastic.reshard(GOLDEN / "rigid2", tmp_path / "b", world_size=3, stage=2)
+        report = zeroelastic.reshard(GOLDEN / "rigid2", tmp_path / "b", world_size=3, stage=stage).result
+        assert report is not None and (report.stage, report.resumed_ranks) == (stage, resumed)
+        assert root_of(tmp_path / "b") == root_of(GOLDEN / "rigid2")
+        shutil.rmtree(tmp_path / "b")
+
+
+def test_the_state_of_a_grad_scaler_that_no_file_of_deepspeed_keeps_is_named(tmp_path: Path) -> None:
+    make_tag(tmp_path / "a", 2, frozen=None)
+    scaler = dict.fromkeys(("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"), 2)
+    for rank in range(2):
+        edit_optim(tmp_path / "a" / "tag" / optim_name(rank), lambda s: s["zeroelastic"].update(grad_scaler=scaler))
+    for stage, named in ((2, True), (3, False)):
+        forecast = zeroelastic.reshard(tmp_path / "a", tmp_path / "b", world_size=3, stage=stage, dry_run=True).forecast
+        assert any("GradScaler" in note for note in forecast.notes) == named
 
 
 def test_options_of_stage_3_are_misuse_at_stages_1_and_2(tmp_path: Path) -> None:

@@ -140,7 +140,10 @@ def plan_reshard(source: Source, options: ReshardOptions) -> ReshardPlan:
     saved_world_size = state.checkpoint.world_size
     sidecar_files = plan_sidecar_files(source, saved_world_size=saved_world_size, world_size=options.world_size)
     misfit = misfit_notes(saved.train_batch_size, options.world_size, saved_world_size, state.head.ds_config)
-    sidecar_files = replace(sidecar_files, notes=(*_stage_notes(saved, target_stage), *misfit, *sidecar_files.notes))
+    notes = [*_stage_notes(saved, target_stage), *misfit]
+    if state.head.grad_scaler is not None and target.format == "rigid":
+        notes.append("not carried: the state of torch's GradScaler, for which DeepSpeed's own files have no place")
+    sidecar_files = replace(sidecar_files, notes=(*notes, *sidecar_files.notes))
     return ReshardPlan(source, state, saved, target, sidecar_files, options)
 
 

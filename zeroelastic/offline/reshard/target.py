@@ -137,6 +137,11 @@ def _check_optimizer(source: ReshardSource, stage: int) -> None:
             "a run with this configuration (bf16 and data_types.grad_accum_dtype fp32) has a BF16_Optimizer at stage "
             "1, of which checkpoints are not written. Reshard to stage 2 or 3, with --stage."
         )
+    if any(group.options.get("moe") for group in source.groups) or source.model_root(0).get("num_experts"):
+        raise UnsupportedError(
+            f"has experts (MoE), whose groups are cut for other numbers of ranks at stage {stage}: such checkpoints "
+            "are not written. Reshard to stage 3, with --stage 3."
+        )
     # torch.optim.Adagrad is made anew over all flat buffers, as one group, by initialize_optimizer_states.
     if any(group.repeats > 1 for group in source.groups) or any("sum" in keys for keys in source.trained.dtypes):
         raise UnsupportedError(
