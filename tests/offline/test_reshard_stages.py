@@ -43,7 +43,7 @@ def root_of(directory: Path) -> str | None:
 @pytest.mark.support(
     "Using it", "`zeroelastic reshard --stage`: stages 1, 2 and 3 into each other", "exact", "the same content root"
 )
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [*(pytest.param(n, marks=pytest.mark.extended) for n in (1, 2, 4)), 3])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("source", SOURCES)
 def test_every_stage_becomes_every_other_at_every_size_and_back(
