@@ -6,10 +6,13 @@ That a command also works as a program of its own is what tests/project/test_com
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from places import ROOT
 from typer.testing import CliRunner
 
 from zeroelastic.cli.app import app
@@ -35,3 +38,18 @@ def run_command(*arguments: object, cwd: Path | None = None, env: Mapping[str, s
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     return Done(result.exit_code, result.stdout, result.stderr)
+
+
+def peak_memory(*arguments: object) -> int:
+    """The most memory in bytes that ``zeroelastic`` with these arguments has in a process of its own, by the kernel."""
+    script = (
+        "import resource, sys; from zeroelastic.cli.app import main\n"
+        "try: main()\n"
+        "except SystemExit as e: assert e.code == 0\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    )
+    # A shell between: the peak of a process that was forked from this one begins with this one's.
+    command = ["/bin/sh", "-c", '"$@"', "sh", sys.executable, "-c", script, *map(str, arguments)]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=True)
+    return int(done.stdout.split()[-1]) * 1024

@@ -33,7 +33,7 @@ from training import (  # noqa: E402
     build_model,
     build_optimizer,
     ds_config,
-    gathered_by_deepspeed,
+    gathered,
     sub_group_steps,
     train_step,
 )
@@ -57,7 +57,7 @@ def main(directory: str, out: str, changes: dict[str, Any]) -> None:
     assert path is not None
     steps, distinct = sub_group_steps(engine)
     seen = {
-        "gathered": gathered_by_deepspeed(engine),
+        "gathered": gathered(engine),
         "groups": [
             {key: value for key, value in group.items() if key != "params" and isinstance(value, (int, float, list))}
             for group in engine.optimizer.optimizer.param_groups

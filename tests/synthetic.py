@@ -330,3 +330,19 @@ def gather(checkpoint: Checkpoint) -> Truth:
         name: {key: (dtype, b"".join(parts)) for key, (dtype, parts) in tensors.items()}
         for name, tensors in found.items()
     }
+
+
+def make_tag(root: Path, world_size: int, **options: Any) -> Truth:
+    """The tag "tag" and ``latest`` under ``root``; its configuration says the sub_group_size that it was cut with."""
+    truth = write_checkpoint(root / "tag", world_size=world_size, **options)
+    size = options.get("sub_group_size", 10)
+    for path in (root / "tag").glob("*optim_states.pt"):
+        edit(
+            path, lambda data: data["ds_config"].update(zero_optimization={"stage": 3, "sub_group_size": size or 10**9})
+        )
+    if options.get("record"):
+        record = json.loads((root / "tag" / "zeroelastic.json").read_text())
+        record["files"] = {name: (root / "tag" / name).stat().st_size for name in record["files"]}
+        (root / "tag" / "zeroelastic.json").write_text(sealed(json.dumps(record)))
+    (root / "latest").write_text("tag")
+    return truth

@@ -262,7 +262,13 @@ def look(engine: Any) -> tuple[dict[str, Any], dict[str, str]]:
     """The gathered state, and what DeepSpeed's own accessors gather, both as fingerprints."""
     from zeroelastic.testing import fingerprint, gather_state
 
-    return fingerprint(gather_state(engine)), gathered_by_deepspeed(engine)
+    return fingerprint(gather_state(engine)), gathered(engine)
+
+
+def gathered(engine: Any) -> dict[str, str]:
+    """Master weights and optimizer state of every trained parameter, gathered without zeroelastic, as fingerprints."""
+    sub_groups = hasattr(engine.optimizer, "fp32_partitioned_groups_flat")
+    return gathered_by_deepspeed(engine) if sub_groups else gathered_from_groups(engine)
 
 
 def gathered_by_deepspeed(engine: Any) -> dict[str, str]:
@@ -292,6 +298,36 @@ def gathered_by_deepspeed(engine: Any) -> dict[str, str]:
     return found
 
 
+def gathered_from_groups(engine: Any) -> dict[str, str]:
+    """``gathered_by_deepspeed`` at stages 1 and 2, cut out of the gathered buffers of the optimizer groups.
+
+    A parameter's place is that of its weight in the memory of the group's weights: DeepSpeed's own accessors are wrong
+    under ``round_robin_gradients``.
+    """
+    import hashlib
+
+    found: dict[str, str] = {}
+    optimizer = engine.optimizer
+    if hasattr(optimizer, "bf16_groups"):  # BF16_Optimizer
+        columns = (optimizer.bf16_groups, optimizer.fp32_groups_flat_partition, optimizer.bf16_groups_flat)
+    else:
+        columns = (optimizer.bit16_groups, optimizer.single_partition_of_fp32_groups, optimizer.bit16_groups_flat)
+    for params, master, weights in zip(*columns, strict=True):
+        state = optimizer.optimizer.state.get(master, {})
+        parts = {key: value for key, value in state.items() if torch.is_tensor(value) and value.shape == master.shape}
+        for key, part in {"fp32": master, **parts}.items():
+            gathered = [torch.empty_like(part, requires_grad=False) for _ in range(dist.get_world_size())]
+            dist.all_gather(gathered, part.detach().contiguous())
+            whole = torch.cat(gathered)
+            for param in params:
+                begin = (param.data_ptr() - weights.data_ptr()) // weights.element_size()
+                assert 0 <= begin <= weights.numel() - param.numel()
+                value = whole[begin : begin + param.numel()].contiguous()
+                raw = value.view(torch.uint8).numpy().tobytes()
+                found[f"{engine.param_names[param]}/{key}"] = f"{value.dtype}:{hashlib.sha256(raw).hexdigest()}"
+    return found
+
+
 def flat_buffers(optimizer: Any) -> Sequence[torch.Tensor]:
     """This rank's flat master weights, by sub-group at stage 3, by optimizer group at stages 1 and 2."""
     of_stage_3 = hasattr(optimizer, "fp16_groups")
@@ -310,23 +346,23 @@ def train_and_save(job: Job, directory: str, before: int = 3, after: int = 2, **
     engine = build_engine(job)
     for step in range(before):
         train_step(engine, step)
-    state, gathered = look(engine)
+    state, seen = look(engine)
     engine.save_checkpoint(directory, client_state={"note": "hello", "rank": dist.get_rank()}, **save)
     again, _ = look(engine)
     assert again == state, "saving changed the live state"
     losses = [train_step(engine, step) for step in range(before, before + after)]
-    return Outcome(state, gathered, losses)
+    return Outcome(state, seen, losses)
 
 
 def resume(job: Job, directory: str, before: int = 3, after: int = 2, **load: Any) -> Outcome:
     engine = build_engine(job)
     path, client_state = engine.load_checkpoint(directory, **load)
     assert path is not None
-    state, gathered = look(engine)
+    state, seen = look(engine)
     steps = sub_group_steps(engine)
     losses = [train_step(engine, step) for step in range(before, before + after)]
     report = getattr(engine, "zeroelastic_report", None)
-    return Outcome(state, gathered, losses, report, client_state, steps)
+    return Outcome(state, seen, losses, report, client_state, steps)
 
 
 def resume_and_save(job: Job, directory: str, target: str) -> str:

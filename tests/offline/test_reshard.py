@@ -18,11 +18,12 @@ from typing import Any
 
 import pytest
 import torch
-from commands import Done, run_command
+from commands import Done, peak_memory, run_command
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from places import ROOT
-from synthetic import FROZEN_PARAMS, GROUPS, edit, edit_optim, gather, model_name, optim_name, sealed, write_checkpoint
+from synthetic import FROZEN_PARAMS, GROUPS, edit, edit_optim, gather, model_name, optim_name
+from synthetic import make_tag as make
 
 from zeroelastic.checkpoint.commit_record import read_record
 from zeroelastic.checkpoint.open import open_checkpoint
@@ -40,22 +41,6 @@ from zeroelastic.torch_file import zip_writer
 
 def run(src: Path, dst: Path, world_size: int, **options: Any) -> ReshardReport:
     return reshard(plan_reshard(find_source(src), ReshardOptions(world_size=world_size, **options)), dst)
-
-
-def make(root: Path, world_size: int, **options: Any) -> Any:
-    """A synthetic save under ``root``; its configuration says the sub_group_size that it was cut with."""
-    truth = write_checkpoint(root / "tag", world_size=world_size, **options)
-    size = options.get("sub_group_size", 10)
-    for path in (root / "tag").glob("*optim_states.pt"):
-        edit(
-            path, lambda data: data["ds_config"].update(zero_optimization={"stage": 3, "sub_group_size": size or 10**9})
-        )
-    if options.get("record"):
-        record = json.loads((root / "tag" / "zeroelastic.json").read_text())
-        record["files"] = {name: (root / "tag" / name).stat().st_size for name in record["files"]}
-        (root / "tag" / "zeroelastic.json").write_text(sealed(json.dumps(record)))
-    (root / "latest").write_text("tag")
-    return truth
 
 
 def test_optimizer_and_grad_scaler_are_carried_over(tmp_path):
@@ -506,18 +491,8 @@ def test_a_source_on_a_disk_that_cannot_be_written_to_is_not_touched(tmp_path: P
 def test_peak_memory_stays_within_the_limit(tmp_path: Path) -> None:
     """64 MiB and 150 MiB for Python and its libraries, for a state of 300 MiB; measured by the kernel."""
     write_sample(tmp_path / "a", world_size=2, steps=[1], hidden=512, layers=8, sub_group_size=10**9)
-    script = (
-        "import resource, sys; from zeroelastic.cli.app import main\n"
-        "try: main()\n"
-        "except SystemExit as e: assert e.code == 0\n"
-        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
-    )
-    arguments = ["reshard", str(tmp_path / "a"), str(tmp_path / "b"), "-n", "3", "--max-memory", "64MiB"]
-    # A shell between: the peak of a process that was forked from this one begins with this one's.
-    command = ["/bin/sh", "-c", '"$@"', "sh", sys.executable, "-c", script, *arguments]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300, check=True)
+    peak = peak_memory("reshard", tmp_path / "a", tmp_path / "b", "-n", 3, "--max-memory", "64MiB")
     size = sum(path.stat().st_size for path in (tmp_path / "b").rglob("*.pt"))
-    peak = int(done.stdout.split()[-1]) * 1024
     assert size > 280 << 20 and peak <= (64 + 150) << 20, f"{peak >> 20} MiB"
 
 

@@ -107,6 +107,11 @@ def configured_batch(config: Mapping[str, object], world_size: int) -> int | Non
 
 def configured_sub_group_size(config: Mapping[str, object]) -> int:
     """The ``sub_group_size`` of a saved DeepSpeed configuration, in elements; DeepSpeed's default where it has none."""
-    zero = config.get("zero_optimization")
-    size = zero.get("sub_group_size") if isinstance(zero, dict) else None
+    size = zero_option(config, "sub_group_size")
     return int(size) if isinstance(size, (int, float)) and 1 <= size < 1 << 62 else DEFAULT_SUB_GROUP_SIZE
+
+
+def zero_option(config: object, key: str) -> object:
+    """An entry of ``zero_optimization`` in a saved DeepSpeed configuration; None where it is missing."""
+    zero = config.get("zero_optimization") if isinstance(config, dict) else None
+    return zero.get(key) if isinstance(zero, dict) else None

@@ -19,7 +19,7 @@ import numpy as np
 from zeroelastic.checkpoint.commit_record import CheckpointFormat
 from zeroelastic.checkpoint.elastic_table import ElasticTable, check_owned_ranges, read_elastic_table
 from zeroelastic.checkpoint.extents import TensorExtents
-from zeroelastic.checkpoint.optimizer_file import FP32, FROZEN, SCALERS, ParamGroup, ScalerState, Shard
+from zeroelastic.checkpoint.optimizer_file import FP32, FROZEN, SCALERS, ParamGroup, ScalerState, Shard, zero_option
 from zeroelastic.checkpoint.values import (
     OptionValue,
     checked_groups,
@@ -188,8 +188,7 @@ def _read_groups(
         padded = int(layout.sub_group_numel[i])
         if len(flat.shape) != 1 or not lean[i] <= flat.numel <= padded:
             raise damaged(file.path, f"{_GROUPS}[{i}] has {flat.numel} elements; {world_size} ranks imply {padded}")
-    zero = config.get("zero_optimization") if isinstance(config, dict) else None
-    dealt = "zero_stage" in state and isinstance(zero, dict) and bool(zero.get("round_robin_gradients"))
+    dealt = "zero_stage" in state and bool(zero_option(config, "round_robin_gradients"))
     ordered = [original_order(group, world_size) if dealt else group for group in groups]
     names = [tuple(param.name for param in group) for group in ordered]
     base = state.get("base_optimizer_state")

@@ -25,17 +25,18 @@ def reshard(
     world_size: Annotated[int, typer.Option("--world-size", "-n", metavar="M", help="Ranks that will load it.")],
     tag: Annotated[str | None, typer.Option(metavar="TAG", help="The tag to take; default: what latest names.")] = None,
     format: Annotated[
-        Literal["elastic", "rigid"],
+        Literal["elastic", "rigid"] | None,
         typer.Option(
-            help="elastic describes itself; rigid is what stock DeepSpeed writes. Stock DeepSpeed loads both."
+            help="elastic (default at stage 3) describes itself; rigid (always at 1 and 2) is what DeepSpeed writes. "
+            "Stock DeepSpeed loads both."
         ),
-    ] = "elastic",
+    ] = None,
     sub_group_size: Annotated[
         int | None, typer.Option(metavar="N", help="That of the run that will load it, if it is not the saved one's.")
     ] = None,
     stage: Annotated[
         int | None,
-        typer.Option(metavar="S", min=1, max=3, help="ZeRO stage of the result; default: the source's. Only 3 so far."),
+        typer.Option(metavar="S", min=1, max=3, help="ZeRO stage of the result; default: the source's."),
     ] = None,
     max_memory: Annotated[str, typer.Option(metavar="SIZE", help="Memory to stay within, such as 512MiB.")] = "1GiB",
     verify: Annotated[bool, typer.Option("--verify", help="Read the result again before it appears.")] = False,
@@ -54,6 +55,7 @@ def reshard(
         zeroelastic reshard ckpt ckpt-3 --world-size 3
         zeroelastic reshard ckpt/global_step2 old-6 -n 6 --format rigid
         zeroelastic reshard ckpt ckpt-8 --world-size 8 --dry-run --json
+        zeroelastic reshard ckpt ckpt-stage2 --world-size 4 --stage 2
     """
     from zeroelastic.library.reshard import reshard as run
 
@@ -81,11 +83,13 @@ def reshard(
 
 def _show(report: ReshardReport) -> None:
     planned, done = report.forecast, report.result
-    where = f"{planned.path}/{planned.tag} ({planned.format}), {planned.saved_world_size} -> {planned.world_size} ranks"
+    kind = planned.format if planned.stage == 3 else f"stage {planned.stage}"
+    where = f"{planned.path}/{planned.tag} ({kind}), {planned.saved_world_size} -> {planned.world_size} ranks"
     if done is None:
         print_line(f"would write {where}")
+        buffers = "sub-groups" if planned.stage == 3 else "optimizer groups"
         print_line(
-            f"  {format_size(planned.nbytes)} of state in {planned.files} files, {planned.num_sub_groups} sub-groups"
+            f"  {format_size(planned.nbytes)} of state in {planned.files} files, {planned.num_sub_groups} {buffers}"
         )
         if planned.extras:
             print_line(f"  beside it: {', '.join(planned.extras)}")

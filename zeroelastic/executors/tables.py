@@ -37,6 +37,11 @@ class DeviceBuffer:
     device: int = 0
 
 
+def cast_between(src: str, dst: str) -> Cast | None:
+    """The conversion of one dtype to another, "none" for the same one; None where executors have none."""
+    return "none" if src == dst else next((cast for cast in CASTS if cast == f"{src}->{dst}"), None)
+
+
 def cast_itemsizes(cast: Cast) -> tuple[int, int]:
     """Bytes of one element before and after a conversion; (1, 1) without one."""
     if cast == "none":

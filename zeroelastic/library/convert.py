@@ -177,7 +177,7 @@ def _convert_from(
         tag=source.tag,
         target=str(dst),
         from_="universal",
-        to=options.format,
+        to=plan.target.format,
         dry_run=dry_run,
         saved_world_size=plan.state.checkpoint.world_size,
         world_size=options.world_size,

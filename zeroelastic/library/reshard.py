@@ -26,6 +26,7 @@ class ReshardForecast:
     source: str
     path: str
     tag: str
+    stage: int
     format: Format
     saved_world_size: int
     world_size: int
@@ -60,7 +61,7 @@ def reshard(
     *,
     world_size: int,
     tag: str | None = None,
-    format: Format = "elastic",
+    format: Format | None = None,
     sub_group_size: int | None = None,
     stage: int | None = None,
     max_memory: int | str = "1GiB",
@@ -73,9 +74,9 @@ def reshard(
 
     ``dst`` gets the same tag, ``latest``, and the files that frameworks keep beside the tag; it appears complete or not
     at all. A run that was killed is continued by the same call. What is read is compared with the commit record, where
-    there is one; ``verify`` reads the result again before it appears. ``format`` "rigid" is what stock DeepSpeed
-    writes. ``stage`` is the ZeRO stage of the result, by default that of the source; only stage 3 is written so far.
-    Several ``processes`` share the work; collective.
+    there is one; ``verify`` reads the result again before it appears. ``stage`` is the ZeRO stage of the
+    result, by default that of the source. ``format`` "rigid" is what stock DeepSpeed writes; "elastic", the default at
+    stage 3, describes itself, and does not exist at stages 1 and 2. Several ``processes`` share the work; collective.
 
     Raises UsageError where ``dst`` exists or there is no checkpoint, CheckpointError, DigestMismatchError,
     UnsupportedError, OSError.
@@ -115,13 +116,14 @@ def _forecast(plan: ReshardPlan, dst: Path) -> ReshardForecast:
         source=str(plan.source.tag_dir),
         path=str(dst),
         tag=plan.source.tag,
+        stage=plan.target.stage,
         format=plan.target.format,
         saved_world_size=plan.state.checkpoint.world_size,
         world_size=layout.world_size,
         nbytes=plan.nbytes,
         num_params=sum(part.layout.num_params for part in plan.saved.parts),
         num_sub_groups=layout.num_sub_groups,
-        files=2 * layout.world_size,
+        files=plan.target.num_files,
         extras=tuple(sorted([*plan.sidecar_files.copied, *plan.sidecar_files.derived])),
         notes=tuple(plan.sidecar_files.notes),
     )

@@ -33,19 +33,12 @@ from zeroelastic.executors.dispatch import (
     write_segments,
 )
 from zeroelastic.executors.progress import ProgressFunction
-from zeroelastic.executors.tables import cast_itemsizes
+from zeroelastic.executors.tables import cast_between, cast_itemsizes
 from zeroelastic.torch_file.header import DTYPE_BYTES
 
 MINIMUM_MEMORY = 16 << 20
 
 _ROW_BYTES = 600  # of the tables that one row is in, and of what they are computed from
-
-_DIRECT: dict[tuple[str, str], Cast] = {
-    ("float32", "bfloat16"): "float32->bfloat16",
-    ("float32", "float16"): "float32->float16",
-    ("bfloat16", "float32"): "bfloat16->float32",
-    ("float16", "float32"): "float16->float32",
-}
 
 
 class TensorCopy(NamedTuple):
@@ -167,7 +160,7 @@ class _CopyBatch:
 
     def run(self, seeds: UInt64Array | None, *, checksums: bool) -> tuple[UInt64Array | None, list[int]]:
         """The digest of each copy if there are seeds, and its CRC-32 if asked for."""
-        cast: Cast | None = "none" if self.saved == self.dtype else _DIRECT.get((self.saved, self.dtype))
+        cast = cast_between(self.saved, self.dtype)
         if cast is None:
             assert not checksums, "checksums are of what is moved as it is"
             return self._through_memory(seeds), []
@@ -202,8 +195,8 @@ class _CopyBatch:
     def _through_memory(self, seeds: UInt64Array | None) -> UInt64Array | None:
         """Convert through float32, which holds all 16-bit values; torch also rounds float64 to float32 first."""
         totals = None if seeds is None else np.zeros(len(seeds), dtype=np.uint64)
-        first: Cast = _DIRECT.get((self.saved, "float32"), "none")
-        second: Cast = _DIRECT.get(("float32", self.dtype), "none")
+        first: Cast = cast_between(self.saved, "float32") or "none"
+        second: Cast = cast_between("float32", self.dtype) or "none"
         itemsize = 4 if first != "none" else DTYPE_BYTES[self.saved]
         for batch in batches(self.rows.numel * itemsize, max(8, self.max_memory // 4)):
             rows = self.rows.pieces(batch.row, batch.start // itemsize, batch.nbytes // itemsize)
@@ -237,8 +230,8 @@ def convert_elements(data: ByteArray, src: str, dst: str) -> ByteArray:
 
 
 def _cast(data: ByteArray, dtypes: tuple[str, str]) -> ByteArray:
-    cast = _DIRECT.get(dtypes)
-    if cast is None:
+    cast = cast_between(*dtypes)
+    if cast is None or cast == "none":
         return data
     src_itemsize, dst_itemsize = cast_itemsizes(cast)
     made = np.empty(len(data) // src_itemsize * dst_itemsize, dtype=np.uint8)

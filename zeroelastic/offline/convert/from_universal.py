@@ -35,7 +35,6 @@ from zeroelastic.errors import (
 )
 from zeroelastic.io.paths import FilePath
 from zeroelastic.offline.convert.to_universal import OPTIMIZER_STATE, ZERO_FOLDER, check_file_name
-from zeroelastic.offline.reshard.rank_files import reshard_target
 from zeroelastic.offline.reshard.reshard import ReshardOptions, ReshardPlan
 from zeroelastic.offline.reshard.sidecar_files import plan_sidecar_files
 from zeroelastic.offline.reshard.source import (
@@ -46,6 +45,7 @@ from zeroelastic.offline.reshard.source import (
     model_roots,
     train_batch_size,
 )
+from zeroelastic.offline.reshard.target import reshard_target
 from zeroelastic.tags.locate import Source, find_source
 from zeroelastic.tags.names import LATEST_UNIVERSAL, read_latest, why_no_tag
 from zeroelastic.torch_file.graph_reader import read_graph
@@ -197,7 +197,7 @@ def plan_from_universal(source: Source, options: ReshardOptions) -> ReshardPlan:
         train_batch_size=train_batch_size(state.checkpoint.record, state.head, state.checkpoint.world_size),
         bf16_names=isinstance(bf16, dict) and bool(bf16.get("enabled")),
     )
-    target = reshard_target(saved, options.world_size, options.format)
+    target = reshard_target(saved, options.world_size, options.format or "elastic")
     sidecar_files = plan_sidecar_files(source, saved_world_size=first.world_size, world_size=options.world_size)
     sidecar_files = replace(sidecar_files, notes=(*opened.left_out, *sidecar_files.notes))
     return ReshardPlan(source, state, saved, target, sidecar_files, options)

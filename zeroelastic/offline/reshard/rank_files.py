@@ -1,25 +1,23 @@
 """The pickle graphs of one rank's files, rigid or elastic, as DeepSpeed's stage 3 would write them at a world size.
 
-The layout is rebuilt from the optimizer groups and ``sub_group_size``, as ``_create_fp16_sub_groups`` does. Source:
-``DeepSpeedEngine._save_checkpoint``, ``_save_zero_checkpoint`` and ``DeepSpeedZeroOptimizer_Stage3._rigid_state_dict``
-(DeepSpeed 0.19.8), docs/format.md.
+Source: ``DeepSpeedEngine._save_checkpoint``, ``_save_zero_checkpoint`` and
+``DeepSpeedZeroOptimizer_Stage3._rigid_state_dict`` (DeepSpeed 0.19.8), docs/format.md.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from zeroelastic.checkpoint.commit_record import CheckpointFormat
 from zeroelastic.checkpoint.elastic_table import SAME_ON_ALL_RANKS, elastic_table
 from zeroelastic.checkpoint.optimizer_file import FP32, FROZEN
 from zeroelastic.checkpoint.values import scalar_bytes
 from zeroelastic.core.digest import ScalarValue
-from zeroelastic.core.layout import Layout, layout_from_sub_groups, pack_sub_groups, unpacked_layout
-from zeroelastic.errors import CheckpointError, UnsupportedError
+from zeroelastic.errors import CheckpointError
 from zeroelastic.offline.reshard.source import ReshardSource
+from zeroelastic.offline.reshard.target import ReshardTarget
 from zeroelastic.torch_file.pickle_graph import (
     Node,
     Storage,
@@ -38,102 +36,42 @@ _SCALER_OF_BF16 = ("deepspeed.runtime.fp16.loss_scaler", "LossScaler", {"cur_sca
 
 
 @dataclass(frozen=True, slots=True)
-class ReshardTarget:
-    """The layouts at the target's world size, and the contents of its sub-groups.
-
-    ``keys[i]`` is the dtype of each state key of sub-group i, "fp32" first; ``scalars[i]`` its scalars; ``group_of[i]``
-    the number of its optimizer group.
-    """
-
-    format: CheckpointFormat
-    layout: Layout
-    frozen: Layout | None
-    keys: tuple[Mapping[str, str], ...]
-    scalars: tuple[Mapping[str, ScalarValue], ...]
-    group_of: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class RankFiles:
-    """The two graphs of one rank, and which of their storages are filled from where.
+    """The graphs of one rank's files, and which of their storages are filled from where.
 
-    ``flats[i, key]`` is the storage of sub-group i's flat buffer of a state key, ``fragments[p]`` that of frozen
-    parameter p's part; ``known`` are storages whose bytes are known; ``digests`` takes int64 by parameter, in elastic
+    ``model`` is None for a rank that writes no module states. ``flats[i, key]`` is the storage of flat buffer i of a
+    state key, ``fragments[p]`` that of frozen parameter p's part, ``weights[name]`` that of a whole weight, made from
+    the master weights; ``known`` are storages whose bytes are known; ``digests`` takes int64 by parameter, in elastic
     files; every other storage of the graphs has an ``extent`` to be copied.
     """
 
     optim: dict[object, object]
-    model: dict[object, object]
+    model: dict[object, object] | None
     flats: Mapping[tuple[int, str], Storage]
     fragments: tuple[Storage, ...]
     known: Mapping[Storage, bytes]
     digests: Storage | None
-
-
-def reshard_target(source: ReshardSource, world_size: int, format: CheckpointFormat) -> ReshardTarget:
-    """The layout at another world size.
-
-    Raises UnsupportedError when parameters that share a sub-group there were saved with different kinds of state.
-    """
-    part = source.trained
-    number = part.layout.index()
-    table = {param.name: param for param in part.layout.params}
-    sub_groups = pack_sub_groups(
-        [[table[name] for name in group.params if name in table] for group in source.groups],
-        world_size=world_size,
-        sub_group_size=source.sub_group_size,
-    )
-    layout = layout_from_sub_groups(sub_groups, world_size)
-    group_number = {name: g for g, group in enumerate(source.groups) for name in group.params}
-    keys: list[Mapping[str, str]] = []
-    scalars: list[Mapping[str, ScalarValue]] = []
-    for members in sub_groups:
-        first = number[members[0].name]
-        for param in members[1:]:
-            other = number[param.name]
-            if part.dtypes[other] != part.dtypes[first] or _canonical(part.scalars[other]) != _canonical(
-                part.scalars[first]
-            ):
-                raise UnsupportedError(
-                    f"{members[0].name} and {param.name} share a sub-group on {world_size} ranks but were saved with "
-                    "different optimizer state or steps. Choose a --sub-group-size that keeps them apart."
-                )
-        keys.append(part.dtypes[first])
-        scalars.append(part.scalars[first])
-    return ReshardTarget(
-        format=format,
-        layout=layout,
-        frozen=None if source.frozen is None else unpacked_layout(source.frozen.layout.params, world_size),
-        keys=tuple(keys),
-        scalars=tuple(scalars),
-        group_of=tuple(group_number[members[0].name] for members in sub_groups),
-    )
-
-
-def _canonical(scalars: Mapping[str, ScalarValue]) -> dict[str, str]:
-    return {key: value.canonical() for key, value in scalars.items()}
-
-
-def file_names(source: ReshardSource, rank: int) -> tuple[str, str]:
-    """DeepSpeed's names of one rank's optimizer and module states files."""
-    prefix = "bf16_" if source.bf16_names else ""
-    stem = f"zero_pp_rank_{rank}_mp_rank_00"
-    return f"{prefix}{stem}_optim_states.pt", f"{stem}_model_states.pt"
+    weights: Mapping[str, Storage] = field(default_factory=dict)
 
 
 def rank_files(source: ReshardSource, target: ReshardTarget, rank: int, *, save_id: str) -> RankFiles:
     """The graphs of one target rank's files."""
-    flats = {
-        (i, key): new_storage(dtype, int(target.layout.sub_group_numel[i]))
-        for i, keys in enumerate(target.keys)
-        for key, dtype in keys.items()
-    }
+    flats = flat_storages(target)
     known: dict[Storage, bytes] = {}
     digests = new_storage("int64", target.layout.num_params) if target.format == "elastic" else None
     optim = _optim_root(source, target, rank, flats, known, digests, save_id)
     fragments: list[Storage] = []
     model = _model_root(source, target, rank, fragments)
     return RankFiles(optim, model, flats, tuple(fragments), known, digests)
+
+
+def flat_storages(target: ReshardTarget) -> dict[tuple[int, str], Storage]:
+    """The storages of one rank's flat buffers, padding included, by buffer and state key."""
+    return {
+        (i, key): new_storage(dtype, int(target.layout.sub_group_numel[i]))
+        for i, keys in enumerate(target.keys)
+        for key, dtype in keys.items()
+    }
 
 
 def _optim_root(
@@ -166,16 +104,10 @@ def _optim_root(
             for g, group in enumerate(source.groups)
         ],
     }
-    state: dict[object, object] = {
-        key: value
-        for key, value in inner.items()
-        if key in ("zero_stage", "loss_scaler", "dynamic_loss_scale", "overflow")
-    }
+    state: dict[object, object] = {"zero_stage": inner.get("zero_stage")} if "zero_stage" in inner else {}
     if source.whole_model:
-        state["zero_stage"] = called("deepspeed.runtime.zero.config", "ZeroStageEnum", 3)
-    if source.whole_model and "loss_scaler" not in state:
-        module, name, attributes = _SCALER_OF_BF16
-        state |= {"loss_scaler": instance(module, name, attributes), "dynamic_loss_scale": False, "overflow": False}
+        state["zero_stage"] = zero_stage(3)
+    state |= loss_scaler(source)
     state["partition_count"] = layout.world_size
     state["optimizer_state_dict"] = nested
     state["fp32_flat_groups"] = [
@@ -205,6 +137,22 @@ def _optim_root(
             layout, rank, save_id=save_id, train_batch_size=source.train_batch_size, rest=rest
         )
     return {**source.optim_root, "optimizer_state_dict": state}
+
+
+def zero_stage(stage: int) -> Node:
+    """DeepSpeed's ``ZeroStageEnum`` of a stage."""
+    return called("deepspeed.runtime.zero.config", "ZeroStageEnum", stage)
+
+
+def loss_scaler(source: ReshardSource) -> dict[object, object]:
+    """The loss scaler as it was saved, with the flags beside it; a ``BF16_Optimizer`` has none and gets one."""
+    inner = pairs_of(source.optim_root["optimizer_state_dict"])
+    keys = ("loss_scaler", "dynamic_loss_scale", "overflow")
+    found: dict[object, object] = {key: inner[key] for key in keys if key in inner}
+    if source.whole_model and "loss_scaler" not in found:
+        module, name, attributes = _SCALER_OF_BF16
+        return {"loss_scaler": instance(module, name, attributes), "dynamic_loss_scale": False, "overflow": False}
+    return found
 
 
 def scalar_node(value: ScalarValue, known: dict[Storage, bytes]) -> object:

@@ -18,17 +18,21 @@ from pathlib import Path
 import numpy as np
 
 from zeroelastic.checkpoint.extents import Destination, ExtentTable, extent_table, stream_seeds
-from zeroelastic.checkpoint.optimizer_file import FROZEN
+from zeroelastic.checkpoint.optimizer_file import FP32, FROZEN
 from zeroelastic.core.digest import UInt64Array
 from zeroelastic.core.layout import Int64Array
 from zeroelastic.core.plan import make_plan, match_params
 from zeroelastic.distributed.processes import Processes
 from zeroelastic.executors.dispatch import CopyTable, DigestRows, UInt32Array, join_crc32, move_segments
 from zeroelastic.executors.progress import ProgressFunction
+from zeroelastic.executors.tables import CASTS, Cast, cast_between, cast_itemsizes
 from zeroelastic.io.atomic import write_at, write_atomically
 from zeroelastic.io.paths import FilePath
-from zeroelastic.offline.reshard.rank_files import RankFiles, ReshardTarget, file_names, rank_files
+from zeroelastic.offline.reshard.group_files import group_files
+from zeroelastic.offline.reshard.rank_files import RankFiles, rank_files
 from zeroelastic.offline.reshard.source import ReshardSource
+from zeroelastic.offline.reshard.target import ReshardTarget, file_names
+from zeroelastic.torch_file.header import DTYPE_BYTES
 from zeroelastic.torch_file.pickle_graph import Storage
 from zeroelastic.torch_file.zip_writer import Archive
 
@@ -112,7 +116,7 @@ class RankWriter:
             if any((self.tag_dir / name).stat().st_size != size for name, size in files.items()):
                 raise ValueError("the files have other sizes")
             digests = np.frombuffer(base64.b64decode(saved["digests"]), dtype="<u8").astype(np.uint64)
-            if len(digests) != len(self.streams) or set(files) != set(file_names(self._saved, rank)):
+            if len(digests) != len(self.streams) or set(files) != set(file_names(self._saved, self._target, rank)):
                 raise ValueError("it names other files or tensors")
             return WrittenRank(rank, files, digests, int(saved["bytes_moved"]), resumed=True)
         except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
@@ -123,13 +127,13 @@ class RankWriter:
     def _fill(self, rank: int) -> Callable[[], WrittenRank]:
         """Copy the payload of one rank. The returned function finishes the files and writes the note."""
         saved, target = self._saved, self._target
-        files = rank_files(saved, target, rank, save_id=self._save_id)
-        names = file_names(saved, rank)
-        paths = [self.tag_dir / name for name in names]
-        archives = [
-            Archive(paths[0], files.optim),
-            Archive(paths[1], files.model),
-        ]
+        if target.stage == 3:
+            files = rank_files(saved, target, rank, save_id=self._save_id)
+        else:
+            files = group_files(saved, target, rank)
+        names = file_names(saved, target, rank)
+        graphs = [graph for graph in (files.optim, files.model) if graph is not None]
+        archives = [Archive(self.tag_dir / name, graph) for name, graph in zip(names, graphs, strict=True)]
         payload = _Payload(archives)
         digests = np.zeros(len(self.streams), dtype=np.uint64)
         moved = 0
@@ -161,6 +165,7 @@ class RankWriter:
             )
             digests += totals
             moved += int(rows.nbytes.sum())
+        self._make_weights(files, payload)
         payload.copy_extents(threads=self._threads)
         for storage, data in files.known.items():
             payload.write(storage, data)
@@ -187,7 +192,7 @@ class RankWriter:
         rows = extent_table(make_plan(saved.trained.layout, target.layout, rank), saved.trained.extents, asked)
         storages = [files.flats[row_target.sub_group, row_target.key] for row_target in asked]
         yield 0, rows, _Targets(storages, [(firsts[row_target.sub_group], row_target.key) for row_target in asked])
-        if target.frozen is None or saved.frozen is None:
+        if target.frozen is None or saved.frozen is None or files.model is None:
             return
         order = match_params(saved.frozen.layout, target.frozen)
         numels = target.frozen.numel.tolist()
@@ -195,6 +200,34 @@ class RankWriter:
         asked = [Destination(FROZEN, p, saved.frozen.dtypes[int(order[p])][FROZEN]) for p in present]
         rows = extent_table(make_plan(saved.frozen.layout, target.frozen, rank), saved.frozen.extents, asked)
         yield 1, rows, _Targets([files.fragments[p] for p in present], [(p, FROZEN) for p in present])
+
+    def _make_weights(self, files: RankFiles, payload: _Payload) -> None:
+        """Fill the whole weights by rounding the master weights to their dtypes, on the way from file to file."""
+        part = self._saved.trained
+        numbers = [p for p, param in enumerate(part.layout.params) if param.name in files.weights]
+        if not numbers:
+            return
+        tensors, rows = part.whole_rows(numbers, keys=(FP32,))
+        storages = [files.weights[saved.param.name] for saved in tensors]
+        casts = [cast_between(saved.dtype, storage.dtype) for saved, storage in zip(tensors, storages, strict=True)]
+        for cast in CASTS:
+            chosen = np.array([found == cast for found in casts], dtype=np.bool_)
+            some_rows = rows.take(np.flatnonzero(chosen[rows.target]))
+            number = np.cumsum(chosen) - 1
+            own = [storage for storage, mine in zip(storages, chosen.tolist(), strict=True) if mine]
+            itemsize = np.array([DTYPE_BYTES[storage.dtype] for storage in own], dtype=np.int64)
+            target = number[some_rows.target]
+            payload.move(
+                some_rows.paths,
+                some_rows.file,
+                some_rows.file_offset,
+                own,
+                target,
+                some_rows.target_offset * itemsize[target],
+                some_rows.nbytes,
+                cast=cast,
+                threads=self._threads,
+            )
 
     def _own_sums(self, digests: UInt64Array, order: Int64Array) -> bytes:
         """For each trained parameter of the target, the sum of its streams' partial digests: int64 on disk."""
@@ -247,10 +280,14 @@ class _Payload:
         nbytes: Int64Array,
         *,
         digest: DigestRows | None = None,
+        cast: Cast = "none",
         threads: int | None = None,
         progress: ProgressFunction | None = None,
     ) -> UInt64Array | int:
-        """Move rows of files to byte positions ``within`` storages; returns the digests, or 0 without."""
+        """Move rows of files to byte positions ``within`` storages; returns the digests, or 0 without.
+
+        ``nbytes`` are those of the files, which a conversion changes.
+        """
         if not len(nbytes):
             return 0
         at = np.array([self._at[s] for s in storages], dtype=np.int64).reshape(len(storages), 2)
@@ -268,14 +305,17 @@ class _Payload:
             [archive.path for archive in self._archives],
             digest=digest,
             crc32=crc32,
+            cast=cast,
             threads=threads,
             progress=progress,
         )
+        src_itemsize, dst_itemsize = cast_itemsizes(cast)
+        written = nbytes // src_itemsize * dst_itemsize
         order = np.lexsort((within, storage))
         bounds = np.searchsorted(storage[order], np.arange(len(storages) + 1))
         for s, begin, end in zip(storages, bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
             own = order[begin:end]
-            self._runs[s] = (within[own], nbytes[own], crc32[own])
+            self._runs[s] = (within[own], written[own], crc32[own])
         return 0 if totals is None else totals
 
     def copy_extents(self, *, threads: int | None) -> None:

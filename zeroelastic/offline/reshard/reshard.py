@@ -1,4 +1,4 @@
-"""Write a ZeRO-3 checkpoint for another world size, from files of any stage alone, one target rank at a time.
+"""Write a checkpoint for another world size or ZeRO stage, from files of any stage alone, one target rank at a time.
 
 One pass copies and digests the bytes of a target rank from the saved ranks' files. The digests of all ranks add up to
 those of the whole state; they are compared with the commit record of the source and written to that of the target.
@@ -39,14 +39,14 @@ from zeroelastic.executors.progress import ProgressFunction
 from zeroelastic.io.atomic import sync_directory, write_atomically
 from zeroelastic.io.paths import FilePath
 from zeroelastic.offline.new_directory import check_free
-from zeroelastic.offline.reshard.rank_files import ReshardTarget, reshard_target
 from zeroelastic.offline.reshard.rank_writer import RankWriter, WrittenRank
 from zeroelastic.offline.reshard.sidecar_files import SidecarFiles, plan_sidecar_files, write_sidecar_files
 from zeroelastic.offline.reshard.source import ReshardSource, reshard_source
+from zeroelastic.offline.reshard.target import ReshardTarget, reshard_target
 from zeroelastic.offline.resumable_directory import publish, staged, staged_bytes, sweep
 from zeroelastic.tags.locate import Source
 from zeroelastic.tags.names import LATEST
-from zeroelastic.torch_file.header import directory_digest
+from zeroelastic.torch_file.header import DTYPE_BYTES, directory_digest
 
 LEAST_MEMORY = 64 << 20
 """The smallest ``max_memory``: buffers of a few threads and the tables of one rank."""
@@ -59,13 +59,14 @@ _MAX_LISTED = 8
 class ReshardOptions:
     """The options of a reshard.
 
-    ``stage`` is the ZeRO stage of the result, by default that of the source; only 3 is written.
-    ``sub_group_size`` overrides that of the saved configuration; ``verify`` reads the result back before it is
-    published; ``fsync`` flushes it to the device before that. Raises UsageError for invalid values.
+    ``stage`` is the ZeRO stage of the result, by default that of the source. ``format`` is by default elastic at stage
+    3, and always rigid at stages 1 and 2. ``sub_group_size`` overrides that of the saved configuration; ``verify``
+    reads the result back before it is published; ``fsync`` flushes it to the device before that. Raises UsageError for
+    invalid values.
     """
 
     world_size: int
-    format: CheckpointFormat = "elastic"
+    format: CheckpointFormat | None = None
     sub_group_size: int | None = None
     stage: int | None = None
     max_memory: int = 1 << 30
@@ -109,6 +110,7 @@ class ReshardReport:
 
     path: str
     tag: str
+    stage: int
     format: CheckpointFormat
     saved_world_size: int
     world_size: int
@@ -129,19 +131,45 @@ def plan_reshard(source: Source, options: ReshardOptions) -> ReshardPlan:
     state = open_state(open_checkpoint(source.tag_dir))
     target_stage = options.stage or state.head.stage
     if target_stage != 3:
-        raise UnsupportedError(
-            f"{source.tag_dir}: a checkpoint of ZeRO stage {target_stage} is not written yet; --stage 3 writes one of "
-            "stage 3."
-        )
-    saved = reshard_source(state, sub_group_size=options.sub_group_size)
-    target = reshard_target(saved, options.world_size, options.format)
+        _check_options(options, target_stage)
+    saved = reshard_source(state, target_stage=target_stage, sub_group_size=options.sub_group_size)
+    try:
+        target = reshard_target(saved, options.world_size, options.format or "elastic", stage=target_stage)
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{source.tag_dir}: {error}") from None
     saved_world_size = state.checkpoint.world_size
     sidecar_files = plan_sidecar_files(source, saved_world_size=saved_world_size, world_size=options.world_size)
     misfit = misfit_notes(saved.train_batch_size, options.world_size, saved_world_size, state.head.ds_config)
-    stage = state.head.stage
-    other = [f"saved with ZeRO stage {stage}; the result is of stage 3"] if stage != 3 else []
-    sidecar_files = replace(sidecar_files, notes=(*other, *misfit, *sidecar_files.notes))
+    notes = [*_stage_notes(saved, target_stage), *misfit]
+    if state.head.grad_scaler is not None and target.format == "rigid":
+        notes.append("not carried: the state of torch's GradScaler, for which DeepSpeed's own files have no place")
+    sidecar_files = replace(sidecar_files, notes=(*notes, *sidecar_files.notes))
     return ReshardPlan(source, state, saved, target, sidecar_files, options)
+
+
+def _check_options(options: ReshardOptions, stage: int) -> None:
+    """Raise UsageError for an option that only stage 3 has."""
+    if options.format == "elastic":
+        raise UsageError(
+            f"there is no elastic format of ZeRO stage {stage}: DeepSpeed's own, with elastic_checkpoint, has no "
+            "hyper-parameters. Leave --format out, or give rigid."
+        )
+    if options.sub_group_size is not None:
+        raise UsageError(f"there are no sub-groups at ZeRO stage {stage}. Leave --sub-group-size out.")
+
+
+def _stage_notes(saved: ReshardSource, stage: int) -> list[str]:
+    if saved.stage == stage:
+        return []
+    notes = [f"saved with ZeRO stage {saved.stage}; the result is of stage {stage}"]
+    if stage != 3:
+        order = str(saved.round_robin).lower(), str(saved.param_alignment).lower()
+        notes.append(
+            "for a run with round_robin_gradients {} and parameter_alignment {}, as in the saved configuration".format(
+                *order
+            )
+        )
+    return notes
 
 
 def reshard(
@@ -189,7 +217,12 @@ def check_target(plan: ReshardPlan, dst: Path) -> None:
     """
     root = plan.source.root
     check_free(dst, sources=(root,) if isinstance(root, Path) else ())
-    free, needed = shutil.disk_usage(dst.parent).free + staged_bytes(dst), plan.nbytes
+    weights = sum(
+        param.numel * DTYPE_BYTES[plan.target.weights[param.name]]
+        for param in plan.target.layout.params
+        if param.name in plan.target.weights
+    )
+    free, needed = shutil.disk_usage(dst.parent).free + staged_bytes(dst), plan.nbytes + weights
     if free < needed:
         raise OSError(errno.ENOSPC, f"{needed:,} bytes are needed and {free:,} are free", str(dst.parent))
 
@@ -205,7 +238,8 @@ def _manifest(plan: ReshardPlan) -> dict[str, object]:
         "files": {str(path): _identity(path) for path in files},
         "source_root": None if record is None else record.content_root,
         "world_size": plan.options.world_size,
-        "format": plan.options.format,
+        "stage": plan.target.stage,
+        "format": plan.target.format,
         "sub_group_size": plan.saved.sub_group_size,
     }
 
@@ -243,7 +277,7 @@ def _publish(
     at = None if source_record is None else source_record.committed_at
     record = CommitRecord(
         format_version=RECORD_VERSION,
-        checkpoint_format=plan.options.format,
+        checkpoint_format=plan.target.format,
         save_id=save_id,
         tag=source.tag,
         world_size=plan.options.world_size,
@@ -269,7 +303,8 @@ def _publish(
     return ReshardReport(
         path=str(dst),
         tag=source.tag,
-        format=plan.options.format,
+        stage=plan.target.stage,
+        format=plan.target.format,
         saved_world_size=state.checkpoint.world_size,
         world_size=plan.options.world_size,
         bytes_moved=sum(rank.bytes_moved for rank in done if not rank.resumed),

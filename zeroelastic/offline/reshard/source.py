@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from zeroelastic.checkpoint.commit_record import CommitRecord
-from zeroelastic.checkpoint.optimizer_file import Shard, configured_batch, configured_sub_group_size
+from zeroelastic.checkpoint.optimizer_file import Shard, configured_batch, configured_sub_group_size, zero_option
 from zeroelastic.checkpoint.saved_state import SavedPart, SavedState
 from zeroelastic.core.layout import Param, pack_sub_groups
 from zeroelastic.errors import CheckpointError, UnsupportedError
@@ -55,6 +55,9 @@ _GROUP_STATE_KEYS = frozenset(
 )
 """What stages 1 and 2 keep there."""
 
+_FLOAT32_NAMES = ("fp32", "float32", "float", "torch.float32")
+"""What DeepSpeed's configuration calls float32."""
+
 
 @dataclass(frozen=True, slots=True)
 class Group:
@@ -73,7 +76,8 @@ class ReshardSource:
     """What the files of the new ranks are made from: the saved tensors, and the graphs of saved files for the rest.
 
     ``parts`` are as of ``SavedState``. ``optim_root`` is an optimizer file's graph; ``model_root(rank)`` the module
-    states that target rank ``rank`` takes over; ``whole_model``: they have the whole weights (stages 1 and 2).
+    states that target rank ``rank`` takes over; ``config`` the saved DeepSpeed configuration; ``stage`` the ZeRO stage
+    that saved it.
     """
 
     parts: tuple[SavedPart, ...]
@@ -83,7 +87,38 @@ class ReshardSource:
     sub_group_size: int
     train_batch_size: int | None
     bf16_names: bool
-    whole_model: bool = False
+    stage: int = 3
+    config: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def whole_model(self) -> bool:
+        """Whether the module states have the whole weights, as at stages 1 and 2."""
+        return self.stage != 3
+
+    @property
+    def round_robin(self) -> bool:
+        """Whether a run with the saved configuration reorders the groups at stages 1 and 2.
+
+        ``DeepSpeedZeroOptimizer.__init__`` does so at both stages, whatever else is configured; on one rank the order
+        stays the same.
+        """
+        return bool(zero_option(self.config, "round_robin_gradients"))
+
+    @property
+    def param_alignment(self) -> bool:
+        """Whether a run with the saved configuration aligns parameters at stages 1 and 2."""
+        return bool(zero_option(self.config, "parameter_alignment"))
+
+    @property
+    def steps_with_bf16_optimizer(self) -> bool:
+        """Whether a run with the saved configuration has a ``BF16_Optimizer`` at stage 1.
+
+        Source: ``DeepSpeedEngine._do_optimizer_sanity_check`` (DeepSpeed 0.19.8).
+        """
+        offload = zero_option(self.config, "offload_optimizer")
+        on_cpu = isinstance(offload, dict) and str(offload.get("device")) == "cpu"
+        gradients = entry(self.config, "data_types", "grad_accum_dtype")
+        return bool(entry(self.config, "bf16", "enabled")) and gradients in _FLOAT32_NAMES and not on_cpu
 
     @property
     def trained(self) -> SavedPart:
@@ -96,11 +131,12 @@ class ReshardSource:
         return self.parts[1] if len(self.parts) > 1 else None
 
 
-def reshard_source(state: SavedState, *, sub_group_size: int | None = None) -> ReshardSource:
+def reshard_source(state: SavedState, *, target_stage: int = 3, sub_group_size: int | None = None) -> ReshardSource:
     """The tensors and graphs of a saved checkpoint. ``sub_group_size`` overrides the saved configuration's.
 
-    Raises UnsupportedError when the saved sub-groups are not what the configuration implies, or when an optimizer file
-    holds something that is not known to be the same at every world size.
+    A target of stage 1 or 2 has no sub-groups, so those of the source are not compared with the configuration. Raises
+    UnsupportedError when the saved sub-groups are not what the configuration implies, or when an optimizer file holds
+    something that is not known to be the same at every world size.
     """
     root = pairs_of(read_graph(state.head.path))
     inner = pairs_of(root.get("optimizer_state_dict"))
@@ -112,7 +148,7 @@ def reshard_source(state: SavedState, *, sub_group_size: int | None = None) -> R
             "another world size. Load it with zeroelastic in the training job, which restores what it knows."
         )
     groups = _groups(state, inner)
-    if sub_group_size is None and state.head.stage != 3:
+    if sub_group_size is None and (state.head.stage != 3 or target_stage != 3):
         sub_group_size = configured_sub_group_size(state.head.ds_config)
     elif sub_group_size is None:
         head = state.head.layout
@@ -130,7 +166,8 @@ def reshard_source(state: SavedState, *, sub_group_size: int | None = None) -> R
         sub_group_size=sub_group_size,
         train_batch_size=train_batch_size(state.checkpoint.record, state.head, state.checkpoint.world_size),
         bf16_names=state.head.path.name.startswith("bf16_"),
-        whole_model=state.checkpoint.whole_model,
+        stage=state.head.stage,
+        config=state.head.ds_config,
     )
 
 

@@ -1,0 +1,181 @@
+"""What the new ranks will hold: the layout of every buffer at the target's world size and ZeRO stage, rebuilt.
+
+At stage 3 the layout follows from the optimizer groups and ``sub_group_size``, as ``_create_fp16_sub_groups`` makes it;
+at stages 1 and 2 from the groups, ``round_robin_gradients`` and ``parameter_alignment``, as
+``DeepSpeedZeroOptimizer.__init__`` does (DeepSpeed 0.19.8). docs/format.md describes both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from zeroelastic.checkpoint.commit_record import CheckpointFormat
+from zeroelastic.checkpoint.file_names import model_file_name
+from zeroelastic.core.digest import ScalarValue
+from zeroelastic.core.layout import (
+    Layout,
+    Param,
+    group_split_layout,
+    layout_from_sub_groups,
+    pack_sub_groups,
+    param_alignment_gaps,
+    round_robin_order,
+    unpacked_layout,
+)
+from zeroelastic.errors import UnsupportedError
+from zeroelastic.offline.reshard.source import ReshardSource
+from zeroelastic.offline.reshard.whole_weights import check_module, made_weights, weight_dtypes
+from zeroelastic.torch_file.header import DTYPE_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class ReshardTarget:
+    """The layouts at the target's world size, and the contents of its flat buffers.
+
+    A flat buffer is a sub-group at ``stage`` 3, an optimizer group at stages 1 and 2. ``keys[i]`` is the dtype of each
+    state key of flat buffer i, "fp32" first; ``scalars[i]`` its scalars; ``group_of[i]`` the number of its optimizer
+    group. At stages 1 and 2 ``frozen`` is the layout of one rank, and ``gaps[i]`` are the elements that are left free
+    behind each parameter of group i, in buffer order; ``weights`` are the dtypes of the trained weights that are made
+    from master weights.
+    """
+
+    stage: int
+    format: CheckpointFormat
+    layout: Layout
+    frozen: Layout | None
+    keys: tuple[Mapping[str, str], ...]
+    scalars: tuple[Mapping[str, ScalarValue], ...]
+    group_of: tuple[int, ...]
+    gaps: tuple[tuple[int, ...], ...] = ()
+    weights: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def num_files(self) -> int:
+        """The files of all ranks."""
+        world_size = self.layout.world_size
+        return 2 * world_size if self.stage == 3 else world_size + 1
+
+
+def file_names(source: ReshardSource, target: ReshardTarget, rank: int) -> tuple[str, ...]:
+    """DeepSpeed's names of one rank's files: the optimizer's, then the module states', if the rank writes them."""
+    prefix = "bf16_" if source.bf16_names else ""
+    optim = f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+    whole = target.stage != 3
+    return (optim,) if whole and rank > 0 else (optim, model_file_name(rank, 0, whole=whole))
+
+
+def reshard_target(
+    source: ReshardSource, world_size: int, format: CheckpointFormat, *, stage: int = 3
+) -> ReshardTarget:
+    """The layout at another world size.
+
+    Raises UnsupportedError when parameters that share a flat buffer there were saved with different kinds of state, and
+    for what DeepSpeed does not run at the stage.
+    """
+    return _sub_group_target(source, world_size, format) if stage == 3 else _group_target(source, world_size, stage)
+
+
+def _sub_group_target(source: ReshardSource, world_size: int, format: CheckpointFormat) -> ReshardTarget:
+    table = {param.name: param for param in source.trained.layout.params}
+    sub_groups = pack_sub_groups(
+        [[table[name] for name in group.params if name in table] for group in source.groups],
+        world_size=world_size,
+        sub_group_size=source.sub_group_size,
+    )
+    keys, scalars = _contents(
+        source, sub_groups, f"a sub-group on {world_size} ranks", "Choose a --sub-group-size that keeps them apart."
+    )
+    group_number = {name: g for g, group in enumerate(source.groups) for name in group.params}
+    return ReshardTarget(
+        stage=3,
+        format=format,
+        layout=layout_from_sub_groups(sub_groups, world_size),
+        frozen=None if source.frozen is None else unpacked_layout(source.frozen.layout.params, world_size),
+        keys=keys,
+        scalars=scalars,
+        group_of=tuple(group_number[members[0].name] for members in sub_groups),
+    )
+
+
+def _group_target(source: ReshardSource, world_size: int, stage: int) -> ReshardTarget:
+    _check_optimizer(source, stage)
+    table = {param.name: param for param in source.trained.layout.params if param.numel > 0}
+    groups = [[table[name] for name in group.params if name in table] for group in source.groups]
+    for number, members in enumerate(groups):
+        if not members:
+            raise UnsupportedError(
+                f"optimizer group {number} has no trained parameters: DeepSpeed does not start with such a group at "
+                "stages 1 and 2. Reshard to stage 3, with --stage 3."
+            )
+    check_module(source)
+    keys, scalars = _contents(source, groups, "an optimizer group", "Reshard to stage 3, with --stage 3.")
+    dtypes = weight_dtypes(source)
+    ordered = [round_robin_order(members, world_size) if source.round_robin else members for members in groups]
+    gaps: list[list[int]] = []
+    for listed, members in zip(groups, ordered, strict=True):
+        # DeepSpeed takes the dtype of the parameter that the optimizer lists first.
+        itemsize = DTYPE_BYTES[dtypes[listed[0].name]]
+        gaps.append(param_alignment_gaps(members, itemsize) if source.param_alignment else [0] * len(members))
+    return ReshardTarget(
+        stage=stage,
+        format="rigid",
+        layout=group_split_layout(ordered, world_size, gaps),
+        frozen=None if source.frozen is None else unpacked_layout(source.frozen.layout.params, 1),
+        keys=keys,
+        scalars=scalars,
+        group_of=tuple(range(len(groups))),
+        gaps=tuple(map(tuple, gaps)),
+        weights=made_weights(source),
+    )
+
+
+def _check_optimizer(source: ReshardSource, stage: int) -> None:
+    """Raise UnsupportedError for an optimizer whose file of the stage is not that of ``DeepSpeedZeroOptimizer``."""
+    if stage == 1 and source.steps_with_bf16_optimizer:
+        raise UnsupportedError(
+            "a run with this configuration (bf16 and data_types.grad_accum_dtype fp32) has a BF16_Optimizer at stage "
+            "1, of which checkpoints are not written. Reshard to stage 2 or 3, with --stage."
+        )
+    if any(group.options.get("moe") for group in source.groups) or source.model_root(0).get("num_experts"):
+        raise UnsupportedError(
+            f"has experts (MoE), whose groups are cut for other numbers of ranks at stage {stage}: such checkpoints "
+            "are not written. Reshard to stage 3, with --stage 3."
+        )
+    # torch.optim.Adagrad is made anew over all flat buffers, as one group, by initialize_optimizer_states.
+    if any(group.repeats > 1 for group in source.groups) or any("sum" in keys for keys in source.trained.dtypes):
+        raise UnsupportedError(
+            f"was saved with Adagrad, whose optimizer groups DeepSpeed joins at stage {stage}: such checkpoints are "
+            "not written. Reshard to stage 3, with --stage 3."
+        )
+    if any(group.options.get("use_muon") for group in source.groups):
+        raise UnsupportedError(
+            f"was saved with Muon, whose momentum DeepSpeed keeps in another form at stage {stage}: such checkpoints "
+            "are not written. Reshard to stage 3, with --stage 3."
+        )
+
+
+def _contents(
+    source: ReshardSource, buffers: Sequence[Sequence[Param]], what: str, advice: str
+) -> tuple[tuple[Mapping[str, str], ...], tuple[Mapping[str, ScalarValue], ...]]:
+    """The state keys with their dtypes, and the scalars, of each flat buffer, from those of its parameters."""
+    part = source.trained
+    number = part.layout.index()
+    firsts: list[int] = []
+    for members in buffers:
+        first = number[members[0].name]
+        for param in members[1:]:
+            other = number[param.name]
+            if part.dtypes[other] != part.dtypes[first] or _canonical(part.scalars[other]) != _canonical(
+                part.scalars[first]
+            ):
+                raise UnsupportedError(
+                    f"{members[0].name} and {param.name} share {what} but were saved with different optimizer state or "
+                    f"steps. {advice}"
+                )
+        firsts.append(first)
+    return tuple(part.dtypes[first] for first in firsts), tuple(part.scalars[first] for first in firsts)
+
+
+def _canonical(scalars: Mapping[str, ScalarValue]) -> dict[str, str]:
+    return {key: value.canonical() for key, value in scalars.items()}
