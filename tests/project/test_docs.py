@@ -19,6 +19,7 @@ DOCUMENTS = (
     "docs/cli.md",
     "docs/elastic.md",
     "docs/huggingface.md",
+    "docs/zero2.md",
 )
 
 # Commands that are not run from here: they install or build what this test runs in, or run this test.
