@@ -42,8 +42,8 @@ def _configure_zero_optimizer(original: Method, self: Engine, optimizer: Any) ->
     announce()
     made = original(self, optimizer)
     link(made, self)
-    if kind_of(made) is not None:
-        require_partners(wait=False)  # a barrier of DeepSpeed's is in what makes such an optimizer
+    if (kind := kind_of(made)) is not None:
+        require_partners(wait=not kind.per_param)  # what makes the optimizer of stage 3 has a barrier of DeepSpeed's
         agree_on_options(self)
         wrap_frameworks()
         if dist.get_rank() == 0:
