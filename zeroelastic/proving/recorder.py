@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from deepspeed import __version__ as deepspeed_version
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from zeroelastic import __version__
+from zeroelastic.deepspeed.live.kinds import kind_of
 from zeroelastic.deepspeed.live.precision import precision_of
 from zeroelastic.deepspeed.live.topology import tensor_parallel
 from zeroelastic.distributed.collective import all_gather, broadcast
@@ -190,8 +190,11 @@ def _place(load_dir: Any, tag: Any) -> Path:
 
 
 def _refuse(engine: Any) -> None:
-    if not isinstance(engine.optimizer, DeepSpeedZeroOptimizer_Stage3):
-        raise UnsupportedError("the script's engine does not train with ZeRO stage 3; there is nothing to prove.")
+    if kind_of(engine.optimizer) is None:
+        raise UnsupportedError(
+            "the script's engine is of a kind that zeroelastic leaves to DeepSpeed (see docs/zero2.md); there is "
+            "nothing to prove."
+        )
     if tensor_parallel(engine.optimizer).size > 1:
         raise UnsupportedError("prove compares data parallel runs; this one is tensor parallel.")
 

@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -396,3 +397,13 @@ def test_a_node_that_cannot_write_fails_the_save_on_all(rank_pool: RankPool, tmp
     left = {path.name for path in nodes.disk(0).iterdir()}
     assert left <= {"zero_to_fp32.py", "zero_to_torch.py"}, "nothing is left of the other node's part"
     assert [path.name for path in nodes.disk(1).iterdir()] == ["blocked"]
+
+
+@support(SECTION, "`use_node_local_storage` at stages 1 and 2", "exact", "left to DeepSpeed, at the same size")
+def test_runs_at_stage_2_are_left_to_deepspeed(rank_pool: RankPool, tmp_path: Path) -> None:
+    job = replace(RIGID, stage=2)
+    run = Run(tmp_path, rank_pool, job, (0, 0, 1))
+    for outcome in run.call((0, 0, 1), resume, job.other(), run.nodes.path, tag="global_step3"):
+        assert compare_states(run.outcome.state, outcome.state) == []
+        assert outcome.report is None
+    assert not list(tmp_path.rglob(RECORD_NAME))

@@ -82,6 +82,7 @@ class GroupSplit(LiveOptimizer):
             type(optimizer) is DeepSpeedZeroOptimizer
             and engine is not None
             and not isinstance(engine.module, PipelineModule)
+            and not engine.use_node_local_storage()
             and not uncovered_groups(optimizer, engine)
             and getattr(optimizer, "model_parallel_group", None) is None
             and not getattr(optimizer, "zenflow", False)
