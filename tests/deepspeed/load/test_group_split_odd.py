@@ -145,3 +145,23 @@ def test_damage_is_noticed_and_the_tag_before_is_taken(rank_pool: RankPool, tmp_
     for outcome in rank_pool.run(load_flags, 3, falls_back, str(tmp_path / "copy"), timeout=LIMIT_S):
         assert compare_states(states[0], outcome.state) == []
         assert "global_step1" in outcome.report.path
+
+
+def train_beside_stock(job: Job, directory: str) -> list[float]:
+    engine = build_engine(job)
+    losses = [train_step(engine, 0)]
+    engine.save_checkpoint(directory)
+    losses.append(train_step(engine, 1))
+    engine.load_checkpoint(directory)
+    assert not hasattr(engine, "zeroelastic_report")
+    return [*losses, train_step(engine, 1)]
+
+
+def test_a_bf16_optimizer_is_left_to_deepspeed(rank_pool: RankPool, tmp_path: Path) -> None:
+    job = Run(1, 2).job(Job(elastic=False, config={"data_types": {"grad_accum_dtype": "fp32"}}))
+    ours, theirs = (
+        rank_pool.run(train_beside_stock, 2, replace(job, installed=on), str(tmp_path / str(on)), timeout=LIMIT_S)
+        for on in (True, False)
+    )
+    assert ours == theirs
+    assert not list(tmp_path.rglob("zeroelastic.json"))

@@ -86,6 +86,7 @@ class GroupSplit(LiveOptimizer):
             and not uncovered_groups(optimizer, engine)
             and getattr(optimizer, "model_parallel_group", None) is None
             and not getattr(optimizer, "zenflow", False)
+            and len(optimizer.optimizer.param_groups) == len(optimizer.bit16_groups)
             and not any(group.get("use_muon") or group.get("moe") for group in optimizer.optimizer.param_groups)
         )
 
