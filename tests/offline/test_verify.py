@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from places import ROOT
 from synthetic import GROUPS, edit, edit_optim, model_name, optim_name, sealed, write_checkpoint
 
+import zeroelastic
 from zeroelastic.checkpoint.commit_record import RECORD_NAME
 from zeroelastic.errors import CheckpointError, MissingFileError, UnsupportedError
 from zeroelastic.offline.verify.header_check import Problem, check_headers
@@ -411,6 +412,25 @@ def spoilt(data: bytes, rng: random.Random) -> bytes:
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_whatever_happens_to_a_file_is_found_and_no_other_is_blamed(tag_dir: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    for number in range(20):
+        path = rng.choice(sorted(tag_dir.glob("*.pt")))
+        before = path.read_bytes()
+        after = spoilt(before, rng)
+        path.write_bytes(after)
+        report = verify_checkpoint(tag_dir)
+        assert files_of(report) == ({path.name} if after != before else set()), (seed, number, report.problems)
+        path.write_bytes(before)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("stage", [1, 2])
+def test_whatever_happens_to_a_file_of_stages_1_and_2_is_found(tmp_path: Path, stage: int, seed: int) -> None:
+    zeroelastic.reshard(
+        places.GOLDEN / "stage2_round_robin_aligned_rank3", tmp_path / "made", world_size=3, stage=stage
+    )
+    (tag_dir,) = (path for path in (tmp_path / "made").iterdir() if path.is_dir())
+    assert verify_checkpoint(tag_dir).valid
     rng = random.Random(seed)
     for number in range(20):
         path = rng.choice(sorted(tag_dir.glob("*.pt")))

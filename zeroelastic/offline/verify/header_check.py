@@ -265,6 +265,11 @@ class _HeaderCheck:
 
     def _open_shards(self) -> None:
         params = next((model.sub_groups for model in self.models.values()), None)
+        if params is None and self.files.whole_model:
+            self.notes.append(
+                "of the optimizer files only checksums: the file that names their parameters is unreadable"
+            )
+            return
         for rank, path in self.optim_paths.items():
             if rank >= self.world_size:
                 continue
