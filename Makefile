@@ -177,6 +177,7 @@ bench: $(STAMP)
 	$(PY) benchmarks/bench_load.py --out benchmarks/results
 	$(PY) benchmarks/bench_save.py --out benchmarks/results
 	$(PY) benchmarks/bench_read_back.py --out benchmarks/results
+	$(PY) benchmarks/bench_stage2.py --out benchmarks/results
 	$(PY) benchmarks/bench_cli.py --out benchmarks/results
 
 # Needs a quiet machine, too; not part of bench, for it asks about training.

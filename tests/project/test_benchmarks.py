@@ -130,3 +130,14 @@ def test_reading_back_is_measured_within_whole_saves(tmp_path: Path) -> None:
     assert len(samples) == 12 and all(0 < sample["read_back"] < sample["save"] for sample in samples)
     text = (tmp_path / "read_back.md").read_text()
     assert all(name.rpartition(", ")[0] in text for name in document["samples"])
+
+
+@pytest.mark.extended
+def test_resuming_stage_2_is_measured_with_what_came_out_wrong(tmp_path: Path) -> None:
+    done = run_benchmark("bench_stage2.py", "--small", "--rounds", "1", "--out", os.fspath(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    samples = {sample["system"]: sample for sample in json.loads((tmp_path / "stage2.json").read_text())["samples"]}
+    assert all(sample["seconds"] > 0 for sample in samples.values())
+    wrong = {system for system, sample in samples.items() if sample["wrong"]}
+    assert wrong == {"universal"} and samples["universal"]["wrong"] > samples["universal"]["num_params"] // 2
+    assert "Universal Checkpoint" in (tmp_path / "stage2.md").read_text()

@@ -125,7 +125,7 @@ def __del__(original: Method, self: Engine) -> None:
 
 
 def load_checkpoint(original: Method, self: Engine, load_dir: Any, *args: Any, **kwargs: Any) -> Any:
-    """A load at any world size; what is not ours (other stages, universal checkpoints) goes to the original."""
+    """A load at any world size; what is not ours (stage 0, universal checkpoints) goes to the original."""
     finish_pending(self, before="load_checkpoint()")  # a decoupled engine may still be writing what a load fills
     return load(self, LoadRequest(load_dir, *args, **kwargs), partial(original, self), lineage_of(self).load)
 

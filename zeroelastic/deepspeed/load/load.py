@@ -1,6 +1,6 @@
 """One load from beginning to end: choose a tag, check it on all ranks, restore it, verify it, report it.
 
-What is not ours to load (other stages, universal checkpoints, no tag at all, and what ``stock`` decides) is left to
+What is not ours to load (stage 0, universal checkpoints, no tag at all, and what ``stock`` decides) is left to
 DeepSpeed's own ``load_checkpoint``. A load begins again, on all ranks together, when its tag was saved again while it
 was read.
 """

@@ -1,0 +1,212 @@
+"""What resuming a stage 2 run costs, at the same size and at another, and whether it is right.
+
+    python benchmarks/bench_stage2.py --out benchmarks/results           # 50M parameters, 4 -> 3 ranks
+    python benchmarks/bench_stage2.py --small --rounds 1 --out /tmp/x    # a few hundred thousand parameters
+
+A stage 2 run with ``round_robin_gradients`` saves by DeepSpeed alone. Then, in turn, round after round: DeepSpeed loads
+it at the same size; zeroelastic loads it at the same size and on one rank fewer; Universal Checkpoint converts it and
+loads it on one rank fewer. After each load the master weights are gathered from the flat buffers and compared, outside
+the measured time. Page cache warm. Writes stage2.json (every sample) and stage2.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.insert(0, os.fspath(Path(__file__).resolve().parent))
+
+import torch
+import torch.distributed as dist
+from report import describe, machine, table
+
+from zeroelastic.testing import RankPool, gather_state
+
+_TIMEOUT_S = 1800.0
+_RANKS = 4
+_TAG = "global_step1"
+
+SYSTEMS = {
+    "stock": "DeepSpeed, 4 -> 4",
+    "same": "zeroelastic, 4 -> 4",
+    "same-quick": 'zeroelastic, 4 -> 4, `"verify": "quick"`',
+    "other": "zeroelastic, 4 -> 3",
+    "other-quick": 'zeroelastic, 4 -> 3, `"verify": "quick"`',
+    "convert": "Universal Checkpoint, convert",
+    "universal": "Universal Checkpoint, load, 4 -> 3",
+}
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One load, or the conversion: seconds of the slowest rank, and how many of the parameters came out wrong."""
+
+    system: str
+    round: int
+    seconds: float
+    wrong: int
+    num_params: int
+
+
+def build(width: int, layers: int, *, installed: bool, universal: bool = False, verify: str = "full") -> Any:
+    """An engine after one step: stage 2, bf16, AdamW."""
+    import deepspeed
+
+    import zeroelastic
+
+    zeroelastic.install() if installed else zeroelastic.uninstall()
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(layers)))
+    config: dict[str, Any] = {
+        "train_batch_size": 12,
+        "bf16": {"enabled": True},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "checkpoint": {"load_universal": universal},
+        "zero_optimization": {"stage": 2, "round_robin_gradients": True},
+    }
+    if installed:
+        config["zeroelastic"] = {"verify": verify}
+    engine = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3), config=config)[
+        0
+    ]
+    data = torch.ones(12 // dist.get_world_size(), width, dtype=torch.bfloat16)
+    engine.backward(engine(data).float().pow(2).mean())
+    engine.step()
+    return engine
+
+
+def masters(engine: Any) -> dict[str, str]:
+    """A hash of the master weights of each parameter."""
+    return {
+        key: hashlib.sha256(value.numpy().tobytes()).hexdigest()
+        for key, value in gather_state(engine).items()
+        if key.startswith("master/")
+    }
+
+
+def save(directory: str, width: int, layers: int) -> dict[str, str]:
+    engine = build(width, layers, installed=False)
+    engine.save_checkpoint(directory)
+    return masters(engine)
+
+
+def load(system: str, directory: str, width: int, layers: int) -> tuple[float, dict[str, str]]:
+    """Seconds of one load on this rank, and what is live afterwards."""
+    universal, installed = system == "universal", system.startswith(("same", "other"))
+    verify = "quick" if system.endswith("quick") else "full"
+    engine = build(width, layers, installed=installed, universal=universal, verify=verify)
+    with torch.no_grad():
+        for group in engine.optimizer.single_partition_of_fp32_groups:
+            group.zero_()
+    dist.barrier()
+    began = time.perf_counter()
+    engine.load_checkpoint(directory, tag="universal" if universal else _TAG)
+    dist.barrier()
+    return time.perf_counter() - began, masters(engine)
+
+
+def convert(directory: Path) -> float:
+    """Seconds of ds_to_universal, with as many workers as there are processors."""
+    shutil.rmtree(directory / "universal", ignore_errors=True)
+    count = str(os.cpu_count() or 1)
+    began = time.perf_counter()
+    subprocess.run(
+        [
+            *(sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"),
+            *("--input_folder", str(directory / _TAG), "--output_folder", str(directory / "universal")),
+            *("--num_extract_workers", count, "--num_merge_workers", count),
+        ],
+        check=True,
+        capture_output=True,
+        timeout=_TIMEOUT_S,
+    )
+    return time.perf_counter() - began
+
+
+def measure(directory: Path, rounds: int, width: int, layers: int) -> list[Sample]:
+    samples: list[Sample] = []
+    with RankPool(_RANKS) as pool:
+        truth = pool.run(save, _RANKS, str(directory), width, layers, timeout=_TIMEOUT_S)[0]
+        for number in range(rounds):
+            for system in SYSTEMS:
+                if system == "convert":
+                    samples.append(Sample(system, number, convert(directory), 0, len(truth)))
+                    continue
+                ranks = _RANKS if "4 -> 4" in SYSTEMS[system] else _RANKS - 1
+                results = pool.run(load, ranks, system, str(directory), width, layers, timeout=_TIMEOUT_S)
+                wrong = sum(results[0][1][key] != value for key, value in truth.items())
+                seconds = max(seconds for seconds, _ in results)
+                samples.append(Sample(system, number, seconds, wrong, len(truth)))
+                print(f"{system}: {seconds:.2f} s, {wrong} of {len(truth)} parameters wrong", flush=True)
+    return samples
+
+
+def report(samples: list[Sample], num_params: int) -> str:
+    def seconds(system: str) -> list[float]:
+        return [sample.seconds for sample in samples if sample.system == system]
+
+    rows = [
+        (
+            title,
+            f"{median(seconds(system)):.2f} s",
+            f"{min(seconds(system)):.2f} - {max(seconds(system)):.2f}",
+            ""
+            if system == "convert"
+            else " / ".join(str(sample.wrong) for sample in samples if sample.system == system)
+            + f" of {samples[0].num_params}",
+        )
+        for system, title in SYSTEMS.items()
+    ]
+    universal = median(seconds("convert")) + median(seconds("universal"))
+    return "\n".join(
+        [
+            "# Resuming a stage 2 run",
+            "",
+            *describe(machine()),
+            "",
+            f"{num_params / 1e6:.1f}M parameters, bf16, AdamW, `round_robin_gradients`, saved by DeepSpeed alone on "
+            f"{_RANKS} ranks; {len(seconds('stock'))} rounds, page cache warm.",
+            "",
+            *table(("system", "median", "min - max", "parameters wrong, by round"), rows),
+            "",
+            f"Universal Checkpoint, converted and loaded, over zeroelastic on {_RANKS - 1} ranks: "
+            f"{universal / median(seconds('other')):.1f} times the seconds "
+            f'(`"verify": "quick"`: {universal / median(seconds("other-quick")):.1f}). zeroelastic over DeepSpeed at '
+            f"the same size: {median(seconds('same')) / median(seconds('stock')):.2f} "
+            f'(`"verify": "quick"`: {median(seconds("same-quick")) / median(seconds("stock")):.2f}).',
+            "",
+        ]
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--small", action="store_true")
+    arguments = parser.parse_args()
+    width, layers = (128, 8) if arguments.small else (2048, 12)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="stage2-") as scratch:
+        samples = measure(Path(scratch), arguments.rounds, width, layers)
+    num_params = layers * (width * width + width)
+    document = {"machine": machine(), "num_params": num_params, "samples": [asdict(sample) for sample in samples]}
+    (arguments.out / "stage2.json").write_text(json.dumps(document, indent=1) + "\n")
+    (arguments.out / "stage2.md").write_text(report(samples, num_params))
+    print((arguments.out / "stage2.md").read_text())
+
+
+if __name__ == "__main__":
+    main()
