@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -165,3 +166,24 @@ def test_a_bf16_optimizer_is_left_to_deepspeed(rank_pool: RankPool, tmp_path: Pa
     )
     assert ours == theirs
     assert not list(tmp_path.rglob("zeroelastic.json"))
+
+
+def log_of_building(job: Job) -> list[str]:
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("zeroelastic")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        build_engine(job)
+    finally:
+        logger.removeHandler(handler)
+    return lines
+
+
+def test_a_run_that_is_left_to_deepspeed_is_named_once(rank_pool: RankPool) -> None:
+    job = Run(2, 2).job(Job(elastic=False, config={"checkpoint": {"use_node_local_storage": True}}))
+    first, second = rank_pool.run(log_of_building, 2, job, timeout=LIMIT_S)
+    assert [line for line in first if "left to DeepSpeed" in line and "use_node_local_storage" in line] == first
+    assert len(first) == 1 and second == []

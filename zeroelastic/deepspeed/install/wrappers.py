@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -12,11 +13,12 @@ import torch.distributed as dist
 from zeroelastic.deepspeed.engine import Engine, agree_on_options, options_of, saves_elastic
 from zeroelastic.deepspeed.engine_state import engine_of, lineage_of, link, state_of
 from zeroelastic.deepspeed.install.frameworks import wrap_frameworks
-from zeroelastic.deepspeed.live.kinds import covered_live, kind_of, read_live
+from zeroelastic.deepspeed.live.kinds import covered_live, kind_of, read_live, why_left_to_deepspeed
 from zeroelastic.deepspeed.live.trained import param_names
 from zeroelastic.deepspeed.load import from_state_dicts
 from zeroelastic.deepspeed.load.load import load
 from zeroelastic.deepspeed.load.request import LoadRequest
+from zeroelastic.deepspeed.notices import notice
 from zeroelastic.deepspeed.options import warn_of_slow_verification
 from zeroelastic.deepspeed.patching import patched
 from zeroelastic.deepspeed.save.background import forget_background, refuse_background, wants_background
@@ -26,6 +28,8 @@ from zeroelastic.deepspeed.save.save import Saving, save_checkpoint
 from zeroelastic.deepspeed.storage_rules import refuse_unwritable
 from zeroelastic.distributed.collective import all_or_raise
 from zeroelastic.distributed.partners import announce, require_partners
+
+logger = logging.getLogger(__name__)
 
 Method = Callable[..., Any]
 
@@ -52,6 +56,8 @@ def _configure_zero_optimizer(original: Method, self: Engine, optimizer: Any) ->
             all_or_raise(lambda: refuse_background(self))
         if saves_elastic(self):
             refuse_unwritable(self, all_or_raise(lambda: covered_live(self, made)))
+    elif dist.get_rank() == 0 and (what := why_left_to_deepspeed(made)) is not None:
+        notice(logger, f"saves and loads of this run are left to DeepSpeed, at this ZeRO stage: {what}")
     return made
 
 

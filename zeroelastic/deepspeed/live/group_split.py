@@ -76,23 +76,27 @@ class GroupSplit(LiveOptimizer):
             )
 
     @staticmethod
-    def serves(optimizer: Any) -> bool:
+    def left_to_deepspeed(optimizer: Any) -> str | None:
         engine = engine_of(optimizer)
-        return (
-            type(optimizer) is DeepSpeedZeroOptimizer
-            and engine is not None
-            and not isinstance(engine.module, PipelineModule)
-            and not engine.use_node_local_storage()
-            and not uncovered_groups(optimizer, engine)
-            and getattr(optimizer, "model_parallel_group", None) is None
-            and not getattr(optimizer, "zenflow", False)
-            and len(optimizer.optimizer.param_groups) == len(optimizer.bit16_groups)
-            and not any(group.get("use_muon") or group.get("moe") for group in optimizer.optimizer.param_groups)
+        if engine is None:
+            return "an optimizer outside of an engine"
+        groups = optimizer.optimizer.param_groups
+        reasons = {
+            type(optimizer).__name__: type(optimizer) is not DeepSpeedZeroOptimizer,
+            "a pipeline": isinstance(engine.module, PipelineModule),
+            "use_node_local_storage": engine.use_node_local_storage(),
+            "tensor parallelism": getattr(optimizer, "model_parallel_group", None) is not None,
+            "ZenFlow": bool(getattr(optimizer, "zenflow", False)),
+            "Muon": any(group.get("use_muon") for group in groups),
+            "other optimizer groups than were given": len(groups) != len(optimizer.bit16_groups),
+        }
+        return next((what for what, used in reasons.items() if used), None) or next(
+            iter(uncovered_groups(optimizer, engine)), None
         )
 
     @staticmethod
     def uncovered(optimizer: Any, engine: Engine) -> list[str]:
-        return []  # ``serves`` leaves to DeepSpeed what is not covered
+        return []  # it is left to DeepSpeed
 
     def flat(self, sub_group: int) -> torch.Tensor:
         return self.optimizer.single_partition_of_fp32_groups[sub_group]

@@ -25,9 +25,18 @@ _KINDS: dict[type, type[LiveOptimizer]] = {DeepSpeedZeroOptimizer_Stage3: Stage3
 
 def kind_of(optimizer: object) -> type[LiveOptimizer] | None:
     """The class of the live optimizer, or None for an optimizer that is left to DeepSpeed alone."""
-    return next(
-        (ours for theirs, ours in _KINDS.items() if isinstance(optimizer, theirs) and ours.serves(optimizer)), None
-    )
+    kind = _class_of(optimizer)
+    return kind if kind is not None and kind.left_to_deepspeed(optimizer) is None else None
+
+
+def why_left_to_deepspeed(optimizer: object) -> str | None:
+    """What of a run has its loads and saves left to DeepSpeed; None where they are ours, and for other optimizers."""
+    kind = _class_of(optimizer)
+    return None if kind is None else kind.left_to_deepspeed(optimizer)
+
+
+def _class_of(optimizer: object) -> type[LiveOptimizer] | None:
+    return next((ours for theirs, ours in _KINDS.items() if isinstance(optimizer, theirs)), None)
 
 
 def read_live(optimizer: Any, names: Mapping[torch.nn.Parameter, str]) -> LiveOptimizer:

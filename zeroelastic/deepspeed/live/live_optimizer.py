@@ -63,9 +63,12 @@ class LiveOptimizer(ABC):
         """Set the other attributes."""
 
     @staticmethod
-    def serves(optimizer: Any) -> bool:
-        """Whether loads and saves of this optimizer are ours at all, and not DeepSpeed's as if we were not there."""
-        return True
+    def left_to_deepspeed(optimizer: Any) -> str | None:
+        """Why loads and saves of this optimizer are DeepSpeed's own, as if we were not there; None where they are ours.
+
+        Its state is not read then. ``uncovered`` names what is ours and refused.
+        """
+        return None
 
     @staticmethod
     @abstractmethod
