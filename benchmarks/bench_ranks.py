@@ -151,7 +151,13 @@ def measure(world_size: int) -> dict[str, Any]:
 
         def load(rank: int) -> None:
             live: Any = SimpleNamespace(
-                rank=rank, layout=head.layout, groups=groups, frozen=frozen, tp=NO_TENSOR_PARALLEL, optimizer=None
+                per_param=True,
+                rank=rank,
+                layout=head.layout,
+                groups=groups,
+                frozen=frozen,
+                tp=NO_TENSOR_PARALLEL,
+                optimizer=None,
             )
             preflight(tag_dir, live, request)
 

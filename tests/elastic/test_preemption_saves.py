@@ -50,9 +50,12 @@ def train_until_told(
         write_image(*args, **kwargs)
         tell()
 
+    begun = threading.Event()
+
     def full(path: Path) -> None:
         if fails and threading.current_thread() is not threading.main_thread():
             tell()
+            begun.set()
             if dist.get_rank() == dist.get_world_size() - 1:
                 raise OSError(28, "No space left on device", str(path))
         reserve(path)
@@ -61,6 +64,8 @@ def train_until_told(
     save.reserve = image.reserve = full
     with preemption(engine, directory, saving=every(steps=3, background=background), grace=200) as stop:
         for step in range(STEPS):
+            if fails and step == 3:  # with the next save, the failure of this one would be an error
+                assert begun.wait(60)
             train_step(engine, step)
             if stop():
                 break
