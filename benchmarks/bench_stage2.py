@@ -1,6 +1,6 @@
 """What resuming a stage 2 run costs, at the same size and at another, and whether it is right.
 
-    python benchmarks/bench_stage2.py --out benchmarks/results           # 50M parameters, 4 -> 3 ranks
+    python benchmarks/bench_stage2.py --out benchmarks/results           # 200M parameters, 4 -> 3 ranks
     python benchmarks/bench_stage2.py --small --rounds 1 --out /tmp/x    # a few hundred thousand parameters
 
 A stage 2 run with ``round_robin_gradients`` saves by DeepSpeed alone. Then, in turn, round after round: DeepSpeed loads
@@ -197,7 +197,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--small", action="store_true")
     arguments = parser.parse_args()
-    width, layers = (128, 8) if arguments.small else (2048, 12)
+    width, layers = (128, 8) if arguments.small else (4096, 12)
     arguments.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="stage2-") as scratch:
         samples = measure(Path(scratch), arguments.rounds, width, layers)
