@@ -1,4 +1,4 @@
-"""What is told while an executor works, by all that read, scan, move or write; and how Ctrl-C ends them."""
+"""What is reported while an executor works, by all that read, scan, move or write; and how Ctrl-C ends them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from zeroelastic.executors.dispatch import (
 from zeroelastic.executors.tables import CASTS
 
 TOLD = ("read", "write", "move", "scan")
-Told = Callable[[int], None]
+Progress = Callable[[int], None]
 
 
 class Stop(Exception):
@@ -70,11 +70,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def operate(
-    operation: str, engine: Engine, rows: CopyTable, src: np.ndarray, folder: Path, told: Told | None, **more: object
+    operation: str,
+    engine: Engine,
+    rows: CopyTable,
+    src: np.ndarray,
+    folder: Path,
+    progress: Progress | None,
+    **more: object,
 ) -> object:
     """One operation on rows from one source to one destination of the same size; what it returns."""
     source, target = folder / "source", folder / "target"
-    call = {"progress": told, "executor": engine.name, **more}
+    call = {"progress": progress, "executor": engine.name, **more}
     if operation == "read":
         return read_segments(read_table((source,), rows), [engine.put(np.zeros(len(src), dtype=np.uint8))], **call)  # type: ignore[arg-type]
     if operation == "write":
@@ -121,10 +127,10 @@ def test_the_caller_is_told_of_every_byte_on_its_own_thread(engine: Engine, tmp_
 def test_whoever_is_told_the_bytes_are_the_same(
     data: st.DataObject, operation: str, threads: int | None, writer: Engine, folder: Path
 ) -> None:
-    """Of any table, with a conversion too: what is told is bytes of the sources."""
+    """Of any table, with a conversion too: what is reported is bytes of the sources."""
     case = data.draw(cases(casts=("none",) if operation == "scan" else CASTS))
-    told: list[int] = []
-    more = {"digest": case.digest, "threads": threads, "progress": told.append, "executor": writer.name}
+    reported: list[int] = []
+    more = {"digest": case.digest, "threads": threads, "progress": reported.append, "executor": writer.name}
     sources, targets = write_files(folder, case.src), untouched_files(folder, case)
     want, digests = expected(case)
     sums = np.zeros(len(case.rows.nbytes), dtype=np.uint32)
@@ -141,7 +147,7 @@ def test_whoever_is_told_the_bytes_are_the_same(
         else:
             totals = move_segments(case.rows, sources, targets, crc32=sums, cast=case.cast, **more)  # type: ignore[arg-type]
         got = [path.read_bytes() for path in targets]
-    assert sum(told) == int(case.rows.nbytes.sum())
+    assert sum(reported) == int(case.rows.nbytes.sum())
     assert got == [part.tobytes() for part in want]
     assert totals is not None and totals.tolist() == digests
     if operation != "read":
@@ -195,13 +201,13 @@ LONG_CALL = """
     zero = np.zeros(count, dtype=np.int64)
     rows = CopyTable(zero, zero, zero, zero, zero + size)
     more = {"threads": threads, "executor": executor}
-    told = 0
+    reported = 0
 
     def progress(nbytes):
-        global told
-        if told == 0:
+        global reported
+        if reported == 0:
             print("started", flush=True)
-        told += 1
+        reported += 1
 
     def call():
         if operation == "scan":

@@ -300,11 +300,11 @@ def test_a_run_that_fails_is_a_verdict_and_one_that_cannot_be_compared_an_error(
         request = ProofRequest(found, OTHER_SIZE, None, steps, prepare(tmp_path / mischief), repeat=False)
         launched = by_pool(mischief)
 
-        def run(told: RunSpec) -> str | None:
-            if told.role == CONTROL and mischief == "cannot load":  # the same as that of the good proof
-                write_record(told.record_path, records[CONTROL])
+        def run(spec: RunSpec) -> str | None:
+            if spec.role == CONTROL and mischief == "cannot load":  # the same as that of the good proof
+                write_record(spec.record_path, records[CONTROL])
                 return None
-            return failure_of(told) if launched(told) else None
+            return failure_of(spec) if launched(spec) else None
 
         outcome = prove(request, verified, run)
         return document(outcome, script=["x"], command=["y"], device="cpu", signed_off_by=None)
@@ -340,10 +340,10 @@ def test_a_checkpoint_that_changed_meanwhile_is_not_proved(
     shutil.copytree(checkpoint, mine)
     found = find_source(mine)
 
-    def run(told: RunSpec) -> str | None:
-        write_record(told.record_path, dataclasses.replace(records[told.role], role=told.role))
-        if told.role == OTHER:
-            shutil.copytree(found.tag_dir, told.save_to[0] + "/" + told.save_to[1])
+    def run(spec: RunSpec) -> str | None:
+        write_record(spec.record_path, dataclasses.replace(records[spec.role], role=spec.role))
+        if spec.role == OTHER:
+            shutil.copytree(found.tag_dir, spec.save_to[0] + "/" + spec.save_to[1])
             (mine / "global_step3" / "new").write_text("")
         return None
 
