@@ -279,8 +279,8 @@ def gathered_by_deepspeed(engine: Any) -> dict[str, str]:
 
     found: dict[str, str] = {}
     optimizer = engine.optimizer
-    of_stage_3 = hasattr(optimizer, "fp16_groups")
-    for i, members in enumerate(optimizer.fp16_groups if of_stage_3 else optimizer.bit16_groups):
+    lists = ("fp16_groups", "bit16_groups", "bf16_groups")  # stage 3, DeepSpeedZeroOptimizer, BF16_Optimizer
+    for i, members in enumerate(next(getattr(optimizer, name) for name in lists if hasattr(optimizer, name))):
         flat = flat_buffers(optimizer)[i]
         state = optimizer.optimizer.state.get(flat, {})
         keys = [key for key, value in state.items() if torch.is_tensor(value) and value.shape == flat.shape]
@@ -330,8 +330,8 @@ def gathered_from_groups(engine: Any) -> dict[str, str]:
 
 def flat_buffers(optimizer: Any) -> Sequence[torch.Tensor]:
     """This rank's flat master weights, by sub-group at stage 3, by optimizer group at stages 1 and 2."""
-    of_stage_3 = hasattr(optimizer, "fp16_groups")
-    return optimizer.fp32_partitioned_groups_flat if of_stage_3 else optimizer.single_partition_of_fp32_groups
+    lists = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition")
+    return next(getattr(optimizer, name) for name in lists if hasattr(optimizer, name))
 
 
 def sub_group_steps(engine: Any) -> tuple[list[Any], int]:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import training
-from test_group_split import DEALT, LIMIT_S, Run, train_and_save
+from test_group_split import DEALT, FP32_SUMS, LIMIT_S, Run, train_and_save
 from training import LOSS_RTOL, Job, Outcome, build_engine, train_step
 
 import zeroelastic
@@ -55,7 +55,12 @@ def load_odd(job: Job, directory: str, **flags: Any) -> Outcome:
     return Outcome(fingerprint(gather_state(engine)), {}, [train_step(engine, 1)], engine.zeroelastic_report)
 
 
-PAIRS = {"2 to 2": (Run(2, 3, DEALT), Run(2, 2)), "2 to 3": (Run(2, 2), Run(3, 3)), "3 to 1": (Run(3, 2), Run(1, 3))}
+PAIRS = {
+    "2 to 2": (Run(2, 3, DEALT), Run(2, 2)),
+    "2 to 3": (Run(2, 2), Run(3, 3)),
+    "3 to 1": (Run(3, 2), Run(1, 3)),
+    "BF16_Optimizer": (FP32_SUMS(2), FP32_SUMS(3)),
+}
 
 
 @pytest.mark.parametrize("name", PAIRS)
@@ -87,8 +92,8 @@ def load_flags(job: Job, directory: str, **flags: Any) -> Outcome:
     return Outcome(fingerprint(gather_state(engine)), {}, [train_step(engine, 1)], engine.zeroelastic_report)
 
 
-def test_flags_of_a_load_leave_out_what_they_say(rank_pool: RankPool, tmp_path: Path) -> None:
-    run = Run(2, 2, DEALT)
+@pytest.mark.parametrize("run", [Run(2, 2, DEALT), FP32_SUMS(2)], ids=["stage 2", "BF16_Optimizer"])
+def test_flags_of_a_load_leave_out_what_they_say(rank_pool: RankPool, tmp_path: Path, run: Run) -> None:
     saved = rank_pool.run(train_and_save, 2, run.job(Job()), str(tmp_path), timeout=LIMIT_S)[0]
     for flags, kinds in (
         ({"load_module_only": True}, {"scalar", "group", "scheduler", "state", "engine"}),
@@ -129,8 +134,9 @@ def load_error(job: Job, directory: str) -> str:
     return f"{type(raised.value).__name__}: {raised.value}"
 
 
-def test_damage_is_noticed_and_the_tag_before_is_taken(rank_pool: RankPool, tmp_path: Path) -> None:
-    job, directory = Run(2, 2, DEALT).job(Job()), tmp_path / "saved"
+@pytest.mark.parametrize("run", [Run(2, 2, DEALT), FP32_SUMS(2)], ids=["stage 2", "BF16_Optimizer"])
+def test_damage_is_noticed_and_the_tag_before_is_taken(rank_pool: RankPool, tmp_path: Path, run: Run) -> None:
+    job, directory = run.job(Job()), tmp_path / "saved"
     states = rank_pool.run(save_twice, 2, job, str(directory), timeout=LIMIT_S)[0]
     path = directory / "global_step2" / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
     file = read_torch_file(path)
@@ -146,26 +152,6 @@ def test_damage_is_noticed_and_the_tag_before_is_taken(rank_pool: RankPool, tmp_
     for outcome in rank_pool.run(load_flags, 3, falls_back, str(tmp_path / "copy"), timeout=LIMIT_S):
         assert compare_states(states[0], outcome.state) == []
         assert "global_step1" in outcome.report.path
-
-
-def train_beside_stock(job: Job, directory: str) -> list[float]:
-    engine = build_engine(job)
-    losses = [train_step(engine, 0)]
-    engine.save_checkpoint(directory)
-    losses.append(train_step(engine, 1))
-    engine.load_checkpoint(directory)
-    assert not hasattr(engine, "zeroelastic_report")
-    return [*losses, train_step(engine, 1)]
-
-
-def test_a_bf16_optimizer_is_left_to_deepspeed(rank_pool: RankPool, tmp_path: Path) -> None:
-    job = Run(1, 2).job(Job(elastic=False, config={"data_types": {"grad_accum_dtype": "fp32"}}))
-    ours, theirs = (
-        rank_pool.run(train_beside_stock, 2, replace(job, installed=on), str(tmp_path / str(on)), timeout=LIMIT_S)
-        for on in (True, False)
-    )
-    assert ours == theirs
-    assert not list(tmp_path.rglob("zeroelastic.json"))
 
 
 def log_of_building(job: Job) -> list[str]:

@@ -1,10 +1,10 @@
 """The seams in DeepSpeed: the methods that install() wraps, how they are checked, and how they are put back.
 
 Wrapped at class level, because HF Trainer, accelerate, Lightning and Fabric all end in these methods and bypass
-anything else: ``DeepSpeedEngine._configure_zero_optimizer``, ``save_checkpoint``, ``load_checkpoint``,
-``_get_all_ckpt_names``, and ``DeepSpeedZeroOptimizer_Stage3.state_dict``, ``load_state_dict``; and for saves that go on
-after they returned ``DeepSpeedEngine._commit_decoupled_checkpoint``, ``save_16bit_model``, ``destroy`` and ``__del__``.
-Every wrapper passes anything that is not ZeRO stage 3 to the original untouched.
+anything else: ``DeepSpeedEngine._configure_zero_optimizer``, ``_configure_bf16_optimizer``, ``save_checkpoint``,
+``load_checkpoint``, ``_get_all_ckpt_names``, and ``DeepSpeedZeroOptimizer_Stage3.state_dict``, ``load_state_dict``; and
+for saves that go on after they returned ``DeepSpeedEngine._commit_decoupled_checkpoint``, ``save_16bit_model``,
+``destroy`` and ``__del__``. Every wrapper passes anything that is not ours (``live.kinds``) to the original untouched.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ def _seams(class_path: str, *signatures: str) -> tuple[Seam, ...]:
 _ENGINE = "deepspeed.runtime.engine.DeepSpeedEngine"
 _STAGE3 = "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3"
 _GROUPS = "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer"
+_BF16 = "deepspeed.runtime.bf16_optimizer.BF16_Optimizer"
 _WRITERS = "deepspeed.runtime.checkpoint_engine"
 _SWAP = "deepspeed.runtime.swap_tensor"
 _LOAD = "load_dir tag load_module_strict load_optimizer_states load_lr_scheduler_states load_module_only custom_load_fn"
@@ -59,6 +60,7 @@ SEAMS = (
     *_seams(
         _ENGINE,
         "_configure_zero_optimizer optimizer",
+        "_configure_bf16_optimizer optimizer",
         "save_checkpoint save_dir tag client_state save_latest exclude_frozen_parameters",
         f"load_checkpoint {_LOAD}",
         "_get_all_ckpt_names checkpoints_path tag",
@@ -88,12 +90,16 @@ USED = (
         "checkpoint_event_epilogue",
         "get_param_id param",
     ),
-    *_seams(
-        _GROUPS,
-        "state_dict",
-        "update_lp_params",
-        "_link_all_hp_params",
-        "_lazy_init_hp_params_optimizer_state",
+    *(
+        seam
+        for optimizer in (_GROUPS, _BF16)
+        for seam in _seams(
+            optimizer,
+            "state_dict",
+            "update_lp_params",
+            "_link_all_hp_params",
+            "_lazy_init_hp_params_optimizer_state",
+        )
     ),
     *_seams(f"{_WRITERS}.torch_checkpoint_engine.TorchCheckpointEngine", "save state_dict path"),
     *_seams(

@@ -44,7 +44,18 @@ def loading_strictly(engine: Engine, strict: bool) -> Iterator[None]:
 def _configure_zero_optimizer(original: Method, self: Engine, optimizer: Any) -> Any:
     """Validate our options and refuse what elastic saving cannot cover, while the engine is being built."""
     announce()
-    made = original(self, optimizer)
+    return _configured(self, original(self, optimizer))
+
+
+def _configure_bf16_optimizer(original: Method, self: Engine, optimizer: Any) -> Any:
+    """The same for a ``BF16_Optimizer`` of stage 1; without ZeRO (pipelines) it is DeepSpeed's own."""
+    if not self.zero_optimization():
+        return original(self, optimizer)
+    announce()
+    return _configured(self, original(self, optimizer))
+
+
+def _configured(self: Engine, made: Any) -> Any:
     link(made, self)
     if (kind := kind_of(made)) is not None:
         require_partners(wait=not kind.per_param)  # what makes the optimizer of stage 3 has a barrier of DeepSpeed's
@@ -139,6 +150,7 @@ def load_checkpoint(original: Method, self: Engine, load_dir: Any, *args: Any, *
 REPLACEMENTS: dict[str, Method] = {
     replacement.__name__: replacement
     for replacement in (
+        _configure_bf16_optimizer,
         _commit_decoupled_checkpoint,
         _configure_zero_optimizer,
         _get_all_ckpt_names,

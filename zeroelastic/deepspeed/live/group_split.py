@@ -1,25 +1,28 @@
-"""The live optimizer of ZeRO stages 1 and 2: every optimizer group is one buffer, of which each rank has a part.
+"""The live optimizers of ZeRO stages 1 and 2: every optimizer group is one buffer, of which each rank has a part.
 
 Where a parameter begins in its group's buffer is read off the memory of its 16-bit weight, which is a view of that
 buffer, and compared with the layout. DeepSpeed's own table (``_hp_mapping``) is of another order than the buffer under
 ``round_robin_gradients``; a load puts it right. Source: ``DeepSpeedZeroOptimizer`` of
-stage_1_and_2.py (``_update_model_bit16_weights``, ``update_lp_params``, ``_link_all_hp_params``), DeepSpeed 0.19.8.
+stage_1_and_2.py (``_update_model_bit16_weights``, ``update_lp_params``, ``_link_all_hp_params``) and ``BF16_Optimizer``
+of bf16_optimizer.py, which steps stage 1 with bf16 weights and fp32 accumulation; DeepSpeed 0.19.8.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import get_hp_fragment_mapping
 
 from zeroelastic.core.layout import Param, group_split_layout, unpacked_layout
-from zeroelastic.deepspeed.engine import Engine, GroupOptimizer
+from zeroelastic.deepspeed.engine import Bf16Optimizer, Engine, GroupOptimizer
 from zeroelastic.deepspeed.engine_state import engine_of
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.live.optimizers import SCHEDULED
@@ -29,38 +32,67 @@ from zeroelastic.errors import UnsupportedError
 from zeroelastic.torch_file.header import TensorRef
 
 
+@dataclass(frozen=True, slots=True)
+class _Lists:
+    """DeepSpeed's own lists, each with one entry per optimizer group.
+
+    ``params`` are in the order of the group, ``in_buffer`` in that of the buffer. ``weights`` is the whole buffer of
+    16-bit weights, ``parts`` the ranks' views of it, ``master`` this rank's part of the master weights, padding
+    included, and ``padding`` how many of its elements are padding that DeepSpeed takes off in its files.
+    """
+
+    params: Sequence[Sequence[torch.nn.Parameter]]
+    in_buffer: Sequence[Sequence[torch.nn.Parameter]]
+    weights: Sequence[torch.Tensor]
+    parts: Sequence[Sequence[torch.Tensor]]
+    master: Sequence[torch.Tensor]
+    padding: Sequence[int]
+
+
 class GroupSplit(LiveOptimizer):
     """A ``DeepSpeedZeroOptimizer``, with offloading to the CPU. A sub-group is an optimizer group."""
 
-    optimizer: GroupOptimizer
+    optimizer: GroupOptimizer | Bf16Optimizer
     per_param = False
+    stages_in_files: tuple[int | None, ...] = (1, 2)
+    """What DeepSpeed's files of this optimizer can have as ``zero_stage``."""
+
+    @staticmethod
+    def lists(optimizer: Any) -> _Lists:
+        """DeepSpeed's lists under one set of names; looked up anew, because DeepSpeed may replace them."""
+        return _Lists(
+            optimizer.bit16_groups,
+            optimizer.round_robin_bit16_groups,
+            optimizer.bit16_groups_flat,
+            optimizer.parallel_partitioned_bit16_groups,
+            optimizer.single_partition_of_fp32_groups,
+            optimizer.groups_padding,
+        )
 
     def _read(self, names: Mapping[torch.nn.Parameter, str]) -> None:
         engine = engine_of(self.optimizer)
         assert engine is not None, "linked when the engine was configured"
         self.module = engine.module
         world_size = dist.get_world_size(group=self.dp_group)
-        in_buffer = self.optimizer.round_robin_bit16_groups
-        self.group_of = tuple(range(len(in_buffer)))
-        self.groups = tuple(
-            tuple(names[param] for param in group if param.numel()) for group in self.optimizer.bit16_groups
-        )
-        described = [[Param(names[param], tuple(param.shape)) for param in group] for group in in_buffer]
+        lists = self.lists(self.optimizer)
+        self.group_of = tuple(range(len(lists.params)))
+        self.groups = tuple(tuple(names[param] for param in group if param.numel()) for group in lists.params)
+        described = [[Param(names[param], tuple(param.shape)) for param in group] for group in lists.in_buffer]
         gaps = getattr(self.optimizer, "round_robin_bit16_padding", None)  # DeepSpeed before 0.19.8 leaves none
         self.layout = group_split_layout(described, world_size, gaps)
-        self._check_places(names)
-        params = [param for group in in_buffer for param in group if param.numel()]
+        self._check_places(lists, names)
+        params = [param for group in lists.in_buffer for param in group if param.numel()]
         self.trained = frozenset(params)
         self._frozen = [param for param in self.module.parameters() if param not in self.trained]
         self._copies: dict[int, torch.Tensor] = {}
         self.frozen = unpacked_layout([Param(names[param], tuple(param.shape)) for param in self._frozen], world_size)
 
-    def _check_places(self, names: Mapping[torch.nn.Parameter, str]) -> None:
+    def _check_places(self, lists: _Lists, names: Mapping[torch.nn.Parameter, str]) -> None:
         """Raise UnsupportedError where a weight is not where the layout says that it lies in its group's buffer."""
         computed = dict(zip(self.layout.index(), self.layout.origin.tolist(), strict=True))
         if getattr(self.optimizer, "offloaded_states", None):
             return  # by offload_states(): the weights are away
-        for group, buffer in zip(self.optimizer.bit16_groups, self.optimizer.bit16_groups_flat, strict=True):
+        for group, buffer in zip(lists.params, lists.weights, strict=True):
             for param in group:
                 begin = (param.data_ptr() - buffer.data_ptr()) // buffer.element_size()
                 if param.numel() and begin != computed[names[param]]:
@@ -68,27 +100,27 @@ class GroupSplit(LiveOptimizer):
                         f"parameter {names[param]} begins at element {begin} of its group's buffer, where ZeRO-1 and 2 "
                         f"imply {computed[names[param]]}."
                     )
-        parts = [part.numel() for part in self.optimizer.single_partition_of_fp32_groups]
+        parts = [part.numel() for part in lists.master]
         if parts != self.layout.sub_group_numel.tolist():
             raise UnsupportedError(
                 f"the master weights have {parts} elements on this rank, where ZeRO-1 and 2 imply "
                 f"{self.layout.sub_group_numel.tolist()}."
             )
 
-    @staticmethod
-    def left_to_deepspeed(optimizer: Any) -> str | None:
+    @classmethod
+    def left_to_deepspeed(cls, optimizer: Any) -> str | None:
         engine = engine_of(optimizer)
         if engine is None:
             return "an optimizer outside of an engine"
         groups = optimizer.optimizer.param_groups
         reasons = {
-            type(optimizer).__name__: type(optimizer) is not DeepSpeedZeroOptimizer,
+            type(optimizer).__name__: type(optimizer) not in (DeepSpeedZeroOptimizer, BF16_Optimizer),
             "a pipeline": isinstance(engine.module, PipelineModule),
             "use_node_local_storage": engine.use_node_local_storage(),
             "tensor parallelism": getattr(optimizer, "model_parallel_group", None) is not None,
             "ZenFlow": bool(getattr(optimizer, "zenflow", False)),
             "Muon": any(group.get("use_muon") for group in groups),
-            "other optimizer groups than were given": len(groups) != len(optimizer.bit16_groups),
+            "other optimizer groups than were given": len(groups) != len(cls.lists(optimizer).params),
         }
         return next((what for what, used in reasons.items() if used), None) or next(
             iter(uncovered_groups(optimizer, engine)), None
@@ -99,7 +131,7 @@ class GroupSplit(LiveOptimizer):
         return []  # it is left to DeepSpeed
 
     def flat(self, sub_group: int) -> torch.Tensor:
-        return self.optimizer.single_partition_of_fp32_groups[sub_group]
+        return self.lists(self.optimizer).master[sub_group]
 
     def frozen_tensor(self, param: int) -> torch.Tensor:
         """This rank's part of a frozen parameter, which every rank has whole: a view, or else a copy of it.
@@ -115,10 +147,11 @@ class GroupSplit(LiveOptimizer):
         return self._copies[param]
 
     def begin_load(self) -> None:
-        if getattr(self.optimizer, "offloaded_states", None):
-            self.optimizer.reload_states()
-        if hasattr(self.optimizer, "_wait_for_offload_copies"):
-            self.optimizer._wait_for_offload_copies()
+        optimizer: Any = self.optimizer  # an older DeepSpeed, or a BF16_Optimizer, may lack what is looked for
+        if getattr(optimizer, "offloaded_states", None):
+            optimizer.reload_states()
+        if hasattr(optimizer, "_wait_for_offload_copies"):
+            optimizer._wait_for_offload_copies()
 
     def refresh(self) -> None:
         """Nothing is replaced."""
@@ -127,7 +160,7 @@ class GroupSplit(LiveOptimizer):
         """DeepSpeed's views of the state are made again in ``end_load``."""
 
     def finish_weights(self, *, from_16_bit: bool) -> None:
-        for i, parts in enumerate(self.optimizer.parallel_partitioned_bit16_groups):
+        for i, parts in enumerate(self.lists(self.optimizer).parts):
             parts[self.rank].copy_(self.fp32(i))
             if from_16_bit:
                 self.fp32(i).copy_(parts[self.rank])
@@ -154,21 +187,27 @@ class GroupSplit(LiveOptimizer):
         The table that it saves (``_param_slice_mappings``) stays as it is: loading a Universal checkpoint makes the
         same mistake again, and at the same size the two cancel.
         """
-        optimizer = self.optimizer
-        optimizer._link_all_hp_params()
+        self.optimizer._link_all_hp_params()
+        if isinstance(self.optimizer, DeepSpeedZeroOptimizer) and self.optimizer.round_robin_gradients:
+            self._link_dealt_fragments(self.optimizer)
+        self.optimizer._hp_optimizer_states_linked = False
+        if all(self.state(i) for i in range(self.layout.num_sub_groups)):
+            self.optimizer._lazy_init_hp_params_optimizer_state()
+
+    def _link_dealt_fragments(self, optimizer: Any) -> None:
         offset = dict(zip(self.layout.index(), self.layout.origin.tolist(), strict=True))
         for g, (group, part) in enumerate(
             zip(optimizer.bit16_groups, self.layout.sub_group_numel.tolist(), strict=True)
         ):
             begin, end = self.rank * part, (self.rank + 1) * part
             position = {id(param): i for i, param in enumerate(optimizer.params_in_partition[g])}
-            for param in group if getattr(optimizer, "round_robin_gradients", False) else ():
-                param._hp_mapping = None  # type: ignore[attr-defined]
+            for param in group:
+                param._hp_mapping = None
                 start = offset.get(optimizer.param_names[param])
                 if start is None or not (start < end and begin < start + param.numel()):
                     continue
-                param._index_in_param_group = position[id(param)]  # type: ignore[attr-defined]
-                param._hp_mapping = get_hp_fragment_mapping(  # type: ignore[attr-defined]
+                param._index_in_param_group = position[id(param)]
+                param._hp_mapping = get_hp_fragment_mapping(
                     param,
                     start,
                     self.flat(g),
@@ -179,9 +218,6 @@ class GroupSplit(LiveOptimizer):
                     begin,
                     part,
                 )
-        optimizer._hp_optimizer_states_linked = False
-        if all(self.state(i) for i in range(self.layout.num_sub_groups)):
-            optimizer._lazy_init_hp_params_optimizer_state()
 
     @contextmanager
     def saving(self, engine: Engine, *, elastic: bool, written: Callable[[], None]) -> Iterator[None]:
@@ -218,7 +254,7 @@ class GroupSplit(LiveOptimizer):
         return None
 
     def takes_stock_state(self, state: object) -> bool:
-        if not isinstance(state, dict) or state.get("zero_stage") not in (1, 2):
+        if not isinstance(state, dict) or state.get("zero_stage") not in self.stages_in_files:
             return False
         flats, nested = state.get("single_partition_of_fp32_groups"), state.get("base_optimizer_state")
         groups = nested.get("param_groups") if isinstance(nested, dict) else None
@@ -227,7 +263,9 @@ class GroupSplit(LiveOptimizer):
         own = self.base.param_groups
         lean = [
             numel - padding
-            for numel, padding in zip(self.layout.sub_group_numel.tolist(), self.optimizer.groups_padding, strict=True)
+            for numel, padding in zip(
+                self.layout.sub_group_numel.tolist(), self.lists(self.optimizer).padding, strict=True
+            )
         ]
         return (
             [flat.shape if isinstance(flat, TensorRef) else None for flat in flats] == [(numel,) for numel in lean]
@@ -236,4 +274,21 @@ class GroupSplit(LiveOptimizer):
                 isinstance(group, dict) and not mine.keys() - group.keys() - SCHEDULED
                 for group, mine in zip(groups, own, strict=True)
             )
+        )
+
+
+class Bf16GroupSplit(GroupSplit):
+    """A ``BF16_Optimizer`` at stage 1: no loss scaler, no offloading, nothing dealt, and whole parts in its files."""
+
+    stages_in_files = (None,)
+
+    @staticmethod
+    def lists(optimizer: Any) -> _Lists:
+        return _Lists(
+            optimizer.bf16_groups,
+            optimizer.bf16_groups,
+            optimizer.bf16_groups_flat,
+            optimizer.bf16_partitioned_groups,
+            optimizer.fp32_groups_flat_partition,
+            (0,) * len(optimizer.bf16_groups),
         )

@@ -7,19 +7,24 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from zeroelastic.checkpoint.tensor_parallel import NO_TENSOR_PARALLEL, TensorParallel
 from zeroelastic.deepspeed.engine import Engine
-from zeroelastic.deepspeed.live.group_split import GroupSplit
+from zeroelastic.deepspeed.live.group_split import Bf16GroupSplit, GroupSplit
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.live.stage3 import Stage3
 from zeroelastic.deepspeed.live.topology import tensor_parallel
 from zeroelastic.deepspeed.live.trained import param_names
 from zeroelastic.errors import UnsupportedError
 
-_KINDS: dict[type, type[LiveOptimizer]] = {DeepSpeedZeroOptimizer_Stage3: Stage3, DeepSpeedZeroOptimizer: GroupSplit}
+_KINDS: dict[type, type[LiveOptimizer]] = {
+    DeepSpeedZeroOptimizer_Stage3: Stage3,
+    DeepSpeedZeroOptimizer: GroupSplit,
+    BF16_Optimizer: Bf16GroupSplit,
+}
 """DeepSpeed's class -> ours. Also for subclasses of DeepSpeed's; ``uncovered`` names the ones that are not covered."""
 
 

@@ -62,8 +62,8 @@ class LiveOptimizer(ABC):
     def _read(self, names: Mapping[torch.nn.Parameter, str]) -> None:
         """Set the other attributes."""
 
-    @staticmethod
-    def left_to_deepspeed(optimizer: Any) -> str | None:
+    @classmethod
+    def left_to_deepspeed(cls, optimizer: Any) -> str | None:
         """Why loads and saves of this optimizer are DeepSpeed's own, as if we were not there; None where they are ours.
 
         Its state is not read then. ``uncovered`` names what is ours and refused.

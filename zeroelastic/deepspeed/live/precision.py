@@ -36,23 +36,23 @@ def restore_scales(live: LiveOptimizer, head: Shard, config: Mapping[str, Any]) 
     notes: list[str] = []
     reset: list[str] = []
     saved, running = precision_of(head.ds_config), precision_of(config)
-    if saved == running:
+    own = getattr(live.optimizer, "loss_scaler", None)
+    if saved == running and own is not None:  # a BF16_Optimizer has none; without fp16 the scale is 1
         if head.scaler is not None and head.scaler.dynamic != bool(live.optimizer.dynamic_loss_scale):
             kinds = {True: "dynamic", False: "static"}
             notes.append(
                 f"the loss scale is {kinds[head.scaler.dynamic]}, as in the checkpoint; this run's configuration says "
                 f"{kinds[not head.scaler.dynamic]}"
             )
-        if head.scaler is None:
+        if head.scaler is None and running.startswith("fp16"):
             reset.append("the loss scale (the checkpoint has none; it is the run's own)")
-        else:
+        elif head.scaler is not None:
             kind = getattr(ds_loss_scaler, head.scaler.class_name)
-            own = live.optimizer.loss_scaler
             scaler = own if type(own) is kind else kind.__new__(kind)
             for key, value in head.scaler.attributes.items():
                 setattr(scaler, key, getattr(torch, value.name) if isinstance(value, DType) else value)
             set_loss_scaler(live, scaler, dynamic=head.scaler.dynamic, overflow=head.scaler.overflow)
-    else:
+    elif saved != running:
         notes.append(f"saved with {saved}, running with {running}: the loss scale is the run's own")
     if live.grad_scaler is not None and head.grad_scaler is not None:
         live.grad_scaler.load_state_dict(dict(head.grad_scaler))

@@ -333,8 +333,9 @@ def read_back(
     return {model_path.name: model.directory, optim_path.name: shard.directory}
 
 
-def _by_name(params: Iterable[Param] | None) -> list[Param] | None:
-    return None if params is None else sorted(params, key=lambda param: param.name)
+def _by_name(params: Iterable[Param] | None) -> list[Param]:
+    """At stage 1 a file does not tell whether there are no frozen parameters or whether they were excluded."""
+    return sorted(params or (), key=lambda param: param.name)
 
 
 def _differing(found: Mapping[str, object], want: Mapping[str, object]) -> tuple[object, object]:
