@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from training import Job, build_engine, train_step
 
 from zeroelastic.checkpoint.commit_record import read_record
+from zeroelastic.deepspeed.live.digests import LivePiece
 from zeroelastic.errors import UnsupportedError
 from zeroelastic.testing import RankPool
 
@@ -26,12 +28,11 @@ def save_and_look(job: Job, directory: str, executor: str) -> tuple[list[bool], 
     train_step(engine, 0)
     apart: list[str] = []
     same: list[bool] = []
-    digest_tensor, write = digests.digest_tensor, shard_writer.write_torch_file
+    digest_pieces, write = digests.digest_pieces, shard_writer.write_torch_file
 
-    def digest_apart(piece: torch.Tensor, name: str, key: str, start: int) -> int:
-        if piece.numel():
-            apart.append(f"{key} of {name}")
-        return digest_tensor(piece, name, key, start)
+    def digest_apart(pieces: Sequence[LivePiece]) -> list[int]:
+        apart.extend(f"{piece.key} of {piece.param}" for piece in pieces if piece.tensor.numel())
+        return digest_pieces(pieces)
 
     def write_both(obj: object, path: Path, **options: Any) -> Any:
         found = write(obj, path, **options)
@@ -41,9 +42,9 @@ def save_and_look(job: Job, directory: str, executor: str) -> tuple[list[bool], 
         same.append(other.read_bytes() == path.read_bytes())
         return found
 
-    digests.digest_tensor, shard_writer.write_torch_file = digest_apart, write_both
+    digests.digest_pieces, shard_writer.write_torch_file = digest_apart, write_both
     engine.save_checkpoint(directory, tag="tag")
-    digests.digest_tensor, shard_writer.write_torch_file = digest_tensor, write
+    digests.digest_pieces, shard_writer.write_torch_file = digest_pieces, write
     record = read_record(Path(directory) / "tag")
     assert record is not None
     return same, apart, record.content_root

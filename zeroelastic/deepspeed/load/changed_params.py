@@ -16,7 +16,7 @@ import torch
 from zeroelastic.checkpoint.optimizer_file import FP32, FROZEN
 from zeroelastic.checkpoint.param_changes import Membership
 from zeroelastic.deepspeed.fill import Filled, Part, Target
-from zeroelastic.deepspeed.live.digests import digest_tensor
+from zeroelastic.deepspeed.live.digests import LivePiece, digest_pieces
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.load.module_states import ModuleKeys
 from zeroelastic.deepspeed.load.preflight import LoadPlan
@@ -61,17 +61,15 @@ def with_changed_digests(part: Part, filled: Filled, rank: int) -> Filled:
 
     They are digests of the saved tensors: computed on reading where a tensor was cast, else from the live tensor.
     """
-    digests: dict[tuple[str, str], int] = {}
     dst = part.plan.dst
     columns = (column.tolist() for column in (*dst.owned(rank), dst.buffer_offset(rank)))
-    for param, target, start, length, place in zip(dst.params, part.targets, *columns, strict=True):
-        stream = (param.name, target.key)
-        digests[stream] = (
-            filled.cast_digests[stream]
-            if target.cast
-            else digest_tensor(target.tensor[place : place + length], param.name, target.key, start)
-        )
-    return replace(filled, cast_digests={}, changed_digests=digests)
+    live = [
+        LivePiece(param.name, target.key, target.tensor[place : place + length], start)
+        for param, target, start, length, place in zip(dst.params, part.targets, *columns, strict=True)
+        if not target.cast
+    ]
+    digests = {(piece.param, piece.key): digest for piece, digest in zip(live, digest_pieces(live), strict=True)}
+    return replace(filled, cast_digests={}, changed_digests={**filled.cast_digests, **digests})
 
 
 def join(parts: Sequence[Filled]) -> Filled:

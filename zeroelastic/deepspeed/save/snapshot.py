@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from zeroelastic.deepspeed.live.digests import LiveStreams
+from zeroelastic.deepspeed.live.digests import LiveStreams, digest_pieces
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.options import Options
 from zeroelastic.deepspeed.save.engine_proxy import not_written
@@ -90,9 +90,9 @@ class Snapshot(ShardWriter):
     def complete(self) -> None:
         """Digest what is in neither file; from here on nothing of the live state is used."""
         self._memory.end()
-        for i, piece in enumerate(self._streams.pieces):
-            if not self._kept[i] and self._known[i] is None:
-                self._known[i] = piece.digest()
+        lost = [i for i, found in enumerate(self._known) if found is None and not self._kept[i]]
+        for i, digest in zip(lost, digest_pieces([self._streams.pieces[i] for i in lost]), strict=True):
+            self._known[i] = digest
         self._streams = replace(self._streams, pieces=tuple(self._pieces))
         self._runs = runs_of(self._streams)
 
