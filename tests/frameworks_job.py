@@ -59,12 +59,26 @@ def groups(model: torch.nn.Module, lr: float) -> list[dict[str, Any]]:
     ]
 
 
+ROUND_ROBIN = {"overlap_comm": True, "allgather_bucket_size": 5e8, "round_robin_gradients": True}
+
+
+def zero_of(job: AccelerateJob | LightningJob) -> dict[str, Any]:
+    """The block ``zero_optimization`` at the job's stage, small enough a bucket or a sub-group to have several."""
+    if job.stage == 3:
+        zero = {"elastic_checkpoint": True, "sub_group_size": 150, "stage3_param_persistence_threshold": 40}
+    else:
+        zero = {**ROUND_ROBIN, "reduce_bucket_size": 100}
+    return {"stage": job.stage, **zero, **job.zero}
+
+
 @dataclass(frozen=True)
 class AccelerateJob:
     """One run of accelerate; picklable."""
 
     micro: int = 2
     accumulation: int = 1
+    stage: int = 3
+    zero: dict[str, Any] = field(default_factory=dict)
     schedule: str = "lambda"
     options: dict[str, Any] = field(default_factory=lambda: {"strict_batch": True})
     seed: int = 3
@@ -132,12 +146,7 @@ def prepare(job: AccelerateJob) -> tuple[Any, Any, Any, Any, Any]:
         "train_micro_batch_size_per_gpu": "auto",
         "train_batch_size": "auto",
         "gradient_accumulation_steps": job.accumulation,
-        "zero_optimization": {
-            "stage": 3,
-            "elastic_checkpoint": True,
-            "sub_group_size": 150,
-            "stage3_param_persistence_threshold": 40,
-        },
+        "zero_optimization": zero_of(job),
         "zeroelastic": job.options,
     }
     accelerator = Accelerator(
@@ -241,6 +250,8 @@ class LightningJob:
 
     micro: int = 2
     accumulation: int = 1
+    stage: int = 3
+    zero: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=lambda: {"strict_batch": True})
     loader: str = "plain"
     samples: int = SAMPLES
@@ -357,12 +368,7 @@ def lightning_run(
 
     config = {
         "zero_allow_untested_optimizer": True,
-        "zero_optimization": {
-            "stage": 3,
-            "elastic_checkpoint": True,
-            "sub_group_size": 150,
-            "stage3_param_persistence_threshold": 40,
-        },
+        "zero_optimization": zero_of(job),
         "zeroelastic": job.options,
     }
     pl.seed_everything(3)

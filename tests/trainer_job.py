@@ -17,35 +17,38 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from places import ROOT
+from training import allow_fp16_on_cpu
 
 GLOBAL_BATCH = 12  # divisible by 1, 2, 3 and 4
 SAMPLES = 43  # three whole batches, and seven samples
 VOCABULARY = 64
 WORDS = torch.randint(0, VOCABULARY, (SAMPLES, 9), generator=torch.Generator().manual_seed(0))
 
-DS_CONFIG = {
-    "train_batch_size": "auto",
-    "train_micro_batch_size_per_gpu": "auto",
-    "gradient_accumulation_steps": "auto",
-    "gradient_clipping": "auto",
-    "bf16": {"enabled": "auto"},
-    "zero_optimization": {
-        "stage": 3,
-        "elastic_checkpoint": True,
-        "reduce_bucket_size": "auto",
-        "stage3_prefetch_bucket_size": "auto",
-        "stage3_param_persistence_threshold": "auto",
-        "stage3_gather_16bit_weights_on_model_save": True,
-    },
-}
+EXAMPLES = ROOT / "examples/huggingface"
+
+CONFIGS = {stage: json.loads((EXAMPLES / name).read_text()) for stage, name in ((3, "ds.json"), (2, "ds_z2.json"))}
+"""The examples' configurations by ZeRO stage."""
+for _config in CONFIGS.values():
+    _config["zeroelastic"] = {}
+CONFIGS[1] = {**CONFIGS[2], "zero_optimization": {**CONFIGS[2]["zero_optimization"], "stage": 1}}
+
+OFFLOADED = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
 
 
 @dataclass(frozen=True)
 class TrainerJob:
-    """How one run is configured; picklable. ``stop_at`` ends the run there, as somebody's scheduler would."""
+    """How one run is configured; picklable. ``stop_at`` ends the run there, as somebody's scheduler would.
+
+    ``zero`` and ``config`` are added to the example's configuration of the ZeRO stage. Not ``elastic``, it is a script
+    that calls ``zeroelastic.install()`` alone, and not ``installed``, one without zeroelastic.
+    """
 
     directory: str
+    stage: int = 3
+    precision: str = "bf16"
     elastic: bool = True
+    installed: bool = True
     lora: bool = False
     stop_at: int | None = None
     resume: Any = None
@@ -118,14 +121,17 @@ def run_trainer(job: TrainerJob) -> Seen:
 
     transformers.utils.logging.set_verbosity_error()
     warnings.simplefilter("ignore")
-    zero = {**DS_CONFIG["zero_optimization"], **job.zero}
+    if job.precision == "fp16":
+        allow_fp16_on_cpu()
+    base = CONFIGS[job.stage]
+    zero = {**base["zero_optimization"], **job.zero}
     args = TrainingArguments(
         **{
             "output_dir": job.directory,
             **batch_args(global_batch=GLOBAL_BATCH, max_per_device=3),
             "use_cpu": True,
-            "bf16": True,
-            "deepspeed": json.loads(json.dumps({**DS_CONFIG, **job.config, "zero_optimization": zero})),
+            job.precision: True,
+            "deepspeed": json.loads(json.dumps({**base, **job.config, "zero_optimization": zero})),
             "num_train_epochs": 3,
             "learning_rate": 1e-2,
             "weight_decay": 0.1,
@@ -185,7 +191,7 @@ def run_trainer(job: TrainerJob) -> Seen:
             with torch.no_grad():
                 return super().compute_loss(model, inputs).detach(), None, None
 
-    if not job.elastic:
+    if job.installed and not job.elastic:
         zeroelastic.install()
     trainer = WatchedTrainer(
         model=model,
@@ -195,7 +201,7 @@ def run_trainer(job: TrainerJob) -> Seen:
         data_collator=collate,
         callbacks=[],
     )
-    if job.elastic:
+    if job.installed and job.elastic:
         from zeroelastic.integrations.transformers import elastic
 
         assert elastic(trainer) is trainer

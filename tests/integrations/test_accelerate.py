@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from documentation import blocks
 from documentation import run as run_command
 from frameworks_job import AccelerateJob, Seen, accelerate_run, prepare, read_history, run_script
@@ -93,11 +94,12 @@ def test_the_commands_of_the_documentation_run_a_script_that_does_not_know_zeroe
     assert [line["lr"] for line in found] == pytest.approx([0, 5e-3 / 3, 1e-2 / 3, 5e-3, 5e-3 * 8 / 9])
 
 
-def test_the_script_of_the_documentation_goes_on(rank_pool: RankPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("stages", [(3, 3), (2, 2), (2, 3)])
+def test_the_script_of_the_documentation_goes_on(rank_pool: RankPool, tmp_path: Path, stages: tuple[int, int]) -> None:
     """It saves after 4 and 8 of its 9 steps; what is left is done again on more ranks."""
     (text,) = [block.text for block in blocks(DOCUMENT) if block.language == "python"]
-    (tmp_path / "short.py").write_text(text)
-    for world_size in (2, 3):
+    for world_size, stage in zip((2, 3), stages, strict=True):
+        (tmp_path / "short.py").write_text(text.replace('"stage": 3', f'"stage": {stage}'))
         rank_pool.run(run_script, world_size, str(tmp_path / "short.py"), [])
         assert (tmp_path / "state" / "pytorch_model" / "zeroelastic.json").exists()
     record = read_record(tmp_path / "state" / "pytorch_model")
@@ -108,20 +110,41 @@ JOB = AccelerateJob()
 
 
 @pytest.fixture(scope="module")
-def saved(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[Seen]]:
-    """5 steps on 2 ranks, saved at step 3; what the ranks saw."""
+def saved(
+    rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> tuple[str, list[Seen]]:
+    """5 steps on 2 ranks, saved at step 3; what the ranks saw. The parameter is the ZeRO stage."""
     directory = str(tmp_path_factory.mktemp("saved") / "checkpoint")
-    return directory, rank_pool.run(accelerate_run, 2, replace(JOB, accumulation=4).at(2), 5, save=(3, directory))
+    job = replace(JOB, stage=request.param, accumulation=4).at(2)
+    return directory, rank_pool.run(accelerate_run, 2, job, 5, save=(3, directory))
+
+
+at_stage_3 = pytest.mark.parametrize("saved", [3], indirect=True)
+LOW_STAGES = pytest.mark.support("Frameworks", "accelerate at ZeRO stages 1 and 2", "exact", "also from and to stage 3")
 
 
 @pytest.mark.support("Frameworks", "accelerate `save_state`, `load_state`", "exact", "unmodified scripts")
-@pytest.mark.parametrize(("world_size", "accumulation"), [(3, 4), (3, 2), (1, 4)])
+@pytest.mark.parametrize(
+    ("saved", "stage", "world_size", "accumulation"),
+    [
+        (3, 3, 3, 4),
+        (3, 3, 3, 2),
+        (3, 3, 1, 4),
+        pytest.param(2, 2, 3, 4, marks=LOW_STAGES),
+        pytest.param(2, 3, 1, 2, marks=LOW_STAGES),
+        pytest.param(2, 1, 3, 2, marks=LOW_STAGES),
+        pytest.param(3, 2, 3, 2, marks=LOW_STAGES),
+        pytest.param(1, 2, 3, 4, marks=LOW_STAGES),
+        pytest.param(1, 1, 1, 2, marks=LOW_STAGES),
+    ],
+    indirect=["saved"],
+)
 def test_state_schedule_and_data_go_on(
-    rank_pool: RankPool, saved: tuple[str, list[Seen]], world_size: int, accumulation: int
+    rank_pool: RankPool, saved: tuple[str, list[Seen]], stage: int, world_size: int, accumulation: int
 ) -> None:
-    """2 -> 3 with accumulation 4 used to hang: the new rank did not know accelerate's step."""
+    """2 -> 3 ranks with accumulation 4 used to hang: the new rank did not know accelerate's step."""
     directory, before = saved
-    job = replace(JOB, accumulation=accumulation, seed=99).at(world_size)
+    job = replace(JOB, stage=stage, accumulation=accumulation, seed=99).at(world_size)
     for seen in rank_pool.run(accelerate_run, world_size, job, 5, load=directory):
         assert compare_states(before[0].state, seen.state) == []
         assert seen.step == accumulation  # counted from the epoch on, which has 2 steps
@@ -131,13 +154,15 @@ def test_state_schedule_and_data_go_on(
 
 
 @pytest.mark.support("Frameworks", "accelerate: random number generators", "exact", "saved ranks; new ranks are seeded")
+@pytest.mark.parametrize(("saved", "stage"), [(3, 3), (2, 2)], indirect=["saved"])
 def test_generators_are_the_saved_ones_or_derived_for_new_ranks(
-    rank_pool: RankPool, saved: tuple[str, list[Seen]], tmp_path: Path
+    rank_pool: RankPool, stage: int, saved: tuple[str, list[Seen]], tmp_path: Path
 ) -> None:
     directory, before = saved
-    same = rank_pool.run(accelerate_run, 2, replace(JOB, accumulation=4, seed=99).at(2), 3, load=directory)
+    job = replace(JOB, stage=stage, accumulation=4, seed=98)
+    same = rank_pool.run(accelerate_run, 2, replace(job, seed=99).at(2), 3, load=directory)
     assert [seen.draws for seen in same] == [seen.draws for seen in before]
-    job = replace(JOB, accumulation=4, seed=98).at(3)
+    job = job.at(3)
     first = rank_pool.run(accelerate_run, 3, job, 3, load=directory)
     stale = tmp_path / "stale"
     shutil.copytree(directory, stale)
@@ -151,10 +176,10 @@ def test_generators_are_the_saved_ones_or_derived_for_new_ranks(
 
 
 @pytest.mark.support("Frameworks", "accelerate: learning rate schedulers", "exact", "LambdaLR and those of torch")
-@pytest.mark.parametrize("schedule", ["fixed lambda", "cosine", "one cycle"])
-def test_any_schedule_goes_on(rank_pool: RankPool, tmp_path: Path, schedule: str) -> None:
+@pytest.mark.parametrize(("schedule", "stage"), [("fixed lambda", 3), ("cosine", 3), ("one cycle", 3), ("cosine", 2)])
+def test_any_schedule_goes_on(rank_pool: RankPool, tmp_path: Path, schedule: str, stage: int) -> None:
     """Down, and back up from what the smaller run saved."""
-    job = replace(JOB, schedule=schedule)
+    job = replace(JOB, schedule=schedule, stage=stage)
     whole = rank_pool.run(accelerate_run, 3, job.at(3), 6, save=(2, str(tmp_path / "a")))[0]
     assert len(set(whole.rates)) == 6
     down = rank_pool.run(accelerate_run, 2, job.at(2), 4, load=str(tmp_path / "a"), save=(4, str(tmp_path / "b")))[0]
@@ -166,24 +191,29 @@ def test_any_schedule_goes_on(rank_pool: RankPool, tmp_path: Path, schedule: str
 @pytest.mark.support(
     "Frameworks", "accelerate: a changed global batch", "refused", 'with `"strict_batch": true`; else a warning'
 )
+@pytest.mark.parametrize(("saved", "stage"), [(3, 3), (2, 2)], indirect=["saved"])
 def test_a_changed_global_batch_is_loud_and_an_error_when_strict(
-    rank_pool: RankPool, saved: tuple[str, list[Seen]]
+    rank_pool: RankPool, stage: int, saved: tuple[str, list[Seen]]
 ) -> None:
     directory, _ = saved
-    for seen in rank_pool.run(accelerate_run, 1, AccelerateJob(micro=3), 3, load=directory):
+    job = AccelerateJob(micro=3, stage=stage)
+    for seen in rank_pool.run(accelerate_run, 1, job, 3, load=directory):
         kind, text = seen.error
         assert kind == "StrictError" and "GLOBAL BATCH CHANGED from 24 to 3" in text
         assert "train_micro_batch_size_per_gpu 24 with gradient_accumulation_steps 1" in text
         assert "Accelerator(gradient_accumulation_steps=...)" in text
-    for seen in rank_pool.run(accelerate_run, 1, AccelerateJob(micro=3, options={}), 3, load=directory):
+    for seen in rank_pool.run(accelerate_run, 1, replace(job, options={}), 3, load=directory):
         loud = [line for line in seen.said if line.startswith("WARNING")]
         assert any("GLOBAL BATCH CHANGED from 24 to 3" in line for line in loud)
         assert any("Accelerator(gradient_accumulation_steps=...)" in line for line in loud)
 
 
-def test_a_save_between_optimizer_steps_is_loud_and_an_error_when_strict(rank_pool: RankPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("stage", [3, 2])
+def test_a_save_between_optimizer_steps_is_loud_and_an_error_when_strict(
+    rank_pool: RankPool, tmp_path: Path, stage: int
+) -> None:
     directory = str(tmp_path / "checkpoint")
-    job = replace(JOB, accumulation=4)
+    job = replace(JOB, accumulation=4, stage=stage)
     rank_pool.run(accelerate_run, 2, job.at(2), 1, save=(1, directory), extra=1)
     for seen in rank_pool.run(accelerate_run, 3, job.at(3), 1, load=directory):
         assert seen.error[0] == "StrictError" and "after 1 of 4 micro-steps" in seen.error[1]
@@ -198,7 +228,7 @@ class Recorder:
     def __init__(self, kind: str, stage: int, loader: object = None) -> None:
         self.distributed_type = f"DistributedType.{kind}"
         engine = SimpleNamespace(
-            zero_optimization_stage=lambda: stage,
+            optimizer=object.__new__(DeepSpeedZeroOptimizer_Stage3) if stage else None,
             train_micro_batch_size_per_gpu=lambda: 2,
             _config=SimpleNamespace(_param_dict={}),
         )
@@ -211,8 +241,8 @@ class Recorder:
         return "done"
 
 
-@pytest.mark.parametrize(("kind", "stage"), [("FSDP", 3), ("MULTI_GPU", 3), ("DEEPSPEED", 2)])
-def test_what_is_not_zero_3_is_left_alone(kind: str, stage: int) -> None:
+@pytest.mark.parametrize(("kind", "stage"), [("FSDP", 3), ("MULTI_GPU", 3), ("DEEPSPEED", 0)])
+def test_what_is_not_zero_is_left_alone(kind: str, stage: int) -> None:
     from zeroelastic.integrations import accelerate
 
     original = Recorder.load_state
@@ -242,6 +272,7 @@ def install_and_uninstall() -> tuple[bool, bool]:
 
 
 @pytest.mark.support("Frameworks", "accelerate: `use_stateful_dataloader`", "refused", "at another size or micro batch")
+@at_stage_3
 def test_a_stateful_dataloader_of_another_size_is_refused(
     rank_pool: RankPool, saved: tuple[str, list[Seen]], tmp_path: Path
 ) -> None:

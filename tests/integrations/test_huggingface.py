@@ -12,12 +12,14 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from documentation import ABORT_AT_EXIT
 from places import ROOT
 from trainer_job import (
     GLOBAL_BATCH,
+    OFFLOADED,
     SAMPLES,
     Seen,
     TrainerJob,
@@ -68,11 +70,14 @@ def whole(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[str
     return directory, pool.run(run_trainer, 4, TrainerJob(directory, args={"save_strategy": "steps", "save_steps": 2}))
 
 
-def check_goes_on(whole: Seen, seen: Seen, step: int, saved: Seen | None = None) -> None:
-    """From ``step`` on, the resumed run is the uninterrupted one; its state at the resume is the saved one."""
+def check_goes_on(whole: Seen, seen: Seen, step: int, saved: Seen | None = None, recorded: bool = True) -> None:
+    """From ``step`` on, the resumed run is the uninterrupted one; its state at the resume is the saved one.
+
+    ``recorded``: the save has a commit record, with the content root of what was loaded.
+    """
     assert seen.first_step == step
     assert compare_states((saved or whole).saved[step], seen.resumed) == []
-    assert seen.report.root_matches
+    assert seen.report.root_matches is (True if recorded else None)
     assert seen.max_steps == whole.max_steps
     steps = range(step, whole.max_steps)
     assert seen.samples == {at: whole.samples[at] for at in steps}
@@ -130,6 +135,37 @@ def test_a_resumed_run_goes_on_as_the_whole_one(pool, whole, tmp_path, world_siz
     kept = "rank 0" if world_size == 1 else f"ranks 0 to {world_size - 1}"
     assert f"random number generators of {kept}" in text
     assert "position in the data (epochs of 4 global batches)" in text
+
+
+TORCH_ADAMW = {"zero_force_ds_cpu_optimizer": False}
+
+STAGES: dict[str, tuple[dict[str, Any], int, dict[str, Any], int]] = {
+    "2 on 2, to 2 on 3": ({"stage": 2}, 2, {}, 3),
+    "2 on 3, fp16, to 2 on 2": ({"stage": 2, "precision": "fp16"}, 3, {}, 2),
+    "2 on 4, DeepSpeedCPUAdam, to 2 on 3": ({"stage": 2, "zero": OFFLOADED}, 4, {}, 3),
+    "2 on 3, AdamW on the CPU, to 2 on 1": ({"stage": 2, "zero": OFFLOADED, "config": TORCH_ADAMW}, 3, {}, 1),
+    "2 on 2, to 3 on 3": ({"stage": 2}, 2, {"stage": 3}, 3),
+    "3 on 3, to 2 on 2": ({"stage": 3}, 3, {"stage": 2}, 2),
+    "1 on 1, to 2 on 2": ({"stage": 1}, 1, {"stage": 2}, 2),
+    "2 on 2, to 1 on 4": ({"stage": 2}, 2, {"stage": 1}, 4),
+    "2 on 3 in the background, to 2 on 2": ({"stage": 2, "config": {"zeroelastic": {"async_save": True}}}, 3, {}, 2),
+    "2 on 2 without zeroelastic, to 2 on 3": ({"stage": 2, "installed": False}, 2, {"installed": True}, 3),
+}
+
+
+@pytest.mark.support(
+    "Frameworks", "Hugging Face Trainer at ZeRO stages 1 and 2", "exact", "also from and to stage 3, and LoRA"
+)
+@pytest.mark.parametrize("name", STAGES)
+def test_a_run_goes_on_at_stages_1_and_2(pool, tmp_path, name):
+    """Saved at the end of the first epoch, with the example's configuration: ``round_robin_gradients`` and "auto"."""
+    before, ranks, after, ranks_after = STAGES[name]
+    args = {"num_train_epochs": 2, "save_strategy": "steps", "save_steps": 4}
+    job = TrainerJob(str(tmp_path / "whole"), args=args, **before)
+    seen = pool.run(run_trainer, ranks, job)
+    job = job.at(directory=str(tmp_path), resume=f"{tmp_path}/whole/checkpoint-4", **after)
+    for outcome in pool.run(run_trainer, ranks_after, job.at(args={**args, "save_strategy": "no"})):
+        check_goes_on(seen[0], outcome, 4, recorded=before.get("installed", True))
 
 
 def test_new_ranks_get_generators_of_their_own(pool, whole, tmp_path):

@@ -99,20 +99,44 @@ JOB = LightningJob(samples=96)
 
 
 @pytest.fixture(scope="module")
-def saved(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[Seen]]:
-    """7 steps of 24 samples on 2 ranks, 4 an epoch, saved at step 6; what the ranks saw."""
+def saved(
+    rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> tuple[str, list[Seen]]:
+    """7 steps of 24 samples on 2 ranks, 4 an epoch, saved at step 6; what the ranks saw. The parameter is the stage."""
     directory = str(tmp_path_factory.mktemp("saved") / "last.ckpt")
-    return directory, rank_pool.run(lightning_run, 2, replace(JOB, accumulation=4).at(2), 9, save=(6, directory))
+    job = replace(JOB, stage=request.param, accumulation=4).at(2)
+    return directory, rank_pool.run(lightning_run, 2, job, 9, save=(6, directory))
+
+
+at_one_stage = pytest.mark.parametrize(("saved", "stage"), [(3, 3), (2, 2)], indirect=["saved"])
+LOW_STAGES = pytest.mark.support(
+    "Frameworks", "Lightning `Trainer.fit` at ZeRO stages 1 and 2", "exact", "also from and to stage 3"
+)
 
 
 @pytest.mark.support(*FIT)
-@pytest.mark.parametrize(("world_size", "accumulation", "workers"), [(3, 2, 0), (3, 4, 1), (1, 3, 0), (2, 4, 0)])
+@pytest.mark.parametrize(
+    ("saved", "stage", "world_size", "accumulation", "workers"),
+    [
+        (3, 3, 3, 2, 0),
+        (3, 3, 3, 4, 1),
+        (3, 3, 1, 3, 0),
+        (3, 3, 2, 4, 0),
+        pytest.param(2, 2, 3, 2, 0, marks=LOW_STAGES),
+        pytest.param(2, 2, 2, 4, 1, marks=LOW_STAGES),
+        pytest.param(2, 3, 3, 4, 0, marks=LOW_STAGES),
+        pytest.param(3, 2, 1, 3, 0, marks=LOW_STAGES),
+        pytest.param(1, 2, 3, 2, 0, marks=LOW_STAGES),
+        pytest.param(2, 1, 1, 3, 0, marks=LOW_STAGES),
+    ],
+    indirect=["saved"],
+)
 def test_state_schedule_and_data_go_on(
-    rank_pool: RankPool, saved: tuple[str, list[Seen]], world_size: int, accumulation: int, workers: int
+    rank_pool: RankPool, saved: tuple[str, list[Seen]], stage: int, world_size: int, accumulation: int, workers: int
 ) -> None:
     """In the second epoch, also at the same world size: Lightning alone would begin the epoch's data again."""
     directory, before = saved
-    job = replace(JOB, accumulation=accumulation, workers=workers).at(world_size)
+    job = replace(JOB, stage=stage, accumulation=accumulation, workers=workers).at(world_size)
     for seen in rank_pool.run(lightning_run, world_size, job, 9, load=directory):
         assert seen.error == ("", "")
         assert compare_states(before[0].state, seen.state) == []
@@ -123,37 +147,40 @@ def test_state_schedule_and_data_go_on(
 
 
 @pytest.mark.support(*FIT)
-def test_saves_of_other_moments_go_on(rank_pool: RankPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("stage", [3, 2])
+def test_saves_of_other_moments_go_on(rank_pool: RankPool, tmp_path: Path, stage: int) -> None:
     """At an epoch's end, and before a batch that then comes again."""
-    whole = rank_pool.run(lightning_run, 2, replace(JOB, accumulation=2).at(2), 8, save=(4, str(tmp_path / "end")))[0]
-    job = replace(JOB, accumulation=2, save_in="batch start").at(2)
-    rank_pool.run(lightning_run, 2, job, 6, save=(5, str(tmp_path / "start")))
+    job = replace(JOB, stage=stage, accumulation=2).at(2)
+    whole = rank_pool.run(lightning_run, 2, job, 8, save=(4, str(tmp_path / "end")))[0]
+    rank_pool.run(lightning_run, 2, replace(job, save_in="batch start"), 6, save=(5, str(tmp_path / "start")))
     for moment, first in (("end", 4), ("start", 5)):
-        seen = rank_pool.run(lightning_run, 3, replace(JOB, accumulation=4).at(3), 8, load=str(tmp_path / moment))[0]
+        seen = rank_pool.run(lightning_run, 3, replace(job, accumulation=4).at(3), 8, load=str(tmp_path / moment))[0]
         assert seen.samples == whole.samples[first:], moment
         assert seen.rates == pytest.approx(whole.rates[first:], rel=1e-12)
 
 
 @pytest.mark.support(*FIT)
-def test_a_run_goes_on_twice(rank_pool: RankPool, saved: tuple[str, list[Seen]], tmp_path: Path) -> None:
+@at_one_stage
+def test_a_run_goes_on_twice(rank_pool: RankPool, saved: tuple[str, list[Seen]], stage: int, tmp_path: Path) -> None:
     """Each time with another accumulation: gradients keep the scale of the first run."""
     directory, before = saved
     again = str(tmp_path / "again")
-    job = replace(JOB, accumulation=2).at(3)
+    job = replace(JOB, stage=stage, accumulation=2).at(3)
     first = rank_pool.run(lightning_run, 3, job, 8, load=directory, save=(7, again))[0]
     kept = "GRADIENTS are divided by 4 besides the mean, not by 2"
     assert any(line.startswith("WARNING") and kept in line for line in first.said)
-    second = rank_pool.run(lightning_run, 1, replace(JOB, accumulation=1).at(1), 9, load=again)[0]
+    second = rank_pool.run(lightning_run, 1, replace(job, accumulation=1).at(1), 9, load=again)[0]
     assert second.samples == before[0].samples[7:]
     assert second.losses == pytest.approx(before[0].losses[7:], rel=2e-5)
 
 
+@at_one_stage
 def test_a_second_load_into_the_same_engine_keeps_the_scale_of_gradients(
-    rank_pool: RankPool, saved: tuple[str, list[Seen]]
+    rank_pool: RankPool, saved: tuple[str, list[Seen]], stage: int
 ) -> None:
     """And an option leaves it to Lightning, which is said: the same once more is another run then."""
     directory, before = saved
-    job = replace(JOB, accumulation=2).at(3)
+    job = replace(JOB, stage=stage, accumulation=2).at(3)
     seen = rank_pool.run(lightning_run, 3, job, 9, load=directory, loads=2)[0]
     assert seen.losses == pytest.approx(before[0].losses[6:], rel=2e-5)
     left = replace(job, options={**job.options, "keep_gradient_scale": False})
@@ -162,20 +189,25 @@ def test_a_second_load_into_the_same_engine_keeps_the_scale_of_gradients(
     assert alone.losses != pytest.approx(before[0].losses[6:], rel=2e-5)
 
 
-def test_a_save_between_optimizer_steps_is_loud_and_an_error_when_strict(rank_pool: RankPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("stage", [3, 2])
+def test_a_save_between_optimizer_steps_is_loud_and_an_error_when_strict(
+    rank_pool: RankPool, tmp_path: Path, stage: int
+) -> None:
     directory = str(tmp_path / "middle")
-    job = replace(JOB, accumulation=2, save_in="middle").at(2)
+    job = replace(JOB, stage=stage, accumulation=2, save_in="middle").at(2)
     whole = rank_pool.run(lightning_run, 2, job, 3, save=(1, directory))[0]
-    for seen in rank_pool.run(lightning_run, 3, replace(JOB, accumulation=4).at(3), 3, load=directory):
+    job = replace(JOB, stage=stage, accumulation=4).at(3)
+    for seen in rank_pool.run(lightning_run, 3, job, 3, load=directory):
         assert seen.error[0] == "StrictError" and "1 of 2 micro-batches are lost" in seen.error[1]
-    loose = rank_pool.run(lightning_run, 3, replace(JOB, accumulation=4, options={}).at(3), 3, load=directory)[0]
+    loose = rank_pool.run(lightning_run, 3, replace(job, options={}), 3, load=directory)[0]
     assert loose.samples == whole.samples[1:], "the step begins anew"
     assert any(line.startswith("WARNING") and "SAVED IN THE MIDDLE" in line for line in loose.said)
 
 
 @pytest.mark.support("Frameworks", "Lightning: a stream (`IterableDataset`)", "exact", "strided over the ranks")
-def test_a_stream_goes_on(rank_pool: RankPool, tmp_path: Path) -> None:
-    job = replace(JOB, loader="stream", accumulation=2)
+@pytest.mark.parametrize("stage", [3, 2])
+def test_a_stream_goes_on(rank_pool: RankPool, tmp_path: Path, stage: int) -> None:
+    job = replace(JOB, stage=stage, loader="stream", accumulation=2)
     whole = rank_pool.run(lightning_run, 2, job.at(2), 4, save=(2, str(tmp_path / "a")))[0]
     seen = rank_pool.run(lightning_run, 3, replace(job, accumulation=4).at(3), 4, load=str(tmp_path / "a"))[0]
     assert seen.samples == whole.samples[2:] and sorted(index for step in whole.samples for index in step) == list(
@@ -196,16 +228,18 @@ def test_a_stateful_loader_is_refused_at_another_size(rank_pool: RankPool, tmp_p
 @pytest.mark.support(
     "Frameworks", "Lightning: a changed global batch", "refused", 'with `"strict_batch": true`; else a warning'
 )
+@at_one_stage
 def test_a_changed_global_batch_is_loud_and_an_error_when_strict(
-    rank_pool: RankPool, saved: tuple[str, list[Seen]]
+    rank_pool: RankPool, saved: tuple[str, list[Seen]], stage: int
 ) -> None:
     directory, before = saved
-    for seen in rank_pool.run(lightning_run, 1, LightningJob(micro=12, samples=96), 7, load=directory):
+    job = LightningJob(micro=12, samples=96, stage=stage)
+    for seen in rank_pool.run(lightning_run, 1, job, 7, load=directory):
         kind, text = seen.error
         assert kind == "StrictError" and "GLOBAL BATCH CHANGED from 24 to 12" in text
         assert "train_micro_batch_size_per_gpu 24 with gradient_accumulation_steps 1" in text
         assert "Trainer(accumulate_grad_batches=...)" in text
-    for seen in rank_pool.run(lightning_run, 1, LightningJob(micro=12, samples=96, options={}), 8, load=directory):
+    for seen in rank_pool.run(lightning_run, 1, replace(job, options={}), 8, load=directory):
         loud = [line for line in seen.said if line.startswith("WARNING")]
         assert any("GLOBAL BATCH CHANGED from 24 to 12" in line for line in loud)
         assert any("Trainer(accumulate_grad_batches=...)" in line for line in loud)
@@ -237,7 +271,7 @@ class Strategy:
         return checkpoint, filepath
 
 
-def test_what_is_not_sharded_zero_3_is_left_alone() -> None:
+def test_what_is_not_a_sharded_load_is_left_alone() -> None:
     from zeroelastic.integrations import lightning
 
     before = dict(vars(Strategy))

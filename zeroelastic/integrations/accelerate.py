@@ -8,7 +8,7 @@ zeroelastic is installed, its wrapper also corrects what accelerate (1.15) resto
   collectives when others do not;
 * the random number generators of new ranks, and those in files left from an older save of more ranks.
 
-Calls without DeepSpeed ZeRO-3 go to accelerate unchanged. This module never imports accelerate.
+Calls without DeepSpeed ZeRO, and of runs that zeroelastic leaves to DeepSpeed, go to accelerate unchanged. This module never imports accelerate.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from zeroelastic.deepspeed.patching import wrap
 from zeroelastic.distributed.collective import all_or_raise
 from zeroelastic.elastic.position import seed_generators
 from zeroelastic.errors import StrictError, UnsupportedError
-from zeroelastic.integrations.framework_load import Notes, load_and_correct, read_on_rank_0
+from zeroelastic.integrations.framework_load import Notes, is_loaded_here, load_and_correct, read_on_rank_0
 from zeroelastic.io.paths import FilePath
 from zeroelastic.torch_file.graph_reader import read_graph
 
@@ -91,14 +91,10 @@ class _Saved:
 
 
 def _engine(accelerator: Any) -> Any:
-    """The first DeepSpeed engine at ZeRO stage 3; None without one."""
+    """The first DeepSpeed engine that zeroelastic loads, at any ZeRO stage; None without one."""
     if not str(getattr(accelerator, "distributed_type", "")).endswith("DEEPSPEED"):
         return None
-    for model in accelerator._models:
-        stage = getattr(model, "zero_optimization_stage", None)
-        if stage is not None and stage() == 3:
-            return model
-    return None
+    return next(filter(is_loaded_here, accelerator._models), None)
 
 
 def _directory(accelerator: Any, input_dir: Any) -> Path | None:
@@ -118,7 +114,7 @@ def _directory(accelerator: Any, input_dir: Any) -> Path | None:
 def _look(accelerator: Any, engine: Any, directory: Path) -> _Saved | None:
     """Read the saved run, and refuse what cannot be resumed before anything is changed. Collective.
 
-    None when the directory is not that of a ZeRO-3 save.
+    None when the directory is not that of a ZeRO save.
     """
 
     def read(tag_dir: FilePath) -> _Saved:
@@ -287,7 +283,7 @@ def data_position(accelerator: Any, dataloader: Any) -> DataPosition:
     """
     engine = _engine(accelerator)
     if engine is None:
-        raise UnsupportedError("data_position needs a model that accelerator.prepare made a ZeRO-3 engine of.")
+        raise UnsupportedError("data_position needs a model that accelerator.prepare made a ZeRO engine of.")
     accumulation = accelerator.gradient_accumulation_steps
     done, batch = int(engine.global_steps), int(engine.train_batch_size())
     try:

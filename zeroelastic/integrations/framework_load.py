@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from zeroelastic.deepspeed.live.kinds import kind_of
 from zeroelastic.distributed.collective import all_gather_or_raise, all_or_raise
 from zeroelastic.distributed.partners import require_partners
 from zeroelastic.errors import StrictError, ZeroElasticError
@@ -42,10 +43,15 @@ class Notes(list[Note]):
         return max((note.level for note in self), default=logging.INFO)
 
 
+def is_loaded_here(engine: Any) -> bool:
+    """Whether zeroelastic loads this engine's checkpoints: ZeRO-1, 2 or 3, and not one of the runs left to DeepSpeed."""
+    return kind_of(getattr(engine, "optimizer", None)) is not None
+
+
 def read_on_rank_0(tag_dir: FilePath, read: Callable[[FilePath], T | None]) -> T | None:
     """What ``read`` returns for a tag directory on rank 0, on every rank. Collective.
 
-    None where the directory cannot be read as a ZeRO-3 checkpoint: the engine's own load then raises the reason.
+    None where the directory cannot be read as a ZeRO checkpoint: the engine's own load then raises the reason.
     """
 
     def look() -> T | None:

@@ -9,7 +9,8 @@ also corrects what Lightning (2.6) restores unchanged:
 * the scale of gradients, which changes with the accumulation, because Lightning and DeepSpeed both divide the loss by
   it. The option ``"keep_gradient_scale"`` keeps the saved scale.
 
-Runs without ZeRO-3, and calls other than ``fit``, go to Lightning unchanged. This module never imports Lightning.
+Runs without ZeRO, runs that zeroelastic leaves to DeepSpeed, and calls other than ``fit`` go to Lightning unchanged.
+This module never imports Lightning.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from zeroelastic.deepspeed.options import parse_options
 from zeroelastic.deepspeed.patching import patched, wrap
 from zeroelastic.distributed.collective import all_or_raise
 from zeroelastic.errors import StrictError, UnsupportedError, ZeroElasticError
-from zeroelastic.integrations.framework_load import Notes, load_and_correct, read_on_rank_0
+from zeroelastic.integrations.framework_load import Notes, is_loaded_here, load_and_correct, read_on_rank_0
 from zeroelastic.io.paths import FilePath
 from zeroelastic.torch_file.graph_reader import read_graph
 
@@ -71,7 +72,7 @@ def _load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
     def load_checkpoint(self: Any, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
         trainer = _fitting(self)
         engine = getattr(self, "model", None)
-        if trainer is None or not hasattr(engine, "train_batch_size"):
+        if trainer is None or not is_loaded_here(engine):
             return original(self, checkpoint_path, *args, **kwargs)
         saved = _look(trainer, engine, Path(checkpoint_path))
         return load_and_correct(
@@ -109,8 +110,8 @@ class _Saved:
 
 
 def _fitting(strategy: Any) -> Any:
-    """The trainer, if it is fitting at ZeRO stage 3 from sharded checkpoints."""
-    if not strategy.zero_stage_3 or strategy.load_full_weights or strategy.lightning_module is None:
+    """The trainer, if it is fitting from sharded checkpoints; ``load_full_weights`` means something at stage 3 only."""
+    if strategy.lightning_module is None or (strategy.load_full_weights and strategy.zero_stage_3):
         return None
     trainer = strategy.lightning_module.trainer
     return trainer if str(getattr(trainer.state.fn, "value", "")) == "fit" else None
@@ -119,7 +120,7 @@ def _fitting(strategy: Any) -> Any:
 def _look(trainer: Any, engine: Any, path: Path) -> _Saved | None:
     """Read the saved run, and refuse what cannot be resumed before anything is changed. Collective.
 
-    None when it is not a ZeRO-3 checkpoint of a Trainer.
+    None when it is not a ZeRO checkpoint of a Trainer.
     """
 
     def read(tag_dir: FilePath) -> _Saved | None:
