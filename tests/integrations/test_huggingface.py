@@ -188,25 +188,33 @@ def test_new_ranks_get_generators_of_their_own(pool, whole, tmp_path):
 @pytest.mark.support(
     "Frameworks", "Hugging Face Trainer with PEFT (LoRA)", "exact", "frozen weights are the base model's"
 )
-def test_lora_goes_on_as_the_whole_one(pool, tmp_path):
+@pytest.mark.parametrize(("stage", "stage_after"), [(3, 3), (2, 2), (1, 1), (2, 3)])
+def test_lora_goes_on_as_the_whole_one(pool, tmp_path, stage, stage_after):
     """The Trainer leaves frozen parameters out of its saves; ``resume_from_checkpoint=True`` finds the newest one."""
-    job = TrainerJob(str(tmp_path / "whole"), lora=True, args={"save_strategy": "steps", "save_steps": 6})
+    job = TrainerJob(str(tmp_path / "whole"), stage=stage, lora=True, args={"save_strategy": "steps", "save_steps": 6})
     seen = pool.run(run_trainer, 4, job)
     shutil.rmtree(tmp_path / "whole/checkpoint-12")
     assert (tmp_path / "whole/checkpoint-6/adapter_model.safetensors").exists()
     for world_size in (3, 2):
         shutil.copytree(tmp_path / "whole", tmp_path / str(world_size))
         for outcome in pool.run(
-            run_trainer, world_size, job.at(directory=str(tmp_path / str(world_size)), resume=True)
+            run_trainer,
+            world_size,
+            job.at(directory=str(tmp_path / str(world_size)), stage=stage_after, resume=True),
         ):
             check_goes_on(seen[0], outcome, 6)
             assert "frozen parameters (excluded from the save)" in outcome.report.text()
 
 
-def test_the_best_model_may_be_of_another_world_size_and_old_checkpoints_go(pool, tmp_path):
+@pytest.mark.parametrize(
+    ("stage", "options"),
+    [(3, {}), (2, {}), (1, {}), (2, {"async_save": True})],
+    ids=["3", "2", "1", "2 in the background"],
+)
+def test_the_best_model_may_be_of_another_world_size_and_old_checkpoints_go(pool, tmp_path, stage, options):
     """Saved on 4, resumed on 3: the best checkpoint (the first one, by this metric) is loaded at the end.
 
-    Without a file of gathered weights, for which the Trainer calls the engine's save twice.
+    At stage 3 without a file of gathered weights, for which the Trainer calls the engine's save twice.
     """
     args = {
         "save_strategy": "steps",
@@ -218,8 +226,9 @@ def test_the_best_model_may_be_of_another_world_size_and_old_checkpoints_go(pool
         "metric_for_best_model": "eval_loss",
         "greater_is_better": True,
     }
-    zero = {"stage3_gather_16bit_weights_on_model_save": False}
-    job = TrainerJob(str(tmp_path), args=args, stop_at=4, zero=zero)
+    zero = {"stage3_gather_16bit_weights_on_model_save": False} if stage == 3 else {}
+    config = {"zeroelastic": options}
+    job = TrainerJob(str(tmp_path), stage=stage, args=args, stop_at=4, zero=zero, config=config)
     first = pool.run(run_trainer, 4, job)
     assert saved_steps(str(tmp_path)) == [2, 4]
     last = pool.run(run_trainer, 3, job.at(stop_at=8, resume=True))
@@ -229,9 +238,10 @@ def test_the_best_model_may_be_of_another_world_size_and_old_checkpoints_go(pool
         assert compare_states(first[0].saved[2], outcome.final) == []
 
 
-def test_save_only_model_writes_the_resumed_weights_and_nothing_to_resume(pool, whole, tmp_path):
+@pytest.mark.parametrize("stage", [3, 2])
+def test_save_only_model_writes_the_resumed_weights_and_nothing_to_resume(pool, whole, tmp_path, stage):
     directory, _ = whole
-    job = TrainerJob(str(tmp_path), resume=f"{directory}/checkpoint-6", stop_at=8)
+    job = TrainerJob(str(tmp_path), stage=stage, resume=f"{directory}/checkpoint-6", stop_at=8)
     outcomes = pool.run(
         run_trainer, 2, job.at(args={"save_strategy": "steps", "save_steps": 8, "save_only_model": True})
     )
@@ -243,13 +253,12 @@ def test_save_only_model_writes_the_resumed_weights_and_nothing_to_resume(pool, 
     assert {kind for kind, _ in errors} == {"ValueError"} and len({text for _, text in errors}) == 1
 
 
-def test_deepspeeds_own_optimizer_and_scheduler(pool, tmp_path):
-    """ "auto" values in both blocks; the engine steps and saves the scheduler."""
+@pytest.mark.parametrize(("stage", "zero"), [(3, {}), (2, {}), (2, OFFLOADED)], ids=["3", "2", "2 on the CPU"])
+def test_deepspeeds_own_optimizer_and_scheduler(pool, tmp_path, stage, zero):
+    """ "auto" values in both blocks; the engine steps and saves the scheduler. With CPU offload it is CPUAdam."""
+    params = {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}
     config = {
-        "optimizer": {
-            "type": "AdamW",
-            "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto", "torch_adam": True},
-        },
+        "optimizer": {"type": "AdamW", "params": params if zero else {**params, "torch_adam": True}},
         "scheduler": {
             "type": "WarmupDecayLR",
             "params": {
@@ -260,7 +269,9 @@ def test_deepspeeds_own_optimizer_and_scheduler(pool, tmp_path):
             },
         },
     }
-    job = TrainerJob(str(tmp_path), config=config, args={"save_strategy": "steps", "save_steps": 6})
+    job = TrainerJob(
+        str(tmp_path), stage=stage, zero=zero, config=config, args={"save_strategy": "steps", "save_steps": 6}
+    )
     seen = pool.run(run_trainer, 4, job)
     assert any(key.startswith("scheduler/") for key in seen[0].saved[6])
     resumed = pool.run(run_trainer, 3, job.at(resume=f"{tmp_path}/checkpoint-6", args={}))
@@ -273,21 +284,23 @@ def test_deepspeeds_own_optimizer_and_scheduler(pool, tmp_path):
 @pytest.mark.support(
     "Frameworks", "Hugging Face Trainer, unchanged script", "exact", "state; see docs/huggingface.md for the data"
 )
-def test_an_unchanged_script_resumes_its_state_and_keeps_its_place(pool, whole, tmp_path):
-    """zeroelastic.install() alone, with the same global batch, within the second epoch."""
+@pytest.mark.parametrize("stage", [3, 2])
+def test_an_unchanged_script_resumes_its_state_and_keeps_its_place(pool, whole, tmp_path, stage):
+    """zeroelastic.install() alone, with the same global batch, within the second epoch. The save is of stage 3."""
     directory, seen = whole
-    job = TrainerJob(str(tmp_path), elastic=False, resume=f"{directory}/checkpoint-6", stop_at=8)
+    job = TrainerJob(str(tmp_path), stage=stage, elastic=False, resume=f"{directory}/checkpoint-6", stop_at=8)
     for outcome in pool.run(run_trainer, 3, job):
         assert compare_states(seen[0].saved[6], outcome.resumed) == []
         assert outcome.samples == {step: seen[0].samples[step] for step in (6, 7)}
         assert outcome.rates == {step: seen[0].rates[step] for step in outcome.rates}
 
 
-def test_a_changed_global_batch_is_loud_and_an_error_under_strict(pool, whole, tmp_path):
+@pytest.mark.parametrize("stage", [3, 2])
+def test_a_changed_global_batch_is_loud_and_an_error_under_strict(pool, whole, tmp_path, stage):
     """What the Trainer fills in for "auto" follows the world size: 4 x 3 samples become 3 x 3."""
     directory, _ = whole
     args = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 1}
-    job = TrainerJob(str(tmp_path), elastic=False, resume=f"{directory}/checkpoint-2", stop_at=3, args=args)
+    job = TrainerJob(str(tmp_path), stage=stage, elastic=False, resume=f"{directory}/checkpoint-2", stop_at=3, args=args)
     text = pool.run(run_trainer, 3, job)[0].report.text()
     assert "GLOBAL BATCH CHANGED from 12 to 9; to keep it: train_micro_batch_size_per_gpu 4" in text
     errors = pool.run(attempt, 3, job.at(config={"zeroelastic": {"strict_batch": True}}))
