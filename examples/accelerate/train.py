@@ -1,4 +1,4 @@
-"""Train a small Llama with accelerate and DeepSpeed ZeRO-3; started again on other ranks, it goes on where it stopped.
+"""Train a small Llama with accelerate and DeepSpeed ZeRO; started again on other ranks, it goes on where it stopped.
 
     torchrun --nproc_per_node 4 train.py --steps 6
     torchrun --nproc_per_node 3 train.py --steps 12
@@ -78,6 +78,7 @@ def main() -> None:
     parser.add_argument("--total-steps", type=int, default=12, help="the length of the learning rate schedule")
     parser.add_argument("--samples", type=int, default=96)
     parser.add_argument("--global-batch", type=int, default=24)
+    parser.add_argument("--stage", type=int, choices=[1, 2, 3], default=3, help="the ZeRO stage; may change on a resume")
     parser.add_argument("--max-micro", type=int, default=4)
     parser.add_argument("--mixed-precision", choices=["no", "bf16"], default="bf16")
     parser.add_argument("--lora", action="store_true")
@@ -85,13 +86,16 @@ def main() -> None:
 
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     micro, accumulation = split_batch(args.global_batch, world_size=world_size, max_micro=args.max_micro)
+    zero = {"stage": args.stage, "round_robin_gradients": True}
+    if args.stage == 3:
+        zero = {"stage": 3, "elastic_checkpoint": True, "stage3_param_persistence_threshold": 100}
     ds_config = {
         "train_micro_batch_size_per_gpu": "auto",
         "train_batch_size": "auto",
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": 1.0,
         "steps_per_print": 1_000_000,
-        "zero_optimization": {"stage": 3, "elastic_checkpoint": True, "stage3_param_persistence_threshold": 100},
+        "zero_optimization": zero,
         "bf16": {"enabled": args.mixed_precision == "bf16"},
         "zeroelastic": {"strict_batch": True},
     }

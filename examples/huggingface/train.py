@@ -1,4 +1,4 @@
-"""Fine-tune with the Hugging Face Trainer and ZeRO-3, plainly or with LoRA, on whatever number of ranks there is.
+"""Fine-tune with the Hugging Face Trainer and ZeRO, plainly or with LoRA, on whatever number of ranks there is.
 
 An ordinary Trainer script. Two things in it serve resuming at another world size, each marked "elastic". The model is a
 tiny Llama made from a configuration and the text is this file's own, so nothing is downloaded.
@@ -68,13 +68,14 @@ def main() -> None:
     parser.add_argument("--lora", action="store_true")
     parser.add_argument("--max-steps", type=int, default=10)
     parser.add_argument("--stop-at", type=int, default=-1)
+    parser.add_argument("--deepspeed", default="ds.json", help="ds.json (ZeRO-3) or ds_z2.json (ZeRO-2)")
     parser.add_argument("--metrics", help="write the log and the resume report to this file")
     options = parser.parse_args()
 
     args = TrainingArguments(
         output_dir=options.output_dir,
         **batch_args(global_batch=24, max_per_device=4),  # elastic: the same global batch on any number of ranks
-        deepspeed=str(HERE / "ds.json"),
+        deepspeed=str(HERE / options.deepspeed),
         bf16=True,
         use_cpu=not torch.cuda.is_available(),
         learning_rate=1e-3,

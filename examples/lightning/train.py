@@ -1,4 +1,4 @@
-"""Train a small transformer with Lightning and DeepSpeed ZeRO-3; on other ranks it goes on where it stopped.
+"""Train a small transformer with Lightning and DeepSpeed ZeRO; on other ranks it goes on where it stopped.
 
     torchrun --nproc_per_node 4 train.py --steps 6
     torchrun --nproc_per_node 3 train.py --steps 12
@@ -73,6 +73,7 @@ def main() -> None:
     parser.add_argument("--total-steps", type=int, default=12, help="the length of the learning rate schedule")
     parser.add_argument("--samples", type=int, default=96)
     parser.add_argument("--global-batch", type=int, default=24)
+    parser.add_argument("--stage", type=int, choices=[1, 2, 3], default=3, help="the ZeRO stage; may change on a resume")
     parser.add_argument("--max-micro", type=int, default=4)
     parser.add_argument("--precision", choices=["32-true", "bf16-mixed"], default="bf16-mixed")
     args = parser.parse_args()
@@ -80,9 +81,12 @@ def main() -> None:
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     micro, accumulation = split_batch(args.global_batch, world_size=world_size, max_micro=args.max_micro)
     pl.seed_everything(7)
+    zero = {"stage": args.stage, "round_robin_gradients": True}
+    if args.stage == 3:
+        zero = {"stage": 3, "elastic_checkpoint": True, "stage3_param_persistence_threshold": 100}
     config = {
         "zero_allow_untested_optimizer": True,
-        "zero_optimization": {"stage": 3, "elastic_checkpoint": True, "stage3_param_persistence_threshold": 100},
+        "zero_optimization": zero,
         "zeroelastic": {"strict_batch": True},
     }
     trainer = pl.Trainer(

@@ -31,16 +31,20 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12, help="the optimizer step to stop at")
     parser.add_argument("--samples", type=int, default=96)
     parser.add_argument("--global-batch", type=int, default=24)
+    parser.add_argument("--stage", type=int, choices=[1, 2, 3], default=3, help="the ZeRO stage; may change on a resume")
     args = parser.parse_args()
 
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     micro, rest = divmod(args.global_batch, world_size)
     if rest:
         parser.error(f"--global-batch {args.global_batch} does not divide by {world_size} processes")
+    zero = {"stage": args.stage, "round_robin_gradients": True}
+    if args.stage == 3:
+        zero = {"stage": 3, "elastic_checkpoint": True, "stage3_param_persistence_threshold": 100}
     config = {
         "train_micro_batch_size_per_gpu": micro,  # Fabric says 1 otherwise, and the global batch seems to change
         "zero_allow_untested_optimizer": True,
-        "zero_optimization": {"stage": 3, "elastic_checkpoint": True, "stage3_param_persistence_threshold": 100},
+        "zero_optimization": zero,
         "zeroelastic": {"strict_batch": True},
     }
     fabric = Fabric(

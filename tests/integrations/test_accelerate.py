@@ -48,7 +48,11 @@ def check_history(found: list[dict[str, Any]], expected: list[dict[str, Any]], r
 
 @pytest.mark.extended
 @pytest.mark.support("Frameworks", "accelerate `save_state`, `load_state`", "exact", "unmodified scripts")
-@pytest.mark.parametrize("flags", [["--mixed-precision", "no"], ["--lora"]], ids=["fp32", "bf16-lora"])
+@pytest.mark.parametrize(
+    "flags",
+    [["--mixed-precision", "no"], ["--lora"], ["--lora", "--stage", "2"]],
+    ids=["fp32", "bf16-lora", "bf16-lora-zero2"],
+)
 def test_the_example_goes_on_at_other_world_sizes(rank_pool: RankPool, tmp_path: Path, flags: list[str]) -> None:
     """Saved by 4 ranks within an epoch, resumed by 3 and by 2 across its end; against a run of 4 throughout."""
     rtol = LOSS_RTOL["no" if "no" in flags else "bf16"]

@@ -376,8 +376,10 @@ def torchrun(world_size: int, *command: str) -> str:
 
 
 @pytest.mark.extended
-def test_the_example_trains_lora_on_four_ranks_and_goes_on_on_three(tmp_path):
+@pytest.mark.parametrize("config", ["ds.json", "ds_z2.json"])
+def test_the_example_trains_lora_on_four_ranks_and_goes_on_on_three(tmp_path, config):
     script = [str(ROOT / "examples/huggingface/train.py"), "--lora", "--max-steps", "5", "--output-dir", str(tmp_path)]
+    script += ["--deepspeed", config]
     torchrun(4, *script, "--stop-at", "3")
     assert saved_steps(str(tmp_path)) == [3]
     output = torchrun(3, *script, "--metrics", str(tmp_path / "three.json"))

@@ -22,6 +22,7 @@ EXAMPLES = ROOT / "examples" / "lightning"
 INSTALL_LINES = ("import zeroelastic", "zeroelastic.install()")
 LOSS_RTOL = {"32-true": 5e-5, "bf16-mixed": 8e-3}
 FIT = ("Frameworks", "Lightning `Trainer.fit(ckpt_path=...)`", "exact")
+FABRIC = ("Frameworks", "Fabric `fabric.save`, `fabric.load`", "exact", "at stages 1, 2 and 3")
 
 
 @pytest.fixture(scope="module")
@@ -44,14 +45,12 @@ def run(rank_pool: RankPool, script: str, world_size: int, out: Path, steps: int
     [
         pytest.param("train.py", ["--precision", "32-true"], (3, 2), marks=pytest.mark.support(*FIT)),
         pytest.param("train.py", ["--precision", "bf16-mixed"], (3,), marks=pytest.mark.support(*FIT)),
-        pytest.param(
-            "train_fabric.py",
-            [],
-            (3, 2),
-            marks=pytest.mark.support("Frameworks", "Fabric `fabric.save`, `fabric.load`", "exact"),
-        ),
+        pytest.param("train.py", ["--precision", "bf16-mixed", "--stage", "2"], (3,), marks=pytest.mark.support(*FIT)),
+        pytest.param("train_fabric.py", [], (3, 2), marks=pytest.mark.support(*FABRIC)),
+        pytest.param("train_fabric.py", ["--stage", "2"], (3, 2), marks=pytest.mark.support(*FABRIC)),
+        pytest.param("train_fabric.py", ["--stage", "1"], (3,), marks=pytest.mark.support(*FABRIC)),
     ],
-    ids=["trainer-fp32", "trainer-bf16", "fabric-bf16"],
+    ids=["trainer-fp32", "trainer-bf16", "trainer-bf16-zero2", "fabric-bf16", "fabric-bf16-zero2", "fabric-bf16-zero1"],
 )
 def test_the_example_goes_on_at_other_world_sizes(
     rank_pool: RankPool, tmp_path: Path, script: str, flags: list[str], sizes: tuple[int, ...]
