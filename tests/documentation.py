@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -24,6 +25,13 @@ class Block:
 def blocks(document: str) -> list[Block]:
     found = re.findall(r"^```(\w+)\n(.*?)^```$", (ROOT / document).read_text(), flags=re.DOTALL | re.MULTILINE)
     return [Block(language, text) for language, text in found]
+
+
+def zero_block(document: str) -> dict[str, object]:
+    """``zero_optimization`` in the only JSON block of a page."""
+    (text,) = [block.text for block in blocks(document) if block.language == "json"]
+    zero: dict[str, object] = json.loads(text)["zero_optimization"]
+    return zero
 
 
 def run(command: list[str], directory: Path) -> None:

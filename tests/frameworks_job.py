@@ -366,16 +366,14 @@ def lightning_run(
             schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.05, 1 - step / 20))
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
-    config = {
-        "zero_allow_untested_optimizer": True,
-        "zero_optimization": zero_of(job),
-        "zeroelastic": job.options,
-    }
+    strategy = DeepSpeedStrategy(stage=job.stage)  # with what Lightning configures by itself
+    strategy.config["zero_optimization"].update(zero_of(job))
+    strategy.config["zeroelastic"] = job.options
     pl.seed_everything(3)
     trainer = pl.Trainer(
         accelerator=TrainerOnCPU(),
         devices=dist.get_world_size(),
-        strategy=DeepSpeedStrategy(config=config),
+        strategy=strategy,
         max_steps=steps,
         accumulate_grad_batches=job.accumulation,
         logger=False,

@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 import torch
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-from documentation import blocks
+from documentation import blocks, zero_block
 from documentation import run as run_command
 from frameworks_job import AccelerateJob, Seen, accelerate_run, prepare, read_history, run_script
 from places import ROOT
 
 from zeroelastic.checkpoint.commit_record import read_record
+from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.deepspeed.patching import unwrap_all
 from zeroelastic.testing import RankPool, compare_states
 
@@ -92,10 +93,14 @@ def test_the_commands_of_the_documentation_run_a_script_that_does_not_know_zeroe
         program, *arguments = command.replace("accelerate launch", "accelerate").split()
         run_command([sys.executable, "-m", *launchers[program], *arguments, "--mixed-precision", "no"], tmp_path)
     found = read_history(tmp_path / "out")
-    assert [line["processes"] for line in found] == [4, 4, 3, 3, 3]
+    assert [line["processes"] for line in found] == [4, 4, 3, 3, 3, 2]
+    saved = open_checkpoint(tmp_path / "out/checkpoint/pytorch_model").shard(0).ds_config
+    assert zero_block(DOCUMENT).items() <= saved["zero_optimization"].items()
     epoch = sorted(index for line in found[:4] for index in line["samples"])
     assert epoch == list(range(96)), "an epoch across the change is not every sample once"
-    assert [line["lr"] for line in found] == pytest.approx([0, 5e-3 / 3, 1e-2 / 3, 5e-3, 5e-3 * 8 / 9])
+    assert [line["lr"] for line in found] == pytest.approx(
+        [0, 5e-3 / 3, 1e-2 / 3, 5e-3, 5e-3 * 8 / 9, 5e-3 * 7 / 9]
+    )
 
 
 @pytest.mark.parametrize("stages", [(3, 3), (2, 2), (2, 3)])
@@ -103,7 +108,9 @@ def test_the_script_of_the_documentation_goes_on(rank_pool: RankPool, tmp_path: 
     """It saves after 4 and 8 of its 9 steps; what is left is done again on more ranks."""
     (text,) = [block.text for block in blocks(DOCUMENT) if block.language == "python"]
     for world_size, stage in zip((2, 3), stages, strict=True):
-        (tmp_path / "short.py").write_text(text.replace('"stage": 3', f'"stage": {stage}'))
+        zero = '{"stage": 3, "elastic_checkpoint": True}'
+        assert zero in text
+        (tmp_path / "short.py").write_text(text if stage == 3 else text.replace(zero, str(zero_block(DOCUMENT))))
         rank_pool.run(run_script, world_size, str(tmp_path / "short.py"), [])
         assert (tmp_path / "state" / "pytorch_model" / "zeroelastic.json").exists()
     record = read_record(tmp_path / "state" / "pytorch_model")

@@ -10,15 +10,17 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from documentation import blocks
+from documentation import blocks, zero_block
 from documentation import run as run_command
 from frameworks_job import LightningJob, Seen, lightning_run, read_history, run_script
 from places import ROOT
 
+from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.deepspeed.patching import unwrap_all
 from zeroelastic.testing import RankPool, compare_states
 
 EXAMPLES = ROOT / "examples" / "lightning"
+DOCUMENT = "docs/lightning.md"
 INSTALL_LINES = ("import zeroelastic", "zeroelastic.install()")
 LOSS_RTOL = {"32-true": 5e-5, "bf16-mixed": 8e-3}
 FIT = ("Frameworks", "Lightning `Trainer.fit(ckpt_path=...)`", "exact")
@@ -79,19 +81,20 @@ def test_the_documentation_holds(tmp_path: Path) -> None:
         lines = [line for line in path.read_text().splitlines() if not line.startswith(INSTALL_LINES)]
         (tmp_path / path.name).write_text("\n".join(lines))
     assert "\nimport zeroelastic" not in (tmp_path / "train.py").read_text()
-    for block in blocks("docs/lightning.md"):
+    for block in blocks(DOCUMENT):
         if block.language == "python":
             exec(block.text, {})
-            continue
-        for line in block.text.splitlines():
+        for line in block.text.splitlines() if block.language == "bash" else ():
             program, *arguments = line.split()
             assert program == "torchrun"
             run_command([sys.executable, "-m", "torch.distributed.run", "--standalone", *arguments], tmp_path)
     found = read_history(tmp_path / "out")
-    assert [line["processes"] for line in found] == [2, 2, 3, 3, 3]
+    assert [line["processes"] for line in found] == [2, 2, 3, 3, 3, 2]
+    saved = open_checkpoint(tmp_path / "out/last.ckpt/checkpoint").shard(0).ds_config
+    assert zero_block(DOCUMENT).items() <= saved["zero_optimization"].items()
     epoch = sorted(index for line in found[:4] for index in line["samples"])
     assert epoch == list(range(96)), "an epoch across the change is not every sample once"
-    assert [line["lr"] for line in found] == pytest.approx([5e-3 * (1 - step / 12) for step in range(5)])
+    assert [line["lr"] for line in found] == pytest.approx([5e-3 * (1 - step / 12) for step in range(6)])
 
 
 JOB = LightningJob(samples=96)
