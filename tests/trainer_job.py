@@ -27,10 +27,14 @@ WORDS = torch.randint(0, VOCABULARY, (SAMPLES, 9), generator=torch.Generator().m
 
 EXAMPLES = ROOT / "examples/huggingface"
 
-CONFIGS = {stage: json.loads((EXAMPLES / name).read_text()) for stage, name in ((3, "ds.json"), (2, "ds_z2.json"))}
-"""The examples' configurations by ZeRO stage."""
-for _config in CONFIGS.values():
-    _config["zeroelastic"] = {}
+
+def example_config(name: str) -> dict[str, Any]:
+    """A configuration of the example, without its options of zeroelastic."""
+    return {**json.loads((EXAMPLES / name).read_text()), "zeroelastic": {}}
+
+
+CONFIGS = {3: example_config("ds.json"), 2: example_config("ds_z2.json")}
+"""By ZeRO stage."""
 CONFIGS[1] = {**CONFIGS[2], "zero_optimization": {**CONFIGS[2]["zero_optimization"], "stage": 1}}
 
 OFFLOADED = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
@@ -76,6 +80,7 @@ class Seen:
     report: Any
     max_steps: int
     num_groups: int
+    optimizer: str
     final: Any
     micro_steps: int
     weights_file: dict[str, Any]
@@ -222,6 +227,7 @@ def run_trainer(job: TrainerJob) -> Seen:
         report=seen["report"],
         max_steps=trainer.state.max_steps,
         num_groups=len(engine.optimizer.param_groups),
+        optimizer=type(engine.optimizer.optimizer).__name__,
         final=fingerprint(gather_state(engine)),
         micro_steps=seen["micro"],
         weights_file=weights_file(Path(job.directory) / f"checkpoint-{trainer.state.global_step}"),

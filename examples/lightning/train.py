@@ -73,7 +73,7 @@ def main() -> None:
     parser.add_argument("--total-steps", type=int, default=12, help="the length of the learning rate schedule")
     parser.add_argument("--samples", type=int, default=96)
     parser.add_argument("--global-batch", type=int, default=24)
-    parser.add_argument("--stage", type=int, choices=[1, 2, 3], default=3, help="the ZeRO stage; may change on a resume")
+    parser.add_argument("--stage", type=int, choices=[1, 2, 3], default=3, help="ZeRO stage; may change on a resume")
     parser.add_argument("--max-micro", type=int, default=4)
     parser.add_argument("--precision", choices=["32-true", "bf16-mixed"], default="bf16-mixed")
     args = parser.parse_args()

@@ -31,7 +31,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12, help="the optimizer step to stop at")
     parser.add_argument("--samples", type=int, default=96)
     parser.add_argument("--global-batch", type=int, default=24)
-    parser.add_argument("--stage", type=int, choices=[1, 2, 3], default=3, help="the ZeRO stage; may change on a resume")
+    parser.add_argument("--stage", type=int, choices=[1, 2, 3], default=3, help="ZeRO stage; may change on a resume")
     args = parser.parse_args()
 
     world_size = int(os.environ.get("WORLD_SIZE", "1"))

@@ -98,9 +98,7 @@ def test_the_commands_of_the_documentation_run_a_script_that_does_not_know_zeroe
     assert zero_block(DOCUMENT).items() <= saved["zero_optimization"].items()
     epoch = sorted(index for line in found[:4] for index in line["samples"])
     assert epoch == list(range(96)), "an epoch across the change is not every sample once"
-    assert [line["lr"] for line in found] == pytest.approx(
-        [0, 5e-3 / 3, 1e-2 / 3, 5e-3, 5e-3 * 8 / 9, 5e-3 * 7 / 9]
-    )
+    assert [line["lr"] for line in found] == pytest.approx([0, 5e-3 / 3, 1e-2 / 3, 5e-3, 5e-3 * 8 / 9, 5e-3 * 7 / 9])
 
 
 @pytest.mark.parametrize("stages", [(3, 3), (2, 2), (2, 3)])

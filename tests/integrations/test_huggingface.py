@@ -164,6 +164,7 @@ def test_a_run_goes_on_at_stages_1_and_2(pool, tmp_path, name):
     args = {"num_train_epochs": 2, "save_strategy": "steps", "save_steps": 4}
     job = TrainerJob(str(tmp_path / "whole"), args=args, **before)
     seen = pool.run(run_trainer, ranks, job)
+    assert (seen[0].optimizer == "DeepSpeedCPUAdam") is ("DeepSpeedCPUAdam" in name)
     job = job.at(directory=str(tmp_path), resume=f"{tmp_path}/whole/checkpoint-4", **after)
     for outcome in pool.run(run_trainer, ranks_after, job.at(args={**args, "save_strategy": "no"})):
         check_goes_on(seen[0], outcome, 4, recorded=before.get("installed", True))
@@ -306,7 +307,9 @@ def test_a_changed_global_batch_is_loud_and_an_error_under_strict(pool, whole, t
     """What the Trainer fills in for "auto" follows the world size: 4 x 3 samples become 3 x 3."""
     directory, _ = whole
     args = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 1}
-    job = TrainerJob(str(tmp_path), stage=stage, elastic=False, resume=f"{directory}/checkpoint-2", stop_at=3, args=args)
+    job = TrainerJob(
+        str(tmp_path), stage=stage, elastic=False, resume=f"{directory}/checkpoint-2", stop_at=3, args=args
+    )
     text = pool.run(run_trainer, 3, job)[0].report.text()
     assert "GLOBAL BATCH CHANGED from 12 to 9; to keep it: train_micro_batch_size_per_gpu 4" in text
     errors = pool.run(attempt, 3, job.at(config={"zeroelastic": {"strict_batch": True}}))

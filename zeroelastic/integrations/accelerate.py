@@ -8,7 +8,8 @@ zeroelastic is installed, its wrapper also corrects what accelerate (1.15) resto
   collectives when others do not;
 * the random number generators of new ranks, and those in files left from an older save of more ranks.
 
-Calls without DeepSpeed ZeRO, and of runs that zeroelastic leaves to DeepSpeed, go to accelerate unchanged. This module never imports accelerate.
+Calls without DeepSpeed ZeRO, and of runs that zeroelastic leaves to DeepSpeed, go to accelerate unchanged. This module
+never imports accelerate.
 """
 
 from __future__ import annotations
@@ -283,7 +284,9 @@ def data_position(accelerator: Any, dataloader: Any) -> DataPosition:
     """
     engine = _engine(accelerator)
     if engine is None:
-        raise UnsupportedError("data_position needs a model that accelerator.prepare made a ZeRO engine of.")
+        raise UnsupportedError(
+            "data_position needs a model that accelerator.prepare made a ZeRO engine of, whose loads are zeroelastic's."
+        )
     accumulation = accelerator.gradient_accumulation_steps
     done, batch = int(engine.global_steps), int(engine.train_batch_size())
     try:

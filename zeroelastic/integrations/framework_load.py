@@ -44,7 +44,7 @@ class Notes(list[Note]):
 
 
 def is_loaded_here(engine: Any) -> bool:
-    """Whether zeroelastic loads this engine's checkpoints: ZeRO-1, 2 or 3, and not one of the runs left to DeepSpeed."""
+    """Whether zeroelastic loads this engine's checkpoints: ZeRO-1, 2 or 3, and not a run that is left to DeepSpeed."""
     return kind_of(getattr(engine, "optimizer", None)) is not None
 
 
