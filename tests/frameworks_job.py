@@ -60,6 +60,7 @@ def groups(model: torch.nn.Module, lr: float) -> list[dict[str, Any]]:
 
 
 ROUND_ROBIN = {"overlap_comm": True, "allgather_bucket_size": 5e8, "round_robin_gradients": True}
+OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
 
 
 def zero_of(job: AccelerateJob | LightningJob) -> dict[str, Any]:
@@ -304,6 +305,7 @@ def lightning_run(
     """
     import lightning.pytorch as pl
     from cpu_accelerator import TrainerOnCPU
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
     from lightning.pytorch.strategies import DeepSpeedStrategy
 
     import zeroelastic
@@ -362,7 +364,7 @@ def lightning_run(
                 self.trainer.save_checkpoint(save[1])
 
         def configure_optimizers(self) -> dict[str, Any]:
-            optimizer = torch.optim.AdamW(groups(self, 1e-2))
+            optimizer = (DeepSpeedCPUAdam if job.zero == OFFLOADED else torch.optim.AdamW)(groups(self, 1e-2))
             schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.05, 1 - step / 20))
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 

@@ -15,7 +15,7 @@ import torch
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from documentation import blocks, zero_block
 from documentation import run as run_command
-from frameworks_job import AccelerateJob, Seen, accelerate_run, prepare, read_history, run_script
+from frameworks_job import OFFLOADED, AccelerateJob, Seen, accelerate_run, prepare, read_history, run_script
 from places import ROOT
 
 from zeroelastic.checkpoint.commit_record import read_record
@@ -160,6 +160,17 @@ def test_state_schedule_and_data_go_on(
         assert seen.rates == pytest.approx(before[0].rates[3:], rel=1e-12)
         assert seen.samples == before[0].samples[3:]
         assert seen.losses == pytest.approx(before[0].losses[3:], rel=2e-5)
+
+
+@LOW_STAGES
+def test_an_optimizer_on_the_cpu_goes_on_at_stage_2(rank_pool: RankPool, tmp_path: Path) -> None:
+    """accelerate makes a DeepSpeedCPUAdam of the script's AdamW."""
+    job = replace(JOB, stage=2, zero=OFFLOADED)
+    whole = rank_pool.run(accelerate_run, 2, job.at(2), 4, save=(2, str(tmp_path / "a")))[0]
+    for seen in rank_pool.run(accelerate_run, 3, job.at(3), 4, load=str(tmp_path / "a")):
+        assert compare_states(whole.state, seen.state) == []
+        assert seen.samples == whole.samples[2:]
+        assert seen.losses == pytest.approx(whole.losses[2:], rel=2e-5)
 
 
 @pytest.mark.support("Frameworks", "accelerate: random number generators", "exact", "saved ranks; new ranks are seeded")

@@ -31,6 +31,7 @@ from trainer_job import (
     saved_steps,
 )
 
+import zeroelastic
 from zeroelastic import UsageError
 from zeroelastic.testing import RankPool, compare_states
 
@@ -165,9 +166,28 @@ def test_a_run_goes_on_at_stages_1_and_2(pool, tmp_path, name):
     job = TrainerJob(str(tmp_path / "whole"), args=args, **before)
     seen = pool.run(run_trainer, ranks, job)
     assert (seen[0].optimizer == "DeepSpeedCPUAdam") is ("DeepSpeedCPUAdam" in name)
+    if job.installed:
+        assert zeroelastic.verify(f"{tmp_path}/whole/checkpoint-4").valid
     job = job.at(directory=str(tmp_path), resume=f"{tmp_path}/whole/checkpoint-4", **after)
     for outcome in pool.run(run_trainer, ranks_after, job.at(args={**args, "save_strategy": "no"})):
         check_goes_on(seen[0], outcome, 4, recorded=before.get("installed", True))
+
+
+@pytest.mark.parametrize("stage", [3, 2])
+def test_a_resharded_checkpoint_goes_on_without_zeroelastic(pool, tmp_path, stage):
+    """The Trainer and DeepSpeed alone, on the files that ``reshard`` wrote for 3 ranks from those of 2."""
+    args = {"num_train_epochs": 2, "save_strategy": "steps", "save_steps": 4}
+    job = TrainerJob(str(tmp_path / "whole"), stage=stage, args=args)
+    seen = pool.run(run_trainer, 2, job)
+    resharded = tmp_path / "checkpoint-4"
+    zeroelastic.reshard(tmp_path / "whole/checkpoint-4", resharded, world_size=3)
+    zero = {"elastic_checkpoint": False}
+    job = job.at(args={"num_train_epochs": 2})
+    alone = job.at(directory=str(tmp_path), installed=False, resume=str(resharded), stop_at=5, zero=zero)
+    for outcome in pool.run(run_trainer, 3, alone):
+        assert outcome.report is None
+        assert compare_states(seen[0].saved[4], outcome.resumed) == []
+        assert outcome.losses[5] == pytest.approx(seen[0].losses[5], abs=LOSS_ATOL)
 
 
 def test_new_ranks_get_generators_of_their_own(pool, whole, tmp_path):

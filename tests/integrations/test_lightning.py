@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 from documentation import blocks, zero_block
 from documentation import run as run_command
-from frameworks_job import LightningJob, Seen, lightning_run, read_history, run_script
+from frameworks_job import OFFLOADED, LightningJob, Seen, lightning_run, read_history, run_script
 from places import ROOT
 
 from zeroelastic.checkpoint.open import open_checkpoint
@@ -146,6 +146,17 @@ def test_state_schedule_and_data_go_on(
         assert seen.samples == before[0].samples[6:]
         assert seen.rates == pytest.approx(before[0].rates[6:], rel=1e-12)
         assert seen.losses == pytest.approx(before[0].losses[6:], rel=2e-5)
+
+
+@LOW_STAGES
+def test_an_optimizer_on_the_cpu_goes_on_at_stage_2(rank_pool: RankPool, tmp_path: Path) -> None:
+    """With DeepSpeedCPUAdam, as Lightning's ``deepspeed_stage_2_offload`` is used."""
+    job = replace(JOB, stage=2, zero=OFFLOADED)
+    whole = rank_pool.run(lightning_run, 2, job.at(2), 4, save=(2, str(tmp_path / "a")))[0]
+    for seen in rank_pool.run(lightning_run, 3, job.at(3), 4, load=str(tmp_path / "a")):
+        assert compare_states(whole.state, seen.state) == []
+        assert seen.samples == whole.samples[2:]
+        assert seen.losses == pytest.approx(whole.losses[2:], rel=2e-5)
 
 
 @pytest.mark.support(*FIT)
