@@ -10,8 +10,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from zeroelastic.checkpoint.extents import Destination, ExtentTable, TensorExtents, extent_table
-from zeroelastic.core.digest import combine, stream_seed
+from zeroelastic.checkpoint.extents import Destination, ExtentTable, TensorExtents, extent_table, stream_seeds
+from zeroelastic.core.digest import UInt64Array, combine
 from zeroelastic.core.layout import Int64Array
 from zeroelastic.core.plan import Plan
 from zeroelastic.errors import UnsupportedError
@@ -33,6 +33,10 @@ the cuda engine."""
 _HOST = "host"
 
 logger = logging.getLogger(__name__)
+
+
+Digests = dict[tuple[str, str], int]
+"""A partial digest of each (parameter, state key)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +69,12 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Filled:
-    """What filling cost, and the digests of what was cast on the way: {(parameter, key): partial digest}.
+    """What filling cost, and digests of what was read: {(parameter, key): partial digest}.
 
-    ``cast_digests`` has the same keys on every rank; 0 where the rank owns nothing of a parameter. So has
-    ``changed_digests``, of what the save has as trained and the run as frozen, or the other way. ``unread`` are
-    the rows of files that only other ranks see.
+    ``cast_digests``, of what was cast on the way, has the same keys on every rank; 0 where the rank owns nothing of a
+    parameter. So has ``changed_digests``, of what the save has as trained and the run as frozen, or the other way.
+    ``read_digests``, of what was not cast, is there if it was asked for, of parameters that the rank owns a part of.
+    ``unread`` are the rows of files that only other ranks see.
     """
 
     bytes_read: int
@@ -77,6 +82,7 @@ class Filled:
     files: tuple[FilePath, ...]
     cast_digests: Mapping[tuple[str, str], int]
     changed_digests: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    read_digests: Mapping[tuple[str, str], int] = field(default_factory=dict)
     unread: ExtentTable | None = None
 
 
@@ -92,14 +98,15 @@ def fill(
     *,
     executor: Executor = "auto",
     remote_files: Collection[str] = (),
+    digest: bool = False,
 ) -> Filled:
     """Fill every target as ``plan`` says, from ``extents[source rank][key]``; rows of ``remote_files`` stay unread.
 
     Tensors with the file's dtype are filled in place, those on a GPU by the cuda engine, if it is built; the others
     through ``STAGING_BYTES`` of staging, cast like ``Tensor.copy_``. ``executor`` "numpy" and "native" name the engine
     that reads into host memory, and staging for a GPU; "torch" staging for a GPU, and "cuda" the engine for it, or an
-    error. Padding of the targets is not touched. Raises CheckpointError as the executors do, ConfigError when the
-    engine that is named is not built.
+    error. ``digest`` asks for ``read_digests``, computed in the pass that reads. Padding of the targets is not touched.
+    Raises CheckpointError as the executors do, ConfigError when the engine that is named is not built.
     """
     host = host_executor(executor)
     choose_executor(executor)
@@ -112,10 +119,13 @@ def fill(
     ways = [_way(target, executor) for target in targets]
     files: dict[FilePath, None] = {}
     total = 0
+    read_digests: Digests = {}
     for way in sorted({way for way in ways if way}):
         members = [t for t, other in enumerate(ways) if other == way]
         try:
-            result = _fill_in_place(rows, members, targets, host if way == _HOST else "cuda")
+            result = _fill_in_place(
+                plan, rows, members, targets, host if way == _HOST else "cuda", read_digests if digest else None
+            )
         except UnsupportedError as error:
             if way == _HOST or executor == "cuda":
                 raise
@@ -125,22 +135,22 @@ def fill(
         files.update(dict.fromkeys(result.files))
         total += result.bytes_read
     staged = np.array([not way for way in ways], dtype=bool)
-    digests = {
+    cast_digests: Digests = {
         (plan.dst.params[p].name, target.key): 0
         for target in targets
         if target.cast
         for p in np.flatnonzero(plan.dst.sub_group == target.sub_group).tolist()
     }
     cast = np.array([target.cast for target in targets], dtype=bool)
-    for with_digests in (False, True):  # digests are compared where bits change on the way, and nowhere else
-        chosen = rows.take(np.flatnonzero(staged[rows.target] & (cast[rows.target] == with_digests)))
+    for into, is_cast in ((read_digests if digest else None, False), (cast_digests, True)):
+        chosen = rows.take(np.flatnonzero(staged[rows.target] & (cast[rows.target] == is_cast)))
         for batch in batches(chosen.nbytes, STAGING_BYTES):
             itemsize = chosen.itemsize[batch.row]
             pieces = chosen.pieces(batch.row, batch.start // itemsize, batch.nbytes // itemsize)
-            filled = _fill_staged(plan, pieces, batch.offset, targets, digests if with_digests else None, host)
-            total += filled.bytes_read
-            files.update(dict.fromkeys(filled.files))
-    return Filled(total, owned, tuple(files), digests, unread=unread)
+            result = _fill_staged(plan, pieces, batch.offset, targets, into, host)
+            total += result.bytes_read
+            files.update(dict.fromkeys(result.files))
+    return Filled(total, owned, tuple(files), cast_digests, read_digests=read_digests, unread=unread)
 
 
 def _way(target: Target, executor: Executor) -> str:
@@ -154,11 +164,19 @@ def _way(target: Target, executor: Executor) -> str:
     return str(device) if by_cuda else ""
 
 
-def _fill_in_place(rows: ExtentTable, members: list[int], targets: Sequence[Target], executor: Executor) -> ReadResult:
+def _fill_in_place(
+    plan: Plan,
+    rows: ExtentTable,
+    members: list[int],
+    targets: Sequence[Target],
+    executor: Executor,
+    digests: Digests | None,
+) -> ReadResult:
     buffer = np.full(len(targets), -1, dtype=np.int64)
     buffer[members] = np.arange(len(members))
     mine = rows.take(np.flatnonzero(buffer[rows.target] >= 0))
-    return read_segments(
+    streams, digest_rows = streams_of(plan, mine, targets) if digests is not None else ([], None)
+    result = read_segments(
         ReadTable(
             paths=mine.paths,
             file=mine.file,
@@ -168,8 +186,11 @@ def _fill_in_place(rows: ExtentTable, members: list[int], targets: Sequence[Targ
             nbytes=mine.numel * mine.itemsize,
         ),
         [targets[t].tensor for t in members],
+        digest=digest_rows,
         executor=executor,
     )
+    add_digests(digests, streams, result.digests)
+    return result
 
 
 def _fill_staged(
@@ -177,13 +198,13 @@ def _fill_staged(
     rows: ExtentTable,
     offsets: Int64Array,
     targets: Sequence[Target],
-    digests: dict[tuple[str, str], int] | None,
+    digests: Digests | None,
     executor: Executor,
-) -> Filled:
+) -> ReadResult:
     """Fill targets by way of a staging buffer, each row at its offset there; ``digests``, if given, takes theirs."""
     nbytes = rows.nbytes
     staging = torch.empty(int(offsets[-1] + nbytes[-1]), dtype=torch.uint8)
-    names = [(plan.dst.params[int(p)].name, targets[int(t)].key) for p, t in zip(rows.param, rows.target, strict=True)]
+    streams, digest_rows = streams_of(plan, rows, targets) if digests is not None else ([], None)
     result = read_segments(
         ReadTable(
             paths=rows.paths,
@@ -194,24 +215,28 @@ def _fill_staged(
             nbytes=nbytes,
         ),
         [staging.numpy()],
-        digest=_digest_rows(names, rows) if digests is not None else None,
+        digest=digest_rows,
         executor=executor,
     )
-    for i, name in enumerate(names):
-        target = targets[int(rows.target[i])]
+    for i, number in enumerate(rows.target.tolist()):
+        target = targets[number]
         values = staging[int(offsets[i]) : int(offsets[i] + nbytes[i])].view(getattr(torch, target.dtype))
         begin = int(rows.target_offset[i])
         target.tensor[begin : begin + len(values)].copy_(values)
-        if digests is not None:
-            assert result.digests is not None
-            digests[name] = combine(digests.get(name, 0), int(result.digests[i]))
-    return Filled(result.bytes_read, 0, result.files, {})
+    add_digests(digests, streams, result.digests)
+    return result
 
 
-def _digest_rows(names: Sequence[tuple[str, str]], rows: ExtentTable) -> DigestRows:
-    return DigestRows(
-        seeds=np.array([stream_seed(*name) for name in names], dtype=np.uint64),
-        stream=np.arange(len(names), dtype=np.int64),
-        start=rows.start,
-        itemsize=rows.itemsize,
-    )
+def streams_of(plan: Plan, rows: ExtentTable, targets: Sequence[Target]) -> tuple[list[tuple[str, str]], DigestRows]:
+    """The (parameter, state key) whose digests rows add to, and what each row adds."""
+    numbers, stream = np.unique(rows.param * len(targets) + rows.target, return_inverse=True)
+    names = [(plan.dst.params[n // len(targets)].name, targets[n % len(targets)].key) for n in numbers.tolist()]
+    return names, DigestRows(stream_seeds(names), stream.reshape(-1), rows.start, rows.itemsize)
+
+
+def add_digests(digests: Digests | None, streams: Sequence[tuple[str, str]], found: UInt64Array | None) -> None:
+    """Add partial digests, one of each stream, to a table of them."""
+    if digests is None or found is None:
+        return
+    for stream, digest in zip(streams, found.tolist(), strict=True):
+        digests[stream] = combine(digests.get(stream, 0), digest)

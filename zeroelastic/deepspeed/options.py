@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
@@ -16,7 +16,10 @@ from zeroelastic.torch_file.safe_unpickler import split_global
 
 logger = logging.getLogger(__name__)
 
-Verify = Literal["full", "quick", "off"]
+Verify = Literal["off", "quick", "read", "full"]
+VERIFY_LEVELS: tuple[Verify, ...] = get_args(Verify)
+"""How much a load verifies, the least first."""
+
 OnMismatch = Literal["error", "initialize"]
 
 _RENAMED = {
@@ -89,6 +92,11 @@ class Options(BaseModel):
         description="under Lightning: a resume with another accumulation keeps the scale of gradients, "
         "[see here](lightning.md#what-is-corrected)",
     )
+
+    @property
+    def verifies_content(self) -> bool:
+        """Whether a load compares the digests of all that it restores."""
+        return self.verify in ("read", "full")
 
     @property
     def host_io_engine(self) -> Executor:

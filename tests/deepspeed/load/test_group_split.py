@@ -64,6 +64,7 @@ CASES = {
     "2 on 2, CPU, to 3 on 1": (Run(2, 2, OFFLOADED), Run(3, 1, OFFLOADED), Job(optimizer="cpu_adam")),
     "3 on 1 to 2 on 3, CPU, dealt": (Run(3, 1, OFFLOADED), Run(2, 3, OFFLOADED | DEALT), Job(optimizer="cpu_adam")),
     "2 on 3 to 2 on 2 in the background": (Run(2, 3, DEALT), Run(2, 2), Job(options={"async_save": True})),
+    "2 on 2 to 3 on 3, verified as read": (Run(2, 2, DEALT), Run(3, 3), Job(options={"verify": "read"})),
     "2 on 3 of DeepSpeed alone to 2 on 2": (Run(2, 3, DEALT, installed=False), Run(2, 2), Job(elastic=False)),
     "1 on 2, one group, to 2 on 5": (Run(1, 2), Run(2, 5, DEALT), Job(groups=1)),
     "1 on 2 to 3 on 3, nothing frozen": (Run(1, 2), Run(3, 3), Job(frozen=False)),

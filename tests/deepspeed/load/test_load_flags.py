@@ -176,7 +176,7 @@ def test_explicit_tag_without_latest(rank_pool: RankPool, tmp_path: Path) -> Non
     assert outcome.state == saved.state
 
 
-@pytest.mark.support("Using it", '`"verify"`: full, quick, off', "exact", "what was not verified is said")
+@pytest.mark.support("Using it", '`"verify"`: full, read, quick, off', "exact", "what was not verified is said")
 def test_verify_off_and_quick_say_so(rank_pool: RankPool, save: tuple[str, Outcome]) -> None:
     directory, saved = save
     for level in ("quick", "off", False):

@@ -88,9 +88,19 @@ def live_streams(live: LiveOptimizer, *, weights_only: bool = False, with_frozen
     return LiveStreams(tuple(pieces), scalars)
 
 
-def local_digests(live: LiveOptimizer, *, weights_only: bool = False, with_frozen: bool = True) -> LocalDigests:
-    """Digest what this rank owns, padding excluded. ``weights_only`` leaves out optimizer state. Memory: a few MiB."""
-    return live_streams(live, weights_only=weights_only, with_frozen=with_frozen).digest()
+def local_digests(
+    live: LiveOptimizer,
+    *,
+    weights_only: bool = False,
+    with_frozen: bool = True,
+    known: Mapping[tuple[str, str], int] | None = None,
+) -> LocalDigests:
+    """Digest what this rank owns, padding excluded. ``weights_only`` leaves out optimizer state.
+
+    ``known`` are digests, by (parameter, state key), that are taken as they are. Memory: a few MiB.
+    """
+    streams, known = live_streams(live, weights_only=weights_only, with_frozen=with_frozen), known or {}
+    return streams.digest([known.get((piece.param, piece.key)) for piece in streams.pieces])
 
 
 def whole_contents(

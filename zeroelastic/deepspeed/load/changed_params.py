@@ -59,17 +59,19 @@ def frozen_parts(live: LiveOptimizer, load_plan: LoadPlan) -> list[Part]:
 def with_changed_digests(part: Part, filled: Filled, rank: int) -> Filled:
     """``filled`` with the digests of every target of a moved part, under the saved state key.
 
-    They are digests of the saved tensors: computed on reading where a tensor was cast, else from the live tensor.
+    They are digests of the saved tensors: computed on reading where a tensor was cast, else by default from the live
+    tensor.
     """
+    as_read = {**filled.cast_digests, **filled.read_digests}
     dst = part.plan.dst
     columns = (column.tolist() for column in (*dst.owned(rank), dst.buffer_offset(rank)))
     live = [
         LivePiece(param.name, target.key, target.tensor[place : place + length], start)
         for param, target, start, length, place in zip(dst.params, part.targets, *columns, strict=True)
-        if not target.cast
+        if (param.name, target.key) not in as_read
     ]
     digests = {(piece.param, piece.key): digest for piece, digest in zip(live, digest_pieces(live), strict=True)}
-    return replace(filled, cast_digests={}, changed_digests={**filled.cast_digests, **digests})
+    return replace(filled, cast_digests={}, read_digests={}, changed_digests={**as_read, **digests})
 
 
 def join(parts: Sequence[Filled]) -> Filled:
@@ -80,6 +82,7 @@ def join(parts: Sequence[Filled]) -> Filled:
         files=tuple(dict.fromkeys(path for part in parts for path in part.files)),
         cast_digests={stream: digest for part in parts for stream, digest in part.cast_digests.items()},
         changed_digests={stream: digest for part in parts for stream, digest in part.changed_digests.items()},
+        read_digests={stream: digest for part in parts for stream, digest in part.read_digests.items()},
     )
 
 

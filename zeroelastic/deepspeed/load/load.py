@@ -38,7 +38,7 @@ from zeroelastic.deepspeed.load.restore import restore
 from zeroelastic.deepspeed.load.stock import read_covered, stock_loads
 from zeroelastic.deepspeed.load.tag_choice import choice_notes, choose_tag, nothing_to_load, warn_of_mark
 from zeroelastic.deepspeed.load.verify import verify
-from zeroelastic.deepspeed.options import Options
+from zeroelastic.deepspeed.options import VERIFY_LEVELS, Options
 from zeroelastic.distributed.collective import all_gather, all_or_raise, is_raised_on_all_ranks
 from zeroelastic.distributed.partners import require_partners
 from zeroelastic.errors import CheckpointError, SavedAgainError, ZeroElasticError
@@ -110,7 +110,7 @@ def _common_options(options: Options) -> Options:
     levels = set(all_gather(options.verify))
     if len(levels) == 1:
         return options
-    return options.model_copy(update={"verify": next(level for level in ("off", "quick", "full") if level in levels)})
+    return options.model_copy(update={"verify": next(level for level in VERIFY_LEVELS if level in levels)})
 
 
 def _load_by_deepspeed(original: Callable[..., Loaded], loaded: OnLoad, request: LoadRequest) -> Loaded:

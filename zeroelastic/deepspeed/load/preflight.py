@@ -116,7 +116,7 @@ def preflight(tag_dir: Path, live: LiveOptimizer, request: LoadRequest) -> LoadP
 
     def check() -> LoadPlan:
         plan = _open(checkpoint, visibility, live, request)
-        return _with_checksums(plan, options.host_io_engine) if options.verify == "full" else plan
+        return _with_checksums(plan, options.host_io_engine) if options.verifies_content else plan
 
     plan = all_or_raise(check)
     _check_consistent(tag_dir, all_gather(_consistency_digest(plan, weights_only=request.weights_only)))

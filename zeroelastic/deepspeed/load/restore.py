@@ -67,13 +67,19 @@ def restore(
     filling = all_or_raise(lambda: _fill(live, load_plan, request))
     payload = RelayCost()
     if load_plan.visibility is not None:
-        filled, payload = fill_from_others(load_plan.visibility, filling.parts, filling.filled, executor=executor)
+        filled, payload = fill_from_others(
+            load_plan.visibility,
+            filling.parts,
+            filling.filled,
+            executor=executor,
+            digest=request.options.verify == "read",
+        )
         filling = filling._replace(filled=filled)
 
     def complete() -> tuple[Filled, tuple[str, ...], tuple[str, ...]]:
         check_one_save(load_plan.checkpoint.tag_dir)  # nothing is read after this
         filled = _complete(live, load_plan, filling, request)
-        if request.options.verify == "full" and not engine.zero_load_from_fp32_weights():
+        if request.options.verifies_content and not engine.zero_load_from_fp32_weights():
             filled = _with_read_weights(live, filled)
         return filled, *_restore_values(engine, live, load_plan, request)
 
@@ -110,7 +116,12 @@ def _fill(live: LiveOptimizer, load_plan: LoadPlan, request: LoadRequest) -> _Fi
     parts = [Part(load_plan.plan, extents, targets), *frozen_parts(live, load_plan)]
     casts = [text for part in parts if not _has_moved(part, load_plan) for text in _casts(part.targets)]
     filled = [
-        fill(*part, executor=request.options.io_engine, remote_files=load_plan.checkpoint.remote_files)
+        fill(
+            *part,
+            executor=request.options.io_engine,
+            remote_files=load_plan.checkpoint.remote_files,
+            digest=request.options.verify == "read",
+        )
         for part in parts
     ]
     return _Filling(parts, filled, tuple(casts))
@@ -140,7 +151,7 @@ def _has_moved(part: Part, load_plan: LoadPlan) -> bool:
 
 def _with_read_weights(live: LiveOptimizer, filled: Filled) -> Filled:
     """With the digests of the master weights as they were read, which are going to be rounded."""
-    local = local_digests(live, weights_only=True, with_frozen=False)
+    local = local_digests(live, weights_only=True, with_frozen=False, known=filled.read_digests)
     return replace(filled, cast_digests={**local.table(), **filled.cast_digests})
 
 

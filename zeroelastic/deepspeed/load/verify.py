@@ -61,12 +61,13 @@ def verify(
 ) -> Verification:
     """Digest the live state and compare with the commit record. Collective.
 
-    Tensors that were cast are compared by the digest of what was read; so are master weights that the run then rounds
-    to 16 bits (load_from_fp32_weights is off). Raises DigestMismatchError on every rank, naming parameters, state keys
-    and, where the shards carry digests of their own, the files.
+    With ``"verify": "read"`` the digests are those of the bytes as they were read, which do not show that each went to
+    its place. Tensors that were cast are compared by the digest of what was read; so are master weights that the run
+    then rounds to 16 bits (load_from_fp32_weights is off). Raises DigestMismatchError on every rank, naming parameters,
+    state keys and, where the shards carry digests of their own, the files.
     """
     checkpoint = load_plan.checkpoint
-    if request.options.verify != "full":
+    if not request.options.verifies_content:
         saved_root = checkpoint.record.content_root if checkpoint.record is not None else None
         return Verification(saved_root, None, None, _unverified(request.options))
     actual = _actual(engine, live, load_plan, filled, request)
@@ -137,7 +138,7 @@ class _Expected(NamedTuple):
 def _actual(engine: Engine, live: LiveOptimizer, load_plan: LoadPlan, filled: Filled, request: LoadRequest) -> _Actual:
     """Digests of the live state over all ranks. Collective."""
     with_frozen = load_plan.model.frozen is not None
-    local = local_digests(live, weights_only=request.weights_only, with_frozen=with_frozen)
+    local = local_digests(live, weights_only=request.weights_only, with_frozen=with_frozen, known=filled.read_digests)
     contents = whole_contents(live, local, device=engine.device)
     cast = _sums(live, filled.cast_digests, engine.device)
     changed = _sums(live, filled.changed_digests, engine.device)

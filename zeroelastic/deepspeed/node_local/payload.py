@@ -18,9 +18,9 @@ import torch
 
 from zeroelastic.checkpoint.extents import ExtentTable
 from zeroelastic.checkpoint.model_states import ModelStates
-from zeroelastic.core.digest import ByteArray, combine, stream_seed
+from zeroelastic.core.digest import ByteArray
 from zeroelastic.core.layout import Int64Array
-from zeroelastic.deepspeed.fill import Filled, Part, host_executor
+from zeroelastic.deepspeed.fill import Digests, Filled, Part, add_digests, host_executor, streams_of
 from zeroelastic.deepspeed.node_local.all_to_all import (
     ALIGNMENT,
     Piece,
@@ -30,7 +30,15 @@ from zeroelastic.deepspeed.node_local.all_to_all import (
 )
 from zeroelastic.deepspeed.node_local.visibility import FileVisibility
 from zeroelastic.distributed.collective import all_or_raise
-from zeroelastic.executors.dispatch import CopyTable, Executor, ReadTable, copy_segments, digest_range, read_segments
+from zeroelastic.executors.dispatch import (
+    CopyTable,
+    Executor,
+    MemoryRanges,
+    ReadTable,
+    copy_segments,
+    read_segments,
+    sum_segments,
+)
 from zeroelastic.io.paths import FilePath
 from zeroelastic.torch_file.header import DTYPE_BYTES
 
@@ -131,13 +139,18 @@ def fetch(
 
 
 def fill_from_others(
-    visibility: FileVisibility, parts: Sequence[Part], filled: Sequence[Filled], *, executor: Executor
+    visibility: FileVisibility,
+    parts: Sequence[Part],
+    filled: Sequence[Filled],
+    *,
+    executor: Executor,
+    digest: bool = False,
 ) -> tuple[list[Filled], RelayCost]:
     """Fill the rows that ``fill`` left unread because this rank does not see their files. Collective.
 
     Raises the same error on every rank.
 
-    Returns the fills with the digests of those rows that were cast.
+    Returns the fills with the digests of those rows that were cast, and with ``digest`` of the others.
     """
     numbers = {name: number for number, name in enumerate(visibility.names)}
     tables: list[Int64Array] = [np.empty((0, 3), dtype=np.int64)]
@@ -152,7 +165,8 @@ def fill_from_others(
             tables.append(np.stack((file[unread.file], unread.file_offset, unread.nbytes), axis=1))
             readers.append(reader[unread.file])
         first_row.append(first_row[-1] + count)
-    digests: list[dict[tuple[str, str], int]] = [dict(one.cast_digests) for one in filled]
+    cast_digests: list[Digests] = [dict(one.cast_digests) for one in filled]
+    read_digests: list[Digests] = [dict(one.read_digests) for one in filled]
 
     def put(arrived: Arrived, buffer: ByteArray) -> None:
         owner = np.searchsorted(first_row, arrived.row, side="right") - 1
@@ -162,45 +176,47 @@ def fill_from_others(
             unread = filled[number].unread
             assert unread is not None
             row = some.row - first_row[number]
-            _put(parts[number], unread.take(row), some, buffer, digests[number], executor)
+            part, rows = parts[number], unread.take(row)
+            pieces = rows.pieces(np.arange(len(row)), some.skip // rows.itemsize, some.nbytes // rows.itemsize)
+            _put(part, pieces, some.at, buffer, executor)
+            is_cast = np.array([target.cast for target in part.targets], dtype=bool)[pieces.target]
+            for wanted, digests in ((is_cast, cast_digests[number]), (digest & ~is_cast, read_digests[number])):
+                index = np.flatnonzero(wanted)
+                _add_digests(digests, part, pieces.take(index), some.at[index], buffer)
 
     relay_cost = all_or_raise(
         lambda: fetch(visibility, np.concatenate(tables), np.concatenate(readers), put, executor=executor)
     )
-    return [replace(one, cast_digests=found) for one, found in zip(filled, digests, strict=True)], relay_cost
+    return [
+        replace(one, cast_digests=cast, read_digests=read)
+        for one, cast, read in zip(filled, cast_digests, read_digests, strict=True)
+    ], relay_cost
 
 
-def _put(
-    part: Part,
-    rows: ExtentTable,
-    arrived: Arrived,
-    buffer: ByteArray,
-    digests: dict[tuple[str, str], int],
-    executor: Executor,
-) -> None:
-    """Bytes that arrived into the tensors of one part, and their digests where they are cast."""
+def _put(part: Part, pieces: ExtentTable, at: Int64Array, buffer: ByteArray, executor: Executor) -> None:
+    """Bytes that arrived, piece i of them at ``at[i]`` of a buffer, into the tensors of one part."""
     direct = np.array([target.in_place and target.tensor.device.type == "cpu" for target in part.targets], dtype=bool)
-    begin = rows.target_offset * rows.itemsize + arrived.skip
-    quick = np.flatnonzero(direct[rows.target])
-    members, dst = np.unique(rows.target[quick], return_inverse=True)
+    quick = np.flatnonzero(direct[pieces.target])
+    members, dst = np.unique(pieces.target[quick], return_inverse=True)
+    begin = pieces.target_offset[quick] * pieces.itemsize[quick]
     copy_segments(
-        CopyTable(np.zeros_like(quick), arrived.at[quick], dst.reshape(-1), begin[quick], arrived.nbytes[quick]),
+        CopyTable(np.zeros_like(quick), at[quick], dst.reshape(-1), begin, pieces.nbytes[quick]),
         [buffer],
         [part.targets[t].tensor for t in members.tolist()],
         executor=host_executor(executor),
     )
     values = torch.from_numpy(buffer)
-    for i in np.flatnonzero(~direct[rows.target]).tolist():
-        target, itemsize = part.targets[int(rows.target[i])], int(rows.itemsize[i])
-        at, nbytes = int(arrived.at[i]), int(arrived.nbytes[i])
-        data = values[at : at + nbytes].view(getattr(torch, target.dtype))
-        place = int(begin[i]) // itemsize
+    for i in np.flatnonzero(~direct[pieces.target]).tolist():
+        target, place = part.targets[int(pieces.target[i])], int(pieces.target_offset[i])
+        data = values[int(at[i]) : int(at[i] + pieces.nbytes[i])].view(getattr(torch, target.dtype))
         target.tensor[place : place + len(data)].copy_(data)
-        if target.cast:
-            name = (part.plan.dst.params[int(rows.param[i])].name, target.key)
-            start = int(rows.start[i]) + int(arrived.skip[i]) // itemsize
-            digest = digest_range(buffer[at : at + nbytes], itemsize, seed=stream_seed(*name), start=start)
-            digests[name] = combine(digests.get(name, 0), digest)
+
+
+def _add_digests(digests: Digests, part: Part, pieces: ExtentTable, at: Int64Array, buffer: ByteArray) -> None:
+    streams, rows = streams_of(part.plan, pieces, part.targets)
+    if streams:
+        table = MemoryRanges(np.zeros_like(at), at, pieces.nbytes)
+        add_digests(digests, streams, sum_segments(table, [buffer], digest=rows))
 
 
 @contextmanager
