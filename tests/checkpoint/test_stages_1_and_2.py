@@ -13,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import torch
+from commands import run_command
 from places import GOLDEN
 
 import zeroelastic
@@ -111,17 +112,17 @@ def test_verify_and_diff_take_them(name: str, tag_dir: Callable[[str], Path]) ->
     assert zeroelastic.diff(GOLDEN / name, tag_dir(name)).equal
 
 
-@pytest.mark.support("Using it", "stage 1 and 2 checkpoints: plan, Universal checkpoints", "refused")
-def test_what_needs_more_than_reading_is_refused_by_name(tmp_path: Path) -> None:
-    source = GOLDEN / "stage2_rank2"
-    refused = [
-        lambda: zeroelastic.plan(source, world_size=3),
-        lambda: zeroelastic.convert(source, tmp_path / "universal", to="universal"),
-    ]
-    for verb in refused:
-        with pytest.raises(UnsupportedError, match=r"is a ZeRO stage 1 or 2 checkpoint .*not supported yet"):
-            verb()
-    assert not (tmp_path / "universal").exists()
+@pytest.mark.support("Using it", "stage 1 and 2 checkpoints: plan", "refused")
+def test_what_needs_more_than_reading_is_refused_by_name() -> None:
+    with pytest.raises(UnsupportedError, match=r"is a ZeRO stage 1 or 2 checkpoint .*not supported yet"):
+        zeroelastic.plan(GOLDEN / "stage2_rank2", world_size=3)
+
+
+def test_sub_groups_are_not_shown_where_there_are_none() -> None:
+    assert zeroelastic.inspect(GOLDEN / "stage2_rank2").sub_group_size is None
+    assert "sub-group" not in run_command("inspect", GOLDEN / "stage2_rank2").stdout
+    assert zeroelastic.inspect(GOLDEN / "rigid2").sub_group_size == 10
+    assert "sub-group size  10, " in run_command("inspect", GOLDEN / "rigid2").stdout
 
 
 @pytest.mark.support("Using it", "stage 1 and 2 checkpoints: reshard to stage 3", "exact", "the same content root")

@@ -143,6 +143,41 @@ def test_a_run_with_round_robin_gradients_gets_its_own_order(
                 assert own.numpy().tobytes() in whole.tobytes(), (rank, name)
 
 
+@pytest.mark.parametrize("source", ["elastic2", "stage2_rank2", "stage2_round_robin_aligned_rank3"])
+@pytest.mark.parametrize("round_robin", [True, False])
+@pytest.mark.parametrize("aligned", [True, False])
+def test_the_options_of_another_run_can_be_given(source: str, round_robin: bool, aligned: bool, tmp_path: Path) -> None:
+    """At 2 ranks and then at 3, so that the order of the first result has to be understood to make the second one."""
+    options = {"round_robin_gradients": round_robin, "parameter_alignment": aligned}
+    report = zeroelastic.reshard(GOLDEN / source, tmp_path / "b", world_size=2, stage=2, **options)
+    assert report.content_root == root_of(GOLDEN / source) == root_of(tmp_path / "b")
+    said = f"round_robin_gradients {str(round_robin).lower()} and parameter_alignment {str(aligned).lower()}, "
+    assert report.result is not None and any(said in note for note in report.result.notes)
+    for name in (MODEL, optim_name(1)):
+        zero = torch.load(tag_of(tmp_path / "b") / name, weights_only=False)["ds_config"]["zero_optimization"]
+        assert {key: zero[key] for key in options} == options
+    first = ["gain", "tail.bias", "inner.bias"] if round_robin else ["gain", "inner.bias", "tail.bias"]
+    model = torch.load(tag_of(tmp_path / "b") / MODEL, weights_only=False)
+    assert list(model["param_shapes"][1]) == first
+    state = torch.load(tag_of(tmp_path / "b") / optim_name(0), weights_only=False)["optimizer_state_dict"]
+    assert any(state["param_alignment_paddings"][1]) == aligned
+    report = zeroelastic.reshard(tmp_path / "b", tmp_path / "c", world_size=3)
+    assert report.content_root == root_of(tmp_path / "c")
+    model = torch.load(tag_of(tmp_path / "c") / MODEL, weights_only=False)
+    assert list(model["param_shapes"][1]) == ["gain", "inner.bias", "tail.bias"]
+
+
+def test_options_of_stages_1_and_2_are_misuse_at_stage_3(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="round_robin_gradients makes no difference at ZeRO stage 3"):
+        zeroelastic.reshard(GOLDEN / "rigid2", tmp_path / "b", world_size=3, round_robin_gradients=False)
+    done = run_command("reshard", GOLDEN / "rigid2", tmp_path / "b", "-n", 3, "--parameter-alignment")
+    assert done.returncode == 2 and "makes no difference" in done.stderr.replace("\n", " ")
+    done = run_command(
+        "reshard", GOLDEN / "rigid2", tmp_path / "b", "-n", 3, "--stage", 2, "--round-robin-gradients", "--json"
+    )
+    assert done.returncode == 0 and "round_robin_gradients as given" in done.stdout
+
+
 @pytest.mark.parametrize("stage", [1, 2])
 def test_the_module_has_whole_weights_rounded_to_the_precision_of_the_run(stage: int, tmp_path: Path) -> None:
     zeroelastic.reshard(GOLDEN / "rigid3", tmp_path / "b", world_size=2, stage=stage)

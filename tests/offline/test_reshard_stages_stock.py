@@ -44,6 +44,8 @@ class Case:
     frozen: bool = True
     groups: int = 2
     grad_accum_dtype: str | None = None
+    given: tuple[tuple[str, bool], ...] = ()
+    """Options of the run that goes on, where it does not have those of the run that saved."""
 
     @property
     def job(self) -> Job:
@@ -63,7 +65,8 @@ class Case:
     @property
     def resumed(self) -> Job:
         """The same model in stock DeepSpeed, with everything else different, to be overwritten by the load."""
-        return replace(self.job.other(), stage=self.to, installed=False, elastic=False)
+        zero = {**self.job.zero, **dict(self.given)}
+        return replace(self.job.other(), stage=self.to, zero=zero, installed=False, elastic=False)
 
 
 CASES = {
@@ -81,6 +84,13 @@ CASES = {
     "3 to 2, 1 to 3, DeepSpeedCPUAdam": Case(3, 1, 2, 3, zero=(OFFLOAD,), optimizer="cpu_adam"),
     "3 to 1, 2 to 3, one group, nothing frozen": Case(3, 2, 1, 3, zero=(ROUND_ROBIN,), frozen=False, groups=1),
     "1 BF16_Optimizer to 2, 2 to 3": Case(1, 2, 2, 3, grad_accum_dtype="fp32"),
+    "3 to 2, 2 to 3, round robin given": Case(3, 2, 2, 3, given=(ROUND_ROBIN,)),
+    "2 to 2, 3 to 2, round robin taken away, aligned": Case(
+        2, 3, 2, 2, zero=(ROUND_ROBIN,), given=(("round_robin_gradients", False), ALIGNED)
+    ),
+    "1 to 2, 3 to 4, aligned no more, round robin": Case(
+        1, 3, 2, 4, zero=(ALIGNED,), given=(("parameter_alignment", False), ROUND_ROBIN)
+    ),
 }
 
 
@@ -94,7 +104,9 @@ CASES = {
 def test_stock_deepspeed_goes_on_at_stages_1_and_2(rank_pool: RankPool, tmp_path: Path, name: str) -> None:
     case = CASES[name]
     saved = rank_pool.run(train_and_save, case.saved, case.job, str(tmp_path / "a"), timeout=LIMIT_S)[0]
-    report = zeroelastic.reshard(tmp_path / "a", tmp_path / "b", world_size=case.current, stage=case.to, verify=True)
+    report = zeroelastic.reshard(
+        tmp_path / "a", tmp_path / "b", world_size=case.current, stage=case.to, verify=True, **dict(case.given)
+    )
     assert report.content_root == zeroelastic.verify(tmp_path / "a").content_root
     for outcome in rank_pool.run(resume, case.current, case.resumed, str(tmp_path / "b"), timeout=LIMIT_S):
         different = compare_states(saved.state, outcome.state)

@@ -81,8 +81,9 @@ def _show(found: Inspection, params: tuple[ParamInfo, ...], *, pattern: str | No
     line("precision", found.model_dtype and f"{found.model_dtype} model", _master(found))
     batch = found.train_batch_size
     line("batch size", batch, f"for world sizes {listed_world_sizes(batch)}" if batch else None)
-    sub_groups = None if found.num_sub_groups is None else f"{found.num_sub_groups} sub-groups a rank"
-    line("sub-group size", None if found.sub_group_size is None else f"{found.sub_group_size:,}", sub_groups)
+    if found.sub_group_size is not None:
+        sub_groups = None if found.num_sub_groups is None else f"{found.num_sub_groups} sub-groups a rank"
+        line("sub-group size", f"{found.sub_group_size:,}", sub_groups)
     if found.record == "present":
         line("commit record", f"content root {str(found.content_root)[:12]}")
     else:

@@ -38,6 +38,17 @@ def reshard(
         int | None,
         typer.Option(metavar="S", min=1, max=3, help="ZeRO stage of the result; default: the source's."),
     ] = None,
+    round_robin_gradients: Annotated[
+        bool | None,
+        typer.Option(
+            "--round-robin-gradients/--no-round-robin-gradients",
+            help="At stages 1 and 2: that of the run that will load it; default: the saved configuration's.",
+        ),
+    ] = None,
+    parameter_alignment: Annotated[
+        bool | None,
+        typer.Option("--parameter-alignment/--no-parameter-alignment", help="The same for parameter_alignment."),
+    ] = None,
     max_memory: Annotated[str, typer.Option(metavar="SIZE", help="Memory to stay within, such as 512MiB.")] = "1GiB",
     verify: Annotated[bool, typer.Option("--verify", help="Read the result again before it appears.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done; write nothing.")] = False,
@@ -56,6 +67,7 @@ def reshard(
         zeroelastic reshard ckpt/global_step2 old-6 -n 6 --format rigid
         zeroelastic reshard ckpt ckpt-8 --world-size 8 --dry-run --json
         zeroelastic reshard ckpt ckpt-stage2 --world-size 4 --stage 2
+        zeroelastic reshard ckpt ckpt-plain -n 4 --stage 2 --no-round-robin-gradients
     """
     from zeroelastic.library.reshard import reshard as run
 
@@ -68,6 +80,8 @@ def reshard(
             format=format,
             sub_group_size=sub_group_size,
             stage=stage,
+            round_robin_gradients=round_robin_gradients,
+            parameter_alignment=parameter_alignment,
             max_memory=max_memory,
             verify=verify,
             dry_run=dry_run,

@@ -64,6 +64,8 @@ def reshard(
     format: Format | None = None,
     sub_group_size: int | None = None,
     stage: int | None = None,
+    round_robin_gradients: bool | None = None,
+    parameter_alignment: bool | None = None,
     max_memory: int | str = "1GiB",
     verify: bool = False,
     dry_run: bool = False,
@@ -76,7 +78,9 @@ def reshard(
     at all. A run that was killed is continued by the same call. What is read is compared with the commit record, where
     there is one; ``verify`` reads the result again before it appears. ``stage`` is the ZeRO stage of the
     result, by default that of the source. ``format`` "rigid" is what stock DeepSpeed writes; "elastic", the default at
-    stage 3, describes itself, and does not exist at stages 1 and 2. Several ``processes`` share the work; collective.
+    stage 3, describes itself, and does not exist at stages 1 and 2. ``round_robin_gradients`` and
+    ``parameter_alignment`` are those of the run that will load a result of stage 1 or 2, by default those of the saved
+    configuration; ``sub_group_size`` is the same for stage 3. Several ``processes`` share the work; collective.
 
     Raises UsageError where ``dst`` exists or there is no checkpoint, CheckpointError, DigestMismatchError,
     UnsupportedError, OSError.
@@ -94,6 +98,8 @@ def reshard(
         format=format,
         sub_group_size=sub_group_size,
         stage=stage,
+        round_robin_gradients=round_robin_gradients,
+        parameter_alignment=parameter_alignment,
         max_memory=memory,
         verify=verify,
     )

@@ -255,7 +255,8 @@ class _Inspector:
             return
         if found.train_batch_size is None and type(config.get("train_batch_size")) is int:
             found.train_batch_size = config["train_batch_size"]
-        found.sub_group_size = configured_sub_group_size(config)
+        if self.listing.kind == "zero-3":
+            found.sub_group_size = configured_sub_group_size(config)
 
     def _describe_shard(self, shard: Shard) -> None:
         found, layout, commit = self.found, shard.layout, self.commit

@@ -41,7 +41,7 @@ from zeroelastic.io.paths import FilePath
 from zeroelastic.offline.new_directory import check_free
 from zeroelastic.offline.reshard.rank_writer import RankWriter, WrittenRank
 from zeroelastic.offline.reshard.sidecar_files import SidecarFiles, plan_sidecar_files, write_sidecar_files
-from zeroelastic.offline.reshard.source import ReshardSource, reshard_source
+from zeroelastic.offline.reshard.source import ReshardSource, reshard_source, with_zero_options
 from zeroelastic.offline.reshard.target import ReshardTarget, reshard_target
 from zeroelastic.offline.resumable_directory import publish, staged, staged_bytes, sweep
 from zeroelastic.tags.locate import Source
@@ -60,15 +60,17 @@ class ReshardOptions:
     """The options of a reshard.
 
     ``stage`` is the ZeRO stage of the result, by default that of the source. ``format`` is by default elastic at stage
-    3, and always rigid at stages 1 and 2. ``sub_group_size`` overrides that of the saved configuration; ``verify``
-    reads the result back before it is published; ``fsync`` flushes it to the device before that. Raises UsageError for
-    invalid values.
+    3, and always rigid at stages 1 and 2. ``sub_group_size`` overrides that of the saved configuration, and at stages 1
+    and 2 ``round_robin_gradients`` and ``parameter_alignment`` theirs; ``verify`` reads the result back before it is
+    published; ``fsync`` flushes it to the device before that. Raises UsageError for invalid values.
     """
 
     world_size: int
     format: CheckpointFormat | None = None
     sub_group_size: int | None = None
     stage: int | None = None
+    round_robin_gradients: bool | None = None
+    parameter_alignment: bool | None = None
     max_memory: int = 1 << 30
     verify: bool = False
     fsync: bool = True
@@ -82,6 +84,15 @@ class ReshardOptions:
             raise UsageError(f"there is no ZeRO stage {self.stage} to reshard to; give 1, 2 or 3.")
         if self.max_memory < LEAST_MEMORY:
             raise UsageError(f"at least {LEAST_MEMORY >> 20} MiB of memory are needed.")
+
+    @property
+    def zero_options(self) -> dict[str, bool]:
+        """The entries of ``zero_optimization`` that are given instead of the saved configuration's."""
+        given = {
+            "round_robin_gradients": self.round_robin_gradients,
+            "parameter_alignment": self.parameter_alignment,
+        }
+        return {key: value for key, value in given.items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,9 +141,9 @@ def plan_reshard(source: Source, options: ReshardOptions) -> ReshardPlan:
     """
     state = open_state(open_checkpoint(source.tag_dir))
     target_stage = options.stage or state.head.stage
-    if target_stage != 3:
-        _check_options(options, target_stage)
+    check_options(options, target_stage)
     saved = reshard_source(state, target_stage=target_stage, sub_group_size=options.sub_group_size)
+    saved = with_zero_options(saved, options.zero_options)
     try:
         target = reshard_target(saved, options.world_size, options.format or "elastic", stage=target_stage)
     except UnsupportedError as error:
@@ -140,15 +151,22 @@ def plan_reshard(source: Source, options: ReshardOptions) -> ReshardPlan:
     saved_world_size = state.checkpoint.world_size
     sidecar_files = plan_sidecar_files(source, saved_world_size=saved_world_size, world_size=options.world_size)
     misfit = misfit_notes(saved.train_batch_size, options.world_size, saved_world_size, state.head.ds_config)
-    notes = [*_stage_notes(saved, target_stage), *misfit]
+    notes = [*stage_notes(saved, target_stage, options), *misfit]
     if state.head.grad_scaler is not None and target.format == "rigid":
         notes.append("not carried: the state of torch's GradScaler, for which DeepSpeed's own files have no place")
     sidecar_files = replace(sidecar_files, notes=(*notes, *sidecar_files.notes))
     return ReshardPlan(source, state, saved, target, sidecar_files, options)
 
 
-def _check_options(options: ReshardOptions, stage: int) -> None:
-    """Raise UsageError for an option that only stage 3 has."""
+def check_options(options: ReshardOptions, stage: int) -> None:
+    """Raise UsageError for an option that only other stages have."""
+    if stage == 3:
+        if options.zero_options:
+            raise UsageError(
+                f"{' and '.join(options.zero_options)} makes no difference at ZeRO stage 3. Leave it out, or give "
+                "--stage 1 or 2."
+            )
+        return
     if options.format == "elastic":
         raise UsageError(
             f"there is no elastic format of ZeRO stage {stage}: DeepSpeed's own, with elastic_checkpoint, has no "
@@ -158,17 +176,16 @@ def _check_options(options: ReshardOptions, stage: int) -> None:
         raise UsageError(f"there are no sub-groups at ZeRO stage {stage}. Leave --sub-group-size out.")
 
 
-def _stage_notes(saved: ReshardSource, stage: int) -> list[str]:
-    if saved.stage == stage:
-        return []
-    notes = [f"saved with ZeRO stage {saved.stage}; the result is of stage {stage}"]
-    if stage != 3:
+def stage_notes(saved: ReshardSource, stage: int, options: ReshardOptions) -> list[str]:
+    """Sentences on another stage than the saved one, and on the options that the run which loads it must have."""
+    notes: list[str] = []
+    if saved.stage != stage:
+        notes.append(f"saved with ZeRO stage {saved.stage}; the result is of stage {stage}")
+    if stage != 3 and (notes or options.zero_options):
         order = str(saved.round_robin).lower(), str(saved.param_alignment).lower()
-        notes.append(
-            "for a run with round_robin_gradients {} and parameter_alignment {}, as in the saved configuration".format(
-                *order
-            )
-        )
+        given = " and ".join(options.zero_options)
+        origin = f"{given} as given" if given else "as in the saved configuration"
+        notes.append(f"for a run with round_robin_gradients {order[0]} and parameter_alignment {order[1]}, {origin}")
     return notes
 
 
@@ -241,6 +258,7 @@ def _manifest(plan: ReshardPlan) -> dict[str, object]:
         "stage": plan.target.stage,
         "format": plan.target.format,
         "sub_group_size": plan.saved.sub_group_size,
+        "zero_options": plan.options.zero_options,
     }
 
 

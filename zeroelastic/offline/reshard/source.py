@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -171,6 +171,30 @@ def reshard_source(state: SavedState, *, target_stage: int = 3, sub_group_size: 
     )
 
 
+def with_zero_options(source: ReshardSource, options: Mapping[str, bool]) -> ReshardSource:
+    """The source as a run with these entries of ``zero_optimization`` would have saved it, in its files' ds_config too.
+
+    Readers need ``round_robin_gradients`` there to know the order in which the optimizer lists its parameters.
+    """
+    if not options:
+        return source
+    model_root = source.model_root
+
+    def changed(root: Mapping[object, object]) -> dict[object, object]:
+        config = pairs_of(root.get("ds_config"))
+        changed_zero = dict(pairs_of(config.get("zero_optimization")))
+        changed_zero.update(options.items())
+        return {**root, "ds_config": {**config, "zero_optimization": changed_zero}}
+
+    zero = source.config.get("zero_optimization")
+    return replace(
+        source,
+        optim_root=changed(source.optim_root),
+        model_root=lambda rank: changed(model_root(rank)),
+        config={**source.config, "zero_optimization": {**(zero if isinstance(zero, dict) else {}), **options}},
+    )
+
+
 def train_batch_size(record: CommitRecord | None, head: Shard, world_size: int) -> int | None:
     """The global batch of a save by ``world_size`` ranks, from its record, files or configuration; else None."""
     if record is not None:
@@ -219,10 +243,7 @@ def _groups(state: SavedState, inner: Mapping[object, object]) -> tuple[Group, .
     own_state = "optimizer_state_dict" if state.head.stage == 3 else "base_optimizer_state"
     nested = entry(inner, own_state, "param_groups")
     if state.head.stage != 3 and nested is None:
-        raise UnsupportedError(
-            f"{state.head.path}: holds no hyper-parameters: DeepSpeed saves none at stages 1 and 2 with "
-            "elastic_checkpoint. Load it in the training job, which has its own."
-        )
+        raise no_hyper_parameters(state.head.path)
     ours = entry(inner, "zeroelastic", "param_groups")
     raw = nested if state.head.format == "rigid" else ours
     listed = nested if isinstance(nested, list) else []
@@ -232,6 +253,14 @@ def _groups(state: SavedState, inner: Mapping[object, object]) -> tuple[Group, .
     return tuple(
         make_group(pairs_of(options), group.params, repeats=times)
         for options, group, times in zip(raw, state.head.groups, repeats, strict=True)
+    )
+
+
+def no_hyper_parameters(path: FilePath) -> UnsupportedError:
+    """The error for a file that DeepSpeed saved at stage 1 or 2 with ``elastic_checkpoint``."""
+    return UnsupportedError(
+        f"{path}: holds no hyper-parameters: DeepSpeed saves none at stages 1 and 2 with elastic_checkpoint. Load it "
+        "in the training job, which has its own."
     )
 
 
