@@ -27,18 +27,38 @@ def convert(
     ] = None,
     from_: Annotated[
         Literal["universal"] | None,
-        typer.Option("--from", help="From a Universal checkpoint of ZeRO-3 to a native one for --world-size ranks."),
+        typer.Option("--from", help="From a Universal checkpoint to a native one for --world-size ranks."),
     ] = None,
     world_size: Annotated[
         int | None, typer.Option("--world-size", "-n", metavar="M", help="With --from: ranks that will load it.")
     ] = None,
     format: Annotated[
         Literal["elastic", "rigid"] | None,
-        typer.Option(help="With --from: elastic (the default) describes itself; rigid is what stock DeepSpeed writes."),
+        typer.Option(
+            help="With --from: elastic (default at stage 3) describes itself; rigid (always at 1 and 2) is what stock "
+            "DeepSpeed writes."
+        ),
     ] = None,
     sub_group_size: Annotated[
         int | None,
         typer.Option(metavar="N", help="With --from: that of the run that will load it, if it is not the saved one's."),
+    ] = None,
+    stage: Annotated[
+        int | None,
+        typer.Option(
+            metavar="S", min=1, max=3, help="With --from: ZeRO stage of the result; default: that which was saved."
+        ),
+    ] = None,
+    round_robin_gradients: Annotated[
+        bool | None,
+        typer.Option(
+            "--round-robin-gradients/--no-round-robin-gradients",
+            help="With --from, at stages 1 and 2: that of the run that will load it, if it is not the saved one's.",
+        ),
+    ] = None,
+    parameter_alignment: Annotated[
+        bool | None,
+        typer.Option("--parameter-alignment/--no-parameter-alignment", help="The same for parameter_alignment."),
     ] = None,
     tag: Annotated[str | None, typer.Option(metavar="TAG", help="The tag to take; default: the latest.")] = None,
     max_memory: Annotated[str, typer.Option(metavar="SIZE", help="Memory to stay within, such as 512MiB.")] = "1GiB",
@@ -55,6 +75,7 @@ def convert(
     Examples:
         zeroelastic convert ckpt universal --to universal
         zeroelastic convert universal native-3 --from universal --world-size 3
+        zeroelastic convert universal native-2 --from universal --world-size 2 --stage 2
         zeroelastic convert ckpt dcp --to dcp --json
         zeroelastic convert ckpt other --to universal --tag global_step2 --dry-run
     """
@@ -68,6 +89,9 @@ def convert(
         world_size=world_size,
         format=format,
         sub_group_size=sub_group_size,
+        stage=stage,
+        round_robin_gradients=round_robin_gradients,
+        parameter_alignment=parameter_alignment,
         tag=tag,
         max_memory=max_memory,
         dry_run=dry_run,

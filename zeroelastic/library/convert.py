@@ -65,6 +65,9 @@ def convert(
     world_size: int | None = None,
     format: Format | None = None,
     sub_group_size: int | None = None,
+    stage: int | None = None,
+    round_robin_gradients: bool | None = None,
+    parameter_alignment: bool | None = None,
     tag: str | None = None,
     max_memory: int | str = "1GiB",
     dry_run: bool = False,
@@ -72,9 +75,10 @@ def convert(
 ) -> ConvertReport:
     """Convert a checkpoint to or from a Universal checkpoint, or to a torch distributed checkpoint ("dcp").
 
-    Give either ``to``, or ``from_`` with the ``world_size`` that will load the native checkpoint; ``format`` ("elastic"
-    by default) and ``sub_group_size`` go with ``from_``. ``dst`` appears complete or not at all. What is read is
-    compared with the commit record, where there is one.
+    Give either ``to``, or ``from_`` with the ``world_size`` that will load the native checkpoint; ``format``,
+    ``sub_group_size``, ``stage``, ``round_robin_gradients`` and ``parameter_alignment`` go with ``from_`` and mean what
+    they mean to ``reshard``. ``dst`` appears complete or not at all. What is read is compared with the commit record,
+    where there is one.
 
     Raises UsageError for options that exclude each other, where ``dst`` exists, or where there is no checkpoint;
     CheckpointError, DigestMismatchError, UnsupportedError, OSError.
@@ -92,7 +96,14 @@ def convert(
     if (to is None) == (from_ is None):
         raise UsageError("Give one of --to universal, --to dcp and --from universal.")
     if to is not None:
-        native_only = {"--world-size": world_size, "--format": format, "--sub-group-size": sub_group_size}
+        native_only = {
+            "--world-size": world_size,
+            "--format": format,
+            "--sub-group-size": sub_group_size,
+            "--stage": stage,
+            "--round-robin-gradients": round_robin_gradients,
+            "--parameter-alignment": parameter_alignment,
+        }
         given = [name for name, value in native_only.items() if value is not None]
         if given:
             raise UsageError(f"{given[0]} goes with --from; a {to} checkpoint is for every world size.")
@@ -101,7 +112,13 @@ def convert(
         if world_size is None:
             raise UsageError("--from needs --world-size: the number of ranks that will load the new checkpoint.")
         options = ReshardOptions(
-            world_size=world_size, format=format or "elastic", sub_group_size=sub_group_size, max_memory=memory
+            world_size=world_size,
+            format=format,
+            sub_group_size=sub_group_size,
+            stage=stage,
+            round_robin_gradients=round_robin_gradients,
+            parameter_alignment=parameter_alignment,
+            max_memory=memory,
         )
         report = _convert_from(src, target, tag, options, dry_run, progress)
     return replace(report, seconds=round(time.monotonic() - began, 3))

@@ -1,4 +1,4 @@
-"""Open a Universal checkpoint of ZeRO-3 as the source of a reshard.
+"""Open a Universal checkpoint of ZeRO stage 1, 2 or 3 as the source of a reshard.
 
 The output of DeepSpeed's ``ds_to_universal`` or of ``to_universal`` is opened as a saved state of one rank, which has
 all trained parameters whole; frozen parameters are in the model states files of the ranks that saved them.
@@ -8,34 +8,40 @@ all trained parameters whole; frozen parameters are in the model states files of
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
-
-from zeroelastic.checkpoint.extents import TensorExtents
-from zeroelastic.checkpoint.model_states import ModelStates, open_model_states
+from zeroelastic.checkpoint.model_states import ModelStates
 from zeroelastic.checkpoint.open import Checkpoint
-from zeroelastic.checkpoint.optimizer_file import FP32, FROZEN, ParamGroup, Shard
+from zeroelastic.checkpoint.optimizer_file import (
+    ParamGroup,
+    Shard,
+    configured_sub_group_size,
+    zero_option,
+)
 from zeroelastic.checkpoint.saved_state import SavedPart, SavedState, frozen_part
 from zeroelastic.checkpoint.values import checked_params, read_scalar
 from zeroelastic.core.digest import ScalarValue
-from zeroelastic.core.layout import Int64Array, Layout, Param, unpacked_layout
+from zeroelastic.core.layout import Param, original_order, unpacked_layout
 from zeroelastic.errors import (
     CheckpointError,
     MissingFileError,
     UnsupportedError,
     UsageError,
-    brief,
     printable,
     shown,
-    some,
 )
 from zeroelastic.io.paths import FilePath
 from zeroelastic.offline.convert.to_universal import OPTIMIZER_STATE, ZERO_FOLDER, check_file_name
-from zeroelastic.offline.reshard.reshard import ReshardOptions, ReshardPlan
+from zeroelastic.offline.convert.universal_files import (
+    MODEL_FILE,
+    WHOLE_MODEL,
+    saved_step,
+    universal_models,
+    universal_tensors,
+)
+from zeroelastic.offline.reshard.reshard import ReshardOptions, ReshardPlan, check_options, stage_notes
 from zeroelastic.offline.reshard.sidecar_files import plan_sidecar_files
 from zeroelastic.offline.reshard.source import (
     Group,
@@ -44,28 +50,26 @@ from zeroelastic.offline.reshard.source import (
     make_group,
     model_roots,
     train_batch_size,
+    with_zero_options,
 )
 from zeroelastic.offline.reshard.target import reshard_target
 from zeroelastic.tags.locate import Source, find_source
 from zeroelastic.tags.names import LATEST_UNIVERSAL, read_latest, why_no_tag
 from zeroelastic.torch_file.graph_reader import read_graph
-from zeroelastic.torch_file.header import DTYPE_BYTES, TensorRef, TorchFile, read_torch_file
+from zeroelastic.torch_file.header import TensorRef, TorchFile, read_torch_file
 from zeroelastic.torch_file.pickle_graph import entry, pairs_of
-
-_MODEL_FILE = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
-_KEY = re.compile(r"[^/\x00]{1,250}")
 
 
 @dataclass(frozen=True, slots=True)
 class UniversalState:
     """A Universal checkpoint, opened: a state whose trained part lies in files by parameter, at a world size of 1.
 
-    ``sub_groups`` are those of the ranks that saved it, ``groups`` the optimizer's; ``left_out`` says what state of the
-    optimizer the converter has lost.
+    ``buffers`` are the parameters of each flat buffer of the ranks that saved it, in the order of the optimizer;
+    ``groups`` are the optimizer's; ``left_out`` says what state of the optimizer the converter has lost.
     """
 
     state: SavedState
-    sub_groups: tuple[tuple[Param, ...], ...]
+    buffers: tuple[tuple[Param, ...], ...]
     groups: tuple[Group, ...]
     left_out: tuple[str, ...]
 
@@ -96,21 +100,22 @@ def find_universal(text: str | os.PathLike[str], *, tag: str | None = None) -> S
 
 
 def _universal_source(tag_dir: Path) -> Source:
-    if not any(_MODEL_FILE.fullmatch(name) for name in os.listdir(tag_dir)):
-        raise UnsupportedError(
-            f"{tag_dir}: has no zero_pp_rank_0_mp_rank_00_model_states.pt, so it was not saved with ZeRO stage 3. Only "
-            "Universal checkpoints of stage 3 are taken."
+    names = os.listdir(tag_dir)
+    if WHOLE_MODEL not in names and not any(MODEL_FILE.fullmatch(name) for name in names):
+        raise MissingFileError(
+            f"{tag_dir}: has neither {WHOLE_MODEL} (stages 1 and 2) nor zero_pp_rank_0_{WHOLE_MODEL} (stage 3). The "
+            "Universal checkpoint is incomplete."
         )
     found = find_source(tag_dir)
     return Source(found.root, found.tag, found.tag_dir, found.tag, found.framework)
 
 
 def open_universal(tag_dir: Path) -> UniversalState:
-    """Open every header of a Universal checkpoint of ZeRO-3 and check that they belong together.
+    """Open every header of a Universal checkpoint and check that they belong together.
 
     Raises CheckpointError, MissingFileError, UnsupportedError (tensor parallelism, experts), naming the file.
     """
-    models = _models(tag_dir)
+    models = universal_models(tag_dir)
     first = models[0]
     params = tuple(param for members in first.sub_groups for param in members)
     zero = tag_dir / ZERO_FOLDER
@@ -121,20 +126,32 @@ def open_universal(tag_dir: Path) -> UniversalState:
     root = file.root
     saved = root.get("optimizer_state_dict") if isinstance(root, dict) else None
     state = saved.get("state") if isinstance(saved, dict) else None
-    if not isinstance(root, dict) or not isinstance(saved, dict) or not isinstance(state, dict):
+    model = read_torch_file(first.path, foreign="inert").root
+    assert isinstance(model, dict), "one reader found a model, the other none"
+    config = model.get("ds_config")
+    whole = first.path.name == WHOLE_MODEL
+    if not isinstance(root, dict) or (not whole and not (isinstance(saved, dict) and isinstance(state, dict))):
         raise CheckpointError(f"{file.path}: holds no optimizer_state_dict with a state. It is not of ZeRO-3.")
-    dtypes, extents, files = _tensors(zero, layout)
-    scalars, lost = _scalars(file, state, first.sub_groups, dtypes)
-    groups = _groups(file.path, saved.get("param_groups"), first.sub_groups)
-    raw = entry(read_graph(file.path), "optimizer_state_dict", "param_groups")
+    stage = root.get("zero_stage", 1) if whole else 3  # DeepSpeed's BF16_Optimizer, of stage 1, writes none
+    if stage not in ((1, 2) if whole else (3,)):
+        raise UnsupportedError(f"{file.path}: was saved with ZeRO stage {shown(stage)}; stages 1, 2 and 3 are read.")
+    buffers = _buffers(file, root, config, first) if whole else first.sub_groups
+    module = model.get("module")
+    rest = frozenset(map(str, module)) if whole and isinstance(module, dict) else frozenset[str]()
+    dtypes, extents, files = universal_tensors(zero, layout, rest=rest, steps=whole)
+    scalars, lost = _scalars(file, state if isinstance(state, dict) else {}, first.sub_groups, dtypes)
+    if whole:
+        scalars = tuple({**own, **saved_step(zero / param.name)} for param, own in zip(params, scalars, strict=True))
+    own_groups = root.get("param_groups") if whole else entry(saved, "param_groups")
+    groups = _groups(file.path, own_groups, buffers)
+    graph = read_graph(file.path)
+    raw = entry(graph, "param_groups") if whole else entry(graph, "optimizer_state_dict", "param_groups")
     assert isinstance(raw, list), "one reader found groups, the other none"
-    config = read_torch_file(first.path, foreign="inert").root
-    config = config.get("ds_config") if isinstance(config, dict) else None
     head = Shard(
         path=file.path,
         size=file.size,
         rank=0,
-        stage=3,
+        stage=int(stage),
         format="rigid",
         save_id=None,
         layout=layout,
@@ -155,12 +172,13 @@ def open_universal(tag_dir: Path) -> UniversalState:
         model_files=tuple(model.path for model in models),
         record=None,
         stale_files=(),
+        whole_model=whole,
     )
     frozen = frozen_part({model.rank: model for model in models})
     trained = SavedPart(layout, dtypes, scalars, {0: extents})
     return UniversalState(
         state=SavedState(checkpoint, head, models, (trained,) if frozen is None else (trained, frozen)),
-        sub_groups=first.sub_groups,
+        buffers=buffers,
         groups=tuple(make_group(pairs_of(options), group.params) for options, group in zip(raw, groups, strict=True)),
         left_out=lost,
     )
@@ -176,11 +194,14 @@ def plan_from_universal(source: Source, options: ReshardOptions) -> ReshardPlan:
     state = opened.state
     first = state.models[0]
     config = state.head.ds_config
+    stage = options.stage or state.head.stage
+    check_options(options, stage)
     size = options.sub_group_size
-    if size is None:
-        size = checked_sub_group_size(
-            config, opened.groups, opened.sub_groups, world_size=first.world_size, path=first.path
-        )
+    if size is None and (stage, state.head.stage) == (3, 3):
+        saved_buffers, world_size = opened.buffers, first.world_size
+        size = checked_sub_group_size(config, opened.groups, saved_buffers, world_size=world_size, path=first.path)
+    elif size is None:
+        size = configured_sub_group_size(config)
     models = [model.path for model in state.models]
     model = pairs_of(read_graph(models[0]))
     bf16 = config.get("bf16")
@@ -196,101 +217,44 @@ def plan_from_universal(source: Source, options: ReshardOptions) -> ReshardPlan:
         sub_group_size=size,
         train_batch_size=train_batch_size(state.checkpoint.record, state.head, state.checkpoint.world_size),
         bf16_names=isinstance(bf16, dict) and bool(bf16.get("enabled")),
+        stage=state.head.stage,
+        config=config,
     )
-    target = reshard_target(saved, options.world_size, options.format or "elastic")
+    saved = with_zero_options(saved, options.zero_options)
+    try:
+        target = reshard_target(saved, options.world_size, options.format or "elastic", stage=stage)
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{source.tag_dir}: {error}") from None
     sidecar_files = plan_sidecar_files(source, saved_world_size=first.world_size, world_size=options.world_size)
-    sidecar_files = replace(sidecar_files, notes=(*opened.left_out, *sidecar_files.notes))
+    notes = (*stage_notes(saved, stage, options), *opened.left_out, *sidecar_files.notes)
+    sidecar_files = replace(sidecar_files, notes=notes)
     return ReshardPlan(source, state, saved, target, sidecar_files, options)
 
 
-def _models(tag_dir: Path) -> tuple[ModelStates, ...]:
-    """The module states of all ranks that saved it; of rank 0 alone where no others are there and none is needed."""
-    names: dict[int, str] = {}
-    for name in sorted(os.listdir(tag_dir)):
-        match = _MODEL_FILE.fullmatch(name)
-        if match is not None:
-            if int(match[2]) != 0:
-                raise UnsupportedError(f"{tag_dir}: {name} is of a tensor parallel rank, which cannot be taken yet.")
-            names[int(match[1])] = name
-    if 0 not in names:
-        raise MissingFileError(f"{tag_dir}: zero_pp_rank_0_mp_rank_00_model_states.pt is missing.")
-    first = open_model_states(tag_dir / names[0], 0, world_size=None)
-    missing = [rank for rank in range(first.world_size) if rank not in names]
-    if missing:
-        if first.frozen is not None and first.frozen.num_params:
-            raise MissingFileError(
-                f"{tag_dir}: {first.world_size} ranks saved it; the module states of rank {missing[0]} are missing, "
-                "which hold a part of each frozen parameter."
-            )
-        return (first,)
-    others = (
-        open_model_states(tag_dir / names[rank], rank, world_size=first.world_size)
-        for rank in range(1, first.world_size)
-    )
-    return (first, *others)
+def _buffers(
+    file: TorchFile, root: Mapping[object, object], config: object, model: ModelStates
+) -> tuple[tuple[Param, ...], ...]:
+    """The parameters of each optimizer group of stage 1 or 2, in the order of the optimizer.
 
-
-def _tensors(
-    zero: Path, layout: Layout
-) -> tuple[tuple[Mapping[str, str], ...], dict[str, TensorExtents], tuple[Path, ...]]:
-    """By parameter the dtype of each state key; where they are; and all their files."""
-    wanted = {param.name for param in layout.params}
-    there = {name for name in os.listdir(zero) if (zero / name).is_dir()}
-    if wanted != there:
-        what = (
-            f"{some(sorted(wanted - there))} missing"
-            if wanted - there
-            else f"{some(sorted(there - wanted))} not in param_shapes"
+    Raises UnsupportedError for what DeepSpeed's converter made wrong: under ``round_robin_gradients`` it takes the
+    order of the optimizer for that of the buffer, where no gaps of ``parameter_alignment`` lie between parameters.
+    """
+    if "zero_stage" not in root or not zero_option(config, "round_robin_gradients"):
+        return model.sub_groups
+    buffers = tuple(tuple(original_order(members, model.world_size)) for members in model.sub_groups)
+    found = root.get("param_alignment_paddings")
+    gaps: list[object] = found if isinstance(found, list) and len(found) == len(buffers) else [None] * len(buffers)
+    wrong = [
+        listed != members and not (isinstance(gap, list) and any(gap))
+        for listed, members, gap in zip(buffers, model.sub_groups, gaps, strict=True)
+    ]
+    if any(wrong) and "optimizer_state_dict" not in root:  # which to_universal writes
+        raise UnsupportedError(
+            f"{file.path.parent.parent}: was saved with round_robin_gradients and converted by DeepSpeed's "
+            "ds_to_universal.py, which gave parameters the values of others. Convert the checkpoint that was saved "
+            "with zeroelastic convert --to universal, or reshard it."
         )
-        raise CheckpointError(f"{zero}: {what}. The Universal checkpoint is incomplete, or two are mixed.")
-    dtypes: list[Mapping[str, str]] = []
-    offsets: dict[str, Int64Array] = {}
-    paths: dict[str, list[FilePath]] = {}
-    files: list[Path] = []
-    for p, param in enumerate(layout.params):
-        found: dict[str, str] = {}
-        names = sorted(name for name in os.listdir(zero / param.name) if name.endswith(".pt"))
-        keys = [name.removesuffix(".pt") for name in names]
-        if FP32 not in keys:
-            raise MissingFileError(f"{zero / param.name / FP32}.pt: no such file. The checkpoint is incomplete.")
-        for key in sorted(keys, key=lambda key: (key != FP32, key)):
-            if key == FROZEN or _KEY.fullmatch(key) is None:
-                raise UnsupportedError(f"{zero / param.name}: {shown(key)} is not the name of a state.")
-            path = zero / param.name / f"{key}.pt"
-            file = read_torch_file(path)
-            ref = _whole_tensor(file, param)
-            found[key] = ref.dtype
-            offsets.setdefault(key, np.full(layout.num_params, -1, dtype=np.int64))[p] = file.extent(ref).offset
-            paths.setdefault(key, [path] * layout.num_params)[p] = path
-            files.append(path)
-        dtypes.append(found)
-    extents = {
-        key: TensorExtents(
-            paths[key][0],
-            {p: found[key] for p, found in enumerate(dtypes) if key in found},
-            offset,
-            tuple(paths[key]),
-        )
-        for key, offset in offsets.items()
-    }
-    return tuple(dtypes), extents, tuple(files)
-
-
-def _whole_tensor(file: TorchFile, param: Param) -> TensorRef:
-    """The tensor of a state file: alone, or under "param" as other stages' converters write it."""
-    root = file.root
-    if isinstance(root, dict):
-        if root.get("is_expert_param"):
-            raise UnsupportedError(f"{file.path}: holds AutoEP expert parameters, which cannot be taken yet.")
-        root = root.get("param")
-    if not isinstance(root, TensorRef) or root.dtype not in DTYPE_BYTES:
-        raise CheckpointError(f"{file.path}: holds {shown(root)}, not a tensor. The file is damaged.")
-    if root.numel != param.numel:
-        raise CheckpointError(
-            f"{file.path}: has {root.numel} elements; {brief(param.name)} has {param.numel} of shape "
-            f"{list(param.shape)}. The file is damaged, or was saved with tensor parallelism."
-        )
-    return root
+    return buffers
 
 
 def _scalars(
