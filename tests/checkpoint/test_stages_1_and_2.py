@@ -112,16 +112,10 @@ def test_verify_and_diff_take_them(name: str, tag_dir: Callable[[str], Path]) ->
     assert zeroelastic.diff(GOLDEN / name, tag_dir(name)).equal
 
 
-@pytest.mark.support("Using it", "stage 1 and 2 checkpoints: plan", "refused")
-def test_what_needs_more_than_reading_is_refused_by_name() -> None:
-    with pytest.raises(UnsupportedError, match=r"is a ZeRO stage 1 or 2 checkpoint .*not supported yet"):
-        zeroelastic.plan(GOLDEN / "stage2_rank2", world_size=3)
-
-
 def test_sub_groups_are_not_shown_where_there_are_none() -> None:
-    assert zeroelastic.inspect(GOLDEN / "stage2_rank2").sub_group_size is None
+    assert zeroelastic.inspect(GOLDEN / "stage2_rank2").inspection.sub_group_size is None
     assert "sub-group" not in run_command("inspect", GOLDEN / "stage2_rank2").stdout
-    assert zeroelastic.inspect(GOLDEN / "rigid2").sub_group_size == 10
+    assert zeroelastic.inspect(GOLDEN / "rigid2").inspection.sub_group_size == 10
     assert "sub-group size  10, " in run_command("inspect", GOLDEN / "rigid2").stdout
 
 

@@ -28,7 +28,8 @@ from zeroelastic.errors import UsageError
 from zeroelastic.library import bandwidth
 from zeroelastic.library.bandwidth import Bandwidth, measure_bandwidth
 from zeroelastic.library.plan import PlanReport, _seconds
-from zeroelastic.offline.plan.forecast import Traffic, make_forecast, read_head
+from zeroelastic.offline.plan.forecast import Traffic, make_forecast
+from zeroelastic.offline.plan.head import read_head
 from zeroelastic.tags.locate import Source
 from zeroelastic.testing.sample import write_sample
 

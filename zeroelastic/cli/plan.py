@@ -25,6 +25,10 @@ _MOST_RANKS_SHOWN = 8
 def plan(
     source: Annotated[str, typer.Argument(metavar="SRC", help="The checkpoint: its tag directory, or the one above.")],
     world_size: Annotated[int, typer.Option("--world-size", "-n", min=1, help="Ranks to plan for.")],
+    stage: Annotated[
+        int | None,
+        typer.Option(metavar="S", min=1, max=3, help="ZeRO stage to plan for; default: that of the checkpoint."),
+    ] = None,
     verb: Annotated[
         Verb, typer.Option("--verb", help="Plan a load in training, or the offline reshard into new files.")
     ] = "load",
@@ -51,6 +55,7 @@ def plan(
     Examples:
         zeroelastic plan ckpt --world-size 3
         zeroelastic plan ckpt --world-size 6 --verb reshard --tag global_step2
+        zeroelastic plan ckpt --world-size 3 --stage 2
         zeroelastic plan ckpt --world-size 3 --bandwidth 2GB --json
         zeroelastic plan ckpt --world-size 3 --bandwidth 2GB --plot plan.svg
     """
@@ -61,7 +66,13 @@ def plan(
     from zeroelastic.library.plan import plan as run
 
     report = run(
-        source, world_size=world_size, verb=verb, tag=tag, bandwidth=bandwidth, write_bandwidth=write_bandwidth
+        source,
+        world_size=world_size,
+        stage=stage,
+        verb=verb,
+        tag=tag,
+        bandwidth=bandwidth,
+        write_bandwidth=write_bandwidth,
     )
     if plot is not None:
         from zeroelastic.cli.plots.plan_plot import draw_plan
@@ -85,9 +96,12 @@ def _show(report: PlanReport) -> None:
     out = Console()
     source, forecast, verb = report.source, report.forecast, report.verb
     head, num_ranks = forecast.head, forecast.world_size
-    saved = f"{head.shard.format}, {_count(forecast.saved_world_size, 'rank')}, step {head.model.global_steps}"
+    stages = {head.shard.stage, forecast.stage} != {3}
+    kind = f"stage {head.shard.stage}" if stages else head.shard.format
+    saved = f"{kind}, {_count(forecast.saved_world_size, 'rank')}, step {head.model.global_steps}"
+    target = _count(num_ranks, "rank") + (f" at stage {forecast.stage}" if stages else "")
     out.print(Text(str(source.tag_dir), "bold"), soft_wrap=True)
-    out.print(Text(f"{saved}; to {verb} on {_count(num_ranks, 'rank')}"), soft_wrap=True)
+    out.print(Text(f"{saved}; to {verb} on {target}"), soft_wrap=True)
     frozen = "" if head.frozen is None else f", and {head.frozen.num_params} frozen"
     what = f"{_count(head.shard.layout.num_params, 'parameter')} ({', '.join(head.state_keys)}){frozen}"
     out.print(Text(f"state: {format_size(forecast.state_bytes)} of {what}"), soft_wrap=True)

@@ -242,6 +242,28 @@ def param_alignment_gaps(params: Sequence[Param], itemsize: int) -> list[int]:
     return gaps
 
 
+def group_split_of_run(
+    groups: Sequence[Sequence[Param]],
+    world_size: int,
+    *,
+    round_robin: bool = False,
+    itemsizes: Sequence[int] | None = None,
+) -> tuple[Layout, list[list[int]]]:
+    """The group split that a run makes of its optimizer groups, and the gaps behind the parameters of each group.
+
+    ``groups`` list the parameters as the optimizer does; parameters without elements are in no buffer. ``itemsizes``
+    are the bytes of an element of each group's 16-bit buffer, under ``parameter_alignment``. Mirrors
+    ``DeepSpeedZeroOptimizer.__init__`` of stage_1_and_2.py (DeepSpeed 0.19.8).
+    """
+    ordered = [[param for param in members if param.numel > 0] for members in groups]
+    if round_robin:
+        ordered = [round_robin_order(members, world_size) for members in ordered]
+    gaps = [[0] * len(members) for members in ordered]
+    if itemsizes is not None:
+        gaps = [param_alignment_gaps(members, size) for members, size in zip(ordered, itemsizes, strict=True)]
+    return group_split_layout(ordered, world_size, gaps), gaps
+
+
 def pack_sub_groups(
     groups: Sequence[Sequence[Param]], *, world_size: int, sub_group_size: int | None
 ) -> list[list[Param]]:

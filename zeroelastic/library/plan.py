@@ -12,6 +12,7 @@ import numpy as np
 from zeroelastic.byte_sizes import size_option
 from zeroelastic.checkpoint.one_save import one_save
 from zeroelastic.checkpoint.open import Checkpoint, open_checkpoint
+from zeroelastic.checkpoint.optimizer_file import zero_option
 from zeroelastic.core.global_batch import misfit_notes
 from zeroelastic.core.layout import Int64Array
 from zeroelastic.errors import UsageError
@@ -21,8 +22,8 @@ from zeroelastic.offline.plan.forecast import (
     RESHARD_MEMORY_LIMIT,
     Forecast,
     make_forecast,
-    read_head,
 )
+from zeroelastic.offline.plan.head import read_head
 from zeroelastic.offline.reshard.source import train_batch_size
 from zeroelastic.tags.locate import Source, find_source
 
@@ -33,7 +34,7 @@ Verb = Literal["load", "reshard"]
 class PlanReport:
     """What a load and a reshard would do.
 
-    ``bandwidth`` is what the seconds are computed from; ``notes`` are about the global batch.
+    ``bandwidth`` is what the seconds are computed from; ``notes`` are about the global batch and another ZeRO stage.
     """
 
     source: Source
@@ -57,6 +58,8 @@ class PlanReport:
             "global_steps": head.model.global_steps,
             "saved_world_size": saved,
             "world_size": forecast.world_size,
+            "saved_stage": head.shard.stage,
+            "stage": forecast.stage,
             "verb": self.verb,
             "state": {
                 "bytes": forecast.state_bytes,
@@ -83,8 +86,8 @@ class PlanReport:
             "reshard": {
                 "bytes_read": reshard_read,
                 "bytes_written": forecast.reshard_bytes_written,
-                "files_read": 2 * saved,
-                "files_written": 2 * forecast.world_size,
+                "files_read": saved + len(head.model_sizes),
+                "files_written": forecast.world_size + (forecast.world_size if forecast.stage == 3 else 1),
                 "memory_limit": RESHARD_MEMORY_LIMIT,
                 "seconds": _seconds(reshard_read, forecast.reshard_bytes_written, speed),
             },
@@ -96,12 +99,16 @@ def plan(
     src: str | os.PathLike[str],
     *,
     world_size: int,
+    stage: int | None = None,
     verb: Verb = "load",
     tag: str | None = None,
     bandwidth: float | str | None = None,
     write_bandwidth: float | str | None = None,
 ) -> PlanReport:
     """Say what a load or a reshard on ``world_size`` ranks would read, open, need and take; reads headers only.
+
+    ``stage`` is the ZeRO stage of the run or of the result, by default that of the save; everything else is as in the
+    saved configuration.
 
     ``bandwidth`` is in bytes per second, or a size such as "2GB"; ``write_bandwidth`` is the same for writing, and
     equal to it by default. Without them about 256 MiB of the checkpoint are read, and 64 MiB written beside it, to
@@ -115,15 +122,21 @@ def plan(
     """
     if world_size < 1:
         raise UsageError(f"a world size of {world_size} makes no sense; give 1 or more.")
+    if stage not in (None, 1, 2, 3):
+        raise UsageError(f"there is no ZeRO stage {stage} to plan for; give 1, 2 or 3.")
     given = _given(bandwidth, write_bandwidth)
     source = find_source(src, tag=tag)
     with one_save(source.tag_dir):
         checkpoint = open_checkpoint(source.tag_dir)
         head = read_head(checkpoint)
-    forecast = make_forecast(head, world_size)
+    forecast = make_forecast(head, world_size, stage=stage)
     speed = given if given is not None else _measure(checkpoint, source)
     batch = train_batch_size(checkpoint.record, head.shard, head.world_size)
     notes = misfit_notes(batch, world_size, head.world_size, head.shard.ds_config)
+    if forecast.stage not in (3, head.shard.stage):
+        names = ("round_robin_gradients", "parameter_alignment")
+        saved = [f"{name} {str(bool(zero_option(head.shard.ds_config, name))).lower()}" for name in names]
+        notes = (*notes, f"for a run with {' and '.join(saved)}, as in the saved configuration")
     return PlanReport(source, forecast, speed, verb, tuple(notes))
 
 

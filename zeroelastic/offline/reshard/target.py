@@ -16,11 +16,9 @@ from zeroelastic.core.digest import ScalarValue
 from zeroelastic.core.layout import (
     Layout,
     Param,
-    group_split_layout,
+    group_split_of_run,
     layout_from_sub_groups,
     pack_sub_groups,
-    param_alignment_gaps,
-    round_robin_order,
     unpacked_layout,
 )
 from zeroelastic.errors import UnsupportedError
@@ -111,16 +109,13 @@ def _group_target(source: ReshardSource, world_size: int, stage: int) -> Reshard
     check_module(source)
     keys, scalars = _contents(source, groups, "an optimizer group", "Reshard to stage 3, with --stage 3.")
     dtypes = weight_dtypes(source)
-    ordered = [round_robin_order(members, world_size) if source.round_robin else members for members in groups]
-    gaps: list[list[int]] = []
-    for listed, members in zip(groups, ordered, strict=True):
-        # DeepSpeed takes the dtype of the parameter that the optimizer lists first.
-        itemsize = DTYPE_BYTES[dtypes[listed[0].name]]
-        gaps.append(param_alignment_gaps(members, itemsize) if source.param_alignment else [0] * len(members))
+    # DeepSpeed takes the dtype of the parameter that the optimizer lists first.
+    itemsizes = [DTYPE_BYTES[dtypes[members[0].name]] for members in groups] if source.param_alignment else None
+    layout, gaps = group_split_of_run(groups, world_size, round_robin=source.round_robin, itemsizes=itemsizes)
     return ReshardTarget(
         stage=stage,
         format="rigid",
-        layout=group_split_layout(ordered, world_size, gaps),
+        layout=layout,
         frozen=None if source.frozen is None else unpacked_layout(source.frozen.layout.params, 1),
         keys=keys,
         scalars=scalars,
