@@ -328,6 +328,15 @@ def test_the_layout_is_that_of_the_files_which_a_reshard_writes(
     assert forecast.frozen.nbytes.sum() == frozen == 14
 
 
+def test_a_run_with_bf16_optimizer_has_the_order_of_its_groups() -> None:
+    """Whatever round_robin_gradients says: the layout of what such a run saved."""
+    head = read_head(open_checkpoint(next((GOLDEN / "stage1_bf16_optimizer_rank2").glob("global_step*"))))
+    config = {**head.shard.ds_config, "zero_optimization": {"stage": 1, "round_robin_gradients": True}}
+    head = dataclasses.replace(head, shard=dataclasses.replace(head.shard, ds_config=config))
+    real, made, dealt = head.shard.layout, target_layout(head, 2, 1), target_layout(head, 2, 2)
+    assert made.params == real.params != dealt.params and made.origin.tolist() == real.origin.tolist()
+
+
 def test_the_verb_plans_for_another_stage() -> None:
     report = zeroelastic.plan(GOLDEN / "stage2_rank2", world_size=3, stage=3, bandwidth="1GB")
     document = report.to_json()

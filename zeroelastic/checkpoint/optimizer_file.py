@@ -111,6 +111,22 @@ def configured_sub_group_size(config: Mapping[str, object]) -> int:
     return int(size) if isinstance(size, (int, float)) and 1 <= size < 1 << 62 else DEFAULT_SUB_GROUP_SIZE
 
 
+def steps_with_bf16_optimizer(config: Mapping[str, object]) -> bool:
+    """Whether a run with a DeepSpeed configuration has a ``BF16_Optimizer`` at stage 1.
+
+    Source: ``DeepSpeedEngine._do_optimizer_sanity_check`` (DeepSpeed 0.19.8).
+    """
+    bf16, dtypes = config.get("bf16"), config.get("data_types")
+    offload = zero_option(config, "offload_optimizer")
+    on_cpu = isinstance(offload, dict) and str(offload.get("device")) == "cpu"
+    gradients = dtypes.get("grad_accum_dtype") if isinstance(dtypes, dict) else None
+    return isinstance(bf16, dict) and bool(bf16.get("enabled")) and gradients in _FLOAT32_NAMES and not on_cpu
+
+
+_FLOAT32_NAMES = ("fp32", "float32", "float", "torch.float32")
+"""What DeepSpeed's configuration calls float32."""
+
+
 def zero_option(config: object, key: str) -> object:
     """An entry of ``zero_optimization`` in a saved DeepSpeed configuration; None where it is missing."""
     zero = config.get("zero_optimization") if isinstance(config, dict) else None

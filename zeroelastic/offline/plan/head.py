@@ -13,7 +13,12 @@ import numpy as np
 from zeroelastic.checkpoint.commit_record import RECORD_NAME
 from zeroelastic.checkpoint.model_states import ModelStates
 from zeroelastic.checkpoint.open import Checkpoint
-from zeroelastic.checkpoint.optimizer_file import Shard, configured_sub_group_size, zero_option
+from zeroelastic.checkpoint.optimizer_file import (
+    Shard,
+    configured_sub_group_size,
+    steps_with_bf16_optimizer,
+    zero_option,
+)
 from zeroelastic.core.layout import (
     Int64Array,
     Layout,
@@ -160,6 +165,8 @@ def target_layout(head: Head, world_size: int, stage: int) -> Layout:
     if stage == 3:
         size = configured_sub_group_size(shard.ds_config)
         return layout_from_sub_groups(pack_sub_groups(groups, world_size=world_size, sub_group_size=size), world_size)
+    if stage == 1 and steps_with_bf16_optimizer(shard.ds_config):  # which knows neither option
+        return group_split_of_run(groups, world_size)[0]
     round_robin = bool(zero_option(shard.ds_config, "round_robin_gradients"))
     itemsizes = None
     if zero_option(shard.ds_config, "parameter_alignment"):

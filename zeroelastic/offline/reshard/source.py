@@ -13,7 +13,13 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from zeroelastic.checkpoint.commit_record import CommitRecord
-from zeroelastic.checkpoint.optimizer_file import Shard, configured_batch, configured_sub_group_size, zero_option
+from zeroelastic.checkpoint.optimizer_file import (
+    Shard,
+    configured_batch,
+    configured_sub_group_size,
+    steps_with_bf16_optimizer,
+    zero_option,
+)
 from zeroelastic.checkpoint.saved_state import SavedPart, SavedState
 from zeroelastic.core.layout import Param, pack_sub_groups
 from zeroelastic.errors import CheckpointError, UnsupportedError
@@ -54,9 +60,6 @@ _GROUP_STATE_KEYS = frozenset(
     }
 )
 """What stages 1 and 2 keep there."""
-
-_FLOAT32_NAMES = ("fp32", "float32", "float", "torch.float32")
-"""What DeepSpeed's configuration calls float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,14 +114,8 @@ class ReshardSource:
 
     @property
     def steps_with_bf16_optimizer(self) -> bool:
-        """Whether a run with the saved configuration has a ``BF16_Optimizer`` at stage 1.
-
-        Source: ``DeepSpeedEngine._do_optimizer_sanity_check`` (DeepSpeed 0.19.8).
-        """
-        offload = zero_option(self.config, "offload_optimizer")
-        on_cpu = isinstance(offload, dict) and str(offload.get("device")) == "cpu"
-        gradients = entry(self.config, "data_types", "grad_accum_dtype")
-        return bool(entry(self.config, "bf16", "enabled")) and gradients in _FLOAT32_NAMES and not on_cpu
+        """Whether a run with the saved configuration has a ``BF16_Optimizer`` at stage 1."""
+        return steps_with_bf16_optimizer(self.config)
 
     @property
     def trained(self) -> SavedPart:
