@@ -236,7 +236,7 @@ def test_stock_deepspeed_goes_on_from_a_native_checkpoint_made_of_it(
         assert outcome.losses == pytest.approx(saved.losses, rel=LOSS_RTOL["bf16"])
 
 
-@pytest.mark.parametrize(("stage", "world_size"), [(2, 3), (1, 2)])
+@pytest.mark.parametrize(("stage", "world_size"), [(2, 3), pytest.param(1, 2, marks=pytest.mark.extended)])
 def test_a_universal_checkpoint_of_stage_3_becomes_one_of_stages_1_and_2(
     rank_pool: RankPool, tmp_path: Path, stage: int, world_size: int
 ) -> None:
