@@ -234,10 +234,6 @@ def test_tied_weights_are_one_tensor_and_client_state_is_rank_0s(tmp_path: Path)
 
 
 REFUSED: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
-    "BF16_Optimizer": (
-        lambda data: data["ds_config"].update(bf16={"enabled": True}, data_types={"grad_accum_dtype": "fp32"}),
-        "has a BF16_Optimizer at stage 1",
-    ),
     "Muon": (
         lambda data: data["optimizer_state_dict"]["optimizer_state_dict"]["param_groups"][0].update(use_muon=True),
         "Muon",
@@ -263,9 +259,7 @@ REFUSED: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
 }
 
 
-@pytest.mark.support(
-    "Using it", "`zeroelastic reshard --stage 1`, `2`: Adagrad, Muon, `BF16_Optimizer`, MoE", "refused"
-)
+@pytest.mark.support("Using it", "`zeroelastic reshard --stage 1`, `2`: Adagrad, Muon, MoE", "refused")
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_deepspeed_writes_in_another_way_is_refused_by_name(name: str, tmp_path: Path) -> None:
     change, said = REFUSED[name]

@@ -84,6 +84,8 @@ CASES = {
     "3 to 2, 1 to 3, DeepSpeedCPUAdam": Case(3, 1, 2, 3, zero=(OFFLOAD,), optimizer="cpu_adam"),
     "3 to 1, 2 to 3, one group, nothing frozen": Case(3, 2, 1, 3, zero=(ROUND_ROBIN,), frozen=False, groups=1),
     "1 BF16_Optimizer to 2, 2 to 3": Case(1, 2, 2, 3, grad_accum_dtype="fp32"),
+    "1 BF16_Optimizer to 1, 3 to 2": Case(1, 3, 1, 2, grad_accum_dtype="fp32", zero=(ROUND_ROBIN, ALIGNED)),
+    "2 to 1 BF16_Optimizer, 2 to 3": Case(2, 2, 1, 3, zero=(ROUND_ROBIN,), grad_accum_dtype="fp32", groups=1),
     "3 to 2, 2 to 3, round robin given": Case(3, 2, 2, 3, given=(ROUND_ROBIN,)),
     "2 to 2, 3 to 2, round robin taken away, aligned": Case(
         2, 3, 2, 2, zero=(ROUND_ROBIN,), given=(("round_robin_gradients", False), ALIGNED)

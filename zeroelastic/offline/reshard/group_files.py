@@ -1,8 +1,8 @@
 """The pickle graphs of one rank's files as DeepSpeed's stages 1 and 2 would write them at a world size.
 
 Rank 0 alone has module states, with the whole weights. Source: ``DeepSpeedZeroOptimizer.state_dict`` with
-``elastic_checkpoint`` off, ``DeepSpeedEngine._save_checkpoint`` and ``_save_zero_checkpoint`` (DeepSpeed 0.19.8),
-docs/format.md.
+``elastic_checkpoint`` off, ``BF16_Optimizer.state_dict``, ``DeepSpeedEngine._save_checkpoint`` and
+``_save_zero_checkpoint`` (DeepSpeed 0.19.8), docs/format.md.
 """
 
 from __future__ import annotations
@@ -59,10 +59,13 @@ def _optimizer_state(
     flats: Mapping[tuple[int, str], Storage],
     known: dict[Storage, bytes],
 ) -> dict[object, object]:
-    """The state dict of the optimizer: master weights without the padding at the end, optimizer state with it."""
+    """The state dict of the optimizer: optimizer state with the padding at the end, master weights without it.
+
+    A ``BF16_Optimizer`` leaves it in both, has no loss scaler, and names no stage.
+    """
     layout = target.layout
-    lean = lean_numel(layout, rank).tolist()
     padded = layout.sub_group_numel.tolist()
+    lean = lean_numel(layout, rank).tolist()
     inner = pairs_of(source.optim_root["optimizer_state_dict"])
     states: dict[int, dict[str, object]] = {}
     for i, keys in enumerate(target.keys):
@@ -71,7 +74,7 @@ def _optimizer_state(
         if values or whole:
             states[i] = {**values, **whole}
     clip_grad = inner.get("clip_grad", source.config.get("gradient_clipping"))
-    state = loss_scaler(source)
+    state = {} if target.bf16_optimizer else loss_scaler(source)
     if isinstance(clip_grad, (int, float)):  # where it is missing, a run keeps its own
         state["clip_grad"] = clip_grad
     state["base_optimizer_state"] = {
@@ -79,11 +82,17 @@ def _optimizer_state(
         "param_groups": [{**group.options, "params": [i]} for i, group in enumerate(source.groups)],
     }
     state["single_partition_of_fp32_groups"] = [
-        tensor(flats[i, FP32], 0, (numel,), requires_grad=True) for i, numel in enumerate(lean)
+        tensor(flats[i, FP32], 0, (numel,), requires_grad=True)
+        for i, numel in enumerate(padded if target.bf16_optimizer else lean)
     ]
-    state["zero_stage"] = zero_stage(target.stage)
-    state["group_paddings"] = [whole - own for whole, own in zip(padded, lean, strict=True)]
-    state["param_alignment_paddings"] = [list(gaps) for gaps in target.gaps]
+    if target.bf16_optimizer:  # books all padding on the last rank
+        numel = np.bincount(layout.sub_group, weights=layout.numel, minlength=layout.num_sub_groups).astype(np.int64)
+        padding = layout.sub_group_numel * layout.world_size - numel
+        state["group_paddings"] = (padding * (rank == layout.world_size - 1)).tolist()
+    else:
+        state["group_paddings"] = [whole - own for whole, own in zip(padded, lean, strict=True)]
+        state["zero_stage"] = zero_stage(target.stage)
+        state["param_alignment_paddings"] = [list(gaps) for gaps in target.gaps]
     state["partition_count"] = [layout.world_size] * layout.num_sub_groups
     state["ds_version"] = _version(source)
     state["param_slice_mappings"] = _slice_mappings(source, target, rank)

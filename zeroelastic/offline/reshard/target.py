@@ -2,7 +2,8 @@
 
 At stage 3 the layout follows from the optimizer groups and ``sub_group_size``, as ``_create_fp16_sub_groups`` makes it;
 at stages 1 and 2 from the groups, ``round_robin_gradients`` and ``parameter_alignment``, as
-``DeepSpeedZeroOptimizer.__init__`` does (DeepSpeed 0.19.8). docs/format.md describes both.
+``DeepSpeedZeroOptimizer.__init__`` does, or as ``BF16_Optimizer`` without these two (DeepSpeed 0.19.8). docs/format.md
+describes all three.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class ReshardTarget:
     state key of flat buffer i, "fp32" first; ``scalars[i]`` its scalars; ``group_of[i]`` the number of its optimizer
     group. At stages 1 and 2 ``frozen`` is the layout of one rank, and ``gaps[i]`` are the elements that are left free
     behind each parameter of group i, in buffer order; ``weights`` are the dtypes of the trained weights that are made
-    from master weights.
+    from master weights. ``bf16_optimizer``: the files are a ``BF16_Optimizer``'s, which deals and aligns nothing.
     """
 
     stage: int
@@ -47,6 +48,7 @@ class ReshardTarget:
     group_of: tuple[int, ...]
     gaps: tuple[tuple[int, ...], ...] = ()
     weights: Mapping[str, str] = field(default_factory=dict)
+    bf16_optimizer: bool = False
 
     @property
     def num_files(self) -> int:
@@ -111,7 +113,10 @@ def _group_target(source: ReshardSource, world_size: int, stage: int) -> Reshard
     dtypes = weight_dtypes(source)
     # DeepSpeed takes the dtype of the parameter that the optimizer lists first.
     itemsizes = [DTYPE_BYTES[dtypes[members[0].name]] for members in groups] if source.param_alignment else None
-    layout, gaps = group_split_of_run(groups, world_size, round_robin=source.round_robin, itemsizes=itemsizes)
+    round_robin = source.round_robin
+    if bf16_optimizer := stage == 1 and source.steps_with_bf16_optimizer:
+        round_robin, itemsizes = False, None
+    layout, gaps = group_split_of_run(groups, world_size, round_robin=round_robin, itemsizes=itemsizes)
     return ReshardTarget(
         stage=stage,
         format="rigid",
@@ -122,16 +127,12 @@ def _group_target(source: ReshardSource, world_size: int, stage: int) -> Reshard
         group_of=tuple(range(len(groups))),
         gaps=tuple(map(tuple, gaps)),
         weights=made_weights(source),
+        bf16_optimizer=bf16_optimizer,
     )
 
 
 def _check_optimizer(source: ReshardSource, stage: int) -> None:
-    """Raise UnsupportedError for an optimizer whose file of the stage is not that of ``DeepSpeedZeroOptimizer``."""
-    if stage == 1 and source.steps_with_bf16_optimizer:
-        raise UnsupportedError(
-            "a run with this configuration (bf16 and data_types.grad_accum_dtype fp32) has a BF16_Optimizer at stage "
-            "1, of which checkpoints are not written. Reshard to stage 2 or 3, with --stage."
-        )
+    """Raise UnsupportedError for an optimizer whose state DeepSpeed keeps in another form at the stage."""
     if any(group.options.get("moe") for group in source.groups) or source.model_root(0).get("num_experts"):
         raise UnsupportedError(
             f"has experts (MoE), whose groups are cut for other numbers of ranks at stage {stage}: such checkpoints "
