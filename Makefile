@@ -145,13 +145,17 @@ test-native:
 # Kills reshard at random moments; the raw result goes to benchmarks/results.
 crash: $(STAMP)
 	$(PY) benchmarks/crash_reshard.py --kills 50 --out benchmarks/results
+	$(PY) benchmarks/crash_reshard.py --kills 50 --stages 3 2 --out benchmarks/results
+	$(PY) benchmarks/crash_reshard.py --kills 50 --stages 2 3 --out benchmarks/results
 
 crash-training: $(STAMP)
 	$(PY) benchmarks/crash_training.py --kills 200 --out benchmarks/results
+	$(PY) benchmarks/crash_training.py --stage 2 --kills 60 --out benchmarks/results
 
 # Saves, loads, kills and tools in any order, compared with a model; the raw result goes to benchmarks/results.
 lifecycle: warm
 	$(PY) tests/lifecycle/campaign.py --actions 3000 --seed 1 --out benchmarks/results
+	$(PY) tests/lifecycle/campaign.py --stage 2 --actions 400 --seed 1 --out benchmarks/results
 
 # Readers under atheris, the C++ engine under libFuzzer (clang); the raw result goes to benchmarks/results.
 FUZZ_SECONDS ?= 600
@@ -169,6 +173,7 @@ bench-scale: $(STAMP)
 # Damages a checkpoint and loads it, again and again; the raw result goes to benchmarks/results.
 damage: warm
 	$(PY) benchmarks/damage.py --flips 1000 --truncations 200 --seed 0 --out benchmarks/results
+	$(PY) benchmarks/damage.py --stage 2 --flips 400 --truncations 80 --seed 0 --out benchmarks/results
 
 # Needs a quiet machine; raw results go to benchmarks/results.
 bench: $(STAMP)

@@ -1,6 +1,7 @@
 """``kill -9`` at random moments of ``zeroelastic reshard``: the target is absent or complete, the source untouched.
 
     python benchmarks/crash_reshard.py --kills 50 --seed 0 --out benchmarks/results
+    python benchmarks/crash_reshard.py --stages 3 2 --kills 50 --out benchmarks/results
 
 Each round starts the command and kills it at a random moment: one round in four while the interpreter starts, the
 others after the first file is begun. Then the target must not be there, or be whole (every byte is verified, and its
@@ -40,8 +41,11 @@ def fingerprint(directory: Path) -> dict[str, tuple[int, str]]:
     }
 
 
-def start(src: Path, dst: Path, world_size: int, output: int = subprocess.DEVNULL) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "zeroelastic", "reshard", str(src), str(dst), "-n", str(world_size), "--json"]
+def start(
+    src: Path, dst: Path, world_size: int, stage: int, output: int = subprocess.DEVNULL
+) -> subprocess.Popen[bytes]:
+    sizes = ["-n", str(world_size), "--stage", str(stage)]
+    command = [sys.executable, "-m", "zeroelastic", "reshard", str(src), str(dst), *sizes, "--json"]
     return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=output)
 
 
@@ -54,16 +58,22 @@ def check_whole(dst: Path, root: str) -> None:
     assert (dst / "latest").read_text() == TAG
 
 
-def campaign(directory: Path, *, kills: int, seed: int, world_size: int = 16) -> dict[str, object]:
-    """Run it; raises at the first thing that is wrong."""
+def campaign(
+    directory: Path, *, kills: int, seed: int, world_size: int = 16, stages: tuple[int, int] = (3, 3)
+) -> dict[str, object]:
+    """Run it, from a ZeRO stage to a ZeRO stage; raises at the first thing that is wrong."""
     chance = random.Random(seed)
     src, dst = directory / "src", directory / "dst"
     write_sample(src, world_size=4, steps=[1], hidden=192, layers=4, sub_group_size=10**9)
+    if stages[0] != 3:
+        src.rename(dst)
+        assert start(dst, src, 4, stages[0]).wait(120) == 0
+        shutil.rmtree(dst)
     before = fingerprint(src)
     record = read_record(src / TAG)
     assert record is not None
     began = time.perf_counter()
-    process = start(src, dst, world_size)
+    process = start(src, dst, world_size, stages[1])
     while not staging_of(dst).exists() and process.poll() is None:
         time.sleep(0.001)
     start_s = time.perf_counter() - began
@@ -75,7 +85,7 @@ def campaign(directory: Path, *, kills: int, seed: int, world_size: int = 16) ->
     resumed_ranks: list[int] = []
     moments: list[float] = []
     for number in range(kills):
-        process = start(src, dst, world_size)
+        process = start(src, dst, world_size, stages[1])
         early = number % 4 == 0
         if not early:
             while not staging_of(dst).exists() and process.poll() is None:
@@ -93,7 +103,7 @@ def campaign(directory: Path, *, kills: int, seed: int, world_size: int = 16) ->
         else:
             outcomes["absent"] += 1
             if chance.random() < 0.5 or number == kills - 1:
-                process = start(src, dst, world_size, subprocess.PIPE)
+                process = start(src, dst, world_size, stages[1], subprocess.PIPE)
                 told, _ = process.communicate(timeout=120)
                 assert process.returncode == 0
                 resumed_ranks.append(json.loads(told)["resumed_ranks"])
@@ -105,6 +115,7 @@ def campaign(directory: Path, *, kills: int, seed: int, world_size: int = 16) ->
     return {
         "kills": kills,
         "seed": seed,
+        "stages": list(stages),
         "world_sizes": [4, world_size],
         "start_s": round(start_s, 3),
         "work_s": round(work_s, 3),
@@ -116,17 +127,20 @@ def campaign(directory: Path, *, kills: int, seed: int, world_size: int = 16) ->
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--stages", type=int, nargs=2, default=(3, 3), help="ZeRO stage of the source, and the new one")
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     chosen = parser.parse_args()
+    stages = (chosen.stages[0], chosen.stages[1])
     print(f"seed {chosen.seed}", file=sys.stderr)
     with tempfile.TemporaryDirectory() as directory:
-        result = campaign(Path(directory), kills=chosen.kills, seed=chosen.seed)
+        result = campaign(Path(directory), kills=chosen.kills, seed=chosen.seed, stages=stages)
     text = json.dumps(result, indent=1)
     print(text)
     if chosen.out is not None:
-        (chosen.out / "crash_reshard.json").write_text(text + "\n")
+        name = "crash_reshard" if stages == (3, 3) else "crash_reshard_stage{}_to_stage{}".format(*stages)
+        (chosen.out / f"{name}.json").write_text(text + "\n")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """``kill -9`` at random moments of a training job that saves: ``latest`` always names a whole checkpoint.
 
     python benchmarks/crash_training.py --kills 200 --seed 0 --out benchmarks/results
+    python benchmarks/crash_training.py --stage 2 --kills 60 --out benchmarks/results
 
 Each round starts a job of four ranks, which resumes from ``latest`` and then trains one step and saves, over and over:
 every step under a tag of its own, and every other step under the tag "last" too, which is there already. At a random
@@ -47,7 +48,6 @@ from zeroelastic.testing import RankError, RankPool, fingerprint, gather_state  
 
 RANKS = 4
 KEPT = 4
-JOB = Job()
 AIMED = 0.7
 """The part of the kills that is meant for a save; the others come at any time."""
 SAVE_S = 0.2
@@ -65,12 +65,12 @@ def note(path: Path, *words: object) -> None:
         file.write((" ".join(map(str, words)) + "\n").encode())
 
 
-def save_for_ever(directory: str, notes: str) -> None:
+def save_for_ever(directory: str, notes: str, stage: int) -> None:
     """The job: train a step, write down its state, save it. Ends by a kill, or by the error that one gives it."""
     root, log = Path(directory), Path(notes)
     rank = dist.get_rank()
     note(log / "pids", os.getpid())
-    engine = build_engine(JOB)
+    engine = build_engine(Job(stage=stage))
     if (root / "latest").exists():
         engine.load_checkpoint(directory)
     try:
@@ -91,9 +91,9 @@ def save_for_ever(directory: str, notes: str) -> None:
         raise
 
 
-def load_latest(directory: str) -> tuple[int, str]:
+def load_latest(directory: str, stage: int) -> tuple[int, str]:
     """The step and the state of what ``latest`` names, at whatever size this job has."""
-    engine = build_engine(JOB.other())
+    engine = build_engine(Job(stage=stage).other())
     path, _ = engine.load_checkpoint(directory)
     assert path is not None and engine.zeroelastic_report.root_matches
     return engine.global_steps, state_hash(engine)
@@ -106,11 +106,11 @@ def lines(path: Path) -> list[list[str]]:
 class Campaign:
     """The rounds, and what must hold after each of them."""
 
-    def __init__(self, directory: Path, pool: RankPool, chance: random.Random) -> None:
+    def __init__(self, directory: Path, pool: RankPool, chance: random.Random, stage: int) -> None:
         self.root, self.log = directory / "run", directory / "notes"
         self.root.mkdir()
         self.log.mkdir()
-        self.pool, self.chance = pool, chance
+        self.pool, self.chance, self.stage = pool, chance, stage
         self.committed: dict[str, int] = {}
         self.counts: Counter[str] = Counter()
         self.errors: Counter[str] = Counter()
@@ -146,7 +146,7 @@ class Campaign:
 
     def _run_job(self) -> None:
         try:
-            self.pool.run(save_for_ever, RANKS, str(self.root), str(self.log), timeout=300)
+            self.pool.run(save_for_ever, RANKS, str(self.root), str(self.log), self.stage, timeout=300)
         except RankError as error:
             self.ended_by = str(error)
 
@@ -180,7 +180,7 @@ class Campaign:
         states = {int(step): told for step, told in lines(self.log / "states")}
         assert len({(step, told) for step, told in lines(self.log / "states")}) == len(states), "training differs"
         size = (2, 3)[number % 2]
-        step, told = self.pool.run(load_latest, size, str(self.root), timeout=300)[0]
+        step, told = self.pool.run(load_latest, size, str(self.root), self.stage, timeout=300)[0]
         assert states[step] == told, f"step {step} is not what was saved"
         assert step >= max(self.committed.values(), default=0), "an older checkpoint than the last that was saved"
         self.counts[f"resumed on {size} ranks"] += 1
@@ -194,9 +194,9 @@ class Campaign:
             del self.committed[tag]
 
 
-def campaign(directory: Path, pool: RankPool, *, kills: int, seed: int) -> dict[str, object]:
+def campaign(directory: Path, pool: RankPool, *, kills: int, seed: int, stage: int = 3) -> dict[str, object]:
     """Run it; raises at the first thing that is wrong."""
-    run = Campaign(directory, pool, random.Random(seed))
+    run = Campaign(directory, pool, random.Random(seed), stage)
     began = time.perf_counter()
     for number in range(kills):
         run.round(number)
@@ -215,6 +215,7 @@ def campaign(directory: Path, pool: RankPool, *, kills: int, seed: int) -> dict[
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--stage", type=int, choices=(1, 2, 3), default=3, help="the ZeRO stage of all jobs")
     parser.add_argument("--kills", type=int, default=200, help="over all jobs")
     parser.add_argument("--jobs", type=int, default=2, help="jobs that are killed side by side, each with its own seed")
     parser.add_argument("--seed", type=int, default=0, help="of the first job")
@@ -225,7 +226,7 @@ def main() -> None:
 
     def run(seed: int) -> dict[str, object]:
         with tempfile.TemporaryDirectory() as directory, RankPool(RANKS) as pool:
-            return campaign(Path(directory), pool, kills=chosen.kills // chosen.jobs, seed=seed)
+            return campaign(Path(directory), pool, kills=chosen.kills // chosen.jobs, seed=seed, stage=chosen.stage)
 
     with ThreadPoolExecutor(chosen.jobs) as threads:
         runs = list(threads.map(run, seeds))
@@ -234,6 +235,7 @@ def main() -> None:
         total.update(made["outcomes"])  # type: ignore[arg-type]
     result = {
         "kills": sum(int(str(made["kills"])) for made in runs),
+        "stage": chosen.stage,
         "ranks": RANKS,
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, Linux {platform.release()}",
         "outcomes": dict(sorted(total.items())),
@@ -242,7 +244,8 @@ def main() -> None:
     text = json.dumps(result, indent=1)
     print(text)
     if chosen.out is not None:
-        (chosen.out / "crash_training.json").write_text(text + "\n")
+        name = "crash_training" if chosen.stage == 3 else f"crash_training_stage{chosen.stage}"
+        (chosen.out / f"{name}.json").write_text(text + "\n")
 
 
 if __name__ == "__main__":

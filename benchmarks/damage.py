@@ -1,6 +1,7 @@
 """Damage a checkpoint in every way that disks, copies and people do, and load it: is all of it noticed?
 
     python benchmarks/damage.py --seed 0 --out benchmarks/results
+    python benchmarks/damage.py --stage 2 --flips 400 --truncations 80 --out benchmarks/results
 
 A run of 3 real DeepSpeed ranks saves two tags, another run saves the same steps. Then 2 ranks, with one engine whose
 state is made wrong before each load, load the newer tag again and again, each time with one piece of damage in it. A
@@ -37,6 +38,7 @@ from zeroelastic.checkpoint.commit_record import RECORD_NAME
 from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.errors import ZeroElasticError
 from zeroelastic.testing import RankPool, fingerprint, gather_state
+from zeroelastic.torch_file.header import read_torch_file
 from zeroelastic.torch_file.zip_reader import read_zip_records
 
 TAG, OLDER = "global_step3", "global_step2"
@@ -54,6 +56,7 @@ SHARES = {
     ("optimizer", "header"): 8,
     ("optimizer", "directory"): 8,
     ("model", "frozen fragment"): 6,
+    ("model", "16-bit weight"): 3,
     ("model", "buffer"): 6,
     ("model", "pickle"): 8,
     ("model", "small record"): 3,
@@ -62,7 +65,7 @@ SHARES = {
     ("record", "text"): 5,
     ("latest", "text"): 2,
 }
-"""Where bits are flipped: the kind of file, the part of it, and its share in percent."""
+"""Where bits are flipped: the kind of file, the part of it, and its share. Where there is no such part, none."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +129,7 @@ class Model(torch.nn.Module):
         return self.adapter(x).float().pow(2).mean()
 
 
-def build(verify: str = "full") -> Any:
+def build(stage: int, verify: str = "full") -> Any:
     """The engine of both runs."""
     import deepspeed
 
@@ -147,16 +150,16 @@ def build(verify: str = "full") -> Any:
         "bf16": {"enabled": True},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
-        "zero_optimization": {"stage": 3, "elastic_checkpoint": True, "sub_group_size": 400},
+        "zero_optimization": {"stage": stage, "elastic_checkpoint": True, "sub_group_size": 400},
         "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 9}},
         "zeroelastic": {"verify": verify, "fsync": False},
     }
     return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
 
 
-def save(directory: str, factor: float) -> None:
+def save(directory: str, factor: float, stage: int) -> None:
     """Train three steps and save after the second and the third; on ranks."""
-    engine = build()
+    engine = build(stage)
     for step in range(3):
         x = torch.full((6 // dist.get_world_size(), 16), factor * (step + 1), dtype=torch.bfloat16)
         engine.backward(engine(x))
@@ -167,27 +170,29 @@ def save(directory: str, factor: float) -> None:
 
 def spoil(engine: Any) -> None:
     """Make all state wrong, so that state which a load does not restore is found."""
+    optimizer = engine.optimizer
+    at_stage_3 = hasattr(optimizer, "fp32_partitioned_groups_flat")
     with torch.no_grad():
-        for flat in engine.optimizer.fp32_partitioned_groups_flat:
+        for flat in optimizer.fp32_partitioned_groups_flat if at_stage_3 else optimizer.single_partition_of_fp32_groups:
             flat.fill_(7.0)
-            for value in engine.optimizer.optimizer.state.get(flat, {}).values():
+            for value in optimizer.optimizer.state.get(flat, {}).values():
                 if torch.is_tensor(value):
                     value.fill_(5.0)
         for buffer in engine.module.buffers():
             buffer.fill_(-1.0)
         for param in engine.module.parameters():
             if not param.requires_grad:
-                param.ds_tensor.fill_(3.0)
-    for group in engine.optimizer.optimizer.param_groups:
+                (param.ds_tensor if at_stage_3 else param).fill_(3.0)
+    for group in optimizer.optimizer.param_groups:
         group["lr"] = group["weight_decay"] = 9.0
     engine.global_steps = engine.global_samples = -1
 
 
 def load_all(
-    directory: str, pristine: str, damages: Sequence[Damage], verify: str = "full"
+    directory: str, pristine: str, damages: Sequence[Damage], stage: int, verify: str = "full"
 ) -> list[tuple[str, str, str]]:
     """Load under each damage, on ranks; returns for each the outcome, the type of error, and its text or the report."""
-    engine = build(verify)
+    engine = build(stage, verify)
     truth: dict[str, Any] = {}
     for tag in (OLDER, TAG):
         spoil(engine)
@@ -239,10 +244,16 @@ def regions(root: Path) -> dict[tuple[str, str], list[tuple[str, int, int]]]:
                 if offset >= 0 and length
             }
             assert set(extents.dtype.values()) == {"float32"}, key
-        for kind, path, tensors, part in (
-            ("optimizer", shard.path, sorted(used.items()), "tensor"),
-            ("model", model.path, model.fragments(), "frozen fragment"),
-        ):
+        files = [("optimizer", shard.path, {place: "tensor" for place in used.items()})]
+        if not rank or not checkpoint.whole_model:
+            parts = dict.fromkeys(model.fragments(), "frozen fragment")
+            if checkpoint.whole_model:
+                file = read_torch_file(model.path, foreign="inert")
+                module: Any = file.root["module"]
+                weights = (file.extent(module[param.name]) for param in shard.layout.params)
+                parts |= {(extent.offset, extent.nbytes): "16-bit weight" for extent in weights}
+            files.append(("model", model.path, parts))
+        for kind, path, parts in files:
             name, size = f"{TAG}/{path.name}", path.stat().st_size
             at = 0
             for record in read_zip_records(path, size).records:
@@ -255,11 +266,12 @@ def regions(root: Path) -> dict[tuple[str, str], list[tuple[str, int, int]]]:
                     found[kind, "small record"].append((name, record.offset, record.nbytes))
                 else:
                     gap = record.offset
-                    for offset, nbytes in [*(t for t in tensors if record.offset <= t[0] < end), (end, 0)]:
-                        rest = "between tensors" if kind == "optimizer" else "buffer"
+                    rest = "between tensors" if kind == "optimizer" else "buffer"
+                    for offset, nbytes in sorted(place for place in parts if record.offset <= place[0] < end):
                         found[kind, rest].append((name, gap, offset - gap))
-                        found[kind, part].append((name, offset, nbytes))
+                        found[kind, parts[offset, nbytes]].append((name, offset, nbytes))
                         gap = offset + nbytes
+                    found[kind, rest].append((name, gap, end - gap))
                 at = end
             found[kind, "directory"].append((name, at, size - at))
     found["record", "text"].append((f"{TAG}/{RECORD_NAME}", 0, (tag / RECORD_NAME).stat().st_size))
@@ -272,8 +284,9 @@ def choose(root: Path, other: Path, *, flips: int, truncations: int, blocks: int
     chance = random.Random(seed)
     places = regions(root)
     damages: list[Damage] = []
-    drawn = chance.choices(list(SHARES), weights=list(SHARES.values()), k=flips - 1)
-    drawn[: len(SHARES)] = list(SHARES)[: flips - 1]  # each of them at least once
+    shares = {key: share for key, share in SHARES.items() if places[key]}
+    drawn = chance.choices(list(shares), weights=list(shares.values()), k=flips - 1)
+    drawn[: len(shares)] = list(shares)[: flips - 1]  # each of them at least once
     for kind, part in drawn:
         file, begin, nbytes = chance.choices(places[kind, part], weights=[p[2] for p in places[kind, part]])[0]
         at = begin + chance.randrange(nbytes)
@@ -321,12 +334,20 @@ def verdict(damage: Damage, outcomes: Sequence[tuple[str, str, str]]) -> str:
 
 
 def campaign(
-    pool: RankPool, directory: Path, *, flips: int, truncations: int, blocks: int, seed: int, only: int | None = None
+    pool: RankPool,
+    directory: Path,
+    *,
+    flips: int,
+    truncations: int,
+    blocks: int,
+    seed: int,
+    stage: int = 3,
+    only: int | None = None,
 ) -> dict[str, Any]:
     """Run it: counts by class, and every damage with its verdict. ``only`` takes a seeded sample of the damages."""
     pristine, other, work = (directory / name for name in ("pristine", "other", "work"))
-    pool.run(save, SAVED, str(pristine), 1.0)
-    pool.run(save, SAVED, str(other), 1.5)
+    pool.run(save, SAVED, str(pristine), 1.0, stage)
+    pool.run(save, SAVED, str(other), 1.5, stage)
     shutil.copytree(pristine, work)
     damages = choose(pristine, other, flips=flips, truncations=truncations, blocks=blocks, seed=seed)
     if only is not None:
@@ -336,12 +357,13 @@ def campaign(
     for at in range(0, len(damages), 200):
         batch = damages[at : at + 200]
         limit = 120 + LIMIT_S * len(batch)
-        ranks = pool.run(load_all, LOADED, str(work), str(pristine), batch, timeout=limit)
+        ranks = pool.run(load_all, LOADED, str(work), str(pristine), batch, stage, timeout=limit)
         for damage, outcomes in zip(batch, zip(*ranks, strict=True), strict=True):
             rows.append((damage, verdict(damage, outcomes), outcomes[0][1], outcomes[0][2]))
         print(f"{at + len(batch)} of {len(damages)}, {time.perf_counter() - began:.0f} s", file=sys.stderr)
     return {
         "seed": seed,
+        "stage": stage,
         "saved_on": SAVED,
         "loaded_on": LOADED,
         "damages": len(damages),
@@ -388,14 +410,14 @@ def markdown(result: dict[str, Any]) -> str:
     for row in result["counts"]:
         total.update({key: row[key] for key in VERDICTS})
     lines = [
-        "# Damage",
+        f"# Damage of checkpoints of ZeRO stage {result['stage']}",
         "",
         f"{facts['cpu']}, {facts['cores']} cores; Python {facts['python']}, torch {facts['torch']}; {facts['time']}, "
         f"commit {facts['commit'][:12]}.",
         "",
         f"`{facts['command']}`",
         "",
-        f'A checkpoint of {result["saved_on"]} ranks, loaded on {result["loaded_on"]} with `"verify": "full"`, '
+        f'A checkpoint of ZeRO stage {result["stage"]} and {result["saved_on"]} ranks, loaded on {result["loaded_on"]} with `"verify": "full"`, '
         f"{result['damages']} times, each time with one piece of damage; {result['seconds_per_load']} s a load, seed "
         f"{result['seed']}. Detected: an error of zeroelastic that names the file, the same on every rank. Warned: "
         "another tag was loaded whole, with a warning that `latest` does not name the newest. Harmless: the damaged "
@@ -411,6 +433,7 @@ def markdown(result: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--stage", type=int, choices=(1, 2, 3), default=3, help="the ZeRO stage of both runs")
     parser.add_argument("--flips", type=int, default=1000)
     parser.add_argument("--truncations", type=int, default=200)
     parser.add_argument("--blocks", type=int, default=30, help="zeroed blocks of 4 KiB")
@@ -421,15 +444,16 @@ def main() -> None:
     sizes = {"flips": chosen.flips, "truncations": chosen.truncations, "blocks": chosen.blocks}
     facts = machine()
     with tempfile.TemporaryDirectory() as directory, RankPool(SAVED) as pool:
-        result = {"machine": facts, **campaign(pool, Path(directory), **sizes, seed=chosen.seed)}
+        result = {"machine": facts, **campaign(pool, Path(directory), **sizes, seed=chosen.seed, stage=chosen.stage)}
     page = markdown(result)
     print(page)
     if chosen.out is not None:
         raw = result.pop("raw")
         text = json.dumps(result, indent=1)[:-2] + ',\n "raw": [\n'
         text += ",\n".join(f"  {json.dumps(row)}" for row in raw) + "\n ]\n}\n"
-        (chosen.out / "damage.json").write_text(text)
-        (chosen.out / "damage.md").write_text(page)
+        name = "damage" if chosen.stage == 3 else f"damage_stage{chosen.stage}"
+        (chosen.out / f"{name}.json").write_text(text)
+        (chosen.out / f"{name}.md").write_text(page)
     for damage, told, text in result["failed"]:
         print(damage, told, text, file=sys.stderr)
     sys.exit(1 if result["failed"] else 0)

@@ -68,8 +68,9 @@ def describe_crash_reshard(result: Result) -> list[str]:
     """`kill -9` of the offline verb."""
     outcomes = result["outcomes"]
     sizes = " -> ".join(map(str, result["world_sizes"]))
+    stages = ", stage {} -> stage {}".format(*result["stages"]) if "stages" in result else ""
     return [
-        f"{result['kills']} kills of a reshard {sizes}, seed {result['seed']}: {outcomes['absent']} left no target, "
+        f"{result['kills']} kills of a reshard {sizes} ranks{stages}, seed {result['seed']}: {outcomes['absent']} left no target, "
         f"{outcomes['complete']} a complete one; the source stayed the same byte for byte each time",
         f"{outcomes['resumed']} were run again and completed the target, with up to "
         f"{max(result['ranks_taken_over'])} ranks taken over from the killed run",
@@ -103,8 +104,9 @@ def describe_damage(result: Result) -> list[str]:
         return f"{total:,}: " + ", ".join(f"{found[key]:,} {key.lower()}" for key in verdicts)
 
     kinds = dict.fromkeys(row["damage"] for row in counts)
+    at = f"stage {result['stage']} and " if "stage" in result else ""
     return [
-        f"loads of a checkpoint of {result['saved_on']} ranks on {result['loaded_on']}, seed {result['seed']}: "
+        f"loads of a checkpoint of {at}{result['saved_on']} ranks on {result['loaded_on']}, seed {result['seed']}: "
         + of(counts),
         *(f"{kind}: {of([row for row in counts if row['damage'] == kind])}" for kind in kinds),
     ]
@@ -147,16 +149,21 @@ CAMPAIGNS = (
     Campaign(
         "crash_training", "make crash-training", "kills of a training job that saves in a loop", describe_crash_training
     ),
+    Campaign("crash_training_stage2", "make crash-training", "the same at ZeRO stage 2", describe_crash_training),
     Campaign(
         "lifecycle",
         "make lifecycle",
         "saves, loads, kills and tools in any order on real engines, compared with a model after every action",
         describe_lifecycle,
     ),
+    Campaign("lifecycle_stage2", "make lifecycle", "the same at ZeRO stage 2", describe_lifecycle),
     Campaign("damage", "make damage", "loads of a damaged checkpoint", describe_damage),
+    Campaign("damage_stage2", "make damage", "the same at ZeRO stage 2", describe_damage),
     Campaign("fuzz", "make fuzz", "the readers on generated files, after fixing what it found", describe_fuzz),
     Campaign("scale", "make bench-scale", "5,000 tags, 1,000,000 parameters, 24 ranks, 8 loaders", describe_scale),
     Campaign("crash_reshard", "make crash", "kills of `zeroelastic reshard`", describe_crash_reshard),
+    Campaign("crash_reshard_stage3_to_stage2", "make crash", "the same to ZeRO stage 2", describe_crash_reshard),
+    Campaign("crash_reshard_stage2_to_stage3", "make crash", "the same from ZeRO stage 2", describe_crash_reshard),
 )
 
 

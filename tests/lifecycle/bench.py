@@ -46,8 +46,8 @@ class Skipped(Exception):
 class Bench:
     """Some directories and up to two jobs ("a", "b") that use them."""
 
-    def __init__(self, server: Server, root: Path, *, precision: str = "bf16") -> None:
-        self.server, self.root, self.precision = server, root, precision
+    def __init__(self, server: Server, root: Path, *, precision: str = "bf16", stage: int = 3) -> None:
+        self.server, self.root, self.precision, self.stage = server, root, precision, stage
         for place in ("home", "elsewhere"):
             (root / place).mkdir(parents=True)
         self.directories: dict[str, Directory] = {}

@@ -60,8 +60,8 @@ def kind_of(says: str) -> str:
 class Campaign:
     """Counts what was done, and keeps one failure of each kind."""
 
-    def __init__(self, server: Server, scratch: Path, *, replays: int = 30) -> None:
-        self.server, self.scratch, self.replays = server, scratch, replays
+    def __init__(self, server: Server, scratch: Path, *, replays: int = 30, stage: int = 3) -> None:
+        self.server, self.scratch, self.replays, self.stage = server, scratch, replays, stage
         self.counts: Counter[str] = Counter()
         self.sequences = 0
         self.slowest: tuple[float, str] = (0.0, "")
@@ -102,7 +102,7 @@ class Campaign:
     def replay(self, sequence: Sequence_, *, precision: str = "bf16") -> str | None:
         """What fails in a sequence, if anything does."""
         self._number += 1
-        world = World(self.server, self.scratch / f"replay{self._number}", precision=precision)
+        world = World(self.server, self.scratch / f"replay{self._number}", precision=precision, stage=self.stage)
         try:
             for name, params in sequence:
                 world.act(name, **params)
@@ -114,7 +114,9 @@ class Campaign:
 
     def run(self, *, actions: int, seed: int, without: Sequence[str] = (), steps: int = STEPS) -> None:
         """Draw sequences until so many actions are done."""
-        plan = Plan(self.server, self.scratch, without=without, collect=True, most_actions=actions)
+        plan = Plan(
+            self.server, self.scratch, without=without, collect=True, most_actions=actions, stage=self.stage
+        )
         plan.ended = self.ended
         while plan.actions < actions:
             run(plan, examples=10, steps=steps, chosen=seed)
@@ -151,6 +153,7 @@ def document(campaign: Campaign, *, seed: int, without: Sequence[str], seconds: 
         "actions": sum(campaign.counts.values()),
         "sequences": campaign.sequences,
         "seed": seed,
+        "stage": campaign.stage,
         "without": list(without),
         "minutes": round(seconds / 60, 1),
         "slowest_action_s": round(campaign.slowest[0], 1),
@@ -169,7 +172,7 @@ def page(result: dict[str, Any]) -> str:
         "# Sequences of what people do, compared with a model",
         "",
         f"`make lifecycle`: {result['actions']:,} actions in {result['sequences']} sequences on real engines of 1 to 3 "
-        f"ranks, seed {result['seed']}, {result['minutes']} min, commit {result['machine']['commit'][:12]}, "
+        f"ranks at ZeRO stage {result['stage']}, seed {result['seed']}, {result['minutes']} min, commit {result['machine']['commit'][:12]}, "
         f"{result['machine']['cpu']}. Slowest action: {result['slowest_action_s']} s.",
         "",
         "| action | times |",
@@ -237,24 +240,25 @@ def main() -> None:
     parser.add_argument("--precision", default="bf16")
     parser.add_argument("--found", action="store_true", help="play the sequences that once failed, and nothing else")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--name", default="lifecycle")
+    parser.add_argument("--stage", type=int, choices=(1, 2, 3), default=3, help="the ZeRO stage of all jobs")
     chosen = parser.parse_args()
     without = [area for area in chosen.without.split(",") if area]
     began = time.monotonic()
+    name = "lifecycle" if chosen.stage == 3 else f"lifecycle_stage{chosen.stage}"
     with tempfile.TemporaryDirectory() as directory, Server(Path(directory) / "jobs") as server:
-        campaign = Campaign(server, Path(directory), replays=chosen.replays)
+        campaign = Campaign(server, Path(directory), replays=chosen.replays, stage=chosen.stage)
         if chosen.replay:
             says = campaign.replay(json.loads(chosen.replay), precision=chosen.precision)
             print(says or "nothing fails")
             sys.exit(says is not None)
         if chosen.found:
             result = found_again(campaign)
-            write(chosen.out, f"{chosen.name}_found", result, found_page(result))
+            write(chosen.out, f"{name}_found", result, found_page(result))
             sys.exit(any(row["says"] for row in result["sequences"]))
         campaign.run(actions=chosen.actions, seed=chosen.seed, without=without)
         campaign.shorten()
     result = document(campaign, seed=chosen.seed, without=without, seconds=time.monotonic() - began)
-    write(chosen.out, chosen.name, result, page(result))
+    write(chosen.out, name, result, page(result))
 
 
 if __name__ == "__main__":

@@ -50,6 +50,8 @@ class Plan:
     collect: bool = False
     """Whether a failure is noted, and the next machine begins, instead of being raised."""
     most_actions: int | None = None
+    stage: int = 3
+    """The ZeRO stage of all jobs."""
     ended: Callable[[World, Failed | None], None] = lambda world, failed: None
     actions: int = 0
     numbers: Any = field(default_factory=itertools.count)
@@ -106,7 +108,7 @@ def machine(plan: Plan) -> type[RuleBasedStateMachine]:
         def begin(self, precision: str, size: int) -> None:
             if plan.most_actions is None or plan.actions < plan.most_actions:
                 root = plan.scratch / f"world{next(plan.numbers)}"
-                self.world = World(plan.server, root, precision=precision)
+                self.world = World(plan.server, root, precision=precision, stage=plan.stage)
                 self.running("a", size)
 
         @rule()

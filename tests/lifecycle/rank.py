@@ -109,7 +109,9 @@ class Rank:
         self.engine: Any = None
         self.counter = Counter(below)
 
-    def build(self, *, seed: int, precision: str, elastic: bool, sub_group_size: int) -> dict[str, Any]:
+    def build(
+        self, *, stage: int, seed: int, precision: str, elastic: bool, sub_group_size: int
+    ) -> dict[str, Any]:
         import deepspeed
         from training import allow_fp16_on_cpu, wait_for_every_gather
 
@@ -123,7 +125,7 @@ class Rank:
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
             "zero_optimization": {
-                "stage": 3,
+                "stage": stage,
                 "elastic_checkpoint": elastic,
                 "sub_group_size": sub_group_size,
                 "stage3_param_persistence_threshold": 4,

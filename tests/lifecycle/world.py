@@ -35,9 +35,8 @@ class World(Bench):
         started = self.server.start(world_size, cwd, self.root)
         self.jobs[job] = started
         salt = next(self._salt)
-        answers = started.call(
-            "build", seed=salt, precision=self.precision, elastic=elastic, sub_group_size=30 + 10 * (salt % 4)
-        )
+        cut = {"stage": self.stage, "sub_group_size": 30 + 10 * (salt % 4)}
+        answers = started.call("build", seed=salt, precision=self.precision, elastic=elastic, **cut)
         found = self._all_ok("build", answers)[0]
         self.live[job] = Live(world_size, found["state"], found["step"], str(cwd))
 

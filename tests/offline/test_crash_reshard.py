@@ -6,6 +6,7 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
 from places import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -13,13 +14,17 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 from crash_reshard import campaign
 
 
-def test_a_kill_leaves_no_target_or_a_whole_one_and_the_source_as_it_was(tmp_path: Path) -> None:
-    result = campaign(tmp_path, kills=6, seed=3, world_size=8)
+@pytest.mark.parametrize("stages", [(3, 3), (3, 2), pytest.param((2, 3), marks=pytest.mark.extended)])
+def test_a_kill_leaves_no_target_or_a_whole_one_and_the_source_as_it_was(
+    tmp_path: Path, stages: tuple[int, int]
+) -> None:
+    result = campaign(tmp_path, kills=6 if stages == (3, 3) else 3, seed=3, world_size=8, stages=stages)
     outcomes = result["outcomes"]
     assert isinstance(outcomes, dict)
-    assert outcomes["absent"] + outcomes["complete"] == 6 and outcomes["resumed"] >= 1
+    assert outcomes["absent"] + outcomes["complete"] == result["kills"] and outcomes["resumed"] >= 1
 
 
-def test_the_committed_campaign_has_fifty_kills() -> None:
-    result = json.loads((ROOT / "benchmarks/results/crash_reshard.json").read_text())
+@pytest.mark.parametrize("name", ["crash_reshard", "crash_reshard_stage3_to_stage2", "crash_reshard_stage2_to_stage3"])
+def test_the_committed_campaign_has_fifty_kills(name: str) -> None:
+    result = json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())
     assert result["kills"] >= 50 and result["outcomes"]["absent"] >= 25 and max(result["ranks_taken_over"]) >= 5

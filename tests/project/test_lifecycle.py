@@ -25,9 +25,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield made
 
 
+@pytest.mark.parametrize("stage", [3, 2])
 @pytest.mark.parametrize("sequence", FOUND.values(), ids=FOUND)
-def test_a_sequence_that_once_failed_holds(server: Server, tmp_path: Path, sequence: Sequence) -> None:
-    world = World(server, tmp_path / "world")
+def test_a_sequence_that_once_failed_holds(server: Server, tmp_path: Path, sequence: Sequence, stage: int) -> None:
+    world = World(server, tmp_path / "world", stage=stage)
     try:
         for name, params in sequence:
             world.act(name, **params)
@@ -35,8 +36,9 @@ def test_a_sequence_that_once_failed_holds(server: Server, tmp_path: Path, seque
         world.close()
 
 
-def test_drawn_sequences_leave_what_the_model_says(server: Server, tmp_path: Path) -> None:
-    plan = Plan(server, tmp_path)
+@pytest.mark.parametrize("stage", [3, 2])
+def test_drawn_sequences_leave_what_the_model_says(server: Server, tmp_path: Path, stage: int) -> None:
+    plan = Plan(server, tmp_path, stage=stage)
     run(plan, examples=8, steps=20)
     assert plan.actions > 60
 
