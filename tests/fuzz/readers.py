@@ -39,6 +39,7 @@ from zeroelastic.torch_file.header import read_torch_file, walk_refs
 from zeroelastic.torch_file.zip_reader import read_zip_records
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
+CHECKPOINTS = ("elastic2", "rigid2", "stage2_rank2", "stage1_rank2")
 MOST_BYTES = 256 << 20
 """What reading one file may add to the memory of the process."""
 
@@ -103,12 +104,11 @@ def tag_scan(data: bytes, folder: Path) -> Reads:
 def checkpoint(data: bytes, folder: Path) -> Reads:
     """A checkpoint of two ranks of which one file's pickle is the fuzzer's: how it is opened, shown and compared."""
     which = data[0] if data else 0
-    name = ("elastic2", "rigid2")[which % 2]
+    name, path = _chosen(which)
     tag = _golden_copy(name, folder)
-    names = sorted(path.name for path in tag.iterdir() if path.suffix == ".pt")
-    path = tag / names[which // 2 % len(names)]
+    path = tag / path.name
     path.write_bytes(repacked(path, data[1:]))
-    if which % 16 < 8:  # the record would notice that the size has changed
+    if which % 32 < 16:  # the record would notice that the size has changed
         (tag / RECORD_NAME).unlink(missing_ok=True)
     else:
         _believe_sizes(tag)
@@ -123,7 +123,7 @@ def checkpoint(data: bytes, folder: Path) -> Reads:
         lambda: find_newest(list_run(tag.parent).tags, check_quickly),
         lambda: compare_checkpoints(open_state(open_checkpoint(good)), open_state(open_checkpoint(tag))),
     )
-    return (state, *others[which // 16 % 6 : which // 16 % 6 + 1])
+    return (state, *others[which // 32 % 6 : which // 32 % 6 + 1])
 
 
 def universal(data: bytes, folder: Path) -> Reads:
@@ -199,6 +199,13 @@ def _golden_copy(name: str, folder: Path) -> Path:
     return root / "global_step2"
 
 
+def _chosen(which: int) -> tuple[str, Path]:
+    """A golden checkpoint, and one of its files."""
+    name = CHECKPOINTS[which % len(CHECKPOINTS)]
+    files = sorted((GOLDEN / name / "global_step2").glob("*.pt"))
+    return name, files[which // len(CHECKPOINTS) % len(files)]
+
+
 def _believe_sizes(tag: Path) -> None:
     path = tag / RECORD_NAME
     if path.exists():
@@ -269,9 +276,7 @@ def seeds(name: str) -> Iterator[bytes]:
         yield b"../x\xffcheckpoint-3/global_step3" + rank_file + b"\xff" + b"checkpoint-3/latest\xfeglobal_step3"
         yield b"u\xffu/zero/p/fp32.pt\xfe\xffu" + rank_file + b"\xffu/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
     elif name == "checkpoint":
-        for which in range(16, 64):
-            names = sorted((GOLDEN / ("elastic2", "rigid2")[which % 2] / "global_step2").glob("*.pt"))
-            yield bytes([which]) + pickle_of(names[which // 2 % len(names)])
+        yield from (bytes([which]) + pickle_of(_chosen(which)[1]) for which in range(32, 128))
     else:
         for number, path in enumerate(sorted(universal_seed().rglob("*.pt"))):
             yield bytes([number]) + pickle_of(path)

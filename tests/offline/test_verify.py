@@ -25,6 +25,7 @@ from synthetic import GROUPS, edit, edit_optim, model_name, optim_name, sealed, 
 
 import zeroelastic
 from zeroelastic.checkpoint.commit_record import RECORD_NAME
+from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.errors import CheckpointError, MissingFileError, UnsupportedError
 from zeroelastic.offline.verify.header_check import Problem, check_headers
 from zeroelastic.offline.verify.payload_scan import combine, file_rows, scan_rank
@@ -500,6 +501,33 @@ def test_an_altered_rigid_file_is_found_by_the_record(samples: Path, tmp_path: P
     assert other.file == path.name and f"is not the one that {RECORD_NAME} states" in other.sentence
     assert (problem.param, problem.key) == ("model.embed_tokens.weight", "exp_avg")
     assert path.name in problem.sentence and problem.file == ""
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_an_altered_file_of_stages_1_and_2_is_found_by_the_record(tmp_path: Path, stage: int) -> None:
+    """The tensor is one that a later rank has whole, so that no other rank's file can be meant."""
+    zeroelastic.reshard(
+        places.GOLDEN / "stage2_round_robin_aligned_rank3", tmp_path / "made", world_size=2, stage=stage
+    )
+    (tag_dir,) = (path for path in (tmp_path / "made").iterdir() if path.is_dir())
+    checkpoint = open_checkpoint(tag_dir)
+    path, layout = checkpoint.optim_files[1], checkpoint.shard(1).layout
+    whole = int(np.flatnonzero(layout.owned(1)[1] == layout.numel)[0])
+    group, offset = int(layout.sub_group[whole]), int(layout.buffer_offset(1)[whole])
+
+    def alter(state: dict) -> None:
+        state["base_optimizer_state"]["state"][group]["exp_avg"][offset] += 1
+
+    edit_optim(path, alter)
+    text = (tag_dir / RECORD_NAME).read_text()
+    text = re.sub(rf'"{path.name}": \d+', f'"{path.name}": {path.stat().st_size}', text)
+    (tag_dir / RECORD_NAME).write_text(sealed(text))
+    report = verify_checkpoint(tag_dir)
+    assert files_of(report) == {path.name}
+    of_tensor = next(problem for problem in report.problems if problem.param)
+    assert (of_tensor.param, of_tensor.key) == (layout.params[whole].name, "exp_avg")
+    assert path.name in of_tensor.sentence
+    assert any(clause.startswith("3 of 3 files of 2 ranks") for clause in report.checked)
 
 
 def test_frozen_parameters_are_checked_too(tmp_path: Path) -> None:

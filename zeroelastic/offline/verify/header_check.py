@@ -47,7 +47,7 @@ class Problem(NamedTuple):
 class TagHeaders:
     """The files of a tag and what their headers say.
 
-    ``sizes`` are those of all files in the directory. ``optim_files`` and ``model_files`` are, by rank, the files that
+    ``sizes`` are those of all files in the directory, ``num_files`` counts those that ranks write. ``optim_files`` and ``model_files`` are, by rank, the files that
     are there and have the size that the commit record states. ``shards`` and ``models`` are the headers that agree with
     each other and with the record; ``parts`` the parameters in them, and ``tensors`` the tensors of all parts, whose
     digests have the seeds ``seeds``. ``notes`` are observations that are not problems. With ``quick`` no header is
@@ -58,6 +58,7 @@ class TagHeaders:
     sizes: Mapping[str, int]
     record: CommitRecord | None
     world_size: int
+    num_files: int
     optim_files: Mapping[int, FilePath]
     model_files: Mapping[int, FilePath]
     shards: Mapping[int, Shard]
@@ -165,6 +166,7 @@ class _HeaderCheck:
             sizes=self.sizes,
             record=self.record,
             world_size=self.world_size,
+            num_files=self.world_size + self.files.num_models(self.world_size),
             optim_files={rank: path for rank, path in self.optim_paths.items() if rank in here},
             model_files={rank: path for rank, path in self.model_paths.items() if rank in here},
             shards=self.shards,

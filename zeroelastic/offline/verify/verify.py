@@ -348,8 +348,8 @@ def _unplaced(headers: TagHeaders, scan: RankScan, wrong: Sequence[int]) -> list
     params = [(part, p) for part in headers.parts for p in range(part.layout.num_params)]
     for number in wrong:
         tensor, (part, p) = headers.tensors[number], params[int(param_of[number])]
-        numel, cut = int(part.layout.numel[p]), int(part.layout.part[p])
-        holders = range(-(-numel // cut) if cut else 0)
+        begin, cut = int(part.layout.origin[p]), int(part.layout.part[p])
+        holders = range(begin // cut, -(-(begin + int(part.layout.numel[p])) // cut)) if cut else ()
         files = headers.optim_files if number < headers.num_trained else headers.model_files
         names = [files[rank].name for rank in holders]
         where = names[0] if len(names) == 1 else f"one of {some(names, 4)}"
@@ -373,7 +373,7 @@ def _words(headers: TagHeaders, scan: RankScan, right: _Flags, comparable: _Flag
     num_headers = len(headers.shards) + len(headers.models)
     read = sum(len(headers.files(rank)) for rank in headers.ranks)
     checked = [
-        f"{read} of {2 * world_size} files of {world_size} ranks "
+        f"{read} of {headers.num_files} files of {world_size} ranks "
         + ("are there with the sizes of the commit record" if record is not None else "are there"),
         f"{num_headers} headers agree on {sum(part.layout.num_params for part in headers.parts)} parameters"
         + (" and with the commit record" if record is not None else ""),
