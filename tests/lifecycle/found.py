@@ -171,4 +171,10 @@ FOUND: dict[str, Sequence] = {
     "a tag saved again while a job loads it": _while_saved(range(5, 36, 4)),
     "the same, where no payload is verified": _while_saved(range(5, 17), verify="quick"),
     "the same, where nothing is verified": _while_saved(range(5, 17, 3), verify="off"),
+    "a tag saved again while the ranks of a load look at its files": [
+        _start("a", 2),
+        _start("b", 2),
+        _save("a", "last"),
+        ("load_during_save", {"reader": "b", "writer": "a", "directory": "/home/run", "tag": "last", "at": 2}),
+    ],
 }

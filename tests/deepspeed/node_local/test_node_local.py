@@ -407,3 +407,18 @@ def test_runs_at_stage_2_are_left_to_deepspeed(rank_pool: RankPool, tmp_path: Pa
         assert compare_states(run.outcome.state, outcome.state) == []
         assert outcome.report is None
     assert not list(tmp_path.rglob(RECORD_NAME))
+
+
+@support(SECTION, "files of stages 1 and 2 that only some nodes have", "refused", "on every rank, naming the ranks")
+@pytest.mark.parametrize("stage", [2, 3])
+def test_files_of_stage_2_that_a_node_lacks_are_the_same_error_on_every_rank(
+    rank_pool: RankPool, tmp_path: Path, stage: int
+) -> None:
+    nodes, job = Nodes(tmp_path), Job(stage=2)
+    rank_pool.run(train_and_save, 2, job, str(nodes.disk(0)))
+    shutil.copytree(nodes.disk(0), nodes.disk(1), dirs_exist_ok=True)
+    next(nodes.disk(1).rglob("*rank_1_mp*optim_states.pt")).unlink()
+    resumed = replace(job.other(), stage=stage)
+    errors = rank_pool.run(on_nodes, 3, nodes, (0, 0, 1), attempt, resumed, nodes.path, timeout=120)
+    ((name, text),) = set(errors)
+    assert name == "UnsupportedError" and "ranks [2] do not see all files" in text, text

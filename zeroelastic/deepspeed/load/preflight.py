@@ -16,7 +16,7 @@ from zeroelastic.checkpoint.commit_record import CheckpointFormat
 from zeroelastic.checkpoint.extents import TensorExtents
 from zeroelastic.checkpoint.file_names import model_file_name
 from zeroelastic.checkpoint.model_states import ModelStates, frozen_layouts, other_step
-from zeroelastic.checkpoint.open import Checkpoint, open_checkpoint, require_stage_3
+from zeroelastic.checkpoint.open import Checkpoint, open_checkpoint
 from zeroelastic.checkpoint.optimizer_file import FP32, Shard, configured_batch
 from zeroelastic.checkpoint.param_changes import Membership, ParamSet, compare
 from zeroelastic.checkpoint.saved_state import check_same_save, shard_facts
@@ -144,8 +144,6 @@ def _open(
 ) -> LoadPlan:
     layout, rank, tag_dir = live.layout, live.rank, Path(str(checkpoint.tag_dir))
     saved = checkpoint.world_size
-    if checkpoint.whole_model and visibility is not None:
-        require_stage_3(checkpoint, "Loading from disks of which ranks see different files,")
     model = checkpoint.model_states(rank if rank < saved else 0)
     any_rank = min(rank, saved - 1)
     needed: tuple[int, ...] = ()

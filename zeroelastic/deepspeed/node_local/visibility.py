@@ -26,7 +26,7 @@ from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.node_local.all_to_all import all_to_all_bytes
 from zeroelastic.deepspeed.node_local.headers import Ranges, ReceivedFile, RecordedFile
 from zeroelastic.distributed.collective import all_gather, all_or_raise, broadcast
-from zeroelastic.errors import CheckpointError, MissingFileError
+from zeroelastic.errors import CheckpointError, MissingFileError, UnsupportedError
 from zeroelastic.io.storage import file_sizes
 
 
@@ -294,14 +294,24 @@ def open_with_peers(visibility: FileVisibility, live: LiveOptimizer, *, compare_
     """The checkpoint, with every header that this rank needs and does not see from one that does. Collective.
 
     ``compare_directories`` is that of ``open_checkpoint``.
-    Raises on every rank what ``open_checkpoint`` and the parsing of headers raise on any.
+    Raises on every rank what ``open_checkpoint`` and the parsing of headers raise on any, and UnsupportedError for a
+    checkpoint of stage 1 or 2.
     """
     listing = visibility.listing
-    checkpoint = all_or_raise(
-        lambda: open_checkpoint(
+
+    def opened() -> Checkpoint:
+        found = open_checkpoint(
             visibility.tag_dir, tp=live.tp, listing=listing, compare_directories=compare_directories
         )
-    )
+        if found.whole_model:
+            raise UnsupportedError(
+                f"{visibility.tag_dir}: ranks {list(visibility.partial_ranks)} do not see all files of this checkpoint "
+                "of ZeRO stage 1 or 2. Loading these from disks that differ between nodes is not supported: copy all "
+                "files to every node, or to a disk that all nodes share."
+            )
+        return found
+
+    checkpoint = all_or_raise(opened)
     headers = _Headers(visibility, listing, live.tp.size, {live.tp.rank: checkpoint}, compare_directories)
     saved, rank = checkpoint.world_size, live.rank
     own = rank if rank < saved else 0
