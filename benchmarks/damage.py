@@ -417,7 +417,8 @@ def markdown(result: dict[str, Any]) -> str:
         "",
         f"`{facts['command']}`",
         "",
-        f'A checkpoint of ZeRO stage {result["stage"]} and {result["saved_on"]} ranks, loaded on {result["loaded_on"]} with `"verify": "full"`, '
+        f"A checkpoint of ZeRO stage {result['stage']} and {result['saved_on']} ranks, loaded on {result['loaded_on']} "
+        'with `"verify": "full"`, '
         f"{result['damages']} times, each time with one piece of damage; {result['seconds_per_load']} s a load, seed "
         f"{result['seed']}. Detected: an error of zeroelastic that names the file, the same on every rank. Warned: "
         "another tag was loaded whole, with a warning that `latest` does not name the newest. Harmless: the damaged "

@@ -114,9 +114,7 @@ class Campaign:
 
     def run(self, *, actions: int, seed: int, without: Sequence[str] = (), steps: int = STEPS) -> None:
         """Draw sequences until so many actions are done."""
-        plan = Plan(
-            self.server, self.scratch, without=without, collect=True, most_actions=actions, stage=self.stage
-        )
+        plan = Plan(self.server, self.scratch, without=without, collect=True, most_actions=actions, stage=self.stage)
         plan.ended = self.ended
         while plan.actions < actions:
             run(plan, examples=10, steps=steps, chosen=seed)
@@ -172,8 +170,8 @@ def page(result: dict[str, Any]) -> str:
         "# Sequences of what people do, compared with a model",
         "",
         f"`make lifecycle`: {result['actions']:,} actions in {result['sequences']} sequences on real engines of 1 to 3 "
-        f"ranks at ZeRO stage {result['stage']}, seed {result['seed']}, {result['minutes']} min, commit {result['machine']['commit'][:12]}, "
-        f"{result['machine']['cpu']}. Slowest action: {result['slowest_action_s']} s.",
+        f"ranks at ZeRO stage {result['stage']}, seed {result['seed']}, {result['minutes']} min, "
+        f"commit {result['machine']['commit'][:12]}, {result['machine']['cpu']}. Slowest action: {result['slowest_action_s']} s.",
         "",
         "| action | times |",
         "|---|---|",

@@ -109,9 +109,7 @@ class Rank:
         self.engine: Any = None
         self.counter = Counter(below)
 
-    def build(
-        self, *, stage: int, seed: int, precision: str, elastic: bool, sub_group_size: int
-    ) -> dict[str, Any]:
+    def build(self, *, stage: int, seed: int, precision: str, elastic: bool, sub_group_size: int) -> dict[str, Any]:
         import deepspeed
         from training import allow_fp16_on_cpu, wait_for_every_gather
 

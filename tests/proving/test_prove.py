@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 from places import ROOT
-from training import LOSS_RTOL, Job, build_engine, train_and_save, train_step
+from training import LOSS_RTOL, Job, build_engine, flat_buffers, train_and_save, train_step
 from typer.testing import CliRunner
 
 from zeroelastic.cli.app import app
@@ -50,13 +50,13 @@ support = pytest.mark.support
 SAVED_ON, OTHER_SIZE, STEPS = 2, 3, 2
 
 
-def script(directory: str, mischief: str) -> None:
+def script(directory: str, mischief: str, stage: int = 3) -> None:
     """A training script that resumes; what it does wrong, it does where there are OTHER_SIZE ranks."""
     import torch
     import torch.distributed as dist
 
     wrong = mischief if dist.get_world_size() == OTHER_SIZE else ""
-    engine = build_engine(Job(micro=20).other())
+    engine = build_engine(Job(micro=20, stage=stage).other())
     if mischief == "never loads":
         return
     if mischief == "loads another":
@@ -69,7 +69,7 @@ def script(directory: str, mischief: str) -> None:
     if wrong == "another lr":
         optimizer.param_groups[0]["lr"] *= OTHER_SIZE / SAVED_ON
     elif wrong == "one bit" and dist.get_rank() == 1:
-        optimizer.fp32_partitioned_groups_flat[0].view(torch.int32)[0] ^= 1
+        flat_buffers(optimizer)[0].view(torch.int32)[0] ^= 1
     elif wrong == "moments gone":
         for state in optimizer.optimizer.state.values():
             state["exp_avg"].zero_()
@@ -92,8 +92,8 @@ def script(directory: str, mischief: str) -> None:
         raise AssertionError("the recorder did not stop the script")
 
 
-def one_rank(run: RunSpec, directory: str, mischief: str) -> bool:
-    return recorded(run, lambda: script(directory, mischief))
+def one_rank(run: RunSpec, directory: str, mischief: str, stage: int = 3) -> bool:
+    return recorded(run, lambda: script(directory, mischief, stage))
 
 
 @pytest.fixture(scope="module")
@@ -320,6 +320,40 @@ def test_a_run_that_fails_is_a_verdict_and_one_that_cannot_be_compared_an_error(
     with pytest.raises(UsageError, match=r"the script loaded \S*/other\S*, not \S*/global_step3"):
         shutil.copytree(checkpoint, Path(checkpoint).parent / "other")
         carry_out("loads another")
+
+
+@support("Using it", "`zeroelastic prove` of ZeRO stage 2", "exact", "resumed at stage 2 or 3")
+@pytest.mark.parametrize(
+    ("stage", "mischief", "said"),
+    [
+        (2, "", ""),
+        pytest.param(3, "", "", marks=pytest.mark.extended),
+        pytest.param(2, "one bit", "has other elements", marks=pytest.mark.extended),
+    ],
+)
+def test_what_stage_2_saved_is_proved(
+    rank_pool: RankPool, tmp_path: Path, stage: int, mischief: str, said: str
+) -> None:
+    directory = str(tmp_path / "ckpt")
+    rank_pool.run(train_and_save, SAVED_ON, Job(micro=20, stage=2), directory, after=0)
+    found = find_source(directory)
+
+    def run(spec: RunSpec) -> str | None:
+        try:
+            rank_pool.run(one_rank, spec.world_size, spec, directory, mischief, stage)
+        except RankError:
+            return failure_of(spec)
+        return None
+
+    request = ProofRequest(found, OTHER_SIZE, None, STEPS, prepare(tmp_path / "proof"), repeat=False)
+    outcome = prove(request, verify_source(found), run)
+    report = document(outcome, script=["x"], command=["y"], device="cpu", signed_off_by=None)
+    assert report["verdict"] == ("NOT PROVED" if mischief else "PROVED"), report["reasons"]
+    failed = [line for check in report["checks"] if check["ok"] is False for line in check["details"]]
+    assert any(said in line for line in failed) if mischief else not failed
+    roots = report["content_roots"]
+    loaded = [roots[key] for key in ("recorded", "loaded_at_reference_size", "loaded_at_other_size")]
+    assert len(set(loaded)) == 1 and None not in loaded
 
 
 def test_a_script_that_fails_at_the_reference_size_is_an_error(checkpoint: str, tmp_path: Path) -> None:

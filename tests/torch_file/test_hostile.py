@@ -350,9 +350,7 @@ def honest_of(honest: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[in
 )
 @pytest.mark.parametrize("stage", [3, 2])
 @pytest.mark.parametrize("name", CASES)
-def test_every_verb_on_a_hostile_checkpoint(
-    honest_of: dict[int, Path], tmp_path: Path, name: str, stage: int
-) -> None:
+def test_every_verb_on_a_hostile_checkpoint(honest_of: dict[int, Path], tmp_path: Path, name: str, stage: int) -> None:
     case, honest = CASES[name], honest_of[stage]
     root, outside = tmp_path / "run", tmp_path / "outside"
     shutil.copytree(honest, root)

@@ -47,11 +47,12 @@ class Problem(NamedTuple):
 class TagHeaders:
     """The files of a tag and what their headers say.
 
-    ``sizes`` are those of all files in the directory, ``num_files`` counts those that ranks write. ``optim_files`` and ``model_files`` are, by rank, the files that
-    are there and have the size that the commit record states. ``shards`` and ``models`` are the headers that agree with
-    each other and with the record; ``parts`` the parameters in them, and ``tensors`` the tensors of all parts, whose
-    digests have the seeds ``seeds``. ``notes`` are observations that are not problems. With ``quick`` no header is
-    opened, except one model states file where there is no commit record to give the world size.
+    ``sizes`` are those of all files in the directory; ``num_files`` counts those that ranks write. ``optim_files`` and
+    ``model_files`` are, by rank, the files that are there and have the size that the commit record states. ``shards``
+    and ``models`` are the headers that agree with each other and with the record; ``parts`` the parameters in them, and
+    ``tensors`` the tensors of all parts, whose digests have the seeds ``seeds``. ``notes`` are observations that are
+    not problems. With ``quick`` no header is opened, except one model states file where there is no commit record to
+    give the world size.
     """
 
     tag_dir: FilePath
