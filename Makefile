@@ -146,7 +146,7 @@ test-native:
 crash: $(STAMP)
 	$(PY) benchmarks/crash_reshard.py --kills 50 --out benchmarks/results
 	$(PY) benchmarks/crash_reshard.py --kills 50 --stages 3 2 --out benchmarks/results
-	$(PY) benchmarks/crash_reshard.py --kills 50 --stages 2 3 --out benchmarks/results
+	$(PY) benchmarks/crash_reshard.py --kills 25 --stages 2 3 --out benchmarks/results
 
 crash-training: $(STAMP)
 	$(PY) benchmarks/crash_training.py --kills 200 --out benchmarks/results

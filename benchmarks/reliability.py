@@ -71,7 +71,8 @@ def describe_crash_reshard(result: Result) -> list[str]:
     stages = ", stage {} -> stage {}".format(*result["stages"]) if "stages" in result else ""
     return [
         f"{result['kills']} kills of a reshard {sizes} ranks{stages}, seed {result['seed']}: "
-        f"{outcomes['absent']} left no target, {outcomes['complete']} a complete one; the source stayed the same byte for byte each time",
+        f"{outcomes['absent']} left no target, {outcomes['complete']} a complete one; "
+        "the source stayed the same byte for byte each time",
         f"{outcomes['resumed']} were run again and completed the target, with up to "
         f"{max(result['ranks_taken_over'])} ranks taken over from the killed run",
     ]

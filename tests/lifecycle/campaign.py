@@ -171,7 +171,8 @@ def page(result: dict[str, Any]) -> str:
         "",
         f"`make lifecycle`: {result['actions']:,} actions in {result['sequences']} sequences on real engines of 1 to 3 "
         f"ranks at ZeRO stage {result['stage']}, seed {result['seed']}, {result['minutes']} min, "
-        f"commit {result['machine']['commit'][:12]}, {result['machine']['cpu']}. Slowest action: {result['slowest_action_s']} s.",
+        f"commit {result['machine']['commit'][:12]}, {result['machine']['cpu']}. "
+        f"Slowest action: {result['slowest_action_s']} s.",
         "",
         "| action | times |",
         "|---|---|",
