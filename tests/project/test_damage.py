@@ -68,6 +68,8 @@ def test_the_committed_campaign_missed_nothing(name: str, flips: int, truncation
     assert {row[0] for row in rows} == {"flip", "truncate", "zero", "swap", "older", "of another run"}
     assert result["failed"] == [] and {row[6] for row in rows} == {"detected", "warned", "harmless"}
     harmless = {(row[1], row[2]) for row in rows if row[6] == "harmless"}
-    whole = {name for where, name in harmless if where.partition(": ")[2] in DETECTED}
+    # At stage 2 each file is read, and a directory ends with fields that say nothing of what is in it.
+    parts = DETECTED if name == "damage" else DETECTED - {"directory"}
+    whole = {file for where, file in harmless if where.partition(": ")[2] in parts}
     last = f"zero_pp_rank_{SAVED - 1}_mp_rank_00_model_states.pt"
-    assert all(name.endswith(last) for name in whole), "only of the rank that is no more"
+    assert all(file.endswith(last) for file in whole), "only of the rank that is no more"
