@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from io_counts import process_status, reset_peak
@@ -54,6 +55,7 @@ def added_by_a_load(directory: str, installed: bool) -> int:
     return process_status("VmHWM") - before
 
 
+@pytest.mark.extended
 def test_a_load_adds_little_memory_where_deepspeed_holds_a_whole_file(rank_pool: RankPool, tmp_path: Path) -> None:
     rank_pool.run(save, 2, str(tmp_path))
     for ranks in (2, 3):
