@@ -1,4 +1,4 @@
-"""Resume DeepSpeed ZeRO-3 checkpoints at any world size, bit for bit.
+"""Resume DeepSpeed ZeRO checkpoints at any world size, bit for bit.
 
 Importing this package changes nothing and imports neither torch nor deepspeed::
 
@@ -119,7 +119,7 @@ def __dir__() -> list[str]:
 
 
 def install() -> None:
-    """Teach the installed DeepSpeed to save elastic ZeRO-3 checkpoints and to load them at any world size.
+    """Teach the installed DeepSpeed to save checkpoints that resume at any world size, and to load them.
 
     Idempotent and reversible (``uninstall``). Imports deepspeed. Raises IncompatibleDeepSpeedError, before anything is
     changed, when DeepSpeed is missing, too old, or one of the methods to be wrapped has changed.

@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         local_rank.append(given.pop(0))
     parser = argparse.ArgumentParser(
         prog="python -m zeroelastic.run",
-        description="Run a training script with ZeRO-3 checkpoints that resume at any world size.",
+        description="Run a training script with ZeRO checkpoints that resume at any world size.",
         usage="%(prog)s [-h] [--version] [--timeout SECONDS] [--build-op NAME] (SCRIPT | -m MODULE) [ARGS ...]",
     )
     parser.add_argument("--version", action="version", version=f"zeroelastic {__version__}")

@@ -21,7 +21,8 @@ def test_a_kill_leaves_no_target_or_a_whole_one_and_the_source_as_it_was(
     result = campaign(tmp_path, kills=6 if stages == (3, 3) else 3, seed=3, world_size=8, stages=stages)
     outcomes = result["outcomes"]
     assert isinstance(outcomes, dict)
-    assert outcomes["absent"] + outcomes["complete"] == result["kills"] and outcomes["resumed"] >= 1
+    assert outcomes["absent"] + outcomes["complete"] == result["kills"]
+    assert outcomes["resumed"] >= 1 or stages != (3, 3)  # of three kills, none may come in the middle
 
 
 @pytest.mark.parametrize(

@@ -113,7 +113,7 @@ def model_states_of(
         raise CheckpointError(f"{path}: was saved as {misplaced}. Files of different ranks have changed places.")
     count = root.get("dp_world_size")
     if type(count) is not int or not 1 <= count <= _MAX_WORLD_SIZE:
-        raise CheckpointError(f"{path}: dp_world_size is {shown(count)}. It is not a ZeRO-3 model states file.")
+        raise CheckpointError(f"{path}: dp_world_size is {shown(count)}. It is not a ZeRO model states file.")
     if world_size is not None and count != world_size:
         raise CheckpointError(
             f"{path}: was saved by {count} ranks, the rest of the checkpoint by {world_size}. Files of two saves are "
@@ -124,7 +124,7 @@ def model_states_of(
         raise other_tp_size(path, mp_world_size, tp)
     tables = root.get("param_shapes")
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
-        raise CheckpointError(f"{path}: holds no param_shapes. It is not a ZeRO-3 model states file.")
+        raise CheckpointError(f"{path}: holds no param_shapes. It is not a ZeRO model states file.")
     module = root.get("module")
     if not isinstance(module, (dict, type(None))):
         raise CheckpointError(f"{path}: holds no state of the module: {shown(module)}. The file is damaged.")

@@ -136,16 +136,6 @@ class Checkpoint:
         return tuple(path for path in opened if path.name not in self.remote_files)
 
 
-def require_stage_3(checkpoint: Checkpoint, what: str) -> None:
-    """Raise UnsupportedError for a checkpoint of ZeRO stage 1 or 2, of which ``what`` is not supported."""
-    if checkpoint.whole_model:
-        raise UnsupportedError(
-            f"{checkpoint.tag_dir}: is a ZeRO stage 1 or 2 checkpoint (mp_rank_*_model_states.pt). {what} of these is "
-            "not supported yet: load it into a run with stage 3 of any number of ranks, or make a stage 3 checkpoint "
-            "of it with zeroelastic reshard --stage 3."
-        )
-
-
 def other_directory(path: FilePath) -> str:
     """The sentence about a file whose zip directory is not the one that the commit record states."""
     return (
@@ -352,8 +342,9 @@ def rank_files(tag_dir: FilePath, names: Iterable[str], tp_rank: int | None = No
     optim, models, whole = found.values()
     if whole and not models and not optim:
         raise UnsupportedError(
-            f"{tag_dir}: has {whole[0]} and no optimizer files (*_optim_states.pt). It is of ZeRO stage 0, which only "
-            "a stage 0 run resumes, or of stage 1 or 2 without its optimizer files."
+            f"{tag_dir}: has {whole[0]} and no optimizer files (*_optim_states.pt). It is of ZeRO stage 0, whose "
+            "optimizer state does not name its parameters, so that only a stage 0 run resumes it, or of stage 1 or 2 "
+            "without its optimizer files."
         )
     if not models and not optim:
         raise MissingFileError(

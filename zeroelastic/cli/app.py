@@ -44,7 +44,7 @@ class _Group(TyperGroup):
 app = typer.Typer(
     name="zeroelastic",
     cls=_Group,
-    help="DeepSpeed ZeRO-3 checkpoints that resume at any world size.",
+    help="DeepSpeed ZeRO checkpoints that resume at any world size.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
@@ -72,7 +72,7 @@ def _global_options(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """DeepSpeed ZeRO-3 checkpoints that resume at any world size."""
+    """DeepSpeed ZeRO checkpoints that resume at any world size."""
     if allow_global:
         from zeroelastic.errors import UsageError
         from zeroelastic.torch_file.safe_unpickler import allow_globals

@@ -35,6 +35,7 @@ def install_twice_and_uninstall() -> list[str]:
     assert changed == {
         "__del__",
         "_commit_decoupled_checkpoint",
+        "_configure_bf16_optimizer",
         "_configure_zero_optimizer",
         "_get_all_ckpt_names",
         "destroy",

@@ -1,7 +1,7 @@
 """Frameworks that are wrapped automatically, because their own state beside the engine is wrong at another world size.
 
 An integration is looked up by name and only where its framework has been imported already: zeroelastic imports none.
-The moment is the building of a ZeRO-3 engine, which comes after the script's imports and before any load.
+The moment is the building of a ZeRO engine, which comes after the script's imports and before any load.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ def model_tensors(state: SavedState) -> ModelTensors:
     module = root.get("module") if isinstance(root, dict) else None
     names = root.get("buffer_names") if isinstance(root, dict) else None
     if not isinstance(root, dict) or not isinstance(module, dict) or not isinstance(names, list):
-        raise CheckpointError(f"{path}: holds no module and buffer_names. It is not a ZeRO-3 model states file.")
+        raise CheckpointError(f"{path}: holds no module and buffer_names. It is not a ZeRO model states file.")
     found: dict[str, ModelTensor] = {}
     for p, part in enumerate(state.parts):
         for i, param in enumerate(part.layout.params):
