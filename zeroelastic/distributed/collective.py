@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -20,6 +21,9 @@ Description = tuple[str, str, tuple[str, ...]]
 
 _AGREED = "_zeroelastic_agreed"
 
+_FIRST_BYTES = 504
+_SIZE_BYTES = 8
+
 _group: ContextVar[dist.ProcessGroup | None] = ContextVar("zeroelastic_group", default=None)
 
 
@@ -37,13 +41,33 @@ def collectives_over(group: dist.ProcessGroup) -> Iterator[None]:
 
 
 def all_gather(value: T) -> list[T]:
-    """The value of every rank, by rank. Collective."""
+    """The value of every rank, by rank. Collective.
+
+    Pickled; where no rank's pickle has more than ``_FIRST_BYTES``, one exchange is enough.
+    """
     world_size = dist.get_world_size()
     if world_size == 1:
         return [value]
-    values: list[T | None] = [None] * world_size
-    dist.all_gather_object(values, value, group=_group.get())
-    return values  # type: ignore[return-value]
+    data = pickle.dumps(value)
+    head = len(data).to_bytes(_SIZE_BYTES, "little") + data[:_FIRST_BYTES]
+    heads = _exchange(head, _SIZE_BYTES + _FIRST_BYTES)
+    sizes = [int.from_bytes(one[:_SIZE_BYTES], "little") for one in heads]
+    tails = [b""] * world_size
+    if max(sizes) > _FIRST_BYTES:
+        tails = _exchange(data[_FIRST_BYTES:], max(sizes) - _FIRST_BYTES)
+    return [
+        pickle.loads((one[_SIZE_BYTES:] + tail)[:size]) for one, tail, size in zip(heads, tails, sizes, strict=True)
+    ]
+
+
+def _exchange(data: bytes, nbytes: int) -> list[bytes]:
+    """Some bytes of every rank, each padded to ``nbytes``. Collective."""
+    group = _group.get()
+    device = collective_device(group)
+    own = torch.frombuffer(bytearray(data.ljust(nbytes, b"\0")), dtype=torch.uint8).to(device)
+    parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, own, group=group)
+    return [part.cpu().numpy().tobytes() for part in parts]
 
 
 def broadcast(value: T) -> T:

@@ -225,7 +225,7 @@ def die_in_a_save(directory: str, moment: str, victim: int) -> None:
         module, name = {
             "writing": (shard_writer, "write_torch_file"),
             "syncing": (commit, "_settled_files"),
-            "in a collective": (dist, "all_gather_object"),
+            "in a collective": (dist, "all_gather"),
             "placing": (commit, "publish_tag"),
         }[moment]
         setattr(module, name, die)

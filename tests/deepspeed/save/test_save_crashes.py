@@ -128,7 +128,7 @@ def patch(images: Images) -> None:
     for name in ("reserve", "write_past_cache", "write_fully"):
         setattr(image, name, images.changing(getattr(image, name), name))
     os.pwrite = images.changing(os.pwrite, "pwrite")  # type: ignore[assignment]
-    for name in ("all_reduce", "all_gather_object", "broadcast_object_list", "barrier"):
+    for name in ("all_reduce", "all_gather", "broadcast_object_list", "barrier"):
         setattr(dist, name, images.meeting(getattr(dist, name), name))
 
     def opened(path: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:

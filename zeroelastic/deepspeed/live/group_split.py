@@ -160,10 +160,10 @@ class GroupSplit(LiveOptimizer):
         """DeepSpeed's views of the state are made again in ``end_load``."""
 
     def finish_weights(self, *, from_16_bit: bool) -> None:
-        for i, parts in enumerate(self.lists(self.optimizer).parts):
+        """Round the master weights, if asked to; ``end_load`` makes the 16-bit weights from them."""
+        for i, parts in enumerate(self.lists(self.optimizer).parts if from_16_bit else ()):
             parts[self.rank].copy_(self.fp32(i))
-            if from_16_bit:
-                self.fp32(i).copy_(parts[self.rank])
+            self.fp32(i).copy_(parts[self.rank])
 
     def end_load(self) -> None:
         """Have every rank's part of the 16-bit weights and of frozen parameters on all ranks. Collective."""
