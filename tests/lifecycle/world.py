@@ -317,6 +317,7 @@ class World(Bench):
         code, text = self._tool(["prune", str(path), "--keep", str(keep), "--yes"], path, job, tag, at)
         self._require(code == 0, f"prune exits with {code}: {text[-600:]}")
         model, seen = self.directory(path), disk.look(path)
+        kept &= model.kept(keep)  # what was saved meanwhile counts where prune saw it
         lost = [name for name in model.tags if name in kept and on_disk(name) not in seen.ids]
         self._require(not lost, f"prune --keep {keep} removed {lost}")
         if job:

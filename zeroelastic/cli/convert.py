@@ -75,7 +75,7 @@ def convert(
     Examples:
         zeroelastic convert ckpt universal --to universal
         zeroelastic convert universal native-3 --from universal --world-size 3
-        zeroelastic convert universal native-2 --from universal --world-size 2 --stage 2
+        zeroelastic convert universal old-2 --from universal -n 2 --stage 2
         zeroelastic convert ckpt dcp --to dcp --json
         zeroelastic convert ckpt other --to universal --tag global_step2 --dry-run
     """

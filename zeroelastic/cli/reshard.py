@@ -67,7 +67,7 @@ def reshard(
         zeroelastic reshard ckpt/global_step2 old-6 -n 6 --format rigid
         zeroelastic reshard ckpt ckpt-8 --world-size 8 --dry-run --json
         zeroelastic reshard ckpt ckpt-stage2 --world-size 4 --stage 2
-        zeroelastic reshard ckpt ckpt-plain -n 4 --stage 2 --no-round-robin-gradients
+        zeroelastic reshard ckpt dealt -n 4 --stage 2 --round-robin-gradients
     """
     from zeroelastic.library.reshard import reshard as run
 

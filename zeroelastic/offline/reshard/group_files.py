@@ -85,13 +85,14 @@ def _optimizer_state(
         tensor(flats[i, FP32], 0, (numel,), requires_grad=True)
         for i, numel in enumerate(padded if target.bf16_optimizer else lean)
     ]
+    paddings = layout.sub_group_numel - lean_numel(layout, rank)
     if target.bf16_optimizer:  # books all padding on the last rank
         numel = np.bincount(layout.sub_group, weights=layout.numel, minlength=layout.num_sub_groups).astype(np.int64)
-        padding = layout.sub_group_numel * layout.world_size - numel
-        state["group_paddings"] = (padding * (rank == layout.world_size - 1)).tolist()
+        paddings = (layout.sub_group_numel * layout.world_size - numel) * (rank == layout.world_size - 1)
     else:
-        state["group_paddings"] = [whole - own for whole, own in zip(padded, lean, strict=True)]
         state["zero_stage"] = zero_stage(target.stage)
+    state["group_paddings"] = paddings.tolist()
+    if not target.bf16_optimizer:
         state["param_alignment_paddings"] = [list(gaps) for gaps in target.gaps]
     state["partition_count"] = [layout.world_size] * layout.num_sub_groups
     state["ds_version"] = _version(source)

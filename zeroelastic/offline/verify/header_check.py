@@ -15,7 +15,7 @@ from zeroelastic.checkpoint.commit_record import RECORD_NAME, CheckpointFormat, 
 from zeroelastic.checkpoint.extents import stream_seeds
 from zeroelastic.checkpoint.listing import list_tag
 from zeroelastic.checkpoint.model_states import ModelStates, open_model_states, other_step
-from zeroelastic.checkpoint.open import rank_files
+from zeroelastic.checkpoint.open import StateFiles, rank_files
 from zeroelastic.checkpoint.optimizer_file import Shard
 from zeroelastic.checkpoint.optimizer_reader import open_shard
 from zeroelastic.checkpoint.saved_state import SavedPart, SavedTensor, frozen_part, shard_facts, trained_part
@@ -125,6 +125,7 @@ class _HeaderCheck:
         self.models: dict[int, ModelStates] = {}
         self.shards: dict[int, Shard] = {}
         self.parts: tuple[SavedPart, ...] = ()
+        self.files = StateFiles({}, {}, False)
         self.optim_paths: dict[int, FilePath] = {}
         self.model_paths: dict[int, FilePath] = {}
 
