@@ -88,8 +88,9 @@ class Ranks:
 
     @contextmanager
     def _replaced(self) -> Iterator[None]:
-        def all_gather_object(values: list[Any], value: Any, group: Any = None) -> None:
-            values[:] = self._exchange(value)
+        def all_gather(tensors: list[torch.Tensor], tensor: torch.Tensor, group: Any = None) -> None:
+            for mine, one in zip(tensors, self._exchange(tensor), strict=True):
+                mine.copy_(one)
 
         def broadcast_object_list(values: list[Any], src: int = 0, group: Any = None) -> None:
             values[:] = self._exchange(list(values))[src]
@@ -101,7 +102,7 @@ class Ranks:
             "get_world_size": lambda group=None: self.world_size,
             "get_rank": lambda group=None: self._here.rank,
             "get_backend": lambda group=None: "gloo",
-            "all_gather_object": all_gather_object,
+            "all_gather": all_gather,
             "broadcast_object_list": broadcast_object_list,
             "all_reduce": all_reduce,
         }
