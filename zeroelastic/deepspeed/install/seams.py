@@ -96,7 +96,6 @@ USED = (
         for seam in _seams(
             optimizer,
             "state_dict",
-            "update_lp_params",
             "_link_all_hp_params",
             "_lazy_init_hp_params_optimizer_state",
         )

@@ -167,18 +167,36 @@ class GroupSplit(LiveOptimizer):
 
     def end_load(self) -> None:
         """Have every rank's part of the 16-bit weights and of frozen parameters on all ranks. Collective."""
-        self.optimizer.update_lp_params()
+        lists = self.lists(self.optimizer)
+        for weights, parts, master in zip(lists.weights, lists.parts, lists.master, strict=True):
+            parts[self.rank].data.copy_(master.data)
+            self._all_gather(weights.data)
         for number, (param, part) in enumerate(zip(self._frozen, self.frozen.part.tolist(), strict=True)):
             if not param.numel():
                 continue
-            own = torch.zeros(part, dtype=param.dtype, device=param.device)
+            whole = torch.zeros(self.frozen.world_size * part, dtype=param.dtype, device=param.device)
             piece = self.frozen_tensor(number)
-            own[: piece.numel()].copy_(piece)
-            parts = [torch.empty_like(own) for _ in range(self.frozen.world_size)]
-            dist.all_gather(parts, own, group=self.dp_group)
-            param.data.copy_(torch.cat(parts)[: param.numel()].view(param.shape))
+            whole[self.rank * part :][: piece.numel()].copy_(piece)
+            self._all_gather(whole)
+            param.data.copy_(whole[: param.numel()].view(param.shape))
         self._copies.clear()
         self._link_fragments()
+
+    def _all_gather(self, whole: torch.Tensor) -> None:
+        """Fill ``whole``, 1-D, in place: W equal parts, of which each rank has its own so far. Collective.
+
+        gloo's all-gather goes through a second buffer of this size; its broadcasts need none, and half of the time.
+        """
+        parts = whole.split(whole.numel() // self.layout.world_size)
+        if dist.get_backend(self.dp_group) != "gloo":
+            dist.all_gather_into_tensor(whole, parts[self.rank], group=self.dp_group)
+            return
+        works = [
+            dist.broadcast(part, source, group=self.dp_group, async_op=True)
+            for source, part in zip(dist.get_process_group_ranks(self.dp_group), parts, strict=True)
+        ]
+        for work in works:
+            work.wait()
 
     def _link_fragments(self) -> None:
         """Have DeepSpeed's fragments (``_hp_mapping``) be what lies in the buffers.
