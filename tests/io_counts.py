@@ -10,7 +10,7 @@ import torch
 WIDTH = 512
 
 
-def build(elastic: bool, frozen: bool, executor: str = "auto") -> Any:
+def build(elastic: bool, frozen: bool, executor: str = "auto", stage: int = 3) -> Any:
     """About 2 M parameters, so that headers hide nothing; with ``frozen``, half of them are not trained."""
     import deepspeed
 
@@ -29,7 +29,7 @@ def build(elastic: bool, frozen: bool, executor: str = "auto") -> Any:
         "bf16": {"enabled": True},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
-        "zero_optimization": {"stage": 3, "elastic_checkpoint": elastic, "sub_group_size": 300_000},
+        "zero_optimization": {"stage": stage, "elastic_checkpoint": elastic, "sub_group_size": 300_000},
         "zeroelastic": {"io_engine": executor},
     }
     trained = [param for param in model.parameters() if param.requires_grad]

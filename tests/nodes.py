@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from training import Job, Outcome, resume, train_and_save
+
+from zeroelastic.testing import RankPool
 
 _CLONE_NEWNS = 0x00020000
 _MS_BIND, _MS_REC, _MS_PRIVATE = 4096, 16384, 1 << 18
@@ -59,3 +63,36 @@ def on_nodes(nodes: Nodes, placed: Sequence[int], call: Callable[..., Any], *arg
     check(libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None))
     check(libc.mount(bytes(nodes.disk(node)), nodes.path.encode(), None, _MS_BIND, None))
     return call(*args, **options)
+
+
+class NodeRun:
+    """A save over nodes, its nodes, and what the run looked like."""
+
+    def __init__(
+        self,
+        root: Path,
+        pool: RankPool,
+        job: Job,
+        placed: tuple[int, ...],
+        save: Callable[[Job, str], Outcome] = train_and_save,
+    ) -> None:
+        self.nodes, self.pool, self.job = Nodes(root), pool, job
+        self.outcome: Outcome = self.call(placed, save, job, self.nodes.path)[0]
+
+    def call(self, placed: tuple[int, ...], function: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
+        return self.pool.run(on_nodes, len(placed), self.nodes, placed, function, *args, timeout=120, **options)
+
+    def resume(self, placed: tuple[int, ...], **changes: Any) -> list[Outcome]:
+        return self.call(placed, resume, self.job.other(installed=True, **changes), self.nodes.path)
+
+    def tag(self, node: int) -> Path:
+        return next(self.nodes.disk(node).glob("global_step*"))
+
+    def copy(self, root: Path) -> NodeRun:
+        """The same disks elsewhere, to be damaged."""
+        made = NodeRun.__new__(NodeRun)
+        made.pool, made.job, made.outcome = self.pool, self.job, self.outcome
+        shutil.copytree(self.nodes.root, root, dirs_exist_ok=True)
+        shutil.rmtree(root / "disk")
+        made.nodes = Nodes(root)
+        return made

@@ -17,10 +17,12 @@ from commands import run_command
 from places import GOLDEN
 
 import zeroelastic
+from zeroelastic.checkpoint.model_states import model_states_of, open_model_states
 from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.checkpoint.saved_state import open_state
 from zeroelastic.core.plan import check_plan, make_plan
 from zeroelastic.errors import CheckpointError, MissingFileError, UnsupportedError
+from zeroelastic.torch_file.header import read_torch_file
 
 STAGE_1 = ("stage1_rank2", "stage1_bf16_optimizer_rank2")
 STAGE_2 = ("stage2_rank2", "stage2_round_robin_aligned_rank3", "stage2_elastic_rank2")
@@ -229,3 +231,46 @@ def test_frozen_parameters_come_from_the_whole_module() -> None:
         state = open_state(open_checkpoint(next((GOLDEN / name).glob("global_step*"))))
         assert [param.name for param in state.parts[1].layout.params] == ["frozen"]
         assert state.parts[1].layout.world_size == 1 and np.all(state.parts[1].layout.owned(0)[1] == 7)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tied_parameters_are_known_by_their_place(tag_dir: Callable[[str], Path], name: str) -> None:
+    """DeepSpeed lists them on rank 0 alone, so not in the file of another node with a disk of its own."""
+    path = tag_dir(name) / MODEL
+
+    def tie(data: Any) -> None:
+        module, trained = data["module"], {name for table in data["param_shapes"] for name in table}
+        frozen = next(name for name in module if name not in trained | set(data["buffer_names"]))
+        module["also.tail"], module["also.frozen"] = module["tail.weight"].view(-1), module[frozen]
+        data["shared_params"] = {"also.tail": "tail.weight", "also.frozen": frozen}
+
+    before = open_model_states(path, 0, world_size=None)
+    edit(path, tie)
+    listed = open_model_states(path, 0, world_size=None)
+    edit(path, lambda data: data.update(shared_params={}))
+    found = open_model_states(path, 0, world_size=None)
+    for states in (listed, found):
+        assert states.frozen is not None and before.frozen is not None
+        assert states.frozen.params == before.frozen.params and states.others == before.others
+    assert sorted(nbytes for _, nbytes in found.weights) == sorted(nbytes for _, nbytes in listed.weights)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_payload_of_parameters_alone_is_nothing_elses(tag_dir: Callable[[str], Path], name: str) -> None:
+    """What lies in the memory of a parameter is kept where client state uses it, too, however deep it is hidden."""
+    path = tag_dir(name) / MODEL
+
+    def hide(data: Any) -> None:
+        gain = data["module"]["gain"] = data["module"]["gain"].clone()
+        loop: list[Any] = []
+        loop += [loop, {"deep": (gain[:1],)}]
+        data["client"] = loop
+
+    before = open_model_states(path, 0, world_size=None)
+    assert set(before.params_alone) == {*before.weights, *before.fragments()}
+    edit(path, hide)
+    file = read_torch_file(path, foreign="inert")
+    after = model_states_of(file, 0, world_size=None)
+    gain = file.extent(file.root["module"]["gain"])  # type: ignore[index]
+    assert len(after.params_alone) == len(before.params_alone) - 1
+    assert all(at + nbytes <= gain.offset or at >= gain.offset + gain.nbytes for at, nbytes in after.params_alone)

@@ -136,6 +136,23 @@ def test_any_views_of_any_storage(tmp_path, numel, views, dtype):
     assert [bytes(file.read(ref)) for ref in refs] == [raw(tensor) for tensor in tensors]
 
 
+class Holder:
+    def __init__(self, *held):
+        self.held = held
+
+
+def test_tensors_in_unknown_objects_and_in_what_holds_itself_are_found(tmp_path):
+    loop = []
+    loop += [loop, Holder(torch.arange(2), loop)]
+    value = {"loop": loop, "same": loop, torch.arange(4): "a key"}
+    file = read_torch_file(saved(tmp_path / "f.pt", value), foreign="inert")
+    assert sorted(ref.numel for ref in walk_refs(file.root)) == [2, 4]
+    deep = next(walk_refs(file.root))
+    for _ in range(5000):
+        deep = [deep]
+    assert [ref.numel for ref in walk_refs(deep)] == [2]
+
+
 def test_containers_and_plain_values_come_back_as_they_were(tmp_path):
     value = {
         "ordered": OrderedDict([("b", 1), ("a", (2.5, None, True))]),

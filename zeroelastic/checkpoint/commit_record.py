@@ -1,7 +1,8 @@
 """The commit record ``zeroelastic.json``: what was saved, file by file and parameter by parameter, and its root.
 
-Written by rank 0 after every file of the tag is on disk and before ``latest`` names the tag. The schema is described
-field by field in docs/format.md. A record is read as hostile input: validated in one pass before anything uses it.
+Written by rank 0, or by one rank of each node with a disk of its own, after every file of the tag is on disk and before
+``latest`` names the tag. The schema is described field by field in docs/format.md. A record is read as hostile input:
+validated in one pass before anything uses it.
 """
 
 from __future__ import annotations
@@ -93,7 +94,8 @@ class CommitRecord(_Schema):
     """The whole record. Invariant: ``content_root`` is the root of ``params``, checked when it is read.
 
     ``directories`` are the digests of the files' zip directories (``torchfile.directory_digest``), which hold the name,
-    place, size and CRC-32 of everything in a file; files that are no zip archives, and older records, have none.
+    place, size and CRC-32 of everything in a file; files that are no zip archives, and older records, have none. Of
+    ``mp_rank_XX_model_states.pt`` on node-local disks, a node's record states the node's own.
     ``committed_at`` is in seconds since 1970, and later than that of ``parent``, the save that the run was loaded from
     or had committed before; records of version 1 have neither. What stands before ``versions`` is short: ``read_head``.
     """

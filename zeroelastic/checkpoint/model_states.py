@@ -7,6 +7,7 @@ writes the only one, ``mp_rank_XX_model_states.pt``, with the whole module.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -20,7 +21,7 @@ from zeroelastic.checkpoint.values import checked_param, checked_params
 from zeroelastic.core.layout import Layout, Param, partition_numel, unpacked_layout
 from zeroelastic.errors import CheckpointError, UnsupportedError, brief, shown
 from zeroelastic.io.paths import FilePath
-from zeroelastic.torch_file.header import DTYPE_BYTES, Stub, TensorRef, TorchFile, read_torch_file
+from zeroelastic.torch_file.header import DTYPE_BYTES, Stub, TensorRef, TorchFile, read_torch_file, walk_refs
 
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 """What DeepSpeed sets an engine's counters to."""
@@ -63,7 +64,9 @@ class ModelStates:
     ``frozen_extents`` where this rank's parts of them are; ``directory`` is the file's digest of its zip directory.
     ``values`` are the counters and states that DeepSpeed loads from there; ``others`` the shapes of what is no
     parameter in the module's state, None for what is no tensor. ``weights`` are the (offset, nbytes) of the trained
-    parameters in a file of the whole module; a load makes them from the master weights instead.
+    parameters in a file of the whole module; a load makes them from the master weights instead. ``params_alone`` are
+    the (offset, nbytes) of all payload that nothing but a parameter uses; storages that a parameter shares with a
+    buffer, or with client state, are not in it.
     """
 
     path: FilePath
@@ -79,6 +82,7 @@ class ModelStates:
     values: Mapping[str, object] = field(default_factory=dict)
     others: Mapping[str, tuple[int, ...] | None] = field(default_factory=dict)
     weights: tuple[tuple[int, int], ...] = ()
+    params_alone: tuple[tuple[int, int], ...] = ()
 
     def fragments(self) -> list[tuple[int, int]]:
         """(offset, nbytes) in the file of this rank's part of each frozen parameter that has elements."""
@@ -134,17 +138,22 @@ def model_states_of(
     params_of = {
         name for table in (*tables, frozen_shapes if isinstance(frozen_shapes, dict) else {}) for name in table
     }
+    fragments = root.get("frozen_param_fragments")
+    of_params = list(fragments.values()) if isinstance(fragments, dict) else []
     if WHOLE_MODEL_FILE.match(path.name) is None:
         frozen, extents = _frozen_parts(file, tables, count)
     else:
-        frozen, extents = _whole_frozen_params(file, tables)
+        tied = _tied_params(root, module or {}, tables)
+        frozen, extents = _whole_frozen_params(file, tables, tied)
         params_of |= {param.name for param in frozen.params} if frozen is not None else set()
-        params_of |= set(_names(root.get("shared_params")))
-        trained = {name for table in tables for name in table} | set(_names(root.get("shared_params")))
+        params_of |= tied
+        trained = {name for table in tables for name in table} | tied
         refs = [ref for name, ref in (module or {}).items() if name in trained and isinstance(ref, TensorRef)]
         file.locate(ref.storage.key for ref in refs)
         extents_of = {file.extent(ref) for ref in refs if ref.numel > 0}
         weights = tuple((extent.offset, extent.nbytes) for extent in extents_of)
+        of_params += [value for name, value in (module or {}).items() if name in params_of]
+    params_alone = _used_by_params_alone(file, of_params)
     return ModelStates(
         path=path,
         size=file.size,
@@ -163,7 +172,23 @@ def model_states_of(
             if name not in params_of and not isinstance(value, Stub)
         },
         weights=weights,
+        params_alone=params_alone,
     )
+
+
+def _used_by_params_alone(file: TorchFile, of_params: Sequence[object]) -> tuple[tuple[int, int], ...]:
+    """(offset, nbytes) of the parameters' tensors, ``of_params``, in storages that no other tensor of the file uses."""
+    refs = [ref for ref in of_params if isinstance(ref, TensorRef)]
+    uses = Counter(map(id, refs))
+    shared: set[str] = set()
+    for ref in walk_refs(file.root):
+        uses[id(ref)] -= 1
+        if uses[id(ref)] < 0:
+            shared.add(ref.storage.key)
+    alone = [ref for ref in refs if ref.storage.key not in shared and ref.numel > 0 and ref.is_contiguous]
+    file.locate(ref.storage.key for ref in alone)
+    extents = {file.extent(ref) for ref in alone}
+    return tuple(sorted((extent.offset, extent.nbytes) for extent in extents))
 
 
 def _frozen_parts(
@@ -205,10 +230,33 @@ def _names(value: object) -> list[str]:
     return [name for name in value if isinstance(name, str)] if isinstance(value, (dict, list, tuple)) else []
 
 
+def _tied_params(
+    root: Mapping[str, object], module: Mapping[str, object], tables: Sequence[Mapping[str, object]]
+) -> set[str]:
+    """The further names of parameters that the module has under several, in a file with the whole module.
+
+    DeepSpeed lists them (``shared_params``) in what rank 0 writes alone; in the file of another node they are found by
+    their place in memory, as DeepSpeed finds them (``_get_shared_params``, 0.19.8).
+    """
+    tied = set(_names(root.get("shared_params")))
+    trained = {name: None for table in tables for name in table}
+    known = {*trained, *tied, *_names(root.get("buffer_names"))}
+    first: set[tuple[str, int]] = set()
+    for name in (*trained, *(name for name in module if name not in known)):
+        ref = module.get(name)
+        if not isinstance(ref, TensorRef) or not ref.numel:
+            continue
+        place = (ref.storage.key, ref.offset * DTYPE_BYTES[ref.dtype])
+        if place in first:
+            tied.add(name)
+        first.add(place)
+    return tied
+
+
 def _whole_frozen_params(
-    file: TorchFile, tables: Sequence[Mapping[str, object]]
+    file: TorchFile, tables: Sequence[Mapping[str, object]], tied: set[str]
 ) -> tuple[Layout | None, TensorExtents | None]:
-    """``_frozen_parts`` of a file with the whole module: what is neither trained, nor a buffer, nor tied to another.
+    """``_frozen_parts`` of a file with the whole module: what is neither trained, nor a buffer, nor ``tied``.
 
     The layout is that of one rank. DeepSpeed lists frozen parameters at stage 2 and not at stage 1, so the list is not
     used.
@@ -219,7 +267,7 @@ def _whole_frozen_params(
     if not isinstance(module, dict):
         return None, None
     others = {name for table in tables for name in table} | set(_names(root.get("buffer_names")))
-    others |= set(_names(root.get("shared_params")))
+    others |= tied
     found = {str(name): value for name, value in module.items() if isinstance(value, TensorRef) and name not in others}
     if not found and not isinstance(root.get("frozen_param_shapes"), dict):
         return None, None

@@ -105,12 +105,16 @@ class Checkpoint:
         """The layout part of one rank's model states file, or of the only one; parsed once. Raises CheckpointError."""
         rank = 0 if self.whole_model else rank
         if rank not in self._models:
-            path = self.model_files[rank]
+            path = self.model_file(rank)
             file = read_torch_file(path, foreign="inert", through=through)
             model = model_states_of(file, rank, world_size=self.world_size, tp=self.tp)
             self._check_directory(path, model.directory)
             self._models[rank] = model
         return self._models[rank]
+
+    def model_file(self, rank: int) -> FilePath:
+        """The model states file that is a saved rank's: its own, or the one of the whole module."""
+        return self.model_files[0 if self.whole_model else rank]
 
     def _check_directory(self, path: FilePath, found: str) -> None:
         recorded = self.record.directories.get(path.name) if self.record is not None else None

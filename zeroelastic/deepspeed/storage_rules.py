@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from deepspeed.io import fast_file_writer
 
 from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
+from zeroelastic.deepspeed.patching import patched
 from zeroelastic.distributed.collective import all_gather, all_or_raise, broadcast
 from zeroelastic.errors import SaveError, UnsupportedError
 
@@ -71,3 +73,24 @@ def directory_heads(tag_dir: Path) -> tuple[int, ...]:
     heads = all_gather(next(number for number in range(rank + 1) if number == rank or probe(number).exists()))
     probe(rank).unlink(missing_ok=True)
     return tuple(heads)
+
+
+@contextmanager
+def one_module_writer(engine: Engine, live: LiveOptimizer, heads: Sequence[int]) -> Iterator[None]:
+    """While it lasts, one rank of each directory writes the file of the whole module of ZeRO stages 1 and 2.
+
+    DeepSpeed has local rank 0 do it under ``use_node_local_storage``. Where the launcher's local ranks are not those
+    that share a disk, several ranks would write into one file, or none. Ranks that see one directory have the same one
+    of ``heads`` (``directory_heads``). Every file lists tied parameters, which DeepSpeed does on rank 0 alone. Source:
+    ``DeepSpeedEngine._configure_checkpointing``, ``_get_shared_params`` (0.19.8). Collective.
+    """
+    if live.per_param or not engine.use_node_local_storage():
+        yield
+        return
+    rank = dist.get_rank()
+    place_on_node = list(heads[:rank]).count(heads[rank])
+    chooses = getattr(engine.checkpoint_engine, "is_data_parallel_writer", None)
+    writes = bool(chooses(place_on_node)) if chooses is not None else place_on_node == 0
+    tied = broadcast(all_or_raise(engine._get_shared_params))
+    with patched(engine, save_non_zero_checkpoint=writes, _get_shared_params=lambda: tied):
+        yield

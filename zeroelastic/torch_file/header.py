@@ -16,6 +16,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Protocol
 
@@ -301,12 +302,28 @@ def _not_zip(path: FilePath, start: bytes, size: int) -> CheckpointError:
 
 
 def walk_refs(tree: object) -> Iterator[TensorRef]:
-    """Every TensorRef in an unpickled tree of containers, in order of appearance."""
-    if isinstance(tree, TensorRef):
-        yield tree
-    elif isinstance(tree, dict):
-        for value in tree.values():
-            yield from walk_refs(value)
-    elif isinstance(tree, (list, tuple, set)):
-        for value in tree:
-            yield from walk_refs(value)
+    """Every TensorRef in an unpickled tree, in order of appearance; what stand-ins of unknown objects hold, too.
+
+    Each container is walked once: user objects may hold themselves, and nest as deeply as they like.
+    """
+    walked: set[int] = set()
+    pending: list[Iterator[object]] = [iter((tree,))]
+    while pending:
+        for value in pending[-1]:
+            if isinstance(value, TensorRef):
+                yield value
+            elif isinstance(value, (dict, list, tuple, set, frozenset, Stub)) and id(value) not in walked:
+                walked.add(id(value))
+                pending.append(_inside(value))
+                break
+        else:
+            pending.pop()
+
+
+def _inside(container: object) -> Iterator[object]:
+    if isinstance(container, Stub):
+        return iter((container.args, container.items, container.attributes))
+    if isinstance(container, dict):
+        return chain.from_iterable(container.items())
+    assert isinstance(container, Iterable)
+    return iter(container)

@@ -154,7 +154,15 @@ def test_damage_is_noticed_and_the_tag_before_is_taken(rank_pool: RankPool, tmp_
         assert "global_step1" in outcome.report.path
 
 
-def log_of_building(job: Job) -> list[str]:
+def log_of_building_with_muon(job: Job, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    make = training.build_optimizer
+
+    def with_muon(*args: Any) -> torch.optim.Optimizer:
+        optimizer = make(*args)
+        optimizer.param_groups[0]["use_muon"] = True
+        return optimizer
+
+    monkeypatch.setattr(training, "build_optimizer", with_muon)
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
@@ -168,8 +176,12 @@ def log_of_building(job: Job) -> list[str]:
     return lines
 
 
+def log_of_building(job: Job) -> list[str]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        return log_of_building_with_muon(job, monkeypatch)
+
+
 def test_a_run_that_is_left_to_deepspeed_is_named_once(rank_pool: RankPool) -> None:
-    job = Run(2, 2).job(Job(elastic=False, config={"checkpoint": {"use_node_local_storage": True}}))
-    first, second = rank_pool.run(log_of_building, 2, job, timeout=LIMIT_S)
-    assert [line for line in first if "left to DeepSpeed" in line and "use_node_local_storage" in line] == first
+    first, second = rank_pool.run(log_of_building, 2, Run(2, 2).job(Job(elastic=False)), timeout=LIMIT_S)
+    assert [line for line in first if "left to DeepSpeed" in line and "Muon" in line] == first
     assert len(first) == 1 and second == []

@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,10 @@ import io_counts
 import pytest
 import torch
 import torch.distributed as dist
-from nodes import MOUNTS_NEED, Nodes, can_mount, on_nodes
+from nodes import MOUNTS_NEED, NodeRun, Nodes, can_mount, on_nodes
 from saves import Saved, check_resumed
 from sliced_model import use_sliced
-from training import Job, Outcome, attempt, build_engine, look, resume, train_and_save, train_step
+from training import Job, Outcome, attempt, build_engine, look, train_and_save, train_step
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME
 from zeroelastic.checkpoint.optimizer_reader import open_shard
@@ -45,55 +44,22 @@ def mounts() -> None:
         pytest.skip(MOUNTS_NEED)
 
 
-class Run:
-    """A save over nodes, its nodes, and what the run looked like."""
-
-    def __init__(
-        self,
-        root: Path,
-        pool: RankPool,
-        job: Job,
-        placed: tuple[int, ...],
-        save: Callable[[Job, str], Outcome] = train_and_save,
-    ) -> None:
-        self.nodes, self.pool, self.job = Nodes(root), pool, job
-        self.outcome: Outcome = self.call(placed, save, job, self.nodes.path)[0]
-
-    def call(self, placed: tuple[int, ...], function: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
-        return self.pool.run(on_nodes, len(placed), self.nodes, placed, function, *args, timeout=120, **options)
-
-    def resume(self, placed: tuple[int, ...], **changes: Any) -> list[Outcome]:
-        return self.call(placed, resume, self.job.other(installed=True, **changes), self.nodes.path)
-
-    def tag(self, node: int) -> Path:
-        return next(self.nodes.disk(node).glob("global_step*"))
-
-    def copy(self, root: Path) -> Run:
-        """The same disks elsewhere, to be damaged."""
-        made = Run.__new__(Run)
-        made.pool, made.job, made.outcome = self.pool, self.job, self.outcome
-        shutil.copytree(self.nodes.root, root, dirs_exist_ok=True)
-        shutil.rmtree(root / "disk")
-        made.nodes = Nodes(root)
-        return made
-
-
 @pytest.fixture(scope="module")
-def run(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
+def run(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., NodeRun]:
     """A save of 4 ranks, on nodes 0 and 1 if nothing else is said; made once for each job and placement."""
-    made: dict[str, Run] = {}
+    made: dict[str, NodeRun] = {}
 
-    def get(job: Job, placed: tuple[int, ...] = (0, 0, 1, 1)) -> Run:
+    def get(job: Job, placed: tuple[int, ...] = (0, 0, 1, 1)) -> NodeRun:
         key = f"{job}{placed}"
         if key not in made:
-            made[key] = Run(tmp_path_factory.mktemp("nodes"), rank_pool, job, placed)
+            made[key] = NodeRun(tmp_path_factory.mktemp("nodes"), rank_pool, job, placed)
         return made[key]
 
     return get
 
 
 @support(SECTION, "`use_node_local_storage`, saves on disks that differ", "exact", "with a commit record each")
-def test_every_node_has_the_same_record_and_latest(run: Callable[..., Run]) -> None:
+def test_every_node_has_the_same_record_and_latest(run: Callable[..., NodeRun]) -> None:
     for job in (ELASTIC, RIGID):
         saved = run(job)
         records = [(saved.tag(node) / RECORD_NAME).read_bytes() for node in (0, 1)]
@@ -111,7 +77,7 @@ def test_every_node_has_the_same_record_and_latest(run: Callable[..., Run]) -> N
 
 @support(SECTION, "node-local disks, more and fewer ranks, on nodes old and new", "exact", "stock saves too")
 @pytest.mark.parametrize("job", [ELASTIC, RIGID, STOCK], ids=["elastic", "rigid", "stock"])
-def test_shards_of_other_nodes_are_resumed(run: Callable[..., Run], job: Job) -> None:
+def test_shards_of_other_nodes_are_resumed(run: Callable[..., NodeRun], job: Job) -> None:
     saved = run(job)
     for placed in PLACED[0 if job is ELASTIC else 1 if job is STOCK else 2 :]:
         outcomes = saved.resume(placed)
@@ -123,7 +89,7 @@ def test_shards_of_other_nodes_are_resumed(run: Callable[..., Run], job: Job) ->
         assert any("did not see all files" in note for note in report.notes)
 
 
-def test_one_node_serves_all_new_ones(run: Callable[..., Run]) -> None:
+def test_one_node_serves_all_new_ones(run: Callable[..., NodeRun]) -> None:
     saved = run(ELASTIC, (0, 0, 0, 0))
     outcomes = saved.resume((1, 2, 0))
     check_resumed(Saved(str(saved.nodes.disk(0)), saved.outcome), outcomes, ELASTIC)
@@ -145,7 +111,7 @@ def test_tensor_parallel_ranks_read_for_each_other(rank_pool: RankPool, tmp_path
         assert outcome.report.root_matches and outcome.report.bytes_sent > 0
 
 
-def test_a_directory_that_all_see_is_loaded_as_ever(run: Callable[..., Run]) -> None:
+def test_a_directory_that_all_see_is_loaded_as_ever(run: Callable[..., NodeRun]) -> None:
     saved = run(ELASTIC, (0, 0, 0, 0))
     report = saved.resume((0, 0, 0))[0].report
     assert report.root_matches and report.bytes_sent == report.bytes_received == 0
@@ -159,7 +125,7 @@ def resume_in_fp32(job: Job, directory: str) -> tuple[Any, Any]:
     return engine.zeroelastic_report, look(engine)[0]
 
 
-def test_what_is_cast_on_the_way_is_verified_as_read(run: Callable[..., Run]) -> None:
+def test_what_is_cast_on_the_way_is_verified_as_read(run: Callable[..., NodeRun]) -> None:
     """Frozen parameters are bf16 in the save and fp32 in the run."""
     saved = run(ELASTIC)
     for report, _ in saved.call((2, 0, 1), resume_in_fp32, saved.job.other(precision="fp32"), saved.nodes.path):
@@ -168,7 +134,7 @@ def test_what_is_cast_on_the_way_is_verified_as_read(run: Callable[..., Run]) ->
 
 
 @support(SECTION, "node-local shards that no node has any more", "refused", "`elastic.resume` takes an older tag")
-def test_shards_that_no_node_has_are_named(run: Callable[..., Run]) -> None:
+def test_shards_that_no_node_has_are_named(run: Callable[..., NodeRun]) -> None:
     for job, placed in ((ELASTIC, (0, 0, 2)), (STOCK, (2, 0))):
         saved = run(job)
         errors = saved.call(placed, attempt, job.other(installed=True), saved.nodes.path)
@@ -198,7 +164,7 @@ def go_on_and_save(job: Job, directory: str) -> Any:
 
 
 @pytest.fixture(scope="module")
-def two_tags(run: Callable[..., Run], tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Any]:
+def two_tags(run: Callable[..., NodeRun], tmp_path_factory: pytest.TempPathFactory) -> tuple[NodeRun, Any]:
     """global_step3 by 4 ranks of node 0 alone, global_step5 by 4 ranks of nodes 0 and 1. Node 2 was away since."""
     saved = run(ELASTIC, (0, 0, 0, 0)).copy(tmp_path_factory.mktemp("two") / "run")
     shutil.copytree(saved.nodes.disk(0), saved.nodes.disk(2), dirs_exist_ok=True)
@@ -206,7 +172,7 @@ def two_tags(run: Callable[..., Run], tmp_path_factory: pytest.TempPathFactory) 
     return saved, newer
 
 
-def test_resume_takes_the_newest_tag_that_the_nodes_have_together(two_tags: tuple[Run, Any]) -> None:
+def test_resume_takes_the_newest_tag_that_the_nodes_have_together(two_tags: tuple[NodeRun, Any]) -> None:
     saved, newer = two_tags
     older = saved.outcome.state
     for placed, tag, state in (
@@ -226,14 +192,14 @@ def test_resume_takes_the_newest_tag_that_the_nodes_have_together(two_tags: tupl
         saved.call((1, 3), resume_newest, ELASTIC.other(), saved.nodes.path)
 
 
-def test_an_old_latest_on_one_node_does_not_win(two_tags: tuple[Run, Any]) -> None:
+def test_an_old_latest_on_one_node_does_not_win(two_tags: tuple[NodeRun, Any]) -> None:
     saved, newer = two_tags
     assert (saved.nodes.disk(2) / "latest").read_text() == "global_step3"
     for outcome in saved.resume((2, 1, 0)):
         assert compare_states(newer, outcome.state) == []
 
 
-def test_files_beside_another_record_are_not_seen(two_tags: tuple[Run, Any], tmp_path: Path) -> None:
+def test_files_beside_another_record_are_not_seen(two_tags: tuple[NodeRun, Any], tmp_path: Path) -> None:
     """Node 2 has a tag of the same name from before it was saved again: its files are of the same size."""
     saved, newer = two_tags
     saved = saved.copy(tmp_path / "run")
@@ -254,7 +220,7 @@ def failed(job: Job, directory: str) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("kind", ["payload", "header", "truncated"])
-def test_damage_on_one_node_is_named_on_every_rank(run: Callable[..., Run], tmp_path: Path, kind: str) -> None:
+def test_damage_on_one_node_is_named_on_every_rank(run: Callable[..., NodeRun], tmp_path: Path, kind: str) -> None:
     saved = run(ELASTIC).copy(tmp_path / "run")
     path = next(saved.tag(1).glob("*zero_pp_rank_2_*optim_states.pt"))
     data = bytearray(path.read_bytes())
@@ -272,16 +238,18 @@ def test_damage_on_one_node_is_named_on_every_rank(run: Callable[..., Run], tmp_
     assert path.name in errors[0][1]
 
 
-@pytest.mark.parametrize("executor", ["numpy", "auto"])
-def test_each_byte_is_read_once_and_memory_is_bounded(rank_pool: RankPool, tmp_path: Path, executor: str) -> None:
+@pytest.mark.parametrize(("executor", "stage"), [("numpy", 3), ("auto", 3), ("numpy", 2)])
+def test_each_byte_is_read_once_and_memory_is_bounded(
+    rank_pool: RankPool, tmp_path: Path, executor: str, stage: int
+) -> None:
     """As the ranks report it; of Python's own reads as they are counted; and as the kernel counts memory."""
     nodes = Nodes(tmp_path)
-    rank_pool.run(on_nodes, 4, nodes, (0, 0, 1, 1), save_large, nodes.path)
+    rank_pool.run(on_nodes, 4, nodes, (0, 0, 1, 1), save_large, nodes.path, stage)
     state = io_counts.state_bytes(nodes.disk(0))
-    # Which module states files go from node to node: DeepSpeed reads all of them but frozen parameters.
+    # Which module states files go from node to node: DeepSpeed reads all of them but parameters.
     for placed, sent in (((2, 0, 1), (0,)), ((2, 1, 3, 0, 0, 3), (0, 1, 2, 3))):
-        modules = sum(module_bytes(nodes, rank) for rank in sent)
-        found = rank_pool.run(on_nodes, len(placed), nodes, placed, load_large, nodes.path, executor)
+        modules = sum(module_bytes(nodes, rank) for rank in sent) if stage == 3 else whole_module_bytes(nodes)
+        found = rank_pool.run(on_nodes, len(placed), nodes, placed, load_large, nodes.path, executor, stage)
         report = found[0][0]
         assert report.root_matches
         assert report.total_bytes_read == state, "all ranks together read the state once"
@@ -302,12 +270,18 @@ def module_bytes(nodes: Nodes, rank: int) -> int:
     return path.stat().st_size - sum(fragment.numel() * fragment.element_size() for fragment in fragments.values())
 
 
-def save_large(directory: str) -> None:
+def whole_module_bytes(nodes: Nodes) -> int:
+    """Bytes of a node's file of the whole module that are no parameter, from the file itself."""
+    path = next(nodes.disk(0).glob("global_step*/mp_rank_00_model_states.pt"))
+    params = torch.load(path, weights_only=False)["module"]
+    return path.stat().st_size - sum(param.numel() * param.element_size() for param in params.values())
+
+
+def save_large(directory: str, stage: int) -> None:
     import deepspeed
 
     deepspeed.init_distributed()
-    build = io_counts.build
-    engine = build(True, True)
+    engine = io_counts.build(True, True, stage=stage)
     use_node_local(engine)
     data = torch.ones(12 // torch.distributed.get_world_size(), io_counts.WIDTH, dtype=torch.bfloat16)
     engine.backward(engine(data).float().pow(2).mean())
@@ -319,12 +293,12 @@ def use_node_local(engine: Any) -> None:
     engine._config.use_node_local_storage = True
 
 
-def load_large(directory: str, executor: str) -> tuple[Any, int, int]:
+def load_large(directory: str, executor: str, stage: int) -> tuple[Any, int, int]:
     """The report, bytes of payload that the numpy engine read, and growth of memory."""
     from zeroelastic.deepspeed.node_local import all_to_all
     from zeroelastic.executors import numpy_executor
 
-    engine = io_counts.build(True, True, executor)
+    engine = io_counts.build(True, True, executor, stage)
     if executor == "numpy":
         all_to_all.ROUND_BYTES, all_to_all._LEAST_BYTES = 1 << 18, 1 << 17  # many rounds, two peers in each
     engine.load_checkpoint(directory)
@@ -357,7 +331,7 @@ def train_on_and_save(job: Job, directory: str) -> Outcome:
 @support(SECTION, '`use_node_local_storage` with `"async_save"`', "exact")
 def test_shards_written_in_the_background_are_resumed_on_other_nodes(rank_pool: RankPool, tmp_path: Path) -> None:
     job = Job(config=NODE_LOCAL, options={"async_save": True})
-    saved = Run(tmp_path, rank_pool, job, (0, 0, 1, 1), train_on_and_save)
+    saved = NodeRun(tmp_path, rank_pool, job, (0, 0, 1, 1), train_on_and_save)
     records = [(saved.tag(node) / RECORD_NAME).read_bytes() for node in (0, 1)]
     assert records[0] == records[1] and len(json.loads(records[0])["files"]) == 8
     outcomes = saved.resume((1, 0, 2))
@@ -365,7 +339,7 @@ def test_shards_written_in_the_background_are_resumed_on_other_nodes(rank_pool: 
     assert outcomes[0].report.root_matches and outcomes[0].report.bytes_sent > 0
 
 
-def test_a_save_at_the_new_size_on_other_nodes_has_the_same_root(run: Callable[..., Run], tmp_path: Path) -> None:
+def test_a_save_at_the_new_size_on_other_nodes_has_the_same_root(run: Callable[..., NodeRun], tmp_path: Path) -> None:
     saved = run(ELASTIC).copy(tmp_path / "run")
     saved.call((2, 0, 1), load_and_save, ELASTIC.other(), saved.nodes.path, "again")
     tags = [saved.tag(0), *(saved.nodes.disk(node) / "again" for node in (0, 1, 2))]
@@ -397,28 +371,3 @@ def test_a_node_that_cannot_write_fails_the_save_on_all(rank_pool: RankPool, tmp
     left = {path.name for path in nodes.disk(0).iterdir()}
     assert left <= {"zero_to_fp32.py", "zero_to_torch.py"}, "nothing is left of the other node's part"
     assert [path.name for path in nodes.disk(1).iterdir()] == ["blocked"]
-
-
-@support(SECTION, "`use_node_local_storage` at stages 1 and 2", "exact", "left to DeepSpeed, at the same size")
-def test_runs_at_stage_2_are_left_to_deepspeed(rank_pool: RankPool, tmp_path: Path) -> None:
-    job = replace(RIGID, stage=2)
-    run = Run(tmp_path, rank_pool, job, (0, 0, 1))
-    for outcome in run.call((0, 0, 1), resume, job.other(), run.nodes.path, tag="global_step3"):
-        assert compare_states(run.outcome.state, outcome.state) == []
-        assert outcome.report is None
-    assert not list(tmp_path.rglob(RECORD_NAME))
-
-
-@support(SECTION, "files of stages 1 and 2 that only some nodes have", "refused", "on every rank, naming the ranks")
-@pytest.mark.parametrize("stage", [2, 3])
-def test_files_of_stage_2_that_a_node_lacks_are_the_same_error_on_every_rank(
-    rank_pool: RankPool, tmp_path: Path, stage: int
-) -> None:
-    nodes, job = Nodes(tmp_path), Job(stage=2)
-    rank_pool.run(train_and_save, 2, job, str(nodes.disk(0)))
-    shutil.copytree(nodes.disk(0), nodes.disk(1), dirs_exist_ok=True)
-    next(nodes.disk(1).rglob("*rank_1_mp*optim_states.pt")).unlink()
-    resumed = replace(job.other(), stage=stage)
-    errors = rank_pool.run(on_nodes, 3, nodes, (0, 0, 1), attempt, resumed, nodes.path, timeout=120)
-    ((name, text),) = set(errors)
-    assert name == "UnsupportedError" and "ranks [2] do not see all files" in text, text

@@ -108,6 +108,7 @@ USED = (
         "_get_zero_frozen_param_attributes attr_func",
         "module_state_dict exclude_frozen_parameters",
         "_get_zero_param_shapes",
+        "_get_shared_params",
         "_get_buffer_names",
     ),
     *_seams(_STAGE3, "_swappable_optimizer_subgroup sub_group_id", "reload_states"),

@@ -116,7 +116,6 @@ class GroupSplit(LiveOptimizer):
         reasons = {
             type(optimizer).__name__: type(optimizer) not in (DeepSpeedZeroOptimizer, BF16_Optimizer),
             "a pipeline": isinstance(engine.module, PipelineModule),
-            "use_node_local_storage": engine.use_node_local_storage(),
             "tensor parallelism": getattr(optimizer, "model_parallel_group", None) is not None,
             "ZenFlow": bool(getattr(optimizer, "zenflow", False)),
             "Muon": any(group.get("use_muon") for group in groups),

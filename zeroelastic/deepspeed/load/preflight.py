@@ -6,6 +6,7 @@ import hashlib
 import math
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -26,7 +27,8 @@ from zeroelastic.core.plan import Plan, check_plan, make_plan, source_ranks
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.live.optimizers import SavedGroup, misfits
 from zeroelastic.deepspeed.load.request import LoadRequest
-from zeroelastic.deepspeed.node_local.visibility import FileVisibility, gather_visibility, open_with_peers
+from zeroelastic.deepspeed.node_local.peer_checkpoint import open_with_peers
+from zeroelastic.deepspeed.node_local.visibility import FileVisibility, gather_visibility
 from zeroelastic.distributed.collective import all_gather, all_or_raise
 from zeroelastic.errors import CheckpointError, LayoutMismatchError, StrictError, UnsupportedError
 from zeroelastic.executors.dispatch import Executor
@@ -207,11 +209,11 @@ def _with_checksums(load_plan: LoadPlan, executor: Executor) -> LoadPlan:
     }
     for shard in shards.values():
         parts[shard.path] = (shard.size, [extents.offset for extents in shard.extents.values()])
-    nbytes = sum(
-        check_archive(path, size, digested=np.concatenate(places), executor=executor)
-        for path, (size, places) in parts.items()
-        if path.name not in checkpoint.remote_files
-    )
+    nbytes = 0
+    for path, (size, places) in parts.items():
+        if path.name not in checkpoint.remote_files:
+            with nullcontext() if visibility is None else visibility.named_in_errors(path):
+                nbytes += check_archive(path, size, digested=np.concatenate(places), executor=executor)
     return replace(load_plan, checked_bytes=nbytes)
 
 

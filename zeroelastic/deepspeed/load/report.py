@@ -61,6 +61,7 @@ def load_report(
             f"node-local disks: {count(len(partial), 'rank')} of {len(costs)} ({some(map(str, partial), 8)}) did not "
             "see all files, and had them read and sent by ranks that did"
         )
+        texts += _module_notes(load_plan)
     exact, rederived, reset = _inventory(engine, live, load_plan, restored.loaded[1], weights_only=request.weights_only)
     if checkpoint.stale_files:
         texts.append(f"ignored {len(checkpoint.stale_files)} files of an older save in this directory")
@@ -104,6 +105,28 @@ def log_report(logger: logging.Logger, report: ResumeReport, notes: Sequence[Not
     else:
         line, _, details = report.text().partition("\n")
         notice(logger, line, details=f"\n{details}")
+
+
+def _module_notes(load_plan: LoadPlan) -> list[str]:
+    """Notes about whose file of the whole module each rank took, where every node of the save has its own. Collective.
+
+    The nodes of a save at stage 1 or 2 each write one, with buffers and client state of their own.
+    """
+    model, checkpoint = load_plan.model, load_plan.checkpoint
+    taken = all_gather((model.directory, model.path.name in checkpoint.remote_files))
+    if not checkpoint.whole_model:
+        return []
+    notes: list[str] = []
+    if len({directory for directory, _ in taken}) > 1:
+        notes.append(
+            f"{model.path.name} differs between the nodes: each rank took buffers and client state from its own node's"
+        )
+    if without := [str(rank) for rank, (_, is_remote) in enumerate(taken) if is_remote]:
+        notes.append(
+            f"no {model.path.name} of this save on the nodes of {count(len(without), 'rank')} ({some(without, 8)}): "
+            "buffers and client state are another node's there"
+        )
+    return notes
 
 
 def _has_hyper_parameters(load_plan: LoadPlan) -> bool:

@@ -114,7 +114,8 @@ def _has_rigid_files(tag_dir: Path, rank: int, world_size: int, tp: TensorParall
     except UnsupportedError:
         return saved_sizes(tag_dir) == (world_size, tp.size)
     except OldFormatError:
-        return len(rank_files(tag_dir, file_sizes(tag_dir))[1]) == world_size
+        optim = rank_files(tag_dir, file_sizes(tag_dir)).optim
+        return len(optim) == world_size or (node_local and rank in optim)
     except MissingFileError:
         return node_local and _has_own_rigid_files(tag_dir, rank, world_size)
     except CheckpointError:  # of a layout that is not covered: only the sizes count
@@ -122,18 +123,22 @@ def _has_rigid_files(tag_dir: Path, rank: int, world_size: int, tp: TensorParall
 
 
 def _has_own_rigid_files(tag_dir: Path, rank: int, world_size: int) -> bool:
-    """Whether this rank's two files are here, and are a rigid checkpoint's of this many ranks."""
+    """Whether this rank's two files, of which one may be its node's, are a rigid checkpoint's of this many ranks."""
     try:
         files = rank_files(tag_dir, file_sizes(tag_dir))
-        if rank not in files.optim or rank not in files.models:
+        own = 0 if files.whole_model else rank
+        if rank not in files.optim or own not in files.models:
             return False
-        if open_model_states(tag_dir / files.models[rank], rank, world_size=None).world_size != world_size:
+        if open_model_states(tag_dir / files.models[own], own, world_size=None).world_size != world_size:
             return False
         root = read_torch_file(tag_dir / files.optim[rank]).root
     except CheckpointError:
         return False
     state = root.get("optimizer_state_dict") if isinstance(root, dict) else None
-    return isinstance(state, dict) and "base_optimizer_state" not in state
+    if not isinstance(state, dict):
+        return False
+    base = state.get("base_optimizer_state")
+    return isinstance(base, dict) and "param_groups" in base if files.whole_model else base is None
 
 
 def _fits(engine: Engine, live: LiveOptimizer, tag_dir: Path, request: LoadRequest, *, damaged: bool) -> bool:
@@ -157,7 +162,11 @@ def _files_fit(engine: Engine, live: LiveOptimizer, tag_dir: Path, request: Load
             files[file.kind, file.rank] = name
     size = live.layout.world_size
     models = [("model", rank) for rank in range(size)] if live.per_param else [("whole_model", 0)]
-    if RECORD_NAME in names or files.keys() != {*models, *(("optimizer", rank) for rank in range(size))}:
+    everything = {*models, *(("optimizer", rank) for rank in range(size))}
+    all_here = files.keys() == everything
+    own = {models[live.rank if live.per_param else 0], ("optimizer", live.rank)}
+    enough_here = engine.use_node_local_storage() and own <= files.keys() <= everything
+    if RECORD_NAME in names or not (all_here or enough_here):
         return False
     model = read_torch_file(tag_dir / files[models[live.rank if live.per_param else 0]], foreign="inert").root
     sizes = (size, live.tp.size)
@@ -169,7 +178,7 @@ def _files_fit(engine: Engine, live: LiveOptimizer, tag_dir: Path, request: Load
         return False
     if not request.load_optimizer_states and live.per_param:  # DeepSpeed then merges what `latest` names
         latest = tag_dir.parent / "latest"
-        return latest.is_file() and latest.read_text().strip() == tag_dir.name
+        return all_here and latest.is_file() and latest.read_text().strip() == tag_dir.name
     root = read_torch_file(tag_dir / files["optimizer", live.rank]).root
     return live.takes_stock_state(root.get("optimizer_state_dict") if isinstance(root, dict) else None)
 

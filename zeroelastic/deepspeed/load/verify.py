@@ -263,9 +263,10 @@ def _damaged_files(wrong: Sequence[Stream], checkpoint: Checkpoint, visibility: 
             for path in checkpoint.model_files
             if visibility is None or visibility.reader(path.name) == visibility.rank
         ]
-        holders |= {path.name for path in models}
+        labels = {path: path.name if visibility is None else visibility.label(path.name) for path in models}
+        holders |= set(labels.values())
         sizes = file_sizes(checkpoint.tag_dir)
-        bad |= {path.name for path in models if _contradicts_itself(path, sizes.get(path.name, 0))}
+        bad |= {labels[path] for path in models if _contradicts_itself(path, sizes.get(path.name, 0))}
     if bad:
         return _Damage(tuple(sorted(bad)), f"Damaged: {', '.join(sorted(bad))}.")
     if not holders:

@@ -1,1 +1,3 @@
-"""Checkpoints on disks of the nodes: ``visibility`` says who sees which file, ``payload`` moves what others need."""
+"""Checkpoints on disks of the nodes: ``visibility`` says who sees which file, ``peer_checkpoint`` opens them as one
+checkpoint, ``payload`` moves what others need.
+"""

@@ -40,7 +40,6 @@ from zeroelastic.executors.dispatch import (
     sum_segments,
 )
 from zeroelastic.io.paths import FilePath
-from zeroelastic.torch_file.header import DTYPE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +225,7 @@ def module_file(
     """Where a rank reads its module states file, and what it cost to get it there. Collective.
 
     That is the file itself for a rank that sees it. Others have the bytes that DeepSpeed reads in memory, which is all
-    but frozen parameters, under a name that lasts as long as the context.
+    but parameters, under a name that lasts as long as the context.
     """
     if visibility is None:
         yield _local(model), RelayCost()
@@ -234,7 +233,7 @@ def module_file(
     is_remote = model.path.name in visibility.remote_files
     held = os.memfd_create(model.path.name, os.MFD_CLOEXEC) if is_remote else -1
     try:
-        ranges = _without_frozen(model) if is_remote else []
+        ranges = _without_params(model) if is_remote else []
         number, reader = visibility.names.index(model.path.name), visibility.reader(model.path.name)
         rows = np.array([(number, begin, end - begin) for begin, end in ranges], dtype=np.int64).reshape(-1, 3)
 
@@ -257,19 +256,12 @@ def _local(model: ModelStates) -> str:
     return os.fspath(model.path)
 
 
-def _without_frozen(model: ModelStates) -> list[tuple[int, int]]:
-    """The ranges (begin, end) of a module states file that are not payload of frozen parameters."""
-    if model.frozen is None or model.frozen_extents is None:
-        return [(0, model.size)]
-    offset, part = model.frozen_extents.offset, model.frozen.part
-    held = sorted(
-        (int(offset[i]), int(offset[i] + part[i] * DTYPE_BYTES[model.frozen_extents.dtype[i]]))
-        for i in np.flatnonzero(offset >= 0).tolist()
-    )
+def _without_params(model: ModelStates) -> list[tuple[int, int]]:
+    """The ranges (begin, end) of a module states file that are not payload of parameters alone."""
     ranges: list[tuple[int, int]] = []
     at = 0
-    for begin, end in held:
+    for begin, nbytes in model.params_alone:
         if begin > at:
             ranges.append((at, begin))
-        at = max(at, end)
+        at = max(at, begin + nbytes)
     return [*ranges, (at, model.size)] if at < model.size else ranges

@@ -2,31 +2,31 @@
 
 Ranks that see the same files are interchangeable; a rank that sees none can still load what others see. The ranks first
 agree on one commit record: files on a node beside another record belong to another save, and are ignored.
+
+At stages 1 and 2 every node of a save writes a ``mp_rank_XX_model_states.pt`` of its own, with the same weights and its
+own buffers and client state, and its commit record states the size and the digest of that one. A rank takes the file of
+its node; where there is none, that of the node with the optimizer file of saved rank 0.
 """
 
 from __future__ import annotations
 
 import os
-import pickle
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import torch.distributed as dist
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, CommitRecord, read_record
-from zeroelastic.checkpoint.file_names import is_rank_file, parse_rank_file
+from zeroelastic.checkpoint.file_names import WHOLE_MODEL_FILE, is_rank_file, parse_rank_file
 from zeroelastic.checkpoint.model_states import open_model_states
-from zeroelastic.checkpoint.open import Checkpoint, Listing, open_checkpoint, rank_files
+from zeroelastic.checkpoint.open import Listing, rank_files
 from zeroelastic.checkpoint.tensor_parallel import TensorParallel
-from zeroelastic.core.plan import source_ranks
-from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
-from zeroelastic.deepspeed.node_local.all_to_all import all_to_all_bytes
-from zeroelastic.deepspeed.node_local.headers import Ranges, ReceivedFile, RecordedFile
 from zeroelastic.distributed.collective import all_gather, all_or_raise, broadcast
-from zeroelastic.errors import CheckpointError, MissingFileError, UnsupportedError
+from zeroelastic.errors import CheckpointError, MissingFileError, rank_list
+from zeroelastic.io.paths import FilePath
 from zeroelastic.io.storage import file_sizes
 
 
@@ -34,9 +34,10 @@ from zeroelastic.io.storage import file_sizes
 class FileVisibility:
     """The files of a tag over all ranks: their ``sizes``, and the ranks that see each, ascending.
 
-    The same on every rank, but for ``rank`` and ``record_bytes``, which is what this rank read of a commit record.
-    ``readers_of`` has the files of one save: those of ``record``, or all of them without a record. ``world_size`` is
-    the saved one.
+    The same on every rank, but for ``rank``, for ``record_bytes``, which is what this rank read of a commit record, and
+    for what is said of files of the whole module: there ``sizes``, ``readers_of`` and ``record`` are of the file that
+    this rank takes. ``readers_of`` has the files of one save: those of ``record``, or all of them without a record.
+    ``world_size`` is the saved one. ``partial_ranks`` are the ranks that do not see all files.
     """
 
     tag_dir: Path
@@ -46,6 +47,7 @@ class FileVisibility:
     record: CommitRecord | None
     world_size: int
     record_bytes: int
+    partial_ranks: tuple[int, ...]
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -62,23 +64,50 @@ class FileVisibility:
         """The files that others see and this rank does not."""
         return frozenset(name for name, ranks in self.readers_of.items() if self.rank not in ranks)
 
-    @property
-    def partial_ranks(self) -> tuple[int, ...]:
-        """The ranks that do not see all files."""
-        everybody = set(range(dist.get_world_size()))
-        return tuple(sorted(set().union(*(everybody - set(ranks) for ranks in self.readers_of.values()))))
-
     def reader(self, name: str, requester: int = 0) -> int:
         """The rank that reads a file for others; ``requester`` spreads requests over all ranks that see the file."""
         ranks, file = self.readers_of[name], parse_rank_file(name)
         return ranks[(requester + (file.rank if file is not None else 0)) % len(ranks)]
 
+    def label(self, name: str) -> str:
+        """A file's name, with the ranks that see it where other nodes have other files of that name."""
+        return f"{name} (of {rank_list(self.readers_of[name])})" if _is_whole_module(name) else name
+
+    @contextmanager
+    def named_in_errors(self, path: FilePath) -> Iterator[None]:
+        """Errors of reading a file say which it is, where the nodes have different ones under its name."""
+        try:
+            yield
+        except CheckpointError as error:
+            if not _is_whole_module(path.name):
+                raise
+            raise type(error)(f"{error} It is the {self.label(path.name)}.") from error
+
+
+class _Version(NamedTuple):
+    """What a commit record states of one node's file of the whole module: its size, and its zip directory's digest."""
+
+    size: int
+    directory: str | None
+
 
 class _LocalSave(NamedTuple):
-    """What one rank knows of the save: which record is beside its files, or the world size that headers state."""
+    """What one rank knows of the save: which record is beside its files, or the world size that headers state.
+
+    ``modules`` is what the record states of files of the whole module.
+    """
 
     save: str | None
     world_size: int | None
+    modules: Mapping[str, _Version]
+
+
+class _Place(NamedTuple):
+    """Of one file: its size, the ranks that see what this rank takes, and all ranks that see one of the save."""
+
+    size: int
+    readers: tuple[int, ...]
+    holders: tuple[int, ...]
 
 
 def gather_visibility(
@@ -107,24 +136,23 @@ def gather_visibility(
 
     def read() -> tuple[CommitRecord | None, _LocalSave]:
         record = read_record(tag_dir) if RECORD_NAME in files[rank] else None
-        return record, _LocalSave(_save_of(record), _stated_size(tag_dir, files[rank], dp_rank, tp))
+        stated = _stated_size(tag_dir, files[rank], dp_rank, tp)
+        return record, _LocalSave(_save_of(record), stated, _modules_of(record))
 
     record, local = all_or_raise(read)
     locals_ = all_gather(local)
-    saves = [known.save for known in locals_]
-    first = {save: other for other, save in reversed(list(enumerate(saves))) if save is not None}
-    sent = all_gather(record if rank in first.values() else None)
-    records = {save: sent[other] for save, other in first.items()}
+    leads = {save: _lead(save, files, locals_) for save, _, _ in locals_ if save is not None}
+    sent = all_gather(record if rank in leads.values() else None)
     record_bytes = files[rank][RECORD_NAME] if record is not None else 0
     found = [
         (not _missing(visibility), record.global_steps, visibility)
-        for save, record in sorted(records.items())
-        if record is not None
-        for visibility in [_visibility_of_record(tag_dir, record, save, files, saves, record_bytes)]
+        for save, lead in sorted(leads.items())
+        if (record := sent[lead]) is not None
+        for visibility in [_visibility_of_record(tag_dir, record, save, lead, files, locals_, record_bytes)]
     ]
     if found:
         return sizes, max(found, key=lambda one: one[:2])[2]
-    return sizes, _visibility_without_record(tag_dir, files, [known.world_size for known in locals_])
+    return sizes, _visibility_without_record(tag_dir, files, listing_rank, [known.world_size for known in locals_])
 
 
 def _identity(tag_dir: Path) -> tuple[int, int, int] | None:
@@ -156,6 +184,39 @@ def _save_of(record: CommitRecord | None) -> str | None:
     return None if record is None else record.save_id + record.content_root
 
 
+def _modules_of(record: CommitRecord | None) -> dict[str, _Version]:
+    files = record.files if record is not None else {}
+    directories = record.directories if record is not None else {}
+    return {name: _Version(size, directories.get(name)) for name, size in files.items() if _is_whole_module(name)}
+
+
+def _is_whole_module(name: str) -> bool:
+    return WHOLE_MODEL_FILE.match(name) is not None
+
+
+def _lead(save: str, files: Sequence[Mapping[str, int]], locals_: Sequence[_LocalSave]) -> int:
+    """The rank whose record counts, and whose files of the whole module ranks take that see none."""
+    having = [rank for rank, known in enumerate(locals_) if known.save == save]
+    if not locals_[having[0]].modules:
+        return having[0]
+    whole = [
+        rank
+        for rank in having
+        if all(files[rank].get(name) == version.size for name, version in locals_[rank].modules.items())
+    ]
+    return _first_with_rank_0(whole or having, files)
+
+
+def _first_with_rank_0(ranks: Sequence[int], files: Sequence[Mapping[str, int]]) -> int:
+    """The first of some ranks that sees the optimizer file of saved rank 0, or else the first of them."""
+
+    def sees(rank: int) -> bool:
+        parsed = map(parse_rank_file, files[rank])
+        return any(file is not None and file.kind == "optimizer" and file.rank == 0 for file in parsed)
+
+    return next((rank for rank in ranks if sees(rank)), ranks[0])
+
+
 def _stated_size(tag_dir: Path, seen: Mapping[str, int], dp_rank: int, tp: TensorParallel) -> int | None:
     """The world size that a model states file on this node states, where there is no record."""
     if RECORD_NAME in seen:
@@ -163,7 +224,7 @@ def _stated_size(tag_dir: Path, seen: Mapping[str, int], dp_rank: int, tp: Tenso
     ranks = {
         file.rank: name
         for name in seen
-        if (file := parse_rank_file(name)) is not None and file.kind == "model" and file.tp_rank == tp.rank
+        if (file := parse_rank_file(name)) is not None and file.kind != "optimizer" and file.tp_rank == tp.rank
     }
     if not ranks:
         return None
@@ -175,19 +236,56 @@ def _visibility_of_record(
     tag_dir: Path,
     record: CommitRecord,
     save: str,
+    lead: int,
     files: Sequence[Mapping[str, int]],
-    saves: Sequence[str | None],
+    locals_: Sequence[_LocalSave],
     record_bytes: int,
 ) -> FileVisibility:
-    """The files of one record's save; files that a rank sees beside another record are left out."""
-    sizes: dict[str, int] = {}
-    readers_of: dict[str, tuple[int, ...]] = {}
+    """The files of one save, of which ``record`` is that of rank ``lead``.
+
+    Files that a rank sees beside another record are left out.
+    """
+    rank = dist.get_rank()
+    places: dict[str, _Place] = {}
+    taken: dict[str, _Version] = {}
     for name, want in record.files.items():
-        holders = [rank for rank, other in enumerate(saves) if other in (save, None) and name in files[rank]]
-        right = [rank for rank in holders if files[rank][name] == want] or holders
+        holders = [other for other, known in enumerate(locals_) if known.save in (save, None) and name in files[other]]
+        right = [other for other in holders if files[other][name] == want] or holders
+        if _is_whole_module(name):
+            stated = {other: locals_[other].modules.get(name) for other in holders}
+            versions = {other: one for other, one in stated.items() if one and one.size == files[other][name]}
+            if versions:  # a file without a record beside it counts only where there is no other
+                own = taken[name] = versions.get(rank, versions.get(lead) or next(iter(versions.values())))
+                readers = tuple(other for other, version in versions.items() if version == own)
+                places[name] = _Place(own.size, readers, tuple(versions))
+                continue
         if right:
-            sizes[name], readers_of[name] = files[right[0]][name], tuple(right)
-    return FileVisibility(tag_dir, dist.get_rank(), sizes, readers_of, record, record.world_size, record_bytes)
+            places[name] = _Place(files[right[0]][name], tuple(right), tuple(right))
+    record = record.model_copy(
+        update={
+            "files": {**record.files, **{name: version.size for name, version in taken.items()}},
+            "directories": record.directories
+            | {name: version.directory for name, version in taken.items() if version.directory is not None},
+        }
+    )
+    return _visibility(tag_dir, places, record, record.world_size, record_bytes)
+
+
+def _visibility(
+    tag_dir: Path, places: Mapping[str, _Place], record: CommitRecord | None, world_size: int, record_bytes: int
+) -> FileVisibility:
+    everybody = set(range(dist.get_world_size()))
+    lacking = (everybody - set(place.holders) for place in places.values())
+    return FileVisibility(
+        tag_dir=tag_dir,
+        rank=dist.get_rank(),
+        sizes={name: place.size for name, place in places.items()},
+        readers_of={name: place.readers for name, place in places.items()},
+        record=record,
+        world_size=world_size,
+        record_bytes=record_bytes,
+        partial_ranks=tuple(sorted(set[int]().union(*lacking))),
+    )
 
 
 def _missing(visibility: FileVisibility) -> bool:
@@ -195,15 +293,21 @@ def _missing(visibility: FileVisibility) -> bool:
 
 
 def _visibility_without_record(
-    tag_dir: Path, files: Sequence[Mapping[str, int]], stated: Sequence[int | None]
+    tag_dir: Path, files: Sequence[Mapping[str, int]], nodes: Sequence[int], stated: Sequence[int | None]
 ) -> FileVisibility:
-    """The files of a save without a record, of which the nodes must not contradict each other."""
-    sizes: dict[str, int] = {}
-    readers_of: dict[str, tuple[int, ...]] = {}
+    """The files of a save without a record, of which the nodes must not contradict each other.
+
+    ``nodes`` are by rank, the same number for ranks that see the same directory.
+    """
+    places: dict[str, _Place] = {}
     for name in sorted(set().union(*files)):
-        holders = [rank for rank, seen in enumerate(files) if name in seen]
-        sizes[name], readers_of[name] = files[holders[0]][name], tuple(holders)
-        if len({files[rank][name] for rank in holders}) > 1:
+        holders = tuple(rank for rank, seen in enumerate(files) if name in seen)
+        readers = holders
+        if _is_whole_module(name):
+            rank = dist.get_rank() if name in files[dist.get_rank()] else _first_with_rank_0(holders, files)
+            readers = tuple(other for other in holders if nodes[other] == nodes[rank])
+        places[name] = _Place(files[readers[0]][name], readers, holders)
+        if len({files[rank][name] for rank in readers}) > 1:
             raise CheckpointError(
                 f"{tag_dir}: {name} has {' and '.join(sorted({str(files[rank][name]) for rank in holders}))} bytes, "
                 f"depending on the node (ranks {_numbers(holders)}). Files of two saves are on the nodes."
@@ -216,113 +320,10 @@ def _visibility_without_record(
             "do not belong."
         )
     if not world_sizes:
-        rank_files(tag_dir, sizes)
-        raise MissingFileError(f"{tag_dir}: no rank sees a zero_pp_rank_*_model_states.pt. It is incomplete.")
-    return FileVisibility(tag_dir, dist.get_rank(), sizes, readers_of, None, world_sizes.popitem()[0], 0)
+        rank_files(tag_dir, places)
+        raise MissingFileError(f"{tag_dir}: no rank sees a *_model_states.pt. It is incomplete.")
+    return _visibility(tag_dir, places, None, world_sizes.popitem()[0], 0)
 
 
 def _numbers(ranks: Iterable[int]) -> str:
     return ", ".join(map(str, ranks))
-
-
-@dataclass(slots=True)
-class _Headers:
-    """The headers of a checkpoint that this rank reads, for itself and for others, each once; by file name.
-
-    ``checkpoints`` are by tensor parallel rank: this rank's own, and those of which it has read a header for others.
-    """
-
-    visibility: FileVisibility
-    listing: Listing
-    tp_size: int
-    checkpoints: dict[int, Checkpoint]
-    compare_directories: bool
-    recorded: dict[str, tuple[int, Ranges]] = field(default_factory=dict)
-
-    def fetch(self, wanted: Iterable[str]) -> None:
-        """Parse the wanted headers of files that other ranks see, and send theirs to other ranks. Collective."""
-        asked: dict[int, list[str]] = {}
-        for name in wanted:
-            if name in self.listing.remote_files:
-                asked.setdefault(self.visibility.reader(name), []).append(name)
-        requests = [row.get(self.visibility.rank, []) for row in all_gather(asked)]
-        all_or_raise(partial(self.record, [name for names in requests for name in names]))
-        answers = {
-            peer: pickle.dumps([(name, *self.recorded[name]) for name in names])
-            for peer, names in enumerate(requests)
-            if names
-        }
-        arrived = all_to_all_bytes(answers)
-        all_or_raise(partial(self.take, [one for data in arrived.values() for one in pickle.loads(data)]))
-
-    def record(self, names: Iterable[str]) -> None:
-        """Read the headers, not read before, of files that this rank sees."""
-        for name in dict.fromkeys(names):
-            if name in self.recorded:
-                continue
-            file = RecordedFile(self.visibility.tag_dir / name)
-            try:
-                self.parse(name, file)
-            finally:
-                file.close()
-            self.recorded[name] = (file.size, file.ranges)
-
-    def take(self, arrived: Iterable[tuple[str, int, Ranges]]) -> None:
-        """Parse headers that others have read."""
-        for name, size, ranges in arrived:
-            self.parse(name, ReceivedFile(self.visibility.tag_dir / name, size, ranges))
-
-    def parse(self, name: str, through: RecordedFile | ReceivedFile) -> None:
-        file = parse_rank_file(name)
-        assert file is not None
-        if file.tp_rank not in self.checkpoints:
-            tp = TensorParallel(file.tp_rank, self.tp_size)
-            self.checkpoints[file.tp_rank] = open_checkpoint(
-                self.visibility.tag_dir, tp=tp, listing=self.listing, compare_directories=self.compare_directories
-            )
-        checkpoint = self.checkpoints[file.tp_rank]
-        if file.kind == "model":
-            checkpoint.model_states(file.rank, through=through)
-            return
-        model = checkpoint.model_files[file.rank].name
-        if not checkpoint.has_models and model not in self.listing.remote_files:
-            self.record([model])  # rigid optimizer files do not name their parameters
-        checkpoint.shard(file.rank, through=through)
-
-
-def open_with_peers(visibility: FileVisibility, live: LiveOptimizer, *, compare_directories: bool = True) -> Checkpoint:
-    """The checkpoint, with every header that this rank needs and does not see from one that does. Collective.
-
-    ``compare_directories`` is that of ``open_checkpoint``.
-    Raises on every rank what ``open_checkpoint`` and the parsing of headers raise on any, and UnsupportedError for a
-    checkpoint of stage 1 or 2.
-    """
-    listing = visibility.listing
-
-    def opened() -> Checkpoint:
-        found = open_checkpoint(
-            visibility.tag_dir, tp=live.tp, listing=listing, compare_directories=compare_directories
-        )
-        if found.whole_model:
-            raise UnsupportedError(
-                f"{visibility.tag_dir}: ranks {list(visibility.partial_ranks)} do not see all files of this checkpoint "
-                "of ZeRO stage 1 or 2. Loading these from disks that differ between nodes is not supported: copy all "
-                "files to every node, or to a disk that all nodes share."
-            )
-        return found
-
-    checkpoint = all_or_raise(opened)
-    headers = _Headers(visibility, listing, live.tp.size, {live.tp.rank: checkpoint}, compare_directories)
-    saved, rank = checkpoint.world_size, live.rank
-    own = rank if rank < saved else 0
-    own_file = checkpoint.model_files[own].name
-    all_or_raise(partial(headers.record, [own_file] if own_file not in listing.remote_files else []))
-    headers.fetch([own_file])
-    numels = [*live.layout.numel.tolist(), *live.frozen.numel.tolist()]
-    needed = {min(rank, saved - 1)}
-    needed.update(source_ranks(numels, saved_world_size=saved, world_size=live.layout.world_size, rank=rank))
-    wanted = [checkpoint.optim_files[source].name for source in sorted(needed)]
-    if checkpoint.model_states(own).frozen is not None:
-        wanted += [checkpoint.model_files[source].name for source in sorted(needed - {own})]
-    headers.fetch(wanted)
-    return checkpoint

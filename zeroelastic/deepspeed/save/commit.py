@@ -179,6 +179,8 @@ def _write_record(save: PendingCommit, written: Sequence[_Written], committed_at
     unreadable = next((each.unreadable for each in written if each.unreadable is not None), None)
     if unreadable is not None and dist.get_rank() == 0:
         logger.warning("%s: saved without a commit record, only DeepSpeed loads it: %s", save.tag_dir, unreadable)
+    # At stages 1 and 2 every node has a file of the whole module, under one name: its record states its own.
+    own_last = [*written, written[dist.get_rank()]]
     record = CommitRecord(
         format_version=RECORD_VERSION,
         checkpoint_format=save.checkpoint_format,
@@ -192,8 +194,8 @@ def _write_record(save: PendingCommit, written: Sequence[_Written], committed_at
         committed_at=committed_at,
         parent=save.lineage.save_id,
         versions=Versions(zeroelastic=__version__, deepspeed=deepspeed.__version__, torch=str(torch.__version__)),
-        files={name: size for each in written for name, size in sorted(each.sizes.items())},
-        directories={name: digest for each in written for name, digest in sorted(each.directories.items())},
+        files={name: size for each in own_last for name, size in sorted(each.sizes.items())},
+        directories={name: digest for each in own_last for name, digest in sorted(each.directories.items())},
         params=param_records(save.contents, save.trained),
         content_root=content_root(save.contents),
     )
@@ -257,7 +259,7 @@ def _not_committed(save: PendingCommit, why: str) -> SaveError:
 
 
 def written_files(engine: Engine, save_dir: Path, tag: str) -> tuple[str, str]:
-    """The names under which DeepSpeed writes this rank's module states and optimizer file at stage 3."""
+    """The names under which DeepSpeed writes the module states, of this rank or of its node, and the optimizer file."""
     model, optim = engine._get_ckpt_name(str(save_dir), tag), engine._get_zero_ckpt_name(str(save_dir), tag)
     return Path(model).name, Path(optim).name
 

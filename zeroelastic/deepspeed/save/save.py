@@ -57,7 +57,7 @@ from zeroelastic.deepspeed.save.decoupled import DecoupledSave, check_alive
 from zeroelastic.deepspeed.save.pending import finish_pending, track
 from zeroelastic.deepspeed.save.shard_writer import DigestedShard, ShardWriter, shard_writer
 from zeroelastic.deepspeed.save.snapshot import Snapshot
-from zeroelastic.deepspeed.storage_rules import directory_heads, refuse_unwritable
+from zeroelastic.deepspeed.storage_rules import directory_heads, one_module_writer, refuse_unwritable
 from zeroelastic.distributed.collective import all_gather, all_or_raise
 from zeroelastic.distributed.partners import require_partners
 from zeroelastic.errors import SaveError, UnsupportedError, UsageError, ZeroElasticError, printable
@@ -176,6 +176,7 @@ def _save(engine: Engine, original: Method, asked: _Asked, barrier: SaveBarrier)
             with (
                 patched(state_of(engine), saving=Saving(save_id, live, shard)),
                 listed_by_optimizer(engine, live.trained),
+                one_module_writer(engine, live, heads),
                 live.saving(engine, elastic=elastic, written=partial(barrier.wait, "its files were written")),
             ):
                 done = asked.of(original, engine, save_latest=latest)
