@@ -26,12 +26,11 @@ from zeroelastic.checkpoint.commit_record import (
     RECORD_VERSION,
     CommitRecord,
     Versions,
-    param_records,
     read_record,
-    record_checksum,
     record_text,
 )
 from zeroelastic.checkpoint.open import Checkpoint
+from zeroelastic.checkpoint.param_table import param_records, record_checksum
 from zeroelastic.core.digest import ParamContent, ScalarValue, content_root, digest_range, stream_seed
 from zeroelastic.core.layout import Param, pack_sub_groups
 from zeroelastic.io.paths import FilePath

@@ -17,10 +17,10 @@ from zeroelastic.checkpoint.commit_record import (
     RECORD_VERSION,
     CommitRecord,
     Versions,
-    param_records,
     read_record,
     record_text,
 )
+from zeroelastic.checkpoint.param_table import param_records, record_checksum
 from zeroelastic.core.digest import ParamContent, ScalarValue, content_root
 from zeroelastic.core.layout import Param
 from zeroelastic.errors import CheckpointError, UnreadableError
@@ -66,15 +66,18 @@ def test_tensor_parallel_ranks_and_lost_micro_batches_are_mentioned_where_there_
         "format_version", "checkpoint_format", "save_id", "tag", "world_size", "global_steps", "train_batch_size",
         "versions", "files", "params", "content_root", "checksum",
     }  # fmt: skip
-    assert all(set(param) == {"name", "shape", "trainable", "tensors", "scalars"} for param in plain["params"])
+    assert all(set(group) == {"trainable", "tensors", "scalars", "rows"} for group in plain["params"])
     slices = (*CONTENTS, *(replace(content, tp_rank=1) for content in CONTENTS))
     record = make(slices, tp_size=2, lost_micro_batches=3)
     told = json.loads(record_text(record))
     assert (told["tp_size"], told["lost_micro_batches"]) == (2, 3)
-    assert [(p["name"], p.get("tp_rank", 0)) for p in told["params"]] == [
+    assert sorted((g["rows"][0].split()[-1], g.get("tp_rank", 0)) for g in told["params"]) == [
         ("frozen.b", 0), ("frozen.b", 1), ("w", 0), ("w", 1)
     ]  # fmt: skip
-    assert put(tmp_path, record) == record
+    back = put(tmp_path, record)
+    assert back == record and [(param.name, param.tp_rank) for param in back.params] == [
+        ("frozen.b", 0), ("frozen.b", 1), ("w", 0), ("w", 1)
+    ]  # fmt: skip
 
 
 def put_json(tag_dir: Path, data: object) -> CommitRecord | None:
@@ -96,9 +99,37 @@ def test_a_record_without_parameters_comes_back(tmp_path):
 
 
 def test_one_parameter_a_line(tmp_path):
-    lines = record_text(make()).decode().splitlines()
-    assert sum('"name":' in line for line in lines) == len(CONTENTS)
-    assert json.loads(record_text(make()))["params"][1]["name"] == "w"
+    contents = [replace(CONTENTS[0], param=Param(f"w{i}", (i, 3))) for i in range(3)]
+    lines = record_text(make((*contents, CONTENTS[1]))).decode().splitlines()
+    digests = "ffffffffffffffff 0000000000000001"  # exp_avg, fp32
+    assert [line for line in lines if ",3]" in line] == [
+        f'   "{digests} [0,3] w0",', f'   "{digests} [1,3] w1",', f'   "{digests} [2,3] w2"'
+    ]  # fmt: skip
+    assert '   "0000000000000000 [] frozen.b"' in lines
+
+
+def test_a_row_is_a_parameter_however_the_json_is_laid_out(tmp_path):
+    """Another program may write the same JSON with other spaces, and its groups and rows in another order."""
+    contents = [replace(CONTENTS[0], param=Param(f"w{i}", (i, 3))) for i in range(3)]
+    record = make((*contents, CONTENTS[1]))
+    data = json.loads(record_text(record))
+    for group in data["params"]:
+        group["rows"].reverse()
+        group["tensors"] = dict(reversed(group["tensors"].items()))
+    data["params"].reverse()
+    (tmp_path / RECORD_NAME).write_text(sealed(json.dumps(data, indent=7)))
+    assert read_record(tmp_path) == record
+
+
+def test_many_rows_come_back(tmp_path):
+    """More than are read or written at one time, in two groups whose names are mixed in sorted order."""
+    contents = [
+        ParamContent(Param(f"w{i}", (i,)), {key: ("float32", i * 977) for key in ("fp32", "m")[: 1 + i % 2]}, {})
+        for i in range(40_000)
+    ]
+    record = make(contents)
+    assert put(tmp_path, record) == record
+    assert record.contents() == sorted(contents, key=lambda content: content.param.name)
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan"), 1e308, 5e-324, -0.0, 0.1, 2**63, -1])
@@ -135,8 +166,15 @@ def test_what_is_no_record_is_refused(tmp_path, text):
         read_record(tmp_path)
 
 
-def changed(path: str, value: object) -> dict:
-    data = json.loads(record_text(make()))
+def version_2(record: CommitRecord) -> dict:
+    """The JSON of a record as it was written before there were rows: each parameter by itself."""
+    data = json.loads(record_text(record))
+    data |= {"format_version": 2, "params": [param.model_dump(mode="json") for param in record.params]}
+    return {**data, "checksum": record_checksum(data)}
+
+
+def changed(path: str, value: object, version: int = RECORD_VERSION) -> dict:
+    data = json.loads(record_text(make())) if version >= 3 else version_2(make())
     *parents, last = path.split("/")
     target = data
     for key in parents:
@@ -148,6 +186,14 @@ def changed(path: str, value: object) -> dict:
     return data
 
 
+def test_a_record_of_version_2_says_the_same(tmp_path):
+    record = make()
+    old = put_json(tmp_path, version_2(record))
+    assert old == record.model_copy(update={"format_version": 2})
+    assert put(tmp_path, old) == record  # written anew, it is one of this version
+
+
+ONE, TWO = "ffffffffffffffff", "0000000000000001"  # the digests of w
 VIOLATIONS = [
     *((field, ...) for field in json.loads(record_text(make())) if field != "checksum"),
     ("format_version", "1"),
@@ -179,6 +225,54 @@ VIOLATIONS = [
     ("files/a.pt", None),
     ("params", {}),
     ("params/0", None),
+    ("params/0/rows", ...),
+    ("params/0/rows", None),
+    ("params/0/rows/0", None),
+    *(
+        (f"params/0/rows/{0}", row)
+        for row in [
+            "",
+            "w",
+            f"{ONE} {TWO}",
+            f"{ONE} {TWO} [2,3]",
+            f"{ONE} [2,3] w",
+            f"{ONE} {TWO} w",
+            f"{ONE} {TWO}  [2,3] w",
+            f"{ONE} {TWO} [2, 3] w",
+            f"{ONE} {TWO} [02,3] w",
+            f"{ONE} {TWO} [-2,3] w",
+            f"{ONE} {TWO} [2.0,3] w",
+            f"{ONE} {TWO} [2,3]w",
+            f"{ONE} {TWO} [{1 << 62},1] w",
+            f"{ONE} {TWO} {list(range(65))} w".replace(", ", ","),
+            f"{ONE.upper()} {TWO} [2,3] w",
+            f" {ONE}{TWO} [2,3] w",
+            f"{ONE[:15]}g {TWO} [2,3] w",
+            f"{ONE}\t{TWO} [2,3] w",
+            f"{ONE}\u00a0{TWO} [2,3] w",
+            f"{ONE} {TWO[:14]}\u0661\u0661 [2,3] w",
+            f"{ONE} {TWO} [\u0661,3] w",
+            f"{ONE} {TWO} {ONE} [2,3] w",
+        ]
+    ),
+    ("params/0/trainable", "yes"),
+    ("params/0/trainable", 1),
+    ("params/0/tp_rank", -1),
+    ("params/0/tensors", []),
+    ("params/0/tensors/fp32", "complex64"),
+    ("params/0/tensors/fp32", None),
+    ("params/0/scalars/step/kind", ""),
+    ("params/0/scalars/step/kind", "Float32"),
+    ("params/0/scalars/step/value", "3"),
+    ("params/0/scalars/step/value", [3]),
+    ("params/0/scalars/step/value", {}),
+    ("params/0/more", 1),
+    ("more", 1),
+    ("content_root", "0" * 63),
+    ("content_root", None),
+]
+VIOLATIONS_OF_VERSION_2 = [
+    ("params/0", None),
     ("params/1/name", 5),
     ("params/1/name", ...),
     ("params/1/shape", [2, -3]),
@@ -200,16 +294,15 @@ VIOLATIONS = [
     ("params/1/scalars/step/value", [3]),
     ("params/1/scalars/step/value", {}),
     ("params/1/more", 1),
-    ("more", 1),
-    ("content_root", "0" * 63),
-    ("content_root", None),
 ]
 
 
-@pytest.mark.parametrize(("path", "value"), VIOLATIONS)
-def test_a_wrong_field_is_named(tmp_path, path, value):
+@pytest.mark.parametrize(
+    ("path", "value", "version"), [(*case, 3) for case in VIOLATIONS] + [(*case, 2) for case in VIOLATIONS_OF_VERSION_2]
+)
+def test_a_wrong_field_is_named(tmp_path, path, value, version):
     with pytest.raises(CheckpointError) as caught:
-        put_json(tmp_path, changed(path, value))
+        put_json(tmp_path, changed(path, value, version))
     message = str(caught.value)
     assert message.startswith(str(tmp_path / RECORD_NAME)) and "The commit record is damaged" in message
     assert path.replace("/", ".") in message
@@ -225,14 +318,18 @@ def test_files_outside_the_tag_are_refused(tmp_path, name):
 @pytest.mark.parametrize(
     ("path", "value"),
     [
-        ("params/1/name", "v"),
-        ("params/1/shape", [3, 2]),
-        ("params/1/tensors/fp32/digest", "0" * 16),
-        ("params/1/tensors/fp32/dtype", "float16"),
-        ("params/1/scalars/step/value", 4.0),
-        ("params/1/scalars/step/value", float("nan")),
-        ("params/1/scalars/step/kind", "pyfloat"),
-        ("params/1/scalars", {}),
+        ("params/0/rows/0", f"{ONE} {TWO} [2,3] v"),
+        ("params/0/rows/0", f"{ONE} {TWO} [2,3]  w"),
+        ("params/0/rows/0", f"{ONE} {TWO} [3,2] w"),
+        ("params/0/rows/0", f"{TWO} {ONE} [2,3] w"),
+        ("params/0/rows/0", f"{ONE} {'0' * 16} [2,3] w"),
+        ("params/0/rows", []),
+        ("params/0/tp_rank", 1),
+        ("params/0/tensors/fp32", "float16"),
+        ("params/0/scalars/step/value", 4.0),
+        ("params/0/scalars/step/value", float("nan")),
+        ("params/0/scalars/step/kind", "pyfloat"),
+        ("params/0/scalars", {}),
         ("params", []),
         ("content_root", "0" * 64),
     ],
@@ -240,6 +337,18 @@ def test_files_outside_the_tag_are_refused(tmp_path, name):
 def test_a_table_that_does_not_give_its_root_is_refused(tmp_path, path, value):
     with pytest.raises(CheckpointError, match=r"content_root is .* its own table gives"):
         put_json(tmp_path, changed(path, value))
+
+
+@pytest.mark.parametrize(("path", "value"), [("params/1/name", "v"), ("params/1/shape", [3, 2]), ("params", [])])
+def test_so_is_one_of_version_2(tmp_path, path, value):
+    with pytest.raises(CheckpointError, match=r"content_root is .* its own table gives"):
+        put_json(tmp_path, changed(path, value, 2))
+
+
+@pytest.mark.parametrize("path", ["params/0/trainable", "checksum"])
+def test_what_is_not_in_the_root_is_in_the_checksum(tmp_path, path):
+    with pytest.raises(CheckpointError, match="its checksum is"):
+        put_json(tmp_path, changed(path, False if "trainable" in path else ...))
 
 
 def test_a_newer_version_says_to_upgrade(tmp_path):
@@ -272,8 +381,9 @@ json_values = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
     max_leaves=6,
 )
-LEAVES = ["world_size", "files", "versions", "params", "params/0", "params/1/tensors", "params/1/tensors/fp32",
-          "params/1/scalars/step", "params/1/shape", "save_id", "tag", "content_root", "format_version"]  # fmt: skip
+LEAVES = ["world_size", "files", "versions", "params", "params/0", "params/1/tensors", "params/0/tensors/fp32",
+          "params/0/scalars/step", "params/0/rows", "params/0/rows/0",
+          "save_id", "tag", "content_root", "format_version"]  # fmt: skip
 
 
 @given(path=st.sampled_from(LEAVES), value=json_values)

@@ -356,7 +356,7 @@ def test_a_flipped_bit_of_the_record_is_found(tag_dir: Path, kind: str) -> None:
 def test_a_damaged_record_does_not_hide_a_damaged_file(samples: Path, tmp_path: Path) -> None:
     tag_dir = copy(samples, tmp_path, "elastic")
     (tag_dir / RECORD_NAME).write_text(
-        (tag_dir / RECORD_NAME).read_text().replace('"format_version": 2', '"format_version": 0')
+        (tag_dir / RECORD_NAME).read_text().replace('"format_version": 3', '"format_version": 0')
     )
     flip(optim(tag_dir, 1), records(optim(tag_dir, 1))["data/0"].offset)
     report = verify_checkpoint(tag_dir)
@@ -584,7 +584,7 @@ def test_the_record_is_compared_with_what_the_headers_say(tmp_path: Path) -> Non
     path = tmp_path / RECORD_NAME
     before = path.read_text()
     for old, new, said in (
-        ('"trainable":true', '"trainable":false', "is frozen by the commit record"),
+        ('"trainable": true', '"trainable": false', "is frozen by the commit record"),
         ('"train_batch_size": 4', '"train_batch_size": 8', "the global batch is 4"),
         ('"global_steps": 3', '"global_steps": 5', "the commit record at step 5"),
         ('"checkpoint_format": "elastic"', '"checkpoint_format": "rigid"', "the format is elastic"),

@@ -6,7 +6,7 @@
     file_names      the names of rank files
     optimizer_file  the optimizer file of one rank as data; ``optimizer_reader`` reads it, rigid or elastic
     elastic_table   the table in an elastic file, written and read; ``values`` checks what is read
-    commit_record   ``zeroelastic.json``: sizes, digests and the content root
+    commit_record   ``zeroelastic.json``: sizes, digests and the content root; ``param_table`` is its parameters
     saved_state     all ranks' optimizer files as one state
     extents         where the bytes of a plan lie in files
     param_changes   parameters that one side has and the other has not

@@ -7,82 +7,38 @@ validated in one pass before anything uses it.
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Iterable, Mapping
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, field_validator
+from pydantic import Field, StringConstraints, ValidationError
 
-from zeroelastic.core.digest import ParamContent, ScalarValue, content_root
-from zeroelastic.core.layout import Param
+from zeroelastic.checkpoint.param_table import (
+    ParamTable,
+    Schema,
+    checksum_of,
+    group_json,
+    group_rows,
+    read_params,
+    table_text,
+)
+from zeroelastic.core.digest import ParamContent
 from zeroelastic.errors import CheckpointError, MissingFileError, NewerFormatError
 from zeroelastic.io.paths import FilePath
 from zeroelastic.io.storage import read_range, read_whole
-from zeroelastic.torch_file.header import DTYPE_BYTES
 
 RECORD_NAME = "zeroelastic.json"
-RECORD_VERSION = 2
+RECORD_VERSION = 3
 
 _HEAD_BYTES = 4096
-_MAX_RECORD_BYTES = 1 << 30  # about 300 bytes a parameter: three million of them
+_MAX_RECORD_BYTES = 1 << 30  # about 100 bytes a parameter: ten million of them
 
 CheckpointFormat = Literal["elastic", "rigid"]
 
-_Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16}$")]
 _Root = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 _FileName = Annotated[str, StringConstraints(pattern=r"^[^/\x00]{1,255}$")]
 
 
-class _Schema(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-
-class TensorRecord(_Schema):
-    """One tensor of one parameter: its dtype as saved and its digest, 16 hexadecimal digits."""
-
-    dtype: str
-    digest: _Digest
-
-    @field_validator("dtype")
-    @classmethod
-    def _known_dtype(cls, dtype: str) -> str:
-        if dtype not in DTYPE_BYTES:
-            raise ValueError(f"unknown dtype {dtype!r}")
-        return dtype
-
-
-class ScalarRecord(_Schema):
-    """One replicated scalar of optimizer state, such as step."""
-
-    kind: Annotated[str, StringConstraints(pattern=r"^[a-z0-9]{1,16}$")]
-    value: int | float | bool | None
-
-
-class ParamRecord(_Schema):
-    """One parameter: name, full shape, whether it is trained, its tensors by state key and its scalars.
-
-    Under tensor parallelism every rank of it has parameters of its own: slices of some, copies of others.
-    """
-
-    name: str
-    tp_rank: Annotated[int, Field(ge=0, lt=1 << 16)] = 0
-    shape: Annotated[list[Annotated[int, Field(ge=0, lt=1 << 62)]], Field(max_length=64)]
-    trainable: bool
-    tensors: dict[str, TensorRecord]
-    scalars: dict[str, ScalarRecord]
-
-    def content(self) -> ParamContent:
-        """The same as the digest module states it."""
-        return ParamContent(
-            param=Param(self.name, tuple(self.shape)),
-            tensors={key: (tensor.dtype, int(tensor.digest, 16)) for key, tensor in self.tensors.items()},
-            scalars={key: ScalarValue(scalar.kind, scalar.value) for key, scalar in self.scalars.items()},
-            tp_rank=self.tp_rank,
-        )
-
-
-class Versions(_Schema):
+class Versions(Schema):
     """The software that wrote the checkpoint."""
 
     zeroelastic: str
@@ -90,7 +46,7 @@ class Versions(_Schema):
     torch: str
 
 
-class CommitRecord(_Schema):
+class CommitRecord(Schema):
     """The whole record. Invariant: ``content_root`` is the root of ``params``, checked when it is read.
 
     ``directories`` are the digests of the files' zip directories (``torchfile.directory_digest``), which hold the name,
@@ -113,34 +69,13 @@ class CommitRecord(_Schema):
     parent: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")] | None = None
     versions: Versions
     files: dict[_FileName, Annotated[int, Field(ge=0)]]
-    directories: dict[_FileName, _Root] = {}
-    params: list[ParamRecord]
+    directories: dict[_FileName, _Root] = Field(default={})
+    params: ParamTable
     content_root: _Root
 
     def contents(self) -> list[ParamContent]:
         """What was saved of each parameter, by every tensor parallel rank."""
-        return [param.content() for param in self.params]
-
-
-def param_records(contents: Iterable[ParamContent], trainable: frozenset[str]) -> list[ParamRecord]:
-    """The record's parameter table, sorted by name and tensor parallel rank."""
-    return [
-        ParamRecord(
-            name=content.param.name,
-            tp_rank=content.tp_rank,
-            shape=list(content.param.shape),
-            trainable=content.param.name in trainable,
-            tensors={
-                key: TensorRecord(dtype=dtype, digest=f"{digest:016x}")
-                for key, (dtype, digest) in sorted(content.tensors.items())
-            },
-            scalars={
-                key: ScalarRecord(kind=scalar.kind, value=scalar.value)
-                for key, scalar in sorted(content.scalars.items())
-            },
-        )
-        for content in sorted(contents, key=lambda content: (content.param.name, content.tp_rank))
-    ]
+        return self.params.contents()
 
 
 def read_record(tag_dir: FilePath) -> CommitRecord | None:
@@ -151,13 +86,16 @@ def read_record(tag_dir: FilePath) -> CommitRecord | None:
     """
     path = tag_dir / RECORD_NAME
     try:
-        text = read_whole(path, limit=_MAX_RECORD_BYTES)
+        text = read_whole(path, limit=_MAX_RECORD_BYTES).decode("utf-8")  # of bytes, json would guess the encoding
     except MissingFileError:
         return None
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{path}: is not JSON ({error}). The commit record is damaged.") from None
     try:
-        data = json.loads(text.decode("utf-8"))  # of bytes, json would guess the encoding
+        data = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: is not JSON ({error}). The commit record is damaged.") from None
+    del text
     version = data.get("format_version") if isinstance(data, dict) else None
     if type(version) is int and version > RECORD_VERSION:
         raise NewerFormatError(
@@ -165,23 +103,30 @@ def read_record(tag_dir: FilePath) -> CommitRecord | None:
         )
     checksum = data.pop("checksum", None) if isinstance(data, dict) else None
     try:
-        record = CommitRecord.model_validate(data)
-    except (ValidationError, RecursionError) as error:
+        record, found = _validated(data, version if type(version) is int and version > 0 else RECORD_VERSION)
+    except (ValidationError, RecursionError, CheckpointError) as error:
         raise CheckpointError(f"{path}: {_first_problem(error)}. The commit record is damaged.") from None
-    root = content_root(record.contents())
+    root = record.params.root
     if root != record.content_root:
         raise CheckpointError(
             f"{path}: content_root is {record.content_root[:12]}..., its own table gives {root[:12]}.... The commit "
             "record is damaged."
         )
-    if checksum is not None or record.directories:  # older records have neither
-        found = record_checksum(data)
-        if checksum != found:
-            raise CheckpointError(
-                f"{path}: its checksum is {str(checksum)[:12]}..., its content gives {found[:12]}.... The commit "
-                "record is damaged, or was edited by hand."
-            )
+    # Older records may have neither directories nor a checksum.
+    if checksum != found and (checksum is not None or record.directories or record.format_version >= 3):
+        raise CheckpointError(
+            f"{path}: its checksum is {str(checksum)[:12]}..., its content gives {found[:12]}.... The commit "
+            "record is damaged, or was edited by hand."
+        )
     return record
+
+
+def _validated(data: object, version: int) -> tuple[CommitRecord, str]:
+    """The record of its JSON, whose table is taken out of it, and the checksum that it should have."""
+    if not isinstance(data, dict):
+        data = {"the document": data}
+    params, checksum = read_params(data, version)
+    return CommitRecord.model_validate({**data, "params": params}), checksum
 
 
 def read_head(path: FilePath) -> dict[str, object]:
@@ -209,12 +154,6 @@ def _object(text: bytes) -> dict[str, object] | None:
     return data if isinstance(data, dict) else None
 
 
-def record_checksum(data: Mapping[str, object]) -> str:
-    """The SHA-256 of a record's other fields as sorted JSON without spaces: 64 hexadecimal digits."""
-    rest = {key: value for key, value in data.items() if key != "checksum"}
-    return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-
-
 def _first_problem(error: Exception) -> str:
     if isinstance(error, ValidationError):
         first = error.errors(include_url=False, include_input=False)[0]
@@ -225,10 +164,11 @@ def _first_problem(error: Exception) -> str:
 def record_text(record: CommitRecord) -> bytes:
     """The bytes of ``zeroelastic.json``: one parameter a line, so that two records can be compared by eye.
 
+    Records of older versions become ones of this version.
+
     Tensor parallelism, lost micro batches, directories, time and parent are not mentioned where there are none.
     """
-    data = record.model_dump(mode="json")
-    params = data["params"]
+    data = {**record.model_dump(mode="json", exclude={"params"}), "format_version": RECORD_VERSION}
     if not record.directories:
         del data["directories"]
     if record.tp_size == 1:
@@ -238,11 +178,8 @@ def record_text(record: CommitRecord) -> bytes:
     for key in ("committed_at", "parent"):
         if data[key] is None:
             del data[key]
-    for param in params:
-        if param["tp_rank"] == 0:
-            del param["tp_rank"]
-    data["checksum"] = record_checksum(data)
-    del data["params"]
-    head = json.dumps(data, indent=1)[:-2]
-    lines = ",\n".join("  " + json.dumps(param, separators=(",", ":")) for param in params)
-    return f'{head},\n "params": [\n{lines}\n ]\n}}\n'.encode()
+    groups = [group_json(group) for group in record.params.groups]
+    rows = [list(group_rows(group)) for group in record.params.groups]
+    data["checksum"] = checksum_of({**data, "params": groups}, rows)
+    head = json.dumps(data, indent=1).removesuffix("\n}")
+    return b"".join([head.encode(), b',\n "params": [\n  ', *table_text(groups, rows), b"\n ]\n}\n"])

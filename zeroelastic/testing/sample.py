@@ -23,10 +23,10 @@ from zeroelastic.checkpoint.commit_record import (
     RECORD_VERSION,
     CommitRecord,
     Versions,
-    param_records,
     record_text,
 )
 from zeroelastic.checkpoint.elastic_table import elastic_table
+from zeroelastic.checkpoint.param_table import param_records
 from zeroelastic.core.digest import ParamContent, ScalarValue, combine, content_root, stream_seed
 from zeroelastic.core.layout import Layout, Param, layout_from_sub_groups, pack_sub_groups, partition_numel
 from zeroelastic.executors.dispatch import digest_range

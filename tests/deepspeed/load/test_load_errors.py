@@ -194,12 +194,16 @@ def test_frozen_parameter_that_was_trained(rank_pool: RankPool, elastic_save: Pa
 RECORD_DAMAGE: dict[str, Callable[[Path], None]] = {
     "not_json": lambda path: path.write_text(path.read_text()[:-20]),
     "empty": lambda path: path.write_bytes(b""),
-    "digest": lambda path: _edit(path, lambda r: r["params"][-1]["tensors"]["fp32"].update(digest="0" * 16)),
+    "digest": lambda path: _edit(path, lambda r: _zero_digest(r["params"][-1]["rows"])),
     "unknown_field": lambda path: _edit(path, lambda r: r.update(surprise=1)),
     "size": lambda path: _edit(path, lambda r: r["files"].update({next(iter(r["files"])): 7})),
     "newer": lambda path: _edit(path, lambda r: r.update(format_version=99)),
     "world_size": lambda path: _edit(path, lambda r: r.update(world_size=5)),
 }
+
+
+def _zero_digest(rows: list[str]) -> None:
+    rows[-1] = "0" * 16 + rows[-1][16:]
 
 
 def _edit(path: Path, change: Callable[[dict[str, object]], object]) -> None:

@@ -27,11 +27,11 @@ from zeroelastic.checkpoint.commit_record import (
     CheckpointFormat,
     CommitRecord,
     Versions,
-    param_records,
     record_text,
 )
 from zeroelastic.checkpoint.model_states import model_states_of
 from zeroelastic.checkpoint.optimizer_reader import open_shard
+from zeroelastic.checkpoint.param_table import param_records
 from zeroelastic.checkpoint.saved_state import frozen_part, trained_part
 from zeroelastic.checkpoint.tensor_parallel import TensorParallel
 from zeroelastic.core.digest import ParamContent, content_root

@@ -25,11 +25,11 @@ from zeroelastic.checkpoint.commit_record import (
     CheckpointFormat,
     CommitRecord,
     Versions,
-    param_records,
     record_text,
 )
 from zeroelastic.checkpoint.one_save import check_one_save
 from zeroelastic.checkpoint.open import open_checkpoint
+from zeroelastic.checkpoint.param_table import param_records
 from zeroelastic.checkpoint.saved_state import SavedState, open_state
 from zeroelastic.core.digest import ParamContent, content_root
 from zeroelastic.core.global_batch import misfit_notes
