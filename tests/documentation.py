@@ -34,8 +34,11 @@ def zero_block(document: str) -> dict[str, object]:
     return zero
 
 
-def run(command: list[str], directory: Path) -> None:
+def run(arguments: list[str], directory: Path, *, python: str) -> None:
+    """``python`` with these arguments, and with the same for the ranks that it starts."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    environment["PYTHON_EXEC"] = python
+    command = [python, *arguments]
     for _ in range(2):
         result = subprocess.run(
             command, cwd=directory, env=environment, capture_output=True, text=True, timeout=300, check=False

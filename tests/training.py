@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from optimizers import OTHER_OPTIMIZERS
+from warm_python import executable
 
 GLOBAL_BATCH = 120  # divisible by 1, 2, 3, 4, 5, 6 and 8
 VOCABULARY = 50
@@ -390,6 +390,14 @@ def attempt(job: Job, directory: str, **load: Any) -> tuple[str, str]:
     return "", ""
 
 
+def ds_to_universal(tag_dir: Path, target: Path, *options: str) -> str:
+    """DeepSpeed's conversion to a Universal Checkpoint; what it prints."""
+    command = [executable(), "-m", "deepspeed.checkpoint.ds_to_universal", *options]
+    command += ["--input_folder", str(tag_dir), "--output_folder", str(target)]
+    command += ["--num_extract_workers", "1", "--num_merge_workers", "1"]
+    return subprocess.run(command, check=True, timeout=300, capture_output=True, text=True).stdout
+
+
 def merged_by_zero_to_fp32(directories: Sequence[Path], scratch: Path) -> list[dict[str, torch.Tensor]]:
     """Full fp32 weights of each directory's checkpoint, by the script that lies in it; one process runs them all."""
     program = """
@@ -404,7 +412,7 @@ for directory in directories:
     merged.append(script.get_fp32_state_dict_from_zero_checkpoint(directory))
 torch.save(merged, target)
 """
-    command = [sys.executable, "-c", program, str(scratch / "merged.bin"), *map(str, directories)]
+    command = [executable(), "-c", program, str(scratch / "merged.bin"), *map(str, directories)]
     subprocess.run(command, check=True, timeout=180, capture_output=True, cwd=scratch)
     merged = torch.load(scratch / "merged.bin", weights_only=True)
     assert len(merged) == len(directories)

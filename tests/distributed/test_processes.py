@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from places import ROOT
 from torch.distributed import TCPStore
+from warm_python import executable
 
 from zeroelastic.distributed.processes import FIND_SECONDS, Processes, _find, _find_seconds, first_host
 from zeroelastic.errors import UsageError
@@ -37,8 +38,10 @@ def cli(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 def torchrun(*arguments: object, count: int = 2) -> subprocess.CompletedProcess[str]:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(count), "-m", "zeroelastic"]
-    command = [sys.executable, *launcher, *map(str, arguments), "--distributed"]
-    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=200, check=False)
+    python = executable()
+    command = [python, *launcher, *map(str, arguments), "--distributed"]
+    env = environment(PYTHON_EXEC=python)
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=200, check=False)
 
 
 @pytest.fixture

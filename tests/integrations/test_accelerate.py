@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from documentation import blocks, zero_block
 from documentation import run as run_command
 from frameworks_job import OFFLOADED, AccelerateJob, Seen, accelerate_run, prepare, read_history, run_script
 from places import ROOT
+from warm_python import executable
 
 from zeroelastic.checkpoint.commit_record import read_record
 from zeroelastic.checkpoint.open import open_checkpoint
@@ -91,7 +91,8 @@ def test_the_commands_of_the_documentation_run_a_script_that_does_not_know_zeroe
     }
     for command in commands:
         program, *arguments = command.replace("accelerate launch", "accelerate").split()
-        run_command([sys.executable, "-m", *launchers[program], *arguments, "--mixed-precision", "no"], tmp_path)
+        arguments = ["-m", *launchers[program], *arguments, "--mixed-precision", "no"]
+        run_command(arguments, tmp_path, python=executable(*PRELOAD, "accelerate.commands.launch"))
     found = read_history(tmp_path / "out")
     assert [line["processes"] for line in found] == [4, 4, 3, 3, 3, 2]
     saved = open_checkpoint(tmp_path / "out/checkpoint/pytorch_model").shard(0).ds_config

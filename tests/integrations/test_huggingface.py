@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,18 +29,14 @@ from trainer_job import (
     run_trainer,
     saved_steps,
 )
+from warm_python import executable
 
 import zeroelastic
 from zeroelastic import UsageError
 from zeroelastic.testing import RankPool, compare_states
 
-PRELOAD = (
-    "transformers.trainer",
-    "transformers.models.llama.modeling_llama",
-    "accelerate",
-    "peft",
-    "zeroelastic.integrations.transformers",
-)
+LIBRARIES = ("transformers.trainer", "transformers.models.llama.modeling_llama", "accelerate", "peft")
+PRELOAD = (*LIBRARIES, "zeroelastic.integrations.transformers")
 LOSS_ATOL = 4e-3
 """Losses are near 4 and logged as the mean of bf16 forward passes: 1e-3 of them."""
 
@@ -394,9 +389,11 @@ def test_what_depends_on_the_world_size_is_refused_by_name(pool, tmp_path):
 
 def torchrun(world_size: int, *command: str) -> str:
     """What a launch on this machine alone prints; that torch aborts when all is done is no failure (test_docs.py)."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(world_size)]
+    python = executable(*LIBRARIES)
+    launcher = [python, "-m", "torch.distributed.run", "--nproc_per_node", str(world_size)]
     launcher += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    environment["PYTHON_EXEC"] = python
     done = subprocess.run(
         [*launcher, *command], env=environment, capture_output=True, text=True, timeout=RUN_LIMIT_S, check=False
     )

@@ -14,6 +14,7 @@ from documentation import blocks, zero_block
 from documentation import run as run_command
 from frameworks_job import OFFLOADED, LightningJob, Seen, lightning_run, read_history, run_script
 from places import ROOT
+from warm_python import executable
 
 from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.deepspeed.patching import unwrap_all
@@ -87,7 +88,8 @@ def test_the_documentation_holds(tmp_path: Path) -> None:
         for line in block.text.splitlines() if block.language == "bash" else ():
             program, *arguments = line.split()
             assert program == "torchrun"
-            run_command([sys.executable, "-m", "torch.distributed.run", "--standalone", *arguments], tmp_path)
+            launch = ["-m", "torch.distributed.run", "--standalone"]
+            run_command([*launch, *arguments], tmp_path, python=executable("lightning"))
     found = read_history(tmp_path / "out")
     assert [line["processes"] for line in found] == [2, 2, 3, 3, 3, 2]
     saved = open_checkpoint(tmp_path / "out/last.ckpt/checkpoint").shard(0).ds_config

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ from training import (
     Job,
     Outcome,
     build_engine,
+    ds_to_universal,
     merged_by_zero_to_fp32,
     resume,
     train_and_save,
@@ -166,16 +165,7 @@ def test_ds_to_universal_converts_an_elastic_checkpoint(
     for name in ("elastic", "stock"):
         source = saves[name][0] / "global_step3"
         target = tmp_path / name
-        subprocess.run(
-            [
-                *(sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"),
-                *("--input_folder", str(source), "--output_folder", str(target)),
-                *("--num_extract_workers", "1", "--num_merge_workers", "1"),
-            ],
-            check=True,
-            timeout=300,
-            capture_output=True,
-        )
+        ds_to_universal(source, target)
         converted[name] = {
             str(path.relative_to(target)): torch.load(path, weights_only=False)
             for path in sorted(target.glob("zero/*/*.pt"))
@@ -223,15 +213,7 @@ def test_universal_checkpoints_are_left_to_deepspeed(
 ) -> None:
     source = saves["stock"][0] / "global_step3"
     (tmp_path / "u").mkdir()
-    subprocess.run(
-        [
-            *(sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"),
-            *("--input_folder", str(source), "--output_folder", str(tmp_path / "u" / "step")),
-        ],
-        check=True,
-        timeout=300,
-        capture_output=True,
-    )
+    ds_to_universal(source, tmp_path / "u" / "step")
     (tmp_path / "u" / "latest_universal").write_text("step")
     job = Job().other(elastic=False, config={"checkpoint": {"load_universal": True}})
     outcome: Any = rank_pool.run(resume, 3, job, str(tmp_path / "u"))[0]

@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from places import ROOT
 from synthetic import FROZEN_PARAMS, GROUPS, edit, edit_optim, gather, model_name, optim_name
 from synthetic import make_tag as make
+from warm_python import executable
 
 from zeroelastic.checkpoint.commit_record import read_record
 from zeroelastic.checkpoint.open import open_checkpoint
@@ -517,9 +518,10 @@ def test_sigterm_in_the_middle_is_resumed_by_the_same_command(tmp_path: Path) ->
 
 def torchrun(*arguments: object) -> subprocess.CompletedProcess[str]:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "zeroelastic"]
+    python = executable()
     return subprocess.run(
-        [sys.executable, *launcher, *map(str, arguments), "--distributed"],
-        env=environment(OMP_NUM_THREADS="1"),
+        [python, *launcher, *map(str, arguments), "--distributed"],
+        env=environment(OMP_NUM_THREADS="1", PYTHON_EXEC=python),
         capture_output=True,
         text=True,
         timeout=200,

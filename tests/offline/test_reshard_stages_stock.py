@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import pytest
 import torch
 from places import TESTS
 from training import LOSS_RTOL, Job, Outcome, merged_by_zero_to_fp32, resume, train_and_save
+from warm_python import executable
 
 import zeroelastic
 from zeroelastic.testing import RankPool, compare_states
@@ -137,10 +137,11 @@ def test_also_where_zeroelastic_cannot_be_imported(
     source, before = round_robin
     zeroelastic.reshard(source, tmp_path / "to", world_size=world_size, stage=stage)
     changes = {"elastic": False, "perturb": 0.5, "lr": 0.07, "stage": stage, "zero": dict([ROUND_ROBIN])}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world_size)]
+    python = executable()
+    command = [python, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world_size)]
     done = subprocess.run(
         [*command, str(TESTS / "stock_resume.py"), str(tmp_path / "to"), str(tmp_path / "seen"), json.dumps(changes)],
-        env={**os.environ, "PYTHONPATH": str(TESTS), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": str(TESTS), "PYTHON_EXEC": python},
         cwd=tmp_path,
         capture_output=True,
         text=True,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +18,7 @@ import pytest
 import torch
 from places import TESTS
 from training import LOSS_RTOL, Job, Outcome, merged_by_zero_to_fp32, resume, train_and_save
+from warm_python import executable
 
 from zeroelastic.offline.reshard.reshard import ReshardOptions, ReshardReport, plan_reshard, reshard
 from zeroelastic.tags.locate import find_source
@@ -104,10 +104,11 @@ def test_also_where_zeroelastic_cannot_be_imported(
     source, before = saved(job, world_size)
     run(source, tmp_path / "to", to_world_size, format=format)
     changes = json.dumps({"elastic": False, "perturb": 0.5, "lr": 0.07})
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(to_world_size)]
+    python = executable()
+    command = [python, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(to_world_size)]
     done = subprocess.run(
         [*command, str(TESTS / "stock_resume.py"), str(tmp_path / "to"), str(tmp_path / "seen.json"), changes],
-        env={**os.environ, "PYTHONPATH": str(TESTS), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": str(TESTS), "PYTHON_EXEC": python},
         cwd=tmp_path,
         capture_output=True,
         text=True,

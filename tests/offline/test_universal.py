@@ -29,7 +29,7 @@ from synthetic import (
     raw,
     write_checkpoint,
 )
-from training import Job, Outcome, resume, train_and_save
+from training import Job, Outcome, ds_to_universal, resume, train_and_save
 
 from zeroelastic.checkpoint.commit_record import read_record
 from zeroelastic.checkpoint.open import open_checkpoint
@@ -45,19 +45,6 @@ from zeroelastic.testing.sample import write_sample
 
 def convert(tag_dir: Path, target: Path, **options: Any) -> int:
     return write_universal(plan_universal(open_state(open_checkpoint(tag_dir)), tag=tag_dir.name), target, **options)
-
-
-def stock_convert(tag_dir: Path, target: Path) -> None:
-    subprocess.run(
-        [
-            *(sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"),
-            *("--input_folder", str(tag_dir), "--output_folder", str(target / tag_dir.name)),
-            *("--num_extract_workers", "1", "--num_merge_workers", "1"),
-        ],
-        check=True,
-        timeout=300,
-        capture_output=True,
-    )
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -137,7 +124,7 @@ def test_stock_deepspeed_resumes_at_other_world_sizes(
     directory, saved = saves[name]
     tag_dir = directory / "global_step3"
     (tmp_path / "stock").mkdir()
-    stock_convert(tag_dir, tmp_path / "stock")
+    ds_to_universal(tag_dir, tmp_path / "stock" / tag_dir.name)
     convert(tag_dir, tmp_path / "ours")
     stocks, ours = tensors_of(tmp_path / "stock"), tensors_of(tmp_path / "ours")
     assert ours.keys() == stocks.keys() and len(ours) >= 21
@@ -291,7 +278,7 @@ def test_universal_checkpoints_become_what_reshard_makes_and_resume(
     directory, saved = saves["elastic"]
     (tmp_path / "u").mkdir()
     if by == "deepspeed":
-        stock_convert(directory / "global_step3", tmp_path / "u")
+        ds_to_universal(directory / "global_step3", tmp_path / "u" / "global_step3")
     else:
         convert(directory / "global_step3", tmp_path / "u" / "x")
         (tmp_path / "u" / "x").rename(tmp_path / "v")
@@ -320,7 +307,7 @@ def test_state_that_deepspeeds_converter_lost_is_reported(tmp_path: Path) -> Non
     for rank in range(3):
         edit(tmp_path / "t" / model_name(rank), lambda d: d.update(shared_params={}))
     (tmp_path / "u").mkdir()
-    stock_convert(tmp_path / "t", tmp_path / "u")
+    ds_to_universal(tmp_path / "t", tmp_path / "u" / "t")
     report = back(tmp_path / "u", tmp_path / "back", 2)
     assert any(note.startswith("max_exp_avg_sq of the optimizer") for note in report.notes)
     assert set(open_state(open_checkpoint(tmp_path / "back" / "t")).head.tensor_keys[0]) == {

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ import pytest
 import torch
 from commands import run_command
 from places import GOLDEN
-from training import LOSS_RTOL, Job, Outcome, resume, train_and_save
+from training import LOSS_RTOL, Job, Outcome, ds_to_universal, resume, train_and_save
 
 import zeroelastic
 from zeroelastic.errors import CheckpointError, UnsupportedError, UsageError
@@ -31,16 +29,7 @@ def tag_of(directory: Path) -> Path:
 
 def stock_convert(tag_dir: Path, target: Path) -> Path:
     target.mkdir()
-    subprocess.run(
-        [
-            *(sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"),
-            *("--input_folder", str(tag_dir), "--output_folder", str(target / tag_dir.name)),
-            *("--num_extract_workers", "1", "--num_merge_workers", "1", "--inject_missing_state"),
-        ],
-        check=True,
-        timeout=300,
-        capture_output=True,
-    )
+    ds_to_universal(tag_dir, target / tag_dir.name, "--inject_missing_state")
     return target
 
 

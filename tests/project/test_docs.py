@@ -11,6 +11,7 @@ import pytest
 from commands import run_command
 from documentation import blocks, run
 from places import ROOT
+from warm_python import executable
 
 DOCUMENTS = (
     "README.md",
@@ -22,6 +23,10 @@ DOCUMENTS = (
     "docs/zero2.md",
 )
 
+# Of the others, processes are forked from one that has imported torch and deepspeed, and these.
+RUN_BY_PYTHON_ITSELF = "docs/quickstart.md"
+PRELOADED = {"docs/huggingface.md": ("transformers.trainer", "transformers.models.llama.modeling_llama")}
+
 # Commands that are not run from here: they install or build what this test runs in, or run this test.
 SET_UP = ("make ", "pip install ")
 
@@ -29,13 +34,14 @@ SET_UP = ("make ", "pip install ")
 @pytest.mark.parametrize(
     "document",
     [
-        pytest.param(document, marks=() if document == "docs/quickstart.md" else pytest.mark.extended)
+        pytest.param(document, marks=() if document == RUN_BY_PYTHON_ITSELF else pytest.mark.extended)
         for document in DOCUMENTS
     ],
 )
 def test_code_blocks_run(document: str, tmp_path: Path) -> None:
     """Python blocks that begin with a file name are written there, others are run; bash blocks are run line by line,
     ``zeroelastic`` in this process."""
+    python = sys.executable if document == RUN_BY_PYTHON_ITSELF else executable(*PRELOADED.get(document, ()))
     ran = 0
     for block in blocks(document):
         if block.language == "python":
@@ -43,7 +49,7 @@ def test_code_blocks_run(document: str, tmp_path: Path) -> None:
             if name:
                 (tmp_path / name[1]).write_text(block.text)
                 continue
-            run([sys.executable, "-c", block.text], tmp_path)
+            run(["-c", block.text], tmp_path, python=python)
             ran += 1
         elif block.language == "bash":
             for line in filter(None, block.text.splitlines()):
@@ -51,18 +57,18 @@ def test_code_blocks_run(document: str, tmp_path: Path) -> None:
                     continue
                 program, *arguments = line.split()
                 if program == "python":
-                    run([sys.executable, *arguments], tmp_path)
+                    run(arguments, tmp_path, python=python)
                     ran += 1
                     continue
                 if program == "zeroelastic":
-                    done = run_command(*arguments, cwd=tmp_path)
+                    done = run_command(*arguments, cwd=tmp_path, env={"PYTHON_EXEC": python})
                     assert done.returncode == 0, f"{line}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
                     ran += 1
                     continue
                 modules = {"torchrun": "torch.distributed.run", "pytest": "pytest"}
                 options = ["--standalone"] if program == "torchrun" else []
                 options += ["-p", "no:cacheprovider"] if program == "pytest" else []
-                run([sys.executable, "-m", modules[program], *options, *arguments], tmp_path)
+                run(["-m", modules[program], *options, *arguments], tmp_path, python=python)
                 ran += 1
         elif block.language == "json":
             json.loads(block.text)
