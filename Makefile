@@ -13,6 +13,7 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check -q
 INSTALL := $(PIP) install -c constraints.txt
 STAMP := $(VENV)/.stamp
+DEEPSPEED := $(VENV)/.deepspeed
 
 # The CPU build by its full version, so that pip can never choose the CUDA build and its gigabytes of libraries.
 # With a GPU: make venv TORCH=torch==X.Y.Z
@@ -67,7 +68,7 @@ venv: $(STAMP)
 
 # DeepSpeed is built from source by a setup.py that imports torch, hence the order and --no-build-isolation.
 # A torch wheel at hand (pip's find-links) is taken before an index is asked.
-$(STAMP): constraints.txt pyproject.toml setup.py
+$(DEEPSPEED): constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 10) else "Python 3.10 or newer is needed: make PYTHON=python3.12")'
 	@echo "Setting up $(VENV); the first time takes a few minutes."
 	@$(PYTHON) -m venv $(VENV)
@@ -75,14 +76,18 @@ $(STAMP): constraints.txt pyproject.toml setup.py
 	    || $(PIP) install --no-deps --extra-index-url $(TORCH_INDEX) $(TORCH)
 	@$(INSTALL) torch numpy setuptools wheel packaging ninja psutil py-cpuinfo pydantic
 	@DS_BUILD_OPS=0 $(INSTALL) --no-build-isolation deepspeed
+	@touch $@
+
+# Everything else, while DeepSpeed's ops compile where make may run two jobs.
+$(STAMP): $(DEEPSPEED) pyproject.toml setup.py
 	@$(INSTALL) --no-build-isolation -e '.[deepspeed,demo,dev]'
 	@$(PIP) check
 	@touch $@
 
-warm: $(OPS:%=$(VENV)/.op-%)
+warm: $(STAMP) $(OPS:%=$(VENV)/.op-%)
 
 # An op that this machine cannot build is left out, as DeepSpeed itself leaves it out.
-$(VENV)/.op-%: $(STAMP)
+$(VENV)/.op-%: $(DEEPSPEED)
 	@echo "Compiling DeepSpeed's $* (once)."
 	@timeout 1200 $(PY) -c 'import sys; \
 	    from deepspeed.accelerator import get_accelerator; \
@@ -97,17 +102,17 @@ $(VENV)/deepspeed-%/.stamp: $(STAMP)
 	@DS_BUILD_OPS=0 $(PIP) install --no-deps --no-build-isolation --upgrade --target $(VENV)/deepspeed-$* deepspeed==$*
 	@touch $@
 
-demo: $(VENV)/.op-ShareMemCommBuilder
+demo: $(STAMP) $(VENV)/.op-ShareMemCommBuilder
 	$(PY) examples/demo.py --out demo
 
 # Four torchrun agents on this machine, of which some are killed and others come; its results go to demo-elastic/.
-demo-elastic: $(VENV)/.op-ShareMemCommBuilder
+demo-elastic: $(STAMP) $(VENV)/.op-ShareMemCommBuilder
 	$(PY) examples/elastic/cluster.py --out demo-elastic --results benchmarks/results
 
-demo-elastic-netns: $(VENV)/.op-ShareMemCommBuilder
+demo-elastic-netns: $(STAMP) $(VENV)/.op-ShareMemCommBuilder
 	$(PY) examples/elastic/cluster.py --out demo-elastic-netns --scenario network --results benchmarks/results
 
-demo-elastic-fixed: $(VENV)/.op-ShareMemCommBuilder
+demo-elastic-fixed: $(STAMP) $(VENV)/.op-ShareMemCommBuilder
 	$(PY) examples/elastic/cluster.py --out demo-elastic-fixed --scenario fixed-size --results benchmarks/results
 
 # Tests of a file stay together, in order, until a worker runs out of work and takes over the last half of another's.
