@@ -23,7 +23,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_record
+from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_record, record_text
 from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.checkpoint.saved_state import open_state
 from zeroelastic.errors import ZeroElasticError
@@ -266,12 +266,16 @@ def seeds(name: str) -> Iterator[bytes]:
     elif name == "pickle":
         yield from (bytes([number]) + pickle_of(path) for number, path in enumerate(files))
     elif name == "record":
-        yield (GOLDEN / "elastic2" / "global_step2" / RECORD_NAME).read_bytes()
+        golden = GOLDEN / "elastic2" / "global_step2"
+        yield (golden / RECORD_NAME).read_bytes()
+        record = read_record(golden)
+        assert record is not None
+        yield record_text(record)  # of the present version
     elif name == "tags":
-        record = (GOLDEN / "elastic2" / "global_step2" / RECORD_NAME).read_bytes()[:600]
+        head = (GOLDEN / "elastic2" / "global_step2" / RECORD_NAME).read_bytes()[:600]
         model = files[1].read_bytes()
         rank_file = b"/zero_pp_rank_0_mp_rank_00_model_states.pt"
-        yield b"global_step2\n\xffglobal_step2/zeroelastic.json\xfe" + record
+        yield b"global_step2\n\xffglobal_step2/zeroelastic.json\xfe" + head
         yield b"global_step2\xffglobal_step2" + rank_file + b"\xfe" + model.replace(b"\xff", b"").replace(b"\xfe", b"")
         yield b"../x\xffcheckpoint-3/global_step3" + rank_file + b"\xff" + b"checkpoint-3/latest\xfeglobal_step3"
         yield b"u\xffu/zero/p/fp32.pt\xfe\xffu" + rank_file + b"\xffu/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
