@@ -33,7 +33,7 @@ export OMP_NUM_THREADS ?= 1
 NATIVE_SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
 
 .PHONY: help venv warm versions demo demo-elastic demo-elastic-netns demo-elastic-fixed test test-all slowest coverage same-as-stock test-gpu test-native \
-    crash crash-training damage fuzz lifecycle bench bench-background bench-scale reliability support lint format clean
+    crash crash-training damage fuzz lifecycle bench figures bench-background bench-scale reliability support lint format clean
 
 help:
 	@echo "make demo      the demonstration; its results go to demo/"
@@ -48,6 +48,7 @@ help:
 	@echo "make test-gpu  the tests that need a CUDA device"
 	@echo "make test-native  the C++ tests, with sanitizers"
 	@echo "make bench     the benchmarks; needs a quiet machine"
+	@echo "make figures   the figures of the README and the pages, from the raw results"
 	@echo "make bench-background  what a save costs training, waited for and in the background"
 	@echo "make crash     kill -9 at random moments of a reshard"
 	@echo "make crash-training  kill -9 at 200 random moments of a training job that saves"
@@ -189,6 +190,11 @@ bench: $(STAMP)
 	$(PY) benchmarks/bench_read_back.py --out benchmarks/results
 	$(PY) benchmarks/bench_stage2.py --out benchmarks/results
 	$(PY) benchmarks/bench_cli.py --out benchmarks/results
+	$(PY) benchmarks/figures.py
+
+# The figures of the README and the pages, from the raw results; tests/project/test_figures.py compares.
+figures: $(STAMP)
+	$(PY) benchmarks/figures.py
 
 # Needs a quiet machine, too; not part of bench, for it asks about training.
 bench-background: $(STAMP)

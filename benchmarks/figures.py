@@ -1,0 +1,211 @@
+"""The figures in the pages, from the raw results: ``python benchmarks/figures.py`` writes them into the pages.
+
+A sentence or table row of a page stands here as a template, with the name of a figure where the page has its value;
+line breaks do not matter. tests/project/test_figures.py compares, so a page never says what no result says.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+from string import Formatter
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+RESULTS = REPOSITORY / "benchmarks" / "results"
+
+TEMPLATES: dict[str, tuple[str, ...]] = {
+    "README.md": (
+        "| measured: 4 -> 3 ranks, {params}M parameters, {gb} GB of state | {load} s, verified | "
+        "{convert} s to convert + {universal_load} s to load |",
+        "DeepSpeed's own load at the same size (4 -> 4) took {stock_load} s and torch DCP's load {dcp_load} s. Saving "
+        "the same state on 4 ranks took {save_flushed} s, with digests and commit record and flushed to the disk; "
+        "DeepSpeed alone, flushed, took {stock_save_flushed} s.",
+    ),
+    "docs/zero2.md": (
+        "Measured on {stage2_params}M parameters with `round_robin_gradients`, saved by DeepSpeed alone on 4 ranks",
+        "zeroelastic resumes on 3 ranks in {stage2_load} s with every parameter right; Universal Checkpoint converts "
+        "in {stage2_convert} s, loads in {stage2_universal} s, and {stage2_wrong} of {stage2_all} parameters are "
+        "wrong. On 4 ranks DeepSpeed's own load takes {stage2_stock} s, zeroelastic's {stage2_same} s.",
+    ),
+    "benchmarks/README.md": (
+        "ext4 on a virtual disk, {params} million parameters, {gb} GB of state.",
+        "| >= 0.85 of plain 2-thread `pread` of the same bytes | {tensors_pread} | {load_pread} |",
+        "| >= 50 times faster than Universal Checkpoint's convert + load | {tensors_universal} | {whole_universal} |",
+        "| >= 10 times faster than torch DCP | {tensors_dcp} | {whole_dcp} |",
+        "| >= 5 times faster than every rank mapping every file and merging | {tensors_mmap} | {whole_mmap} |",
+        "| not slower than DeepSpeed's own load at the same size | | {same_stock} times faster |",
+        "| cold: >= 0.85 of the disk's sequential reading | {tensors_cold} | {whole_cold} |",
+        "extra memory <= 64 MiB; no unneeded file opened | {tensors_read}; {tensors_rss} MiB; yes | {whole_read}; "
+        "{whole_rss} MiB; yes |",
+        "*The whole load* is the payload ({payload_s} s), verification ({verify_s} s), and a fixed part ({fixed_s} s)",
+        "| >= 1.5 times faster than `torch.save`, or DeepSpeed alone | {file_torch} | {file_torch_flushed} | "
+        "{save_stock} | {save_stock_flushed} |",
+        "| >= 0.8 of plain parallel writing of the same bytes | {file_plain} | {file_plain_flushed} | {save_plain} | "
+        "{save_plain_flushed} |",
+        "| extra memory <= 64 MiB | {file_rss} MiB | {file_rss_flushed} MiB | {save_rss} MiB | "
+        "{save_rss_flushed} MiB |",
+        "reaches {file_reserved} of them without flushing and {file_reserved_flushed} with it.",
+        *(
+            f"{title} | {{copy_{x}1}}, {{copy_{x}2}} | {b}{{digest_{x}1}} %, {{digest_{x}2}} %{b} | "
+            f"{b}{{bf16_{x}1}}, {{bf16_{x}2}}{b} |"
+            for x, title, b in (
+                ("a", "| a: 1.3B parameters, 8 -> 6 | 0.92", ""),
+                ("b", "| a': misaligned, 4 -> 3 | 0.92", ""),
+                ("c", "| b: 100,000 of 1 KB | 0.75", "**"),
+                ("d", "| c: 6 of 168 MB | 0.95", ""),
+            )
+        ),
+        "takes {plan_405b} ms for a rank of 405B parameters, 16,384 -> 12,288 (target: 50 ms), and {plan_million} s "
+        "for a million parameters",
+        "| reshard <= 1.25 of `cp -r`, both flushed | {reshard_cp}; rigid files {rigid_reshard_cp} |",
+        "| verify >= 0.8 of plain reading | cold {verify_cold}; warm {verify_warm} |",
+        "| export >= 5 times faster than `zero_to_fp32.py` | {export} |",
+        "| inspect, plan, `--help` < 1 s | {inspect_s} s, {plan_s} s, {help_s} s |",
+    ),
+}
+
+_FIGURE = r"(\*{0,2}-?[0-9][0-9.,]*\*{0,2})"
+
+
+def read_result(name: str) -> Any:
+    """The raw result ``results/NAME.json``."""
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def times(ours: dict[str, Any], theirs: dict[str, Any]) -> float:
+    """How many times longer theirs takes: the median over rounds, or of the medians when one has fewer rounds."""
+    if len(ours["raw_seconds"]) == len(theirs["raw_seconds"]):
+        return median(b / a for a, b in zip(ours["raw_seconds"], theirs["raw_seconds"], strict=True))
+    return float(median(theirs["raw_seconds"]) / median(ours["raw_seconds"]))
+
+
+def goal(value: float, places: int, target: float) -> str:
+    """A figure, bold where it misses a target that it should reach."""
+    text = f"{value:.{places}f}"
+    return text if value >= target else f"**{text}**"
+
+
+def figures() -> dict[str, str]:
+    """Every figure by its name, as pages have it."""
+    return dict([*_loading(), *_saving(), *_stage2(), *_segments(), *_plans(), *_commands()])
+
+
+def _mib(row: dict[str, Any]) -> float:
+    return float(row["extra_rss"]) / (1 << 20)
+
+
+def _loading() -> Iterator[tuple[str, str]]:
+    result = read_result("load")
+    warm, cold = ({row["system"]: row for row in result["rows"] if row["cache"] == cache} for cache in ("warm", "cold"))
+    yield "params", f"{result['saved']['numel'] / 1e6:.0f}"
+    yield "gb", f"{result['saved']['state_bytes'] / 1e9:.2f}"
+    names = {"load": "elastic", "stock_load": "stock", "dcp_load": "dcp", "payload_s": "tensors"}
+    yield from ((name, f"{warm[system]['seconds'][1]:.2f}") for name, system in names.items())
+    yield "convert", f"{warm['universal-convert']['seconds'][1]:.1f}"
+    yield "universal_load", f"{warm['universal-load']['seconds'][1]:.1f}"
+    seconds = {system: row["seconds"][1] for system, row in warm.items()}
+    yield "verify_s", f"{seconds['elastic'] - seconds['elastic-quick']:.2f}"
+    yield "fixed_s", f"{seconds['elastic-quick'] - seconds['tensors']:.2f}"
+    for name, system in (("tensors", "tensors"), ("whole", "elastic")):
+        yield f"{name}_universal", goal(times(warm[system], warm["universal"]), 0, 50)
+        yield f"{name}_dcp", goal(times(warm[system], warm["dcp"]), 1, 10)
+        yield f"{name}_mmap", goal(times(warm[system], warm["mmap"]), 1, 5)
+        yield f"{name}_cold", goal(times(cold[system], cold["ceiling"]), 2, 0.85)
+        yield f"{name}_read", f"{warm[system]['amplification']:.3f}"
+    yield "tensors_pread", goal(times(warm["tensors"], warm["ceiling"]), 2, 0.85)
+    yield "load_pread", goal(times(warm["elastic"], warm["ceiling"]), 2, 0.85)
+    yield "same_stock", f"{times(warm['same'], warm['stock']):.1f}"
+    yield "tensors_rss", f"{_mib(warm['tensors']):.1f}"
+    yield "whole_rss", f"{max(_mib(warm[system]) for system in ('elastic', 'elastic-quick')):.1f}"
+
+
+def _saving() -> Iterator[tuple[str, str]]:
+    rows = {(row["system"], row["durable"]): row for row in read_result("save")["rows"]}
+    yield "save_flushed", f"{rows['elastic', True]['seconds'][1]:.2f}"
+    yield "stock_save_flushed", f"{rows['stock', True]['seconds'][1]:.2f}"
+    for durable, end in ((False, ""), (True, "_flushed")):
+        file, save = rows["file-digests", durable], rows["elastic", durable]
+        yield f"file_torch{end}", goal(times(file, rows["torch", durable]), 1, 1.5)
+        yield f"save_stock{end}", goal(times(save, rows["stock", durable]), 1, 1.5)
+        yield f"file_plain{end}", goal(times(file, rows["plain", durable]), 2, 0.8)
+        yield f"save_plain{end}", goal(times(save, rows["plain", durable]), 2, 0.8)
+        yield f"file_reserved{end}", f"{times(file, rows['reserved', durable]):.2f}"
+        yield f"file_rss{end}", f"{_mib(file):.1f}"
+        yield f"save_rss{end}", f"{_mib(save):.1f}"
+
+
+def _stage2() -> Iterator[tuple[str, str]]:
+    result = read_result("stage2")
+    samples = result["samples"]
+    yield "stage2_params", f"{result['num_params'] / 1e6:.0f}"
+    systems = {"load": ("other", 2), "same": ("same", 2), "stock": ("stock", 2), "universal": ("universal", 1)}
+    for name, (system, places) in (*systems.items(), ("convert", ("convert", 1))):
+        seconds = median(sample["seconds"] for sample in samples if sample["system"] == system)
+        yield f"stage2_{name}", f"{seconds:.{places}f}"
+    universal = [sample for sample in samples if sample["system"] == "universal"]
+    yield "stage2_wrong", f"{median(sample['wrong'] for sample in universal):.0f}"
+    yield "stage2_all", f"{universal[0]['num_params']}"
+
+
+def _segments() -> Iterator[tuple[str, str]]:
+    rows = {(row["key"], row["threads"], row["method"]): row for row in read_result("kernel")["rows"]}
+    for letter, key in zip("abcd", ("a", "a'", "b", "c"), strict=True):
+        for threads in (1, 2):
+            copy, digest = (rows[key, threads, method] for method in ("native", "native + digest"))
+            yield f"copy_{letter}{threads}", f"{copy['ratio'][1]:.2f}"
+            yield f"digest_{letter}{threads}", f"{round(100 * (times(copy, digest) - 1))}"
+            yield f"bf16_{letter}{threads}", f"{rows[key, threads, 'native to bf16']['ratio'][1]:.2f}"
+
+
+def _plans() -> Iterator[tuple[str, str]]:
+    rows = {row["case"]: row["plan_s"][1] for row in read_result("plan")["rows"]}
+    (largest,) = [seconds for case, seconds in rows.items() if "405B" in case]
+    yield "plan_405b", f"{1000 * largest:.1f}"
+    (million,) = [seconds for case, seconds in rows.items() if case.startswith("1,000,000")]
+    yield "plan_million", f"{million:.2f}"
+
+
+def _commands() -> Iterator[tuple[str, str]]:
+    result = read_result("cli")
+    ratios, seconds = result["ratios"], {name: median(raw) for name, raw in result["raw_seconds"].items()}
+    yield "reshard_cp", f"{ratios['reshard / cp -r']:.2f}"
+    yield "rigid_reshard_cp", f"{ratios['rigid reshard / cp -r']:.2f}"
+    yield "verify_cold", goal(ratios["plain reading / verify, headers open, cold"], 2, 0.8)
+    yield "verify_warm", goal(ratios["plain reading / verify, headers open"], 2, 0.8)
+    yield "export", goal(ratios["zero_to_fp32.py / export"], 1, 5)
+    yield from ((f"{name.strip('-')}_s", f"{seconds[name]:.2f}") for name in ("inspect", "plan", "--help"))
+
+
+def names_in(template: str) -> list[str]:
+    """The names of the figures in a template, in order."""
+    return [name for _, name, *_ in Formatter().parse(template) if name]
+
+
+def written(text: str, templates: tuple[str, ...], values: dict[str, str]) -> str:
+    """A page with these values in place of its own. Raises ValueError where a template is not in the page once."""
+    for template in templates:
+        parts = [(re.escape(words).replace(r"\ ", r"\s+"), name) for words, name, *_ in Formatter().parse(template)]
+        pattern = "".join(words + (_FIGURE if name else "") for words, name in parts)
+        places = list(re.finditer(pattern, text))
+        if len(places) != 1:
+            raise ValueError(f"{len(places)} places look like {template!r}")
+        for number, name in reversed([*enumerate(names_in(template), 1)]):
+            begin, end = places[0].span(number)
+            text = text[:begin] + values[name] + text[end:]
+    return text
+
+
+def main() -> None:
+    """Write the figures into the pages."""
+    values = figures()
+    for page, templates in TEMPLATES.items():
+        path = REPOSITORY / page
+        path.write_text(written(path.read_text(), templates, values))
+
+
+if __name__ == "__main__":
+    main()
