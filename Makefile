@@ -90,7 +90,7 @@ warm: $(STAMP) $(OPS:%=$(VENV)/.op-%)
 # An op that this machine cannot build is left out, as DeepSpeed itself leaves it out.
 $(VENV)/.op-%: $(DEEPSPEED)
 	@echo "Compiling DeepSpeed's $* (once)."
-	@timeout 1200 $(PY) -c 'import sys; \
+	@PATH="$(CURDIR)/tests/compilers:$$PATH" timeout 1200 $(PY) -c 'import sys; \
 	    from deepspeed.accelerator import get_accelerator; \
 	    builder = get_accelerator().create_op_builder(sys.argv[1]); \
 	    builder is not None and builder.is_compatible() and builder.load()' $*

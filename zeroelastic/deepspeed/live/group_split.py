@@ -186,7 +186,7 @@ class GroupSplit(LiveOptimizer):
 
         gloo's all-gather goes through a second buffer of this size; its broadcasts need none, and half of the time.
         """
-        parts = whole.split(whole.numel() // self.layout.world_size)
+        parts = whole.view(self.layout.world_size, -1).unbind()
         if dist.get_backend(self.dp_group) != "gloo":
             dist.all_gather_into_tensor(whole, parts[self.rank], group=self.dp_group)
             return
