@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import math
+import operator
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -18,6 +21,7 @@ _MAX_OPTION_DEPTH = 3
 _MAX_OPTION_ITEMS = 1024
 _MAX_NUMEL = 1 << 60
 _MAX_DIMENSIONS = 64
+_SHAPE = operator.attrgetter("shape")
 _NUMPY_DTYPES = {
     "float64": "<f8",
     "float32": "<f4",
@@ -89,9 +93,27 @@ def checked_param(name: object, shape: object, path: FilePath) -> Param:
     return Param(name, tuple(int(size) for size in shape))
 
 
+def checked_table(names: Sequence[object], shapes: Sequence[object], path: FilePath) -> list[Param]:
+    """The parameters of two columns of a file, of the same length. Raises CheckpointError when they are not ones."""
+    if {*map(type, names)} - {str}:
+        return [checked_param(name, shape, path) for name, shape in zip(names, shapes, strict=True)]
+    # Each object once: in a file that was packed, shapes that are equal are one.
+    ids = [*map(id, shapes)]
+    name_of = dict(zip(ids, names, strict=True))
+    shape_of = dict(zip(ids, shapes, strict=True))
+    clean = {key: checked_param(name_of[key], shape, path).shape for key, shape in shape_of.items()}
+    collects = gc.isenabled()
+    gc.disable()  # a collection for every thousand new objects would take as long as making them
+    try:
+        return [*map(Param, map(str, names), map(clean.__getitem__, ids))]
+    finally:
+        if collects:
+            gc.enable()
+
+
 def checked_params(params: Sequence[Param], path: FilePath) -> Sequence[Param]:
     """The same parameters. Raises CheckpointError when they are more than 64-bit offsets can address."""
-    if sum(param.numel for param in params) >= _MAX_NUMEL:
+    if sum(map(math.prod, map(_SHAPE, params))) >= _MAX_NUMEL:
         raise CheckpointError(f"{path}: its parameters have more elements than any file holds. The file is damaged.")
     return params
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import os
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
@@ -29,6 +29,7 @@ from zeroelastic.io.local import LocalFile
 from zeroelastic.io.paths import FilePath, RemotePath, as_path
 from zeroelastic.io.storage import read_range
 from zeroelastic.torch_file.inert_objects import DTYPE_BYTES, DType, StorageRef, Stub, TensorRef
+from zeroelastic.torch_file.packed_pickle import LONG_LIST, pack_pickle
 from zeroelastic.torch_file.pickle_limits import check_opcodes
 from zeroelastic.torch_file.safe_unpickler import ForeignGlobals, HeaderUnpickler, check_tree
 from zeroelastic.torch_file.zip_format import FIELD, LOCAL, LOCAL_MARK, Directory, Entry, ZipError, read_directory
@@ -171,13 +172,17 @@ def _payload_offset(data: bytes, entry: Entry, path: FilePath, size: int) -> int
 
 
 def read_torch_file(
-    path: str | os.PathLike[str] | RemotePath, *, foreign: ForeignGlobals = "refuse", through: Blocks | None = None
+    path: str | os.PathLike[str] | RemotePath,
+    *,
+    foreign: ForeignGlobals = "refuse",
+    through: Blocks | None = None,
+    columns: bool = False,
 ) -> TorchFile:
     """Parse the header of a torch.save file; payload is not read, except what shares a 16 KiB block of a remote file.
 
     ``foreign`` decides about globals outside the allow-list: "refuse" raises UnsafePickleError with the name, "inert"
     puts a ``Stub`` in its place (for files that have user objects, too). ``through`` reads the file in place of its
-    path.
+    path. With ``columns``, lists of thousands of integers or tensors may be columns (``torch_file.columns``).
 
     Raises MissingFileError, CheckpointError (damaged, truncated), OldFormatError (before 1.6, without a zip archive),
     UnsafePickleError.
@@ -188,12 +193,28 @@ def read_torch_file(
         file.extent(file.root["optimizer_state_dict"]["fp32_flat_groups"][0])
     """
     data, file = read_pickle(path, through=through)
-    with pickle_errors(file.path):
-        check_opcodes(data)
-        file.root = HeaderUnpickler(data, file.path, foreign).load()
-        if foreign == "refuse":  # user objects beside it may hold themselves
-            check_tree(file.root)
+    packed = pack_pickle(data, long_list=LONG_LIST if columns else 0)
+    if packed is not None:
+        del data  # it is large, and needed again only where it cannot be read
+        try:
+            file.root = _load(*packed, file.path, foreign)
+        except MemoryError:
+            raise
+        except Exception:  # what is wrong with it is said of the pickle as it is in the file
+            packed = None
+            data = read_pickle(path, through=through)[0]
+    if packed is None:
+        with pickle_errors(file.path):
+            check_opcodes(data)
+            file.root = _load(data, (), file.path, foreign)
     return file
+
+
+def _load(data: bytes, columns: Sequence[object], path: FilePath, foreign: ForeignGlobals) -> object:
+    root = HeaderUnpickler(data, path, foreign, columns).load()
+    if foreign == "refuse":  # user objects beside it may hold themselves
+        check_tree(root)
+    return root
 
 
 @contextmanager
