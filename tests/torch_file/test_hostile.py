@@ -73,7 +73,8 @@ def bounded() -> Iterator[None]:
 
 @pytest.fixture(params=[True, False], ids=["engine", "no engine"])
 def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether the native engine checks pickles, where it was built."""
+    """Whether the native engine checks pickles, small ones too, where it was built."""
+    monkeypatch.setattr(header, "LARGE_PICKLE", 0)
     if not request.param:
         monkeypatch.setattr(header, "pack_pickle", lambda data, *, long_list: None)
     return bool(request.param)

@@ -239,6 +239,7 @@ def test_a_pickle_by_hand_is_read_or_refused_as_without_the_engine(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(header, "LONG_LIST", LONG)
+    monkeypatch.setattr(header, "LARGE_PICKLE", 0)
     data = b"\x80\x02" + CASES[name] + b"."
     end = check_same(data)
     assert name not in PACKED or end == "packed"
@@ -265,6 +266,7 @@ def test_what_is_read_at_once_is_read_once(tmp_path: Path, monkeypatch: pytest.M
     times: list[int] = []
     read = header.read_pickle
     monkeypatch.setattr(header, "LONG_LIST", LONG)
+    monkeypatch.setattr(header, "LARGE_PICKLE", 0)
     monkeypatch.setattr(header, "read_pickle", lambda path, **rest: times.append(1) or read(path, **rest))
     root: Any = read_torch_file(tmp_path / "f.pt", columns=True).root
     assert isinstance(root["base_optimizer_state"][0]["exp_avg"], TensorColumn) and len(times) == 1

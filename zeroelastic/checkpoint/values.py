@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import operator
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from zeroelastic.core.collector import paused_collector
 from zeroelastic.core.digest import ScalarValue
 from zeroelastic.core.layout import Layout, Param, group_split_layout, layout_from_sub_groups
 from zeroelastic.errors import CheckpointError, UnsupportedError, brief, shown
@@ -99,16 +99,11 @@ def checked_table(names: Sequence[object], shapes: Sequence[object], path: FileP
         return [checked_param(name, shape, path) for name, shape in zip(names, shapes, strict=True)]
     # Each object once: in a file that was packed, shapes that are equal are one.
     ids = [*map(id, shapes)]
-    name_of = dict(zip(ids, names, strict=True))
+    name_of = dict(zip(reversed(ids), reversed(names), strict=True))  # the first that has it
     shape_of = dict(zip(ids, shapes, strict=True))
     clean = {key: checked_param(name_of[key], shape, path).shape for key, shape in shape_of.items()}
-    collects = gc.isenabled()
-    gc.disable()  # a collection for every thousand new objects would take as long as making them
-    try:
+    with paused_collector():
         return [*map(Param, map(str, names), map(clean.__getitem__, ids))]
-    finally:
-        if collects:
-            gc.enable()
 
 
 def checked_params(params: Sequence[Param], path: FilePath) -> Sequence[Param]:

@@ -11,13 +11,14 @@ import numpy as np
 
 from zeroelastic.core.layout import Int64Array
 from zeroelastic.errors import CheckpointError, UnsafePickleError
-from zeroelastic.executors import native_executor
-from zeroelastic.executors.build_info import describe_build
 from zeroelastic.torch_file.columns import IntColumn, TensorColumn
 from zeroelastic.torch_file.inert_objects import TensorRef, sealed
 
 LONG_LIST = 4096
 """Items from which a list is worth a column."""
+
+LARGE_PICKLE = 256 << 10
+"""Bytes from which a pickle is worth loading the engine: Python checks fewer in the same time."""
 
 
 @sealed
@@ -46,6 +47,9 @@ def pack_pickle(data: bytes, *, long_list: int) -> tuple[bytes, list[object]] | 
     of parts of one storage. None for a pickle that the engine does not take, of which ``check_opcodes`` says whether it
     is damaged; one that it takes may still be damaged in other ways. Raises MemoryError.
     """
+    from zeroelastic.executors import native_executor  # most commands that read small headers need no engine
+    from zeroelastic.executors.build_info import describe_build
+
     if not describe_build("native").usable:
         return None
     packed = native_executor.pack_pickle(data, long_list=long_list)
