@@ -202,6 +202,27 @@ def graph(scale: Scale, work: Path) -> Steps:
     return steps
 
 
+def header(scale: Scale, work: Path) -> Steps:
+    """The files of one rank with many parameters, as stage 3 and zeroelastic write them: opened, header only."""
+    from zeroelastic.checkpoint.model_states import open_model_states
+    from zeroelastic.checkpoint.optimizer_reader import open_shard
+
+    tag = _in_a_process(_many_params, scale, work)
+    steps: Steps = {}
+    optim, models = (next(tag.glob(f"*_{kind}_states.pt")) for kind in ("optim", "model"))
+    timed(steps, "open the optimizer file", lambda: open_shard(optim, 0, world_size=1, rigid_params=None))
+    timed(steps, "open the model states", lambda: open_model_states(models, 0, world_size=1))
+    return steps
+
+
+def _many_params(scale: Scale, work: Path) -> Path:
+    from synthetic import write_checkpoint
+
+    tag = work / "global_step3"
+    write_checkpoint(tag, world_size=1, groups=[_members(scale)], sub_group_size=None, frozen=None, alias=False)
+    return tag
+
+
 def _ranks_checkpoint(scale: Scale, work: Path) -> Path:
     from synthetic import write_checkpoint
 
@@ -285,7 +306,9 @@ def _in_a_process(function: Callable[[Scale, Path], Path], scale: Scale, work: P
         return pool.apply(function, (scale, work))
 
 
-PARTS = {"tags": tags, "plan": plan, "record": record, "graph": graph, "ranks": ranks, "loaders": loaders}
+PARTS = {
+    "tags": tags, "plan": plan, "record": record, "header": header, "graph": graph, "ranks": ranks, "loaders": loaders,
+}  # fmt: skip
 
 
 def write(out: Path, results: dict[str, dict[str, object]]) -> None:

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstdlib>
 #include <functional>
 #include <new>
 
@@ -9,6 +10,7 @@
 #include "crc32.h"
 #include "digest.h"
 #include "operations.h"
+#include "pickle.h"
 #include "table.h"
 
 namespace {
@@ -138,6 +140,20 @@ uint32_t ze_crc32_join(const uint32_t* crc32, const int64_t* nbytes, int64_t cou
     uint32_t joined = 0;
     for (int64_t i = 0; i < count; ++i) joined = zeroelastic::crc32_join(joined, crc32[i], nbytes[i]);
     return joined;
+}
+
+int32_t ze_pack_pickle(const uint8_t* data, int64_t nbytes, int64_t long_list, ze_packed* out,
+                       ze_error* error) {
+    return guarded(error, [&] {
+        const bool packed = zeroelastic::pack_pickle(data, nbytes, long_list, out);
+        return error->code = packed ? ZE_OK : ZE_BAD_TABLE;
+    });
+}
+
+void ze_free_packed(ze_packed* packed) {
+    std::free(packed->values);
+    std::free(packed->bounds);
+    packed->values = packed->bounds = nullptr;
 }
 
 }  // extern "C"

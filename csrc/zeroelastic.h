@@ -16,7 +16,7 @@
 #define ZE_API __attribute__((visibility("default")))
 
 // Raised with every change of this file, so that a library and its caller of different ages notice.
-#define ZE_ABI_VERSION 7
+#define ZE_ABI_VERSION 8
 
 #ifdef __cplusplus
 extern "C" {
@@ -57,6 +57,7 @@ typedef struct ze_buffers ze_buffers;
 typedef struct ze_digest ze_digest;
 typedef struct ze_progress ze_progress;
 typedef struct ze_options ze_options;
+typedef struct ze_packed ze_packed;
 
 struct ze_error {
     int32_t code;
@@ -117,6 +118,20 @@ struct ze_options {
     ze_progress* progress;  // all but copy; may be null
 };
 
+// A pickle whose long lists are columns. `pickle` is the caller's and has room for the whole pickle. A list
+// of integers became the persistent id of its column, an integer from 0. A list of one-dimensional tensors
+// that are parts of one storage became a call of that with the first tensor; its column is each one's offset
+// in elements and its number of elements. Column i has the values up to bounds[2 * i + 1], and bounds[2 * i]
+// says whether it is of tensors.
+struct ze_packed {
+    uint8_t* pickle;
+    int64_t num_bytes;
+    int64_t* values;  // with bounds, released by ze_free_packed
+    int64_t num_values;
+    int64_t* bounds;
+    int64_t num_bounds;
+};
+
 ZE_API int32_t ze_abi_version(void);
 
 // The compiler and the instruction sets that were compiled in, one line.
@@ -166,6 +181,14 @@ ZE_API uint64_t ze_digest_range(const void* data, int64_t count, int32_t itemsiz
 
 // The checksum of `count` runs that lie one behind the other, from theirs.
 ZE_API uint32_t ze_crc32_join(const uint32_t* crc32, const int64_t* nbytes, int64_t count);
+
+// A pickle of torch.save, checked as zeroelastic/torch_file/pickle_limits.py checks it and written again:
+// without memo slots that nothing fetches, with one tuple for all equal tuples of integers and with columns
+// in place of lists of at least `long_list` items, if that is not 0. ZE_BAD_TABLE where it did not pass, or
+// is not of protocol 2: Python says what it is then.
+ZE_API int32_t ze_pack_pickle(const uint8_t* data, int64_t nbytes, int64_t long_list, ze_packed* out,
+                              ze_error* error);
+ZE_API void ze_free_packed(ze_packed* packed);
 
 #ifdef __cplusplus
 }

@@ -1,7 +1,8 @@
 """Every fuzzer for some minutes each, and what came of it: ``make fuzz`` (FUZZ_SECONDS, FUZZ_TARGETS, FUZZ_SEED).
 
-The readers run under atheris, the C++ engine's tables under libFuzzer with the address and undefined behaviour
-sanitizers. Results go to ``--out`` as fuzz.json and fuzz.md; what was found is left beside the corpus in ``--work``.
+The readers run under atheris, the C++ engine's tables and packed pickles under libFuzzer with the address and undefined
+behaviour sanitizers. Results go to ``--out`` as fuzz.json and fuzz.md; what was found is left beside the corpus in
+``--work``.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 CSRC = HERE.parents[1] / "csrc"
 READERS = ("archive", "pickle", "record", "tags", "checkpoint", "universal")
+ENGINE = {"table": "table", "packed": "pickle"}
+"""The targets of the C++ engine, and the source of each in csrc/tests/fuzz."""
 MOST_MIB = 256
 
 
@@ -34,7 +37,7 @@ def main() -> int:
     options = parser.parse_args()
     path = options.out / "fuzz.json"
     results = json.loads(path.read_text())["targets"] if path.exists() else {}
-    for name in options.targets.split() or (*READERS, "table"):
+    for name in options.targets.split() or (*READERS, *ENGINE):
         results[name] = fuzz(name, options.seconds, options.seed, options.work.resolve())
         print(name, json.dumps(results[name]), flush=True)
         write(options.out, results)
@@ -47,7 +50,9 @@ def fuzz(name: str, seconds: int, seed: int, work: Path) -> dict[str, object]:
     for folder in (corpus, found):
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-    command = [str(table_fuzzer(work))] if name == "table" else [sys.executable, str(HERE / "run.py"), name]
+    command = (
+        [str(engine_fuzzer(ENGINE[name], work))] if name in ENGINE else [sys.executable, str(HERE / "run.py"), name]
+    )
     limits = [f"-max_total_time={seconds}", f"-seed={seed}", f"-rss_limit_mb={MOST_MIB}", "-timeout=30"]
     limits += ["-max_len=8192", "-print_final_stats=1", f"-artifact_prefix={found}/"]
     env = {**os.environ, "ASAN_OPTIONS": "quarantine_size_mb=8", "PYTHONPATH": str(HERE.parents[1])}
@@ -80,14 +85,14 @@ def figures(log: str) -> dict[str, object]:
     }
 
 
-def table_fuzzer(work: Path) -> Path:
-    """The fuzzer of the C++ engine, built by clang: CLANGXX, or the newest there is."""
+def engine_fuzzer(name: str, work: Path) -> Path:
+    """A fuzzer of the C++ engine, built by clang: CLANGXX, or the newest there is."""
     names = [os.environ.get("CLANGXX", ""), "clang++", *(f"clang++-{version}" for version in range(22, 14, -1))]
     compiler = next((name for name in names if name and shutil.which(name)), None)
     if compiler is None:
         sys.exit("the engine's fuzzer needs clang 15 or newer (Debian: apt-get install clang-19 libclang-rt-19-dev).")
     subprocess.run(["make", "-C", str(CSRC), "fuzz", f"BUILD={work}", f"CLANGXX={compiler}"], check=True)
-    return work / "fuzz"
+    return work / f"fuzz-{name}"
 
 
 def write(out: Path, results: dict[str, dict[str, object]]) -> None:
@@ -102,7 +107,7 @@ def write(out: Path, results: dict[str, dict[str, object]]) -> None:
     text = [
         "# Fuzzing",
         "",
-        "`make fuzz`: readers under atheris, the C++ engine's tables under libFuzzer with ASan and UBSan;",
+        "`make fuzz`: readers under atheris, the C++ engine (`table`, `packed`) under libFuzzer with ASan and UBSan;",
         f"{MOST_MIB} MiB is the limit of a whole process. A finding ends the run of its target.",
         "",
         "| target | inputs | seconds | edges | features | peak MiB | slowest input, s | findings |",

@@ -23,6 +23,8 @@ from hypothesis import strategies as st
 from synthetic import raw
 
 from zeroelastic.errors import CheckpointError, MissingFileError, UnreadableError, UnsafePickleError
+from zeroelastic.io.local import LocalFile
+from zeroelastic.torch_file import header
 from zeroelastic.torch_file.header import DTYPE_BYTES, DType, StorageRef, Stub, TensorRef, read_torch_file, walk_refs
 
 FP8 = [dtype for dtype in ("float8_e4m3fn", "float8_e5m2") if hasattr(torch, dtype)]
@@ -248,6 +250,35 @@ def test_header_bytes_grow_with_what_is_looked_up(tmp_path):
         file.extent(ref)
         counts.append(file.header_bytes)
     assert counts[0] < counts[1] < counts[2] == counts[3]
+
+
+def test_many_storages_are_located_with_the_file_open_once(tmp_path, monkeypatch):
+    path = saved(tmp_path / "f.pt", [torch.full((i % 3 + 1,), float(i)) for i in range(100)])
+    expected = [read_torch_file(path).extent(ref) for ref in read_torch_file(path).root]
+    file = read_torch_file(path)
+    opened = []
+    monkeypatch.setattr(header, "read_range", lambda *_: pytest.fail("the file was opened again"))
+    monkeypatch.setattr(header, "LocalFile", lambda path: opened.append(path) or LocalFile(path))
+    file.locate(ref.storage.key for ref in file.root)
+    assert [file.extent(ref) for ref in file.root] == expected and opened == [path]
+    assert file.header_bytes > path.stat().st_size // 2
+
+
+def test_a_storage_that_cannot_be_located_is_refused_where_it_is_needed(tmp_path):
+    path = saved(tmp_path / "f.pt", [torch.ones(4) for _ in range(100)])
+    data = bytearray(path.read_bytes())
+    data[data.index(b"f/data/7") - 30] ^= 1  # the mark of the record's own header
+    path.write_bytes(data)
+    file = read_torch_file(path)
+    file.locate(ref.storage.key for ref in file.root)
+    for i, ref in enumerate(file.root):
+        if i != 7:
+            file.extent(ref)
+    with pytest.raises(CheckpointError, match=r"f\.pt: no zip record at byte"):
+        file.extent(file.root[7])
+    larger = StorageRef(file.root[0].storage.key, "float32", 5)
+    with pytest.raises(CheckpointError, match="has 16 bytes; 5 elements of float32 need 20"):
+        file.storage_extent(larger)
 
 
 def test_user_objects_are_refused_by_name_or_stay_inert(tmp_path):

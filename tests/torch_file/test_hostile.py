@@ -33,6 +33,7 @@ from zeroelastic.errors import CheckpointError, UnsafePickleError, UsageError, s
 from zeroelastic.io.local import FOLLOW_LINKS
 from zeroelastic.testing import RankPool
 from zeroelastic.testing.sample import write_sample
+from zeroelastic.torch_file import header
 from zeroelastic.torch_file.graph_reader import read_graph
 from zeroelastic.torch_file.graph_writer import write_graph
 from zeroelastic.torch_file.header import Stub, read_torch_file
@@ -68,6 +69,15 @@ def bounded() -> Iterator[None]:
 
 
 # ---- pickles ----
+
+
+@pytest.fixture(params=[True, False], ids=["engine", "no engine"])
+def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether the native engine checks pickles, small ones too, where it was built."""
+    monkeypatch.setattr(header, "LARGE_PICKLE", 0)
+    if not request.param:
+        monkeypatch.setattr(header, "pack_pickle", lambda data, *, long_list: None)
+    return bool(request.param)
 
 
 def text(value: str) -> bytes:
@@ -124,11 +134,11 @@ BOMBS = {
 
 @pytest.mark.support("Checkpoint engines and storage", "files made to exhaust memory or time", "refused")
 @pytest.mark.parametrize("name", BOMBS)
-def test_bombs_are_refused_before_they_are_built(tmp_path: Path, name: str) -> None:
+def test_bombs_are_refused_before_they_are_built(tmp_path: Path, name: str, engine: bool) -> None:
     path = archive(tmp_path / "bomb.pt", b"\x80\x02" + BOMBS[name])
     for foreign in ("refuse", "inert"):
         with bounded(), pytest.raises(CheckpointError, match=r"bomb\.pt: ") as caught:
-            read_torch_file(path, foreign=foreign)  # type: ignore[arg-type]
+            read_torch_file(path, foreign=foreign, columns=foreign == "refuse")  # type: ignore[arg-type]
         assert len(str(caught.value)) < 1000 + len(str(tmp_path))
     with bounded(), contextlib.suppress(CheckpointError):
         read_graph(path)
@@ -136,7 +146,7 @@ def test_bombs_are_refused_before_they_are_built(tmp_path: Path, name: str) -> N
 
 @pytest.mark.parametrize("sharing", [1, 2])
 def test_containers_that_hold_themselves_or_one_another_are_refused_where_they_are_walked(
-    tmp_path: Path, sharing: int
+    tmp_path: Path, sharing: int, engine: bool
 ) -> None:
     loop: list[object] = []
     loop.append(loop)
@@ -159,7 +169,7 @@ def test_containers_that_hold_themselves_or_one_another_are_refused_where_they_a
             read_torch_file(path, foreign="inert")  # users' own objects may
 
 
-def test_honest_files_are_far_from_the_limits(tmp_path: Path) -> None:
+def test_honest_files_are_far_from_the_limits(tmp_path: Path, engine: bool) -> None:
     """Ten thousand parameters, lists of empty lists, keys that are tuples, seeds of 128 bits, 64 dimensions."""
     step = torch.tensor(1.0)
     value = {
@@ -179,7 +189,7 @@ def test_honest_files_are_far_from_the_limits(tmp_path: Path) -> None:
     assert write_graph(read_graph(tmp_path / "f.pt"))[0]
 
 
-def test_attributes_of_a_dictionary_stay_out(tmp_path: Path) -> None:
+def test_attributes_of_a_dictionary_stay_out(tmp_path: Path, engine: bool) -> None:
     """torch sets some on module states; a file must not replace what the readers call."""
     build = b"}" + text("get") + b"N" + b"s" + b"b"
     path = archive(tmp_path / "f.pt", b"\x80\x02" + named("collections", "OrderedDict") + b")R" + build + b".")
@@ -202,8 +212,9 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_calls_are_refused_by_name_or_stay_inert(tmp_path: Path, name: str) -> None:
-    path = archive(tmp_path / "f.pt", b"\x80\x04" + CALLS[name])
+def test_calls_are_refused_by_name_or_stay_inert(tmp_path: Path, name: str, engine: bool) -> None:
+    protocol = b"\x04" if CALLS[name][:1] in b"\x8c" or b"C\x01" in CALLS[name] else b"\x02"
+    path = archive(tmp_path / "f.pt", b"\x80" + protocol + CALLS[name])
     ran: list[str] = []
     sys.addaudithook(
         lambda event, args: ran.append(event) if event in ("os.system", "import") and ran is not None else None

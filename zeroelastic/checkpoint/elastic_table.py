@@ -12,9 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from zeroelastic.checkpoint.optimizer_file import ParamGroup
-from zeroelastic.checkpoint.values import OptionValue, checked_layout, checked_param, damaged, read_options
+from zeroelastic.checkpoint.values import OptionValue, checked_layout, checked_table, damaged, read_options
 from zeroelastic.core.layout import Layout, Param
 from zeroelastic.errors import CheckpointError, NewerFormatError, shown
+from zeroelastic.torch_file.columns import IntColumn
 from zeroelastic.torch_file.header import Extent, TensorRef, TorchFile
 
 ELASTIC_VERSION = 1
@@ -127,7 +128,7 @@ def _params(file: TorchFile, table: Mapping[str, object]) -> list[list[Param]]:
         names, shapes = (columns.get(key) if isinstance(columns, dict) else None for key in ("names", "shapes"))
         if not isinstance(names, list) or not isinstance(shapes, list) or len(names) != len(shapes):
             raise damaged(file.path, f"sub-group {i} of its zeroelastic table is not a table of names and shapes")
-        sub_groups.append([checked_param(*row, file.path) for row in zip(names, shapes, strict=True)])
+        sub_groups.append(checked_table(names, shapes, file.path))
     return sub_groups
 
 
@@ -135,15 +136,14 @@ def check_owned_ranges(file: TorchFile, table: object, layout: Layout, rank: int
     """Raise CheckpointError where a table does not record the ranges that ``layout``, made of it, gives the rank."""
     assert isinstance(table, dict)
     start, length = layout.owned(rank)
-    recorded: dict[str, list[object]] = {"offsets": [], "numels": []}
     for i, columns in enumerate(table["sub_groups"]):
-        for key, column in recorded.items():
+        members = layout.sub_group == i
+        for key, owned in (("offsets", start[members]), ("numels", length[members])):
             values = columns.get(key)
-            if not isinstance(values, list) or len(values) != int((layout.sub_group == i).sum()):
+            if not isinstance(values, (list, IntColumn)) or len(values) != len(owned):
                 raise damaged(file.path, f"sub-group {i} of its zeroelastic table has no {key} for each parameter")
-            column += values
-    if recorded["offsets"] != start.tolist() or recorded["numels"] != length.tolist():
-        raise damaged(file.path, f"records other owned ranges than rank {rank} of {layout.world_size} has")
+            if not (values == owned.tolist() if isinstance(values, list) else np.array_equal(values.values, owned)):
+                raise damaged(file.path, f"records other owned ranges than rank {rank} of {layout.world_size} has")
 
 
 def _groups(file: TorchFile, groups: object) -> tuple[ParamGroup, ...]:

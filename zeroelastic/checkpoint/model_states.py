@@ -17,7 +17,7 @@ from zeroelastic.checkpoint.commit_record import CommitRecord
 from zeroelastic.checkpoint.extents import TensorExtents
 from zeroelastic.checkpoint.file_names import WHOLE_MODEL_FILE, saved_as
 from zeroelastic.checkpoint.tensor_parallel import TensorParallel, other_tp_size
-from zeroelastic.checkpoint.values import checked_param, checked_params
+from zeroelastic.checkpoint.values import checked_param, checked_params, checked_table
 from zeroelastic.core.layout import Layout, Param, partition_numel, unpacked_layout
 from zeroelastic.errors import CheckpointError, UnsupportedError, brief, shown
 from zeroelastic.io.paths import FilePath
@@ -160,7 +160,7 @@ def model_states_of(
         rank=rank,
         world_size=count,
         global_steps=steps if type(steps) is int else 0,
-        sub_groups=tuple(tuple(checked_param(name, shape, path) for name, shape in table.items()) for table in tables),
+        sub_groups=tuple(tuple(checked_table([*table], [*table.values()], path)) for table in tables),
         frozen=frozen,
         frozen_extents=extents,
         header_bytes=file.header_bytes,
@@ -179,6 +179,8 @@ def model_states_of(
 def _used_by_params_alone(file: TorchFile, of_params: Sequence[object]) -> tuple[tuple[int, int], ...]:
     """(offset, nbytes) of the parameters' tensors, ``of_params``, in storages that no other tensor of the file uses."""
     refs = [ref for ref in of_params if isinstance(ref, TensorRef)]
+    if not refs:
+        return ()
     uses = Counter(map(id, refs))
     shared: set[str] = set()
     for ref in walk_refs(file.root):

@@ -33,6 +33,7 @@ from zeroelastic.core.digest import ScalarValue
 from zeroelastic.core.layout import Int64Array, Layout, Param, original_order
 from zeroelastic.errors import CheckpointError, UnsupportedError, shown
 from zeroelastic.io.paths import FilePath
+from zeroelastic.torch_file.columns import TensorColumn, with_lists
 from zeroelastic.torch_file.header import DTYPE_BYTES, Blocks, DType, Stub, TensorRef, TorchFile, read_torch_file
 
 _State = Mapping[str, object]
@@ -53,6 +54,10 @@ class _RawShard:
     """Whether tensors of state are as long as the flat buffer without its padding."""
 
 
+_WITH_COLUMNS = ("base_optimizer_state", "zeroelastic")
+"""The entries of an elastic file that have an item for each parameter."""
+
+
 def open_shard(
     path: FilePath,
     rank: int,
@@ -68,9 +73,13 @@ def open_shard(
     not name (they come from a ``*_model_states.pt``); elastic files of stage 3 name them themselves. ``through`` as of
     ``read_torch_file``. Raises CheckpointError, UnsupportedError.
     """
-    file = read_torch_file(path, through=through)
-    root = file.root
-    state = root.get("optimizer_state_dict") if isinstance(root, dict) else None
+    file = read_torch_file(path, through=through, columns=True)
+    root, file.root = file.root, None
+    state = root.pop("optimizer_state_dict", None) if isinstance(root, dict) else None
+    if isinstance(state, dict) and "zeroelastic" in state:
+        state = {key: value if key in _WITH_COLUMNS else with_lists(value) for key, value in state.items()}
+    else:
+        state = with_lists(state)
     if not isinstance(root, dict) or not isinstance(state, dict):
         raise CheckpointError(f"{path}: holds no optimizer_state_dict. It is not a ZeRO optimizer file.")
     # DeepSpeed's BF16_Optimizer, which steps ZeRO-1 with fp32 gradient accumulation, writes no stage.
@@ -92,13 +101,14 @@ def open_shard(
             "two saves are mixed in this directory."
         )
     file.locate()
+    config = with_lists(root.get("ds_config"))
     if stage != 3:
-        raw = _read_groups(file, state, root.get("ds_config"), rigid_params, rank=rank, world_size=world_size)
+        raw = _read_groups(file, state, config, rigid_params, rank=rank, world_size=world_size)
     elif "base_optimizer_state" in state:
         raw = _read_elastic(file, state, rank=rank, world_size=world_size, tp_rank=tp_rank)
     else:
         raw = _read_rigid(file, state, rigid_params, world_size=world_size)
-    return _build(file, state, raw, rank, root.get("ds_config"), int(stage))
+    return _build(file, state, raw, rank, config, int(stage))
 
 
 def _read_rigid(
@@ -267,7 +277,7 @@ def _build(file: TorchFile, state: _State, raw: _RawShard, rank: int, config: ob
             where = f"optimizer state {shown(key)} of sub-group {i}"
             if not isinstance(key, str) or key in (FP32, FROZEN):
                 raise UnsupportedError(f"{file.path}: {where} has a name that cannot be kept.")
-            if isinstance(value, list):
+            if isinstance(value, (list, TensorColumn)):
                 placed[key] = _lean(file, value, owned[members[i]], where, rank)
             elif isinstance(value, TensorRef) and value.shape == state_shapes[i] and raw.format == "rigid":
                 placed[key] = _cut(file, value, layout, members[i])
@@ -311,13 +321,19 @@ def _cut(file: TorchFile, flat: TensorRef, layout: Layout, members: Int64Array) 
     return file.extent(flat).offset + layout.offset[members] * DTYPE_BYTES[flat.dtype], flat.dtype
 
 
-def _lean(file: TorchFile, tensors: list[object], owned: Int64Array, where: str, rank: int) -> tuple[Int64Array, str]:
+def _lean(
+    file: TorchFile, tensors: list[object] | TensorColumn, owned: Int64Array, where: str, rank: int
+) -> tuple[Int64Array, str]:
     """Where the tensors of a sub-group's parameters are, in bytes, and their dtype. ``owned`` are their elements."""
     if len(tensors) != len(owned):
         raise damaged(file.path, f"{where} has {len(tensors)} tensors; the sub-group has {len(owned)} parameters")
+    if isinstance(tensors, TensorColumn) and np.array_equal(tensors.numel, owned):
+        storage = file.storage_extent(tensors.storage)
+        return storage.offset + tensors.offset * DTYPE_BYTES[storage.dtype], storage.dtype
     offsets = np.empty(len(owned), dtype=np.int64)
     dtypes: set[str] = set()
-    for i, (tensor, numel) in enumerate(zip(tensors, owned.tolist(), strict=True)):
+    refs = tensors.as_list() if isinstance(tensors, TensorColumn) else tensors
+    for i, (tensor, numel) in enumerate(zip(refs, owned.tolist(), strict=True)):
         if not isinstance(tensor, TensorRef):
             raise damaged(file.path, f"{where} holds something that is not a tensor")
         if tensor.shape != (numel,):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from zeroelastic.core.collector import paused_collector
 from zeroelastic.core.digest import ScalarValue
 from zeroelastic.core.layout import Layout, Param, group_split_layout, layout_from_sub_groups
 from zeroelastic.errors import CheckpointError, UnsupportedError, brief, shown
@@ -18,6 +21,7 @@ _MAX_OPTION_DEPTH = 3
 _MAX_OPTION_ITEMS = 1024
 _MAX_NUMEL = 1 << 60
 _MAX_DIMENSIONS = 64
+_SHAPE = operator.attrgetter("shape")
 _NUMPY_DTYPES = {
     "float64": "<f8",
     "float32": "<f4",
@@ -89,9 +93,22 @@ def checked_param(name: object, shape: object, path: FilePath) -> Param:
     return Param(name, tuple(int(size) for size in shape))
 
 
+def checked_table(names: Sequence[object], shapes: Sequence[object], path: FilePath) -> list[Param]:
+    """The parameters of two columns of a file, of the same length. Raises CheckpointError when they are not ones."""
+    if {*map(type, names)} - {str}:
+        return [checked_param(name, shape, path) for name, shape in zip(names, shapes, strict=True)]
+    # Each object once: in a file that was packed, shapes that are equal are one.
+    ids = [*map(id, shapes)]
+    name_of = dict(zip(reversed(ids), reversed(names), strict=True))  # the first that has it
+    shape_of = dict(zip(ids, shapes, strict=True))
+    clean = {key: checked_param(name_of[key], shape, path).shape for key, shape in shape_of.items()}
+    with paused_collector():
+        return [*map(Param, map(str, names), map(clean.__getitem__, ids))]
+
+
 def checked_params(params: Sequence[Param], path: FilePath) -> Sequence[Param]:
     """The same parameters. Raises CheckpointError when they are more than 64-bit offsets can address."""
-    if sum(param.numel for param in params) >= _MAX_NUMEL:
+    if sum(map(math.prod, map(_SHAPE, params))) >= _MAX_NUMEL:
         raise CheckpointError(f"{path}: its parameters have more elements than any file holds. The file is damaged.")
     return params
 

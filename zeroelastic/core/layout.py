@@ -144,7 +144,7 @@ def _columns(groups: Sequence[Sequence[Param]], world_size: int) -> tuple[tuple[
         twice = sorted({name for name in names if names.count(name) > 1})
         raise ValueError(f"parameters in more than one place: {', '.join(twice)}")
     sizes = np.array([len(group) for group in groups], dtype=np.int64)
-    numel = np.array([param.numel for param in params], dtype=np.int64)
+    numel = np.array([math.prod(param.shape) for param in params], dtype=np.int64)
     return params, numel, np.repeat(np.arange(len(sizes), dtype=np.int64), sizes)
 
 

@@ -19,7 +19,7 @@ from zeroelastic.executors.progress import ProgressFunction
 from zeroelastic.executors.tables import CASTS, CopyTable, DeviceBuffer, FileRanges, MemoryRanges
 from zeroelastic.io.failures import missing_file
 
-_OPEN_FAILED, _READ_FAILED, _END_OF_FILE, _WRITE_FAILED, _SYNC_FAILED, _BAD_TABLE, _NO_MEMORY = range(1, 8)
+_OPEN_FAILED, _READ_FAILED, _END_OF_FILE, _WRITE_FAILED, _SYNC_FAILED, BAD_TABLE, _NO_MEMORY = range(1, 8)
 _SOURCE = 0
 
 
@@ -67,6 +67,16 @@ class Progress(ctypes.Structure):
     """``ze_progress``."""
 
     _fields_ = (("report", _CALLBACK), ("nbytes", _I64), ("keep_going", _I32), ("reserved", _I32))
+
+
+class Packed(ctypes.Structure):
+    """``ze_packed``."""
+
+    _fields_ = (
+        ("pickle", _PTR),
+        ("num_bytes", _I64),
+        *(field for name in ("values", "bounds") for field in ((name, ctypes.POINTER(_I64)), (f"num_{name}", _I64))),
+    )
 
 
 class CallOptions(ctypes.Structure):
@@ -198,7 +208,7 @@ def exception_of(
     paths = src_paths if error.side == _SOURCE else dst_paths
     path = paths[error.file] if 0 <= error.file < len(paths) else Path()
     reason = os.strerror(error.errnum)
-    if error.code == _BAD_TABLE:
+    if error.code == BAD_TABLE:
         return AssertionError(f"row {error.offset} of a segment table leaves its file or buffer")
     if error.code == _NO_MEMORY:
         return MemoryError(f"the {engine} engine is out of memory")

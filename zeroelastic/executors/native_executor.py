@@ -14,9 +14,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
+
 from zeroelastic.core.digest import ByteArray, UInt64Array
 from zeroelastic.core.layout import Int64Array
-from zeroelastic.executors.abi import Buffers, Call, Error, Files, exception_of
+from zeroelastic.executors.abi import BAD_TABLE, Buffers, Call, Error, Files, Packed, exception_of
 from zeroelastic.executors.build_info import load_library
 from zeroelastic.executors.engine import PLAIN, Options, default_threads
 from zeroelastic.executors.tables import (
@@ -49,6 +51,9 @@ def _library() -> ctypes.CDLL:
     library.ze_digest_range.argtypes = [pointer, wide, number, ctypes.c_uint64, wide, number]
     library.ze_crc32_join.restype = ctypes.c_uint32
     library.ze_crc32_join.argtypes = [pointer, pointer, ctypes.c_int64]
+    library.ze_pack_pickle.restype = number
+    library.ze_pack_pickle.argtypes = [pointer, wide, wide, pointer, pointer]
+    library.ze_free_packed.argtypes = [pointer]
     for name in ("ze_isa", "ze_best_isa", "ze_limit_isa"):
         getattr(library, name).restype = ctypes.c_int32
     return library
@@ -73,6 +78,32 @@ def digest_range(data: ByteArray, itemsize: int, *, seed: int, start: int, threa
             data.ctypes.data, len(data) // itemsize, itemsize, seed & ((1 << 64) - 1), start, threads
         )
     )
+
+
+def pack_pickle(data: bytes, *, long_list: int) -> tuple[bytes, list[tuple[bool, Int64Array]]] | None:
+    """As ``zeroelastic.torch_file.packed_pickle.pack_pickle``: the pickle, and of each column whether it is of tensors.
+
+    None for a pickle that the engine leaves to Python. Raises MemoryError.
+    """
+    room = np.empty(len(data), dtype=np.uint8)
+    packed, error = Packed(pickle=room.ctypes.data), Error()
+    library = _library()
+    try:
+        code = library.ze_pack_pickle(data, len(data), long_list, ctypes.byref(packed), ctypes.byref(error))
+        if code == BAD_TABLE:
+            return None
+        if code:
+            raise exception_of(error, "native")
+        bounds = [packed.bounds[i] for i in range(packed.num_bounds)]
+        ends = [0, *bounds[1::2]]
+        values = np.ctypeslib.as_array(packed.values, (packed.num_values,)) if packed.num_values else np.empty(0)
+        found = [
+            (bool(is_tensors), values[begin:end].copy())
+            for is_tensors, begin, end in zip(bounds[::2], ends, ends[1:], strict=False)
+        ]
+    finally:
+        library.ze_free_packed(ctypes.byref(packed))
+    return room[: packed.num_bytes].tobytes(), found
 
 
 def join_crc32(crc32: UInt32Array, nbytes: Int64Array) -> int:

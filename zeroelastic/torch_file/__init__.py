@@ -2,6 +2,7 @@
 
     header             the pickle of a file as plain objects, its tensors as byte ranges
     safe_unpickler     the allow-listed unpickler; ``pickle_limits`` bounds it before it runs
+    packed_pickle      the same checks in the native engine, which makes long lists ``columns``
     rebuild_functions  the allow-list; ``inert_objects`` are what it makes
     pickle_graph       a pickle as a graph that can be changed; ``graph_reader`` and ``graph_writer`` read and write it
     zip_format         the structures of the zip format, and the reader of an archive's directory

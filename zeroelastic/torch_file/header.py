@@ -13,8 +13,8 @@ from __future__ import annotations
 import hashlib
 import os
 import zlib
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -23,12 +23,14 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from zeroelastic.core.collector import paused_collector
 from zeroelastic.errors import CheckpointError, OldFormatError
 from zeroelastic.io.block_cache import BlockFile
 from zeroelastic.io.local import LocalFile
 from zeroelastic.io.paths import FilePath, RemotePath, as_path
 from zeroelastic.io.storage import read_range
 from zeroelastic.torch_file.inert_objects import DTYPE_BYTES, DType, StorageRef, Stub, TensorRef
+from zeroelastic.torch_file.packed_pickle import LARGE_PICKLE, LONG_LIST, pack_pickle
 from zeroelastic.torch_file.pickle_limits import check_opcodes
 from zeroelastic.torch_file.safe_unpickler import ForeignGlobals, HeaderUnpickler, check_tree
 from zeroelastic.torch_file.zip_format import FIELD, LOCAL, LOCAL_MARK, Directory, Entry, ZipError, read_directory
@@ -37,6 +39,7 @@ __all__ = ["DTYPE_BYTES", "DType", "Extent", "StorageRef", "Stub", "TensorRef", 
 
 _MAX_PICKLE_BYTES = 1 << 31
 _LOCATED_BYTES = 512  # a local header with its padding, and a scalar that follows it
+_MANY_RECORDS = 16  # for which a local file is opened once rather than for each
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +106,13 @@ class TorchFile:
         return np.frombuffer(data, dtype=np.uint8)
 
     def locate(self, keys: Iterable[str] | None = None) -> None:
-        """Read where storages begin, by key or of all: few round trips to a remote file; nothing for a local one."""
+        """Read where storages begin, by key or of all: few round trips to a remote file.
+
+        A local file is opened once for many keys, and not at all for all storages.
+        """
         if self._blocks is None:
+            if keys is not None:
+                self._locate_here(dict.fromkeys(keys))
             return
         wanted = self._records.keys() if keys is None else {key for key in keys if key in self._records}
         order = sorted(wanted - self._headers.keys(), key=lambda key: self._records[key].header)
@@ -114,14 +122,24 @@ class TorchFile:
             self._headers |= {key: self._blocks.read(offset, _LOCATED_BYTES) for key, offset in offsets.items()}
         self.header_bytes = self._blocks.bytes_read
 
+    def _locate_here(self, keys: Mapping[str, None]) -> None:
+        found = {key: self._records[key] for key in keys if key in self._records and key not in self._offsets}
+        if len(found) < _MANY_RECORDS:
+            return
+        assert isinstance(self.path, Path)
+        with LocalFile(self.path) as file:
+            for key, entry in found.items():
+                with suppress(CheckpointError):  # _payload says what is wrong with it, if it is needed
+                    self._offsets[key] = _payload_offset(
+                        file.read(entry.header, _LOCATED_BYTES), entry, self.path, self.size
+                    )
+            self.header_bytes += file.bytes_read
+
     def storage_extent(self, storage: StorageRef) -> Extent:
         """The byte range of a whole storage. Raises CheckpointError for a bad record."""
         return Extent(self.path, self._payload(storage), storage.numel * DTYPE_BYTES[storage.dtype], storage.dtype)
 
     def _payload(self, storage: StorageRef) -> int:
-        known = self._offsets.get(storage.key)
-        if known is not None:
-            return known
         entry = self._records.get(storage.key)
         want = storage.numel * DTYPE_BYTES[storage.dtype]
         if entry is None:
@@ -131,6 +149,9 @@ class TorchFile:
                 f"{self.path}: record data/{storage.key} has {entry.nbytes} bytes; "
                 f"{storage.numel} elements of {storage.dtype} need {want}. The file is damaged."
             )
+        known = self._offsets.get(storage.key)
+        if known is not None:
+            return known
         data = self._headers.get(storage.key)
         if data is None:
             data = self._read(entry.header, _LOCATED_BYTES) if entry.header < self.size else b""
@@ -171,13 +192,17 @@ def _payload_offset(data: bytes, entry: Entry, path: FilePath, size: int) -> int
 
 
 def read_torch_file(
-    path: str | os.PathLike[str] | RemotePath, *, foreign: ForeignGlobals = "refuse", through: Blocks | None = None
+    path: str | os.PathLike[str] | RemotePath,
+    *,
+    foreign: ForeignGlobals = "refuse",
+    through: Blocks | None = None,
+    columns: bool = False,
 ) -> TorchFile:
     """Parse the header of a torch.save file; payload is not read, except what shares a 16 KiB block of a remote file.
 
     ``foreign`` decides about globals outside the allow-list: "refuse" raises UnsafePickleError with the name, "inert"
     puts a ``Stub`` in its place (for files that have user objects, too). ``through`` reads the file in place of its
-    path.
+    path. With ``columns``, lists of thousands of integers or tensors may be columns (``torch_file.columns``).
 
     Raises MissingFileError, CheckpointError (damaged, truncated), OldFormatError (before 1.6, without a zip archive),
     UnsafePickleError.
@@ -188,12 +213,29 @@ def read_torch_file(
         file.extent(file.root["optimizer_state_dict"]["fp32_flat_groups"][0])
     """
     data, file = read_pickle(path, through=through)
-    with pickle_errors(file.path):
-        check_opcodes(data)
-        file.root = HeaderUnpickler(data, file.path, foreign).load()
-        if foreign == "refuse":  # user objects beside it may hold themselves
-            check_tree(file.root)
+    packed = pack_pickle(data, long_list=LONG_LIST if columns else 0) if len(data) >= LARGE_PICKLE else None
+    if packed is not None:
+        del data  # it is large, and needed again only where it cannot be read
+        try:
+            file.root = _load(*packed, file.path, foreign)
+        except MemoryError:
+            raise
+        except Exception:  # what is wrong with it is said of the pickle as it is in the file
+            packed = None
+            data = read_pickle(path, through=through)[0]
+    if packed is None:
+        with pickle_errors(file.path):
+            check_opcodes(data)
+            file.root = _load(data, (), file.path, foreign)
     return file
+
+
+def _load(data: bytes, columns: Sequence[object], path: FilePath, foreign: ForeignGlobals) -> object:
+    with paused_collector():
+        root = HeaderUnpickler(data, path, foreign, columns).load()
+    if foreign == "refuse":  # user objects beside it may hold themselves
+        check_tree(root)
+    return root
 
 
 @contextmanager

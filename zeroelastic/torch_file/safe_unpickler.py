@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Literal, TypeAlias
 
 from zeroelastic.errors import CheckpointError, UnsafePickleError, UsageError, brief, shown
 from zeroelastic.io.paths import FilePath
+from zeroelastic.torch_file.columns import IntColumn, TensorColumn
 from zeroelastic.torch_file.inert_objects import StorageRef, Stub, new_stub, storage_id
 from zeroelastic.torch_file.pickle_limits import MOST_NESTED
 from zeroelastic.torch_file.rebuild_functions import (
@@ -30,11 +32,14 @@ from zeroelastic.torch_file.rebuild_functions import (
 
 _MAX_GLOBALS = 4096
 _MAX_REPEATED = 64 << 10
-_CONTAINERS = (dict, list, tuple, set, frozenset)
+_CONTAINERS = (dict, list, tuple, set, frozenset, IntColumn, TensorColumn)
 _FREE_VISITS = 1 << 20
 _VISITS_PER_ITEM = 64
 
-Container: TypeAlias = "dict[object, object] | list[object] | tuple[object, ...] | set[object] | frozenset[object]"
+Container: TypeAlias = (
+    "dict[object, object] | list[object] | tuple[object, ...] | set[object] | frozenset[object] | "
+    "IntColumn | TensorColumn"
+)
 
 
 ForeignGlobals = Literal["refuse", "inert"]
@@ -69,11 +74,13 @@ def split_global(name: str) -> tuple[str, str]:
 class HeaderUnpickler(pickle.Unpickler):
     """The allow-listed unpickler: every global resolves to one of our own objects, or is refused or inert.
 
+    ``columns`` are the objects of persistent ids that are integers (``packed_pickle``).
     ``load`` raises UnsafePickleError, CheckpointError, and whatever a damaged pickle makes the standard one raise.
     """
 
-    def __init__(self, data: bytes, path: FilePath, foreign: ForeignGlobals) -> None:
+    def __init__(self, data: bytes, path: FilePath, foreign: ForeignGlobals, columns: Sequence[object] = ()) -> None:
         super().__init__(io.BytesIO(data), encoding="utf-8")
+        self._columns = columns
         self._path = path
         self._foreign = foreign
         self._stubs: dict[tuple[str, str], type[Stub]] = {}
@@ -127,7 +134,9 @@ class HeaderUnpickler(pickle.Unpickler):
             raise CheckpointError(f"{self._path}: the pickle makes more bytes than it has. The file is damaged.")
         return data
 
-    def persistent_load(self, pid: object) -> StorageRef | Stub:
+    def persistent_load(self, pid: object) -> object:
+        if type(pid) is int and 0 <= pid < len(self._columns):
+            return self._columns[pid]
         kind, key, _location, numel = storage_id(pid)
         if isinstance(kind, type) and issubclass(kind, Stub):  # a type of storage that only "inert" lets pass
             return kind()
@@ -153,10 +162,18 @@ def check_tree(root: object) -> None:
         if id(container) in open_ids or depth > MOST_NESTED:
             raise CheckpointError("its containers hold themselves, or nest too deeply. The file is damaged.")
         open_ids.add(id(container))
-        size = levels = 1
-        for item in container.values() if isinstance(container, dict) else container:
-            inner_size, inner_levels = walk(item, depth + 1) if isinstance(item, _CONTAINERS) else (1, 0)
-            size, levels = size + inner_size, max(levels, inner_levels + 1)
+        size, levels = 1 + len(container), 1
+        items: Collection[object]
+        if isinstance(container, (IntColumn, TensorColumn)):
+            items = ()
+        else:
+            items = container.values() if isinstance(container, dict) else container
+        if any(issubclass(kind, _CONTAINERS) for kind in {*map(type, items)}):
+            times = Counter(map(id, items))
+            for item in {id(item): item for item in items}.values():
+                if isinstance(item, _CONTAINERS):
+                    inner_size, inner_levels = walk(item, depth + 1)
+                    size, levels = size + times[id(item)] * (inner_size - 1), max(levels, inner_levels + 1)
         if levels > MOST_NESTED:
             raise CheckpointError("its containers nest too deeply. The file is damaged.")
         open_ids.discard(id(container))

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from zeroelastic.core.collector import paused_collector
+
 END = struct.Struct("<4sHHHHIIH")
 END64_LOCATOR = struct.Struct("<4sIQI")
 END64 = struct.Struct("<4sQHHIIQQQQ")
@@ -97,7 +99,8 @@ def read_directory(read: ReadAt, size: int) -> Directory:
     data = read(offset, size - offset)
     if len(data) != size - offset:
         raise ZipError("its directory cannot be read")
-    entries = _entries(data[:nbytes], offset, faults)
+    with paused_collector():
+        entries = _entries(data[:nbytes], offset, faults)
     if len(entries) != count:
         faults.append(Fault(f"the directory has {len(entries)} entries and its end says {count}", offset, nbytes))
     return Directory(offset, data, tuple(entries), tuple(faults))
@@ -131,6 +134,7 @@ def _directory_place(read: ReadAt, size: int, faults: list[Fault]) -> tuple[int,
 
 def _entries(data: bytes, offset: int, faults: list[Fault]) -> list[Entry]:
     entries: list[Entry] = []
+    common: dict[tuple[int, int], tuple[int, int]] = {}  # tuples that are equal are one
     at = 0
     while at < len(data):
         fields = ENTRY.unpack_from(data, at) if at + ENTRY.size <= len(data) else (b"",)
@@ -141,9 +145,9 @@ def _entries(data: bytes, offset: int, faults: list[Fault]) -> list[Entry]:
         if end > len(data):
             raise ZipError("its directory cannot be read")
         values = [fields[9], fields[8], fields[16]]  # uncompressed, compressed, header: their order in the 64-bit field
-        wide = [i for i, value in enumerate(values) if value == WIDE]
+        wide = [i for i, value in enumerate(values) if value == WIDE] if WIDE in values else []
         good = fields[4] == 0 and fields[12:14] == (0, 0) and fields[1] in VERSIONS and fields[2] in VERSIONS
-        for kind, content in extra_fields(data[extra_at : extra_at + fields[11]]):
+        for kind, content in extra_fields(data[extra_at : extra_at + fields[11]]) if fields[11] else ():
             if kind == ZIP64 and wide and len(content) == 8 * len(wide):
                 for i, value in zip(wide, struct.unpack(f"<{len(wide)}Q", content), strict=True):
                     values[i] = value
@@ -151,9 +155,11 @@ def _entries(data: bytes, offset: int, faults: list[Fault]) -> list[Entry]:
             else:
                 good = False
         nbytes, stored_bytes, header = values
+        attributes: tuple[int, int] = fields[14:16]
+        when: tuple[int, int] = fields[5:7]
         entry = Entry(
-            data[name_at:extra_at], fields[14:16], fields[3], fields[4], fields[5:7], fields[7],
-            stored_bytes, nbytes, header, offset + at, end - at,
+            data[name_at:extra_at], common.setdefault(attributes, attributes), fields[3], fields[4],
+            common.setdefault(when, when), fields[7], stored_bytes, nbytes, header, offset + at, end - at,
         )  # fmt: skip
         if wide or nbytes != stored_bytes or not good:
             faults.append(Fault(f"its directory is wrong about {entry.short_name}", entry.at, entry.length))
