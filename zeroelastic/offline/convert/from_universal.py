@@ -41,7 +41,8 @@ from zeroelastic.offline.convert.universal_files import (
     universal_models,
     universal_tensors,
 )
-from zeroelastic.offline.reshard.reshard import ReshardOptions, ReshardPlan, check_options, stage_notes
+from zeroelastic.offline.reshard.options import ReshardOptions, check_options, stage_notes
+from zeroelastic.offline.reshard.reshard import ReshardPlan
 from zeroelastic.offline.reshard.sidecar_files import plan_sidecar_files
 from zeroelastic.offline.reshard.source import (
     Group,

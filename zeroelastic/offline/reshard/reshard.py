@@ -34,11 +34,12 @@ from zeroelastic.checkpoint.saved_state import SavedState, open_state
 from zeroelastic.core.digest import ParamContent, content_root
 from zeroelastic.core.global_batch import misfit_notes
 from zeroelastic.distributed.processes import Processes
-from zeroelastic.errors import CheckpointError, DigestMismatchError, UnsupportedError, UsageError, some
+from zeroelastic.errors import CheckpointError, DigestMismatchError, UnsupportedError, some
 from zeroelastic.executors.progress import ProgressFunction
 from zeroelastic.io.atomic import sync_directory, write_atomically
 from zeroelastic.io.paths import FilePath
 from zeroelastic.offline.new_directory import check_free
+from zeroelastic.offline.reshard.options import LEAST_MEMORY, ReshardOptions, check_options, stage_notes
 from zeroelastic.offline.reshard.rank_writer import RankWriter, WrittenRank
 from zeroelastic.offline.reshard.sidecar_files import SidecarFiles, plan_sidecar_files, write_sidecar_files
 from zeroelastic.offline.reshard.source import ReshardSource, reshard_source, with_zero_options
@@ -48,51 +49,8 @@ from zeroelastic.tags.locate import Source
 from zeroelastic.tags.names import LATEST
 from zeroelastic.torch_file.header import DTYPE_BYTES, directory_digest
 
-LEAST_MEMORY = 64 << 20
-"""The smallest ``max_memory``: buffers of a few threads and the tables of one rank."""
-
 _THREAD_BYTES = 2 << 20
 _MAX_LISTED = 8
-
-
-@dataclass(frozen=True, slots=True)
-class ReshardOptions:
-    """The options of a reshard.
-
-    ``stage`` is the ZeRO stage of the result, by default that of the source. ``format`` is by default elastic at stage
-    3, and always rigid at stages 1 and 2. ``sub_group_size`` overrides that of the saved configuration, and at stages 1
-    and 2 ``round_robin_gradients`` and ``parameter_alignment`` theirs; ``verify`` reads the result back before it is
-    published; ``fsync`` flushes it to the device before that. Raises UsageError for invalid values.
-    """
-
-    world_size: int
-    format: CheckpointFormat | None = None
-    sub_group_size: int | None = None
-    stage: int | None = None
-    round_robin_gradients: bool | None = None
-    parameter_alignment: bool | None = None
-    max_memory: int = 1 << 30
-    verify: bool = False
-    fsync: bool = True
-
-    def __post_init__(self) -> None:
-        if self.world_size < 1:
-            raise UsageError(f"a world size of {self.world_size} makes no sense; give 1 or more.")
-        if self.sub_group_size is not None and self.sub_group_size < 1:
-            raise UsageError(f"a sub_group_size of {self.sub_group_size} makes no sense; give 1 or more.")
-        if self.stage not in (None, 1, 2, 3):
-            raise UsageError(f"there is no ZeRO stage {self.stage} to reshard to; give 1, 2 or 3.")
-        if self.max_memory < LEAST_MEMORY:
-            raise UsageError(f"at least {LEAST_MEMORY >> 20} MiB of memory are needed.")
-
-    @property
-    def zero_options(self) -> dict[str, bool]:
-        """The entries of ``zero_optimization`` that are given instead of the saved configuration's."""
-        given = {
-            "round_robin_gradients": self.round_robin_gradients,
-            "parameter_alignment": self.parameter_alignment,
-        }
-        return {key: value for key, value in given.items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,37 +114,6 @@ def plan_reshard(source: Source, options: ReshardOptions) -> ReshardPlan:
         notes.append("not carried: the state of torch's GradScaler, for which DeepSpeed's own files have no place")
     sidecar_files = replace(sidecar_files, notes=(*notes, *sidecar_files.notes))
     return ReshardPlan(source, state, saved, target, sidecar_files, options)
-
-
-def check_options(options: ReshardOptions, stage: int) -> None:
-    """Raise UsageError for an option that only other stages have."""
-    if stage == 3:
-        if options.zero_options:
-            raise UsageError(
-                f"{' and '.join(options.zero_options)} makes no difference at ZeRO stage 3. Leave it out, or give "
-                "--stage 1 or 2."
-            )
-        return
-    if options.format == "elastic":
-        raise UsageError(
-            f"there is no elastic format of ZeRO stage {stage}: DeepSpeed's own, with elastic_checkpoint, has no "
-            "hyper-parameters. Leave --format out, or give rigid."
-        )
-    if options.sub_group_size is not None:
-        raise UsageError(f"there are no sub-groups at ZeRO stage {stage}. Leave --sub-group-size out.")
-
-
-def stage_notes(saved: ReshardSource, stage: int, options: ReshardOptions) -> list[str]:
-    """Sentences on another stage than the saved one, and on the options that the run which loads it must have."""
-    notes: list[str] = []
-    if saved.stage != stage:
-        notes.append(f"saved with ZeRO stage {saved.stage}; the result is of stage {stage}")
-    if stage != 3 and (notes or options.zero_options):
-        order = str(saved.round_robin).lower(), str(saved.param_alignment).lower()
-        given = " and ".join(options.zero_options)
-        origin = f"{given} as given" if given else "as in the saved configuration"
-        notes.append(f"for a run with round_robin_gradients {order[0]} and parameter_alignment {order[1]}, {origin}")
-    return notes
 
 
 def reshard(
