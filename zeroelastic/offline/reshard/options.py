@@ -17,7 +17,7 @@ class ReshardOptions:
     """The options of a reshard.
 
     ``stage`` is the ZeRO stage of the result, by default that of the source. ``format`` is by default elastic at stage
-    3, and always rigid at stages 1 and 2. ``sub_group_size`` overrides that of the saved configuration, and at stages 1
+    3, and always rigid below it. ``sub_group_size`` overrides that of the saved configuration, and at stages 1
     and 2 ``round_robin_gradients`` and ``parameter_alignment`` theirs; ``verify`` reads the result back before it is
     published; ``fsync`` flushes it to the device before that. Raises UsageError for invalid values.
     """
@@ -37,8 +37,8 @@ class ReshardOptions:
             raise UsageError(f"a world size of {self.world_size} makes no sense; give 1 or more.")
         if self.sub_group_size is not None and self.sub_group_size < 1:
             raise UsageError(f"a sub_group_size of {self.sub_group_size} makes no sense; give 1 or more.")
-        if self.stage not in (None, 1, 2, 3):
-            raise UsageError(f"there is no ZeRO stage {self.stage} to reshard to; give 1, 2 or 3.")
+        if self.stage not in (None, 0, 1, 2, 3):
+            raise UsageError(f"there is no ZeRO stage {self.stage} to reshard to; give 0, 1, 2 or 3.")
         if self.max_memory < LEAST_MEMORY:
             raise UsageError(f"at least {LEAST_MEMORY >> 20} MiB of memory are needed.")
 
@@ -54,18 +54,16 @@ class ReshardOptions:
 
 def check_options(options: ReshardOptions, stage: int) -> None:
     """Raise UsageError for an option that only other stages have."""
+    if stage in (0, 3) and options.zero_options:
+        raise UsageError(
+            f"{' and '.join(options.zero_options)} makes no difference at ZeRO stage {stage}. Leave it out, or give "
+            "--stage 1 or 2."
+        )
     if stage == 3:
-        if options.zero_options:
-            raise UsageError(
-                f"{' and '.join(options.zero_options)} makes no difference at ZeRO stage 3. Leave it out, or give "
-                "--stage 1 or 2."
-            )
         return
     if options.format == "elastic":
-        raise UsageError(
-            f"there is no elastic format of ZeRO stage {stage}: DeepSpeed's own, with elastic_checkpoint, has no "
-            "hyper-parameters. Leave --format out, or give rigid."
-        )
+        own = ": DeepSpeed's own, with elastic_checkpoint, has no hyper-parameters" if stage != 0 else ""
+        raise UsageError(f"there is no elastic format of ZeRO stage {stage}{own}. Leave --format out, or give rigid.")
     if options.sub_group_size is not None:
         raise UsageError(f"there are no sub-groups at ZeRO stage {stage}. Leave --sub-group-size out.")
 
@@ -75,7 +73,7 @@ def stage_notes(saved: ReshardSource, stage: int, options: ReshardOptions) -> li
     notes: list[str] = []
     if saved.stage != stage:
         notes.append(f"saved with ZeRO stage {saved.stage}; the result is of stage {stage}")
-    if stage != 3 and (notes or options.zero_options):
+    if stage in (1, 2) and (notes or options.zero_options):
         order = str(saved.round_robin).lower(), str(saved.param_alignment).lower()
         given = " and ".join(options.zero_options)
         origin = f"{given} as given" if given else "as in the saved configuration"

@@ -12,7 +12,7 @@ import errno
 import os
 import shutil
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -44,10 +44,12 @@ from zeroelastic.offline.reshard.rank_writer import RankWriter, WrittenRank
 from zeroelastic.offline.reshard.sidecar_files import SidecarFiles, plan_sidecar_files, write_sidecar_files
 from zeroelastic.offline.reshard.source import ReshardSource, reshard_source, with_zero_options
 from zeroelastic.offline.reshard.target import ReshardTarget, reshard_target
+from zeroelastic.offline.reshard.whole_file import whole_file_notes
 from zeroelastic.offline.resumable_directory import publish, staged, staged_bytes, sweep
 from zeroelastic.tags.locate import Source
 from zeroelastic.tags.names import LATEST
 from zeroelastic.torch_file.header import DTYPE_BYTES, directory_digest
+from zeroelastic.torch_file.integrity import check_archive
 
 _THREAD_BYTES = 2 << 20
 _MAX_LISTED = 8
@@ -98,7 +100,7 @@ def plan_reshard(source: Source, options: ReshardOptions) -> ReshardPlan:
     Raises CheckpointError, UnsupportedError, UsageError.
     """
     state = open_state(open_checkpoint(source.tag_dir))
-    target_stage = options.stage or state.head.stage
+    target_stage = state.head.stage if options.stage is None else options.stage
     check_options(options, target_stage)
     saved = reshard_source(state, target_stage=target_stage, sub_group_size=options.sub_group_size)
     saved = with_zero_options(saved, options.zero_options)
@@ -107,9 +109,12 @@ def plan_reshard(source: Source, options: ReshardOptions) -> ReshardPlan:
     except UnsupportedError as error:
         raise UnsupportedError(f"{source.tag_dir}: {error}") from None
     saved_world_size = state.checkpoint.world_size
-    sidecar_files = plan_sidecar_files(source, saved_world_size=saved_world_size, world_size=options.world_size)
+    sidecar_files = plan_sidecar_files(
+        source, saved_world_size=saved_world_size, world_size=options.world_size, scripts=target_stage != 0
+    )
     misfit = misfit_notes(saved.train_batch_size, options.world_size, saved_world_size, state.head.ds_config)
-    notes = [*stage_notes(saved, target_stage, options), *misfit]
+    stage_0 = whole_file_notes(saved, target) if target_stage == 0 else []
+    notes = [*stage_notes(saved, target_stage, options), *stage_0, *misfit]
     if state.head.grad_scaler is not None and target.format == "rigid":
         notes.append("not carried: the state of torch's GradScaler, for which DeepSpeed's own files have no place")
     sidecar_files = replace(sidecar_files, notes=(*notes, *sidecar_files.notes))
@@ -206,7 +211,7 @@ def _publish(
     streams: Sequence[tuple[str, str]],
 ) -> ReshardReport:
     """Compare with the source's commit record, write the target's, write sidecar files, rename it into place."""
-    assert sorted(rank.rank for rank in done) == list(range(plan.options.world_size))
+    assert sorted(rank.rank for rank in done) == list(range(plan.target.layout.world_size))
     totals = np.zeros(len(streams), dtype=np.uint64)
     for rank in done:
         totals += rank.digests
@@ -218,31 +223,15 @@ def _publish(
     source, state = plan.source, plan.state
     root_dir = staging / "root"
     files = {name: size for rank in done for name, size in sorted(rank.files.items())}
-    found = {name: directory_digest(root_dir / source.tag / name) for name in files}
-    at = None if source_record is None else source_record.committed_at
-    record = CommitRecord(
-        format_version=RECORD_VERSION,
-        checkpoint_format=plan.target.format,
-        save_id=save_id,
-        tag=source.tag,
-        world_size=plan.options.world_size,
-        global_steps=state.models[0].global_steps,
-        train_batch_size=plan.saved.train_batch_size or 0,
-        committed_at=None if at is None else round(at + 1e-6, 6),  # among the source's tags it comes next to it
-        parent=None if source_record is None else source_record.save_id,
-        versions=_versions(plan),
-        files=files,
-        directories={name: directory for name, directory in found.items() if directory is not None},
-        params=param_records(contents, frozenset(param.name for param in plan.target.layout.params)),
-        content_root=root,
-    )
-    write_atomically(root_dir / source.tag / RECORD_NAME, record_text(record))
+    if plan.target.stage != 0:  # whose files DeepSpeed alone reads
+        record = _record(plan, save_id, files, root_dir / source.tag, contents, root)
+        write_atomically(root_dir / source.tag / RECORD_NAME, record_text(record))
     notes = [*plan.sidecar_files.notes, *write_sidecar_files(source, plan.sidecar_files, root_dir, identity=root)]
     if source.latest not in (None, source.tag):
         notes.append(f"the source's {LATEST} names {source.latest}; the target's names {source.tag}")
     write_atomically(root_dir / LATEST, source.tag.encode())
     if plan.options.verify:
-        _verify(root_dir / source.tag)
+        _verify(root_dir / source.tag, files, plan.target.stage)
     sync_directory(root_dir / source.tag)
     publish(staging, root_dir, dst)
     return ReshardReport(
@@ -259,6 +248,36 @@ def _publish(
         root=root,
         verified=plan.options.verify,
         notes=tuple(notes),
+    )
+
+
+def _record(
+    plan: ReshardPlan,
+    save_id: str,
+    files: dict[str, int],
+    tag_dir: Path,
+    contents: Sequence[ParamContent],
+    root: str,
+) -> CommitRecord:
+    """The commit record of the written files."""
+    source_record = plan.state.checkpoint.record
+    found = {name: directory_digest(tag_dir / name) for name in files}
+    at = None if source_record is None else source_record.committed_at
+    return CommitRecord(
+        format_version=RECORD_VERSION,
+        checkpoint_format=plan.target.format,
+        save_id=save_id,
+        tag=plan.source.tag,
+        world_size=plan.options.world_size,
+        global_steps=plan.state.models[0].global_steps,
+        train_batch_size=plan.saved.train_batch_size or 0,
+        committed_at=None if at is None else round(at + 1e-6, 6),  # among the source's tags it comes next to it
+        parent=None if source_record is None else source_record.save_id,
+        versions=_versions(plan),
+        files=files,
+        directories={name: directory for name, directory in found.items() if directory is not None},
+        params=param_records(contents, frozenset(param.name for param in plan.target.layout.params)),
+        content_root=root,
     )
 
 
@@ -307,7 +326,12 @@ def _compare(plan: ReshardPlan, contents: Sequence[ParamContent], root: str) -> 
     )
 
 
-def _verify(tag_dir: Path) -> None:
+def _verify(tag_dir: Path, files: Mapping[str, int], stage: int) -> None:
+    """Read what was written again; at stage 0 by its checksums, which were computed of the bytes that were digested."""
+    if stage == 0:
+        for name, size in files.items():
+            check_archive(tag_dir / name, size)
+        return
     from zeroelastic.offline.verify.verify import verify_checkpoint
 
     report = verify_checkpoint(tag_dir)
