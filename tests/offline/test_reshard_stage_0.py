@@ -8,23 +8,24 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from commands import peak_memory, run_command
-from places import GOLDEN, TESTS
+from places import GOLDEN
 from synthetic import edit, make_tag, model_name, optim_name
-from warm_python import executable
 
 import zeroelastic
 from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.core.layout import Param
+from zeroelastic.distributed.processes import Processes
 from zeroelastic.errors import CheckpointError, DigestMismatchError, UnsupportedError, UsageError
 from zeroelastic.io.atomic import write_atomically
+from zeroelastic.testing import RankPool
 from zeroelastic.testing.sample import write_sample
 
 MODEL = "mp_rank_00_model_states.pt"
@@ -306,22 +307,15 @@ def test_notes_name_what_the_run_must_not_have(tmp_path: Path) -> None:
     assert any("given the trained parameters alone" in note for note in report.forecast.notes)
 
 
-@pytest.mark.extended
-def test_two_processes_make_one_file(tmp_path: Path) -> None:
-    python = executable()
-    launcher = [python, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "zeroelastic"]
-    arguments = ["reshard", str(GOLDEN / "elastic3"), str(tmp_path / "b"), "-n", "2", "--stage", "0", "--json"]
-    done = subprocess.run(
-        [*launcher, *arguments, "--distributed"],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHON_EXEC": python, "PYTHONPATH": str(TESTS.parent)},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
-    assert report["root"] == report["source_root"] and read(tmp_path / "b")["dp_world_size"] == 2
+def reshard_together(source: str, target: str) -> dict[str, object]:
+    processes = Processes(dist.get_rank(), dist.get_world_size())
+    return zeroelastic.reshard(source, target, world_size=2, stage=0, processes=processes).to_json()
+
+
+def test_of_several_processes_one_writes_the_file(rank_pool: RankPool, tmp_path: Path) -> None:
+    first, second = rank_pool.run(reshard_together, 2, str(GOLDEN / "elastic3"), str(tmp_path / "b"), timeout=100)
+    assert first == second and first["root"] == first["source_root"]
+    assert read(tmp_path / "b")["dp_world_size"] == 2
 
 
 @pytest.mark.extended

@@ -120,7 +120,13 @@ def check_resumed(saved: Saved, outcome: Outcome, precision: str) -> None:
 @pytest.mark.parametrize(
     ("name", "world_size"),
     [
-        *((name, world_size) for name in CASES for world_size in (1, 2)),
+        pytest.param("3 elastic, bf16", 2, marks=pytest.mark.core),
+        *(
+            (name, world_size)
+            for name in CASES
+            for world_size in (1, 2)
+            if (name, world_size) != ("3 elastic, bf16", 2)
+        ),
         *(pytest.param(name, 1, marks=pytest.mark.extended) for name in MORE),
     ],
 )
