@@ -79,8 +79,19 @@ def test_the_file_has_every_tensor_whole_in_the_order_of_the_optimizer(source: s
     assert (data["dp_world_size"], data["global_steps"], data["ds_config"]["zero_optimization"]) == (5, 2, {"stage": 0})
     tables = ("param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params")
     assert all(data[key] is None for key in tables)
-    with pytest.raises(UnsupportedError, match=r"is of ZeRO stage 0, whose optimizer state does not name its param"):
+
+
+def test_as_a_source_stage_0_is_refused_by_name(tmp_path: Path) -> None:
+    zeroelastic.reshard(GOLDEN / "stage2_rank2", tmp_path / "b", world_size=1, stage=0)
+    said = "of ZeRO stage 0, whose optimizer state does not name its parameters, so that only a stage 0 run resumes"
+    for verb in (zeroelastic.inspect, zeroelastic.verify, zeroelastic.open):
+        with pytest.raises(UnsupportedError, match=said):
+            verb(tmp_path / "b")
+    with pytest.raises(UnsupportedError, match=said):
         zeroelastic.reshard(tmp_path / "b", tmp_path / "c", world_size=1)
+    # Without an optimizer in it the file is one of stage 1 or 2, whose optimizer files are lost.
+    edit(tmp_path / "b" / "global_step2" / MODEL, lambda data: data.update(optimizer=None))
+    assert zeroelastic.inspect(tmp_path / "b").problems
 
 
 def make(root: Path, change: Callable[[dict[str, Any]], object] = dict.copy, **options: Any) -> Any:
