@@ -28,6 +28,7 @@ sys.meta_path.insert(0, NotHere())
 
 import deepspeed  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from stage_0 import stepped_params  # noqa: E402
 from training import (  # noqa: E402
     Job,
     build_model,
@@ -55,7 +56,11 @@ def main(directory: str, out: str, changes: dict[str, Any]) -> None:
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config(job), lr_scheduler=schedule)
     path, client_state = engine.load_checkpoint(directory)
     assert path is not None
-    steps, distinct = sub_group_steps(engine)
+    if job.stage == 0:
+        steps = [float(scalars["step"]) for _, _, _, scalars in stepped_params(engine)]
+        distinct = len(steps)
+    else:
+        steps, distinct = sub_group_steps(engine)
     seen = {
         "gathered": gathered(engine),
         "groups": [

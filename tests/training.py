@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from optimizers import OTHER_OPTIMIZERS
+from stage_0 import gathered_at_stage_0
 from warm_python import executable
 
 GLOBAL_BATCH = 120  # divisible by 1, 2, 3, 4, 5, 6 and 8
@@ -267,6 +268,8 @@ def look(engine: Any) -> tuple[dict[str, Any], dict[str, str]]:
 
 def gathered(engine: Any) -> dict[str, str]:
     """Master weights and optimizer state of every trained parameter, gathered without zeroelastic, as fingerprints."""
+    if engine.zero_optimization_stage() == 0:
+        return gathered_at_stage_0(engine)
     sub_groups = hasattr(engine.optimizer, "fp32_partitioned_groups_flat")
     return gathered_by_deepspeed(engine) if sub_groups else gathered_from_groups(engine)
 

@@ -27,7 +27,7 @@ def reshard(
     format: Annotated[
         Literal["elastic", "rigid"] | None,
         typer.Option(
-            help="elastic (default at stage 3) describes itself; rigid (always at 1 and 2) is what DeepSpeed writes. "
+            help="elastic (default at stage 3) describes itself; rigid (always below 3) is what DeepSpeed writes. "
             "Stock DeepSpeed loads both."
         ),
     ] = None,
@@ -36,7 +36,12 @@ def reshard(
     ] = None,
     stage: Annotated[
         int | None,
-        typer.Option(metavar="S", min=1, max=3, help="ZeRO stage of the result; default: the source's."),
+        typer.Option(
+            metavar="S",
+            min=0,
+            max=3,
+            help="ZeRO stage of the result, 0 for none; default: the source's.",
+        ),
     ] = None,
     round_robin_gradients: Annotated[
         bool | None,
@@ -68,6 +73,7 @@ def reshard(
         zeroelastic reshard ckpt ckpt-8 --world-size 8 --dry-run --json
         zeroelastic reshard ckpt ckpt-stage2 --world-size 4 --stage 2
         zeroelastic reshard ckpt dealt -n 4 --stage 2 --round-robin-gradients
+        zeroelastic reshard ckpt plain -n 2 --stage 0
     """
     from zeroelastic.library.reshard import reshard as run
 

@@ -12,8 +12,9 @@ from zeroelastic.checkpoint.optimizer_file import ScalerState
 from zeroelastic.errors import CheckpointError, UnreadableError, UsageError
 from zeroelastic.io.paths import FilePath, RemotePath, as_path
 from zeroelastic.io.storage import file_sizes
-from zeroelastic.offline.inspect.inspect import inspect_source, refuse_other_kinds
+from zeroelastic.offline.inspect.inspect import inspect_source
 from zeroelastic.offline.inspect.model import KINDS, Inspection, ParamInfo
+from zeroelastic.offline.inspect.other_kinds import refuse_other_kinds
 from zeroelastic.tags.locate import Source, find_source
 from zeroelastic.tags.tag_directory import open_tag
 from zeroelastic.torch_file.header import DType

@@ -77,8 +77,9 @@ def reshard(
     ``dst`` gets the same tag, ``latest``, and the files that frameworks keep beside the tag; it appears complete or not
     at all. A run that was killed is continued by the same call. What is read is compared with the commit record, where
     there is one; ``verify`` reads the result again before it appears. ``stage`` is the ZeRO stage of the
-    result, by default that of the source. ``format`` "rigid" is what stock DeepSpeed writes; "elastic", the default at
-    stage 3, describes itself, and does not exist at stages 1 and 2. ``round_robin_gradients`` and
+    result, by default that of the source; one of stage 0, plain data parallel, DeepSpeed alone can read. ``format``
+    "rigid" is what stock DeepSpeed writes; "elastic", the default at stage 3, describes itself, and does not exist at
+    the others. ``round_robin_gradients`` and
     ``parameter_alignment`` are those of the run that will load a result of stage 1 or 2, by default those of the saved
     configuration; ``sub_group_size`` is the same for stage 3. Several ``processes`` share the work; collective.
 
@@ -111,7 +112,8 @@ def reshard(
         if dry_run:
             processes.run_on_rank0(lambda: check_target(plan, target))
             return ReshardReport(forecast, None)
-        share = plan.nbytes * len(processes.mine(world_size)) // world_size
+        writers = plan.target.layout.world_size
+        share = plan.nbytes * len(processes.mine(writers)) // writers
         with progress(f"resharding to {world_size}", share) as advance:
             return ReshardReport(forecast, write_checkpoint(plan, target, processes=processes, progress=advance))
 
@@ -125,10 +127,10 @@ def _forecast(plan: ReshardPlan, dst: Path) -> ReshardForecast:
         stage=plan.target.stage,
         format=plan.target.format,
         saved_world_size=plan.state.checkpoint.world_size,
-        world_size=layout.world_size,
+        world_size=plan.target.world_size,
         nbytes=plan.nbytes,
         num_params=sum(part.layout.num_params for part in plan.saved.parts),
-        num_sub_groups=layout.num_sub_groups,
+        num_sub_groups=layout.num_sub_groups if plan.target.stage != 0 else len(plan.saved.groups),
         files=plan.target.num_files,
         extras=tuple(sorted([*plan.sidecar_files.copied, *plan.sidecar_files.derived])),
         notes=tuple(plan.sidecar_files.notes),

@@ -41,7 +41,8 @@ from zeroelastic.offline.convert.universal_files import (
     universal_models,
     universal_tensors,
 )
-from zeroelastic.offline.reshard.reshard import ReshardOptions, ReshardPlan, check_options, stage_notes
+from zeroelastic.offline.reshard.options import ReshardOptions, check_options, stage_notes
+from zeroelastic.offline.reshard.reshard import ReshardPlan
 from zeroelastic.offline.reshard.sidecar_files import plan_sidecar_files
 from zeroelastic.offline.reshard.source import (
     Group,
@@ -194,6 +195,11 @@ def plan_from_universal(source: Source, options: ReshardOptions) -> ReshardPlan:
     state = opened.state
     first = state.models[0]
     config = state.head.ds_config
+    if options.stage == 0:
+        raise UsageError(
+            "a Universal checkpoint does not become one of stage 0. Make one of stage 1, 2 or 3, then reshard it with "
+            "--stage 0."
+        )
     stage = options.stage or state.head.stage
     check_options(options, stage)
     size = options.sub_group_size

@@ -31,6 +31,7 @@ from zeroelastic.errors import CheckpointError, UnreadableError, UnsupportedErro
 from zeroelastic.io.paths import FilePath
 from zeroelastic.io.storage import file_sizes
 from zeroelastic.offline.inspect.model import BufferInfo, GroupInfo, Inspection, ParamInfo, ParamKind, StateInfo
+from zeroelastic.offline.inspect.other_kinds import refuse_other_kinds
 from zeroelastic.tags.locate import Source
 from zeroelastic.torch_file.header import DTYPE_BYTES, TensorRef, read_torch_file
 
@@ -70,15 +71,6 @@ def _inspect(source: Source, all_ranks: bool) -> Inspection:
     if all_ranks:
         inspector.all_ranks()
     return found
-
-
-def refuse_other_kinds(listing: TagListing) -> None:
-    """Raise UnsupportedError for a Universal checkpoint."""
-    if listing.kind == "universal":
-        raise UnsupportedError(
-            f"{listing.directory}: is a Universal checkpoint (ds_to_universal), which is loaded with DeepSpeed's "
-            '"checkpoint": {"load_universal": true}. zeroelastic reads the checkpoint that it was made from.'
-        )
 
 
 class _Inspector:

@@ -7,7 +7,7 @@ Rank 0 alone has module states, with the whole weights. Source: ``DeepSpeedZeroO
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -37,19 +37,35 @@ def group_files(source: ReshardSource, target: ReshardTarget, rank: int) -> Rank
     optim = {**source.optim_root, "optimizer_state_dict": _optimizer_state(source, target, rank, flats, known)}
     if rank > 0:
         return RankFiles(optim, None, flats, (), known, None)
-    weights = {name: new_storage(dtype, numel) for (name, numel), dtype in _made(target)}
-    fragments: list[Storage] = []
-    if source.frozen is not None and target.frozen is not None:
-        dtypes = [source.frozen.dtypes[p][FROZEN] for p in range(target.frozen.num_params)]
-        fragments = [new_storage(dtype, param.numel) for dtype, param in zip(dtypes, target.frozen.params, strict=True)]
+    weights, fragments = weight_storages(target), frozen_storages(source, target)
     model = _model_root(source, target, weights, fragments)
-    return RankFiles(optim, model, flats, tuple(fragments), known, None, weights)
+    return RankFiles(optim, model, flats, fragments, known, None, weights)
 
 
-def _made(target: ReshardTarget) -> list[tuple[tuple[str, int], str]]:
-    """The name, the elements and the dtype of each weight that is made from master weights."""
-    params = target.layout.params
-    return [((p.name, p.numel), target.weights[p.name]) for p in params if p.name in target.weights]
+def weight_storages(target: ReshardTarget) -> dict[str, Storage]:
+    """The storages of the whole weights that are made from master weights, by name."""
+    params = [param for param in target.layout.params if param.name in target.weights]
+    return {param.name: new_storage(target.weights[param.name], param.numel) for param in params}
+
+
+def frozen_storages(source: ReshardSource, target: ReshardTarget) -> tuple[Storage, ...]:
+    """The storages of the whole frozen parameters, in the order of ``target.frozen``."""
+    if source.frozen is None or target.frozen is None:
+        return ()
+    dtypes = [source.frozen.dtypes[p][FROZEN] for p in range(target.frozen.num_params)]
+    return tuple(new_storage(dtype, param.numel) for dtype, param in zip(dtypes, target.frozen.params, strict=True))
+
+
+def whole_tensors(
+    target: ReshardTarget, weights: Mapping[str, Storage], fragments: Sequence[Storage]
+) -> tuple[dict[str, Node], dict[str, Node]]:
+    """The tensors of trained and of frozen parameters in these storages, by name."""
+    trained = {param.name: param for param in target.layout.params}
+    frozen = () if target.frozen is None else target.frozen.params
+    return (
+        {name: tensor(storage, 0, trained[name].shape) for name, storage in weights.items()},
+        {param.name: tensor(storage, 0, param.shape) for param, storage in zip(frozen, fragments, strict=True)},
+    )
 
 
 def _optimizer_state(
@@ -132,18 +148,14 @@ def _fragment_address(numel: int, start: int) -> Node:
 
 
 def _model_root(
-    source: ReshardSource, target: ReshardTarget, weights: Mapping[str, Storage], fragments: list[Storage]
+    source: ReshardSource, target: ReshardTarget, weights: Mapping[str, Storage], fragments: Sequence[Storage]
 ) -> dict[object, object]:
     layout = target.layout
     root = dict(source.model_root(0))
     if "dp_world_size" not in root:
         raise CheckpointError("a module states file has no dp_world_size. It is not one of ZeRO.")
     frozen_params = () if target.frozen is None else target.frozen.params
-    frozen = {
-        param.name: tensor(storage, 0, param.shape) for param, storage in zip(frozen_params, fragments, strict=True)
-    }
-    trained = {param.name: param for param in layout.params}
-    made = {name: tensor(storage, 0, trained[name].shape) for name, storage in weights.items()}
+    made, frozen = whole_tensors(target, weights, fragments)
     root["dp_world_size"] = layout.world_size
     root["param_shapes"] = [
         ordered_dict(

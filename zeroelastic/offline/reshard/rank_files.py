@@ -39,13 +39,14 @@ _SCALER_OF_BF16 = ("deepspeed.runtime.fp16.loss_scaler", "LossScaler", {"cur_sca
 class RankFiles:
     """The graphs of one rank's files, and which of their storages are filled from where.
 
-    ``model`` is None for a rank that writes no module states. ``flats[i, key]`` is the storage of flat buffer i of a
-    state key, ``fragments[p]`` that of frozen parameter p's part, ``weights[name]`` that of a whole weight, made from
-    the master weights; ``known`` are storages whose bytes are known; ``digests`` takes int64 by parameter, in elastic
-    files; every other storage of the graphs has an ``extent`` to be copied.
+    ``model`` is None for a rank that writes no module states, ``optim`` where there are no optimizer files.
+    ``flats[i, key]`` is the storage of flat buffer i of a state key, ``fragments[p]`` that of frozen parameter p's
+    part, ``weights[name]`` that of a whole weight, made from the master weights; ``known`` are storages whose bytes are
+    known; ``digests`` takes int64 by parameter, in elastic files; every other storage of the graphs has an ``extent``
+    to be copied.
     """
 
-    optim: dict[object, object]
+    optim: dict[object, object] | None
     model: dict[object, object] | None
     flats: Mapping[tuple[int, str], Storage]
     fragments: tuple[Storage, ...]

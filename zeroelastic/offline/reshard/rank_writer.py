@@ -32,6 +32,7 @@ from zeroelastic.offline.reshard.group_files import group_files
 from zeroelastic.offline.reshard.rank_files import RankFiles, rank_files
 from zeroelastic.offline.reshard.source import ReshardSource
 from zeroelastic.offline.reshard.target import ReshardTarget, file_names
+from zeroelastic.offline.reshard.whole_file import whole_file
 from zeroelastic.torch_file.header import DTYPE_BYTES
 from zeroelastic.torch_file.pickle_graph import Storage
 from zeroelastic.torch_file.zip_writer import Archive
@@ -129,6 +130,8 @@ class RankWriter:
         saved, target = self._saved, self._target
         if target.stage == 3:
             files = rank_files(saved, target, rank, save_id=self._save_id)
+        elif target.stage == 0:
+            files = whole_file(saved, target)
         else:
             files = group_files(saved, target, rank)
         names = file_names(saved, target, rank)
@@ -187,7 +190,7 @@ class RankWriter:
     def _row_sets(self, files: RankFiles, rank: int) -> Iterator[tuple[int, ExtentTable, _Targets]]:
         """The rows of trained and of frozen parameters, with the storages that they fill."""
         saved, target = self._saved, self._target
-        firsts = [int(np.argmax(target.layout.sub_group == i)) for i in range(target.layout.num_sub_groups)]
+        firsts = np.unique(target.layout.sub_group, return_index=True)[1].tolist()
         asked = [Destination(key, i, dtype) for i, keys in enumerate(target.keys) for key, dtype in keys.items()]
         rows = extent_table(make_plan(saved.trained.layout, target.layout, rank), saved.trained.extents, asked)
         storages = [files.flats[row_target.sub_group, row_target.key] for row_target in asked]

@@ -12,7 +12,7 @@ import errno
 import os
 import shutil
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -34,65 +34,25 @@ from zeroelastic.checkpoint.saved_state import SavedState, open_state
 from zeroelastic.core.digest import ParamContent, content_root
 from zeroelastic.core.global_batch import misfit_notes
 from zeroelastic.distributed.processes import Processes
-from zeroelastic.errors import CheckpointError, DigestMismatchError, UnsupportedError, UsageError, some
+from zeroelastic.errors import CheckpointError, DigestMismatchError, UnsupportedError, some
 from zeroelastic.executors.progress import ProgressFunction
 from zeroelastic.io.atomic import sync_directory, write_atomically
 from zeroelastic.io.paths import FilePath
 from zeroelastic.offline.new_directory import check_free
+from zeroelastic.offline.reshard.options import LEAST_MEMORY, ReshardOptions, check_options, stage_notes
 from zeroelastic.offline.reshard.rank_writer import RankWriter, WrittenRank
 from zeroelastic.offline.reshard.sidecar_files import SidecarFiles, plan_sidecar_files, write_sidecar_files
 from zeroelastic.offline.reshard.source import ReshardSource, reshard_source, with_zero_options
 from zeroelastic.offline.reshard.target import ReshardTarget, reshard_target
+from zeroelastic.offline.reshard.whole_file import whole_file_notes
 from zeroelastic.offline.resumable_directory import publish, staged, staged_bytes, sweep
 from zeroelastic.tags.locate import Source
 from zeroelastic.tags.names import LATEST
 from zeroelastic.torch_file.header import DTYPE_BYTES, directory_digest
-
-LEAST_MEMORY = 64 << 20
-"""The smallest ``max_memory``: buffers of a few threads and the tables of one rank."""
+from zeroelastic.torch_file.integrity import check_archive
 
 _THREAD_BYTES = 2 << 20
 _MAX_LISTED = 8
-
-
-@dataclass(frozen=True, slots=True)
-class ReshardOptions:
-    """The options of a reshard.
-
-    ``stage`` is the ZeRO stage of the result, by default that of the source. ``format`` is by default elastic at stage
-    3, and always rigid at stages 1 and 2. ``sub_group_size`` overrides that of the saved configuration, and at stages 1
-    and 2 ``round_robin_gradients`` and ``parameter_alignment`` theirs; ``verify`` reads the result back before it is
-    published; ``fsync`` flushes it to the device before that. Raises UsageError for invalid values.
-    """
-
-    world_size: int
-    format: CheckpointFormat | None = None
-    sub_group_size: int | None = None
-    stage: int | None = None
-    round_robin_gradients: bool | None = None
-    parameter_alignment: bool | None = None
-    max_memory: int = 1 << 30
-    verify: bool = False
-    fsync: bool = True
-
-    def __post_init__(self) -> None:
-        if self.world_size < 1:
-            raise UsageError(f"a world size of {self.world_size} makes no sense; give 1 or more.")
-        if self.sub_group_size is not None and self.sub_group_size < 1:
-            raise UsageError(f"a sub_group_size of {self.sub_group_size} makes no sense; give 1 or more.")
-        if self.stage not in (None, 1, 2, 3):
-            raise UsageError(f"there is no ZeRO stage {self.stage} to reshard to; give 1, 2 or 3.")
-        if self.max_memory < LEAST_MEMORY:
-            raise UsageError(f"at least {LEAST_MEMORY >> 20} MiB of memory are needed.")
-
-    @property
-    def zero_options(self) -> dict[str, bool]:
-        """The entries of ``zero_optimization`` that are given instead of the saved configuration's."""
-        given = {
-            "round_robin_gradients": self.round_robin_gradients,
-            "parameter_alignment": self.parameter_alignment,
-        }
-        return {key: value for key, value in given.items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +100,7 @@ def plan_reshard(source: Source, options: ReshardOptions) -> ReshardPlan:
     Raises CheckpointError, UnsupportedError, UsageError.
     """
     state = open_state(open_checkpoint(source.tag_dir))
-    target_stage = options.stage or state.head.stage
+    target_stage = state.head.stage if options.stage is None else options.stage
     check_options(options, target_stage)
     saved = reshard_source(state, target_stage=target_stage, sub_group_size=options.sub_group_size)
     saved = with_zero_options(saved, options.zero_options)
@@ -149,44 +109,16 @@ def plan_reshard(source: Source, options: ReshardOptions) -> ReshardPlan:
     except UnsupportedError as error:
         raise UnsupportedError(f"{source.tag_dir}: {error}") from None
     saved_world_size = state.checkpoint.world_size
-    sidecar_files = plan_sidecar_files(source, saved_world_size=saved_world_size, world_size=options.world_size)
+    sidecar_files = plan_sidecar_files(
+        source, saved_world_size=saved_world_size, world_size=options.world_size, scripts=target_stage != 0
+    )
     misfit = misfit_notes(saved.train_batch_size, options.world_size, saved_world_size, state.head.ds_config)
-    notes = [*stage_notes(saved, target_stage, options), *misfit]
+    stage_0 = whole_file_notes(saved, target) if target_stage == 0 else []
+    notes = [*stage_notes(saved, target_stage, options), *stage_0, *misfit]
     if state.head.grad_scaler is not None and target.format == "rigid":
         notes.append("not carried: the state of torch's GradScaler, for which DeepSpeed's own files have no place")
     sidecar_files = replace(sidecar_files, notes=(*notes, *sidecar_files.notes))
     return ReshardPlan(source, state, saved, target, sidecar_files, options)
-
-
-def check_options(options: ReshardOptions, stage: int) -> None:
-    """Raise UsageError for an option that only other stages have."""
-    if stage == 3:
-        if options.zero_options:
-            raise UsageError(
-                f"{' and '.join(options.zero_options)} makes no difference at ZeRO stage 3. Leave it out, or give "
-                "--stage 1 or 2."
-            )
-        return
-    if options.format == "elastic":
-        raise UsageError(
-            f"there is no elastic format of ZeRO stage {stage}: DeepSpeed's own, with elastic_checkpoint, has no "
-            "hyper-parameters. Leave --format out, or give rigid."
-        )
-    if options.sub_group_size is not None:
-        raise UsageError(f"there are no sub-groups at ZeRO stage {stage}. Leave --sub-group-size out.")
-
-
-def stage_notes(saved: ReshardSource, stage: int, options: ReshardOptions) -> list[str]:
-    """Sentences on another stage than the saved one, and on the options that the run which loads it must have."""
-    notes: list[str] = []
-    if saved.stage != stage:
-        notes.append(f"saved with ZeRO stage {saved.stage}; the result is of stage {stage}")
-    if stage != 3 and (notes or options.zero_options):
-        order = str(saved.round_robin).lower(), str(saved.param_alignment).lower()
-        given = " and ".join(options.zero_options)
-        origin = f"{given} as given" if given else "as in the saved configuration"
-        notes.append(f"for a run with round_robin_gradients {order[0]} and parameter_alignment {order[1]}, {origin}")
-    return notes
 
 
 def reshard(
@@ -279,7 +211,7 @@ def _publish(
     streams: Sequence[tuple[str, str]],
 ) -> ReshardReport:
     """Compare with the source's commit record, write the target's, write sidecar files, rename it into place."""
-    assert sorted(rank.rank for rank in done) == list(range(plan.options.world_size))
+    assert sorted(rank.rank for rank in done) == list(range(plan.target.layout.world_size))
     totals = np.zeros(len(streams), dtype=np.uint64)
     for rank in done:
         totals += rank.digests
@@ -291,31 +223,15 @@ def _publish(
     source, state = plan.source, plan.state
     root_dir = staging / "root"
     files = {name: size for rank in done for name, size in sorted(rank.files.items())}
-    found = {name: directory_digest(root_dir / source.tag / name) for name in files}
-    at = None if source_record is None else source_record.committed_at
-    record = CommitRecord(
-        format_version=RECORD_VERSION,
-        checkpoint_format=plan.target.format,
-        save_id=save_id,
-        tag=source.tag,
-        world_size=plan.options.world_size,
-        global_steps=state.models[0].global_steps,
-        train_batch_size=plan.saved.train_batch_size or 0,
-        committed_at=None if at is None else round(at + 1e-6, 6),  # among the source's tags it comes next to it
-        parent=None if source_record is None else source_record.save_id,
-        versions=_versions(plan),
-        files=files,
-        directories={name: directory for name, directory in found.items() if directory is not None},
-        params=param_records(contents, frozenset(param.name for param in plan.target.layout.params)),
-        content_root=root,
-    )
-    write_atomically(root_dir / source.tag / RECORD_NAME, record_text(record))
+    if plan.target.stage != 0:  # whose files DeepSpeed alone reads
+        record = _record(plan, save_id, files, root_dir / source.tag, contents, root)
+        write_atomically(root_dir / source.tag / RECORD_NAME, record_text(record))
     notes = [*plan.sidecar_files.notes, *write_sidecar_files(source, plan.sidecar_files, root_dir, identity=root)]
     if source.latest not in (None, source.tag):
         notes.append(f"the source's {LATEST} names {source.latest}; the target's names {source.tag}")
     write_atomically(root_dir / LATEST, source.tag.encode())
     if plan.options.verify:
-        _verify(root_dir / source.tag)
+        _verify(root_dir / source.tag, files, plan.target.stage)
     sync_directory(root_dir / source.tag)
     publish(staging, root_dir, dst)
     return ReshardReport(
@@ -332,6 +248,36 @@ def _publish(
         root=root,
         verified=plan.options.verify,
         notes=tuple(notes),
+    )
+
+
+def _record(
+    plan: ReshardPlan,
+    save_id: str,
+    files: dict[str, int],
+    tag_dir: Path,
+    contents: Sequence[ParamContent],
+    root: str,
+) -> CommitRecord:
+    """The commit record of the written files."""
+    source_record = plan.state.checkpoint.record
+    found = {name: directory_digest(tag_dir / name) for name in files}
+    at = None if source_record is None else source_record.committed_at
+    return CommitRecord(
+        format_version=RECORD_VERSION,
+        checkpoint_format=plan.target.format,
+        save_id=save_id,
+        tag=plan.source.tag,
+        world_size=plan.options.world_size,
+        global_steps=plan.state.models[0].global_steps,
+        train_batch_size=plan.saved.train_batch_size or 0,
+        committed_at=None if at is None else round(at + 1e-6, 6),  # among the source's tags it comes next to it
+        parent=None if source_record is None else source_record.save_id,
+        versions=_versions(plan),
+        files=files,
+        directories={name: directory for name, directory in found.items() if directory is not None},
+        params=param_records(contents, frozenset(param.name for param in plan.target.layout.params)),
+        content_root=root,
     )
 
 
@@ -380,7 +326,12 @@ def _compare(plan: ReshardPlan, contents: Sequence[ParamContent], root: str) -> 
     )
 
 
-def _verify(tag_dir: Path) -> None:
+def _verify(tag_dir: Path, files: Mapping[str, int], stage: int) -> None:
+    """Read what was written again; at stage 0 by its checksums, which were computed of the bytes that were digested."""
+    if stage == 0:
+        for name, size in files.items():
+            check_archive(tag_dir / name, size)
+        return
     from zeroelastic.offline.verify.verify import verify_checkpoint
 
     report = verify_checkpoint(tag_dir)

@@ -1,4 +1,4 @@
-"""The whole weights of a module, which the model states file of stages 1 and 2 has and no file of stage 3.
+"""The whole weights of a module, which the model states file of stages 0 to 2 has and no file of stage 3.
 
 A source of stage 1 or 2 has them as well: they are copied. From one of stage 3 they are made: trained weights by
 rounding the master weights to the dtype of the run, as DeepSpeed does after every step, frozen ones from their parts.
@@ -6,7 +6,7 @@ rounding the master weights to the dtype of the run, as DeepSpeed does after eve
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from zeroelastic.checkpoint.optimizer_file import FP32
 from zeroelastic.errors import UnsupportedError, some
@@ -23,12 +23,13 @@ def weight_dtypes(source: ReshardSource) -> dict[str, str]:
     For a weight without an entry it is the dtype that the saved configuration chooses.
     """
     module = pairs_of(source.model_root(0).get("module"))
-    default = _configured_dtype(source.config)
+    default = configured_dtype(source.config)
     storages = {param.name: _storage(module.get(param.name)) for param in source.trained.layout.params}
     return {name: default if storage is None else storage.dtype for name, storage in storages.items()}
 
 
-def _configured_dtype(config: Mapping[str, object]) -> str:
+def configured_dtype(config: Mapping[str, object]) -> str:
+    """The dtype in which a run with a DeepSpeed configuration has its weights."""
     if entry(config, "bf16", "enabled"):
         return "bfloat16"
     return "float16" if entry(config, "fp16", "enabled") else "float32"
@@ -50,6 +51,19 @@ def made_weights(source: ReshardSource) -> dict[str, str]:
                 "be made of them. Reshard to stage 3, with --stage 3."
             )
     return dtypes
+
+
+def check_entries(source: ReshardSource, names: Iterable[str]) -> None:
+    """Raise UnsupportedError where the module's state has no place for the weight of one of these parameters."""
+    root = source.model_root(0)
+    module, shared = pairs_of(root.get("module")), pairs_of(root.get("shared_params"))
+    found = {*module, *(shared.get(name, name) for name in module)}
+    missing = sorted(name for name in names if name not in found and shared.get(name, name) not in found)
+    if missing:
+        raise UnsupportedError(
+            f"the module's state has no entry for {some(missing, _MAX_LISTED)}, which stage 0 keeps there alone. "
+            "Reshard to stage 3, with --stage 3."
+        )
 
 
 def check_module(source: ReshardSource) -> None:
