@@ -5,7 +5,8 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
 PYTHON ?= python3
-JOBS ?= 2
+# One more than there are cores: tests that wait for processes and timers leave some of two cores idle.
+JOBS ?= 3
 PYTEST_ARGS ?=
 
 VENV := .venv

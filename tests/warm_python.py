@@ -216,7 +216,8 @@ if __name__ == "__main__":
     os.set_inheritable(int(number), False)
     given = {Path(__file__).parent, *map(Path, filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))}
     for module in (*PRELOADED, *more):
-        importlib.import_module(module)
+        with suppress(ModuleNotFoundError):  # of another version of DeepSpeed
+            importlib.import_module(module)
     _remember_cpu_info()
     assert len(os.listdir("/proc/self/task")) == 1, "an import has started threads, which a fork does not copy"
     gc.collect()
