@@ -191,6 +191,7 @@ def test_a_second_process_that_writes_the_same_target_is_refused(tmp_path: Path,
     assert "--distributed" in done.stderr and not (tmp_path / "b").exists()
 
 
+@pytest.mark.extended
 def test_verify_shares_the_reading_and_finds_the_same(tmp_path: Path) -> None:
     write_sample(tmp_path / "a", world_size=3)
     alone, shared = (json.loads(run("verify", tmp_path / "a", "--json").stdout) for run in (cli, torchrun))

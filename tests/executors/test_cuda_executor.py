@@ -55,6 +55,7 @@ def read_table(path: Path, rows: CopyTable) -> ReadTable:
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_the_library_is_built_where_there_is_an_nvcc(tmp_path: Path) -> None:
     if shutil.which("nvcc") is None:
         pytest.skip("there is no nvcc on the PATH")

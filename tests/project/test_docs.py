@@ -33,10 +33,7 @@ SET_UP = ("make ", "pip install ")
 
 @pytest.mark.parametrize(
     "document",
-    [
-        pytest.param(document, marks=() if document == RUN_BY_PYTHON_ITSELF else pytest.mark.extended)
-        for document in DOCUMENTS
-    ],
+    [pytest.param(document, marks=() if document == "README.md" else pytest.mark.extended) for document in DOCUMENTS],
 )
 def test_code_blocks_run(document: str, tmp_path: Path) -> None:
     """Python blocks that begin with a file name are written there, others are run; bash blocks are run line by line,

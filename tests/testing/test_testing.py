@@ -423,6 +423,7 @@ def test_nothing_passes_from_one_run_to_the_next(rank_pool):
     assert rank_pool.run(leave_traces, 2) == [(False, False, False)] * 2
 
 
+@pytest.mark.extended
 def test_the_pool_goes_on_after_failures_and_after_its_own_death():
     with RankPool(2) as pool:
         with pytest.raises(RankError):
