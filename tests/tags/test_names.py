@@ -55,6 +55,7 @@ def is_found(root: Path, tag: str) -> bool:
 @given(names=st.lists(NAME, min_size=1, max_size=4))
 @example(names=list(FOUND))
 @example(names=["a/b", "a", "a/b/c"])
+@example(names=["./\r0", "a /."])
 def test_a_name_is_refused_by_a_save_or_found_by_every_reader(
     tmp_path_factory: pytest.TempPathFactory, names: list[str]
 ) -> None:

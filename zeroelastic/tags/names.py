@@ -91,7 +91,7 @@ def why_not_saved(directory: Path, tag: str) -> str | None:
     above = ["/".join(parts[:i]) for i in range(1, len(parts))]
     if parts == [HERE]:
         return f"it is the directory itself, which holds `{LATEST}` and the other tags"
-    if tag != tag.strip():
+    if any(name != name.strip() for name in (tag, normal(tag))):  # " a", "./ a"
         return f"it begins or ends with white space, which DeepSpeed leaves out when it reads `{LATEST}`"
     if any(map(is_ours, parts)):
         return "it has a name that zeroelastic gives to folders of its own"
