@@ -499,6 +499,7 @@ def test_a_directory_without_room_is_a_problem_before_anything_is_written(quick:
         ("EIO", "failed"),
     ],
 )
+@pytest.mark.starts_processes
 def test_what_a_file_system_refuses_is_a_problem_and_leaves_nothing(
     quick: Path, tmp_path: Path, scratch: str, errno_name: str, said: str
 ) -> None:

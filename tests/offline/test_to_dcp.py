@@ -103,6 +103,7 @@ def test_large_tensors_are_written_in_pieces_that_fit(tmp_path: Path, monkeypatc
     assert all(raw(found[param.name]) == truth[param.name]["fp32"][1] for param in groups[0])
 
 
+@pytest.mark.extended
 def test_no_more_than_a_few_pieces_are_in_memory(tmp_path: Path) -> None:
     """The same process with a state of 150 MiB and with a tiny one: torch itself takes more than either."""
     program = (

@@ -59,6 +59,7 @@ def test_files_beyond_4_gib_are_archives_too(tmp_path: Path, monkeypatch: pytest
     assert read_torch_file(path).root["l"].shape == (large.numel,)
 
 
+@pytest.mark.extended
 def test_archives_of_more_than_65535_records(tmp_path: Path) -> None:
     storages = [new_storage("uint8", 0) for _ in range(66_000)]
     made = Archive(tmp_path / "x.pt", [tensor(s, 0, (0,)) for s in storages])
