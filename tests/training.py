@@ -8,7 +8,6 @@ the same at every world size. Functions run on ranks, so they are at module leve
 from __future__ import annotations
 
 import inspect
-import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,7 +17,6 @@ import torch
 import torch.distributed as dist
 from optimizers import OTHER_OPTIMIZERS
 from stage_0 import gathered_at_stage_0
-from warm_python import executable
 
 GLOBAL_BATCH = 120  # divisible by 1, 2, 3, 4, 5, 6 and 8
 VOCABULARY = 50
@@ -391,32 +389,3 @@ def attempt(job: Job, directory: str, **load: Any) -> tuple[str, str]:
         assert after == before, "a load that was refused changed the live state"
         return type(error).__name__, str(error)
     return "", ""
-
-
-def ds_to_universal(tag_dir: Path, target: Path, *options: str) -> str:
-    """DeepSpeed's conversion to a Universal Checkpoint; what it prints."""
-    command = [executable(), "-m", "deepspeed.checkpoint.ds_to_universal", *options]
-    command += ["--input_folder", str(tag_dir), "--output_folder", str(target)]
-    command += ["--num_extract_workers", "1", "--num_merge_workers", "1"]
-    return subprocess.run(command, check=True, timeout=300, capture_output=True, text=True).stdout
-
-
-def merged_by_zero_to_fp32(directories: Sequence[Path], scratch: Path) -> list[dict[str, torch.Tensor]]:
-    """Full fp32 weights of each directory's checkpoint, by the script that lies in it; one process runs them all."""
-    program = """
-import importlib.util, sys, torch
-target, *directories = sys.argv[1:]
-merged = []
-for directory in directories:
-    spec = importlib.util.spec_from_file_location("zero_to_fp32", f"{directory}/zero_to_fp32.py")
-    script = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = script
-    spec.loader.exec_module(script)
-    merged.append(script.get_fp32_state_dict_from_zero_checkpoint(directory))
-torch.save(merged, target)
-"""
-    command = [executable(), "-c", program, str(scratch / "merged.bin"), *map(str, directories)]
-    subprocess.run(command, check=True, timeout=180, capture_output=True, cwd=scratch)
-    merged = torch.load(scratch / "merged.bin", weights_only=True)
-    assert len(merged) == len(directories)
-    return merged

@@ -12,7 +12,6 @@ from __future__ import annotations
 import atexit
 import ctypes
 import gc
-import importlib
 import json
 import os
 import random
@@ -28,24 +27,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-START_LIMIT_S = 120.0
-PRELOADED = (
-    "torch",
-    "torch.distributed.run",
-    "torch._dynamo",
-    "torch.utils.cpp_extension",
-    "torch.utils.serialization.config",
-    "deepspeed",
-    "deepspeed.ops.op_builder.all_ops",
-    "deepspeed.module_inject.auto_ep_layer",
-    "deepspeed.runtime.superoffload.superoffload_stage3",
-    "deepspeed.runtime.zero.stage3",
-    "deepspeed.runtime.zero.muon.muon_optimizer",
-)
-
 _PR_SET_PDEATHSIG = 1
 
-# The program itself: it hands over what it was started with, passes signals on, and ends as the process did.
+# The program itself: it sends what it was started with, passes signals on, and ends as the process did.
 _CLIENT = """#!{python} -IS
 import json, os, signal, socket, sys
 with socket.socket(socket.AF_UNIX) as server:
@@ -201,13 +185,6 @@ def _run(arguments: list[str]) -> None:
     exec(compile(Path(script).read_bytes(), script, "exec"), main.__dict__)
 
 
-def _remember_cpu_info() -> None:
-    """DeepSpeed gets it twice for each op that a rank loads, and each time that takes more than a second."""
-    cpuinfo = importlib.import_module("cpuinfo")
-    known = cpuinfo.get_cpu_info()
-    setattr(cpuinfo, "get_cpu_info", lambda: dict(known))  # noqa: B010 - mypy allows no assignment to a module
-
-
 if __name__ == "__main__":
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     number, parent, *more = sys.argv[1:]
@@ -215,10 +192,9 @@ if __name__ == "__main__":
         sys.exit(1)
     os.set_inheritable(int(number), False)
     given = {Path(__file__).parent, *map(Path, filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))}
-    for module in (*PRELOADED, *more):
-        with suppress(ModuleNotFoundError):  # of another version of DeepSpeed
-            importlib.import_module(module)
-    _remember_cpu_info()
+    # Run as a file, so that zeroelastic itself stays to be imported by what is forked, or not.
+    imports = runpy.run_path(str(Path(__file__).parent.parent / "zeroelastic/testing/preload.py"))
+    imports["preload"]([*imports["DEEPSPEED_MODULES"], "torch.distributed.run", *more])
     assert len(os.listdir("/proc/self/task")) == 1, "an import has started threads, which a fork does not copy"
     gc.collect()
     gc.freeze()

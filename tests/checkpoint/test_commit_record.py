@@ -69,9 +69,9 @@ def test_tensor_parallel_ranks_and_lost_micro_batches_are_mentioned_where_there_
     assert all(set(group) == {"trainable", "tensors", "scalars", "rows"} for group in plain["params"])
     slices = (*CONTENTS, *(replace(content, tp_rank=1) for content in CONTENTS))
     record = make(slices, tp_size=2, lost_micro_batches=3)
-    told = json.loads(record_text(record))
-    assert (told["tp_size"], told["lost_micro_batches"]) == (2, 3)
-    assert sorted((g["rows"][0].split()[-1], g.get("tp_rank", 0)) for g in told["params"]) == [
+    document = json.loads(record_text(record))
+    assert (document["tp_size"], document["lost_micro_batches"]) == (2, 3)
+    assert sorted((g["rows"][0].split()[-1], g.get("tp_rank", 0)) for g in document["params"]) == [
         ("frozen.b", 0), ("frozen.b", 1), ("w", 0), ("w", 1)
     ]  # fmt: skip
     back = put(tmp_path, record)

@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from stock_programs import ds_to_universal, merged_by_zero_to_fp32
 from training import (
     LOSS_RTOL,
     Job,
     Outcome,
     build_engine,
-    ds_to_universal,
-    merged_by_zero_to_fp32,
     resume,
     train_and_save,
     train_step,

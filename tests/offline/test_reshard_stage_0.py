@@ -109,7 +109,7 @@ def bf16(data: dict[str, Any]) -> None:
 
 
 def fused(data: dict[str, Any]) -> None:
-    """A run in bf16 with DeepSpeed's FusedAdam, told by its hyper-parameters."""
+    """A run in bf16 with DeepSpeed's FusedAdam, which its hyper-parameters show."""
     bf16(data)
     for group in groups_of(data):
         group["bias_correction"] = True

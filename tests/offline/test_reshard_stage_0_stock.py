@@ -6,19 +6,15 @@ optimizer (tests/stage_0.py), whose class is one of three.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from places import TESTS
 from saves import Saved, Saver, save_once
 from stage_0 import gathered_at_stage_0, scale_losses, state_at_stage_0
+from stock_programs import resume_on_stock
 from training import LOSS_RTOL, Job, Outcome, build_engine, train_step
-from warm_python import executable
 
 import zeroelastic
 from zeroelastic.testing import RankPool, compare_states, fingerprint
@@ -149,19 +145,7 @@ def test_also_where_zeroelastic_cannot_be_imported(save: Saver, tmp_path: Path) 
     before = save(CASES["3 elastic, bf16"].job, 4)
     zeroelastic.reshard(before.directory, tmp_path / "to", world_size=2, stage=0)
     changes = {"elastic": False, "perturb": 0.5, "lr": 0.07, "stage": 0}
-    python = executable()
-    command = [python, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    done = subprocess.run(
-        [*command, str(TESTS / "stock_resume.py"), str(tmp_path / "to"), str(tmp_path / "seen"), json.dumps(changes)],
-        env={**os.environ, "PYTHONPATH": str(TESTS), "PYTHON_EXEC": python},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[:6000]
-    seen = json.loads((tmp_path / "seen").read_text())
+    seen = resume_on_stock(tmp_path / "to", tmp_path, 2, changes)
     assert seen["gathered"] == before.outcome.gathered
     assert [group["weight_decay"] for group in seen["groups"]] == [0.1, 0.0]
     assert set(seen["steps"]) == {3.0} and seen["distinct_steps"] == 9

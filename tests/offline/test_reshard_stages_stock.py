@@ -6,18 +6,14 @@ tests/training.py), because DeepSpeed's own accessors are wrong under ``round_ro
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from places import TESTS
-from training import LOSS_RTOL, Job, Outcome, merged_by_zero_to_fp32, resume, train_and_save
-from warm_python import executable
+from stock_programs import merged_by_zero_to_fp32, resume_on_stock
+from training import LOSS_RTOL, Job, Outcome, resume, train_and_save
 
 import zeroelastic
 from zeroelastic.testing import RankPool, compare_states
@@ -137,19 +133,7 @@ def test_also_where_zeroelastic_cannot_be_imported(
     source, before = round_robin
     zeroelastic.reshard(source, tmp_path / "to", world_size=world_size, stage=stage)
     changes = {"elastic": False, "perturb": 0.5, "lr": 0.07, "stage": stage, "zero": dict([ROUND_ROBIN])}
-    python = executable()
-    command = [python, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world_size)]
-    done = subprocess.run(
-        [*command, str(TESTS / "stock_resume.py"), str(tmp_path / "to"), str(tmp_path / "seen"), json.dumps(changes)],
-        env={**os.environ, "PYTHONPATH": str(TESTS), "PYTHON_EXEC": python},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[:6000]
-    seen = json.loads((tmp_path / "seen").read_text())
+    seen = resume_on_stock(tmp_path / "to", tmp_path, world_size, changes)
     assert seen["gathered"] == before.gathered
     assert [group["weight_decay"] for group in seen["groups"]] == [0.1, 0.0]
     assert seen["steps"] == [3.0, 3.0] and seen["distinct_steps"] == 2

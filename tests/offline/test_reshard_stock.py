@@ -6,9 +6,6 @@ a pool of ranks in which it is not installed.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,9 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from places import TESTS
-from training import LOSS_RTOL, Job, Outcome, merged_by_zero_to_fp32, resume, train_and_save
-from warm_python import executable
+from stock_programs import merged_by_zero_to_fp32, resume_on_stock
+from training import LOSS_RTOL, Job, Outcome, resume, train_and_save
 
 from zeroelastic.offline.reshard.reshard import ReshardOptions, ReshardReport, plan_reshard, reshard
 from zeroelastic.tags.locate import find_source
@@ -103,20 +99,8 @@ def test_also_where_zeroelastic_cannot_be_imported(
     job = Job(elastic=elastic, installed=elastic)
     source, before = saved(job, world_size)
     run(source, tmp_path / "to", to_world_size, format=format)
-    changes = json.dumps({"elastic": False, "perturb": 0.5, "lr": 0.07})
-    python = executable()
-    command = [python, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(to_world_size)]
-    done = subprocess.run(
-        [*command, str(TESTS / "stock_resume.py"), str(tmp_path / "to"), str(tmp_path / "seen.json"), changes],
-        env={**os.environ, "PYTHONPATH": str(TESTS), "PYTHON_EXEC": python},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[:6000]
-    seen = json.loads((tmp_path / "seen.json").read_text())
+    changes = {"elastic": False, "perturb": 0.5, "lr": 0.07}
+    seen = resume_on_stock(tmp_path / "to", tmp_path, to_world_size, changes)
     assert seen["gathered"] == before.gathered
     assert [group["weight_decay"] for group in seen["groups"]] == [0.1, 0.0]
     assert seen["steps"] == [3.0] * len(seen["steps"]) and seen["distinct_steps"] == len(seen["steps"]) > 1

@@ -17,6 +17,7 @@ from exports import documented_keys, keys_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from places import ROOT
+from stock_programs import ds_to_universal
 from synthetic import (
     FROZEN_PARAMS,
     GROUPS,
@@ -29,7 +30,7 @@ from synthetic import (
     raw,
     write_checkpoint,
 )
-from training import Job, Outcome, ds_to_universal, resume, train_and_save
+from training import Job, Outcome, resume, train_and_save
 
 from zeroelastic.checkpoint.commit_record import read_record
 from zeroelastic.checkpoint.open import open_checkpoint

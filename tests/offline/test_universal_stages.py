@@ -11,7 +11,8 @@ import pytest
 import torch
 from commands import run_command
 from places import GOLDEN
-from training import LOSS_RTOL, Job, Outcome, ds_to_universal, resume, train_and_save
+from stock_programs import ds_to_universal
+from training import LOSS_RTOL, Job, Outcome, resume, train_and_save
 
 import zeroelastic
 from zeroelastic.errors import CheckpointError, UnsupportedError, UsageError

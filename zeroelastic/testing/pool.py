@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import gc
-import importlib
 import multiprocessing
 import os
 import signal
@@ -20,26 +19,16 @@ from multiprocessing.context import SpawnProcess
 from types import TracebackType
 from typing import Any, TypeVar
 
+from zeroelastic.testing.preload import DEEPSPEED_MODULES, preload
 from zeroelastic.testing.rank import RankJob, prepare_deepspeed
 from zeroelastic.testing.run import collect_results, rank_jobs, run_directory, run_ranks
 from zeroelastic.testing.supervisor import Cancelled, Outcome, child_environment, supervise
 
 T = TypeVar("T")
 
-# The imports of the first deepspeed.initialize take two thirds of a rank's start; those of install() and of a load take
-# half of the rest.
+# Those of install() and of a load take half of the rest.
 _PRELOADED = (
-    "torch",
-    "torch.distributed",
-    "torch._dynamo",
-    "torch.utils.cpp_extension",
-    "torch.utils.serialization.config",
-    "deepspeed",
-    "deepspeed.ops.op_builder.all_ops",
-    "deepspeed.module_inject.auto_ep_layer",
-    "deepspeed.runtime.superoffload.superoffload_stage3",
-    "deepspeed.runtime.zero.stage3",
-    "deepspeed.runtime.zero.muon.muon_optimizer",
+    *DEEPSPEED_MODULES,
     "zeroelastic.deepspeed.install.seams",
     "zeroelastic.deepspeed.install.wrappers",
     "zeroelastic.testing.state",
@@ -188,16 +177,11 @@ def _read_at_import(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def _serve(requests: Connection, preload: tuple[str, ...]) -> None:
+def _serve(requests: Connection, modules: tuple[str, ...]) -> None:
     """The pool's process: imports modules, then serves one request at a time until the connection is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for name in (*_PRELOADED, *preload):
-        # A module that cannot be imported fails again in the rank that needs it, and that traceback is reported.
-        with suppress(Exception):
-            importlib.import_module(name)
+    preload((*_PRELOADED, *modules))
     prepare_deepspeed()
-    with suppress(Exception):
-        _remember_cpu_info()
     # Frozen objects are neither collected nor copied in the ranks.
     gc.collect()
     gc.freeze()
@@ -208,12 +192,3 @@ def _serve(requests: Connection, preload: tuple[str, ...]) -> None:
             alone = len(os.listdir("/proc/self/task")) == 1
             outcome = supervise(multiprocessing.get_context("fork" if alone else "spawn"), jobs, owner=requests)
             requests.send(outcome)
-
-
-def _remember_cpu_info() -> None:
-    """Get the CPU information once for all ranks. DeepSpeed gets it twice for each op that a rank loads, and each time
-    that starts a process which takes a second or more.
-    """
-    cpuinfo = importlib.import_module("cpuinfo")
-    known = cpuinfo.get_cpu_info()
-    setattr(cpuinfo, "get_cpu_info", lambda: dict(known))  # noqa: B010 - mypy allows no assignment to a module

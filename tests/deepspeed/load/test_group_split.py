@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+from stock_programs import ds_to_universal
 from training import (
     LOSS_RTOL,
     Job,
     Outcome,
     build_engine,
-    ds_to_universal,
     flat_buffers,
     gathered_by_deepspeed,
     train_step,

@@ -189,7 +189,7 @@ def _whole_target(source: ReshardSource, world_size: int) -> ReshardTarget:
 
 
 def _optimizer_wrapper(source: ReshardSource) -> OptimizerWrapper:
-    """DeepSpeed's class around the saved optimizer at stage 0, told by its hyper-parameters.
+    """DeepSpeed's class around the saved optimizer at stage 0, which its hyper-parameters show.
 
     ``FusedAdam`` alone, DeepSpeed's or apex's, is stepped on flat buffers. Source:
     ``DeepSpeedEngine._do_optimizer_sanity_check`` and ``_configure_fp16_optimizer`` (DeepSpeed 0.19.8).

@@ -1,0 +1,70 @@
+"""tests/warm_python.py: what it runs begins and ends as under ``python``, which the tests of pages rely on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from warm_python import executable
+
+PRINTS = (
+    "import os, sys; print(sys.argv, os.environ.get('SHOWN'), os.getcwd(), __name__, input()); sys.stderr.write('e')"
+)
+
+
+@pytest.fixture(params=["python", "warm"])
+def python(request: pytest.FixtureRequest) -> str:
+    return sys.executable if request.param == "python" else executable()
+
+
+def test_arguments_environment_directory_and_files_are_those_of_the_command(python: str, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(PRINTS)
+    env = {**os.environ, "SHOWN": "yes", "PYTHONPATH": str(tmp_path)}
+    for arguments, first in ((["-c", PRINTS], "-c"), (["script.py"], "script.py"), (["-u", "-m", "script"], None)):
+        command = [python, *arguments, "1", "-x"]
+        done = subprocess.run(command, input="in\n", env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        argv = [first or str(tmp_path / "script.py"), "1", "-x"]
+        assert (done.stdout, done.stderr) == (f"{argv} yes {tmp_path} __main__ in\n", "e")
+        assert done.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [
+        ("raise SystemExit(3)", 3),
+        ("raise SystemExit('why')", 1),
+        ("1 / 0", 1),
+        ("import os; os._exit(7)", 7),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM),
+    ],
+)
+def test_a_process_that_fails_is_a_command_that_fails(python: str, code: str, status: int) -> None:
+    done = subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == status
+    assert ("ZeroDivisionError" in done.stderr) == ("1 / 0" in code) and ("why" in done.stderr) == ("why" in code)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGKILL])
+def test_signals_reach_the_process_and_it_does_not_outlive_the_command(python: str, number: signal.Signals) -> None:
+    code = "import os, time; print(os.getpid(), flush=True); time.sleep(100)"
+    with subprocess.Popen([python, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        pid = int(process.stdout.readline())
+        process.send_signal(number)
+        assert process.wait(60) == -number
+    limit = time.monotonic() + 30
+    while Path(f"/proc/{pid}").exists():
+        assert time.monotonic() < limit, "the process is still there"
+        time.sleep(0.02)
+
+
+def test_zeroelastic_is_not_imported_before_the_fork_and_torch_is() -> None:
+    code = "from sys import modules; print([n for n in modules if n.startswith('zeroelastic')], 'deepspeed' in modules)"
+    done = subprocess.run([executable(), "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout == "[] True\n"
