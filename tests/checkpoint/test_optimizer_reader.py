@@ -24,10 +24,22 @@ from zeroelastic.checkpoint.values import checked_param
 from zeroelastic.core.digest import ScalarValue
 from zeroelastic.core.layout import Param, layout_from_sub_groups, pack_sub_groups
 from zeroelastic.errors import CheckpointError, UnsupportedError, ZeroElasticError
+from zeroelastic.executors.build_info import describe_build
+from zeroelastic.torch_file import header
 
 SIZES = st.lists(st.lists(st.sampled_from([0, 1, 2, 3, 7, 40]), max_size=4), min_size=1, max_size=3).filter(
     lambda groups: any(numel for group in groups for numel in group)
 )
+
+
+@pytest.fixture(autouse=True, params=["lists", "columns"])
+def read_as(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test here twice: as small files are read, and with columns, as those of thousands of parameters are."""
+    if request.param == "columns":
+        if not describe_build("native").usable:
+            pytest.skip("the native engine, which makes columns, was not built")
+        monkeypatch.setattr(header, "LONG_LIST", 1)
+        monkeypatch.setattr(header, "LARGE_PICKLE", 0)
 
 
 def sub_groups_of(world_size: int, groups=GROUPS, sub_group_size=10):
@@ -280,8 +292,13 @@ def test_files_that_contradict_themselves_are_refused(tmp_path, format, name):
     assert str(tmp_path / optim_name(0)) in str(caught.value)
 
 
-def set_table(key, column, value):
-    return lambda s: table(s)["sub_groups"][0][key].__setitem__(column, value)
+def set_table(key, column, value, sub_group=0):
+    return lambda s: table(s)["sub_groups"][sub_group][key].__setitem__(column, value)
+
+
+def widen(tensors, number):
+    """One of several tensors of a storage reaches into the next one."""
+    tensors[number] = tensors[number].as_strided((tensors[number].numel() + 1,), (1,))
 
 
 ELASTIC = {
@@ -310,6 +327,8 @@ ELASTIC = {
     "offsets huge": (set_table("offsets", 0, 1 << 80), "records other owned ranges"),
     "offsets negative": (set_table("offsets", 0, -1), "records other owned ranges"),
     "numels": (set_table("numels", 0, 9), "records other owned ranges"),
+    "one of many offsets": (set_table("offsets", 1, 1, sub_group=2), "records other owned ranges"),
+    "one of many numels": (set_table("numels", 2, 9, sub_group=2), "records other owned ranges"),
     "numels missing": (lambda s: table(s)["sub_groups"][0].pop("numels"), "no numels for each parameter"),
     "numels too many": (lambda s: table(s)["sub_groups"][0]["numels"].append(0), "no numels for each parameter"),
     "base a dict": (lambda s: s.update(base_optimizer_state={}), "does not hold one entry for each of 3"),
@@ -330,6 +349,10 @@ ELASTIC = {
     "lean too long": (
         lambda s: s["base_optimizer_state"][0]["exp_avg"].__setitem__(0, torch.zeros(11)),
         r"'exp_avg' of sub-group 0: part 0 has shape \(11,\); rank 0 owns 10 elements",
+    ),
+    "one of many too long": (
+        lambda s: widen(s["base_optimizer_state"][2]["exp_avg"], 0),
+        r"'exp_avg' of sub-group 2: part 0 has shape \(3,\); rank 0 owns 2 elements",
     ),
     "lean of two dtypes": (
         lambda s: s["base_optimizer_state"][2]["exp_avg"].__setitem__(0, torch.zeros(2, dtype=torch.bfloat16)),
