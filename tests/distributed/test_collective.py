@@ -1,14 +1,22 @@
-"""Values of every rank, whatever the sizes of their pickles."""
+"""Values of every rank, whatever the sizes of their pickles, and what of them is sent."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+from unittest.mock import Mock
+
+import pytest
+import torch
 import torch.distributed as dist
 
-from zeroelastic.distributed.collective import all_gather
+from zeroelastic.distributed import collective
+from zeroelastic.distributed.collective import all_gather, all_gather_alike, any_rank, gather, maximum, total
 from zeroelastic.testing import RankPool
 
-LENGTHS = (0, 1, 480, 490, 491, 492, 493, 494, 500, 520, 5000)
-"""Of byte strings; the pickle of one is some bytes longer, and the first exchange takes 504."""
+LENGTHS = (0, 1, 500, 70_000)
+"""Of byte strings; the pickle of one is some bytes longer."""
 
 
 def value_of(rank: int, length: int) -> tuple[int, bytes]:
@@ -18,14 +26,79 @@ def value_of(rank: int, length: int) -> tuple[int, bytes]:
 def gather_all() -> bool:
     rank, ranks = dist.get_rank(), range(dist.get_world_size())
     for length in LENGTHS:
-        assert all_gather(value_of(rank, length)) == [value_of(other, length) for other in ranks]
+        everything = [value_of(other, length) for other in ranks]
+        assert all_gather(value_of(rank, length)) == everything
+        assert all_gather_alike(value_of(rank, length)) == everything
+        assert gather(value_of(rank, length)) == (everything if rank == 0 else [])
         # one long, the others short
-        found = all_gather(value_of(rank, length if rank == 1 else 3))
-        assert found == [value_of(other, length if other == 1 else 3) for other in ranks]
-    assert all_gather(None) == [None for _ in ranks]
+        everything = [value_of(other, length if other == 1 else 3) for other in ranks]
+        assert all_gather(everything[rank]) == everything
+        assert gather(everything[rank]) == (everything if rank == 0 else [])
+    assert all_gather(None) == all_gather_alike(None) == [None for _ in ranks]
     return True
 
 
-def test_values_of_any_size_arrive(rank_pool: RankPool) -> None:
+def reduce_all() -> bool:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    assert maximum([rank, -rank, -(1 << 63), (1 << 63) - 1 - rank]) == [size - 1, 0, -(1 << 63), (1 << 63) - 1]
+    assert total(rank + 1) == size * (size + 1) // 2
+    assert not any_rank(False) and any_rank(rank == size - 1)
+    return True
+
+
+@pytest.mark.parametrize("script", [gather_all, reduce_all])
+def test_values_of_any_size_arrive(rank_pool: RankPool, script: Any) -> None:
     for world_size in (1, 2, 3):
-        assert all(rank_pool.run(gather_all, world_size))
+        assert all(rank_pool.run(script, world_size))
+
+
+def send_what_is_alike() -> list[int]:
+    """The bytes that this rank sends: where values are alike, where the last rank differs, and by a plain gather."""
+    rank, size, sent = dist.get_rank(), dist.get_world_size(), [0]
+
+    def counting(original: Any, position: int) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            sent[0] += args[position].nbytes
+            return original(*args, **kwargs)
+
+        return call
+
+    counts = []
+    with (
+        mock.patch.object(dist, "all_gather", counting(dist.all_gather, 1)),
+        mock.patch.object(dist, "all_reduce", counting(dist.all_reduce, 0)),
+    ):
+        long = "x" * 5000
+        for value in (long, long if rank < size - 1 else "y", {"set": {1.5, None}}):
+            sent[0] = 0
+            assert all_gather_alike(value)[rank] == value
+            counts.append(sent[0])
+    return counts
+
+
+def test_what_is_alike_is_not_sent(rank_pool: RankPool) -> None:
+    for alike, different, small in rank_pool.run(send_what_is_alike, 3):
+        assert alike == small == 2 * collective._HASH_BYTES
+        assert different > 5000
+
+
+@pytest.mark.parametrize("differs", range(32))
+def test_every_byte_of_the_hash_tells_values_apart(differs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks whose hashes differ in one byte, up or down: neither takes the other's value for its own."""
+    hashes = [bytes(32), bytes(differs) + b"\x80" + bytes(31 - differs)]
+    sent: list[list[int]] = []
+
+    def on_a_rank(digest: bytes, reduced: Callable[[list[int]], list[int]]) -> list[str]:
+        monkeypatch.setattr(collective, "hashlib", Mock(sha256=lambda data: Mock(digest=lambda: digest)))
+        monkeypatch.setattr(collective, "maximum", reduced)
+        return all_gather_alike("value")
+
+    def alone(values: list[int]) -> list[int]:
+        sent.append(values)
+        return values
+
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
+    monkeypatch.setattr(collective, "all_gather", lambda value: ["gathered"])
+    assert [on_a_rank(digest, alone) for digest in hashes] == [["value"] * 2] * 2
+    largest = torch.tensor(sent).amax(0).tolist()
+    assert [on_a_rank(digest, lambda values: largest) for digest in hashes] == [["gathered"]] * 2

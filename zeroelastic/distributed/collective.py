@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import NoReturn, TypeVar
@@ -21,8 +22,7 @@ Description = tuple[str, str, tuple[str, ...]]
 
 _AGREED = "_zeroelastic_agreed"
 
-_FIRST_BYTES = 504
-_SIZE_BYTES = 8
+_NUMBER_BYTES, _HASH_BYTES = 8, 32
 
 _group: ContextVar[dist.ProcessGroup | None] = ContextVar("zeroelastic_group", default=None)
 
@@ -43,31 +43,70 @@ def collectives_over(group: dist.ProcessGroup) -> Iterator[None]:
 def all_gather(value: T) -> list[T]:
     """The value of every rank, by rank. Collective.
 
-    Pickled; where no rank's pickle has more than ``_FIRST_BYTES``, one exchange is enough.
+    Pickled. What a rank receives grows with the number of ranks: values that are alike on nearly all of them belong in
+    ``all_gather_alike``.
     """
-    world_size = dist.get_world_size()
-    if world_size == 1:
+    return _gathered(value, to_all=True)
+
+
+def all_gather_alike(value: T) -> list[T]:
+    """``all_gather`` of what is nearly always alike: a reduction of 64 bytes finds that out, and nothing else is sent.
+
+    Values are alike that have the same ``repr``. Collective.
+    """
+    code = hashlib.sha256(repr(value).encode("utf-8", "surrogatepass")).digest()
+    places = range(0, _HASH_BYTES, _NUMBER_BYTES)
+    numbers = [int.from_bytes(code[at : at + _NUMBER_BYTES], "little", signed=True) for at in places]
+    inverted = [~number for number in numbers]  # the largest one belongs to the smallest number
+    if maximum([*numbers, *inverted]) == [*numbers, *inverted]:
+        return [value] * dist.get_world_size()
+    return all_gather(value)
+
+
+def gather(value: T) -> list[T]:
+    """The value of every rank, by rank, on rank 0; nothing on the others. Pickled. Collective."""
+    return _gathered(value, to_all=False)
+
+
+def maximum(values: Sequence[int]) -> list[int]:
+    """The largest of each number, of less than 64 bits, over all ranks, which give equally many. Collective."""
+    return _reduced(values, dist.ReduceOp.MAX)
+
+
+def total(value: int) -> int:
+    """The sum of a number over all ranks. Collective."""
+    return _reduced([value], dist.ReduceOp.SUM)[0]
+
+
+def any_rank(flag: bool) -> bool:
+    """Whether the flag is set on any rank. Collective."""
+    return bool(maximum([int(flag)])[0])
+
+
+def _reduced(values: Sequence[int], op: dist.ReduceOp.RedOpType) -> list[int]:
+    if dist.get_world_size() == 1:
+        return list(values)
+    group = _group.get()
+    numbers = torch.tensor(values, dtype=torch.int64, device=collective_device(group))
+    dist.all_reduce(numbers, op=op, group=group)
+    reduced: list[int] = numbers.tolist()
+    return reduced
+
+
+def _gathered(value: T, *, to_all: bool) -> list[T]:
+    if dist.get_world_size() == 1:
         return [value]
     data = pickle.dumps(value)
-    head = len(data).to_bytes(_SIZE_BYTES, "little") + data[:_FIRST_BYTES]
-    heads = _exchange(head, _SIZE_BYTES + _FIRST_BYTES)
-    sizes = [int.from_bytes(one[:_SIZE_BYTES], "little") for one in heads]
-    tails = [b""] * world_size
-    if max(sizes) > _FIRST_BYTES:
-        tails = _exchange(data[_FIRST_BYTES:], max(sizes) - _FIRST_BYTES)
-    return [
-        pickle.loads((one[_SIZE_BYTES:] + tail)[:size]) for one, tail, size in zip(heads, tails, sizes, strict=True)
-    ]
-
-
-def _exchange(data: bytes, nbytes: int) -> list[bytes]:
-    """Some bytes of every rank, each padded to ``nbytes``. Collective."""
+    nbytes = maximum([len(data)])[0]
     group = _group.get()
-    device = collective_device(group)
-    own = torch.frombuffer(bytearray(data.ljust(nbytes, b"\0")), dtype=torch.uint8).to(device)
-    parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, own, group=group)
-    return [part.cpu().numpy().tobytes() for part in parts]
+    own = torch.frombuffer(bytearray(data.ljust(nbytes, b"\0")), dtype=torch.uint8).to(collective_device(group))
+    receives = to_all or dist.get_rank() == 0
+    parts = [torch.empty_like(own) for _ in range(dist.get_world_size())] if receives else []
+    if to_all:
+        dist.all_gather(parts, own, group=group)
+    else:
+        dist.gather(own, parts or None, dst=0, group=group)
+    return [pickle.loads(part.cpu().numpy().data) for part in parts]  # which ends where the pickle does
 
 
 def broadcast(value: T) -> T:
@@ -87,7 +126,7 @@ def all_gather_or_raise(action: Callable[[], T]) -> tuple[T, list[T]]:
     exception keeps its type where it happened and is a RemoteRankError elsewhere.
     """
     result, failure = _attempt(action)
-    outcomes = all_gather((result, _describe(failure)))
+    outcomes = all_gather_alike((result, _describe(failure)))
     if any(failed is not None for _, failed in outcomes):
         _raise(failure, [failed for _, failed in outcomes])
     return result, [value for value, _ in outcomes]  # type: ignore[return-value, misc]
@@ -99,7 +138,7 @@ def all_or_raise(action: Callable[[], T]) -> T:
     Results stay where they are: unless an action fails, one number is reduced.
     """
     result, failure = _attempt(action)
-    if _any(failure is not None):
+    if any_rank(failure is not None):
         _raise(failure, all_gather(_describe(failure)))
     return result  # type: ignore[return-value]
 
@@ -121,16 +160,6 @@ def _attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
         return action(), None
     except Exception as error:
         return None, error
-
-
-def _any(flag: bool) -> bool:
-    """Whether the flag is set on any rank. Collective."""
-    if dist.get_world_size() == 1:
-        return flag
-    group = _group.get()
-    votes = torch.tensor([int(flag)], dtype=torch.int32, device=collective_device(group))
-    dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=group)
-    return bool(votes.item())
 
 
 def _raise(failure: Exception | None, failures: list[Description | None]) -> NoReturn:

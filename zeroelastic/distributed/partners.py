@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
@@ -22,43 +23,54 @@ from zeroelastic.errors import ConfigError, UsageError
 
 _WAIT_S = 30.0
 """How much later than the first rank another may call install(), where the engine was built before."""
-_TICK_S = 0.1
+_FIRST_PAUSE_S, _MAX_PAUSE_S = 0.05, 1.0
 
 Facts = Mapping[str, object]
 
+_PREFIX = "zeroelastic/installed"
+_ALL = f"{_PREFIX}/all"
+"""The key that the last rank to announce itself sets."""
 _WITHDRAWN = "zeroelastic/withdrawn"
-"""The key that is there when any rank has withdrawn."""
-
-_announced_to: Any = None
-"""The process group in whose store this rank has announced itself."""
-
-_complete: Any = None
-"""The process group in whose store every rank was seen; the next check then asks for one key, whatever its size."""
+"""The key that is there when any rank has withdrawn: what was counted before does not count any more."""
 
 
-_local: tuple[Any, dict[int, str]] = (None, {})
-"""A process group, and the identities of its ranks on this machine: read once, when every rank has announced itself."""
+@dataclass(slots=True)
+class _Known:
+    """What this process knows of its process group: that it has announced itself, that all have, and who runs here.
+
+    Each is of the group that it names, and unknown of every other. ``here``: by rank, identities of processes.
+    """
+
+    announced_to: Any = None
+    complete: Any = None
+    here_of: Any = None
+    here: dict[int, str] = field(default_factory=dict)
+
+
+_known = _Known()
 
 
 def announce() -> None:
     """Record in the store that this rank runs with zeroelastic; does nothing where there is no process group yet."""
-    global _announced_to
-    if dist.is_initialized() and _announced_to is not dist.group.WORLD:
+    if dist.is_initialized() and _known.announced_to is not dist.group.WORLD:
         store = _get_default_store()
         if store is None:  # MPI has none
             return
-        store.set(_key(dist.get_rank()), identity(os.getpid()))
-        _announced_to = dist.group.WORLD
+        rank, name = dist.get_rank(), identity(os.getpid())
+        store.set(_key(rank), name)
+        store.set(f"{_machine_key()}/{store.add(_machine_key(), 1)}", f"{rank} {name}")
+        if store.add(f"{_PREFIX}/count", 1) == dist.get_world_size():
+            store.set(_ALL, "1")
+        _known.announced_to = dist.group.WORLD
 
 
 def withdraw() -> None:
     """Remove the record that ``announce`` made."""
-    global _announced_to
-    if dist.is_initialized() and _announced_to is dist.group.WORLD:
+    if dist.is_initialized() and _known.announced_to is dist.group.WORLD:
         with suppress(RuntimeError):  # the store is gone, so no rank can ask any more
-            _get_default_store().delete_key(_key(dist.get_rank()))
             _get_default_store().set(_WITHDRAWN, "1")
-    _announced_to = None
+            _get_default_store().delete_key(_key(dist.get_rank()))
+    _known.announced_to = None
 
 
 def life_of_rank(rank: int) -> Life:
@@ -69,23 +81,27 @@ def life_of_rank(rank: int) -> Life:
 
 def identities_on_this_machine() -> dict[int, str]:
     """The identity of the process of each rank that has announced itself and runs on this machine, by rank."""
-    global _local
-    group, found = _local
-    if group is dist.group.WORLD:
-        return found
-    store, ranks = _get_default_store(), range(dist.get_world_size())
-    complete = store.check([_key(rank) for rank in ranks])
-    ranks_there = [rank for rank in ranks if complete or store.check([_key(rank)])]
-    names = store.multi_get([_key(rank) for rank in ranks_there])
-    where = machine()
-    found = {
-        rank: name.decode()
-        for rank, name in zip(ranks_there, names, strict=True)
-        if name.decode().partition(" ")[0] == where
-    }
+    if _known.here_of is dist.group.WORLD:
+        return _known.here
+    store = _get_default_store()
+    complete = store.check([_ALL])
+    keys = [f"{_machine_key()}/{number + 1}" for number in range(store.add(_machine_key(), 0))]
+    named = [key for key in keys if complete or store.check([key])]
+    entries = [entry.decode().partition(" ") for entry in store.multi_get(named)] if named else []
+    found = dict(sorted((int(rank), name) for rank, _, name in entries))
     if complete:
-        _local = (dist.group.WORLD, found)
+        _known.here_of, _known.here = dist.group.WORLD, found
     return found
+
+
+def absent_ranks(store: Any, ranks: Sequence[int], key: Callable[[int], str]) -> list[int]:
+    """The ranks whose key is not in the store: found by halves, so that few requests find few of them."""
+    if not ranks or store.check([key(rank) for rank in ranks]):
+        return []
+    if len(ranks) == 1:
+        return list(ranks)
+    middle = len(ranks) // 2
+    return absent_ranks(store, ranks[:middle], key) + absent_ranks(store, ranks[middle:], key)
 
 
 def require_partners(*, wait: bool = True) -> None:
@@ -97,14 +113,19 @@ def require_partners(*, wait: bool = True) -> None:
         return
     announce()
     deadline = time.monotonic() + (_WAIT_S if wait else 0.0)
-    while absent := _absent():
+    pause = _FIRST_PAUSE_S
+    while not _all_are_here():
         if time.monotonic() >= deadline:
+            absent = absent_ranks(_get_default_store(), range(dist.get_world_size()), _key)
+            if not absent:
+                return
             raise UsageError(
                 f"zeroelastic is installed on rank {dist.get_rank()}, and not on rank{'s' if len(absent) > 1 else ''} "
                 f"{', '.join(map(str, absent))}: saves and loads of both together would wait for each other. Call "
                 "zeroelastic.install() on every rank, before deepspeed.initialize, or on none."
             )
-        time.sleep(_TICK_S)
+        time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
+        pause = min(2 * pause, _MAX_PAUSE_S)
 
 
 def agree_on(facts: Callable[[], Facts]) -> None:
@@ -121,16 +142,19 @@ def agree_on(facts: Callable[[], Facts]) -> None:
         )
 
 
-def _absent() -> list[int]:
-    global _complete
-    store, ranks = _get_default_store(), range(dist.get_world_size())
-    if _complete is dist.group.WORLD and not store.check([_WITHDRAWN]):
-        return []
-    if store.check([_key(rank) for rank in ranks]):
-        _complete = dist.group.WORLD
-        return []
-    return [rank for rank in ranks if not store.check([_key(rank)])]
+def _all_are_here() -> bool:
+    """Whether every rank has announced itself: by the key of the last one, or one by one where any has withdrawn."""
+    store = _get_default_store()
+    if store.check([_WITHDRAWN]):
+        return store.check([_key(rank) for rank in range(dist.get_world_size())])
+    if _known.complete is not dist.group.WORLD and store.check([_ALL]):
+        _known.complete = dist.group.WORLD
+    return _known.complete is dist.group.WORLD
 
 
 def _key(rank: int) -> str:
-    return f"zeroelastic/installed/{rank}"
+    return f"{_PREFIX}/{rank}"
+
+
+def _machine_key() -> str:
+    return f"{_PREFIX}/on/{machine()}"

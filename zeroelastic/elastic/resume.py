@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zeroelastic.distributed.collective import all_gather, all_or_raise, broadcast
+from zeroelastic.distributed.collective import all_gather_alike, all_or_raise, broadcast
 from zeroelastic.elastic.attempts import Attempts
 from zeroelastic.elastic.position import KEY, Position, unpack_position
 from zeroelastic.errors import CheckpointError
@@ -134,7 +134,7 @@ def _finish(
     entry = client_state.pop(KEY, None)
     identity = f"{root_digest} {engine.global_steps}"
     notes = unpack_position(entry, data, engine.device, identity=identity, strict=strict)
-    positions = all_gather(json.dumps(data.state_dict(), default=str, sort_keys=True) if data is not None else "")
+    positions = all_gather_alike(json.dumps(data.state_dict(), default=str, sort_keys=True) if data is not None else "")
     if len(set(positions)) > 1:
         raise UnusableError(
             f"{root / name}: the ranks came to different positions in the data "

@@ -7,7 +7,7 @@ import hashlib
 import torch
 
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
-from zeroelastic.distributed.collective import all_gather
+from zeroelastic.distributed.collective import all_gather, all_gather_alike
 from zeroelastic.errors import UnsupportedError, some
 
 _MAX_LISTED = 4
@@ -38,7 +38,7 @@ def difference(facts: dict[str, str], tp_rank: int = 0) -> UnsupportedError | No
 
     Tensor parallel ranks are not compared with one another: each has sub-groups of its own.
     """
-    tokens = all_gather((tp_rank, hashlib.sha256(repr(sorted(facts.items())).encode()).hexdigest()))
+    tokens = all_gather_alike((tp_rank, hashlib.sha256(repr(sorted(facts.items())).encode()).hexdigest()))
     firsts: dict[int, int] = {}  # the first rank of each tensor parallel rank
     first_of = [firsts.setdefault(tp_rank, rank) for rank, (tp_rank, _) in enumerate(tokens)]
     if all(token == tokens[first] for token, first in zip(tokens, first_of, strict=True)):

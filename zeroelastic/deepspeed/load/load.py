@@ -39,7 +39,7 @@ from zeroelastic.deepspeed.load.stock import read_covered, stock_loads
 from zeroelastic.deepspeed.load.tag_choice import choice_notes, choose_tag, nothing_to_load, warn_of_mark
 from zeroelastic.deepspeed.load.verify import verify
 from zeroelastic.deepspeed.options import VERIFY_LEVELS, Options
-from zeroelastic.distributed.collective import all_gather, all_or_raise, is_raised_on_all_ranks
+from zeroelastic.distributed.collective import all_gather_alike, all_or_raise, any_rank, is_raised_on_all_ranks
 from zeroelastic.distributed.partners import require_partners
 from zeroelastic.errors import CheckpointError, SavedAgainError, ZeroElasticError
 from zeroelastic.io.paths import absolute
@@ -80,7 +80,7 @@ class Attempt:
 
     def was_saved_again(self) -> bool:
         """Whether any rank sees that what it opened was saved again, or is being written to. Collective."""
-        return any(all_gather(any(map(_changes, self.opened))))
+        return any_rank(any(map(_changes, self.opened)))
 
 
 def load(engine: Engine, request: LoadRequest, original: Callable[..., Loaded], loaded: OnLoad) -> Loaded:
@@ -107,7 +107,7 @@ def load(engine: Engine, request: LoadRequest, original: Callable[..., Loaded], 
 
 def _common_options(options: Options) -> Options:
     """The options with one level of verification for all ranks: the least, where the default differs. Collective."""
-    levels = set(all_gather(options.verify))
+    levels = set(all_gather_alike(options.verify))
     if len(levels) == 1:
         return options
     return options.model_copy(update={"verify": next(level for level in VERIFY_LEVELS if level in levels)})
@@ -235,7 +235,7 @@ def load_one_save(engine: Engine, load: Callable[[Attempt], T]) -> T:
             if not is_of_all_ranks(error):
                 raise
             changed = [str(path) for path in attempt.opened if _changes(path)]
-            names = sorted({name for found in all_gather(changed) for name in found})
+            names = sorted({name for found in all_gather_alike(changed) for name in found})
             if not names and not isinstance(error, SavedAgainError):
                 raise
             where = ", ".join(names) or str(attempt.opened[0])

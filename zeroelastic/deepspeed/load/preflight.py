@@ -29,7 +29,7 @@ from zeroelastic.deepspeed.live.optimizers import SavedGroup, misfits
 from zeroelastic.deepspeed.load.request import LoadRequest
 from zeroelastic.deepspeed.node_local.peer_checkpoint import open_with_peers
 from zeroelastic.deepspeed.node_local.visibility import FileVisibility, gather_visibility
-from zeroelastic.distributed.collective import all_gather, all_or_raise
+from zeroelastic.distributed.collective import all_gather_alike, all_or_raise
 from zeroelastic.errors import CheckpointError, LayoutMismatchError, StrictError, UnsupportedError
 from zeroelastic.executors.dispatch import Executor
 from zeroelastic.io.paths import FilePath
@@ -121,7 +121,7 @@ def preflight(tag_dir: Path, live: LiveOptimizer, request: LoadRequest) -> LoadP
         return _with_checksums(plan, options.host_io_engine) if options.verifies_content else plan
 
     plan = all_or_raise(check)
-    _check_consistent(tag_dir, all_gather(_consistency_digest(plan, weights_only=request.weights_only)))
+    _check_consistent(tag_dir, all_gather_alike(_consistency_digest(plan, weights_only=request.weights_only)))
     return plan
 
 

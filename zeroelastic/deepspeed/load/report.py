@@ -18,7 +18,7 @@ from zeroelastic.deepspeed.load.request import LoadRequest
 from zeroelastic.deepspeed.load.restore import Restored
 from zeroelastic.deepspeed.load.verify import Verification
 from zeroelastic.deepspeed.notices import notice
-from zeroelastic.distributed.collective import all_gather
+from zeroelastic.distributed.collective import all_gather_alike, maximum, total
 from zeroelastic.errors import rank_list, some
 from zeroelastic.report import Note, ResumeReport
 
@@ -48,19 +48,16 @@ def load_report(
         filled.bytes_read + payload.bytes_read,
         checkpoint.header_bytes + load_plan.checked_bytes + _module_bytes(load_plan) + module.bytes_read,
         len(opened),
-        time.perf_counter() - began,
         module.sent + payload.sent,
         module.received + payload.received,
+        int((time.perf_counter() - began) * 1e9),
     )
-    costs = all_gather(cost)
-    owned, read, header_bytes, files, seconds, sent, received = (max(column) for column in zip(*costs, strict=True))
+    owned, read, header_bytes, files, sent, received, nanoseconds = maximum(cost)
     texts = [*(note.text for note in notes), *restored.notes]
     if load_plan.visibility is not None:
         partial = load_plan.visibility.partial_ranks
-        texts.append(
-            f"node-local disks: {count(len(partial), 'rank')} of {len(costs)} ({some(map(str, partial), 8)}) did not "
-            "see all files, and had them read and sent by ranks that did"
-        )
+        few = f"{count(len(partial), 'rank')} of {dist.get_world_size()} ({some(map(str, partial), 8)})"
+        texts.append(f"node-local disks: {few} did not see all files, and had them read and sent by ranks that did")
         texts += _module_notes(load_plan)
     exact, rederived, reset = _inventory(engine, live, load_plan, restored.loaded[1], weights_only=request.weights_only)
     if checkpoint.stale_files:
@@ -76,12 +73,12 @@ def load_report(
         format=load_plan.format,
         saved_world_size=checkpoint.world_size,
         world_size=live.layout.world_size,
-        bytes_owned=int(owned),
-        bytes_read=int(read),
-        header_bytes=int(header_bytes),
-        files_opened=int(files),
-        total_bytes_read=int(sum(cost[1] for cost in costs)),
-        seconds=float(seconds),
+        bytes_owned=owned,
+        bytes_read=read,
+        header_bytes=header_bytes,
+        files_opened=files,
+        total_bytes_read=total(cost[1]),
+        seconds=nanoseconds / 1e9,
         saved_root=verification.saved_root,
         loaded_root=verification.loaded_root,
         root_matches=verification.matches,
@@ -90,8 +87,8 @@ def load_report(
         reset=(*reset, *restored.lost),
         notes=tuple(texts),
         changed=changed,
-        bytes_sent=int(sent),
-        bytes_received=int(received),
+        bytes_sent=sent,
+        bytes_received=received,
         batch_changed=batch_changed,
     )
 
@@ -113,7 +110,7 @@ def _module_notes(load_plan: LoadPlan) -> list[str]:
     The nodes of a save at stage 1 or 2 each write one, with buffers and client state of their own.
     """
     model, checkpoint = load_plan.model, load_plan.checkpoint
-    taken = all_gather((model.directory, model.path.name in checkpoint.remote_files))
+    taken = all_gather_alike((model.directory, model.path.name in checkpoint.remote_files))
     if not checkpoint.whole_model:
         return []
     notes: list[str] = []

@@ -25,7 +25,7 @@ from zeroelastic.deepspeed.live.kinds import covered_live
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.live.topology import tensor_parallel
 from zeroelastic.deepspeed.load.request import LoadRequest
-from zeroelastic.distributed.collective import all_gather, all_or_raise
+from zeroelastic.distributed.collective import all_gather_alike, all_or_raise, any_rank
 from zeroelastic.errors import (
     CheckpointError,
     LayoutMismatchError,
@@ -57,10 +57,10 @@ def read_covered(engine: Engine, tag_dir: Path) -> LiveOptimizer | UnsupportedEr
             return None, (str(error), loads)
 
     live, refusal = all_or_raise(look)
-    refusals = [one for one in all_gather(refusal) if one is not None]
-    if not refusals:
+    if not any_rank(refusal is not None):
         assert live is not None
         return live
+    refusals = [one for one in all_gather_alike(refusal) if one is not None]
     reason = refusals[0][0]
     if not all(loads for _, loads in refusals):
         raise UnsupportedError(f"{tag_dir}: {reason}")
@@ -88,7 +88,7 @@ def stock_loads(
 
 
 def _on_all_ranks(check: Callable[[], bool]) -> bool:
-    return all(all_gather(all_or_raise(check)))
+    return not any_rank(not all_or_raise(check))
 
 
 def _only_stock_reads(tag_dir: Path, live: LiveOptimizer) -> bool:

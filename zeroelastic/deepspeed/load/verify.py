@@ -29,7 +29,7 @@ from zeroelastic.deepspeed.load.preflight import LoadPlan
 from zeroelastic.deepspeed.load.request import LoadRequest
 from zeroelastic.deepspeed.node_local.visibility import FileVisibility
 from zeroelastic.deepspeed.options import Options
-from zeroelastic.distributed.collective import all_gather
+from zeroelastic.distributed.collective import all_gather, any_rank
 from zeroelastic.errors import CheckpointError, DigestMismatchError, UnreadableError, ZeroElasticError
 from zeroelastic.executors.dispatch import digest_range
 from zeroelastic.io.paths import FilePath
@@ -77,7 +77,7 @@ def verify(
     saved_root = checkpoint.record.content_root
     expected = _expected(checkpoint.record, live, load_plan)
     wrong = _compare(expected, actual, load_plan, weights_only=request.weights_only)
-    if any(all_gather(bool(wrong))):
+    if any_rank(bool(wrong)):
         raise DigestMismatchError(_describe(live, wrong, load_plan))
     # each tensor parallel rank has parameters of its own; what decides about collectives is alike on all
     facts = of_every_tp_rank(live, (actual.num_cast, load_plan.membership.same_params))

@@ -19,7 +19,7 @@ from zeroelastic.checkpoint.commit_record import read_record
 from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.checkpoint.tensor_parallel import TensorParallel
 from zeroelastic.deepspeed.node_local.visibility import gather_visibility
-from zeroelastic.distributed.collective import all_gather, all_gather_or_raise, all_or_raise
+from zeroelastic.distributed.collective import all_gather, all_gather_alike, all_gather_or_raise, all_or_raise
 from zeroelastic.errors import (
     CheckpointError,
     MissingFileError,
@@ -86,7 +86,7 @@ def agree_on_latest(load_dir: Path, named: Sequence[str | None]) -> str | None:
 
 def seen_alike(directory: Path) -> bool:
     """Whether all ranks see the same files, by name and size, in a directory. Collective."""
-    return len(set(all_gather(_fingerprint(directory)))) == 1
+    return len(set(all_gather_alike(_fingerprint(directory)))) == 1
 
 
 def _fingerprint(directory: Path) -> str:

@@ -24,7 +24,7 @@ from zeroelastic.checkpoint.file_names import WHOLE_MODEL_FILE, is_rank_file, pa
 from zeroelastic.checkpoint.model_states import open_model_states
 from zeroelastic.checkpoint.open import Listing, rank_files
 from zeroelastic.checkpoint.tensor_parallel import TensorParallel
-from zeroelastic.distributed.collective import all_gather, all_or_raise, broadcast
+from zeroelastic.distributed.collective import all_gather, all_gather_alike, all_or_raise, broadcast
 from zeroelastic.errors import CheckpointError, MissingFileError, rank_list
 from zeroelastic.io.paths import FilePath
 from zeroelastic.io.storage import file_sizes
@@ -123,7 +123,7 @@ def gather_visibility(
     rank sees any. Files that no rank sees are left to ``open_checkpoint`` to name.
     """
     rank = dist.get_rank()
-    identities = all_gather(_identity(tag_dir))
+    identities = all_gather_alike(_identity(tag_dir))
     listing_rank = [identities.index(identity) for identity in identities]
     own = all_or_raise(lambda: _list(tag_dir) if listing_rank[rank] == rank else None)
     if len(set(identities)) == 1:

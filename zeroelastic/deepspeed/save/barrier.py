@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from zeroelastic.distributed.collective import all_gather_or_raise, all_or_raise
-from zeroelastic.distributed.partners import announce, identities_on_this_machine, life_of_rank
+from zeroelastic.distributed.partners import absent_ranks, announce, identities_on_this_machine, life_of_rank
 from zeroelastic.distributed.process_identity import life_of, machine
 from zeroelastic.errors import AbsentRankError, ZeroElasticError, rank_list
 
@@ -134,11 +134,12 @@ class SaveBarrier:
             if self._store.check([self._key(0, "alarm")]):
                 return _ALARM
             here = identities_on_this_machine()
-            missing = self._missing(meeting, here)
-            ended = [rank for rank in missing if life_of(here[rank]) == "ended"]
+            ended = [rank for rank in self._missing(meeting, sorted(here)) if life_of(here[rank]) == "ended"]
             if ended:
                 return _have_ended(ended)
-            missing = self._missing(meeting, range(self._world_size)) if waited > self.timeout_s else []
+            if not self._calls_the_roll(meeting, waited, self.timeout_s):
+                return None
+            missing = self._missing(meeting, range(self._world_size))
             return self._late(missing) if missing else None
 
         if self._arrive(meeting) == self._world_size:
@@ -154,21 +155,23 @@ class SaveBarrier:
 
         A rank whose process is seen to live is waited for, as in a meeting: its work may take its time.
         """
-        missing, counted = list(range(self._world_size)), 0
 
         def judge(waited: float) -> str | None:
-            nonlocal missing, counted
-            count = self._store.add(self._key(0, "count"), 0)
-            if count != counted:
-                missing, counted = self._missing(0, missing), count
-            life = {rank: life_of_rank(rank) for rank in missing}
-            ended = [rank for rank in missing if life[rank] == "ended"]
-            silent = [rank for rank in missing if life[rank] == "unknown"]
-            if len(ended) == len(missing):
+            here = identities_on_this_machine()
+            absent = self._missing(0, sorted(here))
+            ended = [rank for rank in absent if life_of(here[rank]) == "ended"]
+            if self._store.add(self._key(0, "count"), 0) + len(ended) == self._world_size:
                 return _have_ended(ended) if ended else _EVERYBODY
-            if waited > min(_GRACE_S, self.timeout_s) and (ended or silent):
-                return _have_ended(ended) if ended else f"{rank_list(silent)} did not answer for {waited:.0f} s"
-            return self._late(missing) if waited > self.timeout_s else None
+            patience_s = min(_GRACE_S, self.timeout_s)
+            if ended and waited > patience_s:
+                return _have_ended(ended)
+            if not self._calls_the_roll(0, waited, patience_s):
+                return None
+            missing = self._missing(0, range(self._world_size))
+            silent = [rank for rank in missing if rank not in here]
+            if silent:
+                return f"{rank_list(silent)} did not answer for {waited:.0f} s"
+            return self._late(missing) if missing and waited > self.timeout_s else None
 
         self._store.set(self._key(0, "alarm"), "1")
         self._arrive(0)
@@ -218,8 +221,20 @@ class SaveBarrier:
             return bool(self._store.check([key]))
         return True
 
-    def _missing(self, meeting: int, ranks: Iterable[int]) -> list[int]:
-        return [rank for rank in ranks if not self._store.check([self._key(meeting, rank)])]
+    def _missing(self, meeting: int, ranks: Sequence[int]) -> list[int]:
+        return absent_ranks(self._store, ranks, lambda rank: self._key(meeting, rank))
+
+    def _calls_the_roll(self, meeting: int, waited: float, patience_s: float) -> bool:
+        """Whether this watcher is the one of all machines that asks for every rank, when ``patience_s`` have passed.
+
+        Another one does so too when that took longer than ``_GRACE_S``: the first may be dead.
+        """
+        if waited <= patience_s:
+            return False
+        key = self._key(meeting, "roll call")
+        first = self._decide(key, str(self._rank))
+        self._keys += (key,) if first == str(self._rank) and key not in self._keys else ()
+        return first == str(self._rank) or waited > patience_s + _GRACE_S
 
     def _with_store(self, ask: Callable[[], T]) -> T:
         try:

@@ -39,7 +39,7 @@ from zeroelastic.core.layout import Layout, Param
 from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.engine_state import Lineage
 from zeroelastic.deepspeed.save.barrier import SaveBarrier
-from zeroelastic.distributed.collective import broadcast
+from zeroelastic.distributed.collective import all_gather, broadcast, gather, maximum
 from zeroelastic.errors import CheckpointError, SaveError, UnreadableError, UnsafePickleError, UnsupportedError
 from zeroelastic.io.atomic import sync_path, write_atomically
 from zeroelastic.io.storage import file_sizes
@@ -118,13 +118,15 @@ def commit(save: PendingCommit, barrier: SaveBarrier) -> None:
     it was before the save. Collective.
     """
     with discarded_on_failure(save.staging_dir, acts=save.acts), barrier.attribute_failures():
-        _, written = barrier.all_gather_or_raise(lambda: _settled_files(save), "its files were made durable")
-        committed_at = max(save.lineage.next_time(written[0].now), *(each.not_before for each in written))
+        own = barrier.all_or_raise(lambda: _settled_files(save), "its files were made durable")
+        microseconds, unreadable = maximum([round(own.not_before * 1e6), int(own.unreadable is not None)])
+        committed_at = microseconds / 1e6
+        written = all_gather(own) if any(save.heads) else gather(own)  # for those who write a record: rank 0, or heads
         barrier.all_or_raise(
             lambda: _write_record(save, written, committed_at) if save.acts else None, "its commit record was written"
         )
         barrier.all_or_raise(lambda: _publish_tag(save) if save.acts else None, "it was put in place")
-    if all(each.unreadable is None for each in written):
+    if not unreadable:
         save.lineage.commit(save.save_id, committed_at)
     barrier.outcome_note = "The checkpoint is complete; load it by its tag."
     if save.latest is not None:
@@ -132,21 +134,20 @@ def commit(save: PendingCommit, barrier: SaveBarrier) -> None:
 
 
 class _Written(NamedTuple):
-    """Sizes and zip directories' digests of a rank's files, why only DeepSpeed reads them, if so, and its clock.
+    """Sizes and zip directories' digests of a rank's files, why only DeepSpeed reads them, if so, and a time.
 
-    ``not_before``: the earliest time of a commit that this rank allows.
+    ``not_before``: the earliest time of a commit that this rank allows, in seconds since 1970. Rank 0's clock counts.
     """
 
     sizes: dict[str, int]
     directories: dict[str, str]
     unreadable: str | None
-    now: float
     not_before: float
 
 
 def _settled_files(save: PendingCommit) -> _Written:
     """Make this rank's files durable, and read them back as a load would."""
-    clock = time.time(), save.lineage.next_time(0.0)
+    not_before = save.lineage.next_time(time.time() if dist.get_rank() == 0 else 0.0)
     sizes: dict[str, int] = {}
     paths = [save.staging_dir / name for name in save.written]
     try:
@@ -168,9 +169,9 @@ def _settled_files(save: PendingCommit) -> _Written:
         raise _not_committed(save, f"{error.filename or save.tag_dir}: {error.strerror}") from error
     except (CheckpointError, UnsupportedError) as error:
         if save.checkpoint_format == "rigid" and isinstance(error, (UnsafePickleError, UnsupportedError)):
-            return _Written(sizes, {}, str(error), *clock)  # as stock DeepSpeed saves it
+            return _Written(sizes, {}, str(error), not_before)  # as stock DeepSpeed saves it
         raise _not_committed(save, f"no load would take it: {str(error).rstrip('.')}") from error
-    return _Written(sizes, directories, None, *clock)
+    return _Written(sizes, directories, None, not_before)
 
 
 def _write_record(save: PendingCommit, written: Sequence[_Written], committed_at: float) -> None:

@@ -58,7 +58,7 @@ from zeroelastic.deepspeed.save.pending import finish_pending, track
 from zeroelastic.deepspeed.save.shard_writer import DigestedShard, ShardWriter, shard_writer
 from zeroelastic.deepspeed.save.snapshot import Snapshot
 from zeroelastic.deepspeed.storage_rules import directory_heads, one_module_writer, refuse_unwritable
-from zeroelastic.distributed.collective import all_gather, all_or_raise
+from zeroelastic.distributed.collective import all_gather_alike, all_or_raise
 from zeroelastic.distributed.partners import require_partners
 from zeroelastic.errors import SaveError, UnsupportedError, UsageError, ZeroElasticError, printable
 from zeroelastic.io.paths import absolute
@@ -296,7 +296,7 @@ def _prepare(
         return UnsupportedError(
             f"DeepSpeed's own files lack {lost}. Save with elastic_checkpoint on to have all of it."
         )
-    places = sorted(set(all_gather(asked.named)))
+    places = sorted(set(all_gather_alike(asked.named)))
     if len(places) > 1:
         return UsageError(
             f"the ranks save to different places ({', '.join(places[:3])}{' ...' if len(places) > 3 else ''}). A "
