@@ -1,194 +1,269 @@
-"""The file system operations of each rank while a checkpoint is checked, at 8, 64 and 512 ranks.
+"""What each rank asks of the file system, the key-value store and the network at 8 to 16,384 ranks.
 
     python benchmarks/bench_ranks.py --out benchmarks/results
 
-Ranks are threads of one process that run the real code, ``preflight`` of a load, over a checkpoint saved by as many
-ranks in a directory that all of them see; the collectives of torch.distributed are replaced by ones between threads,
-and system calls are counted. Writes ranks.json and ranks.md. ``listed`` and ``stats`` count directories and files,
-``opens`` files that were opened, ``headers`` the files of ranks whose header was parsed, ``collectives`` calls of
-torch.distributed. Counts, unlike times, do not depend on the machine.
+Ranks are threads of one process that take turns (simulated_ranks.py). They run the real code over real files that as
+many ranks saved, in a directory that all of them see:
+
+* a load up to the first tensor: ``latest``, the tag, ``preflight`` with ``"verify": "quick"``, by the first and the
+  last eight ranks;
+* the commit of a save by every rank: announced to the others, files read back, the record, the tag, ``latest``.
+
+Writes ranks.json, ranks.md and ranks.png. Counts, unlike times, do not depend on the machine.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import sys
 import tempfile
-import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import torch
-import torch.distributed as dist
+import report
+from simulated_ranks import COUNTED, SimulatedRanks
 
-from zeroelastic.checkpoint import open as checkpoint_open
-from zeroelastic.checkpoint import optimizer_reader
 from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.checkpoint.tensor_parallel import NO_TENSOR_PARALLEL
+from zeroelastic.deepspeed.engine_state import Lineage
 from zeroelastic.deepspeed.load.preflight import preflight
 from zeroelastic.deepspeed.load.request import LoadRequest
+from zeroelastic.deepspeed.load.tag_choice import choose_tag
 from zeroelastic.deepspeed.options import Options
-from zeroelastic.testing.sample import write_sample
+from zeroelastic.deepspeed.save.barrier import SaveBarrier
+from zeroelastic.deepspeed.save.commit import Expected, PendingCommit, commit
+from zeroelastic.distributed.partners import require_partners
+from zeroelastic.tags.tag_directory import make_staging_dir, open_tag
+from zeroelastic.testing import sample
 
-WORLD_SIZES = (8, 64, 512)
-COUNTED = ("listed", "stats", "opens", "headers", "collectives")
-
-
-class Ranks:
-    """``world_size`` threads in place of the ranks of a job, and the operations of each."""
-
-    def __init__(self, world_size: int) -> None:
-        self.world_size = world_size
-        self.counts = [Counter[str]() for _ in range(world_size)]
-        self._here = threading.local()
-        self._barrier = threading.Barrier(world_size)
-        self._slots: list[Any] = [None] * world_size
-
-    def run(self, action: Callable[[int], None]) -> None:
-        """Run ``action`` on every rank. Raises the first error."""
-        errors: list[BaseException] = []
-
-        def body(rank: int) -> None:
-            self._here.rank = rank
-            try:
-                action(rank)
-            except BaseException as error:
-                errors.append(error)
-                self._barrier.abort()
-
-        threads = [threading.Thread(target=body, args=(rank,)) for rank in range(self.world_size)]
-        with self._replaced():
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-        for error in sorted(errors, key=lambda one: isinstance(one, threading.BrokenBarrierError)):
-            raise error
-
-    def count(self, what: str, number: int = 1) -> None:
-        """Count for the rank that runs, if one does."""
-        rank = getattr(self._here, "rank", None)
-        if rank is not None:
-            self.counts[rank][what] += number
-
-    def _exchange(self, value: Any) -> list[Any]:
-        self.count("collectives")
-        self._slots[self._here.rank] = value
-        self._barrier.wait()
-        values = list(self._slots)
-        self._barrier.wait()
-        return values
-
-    @contextmanager
-    def _replaced(self) -> Iterator[None]:
-        def all_gather(tensors: list[torch.Tensor], tensor: torch.Tensor, group: Any = None) -> None:
-            for mine, one in zip(tensors, self._exchange(tensor), strict=True):
-                mine.copy_(one)
-
-        def broadcast_object_list(values: list[Any], src: int = 0, group: Any = None) -> None:
-            values[:] = self._exchange(list(values))[src]
-
-        def all_reduce(tensor: torch.Tensor, op: Any = None, group: Any = None) -> None:
-            tensor.copy_(torch.stack(self._exchange(tensor.clone())).amax(0))
-
-        collectives = {
-            "get_world_size": lambda group=None: self.world_size,
-            "get_rank": lambda group=None: self._here.rank,
-            "get_backend": lambda group=None: "gloo",
-            "all_gather": all_gather,
-            "broadcast_object_list": broadcast_object_list,
-            "all_reduce": all_reduce,
-        }
-        with ExitStack() as stack:
-            for name, replacement in collectives.items():
-                stack.enter_context(mock.patch.object(dist, name, replacement))
-            for module in (checkpoint_open, optimizer_reader):
-                stack.enter_context(self._counting(module, "read_torch_file", "headers"))
-            for name in ("stat", "lstat"):
-                stack.enter_context(self._counting(os, name, "stats"))
-            stack.enter_context(self._counting(os, "open", "opens"))
-            stack.enter_context(mock.patch.object(os, "scandir", self._scandir(os.scandir)))
-            yield
-
-    def _counting(self, owner: Any, name: str, what: str) -> Any:
-        original = getattr(owner, name)
-
-        def counting(*args: Any, **kwargs: Any) -> Any:
-            self.count(what)
-            return original(*args, **kwargs)
-
-        return mock.patch.object(owner, name, counting)
-
-    def _scandir(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @contextmanager
-        def scandir(path: Any) -> Iterator[Iterator[Any]]:
-            self.count("listed")
-            with original(path) as entries:
-                found = list(entries)
-            self.count("stats", len(found))  # a listing with sizes takes one stat per file
-            yield iter(found)
-
-        return scandir
+WORLD_SIZES = (8, 64, 512, 4096, 16_384)
+WHOSE = {"rank 1": "any rank but 0", "rank 0": "rank 0", "worst": "the most of any rank but 0", "all": "all ranks"}
 
 
-def measure(world_size: int) -> dict[str, Any]:
-    """The counts of a preflight by ``world_size`` ranks: of the rank with most, and of rank 1, which lists nothing."""
-    with tempfile.TemporaryDirectory() as directory:
-        write_sample(Path(directory), world_size=world_size, steps=(1,), hidden=8, layers=1)
-        tag_dir = Path(directory) / "global_step1"
-        checkpoint = open_checkpoint(tag_dir)
-        head, frozen = checkpoint.shard(0), checkpoint.model_states(0).frozen
-        groups = tuple(group.params for group in head.groups)
-        request = LoadRequest(
-            directory, options=Options(verify="quick"), load_module_only=True, load_module_strict=False
+@dataclass(frozen=True)
+class Storage:
+    """Assumed costs of a file system: of one operation that a rank waits for, and how many it serves in a second."""
+
+    name: str
+    latency_s: float
+    operations_per_s: float
+
+
+STORAGES = (
+    Storage("parallel file system (0.5 ms, 50,000 operations a second)", 0.5e-3, 50_000),
+    Storage("NFS (1 ms, 10,000 operations a second)", 1e-3, 10_000),
+    Storage("object store (20 ms, 5,000 requests a second)", 20e-3, 5_000),
+)
+
+
+@contextmanager
+def saved_by(world_size: int) -> Iterator[Path]:
+    """A directory with one tag of a small model, saved by ``world_size`` ranks; its tensors are made once."""
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        mock.patch.object(sample, "_values", functools.cache(sample._values)),
+    ):
+        sample.write_sample(Path(directory), world_size=world_size, steps=(1,), hidden=8, layers=1)
+        yield Path(directory)
+
+
+def few_ranks(world_size: int) -> list[int]:
+    """The ranks of the first and of the last node."""
+    return sorted({*range(min(8, world_size)), *range(max(0, world_size - 8), world_size)})
+
+
+def measure(world_size: int) -> dict[str, dict[str, Any]]:
+    """The counts of a load and of the commit of a save, by ``world_size`` ranks."""
+    with saved_by(world_size) as directory:
+        return {"load": measure_load(directory, world_size), "commit": measure_commit(directory, world_size)}
+
+
+def measure_load(directory: Path, world_size: int) -> dict[str, Any]:
+    """The counts of a load, up to the first tensor, by as many ranks as saved."""
+    checkpoint = open_checkpoint(directory / "global_step1")
+    head, frozen = checkpoint.shard(0), checkpoint.model_states(0).frozen
+    groups = tuple(group.params for group in head.groups)
+    request = LoadRequest(
+        str(directory), options=Options(verify="quick"), load_module_only=True, load_module_strict=False
+    )
+    ranks = SimulatedRanks(world_size, few_ranks(world_size))
+
+    def load(rank: int) -> None:
+        live: Any = SimpleNamespace(
+            per_param=True,
+            rank=rank,
+            layout=head.layout,
+            groups=groups,
+            frozen=frozen,
+            tp=NO_TENSOR_PARALLEL,
+            optimizer=None,
         )
+        tag, _ = choose_tag(directory, None)
+        tag_dir = open_tag(directory / str(tag))
+        assert isinstance(tag_dir, Path)
+        plan = preflight(tag_dir, live, request)
+        ranks.count("header bytes", plan.checkpoint.header_bytes)
 
-        def load(rank: int) -> None:
-            live: Any = SimpleNamespace(
-                per_param=True,
-                rank=rank,
-                layout=head.layout,
-                groups=groups,
-                frozen=frozen,
-                tp=NO_TENSOR_PARALLEL,
-                optimizer=None,
-            )
-            preflight(tag_dir, live, request)
+    ranks.run(load)
+    return _row(world_size, ranks)
 
-        ranks = Ranks(world_size)
-        ranks.run(load)
+
+def measure_commit(directory: Path, world_size: int) -> dict[str, Any]:
+    """The counts of a save from its first barrier to ``latest``, but for what DeepSpeed and the writer of files do.
+
+    The save has the files of the tag in ``directory``, which it replaces.
+    """
+    tag_dir = directory / "global_step1"
+    checkpoint = open_checkpoint(tag_dir)
+    head, frozen, record = checkpoint.shard(0), checkpoint.model_states(0).frozen, checkpoint.record
+    assert record is not None
+    contents = tuple(record.contents())
+    trained = frozenset(param.name for param in record.params if param.trainable)
+    names = [(checkpoint.model_files[rank].name, checkpoint.optim_files[rank].name) for rank in range(world_size)]
+    aside = directory / "aside"
+    os.rename(tag_dir, aside)
+    staging_dir = make_staging_dir(tag_dir, record.save_id)
+    for name in record.files:
+        os.rename(aside / name, staging_dir / name)
+    (directory / "latest").unlink()
+    ranks = SimulatedRanks(world_size)
+
+    def save(rank: int) -> None:
+        require_partners()
+        barrier = SaveBarrier(tag_dir, timeout_s=600.0)
+        barrier.wait("it was about to be saved")
+        barrier.wait("its files were written")
+        expected = Expected(
+            rank=rank,
+            tp=NO_TENSOR_PARALLEL,
+            global_steps=1,
+            layout=head.layout,
+            groups=tuple(group.params for group in head.groups),
+            frozen=None if frozen is None else frozen.params,
+            allow_globals=(),
+        )
+        pending = PendingCommit(
+            tag_dir=tag_dir,
+            place=tag_dir,
+            tag=tag_dir.name,
+            save_id=record.save_id,
+            checkpoint_format="elastic",
+            expected=expected,
+            train_batch_size=24,
+            written=names[rank],
+            staging_dir=staging_dir,
+            heads=(0,) * world_size,
+            lineage=Lineage(),
+            lost_micro_batches=0,
+            latest=directory / "latest",
+            fsync=True,
+            contents=contents,
+            trained=trained,
+        )
+        commit(pending, barrier)
+        barrier.close()
+
+    ranks.run(save)
+    committed = open_checkpoint(tag_dir).record
+    assert committed is not None and committed.files == record.files
+    assert (directory / "latest").read_text() == tag_dir.name
+    return _row(world_size, ranks)
+
+
+def _row(world_size: int, ranks: SimulatedRanks) -> dict[str, Any]:
+    """Of all ranks together: what one rank does, for each rank that is not simulated."""
+    counted = (*COUNTED, "header bytes")
+    others = [count for rank, count in ranks.counts.items() if rank]
+    together: Counter[str] = sum(ranks.counts.values(), Counter())
+    left = world_size - len(ranks.ranks)
     return {
         "world_size": world_size,
-        "worst": {what: max(count[what] for count in ranks.counts) for what in COUNTED},
-        "rank 1": {what: ranks.counts[1][what] for what in COUNTED},
-        "all": {what: sum(count[what] for count in ranks.counts) for what in COUNTED},
+        "rank 0": {what: ranks.counts[0][what] for what in counted},
+        "rank 1": {what: ranks.counts[1][what] for what in counted},
+        "worst": {what: max(count[what] for count in others) for what in counted},
+        "all": {what: together[what] + left * ranks.counts[ranks.ranks[-1]][what] for what in counted},
     }
 
 
-def markdown(rows: list[dict[str, Any]]) -> str:
+FILE_OPERATIONS = ("listed", "looked at", "opened", "changed")
+
+
+def seconds(row: Mapping[str, Any], storage: Storage) -> float:
+    """What the operations on files cost at least: those of the busiest rank one by one, or all as they are served."""
+    busiest = max(sum(row[whose][what] for what in FILE_OPERATIONS) for whose in ("rank 0", "worst"))
+    everything = sum(row["all"][what] for what in FILE_OPERATIONS)
+    return max(busiest * storage.latency_s, everything / storage.operations_per_s)
+
+
+def markdown(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     """The counts as a page."""
     lines = [
-        "# What each rank asks of the file system",
+        "# What each rank asks for, at 8 to 16,384 ranks",
         "",
-        "`preflight` of a load by as many ranks as saved, in a directory that all see, `verify: quick`: real code on",
-        "simulated ranks, counted (`benchmarks/bench_ranks.py`). Rank 0 lists the directory, and sends the others what",
-        "it found; they ask for the same at any number of ranks.",
+        "Real code on simulated ranks over real files, counted (`benchmarks/bench_ranks.py`), in a directory that all",
+        "ranks see. *looked at*: `stat`; *opened*: files and directories; *changed*: `fsync`, `rename`, `unlink`,",
+        "`mkdir`; *headers*: files of ranks whose header was parsed; *received*: bytes of collectives.",
         "",
-        f"| ranks | of | {' | '.join(COUNTED)} |",
-        f"|---|---|{'---|' * len(COUNTED)}",
     ]
-    for row in rows:
-        for whose in ("rank 1", "worst", "all"):
-            name = {"rank 1": "any rank but 0", "worst": "rank 0", "all": "all ranks together"}[whose]
-            lines.append(f"| {row['world_size']} | {name} | {' | '.join(str(row[whose][what]) for what in COUNTED)} |")
-    return "\n".join(lines) + "\n"
+    titles = {
+        "load": 'A load up to the first tensor, by as many ranks as saved, `"verify": "quick"`',
+        "commit": "The commit of a save, from its first barrier to `latest`",
+    }
+    for part, rows in results.items():
+        shown = [what for what in (*COUNTED, "header bytes") if any(row["all"][what] for row in rows)]
+        lines += [f"## {titles[part]}", "", f"| ranks | of | {' | '.join(shown)} |", f"|--:|---|{'--:|' * len(shown)}"]
+        for row in rows:
+            for whose, name in WHOSE.items():
+                if whose != "worst":
+                    numbers = (f"{row[whose][what]:,}" for what in shown)
+                    lines.append(f"| {row['world_size']:,} | {name} | {' | '.join(numbers)} |")
+        lines += ["", "Seconds that the operations on files cost at least, at assumed speeds of storage:", ""]
+        lines += [f"| ranks | {' | '.join(storage.name for storage in STORAGES)} |", f"|--:|{'--:|' * len(STORAGES)}"]
+        for row in rows:
+            lines.append(
+                f"| {row['world_size']:,} | {' | '.join(f'{seconds(row, storage):.2f}' for storage in STORAGES)} |"
+            )
+        lines.append("")
+    lines += [
+        "The seconds are calculated: the larger one of the operations of the busiest rank, one after the other, and of",
+        "all operations at the rate that the storage serves. What grows with the number of ranks on rank 0 is the",
+        "listing, the record, which names every file, and what rank 0 gathers for it; the others receive the record's",
+        "tables once by a broadcast.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def plot(path: Path, results: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+    """Requests to the store and operations on files of one rank, by the number of ranks."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4), sharey=True)
+    for axis, (part, rows) in zip(axes, results.items(), strict=True):
+        sizes = [row["world_size"] for row in rows]
+        for whose, style in (("rank 0", "o-"), ("worst", "s--")):
+            for kinds, name in ((("store requests",), "store requests"), (FILE_OPERATIONS, "operations on files")):
+                numbers = [sum(row[whose][what] for what in kinds) for row in rows]
+                if any(numbers):
+                    axis.plot(sizes, numbers, style, label=f"{name}, {WHOSE[whose]}")
+        axis.plot(sizes, sizes, ":", color="gray", label="one for each rank")
+        axis.set(xscale="log", yscale="log", xlabel="ranks", title=f"{part}: requests of one rank")
+        axis.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
 
 
 def main() -> int:
@@ -196,11 +271,14 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--world-sizes", type=int, nargs="+", default=list(WORLD_SIZES))
     arguments = parser.parse_args()
-    rows = [measure(world_size) for world_size in arguments.world_sizes]
+    measured = [measure(world_size) for world_size in arguments.world_sizes]
+    results = {part: [each[part] for each in measured] for part in measured[0]}
     arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "ranks.json").write_text(json.dumps({"preflight": rows}, indent=1) + "\n")
-    (arguments.out / "ranks.md").write_text(markdown(rows))
-    print(markdown(rows), end="")
+    document = {"machine": report.machine(), **results}
+    (arguments.out / "ranks.json").write_text(json.dumps(document, indent=1) + "\n")
+    (arguments.out / "ranks.md").write_text(markdown(results))
+    plot(arguments.out / "ranks.png", results)
+    print(markdown(results), end="")
     return 0
 
 

@@ -109,6 +109,11 @@ def model_states_of(
     file: TorchFile, rank: int, *, world_size: int | None, tp: TensorParallel | None = None
 ) -> ModelStates:
     """``open_model_states`` of a file that was read already."""
+    with file.one_open():
+        return _model_states(file, rank, world_size=world_size, tp=tp)
+
+
+def _model_states(file: TorchFile, rank: int, *, world_size: int | None, tp: TensorParallel | None) -> ModelStates:
     path, root = file.path, file.root
     if not isinstance(root, dict):
         raise CheckpointError(f"{path}: is not a DeepSpeed model states file.")

@@ -6,10 +6,10 @@ Only directory names, the commit record, and the headers of the files that are a
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, CommitRecord, read_record
 from zeroelastic.checkpoint.file_names import model_file_name, parse_rank_file
@@ -33,18 +33,40 @@ _ON_NO_NODE = "The nodes that hold it have to take part, or use an older tag."
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """What is known of a tag directory whose files are not all seen here: the sizes of those that somebody sees.
+    """What the ranks of a job found in a tag directory together: the ``names`` of its files, and its ``record``.
 
-    ``remote_files`` are the files that only other ranks see; ``world_size`` is what headers say where there is no
-    ``record``.
-    ``record_bytes`` is what was read here of the record.
+    ``sizes`` are those of the files that this rank has looked at for all. ``world_size`` is what headers say where
+    there is no record, if that is known. ``over_nodes``: the ranks see different directories, and this is what any of
+    them sees; ``remote_files`` are the files that only other ranks see. ``record_bytes`` is what this rank read of the
+    record.
     """
 
+    names: Collection[str]
     sizes: Mapping[str, int]
     record: CommitRecord | None
-    world_size: int
-    remote_files: frozenset[str]
+    world_size: int | None = None
+    remote_files: frozenset[str] = frozenset()
     record_bytes: int = 0
+    over_nodes: bool = False
+
+
+class FilesByRank(Sequence[FilePath]):
+    """Files of a directory by rank; a path is made when it is asked for, of thousands that a rank needs few of."""
+
+    def __init__(self, directory: FilePath, names: Iterable[str]) -> None:
+        self._directory, self._names = directory, tuple(names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    @overload
+    def __getitem__(self, rank: int) -> FilePath: ...
+    @overload
+    def __getitem__(self, rank: slice) -> FilesByRank: ...
+    def __getitem__(self, rank: int | slice) -> FilePath | FilesByRank:
+        if isinstance(rank, slice):
+            return FilesByRank(self._directory, self._names[rank])
+        return self._directory / self._names[rank]
 
 
 @dataclass(slots=True)
@@ -62,8 +84,8 @@ class Checkpoint:
 
     tag_dir: FilePath
     world_size: int
-    optim_files: tuple[FilePath, ...]
-    model_files: tuple[FilePath, ...]
+    optim_files: Sequence[FilePath]
+    model_files: Sequence[FilePath]
     record: CommitRecord | None
     stale_files: tuple[str, ...]
     record_bytes: int = 0
@@ -177,29 +199,31 @@ def open_checkpoint(
         checkpoint.shard(0).groups[0].options["lr"]
     """
     tag_dir = pin(as_path(tag_dir))
-    if listing is not None:
-        sizes = listing.sizes
-    elif sizes is None:
-        sizes = file_sizes(tag_dir)
-    files, record = _files_and_record(tag_dir, sizes, tp, listing)
+    if listing is None:
+        sizes = file_sizes(tag_dir) if sizes is None else sizes
+        names: Collection[str] = sizes
+    else:
+        sizes, names = listing.sizes, listing.names
+    files, record = _files_and_record(tag_dir, names, tp, listing)
     early: ModelStates | None = None
     if record is not None:
         world_size = record.world_size
-    elif listing is not None:
+    elif listing is not None and listing.world_size is not None:
         world_size = listing.world_size
     else:
         early = _first_model_states(tag_dir, files.models, near_rank, tp)
         world_size = early.world_size
     tp_rank = tp.rank if tp is not None else 0
-    _check_none_missing(tag_dir, files, world_size, tp_rank=tp_rank, among_all_ranks=listing is not None)
+    over_nodes = listing is not None and listing.over_nodes
+    _check_none_missing(tag_dir, files, world_size, tp_rank=tp_rank, over_nodes=over_nodes)
     if record is not None:
-        _check_sizes(tag_dir, sizes, record)
+        _check_sizes(tag_dir, names, sizes, record)
     stale = [names[rank] for names in (files.optim, files.models) for rank in sorted(names) if rank >= world_size]
     checkpoint = Checkpoint(
         tag_dir=tag_dir,
         world_size=world_size,
-        optim_files=tuple(tag_dir / files.optim[rank] for rank in range(world_size)),
-        model_files=tuple(tag_dir / files.models[rank] for rank in range(files.num_models(world_size))),
+        optim_files=FilesByRank(tag_dir, (files.optim[rank] for rank in range(world_size))),
+        model_files=FilesByRank(tag_dir, (files.models[rank] for rank in range(files.num_models(world_size)))),
         record=record,
         stale_files=tuple(stale),
         record_bytes=_record_bytes(sizes, record) if listing is None else listing.record_bytes,
@@ -214,15 +238,15 @@ def open_checkpoint(
 
 
 def _files_and_record(
-    tag_dir: FilePath, sizes: Mapping[str, int], tp: TensorParallel | None, listing: Listing | None
+    tag_dir: FilePath, names: Collection[str], tp: TensorParallel | None, listing: Listing | None
 ) -> tuple[StateFiles, CommitRecord | None]:
     """The optimizer and the model states files of ``tp`` by rank, and the commit record."""
     if tp is None:
-        files = rank_files(tag_dir, sizes)
+        files = rank_files(tag_dir, names)
         return files, read_record(tag_dir) if listing is None else listing.record
     record = read_record(tag_dir) if listing is None else listing.record
-    _check_tp_size(tag_dir, sizes, record, tp)
-    return rank_files(tag_dir, sizes, tp.rank), record
+    _check_tp_size(tag_dir, names, record, tp)
+    return rank_files(tag_dir, names, tp.rank), record
 
 
 def _first_model_states(
@@ -242,9 +266,9 @@ def _check_none_missing(
     world_size: int,
     *,
     tp_rank: int,
-    among_all_ranks: bool,
+    over_nodes: bool,
 ) -> None:
-    """Raise MissingFileError unless each rank has both files; ``among_all_ranks``: the files that any rank sees."""
+    """Raise MissingFileError unless each rank has both files; ``over_nodes``: the files that any rank sees."""
     num_models = files.num_models(world_size)
     expected = (files.optim, world_size), (files.models, num_models)
     num_missing = sum(count - sum(rank < count for rank in names) for names, count in expected)
@@ -261,7 +285,7 @@ def _check_none_missing(
     )
     missing = some(islice(names, 6), count=num_missing)
     why = "incomplete, or its files are on other nodes (use_node_local_storage)."
-    if among_all_ranks:
+    if over_nodes:
         seen = (files.optim, range(world_size)), (files.models, range(num_models))
         gone = [str(rank) for rank in range(world_size) if any(rank in due and rank not in has for has, due in seen)]
         why = f"incomplete: no rank of this run sees what {some(gone)} of the saved ranks wrote. {_ON_NO_NODE}"
@@ -357,11 +381,12 @@ def rank_files(tag_dir: FilePath, names: Iterable[str], tp_rank: int | None = No
     return StateFiles(optim, models or whole, bool(whole) and not models)
 
 
-def _check_sizes(tag_dir: FilePath, sizes: Mapping[str, int], record: CommitRecord) -> None:
+def _check_sizes(tag_dir: FilePath, names: Collection[str], sizes: Mapping[str, int], record: CommitRecord) -> None:
+    """Raise CheckpointError unless all files of the record are there, with its sizes where these are known."""
     wrong = [
-        f"{name} has {sizes[name]} bytes, not {want}" if name in sizes else f"{name} is missing"
+        f"{name} has {sizes[name]} bytes, not {want}" if name in names else f"{name} is missing"
         for name, want in sorted(record.files.items())
-        if sizes.get(name) != want
+        if name not in names or sizes.get(name, want) != want
     ]
     if wrong:
         raise CheckpointError(

@@ -74,6 +74,15 @@ def open_shard(
     ``read_torch_file``. Raises CheckpointError, UnsupportedError.
     """
     file = read_torch_file(path, through=through, columns=True)
+    with file.one_open():
+        return _shard_of(file, rank, world_size=world_size, rigid_params=rigid_params, tp_rank=tp_rank)
+
+
+def _shard_of(
+    file: TorchFile, rank: int, *, world_size: int, rigid_params: Sequence[Sequence[Param]] | None, tp_rank: int
+) -> Shard:
+    """What ``open_shard`` returns, of a file whose tree, which is let go, was read."""
+    path = file.path
     root, file.root = file.root, None
     state = root.pop("optimizer_state_dict", None) if isinstance(root, dict) else None
     if isinstance(state, dict) and "zeroelastic" in state:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from deepspeed.io import fast_file_writer
 from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.patching import patched
-from zeroelastic.distributed.collective import all_gather, all_or_raise, broadcast
+from zeroelastic.distributed.collective import all_gather_or_raise, all_or_raise, broadcast
 from zeroelastic.errors import SaveError, UnsupportedError
 
 
@@ -54,25 +55,39 @@ def _fast_writer_exists() -> bool:
 def directory_heads(tag_dir: Path) -> tuple[int, ...]:
     """For each rank, the first rank that sees the same parent directory of the tag. Collective.
 
-    The ranks create files there for a moment to find out. Raises SaveError on every rank if any rank cannot.
+    The ranks create files there for a moment to find out. A rank that does not see the one of rank 0 lists the
+    directory, which has those of the ranks of its node. Raises SaveError on every rank if any rank cannot.
     """
-    stem = f".zeroelastic.{broadcast(uuid.uuid4().hex)}"
+    stem = f".zeroelastic.{broadcast(uuid.uuid4().hex)}."
     place, rank = tag_dir.parent, dist.get_rank()
-
-    def probe(number: int) -> Path:
-        return place / f"{stem}.{number}"
+    probe = place / f"{stem}{rank}"
 
     def make() -> None:
-        try:
+        with _saves_nothing(tag_dir):
             place.mkdir(parents=True, exist_ok=True)
-            probe(rank).touch()
-        except OSError as error:
-            raise SaveError(f"{tag_dir}: cannot be written: {error.strerror}. Nothing was saved.") from error
+            probe.touch()
+
+    def head() -> int:
+        if (place / f"{stem}0").exists():
+            return 0
+        with _saves_nothing(tag_dir):
+            seen = [name.removeprefix(stem) for name in os.listdir(place) if name.startswith(stem)]
+        return min([rank, *map(int, seen)])
 
     all_or_raise(make)
-    heads = all_gather(next(number for number in range(rank + 1) if number == rank or probe(number).exists()))
-    probe(rank).unlink(missing_ok=True)
-    return tuple(heads)
+    try:
+        return tuple(all_gather_or_raise(head)[1])
+    finally:
+        probe.unlink(missing_ok=True)
+
+
+@contextmanager
+def _saves_nothing(tag_dir: Path) -> Iterator[None]:
+    """An OSError within becomes the error of a save that has not begun."""
+    try:
+        yield
+    except OSError as error:
+        raise SaveError(f"{tag_dir}: cannot be written: {error.strerror}. Nothing was saved.") from error
 
 
 @contextmanager

@@ -6,7 +6,8 @@ import errno
 import io
 import os
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from zeroelastic.errors import CheckpointError, UnreadableError
@@ -23,18 +24,33 @@ def local_entries(directory: Path) -> list[tuple[str, int | None]]:
     Raises MissingFileError, UnreadableError.
     """
     found: list[tuple[str, int | None]] = []
+    with _listed(directory) as entries:
+        for entry in entries:
+            if entry.is_file():
+                found.append((entry.name, entry.stat().st_size))
+            elif entry.is_dir():
+                found.append((entry.name, None))
+    return found
+
+
+def local_names(directory: Path) -> list[str]:
+    """The names of the files in a directory, links to files included. One listing; only links are looked at.
+
+    Raises MissingFileError, UnreadableError.
+    """
+    with _listed(directory) as entries:
+        return [entry.name for entry in entries if entry.is_file()]
+
+
+@contextmanager
+def _listed(directory: Path) -> Iterator[Iterator[os.DirEntry[str]]]:
     try:
         with os.scandir(directory) as entries:
-            for entry in entries:
-                if entry.is_file():
-                    found.append((entry.name, entry.stat().st_size))
-                elif entry.is_dir():
-                    found.append((entry.name, None))
+            yield entries
     except (FileNotFoundError, NotADirectoryError):
         raise missing_directory(directory) from None
     except OSError as error:
         raise UnreadableError(f"{directory}: cannot be listed: {error.strerror}.") from None
-    return found
 
 
 def open_regular(path: Path) -> io.FileIO:

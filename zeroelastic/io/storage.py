@@ -10,7 +10,7 @@ import stat
 
 from zeroelastic.errors import CheckpointError, UnreadableError, ZeroElasticError
 from zeroelastic.io.failures import missing_file, reason
-from zeroelastic.io.local import local_entries, local_range
+from zeroelastic.io.local import local_entries, local_names, local_range
 from zeroelastic.io.paths import FilePath, RemotePath
 from zeroelastic.io.remote import remote_entries, remote_range, remote_size
 
@@ -24,6 +24,11 @@ def list_directory(directory: FilePath) -> tuple[dict[str, int], tuple[str, ...]
     entries = remote_entries(directory) if isinstance(directory, RemotePath) else local_entries(directory)
     files = {name: size for name, size in entries if size is not None}
     return files, tuple(sorted(name for name, size in entries if size is None))
+
+
+def file_names(directory: FilePath) -> frozenset[str]:
+    """The files of a directory: of a local one without looking at each. Lists and raises as ``list_directory``."""
+    return frozenset(file_sizes(directory) if isinstance(directory, RemotePath) else local_names(directory))
 
 
 def file_sizes(directory: FilePath) -> dict[str, int]:

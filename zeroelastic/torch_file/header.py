@@ -13,8 +13,8 @@ from __future__ import annotations
 import hashlib
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -39,7 +39,6 @@ __all__ = ["DTYPE_BYTES", "DType", "Extent", "StorageRef", "Stub", "TensorRef", 
 
 _MAX_PICKLE_BYTES = 1 << 31
 _LOCATED_BYTES = 512  # a local header with its padding, and a scalar that follows it
-_MANY_RECORDS = 16  # for which a local file is opened once rather than for each
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +85,8 @@ class TorchFile:
     _offsets: dict[str, int] = field(default_factory=dict, repr=False)
     _blocks: Blocks | None = field(default=None, repr=False)
     _headers: dict[str, bytes] = field(default_factory=dict, repr=False)
+    _stack: ExitStack | None = field(default=None, repr=False)
+    _local: LocalFile | None = field(default=None, repr=False)
 
     def extent(self, ref: TensorRef) -> Extent:
         """The byte range of a contiguous tensor. Raises CheckpointError for one that is not, or a bad record."""
@@ -106,13 +107,8 @@ class TorchFile:
         return np.frombuffer(data, dtype=np.uint8)
 
     def locate(self, keys: Iterable[str] | None = None) -> None:
-        """Read where storages begin, by key or of all: few round trips to a remote file.
-
-        A local file is opened once for many keys, and not at all for all storages.
-        """
+        """Read where storages begin, by key or of all, in few round trips to a remote file; a local one is not read."""
         if self._blocks is None:
-            if keys is not None:
-                self._locate_here(dict.fromkeys(keys))
             return
         wanted = self._records.keys() if keys is None else {key for key in keys if key in self._records}
         order = sorted(wanted - self._headers.keys(), key=lambda key: self._records[key].header)
@@ -122,18 +118,15 @@ class TorchFile:
             self._headers |= {key: self._blocks.read(offset, _LOCATED_BYTES) for key, offset in offsets.items()}
         self.header_bytes = self._blocks.bytes_read
 
-    def _locate_here(self, keys: Mapping[str, None]) -> None:
-        found = {key: self._records[key] for key in keys if key in self._records and key not in self._offsets}
-        if len(found) < _MANY_RECORDS:
-            return
-        assert isinstance(self.path, Path)
-        with LocalFile(self.path) as file:
-            for key, entry in found.items():
-                with suppress(CheckpointError):  # _payload says what is wrong with it, if it is needed
-                    self._offsets[key] = _payload_offset(
-                        file.read(entry.header, _LOCATED_BYTES), entry, self.path, self.size
-                    )
-            self.header_bytes += file.bytes_read
+    @contextmanager
+    def one_open(self) -> Iterator[None]:
+        """Within this context all reads of a local file open it once, and none if nothing is read."""
+        with ExitStack() as stack:
+            self._stack = stack
+            try:
+                yield
+            finally:
+                self._stack = self._local = None
 
     def storage_extent(self, storage: StorageRef) -> Extent:
         """The byte range of a whole storage. Raises CheckpointError for a bad record."""
@@ -163,7 +156,10 @@ class TorchFile:
             data = self._blocks.read(offset, nbytes)
             self.header_bytes = self._blocks.bytes_read
             return data
-        data = read_range(self.path, offset, nbytes)
+        if self._stack is not None and self._local is None:
+            assert isinstance(self.path, Path)
+            self._local = self._stack.enter_context(LocalFile(self.path))
+        data = read_range(self.path, offset, nbytes) if self._local is None else self._local.read(offset, nbytes)
         self.header_bytes += len(data)
         return data
 

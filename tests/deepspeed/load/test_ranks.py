@@ -1,20 +1,40 @@
-"""What a load asks of a shared file system does not grow with the number of ranks, but for the one that lists."""
+"""What a load and a commit ask of a shared file system and of the store does not grow with the number of ranks."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-from bench_ranks import measure  # noqa: E402
+from bench_ranks import FILE_OPERATIONS, markdown, measure  # noqa: E402
+from simulated_ranks import SimulatedRanks  # noqa: E402
 
 
-def test_one_rank_lists_a_shared_directory_and_the_others_do_the_same_at_any_number() -> None:
-    few, many = measure(4), measure(24)
-    assert few["all"]["listed"] == many["all"]["listed"] == 1
-    assert few["rank 1"] == many["rank 1"]
-    assert many["rank 1"]["headers"] == 2  # the model states of one rank, and the one optimizer file that it needs
-    # rank 0 looks at each file besides: two for each rank, and the record
-    assert many["worst"]["stats"] - few["worst"]["stats"] == 2 * (24 - 4)
+def test_what_a_rank_asks_for_is_the_same_at_any_number_of_ranks() -> None:
+    few, many = measure(8), measure(40)
+    requests = (*FILE_OPERATIONS, "store requests", "headers", "collectives")
+    for part in ("load", "commit"):
+        for whose in ("rank 0", "worst"):
+            assert {what: few[part][whose][what] for what in requests} == {
+                what: many[part][whose][what] for what in requests
+            }
+        ordinary, first = (sum(many[part][whose][what] for what in FILE_OPERATIONS) for whose in ("worst", "rank 0"))
+        assert first < 3 * ordinary
+        assert many[part]["worst"]["listed"] == 0 and many[part]["all"]["listed"] <= 3
+        assert many[part]["worst"]["headers"] == 2  # the two files of the rank itself
+    assert few["commit"]["worst"]["received bytes"] == many["commit"]["worst"]["received bytes"] < 100
+    # the names of the files, their sizes and the digests of their directories, once
+    assert many["load"]["worst"]["received bytes"] < 40 * 500
+    assert many["load"]["worst"]["header bytes"] == pytest.approx(few["load"]["worst"]["header bytes"], rel=0.02)
+    page = markdown({part: [few[part], many[part]] for part in few})
+    assert page.count("| 40 | any rank but 0 |") == 2
+
+
+def test_ranks_that_wait_for_each_other_are_an_error() -> None:
+    ranks = SimulatedRanks(3)
+    with pytest.raises(RuntimeError, match="every simulated rank waits"):
+        ranks.run(lambda rank: ranks.store.wait([f"key {rank}"], None))

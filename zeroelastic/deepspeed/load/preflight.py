@@ -106,13 +106,14 @@ def preflight(tag_dir: Path, live: LiveOptimizer, request: LoadRequest) -> LoadP
     """
     options = request.options
     compare_directories = options.verify != "off"
-    sizes, visibility = gather_visibility(tag_dir, live.rank, live.tp)
-    if visibility is not None:
-        checkpoint = open_with_peers(visibility, live, compare_directories=compare_directories)
+    found = gather_visibility(tag_dir, live.rank, live.tp)
+    visibility = found if isinstance(found, FileVisibility) else None
+    if isinstance(found, FileVisibility):
+        checkpoint = open_with_peers(found, live, compare_directories=compare_directories)
     else:
         checkpoint = all_or_raise(
             lambda: open_checkpoint(
-                tag_dir, near_rank=live.rank, tp=live.tp, sizes=sizes, compare_directories=compare_directories
+                tag_dir, near_rank=live.rank, tp=live.tp, listing=found, compare_directories=compare_directories
             )
         )
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from zeroelastic.checkpoint.commit_record import read_record
-from zeroelastic.checkpoint.open import open_checkpoint
+from zeroelastic.checkpoint.open import Listing, open_checkpoint
 from zeroelastic.checkpoint.tensor_parallel import TensorParallel
 from zeroelastic.deepspeed.node_local.visibility import gather_visibility
 from zeroelastic.distributed.collective import all_gather, all_gather_alike, all_gather_or_raise, all_or_raise
@@ -150,8 +150,8 @@ def problem_over_nodes(tag_dir: Path, problem: str, rank: int, tp: TensorParalle
     ``rank`` is that of the data parallel group, of tensor parallel rank ``tp``. Headers are not opened. Collective.
     """
     try:
-        _, visibility = gather_visibility(tag_dir, rank, tp)
-        if visibility is None:
+        visibility = gather_visibility(tag_dir, rank, tp)
+        if isinstance(visibility, Listing):
             return problem
         all_or_raise(lambda: open_checkpoint(tag_dir, tp=tp, listing=visibility.listing))
     except (CheckpointError, UnreadableError, UnsupportedError) as error:

@@ -27,7 +27,7 @@ from zeroelastic.checkpoint.tensor_parallel import TensorParallel
 from zeroelastic.distributed.collective import all_gather, all_gather_alike, all_or_raise, broadcast
 from zeroelastic.errors import CheckpointError, MissingFileError, rank_list
 from zeroelastic.io.paths import FilePath
-from zeroelastic.io.storage import file_sizes
+from zeroelastic.io.storage import file_names, file_size, file_sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,15 @@ class FileVisibility:
     @property
     def listing(self) -> Listing:
         """What ``open_checkpoint`` needs to know of files that are not all seen here."""
-        return Listing(self.sizes, self.record, self.world_size, self.remote_files, self.record_bytes)
+        return Listing(
+            names=self.sizes.keys(),
+            sizes=self.sizes,
+            record=self.record,
+            world_size=self.world_size,
+            remote_files=self.remote_files,
+            record_bytes=self.record_bytes,
+            over_nodes=True,
+        )
 
     @property
     def remote_files(self) -> frozenset[str]:
@@ -110,14 +118,12 @@ class _Place(NamedTuple):
     holders: tuple[int, ...]
 
 
-def gather_visibility(
-    tag_dir: Path, dp_rank: int, tp: TensorParallel
-) -> tuple[Mapping[str, int], FileVisibility | None]:
-    """The files that this rank sees, with their sizes, and which ranks see which; None where all see the same.
+def gather_visibility(tag_dir: Path, dp_rank: int, tp: TensorParallel) -> Listing | FileVisibility:
+    """What a tag directory has that all ranks see alike, or else which rank sees which file. Collective.
 
     Of the ranks that see one directory, the first lists it and sends the others what it found: on a file system that
-    all ranks share, the directory is listed once. ``dp_rank`` is this rank in the data parallel group of tensor
-    parallel rank ``tp``. Collective.
+    all ranks share, one rank lists the names and reads the record, and each looks at the sizes of its share of the
+    files. ``dp_rank`` is this rank in the data parallel group of tensor parallel rank ``tp``.
 
     Raises CheckpointError on every rank where the files of two saves cannot be told apart, MissingFileError where no
     rank sees any. Files that no rank sees are left to ``open_checkpoint`` to name.
@@ -125,14 +131,15 @@ def gather_visibility(
     rank = dist.get_rank()
     identities = all_gather_alike(_identity(tag_dir))
     listing_rank = [identities.index(identity) for identity in identities]
-    own = all_or_raise(lambda: _list(tag_dir) if listing_rank[rank] == rank else None)
     if len(set(identities)) == 1:
-        return broadcast(own) or {}, None
+        return _list_together(tag_dir)
+    own = all_or_raise(lambda: _list(tag_dir) if listing_rank[rank] == rank else None)
     listings = all_gather(own)
     files = [_of_ranks(listings[lister] or {}) for lister in listing_rank]
-    sizes = listings[listing_rank[rank]] or {}
     if all(seen == files[0] for seen in files):
-        return sizes, None
+        sizes = listings[listing_rank[rank]] or {}
+        record = all_or_raise(lambda: read_record(tag_dir) if RECORD_NAME in sizes else None)
+        return Listing(sizes.keys(), sizes, record, record_bytes=sizes.get(RECORD_NAME, 0))
 
     def read() -> tuple[CommitRecord | None, _LocalSave]:
         record = read_record(tag_dir) if RECORD_NAME in files[rank] else None
@@ -151,8 +158,27 @@ def gather_visibility(
         for visibility in [_visibility_of_record(tag_dir, record, save, lead, files, locals_, record_bytes)]
     ]
     if found:
-        return sizes, max(found, key=lambda one: one[:2])[2]
-    return sizes, _visibility_without_record(tag_dir, files, listing_rank, [known.world_size for known in locals_])
+        return max(found, key=lambda one: one[:2])[2]
+    return _visibility_without_record(tag_dir, files, listing_rank, [known.world_size for known in locals_])
+
+
+def _list_together(tag_dir: Path) -> Listing:
+    """A directory that all ranks see: rank 0 lists it and reads the record, and all look at sizes. Collective."""
+    rank = dist.get_rank()
+
+    def read() -> tuple[frozenset[str], CommitRecord | None]:
+        names = _names(tag_dir)
+        return names, read_record(tag_dir) if RECORD_NAME in names else None
+
+    names, record = broadcast(all_or_raise(read if rank == 0 else lambda: (frozenset[str](), None)))
+    share = sorted(record.files)[rank :: dist.get_world_size()] if record is not None else []
+    sizes = all_or_raise(lambda: {name: file_size(tag_dir / name) for name in share})
+    return Listing(
+        names=names,
+        sizes={name: size for name, size in sizes.items() if size is not None},
+        record=record,
+        record_bytes=(file_size(tag_dir / RECORD_NAME) or 0) if record is not None and rank == 0 else 0,
+    )
 
 
 def _identity(tag_dir: Path) -> tuple[int, int, int] | None:
@@ -166,6 +192,13 @@ def _identity(tag_dir: Path) -> tuple[int, int, int] | None:
     except OSError:
         return None
     return found.st_ino, found.st_mtime_ns, found.st_ctime_ns
+
+
+def _names(tag_dir: Path) -> frozenset[str]:
+    try:
+        return file_names(tag_dir)
+    except MissingFileError:
+        return frozenset()
 
 
 def _list(tag_dir: Path) -> dict[str, int]:

@@ -42,7 +42,7 @@ from zeroelastic.deepspeed.save.barrier import SaveBarrier
 from zeroelastic.distributed.collective import all_gather, broadcast, gather, maximum
 from zeroelastic.errors import CheckpointError, SaveError, UnreadableError, UnsafePickleError, UnsupportedError
 from zeroelastic.io.atomic import sync_path, write_atomically
-from zeroelastic.io.storage import file_sizes
+from zeroelastic.io.storage import file_names
 from zeroelastic.tags.tag_directory import carry_over, publish_tag
 from zeroelastic.torch_file.header import read_torch_file
 from zeroelastic.torch_file.safe_unpickler import allow_globals
@@ -239,10 +239,13 @@ def discarded_on_failure(staging_dir: Path, *, acts: bool) -> Iterator[None]:
 
 
 def _check_visible(save: PendingCommit, parts: Sequence[Mapping[str, int]]) -> None:
-    """Raise SaveError if the head of a directory does not see the files of all its ranks."""
-    found = file_sizes(save.staging_dir)
+    """Raise SaveError if the head of a directory does not see the files of all its ranks.
+
+    By name: their sizes are what the ranks that wrote them saw, and another size is found by the next load.
+    """
+    found = file_names(save.staging_dir)
     here = {rank: part for rank, part in enumerate(parts) if save.heads[rank] == dist.get_rank()}
-    unseen = {rank: [name for name, size in part.items() if found.get(name) != size] for rank, part in here.items()}
+    unseen = {rank: [name for name in part if name not in found] for rank, part in here.items()}
     unseen = {rank: names for rank, names in unseen.items() if names}
     if unseen:
         first = min(unseen)
