@@ -252,16 +252,25 @@ def test_header_bytes_grow_with_what_is_looked_up(tmp_path):
     assert counts[0] < counts[1] < counts[2] == counts[3]
 
 
-def test_many_storages_are_located_with_the_file_open_once(tmp_path, monkeypatch):
+def test_a_local_file_is_opened_once_for_many_reads(tmp_path, monkeypatch):
     path = saved(tmp_path / "f.pt", [torch.full((i % 3 + 1,), float(i)) for i in range(100)])
-    expected = [read_torch_file(path).extent(ref) for ref in read_torch_file(path).root]
+    file = read_torch_file(path)
+    expected = [(file.extent(ref), file.read(ref).tobytes()) for ref in file.root]
+    counted = file.header_bytes
     file = read_torch_file(path)
     opened = []
     monkeypatch.setattr(header, "read_range", lambda *_: pytest.fail("the file was opened again"))
-    monkeypatch.setattr(header, "LocalFile", lambda path: opened.append(path) or LocalFile(path))
-    file.locate(ref.storage.key for ref in file.root)
-    assert [file.extent(ref) for ref in file.root] == expected and opened == [path]
-    assert file.header_bytes > path.stat().st_size // 2
+    monkeypatch.setattr(header, "LocalFile", lambda path: opened.append(LocalFile(path)) or opened[-1])
+    with file.one_open():
+        assert not opened
+        assert [(file.extent(ref), file.read(ref).tobytes()) for ref in file.root] == expected
+    (local,) = opened
+    assert local.path == path and local._file.closed and file.header_bytes == counted
+    monkeypatch.undo()
+    assert file.read(file.root[5]).tobytes() == expected[5][1]
+    with pytest.raises(ZeroDivisionError), file.one_open():
+        raise ZeroDivisionError
+    assert file.read(file.root[6]).tobytes() == expected[6][1]
 
 
 def test_a_storage_that_cannot_be_located_is_refused_where_it_is_needed(tmp_path):

@@ -5,7 +5,7 @@ Between the plan, which speaks of flat buffers and elements, and the executors, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -16,6 +16,9 @@ from zeroelastic.core.layout import Int64Array
 from zeroelastic.core.plan import Plan, match_params
 from zeroelastic.io.paths import FilePath
 from zeroelastic.torch_file.header import DTYPE_BYTES
+
+_WINDOW_ROWS = 1 << 17
+"""Of an extent table: 8 MiB for its columns, and at most six times as much while it is made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,19 +72,23 @@ class ExtentTable:
         """Bytes of each row: shape ``(num_rows,)``."""
         return self.numel * self.itemsize
 
+    @property
+    def _columns(self) -> tuple[Int64Array, ...]:
+        where = self.file, self.file_offset, self.target, self.target_offset
+        return (*where, self.numel, self.itemsize, self.param, self.start)
+
     def take(self, index: Int64Array) -> ExtentTable:
         """Some of the rows, in the order given."""
-        columns = (
-            self.file,
-            self.file_offset,
-            self.target,
-            self.target_offset,
-            self.numel,
-            self.itemsize,
-            self.param,
-            self.start,
-        )
-        return ExtentTable(self.paths, *(column[index] for column in columns))
+        return ExtentTable(self.paths, *(column[index] for column in self._columns))
+
+    def joined(self, other: ExtentTable) -> ExtentTable:
+        """The rows of both tables, of the same targets."""
+        paths = dict.fromkeys((*self.paths, *other.paths))
+        number = {path: i for i, path in enumerate(paths)}
+        renumbered = np.array([number[path] for path in other.paths], dtype=np.int64)[other.file]
+        theirs = replace(other, file=renumbered)
+        columns = zip(self._columns, theirs._columns, strict=True)
+        return ExtentTable(tuple(paths), *(np.concatenate(pair) for pair in columns))
 
     def pieces(self, row: Int64Array, begin: Int64Array, numel: Int64Array) -> ExtentTable:
         """Pieces of rows: piece i is ``numel[i]`` elements of a row, from its element ``begin[i]`` on."""
@@ -136,6 +143,19 @@ def extent_table(
     empty = np.empty(0, dtype=np.int64)
     rows = ExtentTable(tuple(paths), *(np.concatenate(column) if column else empty for column in columns))
     return rows.take(np.lexsort((rows.file_offset, rows.file)))
+
+
+def extent_windows(
+    plan: Plan, extents: Mapping[int, Mapping[str, TensorExtents]], targets: Sequence[Destination]
+) -> Iterator[ExtentTable]:
+    """The rows of ``extent_table`` in tables of at most ``_WINDOW_ROWS``, each sorted by place; at least one table.
+
+    A row of the plan becomes one for each state key, so that a table of a million parameters would take a gigabyte.
+    """
+    keys = max(1, len({target.key for target in targets}))
+    rows = max(1, _WINDOW_ROWS // keys)
+    for begin in range(0, max(1, plan.num_segments), rows):
+        yield extent_table(plan.window(begin, begin + rows), extents, targets)
 
 
 def _members(sub_group: Int64Array, count: int) -> list[Int64Array]:

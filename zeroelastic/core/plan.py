@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -48,10 +48,18 @@ class Plan:
         """Rows of the plan."""
         return len(self.length)
 
+    def window(self, begin: int, end: int) -> Plan:
+        """Rows ``begin`` to ``end``, without a copy; by itself it does not cover what the rank owns."""
+        columns = {name: getattr(self, name)[begin:end] for name in _COLUMNS}
+        return replace(self, **columns)
+
     @property
     def source_ranks(self) -> tuple[int, ...]:
         """The source ranks that hold something this rank needs, ascending."""
         return tuple(int(rank) for rank in np.unique(self.src_rank))
+
+
+_COLUMNS = ("param", "start", "length", "src_rank", "src_sub_group", "src_offset", "dst_sub_group", "dst_offset")
 
 
 def match_params(src: Layout, dst: Layout) -> Int64Array:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from zeroelastic.checkpoint.extents import Destination, ExtentTable, TensorExtents, extent_table, stream_seeds
+from zeroelastic.checkpoint.extents import Destination, ExtentTable, TensorExtents, extent_windows, stream_seeds
 from zeroelastic.core.digest import UInt64Array, combine
 from zeroelastic.core.layout import Int64Array
 from zeroelastic.core.plan import Plan
@@ -108,49 +108,68 @@ def fill(
     error. ``digest`` asks for ``read_digests``, computed in the pass that reads. Padding of the targets is not touched.
     Raises CheckpointError as the executors do, ConfigError when the engine that is named is not built.
     """
-    host = host_executor(executor)
     choose_executor(executor)
-    rows = extent_table(plan, extents, [Destination(target.key, target.sub_group, target.dtype) for target in targets])
-    owned = int((rows.numel * rows.itemsize).sum())
-    unread = None
-    if remote_files:
-        elsewhere = np.array([path.name in remote_files for path in rows.paths], dtype=bool)[rows.file]
-        rows, unread = rows.take(np.flatnonzero(~elsewhere)), rows.take(np.flatnonzero(elsewhere))
-    ways = [_way(target, executor) for target in targets]
-    files: dict[FilePath, None] = {}
-    total = 0
-    read_digests: Digests = {}
-    for way in sorted({way for way in ways if way}):
-        members = [t for t, other in enumerate(ways) if other == way]
-        try:
-            result = _fill_in_place(
-                plan, rows, members, targets, host if way == _HOST else "cuda", read_digests if digest else None
-            )
-        except UnsupportedError as error:
-            if way == _HOST or executor == "cuda":
-                raise
-            logger.warning("%s is filled through host memory instead, which is slower: %s", way, error)
-            ways = ["" if other == way else other for other in ways]
-            continue
-        files.update(dict.fromkeys(result.files))
-        total += result.bytes_read
-    staged = np.array([not way for way in ways], dtype=bool)
-    cast_digests: Digests = {
-        (plan.dst.params[p].name, target.key): 0
-        for target in targets
-        if target.cast
-        for p in np.flatnonzero(plan.dst.sub_group == target.sub_group).tolist()
-    }
-    cast = np.array([target.cast for target in targets], dtype=bool)
-    for into, is_cast in ((read_digests if digest else None, False), (cast_digests, True)):
-        chosen = rows.take(np.flatnonzero(staged[rows.target] & (cast[rows.target] == is_cast)))
-        for batch in batches(chosen.nbytes, STAGING_BYTES):
-            itemsize = chosen.itemsize[batch.row]
-            pieces = chosen.pieces(batch.row, batch.start // itemsize, batch.nbytes // itemsize)
-            result = _fill_staged(plan, pieces, batch.offset, targets, into, host)
-            total += result.bytes_read
-            files.update(dict.fromkeys(result.files))
-    return Filled(total, owned, tuple(files), cast_digests, read_digests=read_digests, unread=unread)
+    asked = [Destination(target.key, target.sub_group, target.dtype) for target in targets]
+    filling = _Filling(plan, targets, executor, {} if digest else None)
+    owned, unread = 0, None
+    for rows in extent_windows(plan, extents, asked):
+        owned += int(rows.nbytes.sum())
+        if remote_files:
+            elsewhere = np.array([path.name in remote_files for path in rows.paths], dtype=bool)[rows.file]
+            rows, absent = rows.take(np.flatnonzero(~elsewhere)), rows.take(np.flatnonzero(elsewhere))
+            unread = absent if unread is None else unread.joined(absent)
+        filling.add(rows)
+    return Filled(
+        filling.bytes_read,
+        owned,
+        tuple(filling.files),
+        filling.cast_digests,
+        read_digests=filling.read_digests or {},
+        unread=unread,
+    )
+
+
+class _Filling:
+    """Targets that are filled table by table; what it has cost so far, and the digests of what was read."""
+
+    def __init__(self, plan: Plan, targets: Sequence[Target], executor: Executor, read_digests: Digests | None) -> None:
+        self._plan, self._targets, self._executor = plan, targets, executor
+        self._host = host_executor(executor)
+        self._ways = [_way(target, executor) for target in targets]
+        self._cast = np.array([target.cast for target in targets], dtype=bool)
+        self.bytes_read = 0
+        self.files: dict[FilePath, None] = {}
+        self.read_digests = read_digests
+        self.cast_digests: Digests = {
+            (plan.dst.params[p].name, target.key): 0
+            for target in targets
+            if target.cast
+            for p in np.flatnonzero(plan.dst.sub_group == target.sub_group).tolist()
+        }
+
+    def add(self, rows: ExtentTable) -> None:
+        """Read some rows: each device's in place, in one call, and then the others by way of staging."""
+        for way in sorted({way for way in self._ways if way}):
+            members = [t for t, other in enumerate(self._ways) if other == way]
+            executor: Executor = self._host if way == _HOST else "cuda"
+            try:
+                self._note(_fill_in_place(self._plan, rows, members, self._targets, executor, self.read_digests))
+            except UnsupportedError as error:
+                if way == _HOST or self._executor == "cuda":
+                    raise
+                logger.warning("%s is filled through host memory instead, which is slower: %s", way, error)
+                self._ways = ["" if other == way else other for other in self._ways]
+        staged = np.array([not way for way in self._ways], dtype=bool)
+        for into, is_cast in ((self.read_digests, False), (self.cast_digests, True)):
+            chosen = rows.take(np.flatnonzero(staged[rows.target] & (self._cast[rows.target] == is_cast)))
+            for batch in batches(chosen.nbytes, STAGING_BYTES):
+                itemsize = chosen.itemsize[batch.row]
+                pieces = chosen.pieces(batch.row, batch.start // itemsize, batch.nbytes // itemsize)
+                self._note(_fill_staged(self._plan, pieces, batch.offset, self._targets, into, self._host))
+
+    def _note(self, result: ReadResult) -> None:
+        self.bytes_read += result.bytes_read
+        self.files.update(dict.fromkeys(result.files))
 
 
 def _way(target: Target, executor: Executor) -> str:

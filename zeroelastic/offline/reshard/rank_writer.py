@@ -14,10 +14,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
-from zeroelastic.checkpoint.extents import Destination, ExtentTable, extent_table, stream_seeds
+from zeroelastic.checkpoint.extents import Destination, ExtentTable, extent_windows, stream_seeds
 from zeroelastic.checkpoint.optimizer_file import FP32, FROZEN
 from zeroelastic.core.digest import UInt64Array
 from zeroelastic.core.layout import Int64Array
@@ -192,17 +193,21 @@ class RankWriter:
         saved, target = self._saved, self._target
         firsts = np.unique(target.layout.sub_group, return_index=True)[1].tolist()
         asked = [Destination(key, i, dtype) for i, keys in enumerate(target.keys) for key, dtype in keys.items()]
-        rows = extent_table(make_plan(saved.trained.layout, target.layout, rank), saved.trained.extents, asked)
         storages = [files.flats[row_target.sub_group, row_target.key] for row_target in asked]
-        yield 0, rows, _Targets(storages, [(firsts[row_target.sub_group], row_target.key) for row_target in asked])
+        targets = _Targets(storages, [(firsts[row_target.sub_group], row_target.key) for row_target in asked])
+        plan = make_plan(saved.trained.layout, target.layout, rank)
+        for rows in extent_windows(plan, saved.trained.extents, asked):
+            yield 0, rows, targets
         if target.frozen is None or saved.frozen is None or files.model is None:
             return
         order = match_params(saved.frozen.layout, target.frozen)
         numels = target.frozen.numel.tolist()
         present = [p for p in range(target.frozen.num_params) if numels[p] > 0]
         asked = [Destination(FROZEN, p, saved.frozen.dtypes[int(order[p])][FROZEN]) for p in present]
-        rows = extent_table(make_plan(saved.frozen.layout, target.frozen, rank), saved.frozen.extents, asked)
-        yield 1, rows, _Targets([files.fragments[p] for p in present], [(p, FROZEN) for p in present])
+        targets = _Targets([files.fragments[p] for p in present], [(p, FROZEN) for p in present])
+        plan = make_plan(saved.frozen.layout, target.frozen, rank)
+        for rows in extent_windows(plan, saved.frozen.extents, asked):
+            yield 1, rows, targets
 
     def _make_weights(self, files: RankFiles, payload: _Payload) -> None:
         """Fill the whole weights by rounding the master weights to their dtypes, on the way from file to file."""
@@ -260,6 +265,14 @@ class _Targets:
     of_target: Sequence[tuple[int, str]]
 
 
+class _Runs(NamedTuple):
+    """Runs of bytes in one storage: where each begins, its length, and its CRC-32; shape ``(num_runs,)`` each."""
+
+    begin: Int64Array
+    nbytes: Int64Array
+    crc32: UInt32Array
+
+
 class _Payload:
     """The payload of some archives: where each storage lies, and the CRC-32 of every run that was written into it."""
 
@@ -270,7 +283,7 @@ class _Payload:
             for number, archive in enumerate(archives)
             for storage, offset in archive.offsets.items()
         }
-        self._runs: dict[Storage, tuple[Int64Array, Int64Array, UInt32Array]] = {}
+        self._runs: dict[Storage, list[_Runs]] = {storage: [] for storage in self._at}
 
     def move(
         self,
@@ -318,7 +331,7 @@ class _Payload:
         bounds = np.searchsorted(storage[order], np.arange(len(storages) + 1))
         for s, begin, end in zip(storages, bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
             own = order[begin:end]
-            self._runs[s] = (within[own], written[own], crc32[own])
+            self._runs[s].append(_Runs(within[own], written[own], crc32[own]))
         return 0 if totals is None else totals
 
     def copy_extents(self, *, threads: int | None) -> None:
@@ -338,8 +351,8 @@ class _Payload:
             return
         number, offset = self._at[storage]
         write_at(self._archives[number].path, data, offset)
-        length = np.array([len(data)], dtype=np.int64)
-        self._runs[storage] = (np.zeros(1, dtype=np.int64), length, np.array([zlib.crc32(data)], dtype=np.uint32))
+        length, crc32 = np.array([len(data)], dtype=np.int64), np.array([zlib.crc32(data)], dtype=np.uint32)
+        self._runs[storage].append(_Runs(np.zeros(1, dtype=np.int64), length, crc32))
 
     def checksums(self) -> dict[Storage, int]:
         """The CRC-32 of every storage, zeros between the runs included."""
@@ -347,7 +360,10 @@ class _Payload:
 
     def _checksum(self, storage: Storage) -> int:
         none = np.zeros(0, dtype=np.int64)
-        begin, nbytes, crc32 = self._runs.get(storage, (none, none, none.astype(np.uint32)))
+        runs = [_Runs(none, none, none.astype(np.uint32)), *self._runs[storage]]
+        begin, nbytes, crc32 = (np.concatenate(column) for column in zip(*runs, strict=True))
+        order = np.argsort(begin, kind="stable")
+        begin, nbytes, crc32 = begin[order], nbytes[order], crc32[order]
         end = begin + nbytes
         gaps = np.append(begin, storage.nbytes) - np.insert(end, 0, 0)
         assert (gaps >= 0).all(), "runs of a storage overlap"
