@@ -13,6 +13,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -49,7 +50,7 @@ class SimulatedRanks:
         self._turns = {rank: threading.Semaphore(0) for rank in self.ranks}
         self._next = dict(zip(self.ranks, [*self.ranks[1:], self.ranks[0]], strict=True))
         self._previous = {after: rank for rank, after in self._next.items()}
-        self._rounds: dict[int, dict[int, Any]] = {}
+        self._rounds: dict[int, _Round] = {}
         self._known = {rank: (partners._Known(), barrier._Known()) for rank in self.ranks}
         self._passed_on = 0  # turns in a row in which nothing happened
         self.store = _Store(self)
@@ -114,18 +115,20 @@ class SimulatedRanks:
             self._next[before], self._previous[after] = after, before
             self._turns[after].release()
 
-    def _exchange(self, value: Any, nbytes: int) -> dict[int, Any]:
-        """The values of the simulated ranks, by rank; ``nbytes`` is what this rank receives."""
+    def _exchange(self, value: Any, nbytes: int, combine: Callable[[dict[int, Any]], Any] = dict) -> Any:
+        """What ``combine`` makes, once, of the values of the simulated ranks by rank; this one receives ``nbytes``."""
         number, rank = self._here.round, self._here.rank
         self._here.round += 1
-        values = self._rounds.setdefault(number, {})
-        values[rank] = value
-        while len(values) < len(self.ranks):
+        meeting = self._rounds.setdefault(number, _Round())
+        meeting.values[rank] = value
+        while len(meeting.values) < len(self.ranks):
             self.pass_on(idle=True)
         self.count("collectives")
         self.count("received bytes", nbytes)
         self._rounds.pop(number - 1, None)  # every rank has left the round before
-        return values
+        if meeting.combined is None:
+            meeting.combined = combine(meeting.values)
+        return meeting.combined
 
     def _by_rank(self, values: dict[int, Any]) -> list[Any]:
         others = values[self.ranks[-1]]
@@ -151,9 +154,11 @@ class SimulatedRanks:
             values[:] = sent
 
         def all_reduce(tensor: torch.Tensor, op: Any = None, group: Any = None) -> None:
-            values = list(self._exchange(tensor.clone(), tensor.nbytes).values())
-            stacked = torch.stack(values)
-            tensor.copy_(stacked.sum(0) if op == dist.ReduceOp.SUM else stacked.amax(0))
+            def reduced(values: dict[int, torch.Tensor]) -> torch.Tensor:
+                stacked = torch.stack(list(values.values()))
+                return stacked.sum(0) if op == dist.ReduceOp.SUM else stacked.amax(0)
+
+            tensor.copy_(self._exchange(tensor.clone(), tensor.nbytes, reduced))
 
         collectives = {
             "is_initialized": lambda: True,
@@ -219,6 +224,14 @@ class SimulatedRanks:
                 return (_Entry(entry, self) for entry in entries._found)
 
         return Listed
+
+
+@dataclass(slots=True)
+class _Round:
+    """One collective: the values of the simulated ranks that have come to it, and what was made of all of them."""
+
+    values: dict[int, Any] = field(default_factory=dict)
+    combined: Any = None
 
 
 class _Entry:

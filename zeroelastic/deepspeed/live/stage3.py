@@ -21,6 +21,7 @@ from zeroelastic.core.layout import Param, layout_from_sub_groups, unpacked_layo
 from zeroelastic.deepspeed.engine import Engine, Stage3Optimizer
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.live.optimizers import SCHEDULED
+from zeroelastic.deepspeed.live.persistent_params import gather_persistent_params
 from zeroelastic.deepspeed.live.swap_files import SwapFiles, is_param_on_nvme, on_nvme
 from zeroelastic.deepspeed.live.topology import uncovered_groups
 from zeroelastic.deepspeed.patching import patched
@@ -216,7 +217,7 @@ class Stage3(LiveOptimizer):
         self.sync()
 
     def end_load(self) -> None:
-        self.optimizer.checkpoint_event_epilogue()
+        gather_persistent_params(self.optimizer, self.optimizer.checkpoint_event_epilogue)
 
     @contextmanager
     def saving(self, engine: Engine, *, elastic: bool, written: Callable[[], None]) -> Iterator[None]:
@@ -227,22 +228,22 @@ class Stage3(LiveOptimizer):
         is gathered after the save: DeepSpeed would gather persistent parameters from where other parameters' parts now
         lie.
         """
-        original, gather = engine._get_param_fragment_func, self.optimizer.checkpoint_event_epilogue
+        original, epilogue = engine._get_param_fragment_func, self.optimizer.checkpoint_event_epilogue
         gathers = not getattr(self.optimizer, "offloaded_states", None)
         frozen = set(self._frozen)
 
         def fragment(param: Any) -> Any:
             return self._swap.param(param) if param in frozen and is_param_on_nvme(param) else original(param)
 
-        def epilogue() -> None:
+        def written_and_gathered() -> None:
             written()
             if gathers:
-                gather()
+                gather_persistent_params(self.optimizer, epilogue)
 
         without_copy = {"zero_nvme_offload_optimizer": lambda: False} if elastic else {}
         with (
             patched(engine, _get_param_fragment_func=fragment, **without_copy),
-            patched(self.optimizer, checkpoint_event_epilogue=epilogue),
+            patched(self.optimizer, checkpoint_event_epilogue=written_and_gathered),
         ):
             yield
 
