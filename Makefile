@@ -176,6 +176,7 @@ fuzz: $(STAMP)
 # Many ranks, loaders, parameters and tags; raw results go to benchmarks/results.
 bench-scale: $(STAMP)
 	$(PY) benchmarks/bench_scale.py --out benchmarks/results
+	$(PY) benchmarks/bench_ranks.py --out benchmarks/results
 
 # Damages a checkpoint and loads it, again and again; the raw result goes to benchmarks/results.
 damage: warm
@@ -189,6 +190,7 @@ bench: $(STAMP)
 	$(PY) benchmarks/bench_load.py --out benchmarks/results
 	$(PY) benchmarks/bench_save.py --out benchmarks/results
 	$(PY) benchmarks/bench_read_back.py --out benchmarks/results
+	$(PY) benchmarks/bench_phases.py --out benchmarks/results
 	$(PY) benchmarks/bench_stage2.py --out benchmarks/results
 	$(PY) benchmarks/bench_cli.py --out benchmarks/results
 	$(PY) benchmarks/figures.py

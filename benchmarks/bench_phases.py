@@ -211,8 +211,8 @@ def markdown(document: Mapping[str, Any]) -> str:
         f"{about['commit'][:12]}. About {model['params'] / 1e6:.0f} million parameters, page cache, "
         f"{document['repeats']} rounds.",
         "",
-        "Each phase is without the phases that it calls (`benchmarks/bench_phases.py` names the functions). Ranks share",
-        "the cores: the time of a rank contains that in which others ran.",
+        "Each phase is without the phases that it calls (`benchmarks/bench_phases.py` names the functions). Ranks",
+        "share the cores: the time of a rank contains that in which others ran.",
     ]
     for title, ranks in document["parts"].items():
         lines += ["", f"## {title}", "", *table(ranks)]

@@ -141,3 +141,20 @@ def test_resuming_stage_2_is_measured_with_what_came_out_wrong(tmp_path: Path) -
     wrong = {system for system, sample in samples.items() if sample["wrong"]}
     assert wrong == {"universal"} and samples["universal"]["wrong"] > samples["universal"]["num_params"] // 2
     assert "Universal Checkpoint" in (tmp_path / "stage2.md").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.extended
+def test_bench_phases_accounts_for_the_whole_time(tmp_path: Path) -> None:
+    done = run_benchmark(
+        "bench_phases.py", "--small", "--repeats", "1", "--save-ranks", "2", "--load-ranks", "1", "--out", str(tmp_path)
+    )
+    assert done.returncode == 0, done.stderr
+    parts = json.loads((tmp_path / "phases.json").read_text())["parts"]
+    assert [len(ranks) for ranks in parts.values()] == [2, 1, 1]
+    for title, ranks in parts.items():
+        for (seconds,) in ranks:
+            wanted = {"payload: written"} if "save" in title else {"payload: read", "headers: read and checked"}
+            assert wanted < seconds.keys() and all(value >= 0 for value in seconds.values())
+    page = (tmp_path / "phases.md").read_text()
+    assert page.count("| **all** |") == 3 and "persistent parameters gathered" in page
