@@ -18,7 +18,7 @@ from zeroelastic.io.paths import FilePath
 from zeroelastic.torch_file.header import DTYPE_BYTES
 
 _WINDOW_ROWS = 1 << 17
-"""Of an extent table: 8 MiB for its columns, and at most six times as much while it is made."""
+"""Of an extent table: 8 MiB for its columns, and less than five times as much while it is made."""
 
 
 @dataclass(frozen=True, slots=True)

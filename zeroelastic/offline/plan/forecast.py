@@ -32,8 +32,14 @@ RESHARD_MEMORY_LIMIT = 1 << 30
 LOAD_STAGING_BYTES = 16 << 20
 """Host memory through which a load passes data that it converts or copies to a GPU."""
 
+PLAN_ROW_BYTES = 64
+"""Memory of a plan for each of its rows."""
+
 TABLE_ROW_BYTES = 512
-"""Memory of a load for each row of its tables, copies for sorting included."""
+"""Memory of a load for each row of its tables of byte ranges, copies for sorting included."""
+
+TABLE_WINDOW_BYTES = 40 << 20
+"""The most memory that these tables take at a time: they are made in windows (``extents.extent_windows``)."""
 
 _CHUNK_ROWS = 1 << 21
 
@@ -159,7 +165,7 @@ def make_forecast(head: Head, world_size: int, *, stage: int | None = None) -> F
         frozen=frozen,
         bytes_owned=owned,
         bytes_read=optimizer.per_target(world_size) + frozen.per_target(world_size),
-        header_bytes=head.record_bytes
+        header_bytes=np.where(np.arange(world_size) == 0, head.record_bytes, 0)  # rank 0 reads it for all
         + optimizer_files * head.shard.header_bytes
         + model_files * head.model.header_bytes
         + 2 * module,  # read for its checksums, and again when DeepSpeed loads it
@@ -167,7 +173,10 @@ def make_forecast(head: Head, world_size: int, *, stage: int | None = None) -> F
         model_files=model_files,
         segments=segments,
         requests=requests,
-        memory=LOAD_STAGING_BYTES + TABLE_ROW_BYTES * (segments + pieces) + module,
+        memory=LOAD_STAGING_BYTES
+        + PLAN_ROW_BYTES * segments
+        + np.minimum(TABLE_ROW_BYTES * (segments + pieces), TABLE_WINDOW_BYTES)
+        + module,
         reshard_header_bytes=head.record_bytes
         + saved * head.shard.header_bytes
         + len(head.model_sizes) * head.model.header_bytes
