@@ -70,7 +70,11 @@ class Options(BaseModel):
         description='classes (`"package.module.Class"`) that files may name beyond the allow-lists: in optimizer files '
         "they become inert stand-ins; under `weights_only_load`, torch makes objects of them",
     )
-    fsync: bool = Field(default=True, description="make files durable before the commit record names them")
+    fsync: bool = Field(
+        default=True,
+        description="make files durable before the commit record names them; `false` leaves it, the record and "
+        "`latest` to the system",
+    )
     async_save: bool = Field(
         default=False,
         description="`save_checkpoint` returns when the state is copied to host memory; the files are written and "

@@ -42,8 +42,8 @@ def name_in_errors(path: Path) -> Iterator[None]:
         raise OSError(error.errno, error.strerror, os.fspath(path)) from None
 
 
-def write_atomically(path: Path, data: bytes, *, modified_at: float | None = None) -> None:
-    """Put a small file in place so that readers see the old content or the new, also after a power cut.
+def write_atomically(path: Path, data: bytes, *, modified_at: float | None = None, sync: bool = True) -> None:
+    """Put a small file in place so that readers see the old content or the new, with ``sync`` also after a power cut.
 
     ``modified_at`` is its modification time in place of now. Raises OSError naming the file.
     """
@@ -55,12 +55,14 @@ def write_atomically(path: Path, data: bytes, *, modified_at: float | None = Non
                 file.flush()
                 if modified_at is not None:
                     os.utime(file.fileno(), (modified_at, modified_at))
-                os.fsync(file.fileno())
+                if sync:
+                    os.fsync(file.fileno())
             os.replace(temporary, path)
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
-    sync_directory(path.parent)
+    if sync:
+        sync_directory(path.parent)
 
 
 def sync_path(path: Path, flags: int = 0) -> None:

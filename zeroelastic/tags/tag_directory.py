@@ -169,10 +169,10 @@ def _link(src: str, dst: str) -> None:
         shutil.copy2(src, dst, follow_symlinks=False)
 
 
-def publish_tag(staging_dir: Path, tag_dir: Path) -> None:
+def publish_tag(staging_dir: Path, tag_dir: Path, *, sync: bool = True) -> None:
     """Make a complete directory the tag, and remove the directory that it replaces.
 
-    The contents must be durable; on return the tag is durable too. Raises OSError; then the tag is unchanged.
+    With ``sync`` the contents must be durable, and on return the tag is too. Raises OSError; then the tag is unchanged.
     """
     place = Path(os.path.realpath(tag_dir))
     (staging_dir / OWNER_NAME).unlink(missing_ok=True)
@@ -183,7 +183,8 @@ def publish_tag(staging_dir: Path, tag_dir: Path) -> None:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
         replaced = staging_dir if exchange(staging_dir, place) else _move_aside(staging_dir, place)
-    sync_directory(place.parent)
+    if sync:
+        sync_directory(place.parent)
     if replaced is not None:
         shutil.rmtree(replaced, ignore_errors=True)
 

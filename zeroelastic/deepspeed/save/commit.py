@@ -203,7 +203,7 @@ def _write_record(save: PendingCommit, written: Sequence[_Written], committed_at
     try:
         carry_over(save.place, save.staging_dir)
         if unreadable is None:
-            write_atomically(save.staging_dir / RECORD_NAME, record_text(record))
+            write_atomically(save.staging_dir / RECORD_NAME, record_text(record), sync=save.fsync)
     except OSError as error:
         raise _not_committed(save, f"{error.filename or save.tag_dir}: {error.strerror}") from error
 
@@ -211,7 +211,7 @@ def _write_record(save: PendingCommit, written: Sequence[_Written], committed_at
 def _publish_tag(save: PendingCommit) -> None:
     """The one rename that makes the tag."""
     try:
-        publish_tag(save.staging_dir, save.place)
+        publish_tag(save.staging_dir, save.place, sync=save.fsync)
     except OSError as error:
         raise _not_committed(save, f"{error.filename or save.tag_dir}: {error.strerror}") from error
 
@@ -219,7 +219,7 @@ def _publish_tag(save: PendingCommit) -> None:
 def _point_latest(save: PendingCommit) -> None:
     assert save.latest is not None
     try:
-        write_atomically(save.latest, save.tag.encode())
+        write_atomically(save.latest, save.tag.encode(), sync=save.fsync)
     except OSError as error:
         raise SaveError(
             f"{save.latest}: cannot be written: {error.strerror}. The checkpoint {save.tag} is complete; load it by "
