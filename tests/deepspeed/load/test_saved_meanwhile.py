@@ -175,7 +175,7 @@ def damage(tag_dir: Path) -> None:
 def check(ranks: list[list[str]]) -> None:
     for loads, *wrong in ranks:
         assert wrong == [], f"{loads}: {len(wrong)} wrong"
-        assert int(loads.split()[0]) >= 10
+        assert int(loads.split()[0]) > 12
 
 
 def test_a_tag_replaced_before_any_open_of_a_load_is_loaded_whole(
@@ -202,7 +202,7 @@ def test_a_tag_that_deepspeed_alone_writes_again_file_by_file_is_loaded_whole(
     for copy in copies:
         (Path(copy) / TAG / RECORD_NAME).unlink()
     hows = (How("off", "in place"),)
-    check(rank_pool.run(load_while_changed, 2, str(tmp_path / "c"), copies, tuple(states), hows, 2))
+    check(rank_pool.run(load_while_changed, 2, str(tmp_path / "c"), copies, tuple(states), hows, 1))
 
 
 def load_between_renames(directory: str) -> list[str]:
