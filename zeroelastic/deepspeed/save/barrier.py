@@ -82,6 +82,9 @@ class SaveBarrier:
             return
         self._meeting += 1
         verdict = self._with_store(self._wait_for_all)
+        if verdict == _ALARM:  # a rank was lost in a collective, whose others say the same
+            verdict, doing = self._with_store(self._count_the_living), "it was saved"
+            verdict = verdict if verdict != _EVERYBODY else _FAILED
         if verdict != _EVERYBODY:
             self._with_store(
                 lambda: self._decide(self._key(0, "outcome"), verdict)
@@ -127,7 +130,7 @@ class SaveBarrier:
         return f"{_PREFIX}/{self._save}/{meeting}/{name}"
 
     def _wait_for_all(self) -> str:
-        """The outcome of the current meeting, the same on every rank."""
+        """The outcome of the current meeting, the same on every rank; ``_ALARM`` where a collective has failed."""
         meeting = self._meeting
 
         def judge(waited: float) -> str | None:
@@ -144,11 +147,7 @@ class SaveBarrier:
 
         if self._arrive(meeting) == self._world_size:
             return self._decide(self._key(meeting, "outcome"), _EVERYBODY)
-        outcome = self._outcome(meeting, judge)
-        if outcome != _ALARM:
-            return outcome
-        verdict = self._count_the_living()
-        return verdict if verdict != _EVERYBODY else _FAILED
+        return self._outcome(meeting, judge)
 
     def _count_the_living(self) -> str:
         """Find out which ranks are lost; every rank that still runs comes here when one of them has lost another.
