@@ -33,7 +33,7 @@ export OMP_NUM_THREADS ?= 1
 
 NATIVE_SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
 
-.PHONY: help venv warm versions demo demo-elastic demo-elastic-netns demo-elastic-fixed test test-all slowest coverage same-as-stock test-gpu test-native \
+.PHONY: help venv warm versions front-ends man docs docs-serve reference dist demo demo-elastic demo-elastic-netns demo-elastic-fixed test test-all slowest coverage same-as-stock test-gpu test-native \
     crash crash-training damage fuzz lifecycle bench figures bench-background bench-scale reliability support lint format clean
 
 help:
@@ -57,9 +57,15 @@ help:
 	@echo "make fuzz      fuzzes every reader of files, FUZZ_SECONDS=600 each (FUZZ_TARGETS='pickle table' narrows)"
 	@echo "make bench-scale  many ranks, loaders, parameters and tags; needs a quiet machine"
 	@echo "make reliability  docs/reliability.md, from the raw results of the campaigns"
+	@echo "make front-ends  TRL, LLaMA-Factory and others, unchanged, on 2 -> 3 -> 1 ranks"
 	@echo "make damage    a thousand flipped bits and other damage, each judged by a load"
+	@echo "make dist      a source distribution and a wheel for every Python and most Linux systems, in dist/"
+	@echo "make man       man pages from the text of --help, in man/"
+	@echo "make docs      the documentation as a site, in site/; a warning is an error"
+	@echo "make docs-serve  the same, served on this machine and built again whenever a page changes"
+	@echo "make reference  what pages take from the code: options of verbs and runs, drawings, JSON Schemas"
 	@echo "make lint      ruff, mypy --strict, clang-format; changes nothing"
-	@echo "make support   docs/support.md, from the marks on the tests"
+	@echo "make support   docs/support.md and support-tests.md, from the marks on the tests"
 	@echo "make format    ruff and clang-format, in place"
 	@echo "make venv      the environment in $(VENV)"
 	@echo "make versions  older DeepSpeed versions, for the tests"
@@ -81,8 +87,8 @@ $(DEEPSPEED): constraints.txt
 	@touch $@
 
 # Everything else, while DeepSpeed's ops compile where make may run two jobs.
-$(STAMP): $(DEEPSPEED) pyproject.toml setup.py
-	@$(INSTALL) --no-build-isolation -e '.[deepspeed,demo,dev]'
+$(STAMP): $(DEEPSPEED) pyproject.toml setup.py zeroelastic.pth
+	@$(INSTALL) --no-build-isolation -e '.[train,demo,dev]'
 	@$(PIP) check
 	@touch $@
 
@@ -102,6 +108,57 @@ versions: $(OTHER_DEEPSPEEDS:%=$(VENV)/deepspeed-%/.stamp)
 
 $(VENV)/deepspeed-%/.stamp: $(STAMP)
 	@DS_BUILD_OPS=0 $(PIP) install --no-deps --no-build-isolation --upgrade --target $(VENV)/deepspeed-$* deepspeed==$*
+	@touch $@
+
+# Front ends that train with DeepSpeed, each in an environment of its own, with pinned packages, beside the development
+# environment. The tests need TRL alone.
+FRONT_ENDS := trl llamafactory ms-swift openrlhf ray
+
+$(VENV)/front-ends/%/.stamp: $(STAMP) tests/front_ends/requirements/%.txt tests/front_ends/environments.py
+	@rm -rf $(@D)
+	@$(PY) tests/front_ends/environments.py $(VENV)/front-ends $*
+
+# Each on 2 -> 3 -> 1 ranks; the raw result goes to benchmarks/results. ARGS='--only TRL' chooses.
+front-ends: $(FRONT_ENDS:%=$(VENV)/front-ends/%/.stamp) warm
+	$(VENV)/front-ends/ray/bin/python tests/front_ends/ray_workers.py
+	$(PY) tests/front_ends/run.py --out benchmarks/results $(ARGS)
+
+# From the text of --help; the wheel has them.
+man: $(STAMP)
+	@rm -rf man
+	@$(PY) docs/make_man.py man
+
+# The pages of docs as a site that needs no network (docs/tools/stage.py, zensical.toml).
+docs: $(STAMP)
+	@$(PY) docs/tools/build_site.py build
+
+docs-serve: $(STAMP)
+	@$(PY) docs/tools/build_site.py serve
+
+# What stands in pages and is made from the code; tests/project/test_pages.py and tests/cli compare.
+reference: $(STAMP)
+	@$(PY) docs/tools/reference.py
+	@$(PY) docs/tools/drawings.py
+	@$(PY) -m zeroelastic.cli.documents.schemas docs/schemas
+
+# The wheel is built from the source distribution, so that this has all it takes. auditwheel gives it its tag, and
+# refuses where the library needs a newer C or C++ library than the tag says. The CUDA engine is not in it:
+# `zeroelastic doctor --build-cuda` compiles it where it is used.
+DIST := dist/.stamp
+DIST_PLATFORM ?= manylinux_2_28_$(shell uname -m)
+PACKAGE_FILES := $(shell find zeroelastic -name '*.py' -o -name py.typed)
+
+dist: $(DIST)
+
+$(DIST): $(STAMP) $(PACKAGE_FILES) _zeroelastic_hook.py zeroelastic.pth $(NATIVE_SOURCES) setup.py pyproject.toml MANIFEST.in README.md docs/make_man.py
+	@rm -rf dist && mkdir dist
+	@$(MAKE) --no-print-directory man
+	@CXXFLAGS= LDFLAGS= ZEROELASTIC_BUILD_NATIVE=1 ZEROELASTIC_BUILD_CUDA=0 \
+	    $(PY) -m build --no-isolation --outdir dist >dist/build.log 2>&1 || { tail -n 30 dist/build.log; exit 1; }
+	@$(PY) -m auditwheel repair --only-plat --plat $(DIST_PLATFORM) --wheel-dir dist dist/*-linux_*.whl \
+	    >>dist/build.log 2>&1 || { tail -n 30 dist/build.log; exit 1; }
+	@rm dist/*-linux_*.whl
+	@ls dist/*.whl dist/*.tar.gz
 	@touch $@
 
 demo: $(STAMP) $(VENV)/.op-ShareMemCommBuilder
@@ -124,14 +181,14 @@ PYTEST := $(PY) -m pytest -q -n $(JOBS) --dist worksteal
 test: warm
 	$(PYTEST) -m "not extended" $(PYTEST_ARGS) tests
 
-test-all: warm versions
+test-all: warm versions dist $(VENV)/front-ends/trl/.stamp
 	$(PYTEST) $(PYTEST_ARGS) tests
 
-slowest: warm versions
+slowest: warm versions dist $(VENV)/front-ends/trl/.stamp
 	$(PYTEST) --slowest tests/slowest.txt $(PYTEST_ARGS) tests
 
 # Every process of a test measures itself, the ranks too; `python tests/compare_coverage.py OLD NEW` compares two results.
-coverage: warm versions
+coverage: warm versions dist $(VENV)/front-ends/trl/.stamp
 	rm -rf coverage && mkdir coverage
 	status=0; export COVERAGE_FILE=$(CURDIR)/coverage/data; \
 	    $(PY) -m coverage run -m pytest -q -n $(JOBS) --dist worksteal $(PYTEST_ARGS) tests || status=$$?; \
@@ -214,7 +271,7 @@ support: $(STAMP)
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/mypy --strict zeroelastic
+	$(VENV)/bin/mypy --strict
 	$(if $(NATIVE_SOURCES),$(VENV)/bin/clang-format --dry-run -Werror $(NATIVE_SOURCES))
 
 format: $(STAMP)
@@ -223,5 +280,5 @@ format: $(STAMP)
 	$(if $(NATIVE_SOURCES),$(VENV)/bin/clang-format -i $(NATIVE_SOURCES))
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info demo demo-elastic demo-elastic-netns demo-elastic-fixed coverage .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist man site *.egg-info demo demo-elastic demo-elastic-netns demo-elastic-fixed coverage .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

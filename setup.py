@@ -1,82 +1,77 @@
 """Build entry point: the native engines from csrc/; the metadata is in pyproject.toml.
 
-The engines are plain shared libraries that ctypes loads: they include neither Python's nor torch's headers. Both are
-optional. ZEROELASTIC_BUILD_NATIVE (needs a C++17 compiler) and ZEROELASTIC_BUILD_CUDA (needs nvcc on the PATH) say
-"1": fail when it cannot be built; "0": do not try; unset: build what can be built. What happened is left in a log
-beside the library. CXX, CXXFLAGS and LDFLAGS are heeded.
+The engines are plain shared libraries that ctypes loads: they include neither Python's nor torch's headers, so that
+one wheel serves every version of Python. Both are optional. ZEROELASTIC_BUILD_NATIVE (needs a C++17 compiler) and
+ZEROELASTIC_BUILD_CUDA (needs nvcc on the PATH) say "1": fail when it cannot be built; "0": do not try; unset: build
+what can be built. What happened is left in a log beside the library. CXX, CXXFLAGS and LDFLAGS are heeded.
 """
 
 from __future__ import annotations
 
-import glob
+import base64
+import hashlib
+import importlib.util
 import os
-import shlex
 import shutil
-import subprocess
-import sys
-import sysconfig
+import zipfile
 from pathlib import Path
+from types import ModuleType
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
+from setuptools.command.editable_wheel import editable_wheel
 
 ROOT = Path(__file__).resolve().parent
-CPP_FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-pthread"]
-CUDA_FLAGS = [
-    "-std=c++17",
-    "-O3",
-    "-Xcompiler=-fPIC,-fvisibility=hidden,-pthread",
-    "-gencode=arch=compute_80,code=sm_80",
-    "-gencode=arch=compute_90,code=[sm_90,compute_90]",
-]
+CSRC = Path("csrc")
+ACTIVATION = "zeroelastic.pth"
+"""The line that Python runs at its start from the site-packages it lies in: ZEROELASTIC=1 (_zeroelastic_hook.py)."""
 
 
-class NotBuilt(Exception):
-    """An engine that was left out; the text says why."""
+def load_library_build() -> ModuleType:
+    """zeroelastic/executors/library_build.py without the package, whose requirements may not be installed yet."""
+    path = ROOT / "zeroelastic/executors/library_build.py"
+    spec = importlib.util.spec_from_file_location("library_build", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
-def sources(*patterns: str) -> list[str]:
-    return sorted(path for pattern in patterns for path in glob.glob(pattern, root_dir=ROOT))
+library_build = load_library_build()
+
+
+def relative(paths: list[Path]) -> list[str]:
+    return [str(path.relative_to(ROOT)) for path in paths]
+
+
+def engine_sources() -> list[str]:
+    """Everything that an engine is compiled from, headers included."""
+    patterns = ("*.cpp", "*.h", "cuda/*.cu", "cuda/*.cpp", "cuda/*.h", "cuda/*.cuh")
+    return sorted(str(path.relative_to(ROOT)) for pattern in patterns for path in (ROOT / CSRC).glob(pattern))
 
 
 class BuildEngines(build_ext):
-    """Compiles each engine with one command, puts it in place in one step, and never half."""
+    """Compiles each engine with one command."""
 
     def build_extension(self, ext: Extension) -> None:
         name = ext.name.rpartition("._")[2]
         wanted = os.environ.get(f"ZEROELASTIC_BUILD_{name.upper()}", "")
-        target = Path(self.get_ext_fullpath(ext.name))
+        target = Path(self.get_ext_fullpath(ext.name)).absolute()
         target.parent.mkdir(parents=True, exist_ok=True)
-        log = target.with_suffix(".log")
         try:
             if wanted == "0":
-                raise NotBuilt(f"ZEROELASTIC_BUILD_{name.upper()}=0 was set when the package was built")
-            command = self.cpp_command(ext) if name == "native" else self.cuda_command(ext)
-            made = target.with_suffix(f".{os.getpid()}.tmp")
-            try:
-                text = compile_library([*command, "-o", str(made)])
-                os.replace(made, target)
-            finally:
-                made.unlink(missing_ok=True)
-            log.write_text(f"built: {shlex.join(command)}\n{text}", encoding="utf-8")
-        except NotBuilt as reason:
+                raise library_build.NotBuilt(f"ZEROELASTIC_BUILD_{name.upper()}=0 was set when the package was built")
+            make_command = library_build.cpp_command if name == "native" else library_build.cuda_command
+            library_build.build_library(make_command(ext.sources), target, directory=ROOT)
+        except library_build.NotBuilt as reason:
             target.unlink(missing_ok=True)
-            log.write_text(f"{reason}\n", encoding="utf-8")
+            library_build.write_log(target, f"{reason}\n")
             if wanted == "1":
                 raise SystemExit(f"zeroelastic: the {name} engine was not built: {reason}") from None
             if wanted != "0" and (name == "native" or shutil.which("nvcc")):
                 self.warn(f"zeroelastic goes without its {name} engine: {str(reason).splitlines()[0]}")
-
-    def cpp_command(self, ext: Extension) -> list[str]:
-        compiler = find_cpp_compiler()
-        flags = [*CPP_FLAGS, *shlex.split(os.environ.get("CXXFLAGS", ""))]
-        return [*compiler, *flags, "-shared", *ext.sources, *shlex.split(os.environ.get("LDFLAGS", ""))]
-
-    def cuda_command(self, ext: Extension) -> list[str]:
-        nvcc = shutil.which("nvcc")
-        if nvcc is None:
-            raise NotBuilt("there was no nvcc on the PATH when the package was built")
-        return [nvcc, *CUDA_FLAGS, "-shared", *ext.sources]
 
     def get_ext_filename(self, fullname: str) -> str:
         return str(Path(*fullname.split(".")).with_suffix(".so"))
@@ -96,45 +91,74 @@ class BuildEngines(build_ext):
                     target.unlink(missing_ok=True)
 
 
-def find_cpp_compiler() -> list[str]:
-    """The command of a C++ compiler that is there: $CXX, the one Python was built with, or a usual name."""
-    asked = os.environ.get("CXX")
-    if asked:
-        return shlex.split(asked)
-    for name in (sysconfig.get_config_var("CXX") or "", "c++", "g++", "clang++"):
-        words = shlex.split(name)
-        if words and shutil.which(words[0]):
-            return words
-    raise NotBuilt("there was no C++ compiler on the PATH when the package was built")
+class BuildPackage(build_py):
+    """The package with the sources of the engines, for ``zeroelastic doctor --build-cuda``, and the file beside it."""
+
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:
+            for source, target in self._copied().items():
+                self.mkpath(str(Path(target).parent))
+                self.copy_file(source, target)
+
+    def get_outputs(self, include_bytecode: bool = True) -> list[str]:
+        copied = [] if self.editable_mode else list(self._copied().values())
+        return [*super().get_outputs(include_bytecode), *copied]
+
+    def _copied(self) -> dict[str, str]:
+        """What goes into the wheel besides the modules, and where: csrc/* into zeroelastic/csrc, and ACTIVATION."""
+        sources = {source: str(Path(self.build_lib, "zeroelastic", source)) for source in engine_sources()}
+        return {**sources, ACTIVATION: str(Path(self.build_lib, ACTIVATION))}
 
 
-def compile_library(command: list[str]) -> str:
-    """Run the compiler; returns what it said. Raises NotBuilt with the first error and the rest below."""
-    sys.stderr.write(f"{shlex.join(command)}\n")
-    try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, errors="replace", check=False)
-    except OSError as error:
-        raise NotBuilt(f"{command[0]} cannot be run: {error.strerror}") from None
-    said = done.stdout + done.stderr
-    if done.returncode:
-        errors = [line for line in said.splitlines() if "error" in line]
-        first = f": {errors[0]}" if errors else ""
-        raise NotBuilt(f"{command[0]} failed with exit code {done.returncode}{first}\n{shlex.join(command)}\n{said}")
-    sys.stderr.write(said)
-    return said
+class EditableWheel(editable_wheel):
+    """The wheel of ``pip install -e``, of which setuptools takes modules alone, with ACTIVATION."""
+
+    def run(self) -> None:
+        super().run()
+        (wheel,) = Path(self.dist_dir).glob("zeroelastic-*.editable-*.whl")
+        add_to_wheel(wheel, ACTIVATION, (ROOT / ACTIVATION).read_bytes())
 
 
-def engine(name: str, *patterns: str, without: str = "") -> Extension:
-    headers = sources("csrc/*.h", "csrc/cuda/*.h", "csrc/cuda/*.cuh")
-    files = [path for path in sources(*patterns) if path != without]
-    return Extension(f"zeroelastic._{name}", files, depends=headers, optional=True)
+def add_to_wheel(wheel: Path, name: str, content: bytes) -> None:
+    """Add a file to a wheel and to its RECORD, by which it is removed with the package."""
+    with zipfile.ZipFile(wheel) as archive:
+        members = [(info, archive.read(info)) for info in archive.infolist()]
+    digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
+    with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr(name, content)
+        for info, data in members:
+            line = f"{name},sha256={digest},{len(content)}\n" if info.filename.endswith(".dist-info/RECORD") else ""
+            archive.writestr(info, data + line.encode())
 
 
-# The CUDA library reads files by the code of the native one, of which it has a copy; its C interface is its own.
+class WheelOfEveryPython(bdist_wheel):
+    """Tagged py3-none-PLATFORM: it has machine code, and no code that knows a version of Python."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
+
+
+def man_pages() -> list[tuple[str, list[str]]]:
+    """The pages that `make man` has written, if it has, for ``man zeroelastic`` in the environment of the package."""
+    pages = relative(sorted(ROOT.glob("man/*.1")))
+    return [("share/man/man1", pages)] if pages else []
+
+
+def engine(name: str, sources: list[Path]) -> Extension:
+    return Extension(f"zeroelastic._{name}", relative(sources), depends=engine_sources(), optional=True)
+
+
 setup(
     ext_modules=[
-        engine("native", "csrc/*.cpp"),
-        engine("cuda", "csrc/*.cpp", "csrc/cuda/*.cu", "csrc/cuda/*.cpp", without="csrc/api.cpp"),
+        engine("native", library_build.native_sources(ROOT / CSRC)),
+        engine("cuda", library_build.cuda_sources(ROOT / CSRC)),
     ],
-    cmdclass={"build_ext": BuildEngines},
+    cmdclass={
+        "build_ext": BuildEngines,
+        "build_py": BuildPackage,
+        "bdist_wheel": WheelOfEveryPython,
+        "editable_wheel": EditableWheel,
+    },
+    data_files=man_pages(),
 )

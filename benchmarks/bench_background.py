@@ -308,7 +308,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="bench-background-", dir=arguments.directory) as directory:
         where = filesystem(Path(directory).resolve())
         for kept, ranks in [*((True, ranks) for ranks in arguments.ranks), (False, min(arguments.ranks))]:
-            with keeping_memory(kept), RankPool(ranks) as pool:
+            with keeping_memory(kept), RankPool(ranks, store="tcp") as pool:
                 for kind, accumulation in _KINDS.items():
                     name = f"{kind}, {ranks} rank{'s' if ranks != 1 else ''}{'' if kept else ', memory given back'}"
                     found = pool.run(

@@ -38,8 +38,8 @@ TITLES = {
 }
 """The systems in the order of the tables."""
 
-OURS = ("tensors", "elastic-quick", "elastic", "rigid-quick", "rigid")
-COMPARED = ("ceiling", "stock", "mmap-own", "mmap", "every-file", "dcp", "universal")
+OURS = ("tensors", "elastic-quick", "elastic-read", "elastic", "rigid-quick", "rigid-read", "rigid")
+COMPARED = ("ceiling", "stock", "mmap-own", "mmap", "every-file", "dcp", "dcp-safetensors", "universal")
 _TIMEOUT_S = 7200.0
 _MIB = 1 << 20
 
@@ -164,7 +164,7 @@ def run_all(
     def say(what: str) -> None:
         print(f"{time.perf_counter() - begun:6.1f} s  {what}", file=sys.stderr, flush=True)
 
-    with RankPool(max(job.save_ranks, job.load_ranks)) as pool:
+    with RankPool(max(job.save_ranks, job.load_ranks), store="tcp") as pool:
 
         def on_ranks(fn: Callable[..., Any], world_size: int, *arguments: Any) -> Any:
             return pool.run(fn, world_size, *arguments, timeout=_TIMEOUT_S)

@@ -242,7 +242,7 @@ def main() -> None:
             load_ranks=arguments.load_ranks,
             ceiling_threads=1,
         )
-        with RankPool(max(job.save_ranks, job.load_ranks)) as pool:
+        with RankPool(max(job.save_ranks, job.load_ranks), store="tcp") as pool:
             parts = {
                 f"A save on {job.save_ranks} ranks": pool.run(
                     save_rounds, job.save_ranks, job, arguments.repeats, timeout=_TIMEOUT_S

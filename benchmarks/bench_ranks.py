@@ -110,7 +110,7 @@ def measure_load(directory: Path, world_size: int) -> dict[str, Any]:
         tag, _ = choose_tag(directory, None)
         tag_dir = open_tag(directory / str(tag))
         assert isinstance(tag_dir, Path)
-        plan = preflight(tag_dir, live, request)
+        plan = preflight(tag_dir, live, request, lambda model: None)
         ranks.count("header bytes", plan.checkpoint.header_bytes)
 
     ranks.run(load)

@@ -105,7 +105,7 @@ def main() -> None:
     about = machine()
     raw: dict[str, Any] = {}
     rows: list[list[str]] = []
-    with tempfile.TemporaryDirectory(dir=options.directory) as place, RankPool(max(_RANKS)) as pool:
+    with tempfile.TemporaryDirectory(dir=options.directory) as place, RankPool(max(_RANKS), store="tcp") as pool:
         about["filesystem"] = filesystem(Path(place))
         for ranks in _RANKS:
             for elastic in (True, False):

@@ -145,7 +145,7 @@ def convert(directory: Path) -> float:
 
 def measure(directory: Path, rounds: int, width: int, layers: int) -> list[Sample]:
     samples: list[Sample] = []
-    with RankPool(_RANKS) as pool:
+    with RankPool(_RANKS, store="tcp") as pool:
         truth = pool.run(save, _RANKS, str(directory), width, layers, timeout=_TIMEOUT_S)[0]
         for number in range(rounds):
             for system in SYSTEMS:

@@ -19,13 +19,17 @@ RESULTS = REPOSITORY / "benchmarks" / "results"
 
 TEMPLATES: dict[str, tuple[str, ...]] = {
     "README.md": (
+        "For 4 -> 3 ranks and {params}M parameters that took {convert} s, and the load {universal_load} s; zeroelastic "
+        "took {load} s for everything",
+    ),
+    "docs/comparison.md": (
         "| measured: 4 -> 3 ranks, {params}M parameters, {gb} GB of state | {load} s, verified | "
         "{convert} s to convert + {universal_load} s to load |",
         "DeepSpeed's own load at the same size (4 -> 4) took {stock_load} s and torch DCP's load {dcp_load} s. Saving "
         "the same state on 4 ranks took {save_flushed} s, with digests and commit record and flushed to the disk; "
         "DeepSpeed alone, flushed, took {stock_save_flushed} s.",
     ),
-    "docs/zero2.md": (
+    "docs/guides/zero2.md": (
         "Measured on {stage2_params}M parameters with `round_robin_gradients`, saved by DeepSpeed alone on 4 ranks",
         "zeroelastic resumes on 3 ranks in {stage2_load} s with every parameter right; Universal Checkpoint converts "
         "in {stage2_convert} s, loads in {stage2_universal} s, and {stage2_wrong} of {stage2_all} parameters are "
@@ -33,15 +37,17 @@ TEMPLATES: dict[str, tuple[str, ...]] = {
     ),
     "benchmarks/README.md": (
         "ext4 on a virtual disk, {params} million parameters, {gb} GB of state.",
-        "| >= 0.85 of plain 2-thread `pread` of the same bytes | {tensors_pread} | {load_pread} |",
-        "| >= 50 times faster than Universal Checkpoint's convert + load | {tensors_universal} | {whole_universal} |",
-        "| >= 10 times faster than torch DCP | {tensors_dcp} | {whole_dcp} |",
-        "| >= 5 times faster than every rank mapping every file and merging | {tensors_mmap} | {whole_mmap} |",
-        "| not slower than DeepSpeed's own load at the same size | | {same_stock} times faster |",
-        "| cold: >= 0.85 of the disk's sequential reading | {tensors_cold} | {whole_cold} |",
-        "extra memory <= 64 MiB; no unneeded file opened | {tensors_read}; {tensors_rss} MiB; yes | {whole_read}; "
-        "{whole_rss} MiB; yes |",
-        "*The whole load* is the payload ({payload_s} s), verification ({verify_s} s), and a fixed part ({fixed_s} s)",
+        "`pread` of the same bytes: >= 0.85; 0.75 | {tensors_pread} | {read_pread} | {full_pread} |",
+        "Universal Checkpoint's convert + load: >= 50; 40 | {tensors_universal} | {read_universal} | "
+        "{full_universal} |",
+        "times faster than torch DCP: >= 10; 4 | {tensors_dcp} | {read_dcp} | {full_dcp} |",
+        "every rank mapping every file and merging: >= 5 | {tensors_mmap} | {read_mmap} | {full_mmap} |",
+        "own load at the same size on 4 ranks: <= 0.6 | | {read_stock} | {full_stock} |",
+        "| cold, the disk's sequential reading: >= 0.85 | {tensors_cold} | {read_cold} | {full_cold} |",
+        "| read <= 1.01 of owned | {tensors_amplification} | {read_amplification} | {full_amplification} |",
+        "extra memory per rank <= 64 MiB | {tensors_rss} MiB | {read_rss} MiB | {full_rss} MiB |",
+        "*The whole load* is the payload ({payload_s} s), verification ({verify_read_s} s as it is read, "
+        "{verify_full_s} s in the live state), and the rest ({fixed_s} s)",
         "| >= 1.5 times faster than `torch.save`, or DeepSpeed alone | {file_torch} | {file_torch_flushed} | "
         "{save_stock} | {save_stock_flushed} |",
         "| >= 0.8 of plain parallel writing of the same bytes | {file_plain} | {file_plain_flushed} | {save_plain} | "
@@ -108,19 +114,20 @@ def _loading() -> Iterator[tuple[str, str]]:
     yield "convert", f"{warm['universal-convert']['seconds'][1]:.1f}"
     yield "universal_load", f"{warm['universal-load']['seconds'][1]:.1f}"
     seconds = {system: row["seconds"][1] for system, row in warm.items()}
-    yield "verify_s", f"{seconds['elastic'] - seconds['elastic-quick']:.2f}"
+    yield "verify_read_s", f"{seconds['elastic-read'] - seconds['elastic-quick']:.2f}"
+    yield "verify_full_s", f"{seconds['elastic'] - seconds['elastic-quick']:.2f}"
     yield "fixed_s", f"{seconds['elastic-quick'] - seconds['tensors']:.2f}"
-    for name, system in (("tensors", "tensors"), ("whole", "elastic")):
-        yield f"{name}_universal", goal(times(warm[system], warm["universal"]), 0, 50)
-        yield f"{name}_dcp", goal(times(warm[system], warm["dcp"]), 1, 10)
+    for name, system in (("tensors", "tensors"), ("read", "elastic-read"), ("full", "elastic")):
+        whole = name != "tensors"
+        yield f"{name}_pread", goal(times(warm[system], warm["ceiling"]), 2, 0.75 if whole else 0.85)
+        yield f"{name}_universal", goal(times(warm[system], warm["universal"]), 0, 40 if whole else 50)
+        yield f"{name}_dcp", goal(times(warm[system], warm["dcp"]), 1, 4 if whole else 10)
         yield f"{name}_mmap", goal(times(warm[system], warm["mmap"]), 1, 5)
         yield f"{name}_cold", goal(times(cold[system], cold["ceiling"]), 2, 0.85)
-        yield f"{name}_read", f"{warm[system]['amplification']:.3f}"
-    yield "tensors_pread", goal(times(warm["tensors"], warm["ceiling"]), 2, 0.85)
-    yield "load_pread", goal(times(warm["elastic"], warm["ceiling"]), 2, 0.85)
-    yield "same_stock", f"{times(warm['same'], warm['stock']):.1f}"
-    yield "tensors_rss", f"{_mib(warm['tensors']):.1f}"
-    yield "whole_rss", f"{max(_mib(warm[system]) for system in ('elastic', 'elastic-quick')):.1f}"
+        yield f"{name}_amplification", f"{warm[system]['amplification']:.3f}"
+        yield f"{name}_rss", f"{_mib(warm[system]):.1f}"
+        if whole:
+            yield f"{name}_stock", f"{1 / times(warm[system], warm['stock']):.2f}"
 
 
 def _saving() -> Iterator[tuple[str, str]]:

@@ -42,7 +42,7 @@ class Job:
     ceiling_threads: int
 
     def checkpoint(self, name: str) -> Path:
-        """Directory of one of the saved forms: elastic, rigid, dcp or universal."""
+        """Directory of one of the saved forms: elastic, rigid, dcp, dcp-safetensors or universal."""
         return self.directory / name
 
 
@@ -275,6 +275,14 @@ def load_dcp(run: Run, path: Path) -> Load:
     return lambda: dcp.load(state, checkpoint_id=path)
 
 
+def load_dcp_safetensors(run: Run, path: Path) -> Load:
+    """The same from safetensors files."""
+    import torch.distributed.checkpoint as dcp
+
+    state = sharded_tensors(run)
+    return lambda: dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(os.fspath(path)))
+
+
 def load_every_file(*, mmap: bool, merge: bool) -> Callable[[Run, Path], Load]:
     """Every rank opens every rank's file with ``torch.load``, then takes its own part of each parameter.
 
@@ -359,8 +367,10 @@ RESHARDED = (
     System("ceiling", "plain pread of the same bytes (ceiling)", "elastic", read_plain),
     System("tensors", "zeroelastic, tensors only", "elastic", load_tensors),
     System("elastic-quick", 'zeroelastic, elastic, verify "quick"', "elastic", load_engine("quick"), True),
+    System("elastic-read", 'zeroelastic, elastic, verify "read"', "elastic", load_engine("read"), True),
     System("elastic", 'zeroelastic, elastic, verify "full"', "elastic", load_engine("full"), True),
     System("rigid-quick", 'zeroelastic, rigid, verify "quick"', "rigid", load_engine("quick"), True),
+    System("rigid-read", 'zeroelastic, rigid, verify "read"', "rigid", load_engine("read"), True),
     System("rigid", 'zeroelastic, rigid, verify "full"', "rigid", load_engine("full"), True),
     System(
         "mmap-own", "every rank maps every file, copies its own", "elastic", load_every_file(mmap=True, merge=False)
@@ -374,6 +384,7 @@ RESHARDED = (
         long=True,
     ),
     System("dcp", "torch DCP load with resharding", "dcp", load_dcp),
+    System("dcp-safetensors", "the same, from safetensors", "dcp-safetensors", load_dcp_safetensors),
     System("universal-load", "Universal Checkpoint, load", "universal", load_universal, True, long=True),
 )
 """Loads at another world size."""
@@ -413,6 +424,9 @@ def save_all(job: Job) -> dict[str, Any]:
     seconds["rigid"] = _timed(lambda: save(job.checkpoint("rigid")), job.checkpoint("rigid"))
     state = sharded_tensors(run)
     seconds["dcp"] = _timed(lambda: dcp.save(state, checkpoint_id=job.checkpoint("dcp")), job.checkpoint("dcp"))
+    safetensors = job.checkpoint("dcp-safetensors")
+    writer = dcp.HuggingFaceStorageWriter(os.fspath(safetensors), save_distributed=True)
+    seconds["dcp-safetensors"] = _timed(lambda: dcp.save(state, storage_writer=writer), safetensors)
     record = read_record(job.checkpoint("elastic") / TAG)
     assert record is not None
     layout = run.live().layout

@@ -14,6 +14,15 @@
 namespace zeroelastic {
 namespace {
 
+// New versions of the C library and of libstdc++ give some functions a new symbol version. A library that
+// calls them does not load on the older systems of the tag manylinux_2_28. So this file calls
+// pthread_cond_wait() and sigprocmask(), not std::condition_variable::wait() and pthread_sigmask(), and waits
+// by the system's clock, not by the steady one, which takes pthread_cond_clockwait().
+template <typename Ready>
+void wait(std::condition_variable& condition, std::unique_lock<std::mutex>& lock, const Ready& ready) {
+    while (!ready()) pthread_cond_wait(condition.native_handle(), lock.mutex()->native_handle());
+}
+
 class Pool {
   public:
     void run(int threads, const std::function<void(int)>& work, std::chrono::milliseconds interval,
@@ -35,12 +44,12 @@ class Pool {
         work(0);
         std::unique_lock<std::mutex> lock(mutex_);
         const auto done = [this] { return running_ == 0; };
-        while (meanwhile && !done_.wait_for(lock, interval, done)) {
+        while (meanwhile && !done_.wait_until(lock, std::chrono::system_clock::now() + interval, done)) {
             lock.unlock();
             meanwhile();
             lock.lock();
         }
-        done_.wait(lock, done);
+        wait(done_, lock, done);
         work_ = nullptr;
     }
 
@@ -59,15 +68,16 @@ class Pool {
         sigset_t before;
         sigfillset(&all);
         while (size_ < wanted) {
-            // Signals are the business of the threads that the host program knows.
-            pthread_sigmask(SIG_SETMASK, &all, &before);
+            // Signals are the business of the threads that the host program knows. On Linux this mask is the
+            // calling thread's.
+            sigprocmask(SIG_SETMASK, &all, &before);
             bool started = true;
             try {
                 std::thread([this, index = size_, seen = generation_] { serve(index, seen); }).detach();
             } catch (const std::system_error&) {
                 started = false;
             }
-            pthread_sigmask(SIG_SETMASK, &before, nullptr);
+            sigprocmask(SIG_SETMASK, &before, nullptr);
             if (!started) return;
             ++size_;
         }
@@ -76,7 +86,7 @@ class Pool {
     void serve(int index, uint64_t seen) {
         std::unique_lock<std::mutex> lock(mutex_);
         for (;;) {
-            wake_.wait(lock, [&] { return generation_ != seen; });
+            wait(wake_, lock, [&] { return generation_ != seen; });
             seen = generation_;
             if (index >= helpers_) continue;
             const std::function<void(int)>* work = work_;

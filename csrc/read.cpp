@@ -24,8 +24,40 @@ struct Read {
     const ze_buffers& dst;
     const ze_digest* digest;
     int32_t cast;
+    const ze_buffers* copies;
+    int32_t copies_cast;
     Progress* progress;
 };
+
+// Where the elements at `at` of a destination are kept once more, converted; null if they are not.
+char* converted_copy(const Read& read, int64_t dst, int64_t at) {
+    if (read.copies == nullptr || read.copies->data[dst] == nullptr) return nullptr;
+    return static_cast<char*>(read.copies->data[dst]) + converted_bytes(at, read.copies_cast);
+}
+
+// Whether every row that is to be kept converted, too, is of whole elements and has room there.
+bool check_copies(const ze_table& table, const ze_buffers& dst, const ze_options& options, ze_error* error) {
+    const ze_buffers* copies = options.copies;
+    if (copies == nullptr) return true;
+    *error = failure(ZE_BAD_TABLE, 0, ZE_SOURCE, -1, -1);
+    const int32_t cast = options.copies_cast;
+    if (options.cast != ZE_CAST_NONE || cast <= ZE_CAST_NONE || cast > ZE_CAST_F16_F32 ||
+        copies->count != dst.count) {
+        return false;
+    }
+    const int64_t partial = source_itemsize(cast) - 1;
+    for (int64_t row = 0; row < table.num_rows; ++row) {
+        const int64_t end = table.dst_offset[row] + table.nbytes[row];
+        if (copies->data[table.dst[row]] == nullptr) continue;
+        if (((table.dst_offset[row] | table.nbytes[row]) & partial) != 0 ||
+            converted_bytes(end, cast) > copies->nbytes[table.dst[row]]) {
+            error->offset = row;
+            return false;
+        }
+    }
+    *error = ze_error{};
+    return true;
+}
 
 char* destination(const Read& read, const Piece& piece) {
     return static_cast<char*>(read.dst.data[read.table.dst[piece.row]]) + read.table.dst_offset[piece.row] +
@@ -37,7 +69,7 @@ bool read_unit(const Read& read, const Unit& unit, int fd, int64_t* bytes_read, 
     std::vector<Piece> run;
     std::vector<iovec> vectors;
     std::vector<char> staging;
-    const bool cached = read.digest != nullptr || read.cast != ZE_CAST_NONE;
+    const bool cached = read.digest != nullptr || read.cast != ZE_CAST_NONE || read.copies != nullptr;
     for (;;) {
         const int64_t nbytes = next_run(read.table, &pieces, cached ? kCachedCallBytes : kCallBytes, &run);
         if (nbytes == 0) return true;
@@ -68,6 +100,12 @@ bool read_unit(const Read& read, const Unit& unit, int fd, int64_t* bytes_read, 
                 add_digest(*read.digest, piece, read.cast == ZE_CAST_NONE ? to : from);
             }
             if (read.cast != ZE_CAST_NONE) from += piece.nbytes;  // else there is nothing staged
+            const int64_t dst = read.table.dst[piece.row];
+            char* copy = converted_copy(read, dst, read.table.dst_offset[piece.row] + piece.within);
+            if (copy != nullptr) {
+                cast_elements(read.copies_cast, to, copy, piece.nbytes / source_itemsize(read.copies_cast),
+                              false);
+            }
         }
         if (!read.progress->add(nbytes, error)) return false;
     }
@@ -89,14 +127,15 @@ int32_t read_open_segments(const ze_table& table, OpenFiles* files, int64_t num_
                            const ze_digest* digest, const ze_options& options, Progress* progress,
                            int64_t* bytes_read, ze_error* error) {
     *bytes_read = 0;
-    if (!check_table(table, num_files, nullptr, dst.count, dst.nbytes, digest, options.cast, error)) {
+    if (!check_table(table, num_files, nullptr, dst.count, dst.nbytes, digest, options.cast, error) ||
+        !check_copies(table, dst, options, error)) {
         return error->code;
     }
     const std::vector<int64_t> order = file_order(table, table.src, table.src_offset);
     const std::vector<Unit> units = make_units(
         table, order, table.src, choose_unit_bytes(total_bytes(table), options.threads, kUnitBytes));
     for (const Unit& unit : units) files->expect(unit.file);
-    const Read read{table, order, dst, digest, options.cast, progress};
+    const Read read{table, order, dst, digest, options.cast, options.copies, options.copies_cast, progress};
     return run_units(units.size(), options.threads, progress, error,
                      [&](int, size_t index, ze_error* reason) {
                          const Unit& unit = units[index];

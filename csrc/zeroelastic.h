@@ -16,7 +16,7 @@
 #define ZE_API __attribute__((visibility("default")))
 
 // Raised with every change of this file, so that a library and its caller of different ages notice.
-#define ZE_ABI_VERSION 8
+#define ZE_ABI_VERSION 9
 
 #ifdef __cplusplus
 extern "C" {
@@ -111,11 +111,14 @@ struct ze_progress {
 };
 
 struct ze_options {
-    int32_t threads;  // at least 1, the caller included
-    int32_t cast;     // ze_cast
-    int32_t sync;     // write and move: flush what was written to the device
-    int32_t reserved;
+    int32_t threads;        // at least 1, the caller included
+    int32_t cast;           // ze_cast
+    int32_t sync;           // write and move: flush what was written to the device
+    int32_t copies_cast;    // read: the conversion of `copies`, not ZE_CAST_NONE where there are any
     ze_progress* progress;  // all but copy; may be null
+    // read, without `cast`: for each destination, memory that gets its elements converted, at the same
+    // positions, or null. Null for none at all.
+    const ze_buffers* copies;
 };
 
 // A pickle whose long lists are columns. `pickle` is the caller's and has room for the whole pickle. A list

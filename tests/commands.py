@@ -5,6 +5,7 @@ That a command also works as a program of its own is what tests/project/test_com
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -15,7 +16,8 @@ from pathlib import Path
 from places import ROOT
 from typer.testing import CliRunner
 
-from zeroelastic.cli.app import app
+from zeroelastic.cli.app import VERBS, app
+from zeroelastic.cli.documents.schemas import check
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,10 @@ class Done:
 
 
 def run_command(*arguments: object, cwd: Path | None = None, env: Mapping[str, str] | None = None) -> Done:
-    """``zeroelastic`` with these arguments, in the directory ``cwd``, with these changes of the environment."""
+    """``zeroelastic`` with these arguments, in the directory ``cwd``, with these changes of the environment.
+
+    A document of ``--json`` is held to its schema.
+    """
     before = Path.cwd()
     os.chdir(cwd or before)
     try:
@@ -37,7 +42,15 @@ def run_command(*arguments: object, cwd: Path | None = None, env: Mapping[str, s
         os.chdir(before)
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
+    if "--json" in arguments and result.stdout:
+        found = check(str(next(word for word in arguments if word in VERBS)), result.stdout)
+        assert found.ok == (result.exit_code == 0)
     return Done(result.exit_code, result.stdout, result.stderr)
+
+
+def no_result(stdout: str) -> bool:
+    """Whether a verb has printed nothing, or under ``--json`` the document of a failure."""
+    return not stdout or set(json.loads(stdout)) == {"schema_version", "ok", "error"}
 
 
 def peak_memory(*arguments: object) -> int:

@@ -27,6 +27,35 @@ def blocks(document: str) -> list[Block]:
     return [Block(language, text) for language, text in found]
 
 
+def pages() -> list[str]:
+    """Every page below docs, by its path from the root of the repository."""
+    return sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))
+
+
+def links(document: str) -> list[str]:
+    """The targets of the links and pictures of a page within the repository, as they are written."""
+    text = re.sub(r"^```.*?^```$", "", (ROOT / document).read_text(), flags=re.DOTALL | re.MULTILINE)
+    return re.findall(r"\]\((?!\w+:)([^)\s]+)\)", text)
+
+
+def anchors(path: Path) -> set[str]:
+    """What a link may have behind its #: the headings of a page as code hosts and the site number them."""
+    text = re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.+?)\s*$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def verb_page(verb: str) -> str:
+    """The page of a verb of the command line."""
+    return (ROOT / f"docs/reference/cli/{verb}.md").read_text()
+
+
+def documented_keys(verb: str) -> set[str]:
+    """The keys in the table of the document that a verb prints with --json."""
+    section = verb_page(verb).split(f"\n## {verb} --json\n")[1].split("\n## ")[0]
+    return set(re.findall(r"^\| `([^`]+)` \| ", section, flags=re.MULTILINE))
+
+
 def zero_block(document: str) -> dict[str, object]:
     """``zero_optimization`` in the only JSON block of a page."""
     (text,) = [block.text for block in blocks(document) if block.language == "json"]

@@ -1,13 +1,11 @@
-"""What the tests of exports share: a model with every kind of buffer, and the documented keys of the JSON output."""
+"""What the tests of exports share: a model with every kind of buffer, and the keys of the JSON output."""
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
 import torch
-from places import ROOT
 from synthetic import edit, model_name, raw
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -45,12 +43,6 @@ def add_to_model(tag_dir: Path, world_size: int, ties: dict[str, str] | None = N
 
 def same(left: torch.Tensor, right: torch.Tensor) -> bool:
     return left.dtype == right.dtype and left.shape == right.shape and raw(left) == raw(right)
-
-
-def documented_keys(section: str) -> set[str]:
-    text = (ROOT / "docs/cli.md").read_text()
-    part = text.partition(f"### {section} --json")[2].partition("\n## ")[0].partition("\n### ")[0]
-    return set(re.findall(r"^\| `([^`]+)` \|", part, flags=re.MULTILINE))
 
 
 def keys_of(document: Any, prefix: str = "") -> set[str]:

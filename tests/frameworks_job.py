@@ -103,6 +103,7 @@ class Seen:
     said: list[str]
     notes: tuple[str, ...] = ()
     error: tuple[str, str] = ("", "")
+    tracked: tuple[dict[str, float], ...] = ()
 
 
 class Listener(logging.Handler):
@@ -231,6 +232,36 @@ def accelerate_run(
     return Seen(state, step, *history, draws, said, report.notes if report is not None else ())
 
 
+def accelerate_metrics(job: AccelerateJob, save: str, events: str, steps: int, *, load: str | None = None) -> list[Any]:
+    """What a tracker of accelerate got: a run to ``steps`` that saves there, after ``load``; (step, values) of each."""
+    from accelerate.tracking import GeneralTracker
+
+    from zeroelastic.integrations.accelerate_metrics import MetricsLogger
+
+    warnings.simplefilter("ignore")
+    tracked: list[Any] = []
+
+    class Tracker(GeneralTracker):
+        name, requires_logging_directory, tracker = "test", False, None
+
+        def log(self, values: dict[str, float], step: int | None = None, **kwargs: Any) -> None:
+            tracked.append((step, values))
+
+    parts = prepare(job)
+    accelerator = parts[0]
+    accelerator.trackers = [Tracker(_blank=True)] if accelerator.is_main_process else []
+    metrics = MetricsLogger(accelerator, events=events)
+    if load is not None:
+        accelerator.load_state(load)
+    metrics.begin()
+    for step in range(int(parts[1].global_steps) + 1, steps + 1):
+        accelerate_steps(parts, step)
+        metrics.step()
+    accelerator.save_state(save)
+    metrics.end()
+    return tracked
+
+
 def run_script(script: str, arguments: list[str]) -> None:
     """Run an example as ``__main__`` on this rank, as a launcher would have it run."""
     warnings.simplefilter("ignore")
@@ -297,11 +328,17 @@ class Stream(torch.utils.data.IterableDataset):
 
 
 def lightning_run(
-    job: LightningJob, steps: int, *, load: str | None = None, save: tuple[int, str] | None = None, loads: int = 1
+    job: LightningJob,
+    steps: int,
+    *,
+    load: str | None = None,
+    save: tuple[int, str] | None = None,
+    loads: int = 1,
+    events: str | None = None,
 ) -> Seen:
     """Fit up to ``steps``, saving on the way at the end of a batch (or in another hook), and say what was seen.
 
-    What is loaded is loaded ``loads`` times into the same engine.
+    What is loaded is loaded ``loads`` times into the same engine. With ``events`` the metrics are tracked.
     """
     import lightning.pytorch as pl
     from cpu_accelerator import TrainerOnCPU
@@ -368,6 +405,15 @@ def lightning_run(
             schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.05, 1 - step / 20))
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
+    tracked: list[dict[str, float]] = []
+
+    class Tracker(pl.loggers.logger.DummyLogger):
+        def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+            tracked.append({**metrics, "step": step})
+
+    if events is not None:
+        from zeroelastic.integrations.lightning_metrics import MetricsCallback
+
     strategy = DeepSpeedStrategy(stage=job.stage)  # with what Lightning configures by itself
     strategy.config["zero_optimization"].update(zero_of(job))
     strategy.config["zeroelastic"] = job.options
@@ -378,7 +424,9 @@ def lightning_run(
         strategy=strategy,
         max_steps=steps,
         accumulate_grad_batches=job.accumulation,
-        logger=False,
+        logger=False if events is None else Tracker(),
+        callbacks=None if events is None else [MetricsCallback(events=events)],
+        log_every_n_steps=1,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -397,4 +445,14 @@ def lightning_run(
         return Seen({}, 0, [], [], [], (), said, error=(type(error).__name__, str(error)))
     report = getattr(trainer.strategy.model, "zeroelastic_report", None)
     notes = report.notes if report is not None else ()
-    return Seen(states.get("saved", states["start"]), states["step"], rates, samples, losses, (), said, notes)
+    return Seen(
+        states.get("saved", states["start"]),
+        states["step"],
+        rates,
+        samples,
+        losses,
+        (),
+        said,
+        notes,
+        tracked=tuple(tracked),
+    )

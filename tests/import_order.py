@@ -4,7 +4,7 @@ from __future__ import annotations
 
 LEVELS = [
     {"errors", "_version", "json_document"},
-    {"byte_sizes"},
+    {"byte_sizes", "extras", "warm"},
     {"report"},
     {"core"},
     {"distributed"},
@@ -14,10 +14,11 @@ LEVELS = [
     {"checkpoint"},
     {"tags"},
     {"offline", "job_log"},
+    {"monitoring"},
     {"deepspeed"},
     {"elastic", "library"},
     {""},
-    {"run", "integrations", "testing"},
+    {"run", "activation", "integrations", "testing"},
     {"proving"},
     {"cli"},
     {"__main__"},
@@ -27,8 +28,8 @@ LEVELS = [
 
 ROOMS = {
     "offline": ["new_directory", "resumable_directory", "inspect", "verify", "plan", "diff", "reshard", "convert"],
-    "deepspeed": ["patching", "notices", "options", "engine_state", "engine", "client_state", "live", "storage_rules",
-                  "fill", "node_local", "load", "save", "install"],
-    "cli": ["output", "machine", "plots"],
+    "deepspeed": ["patching", "notices", "options", "engine_state", "engine", "metrics", "client_state", "live",
+                  "storage_rules", "fill", "node_local", "load", "save", "install"],
+    "cli": ["output", "documents", "machine", "plots", "html"],
 }  # fmt: skip
 """The rooms of a package that has some, in the same order; other modules of it stand above them."""

@@ -10,15 +10,15 @@ import torch
 WIDTH = 512
 
 
-def build(elastic: bool, frozen: bool, executor: str = "auto", stage: int = 3) -> Any:
-    """About 2 M parameters, so that headers hide nothing; with ``frozen``, half of them are not trained."""
+def build(elastic: bool, frozen: bool, executor: str = "auto", stage: int = 3, width: int = WIDTH) -> Any:
+    """About 2 M parameters by default, so that headers hide nothing; with ``frozen``, half of them are not trained."""
     import deepspeed
 
     import zeroelastic
 
     zeroelastic.install()
     torch.manual_seed(0)
-    layers = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(8)] + [torch.nn.Linear(WIDTH, 3)]
+    layers = [torch.nn.Linear(width, width) for _ in range(8)] + [torch.nn.Linear(width, 3)]
     model = torch.nn.Sequential(*layers)
     if frozen:
         for layer in layers[:4]:

@@ -49,7 +49,7 @@ class Request:
 
 
 Fault = Callable[[Request], str | None]
-"""What goes wrong with a request: "cut" sends half of the answer, "stall" none, "503" an error; None for nothing."""
+"""What goes wrong with a request: "cut" sends half of the answer, "stall" none, "503" an error; "slow" waits."""
 
 
 @dataclass
@@ -121,6 +121,8 @@ class S3Server:
             return [body]
         if fault == "stall":
             self.stalled.wait(60)
+        if fault == "slow":
+            self.stalled.wait(0.5)
         answer = app(environ, start_response)
         return self._half(answer) if fault == "cut" else answer
 

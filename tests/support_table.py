@@ -2,10 +2,10 @@
 
     @pytest.mark.support("Precision", "fp16, dynamic loss scale", "exact", "the scale and skipped steps too")
 
-A pytest plugin. `pytest --collect-only --support-table docs/support.md tests` (`make support`) writes the page;
-tests/project/test_support.py compares it with what the tests say. So that a row cannot be claimed and not shown, a
-marked test carries no skip or xfail mark, and where the variable CI is set, a marked test that is skipped has
-failed. So has a skipped test marked `core`, which every DeepSpeed version must pass.
+A pytest plugin. `pytest --collect-only --support-table docs/support.md tests` (`make support`) writes the page, and
+support-tests.md beside it with the tests of each row; tests/project/test_support.py compares both. So that a row cannot
+be claimed and not shown, a marked test carries no skip or xfail mark, and where the variable CI is set, a marked test
+that is skipped has failed. So has a skipped test marked `core`, which every DeepSpeed version must pass.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -190,7 +190,7 @@ def _shown_by(shown: list[Shown]) -> tuple[str, ...]:
 def read_versions() -> Versions:
     """From pyproject.toml, constraints.txt and places.py."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    requirements = [*project["dependencies"], *project["optional-dependencies"]["deepspeed"]]
+    requirements = project["optional-dependencies"]["train"]
     floors = {name: floor for name, _, floor in (requirement.partition(">=") for requirement in requirements)}
     pinned = re.search(r"^deepspeed==(\S+)$", (ROOT / "constraints.txt").read_text(), flags=re.MULTILINE)
     assert pinned is not None
@@ -201,21 +201,27 @@ def read_versions() -> Versions:
 HEAD = """\
 # What is supported, and what is refused
 
-Written by `make support` from the marks on the tests; `tests/project/test_support.py` holds it to them. A row
-stands here because the tests beside it pass: in CI, one of them that does not run is one that failed.
+Python >= {python}, torch >= {torch}, DeepSpeed >= {deepspeed}, Linux. The tables say for each feature what happens:
 
 * **exact**: saved on N ranks and resumed on M, all of the state is the saved one, bit for bit, up and down.
 * **refused**: an error that names what is not supported and what to do instead, the same on every rank, before a tensor
-  or a file is touched.
+  or a file is touched. [Ways around](troubleshooting.md#what-is-refused-and-what-to-do-instead).
 
-What is in neither list is not tested. Python >= {python}, torch >= {torch}, DeepSpeed >= {deepspeed}, Linux. All tests
+What is in neither list is not tested. [The tests of each row](support-tests.md) are on a page of their own. All tests
 run on DeepSpeed {newest}, the core of them on {others} too.
+"""
+
+TESTS_HEAD = """\
+# The tests of what is supported
+
+[What is supported](support.md) has the rows, and here are the tests that show each. `make support` writes both pages
+from the marks on the tests; `tests/project/test_support.py` compares. In CI, one of these tests that does not run is
+one that failed.
 """
 
 
 def render(rows: Iterable[Row], versions: Versions) -> str:
-    """The page."""
-    rows = tuple(rows)
+    """The page with the rows."""
     *others, newest = versions.tested
     text = HEAD.format(
         python=versions.python,
@@ -224,21 +230,42 @@ def render(rows: Iterable[Row], versions: Versions) -> str:
         newest=newest,
         others=" and ".join(others),
     )
+    return text + _tables(rows, ["| feature | | note |", "|---|---|---|"], _line)
+
+
+def render_tests(rows: Iterable[Row]) -> str:
+    """The page with the tests of each row."""
+    return TESTS_HEAD + _tables(rows, ["| feature | shown by |", "|---|---|"], _tests_line)
+
+
+def page_of_tests(page: Path) -> Path:
+    """The page with the tests, beside the one with the rows."""
+    return page.with_name(f"{page.stem}-tests.md")
+
+
+def _tables(rows: Iterable[Row], head: list[str], line: Callable[[Row], str]) -> str:
+    """A table for each section that has rows."""
+    rows, text = tuple(rows), ""
     for section in SECTIONS:
-        lines = [_line(row) for row in rows if row.section == section]
+        lines = [line(row) for row in rows if row.section == section]
         if lines:
-            table = ["| feature | | note | shown by |", "|---|---|---|---|", *lines]
-            text += f"\n## {section}\n\n" + "\n".join(table) + "\n"
+            text += f"\n## {section}\n\n" + "\n".join([*head, *lines]) + "\n"
     return text
 
 
 def _line(row: Row) -> str:
+    return f"| {row.feature} | {row.verdict} | {'; '.join(row.notes)} |"
+
+
+def _tests_line(row: Row) -> str:
     tests = "<br>".join(f"`{name.replace('|', '-')}`" for name in row.shown_by)
-    return f"| {row.feature} | {row.verdict} | {'; '.join(row.notes)} | {tests} |"
+    return f"| {row.feature} | {tests} |"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--support-table", metavar="FILE", help="write the table of what the collected tests show")
+    parser.addoption(
+        "--support-table", metavar="FILE", help="write what the collected tests show, and beside it the tests"
+    )
 
 
 COLLECTED = pytest.StashKey[tuple[pytest.Item, ...]]()
@@ -254,10 +281,11 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     target = session.config.getoption("--support-table")
     if target and not session.testsfailed:  # what cannot be imported shows nothing
         try:
-            text = render(make_rows(read_marks(session.config.stash[COLLECTED])), read_versions())
+            rows = make_rows(read_marks(session.config.stash[COLLECTED]))
         except SupportTableError as error:
             raise pytest.UsageError(str(error)) from error
-        Path(target).write_text(text)
+        Path(target).write_text(render(rows, read_versions()))
+        page_of_tests(Path(target)).write_text(render_tests(rows))
 
 
 @pytest.hookimpl(wrapper=True)

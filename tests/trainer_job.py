@@ -61,6 +61,8 @@ class TrainerJob:
     config: dict[str, Any] = field(default_factory=dict)
     dropout: float = 0.0
     iterable: bool = False
+    tracker_fails: bool = False
+    events: str | None = None
 
     def at(self, **changes: Any) -> TrainerJob:
         return replace(self, **changes)
@@ -84,6 +86,7 @@ class Seen:
     final: Any
     micro_steps: int
     weights_file: dict[str, Any]
+    metrics: list[dict[str, Any]] = field(default_factory=list)
 
 
 class Words(torch.utils.data.Dataset):  # type: ignore[type-arg]
@@ -165,6 +168,7 @@ def run_trainer(job: TrainerJob) -> Seen:
 
         model = get_peft_model(model, LoraConfig(r=3, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
 
+    tracked: list[dict[str, Any]] = []
     mine: dict[int, list[int]] = {}
     seen: dict[str, Any] = {"micro": 0, "generators": {}, "saved": {}, "report": None, "resumed": None, "first": 0}
 
@@ -181,6 +185,11 @@ def run_trainer(job: TrainerJob) -> Seen:
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.global_step == job.stop_at:
                 control.should_training_stop = True
+
+        def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            tracked.append({**kwargs["logs"], "step": state.global_step})
+            if job.tracker_fails and any(key.startswith("zeroelastic/") for key in kwargs["logs"]):
+                raise RuntimeError("the tracker is down")
 
         def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             seen["saved"][state.global_step] = fingerprint(gather_state(trainer.model_wrapped))
@@ -207,8 +216,10 @@ def run_trainer(job: TrainerJob) -> Seen:
         callbacks=[],
     )
     if job.installed and job.elastic:
-        from zeroelastic.integrations.transformers import elastic
+        from zeroelastic.integrations.transformers import MetricsCallback, elastic
 
+        if job.events is not None:
+            trainer.add_callback(MetricsCallback(trainer, events=job.events))
         assert elastic(trainer) is trainer
     trainer.add_callback(Watch())
     trainer.train(resume_from_checkpoint=job.resume)
@@ -231,6 +242,7 @@ def run_trainer(job: TrainerJob) -> Seen:
         final=fingerprint(gather_state(engine)),
         micro_steps=seen["micro"],
         weights_file=weights_file(Path(job.directory) / f"checkpoint-{trainer.state.global_step}"),
+        metrics=[entry for entry in tracked if any(key.startswith("zeroelastic/") for key in entry)],
     )
 
 

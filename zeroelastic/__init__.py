@@ -28,6 +28,7 @@ from zeroelastic.errors import (
     IncompatibleDeepSpeedError,
     LayoutMismatchError,
     MissingFileError,
+    MissingPackageError,
     NewerFormatError,
     OldFormatError,
     RemoteRankError,
@@ -50,9 +51,11 @@ if TYPE_CHECKING:
     from zeroelastic.library.export import export as export
     from zeroelastic.library.inspect import inspect as inspect
     from zeroelastic.library.latest import latest as latest
+    from zeroelastic.library.ls import ls as ls
     from zeroelastic.library.plan import plan as plan
     from zeroelastic.library.prune import prune as prune
     from zeroelastic.library.reshard import reshard as reshard
+    from zeroelastic.library.show import show as show
     from zeroelastic.library.verify import verify as verify
     from zeroelastic.library.view import open as open
 
@@ -64,6 +67,7 @@ __all__ = [
     "IncompatibleDeepSpeedError",
     "LayoutMismatchError",
     "MissingFileError",
+    "MissingPackageError",
     "NewerFormatError",
     "OldFormatError",
     "RemoteRankError",
@@ -86,11 +90,13 @@ __all__ = [
     "is_installed",
     "last_report",
     "latest",
+    "ls",
     "open",
     "plan",
     "prune",
     "reshard",
     "resume",
+    "show",
     "uninstall",
     "verify",
     "wait_for_save",
@@ -101,7 +107,19 @@ _IMPORTED_WHEN_USED = {
     "open": "zeroelastic.library.view",
     **{
         verb: f"zeroelastic.library.{verb}"
-        for verb in ("convert", "diff", "export", "inspect", "latest", "plan", "prune", "reshard", "verify")
+        for verb in (
+            "convert",
+            "diff",
+            "export",
+            "inspect",
+            "latest",
+            "ls",
+            "plan",
+            "prune",
+            "reshard",
+            "show",
+            "verify",
+        )
     },
 }
 

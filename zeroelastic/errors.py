@@ -42,6 +42,25 @@ def some(names: Iterable[str], limit: int = 6, *, count: int | None = None, sepa
     return separator.join(names[:limit]) + (f" and {more} more" if more > 0 else "")
 
 
+def counted(number: int, noun: str) -> str:
+    """A number and its noun: "1 rank", "1,024 ranks"."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def without_pydantic(message: str) -> str:
+    """What is wrong with a value: a message of pydantic in the words of ours.
+
+    Example::
+
+        without_pydantic("Input should be a valid integer, unable to parse string as an integer")
+        # "must be a valid integer"
+    """
+    message = message.removeprefix("Value error, ")
+    if message.startswith("Input should"):
+        return message.replace("Input should", "must", 1).partition(", unable")[0]
+    return {"Field required": "is missing", "Extra inputs are not permitted": "is not known"}.get(message, message)
+
+
 def rank_list(numbers: Sequence[int]) -> str:
     """Ranks, given in ascending order, as text: "rank 3", "ranks 1, 5", or "ranks 4 to 7" for consecutive ones."""
     if len(numbers) > 1 and numbers[-1] - numbers[0] == len(numbers) - 1:
@@ -121,6 +140,10 @@ class UnknownTensorError(UsageError, KeyError):
 
     def __str__(self) -> str:  # a KeyError shows the repr of its message
         return str(self.args[0])
+
+
+class MissingPackageError(ZeroElasticError, ImportError):
+    """A package that is not installed and that this function needs; the message says which extra has it."""
 
 
 class UnsupportedError(ZeroElasticError, NotImplementedError):

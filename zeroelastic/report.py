@@ -92,3 +92,44 @@ class ResumeReport:
             if items:
                 lines.append(f"  {title}: " + "; ".join(items))
         return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True)
+class SaveReport:
+    """What became of one save; rank 0 makes it when the save is committed, or has failed.
+
+    ``stall_seconds`` is how long ``save_checkpoint`` kept the training loop waiting, with the wait for an earlier save
+    in the background; ``seconds`` the time from that call to the commit. ``bytes`` are those of all files of all ranks.
+    ``removed`` are the older tags that the option ``"keep"`` removed. ``error`` is None for a committed save.
+    """
+
+    path: str
+    tag: str
+    step: int
+    world_size: int
+    background: bool
+    stall_seconds: float
+    seconds: float
+    bytes: int = 0
+    removed: tuple[str, ...] = ()
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StartReport:
+    """What a start of an elastic job began with; rank 0 makes it at the end of ``zeroelastic.elastic.resume``.
+
+    ``tag`` is None for a fresh start. ``restarts`` is torchrun's count, None without torchrun. ``lost_steps`` are the
+    steps beyond ``step`` that an earlier start had logged, which are trained again; None without an event log.
+    """
+
+    tag: str | None
+    step: int
+    world_size: int
+    seconds: float
+    restarts: int | None
+    lost_steps: int | None
+
+
+Report = ResumeReport | SaveReport | StartReport
+"""What observers get (``zeroelastic.monitoring.subscribe``)."""

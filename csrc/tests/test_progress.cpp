@@ -100,7 +100,7 @@ int32_t run(Operation operation, const Repeated& rows, int64_t size, int threads
     const ze_buffers buffers{1, &data, &size};
     const ze_files from = src.files(), to = dst.files();
     const ze_table table = rows.table();
-    const ze_options options{threads, ZE_CAST_NONE, 0, 0, progress};
+    const ze_options options{threads, ZE_CAST_NONE, 0, 0, progress, nullptr};
     std::vector<uint32_t> crc32(rows.zero.size());
     int64_t bytes_read = 0;
     switch (operation) {
@@ -196,7 +196,7 @@ TEST(a_report_may_call_the_engine) {
 TEST(a_caller_that_waits_for_others_gets_reports_and_can_cancel) {
     std::atomic<bool> started{false};
     Listener listener(3);
-    ze_options options{2, ZE_CAST_NONE, 0, 0, &listener};
+    ze_options options{2, ZE_CAST_NONE, 0, 0, &listener, nullptr};
     zeroelastic::Progress progress(options);
     ze_error error;
     const Clock::time_point limit = Clock::now() + std::chrono::seconds(60);

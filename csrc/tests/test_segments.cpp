@@ -105,7 +105,7 @@ uint64_t reference_digest(const uint8_t* data, int64_t count, int64_t itemsize, 
 }
 
 ze_options options(int threads, int cast = ZE_CAST_NONE, int sync = 0) {
-    return {threads, cast, sync, 0, nullptr};
+    return {threads, cast, sync, ZE_CAST_NONE, nullptr, nullptr};
 }
 
 // Random rows from `num_src` sources to `num_dst` destinations that are just long enough.
@@ -314,6 +314,48 @@ TEST(reads_fill_what_the_rows_say) {
         CHECK(bytes_read == std::accumulate(made.rows.nbytes.begin(), made.rows.nbytes.end(), int64_t{0}));
         if (i % 2) CHECK(made.digests.totals == made.totals);
     }
+}
+
+TEST(what_is_read_is_converted_beside_it) {
+    Side src, dst, half;
+    src.add(3'000'000, 0x41);
+    for (const int64_t size : {2'000'000, 1'000'004}) dst.add(size, 0xA5);
+    half.add(1'000'000, 0xA5);
+    half.pointers.push_back(nullptr);  // of the second destination there is no copy
+    half.sizes.push_back(0);
+    Files files;
+    files.add(src);
+    Rows rows;
+    rows.add(0, 1, 0, 4, 1'200'000);
+    rows.add(0, 1'200'001, 0, 1'200'004, 799'992);
+    rows.add(0, 2'000'000, 1, 3, 1'000'000);
+    ze_table table = rows.table();
+    const ze_files from = files.files();
+    const ze_buffers to = dst.buffers();
+    ze_buffers copies = half.buffers();
+    copies.count = 2;
+    ze_options opts = options(4);
+    opts.copies = &copies;
+    ze_error error;
+    int64_t bytes_read = 0;
+    const auto read = [&] {
+        return ze_read_segments(&table, &from, &to, nullptr, &opts, &bytes_read, &error);
+    };
+    CHECK(read() == ZE_BAD_TABLE);  // no conversion is named
+    opts.copies_cast = ZE_CAST_F32_BF16;
+    CHECK(read() == ZE_OK);
+    for (int64_t i = 0; i < 1'000'000; i += 2) {
+        const bool read_there = i >= 2 && i < 999'998;
+        CHECK(half.data[0][static_cast<size_t>(i)] == (read_there ? 0x41 : 0xA5));
+    }
+    copies.count = 1;
+    CHECK(read() == ZE_BAD_TABLE);
+    copies.count = 2;
+    half.sizes[0] = 999'996;
+    CHECK(read() == ZE_BAD_TABLE && error.offset == 1);
+    half.sizes[0] = 1'000'000;
+    rows.nbytes[0] = 6;
+    CHECK(read() == ZE_BAD_TABLE && error.offset == 0);
 }
 
 TEST(writes_and_moves_fill_what_the_rows_say) {

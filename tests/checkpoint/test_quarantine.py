@@ -114,11 +114,11 @@ def test_verify_lifts_it_from_a_whole_tag_only_and_only_when_asked(run: Path) ->
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
     found = json.loads(cli("verify", tag, "--lift-quarantine", "--json").out)
-    assert not found["valid"] and not found["lifted"] and read_mark(tag) is not None
+    assert not found["ok"] and not found["lifted"] and read_mark(tag) is not None
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
     found = json.loads(cli("verify", tag, "--lift-quarantine", "--json").out)
-    assert found["valid"] and found["lifted"] and found["quarantine"]["why"] == WHY and read_mark(tag) is None
+    assert found["ok"] and found["lifted"] and found["quarantine"]["why"] == WHY and read_mark(tag) is None
 
 
 def test_what_was_committed_later(run: Path) -> None:

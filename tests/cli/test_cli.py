@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -10,12 +11,16 @@ import sys
 from pathlib import Path
 
 import pytest
+from commands import run_command
+from documentation import documented_keys, verb_page
 from hypothesis import given
 from hypothesis import strategies as st
 from places import ROOT
 
 import zeroelastic
 from zeroelastic.byte_sizes import format_size, parse_size
+from zeroelastic.cli.documents.schemas import DOCUMENTS, schemas
+from zeroelastic.json_document import SCHEMA_VERSION
 
 VERBS = sorted(
     path.stem for path in (ROOT / "zeroelastic/cli").glob("*.py") if f"\ndef {path.stem}(\n" in path.read_text()
@@ -53,13 +58,36 @@ def test_help_is_quick_because_it_imports_nothing_large(arguments: list[str]) ->
 
 def test_version() -> None:
     assert cli("--version").stdout == f"zeroelastic {zeroelastic.__version__}\n"
+    assert run_command("-V").stdout == f"zeroelastic {zeroelastic.__version__}\n"
+
+
+@pytest.mark.parametrize("arguments", [[], *([verb] for verb in VERBS)], ids=" ".join)
+def test_help_fits_into_80_columns_and_flags_take_no_value(arguments: list[str]) -> None:
+    shown = run_command(*arguments, "-h", env={"COLUMNS": "80"}).stdout
+    assert shown == run_command(*arguments, "--help", env={"COLUMNS": "80"}).stdout
+    assert max(map(len, shown.splitlines())) <= 80 and "-h, --help" in shown
+    assert "bool" not in shown and "─" not in shown
+
+
+def test_help_lists_every_verb_under_a_heading() -> None:
+    shown = run_command("--help").stdout.partition("\nLook at a checkpoint:\n")[2]
+    listed = re.findall(r"^  (\w+) +\S", shown, flags=re.MULTILINE)
+    assert sorted(listed) == VERBS and len(re.findall(r"^\w.*:$", shown, flags=re.MULTILINE)) == 3
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["no-such-verb"], "no-such-verb"),
+        (["plann", "."], "Did you mean 'plan'?"),
         (["doctor", "--no-such-option"], "--no-such-option"),
+        (["inspect", ".", "--al-ranks"], "--all-ranks"),
+        (["inspect", ".", "--all-ranks", "true"], "(true)"),
+        (["inspect", ".", "--allow-global", "a.B"], "before: zeroelastic --allow-global"),
+        (["plan", "."], "Missing option '--world-size' / '-n'"),
+        (["plan", ".", "-n", "0"], "'0': must be greater than or equal to 1"),
+        (["plan", ".", "-n", "two"], "'two': must be a valid integer"),
+        (["plan", ".", "-n", "2", "--verb", "lod"], "'lod' is not one of 'load', 'reshard'"),
         (["doctor", "--disk", "/no/such/directory"], "does not exist"),
         (["doctor", "--disk", __file__], "is a file"),
         (["doctor", "--disk-size", "much"], "'much' is not a size such as 256MiB"),
@@ -67,22 +95,59 @@ def test_version() -> None:
     ],
 )
 def test_misuse_exits_with_2_and_leaves_stdout_alone(arguments: list[str], said: str) -> None:
-    done = cli(*arguments, COLUMNS="300", TERM="dumb")
+    done = run_command(*arguments, env={"COLUMNS": "300", "TERM": "dumb"})
     assert done.returncode == 2 and done.stdout == "" and said in done.stderr
+    assert done.stderr.startswith("error: ") and "Input should" not in done.stderr and "─" not in done.stderr
 
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_verb_has_examples_that_its_documentation_runs(verb: str) -> None:
-    """tests/project/test_docs.py runs the bash blocks of docs/cli.md."""
+    """tests/project/test_docs.py runs the bash blocks of its page."""
     shown = re.findall(rf"^ *(zeroelastic {verb}\b.*?) *$", cli(verb, "--help").stdout, flags=re.MULTILINE)
-    text = (ROOT / "docs/cli.md").read_text()
+    text = verb_page(verb)
     run = [
         line
         for block in re.findall(r"^```bash\n(.*?)^```$", text, flags=re.DOTALL | re.M)
         for line in block.split("\n")
     ]
     assert shown and set(shown) <= set(run)
-    assert f"## {verb}\n" in text
+    assert text.startswith(f"# {verb}\n")
+
+
+@pytest.mark.parametrize("name", sorted(schemas()))
+def test_the_published_schema_is_that_of_the_models(name: str) -> None:
+    """``python -m zeroelastic.cli.documents.schemas docs/schemas`` writes them."""
+    assert (ROOT / "docs/schemas" / name).read_text() == schemas()[name]
+
+
+def test_every_verb_and_the_block_have_a_schema() -> None:
+    assert {path.stem for path in (ROOT / "docs/schemas").iterdir()} == {*VERBS, "options"}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_key_of_a_document_is_documented(verb: str) -> None:
+    table = documented_keys(verb)
+    fields = {field.alias or name for name, field in DOCUMENTS[verb].model_fields.items()}
+    assert {re.split(r"[.\[]", key)[0] for key in table} == fields
+    assert {"schema_version", "ok"} <= table
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["inspect", "no-such-directory"], 2, "no such directory"),
+        (["plan", "."], 2, "Missing option '--world-size' / '-n'."),
+        (["verify", ".", "--no-such-option"], 2, "No such option: --no-such-option"),
+        (["timeline", "no-such-file"], 2, "no-such-file"),
+    ],
+)
+def test_a_failure_is_a_document_too(arguments: list[str], code: int, said: str) -> None:
+    """``run_command`` holds it to the schema; the sentence is that on stderr."""
+    done = run_command(*arguments, "--json")
+    document = json.loads(done.stdout)
+    assert done.returncode == code and said in document["error"]
+    assert document == {"schema_version": SCHEMA_VERSION, "ok": False, "error": document["error"]}
+    assert done.stderr.startswith(f"error: {document['error']}\n")
 
 
 @pytest.fixture
@@ -101,9 +166,25 @@ def command(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("words", "offered"),
-    [(["doc"], {"doctor"}), (["doctor", "--disk-"], {"--disk-size"}), (["doctor", "--js"], {"--json"})],
+    [
+        (["doc"], {"doctor"}),
+        (["doctor", "--disk-"], {"--disk-size"}),
+        (["doctor", "--js"], {"--json"}),
+        (["inspect", "RUN", "--tag", "''"], {"global_step2", "global_step4"}),
+        (["plan", "RUN", "-n", "2", "--tag", "global_step4"], {"global_step4"}),
+        (["latest", "RUN", "--set", "global_step2"], {"global_step2"}),
+        (["inspect", "s3://bucket/run", "--tag", "''"], set()),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_bash_completes_verbs_and_options(command: Path, words: list[str], offered: set[str]) -> None:
+def test_bash_completes_verbs_options_and_tags(
+    command: Path, words: list[str], offered: set[str], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    for folder in ("global_step2", "global_step4", "logs"):
+        (run / folder).mkdir(parents=True)
+        (run / folder / ("a.txt" if folder == "logs" else "zero_pp_rank_0_mp_rank_00_model_states.pt")).touch()
+    words = [str(run) if word == "RUN" else word for word in words]
     env = {
         **os.environ,
         "PYTHONPATH": str(ROOT),

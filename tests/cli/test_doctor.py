@@ -18,13 +18,16 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from documentation import documented_keys
 from places import ROOT
 
 import zeroelastic
+from zeroelastic.cli.documents.schemas import check
 from zeroelastic.cli.machine import disk
 from zeroelastic.cli.machine.disk import measure_disk
 from zeroelastic.cli.machine.probe import Probe, ProbeFailed
 from zeroelastic.distributed.process_identity import identity
+from zeroelastic.executors.build_info import REMEDIES
 from zeroelastic.executors.dispatch import describe_build
 
 BUILD = describe_build("native")
@@ -56,6 +59,7 @@ def doctor(
 def document(done: subprocess.CompletedProcess[str]) -> dict:
     """The JSON document of a run. Holds that there is nothing else, and that the exit code agrees with it."""
     found = json.loads(done.stdout)
+    check("doctor", done.stdout)
     assert found["ok"] == (done.returncode == 0) == (found["problems"] == []), done.stdout + done.stderr
     assert done.returncode in (0, 1)
     assert "Traceback" not in done.stderr
@@ -108,8 +112,7 @@ def test_a_sound_environment_is_usable_and_the_document_has_the_documented_keys(
     done = doctor(*options, TORCH_EXTENSIONS_DIR=str(lock.parents[1]))
     found = document(done)
     assert found["ok"] and done.stderr == ""
-    section = (ROOT / "docs/cli.md").read_text().split("\n## doctor\n")[1].split("\n## ")[0]
-    table = re.findall(r"^\| `([^`]+)` \| ", section, flags=re.MULTILINE)
+    table = documented_keys("doctor")
     assert keys(found) | {"disk"} == set(table)
     assert found["versions"]["zeroelastic"] == zeroelastic.__version__
     assert found["package"] == str(Path(zeroelastic.__file__).parent)
@@ -185,11 +188,78 @@ def test_without_libraries_it_says_why_not_and_how_to_build_them(quick: Path, tm
     assert native["state"] == cuda["state"] == "not built"
     assert native["reason"] == "there was no C++ compiler on the PATH" and cuda["reason"] == "it was not built"
     assert native["log"] == str(copy / "zeroelastic/_native.log") and cuda["log"] is None
-    assert "ZEROELASTIC_BUILD_NATIVE=1 pip install" in native["remedy"] and "nvcc" in cuda["remedy"]
+    assert "ZEROELASTIC_BUILD_NATIVE=1 pip install" in native["remedy"]
+    assert "zeroelastic doctor --build-cuda" in cuda["remedy"]
     assert [problem for problem in found["problems"] if "engine" in problem] == [], "an engine is not an obligation"
     shown = doctor(path=[quick, copy])
     assert "note  native" in shown.stdout and native["remedy"] in shown.stdout and native["log"] in shown.stdout
     assert shown.stderr == "", "what is a result is not also a warning"
+
+
+NVCC = """\
+#!/bin/sh
+echo "$@" > "$0.arguments"
+while [ "$1" != -o ]; do shift; done
+cp "$LIBRARY" "$2"
+"""
+
+
+def installed_copy(folder: Path) -> Path:
+    """The package as a wheel without the CUDA engine installs it: with the sources, and a list of its files."""
+    copy = package_copy(folder)
+    ignore = shutil.ignore_patterns("tests", "build", "Makefile")
+    shutil.copytree(ROOT / "csrc", copy / "zeroelastic/csrc", ignore=ignore)
+    info = copy / f"zeroelastic-{zeroelastic.__version__}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: zeroelastic\nVersion: {zeroelastic.__version__}\n")
+    (info / "RECORD").write_text(f"{info.name}/RECORD,,\n")
+    return copy
+
+
+def tools(folder: Path, **programs: str) -> str:
+    """A PATH with these programs, and those of the system that shell scripts use."""
+    folder.mkdir()
+    for name in ("sh", "cp", "uname"):
+        (folder / name).symlink_to(str(shutil.which(name)))
+    for name, text in programs.items():
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    return str(folder)
+
+
+@built
+def test_build_cuda_compiles_the_engine_into_the_installed_package(quick: Path, tmp_path: Path) -> None:
+    copy = installed_copy(tmp_path / "site")
+    path = tools(tmp_path / "bin", nvcc=NVCC)
+    done = doctor("--build-cuda", "--json", path=[quick, copy], PATH=path, LIBRARY=str(BUILD.path))
+    cuda = document(done)["engines"]["cuda"]
+    assert cuda["state"] == "usable" and cuda["path"] == str(copy / "zeroelastic/_cuda.so")
+    arguments = (tmp_path / "bin/nvcc.arguments").read_text().split()
+    compiled = {argument for argument in arguments if argument.startswith("csrc/")}
+    assert {"csrc/cuda/segments.cu", "csrc/cuda/device_read.cpp", "csrc/read.cpp"} < compiled
+    assert "csrc/api.cpp" not in compiled and "-shared" in arguments
+    assert done.stderr.startswith("/") and "segments.cu" in done.stderr, "the command is shown while it runs"
+    for _ in range(2):  # what is built again is listed once
+        record = copy / f"zeroelastic-{zeroelastic.__version__}.dist-info/RECORD"
+        assert record.read_text().splitlines()[1:] == ["zeroelastic/_cuda.so,,", "zeroelastic/_cuda.log,,"]
+        doctor("--build-cuda", path=[quick, copy], PATH=path, LIBRARY=str(BUILD.path))
+
+
+def test_build_cuda_without_nvcc_says_what_to_do(quick: Path, tmp_path: Path) -> None:
+    copy = installed_copy(tmp_path / "site")
+    done = doctor("--build-cuda", path=[quick, copy], PATH=tools(tmp_path / "bin"))
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr.startswith("error: the CUDA engine is compiled by nvcc, which is not on the PATH. Install")
+
+
+def test_build_cuda_leaves_the_library_as_it_was_when_nvcc_fails(quick: Path, tmp_path: Path) -> None:
+    copy = installed_copy(tmp_path / "site")
+    library = copy / "zeroelastic/_cuda.so"
+    library.write_text("the former one")
+    failing = "#!/bin/sh\necho 'segments.cu(1): error: no such arch' >&2\nexit 2\n"
+    done = doctor("--build-cuda", path=[quick, copy], PATH=tools(tmp_path / "bin", nvcc=failing))
+    assert done.returncode == 1 and "failed with exit code 2: segments.cu(1): error: no such arch." in done.stderr
+    assert library.read_text() == "the former one" and not list(library.parent.glob("*.tmp"))
 
 
 def damage_text(library: Path) -> None:
@@ -218,7 +288,7 @@ def test_a_damaged_library_is_a_problem_with_a_remedy(quick: Path, tmp_path: Pat
     found = document(doctor("--json", path=[quick, copy]))
     engine = found["engines"][name]
     assert engine["state"] == "broken" and str(library) in engine["reason"]
-    assert f"ZEROELASTIC_BUILD_{name.upper()}=1 pip install" in engine["remedy"]
+    assert REMEDIES[name] in engine["remedy"]
     problem = next(text for text in found["problems"] if f"the {name} engine" in text)
     assert engine["reason"].rstrip(".") in problem and engine["remedy"] in problem
     other = {"native": "cuda", "cuda": "native"}[name]
@@ -263,7 +333,7 @@ def test_without_deepspeed_it_is_usable_for_looking_at_checkpoints(tmp_path: Pat
         found = document(doctor("--json", path=[ROOT, site], python=["-S"]))
         assert found["ok"] and found["versions"]["deepspeed"] is None
         assert found["deepspeed"]["state"] == "not installed" and found["deepspeed"]["seams"] == []
-        assert "pip install 'deepspeed>=0.18'" in found["deepspeed"]["remedy"]
+        assert "pip install 'zeroelastic[train]'" in found["deepspeed"]["remedy"]
         shown = doctor(path=[ROOT, site], python=["-S"])
         assert shown.returncode == 0 and "note               not installed: " in shown.stdout
 
@@ -272,13 +342,14 @@ def test_missing_requirements_are_problems_that_name_the_command(tmp_path: Path)
     with site_without(tmp_path / "site", "deepspeed", "numpy", "torch") as site:
         found = document(doctor("--json", path=[ROOT, site], python=["-S"]))
         assert found["versions"]["numpy"] is found["versions"]["torch"] is None
-        for name in ("numpy", "torch"):
-            assert any(text.startswith(f"{name} is not installed. Install it: pip") for text in found["problems"])
+        (problem,) = (text for text in found["problems"] if "Install it: pip" in text)
+        assert problem.startswith("numpy is not installed."), "torch is needed to train only"
 
 
-def test_a_requirement_that_is_too_old_is_a_problem(quick: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("torch", ["torch>=2.6", "torch>=2.6; extra == 'train'"])
+def test_a_requirement_that_is_too_old_is_a_problem(quick: Path, tmp_path: Path, torch: str) -> None:
     for name, text in {
-        "zeroelastic-0.1.0": "Name: zeroelastic\nRequires-Dist: torch>=2.6\nRequires-Dist: none; extra == 'dev'\n",
+        "zeroelastic-0.1.0": f"Name: zeroelastic\nRequires-Dist: {torch}\nRequires-Dist: none; extra == 'dev'\n",
         "torch-2.5.1": "Name: torch\nVersion: 2.5.1\n",
     }.items():
         (tmp_path / "old" / f"{name}.dist-info").mkdir(parents=True)
@@ -286,7 +357,7 @@ def test_a_requirement_that_is_too_old_is_a_problem(quick: Path, tmp_path: Path)
     found = document(doctor("--json", path=[quick, tmp_path / "old"]))
     assert found["versions"]["torch"] == "2.5.1"
     old = "torch 2.5.1 does not fit torch>=2.6. Upgrade it: pip install 'torch>=2.6'."
-    assert [text for text in found["problems"] if "DeepSpeed" not in text] == [old], "extras are not required"
+    assert [text for text in found["problems"] if "DeepSpeed" not in text] == [old], "the extra dev is not required"
 
 
 # --- DeepSpeed ------------------------------------------------------------------------------------------------------
@@ -373,6 +444,17 @@ def test_a_changed_seam_is_a_problem_that_names_it(
     assert "Use a tested version" in found["problems"][-1]
     shown = doctor(path=[folder]).stdout
     assert re.search(rf"^  FAIL  (wrapped|called ) +{re.escape(name)} {problem}$", shown, re.MULTILINE)
+    assert len(re.findall(r"^  .{4}  (?:wrapped|called) ", shown, re.MULTILINE)) == 1, "the others have no problem"
+
+
+@pytest.mark.parametrize("verbose", [False, True])
+def test_methods_that_are_as_expected_are_named_with_verbose_only(verbose: bool) -> None:
+    from zeroelastic.deepspeed.install.seams import SEAMS, USED
+
+    shown = doctor(*(["--verbose"] if verbose else [])).stdout
+    line = f"zeroelastic.install() works; its methods are as expected ({len(SEAMS)} wrapped, {len(USED)} called)\n"
+    named = re.findall(r"^  ok    (?:wrapped|called) +(\S+)$", shown, re.MULTILINE)
+    assert line in shown and len(named) == (len(SEAMS) + len(USED) if verbose else 0)
 
 
 def test_a_module_that_moved_is_a_problem(tmp_path: Path) -> None:
@@ -451,7 +533,7 @@ def test_a_directory_is_measured_and_left_empty(quick: Path, tmp_path: Path, scr
     found = document(doctor("--json", "--disk", str(folder), "--disk-size", "9.5MiB", path=[quick], code=scratch))[
         "disk"
     ]
-    assert found["problem"] == "" and found["directory"] == str(folder) and found["nbytes"] == 19 * MIB // 2
+    assert found["problem"] == "" and found["directory"] == str(folder) and found["bytes"] == 19 * MIB // 2
     assert found["write"] > 1e5 and found["read_warm"] > 1e5
     assert (found["read_cold"] is None) == bool(found["note"])
     assert list(folder.iterdir()) == []

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from places import ROOT
+from documentation import documented_keys
 from typer.testing import CliRunner
 
 from zeroelastic.cli.app import app
+from zeroelastic.cli.documents.schemas import check
 from zeroelastic.testing.sample_events import write_sample_events
 
 
@@ -54,23 +54,39 @@ def keys(document: Any, prefix: str = "") -> set[str]:
 
 
 def test_the_document_has_the_documented_keys(log: Path) -> None:
+    check("timeline", run(log, "--json").stdout)
     document = json.loads(run(log, "--json").stdout)
-    text = (ROOT / "docs/cli.md").read_text()
-    section = text[text.index("### timeline --json") :].split("\n## ")[0]
-    documented = set(re.findall(r"^\| `([\w.\[\]]+)` \|", section, flags=re.MULTILINE))
+    documented = documented_keys("timeline")
     assert keys(document) - {"starts[].restart"} == documented
     assert [one["lost_steps"] for one in document["starts"]] == [0, 2, 0] and document["lost_steps"] == 2
     assert [one["change"] for one in document["nodes"]] == [-1, 1]
 
 
-@pytest.mark.parametrize("suffix", [".png", ".svg"])
+def test_of_very_many_steps_some_are_in_the_document_with_the_first_and_the_last(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    write_sample_events(path)
+    lines = path.read_text().splitlines()
+    step = json.loads(next(line for line in reversed(lines) if '"event":"step"' in line))
+    more = [{**step, "step": 24 + number, "time": step["time"] + number / 1000} for number in range(1, 9000)]
+    path.write_text("\n".join([*lines, *map(json.dumps, more)]) + "\n")
+    document = json.loads(run(path, "--json").stdout)
+    first, *_, last = document["starts"]
+    points = [point["step"] for point in last["points"]]
+    assert points[0] == 17 and points[-1] == last["last_step"] == 9023 and 1000 < len(points) < 2000
+    assert points == sorted(set(points)) and [point["step"] for point in first["points"]] == list(range(1, 11))
+    assert last["ended"] == pytest.approx(more[-1]["time"]) and len(last["save_times"]) == last["saves"] == 2
+
+
+@pytest.mark.parametrize("suffix", [".png", ".svg", ".pdf"])
 def test_the_picture_is_a_new_file_and_shows_every_panel(log: Path, tmp_path: Path, suffix: str) -> None:
     picture = tmp_path / f"timeline{suffix}"
     assert run(log, "--plot", picture).exit_code == 0
     data = picture.read_bytes()
-    assert data.startswith(b"\x89PNG" if suffix == ".png" else b"<?xml") and len(data) > 10_000
+    assert data.startswith({".png": b"\x89PNG", ".svg": b"<?xml", ".pdf": b"%PDF"}[suffix]) and len(data) > 10_000
     again = run(log, "--plot", picture)
     assert again.exit_code == 2 and "nothing is overwritten" in again.output and picture.read_bytes() == data
+    picture.write_bytes(b"older")
+    assert run(log, "--plot", picture, "--force").exit_code == 0 and picture.read_bytes() == data
 
 
 def test_lost_steps_kills_and_saves_are_drawn(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,7 +94,7 @@ def test_lost_steps_kills_and_saves_are_drawn(log: Path, tmp_path: Path, monkeyp
     from zeroelastic.cli.plots import timeline_plot
 
     drawn: list[Any] = []
-    monkeypatch.setattr(timeline_plot, "write_figure", lambda path, figure: drawn.append(figure))
+    monkeypatch.setattr(timeline_plot, "write_figure", lambda path, figure, force: drawn.append(figure))
     assert run(log, "--plot", tmp_path / "x.png").exit_code == 0
     ranks, losses, saves = drawn[0].axes
     grey = [line for line in losses.lines if line.get_color() == "0.75"]
@@ -92,7 +108,7 @@ def test_lost_steps_kills_and_saves_are_drawn(log: Path, tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"), [(["none.jsonl"], "cannot be read"), (["--plot", "x.gif"], "is drawn as .png or .svg")]
+    ("arguments", "said"), [(["none.jsonl"], "cannot be read"), (["--plot", "x.gif"], "is drawn as .png, .svg or .pdf")]
 )
 def test_misuse_exits_with_2(log: Path, arguments: list[str], said: str) -> None:
     done = run(log, *arguments)

@@ -12,7 +12,17 @@ import torch
 import torch.distributed as dist
 
 from zeroelastic.distributed import collective
-from zeroelastic.distributed.collective import all_gather, all_gather_alike, any_rank, gather, maximum, total
+from zeroelastic.distributed.collective import (
+    all_gather,
+    all_gather_alike,
+    all_gather_of_or_raise,
+    any_rank,
+    broadcast_or_raise,
+    gather,
+    maximum,
+    total,
+)
+from zeroelastic.errors import CheckpointError, RemoteRankError
 from zeroelastic.testing import RankPool
 
 LENGTHS = (0, 1, 500, 70_000)
@@ -102,3 +112,44 @@ def test_every_byte_of_the_hash_tells_values_apart(differs: int, monkeypatch: py
     assert [on_a_rank(digest, alone) for digest in hashes] == [["value"] * 2] * 2
     largest = torch.tensor(sent).amax(0).tolist()
     assert [on_a_rank(digest, lambda values: largest) for digest in hashes] == [["gathered"]] * 2
+
+
+def outcomes_of_one_rank() -> dict[str, str]:
+    """What values and errors of one rank become here: by name, a value or the error's type and message."""
+    rank, asked = dist.get_rank(), []
+
+    def fail(at: int, error: Exception) -> int:
+        asked.append(rank)
+        if rank == at:
+            raise error
+        return 10 * rank
+
+    calls: dict[str, Callable[[], object]] = {
+        "broadcast": lambda: broadcast_or_raise(lambda: fail(-1, ValueError())),
+        "broadcast, ours": lambda: broadcast_or_raise(lambda: fail(0, CheckpointError("no file"))),
+        "broadcast, another's": lambda: broadcast_or_raise(lambda: fail(0, ValueError("no number"))),
+        "parts": lambda: all_gather_of_or_raise(lambda: fail(-1, ValueError()), lambda value: value + 1),
+        "parts, ours": lambda: all_gather_of_or_raise(lambda: fail(1, CheckpointError("no file")), lambda value: value),
+        "parts that fail": lambda: all_gather_of_or_raise(lambda: rank, lambda value: 1 // (value - 2)),
+    }
+    found = {}
+    for name, call in calls.items():
+        asked.clear()
+        try:
+            found[name] = f"{call()} asked {asked}"
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def test_a_value_or_an_error_of_one_rank_comes_to_all(rank_pool: RankPool) -> None:
+    remote = f"{RemoteRankError.__name__}: rank"
+    for rank, found in enumerate(rank_pool.run(outcomes_of_one_rank, 3)):
+        assert found["broadcast"] == f"0 asked {[0] if rank == 0 else []}"
+        assert found["broadcast, ours"] == "CheckpointError: no file"
+        own = "ValueError: no number"
+        assert found["broadcast, another's"] == (own if rank == 0 else f"{remote} 0 failed with {own}")
+        assert found["parts"] == f"({10 * rank}, [1, 11, 21]) asked [{rank}]"
+        assert found["parts, ours"] == "CheckpointError: no file"
+        own = "ZeroDivisionError: integer division or modulo by zero"
+        assert found["parts that fail"] == (own if rank == 2 else f"{remote} 2 failed with {own}")

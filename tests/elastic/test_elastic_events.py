@@ -75,6 +75,8 @@ def test_a_job_logs_what_happens_to_it_once(job: Path) -> None:
     saves = [event for event in first if isinstance(event, SaveEvent)]
     assert [(event.step, event.tag) for event in saves] == [(2, "global_step2"), (4, "global_step4")]
     assert all(event.seconds > 0 for event in saves)
+    sizes = [sum(path.stat().st_size for path in (job.parent / "ckpt" / event.tag).glob("*.pt")) for event in saves]
+    assert [event.bytes for event in saves] == sizes and all(0 < event.stalled <= event.seconds for event in saves)
     ends = [event for event in first if isinstance(event, EndEvent)]
     assert ("error", 1, 5, "RuntimeError: this rank") in [(e.reason, e.rank, e.step, e.error) for e in ends]
 

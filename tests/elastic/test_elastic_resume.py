@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from s3_server import serve_s3
 from training import Job, build_engine, look, train_step
 
 from zeroelastic.elastic import EXIT_PREEMPTED, ElasticDistributedSampler, every, preemption, resume
@@ -126,6 +127,24 @@ def test_a_run_goes_on_with_the_next_samples_at_any_size(
     assert [turn.drawn for turn in again] == streams[2], "derived generators depend on more than checkpoint and rank"
     every_draw = [value for world_size in (2, 4) for stream in streams[world_size] for value in stream]
     assert len(set(every_draw)) == len(set(map(tuple, streams[4]))) * 3, "two ranks drew the same numbers"
+
+
+@pytest.mark.support("Checkpoint engines and storage", "`elastic.resume` and `preemption` on `s3://`", "exact")
+def test_a_run_whose_checkpoints_are_in_s3_goes_on_at_another_size(
+    begun: tuple[str, list[Turn]], rank_pool: RankPool
+) -> None:
+    """3 ranks save at step 3 and are preempted at step 5; 2 go on from there."""
+    with serve_s3() as server:
+        url = server.url("run")
+        first = rank_pool.run(run, 3, JOB, url, 9, signal_at=(1, 4), save_steps=3)
+        assert all(turn.stopped and turn.saves == ["global_step3", "global_step5"] for turn in first)
+        turns = rank_pool.run(run, 2, JOB.other(), url, 1, save_at_end=False)
+        for turn in turns:
+            assert (turn.start.tag, turn.start.global_steps) == ("global_step5", 5) and turn.start.report.root_matches
+            assert not turn.start.passed_over
+        assert steps_of(first)[:3] == steps_of(begun[1]), "a store changes what is trained on"
+        whole = ElasticDistributedSampler(range(LENGTH), BATCH, seed=4, rank=0, world_size=1)
+        assert steps_of(first) + steps_of(turns) == [whole.batch(step).tolist() for step in range(6)]
 
 
 def test_generators_are_restored_exactly_where_rank_and_size_are_the_saved_ones(

@@ -38,6 +38,7 @@ from zeroelastic.executors.build_info import _load, describe_build
 from zeroelastic.executors.dispatch import (
     OPERATIONS,
     Cast,
+    ConvertedCopies,
     CopyTable,
     DeviceBuffer,
     DigestRows,
@@ -233,6 +234,66 @@ def test_one_element_and_none(engine: Engine, tmp_path: Path, cast: Cast) -> Non
                 copy_segments(table, [engine.put(data)], [dst], cast=cast, executor=engine.name)
             assert np.array_equal(engine.get(dst), want)
     engine.free()
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+@pytest.mark.parametrize("cast", ["float32->bfloat16", "float32->float16", "bfloat16->float32"])
+def test_what_is_read_is_converted_beside_it(data: st.DataObject, writer: Engine, folder: Path, cast: Cast) -> None:
+    """Of buffers that have a second one; the first has the bytes as they are, and the digests are of these."""
+    itemsize, converted = cast_itemsizes(cast)
+    source = np.random.default_rng(data.draw(st.integers(0, 99))).integers(0, 256, 600_000, dtype=np.uint8)
+    paths = write_files(folder, (source, source[::-1].copy()))
+    rows, ends = [], [0, 0, 0]
+    for _ in range(data.draw(st.integers(0, 12))):
+        dst, numel = data.draw(st.integers(0, 2)), data.draw(st.sampled_from([0, 1, 3, 700, 40_000]))
+        gap = data.draw(st.integers(0, 2))
+        nbytes = numel * itemsize
+        begin = data.draw(st.integers(0, len(source) - nbytes))
+        rows.append((data.draw(st.integers(0, 1)), begin, dst, (ends[dst] + gap) * itemsize, nbytes))
+        ends[dst] += gap + numel
+    table = read_table(paths, CopyTable(*(np.array([row[i] for row in rows], dtype=np.int64) for i in range(5))))
+    kept = data.draw(st.lists(st.booleans(), min_size=3, max_size=3))
+    buffers = [np.full((end + 1) * itemsize, UNTOUCHED, dtype=np.uint8) for end in ends]
+    copies = [
+        np.full((end + 1) * converted, UNTOUCHED, dtype=np.uint8) if keep else None
+        for end, keep in zip(ends, kept, strict=True)
+    ]
+    want = [None if copy is None else copy.copy() for copy in copies]
+    for file, begin, dst, offset, nbytes in rows:
+        if (wanted := want[dst]) is not None:
+            made = convert(cast, (source if file == 0 else source[::-1])[begin : begin + nbytes].copy())
+            wanted[offset // itemsize * converted :][: len(made)] = made
+    plain = [buffer.copy() for buffer in buffers]
+    read_segments(table, plain, executor=writer.name)
+    digest = DigestRows(
+        np.array([7], dtype=np.uint64), np.zeros(len(rows), dtype=np.int64),
+        np.arange(len(rows), dtype=np.int64) * len(source), np.full(len(rows), itemsize, dtype=np.int64),
+    ) if data.draw(st.booleans()) else None  # fmt: skip
+    result = read_segments(
+        table, buffers, digest=digest, copies=ConvertedCopies(cast, copies),
+        threads=data.draw(st.sampled_from([None, 1, 3])), executor=writer.name,
+    )  # fmt: skip
+    for got, wanted in zip([*buffers, *copies], [*plain, *want], strict=True):
+        assert (got is None and wanted is None) or np.array_equal(got, wanted)
+    alone = read_segments(table, plain, digest=digest, executor=writer.name)
+    assert (result.digests is None) == (digest is None)
+    assert digest is None or (result.digests == alone.digests).all()
+
+
+@pytest.mark.parametrize("row", [(0, 0, 0, 2, 8), (0, 0, 0, 4, 6), (0, 0, 0, 60, 8)])
+def test_a_row_whose_elements_cannot_be_converted_beside_it_is_a_bug_that_is_caught(
+    writer: Engine, tmp_path: Path, row: tuple[int, ...]
+) -> None:
+    table = CopyTable(
+        *(np.array([first, value], dtype=np.int64) for first, value in zip((0, 0, 0, 0, 4), row, strict=True))
+    )
+    paths = write_files(tmp_path, (np.zeros(100, dtype=np.uint8),))
+    buffer, copy = np.full(80, UNTOUCHED, dtype=np.uint8), np.full(32, UNTOUCHED, dtype=np.uint8)
+    copies = ConvertedCopies("float32->bfloat16", [copy])
+    with pytest.raises(AssertionError, match="row 1 of a segment table"):
+        read_segments(read_table(paths, table), [buffer], copies=copies, executor=writer.name)
+    assert (buffer == UNTOUCHED).all() and (copy == UNTOUCHED).all()
 
 
 # --- reads ----------------------------------------------------------------------------------------------------------
@@ -690,9 +751,9 @@ def nothing_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[P
 def test_a_named_executor_that_is_not_built_says_how_to_build_it(nothing_built: Path) -> None:
     with pytest.raises(ConfigError, match=r"there was no C\+\+ compiler.*ZEROELASTIC_BUILD_NATIVE=1 pip install"):
         read_segments(one_row(Path("x"), 0, 0), [], executor="native")
-    with pytest.raises(ConfigError, match=r"it was not built.*ZEROELASTIC_BUILD_CUDA=1 pip install"):
+    with pytest.raises(ConfigError, match=r"it was not built.*zeroelastic doctor --build-cuda"):
         read_segments(one_row(Path("x"), 0, 0), [DeviceBuffer(4096, 4)], executor="cuda")
-    with pytest.raises(ConfigError, match=r"it was not built.*ZEROELASTIC_BUILD_CUDA=1 pip install"):
+    with pytest.raises(ConfigError, match=r"it was not built.*zeroelastic doctor --build-cuda"):
         read_segments(one_row(Path("x"), 0, 0), [DeviceBuffer(4096, 4)])
 
 

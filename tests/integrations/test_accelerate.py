@@ -14,7 +14,16 @@ import torch
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from documentation import blocks, zero_block
 from documentation import run as run_command
-from frameworks_job import OFFLOADED, AccelerateJob, Seen, accelerate_run, prepare, read_history, run_script
+from frameworks_job import (
+    OFFLOADED,
+    AccelerateJob,
+    Seen,
+    accelerate_metrics,
+    accelerate_run,
+    prepare,
+    read_history,
+    run_script,
+)
 from places import ROOT
 from warm_python import executable
 
@@ -26,7 +35,7 @@ from zeroelastic.testing import RankPool, compare_states
 PRELOAD = ("accelerate", "transformers.models.llama.modeling_llama", "peft")
 
 EXAMPLE = ROOT / "examples" / "accelerate" / "train.py"
-DOCUMENT = "docs/accelerate.md"
+DOCUMENT = "docs/guides/accelerate.md"
 INSTALL_LINES = ("import zeroelastic", "zeroelastic.install()")
 LOSS_RTOL = {"no": 5e-5, "bf16": 8e-3}
 
@@ -335,3 +344,19 @@ def test_the_position_in_the_data_follows_from_the_steps(
     position = data_position(accelerator, SimpleNamespace(total_dataset_length=100, _drop_last=drop_last))
     assert (position.epoch, position.steps, position.batches) == expected
     assert position.samples == position.steps * 24
+
+
+def test_trackers_get_saves_loads_and_lost_steps(rank_pool: RankPool, tmp_path: Path) -> None:
+    """2 ranks to step 3, saving at 3 only; then 3 ranks from step 3 to 4, and the same again."""
+    job, events = AccelerateJob(), str(tmp_path / "events.jsonl")
+    first, second = rank_pool.run(accelerate_metrics, 2, job.at(2), str(tmp_path / "a"), events, 3)
+    assert second == []
+    (step, saved), *_ = [(step, values) for step, values in first if "zeroelastic/save/bytes" in values]
+    assert step == 3 and saved["zeroelastic/save/stall_s"] > 0
+    for lost in (0.0, 1.0):
+        found, *_ = rank_pool.run(
+            accelerate_metrics, 3, job.at(3), str(tmp_path / "b"), events, 4, load=str(tmp_path / "a")
+        )
+        values = {key: value for _, each in found for key, value in each.items()}
+        assert (values["zeroelastic/load/from_ranks"], values["zeroelastic/load/to_ranks"]) == (2, 3)
+        assert values["zeroelastic/job/lost_steps"] == lost

@@ -21,7 +21,7 @@ from zeroelastic.deepspeed.patching import unwrap_all
 from zeroelastic.testing import RankPool, compare_states
 
 EXAMPLES = ROOT / "examples" / "lightning"
-DOCUMENT = "docs/lightning.md"
+DOCUMENT = "docs/guides/lightning.md"
 INSTALL_LINES = ("import zeroelastic", "zeroelastic.install()")
 LOSS_RTOL = {"32-true": 5e-5, "bf16-mixed": 8e-3}
 FIT = ("Frameworks", "Lightning `Trainer.fit(ckpt_path=...)`", "exact")
@@ -299,3 +299,17 @@ def test_what_is_not_a_sharded_load_is_left_alone() -> None:
     finally:
         unwrap_all()
     assert dict(vars(Strategy)) == before
+
+
+def test_loggers_get_saves_loads_and_lost_steps(rank_pool: RankPool, tmp_path: Path) -> None:
+    """2 ranks to step 3, saving at step 2; then 3 ranks from there to step 3."""
+    job, events = LightningJob(), str(tmp_path / "events.jsonl")
+    save = (2, str(tmp_path / "a.ckpt"))
+    first, second = rank_pool.run(lightning_run, 2, job.at(2), 3, save=save, events=events)
+    (saved,) = [each for each in first.tracked if "zeroelastic/save/bytes" in each]
+    assert saved["step"] in (2, 3) and saved["zeroelastic/save/stall_s"] > 0
+    assert not [key for each in second.tracked for key in each if key.startswith("zeroelastic/")]
+    resumed, *_ = rank_pool.run(lightning_run, 3, job.at(3), 3, load=save[1], events=events)
+    values = {key: value for each in resumed.tracked for key, value in each.items()}
+    assert (values["zeroelastic/load/from_ranks"], values["zeroelastic/load/to_ranks"]) == (2, 3)
+    assert values["zeroelastic/job/lost_steps"] == 1

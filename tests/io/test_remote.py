@@ -52,7 +52,7 @@ from zeroelastic.executors.dispatch import (
 )
 from zeroelastic.executors.engine import Options
 from zeroelastic.executors.remote_executor import RemoteEngine
-from zeroelastic.executors.requests import MAX_GAP, plan_requests
+from zeroelastic.executors.requests import MAX_GAP, affordable_gap, plan_requests
 from zeroelastic.io import remote
 from zeroelastic.io.paths import FilePath, RemotePath, as_path
 from zeroelastic.io.remote import read_ranges
@@ -137,6 +137,18 @@ def test_neighbours_share_a_request_and_distant_rows_do_not():
     offsets = int64(0, 100, 100 + MAX_GAP + 50, 100 + 2 * MAX_GAP + 51 + 50)
     plan = plan_requests(int64(0, 0, 0, 0), offsets, int64(100, 50, 50, 1), request_bytes=1 << 20)
     assert plan.offset.tolist() == [0, int(offsets[3])] and plan.request.tolist() == [0, 0, 0, 1]
+
+
+def test_small_gaps_are_read_over_only_while_they_are_little_beside_the_rows():
+    """Rows of 3000 bytes with the bytes of two other ranks between them, as after a resume at another size."""
+    nbytes = np.full(100, 3000, dtype=np.int64)
+    file = np.zeros(100, dtype=np.int64)
+    gap = affordable_gap(file, np.arange(100, dtype=np.int64) * 9000, nbytes)
+    assert gap < 6000, "each byte would be read by three ranks"
+    padded = np.arange(100, dtype=np.int64) * 3004
+    assert affordable_gap(file, padded, nbytes) == MAX_GAP, "padding costs less than a request each"
+    assert affordable_gap(file[:1], padded[:1], nbytes[:1]) == MAX_GAP
+    assert affordable_gap(np.arange(100, dtype=np.int64), padded, nbytes) == MAX_GAP, "rows of other files are no gap"
 
 
 # --- the same as the host engine's ----------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The examples in the docstrings of the library, and the code of docs/library.md, run on a sample checkpoint."""
+"""The examples in the docstrings of the library, and the code of its page, run on a sample checkpoint."""
 
 from __future__ import annotations
 
@@ -44,8 +44,10 @@ def test_the_example_of_a_docstring_runs(here: Path, of: object) -> None:
 
 
 def test_the_code_of_the_documentation_runs_in_order(here: Path) -> None:
-    blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs/library.md").read_text(), flags=re.DOTALL | re.M)
+    blocks = re.findall(
+        r"^```python\n(.*?)^```$", (ROOT / "docs/reference/library.md").read_text(), flags=re.DOTALL | re.M
+    )
     namespace: dict[str, object] = {}
     for block in blocks:
-        exec(compile(block, "docs/library.md", "exec"), namespace)
+        exec(compile(block, "docs/reference/library.md", "exec"), namespace)
     assert len(blocks) >= 3

@@ -14,11 +14,12 @@ from typer.testing import CliRunner
 import zeroelastic
 from zeroelastic import cli
 from zeroelastic.cli.app import app
+from zeroelastic.cli.documents.schemas import check
 from zeroelastic.errors import UsageError
 
-VERBS = ("convert", "diff", "export", "inspect", "latest", "plan", "prune", "reshard", "verify")
-RENAMED = {"source": "src", "lift": "lift_quarantine"}
-ONLY_THE_COMMAND = {"as_json", "show_all", "path", "plot", "yes", "distributed"}
+VERBS = ("convert", "diff", "export", "inspect", "latest", "ls", "plan", "prune", "reshard", "show", "verify")
+RENAMED = {"lift": "lift_quarantine"}
+ONLY_THE_COMMAND = {"as_json", "show_all", "path", "plot", "html", "force", "yes", "distributed", "quiet"}
 """How a result is shown, a question, and ``--distributed``, which the functions take as ``processes``."""
 
 ONLY_THE_FUNCTION = {"processes", "progress"}
@@ -34,7 +35,7 @@ def test_a_function_has_every_option_of_its_command(verb: str) -> None:
     assert options == set(function.parameters) - ONLY_THE_FUNCTION
     kinds = [parameter.kind for parameter in function.parameters.values()]
     positional = sum(kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for kind in kinds)
-    assert positional in (1, 2) and set(kinds[positional:]) == {inspect.Parameter.KEYWORD_ONLY}
+    assert positional in (1, 2) and set(kinds[positional:]) <= {inspect.Parameter.KEYWORD_ONLY}
     for name, parameter in command.parameters.items():
         other = function.parameters.get(RENAMED.get(name, name))
         if other is not None and (verb, name) != ("prune", "dry_run"):
@@ -51,6 +52,7 @@ def printed(*arguments: object) -> object:
     """The document that a command prints with --json, without times."""
     done = CliRunner().invoke(app, [*map(str, arguments), "--json"])
     assert done.exit_code in (0, 1), done.output
+    check(str(arguments[0]), done.stdout)
     return without_times(json.loads(done.stdout))
 
 
@@ -64,6 +66,7 @@ def run(samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 CASES = {
     "inspect": (("ckpt",), {"params": "norm", "all_ranks": True}, ["--params", "norm", "--all-ranks"]),
+    "show": (("ckpt", "*norm*"), {"kind": "exp_avg"}, ["--kind", "exp_avg"]),
     "verify": (("ckpt",), {"tag": "global_step2"}, ["--tag", "global_step2"]),
     "plan": (("ckpt",), {"world_size": 3, "bandwidth": "2GB"}, ["-n", 3, "--bandwidth", "2GB"]),
     "diff": (("ckpt/global_step2", "ckpt"), {"params": "*norm*"}, ["--params", "*norm*"]),
@@ -71,6 +74,7 @@ CASES = {
     "export": (("ckpt", "new"), {"dtype": "bf16", "optimizer": True}, ["--dtype", "bf16", "--optimizer"]),
     "convert": (("ckpt", "new"), {"to": "universal"}, ["--to", "universal"]),
     "latest": (("ckpt",), {"quick": True}, ["--quick"]),
+    "ls": (("ckpt",), {}, []),
     "prune": (("ckpt",), {"keep": 1}, ["--keep", 1, "--dry-run"]),
 }  # fmt: skip
 

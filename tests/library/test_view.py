@@ -167,7 +167,10 @@ def test_an_unknown_name_is_a_key_error_that_says_where(samples: Path) -> None:
         assert "no.such" not in ck and ck.get("no.such") is None
         with pytest.raises(KeyError) as caught:
             ck["no.such"]
-        assert str(caught.value) == f"{samples / 'elastic' / 'global_step4'}: has no tensor no.such."
+        assert str(caught.value) == (
+            f"{samples / 'elastic' / 'global_step4'}: has no tensor no.such. "
+            "List the names with `zeroelastic inspect --params`."
+        )
         with pytest.raises(zeroelastic.ZeroElasticError):
             ck.optimizer("no.such")
 

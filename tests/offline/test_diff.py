@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from commands import Done, run_command
+from commands import Done, no_result, run_command
+from documentation import documented_keys
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from places import ROOT
 from synthetic import GROUPS, Truth, edit, edit_optim, model_name, optim_name, write_checkpoint
 
 from zeroelastic.checkpoint.open import open_checkpoint
@@ -107,7 +107,16 @@ def test_one_representable_number_is_one_ulp_wherever_it_is(dtype: str) -> None:
     smallest = np.array([1, 0, 1 | sign], dtype=positive.dtype)
     other = np.array([1 | sign, sign, 1 | sign], dtype=positive.dtype)
     found = compare_elements(smallest.view(np.uint8), other.view(np.uint8), dtype, dtype)
-    assert (found.max_ulp, found.num_different) == (2, 2)  # across zero; and 0 is -0, but for a bit
+    assert (found.max_ulp, found.num_different, found.num_sign_changed) == (0, 2, 1)  # 0 is -0, but for a bit
+
+
+def test_numbers_on_two_sides_of_zero_are_counted_and_have_no_distance_in_ulp() -> None:
+    """All the small numbers lie between them: 1e-3 and -1e-3 would be two thousand million ulp apart."""
+    x = np.array([1e-3, 1.0, 0.0, 5.0], dtype="<f4")
+    y = np.array([-1e-3, np.nextafter(np.float32(1.0), np.float32(2.0)), -0.0, 5.0], dtype="<f4")
+    found = compare_elements(x.view(np.uint8), y.view(np.uint8), "float32", "float32")
+    assert (found.max_ulp, found.num_different, found.num_sign_changed) == (1, 3, 1)
+    assert found.max_abs == pytest.approx(2e-3)
 
 
 def test_the_distance_of_whole_numbers_does_not_overflow() -> None:
@@ -357,12 +366,17 @@ def cli(*arguments: object, **env: str) -> Done:
 def test_equal_state_of_other_ranks_and_format_exits_with_0(samples: Path) -> None:
     done = cli(samples / "a", samples / "b")
     assert done.returncode == 0 and done.stderr == ""
-    assert "Equal: " in done.stdout and "world size" in done.stdout and "no difference" in done.stdout
+    assert re.match(r"Weights: equal bit for bit \(\d+ parameters\)\n", done.stdout)
+    assert "Equal: " in done.stdout and "world size" in done.stdout and "which does not count" in done.stdout
 
 
 def test_other_state_exits_with_1_and_the_worst_come_first(samples: Path) -> None:
     done = cli(samples / "a" / "global_step2", samples / "b")
     assert done.returncode == 1 and "Different: " in done.stdout
+    first = done.stdout.partition("\n")[0]
+    assert re.fullmatch(
+        r"Weights: different in (\d+) of \1 parameters .*; the norm of the difference is \S+ of that of A", first
+    )
     lines = [line.split() for line in done.stdout.splitlines() if line.startswith("model.") and "weight" in line]
     assert 5 < len(lines) <= 15 and "--all shows them" in done.stdout
     relative = [float(line[6]) for line in lines]
@@ -383,12 +397,13 @@ def test_the_document_has_the_documented_keys(samples: Path, tmp_path: Path) -> 
     write_sample(tmp_path, world_size=2, layers=2)
     done = cli(samples / "a" / "global_step2", tmp_path, "--json")
     document = json.loads(done.stdout)
-    assert done.returncode == 1 and document["equal"] is False
-    section = (ROOT / "docs/cli.md").read_text().split("\n## diff\n")[1].split("\n## ")[0]
-    table = set(re.findall(r"^\| `([^`]+)` \| ", section, flags=re.MULTILINE))
+    assert done.returncode == 1 and document["ok"] is False
+    table = documented_keys("diff")
     assert keys({**document, "only_a": document["only_b"]}) == table
     assert document["only_b"] and not document["only_a"]
-    assert json.loads(cli(samples / "a", samples / "b", "--json").stdout)["equal"] is True
+    assert document["weights_equal"] is False
+    same = json.loads(cli(samples / "a", samples / "b", "--json").stdout)
+    assert same["ok"] is same["weights_equal"] is True
 
 
 def test_what_is_not_finite_is_null_in_the_document(tmp_path: Path) -> None:
@@ -408,4 +423,4 @@ def test_misuse_and_damage_have_their_exit_codes(samples: Path, tmp_path: Path) 
     write_sample(tmp_path, world_size=2, layers=1)
     (tmp_path / "global_step4" / optim_name(1)).write_bytes(b"")
     done = cli(samples / "a", tmp_path, "--json")
-    assert done.returncode == 3 and done.stdout == "" and optim_name(1) in done.stderr
+    assert done.returncode == 3 and no_result(done.stdout) and optim_name(1) in done.stderr

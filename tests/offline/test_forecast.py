@@ -340,7 +340,7 @@ def test_a_run_with_bf16_optimizer_has_the_order_of_its_groups() -> None:
 def test_the_verb_plans_for_another_stage() -> None:
     report = zeroelastic.plan(GOLDEN / "stage2_rank2", world_size=3, stage=3, bandwidth="1GB")
     document = report.to_json()
-    assert (document["saved_stage"], document["stage"], document["amplification"]) == (2, 3, 1.0)
+    assert (document["stage"], document["target_stage"], document["amplification"]) == (2, 3, 1.0)
     written = document["reshard"]
     assert isinstance(written, dict) and (written["files_read"], written["files_written"]) == (3, 6)
     assert zeroelastic.plan(GOLDEN / "stage2_rank2", world_size=3, bandwidth="1GB").forecast.stage == 2

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import resource
 import shutil
 import subprocess
@@ -16,6 +15,8 @@ from typing import Any
 
 import pytest
 import torch
+from commands import run_command
+from documentation import documented_keys
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from places import ROOT
@@ -54,7 +55,7 @@ def document(*arguments: object) -> tuple[dict[str, Any], int]:
 
 
 def keys(value: object, prefix: str = "") -> set[str]:
-    """The keys of a document, dotted, as docs/cli.md has them."""
+    """The keys of a document, dotted, as docs/reference/cli/inspect.md has them."""
     if prefix in ("groups[].options.", "loss_scaler.attributes.", "params[].dtypes."):
         return {prefix[:-1]}
     if isinstance(value, dict) and value:
@@ -133,20 +134,56 @@ def test_checkpoints_that_deepspeed_saved(name: str) -> None:
     assert found["record"]["state"] == ("present" if name.startswith("elastic") else "absent")
 
 
+@pytest.mark.parametrize(
+    ("name", "split"),
+    [
+        ("elastic3", "param"),
+        ("rigid2", "param"),
+        ("stage2_rank2", "group"),
+        ("stage2_round_robin_aligned_rank3", "group"),
+    ],
+)
+def test_it_says_where_each_parameter_lies(name: str, split: str) -> None:
+    """Each rank's elements, computed from the document alone, are those that a load takes from the rank's file."""
+    found, _ = document(GOLDEN / name)
+    sizes = found["layout"]["sub_group_numel"]
+    assert found["layout"]["split"] == split and len(sizes) == found["num_sub_groups"]
+    checkpoint = open_checkpoint(find_source(GOLDEN / name).tag_dir)
+    for rank in range(found["world_size"]):
+        layout = checkpoint.shard(rank).layout
+        want = zip(
+            layout.params, *(a.tolist() for a in (layout.owned(rank)[1], layout.buffer_offset(rank))), strict=True
+        )
+        places = {}
+        for param in found["params"]:
+            numel, offset = param["numel"], param["offset"]
+            if offset is None:
+                assert param["sub_group"] is None and param["kind"] != "trained"
+            elif split == "param":
+                part = -(-numel // found["world_size"])
+                places[param["name"]] = (max(min(numel - rank * part, part), 0), offset)
+            else:
+                first = rank * sizes[param["sub_group"]]
+                begin, end = max(offset, first), min(offset + numel, first + sizes[param["sub_group"]])
+                places[param["name"]] = (max(end - begin, 0), begin - first)
+        assert {name: place for name, place in places.items() if place[0]} == {
+            param.name: (length, begin) for param, length, begin in want if length
+        }
+
+
 def test_the_document_has_the_documented_keys(sample: Path) -> None:
     found, code = document(sample)
-    section = (ROOT / "docs/cli.md").read_text().split("\n### inspect --json\n")[1].split("\n## ")[0]
-    table = set(re.findall(r"^\| `([^`]+)` \| ", section, flags=re.MULTILINE))
+    table = documented_keys("inspect")
     scaler = {key for key in table if key.startswith("loss_scaler.")}
     mark = {key for key in table if key.startswith("quarantine.")}
     assert code == 0 and len(scaler) == 4 and found["quarantine"] is None
     assert mark == {f"quarantine.{field.name}" for field in fields(Quarantine)}
     assert keys(found) - {"loss_scaler"} == table - scaler - mark
     tied = next(param for param in found["params"] if param["kind"] == "tied")
-    assert (tied["name"], tied["tied_to"], tied["nbytes"]) == ("lm_head.weight", "model.embed_tokens.weight", 0)
+    assert (tied["name"], tied["tied_to"], tied["bytes"]) == ("lm_head.weight", "model.embed_tokens.weight", 0)
     assert found["totals"]["trained_params"] == 18 and found["totals"]["tied_params"] == 1
     assert found["client_state"] == ["epoch", "best_loss"] and found["scheduler"] is True
-    assert found["totals"]["disk_nbytes"] == sum(f.stat().st_size for f in (sample / "global_step4").iterdir())
+    assert found["totals"]["disk_bytes"] == sum(f.stat().st_size for f in (sample / "global_step4").iterdir())
     assert found["sub_group_size"] == 4000 and found["train_batch_size"] == 24 and found["samples"] == 96
 
 
@@ -165,6 +202,23 @@ def test_for_people_it_says_the_same(sample: Path) -> None:
     ):
         assert text in done.stdout
     assert "roblem" not in done.stdout and "\x1b" not in done.stdout
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_lines_fit_the_terminal_and_end_between_words(width: int) -> None:
+    wide = run_command("inspect", GOLDEN / "stage2_rank2", env={"COLUMNS": "1000"}).stdout
+    shown = run_command("inspect", GOLDEN / "stage2_rank2", env={"COLUMNS": str(width)}).stdout
+    lines = shown.partition("\n")[2].splitlines()  # the first is the path
+    assert max(map(len, lines)) <= width and shown.split() == wide.split()
+    assert "betas (0.9, 0.95), eps 1e-08, decoupled_weight_decay True" in wide
+    assert "None" not in wide and "False" not in wide and shown.count("betas (0.9, 0.95)") == 2
+
+
+def test_one_of_a_kind_is_singular_and_a_suggested_pattern_is_quoted(tmp_path: Path) -> None:
+    params = [Param(f"p{i}", (1,)) for i in range(30)]
+    write_checkpoint(tmp_path / "tag", world_size=1, groups=[params], sub_group_size=1000)
+    shown = inspect(tmp_path / "tag").stdout
+    assert "1 rank," in shown and "1 sub-group a rank" in shown and "; --params '*' lists them all" in shown
 
 
 def test_a_loss_scaler_and_numbers_that_json_does_not_have(tmp_path: Path) -> None:
@@ -366,7 +420,7 @@ def test_without_any_header_the_record_still_tells_the_parameters(tmp_path: Path
         path.write_bytes(b"")
     found, code = document(tmp_path / "tag")
     assert code == 3 and found["save_id"] == SAVE_ID and found["headers_read"] == 0
-    assert {param["name"]: param["nbytes"] for param in found["params"]} == {
+    assert {param["name"]: param["bytes"] for param in found["params"]} == {
         name: sum(len(data) for _, data in tensors.values()) for name, tensors in truth.items()
     }
 

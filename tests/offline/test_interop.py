@@ -34,9 +34,7 @@ def saves(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict
     return made
 
 
-@pytest.mark.support(
-    "Using it", "training with zeroelastic installed", "exact", "the same losses and states as without"
-)
+@pytest.mark.support("Using it", "training after `install()`", "exact", "the same losses and states as without")
 @pytest.mark.core
 def test_installing_does_not_change_training(saves: dict[str, tuple[Path, Outcome]]) -> None:
     states = [outcome.state for _, outcome in saves.values()]

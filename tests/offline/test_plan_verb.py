@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from commands import no_result, run_command
+from documentation import documented_keys
 from places import ROOT
 from rich.text import Text
 from synthetic import write_checkpoint
@@ -22,7 +24,7 @@ from synthetic import write_checkpoint
 from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.cli.plan import _show
 from zeroelastic.cli.plots.heat_map import heat_map
-from zeroelastic.cli.plots.plan_plot import draw_plan
+from zeroelastic.cli.plots.plan_plot import draw_plan, plan_figure
 from zeroelastic.cli.plots.plot_file import check_plot
 from zeroelastic.errors import UsageError
 from zeroelastic.library import bandwidth
@@ -77,8 +79,7 @@ def keys(value: object, prefix: str = "") -> set[str]:
 
 
 def test_the_document_has_the_documented_keys(sample: Path) -> None:
-    section = (ROOT / "docs/cli.md").read_text().split("\n## plan\n")[1].split("\n## ")[0]
-    table = set(re.findall(r"^\| `([^`]+)` \| ", section, flags=re.MULTILINE))
+    table = documented_keys("plan")
     found = document(str(sample), "--world-size", "3", *FAST)
     assert keys(found) == table
 
@@ -88,7 +89,7 @@ def test_every_number_is_in_the_document(sample: Path) -> None:
     found = document(
         str(sample), "-n", "3", "--tag", "global_step2", "--bandwidth", "2GB", "--write-bandwidth", "1GB/s"
     )
-    assert (found["tag"], found["global_steps"], found["saved_world_size"]) == ("global_step2", 2, 4)
+    assert (found["tag"], found["step"], found["world_size"]) == ("global_step2", 2, 4)
     assert [rank["bytes_read"] for rank in found["ranks"]] == forecast.bytes_read.tolist()
     for rank in found["ranks"]:
         parts = [source["optimizer_bytes"] + source["frozen_bytes"] for source in rank["sources"]]
@@ -170,14 +171,15 @@ def test_no_payload_is_read(tmp_path: Path) -> None:
         (["-n", "3", "--bandwidth", "fast"], 2, "'fast' is not a size such as"),
         (["-n", "3", "--bandwidth", "0"], 2, "more than 0"),
         (["-n", "3", "--write-bandwidth", "1GB"], 2, "--bandwidth"),
+        (["-n", "3", "--bandwidth", "1GB", "--measure"], 2, "give one or the other"),
         (["-n", "3", "--tag", "step9"], 2, "has no tag step9"),
-        (["-n", "3", "--plot", "plan.pdf"], 2, ".png or .svg"),
+        (["-n", "3", "--plot", "plan.gif"], 2, ".png, .svg or .pdf"),
         (["-n", "3", "--plot", "nowhere/plan.png"], 2, "there is no directory"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(sample: Path, arguments: list[str], code: int, said: str) -> None:
     done = run(str(sample), *arguments, "--json", COLUMNS="300", TERM="dumb")
-    assert (done.returncode, done.stdout) == (code, "") and said in done.stderr
+    assert done.returncode == code and no_result(done.stdout) and said in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -236,7 +238,7 @@ def test_shades_grow_with_the_bytes() -> None:
 
 
 @pytest.mark.starts_processes
-@pytest.mark.parametrize(("suffix", "magic"), [(".png", b"\x89PNG\r\n"), (".SVG", b"<?xml")])
+@pytest.mark.parametrize(("suffix", "magic"), [(".png", b"\x89PNG\r\n"), (".SVG", b"<?xml"), (".pdf", b"%PDF")])
 @pytest.mark.parametrize("world_size", [1, 3, 700])
 def test_the_plot_is_a_new_file_and_the_same_each_time(
     sample: Path, tmp_path: Path, suffix: str, magic: bytes, world_size: int
@@ -255,8 +257,27 @@ def test_the_plot_is_a_new_file_and_the_same_each_time(
         with pytest.raises(UsageError, match="nothing is overwritten"):
             draw_plan(path, forecast)
     assert made[0].startswith(magic) and made[0] == made[1]
+    path.write_bytes(b"older")
+    check_plot(path, "a plan", force=True)
+    draw_plan(path, forecast, force=True)
+    assert path.read_bytes() == made[0] and len(list(tmp_path.iterdir())) == 2
     if suffix == ".SVG":
         assert "</svg>" in made[0].decode()
+
+
+@pytest.mark.parametrize("world_size", [3, 65])
+def test_colours_and_heights_are_proportional_to_bytes(sample: Path, world_size: int) -> None:
+    """Nearly equal cells look equal; few ranks are bars; sizes have a unit in which the largest is at least 1."""
+    pytest.importorskip("matplotlib")
+    figure = plan_figure(make_forecast(read_head(open_checkpoint(sample / "global_step4")), world_size))
+    cells, bars, scale = figure.axes
+    (image,) = cells.images
+    most = float(np.nanmax(image.get_array()))
+    assert (image.norm.vmin, image.norm.vmax) == (0, most) and 1 <= most < 1024
+    assert abs(image.norm(0.999 * most) - image.norm(most)) < 0.002
+    assert bars.get_ylim()[0] == 0 and (len(bars.patches), len(bars.lines)) == ((3, 0) if world_size == 3 else (0, 1))
+    assert scale.get_ylabel().startswith("KiB") and bars.get_ylabel() == "KiB read"
+    assert ("58.4 KiB" in {text.get_text() for text in cells.texts}) == (world_size == 3)
 
 
 def test_the_command_draws_and_says_where(sample: Path, tmp_path: Path) -> None:
@@ -373,8 +394,16 @@ def test_without_any_speed_there_are_no_seconds(sample: Path, capsys: pytest.Cap
     )
 
 
-def test_the_measured_speed_is_the_default(sample: Path) -> None:
-    found = document(str(sample), "-n", "2")
+def test_nothing_is_measured_unless_asked(sample: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zeroelastic.library.plan.measure_bandwidth", None)
+    found = json.loads(run_command("plan", sample, "-n", 3, "--json").stdout)
+    assert found["bandwidth"]["origin"] == "none" and found["load"]["seconds"] is None
+    shown = run_command("plan", sample, "-n", 3).stdout
+    assert "give --bandwidth, such as 2GB, or --measure" in shown and "second" not in shown
+
+
+def test_measure_computes_seconds_from_the_disk(sample: Path) -> None:
+    found = document(str(sample), "-n", "2", "--measure")
     assert found["bandwidth"]["origin"] == "measured" and found["bandwidth"]["bytes_measured"] > 0
     assert found["load"]["seconds"] == found["load"]["bytes_read"] / found["bandwidth"]["read"]
     assert sorted(path.name for path in sample.iterdir()) == ["global_step2", "global_step4", "latest"]

@@ -477,7 +477,7 @@ def test_json_and_dry_run(tmp_path: Path) -> None:
     planned = json.loads(done.stdout)
     assert planned["files"] == 6 and not (tmp_path / "b").exists() and os.listdir(tmp_path) == ["a"]
     report = json.loads(cli("reshard", tmp_path / "a", tmp_path / "b", "-n", 3, "--json").stdout)
-    assert report["bytes_moved"] == planned["nbytes"] and report["root"] == report["source_root"]
+    assert report["bytes_moved"] == planned["state_bytes"] and report["content_root"] == report["recorded_root"]
     assert "nothing is overwritten" in cli("reshard", tmp_path / "a", tmp_path / "b", "-n", 3, "--dry-run").stderr
 
 
@@ -535,7 +535,7 @@ def test_torchrun_splits_the_target_ranks_over_processes(tmp_path: Path) -> None
     done = torchrun("reshard", tmp_path / "a", tmp_path / "b", "-n", 5, "--json")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
-    assert report["root"] == report["source_root"] and report["world_size"] == 5
+    assert report["content_root"] == report["recorded_root"] and report["target_world_size"] == 5
     assert gather(open_checkpoint(tmp_path / "b" / "global_step4")) == gather(
         open_checkpoint(tmp_path / "a" / "global_step4")
     )

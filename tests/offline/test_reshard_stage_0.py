@@ -282,11 +282,12 @@ def test_the_command_says_what_can_load_it(tmp_path: Path) -> None:
     (source / "zero_to_fp32.py").write_text("of no use without ZeRO")
     dry = run_command("reshard", source, tmp_path / "b", "-n", 3, "--stage", 0, "--dry-run")
     assert dry.returncode == 0 and "(stage 0), 2 -> 3 ranks" in dry.stdout
-    assert "in 1 files, 2 optimizer groups" in dry.stdout and not (tmp_path / "b").exists()
+    assert "in 1 file, 2 optimizer groups" in dry.stdout and not (tmp_path / "b").exists()
     done = run_command("reshard", source, tmp_path / "b", "-n", 3, "--stage", 0, "--verify", "--json")
     report = json.loads(done.stdout)
-    assert done.returncode == 0 and (report["stage"], report["format"], report["world_size"]) == (0, "rigid", 3)
-    assert report["verified"] and report["root"] == report["source_root"]
+    assert done.returncode == 0 and report["format"] == "rigid"
+    assert (report["target_stage"], report["target_world_size"]) == (0, 3)
+    assert report["verified"] and report["content_root"] == report["recorded_root"]
     assert sorted(os.listdir(tmp_path / "b")) == ["global_step2", "latest"]
     said = " ".join(report["notes"])
     assert "that of FP16_UnfusedOptimizer, in which DeepSpeed wraps" in said
@@ -325,7 +326,7 @@ def reshard_together(source: str, target: str) -> dict[str, object]:
 
 def test_of_several_processes_one_writes_the_file(rank_pool: RankPool, tmp_path: Path) -> None:
     first, second = rank_pool.run(reshard_together, 2, str(GOLDEN / "elastic3"), str(tmp_path / "b"), timeout=100)
-    assert first == second and first["root"] == first["source_root"]
+    assert first == second and first["content_root"] == first["recorded_root"]
     assert read(tmp_path / "b")["dp_world_size"] == 2
 
 

@@ -338,8 +338,8 @@ def test_the_command_says_the_stage(tmp_path: Path) -> None:
     )
     done = run_command("reshard", source, tmp_path / "b", "-n", 3, "--stage", 2, "--verify", "--json")
     report = json.loads(done.stdout)
-    assert done.returncode == 0 and (report["stage"], report["format"]) == (2, "rigid") and report["verified"]
-    assert report["root"] == report["source_root"]
+    assert done.returncode == 0 and (report["target_stage"], report["format"]) == (2, "rigid") and report["verified"]
+    assert report["content_root"] == report["recorded_root"]
     names = sorted(path.name for path in (tmp_path / "b" / "global_step2").iterdir())
     assert names == [*map(optim_name, range(3)), MODEL, "zeroelastic.json"]
     wrong = run_command("reshard", source, tmp_path / "c", "-n", 3, "--stage", 1, "--format", "elastic")

@@ -13,7 +13,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from commands import run_command as verb
-from exports import add_to_model, buffers, documented_keys, keys_of, same
+from documentation import documented_keys
+from exports import add_to_model, buffers, keys_of, same
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from places import ROOT

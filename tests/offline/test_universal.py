@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 from commands import run_command as verb
-from exports import documented_keys, keys_of
+from documentation import documented_keys
+from exports import keys_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from places import ROOT
@@ -381,7 +382,7 @@ def test_the_verb_says_what_it_wrote(sample: Path) -> None:
     assert done.returncode == 0 and done.stderr == "", done.stderr
     document = json.loads(done.stdout)
     assert keys_of(document) == documented_keys("convert")
-    assert document["from"] == "native" and document["to"] == "universal" and document["saved_world_size"] == 4
+    assert document["from"] == "native" and document["to"] == "universal" and document["world_size"] == 4
     assert document["tensors"] == len(tensors_of(sample / "said")) == 54 and document["digests_compared"] == 55
     before = json.loads(dry.stdout)
     for key in ("dry_run", "digests_compared", "seconds"):
@@ -402,7 +403,7 @@ def test_the_verb_goes_back(sample: Path) -> None:
     assert keys_of(document) == documented_keys("convert")
     record = read_record(sample / "ckpt" / "global_step4")
     assert record is not None and document["content_root"] == record.content_root
-    assert (document["from"], document["to"], document["saved_world_size"], document["world_size"]) == (
+    assert (document["from"], document["to"], document["world_size"], document["target_world_size"]) == (
         "universal",
         "elastic",
         4,

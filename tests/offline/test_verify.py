@@ -17,7 +17,8 @@ import numpy as np
 import places
 import pytest
 import torch
-from commands import Done, run_command
+from commands import Done, no_result, run_command
+from documentation import documented_keys
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from places import ROOT
@@ -167,7 +168,25 @@ def test_ranks_may_be_scanned_apart_and_in_any_order(samples: Path) -> None:
     headers = check_headers(path)
     assert full_report(headers, combine(scans, headers)) == verify_checkpoint(path)
     two = full_report(headers, combine(scans[:2], headers))
-    assert two.content_root is None and "not all of their parts could be read" in " ".join(two.unchecked)
+    assert two.content_root is None and "parts are missing or unreadable" in " ".join(two.unchecked)
+
+
+def test_a_missing_file_does_not_read_as_damage_of_the_others(tag_dir: Path) -> None:
+    """Every tensor that is there in full equals the recorded one; the others are named as not checked."""
+    total = verify_checkpoint(tag_dir).num_tensors
+    optim(tag_dir, 1).unlink()
+    done = run_command("verify", tag_dir)
+    found = re.search(r"digests of (\d+) of (\d+) tensors? that could be read in full equal", done.stdout)
+    left = re.search(r"not checked, because parts are missing or unreadable: the digests of (\d+) tensors", done.stdout)
+    assert done.returncode == 3 and found is not None and left is not None
+    assert found[1] == found[2] and int(found[2]) + int(left[1]) == total
+
+
+def test_what_was_not_checked_is_said_in_the_same_words(tag_dir: Path) -> None:
+    quick = run_command("verify", tag_dir, "--quick").stdout
+    assert "note  not checked, because of --quick: headers and payload\n" in quick
+    (tag_dir.parent / "latest").write_text("nowhere")
+    assert "note  not checked: anything else\n" in run_command("verify", tag_dir.parent).stdout
 
 
 def test_files_left_by_more_ranks_are_no_fault_and_are_named(samples: Path, tmp_path: Path) -> None:
@@ -616,22 +635,20 @@ def cli(*arguments: object, **env: str) -> Done:
     return run_command("verify", *arguments, env=env)
 
 
-def documented(verb: str) -> set[str]:
-    section = (ROOT / "docs/cli.md").read_text().split(f"\n## {verb}\n")[1].split("\n## ")[0]
-    return set(re.findall(r"^\| `([^`]+)` \| ", section, flags=re.MULTILINE))
-
-
 def test_the_verb_shows_a_valid_checkpoint_and_documents_its_keys(samples: Path) -> None:
     done = cli(samples / "elastic")
     assert done.returncode == 0 and done.stderr == "" and done.stdout.endswith("Valid.\n")
     assert "digests of" in done.stdout and "the saved one" in done.stdout
     done = cli(samples / "elastic", "--json", "--tag", "global_step2")
     document = json.loads(done.stdout)
-    assert done.returncode == 0 and document["valid"] and document["checkpoint"].endswith("global_step2")
-    keys = {key for key in document if key != "problems"}
-    assert keys | {"problems"} | {f"problems[].{name}" for name in Problem._fields} == documented("verify") | {
-        "problems"
-    }
+    assert done.returncode == 0 and document["ok"] and document["path"].endswith("global_step2")
+    keys = {key for key in document if key not in ("problems", "files")}
+    keys |= {f"problems[].{name}".replace("nbytes", "bytes") for name in Problem._fields}
+    keys |= {f"files[].{key}" for file in document["files"] for key in file}
+    assert keys == documented_keys("verify")
+    sizes = {path.name: path.stat().st_size for path in (samples / "elastic/global_step2").glob("*_states.pt")}
+    assert {file["name"]: file["bytes"] for file in document["files"]} == sizes
+    assert [file["rank"] for file in document["files"]] == sorted(file["rank"] for file in document["files"])
     assert document["content_root"] == document["recorded_root"]
 
 
@@ -647,8 +664,8 @@ def test_the_verb_names_the_damage_and_exits_with_3(samples: Path, tmp_path: Pat
         assert said in done.stdout
     done = cli(tag_dir, "--json")
     document = json.loads(done.stdout)
-    assert done.returncode == 3 and not document["valid"]
-    assert [document["problems"][0][k] for k in ("file", "param", "key", "offset", "nbytes")] == [
+    assert done.returncode == 3 and not document["ok"]
+    assert [document["problems"][0][k] for k in ("file", "param", "key", "offset", "bytes")] == [
         optim_name(1), tensor.param.name, tensor.key, int(rows.offset[3]), int(rows.nbytes[3]),
     ]  # fmt: skip
     assert cli(tag_dir, "--quick").returncode == 0
@@ -677,7 +694,7 @@ def only_problem(done: subprocess.CompletedProcess[str]) -> dict[str, object]:
 def test_what_is_no_checkpoint_is_misuse(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "nothing"):
         done = cli(path, "--json")
-        assert done.returncode == 2 and done.stdout == "" and str(path) in done.stderr
+        assert done.returncode == 2 and no_result(done.stdout) and str(path) in done.stderr
 
 
 def test_verification_needs_no_torch(samples: Path) -> None:

@@ -42,8 +42,17 @@ def rows(document: dict[str, Any]) -> Rows:
 
 
 def test_every_system_loads_what_was_saved(document: dict[str, Any], rows: Rows) -> None:
-    systems = {"ceiling", "tensors", "elastic-quick", "elastic", "rigid-quick", "rigid", "mmap-own", "mmap"}
-    systems |= {"every-file", "dcp", "universal-convert", "universal-load", "universal"}
+    systems = {"ceiling", "tensors", "elastic-quick", "elastic-read", "elastic", "rigid-quick", "rigid-read", "rigid"}
+    systems |= {
+        "mmap-own",
+        "mmap",
+        "every-file",
+        "dcp",
+        "dcp-safetensors",
+        "universal-convert",
+        "universal-load",
+        "universal",
+    }
     systems |= {"stock", "same-quick", "same", "same-rigid"}
     assert set(rows) == {(system, cache) for system in systems for cache in ("warm", "cold")}
     assert [sample for sample in document["samples"] if sample["wrong"]] == []

@@ -16,12 +16,14 @@ from zeroelastic.cli.app import VERBS
 
 RUNS = {
     "inspect": ["ckpt"],
+    "show": ["ckpt", "*"],
     "verify": ["ckpt"],
     "plan": ["ckpt", "--world-size", "3", "--bandwidth", "1GiB/s"],
     "reshard": ["ckpt", "out", "-n", "3"],
     "diff": ["ckpt", "ckpt"],
     "export": ["ckpt", "out"],
     "convert": ["ckpt", "out", "--to", "universal"],
+    "ls": ["ckpt"],
     "latest": ["ckpt"],
     "prune": ["ckpt", "--keep", "1"],
     "prove": ["--help"],
@@ -32,7 +34,7 @@ RUNS = {
 
 
 def test_every_verb_is_run() -> None:
-    assert list(VERBS) == list(RUNS)
+    assert set(VERBS) == set(RUNS)
 
 
 @pytest.mark.parametrize("verb", RUNS)
@@ -44,7 +46,11 @@ def test_a_verb_is_a_program(tmp_path: Path, verb: str) -> None:
     assert done.returncode == 0 and done.stdout, done.stderr
     shutil.rmtree(tmp_path / "out", ignore_errors=True)
     within = run_command(verb, *RUNS[verb], cwd=tmp_path)
-    assert within.returncode == 0 and len(within.stdout.splitlines()) == len(done.stdout.splitlines())
+    assert within.returncode == 0
+    if "--help" in RUNS[verb]:  # click's runner for tests wraps at another width
+        assert within.stdout.split() == done.stdout.split()
+    else:
+        assert len(within.stdout.splitlines()) == len(done.stdout.splitlines())
 
 
 def test_a_misspelt_verb_is_misuse(tmp_path: Path) -> None:

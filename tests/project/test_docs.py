@@ -9,23 +9,30 @@ from pathlib import Path
 
 import pytest
 from commands import run_command
-from documentation import blocks, run
+from documentation import anchors, blocks, links, pages, run
 from places import ROOT
 from warm_python import executable
 
-DOCUMENTS = (
-    "README.md",
-    "docs/quickstart.md",
-    "docs/format.md",
-    "docs/cli.md",
-    "docs/elastic.md",
-    "docs/huggingface.md",
-    "docs/zero2.md",
-)
+RUN_BY_OTHER_TESTS = {
+    "docs/guides/accelerate.md": "integrations/test_accelerate.py",
+    "docs/guides/lightning.md": "integrations/test_lightning.py",
+    "docs/reference/library.md": "library/test_examples.py",
+}
+"""Pages whose code needs more than this test gives it -> the test that runs it."""
+
+DOCUMENTS = [
+    document
+    for document in ("README.md", *pages())
+    if document not in RUN_BY_OTHER_TESTS and any(block.language in ("bash", "python") for block in blocks(document))
+]
 
 # Of the others, processes are forked from one that has imported torch and deepspeed, and these.
-RUN_BY_PYTHON_ITSELF = "docs/quickstart.md"
-PRELOADED = {"docs/huggingface.md": ("transformers.trainer", "transformers.models.llama.modeling_llama")}
+RUN_BY_PYTHON_ITSELF = "docs/start/quickstart.md"
+PRELOADED = {"docs/guides/huggingface.md": ("transformers.trainer", "transformers.models.llama.modeling_llama")}
+
+VERBS = "docs/reference/cli/"
+SAMPLE = f"{VERBS}index.md"
+"""The page that makes the checkpoints with which the pages of the verbs work."""
 
 # Commands that are not run from here: they install or build what this test runs in, or run this test.
 SET_UP = ("make ", "pip install ")
@@ -38,60 +45,81 @@ SET_UP = ("make ", "pip install ")
 def test_code_blocks_run(document: str, tmp_path: Path) -> None:
     """Python blocks that begin with a file name are written there, others are run; bash blocks are run line by line,
     ``zeroelastic`` in this process."""
+    if document.startswith(VERBS) and document != SAMPLE:
+        run_blocks(SAMPLE, tmp_path)
+    assert run_blocks(document, tmp_path) > 0
+
+
+def run_blocks(document: str, directory: Path) -> int:
+    """Run the code of a page in a directory; returns the number of programs that ran."""
     python = sys.executable if document == RUN_BY_PYTHON_ITSELF else executable(*PRELOADED.get(document, ()))
     ran = 0
     for block in blocks(document):
         if block.language == "python":
             name = re.match(r"# (\S+\.py)\n", block.text)
             if name:
-                (tmp_path / name[1]).write_text(block.text)
+                (directory / name[1]).write_text(block.text)
                 continue
-            run(["-c", block.text], tmp_path, python=python)
+            run(["-c", block.text], directory, python=python)
             ran += 1
         elif block.language == "bash":
             for line in filter(None, block.text.splitlines()):
-                if line.startswith(SET_UP):
-                    continue
-                program, *arguments = line.split()
-                if program == "python":
-                    run(arguments, tmp_path, python=python)
+                if not line.startswith(SET_UP):
+                    run_line(line, directory, python)
                     ran += 1
-                    continue
-                if program == "zeroelastic":
-                    done = run_command(*arguments, cwd=tmp_path, env={"PYTHON_EXEC": python})
-                    assert done.returncode == 0, f"{line}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
-                    ran += 1
-                    continue
-                modules = {"torchrun": "torch.distributed.run", "pytest": "pytest"}
-                options = ["--standalone"] if program == "torchrun" else []
-                options += ["-p", "no:cacheprovider"] if program == "pytest" else []
-                run(["-m", modules[program], *options, *arguments], tmp_path, python=python)
-                ran += 1
         elif block.language == "json":
             json.loads(block.text)
         else:
             assert block.language == "text", block.language
-    assert ran > 0
+    return ran
 
 
-def test_links_in_the_documentation_exist() -> None:
-    frameworks = ("docs/accelerate.md", "docs/lightning.md", "docs/library.md")
-    for document in (
-        *DOCUMENTS,
-        *frameworks,
-        "docs/architecture.md",
-        "CONTRIBUTING.md",
-        "CHANGELOG.md",
-        "docs/reliability.md",
-        "examples/README.md",
-        "benchmarks/README.md",
-    ):
-        for link in re.findall(r"\]\(([^)#:]+)\)", (ROOT / document).read_text()):
-            assert ((ROOT / document).parent / link).exists(), f"{document}: {link}"
+def run_line(line: str, directory: Path, python: str) -> None:
+    """Run one command, which has to succeed."""
+    program, *arguments = line.split()
+    if program == "python":
+        run(arguments, directory, python=python)
+    elif program == "zeroelastic":
+        done = run_command(*arguments, cwd=directory, env={"PYTHON_EXEC": python})
+        assert done.returncode == 0, f"{line}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    else:
+        modules = {"torchrun": "torch.distributed.run", "pytest": "pytest"}
+        options = ["--standalone"] if program == "torchrun" else []
+        options += ["-p", "no:cacheprovider"] if program == "pytest" else []
+        run(["-m", modules[program], *options, *arguments], directory, python=python)
 
 
-def test_the_table_of_options_in_the_quickstart_is_the_generated_one() -> None:
-    """After a change: put the output of ``options_table()`` into docs/quickstart.md."""
+def test_pages_that_other_tests_run_are_named_there() -> None:
+    for document, test in RUN_BY_OTHER_TESTS.items():
+        assert document in (ROOT / "tests" / test).read_text()
+
+
+ALL = (
+    *("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "examples/README.md", "benchmarks/README.md"),
+    *pages(),
+)
+
+
+@pytest.mark.parametrize("document", ALL)
+def test_links_lead_to_files_and_headings_that_exist(document: str) -> None:
+    for link in links(document):
+        path, _, anchor = link.partition("#")
+        target = (ROOT / document).parent / path if path else ROOT / document
+        assert target.exists(), f"{document}: {link}"
+        if anchor:
+            assert anchor in anchors(target), f"{document}: {link} is none of {sorted(anchors(target))}"
+
+
+GROW_WITH_THE_TESTS = ("docs/support.md", "docs/support-tests.md")
+
+
+@pytest.mark.parametrize("document", [page for page in pages() if page not in GROW_WITH_THE_TESTS])
+def test_a_page_is_of_a_length_that_is_read(document: str) -> None:
+    assert len((ROOT / document).read_text().splitlines()) <= 300
+
+
+def test_the_table_of_options_is_the_generated_one() -> None:
+    """After a change: put the output of ``options_table()`` into docs/reference/options.md."""
     from zeroelastic.deepspeed.options import options_table
 
-    assert options_table() in (ROOT / "docs/quickstart.md").read_text()
+    assert options_table() in (ROOT / "docs/reference/options.md").read_text()

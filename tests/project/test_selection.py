@@ -54,8 +54,9 @@ ROWS_OF_TEST_ALL = {
     "`accelerate launch -m zeroelastic.run train.py`, `torchrun ... -m zeroelastic.run`",
     "torchrun job of a fixed size",
     "Fabric `fabric.save`, `fabric.load`",
+    "TRL, unchanged, by `ZEROELASTIC=1`",
 }
-"""What `make test` leaves out of docs/support.md: jobs of several programs, and other DeepSpeed versions."""
+"""What `make test` leaves out of docs/support.md: jobs of several programs, packages of others, other DeepSpeeds."""
 
 QUICK = {"test_ranks[1]", "test_ranks[3]", "test_chosen_by_hand[1]", "test_chosen_by_hand[3]", "test_core[1]",
          "test_pure[1]", "test_pure[2]"}  # fmt: skip

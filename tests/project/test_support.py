@@ -9,7 +9,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support_table import COLLECTED, PAGE, ROOT, Shown, SupportTableError, Versions, make_rows, read_marks, render
+from support_table import (
+    COLLECTED,
+    PAGE,
+    ROOT,
+    Shown,
+    SupportTableError,
+    Versions,
+    make_rows,
+    page_of_tests,
+    read_marks,
+    render,
+    render_tests,
+)
 
 pytest_plugins = ["pytester"]
 
@@ -25,14 +37,16 @@ def test_the_page_is_what_the_tests_generate(request: pytest.FixtureRequest, tmp
     if whole and not any("::" in argument for argument in request.config.args):
         from support_table import read_versions
 
-        text = render(make_rows(read_marks(items)), read_versions())
+        rows = make_rows(read_marks(items))
+        made = (render(rows, read_versions()), render_tests(rows))
     else:
         target = tmp_path / "support.md"
         command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "--support-table", str(target), str(TESTS)]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-        text = target.read_text()
-    assert PAGE.read_text() == text, "docs/support.md is not what the tests say: run `make support`"
+        made = (target.read_text(), page_of_tests(target).read_text())
+    written = (PAGE.read_text(), page_of_tests(PAGE).read_text())
+    assert written == made, "docs/support.md and support-tests.md are not what the tests say: run `make support`"
 
 
 def test_a_row_is_shown_by_all_tests_that_carry_it() -> None:
@@ -84,12 +98,13 @@ def test_the_page_has_a_table_per_section_and_the_versions() -> None:
     )
     text = render(rows, VERSIONS)
     assert "Python >= 3.10, torch >= 2.6, DeepSpeed >= 0.18, Linux" in text
-    assert "run on DeepSpeed 0.19.8, the core of them on 0.18.9 and 0.19.5 too" in text
+    assert "All tests\nrun on DeepSpeed 0.19.8, the core of them on 0.18.9 and 0.19.5 too" in text
     table = text[text.index("## Precision") :].splitlines()
     assert table[4:6] == [
-        "| `bf16` | exact |  | `test_a.py::test_one` |",
-        "| fp8 | refused | n | `test_a.py::test_one` |",
+        "| `bf16` | exact |  |",
+        "| fp8 | refused | n |",
     ]
+    assert "\n| fp8 | `test_a.py::test_one` |\n" in render_tests(rows)
     assert text.count("## ") == 2 and "## Optimizers" not in text
 
 
@@ -136,8 +151,10 @@ def test_collecting_writes_the_page(pytester: pytest.Pytester) -> None:
     )
     assert result.ret == 0
     text = (pytester.path / "page.md").read_text()
-    assert f"| bf16 | exact | note | `{path.name}::test_left_out_by_a_name` |" in text
-    assert f"| fp8 | refused |  | `{path.name}::test_cases[one]` |" in text and "| tied | exact |" in text
+    assert "| bf16 | exact | note |" in text and "| fp8 | refused |  |" in text and "| tied | exact |" in text
+    text = (pytester.path / "page-tests.md").read_text()
+    assert f"| bf16 | `{path.name}::test_left_out_by_a_name` |" in text
+    assert f"| fp8 | `{path.name}::test_cases[one]` |" in text
 
 
 def test_marks_that_are_wrong_or_a_file_that_cannot_be_imported_write_no_page(pytester: pytest.Pytester) -> None:

@@ -19,11 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from documentation import documented_keys
 from places import ROOT
 from training import LOSS_RTOL, Job, build_engine, flat_buffers, train_and_save, train_step
 from typer.testing import CliRunner
 
 from zeroelastic.cli.app import app
+from zeroelastic.cli.documents.schemas import check
 from zeroelastic.errors import RemoteRankError, UsageError
 from zeroelastic.proving import launcher
 from zeroelastic.proving.checks import (
@@ -137,8 +139,11 @@ def proof(checkpoint: str, by_pool: Any, tmp_path_factory: pytest.TempPathFactor
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launcher, "launch", by_pool(""))
         arguments = ["prove", checkpoint, "-n", str(OTHER_SIZE), "--steps", str(STEPS), "--out", str(out), "--json"]
+        arguments += ["--html", str(out.parent / "proof.html")]
         done = CliRunner().invoke(app, [*arguments, "--signed-off-by", "A. Sceptic", "--", __file__, "--its", "own"])
     assert done.exit_code == 0, done.output
+    check("prove", done.stdout)
+    (out.parent / "stderr.txt").write_text(done.stderr)
     return out, json.loads(done.stdout)
 
 
@@ -161,12 +166,19 @@ def test_a_good_resume_is_proved(proof: tuple[Path, dict[str, Any]], source: Sou
     assert names >= {"state after the load", "state at the first step", "losses", "round trip, state"}
     assert all(len(report["losses"][role]) == STEPS for role in (CONTROL, REPEAT, OTHER))
     assert report["losses"][CONTROL] == report["losses"][REPEAT], "on a CPU the same size repeats itself"
-    assert report["source"]["global_steps"] == 3 and report["signed_off_by"] == "A. Sceptic"
+    assert report["source"]["step"] == 3 and report["signed_off_by"] == "A. Sceptic"
     assert report["script"] == [__file__, "--its", "own"]
     assert json.loads((out / "report.json").read_text()) == report
     assert not (out / "checkpoint").exists(), "the save at the other size is kept only when asked for"
     assert os.listdir(checkpoint) and sorted(os.listdir(checkpoint))[0] == "global_step3", "a save was not skipped"
     assert report["runs"][0]["saves_skipped"] == STEPS - 1  # the script is stopped inside the last step
+
+
+def test_every_step_is_said_as_it_begins(proof: tuple[Path, dict[str, Any]], checkpoint: str) -> None:
+    lines = (proof[0].parent / "stderr.txt").read_text().splitlines()
+    steps = [line.split(": ")[:2] for line in lines if line.startswith("step ")]
+    assert [number for number, _ in steps] == [f"step {i} of 6" for i in range(1, 7)]
+    assert checkpoint in steps[0][1] and [role for _, role in steps[1:5]] == [CONTROL, REPEAT, OTHER, BACK]
 
 
 def test_the_states_compared_hold_everything(records: dict[Any, RunRecord]) -> None:
@@ -206,6 +218,17 @@ def test_the_markdown_says_what_the_document_says(proof: tuple[Path, dict[str, A
     assert markdown(bad).startswith("# NOT PROVED") and "* the losses differ" in markdown(bad)
 
 
+def test_the_report_for_a_browser_shows_the_losses(proof: tuple[Path, dict[str, Any]]) -> None:
+    """What else is in it is shown by tests/cli/test_html_reports.py."""
+    out, report = proof
+    page = (out.parent / "proof.html").read_text()
+    assert "Proved: a checkpoint of 2 ranks resumes on 3 ranks" in page
+    for role in (CONTROL, REPEAT, OTHER):
+        for step, loss in enumerate(report["losses"][role], start=1):
+            assert re.search(f'data-tip="{role}, . ranks, step after the load {step}: loss {loss:.8g}"', page)
+    assert "Difference to the reference size" in page
+
+
 def test_a_report_that_was_changed_shows(proof: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     _, report = proof
     assert report["digest"] == report_digest(report)
@@ -221,8 +244,7 @@ def test_a_report_that_was_changed_shows(proof: tuple[Path, dict[str, Any]], tmp
 
 
 def test_the_document_has_the_documented_keys(proof: tuple[Path, dict[str, Any]]) -> None:
-    section = (ROOT / "docs/cli.md").read_text().split("\n### prove --json\n")[1].split("\n## ")[0]
-    table = set(re.findall(r"^\| `([^`]+)` \| ", section, flags=re.MULTILINE))
+    table = documented_keys("prove")
     found: set[str] = set()
     for key, value in proof[1].items():
         if key in ("losses", "versions"):
@@ -527,5 +549,8 @@ def test_a_run_that_takes_too_long_is_ended(tmp_path: Path, monkeypatch: pytest.
     """torchrun and its ranks, here a process that would sleep for minutes."""
     monkeypatch.setattr(launcher, "command", lambda run, script: ["sleep", "300"])
     run = RunSpec(CONTROL, 1, 1, "/ckpt", str(tmp_path))
-    assert launch(run, ["train.py"], time_limit_s=0.2, env=dict(os.environ)) is None
+    monkeypatch.setattr(launcher, "_BEAT_SECONDS", 0.05)
+    waited: list[float] = []
+    assert launch(run, ["train.py"], time_limit_s=0.2, env=dict(os.environ), waiting=waited.append) is None
+    assert len(waited) >= 2 and waited == sorted(waited)  # a line for each is a sign of life
     assert failure_of(run) == "" and read_run(tmp_path / "run.json") == run

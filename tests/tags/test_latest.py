@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from documentation import documented_keys
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from places import GOLDEN, ROOT
@@ -294,8 +294,8 @@ def trainer_output(output: Path, steps: tuple[int, ...]) -> Path:
 def test_folders_of_the_trainer_are_checkpoints(tmp_path: Path) -> None:
     output = trainer_output(tmp_path / "output", (5, 20, 100))
     found = document(output)
-    assert found["tag"] == "checkpoint-100" and found["path"] == str(output / "checkpoint-100")
-    assert found["tag_dir"] == str(output / "checkpoint-100" / "global_step100") and found["latest"]["names"] is None
+    assert found["tag"] == "checkpoint-100" and found["folder"] == str(output / "checkpoint-100")
+    assert found["path"] == str(output / "checkpoint-100" / "global_step100") and found["latest"]["names"] is None
     (output / "checkpoint-100" / "latest").unlink()  # written last
     done = latest(output, "--quick")
     assert done.stdout == "checkpoint-20\n" and "checkpoint-100: has no latest file" in done.stderr
@@ -342,8 +342,7 @@ def test_misuse(run: Path, arguments: list[str], said: str) -> None:
 def test_the_document_has_the_documented_keys(run: Path) -> None:
     (run / "global_step11" / model_name(1)).unlink()
     found = document(run)
-    section = (ROOT / "docs/cli.md").read_text().split("\n### latest --json\n")[1].split("\n## ")[0]
-    table = set(re.findall(r"^\| `([^`]+)` \| ", section, flags=re.MULTILINE))
+    table = documented_keys("latest")
     keys = {key for key in found if key not in ("passed_over", "latest")}
     keys |= {f"latest.{key}" for key in found["latest"]} | {f"passed_over[].{key}" for key in found["passed_over"][0]}
     assert keys == table

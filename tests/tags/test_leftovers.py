@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 from places import ROOT
@@ -19,7 +20,7 @@ from typer.testing import CliRunner
 
 from zeroelastic.cli.app import app
 from zeroelastic.distributed.process_identity import identity
-from zeroelastic.tags.directory_owner import OWNER_NAME
+from zeroelastic.tags.directory_owner import is_note, is_of_another, life_of_owner, note_owner
 from zeroelastic.tags.leftovers import leftovers, remove_dead, why_kept
 from zeroelastic.tags.tag_directory import is_unfinished, make_staging_dir, staging_dir_of
 from zeroelastic.testing import RankPool
@@ -93,7 +94,15 @@ def test_a_save_removes_what_one_of_another_tag_left_and_nothing_of_one_that_run
     assert os.listdir(tmp_path / "epoch1") == ["second"]
     hidden = {name for name in os.listdir(tmp_path) if name.startswith(".")}
     assert hidden == {staging_dir_of(tmp_path / "running", OLD).name, ".latest.124.tmp", ".mine.123.tmp"}
-    assert OWNER_NAME not in os.listdir(tmp_path / "epoch1" / "second")
+    assert not any(map(is_note, os.listdir(tmp_path / "epoch1" / "second")))
+
+
+def test_the_note_of_an_owner_is_an_empty_file(tmp_path: Path) -> None:
+    """So that its removal waits for no disk."""
+    note_owner(tmp_path)
+    (note,) = tmp_path.iterdir()
+    assert is_note(note.name) and note.is_file() and note.stat().st_size == 0
+    assert life_of_owner(tmp_path) == "lives" and not is_of_another(tmp_path)
 
 
 def test_a_second_job_that_saves_the_same_tag_leaves_the_first_alone(tmp_path: Path, start: Start) -> None:
@@ -107,13 +116,13 @@ def test_a_second_job_that_saves_the_same_tag_leaves_the_first_alone(tmp_path: P
 
 
 def test_where_its_process_cannot_be_asked_for_a_save_is_dead_after_a_day(tmp_path: Path) -> None:
-    place, _, process = identity(os.getpid()).partition(" ")
-    for owner in (f"another-boot/{place.partition('/')[2]} {process}", "", "damaged", None):
+    boot, _, process = identity(os.getpid()).partition("/")
+    for owner in (f"another-boot/{process}", "", "damaged", None):
         staging_dir = make_staging_dir(tmp_path / "tag", NEW)
-        if owner is None:
-            (staging_dir / OWNER_NAME).unlink()
-        else:
-            (staging_dir / OWNER_NAME).write_text(owner)
+        (note,) = staging_dir.iterdir()
+        note.unlink()
+        if owner is not None:
+            (staging_dir / (note.name[: note.name.index(quote(boot))] + quote(owner, safe=""))).touch()
         age(staging_dir, 0.9 * DAY)
         assert why_kept(staging_dir) is not None
         (staging_dir / "written now").touch()

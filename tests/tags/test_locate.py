@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from synthetic import write_checkpoint
 
-from zeroelastic.errors import CheckpointError, MissingFileError, UsageError
+from zeroelastic.errors import CheckpointError, MissingFileError, UnsupportedError, UsageError
 from zeroelastic.tags.locate import find_source, list_tags, read_latest
 
 
@@ -69,7 +69,35 @@ def test_what_is_no_checkpoint_is_said_with_what_is_there(root: Path, tmp_path: 
     assert "give the directory above" in said(root / "global_step2", tag="global_step4")
     assert "not the name of a tag" in said(root, tag="../run/global_step2")
     (root / "latest").unlink()
-    assert "Choose a tag with --tag; there are: global_step2" in said(root)
+    assert "There are: global_step2, global_step4. Give the path of one, such as" in said(root)
+
+
+def test_directories_in_formats_of_others_are_named(tmp_path: Path) -> None:
+    """Universal (its tag directory, the one above, and above that), torch.distributed.checkpoint, safetensors."""
+    (tmp_path / "a/universal/global_step2/zero").mkdir(parents=True)
+    for name in ("zero/optimizer_state.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):
+        (tmp_path / "a/universal/global_step2" / name).touch()
+    (tmp_path / "a/universal/latest_universal").write_text("global_step2")
+    (tmp_path / "b/dcp").mkdir(parents=True)
+    for name in (".metadata", "__0_0.distcp"):
+        (tmp_path / "b/dcp" / name).touch()
+    (tmp_path / "c/weights").mkdir(parents=True)
+    (tmp_path / "c/weights/model.safetensors").touch()
+    for path, what in (
+        ("a/universal", "is a Universal checkpoint"),
+        ("a/universal/global_step2", "is a Universal checkpoint"),
+        ("b/dcp", "is a torch.distributed.checkpoint directory"),
+        ("c/weights", "is a directory of safetensors files"),
+    ):
+        with pytest.raises(UnsupportedError, match=what):
+            find_source(tmp_path / path)
+    for path, what in (
+        ("b", "dcp is a torch.distributed.checkpoint"),
+        ("c", "weights is a directory of safetensors"),
+    ):
+        with pytest.raises(UsageError, match=what):
+            find_source(tmp_path / path)
+    assert find_source(tmp_path / "a/universal/global_step2", universal=True).tag == "global_step2"
 
 
 def test_latest_that_names_nothing_is_the_checkpoints_fault(root: Path) -> None:

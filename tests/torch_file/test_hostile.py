@@ -380,7 +380,7 @@ def test_every_verb_on_a_hostile_checkpoint(honest_of: dict[int, Path], tmp_path
         assert "Valid" in texts["verify"], texts["verify"]
     else:
         for verb in ("inspect", "verify", "reshard", "export", *(("plan",) if stage == 3 else ())):
-            assert case.said in texts[verb].replace(" \n", " "), (verb, texts[verb])
+            assert case.said.replace(",", "") in texts[verb].replace(",", ""), (verb, texts[verb])
         assert not list(tmp_path.glob("dst-reshard*")), "something was written all the same"
 
 

@@ -12,6 +12,7 @@
     param_changes   parameters that one side has and the other has not
     listing         the files of a tag directory by what they are
     quarantine      the mark on a tag that proved damaged
+    unfinished      the mark on a tag in an object store whose save or removal did not finish
     one_save        everything that is read belongs to one save
     rng_files       the random generators of front ends
 

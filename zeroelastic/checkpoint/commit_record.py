@@ -1,8 +1,8 @@
 """The commit record ``zeroelastic.json``: what was saved, file by file and parameter by parameter, and its root.
 
 Written by rank 0, or by one rank of each node with a disk of its own, after every file of the tag is on disk and before
-``latest`` names the tag. The schema is described field by field in docs/format.md. A record is read as hostile input:
-validated in one pass before anything uses it.
+``latest`` names the tag. docs/concepts/format.md describes the schema field by field. A record is read as hostile
+input: validated in one pass before anything uses it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from zeroelastic.checkpoint.param_table import (
     table_text,
 )
 from zeroelastic.core.digest import ParamContent
-from zeroelastic.errors import CheckpointError, MissingFileError, NewerFormatError
+from zeroelastic.errors import CheckpointError, MissingFileError, NewerFormatError, without_pydantic
 from zeroelastic.io.paths import FilePath
 from zeroelastic.io.storage import read_range, read_whole
 
@@ -157,7 +157,8 @@ def _object(text: bytes) -> dict[str, object] | None:
 def _first_problem(error: Exception) -> str:
     if isinstance(error, ValidationError):
         first = error.errors(include_url=False, include_input=False)[0]
-        return f"{'.'.join(str(part) for part in first['loc']) or 'the document'}: {first['msg']}"
+        where = ".".join(str(part) for part in first["loc"]) or "the document"
+        return f"{where}: {without_pydantic(first['msg'])}"
     return str(error)
 
 

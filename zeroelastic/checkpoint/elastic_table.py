@@ -1,4 +1,4 @@
-"""The table ``zeroelastic`` of an elastic optimizer file, as it is written and as it is read (docs/format.md).
+"""The table ``zeroelastic`` of an elastic optimizer file, as it is written and as it is read (docs/concepts/format.md).
 
 It says what the lean tensors beside it are: the parameters by sub-group with the range of each that this rank owns, the
 optimizer groups by the names of their parameters, and to which save, rank and world size the file belongs.

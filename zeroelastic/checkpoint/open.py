@@ -23,6 +23,7 @@ from zeroelastic.checkpoint.tensor_parallel import (
     TensorParallel,
     other_tp_size,
 )
+from zeroelastic.checkpoint.unfinished import refuse_unfinished
 from zeroelastic.errors import CheckpointError, MissingFileError, UnsupportedError, some
 from zeroelastic.io.paths import FilePath, RemotePath, as_path
 from zeroelastic.io.storage import file_sizes
@@ -204,6 +205,7 @@ def open_checkpoint(
         names: Collection[str] = sizes
     else:
         sizes, names = listing.sizes, listing.names
+    refuse_unfinished(tag_dir, names)
     files, record = _files_and_record(tag_dir, names, tp, listing)
     early: ModelStates | None = None
     if record is not None:

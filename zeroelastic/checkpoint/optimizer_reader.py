@@ -1,7 +1,7 @@
 """Reads one rank's optimizer file, header only, in each of its formats.
 
 At stage 3, ``rigid`` is what stock DeepSpeed writes: a nested ``optimizer_state_dict`` over padded flat buffers.
-``elastic`` is ``base_optimizer_state``, one lean tensor per parameter, with the table ``zeroelastic`` (docs/format.md).
+``elastic`` is ``base_optimizer_state``, one lean tensor per parameter, with a table (docs/concepts/format.md).
 At stages 1 and 2 DeepSpeed writes ``single_partition_of_fp32_groups`` and ``base_optimizer_state``: with
 ``elastic_checkpoint`` its state by group without padding and without hyper-parameters, else the state dict of the inner
 optimizer with padding. Each format has a reader, which returns the same ``_RawShard``; one builder checks it and makes

@@ -2,7 +2,7 @@
 
 Parameters that have the same state keys, dtypes and scalars are one group, which says these once; each parameter is a
 row, ``"0123456789abcdef fedcba9876543210 [4,7] model.weight"``: the digest of each state key in the order of the
-sorted keys, the shape, and the name, which is the rest of the row (docs/format.md).
+sorted keys, the shape, and the name, which is the rest of the row (docs/concepts/format.md).
 """
 
 from __future__ import annotations

@@ -8,18 +8,17 @@ that turns out whole, and so does a save into the tag.
 from __future__ import annotations
 
 import json
-import os
 import re
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from pathlib import Path
 
 from zeroelastic._version import __version__
 from zeroelastic.checkpoint.commit_record import RECORD_NAME
 from zeroelastic.errors import MissingFileError, UnreadableError
-from zeroelastic.io.atomic import sync_directory, write_atomically
-from zeroelastic.io.paths import FilePath
-from zeroelastic.io.storage import read_whole
+from zeroelastic.io.atomic import sync_directory
+from zeroelastic.io.objects import remove_objects
+from zeroelastic.io.paths import FilePath, RemotePath
+from zeroelastic.io.storage import file_names, file_size, read_whole, write_small
 
 MARK_NAME = "zeroelastic-quarantine.json"
 
@@ -67,7 +66,7 @@ def read_mark(tag_dir: FilePath) -> Quarantine | None:
     )
 
 
-def write_mark(tag_dir: Path, why: str) -> Quarantine:
+def write_mark(tag_dir: FilePath, why: str) -> Quarantine:
     """Mark a tag directory as damaged; a mark that is there stays. On return it is on disk. Raises OSError,
     UnreadableError.
 
@@ -80,16 +79,21 @@ def write_mark(tag_dir: Path, why: str) -> Quarantine:
         return earlier
     said = {word.rstrip(".") for word in re.findall(r"[\w.-]+", why)}
     said -= set() if f"{RECORD_NAME}:" in why else {RECORD_NAME}  # other sentences mention it, too
-    files = tuple(sorted(said.intersection(os.listdir(tag_dir))))
+    files = tuple(sorted(said.intersection(file_names(tag_dir))))
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
     mark = Quarantine(why[:_MAX_WHY], files, now, __version__)
     data = {"why": mark.why, "files": list(files), "marked_at": now, "zeroelastic": __version__}
-    write_atomically(tag_dir / MARK_NAME, (json.dumps(data, indent=1) + "\n").encode())
+    text = (json.dumps(data, indent=1) + "\n").encode()
+    write_small(tag_dir / MARK_NAME, text)
     return mark
 
 
-def lift_mark(tag_dir: Path) -> bool:
+def lift_mark(tag_dir: FilePath) -> bool:
     """Take the mark away; whether there was one. On return it is gone from the disk. Raises OSError."""
+    if isinstance(tag_dir, RemotePath):
+        there = file_size(tag_dir / MARK_NAME) is not None
+        remove_objects([tag_dir / MARK_NAME] if there else [])
+        return there
     try:
         (tag_dir / MARK_NAME).unlink()
     except FileNotFoundError:

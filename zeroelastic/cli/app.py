@@ -7,6 +7,7 @@ large: the functions that do the work import numpy, torch and the rest.
 from __future__ import annotations
 
 import gc
+import sys
 from collections import UserDict
 from importlib import import_module
 from typing import Annotated, Any
@@ -16,29 +17,78 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 from zeroelastic._version import __version__
-from zeroelastic.cli.output.outcome import verb
+from zeroelastic.cli.output.outcome import FAILED, MISUSE, show_error, verb
+from zeroelastic.errors import without_pydantic
 
-VERBS = (
-    *("inspect", "verify", "plan", "reshard", "diff", "export"),
-    *("convert", "latest", "prune", "prove", "timeline", "doctor"),
-)
+_GROUPS = {
+    "Look at a checkpoint": ("inspect", "show", "verify", "diff", "plan"),
+    "Make another of it": ("reshard", "export", "convert"),
+    "The directory of a run": ("ls", "latest", "prune"),
+    "A training job": ("prove", "timeline", "doctor"),
+}
+"""The verbs as ``--help`` shows them."""
+
+VERBS = tuple(name for names in _GROUPS.values() for name in names)
+
+_MisusedError: Any = typer.BadParameter.__base__  # of all errors about a command line, typer exports only this one
 
 
 class _Verbs(UserDict[str, Any]):
-    """The commands by name, each imported and built when it is used: a verb does not wait for eleven others."""
+    """The commands by name, each imported and built when it is used: a verb does not wait for the others."""
 
     def __getitem__(self, name: str) -> Any:
         if self.data[name] is None:
-            single = typer.Typer(add_completion=False)
+            single = typer.Typer(add_completion=False, rich_markup_mode=None)
             single.command()(verb(getattr(import_module(f"zeroelastic.cli.{name}"), name)))
             self.data[name] = get_command(single)
         return self.data[name]
 
 
 class _Group(TyperGroup):
+    """The verbs in their groups; a wrong command line ends as a verb does, with one line of the error and its code."""
+
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.commands = _Verbs(dict.fromkeys(VERBS))
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        for title, names in _GROUPS.items():
+            with formatter.section(title):
+                formatter.write_dl([(name, (self.commands[name].help or "").partition("\n\n")[0]) for name in names])
+
+    def main(self, *args: Any, **options: Any) -> Any:
+        alone = options.get("standalone_mode", True)
+        options["standalone_mode"] = False
+        try:
+            code = super().main(*args, **options)
+            if not alone:
+                return code
+        except _MisusedError as error:
+            if not alone:
+                raise
+            if "NoArgs" in type(error).__name__:  # the command alone: the message is the help
+                error.show()
+            else:
+                words = options.get("args") or (args[0] if args else None) or sys.argv[1:]
+                show_error(_about_misuse(error), as_json="--json" in words)
+                typer.echo(f"Try '{error.ctx.command_path if error.ctx else 'zeroelastic'} --help'.", err=True)
+            code = MISUSE
+        except typer.Abort:  # the end of input, where something was asked
+            if not alone:
+                raise
+            show_error("nothing was answered")
+            code = FAILED
+        sys.exit(code or 0)
+
+
+def _about_misuse(error: Any) -> str:
+    """The sentence of an error about the command line, which for a value of a wrong type is pydantic's."""
+    values: Any = getattr(error.__cause__, "errors", list)()
+    if values:
+        error.message = f"{values[0]['input']!r}: {without_pydantic(values[0]['msg'])}"
+    elif getattr(error, "option_name", None) == "--allow-global":
+        error.message += " after the verb; give it before: zeroelastic --allow-global NAME VERB ..."
+    return str(error.format_message())
 
 
 app = typer.Typer(
@@ -47,6 +97,8 @@ app = typer.Typer(
     help="DeepSpeed ZeRO checkpoints that resume at any world size.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # plain text: tables with borders leave a help text of 80 columns half of them
+    context_settings={"help_option_names": ["--help", "-h"]},
 )
 
 
@@ -69,7 +121,7 @@ def _global_options(
         ),
     ] = None,
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+        bool, typer.Option("--version", "-V", callback=_print_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
     """DeepSpeed ZeRO checkpoints that resume at any world size."""

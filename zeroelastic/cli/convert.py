@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from zeroelastic.byte_sizes import format_size
-from zeroelastic.cli.output.progress import progress_bar
+from zeroelastic.cli.output.options import JsonOption, QuietOption, TagOption
+from zeroelastic.cli.output.progress import progress_of
 from zeroelastic.cli.output.show import print_document, print_line
+from zeroelastic.errors import counted
 
 if TYPE_CHECKING:
     from zeroelastic.library.convert import ConvertReport
@@ -60,10 +62,11 @@ def convert(
         bool | None,
         typer.Option("--parameter-alignment/--no-parameter-alignment", help="The same for parameter_alignment."),
     ] = None,
-    tag: Annotated[str | None, typer.Option(metavar="TAG", help="The tag to take; default: the latest.")] = None,
+    tag: TagOption = None,
     max_memory: Annotated[str, typer.Option(metavar="SIZE", help="Memory to stay within, such as 512MiB.")] = "1GiB",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be written; write nothing.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
+    quiet: QuietOption = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Convert a checkpoint to or from a Universal checkpoint, or to a torch distributed checkpoint.
 
@@ -95,7 +98,7 @@ def convert(
         tag=tag,
         max_memory=max_memory,
         dry_run=dry_run,
-        progress=progress_bar,
+        progress=progress_of(quiet=quiet),
     )
     if as_json:
         print_document(report.to_json())
@@ -104,10 +107,10 @@ def convert(
 
 
 def _show(report: ConvertReport) -> None:
-    ranks = "" if report.world_size is None else f" for {report.world_size} ranks"
+    ranks = "" if report.world_size is None else f" for {counted(report.world_size, 'rank')}"
     verb = "would write" if report.dry_run else "wrote"
-    print_line(f"{report.source} ({report.saved_world_size} ranks)")
-    print_line(f"{verb} {report.target}{ranks}: {report.tensors} tensors, {format_size(report.bytes_read)}")
+    print_line(f"{report.source} ({counted(report.saved_world_size, 'rank')})")
+    print_line(f"{verb} {report.target}{ranks}: {counted(report.tensors, 'tensor')}, {format_size(report.bytes_read)}")
     for note in report.notes:
         print_line(f"note: {note}")
     if report.dry_run:

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from zeroelastic.byte_sizes import format_size
+from zeroelastic.cli.output.options import ForceOption, HtmlOption, JsonOption, QuietOption
 from zeroelastic.cli.output.outcome import FAILED
-from zeroelastic.cli.output.progress import progress_bar
-from zeroelastic.cli.output.show import print_document, print_styled
+from zeroelastic.cli.output.progress import progress_of
+from zeroelastic.cli.output.show import print_document, print_styled, print_written
+from zeroelastic.errors import counted
 
 if TYPE_CHECKING:
     from zeroelastic.offline.diff.compare import DiffReport
@@ -29,7 +31,10 @@ def diff(
     ] = None,
     show_all: Annotated[bool, typer.Option("--all", help="Show every tensor, not the worst few.")] = False,
     max_memory: Annotated[str, typer.Option(metavar="SIZE", help="Memory for the tensors of both.")] = "256MiB",
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
+    html: HtmlOption = None,
+    force: ForceOption = False,
+    quiet: QuietOption = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Compare two checkpoints: every tensor bit for bit, hyper-parameters, counters, client state.
 
@@ -42,13 +47,17 @@ def diff(
         zeroelastic diff ckpt/global_step4 ckpt
         zeroelastic diff ckpt ckpt/global_step4 --params *.norm.weight --json
     """
+    from zeroelastic.cli.html.report_file import check_report, write_report
     from zeroelastic.library.diff import diff as run
 
-    report = run(a, b, params=params, max_memory=max_memory, progress=progress_bar)
+    check_report(html, force=force)
+    report = run(a, b, params=params, max_memory=max_memory, progress=progress_of(quiet=quiet))
+    write_report(html, "diff", report.to_json, force=force)
     if as_json:
         print_document(report.to_json())
     else:
         _show(report, show_all)
+        print_written(html)
     if not report.equal:
         raise typer.Exit(FAILED)
 
@@ -76,6 +85,7 @@ def _show(found: DiffReport, show_all: bool) -> None:
         if len(shown) < len(rows):
             print_styled(f"  and {len(rows) - len(shown)} more; --all shows them")
 
+    print_styled(("Weights: ", "bold"), _about_weights(found))
     print_styled(("A  ", "bold"), found.left)
     print_styled(("B  ", "bold"), found.right)
     differing = sorted(found.differing, key=_badness)
@@ -89,7 +99,7 @@ def _show(found: DiffReport, show_all: bool) -> None:
     for side, only in (("A", found.only_left), ("B", found.only_right)):
         if only:
             table(f"Only in {side}", "parameter", "key", rows=list(only))
-    for title, values in (("State", found.state), ("How they were saved (no difference)", found.saving)):
+    for title, values in (("State", found.state), ("How they were saved, which does not count", found.saving)):
         if values:
             table(title, "what", "A", "B", rows=[(v.what, v.left or "-", v.right or "-") for v in values])
     if found.left_root is not None and found.left_root == found.right_root:
@@ -102,6 +112,24 @@ def _show(found: DiffReport, show_all: bool) -> None:
         count,
         f" ({format_size(found.num_bytes)})",
     )
+
+
+def _about_weights(found: DiffReport) -> str:
+    """One line: whether the weights are equal, and else how many of them differ and how far."""
+    from zeroelastic.offline.diff.element_stats import ElementStats
+
+    weights = found.weights
+    if found.weights_equal:
+        return f"equal bit for bit ({counted(len(weights), 'parameter')})" if weights else "none compared"
+    known = [tensor.stats for tensor in weights if tensor.stats is not None]
+    total = sum(known, ElementStats())
+    differing = sum(not tensor.equal for tensor in weights)
+    line = f"different in {differing} of {counted(len(weights), 'parameter')} that both have"
+    line += f", {total.num_different:,} of {counted(total.num, 'element')}, by {total.max_abs:.3g} at most"
+    relative = math.sqrt(total.square / total.left_square) if total.left_square else None
+    line += "" if relative is None else f"; the norm of the difference is {relative:.2g} of that of A"
+    only = len({param for param, key in (*found.only_left, *found.only_right) if key in ("fp32", "frozen")})
+    return line + (f"; {counted(only, 'parameter')} on one side only" if only else "")
 
 
 _NUMBERS = {"different", "of", "max abs", "max ulp", "relative norm"}
@@ -127,6 +155,8 @@ def _tensor_row(tensor: TensorDifference) -> tuple[str, ...]:
         return tensor.param, tensor.key, "", "", "", "", "", "; ".join(notes)
     if stats.num_nonfinite:
         notes.append(f"{stats.num_nonfinite} of them NaN or infinite")
+    if stats.num_sign_changed:
+        notes.append(f"{stats.num_sign_changed} of them of another sign")
     relative = tensor.relative_norm
     return (
         tensor.param,
@@ -134,7 +164,7 @@ def _tensor_row(tensor: TensorDifference) -> tuple[str, ...]:
         str(stats.num_different),
         str(stats.num),
         f"{stats.max_abs:.3g}",
-        "" if stats.max_ulp is None else str(stats.max_ulp),
+        "" if stats.max_ulp is None or (stats.num_sign_changed and not stats.max_ulp) else str(stats.max_ulp),
         "" if relative is None else f"{relative:.3g}",
         "; ".join(notes),
     )

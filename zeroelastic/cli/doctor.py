@@ -16,9 +16,14 @@ import typer
 
 import zeroelastic
 from zeroelastic.byte_sizes import format_size, size_option
+from zeroelastic.cli.output.options import JsonOption
 from zeroelastic.cli.output.show import print_document, print_styled
+from zeroelastic.json_document import document
 
 if TYPE_CHECKING:
+    from packaging.requirements import Requirement
+
+    from zeroelastic.cli.machine.activation import Activation
     from zeroelastic.cli.machine.disk import DiskSpeed
     from zeroelastic.cli.machine.engines import Engine
     from zeroelastic.cli.machine.seam_check import DeepSpeed
@@ -41,6 +46,7 @@ class Diagnosis:
     engines: tuple[Engine, ...]
     executor: str | None
     deepspeed: DeepSpeed
+    activation: Activation
     disk: DiskSpeed | None
     build_locks: tuple[BuildLock, ...]
 
@@ -55,6 +61,8 @@ class Diagnosis:
         ]
         if self.deepspeed.state == "broken":
             found.append(f"DeepSpeed: {self.deepspeed.reason} {self.deepspeed.remedy}".rstrip())
+        if self.activation.state == "broken":
+            found.append(self.activation.reason)
         if self.disk is not None and self.disk.problem:
             found.append(self.disk.problem)
         found += [
@@ -66,14 +74,19 @@ class Diagnosis:
         return tuple(found)
 
     def to_document(self) -> dict[str, object]:
-        """What --json prints; the keys are documented in docs/cli.md."""
-        document = asdict(self)
-        del document["unmet"]
-        engines = {engine.pop("name"): engine for engine in document["engines"]}
-        return {"ok": not self.problems, "problems": list(self.problems), **document, "engines": engines}
+        """What --json prints; the keys are documented in docs/reference/cli/doctor.md."""
+        body = asdict(self)
+        del body["unmet"]
+        engines = {engine.pop("name"): engine for engine in body["engines"]}
+        if self.disk is not None:
+            body["disk"]["bytes"] = body["disk"].pop("nbytes")
+        return document({"problems": list(self.problems), **body, "engines": engines}, ok=not self.problems)
 
 
 def doctor(
+    build_cuda: Annotated[
+        bool, typer.Option("--build-cuda", help="First compile the CUDA engine, which needs nvcc on the PATH.")
+    ] = False,
     disk: Annotated[
         Path | None,
         typer.Option(
@@ -86,24 +99,32 @@ def doctor(
     disk_size: Annotated[
         str, typer.Option(metavar="SIZE", help="Size of that file, such as 256MiB or 4GiB.")
     ] = "256MiB",
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Also name every method of DeepSpeed that is relied on.")
+    ] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Show what is installed here, what works, what does not, and what to do about it.
 
-    Looks at versions, the native and CUDA engines, DeepSpeed's methods, and locks that killed builds have left.
+    Looks at versions, the native and CUDA engines, DeepSpeed's methods, ZEROELASTIC, and locks that killed builds left.
     Exit code 0: usable; 1: something here does not work; 2: wrong usage.
 
     \b
     Examples:
         zeroelastic doctor
+        zeroelastic doctor --verbose
         zeroelastic doctor --json
         zeroelastic doctor --disk . --disk-size 64MiB
     """
+    if build_cuda:
+        from zeroelastic.cli.machine import cuda_build
+
+        cuda_build.build_cuda()
     diagnosis = diagnose(disk, size_option(disk_size, "--disk-size", minimum=1 << 20))
     if as_json:
         print_document(diagnosis.to_document())
     else:
-        _show(diagnosis)
+        _show(diagnosis, verbose)
     if diagnosis.problems:
         raise typer.Exit(1)
 
@@ -112,6 +133,7 @@ def diagnose(disk: Path | None, disk_nbytes: int) -> Diagnosis:
     """Check everything, with progress on stderr where that is a terminal."""
     from rich.console import Console
 
+    from zeroelastic.cli.machine.activation import describe_activation
     from zeroelastic.cli.machine.disk import measure_disk
     from zeroelastic.cli.machine.engines import ENGINES, LIMIT_S, choose_auto, describe_engine, engine_answer
     from zeroelastic.cli.machine.probe import Probe, ProbeFailed
@@ -148,6 +170,7 @@ def diagnose(disk: Path | None, disk_nbytes: int) -> Diagnosis:
         engines=engines,
         executor=executor,
         deepspeed=deepspeed,
+        activation=describe_activation(),
         disk=speed,
         build_locks=find_locks(),
     )
@@ -169,12 +192,15 @@ def _versions() -> tuple[dict[str, str | None], tuple[str, ...]]:
     try:
         declared = metadata.requires(_DISTRIBUTION) or []
     except metadata.PackageNotFoundError:  # run from a source tree
-        declared = ["torch", "numpy"]
+        declared = ["numpy"]
     unmet = []
     for requirement in map(Requirement, declared):
-        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
-            continue
         found = installed_version(requirement.name)
+        needed = _applies(requirement, extra="")
+        # torch may be missing, but not too old; DeepSpeed has a check of its own.
+        checked = needed or (requirement.name == "torch" and found and _applies(requirement, extra="train"))
+        if not checked:
+            continue
         wanted = f"{requirement.name}{requirement.specifier}"
         if found is None:
             unmet.append(f"{requirement.name} is not installed. Install it: pip install '{wanted}'.")
@@ -183,12 +209,16 @@ def _versions() -> tuple[dict[str, str | None], tuple[str, ...]]:
     return versions, tuple(unmet)
 
 
+def _applies(requirement: Requirement, *, extra: str) -> bool:
+    return requirement.marker is None or requirement.marker.evaluate({"extra": extra})
+
+
 _Mark = Literal["ok", "note", "FAIL", ""]
 _MARKS: dict[str, _Mark] = {"usable": "ok", "not built": "note", "not installed": "note", "broken": "FAIL"}
 _COLOUR: dict[_Mark, str] = {"ok": "green", "note": "yellow", "FAIL": "bold red", "": ""}
 
 
-def _show(found: Diagnosis) -> None:
+def _show(found: Diagnosis, verbose: bool) -> None:
     """The diagnosis for people, on stdout."""
 
     def line(mark: _Mark, label: str, text: str) -> None:
@@ -215,13 +245,22 @@ def _show(found: Diagnosis) -> None:
     line("ok" if found.executor else "FAIL", "auto", f"takes {found.executor or 'nothing: see above'}")
 
     print_styled(("\nDeepSpeed", "bold"))
-    summary = {"usable": "zeroelastic.install() works", "not installed": "not installed: ", "broken": ""}
+    uses = [seam.use for seam in found.deepspeed.seams]
+    methods = f"its methods are as expected ({uses.count('wrapped')} wrapped, {uses.count('called')} called)"
+    summary = {"usable": f"zeroelastic.install() works; {methods}", "not installed": "not installed: ", "broken": ""}
     text = summary[found.deepspeed.state] + found.deepspeed.reason
     line(_MARKS[found.deepspeed.state], found.deepspeed.version or "", text)
     if found.deepspeed.remedy:
         line("", "", found.deepspeed.remedy)
-    for seam in found.deepspeed.seams:
+    for seam in (seam for seam in found.deepspeed.seams if verbose or seam.problem):
         line("FAIL" if seam.problem else "ok", seam.use, f"{seam.name} {seam.problem}".rstrip())
+
+    print_styled(("\nZEROELASTIC", "bold"))
+    activation = found.activation
+    where = ", ".join(activation.files) or "no zeroelastic.pth in this environment"
+    states = {"on": "jobs of this environment use zeroelastic", "off": "1 installs zeroelastic in every job"}
+    text = activation.reason or f"{states[activation.state]}; {where}"
+    line("FAIL" if activation.state == "broken" else "ok", activation.state, text)
 
     if found.disk is not None:
         print_styled((f"\nDisk {found.disk.directory}, {format_size(found.disk.nbytes)}, one thread", "bold"))

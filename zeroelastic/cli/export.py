@@ -9,8 +9,10 @@ import typer
 
 from zeroelastic.byte_sizes import format_size
 from zeroelastic.cli.output.distributed import DistributedOption, processes_of
-from zeroelastic.cli.output.progress import progress_bar
+from zeroelastic.cli.output.options import JsonOption, QuietOption, TagOption
+from zeroelastic.cli.output.progress import progress_of
 from zeroelastic.cli.output.show import print_document, print_line
+from zeroelastic.errors import counted
 
 if TYPE_CHECKING:
     from zeroelastic.library.export import ExportReport
@@ -24,7 +26,7 @@ def export(
         Path,
         typer.Argument(metavar="DST", help="The directory to make. Nothing is overwritten."),
     ],
-    tag: Annotated[str | None, typer.Option(metavar="TAG", help="Take this tag instead of the latest.")] = None,
+    tag: TagOption = None,
     dtype: Annotated[
         Literal["fp32", "bf16", "fp16"] | None,
         typer.Option(help="Convert all floating-point tensors of the model; without it, each keeps its own."),
@@ -37,7 +39,8 @@ def export(
     max_memory: Annotated[str, typer.Option(metavar="SIZE", help="Memory that may be used.")] = "1GiB",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be written; write nothing.")] = False,
     distributed: DistributedOption = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
+    quiet: QuietOption = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Write the weights of a checkpoint as safetensors files.
 
@@ -67,7 +70,7 @@ def export(
             max_memory=max_memory,
             dry_run=dry_run,
             processes=processes,
-            progress=progress_bar,
+            progress=progress_of(quiet=quiet, rank=processes.rank),
         )
     if processes.rank != 0:
         return  # rank 0 reports for all
@@ -78,10 +81,10 @@ def export(
 
 
 def _show(report: ExportReport) -> None:
-    print_line(f"{report.source} ({report.world_size} ranks)")
+    print_line(f"{report.source} ({counted(report.world_size, 'rank')})")
     print_line(f"{'would write' if report.dry_run else 'wrote'} {report.target}, {format_size(report.bytes)}")
     for file in report.files[:_SHOWN_FILES]:
-        tensors = f"  {file.tensors} tensors" if file.tensors else ""
+        tensors = f"  {counted(file.tensors, 'tensor')}" if file.tensors else ""
         print_line(f"  {file.name:<36}  {format_size(file.bytes):>9}{tensors}")
     if len(report.files) > _SHOWN_FILES:
         print_line(f"  and {len(report.files) - _SHOWN_FILES} more files")

@@ -8,8 +8,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from zeroelastic.byte_sizes import format_size
+from zeroelastic.cli.output.options import ForceOption, HtmlOption, JsonOption, TagOption
 from zeroelastic.cli.output.outcome import FAILED, INVALID
-from zeroelastic.cli.output.show import print_columns, print_document, print_styled
+from zeroelastic.cli.output.show import (
+    NO_BREAK,
+    print_columns,
+    print_document,
+    print_styled,
+    print_wrapped,
+    print_written,
+)
+from zeroelastic.errors import counted
 
 if TYPE_CHECKING:
     from zeroelastic.core.digest import ScalarValue
@@ -19,8 +28,8 @@ _LISTED = 24
 
 
 def inspect(
-    source: Annotated[str, typer.Argument(metavar="SRC", help="A tag directory, or the directory above.")],
-    tag: Annotated[str | None, typer.Option(metavar="TAG", help="The tag, where SRC is the directory above.")] = None,
+    src: Annotated[str, typer.Argument(metavar="SRC", help="A tag directory, or the directory above.")],
+    tag: TagOption = None,
     params: Annotated[
         str | None,
         typer.Option(metavar="PATTERN", help="List the parameters whose names match a glob, or contain this text."),
@@ -28,7 +37,9 @@ def inspect(
     all_ranks: Annotated[
         bool, typer.Option("--all-ranks", help="Open every rank's headers, and say where they disagree.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
+    html: HtmlOption = None,
+    force: ForceOption = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Say what a checkpoint is: who saved it, what it holds, and what is missing or wrong.
 
@@ -42,13 +53,17 @@ def inspect(
         zeroelastic inspect ckpt/global_step4 --params norm
         zeroelastic inspect ckpt --json
     """
+    from zeroelastic.cli.html.report_file import check_report, write_report
     from zeroelastic.library.inspect import inspect as run
 
-    report = run(source, tag=tag, params=params, all_ranks=all_ranks)
+    check_report(html, force=force)
+    report = run(src, tag=tag, params=params, all_ranks=all_ranks)
+    write_report(html, "inspect", report.to_json, force=force)
     if as_json:
         print_document(report.to_json())
     else:
         _show(report.inspection, report.params, pattern=params)
+        print_written(html)
     if report.problems:
         raise typer.Exit(INVALID)
     if report.unsupported:
@@ -62,13 +77,13 @@ def _show(found: Inspection, params: tuple[ParamInfo, ...], *, pattern: str | No
     def line(label: str, *texts: object) -> None:
         known = [str(text) for text in texts if text not in (None, "")]
         if known:
-            print_styled(f"  {label:<14}  ", ", ".join(known))
+            print_wrapped(", ".join(known), first=f"  {label:<14}  ", rest=" " * 18)
 
     def heading(text: str) -> None:
         print_styled((f"\n{text}", "bold"))
 
     print_styled((found.path, "bold"))
-    ranks = None if found.world_size is None else f"{found.world_size} ranks"
+    ranks = None if found.world_size is None else counted(found.world_size, "rank")
     tensor_parallel = f"{found.tp_size} tensor parallel" if found.tp_size not in (None, 1) else None
     stage = f"ZeRO stage {found.stage}" if found.stage not in (None, 3) else None
     made_by = None if found.format is None else _made_by(found.framework)
@@ -82,7 +97,7 @@ def _show(found: Inspection, params: tuple[ParamInfo, ...], *, pattern: str | No
     batch = found.train_batch_size
     line("batch size", batch, f"for world sizes {listed_world_sizes(batch)}" if batch else None)
     if found.sub_group_size is not None:
-        sub_groups = None if found.num_sub_groups is None else f"{found.num_sub_groups} sub-groups a rank"
+        sub_groups = None if found.num_sub_groups is None else f"{counted(found.num_sub_groups, 'sub-group')} a rank"
         line("sub-group size", f"{found.sub_group_size:,}", sub_groups)
     if found.record == "present":
         line("commit record", f"content root {str(found.content_root)[:12]}")
@@ -103,12 +118,13 @@ def _show(found: Inspection, params: tuple[ParamInfo, ...], *, pattern: str | No
     for key, values in found.scalars.items():
         line(key, " and ".join(_scalar(value) for value in values))
     line("state", None if found.state_bytes is None else format_size(found.state_bytes))
-    line("on disk", f"{format_size(found.disk_bytes)} in {found.num_files} files")
+    line("on disk", f"{format_size(found.disk_bytes)} in {counted(found.num_files, 'file')}")
     if found.scaler is not None:
         scale = found.scaler.attributes.get("cur_scale")
         line("loss scaler", found.scaler.class_name, None if scale is None else f"scale {scale}")
     for number, group in enumerate(found.groups):
-        options = ", ".join(f"{key} {value}" for key, value in group.options.items())
+        used = {key: value for key, value in group.options.items() if value is not None and value is not False}
+        options = ", ".join(f"{key} {value}".replace(" ", NO_BREAK) for key, value in used.items())
         line(f"group {number}", f"{_amount(group.num_params, group.numel)}: {options}")
 
     _show_params(found, params, pattern)
@@ -128,7 +144,7 @@ def _show(found: Inspection, params: tuple[ParamInfo, ...], *, pattern: str | No
         if texts:
             print_styled((f"\n{title}", style))
             for text in texts:
-                print_styled(f"  - {text}")
+                print_wrapped(text, first="  - ", rest="    ")
 
 
 def _made_by(framework: str) -> str:
@@ -141,11 +157,11 @@ def _master(found: Inspection) -> str | None:
 
 
 def _amount(num_params: int, numel: int) -> str:
-    return f"{num_params:,} {'parameter' if num_params == 1 else 'parameters'}, {numel:,} elements"
+    return f"{counted(num_params, 'parameter')}, {counted(numel, 'element')}"
 
 
 def _not_all(num_params: int, key: str, num_trained: int) -> str | None:
-    return None if key == "frozen" or num_params == num_trained else f"of {num_params:,} parameters"
+    return None if key == "frozen" or num_params == num_trained else f"of {counted(num_params, 'parameter')}"
 
 
 def _scalar(value: ScalarValue) -> str:
@@ -174,7 +190,7 @@ def _show_params(found: Inspection, params: tuple[ParamInfo, ...], pattern: str 
     ]
     print_columns(rows, right=frozenset({2, 3}))
     if len(shown) < len(params):
-        print_styled(f"  ... and {len(params) - len(shown):,} more; --params * lists them all")
+        print_styled(f"  ... and {len(params) - len(shown):,} more; --params '*' lists them all")
 
 
 def _role(param: ParamInfo) -> str:

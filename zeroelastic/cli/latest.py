@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from zeroelastic.cli.output.options import JsonOption, QuietOption, complete_tag
 from zeroelastic.cli.output.outcome import FAILED, INVALID
-from zeroelastic.cli.output.progress import progress_bar
+from zeroelastic.cli.output.progress import progress_of
 from zeroelastic.cli.output.show import log_line, print_document
 
 if TYPE_CHECKING:
@@ -28,12 +29,16 @@ def latest(
         bool, typer.Option("--fix", help="Let the file latest name this tag, where it does not yet.")
     ] = False,
     set_to: Annotated[
-        str | None, typer.Option("--set", metavar="TAG", help="Roll back: let the file latest name TAG.")
+        str | None,
+        typer.Option(
+            "--set", metavar="TAG", autocompletion=complete_tag, help="Roll back: let the file latest name TAG."
+        ),
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="With --fix or --set: say what would be written only.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
+    quiet: QuietOption = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Print the newest checkpoint that verifies; newer ones are passed over, and stderr says why.
 
@@ -51,7 +56,7 @@ def latest(
     """
     from zeroelastic.library.latest import latest as run
 
-    report = run(directory, quick=quick, fix=fix, set_to=set_to, dry_run=dry_run, progress=progress_bar)
+    report = run(directory, quick=quick, fix=fix, set_to=set_to, dry_run=dry_run, progress=progress_of(quiet=quiet))
     found = report.found
     if as_json:
         print_document(report.to_json())

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from zeroelastic.byte_sizes import format_size
+from zeroelastic.cli.output.options import HtmlOption, JsonOption, PlotForceOption, TagOption
+from zeroelastic.cli.output.show import print_document, print_written
+from zeroelastic.errors import counted
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -23,8 +25,8 @@ _MOST_RANKS_SHOWN = 8
 
 
 def plan(
-    source: Annotated[str, typer.Argument(metavar="SRC", help="The checkpoint: its tag directory, or the one above.")],
-    world_size: Annotated[int, typer.Option("--world-size", "-n", min=1, help="Ranks to plan for.")],
+    src: Annotated[str, typer.Argument(metavar="SRC", help="The checkpoint: its tag directory, or the one above.")],
+    world_size: Annotated[int, typer.Option("--world-size", "-n", metavar="M", min=1, help="Ranks to plan for.")],
     stage: Annotated[
         int | None,
         typer.Option(metavar="S", min=1, max=3, help="ZeRO stage to plan for; default: that of the checkpoint."),
@@ -32,23 +34,31 @@ def plan(
     verb: Annotated[
         Verb, typer.Option("--verb", help="Plan a load in training, or the offline reshard into new files.")
     ] = "load",
-    tag: Annotated[str | None, typer.Option(help="Which tag, where SRC holds several.")] = None,
+    tag: TagOption = None,
     bandwidth: Annotated[
         str | None,
-        typer.Option(metavar="SIZE", help="Bytes per second, such as 2GB, to compute with; nothing is measured then."),
+        typer.Option(metavar="SIZE", help="Bytes per second, such as 2GB: compute how many seconds it takes."),
     ] = None,
     write_bandwidth: Annotated[
         str | None, typer.Option(metavar="SIZE", help="The same for writing; --bandwidth, if it is not given.")
     ] = None,
+    measure: Annotated[
+        bool,
+        typer.Option(
+            "--measure",
+            help="Find out the bandwidth: read up to 256 MiB of the checkpoint, and write up to 64 MiB beside it.",
+        ),
+    ] = False,
     plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Also draw the plan: a new .png or .svg (needs matplotlib).")
+        Path | None, typer.Option(metavar="FILE", help="Also draw the plan, as .png, .svg or .pdf (needs matplotlib).")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
+    html: HtmlOption = None,
+    force: PlotForceOption = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Say what a load or a reshard on M ranks would read, open, need and take; no payload is looked at.
 
-    Only headers are read.
-    Without --bandwidth, about 256 MiB of the checkpoint are read, and 64 MiB written, to see how fast its disk is.
+    Only headers are read, and nothing is written, but with --measure.
     Exit code 0: planned; 2: wrong usage; 3: not a checkpoint that can be loaded.
 
     \b
@@ -56,34 +66,40 @@ def plan(
         zeroelastic plan ckpt --world-size 3
         zeroelastic plan ckpt --world-size 6 --verb reshard --tag global_step2
         zeroelastic plan ckpt --world-size 3 --stage 2
+        zeroelastic plan ckpt --world-size 3 --measure
         zeroelastic plan ckpt --world-size 3 --bandwidth 2GB --json
         zeroelastic plan ckpt --world-size 3 --bandwidth 2GB --plot plan.svg
     """
     if plot is not None:
         from zeroelastic.cli.plots.plot_file import check_plot
 
-        check_plot(plot, "a plan")
+        check_plot(plot, "a plan", force=force)
+    from zeroelastic.cli.html.report_file import check_report, write_report
     from zeroelastic.library.plan import plan as run
 
+    check_report(html, force=force)
     report = run(
-        source,
+        src,
         world_size=world_size,
         stage=stage,
         verb=verb,
         tag=tag,
         bandwidth=bandwidth,
         write_bandwidth=write_bandwidth,
+        measure=measure,
     )
     if plot is not None:
         from zeroelastic.cli.plots.plan_plot import draw_plan
 
-        draw_plan(plot, report.forecast)
+        draw_plan(plot, report.forecast, force=force)
+    write_report(html, "plan", report.to_json, force=force)
     if as_json:
-        typer.echo(json.dumps(report.to_json()))
+        print_document(report.to_json())
     else:
         _show(report)
         if plot is not None:
             typer.echo(f"\nDrawn: {plot}")
+        print_written(html)
 
 
 def _show(report: PlanReport) -> None:
@@ -98,12 +114,12 @@ def _show(report: PlanReport) -> None:
     head, num_ranks = forecast.head, forecast.world_size
     stages = {head.shard.stage, forecast.stage} != {3}
     kind = f"stage {head.shard.stage}" if stages else head.shard.format
-    saved = f"{kind}, {_count(forecast.saved_world_size, 'rank')}, step {head.model.global_steps}"
-    target = _count(num_ranks, "rank") + (f" at stage {forecast.stage}" if stages else "")
+    saved = f"{kind}, {counted(forecast.saved_world_size, 'rank')}, step {head.model.global_steps}"
+    target = counted(num_ranks, "rank") + (f" at stage {forecast.stage}" if stages else "")
     out.print(Text(str(source.tag_dir), "bold"), soft_wrap=True)
     out.print(Text(f"{saved}; to {verb} on {target}"), soft_wrap=True)
     frozen = "" if head.frozen is None else f", and {head.frozen.num_params} frozen"
-    what = f"{_count(head.shard.layout.num_params, 'parameter')} ({', '.join(head.state_keys)}){frozen}"
+    what = f"{counted(head.shard.layout.num_params, 'parameter')} ({', '.join(head.state_keys)}){frozen}"
     out.print(Text(f"state: {format_size(forecast.state_bytes)} of {what}"), soft_wrap=True)
     for note in report.notes:
         out.print(Text(f"note: {note}", "yellow"), soft_wrap=True)
@@ -121,10 +137,6 @@ def _show(report: PlanReport) -> None:
     out.print(_cost_table(report.to_json(), verb))
     for line in _bandwidth_lines(report.bandwidth):
         out.print(Text(line), soft_wrap=True)
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def _rank_table(forecast: Forecast) -> Table:
@@ -183,6 +195,8 @@ def _time(seconds: object) -> str:
 
 
 def _bandwidth_lines(speed: Bandwidth) -> list[str]:
+    if speed.origin == "none" and not speed.notes:
+        return ["  How long it takes: give --bandwidth, such as 2GB, or --measure to find it out."]
     read, write = (f"{format_size(value)}/s" if value else "unknown" for value in (speed.read, speed.write))
     how = {
         "given": "as given",

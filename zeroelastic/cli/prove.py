@@ -9,8 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from zeroelastic.byte_sizes import format_size
+from zeroelastic.cli.output.options import ForceOption, HtmlOption, JsonOption, QuietOption, TagOption
 from zeroelastic.cli.output.outcome import FAILED
-from zeroelastic.cli.output.show import log_line, print_document, print_styled
+from zeroelastic.cli.output.progress import progress_of
+from zeroelastic.cli.output.show import log_line, print_document, print_styled, print_written
 from zeroelastic.errors import UsageError
 
 if TYPE_CHECKING:
@@ -26,7 +29,7 @@ def prove(
     from_world_size: Annotated[
         int | None, typer.Option(metavar="N", help="The size to compare with; default: the one that saved SRC.")
     ] = None,
-    tag: Annotated[str | None, typer.Option(metavar="TAG", help="Which tag, where SRC is the directory above.")] = None,
+    tag: TagOption = None,
     steps: Annotated[int, typer.Option(metavar="K", min=1, help="Optimizer steps to compare.")] = 5,
     out: Annotated[Path, typer.Option(metavar="DIR", help="The report's directory; must not exist.")] = Path("proof"),
     tolerance: Annotated[
@@ -40,7 +43,10 @@ def prove(
     signed_off_by: Annotated[
         str | None, typer.Option(metavar="NAME", help="Your name, written into the report.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
+    html: HtmlOption = None,
+    force: ForceOption = False,
+    quiet: QuietOption = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Prove with your own training script that a checkpoint resumes at another world size.
 
@@ -54,46 +60,73 @@ def prove(
         zeroelastic prove run --world-size 1 --steps 2 --no-repeat -- train.py
     """
     from zeroelastic.checkpoint.one_save import one_save
+    from zeroelastic.cli.html.report_file import check_report
+    from zeroelastic.cli.html.report_file import write_report as write_html
+    from zeroelastic.extras import require_torch
+    from zeroelastic.io.storage import file_sizes
     from zeroelastic.library.options import seconds_option
     from zeroelastic.proving.driver import ProofRequest, prepare, prove, sizes, verify_source
     from zeroelastic.proving.launcher import environment, failure_of, launch
     from zeroelastic.proving.report import document, write_report
     from zeroelastic.tags.locate import find_source
 
+    require_torch("prove")
+    check_report(html, force=force)
     limit = seconds_option(time_limit, "--time-limit")
     if not limit:
-        raise UsageError("--time-limit: must be more than 0.")
+        raise UsageError("--time-limit: must be more than 0. Give a time such as 15m.")
     _check_script(script)
     found = find_source(src, tag=tag)
-    with one_save(found.tag_dir):
-        verified = verify_source(found)
+    say = _Steps(6 if repeat else 5, quiet=quiet)
+    nbytes = sum(file_sizes(found.tag_dir).values())
+    say.begin(f"verifying every byte of {found.tag_dir} ({format_size(nbytes)})")
+    with one_save(found.tag_dir), progress_of(quiet=quiet)("verifying", nbytes) as advance:
+        verified = verify_source(found, progress=advance)
     request = ProofRequest(found, world_size, from_world_size, steps, out, repeat, tolerance, keep)
     first, second = sizes(request, verified)
     env, device = environment(max(first, second), verified.num_bytes)
     request = ProofRequest(found, world_size, from_world_size, steps, prepare(out), repeat, tolerance, keep)
 
     def run(spec: RunSpec) -> str | None:
-        status = launch(spec, script, time_limit_s=limit, env=env)
+        status = launch(spec, script, time_limit_s=limit, env=env, waiting=say.still)
         if status is None:
             return f"it took longer than {time_limit}; its output is in {spec.log_path}"
         return failure_of(spec) if status else None
 
-    outcome = prove(request, verified, run, log=log_line)
+    outcome = prove(request, verified, run, log=say.begin)
     command = ["zeroelastic", *sys.argv[1:]]
     report = document(outcome, script=script, command=command, device=device, signed_off_by=signed_off_by)
     write_report(request.out, report)
+    write_html(html, "prove", lambda: report, force=force)
     if as_json:
         print_document(report)
     else:
         _show(report, request.out)
+        print_written(html)
     if not outcome.verdict.proved:
         raise typer.Exit(FAILED)
+
+
+class _Steps:
+    """A line on stderr for each step as it begins, and one every 10 s while it lasts; none if ``quiet``."""
+
+    def __init__(self, count: int, *, quiet: bool) -> None:
+        self._count, self._quiet, self._done = count, quiet, 0
+
+    def begin(self, what: str) -> None:
+        self._done += 1
+        if not self._quiet:
+            log_line(f"step {self._done} of {self._count}: {what}")
+
+    def still(self, seconds: float) -> None:
+        if not self._quiet:
+            log_line(f"  {seconds:.0f} s")
 
 
 def _check_script(script: list[str]) -> None:
     if script[0] == "-m":
         if len(script) < 2:
-            raise UsageError("-m needs the name of a module.")
+            raise UsageError("-m needs the name of a module. Give it after -m.")
     elif not os.path.isfile(script[0]):
         raise UsageError(f"{script[0]}: no such script. Give the script and its arguments after --.")
 

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from zeroelastic.byte_sizes import format_size
+from zeroelastic.cli.output.options import JsonOption, QuietOption
 from zeroelastic.cli.output.outcome import FAILED, INVALID
+from zeroelastic.cli.output.progress import progress_of
 from zeroelastic.cli.output.show import log_line, print_columns, print_document
 
 if TYPE_CHECKING:
@@ -30,7 +32,8 @@ def prune(
     ] = "1h",
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be removed, and remove nothing.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
+    quiet: QuietOption = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Remove old checkpoints; keep the newest that verify, what latest names, and what may be being written.
 
@@ -57,7 +60,7 @@ def prune(
         if not typer.confirm(f"Remove {_what(report)}?", err=True):
             log_line("Nothing was removed.")
             raise typer.Exit(FAILED)
-    report = carry_out(report) if work else replace(report, dry_run=dry_run)
+    report = carry_out(report, progress=progress_of(quiet=quiet)) if work else replace(report, dry_run=dry_run)
     if as_json:
         print_document(report.to_json())
     elif report.outcomes or yes or not work:

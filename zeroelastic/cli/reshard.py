@@ -9,8 +9,10 @@ import typer
 
 from zeroelastic.byte_sizes import format_size
 from zeroelastic.cli.output.distributed import DistributedOption, processes_of
-from zeroelastic.cli.output.progress import progress_bar
+from zeroelastic.cli.output.options import JsonOption, QuietOption, TagOption
+from zeroelastic.cli.output.progress import progress_of
 from zeroelastic.cli.output.show import print_document, print_line
+from zeroelastic.errors import counted
 
 if TYPE_CHECKING:
     from zeroelastic.library.reshard import ReshardReport
@@ -23,7 +25,7 @@ def reshard(
         typer.Argument(metavar="DST", help="The directory to make; it must not be there yet."),
     ],
     world_size: Annotated[int, typer.Option("--world-size", "-n", metavar="M", help="Ranks that will load it.")],
-    tag: Annotated[str | None, typer.Option(metavar="TAG", help="The tag to take; default: what latest names.")] = None,
+    tag: TagOption = None,
     format: Annotated[
         Literal["elastic", "rigid"] | None,
         typer.Option(
@@ -58,7 +60,8 @@ def reshard(
     verify: Annotated[bool, typer.Option("--verify", help="Read the result again before it appears.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done; write nothing.")] = False,
     distributed: DistributedOption = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
+    quiet: QuietOption = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Make a native DeepSpeed checkpoint for M ranks out of one of any number of ranks, bit for bit.
 
@@ -92,7 +95,7 @@ def reshard(
             verify=verify,
             dry_run=dry_run,
             processes=processes,
-            progress=progress_bar,
+            progress=progress_of(quiet=quiet, rank=processes.rank),
         )
         if processes.rank == 0:
             if as_json:
@@ -104,13 +107,13 @@ def reshard(
 def _show(report: ReshardReport) -> None:
     planned, done = report.forecast, report.result
     kind = planned.format if planned.stage == 3 else f"stage {planned.stage}"
-    where = f"{planned.path}/{planned.tag} ({kind}), {planned.saved_world_size} -> {planned.world_size} ranks"
+    where = (
+        f"{planned.path}/{planned.tag} ({kind}), {planned.saved_world_size} -> {counted(planned.world_size, 'rank')}"
+    )
     if done is None:
         print_line(f"would write {where}")
-        buffers = "sub-groups" if planned.stage == 3 else "optimizer groups"
-        print_line(
-            f"  {format_size(planned.nbytes)} of state in {planned.files} files, {planned.num_sub_groups} {buffers}"
-        )
+        buffers = counted(planned.num_sub_groups, "sub-group" if planned.stage == 3 else "optimizer group")
+        print_line(f"  {format_size(planned.nbytes)} of state in {counted(planned.files, 'file')}, {buffers}")
         if planned.extras:
             print_line(f"  beside it: {', '.join(planned.extras)}")
     else:
@@ -122,6 +125,6 @@ def _show(report: ReshardReport) -> None:
         if done.verified:
             print_line("  read again: every byte is as it was written")
         if done.resumed_ranks:
-            print_line(f"  {done.resumed_ranks} ranks were there from a run that had been ended")
+            print_line(f"  there already, from a run that had been ended: {counted(done.resumed_ranks, 'rank')}")
     for note in planned.notes if done is None else done.notes:
         print_line(f"  note: {note}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -9,11 +10,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from zeroelastic.cli.output.show import print_columns, print_document, print_styled
+from zeroelastic.cli.output.options import HtmlOption, JsonOption, PlotForceOption
+from zeroelastic.cli.output.show import print_columns, print_document, print_styled, print_written
+from zeroelastic.cli.output.thinning import spread
+from zeroelastic.errors import UsageError, counted
+from zeroelastic.json_document import document
 
 if TYPE_CHECKING:
     from zeroelastic.job_log.timeline import Incarnation, RestartCost, Timeline
 
+_MOST_POINTS = 4000  # of all starts together; the log has them all
 _PHASES = ("noticing", "rendezvous", "imports", "engine", "load", "first_step")
 
 
@@ -24,8 +30,13 @@ def timeline(
             metavar="EVENTS...", help="The event log of a job; several, where nodes kept logs of their own."
         ),
     ],
-    plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw it, as a new .png or .svg.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
+    plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw it, as .png, .svg or .pdf.")] = None,
+    html: HtmlOption = None,
+    force: PlotForceOption = False,
+    prometheus: Annotated[
+        bool, typer.Option("--prometheus", help="Print the metrics of the job as text for Prometheus.")
+    ] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Show every start of an elastic job: its ranks and steps, the steps that were lost, and what each restart cost.
 
@@ -35,35 +46,51 @@ def timeline(
     Examples:
         zeroelastic timeline events.jsonl
         zeroelastic timeline events.jsonl --plot timeline.png
+        zeroelastic timeline events.jsonl --prometheus
         zeroelastic timeline events.jsonl --json
     """
+    from zeroelastic.cli.html.report_file import check_report, write_report
     from zeroelastic.cli.plots.plot_file import check_plot
     from zeroelastic.job_log.event_log import read_events
     from zeroelastic.job_log.timeline import make_timeline
 
+    if prometheus and (as_json or plot is not None):
+        other = "--json" if as_json else "--plot"
+        raise UsageError(f"--prometheus and {other} are both given, and print different things. Give one of them.")
     if plot is not None:
-        check_plot(plot, "a timeline")
+        check_plot(plot, "a timeline", force=force)
+    check_report(html, force=force)
     log = read_events(logs)
     made = make_timeline(log)
     if plot is not None:
         from zeroelastic.cli.plots.timeline_plot import draw_timeline
 
-        draw_timeline(plot, made)
-    if as_json:
-        print_document(_document(made, log.num_torn, plot))
+        draw_timeline(plot, made, force=force)
+    found = document(_document(made, log.num_torn, plot), ok=True)
+    write_report(html, "timeline", lambda: found, force=force)
+    if prometheus:
+        from zeroelastic.monitoring.job_metrics import job_samples
+        from zeroelastic.monitoring.prometheus import prometheus_text
+
+        typer.echo(prometheus_text(job_samples(made)), nl=False)
+    elif as_json:
+        print_document(found)
     else:
         _show(made, log.num_torn)
+        print_written(html)
 
 
 def _document(made: Timeline, num_torn: int, plot: Path | None) -> dict[str, object]:
+    most = max(_MOST_POINTS // len(made.incarnations), 2)
     return {
         "began": made.began,
         "lost_steps": made.lost_steps,
         "torn_lines": num_torn,
-        "plot": None if plot is None else str(plot),
+        "plot": None if plot is None else os.path.abspath(plot),
         "starts": [
             {
                 "time": one.start.time,
+                "ended": one.last_time,
                 "world_size": one.start.world_size,
                 "nodes": one.start.num_nodes,
                 "host": one.start.host,
@@ -74,7 +101,12 @@ def _document(made: Timeline, num_torn: int, plot: Path | None) -> dict[str, obj
                 "last_step": one.steps[-1].step if one.steps else None,
                 "lost_steps": one.lost_steps,
                 "saves": len(one.saves),
-                "save_seconds": sum(save.seconds for save in one.saves),
+                "save_seconds": sum(save.stalled for save in one.saves),
+                "save_times": [one.saves[i].time for i in spread(len(one.saves), most)],
+                "points": [
+                    {"time": event.time, "step": event.step, "loss": event.loss}
+                    for event in (one.steps[i] for i in spread(len(one.steps), most))
+                ],
                 "end": one.end,
                 "error": next((end.error for end in one.ends if end.error), None),
                 "restart": None if one.restart is None else _cost(one.restart),
@@ -93,9 +125,7 @@ def _show(made: Timeline, num_torn: int) -> None:
     began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(made.began))
     last = max(one.last_time for one in made.incarnations) - made.began
     starts = len(made.incarnations)
-    print_styled(
-        f"began {began}, {last:.0f} s, {starts} start{'s' if starts != 1 else ''}, {made.lost_steps} steps lost"
-    )
+    print_styled(f"began {began}, {last:.0f} s, {counted(starts, 'start')}, {counted(made.lost_steps, 'step')} lost")
     head: tuple[str, ...] = ("after", "ranks", "from", "to step", "lost", "saves", "ended")
     rows = [_row(one, made.began, one is made.incarnations[-1]) for one in made.incarnations]
     print_columns([head, *rows], right=frozenset(range(6)))
@@ -106,7 +136,7 @@ def _show(made: Timeline, num_torn: int) -> None:
         head = ("after", "ranks", "noticing", "rendezvous", "imports", "engine", "load", "first step", "total", "ours")
         print_columns([head, *(_cost_row(one, made.began) for one in restarts)], right=frozenset(range(len(head))))
     if num_torn:
-        print_styled(f"{num_torn} half line{'s' if num_torn != 1 else ''} left out")
+        print_styled(f"{counted(num_torn, 'half line')} left out")
 
 
 def _row(one: Incarnation, began: float, last_one: bool) -> tuple[str, ...]:

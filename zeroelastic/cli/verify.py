@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from zeroelastic.cli.output.distributed import DistributedOption, processes_of
+from zeroelastic.cli.output.options import ForceOption, HtmlOption, JsonOption, QuietOption, TagOption
 from zeroelastic.cli.output.outcome import INVALID
-from zeroelastic.cli.output.progress import progress_bar
-from zeroelastic.cli.output.show import print_document, print_styled
+from zeroelastic.cli.output.progress import progress_of
+from zeroelastic.cli.output.show import print_document, print_styled, print_written
+from zeroelastic.errors import counted
 
 if TYPE_CHECKING:
     from zeroelastic.offline.verify.header_check import Problem
@@ -20,7 +22,7 @@ _MOST_SHOWN = 20
 
 def verify(
     src: Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint: its tag directory, or the one above.")],
-    tag: Annotated[str | None, typer.Option(metavar="TAG", help="Which tag, where SRC is the directory above.")] = None,
+    tag: TagOption = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="Look at names, sizes and the commit record only; open no payload.")
     ] = False,
@@ -28,7 +30,10 @@ def verify(
         bool, typer.Option("--lift-quarantine", help="Take the mark of damage away, if the checkpoint is valid.")
     ] = False,
     distributed: DistributedOption = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
+    html: HtmlOption = None,
+    force: ForceOption = False,
+    quiet: QuietOption = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Check that a checkpoint is what its save left: complete, undamaged, of one save.
 
@@ -46,15 +51,26 @@ def verify(
         zeroelastic verify ckpt/global_step4 --quick
         zeroelastic verify ckpt --tag global_step4 --lift-quarantine
     """
+    from zeroelastic.cli.html.report_file import check_report, write_report
     from zeroelastic.library.verify import verify as run
 
     with processes_of(distributed=distributed) as processes:
-        report = run(src, tag=tag, quick=quick, lift_quarantine=lift, processes=processes, progress=progress_bar)
+        processes.all_or_raise(lambda: check_report(html if processes.rank == 0 else None, force=force))
+        report = run(
+            src,
+            tag=tag,
+            quick=quick,
+            lift_quarantine=lift,
+            processes=processes,
+            progress=progress_of(quiet=quiet, rank=processes.rank),
+        )
     if processes.rank == 0:  # it reports for all
+        write_report(html, "verify", report.to_json, force=force)
         if as_json:
             print_document(report.to_json())
         else:
             _show(report)
+            print_written(html)
     if not report.valid:
         raise typer.Exit(INVALID)
 
@@ -62,7 +78,7 @@ def verify(
 def _show(report: VerifyReport) -> None:
     from zeroelastic.byte_sizes import format_size
 
-    facts = [report.format, f"{report.world_size} ranks"] if report.world_size else []
+    facts = [report.format, counted(report.world_size, "rank")] if report.world_size else []
     print_styled((report.tag_dir, "bold"), "  ", ", ".join(fact for fact in facts if fact))
     for clause in report.checked:
         print_styled("  ", ("ok  " if report.valid else "    ", "green"), "  ", clause)
@@ -98,7 +114,9 @@ def _show(report: VerifyReport) -> None:
 def _blame(problems: tuple[Problem, ...]) -> str:
     """How many problems, and in which files."""
     files = sorted({problem.file for problem in problems if problem.file})
-    count = f"{len(problems)} problem" + ("s" if len(problems) > 1 else "")
+    count = counted(len(problems), "problem")
     if not files:
         return f"{count}."
-    return f"{count} in {', '.join(files[:3])}" + (f" and {len(files) - 3} more files." if len(files) > 3 else ".")
+    return f"{count} in {', '.join(files[:3])}" + (
+        f" and {counted(len(files) - 3, 'more file')}." if len(files) > 3 else "."
+    )

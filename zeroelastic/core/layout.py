@@ -105,6 +105,11 @@ class Layout:
         """A number for each parameter that ascends in the order in which they follow each other in a buffer."""
         return self.offset + self.origin
 
+    def owned_numels(self, rank: int) -> list[int]:
+        """Elements of each sub-group that ``rank`` really owns, padding excluded."""
+        owned = np.bincount(self.sub_group, weights=self.owned(rank)[1], minlength=self.num_sub_groups)
+        return [int(numel) for numel in owned]
+
     def owned_numel(self, rank: int) -> int:
         """Elements that ``rank`` really owns, padding excluded."""
         return int(self.owned(rank)[1].sum())

@@ -16,6 +16,7 @@ from zeroelastic.core.layout import Int64Array
 from zeroelastic.core.plan import Plan
 from zeroelastic.errors import UnsupportedError
 from zeroelastic.executors.dispatch import (
+    ConvertedCopies,
     DigestRows,
     Executor,
     ReadResult,
@@ -24,6 +25,7 @@ from zeroelastic.executors.dispatch import (
     choose_executor,
     read_segments,
 )
+from zeroelastic.executors.tables import cast_between
 from zeroelastic.io.paths import FilePath
 
 STAGING_BYTES = 16 << 20
@@ -41,12 +43,16 @@ Digests = dict[tuple[str, str], int]
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A live flat tensor to fill: which state key, which target sub-group, and the dtype that the files hold."""
+    """A live flat tensor to fill: which state key, which target sub-group, and the dtype that the files hold.
+
+    ``rounded``, in host memory, gets the same elements in 16 bits where the pass that reads can make them.
+    """
 
     key: str
     sub_group: int
     tensor: torch.Tensor
     dtype: str
+    rounded: torch.Tensor | None = None
 
     @property
     def in_place(self) -> bool:
@@ -74,7 +80,8 @@ class Filled:
     ``cast_digests``, of what was cast on the way, has the same keys on every rank; 0 where the rank owns nothing of a
     parameter. So has ``changed_digests``, of what the save has as trained and the run as frozen, or the other way.
     ``read_digests``, of what was not cast, is there if it was asked for, of parameters that the rank owns a part of.
-    ``unread`` are the rows of files that only other ranks see.
+    ``unread`` are the rows of files that only other ranks see. ``rounded``: by sub-group, of how many elements
+    the 16-bit weights have been made.
     """
 
     bytes_read: int
@@ -84,6 +91,7 @@ class Filled:
     changed_digests: Mapping[tuple[str, str], int] = field(default_factory=dict)
     read_digests: Mapping[tuple[str, str], int] = field(default_factory=dict)
     unread: ExtentTable | None = None
+    rounded: Mapping[int, int] = field(default_factory=dict)
 
 
 def host_executor(executor: Executor) -> Executor:
@@ -126,6 +134,7 @@ def fill(
         filling.cast_digests,
         read_digests=filling.read_digests or {},
         unread=unread,
+        rounded=filling.rounded,
     )
 
 
@@ -137,6 +146,7 @@ class _Filling:
         self._host = host_executor(executor)
         self._ways = [_way(target, executor) for target in targets]
         self._cast = np.array([target.cast for target in targets], dtype=bool)
+        self.rounded: dict[int, int] = {}
         self.bytes_read = 0
         self.files: dict[FilePath, None] = {}
         self.read_digests = read_digests
@@ -154,6 +164,11 @@ class _Filling:
             executor: Executor = self._host if way == _HOST else "cuda"
             try:
                 self._note(_fill_in_place(self._plan, rows, members, self._targets, executor, self.read_digests))
+                for t in members if way == _HOST else ():
+                    if self._targets[t].rounded is not None:
+                        sub_group = self._targets[t].sub_group
+                        numel = int(rows.numel[rows.target == t].sum())
+                        self.rounded[sub_group] = self.rounded.get(sub_group, 0) + numel
             except UnsupportedError as error:
                 if way == _HOST or self._executor == "cuda":
                     raise
@@ -206,10 +221,25 @@ def _fill_in_place(
         ),
         [targets[t].tensor for t in members],
         digest=digest_rows,
+        copies=_rounded_copies([targets[t] for t in members]),
         executor=executor,
     )
     add_digests(digests, streams, result.digests)
     return result
+
+
+def _rounded_copies(targets: Sequence[Target]) -> ConvertedCopies | None:
+    """The 16-bit tensors of targets in host memory; None if they have none."""
+    kinds = {target.rounded.dtype for target in targets if target.rounded is not None}
+    if not kinds:
+        return None
+    (kind,) = kinds
+    cast = cast_between("float32", str(kind).removeprefix("torch."))
+    assert cast is not None
+    return ConvertedCopies(
+        cast,
+        [None if target.rounded is None else target.rounded.view(torch.uint8).numpy() for target in targets],
+    )
 
 
 def _fill_staged(

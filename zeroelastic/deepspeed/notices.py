@@ -53,7 +53,7 @@ def show_notices() -> None:
     global _levels_before
     value = os.environ.get(VARIABLE, "")
     if value and value.lower() not in _LEVELS:
-        raise ConfigError(f"{VARIABLE} is {value!r}; it can be {', '.join(_LEVELS)}, or be left out.")
+        raise ConfigError(f"{VARIABLE} is {value!r}; set it to one of {', '.join(_LEVELS)}, or leave it out.")
     if _levels_before is not None:
         return
     _levels_before = (_package.level, _notices.level)

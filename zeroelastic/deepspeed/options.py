@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import logging
+import os
 from collections.abc import Mapping
 from typing import Annotated, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from zeroelastic.errors import ConfigError
-from zeroelastic.executors.build_info import describe_build
+from zeroelastic.errors import ConfigError, without_pydantic
+from zeroelastic.executors.build_info import is_usable
 from zeroelastic.executors.dispatch import OPERATIONS, Executor
+from zeroelastic.io.retry import Retries
 from zeroelastic.torch_file.safe_unpickler import split_global
 
 logger = logging.getLogger(__name__)
@@ -21,6 +24,13 @@ VERIFY_LEVELS: tuple[Verify, ...] = get_args(Verify)
 """How much a load verifies, the least first."""
 
 OnMismatch = Literal["error", "initialize"]
+
+_BLOCK = "zeroelastic"
+_ELASTIC = "elastic_checkpoint"
+_ELASTIC_PLACE = 'move it into "zero_optimization"'
+
+KEEP_GLOBAL_BATCH = "ZEROELASTIC_KEEP_GLOBAL_BATCH"
+"""An environment variable: ``keep_global_batch`` where the DeepSpeed configuration is out of reach."""
 
 _RENAMED = {
     "background_save": '"async_save"',
@@ -35,16 +45,18 @@ _RENAMED = {
 class Options(BaseModel):
     """The options that users can set in the "zeroelastic" block. Every option has a safe default.
 
-    The descriptions are the cells of the table in docs/quickstart.md (``options_table``).
+    The descriptions are the cells of the table in docs/reference/options.md (``options_table``).
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    verify: Verify = Field(default="full", description="how much a load verifies, [see below](#what-a-load-verifies)")
+    verify: Verify = Field(
+        default="full", description="how much a load verifies, [see here](loading.md#what-a-load-verifies)"
+    )
     fallback: bool = Field(
         default=False,
         description="`true`: a load without a tag goes back to the newest tag that verifies, and marks damaged ones, "
-        "[see below](#falling-back)",
+        "[see here](loading.md#falling-back)",
     )
     required: bool = Field(
         default=False,
@@ -54,11 +66,18 @@ class Options(BaseModel):
     strict_batch: bool = Field(
         default=False, description="refuse a resume that changes the global batch, instead of only warning of it"
     )
+    keep_global_batch: bool = Field(
+        default=False,
+        description="a Hugging Face Trainer, and every front end on top of it, resumes with the micro batch and the "
+        "accumulation that give the saved global batch at its number of ranks, "
+        "[see here](../guides/front-ends.md#the-batch); other resumes that change the global batch are refused. The "
+        "environment variable `ZEROELASTIC_KEEP_GLOBAL_BATCH=1` does the same",
+    )
     on_mismatch: OnMismatch = Field(
         default="error",
         description='`"error"`: the parameters and optimizer groups of the run must be those of the save; the error '
         'lists everything that differs. `"initialize"`: what both have is restored, the rest keeps its initial values '
-        "and is named, [see below](#when-other-parameters-are-trained)",
+        "and is named, [see here](../guides/changed-parameters.md)",
     )
     weights_only_load: bool = Field(
         default=False,
@@ -78,12 +97,45 @@ class Options(BaseModel):
     async_save: bool = Field(
         default=False,
         description="`save_checkpoint` returns when the state is copied to host memory; the files are written and "
-        "committed while training goes on, [see here](elastic.md#saving-in-the-background)",
+        "committed while training goes on, [see here](../guides/background-saves.md)",
     )
     save_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
         default=900.0,
         description="how many seconds the ranks of a save wait for one another before it fails and names the ranks "
         "that did not arrive",
+    )
+    keep: Annotated[int, Field(ge=1)] | None = Field(
+        default=None,
+        description="how many checkpoints are kept: after each commit, older ones beyond the newest `keep` are "
+        "removed, [see here](../guides/monitoring.md#keeping-few-checkpoints)",
+    )
+    keep_every: Annotated[int, Field(ge=1)] | None = Field(
+        default=None,
+        description="with `keep`: checkpoints whose step is a multiple of this stay as well",
+    )
+    metrics: bool = Field(
+        default=True,
+        description="log the metrics of saves and loads to DeepSpeed's monitor and to the Trainer's trackers, where "
+        "the run has any, [see here](../guides/monitoring.md#metrics)",
+    )
+    metrics_file: str | None = Field(
+        default=None,
+        description="a file in which rank 0 keeps these metrics for Prometheus, such as "
+        "`/var/lib/node_exporter/pretrain.prom`",
+    )
+    store_retries: Annotated[int, Field(ge=0, le=100)] = Field(
+        default=4,
+        description="how often a request to an object store that failed for a passing reason (a broken connection, a "
+        "busy or failing server) is made again, with growing random pauses, "
+        "[see here](../guides/object-stores.md#failures)",
+    )
+    store_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
+        default=300.0, description="how many seconds a request to an object store may go without an answer"
+    )
+    store_part_mib: Annotated[int, Field(ge=5, le=5120)] = Field(
+        default=16,
+        description="the size in MiB of the parts in which a file is uploaded to an object store; larger where a file "
+        "would have more than 10,000 parts",
     )
     io_engine: Executor = Field(
         default="auto",
@@ -94,13 +146,23 @@ class Options(BaseModel):
     keep_gradient_scale: bool = Field(
         default=True,
         description="under Lightning: a resume with another accumulation keeps the scale of gradients, "
-        "[see here](lightning.md#what-is-corrected)",
+        "[see here](../guides/lightning.md#what-is-corrected)",
     )
+
+    @property
+    def refuses_other_batch(self) -> bool:
+        """Whether a load that changes the global batch is an error."""
+        return self.strict_batch or self.keep_global_batch
 
     @property
     def verifies_content(self) -> bool:
         """Whether a load compares the digests of all that it restores."""
         return self.verify in ("read", "full")
+
+    @property
+    def retries(self) -> Retries:
+        """How requests to an object store are repeated."""
+        return Retries(self.store_retries, timeout_s=self.store_timeout_s)
 
     @property
     def host_io_engine(self) -> Executor:
@@ -124,27 +186,59 @@ class Options(BaseModel):
 
 def parse_options(config: Mapping[str, object]) -> Options:
     """The options of a DeepSpeed configuration. Raises ConfigError that names the mistake and the known options."""
+    _refuse_misplaced(config)
     block = config.get("zeroelastic", {})
     if not isinstance(block, Mapping):
-        raise ConfigError(f'"zeroelastic" in the DeepSpeed configuration is {block!r}, not a block of options.')
+        raise ConfigError(
+            f'"zeroelastic" in the DeepSpeed configuration is {block!r}, not a block of options. Write '
+            f'{{"zeroelastic": {{...}}}}.'
+        )
     renamed = [f'"{old}" is now {new}' for old, new in _RENAMED.items() if old in block]
     if renamed:
         raise ConfigError(f'"zeroelastic": {"; ".join(renamed)}. Change the DeepSpeed configuration.')
     known = ", ".join(sorted(Options.model_fields))
     unknown = sorted(set(block) - set(Options.model_fields))
     if unknown:
-        raise ConfigError(f'"zeroelastic" has no option {", ".join(map(repr, unknown))}. Known options: {known}.')
+        named = ", ".join(repr(name) + _meant(name) for name in unknown)
+        raise ConfigError(f'"zeroelastic" has no option {named}. Known options: {known}.')
     try:
-        return Options.model_validate(dict(block))
+        return Options.model_validate({**_from_environment(), **block})
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(str(part) for part in first["loc"])
-        raise ConfigError(f'"zeroelastic": {where} is {first["input"]!r}: {first["msg"]}.') from None
+        wrong = without_pydantic(first["msg"])
+        raise ConfigError(f'"zeroelastic": {where} is {first["input"]!r}: {wrong}. Change it.') from None
+
+
+def _from_environment() -> dict[str, bool]:
+    """The options that environment variables set; the block of the configuration overrides them. Raises ConfigError."""
+    value = os.environ.get(KEEP_GLOBAL_BATCH, "")
+    if value not in ("", "0", "1"):
+        raise ConfigError(f"{KEEP_GLOBAL_BATCH} is {value!r}; it can be 1 (on) or 0 (off). Change it, or leave it out.")
+    return {"keep_global_batch": True} if value == "1" else {}
+
+
+def _refuse_misplaced(config: Mapping[str, object]) -> None:
+    """Raise ConfigError for our block under another name, and for our options beside it, which DeepSpeed ignores."""
+    for name in config:
+        if name != _BLOCK and difflib.get_close_matches(name.lower(), [_BLOCK], cutoff=0.85):
+            raise ConfigError(f'"{name}" in the DeepSpeed configuration: the block is called "{_BLOCK}". Rename it.')
+        if name in Options.model_fields or name == _ELASTIC:
+            place = _ELASTIC_PLACE if name == _ELASTIC else f'move it into the block "{_BLOCK}"'
+            raise ConfigError(f'"{name}" at the top level of the DeepSpeed configuration has no effect: {place}.')
+
+
+def _meant(name: str) -> str:
+    """The option that an unknown one was meant to be, in brackets."""
+    if name == _ELASTIC:
+        return f" ({_ELASTIC_PLACE})"
+    near = difflib.get_close_matches(name.lower(), Options.model_fields, 1)
+    return f" (did you mean {near[0]!r}?)" if near else ""
 
 
 def warn_of_slow_verification(options: Options) -> None:
     """Log a warning where loads verify in full by default and the native engine, which makes that fast, is missing."""
-    if "verify" not in options.model_fields_set and not describe_build("native").usable:
+    if "verify" not in options.model_fields_set and not is_usable("native"):
         logger.warning(
             "the native engine is not built: verifying a load in full takes longer than reading it. Build it "
             '(`zeroelastic doctor` explains), or set "verify" in the "zeroelastic" block to accept "full" or choose '
@@ -153,7 +247,7 @@ def warn_of_slow_verification(options: Options) -> None:
 
 
 def options_table() -> str:
-    """The options as the Markdown table of docs/quickstart.md."""
+    """The options as the Markdown table of docs/reference/options.md."""
     rows = ["| option | default | meaning |", "|---|---|---|"]
     for name, field in Options.model_fields.items():
         default = json.dumps(field.get_default(call_default_factory=True)).removesuffix(".0")

@@ -16,6 +16,7 @@ from zeroelastic import errors
 from zeroelastic.errors import LayoutMismatchError, RemoteRankError, ZeroElasticError
 
 T = TypeVar("T")
+U = TypeVar("U")
 
 Description = tuple[str, str, tuple[str, ...]]
 """An error as it is sent to other ranks: the name of its type, its message, and the problems that it lists."""
@@ -118,6 +119,15 @@ def broadcast(value: T) -> T:
     return values[0]
 
 
+def broadcast_or_raise(action: Callable[[], T]) -> T:
+    """What ``action`` returns on rank 0, which alone runs it; if it fails, every rank raises. Collective."""
+    result, failure = _attempt(action) if dist.get_rank() == 0 else (None, None)
+    result, failed = broadcast((result, _describe(failure)))
+    if failed is not None:
+        _raise(failure, [failed])
+    return result  # type: ignore[return-value]
+
+
 def all_gather_or_raise(action: Callable[[], T]) -> tuple[T, list[T]]:
     """Run ``action`` on every rank; if it fails on any, every rank raises, otherwise all get all results. Collective.
 
@@ -125,8 +135,21 @@ def all_gather_or_raise(action: Callable[[], T]) -> tuple[T, list[T]]:
     with the same type and message everywhere (the lowest failing rank's, others' appended when they differ). Any other
     exception keeps its type where it happened and is a RemoteRankError elsewhere.
     """
-    result, failure = _attempt(action)
-    outcomes = all_gather_alike((result, _describe(failure)))
+    return all_gather_of_or_raise(action, lambda result: result)
+
+
+def all_gather_of_or_raise(action: Callable[[], T], part: Callable[[T], U]) -> tuple[T, list[U]]:
+    """As ``all_gather_or_raise``, of a ``part`` of each rank's result. Collective."""
+    sent: U | None = None
+
+    def act() -> T:
+        nonlocal sent
+        result = action()
+        sent = part(result)
+        return result
+
+    result, failure = _attempt(act)
+    outcomes = all_gather_alike((sent, _describe(failure)))
     if any(failed is not None for _, failed in outcomes):
         _raise(failure, [failed for _, failed in outcomes])
     return result, [value for value, _ in outcomes]  # type: ignore[return-value, misc]

@@ -19,6 +19,7 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from zeroelastic.errors import UsageError
+from zeroelastic.extras import require_torch
 
 T = TypeVar("T")
 
@@ -83,6 +84,7 @@ def launched_processes(*, distributed: bool) -> Iterator[Processes]:
     if found.size == 1:
         yield found
         return
+    require_torch("--distributed")
     import torch.distributed as dist
 
     with _signals_obeyed():
@@ -131,7 +133,7 @@ def _find_seconds() -> float:
     except ValueError:
         seconds = 0.0
     if not 0 < seconds < float("inf"):
-        raise UsageError(f"{FIND_SECONDS} is {text!r}, not a positive number of seconds.")
+        raise UsageError(f"{FIND_SECONDS} is {text!r}, not a positive number of seconds. Set it to one, such as 300.")
     return seconds
 
 
@@ -179,7 +181,10 @@ def _signals_obeyed() -> Iterator[None]:
 
 def _find(env: os._Environ[str]) -> Processes:
     if "WORLD_SIZE" not in env and "SLURM_STEP_NUM_TASKS" not in env:
-        raise UsageError("--distributed: neither torchrun nor srun has started this process.")
+        raise UsageError(
+            "--distributed: neither torchrun nor srun has started this process. Start the command with one of them, "
+            "or leave the option out."
+        )
     if int(env.get("WORLD_SIZE", "1")) > 1:
         missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in env]
         if missing:

@@ -16,6 +16,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from zeroelastic.core.global_batch import world_sizes
+from zeroelastic.extras import torch_is_there, torch_missing
+
+if not torch_is_there():
+    raise torch_missing("zeroelastic.elastic")
+
 from zeroelastic.elastic.batch import BatchPlan, batch_plan
 from zeroelastic.elastic.events import Events, events
 from zeroelastic.elastic.preemption import EXIT_PREEMPTED, Every, Preemption, every, preemption

@@ -3,6 +3,7 @@
 A signal from outside says nothing about a checkpoint, and torchrun sends SIGTERM at each change of membership. So every
 rank records such a signal in a shared file, at once and from C (``faulthandler``), whatever the process is doing. A
 death that all ranks recorded does not count, nor does one before a change of the world size or more than a day ago.
+In an object store nothing is recorded: a process that is being killed cannot reach it.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from zeroelastic.distributed.collective import all_or_raise
 from zeroelastic.io.atomic import write_atomically
+from zeroelastic.io.paths import FilePath
 from zeroelastic.tags.commit_order import Tag
 
 ATTEMPTS_NAME = ".zeroelastic-attempts.json"
@@ -50,13 +52,15 @@ _LOADS = TypeAdapter(_Loads)
 class Attempts:
     """The unfinished loads of a directory, kept in ``ATTEMPTS_NAME``; rank 0 reads and writes the file."""
 
-    def __init__(self, root: Path) -> None:
-        self._root = root
-        self._loads = _read(root) if dist.get_rank() == 0 else {}
+    def __init__(self, root: FilePath) -> None:
+        self._root = root if isinstance(root, Path) else None
+        self._loads = _read(self._root) if self._root is not None and dist.get_rank() == 0 else {}
 
     def postpone(self, tag: Tag) -> str | None:
         """Why a tag is tried after all others: the job has died while loading it. None if it has not."""
-        loads = self._loads.get(self._key(Path(str(tag.tag_dir))))
+        if self._root is None:
+            return None
+        loads = self._loads.get(_key(self._root, Path(str(tag.tag_dir))))
         if loads is None or loads.save != _save(tag) or len(loads.ended) < _MAX_DEATHS:
             return None
         last = datetime.fromtimestamp(loads.ended[-1], timezone.utc).isoformat(" ", "seconds")
@@ -66,9 +70,13 @@ class Attempts:
         )
 
     @contextmanager
-    def of(self, tag_dir: Path, find: Callable[[], Tag]) -> Iterator[None]:
+    def of(self, tag_dir: FilePath, find: Callable[[], Tag]) -> Iterator[None]:
         """Record a load of a tag, which ``find`` returns on rank 0, while it lasts. Collective."""
-        key = self._key(tag_dir)
+        root = self._root
+        if root is None or not isinstance(tag_dir, Path):
+            yield
+            return
+        key = _key(root, tag_dir)
 
         def begin() -> None:
             if dist.get_rank() == 0:
@@ -77,33 +85,34 @@ class Attempts:
                 if found is None or found.save != save:
                     found = self._loads[key] = _Loads(save)
                 found.begun = (time.time(), dist.get_world_size())
-                self._root.mkdir(parents=True, exist_ok=True)  # on a node that just joined the job
-                (self._root / _SIGNALS_NAME).write_bytes(b"")
-                self._write()
+                root.mkdir(parents=True, exist_ok=True)  # on a node that just joined the job
+                (root / _SIGNALS_NAME).write_bytes(b"")
+                self._write(root)
 
         def end() -> None:
             if dist.get_rank() == 0:
                 self._loads.pop(key, None)
-                (self._root / _SIGNALS_NAME).unlink(missing_ok=True)
-                self._write()
+                (root / _SIGNALS_NAME).unlink(missing_ok=True)
+                self._write(root)
 
         all_or_raise(begin)
         try:
-            with _recording_signals(self._root / _SIGNALS_NAME):
+            with _recording_signals(root / _SIGNALS_NAME):
                 yield
         finally:
             with suppress(OSError):
                 end()
 
-    def _key(self, tag_dir: Path) -> str:
-        return os.path.relpath(tag_dir, self._root)
-
-    def _write(self) -> None:
+    def _write(self, root: Path) -> None:
         if self._loads:
             text = json.dumps({key: asdict(loads) for key, loads in self._loads.items()}, indent=1)
-            write_atomically(self._root / ATTEMPTS_NAME, text.encode())
+            write_atomically(root / ATTEMPTS_NAME, text.encode())
         else:
-            (self._root / ATTEMPTS_NAME).unlink(missing_ok=True)
+            (root / ATTEMPTS_NAME).unlink(missing_ok=True)
+
+
+def _key(root: Path, tag_dir: Path) -> str:
+    return os.path.relpath(tag_dir, root)
 
 
 def _save(tag: Tag) -> str:

@@ -87,9 +87,9 @@ def batch_plan(
     size = current_world_size() if world_size is None else world_size
     for what, value in (("global_batch", global_batch), ("world_size", size), ("max_micro", max_micro)):
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise ConfigError(f"{what} is {value!r}; a whole number of 1 or more is needed.")
+            raise ConfigError(f"{what} is {value!r}; give a whole number of 1 or more.")
     if misfit not in ("error", "pad"):
-        raise ConfigError(f'misfit is {misfit!r}; it may be "error" or "pad". {_working_sizes(global_batch)}')
+        raise ConfigError(f'misfit is {misfit!r}; give "error" or "pad". {_working_sizes(global_batch)}')
     limit = global_batch if max_micro is None else max_micro
     if global_batch % size == 0:
         quota = global_batch // size
@@ -128,5 +128,5 @@ def _current(variable: str, alone: int, function: str) -> int:
         return int(getattr(dist, function)())
     text = os.environ.get(variable, str(alone))
     if not text.isdecimal():
-        raise ConfigError(f"the environment has {variable}={text!r}, which is not a number.")
+        raise ConfigError(f"the environment has {variable}={text!r}, which is not a number. Set it as torchrun does.")
     return int(text)

@@ -37,6 +37,7 @@ from zeroelastic.job_log.event_log import (
 
 if TYPE_CHECKING:
     from zeroelastic.elastic.resume import Resumed
+    from zeroelastic.report import SaveReport
 
 __all__ = ["EventLog", "Events", "events", "note_nodes", "read_events"]
 
@@ -132,10 +133,14 @@ class Events:
         )
         self._show(step=step, lost_steps=self.lost_steps)
 
-    def saved(self, tag: str, seconds: float) -> None:
-        """Log a save, as ``preemption`` does itself. ``seconds`` is how long it held up training."""
+    def saved(self, tag: str, seconds: float, report: SaveReport | None = None) -> None:
+        """Log a save, as ``preemption`` does itself. ``seconds`` is how long it took; ``report`` has more about it."""
         if self._rank == 0:
-            self._write(SaveEvent(**self._when(), step=int(self._engine.global_steps), tag=tag, seconds=seconds))
+            step = int(self._engine.global_steps)
+            stall, nbytes = (None, None) if report is None else (report.stall_seconds, report.bytes)
+            self._write(
+                SaveEvent(**self._when(), step=step, tag=tag, seconds=seconds, stall_seconds=stall, bytes=nbytes)
+            )
             self._show(saved_at=time.monotonic(), save_seconds=seconds)
 
     def stopping(self) -> None:

@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -25,7 +24,9 @@ import torch.distributed as dist
 
 from zeroelastic.elastic.position import KEY, Position, pack_position, unpack_position
 from zeroelastic.errors import ConfigError, SaveError
-from zeroelastic.io.paths import absolute
+from zeroelastic.io.paths import absolute, as_path, relative_name
+from zeroelastic.monitoring.observers import subscribe
+from zeroelastic.report import Report, SaveReport
 from zeroelastic.tags.names import normal
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ class Preemption:
         self.saves: list[str] = []
         self.stopped = False
         self.save_seconds: float | None = None
-        self._engine, self._directory, self._data = engine, Path(absolute(directory)), data
+        self._engine, self._directory, self._data = engine, as_path(absolute(directory)), data
         self._saving = saving if saving is not None else Every()
         self._grace, self._signals, self._client_state = grace, tuple(signals), client_state
         self._log = log
@@ -123,6 +124,8 @@ class Preemption:
         self._group: dist.ProcessGroup | None = None
         self._last_time = time.monotonic()
         self._last_step = self._seen_step = int(engine.global_steps)
+        self._last_report: SaveReport | None = None
+        self._unsubscribe: Callable[[], None] = lambda: None
         self._saved_step: int | None = None  # the step of the last commit of this block, unless a load came after it
 
     def __call__(self) -> bool:
@@ -224,17 +227,22 @@ class Preemption:
         try:
             seconds = finish_pending(self._engine, before=before)
         except SaveError:
-            if pending is not None and os.path.relpath(pending.tag_dir, self._directory) in self.saves[-1:]:
+            if pending is not None and relative_name(pending.tag_dir, self._directory) in self.saves[-1:]:
                 self.saves.pop()
                 self._last_step, self._saved_step = -1, None  # there is nothing to resume from
             raise
         if pending is not None and seconds is not None:
             self._note_seconds(seconds)
-            self._log_saved(os.path.relpath(pending.tag_dir, self._directory))
+            self._log_saved(relative_name(pending.tag_dir, self._directory))
 
     def _log_saved(self, tag: str) -> None:
         if self._log is not None and self.save_seconds is not None:
-            self._log.saved(tag, self.save_seconds)
+            report = self._last_report
+            self._log.saved(tag, self.save_seconds, report if report is not None and report.tag == tag else None)
+
+    def _observe(self, report: Report, engine: Any) -> None:
+        if engine is self._engine and isinstance(report, SaveReport) and report.error is None:
+            self._last_report = report
 
     def _note_seconds(self, seconds: float) -> None:
         took = torch.tensor([seconds], dtype=torch.float64)
@@ -247,13 +255,14 @@ class Preemption:
 
     def __enter__(self) -> Preemption:
         if threading.current_thread() is not threading.main_thread():
-            raise ConfigError("preemption() sets signal handlers, which only the main thread can do.")
+            raise ConfigError("preemption() sets signal handlers, which only the main thread can do. Enter it there.")
         from zeroelastic.deepspeed.engine_state import lineage_of
 
         self._group = dist.new_group(backend="gloo") if dist.get_backend() != "gloo" else None
         for number in self._signals:
             self._previous[number] = signal.signal(number, self._handle)
         lineage_of(self._engine).on_load.append(self._loaded)
+        self._unsubscribe = subscribe(self._observe)
         return self
 
     def __exit__(
@@ -268,6 +277,7 @@ class Preemption:
                 self._finish("the end of the training loop")
                 ended = self.stopped
         finally:
+            self._unsubscribe()
             for number, handler in self._previous.items():
                 with contextlib.suppress(TypeError):  # a handler that was not set from Python cannot be set again
                     # A stopped process ignores signals until it has ended: the interpreter removes Python's handlers

@@ -15,15 +15,16 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zeroelastic.distributed.collective import all_gather_alike, all_or_raise, broadcast
 from zeroelastic.elastic.attempts import Attempts
 from zeroelastic.elastic.position import KEY, Position, unpack_position
 from zeroelastic.errors import CheckpointError
-from zeroelastic.io.paths import absolute
-from zeroelastic.report import ResumeReport
+from zeroelastic.io.paths import FilePath, absolute, as_path
+from zeroelastic.monitoring.observers import publish
+from zeroelastic.monitoring.spans import span
+from zeroelastic.report import ResumeReport, StartReport
 from zeroelastic.tags.commit_order import Tag, about_left, about_pointed, left_behind
 
 if TYPE_CHECKING:
@@ -85,15 +86,22 @@ def resume(
     install()
     require_partners()
     began = time.monotonic()
-    root = Path(absolute(directory))
+    root = as_path(absolute(directory))
 
     def started(resumed: Resumed) -> Resumed:
+        seconds = time.monotonic() - began
         if log is not None:
-            log.resumed(resumed, seconds=time.monotonic() - began)
+            log.resumed(resumed, seconds=seconds)
+        if _rank() == 0:
+            lost = None if log is None else log.lost_steps
+            step, ranks = int(engine.global_steps), _world_size()
+            publish(StartReport(resumed.tag, step, ranks, seconds, restart_count(), lost), engine)
         return resumed
 
-    def load(load_dir: str, name: str, passed: tuple[str, ...]) -> tuple[Path, Resumed]:
-        with attempts.of(tag_dir := Path(load_dir) / name, lambda: next(tag for tag in tags if tag.tag_dir == tag_dir)):
+    def load(load_dir: str, name: str, passed: tuple[str, ...]) -> tuple[FilePath, Resumed]:
+        with attempts.of(
+            tag_dir := as_path(load_dir) / name, lambda: next(tag for tag in tags if tag.tag_dir == tag_dir)
+        ):
             with loading_strictly(engine, strict):
                 path, client_state = engine.load_checkpoint(load_dir, tag=name)
             if path is None:
@@ -101,25 +109,26 @@ def resume(
             resumed = _finish(engine, root, name, dict(client_state or {}), data, strict, passed)
             return tag_dir, resumed
 
-    finish_pending(engine, before="resume()")
-    tags = tags_of_all_nodes(root)
-    at = all_or_raise(lambda: going_on_from(root, tags) if _rank() == 0 else 0)
-    attempts = all_or_raise(partial(Attempts, root))
-    found, passed = walk_back(root, tags[at:], load, engine=engine, postpone=attempts.postpone)
-    if found is not None:
-        return started(_with_branches(engine, *found, tags, at))
-    if passed:
-        raise none_loads(root, passed)
-    must = required or options_of(engine).required
-    if not must and not fresh:
-        all_or_raise(partial(refuse_fresh_start, root))
-    nothing_to_load(root, required=must)
-    return started(Resumed(None, 0, {}, None, (), ()))
+    with span("resume", directory=str(root), ranks=_world_size()):
+        finish_pending(engine, before="resume()")
+        tags = tags_of_all_nodes(root)
+        at = all_or_raise(lambda: going_on_from(root, tags) if _rank() == 0 else 0)
+        attempts = all_or_raise(partial(Attempts, root))
+        found, passed = walk_back(root, tags[at:], load, engine=engine, postpone=attempts.postpone)
+        if found is not None:
+            return started(_with_branches(engine, *found, tags, at))
+        if passed:
+            raise none_loads(root, passed)
+        must = required or options_of(engine).required
+        if not must and not fresh:
+            all_or_raise(partial(refuse_fresh_start, root))
+        nothing_to_load(root, required=must)
+        return started(Resumed(None, 0, {}, None, (), ()))
 
 
 def _finish(
     engine: Any,
-    root: Path,
+    root: FilePath,
     name: str,
     client_state: dict[str, Any],
     data: Position | None,
@@ -147,7 +156,7 @@ def _finish(
     return Resumed(name, int(engine.global_steps), client_state, report, passed, notes)
 
 
-def _with_branches(engine: Any, tag_dir: Path, resumed: Resumed, tags: Sequence[Tag], at: int) -> Resumed:
+def _with_branches(engine: Any, tag_dir: FilePath, resumed: Resumed, tags: Sequence[Tag], at: int) -> Resumed:
     """Add notes about newer tags that were not used, and about branches that the run has left. Collective."""
 
     def notes() -> list[str]:
@@ -164,6 +173,18 @@ def _with_branches(engine: Any, tag_dir: Path, resumed: Resumed, tags: Sequence[
     if report is not None:
         report = engine.zeroelastic_report = replace(report, notes=(*added, *report.notes))
     return replace(resumed, notes=(*added, *resumed.notes), report=report)
+
+
+def restart_count() -> int | None:
+    """How often torchrun has restarted this job; None without torchrun."""
+    text = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
+    return int(text) if text.isdecimal() else None
+
+
+def _world_size() -> int:
+    import torch.distributed as dist
+
+    return dist.get_world_size()
 
 
 def _rank() -> int:

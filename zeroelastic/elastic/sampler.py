@@ -60,7 +60,8 @@ class ElasticDistributedSampler(Sampler[int]):
             )
         if self.num_batches == 0:
             raise ConfigError(
-                f"{self.length} samples are less than a global batch of {global_batch}, and drop_last leaves them out."
+                f"{self.length} samples are less than a global batch of {global_batch}, and drop_last leaves them out. "
+                "Make the batch smaller, or turn drop_last off."
             )
 
     @property
@@ -132,7 +133,10 @@ class ElasticDistributedSampler(Sampler[int]):
         """
         missing = [name for name in _STATE if name not in state]
         if missing:
-            raise StrictError(f"the saved position has no {', '.join(missing)}; it is not of this sampler.")
+            raise StrictError(
+                f"the saved position has no {', '.join(missing)}; it is not of this sampler. Resume with the "
+                "sampler that saved it."
+            )
         changed = [
             f"{name} was {state[name]!r} and is {getattr(self, name)!r}"
             for name in _STATE
@@ -144,7 +148,10 @@ class ElasticDistributedSampler(Sampler[int]):
                 "was, or begin a new epoch without this state."
             )
         if state["consumed"] % self.global_batch or not 0 <= state["consumed"] < self.num_batches * self.global_batch:
-            raise StrictError(f"the saved position, {state['consumed']} samples, is not the end of a global batch.")
+            raise StrictError(
+                f"the saved position, {state['consumed']} samples, is not the end of a global batch. Resume with "
+                "the global batch of the save."
+            )
         self.epoch, self.consumed = state["epoch"], state["consumed"]
 
     def _batches(self, first: int) -> Iterator[torch.Tensor]:
@@ -172,7 +179,8 @@ class ElasticBatchSampler(Sampler[list[int]]):
     def __init__(self, sampler: ElasticDistributedSampler, plan: BatchPlan) -> None:
         if plan.global_batch != sampler.global_batch:
             raise ConfigError(
-                f"the plan is for a global batch of {plan.global_batch}, the sampler has {sampler.global_batch}."
+                f"the plan is for a global batch of {plan.global_batch}, the sampler has {sampler.global_batch}. "
+                "Make both from one."
             )
         self.sampler, self.plan = sampler, plan
 
@@ -209,7 +217,9 @@ class ElasticIterableDataset(IterableDataset[T]):
         rank: int | None = None,
     ) -> None:
         if plan.padding:
-            raise ConfigError(f"a stream cannot be dealt out with empty places: {plan.text()}.")
+            raise ConfigError(
+                f"a stream cannot be dealt out with empty places: {plan.text()}. Choose a batch that the ranks divide."
+            )
         self.stream, self.plan, self.can_skip, self._rank = stream, plan, can_skip, rank
         self.consumed = 0
 
@@ -226,7 +236,7 @@ class ElasticIterableDataset(IterableDataset[T]):
         if state.get("global_batch") != self.plan.global_batch or not isinstance(state.get("consumed"), int):
             raise StrictError(
                 f"the saved position is one with a global batch of {state.get('global_batch')}; this run's is "
-                f"{self.plan.global_batch}."
+                f"{self.plan.global_batch}. Resume with that of the save."
             )
         self.consumed = state["consumed"]
 
@@ -257,4 +267,6 @@ class ElasticIterableDataset(IterableDataset[T]):
 
 def _check_rank(rank: int, world_size: int) -> None:
     if not 0 <= rank < world_size:
-        raise ConfigError(f"rank {rank} has no samples: the plan is for {world_size} ranks.")
+        raise ConfigError(
+            f"rank {rank} has no samples: the plan is for {world_size} ranks. Make a plan for the ranks of this run."
+        )

@@ -8,6 +8,8 @@
     cuda_executor     segments in device memory
     torch_executor    device memory without the CUDA engine
     remote_executor   files behind fsspec; ``requests`` plans what it asks for
+    library_build     how the C++ and CUDA engines are compiled
+    build_info        what was built, and why not
     batches           rows cut into batches that fit a buffer
 
 Imports ``io`` and ``core``. Read ``tables``, then ``dispatch``.

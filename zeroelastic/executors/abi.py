@@ -16,7 +16,7 @@ from zeroelastic.core.layout import Int64Array
 from zeroelastic.errors import CheckpointError, UnreadableError, UnsupportedError
 from zeroelastic.executors.engine import Options, default_threads
 from zeroelastic.executors.progress import ProgressFunction
-from zeroelastic.executors.tables import CASTS, CopyTable, DeviceBuffer, FileRanges, MemoryRanges
+from zeroelastic.executors.tables import CASTS, ByteBuffer, CopyTable, DeviceBuffer, FileRanges, MemoryRanges
 from zeroelastic.io.failures import missing_file
 
 _OPEN_FAILED, _READ_FAILED, _END_OF_FILE, _WRITE_FAILED, _SYNC_FAILED, BAD_TABLE, _NO_MEMORY = range(1, 8)
@@ -83,8 +83,9 @@ class CallOptions(ctypes.Structure):
     """``ze_options``."""
 
     _fields_ = (
-        *((name, _I32) for name in ("threads", "cast", "sync", "reserved")),
+        *((name, _I32) for name in ("threads", "cast", "sync", "copies_cast")),
         ("progress", ctypes.POINTER(Progress)),
+        ("copies", ctypes.POINTER(Buffers)),
     )
 
 
@@ -107,7 +108,11 @@ class Call:
         self._server: Generator[None, object, None] | None = None
         self._raised: list[BaseException] = []
         progress = None if options.progress is None else self._progress(options.progress)
-        self._options = CallOptions(threads, CASTS.index(options.cast), options.sync, 0, progress)
+        copies = None if options.copies is None else ctypes.pointer(self._copies(options.copies.buffers))
+        copies_cast = "none" if options.copies is None else options.copies.cast
+        self._options = CallOptions(
+            threads, CASTS.index(options.cast), options.sync, CASTS.index(copies_cast), progress, copies
+        )
         self.totals: UInt64Array | None = None
         self._digest: Digest | None = None
         digest = options.digest
@@ -135,6 +140,12 @@ class Call:
         assert all(b.dtype == np.uint8 and b.ndim == 1 and b.flags.c_contiguous for b in buffers), "not plain bytes"
         self._alive.append(tuple(buffers))
         return self._ranges([buffer.ctypes.data for buffer in buffers], [len(buffer) for buffer in buffers])
+
+    def _copies(self, buffers: Sequence[ByteBuffer | None]) -> Buffers:
+        kept = [buffer if buffer is not None else np.empty(0, dtype=np.uint8) for buffer in buffers]
+        self._alive.append(kept)
+        addresses = [0 if buffer is None else buffer.ctypes.data for buffer in buffers]
+        return self._ranges(addresses, [len(buffer) for buffer in kept])
 
     def device_buffers(self, buffers: Sequence[DeviceBuffer]) -> Buffers:
         """Device memory as a side of the call."""

@@ -1,8 +1,8 @@
 """What was built from csrc, with which compiler, and why not: found out by looking, without compiling anything.
 
-The build (setup.py) leaves, next to the package's modules, a library per engine and a log per attempt. A library is
-plain C: it is loaded with ctypes, knows nothing of torch or of the Python version, and says which version of the C
-interface it speaks.
+The build (setup.py, or ``zeroelastic doctor --build-cuda``) leaves, next to the package's modules, a library for each
+engine and a log of each attempt. A library is plain C: it is loaded with ctypes, knows nothing of torch or of the
+Python version, and says which version of the C interface it speaks.
 """
 
 from __future__ import annotations
@@ -17,11 +17,16 @@ from zeroelastic.errors import ConfigError
 
 EngineLibrary = Literal["native", "cuda"]
 
-ABI_VERSION = 8
+ABI_VERSION = 9
 """``ZE_ABI_VERSION`` of csrc/zeroelastic.h."""
 
 _PACKAGE = Path(__file__).resolve().parent.parent
-_NEEDS: dict[EngineLibrary, str] = {"native": "a C++17 compiler", "cuda": "nvcc on the PATH"}
+REMEDIES: dict[EngineLibrary, str] = {
+    "native": "Install a C++17 compiler and reinstall from the sources with ZEROELASTIC_BUILD_NATIVE=1 "
+    "pip install --force-reinstall --no-deps ., which fails loudly.",
+    "cuda": "Where nvcc is on the PATH, zeroelastic doctor --build-cuda builds it.",
+}
+"""How to build an engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +51,7 @@ class BuildInfo:
     @property
     def remedy(self) -> str:
         """How to build it, in one sentence."""
-        flag = f"ZEROELASTIC_BUILD_{self.name.upper()}=1"
-        return (
-            f"Install {_NEEDS[self.name]} and reinstall with {flag} pip install --force-reinstall --no-deps ., "
-            "which fails loudly."
-        )
+        return REMEDIES[self.name]
 
 
 def describe_build(name: EngineLibrary) -> BuildInfo:
@@ -62,6 +63,11 @@ def describe_build(name: EngineLibrary) -> BuildInfo:
     if library is None:
         return BuildInfo(name, path, found, "", reason)
     return BuildInfo(name, path, found, library.ze_build_info().decode(), "")
+
+
+def is_usable(name: EngineLibrary) -> bool:
+    """Whether an engine's library is there and can be called; loads it if it is there."""
+    return _load(name)[0] is not None
 
 
 def load_library(name: EngineLibrary) -> ctypes.CDLL:

@@ -9,7 +9,7 @@ import numpy as np
 
 from zeroelastic.core.layout import Int64Array
 from zeroelastic.executors import native_executor
-from zeroelastic.executors.build_info import describe_build
+from zeroelastic.executors.build_info import is_usable
 from zeroelastic.executors.tables import UInt32Array
 
 _POLYNOMIAL = 0xEDB88320
@@ -19,7 +19,7 @@ _ONE = 1 << 31  # polynomials over GF(2) are reflected: bit 31 is the coefficien
 def join_crc32(crc32: UInt32Array, nbytes: Int64Array) -> int:
     """The checksum of all runs in their order; both arrays have shape ``(num_runs,)``. 0 where there are none."""
     assert crc32.dtype == np.uint32 and nbytes.dtype == np.int64 and len(crc32) == len(nbytes)
-    if describe_build("native").usable:
+    if is_usable("native"):
         return native_executor.join_crc32(np.ascontiguousarray(crc32), np.ascontiguousarray(nbytes))
     return join_crc32_reference(crc32, nbytes)
 

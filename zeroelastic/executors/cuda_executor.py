@@ -154,7 +154,10 @@ class DevicePlan:
 def _device(buffers: Sequence[DeviceBuffer]) -> int:
     devices = sorted({buffer.device for buffer in buffers})
     if len(devices) > 1:
-        raise ConfigError(f"one call of the CUDA engine is for one device; these buffers are on {devices}.")
+        raise ConfigError(
+            f"one call of the CUDA engine is for one device; these buffers are on {devices}. Make one call for each "
+            "device."
+        )
     return devices[0] if devices else 0
 
 

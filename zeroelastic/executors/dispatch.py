@@ -22,9 +22,9 @@ from zeroelastic.core.digest import digest_range as reference_digest_range
 from zeroelastic.errors import ConfigError
 from zeroelastic.executors import cuda_executor, native_executor, numpy_executor
 from zeroelastic.executors.batches import Batch, batches
-from zeroelastic.executors.build_info import EngineLibrary, describe_build, load_library
+from zeroelastic.executors.build_info import EngineLibrary, describe_build, is_usable, load_library
 from zeroelastic.executors.crc32 import join_crc32, join_crc32_groups
-from zeroelastic.executors.engine import FileEngine, HostEngine, Options
+from zeroelastic.executors.engine import ConvertedCopies, FileEngine, HostEngine, Options
 from zeroelastic.executors.progress import ProgressFunction
 from zeroelastic.executors.tables import (
     ByteBuffer,
@@ -44,10 +44,10 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
-    "OPERATIONS", "Batch", "Buffer", "ByteBuffer", "Cast", "CopyTable", "DeviceBuffer", "DigestRows", "Executor",
-    "FileRanges", "MemoryRanges", "Operation", "ReadResult", "ReadTable", "UInt32Array", "batches", "choose_executor",
-    "copy_segments", "describe_build", "digest_range", "join_crc32", "join_crc32_groups", "move_segments",
-    "read_segments", "scan_segments", "sum_segments", "write_segments",
+    "OPERATIONS", "Batch", "Buffer", "ByteBuffer", "Cast", "ConvertedCopies", "CopyTable", "DeviceBuffer", "DigestRows",
+    "Executor", "FileRanges", "MemoryRanges", "Operation", "ReadResult", "ReadTable", "UInt32Array", "batches",
+    "choose_executor", "copy_segments", "describe_build", "digest_range", "join_crc32", "join_crc32_groups",
+    "move_segments", "read_segments", "scan_segments", "sum_segments", "write_segments",
 ]  # fmt: skip
 
 Executor = Literal["auto", "numpy", "torch", "native", "cuda"]
@@ -86,6 +86,7 @@ def read_segments(
     *,
     digest: DigestRows | None = None,
     cast: Cast = "none",
+    copies: ConvertedCopies | None = None,
     threads: int | None = None,
     stream: int | None = None,
     progress: ProgressFunction | None = None,
@@ -98,12 +99,15 @@ def read_segments(
     engine is done when the call returns. Raises ConfigError for an unknown engine, for one that is not built, and for
     one that cannot fill such memory; CheckpointError when a file ends early or cannot be read (with file and offset).
 
+    ``copies``, of host memory and files on this machine, are made of what is in the cache.
+
     ``progress`` is called on this thread with the bytes that were read since the last call: about every 50 ms, also
     with 0, and once in the end, when the sum is that of the table. An exception in it, or in a signal's handler
     (KeyboardInterrupt), ends the call soon and is raised from it.
     """
-    options = Options(digest, cast=cast, threads=threads, progress=progress)
+    options = Options(digest, cast=cast, threads=threads, progress=progress, copies=copies)
     name = _choose(executor, "read", buffers)
+    assert copies is None or name in _HOST, "only host memory is converted beside"
     if name == "cuda" and not any(isinstance(path, RemotePath) for path in table.paths):
         return cuda_executor.read_segments(table, _device_buffers(buffers), options, stream=_stream(buffers, stream))
     if name in ("cuda", "torch"):  # through host memory
@@ -329,6 +333,6 @@ def _fastest(name: EngineLibrary = "native") -> str:
 
 def digest_range(data: ByteArray, itemsize: int, *, seed: int, start: int) -> int:
     """``digest.digest_range`` by the native engine where it is built, and in numpy where it is not."""
-    if describe_build("native").usable:
+    if is_usable("native"):
         return native_executor.digest_range(data, itemsize, seed=seed, start=start)
     return reference_digest_range(data, itemsize, seed=seed, start=start)

@@ -28,14 +28,23 @@ _MAX_DEFAULT_THREADS = 8
 
 
 @dataclass(frozen=True, slots=True)
+class ConvertedCopies:
+    """Memory that gets what is read a second time, converted: for each buffer, one with as many elements, or None."""
+
+    cast: Cast
+    buffers: Sequence[ByteBuffer | None]
+
+
+@dataclass(frozen=True, slots=True)
 class Options:
     """What an engine does in the pass that moves the bytes.
 
     ``digest``: what each row adds to which digest, which the operation returns. ``crc32``, shape ``(num_rows,)``: an
     array that is filled with the CRC-32 of the bytes written of each row (read, where nothing is written).
     ``cast``: a conversion of the elements. ``sync``: flush each file that was written to its device. ``threads``: None
-    for ``default_threads``. ``progress``: called with the bytes of the sources that are done. The functions of
-    ``dispatch`` show which options an operation uses; it ignores the others.
+    for ``default_threads``. ``progress``: called with the bytes of the sources that are done. ``copies``: of what is
+    read without a conversion. The functions of ``dispatch`` show which options an operation uses; it ignores the
+    others.
     """
 
     digest: DigestRows | None = None
@@ -44,6 +53,7 @@ class Options:
     sync: bool = False
     threads: int | None = None
     progress: ProgressFunction | None = None
+    copies: ConvertedCopies | None = None
 
 
 PLAIN = Options()
@@ -88,7 +98,9 @@ def default_threads() -> int:
     asked = os.environ.get("ZEROELASTIC_THREADS")
     if asked is not None:
         if not asked.isdecimal() or int(asked) < 1:
-            raise ConfigError(f"ZEROELASTIC_THREADS is {asked!r}, not a positive number of threads.")
+            raise ConfigError(
+                f"ZEROELASTIC_THREADS is {asked!r}, not a positive number of threads. Set it to one, or leave it out."
+            )
         return int(asked)
     local_ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
     sharing = int(local_ranks) if local_ranks.isdecimal() else 1

@@ -19,7 +19,7 @@ from zeroelastic.core.layout import Int64Array
 from zeroelastic.core.plan import coalesce
 from zeroelastic.errors import CheckpointError, UnreadableError
 from zeroelastic.executors.cast import cast_bytes
-from zeroelastic.executors.engine import PLAIN, Options
+from zeroelastic.executors.engine import PLAIN, ConvertedCopies, Options
 from zeroelastic.executors.progress import Progress
 from zeroelastic.executors.tables import (
     ByteBuffer,
@@ -48,6 +48,8 @@ def read_segments(table: ReadTable, buffers: Sequence[ByteBuffer], options: Opti
         pieces = _file_pieces(table.local_paths, table.file, table.file_offset, table.nbytes)
         digests = _run(pieces, options, _rows(table.segments), _into_memory(buffers))
         return ReadResult(int(table.nbytes.sum()), table.files, digests)
+    if options.copies is not None:
+        _check_copies(table, options.copies)
     totals, progress = _Totals(options.digest), Progress(options.progress)
     file, file_offset, buffer, buffer_offset, nbytes = coalesce(*table.segments.columns)
     total = 0
@@ -61,9 +63,24 @@ def read_segments(table: ReadTable, buffers: Sequence[ByteBuffer], options: Opti
         with _source(paths[number]) as fd:
             total += _read_views(fd, paths[number], file_offset[own].tolist(), views, progress)
     for i, row in enumerate(_rows(table.segments)):
-        totals.add(i, buffers[row.dst][row.dst_offset : row.dst_offset + row.nbytes])
+        data = buffers[row.dst][row.dst_offset : row.dst_offset + row.nbytes]
+        totals.add(i, data)
+        if options.copies is not None and (copy := options.copies.buffers[row.dst]) is not None:
+            itemsize, converted = cast_itemsizes(options.copies.cast)
+            begin = row.dst_offset // itemsize * converted
+            cast_bytes(options.copies.cast, data, copy[begin : begin + row.nbytes // itemsize * converted])
     progress.finish()
     return ReadResult(total, table.files, totals.array())
+
+
+def _check_copies(table: ReadTable, copies: ConvertedCopies) -> None:
+    """Assert that rows with a converted copy are of whole elements and have room there."""
+    itemsize, converted = cast_itemsizes(copies.cast)
+    room = np.array([-1 if copy is None else len(copy) for copy in copies.buffers], dtype=np.int64)[table.buffer]
+    whole = (table.buffer_offset % itemsize == 0) & (table.nbytes % itemsize == 0)
+    fits = (table.buffer_offset + table.nbytes) // itemsize * converted <= room
+    bad = np.flatnonzero((room >= 0) & ~(whole & fits))
+    assert not len(bad), f"row {bad[0]} of a segment table leaves its file or buffer"
 
 
 def copy_segments(

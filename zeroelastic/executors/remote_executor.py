@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
+from contextvars import copy_context
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ from zeroelastic.core.layout import Int64Array
 from zeroelastic.executors.batches import DigestTotals, RowChecksums
 from zeroelastic.executors.engine import PLAIN, HostEngine, Options
 from zeroelastic.executors.progress import INTERVAL, Progress, ProgressFunction
-from zeroelastic.executors.requests import Requests, plan_requests, request_batches
+from zeroelastic.executors.requests import Requests, affordable_gap, plan_requests, request_batches
 from zeroelastic.executors.tables import (
     ByteBuffer,
     Cast,
@@ -53,6 +54,7 @@ class RemoteEngine:
     def read_segments(self, table: ReadTable, buffers: Sequence[ByteBuffer], options: Options = PLAIN) -> ReadResult:
         """As the host engine's. ``bytes_read`` counts what was asked for, gaps between rows included."""
         table.check([len(buffer) for buffer in buffers], digest=options.digest, cast=options.cast)
+        assert options.copies is None, "only files on this machine are converted beside"
         local_bytes = 0
 
         def here(rows: Int64Array, options: Options) -> UInt64Array | None:
@@ -139,7 +141,8 @@ class RemoteEngine:
         if len(local):
             add(local, None, nbytes[local], options.progress, partial(here, local))
         request_bytes = min(_REQUEST_BYTES, self._batch_bytes)
-        plan = plan_requests(file[rows], offset[rows], nbytes[rows], request_bytes=request_bytes)
+        max_gap = affordable_gap(file[rows], offset[rows], nbytes[rows])
+        plan = plan_requests(file[rows], offset[rows], nbytes[rows], request_bytes=request_bytes, max_gap=max_gap)
         batches = request_batches(replace(plan, row=rows[plan.row]), self._batch_bytes)
         progress = Progress(options.progress)
         ahead = _Fetching(paths, batches[0]) if batches else None
@@ -168,11 +171,12 @@ class _Fetching(threading.Thread):
             self._ranges.append((path, offset, nbytes))
         self._answers: list[bytes] = []
         self._error: BaseException | None = None
+        self._context = copy_context()  # the retries in force
         self.start()
 
     def run(self) -> None:
         try:
-            self._answers = read_ranges(self._ranges)
+            self._answers = self._context.run(read_ranges, self._ranges)
         except BaseException as error:  # raised where the answers are waited for
             self._error = error
 

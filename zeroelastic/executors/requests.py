@@ -13,6 +13,7 @@ MAX_GAP = 64 << 10
 """Rows that are no further apart are fetched together, with what lies between them."""
 
 _MAX_REQUESTS = 1024
+_GAPS_SHARE, _FREE_GAPS = 1024, 4 << 10
 _CUT = 8  # rows are cut at multiples of it, so never inside an element
 
 
@@ -79,6 +80,28 @@ def plan_requests(
         piece_start=start,
         piece_nbytes=stop - start,
     )
+
+
+def affordable_gap(file: Int64Array, offset: Int64Array, nbytes: Int64Array, *, max_gap: int = MAX_GAP) -> int:
+    """The largest gap up to ``max_gap`` for which all that lies in such gaps is little beside the rows. Pure.
+
+    Little is a share of the rows, 1/``_GAPS_SHARE``, or ``_FREE_GAPS`` bytes. What lies between the rows of one rank
+    belongs to other ranks, which read it too: without this bound a run of many small parameters would read each byte
+    several times. Columns as of ``plan_requests``.
+    """
+    order = np.lexsort((offset, file))
+    order = order[nbytes[order] > 0]
+    if len(order) < 2:
+        return max_gap
+    file, begin, end = file[order], offset[order], (offset + nbytes)[order]
+    gaps = (begin[1:] - end[:-1])[file[1:] == file[:-1]]
+    gaps = np.sort(gaps[(gaps > 0) & (gaps <= max_gap)])
+    total = np.cumsum(gaps)
+    fits = total <= max(int(nbytes.sum()) // _GAPS_SHARE, _FREE_GAPS)
+    if fits.all():
+        return max_gap
+    first_too_many = int(gaps[int(np.argmin(fits))])
+    return first_too_many - 1
 
 
 def _begins_run(file: Int64Array, offset: Int64Array, end: Int64Array, max_gap: int) -> npt.NDArray[np.bool_]:

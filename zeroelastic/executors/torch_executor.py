@@ -46,7 +46,10 @@ def bytes_of(buffer: ByteArray | torch.Tensor) -> torch.Tensor:
     """The bytes of a contiguous tensor, or of an array, as a flat uint8 tensor that shares its memory."""
     if isinstance(buffer, torch.Tensor):
         if not buffer.is_contiguous():
-            raise ConfigError(f"a tensor of shape {tuple(buffer.shape)} is not contiguous; its bytes are no range.")
+            raise ConfigError(
+                f"a tensor of shape {tuple(buffer.shape)} is not contiguous; its bytes are no range. Call "
+                "contiguous() first."
+            )
         flat = buffer.detach().view(-1)
         return flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8, device=flat.device)
     with warnings.catch_warnings():  # an array that is read-only; no source is written to

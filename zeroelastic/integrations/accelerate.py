@@ -296,7 +296,8 @@ def data_position(accelerator: Any, dataloader: Any) -> DataPosition:
     per_epoch = samples // batch if getattr(dataloader, "_drop_last", False) else -(-samples // batch)
     if per_epoch == 0:
         raise UnsupportedError(
-            f"the DataLoader has {samples} samples, fewer than the global batch of {batch}, and drops its last batch."
+            f"the DataLoader has {samples} samples, fewer than the global batch of {batch}, and drops its last "
+            "batch. Make the batch smaller."
         )
     epoch, steps = divmod(done, per_epoch)
     return DataPosition(epoch, steps, steps * accumulation, steps * batch, per_epoch)

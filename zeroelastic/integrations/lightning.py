@@ -177,7 +177,10 @@ def _refuse(trainer: Any, engine: Any, path: Path, saved: _Saved) -> None:
         )
     problem = _uneven(saved)
     if problem and parse_options(engine._config._param_dict).strict_batch:
-        raise StrictError(f'{path}: {problem}. ("strict_batch": false in the "zeroelastic" block allows it.)')
+        raise StrictError(
+            f'{path}: {problem}. Save between optimizer steps. ("strict_batch": false in the "zeroelastic" block '
+            "allows it.)"
+        )
 
 
 def _uneven(saved: _Saved) -> str:

@@ -28,10 +28,11 @@ from zeroelastic.elastic.batch import batch_plan
 from zeroelastic.elastic.position import seed_generators
 from zeroelastic.errors import StrictError, UnsupportedError, rank_list
 from zeroelastic.integrations.framework_load import Notes
+from zeroelastic.integrations.transformers_metrics import MetricsCallback
 from zeroelastic.integrations.whole_batches import WholeBatches
 from zeroelastic.report import ResumeReport
 
-__all__ = ["batch_args", "elastic"]
+__all__ = ["MetricsCallback", "batch_args", "elastic"]
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +66,8 @@ def elastic(trainer: AnyTrainer) -> AnyTrainer:
       world size;
     * ranks without saved random number generators get new ones, seeded from the run's seed, the step and the rank;
     * a resume with another position in the data or another schedule logs a warning, and is an error under
-      ``"strict_batch": true`` in the ``"zeroelastic"`` block.
+      ``"strict_batch": true`` in the ``"zeroelastic"`` block;
+    * its trackers (``report_to``) get the metrics of saves and loads, unless ``"metrics": false`` stands there.
 
     Raises UnsupportedError for settings whose order of samples depends on the world size.
 
@@ -78,7 +80,16 @@ def elastic(trainer: AnyTrainer) -> AnyTrainer:
     trainer._get_train_sampler = lambda *args, **kwargs: _whole_batches(trainer, sampler_of(*args, **kwargs))
     trainer._load_rng_state = lambda checkpoint: _load_generators(trainer, load_generators, checkpoint)
     trainer.add_callback(_ResumeCallback(trainer))
+    if _wants_metrics(trainer):
+        trainer.add_callback(MetricsCallback(trainer))
     return trainer
+
+
+def _wants_metrics(trainer: Trainer) -> bool:
+    """Whether to log metrics: not where the options say so, or the user has added the callback already."""
+    plugin = getattr(trainer.accelerator.state, "deepspeed_plugin", None)
+    has_one = any(isinstance(callback, MetricsCallback) for callback in trainer.callback_handler.callbacks)
+    return not has_one and (plugin is None or parse_options(plugin.deepspeed_config).metrics)
 
 
 def _refuse(trainer: Trainer) -> None:
@@ -105,7 +116,7 @@ def _refuse(trainer: Trainer) -> None:
         raise UnsupportedError(
             "this Trainer cannot be made elastic: "
             + "; ".join(problems)
-            + ". Without elastic() its state still resumes "
+            + ". Change these settings; without elastic() its state still resumes "
             "at any world size."
         )
 
@@ -180,7 +191,10 @@ def _complete(trainer: Trainer, loader: Any, report: ResumeReport) -> ResumeRepo
     exact, rederived, reset = _generators(checkpoint, report)
     notes = _drift(trainer, loader, checkpoint)
     if notes and parse_options(trainer.accelerator.state.deepspeed_plugin.deepspeed_config).strict_batch:
-        raise StrictError(f'{checkpoint}: {"; ".join(notes.texts)}. ("strict_batch": false allows it.)')
+        raise StrictError(
+            f'{checkpoint}: {"; ".join(notes.texts)}. Resume with the settings of the save. ("strict_batch": false '
+            "allows it.)"
+        )
     sampler = _sampler_of(loader)
     if trainer.args.ignore_data_skip:
         reset.append("position in the data (ignore_data_skip)")

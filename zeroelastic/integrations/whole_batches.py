@@ -22,7 +22,7 @@ class WholeBatches(Sampler[int]):
         if samples == 0 or (drop_last and samples < global_batch):
             raise UsageError(
                 f"the data has {samples} samples, fewer than one global batch of {global_batch}, and an incomplete "
-                "batch is dropped: there is nothing to train on."
+                "batch is dropped: there is nothing to train on. Make the batch smaller, or turn drop_last off."
             )
         self.order, self.global_batch, self.drop_last = order, global_batch, drop_last
         self.num_batches = samples // global_batch if drop_last else -(-samples // global_batch)

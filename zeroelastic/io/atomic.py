@@ -42,10 +42,13 @@ def name_in_errors(path: Path) -> Iterator[None]:
         raise OSError(error.errno, error.strerror, os.fspath(path)) from None
 
 
-def write_atomically(path: Path, data: bytes, *, modified_at: float | None = None, sync: bool = True) -> None:
+def write_atomically(
+    path: Path, data: bytes, *, modified_at: float | None = None, sync: bool = True, replace: bool = True
+) -> None:
     """Put a small file in place so that readers see the old content or the new, with ``sync`` also after a power cut.
 
-    ``modified_at`` is its modification time in place of now. Raises OSError naming the file.
+    ``modified_at`` is its modification time in place of now. Raises OSError naming the file, and without ``replace``
+    FileExistsError where there is one.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
     with name_in_errors(path):
@@ -57,7 +60,11 @@ def write_atomically(path: Path, data: bytes, *, modified_at: float | None = Non
                     os.utime(file.fileno(), (modified_at, modified_at))
                 if sync:
                     os.fsync(file.fileno())
-            os.replace(temporary, path)
+            if replace:
+                os.replace(temporary, path)
+            elif not rename_new(temporary, path):
+                os.link(temporary, path)
+                temporary.unlink()
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise

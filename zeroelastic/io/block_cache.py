@@ -17,20 +17,26 @@ class BlockFile:
     Memory: 4 MiB of blocks, and what one ``read`` returns. ``bytes_read`` counts what was requested.
     """
 
-    BLOCK = 16 << 10
-    _MAX_BLOCKS = 256
+    BLOCK = 2 << 10
+    _MAX_BLOCKS = 2048
     _ENDS = 64 << 10
+    _ENDS_SHARE = 1024  # of a file, so that what is read ahead in vain stays far below a hundredth of it
 
-    def __init__(self, path: RemotePath) -> None:
-        """Look up the size, and read the first and the last 64 KiB. Raises MissingFileError, CheckpointError."""
-        size = remote_size(path)
+    def __init__(self, path: RemotePath, size: int | None = None, *, ahead: bool = True) -> None:
+        """With ``ahead`` read the first and the last blocks, up to 64 KiB each; without a ``size`` look it up.
+
+        Raises MissingFileError, CheckpointError.
+        """
+        size = remote_size(path) if size is None else size
         if size is None:
             raise missing_file(path)
         self.path = path
         self.size = size
         self.bytes_read = 0
         self._blocks: dict[int, bytes] = {}
-        self.prefetch([(0, self._ENDS), (max(0, size - self._ENDS), self._ENDS)])
+        if ahead:
+            ends = max(self.BLOCK, min(self._ENDS, size // self._ENDS_SHARE))
+            self.prefetch([(0, ends), (max(0, size - ends), ends)])
 
     def read(self, offset: int, nbytes: int) -> bytes:
         """Up to ``nbytes`` bytes at ``offset``: fewer where the file ends. Raises MissingFileError, CheckpointError."""

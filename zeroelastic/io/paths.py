@@ -115,13 +115,30 @@ def as_path(text: str | os.PathLike[str] | RemotePath) -> FilePath:
 
 
 def absolute(text: str | os.PathLike[str]) -> str:
-    """A local path made absolute, symbolic links kept; a URL unchanged.
+    """A local path (or ``file://`` URL) made absolute, symbolic links kept; any other URL unchanged.
 
     A path that is used again later, by a thread, another process or a later call, is made absolute first, because the
     working directory may have changed by then.
     """
     path = os.fspath(text)
+    local = re.match(r"(?:file|local)://", path, re.IGNORECASE)
+    if local is not None:
+        return os.path.abspath(path[local.end() :])
     return path if "://" in path and (_URL.match(path) or _CHAIN.match(path)) else os.path.abspath(path)
+
+
+def relative_name(path: FilePath, directory: FilePath) -> str:
+    """The name of a path from a directory: "." for the directory itself."""
+    if isinstance(path, RemotePath) and isinstance(directory, RemotePath):
+        return path.path[len(directory.path.rstrip("/")) :].strip("/") or "."
+    return os.path.relpath(str(path), str(directory))
+
+
+def is_url(text: object) -> bool:
+    """Whether what a user gave as a directory is a URL of another file system than this machine's."""
+    if isinstance(text, RemotePath):
+        return True
+    return isinstance(text, str) and _URL.match(text) is not None and not re.match(r"(file|local)://", text, re.I)
 
 
 def _not_read(protocol: str, error: Exception) -> UsageError | UnreadableError:

@@ -1,6 +1,7 @@
-"""Files behind fsspec: listed, and read by byte range; never written to.
+"""Files behind fsspec: listed, and read by byte range.
 
-fsspec repeats failed requests itself; a request without an answer after five minutes has failed.
+What failed for a passing reason is asked for again (``retry``); a request without an answer after five minutes has
+failed.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from zeroelastic.errors import CheckpointError, MissingFileError, UnreadableError, ZeroElasticError
-from zeroelastic.io.failures import missing_directory, missing_file, reason
+from zeroelastic.io.failures import http_status, missing_directory, missing_file, reason
 from zeroelastic.io.paths import RemotePath
+from zeroelastic.io.retry import NoAnswerError, current, is_transient, note_retry, with_retries
 
 TIME_LIMIT_S = 300.0
 """How long a request may go without an answer."""
@@ -22,17 +24,18 @@ _RANGE_NOT_SATISFIABLE = 416
 _NOT_FOUND = (404, 410)
 
 
-def _call(system: Any, operation: str, *arguments: Any, **options: Any) -> Any:
-    """Call a file system. Raises TimeoutError after ``TIME_LIMIT_S`` where the call can be stopped."""
+def call(system: Any, operation: str, *arguments: Any, **options: Any) -> Any:
+    """Call a file system. Raises NoAnswerError after the time limit where the call can be stopped."""
     if not system.async_impl:
         return getattr(system, operation)(*arguments, **options)
     from fsspec.asyn import sync
     from fsspec.exceptions import FSTimeoutError
 
+    limit = current().timeout_s or TIME_LIMIT_S
     try:
-        return sync(system.loop, getattr(system, f"_{operation}"), *arguments, timeout=TIME_LIMIT_S, **options)
+        return sync(system.loop, getattr(system, f"_{operation}"), *arguments, timeout=limit, **options)
     except FSTimeoutError:
-        raise TimeoutError(f"no answer in {TIME_LIMIT_S:.0f} s") from None
+        raise NoAnswerError(f"no answer in {limit:.0f} s") from None
 
 
 def remote_entries(directory: RemotePath) -> list[tuple[str, int | None]]:
@@ -61,9 +64,14 @@ def remote_entries(directory: RemotePath) -> list[tuple[str, int | None]]:
 def _remote_listing(directory: RemotePath) -> list[dict[str, Any]]:
     """What a file system says of each entry of a directory, as it is now."""
     system: Any = directory.system
-    try:
+
+    def ask() -> list[dict[str, Any]]:
         system.invalidate_cache(directory.path)  # a listing from before may be out of date
-        listed: list[dict[str, Any]] = _call(system, "ls", directory.path, detail=True)
+        found: list[dict[str, Any]] = call(system, "ls", directory.path, detail=True)
+        return found
+
+    try:
+        listed = with_retries(ask, directory)
     except (FileNotFoundError, NotADirectoryError):
         raise missing_directory(directory) from None
     except Exception as error:  # each file system has errors of its own
@@ -88,7 +96,7 @@ def changed_since_listed(directory: RemotePath) -> bool:
 def remote_size(path: RemotePath) -> int | None:
     """Size of a file in bytes, None where there is none. Raises UnreadableError, CheckpointError: it is not known."""
     try:
-        found = _call(path.system, "info", path.path)
+        found = with_retries(lambda: call(path.system, "info", path.path), path)
     except ZeroElasticError:
         raise
     except Exception as error:  # each file system has errors of its own
@@ -105,13 +113,15 @@ def remote_size(path: RemotePath) -> int | None:
 def _is_away(error: Exception) -> bool:
     """Whether the "not found" of fsspec's HTTP stands for another failure, such as a server that does not answer."""
     cause = error.__cause__
-    return type(cause).__module__.startswith("aiohttp.") and _http_status(cause) not in _NOT_FOUND
+    return type(cause).__module__.startswith("aiohttp.") and http_status(cause) not in _NOT_FOUND
 
 
 def remote_range(path: RemotePath, offset: int, nbytes: int) -> bytes:
     """Up to ``nbytes`` bytes in one request. Raises what the file system raises."""
     try:
-        data: bytes = _call(path.system, "cat_file", path.path, start=offset, end=offset + nbytes)
+        data: bytes = with_retries(
+            lambda: call(path.system, "cat_file", path.path, start=offset, end=offset + nbytes), path
+        )
     except Exception as error:
         if _size_if_beyond_end(error, path, offset + 1) is not None:  # a range that begins there is refused
             return b""
@@ -137,20 +147,10 @@ def _may_refuse_range(error: BaseException) -> bool:
     The HTTP status decides, where the error or its cause has one. s3fs and others translate it: to EINVAL, ValueError.
     """
     for answer in (error, error.__cause__):
-        status = _http_status(answer)
+        status = http_status(answer)
         if status is not None:
             return status == _RANGE_NOT_SATISFIABLE
     return isinstance(error, ValueError) or (isinstance(error, OSError) and error.errno == errno.EINVAL)
-
-
-def _http_status(error: BaseException | None) -> int | None:
-    """The HTTP status in an error of aiohttp (``status``), gcsfs (``code``), adlfs (``status_code``) or botocore."""
-    response = getattr(error, "response", None)
-    if isinstance(response, dict):
-        status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
-        return status if isinstance(status, int) else None
-    found = (getattr(error, name, None) for name in ("status", "status_code", "code"))
-    return next((status for status in found if isinstance(status, int)), None)
 
 
 def read_ranges(ranges: Sequence[tuple[RemotePath, int, int]]) -> list[bytes]:
@@ -160,7 +160,28 @@ def read_ranges(ranges: Sequence[tuple[RemotePath, int, int]]) -> list[bytes]:
     Raises MissingFileError, UnreadableError, CheckpointError (truncated) with the file and the offset: of several
     failures, the first in order.
     """
-    answers: list[bytes | BaseException | None] = [None] * len(ranges)
+    retries = current()
+    answers: list[bytes | BaseException] = [b""] * len(ranges)
+    wanted: Sequence[int] = range(len(ranges))
+    for attempt in range(retries.number + 1):
+        for i, answer in zip(wanted, _ask([ranges[i] for i in wanted]), strict=True):
+            answers[i] = answer
+        wanted = [i for i in wanted if _may_pass(ranges[i], answers[i])]
+        if not wanted or attempt == retries.number:
+            break
+        note_retry(ranges[wanted[0]][0], answers[wanted[0]], attempt)
+        retries.pause(attempt)
+    checked: list[bytes] = []
+    for (path, offset, nbytes), answer in zip(ranges, answers, strict=True):
+        if not isinstance(answer, bytes) or len(answer) != nbytes:
+            raise _failure(path, offset, nbytes, answer)
+        checked.append(answer)
+    return checked
+
+
+def _ask(ranges: Sequence[tuple[RemotePath, int, int]]) -> list[bytes | BaseException]:
+    """The answer to each range, or its error."""
+    answers: list[bytes | BaseException] = [b""] * len(ranges)
     systems: dict[tuple[str, tuple[tuple[str, Any], ...]], list[int]] = {}
     for i, (path, _, _) in enumerate(ranges):
         systems.setdefault((path.protocol, path.options), []).append(i)
@@ -171,19 +192,28 @@ def read_ranges(ranges: Sequence[tuple[RemotePath, int, int]]) -> list[bytes]:
         ends = [ranges[i][1] + ranges[i][2] for i in members]
         try:
             if system.async_impl:
-                got = _call(system, "cat_ranges", paths, starts, ends, on_error="return")
+                got = call(system, "cat_ranges", paths, starts, ends, on_error="return")
             else:
                 got = _in_threads(system.cat_file, paths, starts, ends)
         except Exception as error:  # of all of them at once, such as a time limit
             got = [error] * len(members)
         for i, answer in zip(members, got, strict=True):
             answers[i] = answer
-    checked: list[bytes] = []
-    for (path, offset, nbytes), answer in zip(ranges, answers, strict=True):
-        if not isinstance(answer, bytes) or len(answer) != nbytes:
-            raise _failure(path, offset, nbytes, answer)
-        checked.append(answer)
-    return checked
+    return answers
+
+
+def _may_pass(wanted: tuple[RemotePath, int, int], answer: bytes | BaseException) -> bool:
+    """Whether the answer to a range is a failure that may pass: also fewer bytes than the file has there."""
+    path, offset, nbytes = wanted
+    if isinstance(answer, BaseException):
+        return is_transient(answer)
+    if len(answer) >= nbytes:
+        return False
+    try:
+        size = remote_size(path)
+    except ZeroElasticError:
+        return False
+    return size is not None and size >= offset + nbytes
 
 
 def _failure(path: RemotePath, offset: int, nbytes: int, answer: object) -> CheckpointError | UnreadableError:

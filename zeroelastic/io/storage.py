@@ -1,4 +1,4 @@
-"""Listing, sizes and reading by byte range for a local path or a URL; files behind a URL are never written to.
+"""Listing, sizes, reading by byte range, and small files written, for a local path or a URL.
 
 Errors name the file and what went wrong, whatever the file system raised.
 """
@@ -9,8 +9,10 @@ import os
 import stat
 
 from zeroelastic.errors import CheckpointError, UnreadableError, ZeroElasticError
+from zeroelastic.io.atomic import write_atomically
 from zeroelastic.io.failures import missing_file, reason
 from zeroelastic.io.local import local_entries, local_names, local_range
+from zeroelastic.io.objects import put_object
 from zeroelastic.io.paths import FilePath, RemotePath
 from zeroelastic.io.remote import remote_entries, remote_range, remote_size
 
@@ -68,6 +70,14 @@ def read_whole(path: FilePath, *, limit: int) -> bytes:
     if len(data) > limit:
         raise CheckpointError(f"{path}: has more than {limit} bytes, which such a file never has.")
     return data
+
+
+def write_small(path: FilePath, data: bytes) -> None:
+    """Put a small file in place, so that readers see the old content or the new. Raises OSError naming it."""
+    if isinstance(path, RemotePath):
+        put_object(path, data)
+    else:
+        write_atomically(path, data)
 
 
 def _read(path: FilePath, offset: int, nbytes: int, failure: str) -> bytes:

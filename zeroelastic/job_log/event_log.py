@@ -2,7 +2,7 @@
 
 Lines are only ever appended, each in one write. A killed process leaves at most a torn last line: the reader skips
 everything that is not a line of JSON, and the next writer begins a new line. The fields of every event are described in
-docs/elastic.md.
+docs/guides/event-log.md.
 """
 
 from __future__ import annotations
@@ -82,12 +82,22 @@ class StepEvent(_Event):
 
 
 class SaveEvent(_Event):
-    """A checkpoint was saved; ``seconds`` is how long training waited for it on the slowest rank."""
+    """A checkpoint was saved; ``seconds`` is the time from the call to its end on the slowest rank.
+
+    ``stall_seconds``, how long training waited for it, and ``bytes``, of all ranks' files, are None in older logs.
+    """
 
     event: Literal["save"] = "save"
     step: int
     tag: str
     seconds: float
+    stall_seconds: float | None = None
+    bytes: int | None = None
+
+    @property
+    def stalled(self) -> float:
+        """Seconds for which training waited for it; in older logs, those that it took."""
+        return self.seconds if self.stall_seconds is None else self.stall_seconds
 
 
 class EndEvent(_Event):
@@ -157,12 +167,14 @@ def read_events(paths: Iterable[str | os.PathLike[str]]) -> EventLog:
         try:
             lines = path.read_bytes().split(b"\n")
         except OSError as error:
-            raise UsageError(f"{path}: cannot be read: {error.strerror}.") from None
+            raise UsageError(f"{path}: cannot be read: {error.strerror}. Give the event log of a job.") from None
         found = [_parse(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
         num_torn += found.count(None)
         known = [event for event in found if isinstance(event, BaseModel)]
         if not known:
-            raise UsageError(f"{path}: has no event in it; is it the log of an elastic job?")
+            raise UsageError(
+                f"{path}: has no event in it. Give the log that zeroelastic.elastic.events writes for an elastic job."
+            )
         events += known
     return EventLog(tuple(sorted(events, key=lambda event: event.time)), num_torn)
 

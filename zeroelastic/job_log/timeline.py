@@ -111,7 +111,7 @@ def make_timeline(log: EventLog) -> Timeline:
     starts = {run: _only(events, StartEvent) for run, events in by_run.items()}
     runs = sorted((run for run in by_run if starts[run]), key=lambda run: starts[run][0].time)
     if not runs:
-        raise UsageError("the log has no start of a job in it. Was its beginning cut off?")
+        raise UsageError("the log has no start of a job in it. Give all files of the log, with its beginning.")
     incarnations: list[Incarnation] = []
     reached = 0
     for run in runs:

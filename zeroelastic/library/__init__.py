@@ -2,7 +2,8 @@
 
     view        ``zeroelastic.open``: a checkpoint as a mapping from names to tensors
     tensor      a tensor of a checkpoint, read when it is asked for
-    inspect, verify, plan, reshard, diff, export, convert, latest, prune
+    places      where the files have a tensor
+    inspect, show, verify, plan, reshard, diff, export, convert, ls, latest, prune
                 one verb each: ``zeroelastic.inspect`` and so on, and what it returns
     bandwidth   how fast the disk of a checkpoint is, for ``plan``
     options     options that several verbs have

@@ -15,6 +15,8 @@ from zeroelastic.checkpoint.one_save import one_save
 from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.checkpoint.saved_state import open_state
 from zeroelastic.errors import UsageError
+from zeroelastic.io.paths import absolute
+from zeroelastic.json_document import document
 from zeroelastic.library.options import Progress, local_sources, local_target, no_progress
 from zeroelastic.offline.convert.copy_tensors import MINIMUM_MEMORY
 from zeroelastic.offline.new_directory import check_free
@@ -52,8 +54,11 @@ class ConvertReport:
     seconds: float = 0.0
 
     def to_json(self) -> dict[str, object]:
-        """The document of ``zeroelastic convert --json``; docs/cli.md has its keys."""
-        return {key.rstrip("_"): value for key, value in asdict(self).items()}
+        """The document of ``zeroelastic convert --json``; docs/reference/cli/convert.md has its keys."""
+        body = {key.rstrip("_"): value for key, value in asdict(self).items()}
+        body |= {"target": absolute(self.target), "target_world_size": self.world_size}
+        body["world_size"] = body.pop("saved_world_size")
+        return document({"path": absolute(body.pop("source")), **body}, ok=True)
 
 
 def convert(

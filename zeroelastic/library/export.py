@@ -13,7 +13,9 @@ from zeroelastic.checkpoint.one_save import one_save
 from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.checkpoint.saved_state import open_state
 from zeroelastic.distributed.processes import Processes
+from zeroelastic.io.paths import absolute
 from zeroelastic.io.storage import file_size
+from zeroelastic.json_document import document
 from zeroelastic.library.options import Progress, local_sources, local_target, no_progress
 from zeroelastic.offline.convert.copy_tensors import MINIMUM_MEMORY
 from zeroelastic.offline.convert.to_safetensors import ExportDtype, ExportPlan, Tied, plan_export, run_export
@@ -56,8 +58,9 @@ class ExportReport:
     seconds: float
 
     def to_json(self) -> dict[str, object]:
-        """The document of ``zeroelastic export --json``; docs/cli.md has its keys."""
-        return asdict(self)
+        """The document of ``zeroelastic export --json``; docs/reference/cli/export.md has its keys."""
+        body = asdict(self)
+        return document({"path": absolute(body.pop("source")), **body, "target": absolute(self.target)}, ok=True)
 
 
 def export(

@@ -7,14 +7,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from zeroelastic.checkpoint.file_names import is_rank_file
-from zeroelastic.checkpoint.listing import is_universal, list_tag
 from zeroelastic.checkpoint.optimizer_file import ScalerState
-from zeroelastic.errors import CheckpointError, UnreadableError, UsageError
+from zeroelastic.errors import CheckpointError, UnreadableError
 from zeroelastic.io.paths import FilePath, RemotePath, as_path
 from zeroelastic.io.storage import file_sizes
+from zeroelastic.json_document import document
 from zeroelastic.offline.inspect.inspect import inspect_source
 from zeroelastic.offline.inspect.model import KINDS, Inspection, ParamInfo
-from zeroelastic.offline.inspect.other_kinds import refuse_other_kinds
 from zeroelastic.tags.locate import Source, find_source
 from zeroelastic.tags.tag_directory import open_tag
 from zeroelastic.torch_file.header import DType
@@ -60,12 +59,13 @@ class InspectReport:
         return self.inspection.step
 
     def to_json(self) -> dict[str, object]:
-        """The document of ``zeroelastic inspect --json``; docs/cli.md has its keys."""
+        """The document of ``zeroelastic inspect --json``; docs/reference/cli/inspect.md has its keys."""
         trained, frozen, tied = (self.inspection.count(kind) for kind in KINDS)
         found = asdict(replace(self.inspection, params=self.params, scaler=None))
         del found["kind"], found["scaler"]
-        return {
-            "ok": self.ok,
+        for sized in (*found["params"], *found["state"].values()):
+            sized["bytes"] = sized.pop("nbytes")
+        body = {
             **{key: found.pop(key) for key in ("problems", "unsupported", "notes", "path", "tag")},
             "record": {"state": found.pop("record"), "content_root": found.pop("content_root")},
             "totals": {
@@ -76,14 +76,15 @@ class InspectReport:
                 "frozen_params": frozen[0],
                 "frozen_numel": frozen[1],
                 "tied_params": tied[0],
-                "state_nbytes": self.inspection.state_bytes,
+                "state_bytes": self.inspection.state_bytes,
                 "files": found.pop("num_files"),
-                "disk_nbytes": found.pop("disk_bytes"),
+                "disk_bytes": found.pop("disk_bytes"),
             },
             "loss_scaler": _scaler_document(self.inspection.scaler),
             "files": {key: found.pop(key) for key in _FILES},
             **found,
         }
+        return document(body, ok=self.ok)
 
 
 def inspect(
@@ -108,12 +109,6 @@ def inspect(
 def _look(src: str, tag: str | None, all_ranks: bool) -> Inspection:
     try:
         return inspect_source(find_source(src, tag=tag), all_ranks=all_ranks)
-    except UsageError:
-        path = as_path(src)
-        chosen = path if tag is None else path / tag
-        if is_universal(chosen):
-            refuse_other_kinds(list_tag(chosen))
-        raise
     except CheckpointError as error:
         path = as_path(src) if isinstance(as_path(src), RemotePath) else Path(os.path.abspath(src))
         if tag is None and _holds_rank_files(path):  # a damaged file beside a tag does not make the tag invalid

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from zeroelastic.errors import UsageError, printable
-from zeroelastic.io.paths import FilePath, as_path
+from zeroelastic.io.paths import FilePath, absolute, as_path
 from zeroelastic.io.storage import file_sizes
+from zeroelastic.json_document import document
 from zeroelastic.library.options import Progress, no_progress
 from zeroelastic.offline.verify.verify import verify_checkpoint
 from zeroelastic.tags.candidates import Check, check_quickly
@@ -31,13 +31,13 @@ class LatestReport:
         return self.found.tag
 
     def to_json(self) -> dict[str, object]:
-        """The document of ``zeroelastic latest --json``; docs/cli.md has its keys."""
+        """The document of ``zeroelastic latest --json``; docs/reference/cli/latest.md has its keys."""
         found, tag = self.found, self.found.tag
-        return {
-            "ok": tag is not None,
+        body = {
+            "directory": absolute(str(found.run.root)),
             "tag": None if tag is None else tag.name,
-            "path": None if tag is None else str(tag.path),
-            "tag_dir": None if tag is None else str(tag.tag_dir),
+            "path": None if tag is None else absolute(str(tag.tag_dir)),
+            "folder": None if tag is None else absolute(str(tag.path)),
             "step": None if tag is None else tag.step,
             "saved_at": None if tag is None else tag.saved_at,
             "verified": self.verified,
@@ -54,6 +54,7 @@ class LatestReport:
                 "fixed": found.written and not self.dry_run,
             },
         }
+        return document(body, ok=tag is not None)
 
 
 def latest(
@@ -87,8 +88,6 @@ def latest(
     check: Check = check_quickly if quick else lambda tag_dir: _check_fully(tag_dir, progress)
     if not fix and set_to is None:
         found = find_latest(root, check)
-    elif not isinstance(root, Path):
-        raise UsageError(f"{root}: {'--fix' if fix else '--set'} writes on this machine only.")
     elif set_to is not None:
         found = set_latest(root, set_to, dry_run=dry_run)
     else:

@@ -42,8 +42,9 @@ def no_progress(title: str, nbytes: int) -> Iterator[Advance]:
 
 def local_target(dst: str | os.PathLike[str]) -> Path:
     """The directory to write. Raises UsageError for a URL: only sources may be behind an object store."""
-    if _URL.match(os.fspath(dst)):
-        raise UsageError(f"{dst}: is a URL; targets are written to this machine. Write it here, then copy it there.")
+    if found := _URL.match(os.fspath(dst)):
+        shown = f"{found[0]}/{os.fspath(dst)[found.end() :].lstrip('/')}"
+        raise UsageError(f"{shown}: is a URL; targets are written to this machine. Write it here, then copy it there.")
     return Path(dst)
 
 

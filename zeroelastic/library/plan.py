@@ -16,6 +16,7 @@ from zeroelastic.checkpoint.optimizer_file import zero_option
 from zeroelastic.core.global_batch import misfit_notes
 from zeroelastic.core.layout import Int64Array
 from zeroelastic.errors import UsageError
+from zeroelastic.json_document import document
 from zeroelastic.library.bandwidth import Bandwidth, measure_bandwidth
 from zeroelastic.offline.plan.forecast import (
     LOAD_MEMORY_LIMIT,
@@ -44,22 +45,22 @@ class PlanReport:
     notes: tuple[str, ...]
 
     def to_json(self) -> dict[str, object]:
-        """The document of ``zeroelastic plan --json``; docs/cli.md has its keys."""
+        """The document of ``zeroelastic plan --json``; docs/reference/cli/plan.md has its keys."""
         forecast, speed = self.forecast, self.bandwidth
         head, columns = forecast.head, _columns(forecast)
         saved = forecast.saved_world_size
         read = forecast.bytes_read + forecast.header_bytes
         reshard_read = int(forecast.bytes_read.sum()) + forecast.reshard_header_bytes
-        return {
-            "source": str(self.source.tag_dir),
+        body = {
+            "path": str(self.source.tag_dir),
             "tag": self.source.tag,
             "framework": self.source.framework,
             "format": head.shard.format,
-            "global_steps": head.model.global_steps,
-            "saved_world_size": saved,
-            "world_size": forecast.world_size,
-            "saved_stage": head.shard.stage,
-            "stage": forecast.stage,
+            "step": head.model.global_steps,
+            "world_size": saved,
+            "target_world_size": forecast.world_size,
+            "stage": head.shard.stage,
+            "target_stage": forecast.stage,
             "verb": self.verb,
             "state": {
                 "bytes": forecast.state_bytes,
@@ -93,6 +94,7 @@ class PlanReport:
             },
             "notes": list(self.notes),
         }
+        return document(body, ok=True)
 
 
 def plan(
@@ -104,15 +106,17 @@ def plan(
     tag: str | None = None,
     bandwidth: float | str | None = None,
     write_bandwidth: float | str | None = None,
+    measure: bool = False,
 ) -> PlanReport:
     """Say what a load or a reshard on ``world_size`` ranks would read, open, need and take; reads headers only.
 
     ``stage`` is the ZeRO stage of the run or of the result, by default that of the save; everything else is as in the
     saved configuration.
 
-    ``bandwidth`` is in bytes per second, or a size such as "2GB"; ``write_bandwidth`` is the same for writing, and
-    equal to it by default. Without them about 256 MiB of the checkpoint are read, and 64 MiB written beside it, to
-    measure its disk. Raises UsageError, CheckpointError, UnsupportedError, UnreadableError.
+    Seconds are computed from ``bandwidth``, in bytes per second, or a size such as "2GB"; ``write_bandwidth`` is that
+    for writing, by default the same. ``measure`` finds them out: about 256 MiB of the checkpoint are read, and 64 MiB
+    written beside it, to a temporary file. Without any of them there are no seconds. Raises UsageError,
+    CheckpointError, UnsupportedError, UnreadableError.
 
     Example::
 
@@ -124,13 +128,14 @@ def plan(
         raise UsageError(f"a world size of {world_size} makes no sense; give 1 or more.")
     if stage not in (None, 1, 2, 3):
         raise UsageError(f"there is no ZeRO stage {stage} to plan for; give 1, 2 or 3.")
-    given = _given(bandwidth, write_bandwidth)
+    speed = _given(bandwidth, write_bandwidth, measure)
     source = find_source(src, tag=tag)
     with one_save(source.tag_dir):
         checkpoint = open_checkpoint(source.tag_dir)
         head = read_head(checkpoint)
     forecast = make_forecast(head, world_size, stage=stage)
-    speed = given if given is not None else _measure(checkpoint, source)
+    if speed is None:
+        speed = _measure(checkpoint, source) if measure else Bandwidth(None, None, "none")
     batch = train_batch_size(checkpoint.record, head.shard, head.world_size)
     notes = misfit_notes(batch, world_size, head.world_size, head.shard.ds_config)
     if forecast.stage not in (3, head.shard.stage):
@@ -140,8 +145,10 @@ def plan(
     return PlanReport(source, forecast, speed, verb, tuple(notes))
 
 
-def _given(read: float | str | None, write: float | str | None) -> Bandwidth | None:
-    """The bandwidth that the user states, or None when it is to be measured."""
+def _given(read: float | str | None, write: float | str | None, measure: bool) -> Bandwidth | None:
+    """The bandwidth that the user states, or None."""
+    if measure and (read, write) != (None, None):
+        raise UsageError("--measure: finds out what --bandwidth and --write-bandwidth state; give one or the other.")
     if read is None:
         if write is not None:
             raise UsageError("--write-bandwidth: needs --bandwidth, which is for reading.")
@@ -154,7 +161,7 @@ def _given(read: float | str | None, write: float | str | None) -> Bandwidth | N
 def _speed(value: float | str, option: str) -> float:
     speed = float(size_option(value.strip().removesuffix("/s"), option) if isinstance(value, str) else value)
     if not speed > 0:
-        raise UsageError(f"{option}: must be more than 0 bytes per second.")
+        raise UsageError(f"{option}: must be more than 0 bytes per second. Give a rate such as 2GiB.")
     return speed
 
 

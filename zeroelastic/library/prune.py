@@ -6,19 +6,24 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
-from zeroelastic.io.paths import as_path
-from zeroelastic.library.options import seconds_option
+from zeroelastic.errors import UnreadableError
+from zeroelastic.io.paths import RemotePath, absolute, as_path
+from zeroelastic.json_document import document
+from zeroelastic.library.options import Progress, no_progress, seconds_option
 from zeroelastic.tags.prune import (
     Decision,
     PrunePlan,
     Unfinished,
     empty_trash,
     plan_prune,
+    removable,
     remove_tag,
     remove_unfinished,
 )
+from zeroelastic.tags.store_prune import plan_store_prune, remove_stored_leftover, remove_stored_tag
 
 
 class Outcome(NamedTuple):
@@ -81,23 +86,23 @@ class PruneReport:
         return self.outcomes.get(_name(item), Outcome()).why or item.reason
 
     def to_json(self) -> dict[str, object]:
-        """The document of ``zeroelastic prune --json``; docs/cli.md has its keys."""
+        """The document of ``zeroelastic prune --json``; docs/reference/cli/prune.md has its keys."""
         plan = self.plan
-        return {
-            "ok": not self.failed and (plan.has_valid or not plan.decisions),
-            "directory": str(plan.root),
+        body = {
+            "directory": absolute(str(plan.root)),
             "keep": self.keep,
             "dry_run": self.dry_run,
             "tags": [
                 {
                     "tag": decision.tag.name,
-                    "path": str(decision.tag.path),
+                    "path": absolute(str(decision.tag.tag_dir)),
+                    "folder": absolute(str(decision.tag.path)),
                     "step": decision.tag.step,
                     "saved_at": decision.tag.saved_at,
                     "valid": decision.valid,
                     "action": self.action(decision),
                     "reason": self.reason(decision),
-                    "nbytes": None if decision.tree is None else decision.tree.nbytes,
+                    "bytes": None if decision.tree is None else decision.tree.nbytes,
                 }
                 for decision in plan.decisions
             ],
@@ -106,14 +111,15 @@ class PruneReport:
                     "name": found.name,
                     "action": self.action(found),
                     "reason": self.reason(found),
-                    "nbytes": found.tree.nbytes,
+                    "bytes": found.tree.nbytes,
                 }
                 for found in plan.unfinished
             ],
             "removed": list(self.removed),
-            "freed_nbytes": self.freed_nbytes,
+            "freed_bytes": self.freed_nbytes,
             "leftovers": len(plan.leftovers),
         }
+        return document(body, ok=not self.failed and (plan.has_valid or not plan.decisions))
 
 
 def prune(
@@ -123,6 +129,7 @@ def prune(
     invalid: bool = False,
     min_age: float | str = "1h",
     dry_run: bool = True,
+    progress: Progress = no_progress,
 ) -> PruneReport:
     """Remove old checkpoints of a run; keep the ``keep`` newest that verify, and what may be being written.
 
@@ -131,7 +138,9 @@ def prune(
     What has no commit record and changed within ``min_age`` (seconds, or a text such as "15m") stays. Where no
     checkpoint verifies, none is removed (``plan.has_valid``).
 
-    Raises UsageError where there are no checkpoints, or for a URL.
+    ``directory`` may be a URL; of dead saves there, open uploads are aborted.
+
+    Raises UsageError where there are no checkpoints.
 
     Example::
 
@@ -140,27 +149,42 @@ def prune(
         print([decision.tag.name for decision in report.plan.removals])
         zeroelastic.prune("ckpt", keep=1, dry_run=False)
     """
-    plan = plan_prune(as_path(directory), keep=keep, invalid=invalid, min_age_s=seconds_option(min_age, "--min-age"))
+    root, min_age_s = as_path(directory), seconds_option(min_age, "--min-age")
+    if isinstance(root, RemotePath):
+        plan = plan_store_prune(root, keep=keep, invalid=invalid, min_age_s=min_age_s)
+    else:
+        plan = plan_prune(root, keep=keep, invalid=invalid, min_age_s=min_age_s)
     report = PruneReport(plan, keep, dry_run)
-    return report if dry_run else carry_out(report)
+    return report if dry_run else carry_out(report, progress=progress)
 
 
-def carry_out(report: PruneReport) -> PruneReport:
+def carry_out(report: PruneReport, *, progress: Progress = no_progress) -> PruneReport:
     """Remove what the plan of a report says; something that a save works on by now is kept, which is no failure."""
     plan = report.plan
     outcomes: dict[str, Outcome] = {}
     if plan.leftovers:
+        assert isinstance(plan.root, Path)
         empty_trash(plan.root)
-    for decision in plan.removals:
-        outcomes[decision.tag.name] = _outcome(partial(remove_tag, plan, decision))
-    for found in report.dead:
-        outcomes[found.name] = _outcome(partial(remove_unfinished, plan, found))
+    in_store = isinstance(plan.root, RemotePath)
+    remove_one, remove_left = (
+        (remove_stored_tag, remove_stored_leftover) if in_store else (remove_tag, remove_unfinished)
+    )
+    nbytes = removable(plan.removals) + sum(found.tree.nbytes for found in report.dead)
+    with progress("removing", nbytes) as advance:
+        for decision in plan.removals:
+            outcomes[decision.tag.name] = _outcome(partial(remove_one, plan, decision))
+            advance(removable([decision]))
+        for found in report.dead:
+            outcomes[found.name] = _outcome(partial(remove_left, plan, found))
+            advance(found.tree.nbytes)
     return PruneReport(plan, report.keep, False, outcomes)
 
 
 def _outcome(remove: Callable[[], str | None]) -> Outcome:
     try:
         return Outcome(remove() or "")
+    except UnreadableError as error:
+        return Outcome(str(error), failed=True)
     except OSError as error:
         return Outcome(f"{error.filename}: {error.strerror}", failed=True)
 

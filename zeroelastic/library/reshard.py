@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from zeroelastic.byte_sizes import size_option
 from zeroelastic.checkpoint.one_save import one_save
 from zeroelastic.distributed.processes import Processes
+from zeroelastic.io.paths import absolute
+from zeroelastic.json_document import document
 from zeroelastic.library.options import Progress, local_target, no_progress
 from zeroelastic.offline.reshard.reshard import ReshardOptions, ReshardPlan, check_target, plan_reshard
 from zeroelastic.offline.reshard.reshard import ReshardReport as Result
@@ -51,8 +53,31 @@ class ReshardReport:
         return None if self.result is None else self.result.root
 
     def to_json(self) -> dict[str, object]:
-        """The document of ``zeroelastic reshard --json``, or with ``--dry-run``; docs/cli.md has its keys."""
-        return asdict(self.forecast if self.result is None else self.result)
+        """The document of ``zeroelastic reshard --json``; docs/reference/cli/reshard.md has its keys."""
+        planned, done = self.forecast, self.result
+        body: dict[str, object] = {
+            "path": planned.source,
+            "tag": planned.tag,
+            "target": absolute(planned.path),
+            "dry_run": done is None,
+            "format": planned.format,
+            "world_size": planned.saved_world_size,
+            "target_world_size": planned.world_size,
+            "target_stage": planned.stage,
+            "state_bytes": planned.nbytes,
+            "params": planned.num_params,
+            "sub_groups": planned.num_sub_groups,
+            "files": planned.files,
+            "extras": planned.extras,
+            "bytes_moved": None if done is None else done.bytes_moved,
+            "file_bytes": None if done is None else done.file_bytes,
+            "resumed_ranks": None if done is None else done.resumed_ranks,
+            "recorded_root": None if done is None else done.source_root,
+            "content_root": None if done is None else done.root,
+            "verified": None if done is None else done.verified,
+            "notes": planned.notes if done is None else done.notes,
+        }
+        return document(body, ok=True)
 
 
 def reshard(

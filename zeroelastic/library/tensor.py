@@ -14,6 +14,7 @@ import numpy.typing as npt
 from zeroelastic.core.digest import ByteArray
 from zeroelastic.errors import UnsupportedError, UsageError
 from zeroelastic.executors.cast import cast_bytes
+from zeroelastic.extras import require_torch
 from zeroelastic.torch_file.header import DTYPE_BYTES
 
 if TYPE_CHECKING:
@@ -78,7 +79,10 @@ class TensorHandle:
         return raw.view(np.dtype(self.dtype)).reshape(self.shape)
 
     def torch(self) -> torch.Tensor:
-        """The elements as a new CPU tensor, of the same dtype as in the files. Raises as ``numpy``."""
+        """The elements as a new CPU tensor, of the same dtype as in the files. Raises as ``numpy``, and
+        MissingPackageError where torch is not installed.
+        """
+        require_torch("torch()")
         import torch
 
         dtype: torch.dtype = getattr(torch, self.dtype)
@@ -86,10 +90,19 @@ class TensorHandle:
             return torch.empty(self.shape, dtype=dtype)
         return torch.from_numpy(self._read(self._start, self.numel)).view(dtype).reshape(self.shape)
 
+    def windows(self, nbytes: int = 16 << 20) -> Iterator[ByteArray]:
+        """The elements as raw bytes in row-major order, at most ``nbytes`` at a time. Raises as ``numpy``."""
+        size = DTYPE_BYTES[self.dtype]
+        step = max(1, nbytes // size)
+        for at in range(0, self.numel, step):
+            yield self._read(self._start + at, min(step, self.numel - at))
+
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> npt.NDArray[Any]:
         """What ``np.asarray`` calls."""
         if copy is False:
-            raise UsageError(f"{self.name}: its elements are in files; an array of them is always a copy.")
+            raise UsageError(
+                f"{self.name}: its elements are in files; an array of them is always a copy. Leave copy=False out."
+            )
         array = self.numpy()
         return array if dtype is None else array.astype(dtype, copy=False)
 
@@ -105,7 +118,10 @@ class TensorHandle:
         if isinstance(index, slice):
             start, stop, step = index.indices(num_rows)
             if step != 1:
-                raise UsageError(f"{self.name}: a step of {step}; only rows that follow each other are read.")
+                raise UsageError(
+                    f"{self.name}: a step of {step}; only rows that follow each other are read. Use a step of 1, "
+                    "and numpy's slicing afterwards."
+                )
             shape: tuple[int, ...] = (max(0, stop - start), *self.shape[1:])
         else:
             start = operator.index(index)

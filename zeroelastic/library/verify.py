@@ -69,5 +69,8 @@ def verify(
 
 def _lift(tag_dir: FilePath) -> bool:
     if isinstance(tag_dir, RemotePath):
-        raise UsageError(f"{tag_dir}: --lift-quarantine writes on this machine only.")
+        raise UsageError(
+            f"{tag_dir}: --lift-quarantine writes on this machine only. Run it where the directory is mounted, or "
+            "remove the mark with the tools of the store."
+        )
     return lift_mark(tag_dir)

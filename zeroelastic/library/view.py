@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import html
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -12,6 +13,7 @@ from types import MappingProxyType, TracebackType
 
 import numpy as np
 
+from zeroelastic.checkpoint.commit_record import CommitRecord
 from zeroelastic.checkpoint.extents import Destination, TensorExtents, extent_table
 from zeroelastic.checkpoint.model_states import client_state_keys
 from zeroelastic.checkpoint.one_save import one_save
@@ -26,11 +28,10 @@ from zeroelastic.checkpoint.saved_state import (
     trained_part,
 )
 from zeroelastic.core.digest import ByteArray
-from zeroelastic.core.layout import unpacked_layout
-from zeroelastic.core.plan import Plan, make_plan
-from zeroelastic.errors import CheckpointError, UnknownTensorError, UsageError, printable
+from zeroelastic.errors import CheckpointError, UnknownTensorError, UsageError, counted, printable
 from zeroelastic.executors.dispatch import ReadTable, read_segments
 from zeroelastic.io.paths import FilePath
+from zeroelastic.library.places import TensorPlace, clipped, places_of, whole_param
 from zeroelastic.library.tensor import TensorHandle
 from zeroelastic.offline.convert.model_tensors import (
     Buffer,
@@ -45,6 +46,7 @@ from zeroelastic.tags.locate import Source, find_source
 from zeroelastic.torch_file.header import DTYPE_BYTES, TensorRef, TorchFile, read_torch_file
 
 _LISTED = 20
+_NEAR = 3
 _NO_LIMIT = 1 << 62
 
 
@@ -93,7 +95,7 @@ class CheckpointView(Mapping[str, TensorHandle]):
         try:
             return self._handles[name]
         except KeyError:
-            raise UnknownTensorError(f"{self.path}: has no tensor {printable(str(name))}.") from None
+            raise self.unknown(str(name)) from None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._handles)
@@ -120,7 +122,7 @@ class CheckpointView(Mapping[str, TensorHandle]):
         place = tensor.source
         if isinstance(place, Buffer):
             raise UnknownTensorError(
-                f"{self.path}: {printable(name)} is a buffer; only parameters have optimizer state."
+                f"{self.path}: {printable(name)} is a buffer; only parameters have optimizer state. Read it with [...]."
             )
         part = self._state.parts[place.part]
         state: dict[str, TensorHandle | object] = {
@@ -131,6 +133,23 @@ class CheckpointView(Mapping[str, TensorHandle]):
             if key not in (FP32, place.key)
         }
         return MappingProxyType(state | {key: value.value for key, value in part.scalars[place.param].items()})
+
+    def places(self, name: str, *, key: str | None = None) -> tuple[TensorPlace, ...]:
+        """Where the files have a tensor, in the order of its elements; ``key`` is a state key, None: the weight.
+
+        Opens the headers of the ranks that hold it. Raises UnknownTensorError.
+        """
+        tensor, state = self._tensor(name), self._state
+        with self._reading():
+            return places_of(tensor, state.parts, key)
+
+    def unknown(self, name: str) -> UnknownTensorError:
+        """The error for a name that no tensor has, with the names that are near."""
+        parts = [known for known in self if name and name in known]
+        near = (difflib.get_close_matches(name, self, _NEAR, cutoff=0.7) + parts)[:_NEAR]
+        meant = f"Did you mean {' or '.join(map(printable, dict.fromkeys(near)))}?"
+        hint = meant if near else "List the names with `zeroelastic inspect --params`."
+        return UnknownTensorError(f"{self.path}: has no tensor {printable(name)}. {hint}")
 
     # --- the checkpoint ------------------------------------------------------------------------------------------
 
@@ -174,6 +193,11 @@ class CheckpointView(Mapping[str, TensorHandle]):
         """The content root that the commit record states, the same at every world size; None without a record."""
         record = self._checkpoint.record
         return None if record is None else record.content_root
+
+    @property
+    def record(self) -> CommitRecord | None:
+        """The commit record; None where there is none."""
+        return self._checkpoint.record
 
     @property
     def groups(self) -> tuple[ParamGroup, ...]:
@@ -221,7 +245,7 @@ class CheckpointView(Mapping[str, TensorHandle]):
         self.close()
 
     def __repr__(self) -> str:
-        return f"<zeroelastic checkpoint {self.path}: step {self.step}, {self.world_size} ranks>"
+        return f"<zeroelastic checkpoint {self.path}: step {self.step}, {counted(self.world_size, 'rank')}>"
 
     def _repr_html_(self) -> str:
         rows = [
@@ -284,7 +308,7 @@ class CheckpointView(Mapping[str, TensorHandle]):
 
     def _tensor(self, name: str) -> ModelTensor:
         if name not in self._by_name:
-            raise UnknownTensorError(f"{self.path}: has no tensor {printable(str(name))}.")
+            raise self.unknown(str(name))
         return self._by_name[name]
 
     def _handle(self, tensor: ModelTensor) -> TensorHandle:
@@ -310,8 +334,8 @@ class CheckpointView(Mapping[str, TensorHandle]):
 
     def _table(self, place: Place, dtype: str, start: int, numel: int) -> ReadTable:
         part: SavedPart = self._state.parts[place.part]
-        plan = make_plan(part.layout, unpacked_layout([part.layout.params[place.param]], 1), 0)
-        rows = extent_table(_clipped(plan, start, start + numel), part.extents, [Destination(place.key, 0, dtype)])
+        plan = clipped(whole_param(part, place), start, start + numel)
+        rows = extent_table(plan, part.extents, [Destination(place.key, 0, dtype)])
         return ReadTable(
             rows.paths, rows.file, rows.file_offset, rows.target, rows.target_offset * rows.itemsize, rows.nbytes
         )
@@ -347,21 +371,3 @@ class _OnDemand(dict[int, Mapping[str, TensorExtents]]):
     def __missing__(self, rank: int) -> Mapping[str, TensorExtents]:
         self[rank] = self._open_rank(rank)
         return self[rank]
-
-
-def _clipped(plan: Plan, start: int, stop: int) -> Plan:
-    """A plan for one whole parameter, cut to the elements from ``start`` to ``stop``, which go to offset 0."""
-    begin = np.maximum(plan.start, start)
-    end = np.minimum(plan.start + plan.length, stop)
-    keep = end > begin
-    return replace(
-        plan,
-        param=plan.param[keep],
-        start=begin[keep],
-        length=(end - begin)[keep],
-        src_rank=plan.src_rank[keep],
-        src_sub_group=plan.src_sub_group[keep],
-        src_offset=(plan.src_offset + begin - plan.start)[keep],
-        dst_sub_group=plan.dst_sub_group[keep],
-        dst_offset=(begin - start)[keep],
-    )

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zeroelastic.checkpoint.commit_record import read_record as read_commit_record
-from zeroelastic.errors import CheckpointError, RemoteRankError, UsageError
+from zeroelastic.errors import CheckpointError, RemoteRankError, UsageError, counted
 from zeroelastic.offline.verify.verify import VerifyReport, verify_checkpoint
 from zeroelastic.proving.checks import BACK, CONTROL, OTHER, REPEAT, SourceFacts, Verdict, check_records
 from zeroelastic.proving.records import Role, RunRecord, RunSpec, read_record
@@ -60,19 +60,21 @@ def sizes(request: ProofRequest, verified: VerifyReport) -> tuple[int, int]:
     """The two world sizes. Raises UsageError where they are equal, or one is below 1."""
     first = verified.world_size if request.from_world_size is None else request.from_world_size
     if min(first, request.world_size) < 1:
-        raise UsageError("a run needs at least one rank.")
+        raise UsageError("a run needs at least one rank. Give 1 or more with --world-size and --from-world-size.")
     if first == request.world_size:
         raise UsageError(
-            f"both runs would have {first} ranks. Give --world-size another size than that of the first run."
+            f"both runs would have {counted(first, 'rank')}. Give --world-size another size than that of the first run."
         )
     return first, request.world_size
 
 
-def verify_source(found: Source) -> VerifyReport:
+def verify_source(found: Source, *, progress: Callable[[int], None] | None = None) -> VerifyReport:
     """Read every byte of the checkpoint. Raises UsageError for a URL, CheckpointError for a damaged checkpoint."""
     if not isinstance(found.tag_dir, Path):
-        raise UsageError(f"{found.tag_dir}: is not on this machine, where the script would load it from.")
-    verified = verify_checkpoint(found.tag_dir)
+        raise UsageError(
+            f"{found.tag_dir}: is not on this machine, where the script would load it from. Copy it here first."
+        )
+    verified = verify_checkpoint(found.tag_dir, progress=progress)
     if not verified.valid:
         more = len(verified.problems) - 1
         raise CheckpointError(
@@ -89,8 +91,9 @@ def prove(
 ) -> ProofOutcome:
     """Run the script at both sizes and check what the runs recorded.
 
-    A run that fails ends the proof with a failed check. Raises UsageError when the script never loads the checkpoint,
-    or ends before the steps are done, and RemoteRankError when it fails at the size to compare with.
+    ``log`` gets a line for each step as it begins. A run that fails ends the proof with a failed check. Raises
+    UsageError when the script never loads the checkpoint, or ends before the steps are done, and RemoteRankError when
+    it fails at the size to compare with.
     """
     first, second = sizes(request, verified)
     tag_dir = Path(verified.tag_dir)
@@ -108,7 +111,8 @@ def prove(
         folder.mkdir(parents=True)
         run = RunSpec(role, world_size, steps, str(tag_dir), str(folder), protected, **tags)
         runs.append(run)
-        log(f"{role}: {world_size} ranks ...")
+        what = f"{counted(steps, 'step')} of the script" if steps else "loading that save"
+        log(f"{role}: {what} on {counted(world_size, 'rank')}; its output is in {run.log_path}")
         began = time.monotonic()
         failure = launch(run)
         seconds[role] = time.monotonic() - began
@@ -120,7 +124,7 @@ def prove(
             raise UsageError(_unfinished(record, run))
         if role == CONTROL:
             raise RemoteRankError(
-                f"the script fails at the size to compare with, {world_size} ranks; {_log(run)}\n{failure}"
+                f"the script fails at the size to compare with, {counted(world_size, 'rank')}; {_log(run)}\n{failure}"
             )
         failures[role] = failure
         return False
@@ -132,7 +136,10 @@ def prove(
             and carry_out(OTHER, second, request.steps, save_to=back)
             and carry_out(BACK, first, 0, instead=back)
         )
-        saved_root = verify_checkpoint(scratch / SAVED_TAG).content_root if OTHER in records else None
+        saved_root = None
+        if OTHER in records:
+            log(f"verifying what the {OTHER} saved, and comparing the runs")
+            saved_root = verify_checkpoint(scratch / SAVED_TAG).content_root
     finally:
         if not request.keep:
             shutil.rmtree(scratch, ignore_errors=True)

@@ -6,7 +6,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from zeroelastic.proving.records import Failure, RunSpec, write_run
 
 _PROCESSES_PER_CORE = 8
 _END_SECONDS = 40.0
+_BEAT_SECONDS = 10.0
 _TAIL_LINES = 15
 
 PACKAGE_PARENT = Path(__file__).parents[2]
@@ -29,16 +31,29 @@ def command(run: RunSpec, script: Sequence[str]) -> list[str]:
     ]
 
 
-def launch(run: RunSpec, script: Sequence[str], *, time_limit_s: float, env: dict[str, str]) -> int | None:
-    """Run a script on ``run.world_size`` ranks and wait; returns torchrun's status, None after the time limit."""
+def launch(
+    run: RunSpec,
+    script: Sequence[str],
+    *,
+    time_limit_s: float,
+    env: dict[str, str],
+    waiting: Callable[[float], None] = lambda seconds: None,
+) -> int | None:
+    """Run a script on ``run.world_size`` ranks and wait; returns torchrun's status, None after the time limit.
+
+    ``waiting`` is called every 10 s with the seconds since the start.
+    """
     write_run(Path(run.folder) / "run.json", run)
     with run.log_path.open("wb") as log:
         started = subprocess.Popen(
             command(run, script), stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=env
         )
+        began = time.monotonic()
         try:
-            return started.wait(timeout=time_limit_s)
-        except subprocess.TimeoutExpired:
+            while (seconds := time.monotonic() - began) < time_limit_s:
+                with suppress(subprocess.TimeoutExpired):
+                    return started.wait(timeout=min(_BEAT_SECONDS, time_limit_s - seconds))
+                waiting(time.monotonic() - began)
             return None
         finally:
             _stop(started)

@@ -192,8 +192,8 @@ def _place(load_dir: Any, tag: Any) -> Path:
 def _refuse(engine: Any) -> None:
     if kind_of(engine.optimizer) is None:
         raise UnsupportedError(
-            "the script's engine is of a kind that zeroelastic leaves to DeepSpeed (see docs/zero2.md); there is "
-            "nothing to prove."
+            "the script's engine is of a kind that zeroelastic leaves to DeepSpeed (see docs/guides/zero2.md); there "
+            "is nothing to prove."
         )
     if tensor_parallel(engine.optimizer).size > 1:
         raise UnsupportedError("prove compares data parallel runs; this one is tensor parallel.")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from zeroelastic._version import __version__
-from zeroelastic.json_document import json_proper
+from zeroelastic.json_document import SCHEMA_VERSION, json_proper
 from zeroelastic.proving.checks import BACK, CONTROL, OTHER, REPEAT, Check, tolerance_of
 from zeroelastic.proving.driver import ProofOutcome
 from zeroelastic.proving.records import ROLES, Role, RunRecord
@@ -35,6 +35,8 @@ def document(
     if tolerance is None:
         tolerance = tolerance_of(control.precision if control else None)
     body: dict[str, Any] = {
+        "schema_version": SCHEMA_VERSION,
+        "ok": verdict.proved,
         "verdict": PROVED if verdict.proved else NOT_PROVED,
         "reasons": list(verdict.reasons),
         "checks": [_check(check) for check in verdict.checks],
@@ -42,11 +44,11 @@ def document(
             "path": verified.tag_dir,
             "format": verified.format,
             "world_size": verified.world_size,
-            "global_steps": _steps(outcome),
+            "step": _steps(outcome),
             "num_files": verified.num_files,
             "num_params": verified.num_params,
             "num_tensors": verified.num_tensors,
-            "num_bytes": verified.num_bytes,
+            "bytes_read": verified.num_bytes,
         },
         "content_roots": {
             "recorded": verified.recorded_root,
@@ -102,8 +104,8 @@ def markdown(report: Mapping[str, Any]) -> str:
         f"# {report['verdict']}: {source['path']}, {sizes[0]} -> {other or '?'} ranks",
         "",
         *([f"* {reason}" for reason in report["reasons"]] + [""] if report["reasons"] else []),
-        f"Saved as {source['format']} by {source['world_size']} ranks at step {source['global_steps']}; "
-        f"{source['num_params']} parameters, {source['num_bytes']:,} bytes in {source['num_files']} files, all of "
+        f"Saved as {source['format']} by {source['world_size']} ranks at step {source['step']}; "
+        f"{source['num_params']} parameters, {source['bytes_read']:,} bytes in {source['num_files']} files, all of "
         "which were read first.",
         "",
         "| check | | |",

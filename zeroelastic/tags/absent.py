@@ -8,22 +8,22 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from zeroelastic.errors import UsageError, printable, some
+from zeroelastic.io.paths import FilePath, RemotePath
 from zeroelastic.tags.candidates import list_run
 from zeroelastic.tags.names import LATEST
 
 _MAX_LISTED = 8
 
 
-def about_absent(root: Path) -> str:
+def about_absent(root: FilePath) -> str:
     """A sentence about a directory from which nothing can be loaded: its tags, or the directories beside its path."""
+    if isinstance(root, RemotePath):
+        tags = _tags(root)
+        return _without_latest(root, tags) if tags else f"{root}: no such directory, or it holds no checkpoint."
     root = Path(os.path.abspath(root))
     if root.is_dir():
         tags = _tags(root)
-        return (
-            f"{root}: has no file {LATEST}. There {_are(tags, ', newest first')}."
-            if tags
-            else f"{root}: holds no checkpoint."
-        )
+        return _without_latest(root, tags) if tags else f"{root}: holds no checkpoint."
     kind = "is not a directory" if root.exists() else "no such directory"
     above = next(path for path in root.parents if path.is_dir())
     try:
@@ -37,15 +37,19 @@ def about_absent(root: Path) -> str:
     return f"{root}: {kind}. In {above} there {_are(named) if named else 'is nothing like it'}."
 
 
-def about_absent_tag(root: Path, tag: str) -> str:
+def _without_latest(root: FilePath, tags: Sequence[str]) -> str:
+    return f"{root}: has no file {LATEST}. There {_are(tags, ', newest first')}."
+
+
+def about_absent_tag(root: FilePath, tag: str) -> str:
     """A sentence about a tag that does not exist in a directory, with the tags that do."""
-    if not root.is_dir():
+    if isinstance(root, Path) and not root.is_dir():
         return about_absent(root)
     tags = _tags(root)
     return f"{root}: has no tag {printable(tag)}. There {_are(tags, ', newest first')}." if tags else about_absent(root)
 
 
-def _tags(root: Path) -> list[str]:
+def _tags(root: FilePath) -> list[str]:
     try:
         return [tag.name for tag in list_run(root).tags]
     except UsageError:

@@ -11,7 +11,6 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_head
 from zeroelastic.checkpoint.file_names import is_rank_file, model_file_name
@@ -30,6 +29,7 @@ from zeroelastic.errors import (
     UnsupportedError,
     UsageError,
 )
+from zeroelastic.io.objects import modified_at
 from zeroelastic.io.paths import FilePath, RemotePath
 from zeroelastic.io.storage import file_sizes, folders, list_directory
 from zeroelastic.tags.commit_order import Tag, newest_first, pointed_at
@@ -46,6 +46,7 @@ from zeroelastic.tags.names import (
     normal,
     read_latest,
 )
+from zeroelastic.tags.not_there import not_a_directory
 from zeroelastic.tags.tag_directory import MAX_LOOKS, open_tag
 from zeroelastic.torch_file.header import read_torch_file
 
@@ -91,7 +92,7 @@ def list_run(root: FilePath) -> Run:
     try:
         tags = look_for_tags(root, lambda name: _tag_at(root, name))
     except MissingFileError:
-        raise UsageError(f"{root}: no such directory.") from None
+        raise UsageError(not_a_directory(root)) from None
     named, _ = named_latest(root)
     if named is not None and all(tag.name != named for tag in tags):  # a link, or deeper than the search for tags goes
         tags += [tag for tag in (_tag_at(root, named),) if tag is not None]
@@ -104,7 +105,7 @@ def list_run(root: FilePath) -> Run:
     if not tags:
         if holds_checkpoint(root):
             raise UsageError(f"{root}: is a tag itself; give the directory above.")
-        raise UsageError(f"{root}: holds no ZeRO checkpoint.")
+        raise UsageError(f"{root}: holds no ZeRO checkpoint. Give the directory above the tags.")
     latest = None if in_folders else named_latest(root)[0]
     return Run(root, newest_first(tags, latest), in_folders)
 
@@ -195,7 +196,7 @@ def is_damage(error: CheckpointError | UnreadableError) -> bool:
     return not isinstance(error, (UnreadableError, UnsafePickleError, OldFormatError, NewerFormatError))
 
 
-def committed_after(root: Path, name: str) -> tuple[str, ...]:
+def committed_after(root: FilePath, name: str) -> tuple[str, ...]:
     """The tags of a directory that were committed after the tag ``name``, which ``latest`` names, newest first.
 
     Reads the first lines of each record; a tag without a record, or in quarantine, does not count.
@@ -222,7 +223,16 @@ def committed_after(root: Path, name: str) -> tuple[str, ...]:
 def going_on_from(root: FilePath, tags: Sequence[Tag]) -> int:
     """The index of the tag, newest first, at which a run resumes: 0, or that of the tag ``latest`` was set back to."""
     latest, _ = named_latest(root)
+    if isinstance(root, RemotePath):  # times are asked for only where they decide
+        at = next((i for i, tag in enumerate(tags) if tag.name == latest), 0)
+        newer = [replace(tag, modified_at=_stored_at(tag.tag_dir / RECORD_NAME)) for tag in tags[:at]]
+        return pointed_at([*newer, *tags[at:]], latest, _stored_at(root / LATEST)) if at else 0
     return pointed_at(tags, latest, _modified(root / LATEST))
+
+
+def _stored_at(path: FilePath) -> float:
+    assert isinstance(path, RemotePath)
+    return modified_at(path)
 
 
 def _brief(problem: str, tag: Tag) -> str:

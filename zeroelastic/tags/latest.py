@@ -13,9 +13,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from zeroelastic.checkpoint.commit_record import RECORD_NAME
 from zeroelastic.errors import CheckpointError, UnreadableError, UsageError
 from zeroelastic.io.atomic import write_atomically
-from zeroelastic.io.paths import FilePath
+from zeroelastic.io.objects import modified_at, put_object
+from zeroelastic.io.paths import FilePath, RemotePath
 from zeroelastic.tags.candidates import (
     Check,
     PassedOver,
@@ -29,6 +31,8 @@ from zeroelastic.tags.candidates import (
 )
 from zeroelastic.tags.commit_order import Tag, left_behind
 from zeroelastic.tags.names import LATEST
+
+_ATTEMPTS, _SECOND = 4, 1.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +75,7 @@ def find_latest(root: FilePath, check: Check, verdicts: dict[Tag, PassedOver | N
     return Latest(run, at, *find_newest(run.tags[at:], check, verdicts), named, problem)
 
 
-def fix_latest(root: Path, check: Check, *, dry_run: bool = False) -> Latest:
+def fix_latest(root: FilePath, check: Check, *, dry_run: bool = False) -> Latest:
     """Make ``latest`` name the checkpoint that ``find_latest`` finds. Raises UsageError, OSError.
 
     Raises UnreadableError where a newer tag may be whole and cannot be read now. A ``latest`` that was set back to an
@@ -91,13 +95,16 @@ def fix_latest(root: Path, check: Check, *, dry_run: bool = False) -> Latest:
         if _modified_ns(root) != modified or _commits(list_run(root)) != _commits(found.run):
             continue
         time_of_it = modified / 1e9 if found.at else found.tag.modified_at
-        write_atomically(root / LATEST, found.tag.name.encode(), modified_at=time_of_it)
+        if isinstance(root, RemotePath):
+            put_object(root / LATEST, found.tag.name.encode())
+        else:
+            write_atomically(root / LATEST, found.tag.name.encode(), modified_at=time_of_it)
         written = True
         if _commits(list_run(root)) == _commits(found.run):
             return replace(found, written=True)
 
 
-def set_latest(root: Path, name: str, *, dry_run: bool = False) -> Latest:
+def set_latest(root: FilePath, name: str, *, dry_run: bool = False) -> Latest:
     """Roll back: make ``latest`` name this tag, so that the next start of the job continues from it.
 
     Raises UsageError where there is no such tag, CheckpointError where it is damaged, UnreadableError, OSError::
@@ -115,10 +122,28 @@ def set_latest(root: Path, name: str, *, dry_run: bool = False) -> Latest:
         kind = UnreadableError if verdict.undecided else CheckpointError
         raise kind(f"{run.tags[at].tag_dir}: {verdict.problems[0]} {LATEST} was not changed.")
     named, problem = named_latest(root)
-    if not dry_run:
+    if not dry_run and isinstance(root, RemotePath):
+        _set_in_store(root, name, [tag for tag in run.tags[:at] if isinstance(tag.tag_dir, RemotePath)])
+    elif not dry_run:
+        assert isinstance(root, Path)
         last, now = max(tag.modified_at for tag in run.tags), time.time()
         write_atomically(root / LATEST, name.encode(), modified_at=now if now > last else last + 1)
     return Latest(run, at, run.tags[at], (), named, problem, True)
+
+
+def _set_in_store(root: RemotePath, name: str, newer: Iterable[Tag]) -> None:
+    """Write ``latest`` later than the newer tags were committed, by the store's clock, which may count in seconds."""
+    records = [tag.tag_dir / RECORD_NAME for tag in newer]
+    last = max((modified_at(record) for record in records if isinstance(record, RemotePath)), default=0.0)
+    for _ in range(_ATTEMPTS):
+        put_object(root / LATEST, name.encode())
+        if modified_at(root / LATEST) > last or not last:
+            return
+        time.sleep(_SECOND)
+    raise UnreadableError(
+        f"{root / LATEST}: names {name}, but the store does not say that it was written after the last commit, so that "
+        "`resume` does not take it for a rollback. Run it again in a minute."
+    )
 
 
 def _refuse_unreadable(passed: Iterable[PassedOver]) -> None:
@@ -137,10 +162,15 @@ def _commits(run: Run) -> frozenset[tuple[str, str | None, float]]:
 
 def _refuse_folders(run: Run, option: str) -> None:
     if run.in_folders:
-        raise UsageError(f"{run.root}: its checkpoints are in folders, which have a latest each; {option} is for tags.")
+        raise UsageError(
+            f"{run.root}: its checkpoints are in folders, which have a latest each; {option} is for tags. Give one "
+            "of the folders."
+        )
 
 
-def _modified_ns(root: Path) -> int:
+def _modified_ns(root: FilePath) -> int:
+    if isinstance(root, RemotePath):
+        return int(modified_at(root / LATEST) * 1e9)
     try:
         return os.stat(root / LATEST).st_mtime_ns
     except FileNotFoundError:

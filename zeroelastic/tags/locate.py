@@ -7,22 +7,34 @@ directory, a ``checkpoint-N`` of the Hugging Face Trainer, a directory of accele
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from zeroelastic.checkpoint.file_names import is_rank_file
-from zeroelastic.errors import CheckpointError, MissingFileError, UnreadableError, UsageError, printable, some
+from zeroelastic.checkpoint.listing import is_universal
+from zeroelastic.errors import (
+    CheckpointError,
+    MissingFileError,
+    UnreadableError,
+    UnsupportedError,
+    UsageError,
+    printable,
+    some,
+)
 from zeroelastic.io.paths import FilePath, RemotePath, as_path
 from zeroelastic.io.pinned_directory import PinnedPath
-from zeroelastic.io.storage import file_size, file_sizes, list_directory
+from zeroelastic.io.storage import file_sizes, list_directory
 from zeroelastic.tags.names import LATEST, directory_of, list_tags, normal, read_latest, why_no_tag
+from zeroelastic.tags.not_there import WHAT_TO_GIVE, not_a_directory
+from zeroelastic.tags.other_formats import UNIVERSAL, formats_below, other_format
 from zeroelastic.tags.tag_directory import open_tag
 
 Framework = Literal["deepspeed", "hf-trainer", "accelerate", "lightning"]
 
 _MAX_LISTED = 8
+_OF_OTHERS = "zeroelastic reads the checkpoint that it was made from."
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +51,12 @@ class Source:
     framework: Framework
 
 
-def find_source(text: str | os.PathLike[str], *, tag: str | None = None) -> Source:
+def find_source(text: str | os.PathLike[str], *, tag: str | None = None, universal: bool = False) -> Source:
     """The checkpoint at a path or URL; ``tag`` chooses one where the path is the directory above the tags.
 
-    Raises UsageError, with what was found there and what to give, and MissingFileError when ``latest`` names a tag that
-    does not exist. The contents of the tag are checked by ``open_checkpoint``.
+    Raises UsageError, with what was found there and what to give; UnsupportedError for a directory in a format of
+    others, except a Universal tag directory if ``universal``; MissingFileError when ``latest`` names a tag that does
+    not exist. The contents of the tag are checked by ``open_checkpoint``.
 
     Example::
 
@@ -56,11 +69,12 @@ def find_source(text: str | os.PathLike[str], *, tag: str | None = None) -> Sour
     try:
         names, inside = list_directory(opened)
     except MissingFileError:
-        what = "is a file, not a checkpoint directory" if file_size(path) is not None else "no such directory"
-        raise UsageError(f"{path}: {what}.") from None
+        raise UsageError(not_a_directory(path)) from None
     if any(map(is_rank_file, names)):
         if tag not in (None, path.name):
             raise UsageError(f"{path}: is the tag {path.name} itself; to take {tag}, give the directory above.")
+        if not universal and "zero" in inside and is_universal(path):
+            raise UnsupportedError(f"{path}: is {UNIVERSAL}. {_OF_OTHERS}")
         root = path.parent
         try:
             around = file_sizes(root)
@@ -73,20 +87,25 @@ def find_source(text: str | os.PathLike[str], *, tag: str | None = None) -> Sour
         latest = read_latest(path) if tag is None else _latest_if_any(path)
     chosen = tag if tag is not None else latest
     if chosen is None:
+        tags = list_tags(path)
+        if tags and not all(is_universal(directory_of(path, name)) for name in tags):
+            raise UsageError(f"{path}: has no {LATEST} file. {_choose(path, tags)}")
+        if (kind := other_format(path, names)) is not None:
+            raise UnsupportedError(f"{path}: is {kind}. {_OF_OTHERS}")
         raise UsageError(f"{path}: {_what_is_there(path, inside)}")
     problem = why_no_tag(chosen)
     if problem is not None:
-        raise UsageError(f"{printable(chosen)} is not the name of a tag: {problem}.")
+        raise UsageError(
+            f"{path}: {printable(chosen)} is not the name of a tag: {problem}. Give the name of a folder in it."
+        )
     chosen = normal(chosen)
     tag_dir = open_tag(directory_of(path, chosen))
     if chosen not in inside and not isinstance(tag_dir, PinnedPath) and not _is_below(path, chosen):
         tags = list_tags(path)
-        there = f"There are: {some(map(printable, tags), _MAX_LISTED)}." if tags else "There are no others."
+        there = _choose(path, tags) if tags else "There are no others."
         if tag is not None:
             raise UsageError(f"{path}: has no tag {printable(chosen)}. {there}")
-        raise MissingFileError(
-            f"{path}/{LATEST}: names {printable(chosen)}, which is not there. {there} Choose one with --tag."
-        )
+        raise MissingFileError(f"{path}/{LATEST}: names {printable(chosen)}, which is not there. {there}")
     return Source(path, chosen, tag_dir, latest, _framework(names, chosen))
 
 
@@ -118,14 +137,20 @@ def _framework(names: Collection[str], tag: str) -> Framework:
     return "lightning" if tag == "checkpoint" else "deepspeed"
 
 
-def _what_is_there(path: FilePath, inside: Iterable[str]) -> str:
-    tags = list_tags(path)
-    if tags:
-        return f"has no {LATEST} file. Choose a tag with --tag; there are: {some(map(printable, tags), _MAX_LISTED)}."
+def _choose(path: FilePath, tags: Sequence[str]) -> str:
+    """What to give instead, in words that hold for verbs with and without ``--tag``."""
+    there = some(map(printable, tags), _MAX_LISTED)
+    return f"There are: {there}. Give the path of one, such as {path / tags[-1]}."
+
+
+def _what_is_there(path: FilePath, inside: Collection[str]) -> str:
     below = [name for name in inside if _holds_latest(path / name)]
     if below:
         return f"is not a checkpoint itself; there are: {some(map(printable, below), _MAX_LISTED)}."
-    return f"holds no ZeRO checkpoint: neither zero_pp_rank_*_optim_states.pt nor a file {LATEST}."
+    others = formats_below(path, inside)
+    if others is not None:
+        return f"holds no ZeRO checkpoint; {others}. {_OF_OTHERS}"
+    return f"holds no ZeRO checkpoint: neither zero_pp_rank_*_optim_states.pt nor a file {LATEST}. {WHAT_TO_GIVE}"
 
 
 def _holds_latest(path: FilePath) -> bool:

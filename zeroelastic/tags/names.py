@@ -17,7 +17,7 @@ from typing import TypeVar
 from zeroelastic.checkpoint.file_names import is_rank_file
 from zeroelastic.errors import CheckpointError, MissingFileError, UnreadableError
 from zeroelastic.io.paths import FilePath
-from zeroelastic.io.storage import file_sizes, list_directory, read_whole
+from zeroelastic.io.storage import file_size, file_sizes, list_directory, read_whole
 from zeroelastic.tags.tag_directory import is_unfinished, wait_for_replacements
 
 logger = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ def is_ours(name: str) -> bool:
     return is_unfinished(name) or name == TRASH
 
 
-def why_not_saved(directory: Path, tag: str) -> str | None:
+def why_not_saved(directory: FilePath, tag: str) -> str | None:
     """Why a checkpoint saved under a tag would not be found again, or would be removed with another; else None."""
     problem = why_no_tag(tag)
     if problem is not None:
@@ -102,10 +102,10 @@ def why_not_saved(directory: Path, tag: str) -> str | None:
     for name in above:
         if holds_checkpoint(directory / name):
             return f"it lies in another tag, {directory / name}"
-        if os.path.isfile(directory / name / LATEST):
+        if file_size(directory / name / LATEST) is not None:
             return f"it lies in the directory of another run: {directory / name / LATEST} exists"
     place = directory / tag
-    inside = list_tags(place) if os.path.isdir(place) and not holds_checkpoint(place) else ()
+    inside = list_tags(place) if holds_something(place) and not holds_checkpoint(place) else ()
     return f"the tag {place / inside[0]} lies in it" if inside else None
 
 
@@ -121,6 +121,15 @@ def holds_checkpoint(directory: FilePath) -> bool:
         return any(map(is_rank_file, file_sizes(directory)))
     except (CheckpointError, UnreadableError):
         return False
+
+
+def holds_something(directory: FilePath) -> bool:
+    """Whether there is such a directory. Raises UnreadableError where that cannot be known."""
+    try:
+        list_directory(directory)
+    except MissingFileError:
+        return False
+    return True
 
 
 def list_tags(root: FilePath) -> tuple[str, ...]:

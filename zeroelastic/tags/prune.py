@@ -13,7 +13,7 @@ import secrets
 import shutil
 import stat
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,6 +55,10 @@ class Tree:
     mark: tuple[tuple[str, int, int, int], ...]
 
 
+Look = Callable[[Tag, bool], tuple[Tree, str]]
+"""What there is of a tag, which is whole or not, and the reason to keep it because something works on it, or ""."""
+
+
 @dataclass(frozen=True, slots=True)
 class Decision:
     """Whether to remove one tag, and the reason. ``tree``, only for a removal, is the state the decision is based on.
@@ -84,7 +88,7 @@ class Unfinished:
 class PrunePlan:
     """What to remove from a directory; ``decisions`` are newest first. ``leftovers`` are those of a killed removal."""
 
-    root: Path
+    root: FilePath
     decisions: tuple[Decision, ...]
     leftovers: tuple[str, ...]
     unfinished: tuple[Unfinished, ...] = ()
@@ -100,23 +104,26 @@ class PrunePlan:
         return any(decision.valid for decision in self.decisions)
 
 
+def refuse_to_keep_none(keep: int) -> None:
+    """Raise UsageError for a number of checkpoints below 1."""
+    if keep < 1:
+        raise UsageError(f"--keep {keep}: at least 1 checkpoint is kept. Give 1 or more.")
+
+
 def plan_prune(
-    root: FilePath,
+    root: Path,
     *,
     keep: int,
     invalid: bool = False,
     min_age_s: float = MIN_AGE_S,
     check: Check = check_quickly,
 ) -> PrunePlan:
-    """Decide what to remove so that the ``keep`` newest whole tags stay; see docs/cli.md for what else stays.
+    """Decide what to remove so that the ``keep`` newest whole tags stay; see docs/reference/cli/prune.md for others.
 
     ``invalid`` removes damaged tags too, where they are older than the newest whole one. Raises UsageError for a
-    directory without checkpoints or behind a URL, and ``keep`` below 1.
+    directory without checkpoints, and ``keep`` below 1.
     """
-    if keep < 1:
-        raise UsageError(f"--keep {keep}: at least 1 checkpoint is kept.")
-    if not isinstance(root, Path):
-        raise UsageError(f"{root}: only directories on this machine are pruned.")
+    refuse_to_keep_none(keep)
     root = Path(os.path.realpath(root))
     interrupted = _in_trash(root)
     try:
@@ -126,7 +133,13 @@ def plan_prune(
             return PrunePlan(root, (), interrupted)
         raise
     folders = _folders(root, run.tags)
-    decisions = tuple(_decide(root, run, keep, invalid, min_age_s, check, _links(root, folders)))
+
+    def look(tag: Tag, valid: bool) -> tuple[Tree, str]:
+        tree = survey(Path(str(tag.path)))
+        # A record is written last and removed first.
+        return tree, busy(tree, min_age_s, committed=valid and (Path(str(tag.tag_dir)) / RECORD_NAME).exists())
+
+    decisions = tuple(decide(root, run, keep, invalid, check, _links(root, folders), look))
     return PrunePlan(root, decisions, interrupted, tuple(_unfinished(root, folders, min_age_s)))
 
 
@@ -151,9 +164,10 @@ def _folders(root: Path, tags: Iterable[Tag]) -> list[Path]:
     return sorted({root, *above})
 
 
-def _decide(
-    root: Path, run: Run, keep: int, invalid: bool, min_age_s: float, check: Check, found: tuple[Links, Links]
+def decide(
+    root: FilePath, run: Run, keep: int, invalid: bool, check: Check, found: tuple[Links, Links], look: Look
 ) -> Iterator[Decision]:
+    """What becomes of each tag, newest first; ``found`` are the symbolic links (``_links``)."""
     latest, problem = named_latest(root)
     links, linked = found
     verdicts = [check_tag(tag, check) for tag in run.tags]
@@ -198,8 +212,7 @@ def _decide(
             reason = f"does not verify (--invalid removes it): {verdict.problems[0]}"
         else:
             try:
-                tree = survey(Path(str(tag.path)))
-                reason = _busy(tag, tree, min_age_s, valid=valid)
+                tree, reason = look(tag, valid)
             except FileNotFoundError:
                 reason = CHANGED
         if reason:
@@ -211,11 +224,11 @@ def _decide(
             yield Decision(tag, True, why, valid, tree)
 
 
-def _busy(tag: Tag, tree: Tree, min_age_s: float, *, valid: bool) -> str:
+def busy(tree: Tree, min_age_s: float, *, committed: bool) -> str:
     """The reason why a tag may be in the middle of a save; empty where it is not."""
     if not tree.one_device:
         return "another file system is mounted in it"
-    if valid and (Path(str(tag.tag_dir)) / RECORD_NAME).exists():  # written last, removed first
+    if committed:
         return ""
     if tree.temporaries:
         return f"may be being written: it holds temporary files ({tree.temporaries[0]}); remove them if no save runs"
@@ -247,26 +260,38 @@ def remove_tag(plan: PrunePlan, decision: Decision) -> str | None:
 
     It is kept where ``latest`` names it by now, or where it changed since the decision.
     """
+    if (kept := why_kept_after_all(plan, decision)) is not None:
+        return kept
     path = Path(str(decision.tag.path))
-    assert decision.remove and decision.tree is not None and path.is_relative_to(plan.root) and path != plan.root
-    latest, problem = named_latest(plan.root)
-    if problem is not None or latest == decision.tag.name:
-        return problem or "latest names it by now"
+    assert (
+        decision.remove
+        and decision.tree is not None
+        and path.is_relative_to(str(plan.root))
+        and path != Path(str(plan.root))
+    )
     try:
         if survey(path).mark != decision.tree.mark:
             return CHANGED
-        return _remove(plan.root, path, decision.tree)
+        return _remove(Path(str(plan.root)), path, decision.tree)
     except FileNotFoundError:
         return CHANGED
 
 
+def why_kept_after_all(plan: PrunePlan, decision: Decision) -> str | None:
+    """Why a tag that was to be removed stays: ``latest`` names it by now, or cannot be read. Else None."""
+    latest, problem = named_latest(plan.root)
+    if problem is not None or latest == decision.tag.name:
+        return problem or "latest names it by now"
+    return None
+
+
 def remove_unfinished(plan: PrunePlan, found: Unfinished) -> str | None:
     """Remove the leftovers of a dead save; returns as ``remove_tag`` does."""
-    path = plan.root / found.name
+    path = Path(str(plan.root)) / found.name
     try:
         if replaces_nothing(path) or survey(path).mark != found.tree.mark:
             return CHANGED
-        return _remove(plan.root, path, found.tree)
+        return _remove(Path(str(plan.root)), path, found.tree)
     except FileNotFoundError:
         return None  # a save has removed it
 
@@ -311,8 +336,8 @@ def empty_trash(root: Path) -> None:
 
 def leftover_bytes(plan: PrunePlan) -> int:
     """Bytes that finishing an interrupted removal frees."""
-    trash = plan.root / TRASH
     nbytes = 0
+    trash = Path(str(plan.root)) / TRASH
     for name in plan.leftovers:
         with suppress(FileNotFoundError):
             nbytes += survey(trash / name).nbytes

@@ -27,7 +27,7 @@ from zeroelastic.checkpoint.quarantine import MARK_NAME
 from zeroelastic.errors import CheckpointError, UnreadableError, ZeroElasticError
 from zeroelastic.io.atomic import exchange, sync_directory
 from zeroelastic.io.paths import FilePath
-from zeroelastic.tags.directory_owner import OWNER_NAME, is_of_another, note_owner
+from zeroelastic.tags.directory_owner import is_note, is_of_another, note_owner, remove_note
 
 logger = logging.getLogger(__name__)
 
@@ -147,7 +147,8 @@ def carry_over(tag_dir: Path, staging_dir: Path) -> None:
         target = staging_dir / entry.name
         if (
             is_rank_file(entry.name)
-            or entry.name in (RECORD_NAME, MARK_NAME, OWNER_NAME)
+            or entry.name in (RECORD_NAME, MARK_NAME)
+            or is_note(entry.name)
             or _is_leftover(entry.name)
             or os.path.lexists(target)
         ):
@@ -175,7 +176,7 @@ def publish_tag(staging_dir: Path, tag_dir: Path, *, sync: bool = True) -> None:
     With ``sync`` the contents must be durable, and on return the tag is too. Raises OSError; then the tag is unchanged.
     """
     place = Path(os.path.realpath(tag_dir))
-    (staging_dir / OWNER_NAME).unlink(missing_ok=True)
+    remove_note(staging_dir)
     try:
         os.rename(staging_dir, place)  # nothing is there, or an empty directory
         replaced = None

@@ -13,6 +13,7 @@ import importlib.util
 import os
 import pickle
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -21,7 +22,12 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import TCPStore
+
+RankStore = Literal["file", "tcp"]
 
 # A real-time signal, because user code and launchers use SIGUSR1, SIGUSR2 and SIGTERM.
 STACKS_SIGNAL: int = signal.SIGRTMIN + 7
@@ -35,7 +41,8 @@ class RankJob:
     """The description of one rank process.
 
     ``directory`` is private to the run and shared by its ranks. It holds the pickled call, the rendezvous file, and for
-    each rank its result, failure, output and stacks. ``timeout`` is in seconds.
+    each rank its result, failure, output and stacks. ``timeout`` is in seconds. ``store``: that of the process group,
+    a file, which no rank takes with it when it dies, or one of rank 0 on the loopback interface, as quick as a job's.
     """
 
     rank: int
@@ -46,6 +53,7 @@ class RankJob:
     environment: dict[str, str]
     sys_path: tuple[str, ...]
     working_directory: str
+    store: RankStore = "file"
 
     def file(self, kind: str) -> Path:
         """The path of this rank's file of one kind: result, failure, output or stacks."""
@@ -115,7 +123,7 @@ def _redirect_output(path: Path) -> None:
 
 
 def _init_process_group(job: RankJob) -> None:
-    """Initialise torch.distributed through a file; deepspeed then adopts this group."""
+    """Initialise torch.distributed; deepspeed then adopts this group."""
     import torch
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
@@ -126,13 +134,30 @@ def _init_process_group(job: RankJob) -> None:
         torch.cuda.set_device(device)
     torch.distributed.init_process_group(
         job.backend,
-        init_method=f"file://{job.directory}/rendezvous",
+        init_method=f"file://{job.directory}/rendezvous" if job.store == "file" else None,
+        store=_tcp_store(job) if job.store == "tcp" else None,
         rank=job.rank,
         world_size=job.world_size,
         # Longer than the run may take, so that a hang is reported with its stacks and not as a broken collective.
         timeout=timedelta(seconds=job.timeout + 60),
         device_id=device if job.backend == "nccl" else None,
     )
+
+
+def _tcp_store(job: RankJob) -> TCPStore:
+    from torch._C._distributed_c10d import TCPStore
+
+    path = Path(job.directory) / "port"
+    if job.rank == 0:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port, descriptor = server.getsockname()[1], server.detach()
+        store = TCPStore("127.0.0.1", port, job.world_size, True, wait_for_workers=False, master_listen_fd=descriptor)
+        path.with_suffix(".tmp").write_text(str(port))
+        path.with_suffix(".tmp").rename(path)
+        return store
+    while not path.exists():
+        time.sleep(0.002)
+    return TCPStore("127.0.0.1", int(path.read_text()), job.world_size, False, wait_for_workers=False)
 
 
 def prepare_deepspeed() -> None:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from zeroelastic.testing.rank import RankJob
+from zeroelastic.testing.rank import RankJob, RankStore
 from zeroelastic.testing.supervisor import Outcome, RankFailure, supervise
 
 T = TypeVar("T")
@@ -116,7 +116,13 @@ def _check_picklable(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
 
 
 def rank_jobs(
-    world_size: int, directory: str, *, timeout: float, backend: str | None, env: Mapping[str, str] | None
+    world_size: int,
+    directory: str,
+    *,
+    timeout: float,
+    backend: str | None,
+    env: Mapping[str, str] | None,
+    store: RankStore = "file",
 ) -> list[RankJob]:
     """The jobs of one run, by rank; raises ValueError when world size, backend or GPUs do not fit."""
     if world_size < 1:
@@ -136,6 +142,7 @@ def rank_jobs(
             environment=_rank_environment(rank, world_size, backend, env or {}),
             sys_path=tuple(sys.path),
             working_directory=os.getcwd(),
+            store=store,
         )
         for rank in range(world_size)
     ]

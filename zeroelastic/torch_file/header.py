@@ -54,8 +54,11 @@ class Extent:
 class Blocks(Protocol):
     """What a header is read through: ``LocalFile``, ``BlockFile``, or ranges that another rank sent."""
 
-    size: int
-    bytes_read: int
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def bytes_read(self) -> int: ...
 
     def read(self, offset: int, nbytes: int) -> bytes: ...
 

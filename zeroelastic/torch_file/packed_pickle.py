@@ -17,7 +17,7 @@ from zeroelastic.torch_file.inert_objects import TensorRef, sealed
 LONG_LIST = 4096
 """Items from which a list is worth a column."""
 
-LARGE_PICKLE = 256 << 10
+LARGE_PICKLE = 16 << 10
 """Bytes from which a pickle is worth loading the engine: Python checks fewer in the same time."""
 
 
@@ -48,9 +48,9 @@ def pack_pickle(data: bytes, *, long_list: int) -> tuple[bytes, list[object]] | 
     is damaged; one that it takes may still be damaged in other ways. Raises MemoryError.
     """
     from zeroelastic.executors import native_executor  # most commands that read small headers need no engine
-    from zeroelastic.executors.build_info import describe_build
+    from zeroelastic.executors.build_info import is_usable
 
-    if not describe_build("native").usable:
+    if not is_usable("native"):
         return None
     packed = native_executor.pack_pickle(data, long_list=long_list)
     if packed is None:

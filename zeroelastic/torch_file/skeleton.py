@@ -11,10 +11,11 @@ import os
 import pickle
 import struct
 import zlib
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,10 @@ BoolArray = npt.NDArray[np.bool_]
 
 _SHORT_OF_SPACE = 1 << 20
 _MASK64 = (1 << 64) - 1
+_PLAIN_TYPES = frozenset(
+    {str, int, float, bool, type(None), tuple, list, dict, OrderedDict, torch.Tensor, torch.Size, type, FunctionType}
+)
+"""Of objects that are no storages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +213,8 @@ def _lay_out(obj: object, path: Path) -> dict[str, torch.UntypedStorage]:
             described = type(self).persistent_id
 
             def persistent_id(self: Pickler, item: Any) -> Any:
+                if type(item) in _PLAIN_TYPES:  # nearly all calls: there is one for every object in the pickle
+                    return None
                 found = described(self, item)
                 if found is not None:
                     storages[found[2]] = item._untyped_storage if isinstance(item, torch.TypedStorage) else item

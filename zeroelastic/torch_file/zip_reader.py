@@ -8,11 +8,13 @@ What is expected: archives of torch.save (PyTorchStreamWriter and miniz, torch 1
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from zeroelastic.errors import CheckpointError
-from zeroelastic.io.paths import FilePath
+from zeroelastic.io.block_cache import BlockFile
+from zeroelastic.io.paths import FilePath, RemotePath
 from zeroelastic.io.storage import read_range
 from zeroelastic.torch_file.zip_format import (
     DEFERRED,
@@ -34,6 +36,7 @@ _SUMS = struct.Struct("<4sIII")
 _SUMS64 = struct.Struct("<4sIQQ")
 _MAX_HEADER = LOCAL.size + 2 * 0xFFFF
 _WINDOW = 64 << 10
+_HEADER_BYTES = 256  # of nearly every record: what stands behind the one before it, and its header with padding
 
 __all__ = ["Fault", "ZipRecord", "ZipRecords", "read_zip_records"]
 
@@ -71,13 +74,14 @@ def read_zip_records(path: FilePath, size: int, *, window_bytes: int = _WINDOW) 
 
     Raises CheckpointError where the records cannot be found by it, MissingFileError.
     """
+    window = _Window(path, size, window_bytes)
     try:
-        directory = read_directory(lambda offset, nbytes: read_range(path, offset, nbytes), size)
+        directory = read_directory(window.read_once, size)
     except ZipError as error:
         raise CheckpointError(f"{path}: {error}. The file is truncated or damaged.") from None
     offset, faults = directory.offset, list(directory.faults)
     entries = sorted(directory.entries, key=lambda entry: entry.header)
-    window = _Window(path, size, window_bytes)
+    window.prefetch(entries)
     records: list[ZipRecord] = []
     at = 0
     for entry, following in zip(entries, [*(entry.header for entry in entries[1:]), offset], strict=False):
@@ -97,7 +101,7 @@ def read_zip_records(path: FilePath, size: int, *, window_bytes: int = _WINDOW) 
             faults.append(Fault(f"the sums behind {entry.short_name} are wrong", end, following - end))
         records.append(ZipRecord(entry.text, begin, entry.nbytes, entry.crc32))
         at = following
-    return ZipRecords(tuple(records), tuple(faults), size - offset + window.bytes_read)
+    return ZipRecords(tuple(records), tuple(faults), window.total_bytes(size - offset))
 
 
 def _payload(window: _Window, entry: Entry, following: int) -> tuple[int, int, bool]:
@@ -139,14 +143,31 @@ def _header_agrees(window: _Window, entry: Entry, begin: int) -> bool:
 
 
 class _Window:
-    """Small reads of a file, each from what the last one brought if that has it."""
+    """Small reads of a file, each from what the last one brought if that has it; of a remote one by blocks."""
 
     def __init__(self, path: FilePath, size: int, nbytes: int) -> None:
         self._path, self._size, self._nbytes, self._begin, self._data = path, size, nbytes, 0, b""
+        self._blocks = BlockFile(path, size, ahead=False) if isinstance(path, RemotePath) else None
         self.bytes_read = 0
+
+    def total_bytes(self, of_directory: int) -> int:
+        """What was read of the file, of which ``of_directory`` bytes are its directory."""
+        return of_directory + self.bytes_read if self._blocks is None else self._blocks.bytes_read
+
+    def prefetch(self, entries: Sequence[Entry]) -> None:
+        """Ask for the headers of a remote file's records at once, as many as are kept."""
+        if self._blocks is not None:
+            some = entries[: self._blocks.capacity // 2]
+            self._blocks.prefetch((max(0, entry.header - _SUMS64.size), _HEADER_BYTES) for entry in some)
+
+    def read_once(self, offset: int, nbytes: int) -> bytes:
+        """Up to ``nbytes`` bytes, of which nothing is kept where the file is on a disk."""
+        return read_range(self._path, offset, nbytes) if self._blocks is None else self._blocks.read(offset, nbytes)
 
     def read(self, offset: int, nbytes: int) -> bytes:
         """Up to ``nbytes`` bytes: fewer where the file ends."""
+        if self._blocks is not None:
+            return self._blocks.read(offset, nbytes)
         if offset < self._begin or offset + nbytes > self._begin + len(self._data):
             self._begin = offset
             self._data = read_range(self._path, offset, max(0, min(max(nbytes, self._nbytes), self._size - offset)))

@@ -134,7 +134,7 @@ int32_t read(const Case& one, const Files& files, const DeviceSide& side, Digest
     const ze_files from = files.files();
     const Pointers to(side);
     const ze_buffers buffers = to.buffers();
-    const ze_options options{threads, one.cast, 0, 0, nullptr};
+    const ze_options options{threads, one.cast, 0, 0, nullptr, nullptr};
     ze_digest digest{};
     if (digests != nullptr) digest = digests->digest();
     int64_t got = 0;
@@ -238,8 +238,8 @@ TEST(neighbours_in_different_buffers_are_not_one_copy) {
     const ze_table table = one.rows.table();
     ze_error error;
     int64_t got;
-    CHECK(read_to_device(table, files.files(), {2, pointers, sizes}, nullptr, {1, 0, 0, 0}, 0, nullptr, &ring,
-                         &got, &error) == ZE_OK);
+    CHECK(read_to_device(table, files.files(), {2, pointers, sizes}, nullptr, {1, 0, 0, 0, nullptr, nullptr},
+                         0, nullptr, &ring, &got, &error) == ZE_OK);
     CHECK(memory.content() == one.files[0] && fake::counts().async_copies == 2);
 }
 
@@ -269,7 +269,7 @@ TEST(the_librarys_own_ring_is_bounded_and_used_again) {
     void* pointer = memory.data();
     const ze_buffers to{1, &pointer, &total};
     const ze_files from = files.files();
-    const ze_options options{2, ZE_CAST_NONE, 0, 0, nullptr};
+    const ze_options options{2, ZE_CAST_NONE, 0, 0, nullptr, nullptr};
     for (int i = 0; i < 2; ++i) {
         int64_t got = 0;
         ze_error error;
@@ -410,8 +410,9 @@ TEST(callers_on_several_threads_take_turns) {
             for (int k = 0; k < 5; ++k) {
                 ze_error error;
                 int64_t got;
-                CHECK(read_to_device(table, files.files(), to.buffers(), nullptr, {2, 0, 0, 0}, 0, nullptr,
-                                     &ring, &got, &error) == ZE_OK);
+                CHECK(read_to_device(table, files.files(), to.buffers(), nullptr,
+                                     {2, 0, 0, 0, nullptr, nullptr}, 0, nullptr, &ring, &got,
+                                     &error) == ZE_OK);
                 CHECK(side[0]->content() == expected(one.rows, one.files, one.before, 0)[0]);
             }
         });

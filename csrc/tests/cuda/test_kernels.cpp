@@ -216,7 +216,7 @@ TEST(a_copy_makes_its_plan_and_waits_for_it) {
             const ze_buffers from_buffers{1, from, &size}, to_buffers{1, to, &size};
             digests.totals = {1, 1};  // added to
             const ze_digest digest = digests.digest();
-            const ze_options options{1, ZE_CAST_NONE, 0, 0, nullptr};
+            const ze_options options{1, ZE_CAST_NONE, 0, 0, nullptr, nullptr};
             fake::fail(failing, after, cudaErrorLaunchFailure);
             ze_error error;
             const int32_t code = ze_cuda_copy_segments(&table, &from_buffers, &to_buffers, &digest, &options,

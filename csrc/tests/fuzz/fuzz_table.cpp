@@ -178,8 +178,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     uint32_t* const sums = wanted & 2 ? crc32.data() : nullptr;
     Reported reported{{report, 0, 0, 0}, 0, input.bytes(1) % 20};
     // Threads would write into each other's overlapping rows, which callers promise not to have.
-    const ze_options options{operation == 5 ? 4 : 1, static_cast<int32_t>(input.number(4)), 0, 0,
-                             &reported.progress};
+    const ze_options options{
+        operation == 5 ? 4 : 1, static_cast<int32_t>(input.number(4)), 0, 0, &reported.progress, nullptr};
     const ze_table table = rows.table();
     ze_error error{};
     int32_t code = ZE_OK;

@@ -145,4 +145,6 @@ def test_an_op_is_built_before_a_script_begins_though_a_killed_process_left_its_
 
 def test_an_op_that_does_not_exist_is_named_with_those_that_do() -> None:
     done = run("--build-op", "no_such_op")
-    assert done.returncode == 2 and "has no op no_such_op here; it has " in done.stderr and "cpu_adam" in done.stderr
+    assert (
+        done.returncode == 2 and "has no op no_such_op here. Choose among " in done.stderr and "cpu_adam" in done.stderr
+    )

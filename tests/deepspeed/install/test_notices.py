@@ -64,7 +64,7 @@ def install_with(level: str) -> tuple[str, str, bool]:
 def test_an_unknown_level_is_refused_naming_the_known_ones(rank_pool: RankPool) -> None:
     ((kind, text, installed),) = rank_pool.run(install_with, 1, "verbose")
     assert kind == "ConfigError" and not installed
-    assert "ZEROELASTIC_LOG is 'verbose'; it can be warning, info, debug" in text
+    assert "ZEROELASTIC_LOG is 'verbose'; set it to one of warning, info, debug" in text
 
 
 def test_uninstall_leaves_logging_as_it_was(rank_pool: RankPool) -> None:

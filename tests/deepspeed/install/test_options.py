@@ -29,7 +29,9 @@ def test_every_option_is_taken():
     block = {
         "verify": "quick", "strict_batch": True, "on_mismatch": "initialize", "weights_only_load": True, "fsync": False,
         "save_timeout_s": 60.0, "io_engine": "numpy", "allow_globals": ["package.module.Class"], "fallback": True,
-        "async_save": True, "keep_gradient_scale": False, "required": True,
+        "async_save": True, "keep_gradient_scale": False, "required": True, "keep": 3, "keep_every": 500,
+        "metrics": False, "metrics_file": "run.prom", "keep_global_batch": True,
+        "store_retries": 2, "store_timeout_s": 30.0, "store_part_mib": 8,
     }  # fmt: skip
     assert parse_options({"zeroelastic": block}).model_dump() == block
 
@@ -54,9 +56,31 @@ def test_a_global_that_is_no_name_of_a_class_is_refused():
 
 
 def test_an_unknown_option_names_the_known_ones():
-    with pytest.raises(ConfigError, match=r"has no option 'verfy', 'x'\. Known options: ") as caught:
+    with pytest.raises(ConfigError, match=r"'verfy' \(did you mean 'verify'\?\), 'x'\. Known options: ") as caught:
         parse_options({"zeroelastic": {"verfy": True, "x": 1, "strict_batch": True}})
     assert all(name in str(caught.value) for name in Options.model_fields)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"zero_elastic": {"verify": "quick"}}, '"zero_elastic" .*: the block is called "zeroelastic"'),
+        ({"ZeroElastic": {}}, '"ZeroElastic" .*: the block is called "zeroelastic"'),
+        ({"zeroelastics": {}, "zeroelastic": {}}, '"zeroelastics" .*: the block is called "zeroelastic"'),
+        ({"async_save": True}, '"async_save" at the top level .* has no effect: move it into the block "zeroelastic"'),
+        ({"elastic_checkpoint": True}, 'at the top level .* has no effect: move it into "zero_optimization"'),
+        ({"zeroelastic": {"elastic_checkpoint": True}}, r"\(move it into \"zero_optimization\"\)"),
+        ({"zeroelastic": {"save_timeout": 1}}, r"'save_timeout' \(did you mean 'save_timeout_s'\?\)"),
+    ],
+)
+def test_what_is_misspelt_or_in_another_place_is_named_with_the_right_one(config: dict, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        parse_options({"train_batch_size": 4, **config})
+
+
+def test_the_blocks_of_deepspeed_are_not_taken_for_ours() -> None:
+    blocks = ("elasticity", "zero_optimization", "zero_allow_untested_optimizer", "checkpoint", "optimizer", "fp16")
+    assert parse_options({name: {} for name in blocks}) == Options()
 
 
 @pytest.mark.parametrize(

@@ -329,7 +329,7 @@ def load_shifted(directory: str, level: str) -> str:
 
 
 def test_full_does_not_trust_the_plan(saved: Run, rank_pool: RankPool) -> None:
-    """As docs/quickstart.md says of "read": that bytes went to their places is what it cannot tell."""
+    """As docs/reference/loading.md says of "read": that bytes went to their places is what it cannot tell."""
     assert set(rank_pool.run(load_shifted, 2, str(saved.directory), "read")) == {"loaded"}
     assert set(rank_pool.run(load_shifted, 2, str(saved.directory), "full")) == {"DigestMismatchError"}
 
@@ -349,7 +349,7 @@ def test_the_default_is_full_with_a_warning_where_digests_are_not_native(
 ) -> None:
     import zeroelastic.deepspeed.options as options
 
-    monkeypatch.setattr(options, "describe_build", lambda name: type("Info", (), {"usable": False}))
+    monkeypatch.setattr(options, "is_usable", lambda name: False)
     assert parse_options({}).verify == "full"
     options.warn_of_slow_verification(parse_options({"zeroelastic": {"verify": True}}))
     assert not caplog.records

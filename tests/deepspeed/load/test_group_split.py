@@ -241,7 +241,7 @@ def load_universal(job: Job, directory: str) -> dict[str, Any]:
 def test_universal_checkpoint_after_round_robin_is_wrong_where_ours_is_right(
     rank_pool: RankPool, tmp_path: Path
 ) -> None:
-    """What docs/zero2.md says of DeepSpeed 0.19.8: the conversion says that it is done, and the weights are others."""
+    """What docs/guides/zero2.md says of DeepSpeed 0.19.8: the conversion succeeds, and the weights are others."""
     job = Run(2, 2, DEALT, installed=False).job(Job(frozen=False))
     saved = rank_pool.run(train_and_save, 2, job, str(tmp_path), timeout=LIMIT_S)[0]
     assert "Done" in ds_to_universal(tmp_path / "global_step3", tmp_path / "universal", "--inject_missing_state")

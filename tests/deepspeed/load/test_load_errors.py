@@ -241,7 +241,7 @@ def test_damaged_payload_names_parameter_and_state(
     errors = rank_pool.run(load_error, 3, Job().other(), str(tmp_path / "c"), timeout=LIMIT_S)
     assert len(set(errors)) == 1
     error, text = errors[0]
-    assert error == "DigestMismatchError" and f"up.weight: {key}" in text and "1 tensors differ" in text
+    assert error == "DigestMismatchError" and f"up.weight: {key}" in text and "1 tensor differs" in text
     assert f"Damaged: {shard.path.name}." in text
 
 
@@ -270,7 +270,7 @@ def test_misspelt_option(rank_pool: RankPool, options: object, named: str) -> No
     error, text = errors[0]
     assert error == "ConfigError" and named in text
     if named == "verfiy":
-        assert ", ".join(sorted(Options.model_fields)) in text and "save_timeout_s, strict_batch, verify" in text
+        assert ", ".join(sorted(Options.model_fields)) in text and "store_timeout_s, strict_batch, verify" in text
 
 
 def build_error(job: Job) -> tuple[str, str]:

@@ -773,7 +773,7 @@ def test_damage_in_what_has_moved_is_found(
     errors = rank_pool.run(load_error, 3, after.other(), str(tmp_path / "c"))
     assert len(set(errors)) == 1 and errors[0][0] == "DigestMismatchError"
     key = "frozen" if direction == "unfreeze" else "fp32"
-    assert f"adapter.weight: {key}" in errors[0][1] and "1 tensors differ" in errors[0][1]
+    assert f"adapter.weight: {key}" in errors[0][1] and "1 tensor differs" in errors[0][1]
 
 
 def load_error(setup: Setup, directory: str) -> tuple[str, str]:

@@ -59,6 +59,8 @@ def describe_engine(name: Literal["native", "cuda"]) -> Engine:
 
 def engine_answer(probe: Probe, name: Literal["native", "cuda"]) -> Engine:
     """The answer of a Probe of ``describe_engine``; without one, an Engine that is broken or not built."""
+    from zeroelastic.executors.build_info import REMEDIES
+
     try:
         return probe.answer(Engine, limit_s=LIMIT_S)
     except ProbeFailed as failure:
@@ -68,8 +70,7 @@ def engine_answer(probe: Probe, name: Literal["native", "cuda"]) -> Engine:
             "broken" if path.exists() else "not built",
             str(path),
             reason=f"looking at {path} failed: {failure}",
-            remedy="If the file is damaged or was made for another machine, delete it and reinstall with "
-            f"ZEROELASTIC_BUILD_{name.upper()}=1 pip install --force-reinstall --no-deps .",
+            remedy=f"If the file is damaged or was made for another machine, delete it. {REMEDIES[name]}",
         )
 
 

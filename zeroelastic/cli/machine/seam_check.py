@@ -43,11 +43,12 @@ def check_deepspeed() -> DeepSpeed:
     """Import DeepSpeed, check every seam and install. Run by a Probe: the import takes seconds and prints."""
     import zeroelastic
     from zeroelastic.deepspeed.install.seams import MINIMUM_DEEPSPEED, SEAMS, USED
+    from zeroelastic.extras import INSTALL_TRAIN
 
     version = installed_version("deepspeed")
     if version is None and util.find_spec("deepspeed") is None:
         reason = "it is needed to train and resume, not to look at checkpoints"
-        remedy = f"To train, install it: pip install 'deepspeed>={MINIMUM_DEEPSPEED}'."
+        remedy = f"To train, install it: {INSTALL_TRAIN}."
         return DeepSpeed("not installed", None, (), reason, remedy)
     try:
         import_module("deepspeed")

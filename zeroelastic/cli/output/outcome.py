@@ -13,8 +13,9 @@ from typing import ParamSpec, TypeVar
 
 import typer
 
-from zeroelastic.cli.output.show import printable
+from zeroelastic.cli.output.show import print_document, printable
 from zeroelastic.errors import CheckpointError, UsageError, ZeroElasticError
+from zeroelastic.json_document import document
 
 FAILED = 1
 """The verb failed, or cannot read its input now. ``diff``: the checkpoints differ; ``prove``: not proved."""
@@ -30,45 +31,56 @@ R = TypeVar("R")
 
 
 def verb(function: Callable[P, R]) -> Callable[P, R]:
-    """The function as a command: its ZeroElasticErrors and OSErrors become a sentence and an exit code."""
+    """The function as a command: its ZeroElasticErrors and OSErrors become a sentence and an exit code.
+
+    Under ``--json`` the sentence is also in a document on stdout; of several processes, in that of the first alone.
+    """
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        with outcome():
+        first = not kwargs.get("distributed") or os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
+        with outcome(as_json=first and bool(kwargs.get("as_json"))):
             return function(*args, **kwargs)
 
     return run
 
 
 @contextmanager
-def outcome() -> Iterator[None]:
+def outcome(*, as_json: bool = False) -> Iterator[None]:
     """Turn ZeroElasticError, OSError and MemoryError into exit codes; unwind on SIGTERM and SIGHUP as on Ctrl-C.
 
     Other exceptions are bugs and keep their traceback.
     """
+
+    def end(error: object, code: int) -> None:
+        show_error(error, as_json=as_json)
+        raise typer.Exit(code)
+
     with unwinding_signals():
         try:
             yield
         except UsageError as error:
-            _end(error, MISUSE)
+            end(error, MISUSE)
         except CheckpointError as error:
-            _end(error, INVALID)
+            end(error, INVALID)
         except BrokenPipeError:  # the reader of our output has closed the pipe
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(FAILED) from None
         except ZeroElasticError as error:
-            _end(error, FAILED)
+            end(error, FAILED)
         except MemoryError:
-            _end("out of memory", FAILED)
+            end("out of memory", FAILED)
         except OSError as error:
             where = f"{error.filename}: " if error.filename else ""
-            _end(f"{where}{error.strerror or error}", FAILED)
+            end(f"{where}{error.strerror or error}", FAILED)
 
 
-def _end(error: object, code: int) -> None:
+def show_error(error: object, *, as_json: bool = False) -> None:
+    """One line on stderr, in the style of all verbs: what went wrong. With ``as_json`` also as a document on stdout."""
+    if as_json:
+        print_document(document({"error": str(error)}, ok=False))
     typer.secho("error: ", fg="red", bold=True, nl=False, err=True)
     typer.echo(printable(str(error)), err=True)  # the message may quote names from a file
-    raise typer.Exit(code)
 
 
 @contextmanager

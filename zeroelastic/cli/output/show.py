@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import textwrap
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import typer
 
 from zeroelastic.json_document import json_proper
+
+NO_BREAK = "\N{NO-BREAK SPACE}"
+_WIDE = 1 << 20
 
 
 def printable(text: str) -> str:
@@ -42,6 +48,19 @@ def print_styled(*parts: str | tuple[str, str]) -> None:
     typer.echo(line, color=_coloured())
 
 
+def print_wrapped(text: str, *, first: str, rest: str) -> None:
+    """Print text in lines of the terminal's width, never within a word; elsewhere in one line, which grep finds whole.
+
+    ``first`` begins the first line and ``rest`` the others. A NO_BREAK is printed as a space, at which no line ends.
+    """
+    width = shutil.get_terminal_size((_WIDE, 0)).columns
+    lines = textwrap.wrap(
+        text, width, initial_indent=first, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False
+    )
+    for line in lines or [first]:
+        print_styled(line.replace(NO_BREAK, " "))
+
+
 def _coloured() -> bool | None:
     """Whether to print colours; None: where stdout is a terminal."""
     if os.environ.get("NO_COLOR") or os.environ.get("TERM") in ("dumb", "unknown"):
@@ -65,6 +84,12 @@ def columns(rows: Sequence[Sequence[str]], *, right: frozenset[int] = frozenset(
         ).rstrip()
         for row in safe
     ]
+
+
+def print_written(report: Path | None) -> None:
+    """Say where the report of ``--html`` is, if there is one."""
+    if report is not None:
+        print_styled(("Report: ", "bold"), str(report))
 
 
 def print_document(document: Mapping[str, object]) -> None:

@@ -1,4 +1,4 @@
-"""A picture as a new file: ``check_plot`` before the work, ``write_figure`` after it; never half a file."""
+"""A picture as a file: ``check_plot`` before the work, ``write_figure`` after it; never half a file."""
 
 from __future__ import annotations
 
@@ -6,41 +6,34 @@ import io
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from zeroelastic.cli.output.new_file import check_new_file, write_new_file
 from zeroelastic.errors import UsageError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_FORMATS = (".png", ".svg")
+_FORMATS = (".png", ".svg", ".pdf")
+_NO_DATE = {".png": None, ".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
 
 
-def check_plot(path: Path, what: str) -> None:
-    """Raise UsageError, with what to do, where ``what`` cannot be drawn to ``path``."""
-    if path.suffix.lower() not in _FORMATS:
-        raise UsageError(f"{path}: {what} is drawn as .png or .svg.")
-    if path.exists():
-        raise UsageError(f"{path}: exists; nothing is overwritten. Give another name.")
-    if not path.absolute().parent.is_dir():
-        raise UsageError(f"{path}: there is no directory {path.absolute().parent}.")
+def check_plot(path: Path, what: str, *, force: bool = False) -> None:
+    """Raise UsageError, with what to do, where ``what`` cannot be drawn to ``path``; ``force`` replaces a file."""
+    check_new_file(path, f"{what} is drawn", _FORMATS, force=force)
     try:
         import matplotlib  # noqa: F401
     except ImportError:
         raise UsageError("--plot needs matplotlib. Install it: pip install 'zeroelastic[plot]'.") from None
 
 
-def write_figure(path: Path, figure: Figure) -> None:
-    """Write a figure as a new file, in the format of its suffix. Raises UsageError when the file exists.
+def write_figure(path: Path, figure: Figure, *, force: bool = False) -> None:
+    """Write a figure as a file, in the format of its suffix. Raises UsageError when it exists, without ``force``.
 
     The file is rendered in memory first, and the same figure gives the same bytes.
     """
     import matplotlib
 
     drawing = io.BytesIO()
-    svg = path.suffix.lower() == ".svg"
+    suffix = path.suffix.lower()
     with matplotlib.rc_context({"svg.hashsalt": "zeroelastic"}):
-        figure.savefig(drawing, format="svg" if svg else "png", dpi=120, metadata={"Date": None} if svg else None)
-    try:
-        with open(path, "xb") as file:
-            file.write(drawing.getvalue())
-    except FileExistsError:
-        raise UsageError(f"{path}: exists; nothing is overwritten. Give another name.") from None
+        figure.savefig(drawing, format=suffix[1:], dpi=120, metadata=_NO_DATE[suffix])
+    write_new_file(path, drawing.getvalue(), force=force)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zeroelastic.cli.plots.plot_file import write_figure
+from zeroelastic.errors import counted
 
 if TYPE_CHECKING:
     from zeroelastic.job_log.timeline import Timeline
@@ -13,8 +14,8 @@ if TYPE_CHECKING:
 _LOST, _KILL, _JOIN = "0.75", "tab:red", "tab:green"
 
 
-def draw_timeline(path: Path, timeline: Timeline) -> None:
-    """Write the picture as a new file, in the format of its suffix. Raises UsageError when the file exists.
+def draw_timeline(path: Path, timeline: Timeline, *, force: bool = False) -> None:
+    """Write the picture as a file in the format of its suffix. Raises UsageError when it exists, without ``force``.
 
     Lost steps, which were trained again later, are grey.
     """
@@ -48,7 +49,8 @@ def draw_timeline(path: Path, timeline: Timeline) -> None:
             axes.axvline(event.time - began, color=_KILL if event.change < 0 else _JOIN, linestyle="--", linewidth=1)
     most = max(one.start.world_size for one in runs)
     ranks.set(ylabel="ranks", ylim=(0, most * 1.25), yticks=range(0, most + 1, max(1, most // 4)))
-    ranks.set_title(f"{len(runs)} starts, {timeline.lost_steps} steps lost; nodes lost (red), nodes new (green)")
+    starts, lost_steps = counted(len(runs), "start"), counted(timeline.lost_steps, "step")
+    ranks.set_title(f"{starts}, {lost_steps} lost; nodes lost (red), nodes new (green)")
     losses.set(ylabel="loss")
     saves.set(xlabel="seconds", yticks=[], ylabel="saves and\nresumes")
-    write_figure(path, figure)
+    write_figure(path, figure, force=force)

@@ -24,7 +24,7 @@ def build_ops(names: Sequence[str]) -> None:
 
     unknown = [name for name in names if name not in ALL_OPS]
     if unknown:
-        raise UsageError(f"DeepSpeed has no op {', '.join(unknown)} here; it has {', '.join(sorted(ALL_OPS))}.")
+        raise UsageError(f"DeepSpeed has no op {', '.join(unknown)} here. Choose among {', '.join(sorted(ALL_OPS))}.")
     watch_locks()
     for name in dict.fromkeys(names):
         builder = ALL_OPS[name]

@@ -19,13 +19,13 @@ from importlib import import_module, metadata
 from packaging.version import InvalidVersion, Version
 
 from zeroelastic.deepspeed.install.build_locks import watch_locks
+from zeroelastic.deepspeed.install.frameworks import forget_frameworks, watch_frameworks
 from zeroelastic.deepspeed.notices import hide_notices, show_notices
 from zeroelastic.deepspeed.patching import is_wrapped, unwrap_all, wrap
 from zeroelastic.errors import IncompatibleDeepSpeedError
+from zeroelastic.extras import INSTALL_TRAIN
 
 MINIMUM_DEEPSPEED = "0.18"
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +86,7 @@ USED = (
         _STAGE3,
         "_rigid_state_dict",
         "_reassign_or_swap_out_partitioned_parameters sub_group_id",
+        "_unflatten_partitioned_parameters sub_group_id",
         "checkpoint_event_prologue",
         "checkpoint_event_epilogue",
         "get_param_id param",
@@ -162,6 +163,7 @@ def install() -> None:
             wrap(classes[seam.class_path], seam.method, partial(partial, replacement))
         watch_locks()
         logging.getLogger("DeepSpeed").addFilter(_DROP_WARNING)
+    watch_frameworks()
     from zeroelastic.distributed.partners import announce
 
     announce()
@@ -169,6 +171,7 @@ def install() -> None:
 
 def uninstall() -> None:
     """Put the originals back; see ``zeroelastic.uninstall``."""
+    forget_frameworks()
     unwrap_all()
     logging.getLogger("DeepSpeed").removeFilter(_DROP_WARNING)
     background = sys.modules.get("zeroelastic.deepspeed.save.background")
@@ -198,7 +201,8 @@ def _check() -> dict[str, type]:
         found = metadata.version("deepspeed")
     except metadata.PackageNotFoundError:
         raise IncompatibleDeepSpeedError(
-            f"DeepSpeed is not installed; zeroelastic.install() needs deepspeed>={MINIMUM_DEEPSPEED}."
+            f"DeepSpeed is not installed; zeroelastic.install() needs deepspeed>={MINIMUM_DEEPSPEED}. "
+            f"Install it: {INSTALL_TRAIN}."
         ) from None
     try:
         too_old = Version(found) < Version(MINIMUM_DEEPSPEED)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from importlib import metadata
 from typing import Any
 
 import torch.distributed as dist
 
+from _zeroelastic_hook import VARIABLE, is_active
+from zeroelastic._version import __version__
 from zeroelastic.deepspeed.engine import Engine, agree_on_options, options_of, saves_elastic
 from zeroelastic.deepspeed.engine_state import engine_of, lineage_of, link, state_of
 from zeroelastic.deepspeed.install.frameworks import wrap_frameworks
@@ -17,7 +21,9 @@ from zeroelastic.deepspeed.live.kinds import covered_live, kind_of, read_live, w
 from zeroelastic.deepspeed.live.trained import param_names
 from zeroelastic.deepspeed.load import from_state_dicts
 from zeroelastic.deepspeed.load.load import load
+from zeroelastic.deepspeed.load.report import count
 from zeroelastic.deepspeed.load.request import LoadRequest
+from zeroelastic.deepspeed.metrics import watch
 from zeroelastic.deepspeed.notices import notice
 from zeroelastic.deepspeed.options import warn_of_slow_verification
 from zeroelastic.deepspeed.patching import patched
@@ -62,7 +68,9 @@ def _configured(self: Engine, made: Any) -> Any:
         agree_on_options(self)
         wrap_frameworks()
         if dist.get_rank() == 0:
+            _say_active()
             warn_of_slow_verification(options_of(self))
+            watch(self, options_of(self))
         if wants_background(self, options_of(self).async_save):
             all_or_raise(lambda: refuse_background(self))
         if saves_elastic(self):
@@ -70,6 +78,14 @@ def _configured(self: Engine, made: Any) -> Any:
     elif dist.get_rank() == 0 and (what := why_left_to_deepspeed(made)) is not None:
         notice(logger, f"saves and loads of this run are left to DeepSpeed, at this ZeRO stage: {what}")
     return made
+
+
+@functools.cache
+def _say_active() -> None:
+    """Tell once that an environment variable has installed zeroelastic: nothing in the script says so."""
+    if is_active():
+        versions = f"zeroelastic {__version__}, DeepSpeed {metadata.version('deepspeed')}"
+        notice(logger, f"active by {VARIABLE}=1 on {count(dist.get_world_size(), 'rank')}: {versions}")
 
 
 def state_dict(original: Method, self: Any) -> Any:

@@ -9,7 +9,7 @@ of bf16_optimizer.py, which steps stage 1 with bf16 weights and fp32 accumulatio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -158,7 +158,7 @@ class GroupSplit(LiveOptimizer):
     def state_filled(self) -> None:
         """DeepSpeed's views of the state are made again in ``end_load``."""
 
-    def finish_weights(self, *, from_16_bit: bool) -> None:
+    def finish_weights(self, *, from_16_bit: bool, rounded: Collection[int] = ()) -> None:
         """Round the master weights, if asked to; ``end_load`` makes the 16-bit weights from them."""
         for i, parts in enumerate(self.lists(self.optimizer).parts if from_16_bit else ()):
             parts[self.rank].copy_(self.fp32(i))

@@ -7,7 +7,7 @@ subclass, listed in ``kinds``.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Mapping, MutableMapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -167,6 +167,10 @@ class LiveOptimizer(ABC):
             current = state[key] = torch.zeros(flat.shape, dtype=dtype, device=flat.device)
         return current.detach()
 
+    def rounded(self, sub_group: int) -> torch.Tensor | None:
+        """The 16-bit weights beside ``fp32(sub_group)``, in host memory, where a fill may make them in its pass."""
+        return None
+
     def drop_state(self, sub_group: int, *, keep: tuple[str, ...] = ()) -> None:
         """Forget live state that the checkpoint does not have; a checkpoint from before the first step has none."""
         state = self.own_state(sub_group)
@@ -206,10 +210,11 @@ class LiveOptimizer(ABC):
             state[key] = value.detach().clone().to(self.flat(sub_group).device if on_device else "cpu")
 
     @abstractmethod
-    def finish_weights(self, *, from_16_bit: bool) -> None:
+    def finish_weights(self, *, from_16_bit: bool, rounded: Collection[int] = ()) -> None:
         """Bring the 16-bit weights in line with the master weights, and partition what is kept whole in memory.
 
-        ``from_16_bit`` then rounds the master weights to what the 16-bit weights hold.
+        Those of sub-groups in ``rounded`` are so already, except for padding. ``from_16_bit`` then rounds the master
+        weights to what the 16-bit weights hold.
         """
 
     @abstractmethod

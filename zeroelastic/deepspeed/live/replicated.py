@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
-from zeroelastic.distributed.collective import all_gather, all_gather_alike
+from zeroelastic.distributed.collective import all_gather
 from zeroelastic.errors import UnsupportedError, some
 
 _MAX_LISTED = 4
@@ -33,12 +34,21 @@ def replicated_facts(live: LiveOptimizer) -> dict[str, str]:
     return facts
 
 
-def difference(facts: dict[str, str], tp_rank: int = 0) -> UnsupportedError | None:
+Token = tuple[int, str]
+"""The tensor parallel rank of a rank, and a hash of its facts."""
+
+
+def token_of(facts: Mapping[str, str], tp_rank: int = 0) -> Token:
+    """What ``difference`` compares first."""
+    return tp_rank, hashlib.sha256(repr(sorted(facts.items())).encode()).hexdigest()
+
+
+def difference(facts: dict[str, str], tokens: Sequence[Token]) -> UnsupportedError | None:
     """An error that names the values that differ between ranks, the same on each; None when they agree. Collective.
 
-    Tensor parallel ranks are not compared with one another: each has sub-groups of its own.
+    ``tokens`` are those of all ranks. Tensor parallel ranks are not compared with one another: each has sub-groups of
+    its own.
     """
-    tokens = all_gather_alike((tp_rank, hashlib.sha256(repr(sorted(facts.items())).encode()).hexdigest()))
     firsts: dict[int, int] = {}  # the first rank of each tensor parallel rank
     first_of = [firsts.setdefault(tp_rank, rank) for rank, (tp_rank, _) in enumerate(tokens)]
     if all(token == tokens[first] for token, first in zip(tokens, first_of, strict=True)):

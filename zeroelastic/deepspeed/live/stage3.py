@@ -7,7 +7,7 @@ Source: ``DeepSpeedZeroOptimizer_Stage3`` (``set_grad_positions``, ``_optimizer_
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, nullcontext
 from itertools import chain
 from typing import Any
@@ -200,12 +200,24 @@ class Stage3(LiveOptimizer):
             value = torch.tensor(float(value))  # torch's AdamW, which is the backup optimizer, counts in a tensor
         super().set_scalar(sub_group, key, value)
 
-    def finish_weights(self, *, from_16_bit: bool) -> None:
+    def rounded(self, sub_group: int) -> torch.Tensor | None:
+        low = self.optimizer.fp16_partitioned_groups_flat[sub_group]
+        if low is None or low.device.type != "cpu" or low.dtype not in (torch.bfloat16, torch.float16):
+            return None
+        from_fp32 = self.fp32(sub_group).dtype == torch.float32 and not self._swap.has(sub_group)
+        return low.detach() if from_fp32 else None
+
+    def finish_weights(self, *, from_16_bit: bool, rounded: Collection[int] = ()) -> None:
         optimizer = self.optimizer
         for i in range(self.layout.num_sub_groups):
-            with self._swap.resident(i) if self._swap.has(i) else nullcontext():
-                optimizer._reassign_or_swap_out_partitioned_parameters(i)
             low = optimizer.fp16_partitioned_groups_flat[i]
+            if low is not None and i in rounded:
+                for begin, end in self.layout.padding(self.rank, i):
+                    low[begin:end].zero_()
+                optimizer._unflatten_partitioned_parameters(i)
+            else:
+                with self._swap.resident(i) if self._swap.has(i) else nullcontext():
+                    optimizer._reassign_or_swap_out_partitioned_parameters(i)
             if from_16_bit:
                 self.fp32(i).copy_(self.fp32(i).to(optimizer.dtype) if low is None else low)
         params: Iterator[Any] = self.module.parameters()

@@ -83,6 +83,7 @@ def join(parts: Sequence[Filled]) -> Filled:
         cast_digests={stream: digest for part in parts for stream, digest in part.cast_digests.items()},
         changed_digests={stream: digest for part in parts for stream, digest in part.changed_digests.items()},
         read_digests={stream: digest for part in parts for stream, digest in part.read_digests.items()},
+        rounded={i: sum(part.rounded.get(i, 0) for part in parts) for part in parts for i in part.rounded},
     )
 
 

@@ -10,7 +10,6 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
@@ -23,8 +22,9 @@ from zeroelastic.deepspeed.live.kinds import rank_and_tp
 from zeroelastic.deepspeed.node_local.node_tags import problem_over_nodes, seen_alike, tags_of_all_nodes
 from zeroelastic.distributed.collective import all_or_raise, broadcast
 from zeroelastic.errors import CheckpointError, UnreadableError
-from zeroelastic.io.paths import FilePath
+from zeroelastic.io.paths import FilePath, as_path
 from zeroelastic.io.pinned_directory import PinnedPath
+from zeroelastic.io.storage import file_size
 from zeroelastic.report import ResumeReport
 from zeroelastic.tags.candidates import check_quickly, check_tag, is_damage, named_latest
 from zeroelastic.tags.commit_order import Tag
@@ -43,7 +43,7 @@ class _Tried(NamedTuple):
     """A tag that is tried, and its directory, pinned when that began."""
 
     tag: Tag
-    opened: Path
+    opened: FilePath
 
 
 class _Step(NamedTuple):
@@ -57,7 +57,7 @@ class _Step(NamedTuple):
 
 
 def walk_back(
-    root: Path,
+    root: FilePath,
     tags: Sequence[Tag],
     load: Callable[[str, str, tuple[str, ...]], T],
     *,
@@ -78,7 +78,7 @@ def walk_back(
     def choose() -> _Step | None:
         return _next(remaining, postponed, passed, tried, postpone) if dist.get_rank() == 0 else None
 
-    def pass_over(name: str, tag_dir: Path, error: CheckpointError | UnreadableError, *, damage: bool) -> None:
+    def pass_over(name: str, tag_dir: FilePath, error: CheckpointError | UnreadableError, *, damage: bool) -> None:
         alike = not damage or seen_alike(tag_dir)
         if dist.get_rank() != 0:
             return
@@ -98,7 +98,7 @@ def walk_back(
         step = broadcast(all_or_raise(choose))
         if step is None:
             return None, broadcast(tuple(passed))
-        tag_dir = Path(step.directory) / step.name
+        tag_dir = as_path(step.directory) / step.name
         if step.problem is not None:
             problem = problem_over_nodes(tag_dir, step.problem, *rank_and_tp(engine))
             if problem is not None:
@@ -138,32 +138,31 @@ def _next(
     return None
 
 
-def _opened(tag_dir: FilePath) -> Path:
+def _opened(tag_dir: FilePath) -> FilePath:
     """The tag directory, pinned, with the state of all its files, so that the judgement is of one save."""
     opened = open_tag(tag_dir)
-    assert isinstance(opened, Path), "jobs resume from local directories"
     if isinstance(opened, PinnedPath):
         with suppress(OSError):  # the check reports a directory that cannot be listed
             opened.note_all()
     return opened
 
 
-def _quarantine(tag_dir: Path, error: CheckpointError | UnreadableError) -> None:
+def _quarantine(tag_dir: FilePath, error: CheckpointError | UnreadableError) -> None:
     """Mark a tag that was complete once and is damaged now. A tag without a record is never marked.
 
     ``tag_dir`` is pinned: the mark is never that of a newer save.
     """
-    if isinstance(error, UnusableError) or not is_damage(error) or not (tag_dir / RECORD_NAME).exists():
+    if isinstance(error, UnusableError) or not is_damage(error) or file_size(tag_dir / RECORD_NAME) is None:
         return
     try:
         write_mark(tag_dir, str(error))
-    except OSError as problem:
+    except (OSError, UnreadableError) as problem:
         logger.warning("%s is damaged and could not be marked so (%s): the next walk reads it again", tag_dir, problem)
     else:
         logger.warning("%s is quarantined; nothing of it was deleted", tag_dir)
 
 
-def load_newest(root: Path, load: Callable[[str, str], T], engine: Engine) -> tuple[T] | None:
+def load_newest(root: FilePath, load: Callable[[str, str], T], engine: Engine) -> tuple[T] | None:
     """What ``load(directory, tag)`` returns for the tag that ``latest`` names, or the newest older one that loads.
 
     Where ``latest`` cannot be read, or names nothing that is there, the walk begins at the newest tag; newer ones than
@@ -203,7 +202,7 @@ def load_newest(root: Path, load: Callable[[str, str], T], engine: Engine) -> tu
     return (outcome,)
 
 
-def none_loads(root: Path, passed: Sequence[str]) -> CheckpointError:
+def none_loads(root: FilePath, passed: Sequence[str]) -> CheckpointError:
     """The error for a directory whose every tag was passed over."""
     listed = "".join(f"\n  - {one}" for one in passed)
     return CheckpointError(

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -32,18 +31,27 @@ from zeroelastic.deepspeed.load.module_states import (
     recorded_keys,
 )
 from zeroelastic.deepspeed.load.preflight import LoadPlan, check_batch, preflight
-from zeroelastic.deepspeed.load.report import hyper_parameter_notes, load_report, log_report, micro_batch_notes
+from zeroelastic.deepspeed.load.report import (
+    hyper_parameter_notes,
+    load_report,
+    log_batch,
+    log_report,
+    micro_batch_notes,
+)
 from zeroelastic.deepspeed.load.request import LoadRequest
 from zeroelastic.deepspeed.load.restore import restore
 from zeroelastic.deepspeed.load.stock import read_covered, stock_loads
 from zeroelastic.deepspeed.load.tag_choice import choice_notes, choose_tag, nothing_to_load, warn_of_mark
 from zeroelastic.deepspeed.load.verify import verify
 from zeroelastic.deepspeed.options import VERIFY_LEVELS, Options
-from zeroelastic.distributed.collective import all_gather_alike, all_or_raise, any_rank, is_raised_on_all_ranks
+from zeroelastic.distributed.collective import all_gather_alike, any_rank, is_raised_on_all_ranks
 from zeroelastic.distributed.partners import require_partners
-from zeroelastic.errors import CheckpointError, SavedAgainError, ZeroElasticError
-from zeroelastic.io.paths import absolute
+from zeroelastic.errors import CheckpointError, SavedAgainError, UnsupportedError, ZeroElasticError
+from zeroelastic.io.paths import FilePath, absolute, is_url
 from zeroelastic.io.pinned_directory import PinnedPath
+from zeroelastic.io.retry import retrying
+from zeroelastic.monitoring.observers import publish
+from zeroelastic.monitoring.spans import span
 from zeroelastic.report import Note
 from zeroelastic.tags.tag_directory import MAX_LOOKS, open_tag
 from zeroelastic.torch_file.safe_unpickler import allow_globals
@@ -69,12 +77,11 @@ class Attempt:
 
     def __init__(self, pending_micro_batches: int) -> None:
         self.pending_micro_batches = pending_micro_batches
-        self.opened: list[Path] = []
+        self.opened: list[FilePath] = []
 
-    def open_tag(self, tag_dir: Path) -> Path:
+    def open_tag(self, tag_dir: FilePath) -> FilePath:
         """The tag directory, pinned, from which this attempt reads everything."""
         opened = open_tag(tag_dir)
-        assert isinstance(opened, Path)
         self.opened.append(opened)
         return opened
 
@@ -86,23 +93,35 @@ class Attempt:
 def load(engine: Engine, request: LoadRequest, original: Callable[..., Loaded], loaded: OnLoad) -> Loaded:
     """A load at any world size; ``original`` is DeepSpeed's own method, bound to the engine. Collective."""
     stock = partial(_load_by_deepspeed, original, loaded)
+    request = replace(request, load_dir=absolute(request.load_dir))
     if kind_of(engine.optimizer) is None or engine.load_universal_checkpoint():
         return stock(request)
     require_partners()
     agree_on_options(engine)
-    request = replace(request, load_dir=absolute(request.load_dir), options=_common_options(options_of(engine)))
+    request = replace(request, options=_common_options(options_of(engine)))
     engine.__dict__.pop("zeroelastic_report", None)  # of an earlier load
+    with retrying(request.options.retries):
+        return _load_newest_or_asked(engine, request, stock, loaded)
+
+
+def _load_newest_or_asked(
+    engine: Engine, request: LoadRequest, stock: Callable[[LoadRequest], Loaded], loaded: OnLoad
+) -> Loaded:
+    """The tag that is asked for, or with ``fallback`` the newest that loads. Collective."""
 
     def load_tag(request: LoadRequest) -> Loaded:
         return load_one_save(engine, partial(_load, engine, request, stock, loaded, time.perf_counter()))
 
-    if request.options.fallback and request.tag is None:
-        found = load_newest(
-            request.directory, lambda directory, tag: load_tag(replace(request, load_dir=directory, tag=tag)), engine
-        )
-        if found is not None:
-            return found[0]
-    return load_tag(request)
+    with span("load", directory=str(request.load_dir), ranks=dist.get_world_size()):
+        if request.options.fallback and request.tag is None:
+            found = load_newest(
+                request.directory,
+                lambda directory, tag: load_tag(replace(request, load_dir=directory, tag=tag)),
+                engine,
+            )
+            if found is not None:
+                return found[0]
+        return load_tag(request)
 
 
 def _common_options(options: Options) -> Options:
@@ -114,6 +133,11 @@ def _common_options(options: Options) -> Options:
 
 
 def _load_by_deepspeed(original: Callable[..., Loaded], loaded: OnLoad, request: LoadRequest) -> Loaded:
+    if is_url(request.load_dir):
+        raise UnsupportedError(
+            f"{request.load_dir}: this load would be DeepSpeed's own, which reads no URLs. From object stores "
+            "zeroelastic loads at ZeRO stages 1 to 3, and no Universal checkpoints: load this from a local copy."
+        )
     path, client_state = original(request.load_dir, request.tag, **request.flags())
     if path is not None and not request.load_module_only:
         loaded(None, client_state)
@@ -132,10 +156,10 @@ def _load(
     tag, newer = choose_tag(request.directory, request.tag)
     if tag is None:
         nothing_to_load(request.directory, required=request.options.required)
-        return stock(request)
+        return (None, None) if is_url(request.load_dir) else stock(request)
     tag_dir = attempt.open_tag(request.directory / tag)
     warn_of_mark(tag_dir)
-    with allow_globals(request.options.allow_globals):
+    with allow_globals(request.options.allow_globals), span("load.check", tag=tag):
         checked = _check(engine, request, tag_dir, attempt)
     if isinstance(checked, ZeroElasticError):
         if dist.get_rank() == 0:
@@ -145,7 +169,9 @@ def _load(
     notes = choice_notes(request.directory, tag, newer)
     micro = engine.train_micro_batch_size_per_gpu() * engine.gradient_accumulation_steps()
     copies = engine.train_batch_size() // micro  # of the model: ranks that share a sequence take one batch
-    batch = check_batch(plan.train_batch_size, engine.train_batch_size(), copies, strict=request.options.strict_batch)
+    batch = check_batch(
+        plan.train_batch_size, engine.train_batch_size(), copies, strict=request.options.refuses_other_batch
+    )
     batch_changed = batch is not None and not request.load_module_only
     if batch is not None and batch_changed:
         notes.append(Note(logging.WARNING, batch))
@@ -153,8 +179,11 @@ def _load(
         notes += hyper_parameter_notes(plan) + micro_batch_notes(plan, attempt.pending_micro_batches)
     keys = ModuleKeys()
     with allow_globals(request.options.allow_globals):
-        restored = restore(engine, live, plan, request, partial(_load_module, engine, live, request, tag, plan, keys))
-        verified = verify(engine, live, plan, restored.filled, request)
+        with span("load.restore"):
+            load_module = partial(_load_module, engine, live, request, tag, plan, keys)
+            restored = restore(engine, live, plan, request, load_module)
+        with span("load.verify"):
+            verified = verify(engine, live, plan, restored.filled, request)
     report = load_report(
         engine,
         live,
@@ -169,13 +198,16 @@ def _load(
     )
     engine.zeroelastic_report = report
     log_report(logger, report, notes)
+    if dist.get_rank() == 0:
+        publish(report, engine)
     if not request.load_module_only:
+        log_batch(logger, engine, report, plan.train_batch_size)
         loaded(plan.checkpoint.record, restored.loaded[1])
     return restored.loaded
 
 
 def _check(
-    engine: Engine, request: LoadRequest, tag_dir: Path, attempt: Attempt
+    engine: Engine, request: LoadRequest, tag_dir: FilePath, attempt: Attempt
 ) -> tuple[LiveOptimizer, LoadPlan] | ZeroElasticError:
     """The live state and what is going to be loaded into it, or why DeepSpeed alone loads this tag. Collective.
 
@@ -185,10 +217,9 @@ def _check(
     if isinstance(live, ZeroElasticError):
         return live
     try:
-        plan = preflight(tag_dir, live, request)
-        all_or_raise(lambda: check_loaded_values(engine, plan.model, request))
+        plan = preflight(tag_dir, live, request, lambda model: check_loaded_values(engine, model, request))
     except ZeroElasticError as error:
-        if attempt.was_saved_again():
+        if is_url(request.load_dir) or attempt.was_saved_again():
             raise
         if stock_loads(error, engine, live, tag_dir, request):
             return error
@@ -255,7 +286,7 @@ def is_of_all_ranks(error: Exception) -> bool:
     return isinstance(error, ZeroElasticError) or is_raised_on_all_ranks(error)
 
 
-def _changes(opened: Path) -> bool:
+def _changes(opened: FilePath) -> bool:
     """Whether a tag was saved again since it was opened, or is being written to now."""
     if was_saved_again(opened):
         return True

@@ -40,6 +40,7 @@ from zeroelastic.errors import (
     UnsafePickleError,
     shown,
 )
+from zeroelastic.io.paths import RemotePath
 from zeroelastic.io.storage import read_range
 from zeroelastic.torch_file.safe_unpickler import split_global
 
@@ -85,7 +86,9 @@ class _ModelStatesReader:
         self._own = own
         self._original, self._load_plan, self._path = original, load_plan, path
         # DeepSpeed wants one for each tensor parallel rank, and that of its own to exist.
-        is_remote = load_plan.model.path.name in load_plan.checkpoint.remote_files
+        is_remote = isinstance(load_plan.model.path, RemotePath) or (
+            load_plan.model.path.name in load_plan.checkpoint.remote_files
+        )
         self.paths = (path,) * load_plan.checkpoint.tp.size if is_remote else load_plan.model_paths
         self._safe, self._scheduler = safe, scheduler
         self._loaded: dict[str, Any] | None = None
@@ -122,8 +125,7 @@ class _ModelStatesReader:
 
     def _unpickle(self, *, mmap: bool) -> dict[str, Any]:
         path = self._load_plan.model.path
-        if path.name not in self._load_plan.checkpoint.remote_files:
-            assert isinstance(path, Path), "loads read local files"
+        if isinstance(path, Path) and path.name not in self._load_plan.checkpoint.remote_files:
             read_range(path, 0, 1)  # refuses what is no file, and links that lead elsewhere
         try:
             with torch.serialization.safe_globals(self._safe or []):
@@ -157,7 +159,10 @@ def _imported(name: str) -> Any:
     try:
         return attrgetter(qualname)(import_module(module))
     except (ImportError, AttributeError) as error:
-        raise ConfigError(f'"zeroelastic": allow_globals names {name}, which cannot be imported: {error}.') from None
+        raise ConfigError(
+            f'"zeroelastic": allow_globals names {name}, which cannot be imported: {error}. Correct the name, or '
+            "leave it out."
+        ) from None
 
 
 @dataclass(slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,7 +29,7 @@ from zeroelastic.deepspeed.live.optimizers import SavedGroup, misfits
 from zeroelastic.deepspeed.load.request import LoadRequest
 from zeroelastic.deepspeed.node_local.peer_checkpoint import open_with_peers
 from zeroelastic.deepspeed.node_local.visibility import FileVisibility, gather_visibility
-from zeroelastic.distributed.collective import all_gather_alike, all_or_raise
+from zeroelastic.distributed.collective import all_gather_of_or_raise
 from zeroelastic.errors import CheckpointError, LayoutMismatchError, StrictError, UnsupportedError
 from zeroelastic.executors.dispatch import Executor
 from zeroelastic.io.paths import FilePath
@@ -75,6 +75,11 @@ class LoadPlan:
     checked_bytes: int = 0
 
     @property
+    def reads_alone(self) -> bool:
+        """Whether this rank reads all payload of its own state itself."""
+        return self.visibility is None or self.visibility.in_store
+
+    @property
     def model_paths(self) -> tuple[str, ...]:
         """Where ``model`` and the same file of every tensor parallel rank are, as DeepSpeed wants them listed."""
         rank, whole = self.model.rank, self.checkpoint.whole_model
@@ -83,7 +88,7 @@ class LoadPlan:
 
     def _local(self, name: str) -> Path:
         path = self.checkpoint.tag_dir / name
-        assert isinstance(path, Path), "loads read local files"
+        assert isinstance(path, Path), "what is behind a URL is read from memory"
         return path
 
 
@@ -95,13 +100,16 @@ _SHARED_FACTS = ("format", "save id", "world size", "global step", "commit recor
 """The facts that tensor parallel ranks share; the others are about slices, of which each has its own."""
 
 
-def preflight(tag_dir: Path, live: LiveOptimizer, request: LoadRequest) -> LoadPlan:
+def preflight(
+    tag_dir: FilePath, live: LiveOptimizer, request: LoadRequest, check_values: Callable[[ModelStates], None]
+) -> LoadPlan:
     """Open what this rank needs, check it against the model, and compare with the other ranks. Collective.
 
     A load of weights only leaves optimizer groups and state out of the comparison. Of the options, ``on_mismatch``
     says what to do about parameters that only the save or only the run has, ``verify`` how closely files are checked.
     A strict load of the module refuses a save that lacks frozen parameters of the run, unless ``on_mismatch`` is
-    "initialize". Raises the same error on every rank: CheckpointError, LayoutMismatchError (every disagreement listed),
+    "initialize". ``check_values`` raises where the run cannot take the values of the module states. Raises the same
+    error on every rank: CheckpointError, LayoutMismatchError (every disagreement listed),
     UnsupportedError.
     """
     options = request.options
@@ -109,24 +117,28 @@ def preflight(tag_dir: Path, live: LiveOptimizer, request: LoadRequest) -> LoadP
     found = gather_visibility(tag_dir, live.rank, live.tp)
     visibility = found if isinstance(found, FileVisibility) else None
     if isinstance(found, FileVisibility):
-        checkpoint = open_with_peers(found, live, compare_directories=compare_directories)
-    else:
-        checkpoint = all_or_raise(
-            lambda: open_checkpoint(
+        opened = open_with_peers(found, live, compare_directories=compare_directories)
+
+    def check() -> LoadPlan:
+        checkpoint = (
+            opened
+            if isinstance(found, FileVisibility)
+            else open_checkpoint(
                 tag_dir, near_rank=live.rank, tp=live.tp, listing=found, compare_directories=compare_directories
             )
         )
-
-    def check() -> LoadPlan:
         plan = _open(checkpoint, visibility, live, request)
+        check_values(plan.model)
         return _with_checksums(plan, options.host_io_engine) if options.verifies_content else plan
 
-    plan = all_or_raise(check)
-    _check_consistent(tag_dir, all_gather_alike(_consistency_digest(plan, weights_only=request.weights_only)))
+    plan, digests = all_gather_of_or_raise(
+        check, lambda plan: _consistency_digest(plan, weights_only=request.weights_only)
+    )
+    _check_consistent(tag_dir, digests)
     return plan
 
 
-def _check_consistent(tag_dir: Path, digests: Sequence[ConsistencyDigest]) -> None:
+def _check_consistent(tag_dir: FilePath, digests: Sequence[ConsistencyDigest]) -> None:
     """Raise CheckpointError where two ranks read files of different saves; ``digests`` are by rank."""
     first_of: dict[str, int] = {}  # the first rank of each tensor parallel rank, whose slices are its own
     for rank, digest in enumerate(digests):
@@ -145,7 +157,7 @@ def _check_consistent(tag_dir: Path, digests: Sequence[ConsistencyDigest]) -> No
 def _open(
     checkpoint: Checkpoint, visibility: FileVisibility | None, live: LiveOptimizer, request: LoadRequest
 ) -> LoadPlan:
-    layout, rank, tag_dir = live.layout, live.rank, Path(str(checkpoint.tag_dir))
+    layout, rank, tag_dir = live.layout, live.rank, checkpoint.tag_dir
     saved = checkpoint.world_size
     model = checkpoint.model_states(rank if rank < saved else 0)
     any_rank = min(rank, saved - 1)
@@ -236,7 +248,7 @@ def _refuse_lost_state(head: Shard) -> None:
         )
 
 
-def _check_membership(membership: Membership, request: LoadRequest, tag_dir: Path, live: LiveOptimizer) -> None:
+def _check_membership(membership: Membership, request: LoadRequest, tag_dir: FilePath, live: LiveOptimizer) -> None:
     """Raise LayoutMismatchError, listing everything that differs and is not allowed to."""
     problems = [*membership.reshaped]
     strict = request.options.on_mismatch == "error"
@@ -264,7 +276,7 @@ def _check_membership(membership: Membership, request: LoadRequest, tag_dir: Pat
     )
 
 
-def _check_optimizer(membership: Membership, head: Shard, live: LiveOptimizer, tag_dir: Path) -> None:
+def _check_optimizer(membership: Membership, head: Shard, live: LiveOptimizer, tag_dir: FilePath) -> None:
     """Raise where the run's optimizer cannot continue from the saved state of its parameters.
 
     UnsupportedError if Muon would continue from the state of Adam, or the other way, else LayoutMismatchError.
@@ -355,7 +367,9 @@ def check_batch(saved: int | None, current: int, world_size: int, *, strict: boo
         how += f", or {keep[0]} with {saved // (keep[0] * world_size)}"
     message = f"GLOBAL BATCH CHANGED from {saved} to {current}; to keep it: {how}"
     if strict:
-        raise StrictError(message + '. ("strict_batch": false in the "zeroelastic" block allows the change.)')
+        raise StrictError(
+            f'{message}. ("strict_batch": false in the "zeroelastic" block, without "keep_global_batch", allows it.)'
+        )
     return message
 
 

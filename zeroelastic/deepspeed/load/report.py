@@ -20,6 +20,7 @@ from zeroelastic.deepspeed.load.verify import Verification
 from zeroelastic.deepspeed.notices import notice
 from zeroelastic.distributed.collective import all_gather_alike, maximum, total
 from zeroelastic.errors import rank_list, some
+from zeroelastic.io.paths import RemotePath
 from zeroelastic.report import Note, ResumeReport
 
 
@@ -54,7 +55,7 @@ def load_report(
     )
     owned, read, header_bytes, files, sent, received, nanoseconds = maximum(cost)
     texts = [*(note.text for note in notes), *restored.notes]
-    if load_plan.visibility is not None:
+    if load_plan.visibility is not None and not load_plan.visibility.in_store:
         partial = load_plan.visibility.partial_ranks
         few = f"{count(len(partial), 'rank')} of {dist.get_world_size()} ({some(map(str, partial), 8)})"
         texts.append(f"node-local disks: {few} did not see all files, and had them read and sent by ranks that did")
@@ -102,6 +103,20 @@ def log_report(logger: logging.Logger, report: ResumeReport, notes: Sequence[Not
     else:
         line, _, details = report.text().partition("\n")
         notice(logger, line, details=f"\n{details}")
+
+
+def log_batch(logger: logging.Logger, engine: Engine, report: ResumeReport, saved: int | None) -> None:
+    """Tell, on rank 0, that a resume at another size has the saved global batch; a changed one is in the report."""
+    if dist.get_rank() != 0 or report.saved_world_size == report.world_size or report.batch_changed:
+        return
+    batch, accumulation = engine.train_batch_size(), engine.gradient_accumulation_steps()
+    micro = engine.train_micro_batch_size_per_gpu()
+    before = "as before" if saved is not None else "(the checkpoint does not record its own)"
+    notice(
+        logger,
+        f"resumed on {count(report.world_size, 'rank')} from {report.saved_world_size}: global batch {batch} {before} "
+        f"(micro batch {micro} x {count(batch // (micro * accumulation), 'rank')} x {accumulation} accumulated)",
+    )
 
 
 def _module_notes(load_plan: LoadPlan) -> list[str]:
@@ -171,7 +186,7 @@ def micro_batch_notes(load_plan: LoadPlan, pending: int) -> list[Note]:
 
 def _module_bytes(load_plan: LoadPlan) -> int:
     """What DeepSpeed reads of the module states file: all of it but the parameters, whose payload is only mapped."""
-    if load_plan.model.path.name in load_plan.checkpoint.remote_files:
+    if isinstance(load_plan.model.path, RemotePath) or (load_plan.model.path.name in load_plan.checkpoint.remote_files):
         return 0
     model = load_plan.model
     return model.size - sum(nbytes for _, nbytes in (*model.fragments(), *model.weights))

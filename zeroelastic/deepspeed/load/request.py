@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from zeroelastic.deepspeed.options import Options
+from zeroelastic.io.paths import FilePath, as_path
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +24,9 @@ class LoadRequest:
     options: Options = field(default_factory=Options)
 
     @property
-    def directory(self) -> Path:
-        """The directory of the run."""
-        return Path(self.load_dir)
+    def directory(self) -> FilePath:
+        """The directory of the run; it may be a URL."""
+        return as_path(self.load_dir)
 
     @property
     def weights_only(self) -> bool:

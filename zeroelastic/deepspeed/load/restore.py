@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +28,7 @@ from zeroelastic.deepspeed.load.preflight import LoadPlan, saved_groups
 from zeroelastic.deepspeed.load.request import LoadRequest
 from zeroelastic.deepspeed.node_local.payload import RelayCost, fill_from_others, module_file
 from zeroelastic.distributed.collective import all_or_raise
+from zeroelastic.io.paths import RemotePath
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,32 +60,38 @@ def restore(
     that ``model_states_reader`` serves from the path that it is given.
     """
     executor = request.options.io_engine
+    payload = RelayCost()
     live.begin_load()
     with module_file(load_plan.visibility, load_plan.model, executor=executor) as (module_path, module):
-        loaded = all_or_raise(partial(load_module, module_path))
-    live.refresh()
-    filling = all_or_raise(lambda: _fill(live, load_plan, request))
-    payload = RelayCost()
-    if load_plan.visibility is not None:
-        filled, payload = fill_from_others(
-            load_plan.visibility,
-            filling.parts,
-            filling.filled,
-            executor=executor,
-            digest=request.options.verify == "read",
-        )
-        filling = filling._replace(filled=filled)
 
-    def complete() -> tuple[Filled, tuple[str, ...], tuple[str, ...]]:
-        check_one_save(load_plan.checkpoint.tag_dir)  # nothing is read after this
-        filled = _complete(live, load_plan, filling, request)
-        if request.options.verifies_content and not engine.zero_load_from_fp32_weights():
-            filled = _with_read_weights(live, filled)
-        return filled, *_restore_values(engine, live, load_plan, request)
+        def load_and_fill() -> tuple[tuple[Any, Any], _Filling]:
+            loaded = load_module(module_path)
+            live.refresh()
+            return loaded, _fill(live, load_plan, request)
 
-    complete_fill, notes, lost = all_or_raise(complete)
+        def complete(loaded: tuple[Any, Any], filling: _Filling) -> Restored:
+            check_one_save(load_plan.checkpoint.tag_dir)  # nothing is read after this
+            filled = _complete(live, load_plan, filling, request)
+            if request.options.verifies_content and not engine.zero_load_from_fp32_weights():
+                filled = _with_read_weights(live, filled)
+            notes, lost = _restore_values(engine, live, load_plan, request, filled.rounded)
+            return Restored(loaded, filled, module, payload, (*filling.casts, *notes), lost)
+
+        if load_plan.reads_alone:  # and waits for no other rank until it is complete
+            restored = all_or_raise(lambda: complete(*load_and_fill()))
+        else:
+            assert load_plan.visibility is not None
+            loaded, filling = all_or_raise(load_and_fill)
+            filled, payload = fill_from_others(
+                load_plan.visibility,
+                filling.parts,
+                filling.filled,
+                executor=executor,
+                digest=request.options.verify == "read",
+            )
+            restored = all_or_raise(lambda: complete(loaded, filling._replace(filled=filled)))
     live.end_load()
-    return Restored(loaded, complete_fill, module, payload, (*filling.casts, *notes), lost)
+    return restored
 
 
 class _Filling(NamedTuple):
@@ -99,6 +105,7 @@ class _Filling(NamedTuple):
 def _fill(live: LiveOptimizer, load_plan: LoadPlan, request: LoadRequest) -> _Filling:
     """Fill master weights, optimizer tensors and frozen parameters, in place."""
     targets: list[Target] = []
+    on_disk = not isinstance(load_plan.checkpoint.tag_dir, RemotePath)
     for i, (source, keys, scalars) in enumerate(load_plan.states):
         if source is None:
             if not request.weights_only:
@@ -107,7 +114,8 @@ def _fill(live: LiveOptimizer, load_plan: LoadPlan, request: LoadRequest) -> _Fi
         for key in keys:
             dtype = load_plan.head.extents[key].dtype[source]
             kept = live.state_dtype(i, key) or getattr(torch, dtype)
-            targets.append(Target(key, i, live.destination(i, key, kept), dtype))
+            rounded = live.rounded(i) if key == FP32 and on_disk else None  # made in the pass that reads a disk
+            targets.append(Target(key, i, live.destination(i, key, kept), dtype, rounded))
         if not request.weights_only:
             live.drop_state(i, keep=(*keys, *scalars))
     if not request.weights_only:
@@ -119,7 +127,7 @@ def _fill(live: LiveOptimizer, load_plan: LoadPlan, request: LoadRequest) -> _Fi
         fill(
             *part,
             executor=request.options.io_engine,
-            remote_files=load_plan.checkpoint.remote_files,
+            remote_files=frozenset() if load_plan.reads_alone else load_plan.checkpoint.remote_files,
             digest=request.options.verify == "read",
         )
         for part in parts
@@ -163,10 +171,11 @@ def _casts(targets: Sequence[Target]) -> list[str]:
 
 
 def _restore_values(
-    engine: Engine, live: LiveOptimizer, load_plan: LoadPlan, request: LoadRequest
+    engine: Engine, live: LiveOptimizer, load_plan: LoadPlan, request: LoadRequest, rounded: Mapping[int, int]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Set scalars, hyper-parameters and loss scale, then the 16-bit weights from the master weights.
 
+    ``rounded``: by sub-group, of how many elements the 16-bit weights are made already.
     Returns notes, and what of the loss scale was not restored.
     """
     notes: list[str] = []
@@ -178,7 +187,9 @@ def _restore_values(
         notes = [*_converted(load_plan), *set_groups(live, _sources(load_plan))]
         scale_notes, lost = restore_scales(live, load_plan.head, engine._config._param_dict)
         notes += scale_notes
-    live.finish_weights(from_16_bit=not engine.zero_load_from_fp32_weights())
+    numels = live.layout.owned_numels(live.rank)
+    whole = {i for i, numel in rounded.items() if numel == numels[i]}
+    live.finish_weights(from_16_bit=not engine.zero_load_from_fp32_weights(), rounded=whole)
     return tuple(notes), tuple(lost)
 
 

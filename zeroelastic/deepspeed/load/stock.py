@@ -25,7 +25,7 @@ from zeroelastic.deepspeed.live.kinds import covered_live
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.live.topology import tensor_parallel
 from zeroelastic.deepspeed.load.request import LoadRequest
-from zeroelastic.distributed.collective import all_gather_alike, all_or_raise, any_rank
+from zeroelastic.distributed.collective import all_gather_of_or_raise, all_or_raise, any_rank
 from zeroelastic.errors import (
     CheckpointError,
     LayoutMismatchError,
@@ -34,13 +34,14 @@ from zeroelastic.errors import (
     UnsupportedError,
     ZeroElasticError,
 )
+from zeroelastic.io.paths import FilePath
 from zeroelastic.io.storage import file_sizes
 from zeroelastic.torch_file.header import TensorRef, read_torch_file
 
 Table = Mapping[Any, Any]
 
 
-def read_covered(engine: Engine, tag_dir: Path) -> LiveOptimizer | UnsupportedError:
+def read_covered(engine: Engine, tag_dir: FilePath) -> LiveOptimizer | UnsupportedError:
     """The live state, or why a run that we do not cover leaves this load to DeepSpeed: alike on every rank. Collective.
 
     DeepSpeed loads a rigid checkpoint of the same world size. Raises UnsupportedError where the checkpoint is elastic
@@ -53,14 +54,16 @@ def read_covered(engine: Engine, tag_dir: Path) -> LiveOptimizer | UnsupportedEr
         except UnsupportedError as error:
             world_size = dist.get_world_size(group=engine.optimizer.dp_process_group)
             node_local, tp = engine.use_node_local_storage(), tensor_parallel(engine.optimizer)
-            loads = _has_rigid_files(tag_dir, engine.global_rank, world_size, tp, node_local=node_local)
+            loads = isinstance(tag_dir, Path) and _has_rigid_files(
+                tag_dir, engine.global_rank, world_size, tp, node_local=node_local
+            )
             return None, (str(error), loads)
 
-    live, refusal = all_or_raise(look)
-    if not any_rank(refusal is not None):
+    (live, _), outcomes = all_gather_of_or_raise(look, lambda found: found[1])
+    refusals = [refusal for refusal in outcomes if refusal is not None]
+    if not refusals:
         assert live is not None
         return live
-    refusals = [one for one in all_gather_alike(refusal) if one is not None]
     reason = refusals[0][0]
     if not all(loads for _, loads in refusals):
         raise UnsupportedError(f"{tag_dir}: {reason}")
@@ -68,13 +71,15 @@ def read_covered(engine: Engine, tag_dir: Path) -> LiveOptimizer | UnsupportedEr
 
 
 def stock_loads(
-    error: ZeroElasticError, engine: Engine, live: LiveOptimizer, tag_dir: Path, request: LoadRequest
+    error: ZeroElasticError, engine: Engine, live: LiveOptimizer, tag_dir: FilePath, request: LoadRequest
 ) -> bool:
     """Whether DeepSpeed alone loads, on every rank, the checkpoint for which our load raised ``error``. Collective.
 
     It does for a file of torch's old format and for state that only DeepSpeed reads, where each rank finds its own
     files of a rigid checkpoint of this world size; and for a rigid checkpoint without a commit record that fits.
     """
+    if not isinstance(tag_dir, Path):  # DeepSpeed reads no URLs
+        return False
     if isinstance(error, OldFormatError):
         node_local = engine.use_node_local_storage()
         return _on_all_ranks(

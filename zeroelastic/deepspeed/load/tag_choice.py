@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from zeroelastic.checkpoint.quarantine import read_mark
 from zeroelastic.deepspeed.node_local.node_tags import agree_on_latest
-from zeroelastic.distributed.collective import all_gather_or_raise, all_or_raise
+from zeroelastic.distributed.collective import all_gather_alike, all_gather_or_raise, all_or_raise, broadcast_or_raise
 from zeroelastic.errors import CheckpointError, MissingFileError, UnreadableError, printable, shown
+from zeroelastic.io.paths import FilePath, RemotePath
 from zeroelastic.io.pinned_directory import PinnedPath
 from zeroelastic.report import Note
 from zeroelastic.tags.absent import about_absent, about_absent_tag
 from zeroelastic.tags.candidates import committed_after
-from zeroelastic.tags.names import LATEST, read_latest
+from zeroelastic.tags.names import LATEST, directory_of, holds_something, read_latest
 from zeroelastic.tags.tag_directory import open_tag, recover
 
 logger = logging.getLogger(__name__)
@@ -25,7 +26,7 @@ logger = logging.getLogger(__name__)
 _NAMED = 3
 
 
-def choice_notes(load_dir: Path, tag: str, newer: tuple[str, ...]) -> list[Note]:
+def choice_notes(load_dir: FilePath, tag: str, newer: tuple[str, ...]) -> list[Note]:
     """Notes for the report about the choice of a tag: the same on every rank."""
     if not newer:
         return []
@@ -39,12 +40,15 @@ def choice_notes(load_dir: Path, tag: str, newer: tuple[str, ...]) -> list[Note]
     ]
 
 
-def choose_tag(load_dir: Path, tag: Any) -> tuple[str | None, tuple[str, ...]]:
+def choose_tag(load_dir: FilePath, tag: Any) -> tuple[str | None, tuple[str, ...]]:
     """The tag to load, agreed by all ranks, and the newer ones where ``latest`` names it. Collective.
 
     The tag is None when there is no ``latest`` to choose it. Nodes with disks of their own may name different ones:
     then the newest is taken (``agree_on_latest``).
     """
+
+    if isinstance(load_dir, RemotePath):
+        return _choose_in_store(load_dir, tag)
 
     def read() -> str | None:
         named = str(tag) if tag is not None else read_latest(load_dir)
@@ -56,10 +60,7 @@ def choose_tag(load_dir: Path, tag: Any) -> tuple[str | None, tuple[str, ...]]:
     chosen, all_chosen = all_gather_or_raise(read)
     if tag is not None:
         if any(other != chosen for other in all_chosen):
-            raise CheckpointError(
-                f"{load_dir}: the ranks are to load different tags ({', '.join(sorted(map(str, set(all_chosen))))}). "
-                "Pass the same tag everywhere."
-            )
+            raise _different_tags(load_dir, all_chosen)
         _, there = all_gather_or_raise(lambda: (load_dir / str(chosen)).is_dir())
         if not any(there):
             raise MissingFileError(f"{about_absent_tag(load_dir, str(chosen))} Nothing was loaded.")
@@ -74,14 +75,44 @@ def choose_tag(load_dir: Path, tag: Any) -> tuple[str | None, tuple[str, ...]]:
 
     _, outcomes = all_gather_or_raise(look)
     if not any(there for there, _ in outcomes):
-        raise MissingFileError(
-            f"{load_dir / LATEST}: names {shown(named)}, which is not in {load_dir}. The file is damaged, or the "
-            "tag was removed: pass a tag, or let `zeroelastic latest --fix` write it anew."
-        )
+        raise _dangling(load_dir, named)
     return named, outcomes[0][1]
 
 
-def nothing_to_load(load_dir: Path, *, required: bool) -> None:
+def _choose_in_store(load_dir: RemotePath, tag: Any) -> tuple[str | None, tuple[str, ...]]:
+    """``choose_tag`` for a URL: rank 0 asks for all. Collective."""
+    asked = all_gather_alike(None if tag is None else str(tag))
+    if len(set(asked)) > 1:
+        raise _different_tags(load_dir, asked)
+
+    def look() -> tuple[str | None, tuple[str, ...]]:
+        named = asked[0] if asked[0] is not None else read_latest(load_dir)
+        if named is None:
+            return None, ()
+        if not holds_something(directory_of(load_dir, named)):
+            if asked[0] is not None:
+                raise MissingFileError(f"{about_absent_tag(load_dir, named)} Nothing was loaded.")
+            raise _dangling(load_dir, named)
+        return named, committed_after(load_dir, named) if asked[0] is None else ()
+
+    return broadcast_or_raise(look)
+
+
+def _different_tags(load_dir: FilePath, tags: Sequence[object]) -> CheckpointError:
+    return CheckpointError(
+        f"{load_dir}: the ranks are to load different tags ({', '.join(sorted(map(str, set(tags))))}). "
+        "Pass the same tag everywhere."
+    )
+
+
+def _dangling(load_dir: FilePath, named: str) -> MissingFileError:
+    return MissingFileError(
+        f"{load_dir / LATEST}: names {shown(named)}, which is not in {load_dir}. The file is damaged, or the "
+        "tag was removed: pass a tag, or let `zeroelastic latest --fix` write it anew."
+    )
+
+
+def nothing_to_load(load_dir: FilePath, *, required: bool) -> None:
     """Warn on rank 0 that there is nothing to load and the run begins from scratch. Collective.
 
     Raises MissingFileError on every rank where a checkpoint is ``required``.
@@ -97,7 +128,7 @@ def nothing_to_load(load_dir: Path, *, required: bool) -> None:
     all_or_raise(refuse)
 
 
-def warn_of_mark(tag_dir: Path) -> None:
+def warn_of_mark(tag_dir: FilePath) -> None:
     """Warn on rank 0 when the tag to load carries a mark of damage; it is loaded all the same."""
     if dist.get_rank() != 0:
         return

@@ -220,8 +220,9 @@ def _describe(live: LiveOptimizer, wrong: Sequence[Stream], load_plan: LoadPlan)
     wrong = sorted((name, key) for _, name, key in everywhere)
     named = ", ".join(f"{name}: {key}" for name, key in wrong[:_NAMED])
     more = " ..." if len(wrong) > _NAMED else ""
+    differ = "1 tensor differs" if len(wrong) == 1 else f"{len(wrong)} tensors differ"
     return (
-        f"{load_plan.checkpoint.tag_dir}: {len(wrong)} tensors differ from what the commit record says was saved: "
+        f"{load_plan.checkpoint.tag_dir}: {differ} from what the commit record says was saved: "
         f"{named}{more}. {files} The checkpoint is damaged; resume from another tag. "
         "The engine now holds damaged state: do not train on it."
     )

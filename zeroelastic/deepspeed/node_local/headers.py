@@ -8,28 +8,59 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 from zeroelastic.errors import CheckpointError
+from zeroelastic.io.block_cache import BlockFile
 from zeroelastic.io.local import LocalFile
+from zeroelastic.io.paths import FilePath, RemotePath
 
 Ranges = Sequence[tuple[int, bytes]]
 """(offset, bytes) of a file, ascending; they neither overlap nor touch."""
 
 
-class RecordedFile(LocalFile):
-    """A local file that remembers what was read of it; ``ranges`` stay when it is closed."""
+class RecordedFile:
+    """A file, on a disk or behind a URL, that remembers what was read of it; ``ranges`` stay when it is closed."""
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
+    def __init__(self, path: FilePath, size: int | None = None) -> None:
+        """Open it; ``size``, if it is known, saves a question about a file behind a URL. Raises as the readers do."""
+        self._file = BlockFile(path, size) if isinstance(path, RemotePath) else LocalFile(path)
         self._read: list[tuple[int, bytes]] = []
 
+    @property
+    def path(self) -> FilePath:
+        """Where it is."""
+        return self._file.path
+
+    @property
+    def size(self) -> int:
+        """Its size in bytes."""
+        return self._file.size
+
+    @property
+    def bytes_read(self) -> int:
+        """What was read of it so far, or requested."""
+        return self._file.bytes_read
+
+    @property
+    def capacity(self) -> int:
+        """As of the file."""
+        return self._file.capacity
+
     def read(self, offset: int, nbytes: int) -> bytes:
-        """As of ``LocalFile``."""
-        data = super().read(offset, nbytes)
+        """As of the file."""
+        data = self._file.read(offset, nbytes)
         if data:
             self._read.append((offset, data))
         return data
+
+    def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """As of the file."""
+        self._file.prefetch(ranges)
+
+    def close(self) -> None:
+        """Close it, if it is on a disk."""
+        if isinstance(self._file, LocalFile):
+            self._file.close()
 
     @property
     def ranges(self) -> Ranges:
@@ -47,7 +78,7 @@ class RecordedFile(LocalFile):
 class ReceivedFile:
     """A file of ``size`` bytes of which only some ranges are here; reading it costs no bytes of a disk."""
 
-    def __init__(self, path: Path, size: int, ranges: Ranges) -> None:
+    def __init__(self, path: FilePath, size: int, ranges: Ranges) -> None:
         self.path, self.size, self.bytes_read, self.capacity = path, size, 0, LocalFile.capacity
         self._starts = [offset for offset, _ in ranges]
         self._ranges = ranges

@@ -19,7 +19,13 @@ from zeroelastic.checkpoint.commit_record import read_record
 from zeroelastic.checkpoint.open import Listing, open_checkpoint
 from zeroelastic.checkpoint.tensor_parallel import TensorParallel
 from zeroelastic.deepspeed.node_local.visibility import gather_visibility
-from zeroelastic.distributed.collective import all_gather, all_gather_alike, all_gather_or_raise, all_or_raise
+from zeroelastic.distributed.collective import (
+    all_gather,
+    all_gather_alike,
+    all_gather_or_raise,
+    all_or_raise,
+    broadcast_or_raise,
+)
 from zeroelastic.errors import (
     CheckpointError,
     MissingFileError,
@@ -28,6 +34,7 @@ from zeroelastic.errors import (
     UsageError,
     printable,
 )
+from zeroelastic.io.paths import FilePath, RemotePath
 from zeroelastic.io.storage import file_sizes, folders
 from zeroelastic.tags.candidates import list_run, named_latest
 from zeroelastic.tags.commit_order import Tag, newest_first
@@ -84,8 +91,10 @@ def agree_on_latest(load_dir: Path, named: Sequence[str | None]) -> str | None:
     return chosen
 
 
-def seen_alike(directory: Path) -> bool:
+def seen_alike(directory: FilePath) -> bool:
     """Whether all ranks see the same files, by name and size, in a directory. Collective."""
+    if isinstance(directory, RemotePath):
+        return True
     return len(set(all_gather_alike(_fingerprint(directory)))) == 1
 
 
@@ -96,12 +105,15 @@ def _fingerprint(directory: Path) -> str:
         return ""
 
 
-def tags_of_all_nodes(root: Path) -> list[Tag]:
+def tags_of_all_nodes(root: FilePath) -> list[Tag]:
     """The tags that any rank sees in a directory, newest first: complete on rank 0, any list elsewhere. Collective.
 
     Where several nodes have a tag, the node that knows most about it counts: a commit record before a header before a
     name.
     """
+
+    if isinstance(root, RemotePath):
+        return broadcast_or_raise(lambda: _tags(root))
 
     def look() -> str:
         with suppress(OSError):  # missing or read-only: opening it reports what is missing
@@ -136,7 +148,7 @@ def _knowledge(tag: Tag) -> tuple[bool, int, int]:
     return tag.unfinished is None, _TOLD_BY[tag.step_from], tag.step or 0
 
 
-def _tags(root: Path) -> list[Tag]:
+def _tags(root: FilePath) -> list[Tag]:
     """The checkpoints that are seen here, newest first; none where there is no directory yet."""
     try:
         return list(list_run(root).tags)
@@ -144,11 +156,13 @@ def _tags(root: Path) -> list[Tag]:
         return []
 
 
-def problem_over_nodes(tag_dir: Path, problem: str, rank: int, tp: TensorParallel) -> str | None:
+def problem_over_nodes(tag_dir: FilePath, problem: str, rank: int, tp: TensorParallel) -> str | None:
     """What is wrong with a tag, over all nodes, in which rank 0 alone saw a ``problem``; None where nothing is.
 
     ``rank`` is that of the data parallel group, of tensor parallel rank ``tp``. Headers are not opened. Collective.
     """
+    if isinstance(tag_dir, RemotePath):
+        return problem
     try:
         visibility = gather_visibility(tag_dir, rank, tp)
         if isinstance(visibility, Listing):

@@ -224,13 +224,13 @@ def module_file(
 ) -> Iterator[tuple[str, RelayCost]]:
     """Where a rank reads its module states file, and what it cost to get it there. Collective.
 
-    That is the file itself for a rank that sees it. Others have the bytes that DeepSpeed reads in memory, which is all
-    but parameters, under a name that lasts as long as the context.
+    That is the file itself for a rank that sees it on a disk. Others have the bytes that DeepSpeed reads in memory,
+    which is all but parameters, under a name that lasts as long as the context.
     """
     if visibility is None:
         yield _local(model), RelayCost()
         return
-    is_remote = model.path.name in visibility.remote_files
+    is_remote = visibility.in_store or model.path.name in visibility.remote_files
     held = os.memfd_create(model.path.name, os.MFD_CLOEXEC) if is_remote else -1
     try:
         ranges = _without_params(model) if is_remote else []

@@ -63,7 +63,7 @@ class _Headers:
             if name in self.recorded:
                 continue
             path = self.visibility.tag_dir / name
-            file = RecordedFile(path)
+            file = RecordedFile(path, self.visibility.sizes.get(name))
             try:
                 with self.visibility.named_in_errors(path):
                     self.parse(name, file)

@@ -1,5 +1,7 @@
 """Which rank sees which file of a tag: where each node has a disk of its own, no rank sees all of them.
 
+In an object store every rank sees all of them; there it is decided which rank reads what several need.
+
 Ranks that see the same files are interchangeable; a rank that sees none can still load what others see. The ranks first
 agree on one commit record: files on a node beside another record belong to another save, and are ignored.
 
@@ -24,9 +26,10 @@ from zeroelastic.checkpoint.file_names import WHOLE_MODEL_FILE, is_rank_file, pa
 from zeroelastic.checkpoint.model_states import open_model_states
 from zeroelastic.checkpoint.open import Listing, rank_files
 from zeroelastic.checkpoint.tensor_parallel import TensorParallel
-from zeroelastic.distributed.collective import all_gather, all_gather_alike, all_or_raise, broadcast
+from zeroelastic.checkpoint.unfinished import refuse_unfinished
+from zeroelastic.distributed.collective import all_gather, all_gather_alike, all_or_raise, broadcast_or_raise
 from zeroelastic.errors import CheckpointError, MissingFileError, rank_list
-from zeroelastic.io.paths import FilePath
+from zeroelastic.io.paths import FilePath, RemotePath
 from zeroelastic.io.storage import file_names, file_size, file_sizes
 
 
@@ -37,10 +40,11 @@ class FileVisibility:
     The same on every rank, but for ``rank``, for ``record_bytes``, which is what this rank read of a commit record, and
     for what is said of files of the whole module: there ``sizes``, ``readers_of`` and ``record`` are of the file that
     this rank takes. ``readers_of`` has the files of one save: those of ``record``, or all of them without a record.
-    ``world_size`` is the saved one. ``partial_ranks`` are the ranks that do not see all files.
+    ``world_size`` is the saved one. ``partial_ranks`` are the ranks that do not see all files. ``in_store``: the files
+    are behind a URL, where every rank can read all of them; then ``readers_of`` says who reads a header for all.
     """
 
-    tag_dir: Path
+    tag_dir: FilePath
     rank: int
     sizes: Mapping[str, int]
     readers_of: Mapping[str, tuple[int, ...]]
@@ -48,6 +52,12 @@ class FileVisibility:
     world_size: int
     record_bytes: int
     partial_ranks: tuple[int, ...]
+    in_store: bool = False
+
+    @property
+    def unread_here(self) -> frozenset[str]:
+        """The files whose payload this rank cannot read."""
+        return frozenset() if self.in_store else self.remote_files
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -64,12 +74,12 @@ class FileVisibility:
             world_size=self.world_size,
             remote_files=self.remote_files,
             record_bytes=self.record_bytes,
-            over_nodes=True,
+            over_nodes=not self.in_store,
         )
 
     @property
     def remote_files(self) -> frozenset[str]:
-        """The files that others see and this rank does not."""
+        """The files that others see and this rank does not, or whose headers others read for it."""
         return frozenset(name for name, ranks in self.readers_of.items() if self.rank not in ranks)
 
     def reader(self, name: str, requester: int = 0) -> int:
@@ -79,7 +89,9 @@ class FileVisibility:
 
     def label(self, name: str) -> str:
         """A file's name, with the ranks that see it where other nodes have other files of that name."""
-        return f"{name} (of {rank_list(self.readers_of[name])})" if _is_whole_module(name) else name
+        if self.in_store or not _is_whole_module(name):
+            return name
+        return f"{name} (of {rank_list(self.readers_of[name])})"
 
     @contextmanager
     def named_in_errors(self, path: FilePath) -> Iterator[None]:
@@ -87,7 +99,7 @@ class FileVisibility:
         try:
             yield
         except CheckpointError as error:
-            if not _is_whole_module(path.name):
+            if self.in_store or not _is_whole_module(path.name):
                 raise
             raise type(error)(f"{error} It is the {self.label(path.name)}.") from error
 
@@ -118,7 +130,7 @@ class _Place(NamedTuple):
     holders: tuple[int, ...]
 
 
-def gather_visibility(tag_dir: Path, dp_rank: int, tp: TensorParallel) -> Listing | FileVisibility:
+def gather_visibility(tag_dir: FilePath, dp_rank: int, tp: TensorParallel) -> Listing | FileVisibility:
     """What a tag directory has that all ranks see alike, or else which rank sees which file. Collective.
 
     Of the ranks that see one directory, the first lists it and sends the others what it found: on a file system that
@@ -128,6 +140,8 @@ def gather_visibility(tag_dir: Path, dp_rank: int, tp: TensorParallel) -> Listin
     Raises CheckpointError on every rank where the files of two saves cannot be told apart, MissingFileError where no
     rank sees any. Files that no rank sees are left to ``open_checkpoint`` to name.
     """
+    if isinstance(tag_dir, RemotePath):
+        return _of_store(tag_dir, tp)
     rank = dist.get_rank()
     identities = all_gather_alike(_identity(tag_dir))
     listing_rank = [identities.index(identity) for identity in identities]
@@ -162,6 +176,45 @@ def gather_visibility(tag_dir: Path, dp_rank: int, tp: TensorParallel) -> Listin
     return _visibility_without_record(tag_dir, files, listing_rank, [known.world_size for known in locals_])
 
 
+def _of_store(tag_dir: RemotePath, tp: TensorParallel) -> FileVisibility:
+    """A directory behind a URL: rank 0 lists it and reads the record; each header is read by one rank. Collective.
+
+    A saved rank's files are read by the rank of its number, which needs them itself in most resumes.
+    """
+
+    def look() -> tuple[dict[str, int], CommitRecord | None, int]:
+        sizes = file_sizes(tag_dir)
+        record = read_record(tag_dir) if RECORD_NAME in sizes else None
+        refuse_unfinished(tag_dir, sizes)
+        if record is not None:
+            return sizes, record, record.world_size
+        models = rank_files(tag_dir, sizes, tp.rank).models
+        if not models:
+            raise MissingFileError(f"{tag_dir}: has no *_model_states.pt. It is incomplete.")
+        first = min(models)
+        path = tag_dir / models[first]
+        return sizes, None, open_model_states(path, first, world_size=None, tp=tp).world_size
+
+    sizes, record, world_size = broadcast_or_raise(look)
+    readers: dict[str, tuple[int, ...]] = {}
+    for name in sizes:
+        file = parse_rank_file(name)
+        if file is not None:
+            readers[name] = ((file.rank * tp.size + file.tp_rank) % dist.get_world_size(),)
+    rank = dist.get_rank()
+    return FileVisibility(
+        tag_dir=tag_dir,
+        rank=rank,
+        sizes=sizes,
+        readers_of=readers,
+        record=record,
+        world_size=world_size,
+        record_bytes=sizes[RECORD_NAME] if record is not None and rank == 0 else 0,
+        partial_ranks=(),
+        in_store=True,
+    )
+
+
 def _list_together(tag_dir: Path) -> Listing:
     """A directory that all ranks see: rank 0 lists it and reads the record, and all look at sizes. Collective."""
     rank = dist.get_rank()
@@ -170,7 +223,7 @@ def _list_together(tag_dir: Path) -> Listing:
         names = _names(tag_dir)
         return names, read_record(tag_dir) if RECORD_NAME in names else None
 
-    names, record = broadcast(all_or_raise(read if rank == 0 else lambda: (frozenset[str](), None)))
+    names, record = broadcast_or_raise(read)
     share = sorted(record.files)[rank :: dist.get_world_size()] if record is not None else []
     sizes = all_or_raise(lambda: {name: file_size(tag_dir / name) for name in share})
     return Listing(

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch.distributed as dist
 
@@ -29,6 +28,7 @@ from zeroelastic.deepspeed.save.shard_writer import writes_with_torch
 from zeroelastic.deepspeed.save.snapshot import HostMemory
 from zeroelastic.distributed.collective import collectives_over
 from zeroelastic.errors import SaveError, UnsupportedError, ZeroElasticError
+from zeroelastic.io.paths import FilePath
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +112,13 @@ class BackgroundSave(Pending):
     """
 
     def __init__(
-        self, tag_dir: Path, work: Callable[[], None], group: dist.ProcessGroup, barrier: SaveBarrier, *, began: float
+        self,
+        tag_dir: FilePath,
+        work: Callable[[], None],
+        group: dist.ProcessGroup,
+        barrier: SaveBarrier,
+        *,
+        began: float,
     ) -> None:
         super().__init__(tag_dir)
         self._barrier = barrier

@@ -63,7 +63,7 @@ class SaveBarrier:
         self._what, self.timeout_s = what, timeout_s
         self.outcome_note = "The tag is not committed, and `latest` is unchanged."
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
-        self._meeting = 0
+        self._meeting, self._note = 0, ""
         self._keys: tuple[str, ...] = ()
         self._ended_before: tuple[str, ...] = ()
         if self._world_size == 1:
@@ -93,6 +93,16 @@ class SaveBarrier:
         self._with_store(lambda: [self._store.delete_key(key) for key in (*self._ended_before, *self._keys)])
         names = (self._rank, "outcome", "count") if self._rank == 0 else (self._rank,)
         self._ended_before, self._keys = (), tuple(self._key(self._meeting, name) for name in names)
+
+    def leave_note(self, note: str) -> None:
+        """From the next barrier on, let the other ranks read ``note``."""
+        self._note = note
+
+    def note_of(self, rank: int) -> str:
+        """The note of a rank as it was when it came to the last barrier."""
+        if self._world_size == 1:
+            return self._note
+        return str(self._with_store(lambda: self._store.get(self._key(self._meeting, rank)).decode()))
 
     def close(self) -> None:
         """End the barriers of this save: the keys that are still in the store are removed at the first of a later save.
@@ -178,7 +188,7 @@ class SaveBarrier:
 
     def _arrive(self, meeting: int) -> int:
         """Record that this rank is at a meeting; returns how many ranks are."""
-        self._store.set(self._key(meeting, self._rank), "1")
+        self._store.set(self._key(meeting, self._rank), self._note)
         return int(self._store.add(self._key(meeting, "count"), 1))
 
     def _outcome(self, meeting: int, judge: Callable[[float], str | None]) -> str:

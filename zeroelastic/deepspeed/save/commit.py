@@ -6,6 +6,7 @@ save that a load of the same run would refuse is not committed.
 
 from __future__ import annotations
 
+import json
 import logging
 import shutil
 import time
@@ -29,7 +30,7 @@ from zeroelastic.checkpoint.commit_record import (
     Versions,
     record_text,
 )
-from zeroelastic.checkpoint.model_states import model_states_of
+from zeroelastic.checkpoint.model_states import ModelStates, model_states_of
 from zeroelastic.checkpoint.optimizer_reader import open_shard
 from zeroelastic.checkpoint.param_table import param_records
 from zeroelastic.checkpoint.saved_state import frozen_part, trained_part
@@ -42,9 +43,10 @@ from zeroelastic.deepspeed.save.barrier import SaveBarrier
 from zeroelastic.distributed.collective import all_gather, broadcast, gather, maximum
 from zeroelastic.errors import CheckpointError, SaveError, UnreadableError, UnsafePickleError, UnsupportedError
 from zeroelastic.io.atomic import sync_path, write_atomically
-from zeroelastic.io.storage import file_names
+from zeroelastic.io.paths import FilePath
+from zeroelastic.io.storage import file_names, file_size
 from zeroelastic.tags.tag_directory import carry_over, publish_tag
-from zeroelastic.torch_file.header import read_torch_file
+from zeroelastic.torch_file.header import Blocks, read_torch_file
 from zeroelastic.torch_file.safe_unpickler import allow_globals
 
 logger = logging.getLogger(__name__)
@@ -82,7 +84,7 @@ class PendingCommit:
     first of them, which acts for all. ``latest`` is the file that is to name the tag, or None.
     """
 
-    tag_dir: Path
+    tag_dir: FilePath
     place: Path
     tag: str
     save_id: str
@@ -94,7 +96,7 @@ class PendingCommit:
     heads: tuple[int, ...]
     lineage: Lineage
     lost_micro_batches: int
-    latest: Path | None
+    latest: FilePath | None
     fsync: bool
     contents: tuple[ParamContent, ...] = ()
     trained: frozenset[str] = frozenset()
@@ -110,30 +112,35 @@ def acts(heads: Sequence[int]) -> bool:
     return heads[dist.get_rank()] == dist.get_rank()
 
 
-def commit(save: PendingCommit, barrier: SaveBarrier) -> None:
+def commit(save: PendingCommit, barrier: SaveBarrier) -> int:
     """Make the files of a save durable, write its record and put the tag in place, on all ranks or none; then `latest`.
 
+    Returns the bytes of all files on rank 0, and 0 on the others.
+
     Everything that the record names has been written, by whatever process. Raises SaveError on every rank when a file
-    is missing, cannot be made durable, or is not visible to the head, or a rank does not arrive: then the tag is what
-    it was before the save. Collective.
+    is missing, cannot be made durable, or is not what other ranks see of it, or a rank does not arrive: then the tag is
+    what it was before the save. Collective.
     """
     with discarded_on_failure(save.staging_dir, acts=save.acts), barrier.attribute_failures():
-        own = barrier.all_or_raise(lambda: _settled_files(save), "its files were made durable")
+        own = barrier.all_or_raise(lambda: _settled_files(save, barrier), "its files were made durable")
         microseconds, unreadable = maximum([round(own.not_before * 1e6), int(own.unreadable is not None)])
         committed_at = microseconds / 1e6
         written = all_gather(own) if any(save.heads) else gather(own)  # for those who write a record: rank 0, or heads
-        barrier.all_or_raise(
-            lambda: _write_record(save, written, committed_at) if save.acts else None, "its commit record was written"
-        )
+        barrier.all_or_raise(lambda: _recorded(save, barrier, written, committed_at), "its commit record was written")
         barrier.all_or_raise(lambda: _publish_tag(save) if save.acts else None, "it was put in place")
     if not unreadable:
         save.lineage.commit(save.save_id, committed_at)
     barrier.outcome_note = "The checkpoint is complete; load it by its tag."
     if save.latest is not None:
         barrier.all_or_raise(lambda: _point_latest(save) if save.acts else None, "`latest` was written")
+    if dist.get_rank() != 0:
+        return 0
+    # Ranks that see one directory may name the same file: that of the whole module, at stages 1 and 2.
+    of_all = zip(save.heads, written, strict=True)
+    return sum({(head, name): size for head, own in of_all for name, size in own.sizes.items()}.values())
 
 
-class _Written(NamedTuple):
+class Written(NamedTuple):
     """Sizes and zip directories' digests of a rank's files, why only DeepSpeed reads them, if so, and a time.
 
     ``not_before``: the earliest time of a commit that this rank allows, in seconds since 1970. Rank 0's clock counts.
@@ -145,8 +152,8 @@ class _Written(NamedTuple):
     not_before: float
 
 
-def _settled_files(save: PendingCommit) -> _Written:
-    """Make this rank's files durable, and read them back as a load would."""
+def _settled_files(save: PendingCommit, barrier: SaveBarrier) -> Written:
+    """Make this rank's files durable, read them back as a load would, and leave their sizes to another rank."""
     not_before = save.lineage.next_time(time.time() if dist.get_rank() == 0 else 0.0)
     sizes: dict[str, int] = {}
     paths = [save.staging_dir / name for name in save.written]
@@ -155,6 +162,7 @@ def _settled_files(save: PendingCommit) -> _Written:
             sizes[path.name] = path.stat().st_size
             if save.fsync:
                 sync_path(path)
+        barrier.leave_note(json.dumps(sizes))
         directories = read_back(
             paths[0],
             paths[1],
@@ -164,25 +172,45 @@ def _settled_files(save: PendingCommit) -> _Written:
             contents=save.contents,
         )
     except UnreadableError as error:
-        raise _not_committed(save, str(error).rstrip(".")) from error
+        raise not_committed(save, str(error).rstrip(".")) from error
     except OSError as error:
-        raise _not_committed(save, f"{error.filename or save.tag_dir}: {error.strerror}") from error
+        raise not_committed(save, f"{error.filename or save.tag_dir}: {error.strerror}") from error
     except (CheckpointError, UnsupportedError) as error:
         if save.checkpoint_format == "rigid" and isinstance(error, (UnsafePickleError, UnsupportedError)):
-            return _Written(sizes, {}, str(error), not_before)  # as stock DeepSpeed saves it
-        raise _not_committed(save, f"no load would take it: {str(error).rstrip('.')}") from error
-    return _Written(sizes, directories, None, not_before)
+            return Written(sizes, {}, str(error), not_before)  # as stock DeepSpeed saves it
+        raise not_committed(save, f"no load would take it: {str(error).rstrip('.')}") from error
+    return Written(sizes, directories, None, not_before)
 
 
-def _write_record(save: PendingCommit, written: Sequence[_Written], committed_at: float) -> None:
+def _recorded(save: PendingCommit, barrier: SaveBarrier, written: Sequence[Written], committed_at: float) -> None:
+    """Check what this rank sees of the files of another; the head of a directory also writes the record."""
+    _check_sizes(save, barrier)
+    if save.acts:
+        _write_record(save, written, committed_at)
+
+
+def _write_record(save: PendingCommit, written: Sequence[Written], committed_at: float) -> None:
     """The record of the whole save, in every directory that has a part of it; none where only DeepSpeed reads it."""
-    _check_visible(save, [each.sizes for each in written])
+    found = file_names(save.staging_dir)
+    here = [each.sizes if save.heads[rank] == dist.get_rank() else {} for rank, each in enumerate(written)]
+    _require_seen(save, {rank: [name for name in sizes if name not in found] for rank, sizes in enumerate(here)})
     unreadable = next((each.unreadable for each in written if each.unreadable is not None), None)
     if unreadable is not None and dist.get_rank() == 0:
         logger.warning("%s: saved without a commit record, only DeepSpeed loads it: %s", save.tag_dir, unreadable)
+    record = record_of(save, written, committed_at)
+    try:
+        carry_over(save.place, save.staging_dir)
+        if unreadable is None:
+            write_atomically(save.staging_dir / RECORD_NAME, record_text(record), sync=save.fsync)
+    except OSError as error:
+        raise not_committed(save, f"{error.filename or save.tag_dir}: {error.strerror}") from error
+
+
+def record_of(save: PendingCommit, written: Sequence[Written], committed_at: float) -> CommitRecord:
+    """The record of a save, of what each rank has written, as this rank states it."""
     # At stages 1 and 2 every node has a file of the whole module, under one name: its record states its own.
     own_last = [*written, written[dist.get_rank()]]
-    record = CommitRecord(
+    return CommitRecord(
         format_version=RECORD_VERSION,
         checkpoint_format=save.checkpoint_format,
         save_id=save.save_id,
@@ -200,12 +228,6 @@ def _write_record(save: PendingCommit, written: Sequence[_Written], committed_at
         params=param_records(save.contents, save.trained),
         content_root=content_root(save.contents),
     )
-    try:
-        carry_over(save.place, save.staging_dir)
-        if unreadable is None:
-            write_atomically(save.staging_dir / RECORD_NAME, record_text(record), sync=save.fsync)
-    except OSError as error:
-        raise _not_committed(save, f"{error.filename or save.tag_dir}: {error.strerror}") from error
 
 
 def _publish_tag(save: PendingCommit) -> None:
@@ -213,11 +235,11 @@ def _publish_tag(save: PendingCommit) -> None:
     try:
         publish_tag(save.staging_dir, save.place, sync=save.fsync)
     except OSError as error:
-        raise _not_committed(save, f"{error.filename or save.tag_dir}: {error.strerror}") from error
+        raise not_committed(save, f"{error.filename or save.tag_dir}: {error.strerror}") from error
 
 
 def _point_latest(save: PendingCommit) -> None:
-    assert save.latest is not None
+    assert isinstance(save.latest, Path)
     try:
         write_atomically(save.latest, save.tag.encode(), sync=save.fsync)
     except OSError as error:
@@ -238,27 +260,31 @@ def discarded_on_failure(staging_dir: Path, *, acts: bool) -> Iterator[None]:
         raise
 
 
-def _check_visible(save: PendingCommit, parts: Sequence[Mapping[str, int]]) -> None:
-    """Raise SaveError if the head of a directory does not see the files of all its ranks.
+def _check_sizes(save: PendingCommit, barrier: SaveBarrier) -> None:
+    """Raise SaveError if this rank does not see the files of another one as that one does.
 
-    By name: their sizes are what the ranks that wrote them saw, and another size is found by the next load.
+    The other is half of their directory's ranks away, and so on another node wherever there are two or more.
     """
-    found = file_names(save.staging_dir)
-    here = {rank: part for rank, part in enumerate(parts) if save.heads[rank] == dist.get_rank()}
-    unseen = {rank: [name for name in part if name not in found] for rank, part in here.items()}
-    unseen = {rank: names for rank, names in unseen.items() if names}
-    if unseen:
-        first = min(unseen)
-        raise _not_committed(
+    mates = [rank for rank, head in enumerate(save.heads) if head == save.heads[dist.get_rank()]]
+    other = mates[(mates.index(dist.get_rank()) + len(mates) // 2) % len(mates)]
+    sizes = json.loads(barrier.note_of(other))
+    _require_seen(save, {other: [name for name, size in sizes.items() if file_size(save.staging_dir / name) != size]})
+
+
+def _require_seen(save: PendingCommit, unseen: Mapping[int, Sequence[str]]) -> None:
+    """Raise SaveError if there are files, by the rank that wrote them, that this rank does not see as that one does."""
+    ranks = [rank for rank, names in unseen.items() if names]
+    if ranks:
+        raise not_committed(
             save,
-            f"rank {dist.get_rank()} does not see what rank{'s' if len(unseen) > 1 else ''} "
-            f"{', '.join(map(str, unseen))} wrote "
-            f"({', '.join(unseen[first])}): the directory is not the same on all nodes (which "
+            f"rank {dist.get_rank()} does not see what rank{'s' if len(ranks) > 1 else ''} "
+            f"{', '.join(map(str, ranks))} wrote "
+            f"({', '.join(unseen[ranks[0]])}): the directory is not the same on all nodes (which "
             '"use_node_local_storage": true allows), or another save is using it',
         )
 
 
-def _not_committed(save: PendingCommit, why: str) -> SaveError:
+def not_committed(save: PendingCommit, why: str) -> SaveError:
     return SaveError(f"{save.tag_dir}: not committed: {why}. The tag is what it was before; `latest` is unchanged.")
 
 
@@ -269,32 +295,51 @@ def written_files(engine: Engine, save_dir: Path, tag: str) -> tuple[str, str]:
 
 
 def read_back(
-    model_path: Path,
-    optim_path: Path,
+    model_path: FilePath,
+    optim_path: FilePath,
     expected: Expected,
     *,
     format: CheckpointFormat,
     save_id: str,
     contents: Iterable[ParamContent],
+    through: Mapping[str, Blocks] | None = None,
 ) -> dict[str, str]:
     """The digest of the zip directory of each of a rank's files, by name.
 
-    ``contents`` are what the commit record is going to say. Raises CheckpointError or UnsupportedError for a file that
-    a load does not read, CheckpointError for one that does not say what is ``expected``.
+    ``contents`` are what the commit record is going to say. ``through`` has what this rank has written, by name, where
+    it is not on a disk: at stages 1 and 2 only one rank writes the module states. Raises CheckpointError or
+    UnsupportedError for a file that a load does not read, CheckpointError for one that does not say what is
+    ``expected``.
     """
     size, tp = expected.layout.world_size, expected.tp
-    with allow_globals(expected.allow_globals):
-        model = model_states_of(
-            read_torch_file(model_path, foreign="inert"), expected.rank, world_size=size, tp=tp if tp.size > 1 else None
-        )
-        shard = open_shard(optim_path, expected.rank, world_size=size, rigid_params=model.sub_groups, tp_rank=tp.rank)
     layout = expected.layout
     sub_groups = [
         [param for param, i in zip(layout.params, layout.sub_group.tolist(), strict=True) if i == number]
         for number in range(layout.num_sub_groups)
     ]
+    blocks = through if through is not None else {}
+    has_model = through is None or model_path.name in through
+    with allow_globals(expected.allow_globals):
+        model = (
+            model_states_of(
+                read_torch_file(model_path, foreign="inert", through=blocks.get(model_path.name)),
+                expected.rank,
+                world_size=size,
+                tp=tp if tp.size > 1 else None,
+            )
+            if has_model
+            else None
+        )
+        shard = open_shard(
+            optim_path,
+            expected.rank,
+            world_size=size,
+            rigid_params=sub_groups if model is None else model.sub_groups,
+            tp_rank=tp.rank,
+            through=blocks.get(optim_path.name),
+        )
     parts = [trained_part({shard.rank: shard}, shard)]
-    if (frozen := frozen_part({model.rank: model})) is not None:
+    if model is not None and (frozen := frozen_part({model.rank: model})) is not None:
         parts.append(frozen)
     found = {
         param.name: (param.shape, dict(part.dtypes[p]), {k: v.canonical() for k, v in part.scalars[p].items()})
@@ -310,33 +355,36 @@ def read_back(
         for content in contents
         if content.tp_rank == tp.rank
     }
-    for path, facts in (
-        (
-            model_path,
-            {
-                "the step": (model.global_steps, expected.global_steps),
-                "the trained parameters": ([list(table) for table in model.sub_groups], sub_groups),
-                "the frozen parameters": (
-                    _by_name(None if model.frozen is None else model.frozen.params),
-                    _by_name(expected.frozen),
-                ),
-            },
-        ),
-        (
-            optim_path,
-            {
-                "the format": (shard.format, format),
-                "the save id": (shard.save_id, save_id if format == "elastic" else None),
-                "the trained parameters": (list(shard.layout.params), list(layout.params)),
-                "the optimizer groups": ([group.params for group in shard.groups], list(expected.groups)),
-                "the state of parameters": _differing(found, want),
-            },
-        ),
-    ):
+    if model is None:
+        want = {name: facts for name, facts in want.items() if name in found}
+    of_model = {} if model is None else _facts_of_model(model, expected, sub_groups)
+    of_optimizer = {
+        "the format": (shard.format, format),
+        "the save id": (shard.save_id, save_id if format == "elastic" else None),
+        "the trained parameters": (list(shard.layout.params), list(layout.params)),
+        "the optimizer groups": ([group.params for group in shard.groups], list(expected.groups)),
+        "the state of parameters": _differing(found, want),
+    }
+    for path, facts in ((model_path, of_model), (optim_path, of_optimizer)):
         for what, (got, wanted) in facts.items():
             if got != wanted:
                 raise CheckpointError(f"{path}: {what} read back as {_brief(got)}; the run has {_brief(wanted)}.")
-    return {model_path.name: model.directory, optim_path.name: shard.directory}
+    directories = {} if model is None else {model_path.name: model.directory}
+    return {**directories, optim_path.name: shard.directory}
+
+
+def _facts_of_model(
+    model: ModelStates, expected: Expected, sub_groups: Sequence[Sequence[Param]]
+) -> dict[str, tuple[object, object]]:
+    """What a module states file says, and what it has to."""
+    return {
+        "the step": (model.global_steps, expected.global_steps),
+        "the trained parameters": ([list(table) for table in model.sub_groups], sub_groups),
+        "the frozen parameters": (
+            _by_name(None if model.frozen is None else model.frozen.params),
+            _by_name(expected.frozen),
+        ),
+    }
 
 
 def _by_name(params: Iterable[Param] | None) -> list[Param]:

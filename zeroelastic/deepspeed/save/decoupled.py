@@ -7,6 +7,7 @@ DeepSpeed's decoupled engine writes in a process of its own, and DeepSpeed waits
 from __future__ import annotations
 
 import logging
+import time
 import weakref
 from typing import Any
 
@@ -14,11 +15,14 @@ from deepspeed.runtime.checkpoint_engine import decoupled_checkpoint_engine as d
 
 from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.notices import notice
+from zeroelastic.deepspeed.save.after_save import AfterSave
 from zeroelastic.deepspeed.save.barrier import SaveBarrier
 from zeroelastic.deepspeed.save.commit import PendingCommit, commit, discarded_on_failure
 from zeroelastic.deepspeed.save.pending import Pending
+from zeroelastic.deepspeed.save.retention import removal_note
 from zeroelastic.distributed.collective import all_or_raise
 from zeroelastic.errors import SaveError
+from zeroelastic.monitoring.spans import span
 
 logger = logging.getLogger(__name__)
 
@@ -33,11 +37,12 @@ class DecoupledSave(Pending):
         engine: Engine,
         save: PendingCommit,
         commit_info: Any,
+        after: AfterSave,
         *,
         timeout_s: float,
     ) -> None:
         super().__init__(save.tag_dir)
-        self._engine, self._save, self._commit_info = weakref.ref(engine), save, commit_info
+        self._engine, self._save, self._commit_info, self._after = weakref.ref(engine), save, commit_info, after
         self._timeout_s, self._rank = timeout_s, engine.global_rank
         self.keep_until_exit()
 
@@ -53,6 +58,16 @@ class DecoupledSave(Pending):
         self.forget_at_exit()
         engine = self._engine()
         assert engine is not None
+        began = time.monotonic()
+        with self._after.failures(), self._after.below_its_span(), span("save.commit"):
+            nbytes = self._commit(engine)
+        self._after.waited(time.monotonic() - began)
+        self._after.committed(nbytes)
+        if self._rank == 0:
+            notice(logger, f"{self.tag_dir}: saved{removal_note(self._after.removed)}")
+
+    def _commit(self, engine: Engine) -> int:
+        """Wait for the writer, and commit; returns the bytes of the files, as ``commit``."""
         barrier = SaveBarrier(self.tag_dir, timeout_s=self._timeout_s)
         with discarded_on_failure(self._save.staging_dir, acts=self._save.acts), barrier.attribute_failures():
             try:
@@ -62,10 +77,9 @@ class DecoupledSave(Pending):
                 engine.checkpoint_engine.commit_info = None
                 raise
             all_or_raise(lambda: engine.checkpoint_engine.commit(self._commit_info))
-        commit(self._save, barrier)
+        nbytes = commit(self._save, barrier)
         barrier.close()
-        if self._rank == 0:
-            notice(logger, f"{self.tag_dir}: saved")
+        return nbytes
 
     def drop(self) -> None:
         """Log that it will never be committed."""

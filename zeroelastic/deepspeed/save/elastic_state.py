@@ -23,7 +23,7 @@ def elastic_state_dict(
     share_storage: bool = True,
     digests: torch.Tensor | None = None,
 ) -> dict[str, Any]:
-    """The optimizer's state in the elastic format (docs/format.md); its tensors are views of the live ones.
+    """The optimizer's state in the elastic format (docs/concepts/format.md); its tensors are views of the live ones.
 
     ``alias`` adds the stock nested ``optimizer_state_dict`` over the same storages, which makes the file loadable by
     stock DeepSpeed. Without ``share_storage`` (an engine that writes every tensor on its own) lean tensors are

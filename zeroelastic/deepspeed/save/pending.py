@@ -12,13 +12,13 @@ import logging
 import os
 import time
 from abc import ABC, abstractmethod
-from pathlib import Path
 
 import torch.distributed as dist
 
 from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.engine_state import state_of
 from zeroelastic.distributed.partners import require_partners
+from zeroelastic.io.paths import FilePath
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class Pending(ABC):
     """Seconds from the call of ``save_checkpoint`` to the end of the save, once it is finished. None for a decoupled
     save, which DeepSpeed finishes at the next step."""
 
-    def __init__(self, tag_dir: Path) -> None:
+    def __init__(self, tag_dir: FilePath) -> None:
         self.tag_dir, self._process = tag_dir, os.getpid()
 
     def is_own(self) -> bool:

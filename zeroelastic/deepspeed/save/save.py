@@ -7,7 +7,8 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -30,11 +31,12 @@ from zeroelastic.deepspeed.engine_state import lineage_of, link, state_of
 from zeroelastic.deepspeed.live.digests import LocalDigests, of_every_tp_rank, whole_contents
 from zeroelastic.deepspeed.live.kinds import covered_live, kind_of
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
-from zeroelastic.deepspeed.live.replicated import difference, replicated_facts
+from zeroelastic.deepspeed.live.replicated import difference, replicated_facts, token_of
 from zeroelastic.deepspeed.live.trained import listed_by_optimizer
 from zeroelastic.deepspeed.notices import notice
 from zeroelastic.deepspeed.options import Options
 from zeroelastic.deepspeed.patching import patched
+from zeroelastic.deepspeed.save.after_save import AfterSave
 from zeroelastic.deepspeed.save.background import (
     Background,
     BackgroundSave,
@@ -55,15 +57,25 @@ from zeroelastic.deepspeed.save.commit import (
 )
 from zeroelastic.deepspeed.save.decoupled import DecoupledSave, check_alive
 from zeroelastic.deepspeed.save.pending import finish_pending, track
+from zeroelastic.deepspeed.save.retention import removal_note, remove_old_tags
 from zeroelastic.deepspeed.save.shard_writer import DigestedShard, ShardWriter, shard_writer
-from zeroelastic.deepspeed.save.snapshot import Snapshot
+from zeroelastic.deepspeed.save.snapshot import HostMemory, Snapshot
+from zeroelastic.deepspeed.save.store import (
+    StoreSnapshot,
+    StoreTarget,
+    commit_to_store,
+    discarded,
+    refuse_in_store,
+    store_target,
+)
 from zeroelastic.deepspeed.storage_rules import directory_heads, one_module_writer, refuse_unwritable
-from zeroelastic.distributed.collective import all_gather_alike, all_or_raise
+from zeroelastic.distributed.collective import all_gather_of_or_raise, all_or_raise, collective_device
 from zeroelastic.distributed.partners import require_partners
 from zeroelastic.errors import SaveError, UnsupportedError, UsageError, ZeroElasticError, printable
-from zeroelastic.io.paths import absolute
+from zeroelastic.io.paths import FilePath, RemotePath, absolute, as_path, is_url
+from zeroelastic.monitoring.spans import span
 from zeroelastic.tags.leftovers import remove_dead
-from zeroelastic.tags.names import normal, stock_saves, why_not_saved
+from zeroelastic.tags.names import LATEST, normal, stock_saves, why_not_saved
 from zeroelastic.tags.tag_directory import make_staging_dir, staging_dir_of
 
 logger = logging.getLogger(__name__)
@@ -96,8 +108,12 @@ class _Asked:
     began: float
 
     @property
-    def directory(self) -> Path:
-        return Path(self.save_dir)
+    def directory(self) -> FilePath:
+        return as_path(self.save_dir)
+
+    @property
+    def tag_dir(self) -> FilePath:
+        return self.directory / self.tag
 
     def of(self, original: Method, engine: Engine, *, save_latest: bool | None = None) -> Any:
         """The same call of DeepSpeed's own method; ``save_latest``, if given, replaces the caller's."""
@@ -116,37 +132,46 @@ def save_checkpoint(
 ) -> Any:
     """DeepSpeed's save, the commit record, the tag, ``latest``: in that order, each durable before the next."""
     if kind_of(self.optimizer) is None or not save_dir:
+        if is_url(save_dir):
+            raise UnsupportedError(
+                f"{save_dir}: this save would be DeepSpeed's own, which writes to no URLs. To object stores "
+                "zeroelastic saves at ZeRO stages 1 to 3. Save to a directory, and copy it."
+            )
         return original(self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
     tag = normal(f"global_step{self.global_steps}" if tag is None else str(tag))
     began = time.monotonic()
-    named = str(Path(save_dir) / tag)
+    named = str(as_path(save_dir) / tag)
     save_dir = absolute(save_dir)
     require_partners()
     agree_on_options(self)
     finish_pending(self, before=f"the save of {tag}")
-    barrier = SaveBarrier(Path(save_dir) / tag, timeout_s=options_of(self).save_timeout_s)
-    barrier.wait("it was about to be saved")
-    with barrier.attribute_failures():
-        asked = _Asked(save_dir, tag, named, client_state, save_latest, exclude_frozen_parameters, began)
-        return _save(self, original, asked, barrier)
+    after = AfterSave(self, as_path(save_dir) / tag, tag, began=began)
+    with span("save", tag=tag, step=int(self.global_steps), ranks=dist.get_world_size()), after.failures():
+        barrier = SaveBarrier(as_path(save_dir) / tag, timeout_s=options_of(self).save_timeout_s)
+        with span("save.wait"):
+            barrier.wait("it was about to be saved")
+        with barrier.attribute_failures():
+            asked = _Asked(save_dir, tag, named, client_state, save_latest, exclude_frozen_parameters, began)
+            return _save(self, original, asked, barrier, after)
 
 
-def _save(engine: Engine, original: Method, asked: _Asked, barrier: SaveBarrier) -> Any:
+def _save(engine: Engine, original: Method, asked: _Asked, barrier: SaveBarrier, after: AfterSave) -> Any:
     """The save itself, when all ranks have come to it. Collective."""
     options = options_of(engine)
-    tag_dir = asked.directory / asked.tag
+    directory, tag_dir = asked.directory, asked.tag_dir
     decoupled = engine.checkpoint_engine.is_decoupled()
     if decoupled:
         engine._commit_decoupled_checkpoint()  # a save before this one that is not ours
     elastic = saves_elastic(engine)
     prepared = _prepare(engine, asked, elastic=elastic)
     if isinstance(prepared, ZeroElasticError):
-        if elastic or not stock_saves(asked.tag):
+        if elastic or not isinstance(tag_dir, Path) or not stock_saves(asked.tag):
             raise prepared
         if dist.get_rank() == 0:
             notice(logger, f"{tag_dir}: saved by DeepSpeed alone; no commit record is written: {prepared}")
         done = asked.of(original, engine)
-        all_or_raise(lambda: (tag_dir / RECORD_NAME).unlink(missing_ok=True))  # of a save that this one has overwritten
+        record = tag_dir / RECORD_NAME
+        all_or_raise(lambda: record.unlink(missing_ok=True))  # of a save that this one has overwritten
         return done
     live, client_state = prepared
     elastic = elastic and live.per_param  # DeepSpeed's own files of stages 1 and 2 have all that another size needs
@@ -155,21 +180,36 @@ def _save(engine: Engine, original: Method, asked: _Asked, barrier: SaveBarrier)
         check_alive(engine)
     background = _background(engine, live, options)
     save_id = new_save_id()
-    # Where symbolic links lead now: they may lead somewhere else when the save is put in place.
-    root, place = Path(os.path.realpath(asked.directory)), Path(os.path.realpath(tag_dir))
-    staging_dir = staging_dir_of(place, save_id)
-    heads = directory_heads(tag_dir) if engine.use_node_local_storage() else (0,) * dist.get_world_size()
-    with discarded_on_failure(staging_dir, acts=acts(heads)):
-        all_or_raise(lambda: _begin(root, place, save_id) if acts(heads) else None)
+    target = None
+    if isinstance(directory, RemotePath):
+        target = all_or_raise(lambda: store_target(directory, asked.tag, save_id, options))
+        root = place = staging_dir = target.staging_dir
+        heads: tuple[int, ...] = (0,) * dist.get_world_size()
+        here = replace(asked, save_dir=str(target.scratch))
+    else:
+        # Where symbolic links lead now: they may lead somewhere else when the save is put in place.
+        root, place = Path(os.path.realpath(directory)), Path(os.path.realpath(directory / asked.tag))
+        staging_dir, here = staging_dir_of(place, save_id), asked
+        heads = (0,) * dist.get_world_size()
+        if engine.use_node_local_storage():
+            heads = directory_heads(directory / asked.tag)
+    if acts(heads):
+        run = root if target is None else directory
+        after.remove_old = partial(remove_old_tags, run, asked.tag, options, over_nodes=any(heads))
+    with _discarded(target, staging_dir, heads), span("save.write"):
+        if target is not None:
+            all_or_raise(lambda: target.begin() if acts(heads) else None)
+        else:
+            all_or_raise(lambda: _begin(root, place, save_id) if acts(heads) else None)
         link(engine.optimizer, engine)
         with shard_writer(
             engine,
             live,
-            tag_dir=tag_dir,
+            tag_dir=Path(here.save_dir) / asked.tag,
             staging_dir=staging_dir,
             with_frozen=not asked.exclude_frozen_parameters,
             options=options,
-            writer=ShardWriter if background is None else partial(Snapshot, memory=background.memory),
+            writer=_writer(background, target),
         ) as shard:
             # A decoupled engine keeps the wish for ``latest`` until it commits; others would write it too early.
             latest = asked.save_latest and decoupled
@@ -179,7 +219,7 @@ def _save(engine: Engine, original: Method, asked: _Asked, barrier: SaveBarrier)
                 one_module_writer(engine, live, heads),
                 live.saving(engine, elastic=elastic, written=partial(barrier.wait, "its files were written")),
             ):
-                done = asked.of(original, engine, save_latest=latest)
+                done = here.of(original, engine, save_latest=latest)
             commit_info = engine.checkpoint_engine.commit_info
         save = PendingCommit(
             tag_dir=tag_dir,
@@ -198,31 +238,65 @@ def _save(engine: Engine, original: Method, asked: _Asked, barrier: SaveBarrier)
             ),
             train_batch_size=engine.train_batch_size(),
             lost_micro_batches=_warn_of_lost_micro_batches(engine, tag_dir),
-            written=written_files(engine, asked.directory, asked.tag),
+            written=written_files(engine, Path(here.save_dir), asked.tag),
             staging_dir=staging_dir,
             heads=heads,
             lineage=lineage_of(engine),
-            latest=root / "latest" if asked.save_latest else None,
+            latest=None if not asked.save_latest else directory / LATEST if target is not None else root / LATEST,
             fsync=options.fsync,
         )
         if background is not None:
             assert isinstance(shard, Snapshot)
             all_or_raise(shard.complete)
-            work = partial(_finish, live, shard, save, background, barrier)
+            after.returns()
+            work = partial(_finish, live, shard, save, background.group, barrier, target, after)
             track(engine, BackgroundSave(tag_dir, work, background.group, barrier, began=asked.began))
             return done
+        if target is not None:
+            assert isinstance(shard, Snapshot)
+            all_or_raise(shard.complete)
+    if target is not None:
+        assert isinstance(shard, Snapshot)
+        _finish(live, shard, save, None, barrier, target, after)
+        barrier.close()
+        _note_saved(asked, after)
+        return done
+    with _discarded(target, staging_dir, heads):
         contents, trained = _contents(live, shard.digests(), device=engine.device)
         save = replace(save, contents=contents, trained=trained)
         all_or_raise(live.sync)
     if decoupled:
-        track(engine, DecoupledSave(engine, save, commit_info, timeout_s=options.save_timeout_s))
+        after.returns()
+        track(engine, DecoupledSave(engine, save, commit_info, after, timeout_s=options.save_timeout_s))
         barrier.close()
         return done
-    commit(save, barrier)
+    with span("save.commit"):
+        nbytes = commit(save, barrier)
     barrier.close()
-    if dist.get_rank() == 0:
-        notice(logger, f"{tag_dir}: saved in {time.monotonic() - asked.began:.2f} s")
+    after.committed(nbytes)
+    _note_saved(asked, after)
     return done
+
+
+def _note_saved(asked: _Asked, after: AfterSave) -> None:
+    if dist.get_rank() == 0:
+        seconds = time.monotonic() - asked.began
+        notice(logger, f"{asked.tag_dir}: saved in {seconds:.2f} s{removal_note(after.removed)}")
+
+
+def _writer(background: Background | None, target: StoreTarget | None) -> Callable[..., ShardWriter]:
+    """What makes the writer of this rank's files."""
+    memory = HostMemory() if background is None else background.memory
+    if target is not None:
+        return partial(StoreSnapshot, memory=memory, target=target)
+    return ShardWriter if background is None else partial(Snapshot, memory=memory)
+
+
+@contextmanager
+def _discarded(target: StoreTarget | None, staging_dir: Path, heads: Sequence[int]) -> Iterator[None]:
+    """Remove what was made of a save when it fails."""
+    with discarded(target) if target is not None else discarded_on_failure(staging_dir, acts=acts(heads)):
+        yield
 
 
 def _background(engine: Engine, live: LiveOptimizer, options: Options) -> Background | None:
@@ -252,14 +326,31 @@ def _finish(
     live: LiveOptimizer,
     shard: Snapshot,
     save: PendingCommit,
-    background: Background,
+    group: dist.ProcessGroup | None,
     barrier: SaveBarrier,
+    target: StoreTarget | None,
+    after: AfterSave,
 ) -> None:
-    """Write, verify and commit a save whose snapshot is taken. Collective, over the group of the asynchronous saves."""
-    with discarded_on_failure(save.staging_dir, acts=save.acts), barrier.attribute_failures():
-        barrier.all_or_raise(shard.write, "its files were written")
-        contents, trained = _contents(live, shard.digests(), device=torch.device("cpu"), group=background.group)
-    commit(replace(save, contents=contents, trained=trained), barrier)
+    """Write, verify and commit a save whose snapshot is taken. Collective, over ``group``, the default one if None."""
+    with after.failures(), after.below_its_span(), span("save.background" if group else "save.finish", tag=save.tag):
+        with (
+            _discarded(target, save.staging_dir, save.heads),
+            barrier.attribute_failures(),
+            span("save.write"),
+        ):
+            barrier.all_or_raise(shard.write, "its files were written")
+            device = torch.device("cpu") if group is not None else collective_device()
+            contents, trained = _contents(live, shard.digests(), device=device, group=group)
+        save = replace(save, contents=contents, trained=trained)
+        with span("save.commit"):
+            if target is None:
+                nbytes = commit(save, barrier)
+            else:
+                assert isinstance(shard, StoreSnapshot)
+                nbytes = commit_to_store(save, shard, target, barrier)
+        after.committed(nbytes)
+    if after.removed and group is not None:
+        logger.info("%s: saved%s", save.tag_dir, removal_note(after.removed))
 
 
 def _prepare(
@@ -271,7 +362,8 @@ def _prepare(
     """
 
     def look() -> tuple[LiveOptimizer, dict[str, Any], dict[str, str]]:
-        problem = why_not_saved(asked.directory, asked.tag)
+        local = isinstance(asked.directory, Path)  # in a store one rank asks for all
+        problem = why_not_saved(asked.directory, asked.tag) if local or dist.get_rank() == 0 else None
         if problem is not None:
             raise UsageError(
                 f"{asked.directory}: nothing can be saved under the tag {printable(asked.tag)}: {problem}. Nothing was "
@@ -279,14 +371,18 @@ def _prepare(
             )
         live = covered_live(engine, engine.optimizer)
         refuse_unwritable(engine, live)
+        if not local:
+            refuse_in_store(engine, live)
         facts = replicated_facts(live)
         with listed_by_optimizer(engine, live.trained):
             client_state = checked_client_state(engine, asked.client_state)
         return live, client_state, facts | {"the step to save": str(saved_step(engine, client_state))}
 
     try:
-        live, client_state, facts = all_or_raise(look)
-        different = difference(facts, live.tp.rank)
+        (live, client_state, facts), outcomes = all_gather_of_or_raise(
+            look, lambda found: (token_of(found[2], found[0].tp.rank), asked.named)
+        )
+        different = difference(facts, [token for token, _ in outcomes])
     except (UnsupportedError, UsageError) as error:
         return error
     if different is not None:
@@ -296,7 +392,7 @@ def _prepare(
         return UnsupportedError(
             f"DeepSpeed's own files lack {lost}. Save with elastic_checkpoint on to have all of it."
         )
-    places = sorted(set(all_gather_alike(asked.named)))
+    places = sorted({named for _, named in outcomes})
     if len(places) > 1:
         return UsageError(
             f"the ranks save to different places ({', '.join(places[:3])}{' ...' if len(places) > 3 else ''}). A "
@@ -305,7 +401,7 @@ def _prepare(
     return live, client_state
 
 
-def _warn_of_lost_micro_batches(engine: Engine, tag_dir: Path) -> int:
+def _warn_of_lost_micro_batches(engine: Engine, tag_dir: FilePath) -> int:
     """How many micro batches wait in gradients, which DeepSpeed does not save; loudly, where there are any."""
     lost = accumulated_micro_batches(engine)
     if lost and dist.get_rank() == 0:

@@ -56,6 +56,7 @@ from zeroelastic.offline.reshard.source import (
 from zeroelastic.offline.reshard.target import reshard_target
 from zeroelastic.tags.locate import Source, find_source
 from zeroelastic.tags.names import LATEST_UNIVERSAL, read_latest, why_no_tag
+from zeroelastic.tags.not_there import not_a_directory
 from zeroelastic.torch_file.graph_reader import read_graph
 from zeroelastic.torch_file.header import TensorRef, TorchFile, read_torch_file
 from zeroelastic.torch_file.pickle_graph import entry, pairs_of
@@ -84,7 +85,7 @@ def find_universal(text: str | os.PathLike[str], *, tag: str | None = None) -> S
     if tag is None and os.path.isdir(path / ZERO_FOLDER):
         return _universal_source(path)
     if not os.path.isdir(path):
-        raise UsageError(f"{path}: no such directory.")
+        raise UsageError(not_a_directory(path))
     if tag is None:
         tag = read_latest(path, LATEST_UNIVERSAL)
         if tag is None:
@@ -94,9 +95,12 @@ def find_universal(text: str | os.PathLike[str], *, tag: str | None = None) -> S
             )
     problem = why_no_tag(tag)
     if problem is not None:
-        raise UsageError(f"{path}: {printable(tag)} is not the name of a tag: {problem}.")
+        raise UsageError(f"{path}: {printable(tag)} is not the name of a tag: {problem}. Give the name of a folder.")
     if not os.path.isdir(path / tag / ZERO_FOLDER):  # which has no error for a name that is too long
-        raise UsageError(f"{path}: has no Universal checkpoint {tag} (no folder {tag}/{ZERO_FOLDER}).")
+        raise UsageError(
+            f"{path}: has no Universal checkpoint {tag} (no folder {tag}/{ZERO_FOLDER}). Give the name of one with "
+            "--tag."
+        )
     return _universal_source(path / tag)
 
 
@@ -107,7 +111,7 @@ def _universal_source(tag_dir: Path) -> Source:
             f"{tag_dir}: has neither {WHOLE_MODEL} (stages 1 and 2) nor zero_pp_rank_0_{WHOLE_MODEL} (stage 3). The "
             "Universal checkpoint is incomplete."
         )
-    found = find_source(tag_dir)
+    found = find_source(tag_dir, universal=True)
     return Source(found.root, found.tag, found.tag_dir, found.tag, found.framework)
 
 

@@ -28,6 +28,7 @@ from zeroelastic.core.digest import ByteArray, ScalarValue
 from zeroelastic.errors import UnsupportedError
 from zeroelastic.executors.dispatch import DigestRows, ReadTable, read_segments
 from zeroelastic.executors.progress import ProgressFunction
+from zeroelastic.extras import require_torch
 from zeroelastic.offline.convert.copy_tensors import compare_digest, recorded_digests
 from zeroelastic.offline.convert.model_tensors import (
     Buffer,
@@ -83,9 +84,10 @@ def write_dcp(
 ) -> int:
     """Write the new directory ``target``; return how many digests agreed with the commit record.
 
-    Raises UsageError where the target exists, DigestMismatchError for state that is not what was saved, OSError. A
-    failure leaves nothing behind.
+    Raises UsageError where the target exists, MissingPackageError without torch, DigestMismatchError for state that is
+    not what was saved, OSError. A failure leaves nothing behind.
     """
+    require_torch("convert --to dcp")
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save

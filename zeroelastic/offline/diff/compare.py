@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from zeroelastic.checkpoint.optimizer_file import FP32, FROZEN
 from zeroelastic.checkpoint.saved_state import SavedState
 from zeroelastic.errors import UsageError
 from zeroelastic.executors.progress import ProgressFunction
+from zeroelastic.json_document import document
 from zeroelastic.offline.diff.tensors import (
     TensorDifference,
     compare_buffers,
@@ -52,26 +54,38 @@ class DiffReport:
         return tuple(tensor for tensor in self.tensors if not tensor.equal)
 
     @property
+    def weights(self) -> tuple[TensorDifference, ...]:
+        """The tensors that are weights of the model: master weights and frozen parameters."""
+        return tuple(tensor for tensor in self.tensors if tensor.key in (FP32, FROZEN))
+
+    @property
+    def weights_equal(self) -> bool:
+        """Whether both sides have the same weights, bit for bit."""
+        only = any(key in (FP32, FROZEN) for _, key in (*self.only_left, *self.only_right))
+        return not only and all(tensor.equal for tensor in self.weights)
+
+    @property
     def equal(self) -> bool:
         """Whether a run that resumes from one side is the run that resumes from the other."""
         return not (self.differing or self.only_left or self.only_right or self.state)
 
     def to_json(self) -> dict[str, object]:
-        """The document of ``zeroelastic diff --json``; docs/cli.md has its keys."""
-        return {
-            "equal": self.equal,
+        """The document of ``zeroelastic diff --json``; docs/reference/cli/diff.md has its keys."""
+        body = {
+            "weights_equal": self.weights_equal,
             "a": self.left,
             "b": self.right,
             "content_root": {"a": self.left_root, "b": self.right_root},
             "num_tensors": len(self.tensors),
             "num_equal": len(self.tensors) - len(self.differing),
-            "num_bytes": self.num_bytes,
+            "bytes_read": self.num_bytes,
             "tensors": [tensor.to_json() for tensor in self.differing],
             "only_a": [{"param": param, "key": key} for param, key in self.only_left],
             "only_b": [{"param": param, "key": key} for param, key in self.only_right],
             "state": [{"what": value.what, "a": value.left, "b": value.right} for value in self.state],
             "saving": [{"what": value.what, "a": value.left, "b": value.right} for value in self.saving],
         }
+        return document(body, ok=self.equal)
 
 
 def compare_checkpoints(
@@ -94,7 +108,10 @@ def compare_checkpoints(
     """
     found = compare_tensors(left, right, params, max_memory=max_memory, progress=progress)
     if found is None:
-        raise UsageError(f"{params!r} fits no parameter of {left.checkpoint.tag_dir} or {right.checkpoint.tag_dir}.")
+        raise UsageError(
+            f"{params!r} fits no parameter of {left.checkpoint.tag_dir} or {right.checkpoint.tag_dir}. Give a glob of "
+            "their names, or a part of them; `zeroelastic inspect --params` lists them."
+        )
     parts = [found]
     state = scalar_differences(left, right, params)
     if params is None:

@@ -29,14 +29,16 @@ class ElementStats:
     """What differs between ``num`` elements of two sides; sums over disjoint runs are made with ``+``.
 
     ``num_different`` counts elements of unequal bits (of unequal value, where the dtypes differ), ``num_nonfinite``
-    those of them where a side is infinite or no number. The others are in ``max_abs``, ``max_ulp`` (None where the
-    dtype has none) and ``square``, the sum of their squared differences. ``left_square`` sums the squares of the finite
+    those of them where a side is infinite or no number. The others are in ``max_abs``, in ``square``, the sum of their
+    squared differences, and, but for the ``num_sign_changed`` on two sides of zero, in ``max_ulp`` (None where the
+    dtype has none): all small numbers lie between those. ``left_square`` sums the squares of the finite
     elements of the left side; ``left_nan`` to ``right_inf`` count all elements that are so.
     """
 
     num: int = 0
     num_different: int = 0
     num_nonfinite: int = 0
+    num_sign_changed: int = 0
     max_abs: float = 0.0
     max_ulp: int | None = 0
     square: float = 0.0
@@ -62,7 +64,7 @@ def is_float(dtype: str) -> bool:
 
 def compare_elements(left: ByteArray, right: ByteArray, left_dtype: str, right_dtype: str) -> ElementStats:
     """Compare as many elements of ``left`` and ``right``, given as raw bytes; at most ``CHUNK`` at a time."""
-    left_bits, right_bits = _bits(left, left_dtype), _bits(right, right_dtype)
+    left_bits, right_bits = bits_of(left, left_dtype), bits_of(right, right_dtype)
     assert len(left_bits) == len(right_bits), "the sides have different numbers of elements"
     total = ElementStats(max_ulp=0 if left_dtype == right_dtype and is_float(left_dtype) else None)
     for at in range(0, len(left_bits), CHUNK):
@@ -76,30 +78,37 @@ def _compare(left: BitsArray, right: BitsArray, left_dtype: str, right_dtype: st
     ulps = 0 if same_dtype and is_float(left_dtype) else None
     with np.errstate(all="ignore"):
         if same_dtype and np.array_equal(left, right):
-            values = _values(left, left_dtype)
+            values = values_of(left, left_dtype)
             square = float(np.dot(values, values))
             nans = infs = 0
             if not np.isfinite(square):
                 finite, nans, infs = _kinds(values)
                 square = float(np.dot(values[finite], values[finite]))
-            return ElementStats(len(left), 0, 0, 0.0, ulps, 0.0, square, nans, infs, nans, infs)
-        x, y = _values(left, left_dtype), _values(right, right_dtype)
+            return ElementStats(
+                len(left), max_ulp=ulps, left_square=square,
+                left_nan=nans, left_inf=infs, right_nan=nans, right_inf=infs,
+            )  # fmt: skip
+        x, y = values_of(left, left_dtype), values_of(right, right_dtype)
         left_finite, left_nan, left_inf = _kinds(x)
         right_finite, right_nan, right_inf = _kinds(y)
         unequal = left != right if same_dtype else (x != y) & ~(np.isnan(x) & np.isnan(y))
         finite = left_finite & right_finite
         chosen = np.flatnonzero(unequal & finite)
-        max_abs, square = 0.0, 0.0
+        max_abs, square, num_sign_changed = 0.0, 0.0, 0
         if len(chosen):
             distance = _distances(left[chosen], right[chosen], x[chosen], y[chosen], left_dtype, right_dtype)
             max_abs, square = float(distance.max()), float(np.dot(distance, distance))
             if ulps is not None:
-                ulps = int(_ulps(left[chosen], right[chosen], left_dtype).max())
+                a, b = x[chosen], y[chosen]
+                alike = chosen[(a >= 0) & (b >= 0) | (a <= 0) & (b <= 0)]
+                num_sign_changed = len(chosen) - len(alike)
+                ulps = int(_ulps(left[alike], right[alike], left_dtype).max(initial=0))
         own = x if left_finite.all() else x[left_finite]
         return ElementStats(
             num=len(left),
             num_different=int(np.count_nonzero(unequal)),
             num_nonfinite=int(np.count_nonzero(unequal & ~finite)),
+            num_sign_changed=num_sign_changed,
             max_abs=max_abs,
             max_ulp=ulps,
             square=square,
@@ -119,12 +128,13 @@ def _kinds(values: Float64Array) -> tuple[npt.NDArray[np.bool_], int, int]:
     return finite, nans, others - nans
 
 
-def _bits(data: ByteArray, dtype: str) -> BitsArray:
+def bits_of(data: ByteArray, dtype: str) -> BitsArray:
+    """The elements as unsigned integers of their size."""
     bits: BitsArray = data.view(np.dtype(f"<u{DTYPE_BYTES[dtype]}"))
     return bits
 
 
-def _values(bits: BitsArray, dtype: str) -> Float64Array:
+def values_of(bits: BitsArray, dtype: str) -> Float64Array:
     """The elements as float64, which all dtypes but 64-bit integers fit in exactly."""
     values: Float64Array
     if dtype == "bfloat16":

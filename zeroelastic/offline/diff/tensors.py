@@ -70,6 +70,7 @@ class TensorDifference(NamedTuple):
             "num_elements": stats and stats.num,
             "num_different": stats and stats.num_different,
             "num_nonfinite": stats and stats.num_nonfinite,
+            "num_sign_changed": stats and stats.num_sign_changed,
             "max_abs": stats and _finite(stats.max_abs),
             "max_ulp": stats and stats.max_ulp,
             "norm": _finite(self.norm),

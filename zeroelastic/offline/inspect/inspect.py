@@ -30,7 +30,15 @@ from zeroelastic.core.layout import Param
 from zeroelastic.errors import CheckpointError, UnreadableError, UnsupportedError, some
 from zeroelastic.io.paths import FilePath
 from zeroelastic.io.storage import file_sizes
-from zeroelastic.offline.inspect.model import BufferInfo, GroupInfo, Inspection, ParamInfo, ParamKind, StateInfo
+from zeroelastic.offline.inspect.model import (
+    BufferInfo,
+    GroupInfo,
+    Inspection,
+    LayoutInfo,
+    ParamInfo,
+    ParamKind,
+    StateInfo,
+)
 from zeroelastic.offline.inspect.other_kinds import refuse_other_kinds
 from zeroelastic.tags.locate import Source
 from zeroelastic.torch_file.header import DTYPE_BYTES, TensorRef, read_torch_file
@@ -274,6 +282,7 @@ class _Inspector:
         found.stage = shard.stage
         found.train_batch_size = shard.train_batch_size or found.train_batch_size
         found.num_sub_groups = layout.num_sub_groups
+        found.layout = LayoutInfo("param" if shard.stage == 3 else "group", tuple(layout.sub_group_numel.tolist()))
         found.scaler = shard.scaler
         index = layout.index()
         found.groups = tuple(
@@ -328,13 +337,23 @@ class _Inspector:
                     dtypes: Mapping[str, str] = {key: tensor.dtype for key, tensor in saved.tensors.items()}
                     (trained if saved.trainable else frozen).append((param, dtypes))
         groups = {} if self.shard is None else {n: g for g, group in enumerate(self.shard.groups) for n in group.params}
+        places: dict[str, tuple[int, int]] = {}
+        if self.shard is not None:
+            layout = self.shard.layout
+            rows = zip(layout.params, layout.sub_group.tolist(), layout.in_buffer.tolist(), strict=True)
+            places = {param.name: (sub_group, offset) for param, sub_group, offset in rows}
         tables: tuple[tuple[ParamKind, list[tuple[Param, Mapping[str, str]]]], ...]
         tables = (("trained", trained), ("frozen", frozen))
         for kind, params in tables:
             for param, dtypes in params:
                 nbytes = param.numel * sum(DTYPE_BYTES[dtype] for dtype in dtypes.values()) if dtypes else None
                 group = groups.get(param.name) if kind == "trained" else None
-                views.append(ParamInfo(param.name, kind, param.shape, param.numel, nbytes, group, dtypes))
+                sub_group, offset = places.get(param.name, (None, None)) if kind == "trained" else (None, None)
+                views.append(
+                    ParamInfo(
+                        param.name, kind, param.shape, param.numel, nbytes, group, dtypes, None, sub_group, offset
+                    )
+                )
                 for key, dtype in dtypes.items():
                     have = found.state.get(key, StateInfo((), 0, 0))
                     found.state[key] = StateInfo(

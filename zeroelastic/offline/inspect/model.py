@@ -20,7 +20,8 @@ KINDS: tuple[ParamKind, ...] = ("trained", "frozen", "tied")
 class ParamInfo:
     """A parameter. ``nbytes`` is the size of all its tensors: None where no header was read, 0 where it is tied.
 
-    ``dtypes`` is by state key; ``group`` is the number of its optimizer group.
+    ``dtypes`` is by state key; ``group`` is the number of its optimizer group. ``sub_group`` and ``offset`` are its
+    place in the layout (LayoutInfo), None where it has none or no header was read.
     """
 
     name: str
@@ -31,6 +32,22 @@ class ParamInfo:
     group: int | None
     dtypes: Mapping[str, str]
     tied_to: str | None = None
+    sub_group: int | None = None
+    offset: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutInfo:
+    """How the trained parameters are cut over the ranks, all numbers in elements.
+
+    ``split`` "param": each rank has ``ceil(numel / world_size)`` elements of every parameter, at the parameter's
+    ``offset`` in the rank's buffer ``sub_group``. "group": the parameters of an optimizer group lie end to end, each
+    from its ``offset`` on, and the ranks have equal parts of that. ``sub_group_numel`` are the elements of each of one
+    rank's buffers, padding included.
+    """
+
+    split: Literal["param", "group"]
+    sub_group_numel: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +108,7 @@ class Inspection:
     train_batch_size: int | None = None
     sub_group_size: int | None = None
     num_sub_groups: int | None = None
+    layout: LayoutInfo | None = None
     state: dict[str, StateInfo] = field(default_factory=dict)
     scalars: dict[str, tuple[ScalarValue, ...]] = field(default_factory=dict)
     groups: tuple[GroupInfo, ...] = ()

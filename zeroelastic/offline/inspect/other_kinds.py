@@ -8,6 +8,7 @@ from zeroelastic.checkpoint.commit_record import RECORD_NAME
 from zeroelastic.checkpoint.listing import TagListing
 from zeroelastic.errors import CheckpointError, UnsupportedError
 from zeroelastic.io.paths import FilePath
+from zeroelastic.tags.other_formats import UNIVERSAL
 from zeroelastic.torch_file.header import read_torch_file
 
 
@@ -15,8 +16,7 @@ def refuse_other_kinds(listing: TagListing) -> None:
     """Raise UnsupportedError for a Universal checkpoint, and for one of ZeRO stage 0."""
     if listing.kind == "universal":
         raise UnsupportedError(
-            f"{listing.directory}: is a Universal checkpoint (ds_to_universal), which is loaded with DeepSpeed's "
-            '"checkpoint": {"load_universal": true}. zeroelastic reads the checkpoint that it was made from.'
+            f"{listing.directory}: is {UNIVERSAL}. zeroelastic reads the checkpoint that it was made from."
         )
     if listing.kind == "zero-1-2" and not listing.optim and RECORD_NAME not in listing.sizes:
         for name in listing.models.values():

@@ -134,7 +134,9 @@ def make_forecast(head: Head, world_size: int, *, stage: int | None = None) -> F
         forecast.bytes_read.max(), forecast.files.max()
     """
     if not 1 <= world_size <= MAX_WORLD_SIZE:
-        raise UsageError(f"a world size is a number from 1 to {MAX_WORLD_SIZE}, not {world_size}.")
+        raise UsageError(
+            f"a world size is a number from 1 to {MAX_WORLD_SIZE}, not {world_size}. Give --world-size another."
+        )
     saved, stage = head.world_size, stage or head.shard.stage
     layout, element_bytes = head.shard.layout, head.element_bytes
     target = target_layout(head, world_size, stage)

@@ -2,7 +2,7 @@
 
 Rank 0 alone has module states, with the whole weights. Source: ``DeepSpeedZeroOptimizer.state_dict`` with
 ``elastic_checkpoint`` off, ``BF16_Optimizer.state_dict``, ``DeepSpeedEngine._save_checkpoint`` and
-``_save_zero_checkpoint`` (DeepSpeed 0.19.8), docs/format.md.
+``_save_zero_checkpoint`` (DeepSpeed 0.19.8), docs/concepts/format.md.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from zeroelastic.byte_sizes import format_size
 from zeroelastic.checkpoint.commit_record import CheckpointFormat
 from zeroelastic.errors import UsageError
 from zeroelastic.offline.reshard.source import ReshardSource
@@ -40,7 +41,9 @@ class ReshardOptions:
         if self.stage not in (None, 0, 1, 2, 3):
             raise UsageError(f"there is no ZeRO stage {self.stage} to reshard to; give 0, 1, 2 or 3.")
         if self.max_memory < LEAST_MEMORY:
-            raise UsageError(f"at least {LEAST_MEMORY >> 20} MiB of memory are needed.")
+            raise UsageError(
+                f"--max-memory: at least {LEAST_MEMORY >> 20} MiB are needed, got {format_size(self.max_memory)}."
+            )
 
     @property
     def zero_options(self) -> dict[str, bool]:

@@ -1,7 +1,7 @@
 """The pickle graphs of one rank's files, rigid or elastic, as DeepSpeed's stage 3 would write them at a world size.
 
 Source: ``DeepSpeedEngine._save_checkpoint``, ``_save_zero_checkpoint`` and
-``DeepSpeedZeroOptimizer_Stage3._rigid_state_dict`` (DeepSpeed 0.19.8), docs/format.md.
+``DeepSpeedZeroOptimizer_Stage3._rigid_state_dict`` (DeepSpeed 0.19.8), docs/concepts/format.md.
 """
 
 from __future__ import annotations

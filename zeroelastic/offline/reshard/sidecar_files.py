@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zeroelastic.checkpoint.rng_files import derived_seed, reseed
-from zeroelastic.errors import CheckpointError, MissingFileError, some
+from zeroelastic.errors import CheckpointError, MissingFileError, counted, some
 from zeroelastic.io.paths import FilePath
 from zeroelastic.io.storage import file_size, file_sizes, folders, read_range
 from zeroelastic.tags.locate import Source
@@ -114,11 +114,11 @@ def _plan_generators(
             derived[name] = (per_rank[0], rank)
     new = world_size - len(kept)
     if kept:
-        notes.append(f"random number generators: those of {_ranks(len(kept))} are the saved ones")
+        notes.append(f"random number generators: those of {counted(len(kept), 'rank')} are the saved ones")
     if new:
-        notes.append(f"random number generators: {_ranks(new)} new, seeded from the checkpoint and the rank")
+        notes.append(f"random number generators: {counted(new, 'rank')} new, seeded from the checkpoint and the rank")
     if len(per_rank) > world_size:
-        notes.append(f"random number generators: those of {_ranks(len(per_rank) - world_size)} are dropped")
+        notes.append(f"random number generators: those of {counted(len(per_rank) - world_size, 'rank')} are dropped")
     if missing:
         notes.append(f"random number generators: none was saved for ranks {some([str(rank) for rank in missing])}")
 
@@ -181,7 +181,3 @@ def copy_file(origin: FilePath, path: Path) -> None:
             file.write(data)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _ranks(count: int) -> str:
-    return "1 rank" if count == 1 else f"{count} ranks"

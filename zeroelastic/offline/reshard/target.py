@@ -2,8 +2,8 @@
 
 At stage 3 the layout follows from the optimizer groups and ``sub_group_size``, as ``_create_fp16_sub_groups`` makes it;
 at stages 1 and 2 from the groups, ``round_robin_gradients`` and ``parameter_alignment``, as
-``DeepSpeedZeroOptimizer.__init__`` does, or as ``BF16_Optimizer`` without these two (DeepSpeed 0.19.8). docs/format.md
-describes all three. At stage 0 nothing is cut: one file has every tensor whole.
+``DeepSpeedZeroOptimizer.__init__`` does, or as ``BF16_Optimizer`` without these two (DeepSpeed 0.19.8).
+docs/concepts/format.md describes all three. At stage 0 nothing is cut: one file has every tensor whole.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from zeroelastic.checkpoint.optimizer_file import Shard
 from zeroelastic.checkpoint.optimizer_reader import open_shard
 from zeroelastic.checkpoint.saved_state import SavedPart, SavedTensor, frozen_part, shard_facts, trained_part
 from zeroelastic.core.digest import ParamContent, UInt64Array
-from zeroelastic.errors import CheckpointError, UnsupportedError, some
+from zeroelastic.errors import CheckpointError, UnsupportedError, counted, some
 from zeroelastic.io.paths import FilePath
 
 T = TypeVar("T", ModelStates, Shard)
@@ -220,9 +220,9 @@ class _HeaderCheck:
             if whole and rank >= world_size:  # of an earlier save
                 del self.models[rank]
             elif model.world_size != world_size:
+                saved_by = counted(model.world_size, "rank")
                 self._add(
-                    model.path.name,
-                    f"{model.path}: was saved by {model.world_size} ranks, most others by {world_size}. {_MIXED}",
+                    model.path.name, f"{model.path}: was saved by {saved_by}, most others by {world_size}. {_MIXED}"
                 )
                 del self.models[rank]
         return world_size

@@ -26,9 +26,11 @@ from zeroelastic.checkpoint.quarantine import MARK_NAME, Quarantine, read_mark
 from zeroelastic.core.digest import content_root
 from zeroelastic.core.layout import Int64Array
 from zeroelastic.distributed.processes import Processes
-from zeroelastic.errors import some
+from zeroelastic.errors import counted, some
 from zeroelastic.executors.progress import ProgressFunction
-from zeroelastic.io.paths import FilePath
+from zeroelastic.io.paths import FilePath, absolute
+from zeroelastic.json_document import document
+from zeroelastic.offline.verify.files import VerifiedFile, verified_files
 from zeroelastic.offline.verify.header_check import Problem, TagHeaders, check_headers
 from zeroelastic.offline.verify.payload_scan import (
     BadRecord,
@@ -48,9 +50,9 @@ class VerifyReport:
 
     ``quarantine`` is the mark of damage in the tag, also where no damage was found this time. ``content_root`` is
     computed from the files: None with ``quick``, or where not all of them could be read. ``recorded_root`` is that of
-    the commit record. ``num_bytes`` bytes were read, the CRC-32 of ``num_records`` records and the digests of
-    ``num_tensors`` tensors were computed. ``lifted``: the mark of damage was removed. ``read_seconds`` is the part of
-    ``seconds`` in which the payload was read, with all headers open.
+    the commit record. ``files`` are those that ranks have written, damaged or not. ``num_bytes`` bytes were read, the
+    CRC-32 of ``num_records`` records and the digests of ``num_tensors`` tensors were computed. ``lifted``: the mark of
+    damage was removed. ``read_seconds`` is the part of ``seconds`` in which the payload was read.
     """
 
     tag_dir: str
@@ -62,6 +64,7 @@ class VerifyReport:
     unchecked: tuple[str, ...]
     content_root: str | None = None
     recorded_root: str | None = None
+    files: tuple[VerifiedFile, ...] = ()
     num_files: int = 0
     num_params: int = 0
     num_tensors: int = 0
@@ -78,16 +81,26 @@ class VerifyReport:
         return not self.problems
 
     def to_json(self) -> dict[str, object]:
-        """The document of ``zeroelastic verify --json``; docs/cli.md has its keys."""
-        document = asdict(self)
-        return {
-            "valid": self.valid,
-            "checkpoint": document.pop("tag_dir"),
-            **document,
-            "problems": [problem._asdict() for problem in self.problems],
-            "seconds": round(self.seconds, 3),
-            "read_seconds": round(self.read_seconds, 3),
-        }
+        """The document of ``zeroelastic verify --json``; docs/reference/cli/verify.md has its keys."""
+        body = asdict(self)
+        return document(
+            {
+                "path": absolute(body.pop("tag_dir")),
+                "bytes_read": body.pop("num_bytes"),
+                **body,
+                "problems": [
+                    {"bytes" if key == "nbytes" else key: value for key, value in problem._asdict().items()}
+                    for problem in self.problems
+                ],
+                "files": [
+                    {"bytes" if key == "nbytes" else key: value for key, value in file._asdict().items()}
+                    for file in self.files
+                ],
+                "seconds": round(self.seconds, 3),
+                "read_seconds": round(self.read_seconds, 3),
+            },
+            ok=self.valid,
+        )
 
 
 def verify_checkpoint(
@@ -141,22 +154,23 @@ def _read_all(headers: TagHeaders, progress: ProgressFunction | None, processes:
 def damaged(name: str, sentence: str, *, quick: bool) -> VerifyReport:
     """The report on a checkpoint whose files cannot be opened at all."""
     mode: Literal["full", "quick"] = "quick" if quick else "full"
-    return VerifyReport(name, mode, None, 0, (Problem("", sentence),), (), ("everything else",))
+    return VerifyReport(name, mode, None, 0, (Problem("", sentence),), (), ("not checked: anything else",))
 
 
 def quick_report(headers: TagHeaders) -> VerifyReport:
     """The report on names, sizes and the commit record alone."""
     record = headers.record
     num_files = sum(len(headers.files(rank)) for rank in headers.ranks)
-    checked = [f"the files of all {headers.world_size} ranks are there"]
-    unchecked = ["headers and payload (--quick)"]
+    ranks = counted(headers.world_size, "rank")
+    checked = [f"the files of {ranks} are there"]
+    unchecked = ["not checked, because of --quick: headers and payload"]
     if record is not None:
         checked = [
-            f"the files of all {headers.world_size} ranks are there and have the sizes of the commit record",
+            f"the files of {ranks} are there and have the sizes of the commit record",
             "the commit record: its schema, and its content root against its own table",
         ]
     else:
-        unchecked.insert(0, "the sizes of files: there is no commit record")
+        unchecked.insert(0, "not checked, because there is no commit record: the sizes of files")
     if headers.problems:
         checked = []
     return _report(headers, None, headers.problems, checked, unchecked, None, num_files)
@@ -216,6 +230,7 @@ def _report(
         unchecked=(*unchecked, *headers.notes),
         content_root=root,
         recorded_root=None if record is None else record.content_root,
+        files=verified_files(headers),
         num_files=num_files,
         num_params=params,
         num_tensors=0 if scan is None else len(headers.tensors),
@@ -369,29 +384,34 @@ def _params_of_tensors(headers: TagHeaders) -> Int64Array:
 
 def _words(headers: TagHeaders, scan: RankScan, right: _Flags, comparable: _Flags) -> tuple[list[str], list[str]]:
     """The clauses of ``VerifyReport.checked`` and ``unchecked``."""
-    record, world_size, num_tensors = headers.record, headers.world_size, len(headers.tensors)
-    num_headers = len(headers.shards) + len(headers.models)
+    record, num_whole = headers.record, int(comparable.sum())
+    params = counted(sum(part.layout.num_params for part in headers.parts), "parameter")
     read = sum(len(headers.files(rank)) for rank in headers.ranks)
     checked = [
-        f"{read} of {headers.num_files} files of {world_size} ranks "
+        f"{read:,} of {headers.num_files:,} files of {counted(headers.world_size, 'rank')} "
         + ("are there with the sizes of the commit record" if record is not None else "are there"),
-        f"{num_headers} headers agree on {sum(part.layout.num_params for part in headers.parts)} parameters"
+        f"{len(headers.shards) + len(headers.models)} headers agree on {params}"
         + (" and with the commit record" if record is not None else ""),
-        f"CRC-32 of {scan.num_records - len(scan.bad_records)} of {scan.num_records} records right, in "
-        f"{scan.num_files} files read to the last byte",
+        f"CRC-32 of {scan.num_records - len(scan.bad_records)} of {counted(scan.num_records, 'record')} right, in "
+        f"{counted(scan.num_files, 'file')} read to the last byte",
     ]
     unchecked: list[str] = []
     if record is not None:
-        checked.append(f"digests of {int(right.sum())} of {num_tensors} tensors equal those of the commit record")
-        if not comparable.all():
-            unchecked.append(f"digests of {int((~comparable).sum())} tensors: not all of their parts could be read")
+        if comparable.all():
+            tensors = counted(num_whole, "tensor")
+        else:
+            tensors = f"{counted(num_whole, 'tensor')} that could be read in full"
+            left = counted(len(comparable) - num_whole, "tensor")
+            unchecked.append(f"not checked, because parts are missing or unreadable: the digests of {left}")
+        if num_whole:
+            checked.append(f"digests of {int(right.sum())} of {tensors} equal those of the commit record")
     else:
         unchecked.append(
-            "not comparable with what was saved: no commit record. An altered file whose checksums were computed anew "
-            "would not be noticed"
+            "not checked, because there is no commit record: whether this is what was saved; a file that was altered, "
+            "its checksums computed anew, would not be noticed"
         )
     if scan.tables:
-        checked.append(f"{len(scan.tables)} files' own digests against what they hold")
+        checked.append(f"the own digests of {counted(len(scan.tables), 'file')} against what is in them")
     if scan.unread:
-        unchecked.append(f"the payload of {some(scan.unread, 4)}")
+        unchecked.append(f"not checked: the payload of {some(scan.unread, 4)}")
     return checked, unchecked

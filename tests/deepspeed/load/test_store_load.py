@@ -1,0 +1,243 @@
+"""Loads from an object store in a training job: what a local load restores, each byte asked for once over all ranks."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from io_counts import build, state_bytes
+from s3_server import BUCKET, Request, S3Server, forget_clients, serve_s3
+from saves import Saver, check_resumed, save_once
+from training import Job, attempt, build_engine, look, resume
+
+from zeroelastic.elastic.resume import resume as elastic_resume
+from zeroelastic.testing import RankPool
+
+support = pytest.mark.support
+
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[S3Server]:
+    with serve_s3() as server:
+        yield server
+
+
+@pytest.fixture
+def calm(s3: S3Server) -> Iterator[S3Server]:
+    s3.requests.clear()
+    yield s3
+    s3.fault = None
+    forget_clients()
+
+
+@pytest.fixture(scope="module")
+def saved(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Saver:
+    return save_once(rank_pool, tmp_path_factory)
+
+
+# --- the same as a local load -----------------------------------------------------------------------------------------
+
+
+@support("Checkpoint engines and storage", "`load_checkpoint` from `s3://`, ZeRO stages 1 to 3", "exact")
+@pytest.mark.parametrize(
+    ("job", "save_world_size", "world_size"),
+    [
+        pytest.param(Job(), 4, 3, id="stage 3"),
+        pytest.param(Job(stage=2), 4, 3, id="stage 2"),
+        pytest.param(Job(), 3, 5, id="stage 3 up", marks=pytest.mark.extended),
+        pytest.param(Job(elastic=False, installed=False), 2, 3, id="rigid", marks=pytest.mark.extended),
+        pytest.param(Job(stage=1), 2, 3, id="stage 1", marks=pytest.mark.extended),
+        pytest.param(Job(options={"verify": "quick"}), 4, 1, id="unverified", marks=pytest.mark.extended),
+    ],
+)
+def test_a_load_from_s3_restores_what_a_local_one_does(
+    rank_pool: RankPool, saved: Saver, calm: S3Server, job: Job, save_world_size: int, world_size: int
+) -> None:
+    checkpoint = saved(job, save_world_size)
+    url = calm.upload(Path(checkpoint.directory), f"same-{Path(checkpoint.directory).name}")
+    outcomes = rank_pool.run(resume, world_size, job.other(installed=True), url)
+    check_resumed(checkpoint, outcomes, job)
+    report = outcomes[0].report
+    assert report.path == f"{url}/{checkpoint.tag_dir.name}" and report.saved_world_size == save_world_size
+    assert not any("node-local" in note for note in report.notes)
+    assert {request.method for request in calm.requests} <= {"GET", "HEAD"}
+    assert all(request.range for request in calm.payload_requests())
+    listings = [request for request in calm.requests if "list-type" in request.query]
+    assert len(listings) < 4 + world_size, "one rank lists for all"
+
+
+WIDTH = 768
+"""About 5 M parameters: headers are below 1 % of 57 MB."""
+
+
+def save_counted(directory: str, stage: int) -> None:
+    engine = build(True, False, stage=stage, width=WIDTH)
+    data = torch.ones(12 // torch.distributed.get_world_size(), WIDTH, dtype=torch.bfloat16)
+    engine.backward(engine(data).float().pow(2).mean())
+    engine.step()
+    engine.save_checkpoint(directory)
+
+
+def load_counted(url: str, stage: int) -> Any:
+    engine = build(True, False, stage=stage, width=WIDTH)
+    engine.load_checkpoint(url)
+    assert engine.zeroelastic_report.root_matches
+    return engine.zeroelastic_report
+
+
+@support("Checkpoint engines and storage", "each byte of a store read once, over all ranks", "exact", "at most 1.01")
+@pytest.mark.parametrize("stage", [3, pytest.param(2, marks=pytest.mark.extended)])
+def test_all_ranks_together_ask_for_each_byte_once(
+    rank_pool: RankPool, calm: S3Server, tmp_path: Path, stage: int
+) -> None:
+    rank_pool.run(save_counted, 4, str(tmp_path / "run"), stage)
+    url = calm.upload(tmp_path / "run", f"counted{stage}")
+    owned = state_bytes(tmp_path / "run")
+    reports = rank_pool.run(load_counted, 3, url, stage)
+    listed = calm.client().list_objects_v2(Bucket=BUCKET, Prefix=f"counted{stage}/")["Contents"]
+    sizes = {f"/{BUCKET}/{entry['Key']}": entry["Size"] for entry in listed}
+    asked = sum(min(request.nbytes, sizes.get(request.path, 0)) for request in calm.payload_requests())
+    assert owned <= asked <= 1.01 * owned, f"{asked / owned:.4f} of {owned / MIB:.1f} MiB"
+    assert reports[0].total_bytes_read <= 1.01 * owned
+    per_file = Counter(request.path for request in calm.payload_requests())
+    assert per_file[f"/{BUCKET}/counted{stage}/latest"] == 1
+    assert sum(count for path, count in per_file.items() if path.endswith("zeroelastic.json")) <= 2
+
+
+# --- what is refused, and what is fallen back to ----------------------------------------------------------------------
+
+
+def resume_elastically(job: Job, url: str, required: bool = False) -> tuple[Any, Any]:
+    engine = build_engine(job)
+    resumed = elastic_resume(engine, url, strict=False, required=required)
+    return resumed, look(engine)[0] if resumed.tag else None
+
+
+def test_resume_passes_over_a_damaged_tag_and_marks_it(
+    rank_pool: RankPool, saved: Saver, calm: S3Server, tmp_path: Path
+) -> None:
+    job = Job()
+    checkpoint = saved(job, 2)
+    for name in ("global_step3", "global_step4"):
+        shutil.copytree(checkpoint.tag_dir, tmp_path / name)
+    damaged = next((tmp_path / "global_step4").glob("*rank_1_*optim*"))
+    data = bytearray(damaged.read_bytes())
+    data[len(data) // 2] ^= 1
+    damaged.write_bytes(data)
+    url = calm.upload(tmp_path, "damaged")
+    calm.client().put_object(Bucket=BUCKET, Key="damaged/latest", Body=b"global_step4")
+    outcomes = rank_pool.run(resume_elastically, 3, job.other(), url)
+    for resumed, state in outcomes:
+        assert resumed.tag == "global_step3" and state == outcomes[0][1]
+        assert "global_step4" in resumed.passed_over[0]
+    listed = calm.client().list_objects_v2(Bucket=BUCKET, Prefix="damaged/global_step4/")
+    assert any(entry["Key"].endswith("zeroelastic-quarantine.json") for entry in listed["Contents"])
+
+
+def test_a_tag_with_the_mark_of_a_save_is_no_checkpoint(
+    rank_pool: RankPool, saved: Saver, calm: S3Server, tmp_path: Path
+) -> None:
+    checkpoint = saved(Job(), 2)
+    for name in ("global_step3", "global_step9"):
+        shutil.copytree(checkpoint.tag_dir, tmp_path / name)
+    (tmp_path / "global_step9" / "zeroelastic.json").unlink()
+    (tmp_path / "global_step9" / "zeroelastic-unfinished.json").write_text("{}")
+    url = calm.upload(tmp_path, "unfinished")
+    for kind, text in rank_pool.run(attempt, 2, Job().other(), url, tag="global_step9"):
+        assert kind == "CheckpointError" and "its save, or its removal, is on its way or did not finish" in text
+    outcomes = rank_pool.run(resume_elastically, 2, Job().other(), url)
+    assert {resumed.tag for resumed, _ in outcomes} == {"global_step3"}
+
+
+def refusals(url: str) -> dict[str, tuple[str, str]]:
+    """What loads and saves of a URL raise, of which nothing is ours to do or nothing is there."""
+    found: dict[str, tuple[str, str]] = {}
+
+    def note(what: str, action: Any) -> None:
+        try:
+            found[what] = ("", repr(action()))
+        except Exception as error:
+            found[what] = (type(error).__name__, str(error))
+
+    engine = build_engine(Job())
+    note("nothing", lambda: engine.load_checkpoint(f"{url}/nowhere"))
+    note("tag", lambda: engine.load_checkpoint(url, tag="global_step77"))
+    note("bucket", lambda: engine.load_checkpoint("s3://no-such-bucket/run", tag="global_step3"))
+    note("protocol", lambda: engine.load_checkpoint("nosuch://bucket/run"))
+    engine = build_engine(Job(stage=0, options={}))
+    note("stage 0", lambda: engine.load_checkpoint(url))
+    return found
+
+
+@support("Checkpoint engines and storage", "`load_checkpoint` of a URL that is DeepSpeed's own to load", "refused")
+def test_what_cannot_be_loaded_from_a_url_is_said(
+    rank_pool: RankPool, saved: Saver, calm: S3Server, tmp_path: Path
+) -> None:
+    url = calm.upload(Path(saved(Job(), 2).directory), "refused")
+    for found in rank_pool.run(refusals, 2, url, env={}):
+        assert found["nothing"] == ("", "(None, None)")
+        assert found["tag"][0] == "MissingFileError" and "has no tag global_step77" in found["tag"][1]
+        assert "global_step3" in found["tag"][1]
+        assert found["bucket"][0] == "MissingFileError" and "s3://no-such-bucket/run" in found["bucket"][1]
+        assert found["protocol"][0] == "UsageError" and "no file system of this name" in found["protocol"][1]
+        kind, text = found["stage 0"]
+        assert kind == "UnsupportedError" and "DeepSpeed's own, which reads no URLs" in text
+
+
+# --- faults ----------------------------------------------------------------------------------------------------------
+
+
+def test_faults_of_the_store_are_survived(rank_pool: RankPool, saved: Saver, calm: S3Server) -> None:
+    """Every ninth request fails once, in each of three ways."""
+    checkpoint = saved(Job(), 4)
+    url = calm.upload(Path(checkpoint.directory), "faulty")
+    number = iter(range(10**6))
+    faults = ["503", "cut", "503"]
+    calm.fault = lambda request: faults[n // 9 % 3] if (n := next(number)) % 9 == 4 else None
+    outcomes = rank_pool.run(resume, 3, Job().other(), url)
+    check_resumed(checkpoint, outcomes, Job())
+    assert next(number) > 20
+
+
+def test_a_store_that_fails_for_one_rank_is_one_error_on_all(rank_pool: RankPool, saved: Saver, calm: S3Server) -> None:
+    checkpoint = saved(Job(), 4)
+    url = calm.upload(Path(checkpoint.directory), "failing")
+    calm.fault = lambda request: "cut" if "rank_3_mp_rank_00_optim" in request.path else None
+    job = replace(Job(), options={"verify": True, "store_retries": 1}).other()
+    outcomes = rank_pool.run(attempt, 3, job, url)
+    assert len(set(outcomes)) == 1
+    kind, text = outcomes[0]
+    assert kind == "UnreadableError" and "rank_3_mp_rank_00_optim_states.pt" in text
+
+
+def test_a_tag_that_is_replaced_while_it_is_loaded_is_loaded_again(
+    rank_pool: RankPool, saved: Saver, calm: S3Server
+) -> None:
+    """Every object is replaced by that of another save under the same name, in the middle of the load."""
+    first, second = saved(Job(), 2), saved(Job(lr=3e-2), 2)
+    url = calm.upload(Path(first.directory), "replaced")
+    replaced, asked = threading.Lock(), itertools.count()
+
+    def fault(request: Request) -> None:
+        optimizer = request.method == "GET" and "_optim_states" in request.path
+        if optimizer and next(asked) == 12 and replaced.acquire(blocking=False):
+            for path in sorted(second.tag_dir.iterdir()):
+                calm.client().put_object(
+                    Bucket=BUCKET, Key=f"replaced/{second.tag_dir.name}/{path.name}", Body=path.read_bytes()
+                )
+
+    calm.fault = fault
+    outcomes = rank_pool.run(resume, 3, Job().other(), url)
+    assert replaced.locked()
+    assert {outcome.report.loaded_root for outcome in outcomes} == {second.root} != {first.root}
+    assert all(outcome.state == outcomes[0].state for outcome in outcomes)

@@ -1,0 +1,170 @@
+"""Every way of misusing a verb or a function that is known, as a table: what is given, and what the error has to name.
+
+``{ckpt}`` is a checkpoint of 4 ranks with the tags global_step2 and global_step4, ``{empty}`` an empty directory,
+``{file}`` a file, ``{stray}`` a directory with a tag and no ``latest``, ``{universal}`` a Universal checkpoint,
+``{events}`` an event log, ``{new}`` nothing yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+SOURCES = (
+    (["{new}"], "{new}"),
+    (["{empty}"], "{empty}"),
+    (["{file}"], "{file}"),
+    (["{stray}"], "{stray}"),
+    (["{universal}"], "{universal}"),
+    (["s3:/bucket/run"], "s3://bucket/run"),
+)
+"""What is no checkpoint, for every verb that takes one."""
+
+TAGGED = ((["{ckpt}", "--tag", "global_step3"], "global_step3"), (["{ckpt}", "--tag", "../x"], "../x"))
+
+READERS = {
+    "inspect": [],
+    "show": ["model.norm.weight"],
+    "verify": [],
+    "plan": ["-n", "2"],
+    "reshard": ["{new}/dst", "-n", "2"],
+    "export": ["{new}/dst"],
+    "convert": ["{new}/dst", "--to", "universal"],
+}
+"""The verbs that read one checkpoint, and what else they need."""
+
+OTHERS: dict[str, list[tuple[list[str], str]]] = {
+    "inspect": [],
+    "show": [
+        (["{ckpt}", "no.such.tensor"], "no.such.tensor"),
+        (["{ckpt}", "model.norm.weight", "--kind", "exp"], "exp"),
+        (["{ckpt}", "nothing*"], "nothing*"),
+    ],
+    "verify": [(["{ckpt}", "--quick", "--lift-quarantine"], "--lift-quarantine")],
+    "diff": [
+        (["{ckpt}", "{new}"], "{new}"),
+        (["{empty}", "{ckpt}"], "{empty}"),
+        (["{ckpt}", "{ckpt}", "--params", "nothing*"], "nothing*"),
+        (["{ckpt}", "{ckpt}", "--max-memory", "much"], "much"),
+        (["{ckpt}", "{ckpt}", "--max-memory", "1KiB"], "--max-memory"),
+    ],
+    "plan": [
+        (["{ckpt}", "-n", "0"], "0"),
+        (["{ckpt}"], "--world-size"),
+        (["{ckpt}", "-n", "2", "--bandwidth", "0"], "--bandwidth"),
+        (["{ckpt}", "-n", "2", "--bandwidth", "much"], "much"),
+        (["{ckpt}", "-n", "2", "--plot", "{new}/x.txt"], "x.txt"),
+        (["{ckpt}", "-n", "2", "--plot", "{file}.svg"], "{file}.svg"),
+        (["{ckpt}", "-n", "2", "--verb", "lod"], "lod"),
+    ],
+    "reshard": [
+        (["{ckpt}", "{empty}", "-n", "2"], "{empty}"),
+        (["{ckpt}", "{ckpt}", "-n", "2"], "{ckpt}"),
+        (["{ckpt}", "s3://bucket/x", "-n", "2"], "s3://bucket/x"),
+        (["{ckpt}", "{new}/dst", "-n", "2", "--max-memory", "1KiB"], "--max-memory"),
+        (["{ckpt}", "{new}/dst", "-n", "2", "--max-memory", "much"], "much"),
+        (["{ckpt}", "{new}/dst", "-n", "2", "--stage", "7"], "7"),
+        (["{ckpt}", "{new}/dst", "-n", "2", "--stage", "2", "--sub-group-size", "5"], "--sub-group-size"),
+        (["{ckpt}", "{new}/dst", "-n", "2", "--sub-group-size", "0"], "sub_group_size"),
+        (["{ckpt}", "{new}/dst", "-n", "2", "--round-robin-gradients"], "round_robin_gradients"),
+        (["{ckpt}", "{new}/dst", "-n", "2", "--stage", "2", "--format", "elastic"], "elastic"),
+        (["{ckpt}", "{new}/dst", "-n", "2", "--format", "other"], "other"),
+    ],
+    "export": [
+        (["{ckpt}", "{empty}"], "{empty}"),
+        (["{ckpt}", "gs://bucket/x"], "gs://bucket/x"),
+        (["{ckpt}", "{new}/dst", "--max-shard-size", "much"], "much"),
+        (["{ckpt}", "{new}/dst", "--max-shard-size", "0"], "--max-shard-size"),
+        (["{ckpt}", "{new}/dst", "--max-memory", "1KiB"], "--max-memory"),
+        (["{ckpt}", "{new}/dst", "--dtype", "int4"], "int4"),
+    ],
+    "convert": [
+        (["{ckpt}", "{empty}", "--to", "universal"], "{empty}"),
+        (["{ckpt}", "{new}/dst"], "--to"),
+        (["{ckpt}", "{new}/dst", "--to", "other"], "other"),
+        (["{ckpt}", "{new}/dst", "--from", "universal", "-n", "2"], "{ckpt}"),
+        (["{universal}", "{new}/dst", "--from", "universal"], "--world-size"),
+        (["{ckpt}", "{new}/dst", "--to", "universal", "-n", "2"], "--world-size"),
+        (["{ckpt}", "{new}/dst", "--to", "universal", "--from", "universal"], "--from"),
+        (["{ckpt}", "{new}/dst", "--to", "universal", "--max-memory", "1KiB"], "--max-memory"),
+    ],
+    "ls": [
+        (["{new}"], "{new}"),
+        (["{empty}"], "{empty}"),
+        (["{file}"], "{file}"),
+        (["{ckpt}/global_step2"], "global_step2"),
+    ],
+    "latest": [
+        (["{new}"], "{new}"),
+        (["{empty}"], "{empty}"),
+        (["{ckpt}", "--set", "global_step3"], "global_step3"),
+        (["{ckpt}", "--set", "global_step2", "--fix"], "--fix"),
+        (["{ckpt}", "--dry-run"], "--dry-run"),
+        (["{ckpt}/global_step2"], "global_step2"),
+    ],
+    "prune": [
+        (["{new}", "--keep", "1"], "{new}"),
+        (["{empty}", "--keep", "1"], "{empty}"),
+        (["{ckpt}"], "--keep"),
+        (["{ckpt}", "--keep", "0"], "--keep"),
+        (["{ckpt}", "--keep", "1", "--min-age", "soon"], "soon"),
+        (["{ckpt}", "--keep", "1"], "--yes"),
+        (["memory://bucket/run", "--keep", "1"], "memory://bucket/run"),
+        (["{ckpt}/global_step2", "--keep", "1"], "global_step2"),
+    ],
+    "prove": [
+        (["{new}", "-n", "2", "--", "{file}"], "{new}"),
+        (["{ckpt}", "-n", "2", "--", "{new}/train.py"], "{new}/train.py"),
+        (["{ckpt}", "-n", "2", "--", "-m"], "-m"),
+        (["{ckpt}", "-n", "4", "--", "{file}"], "4 ranks"),
+        (["{ckpt}", "-n", "0", "--", "{file}"], "rank"),
+        (["{ckpt}", "-n", "2", "--time-limit", "soon", "--", "{file}"], "soon"),
+        (["{ckpt}", "-n", "2", "--time-limit", "0", "--", "{file}"], "--time-limit"),
+        (["{ckpt}", "-n", "2", "--out", "{ckpt}", "--", "{file}"], "{ckpt}"),
+        (["{ckpt}", "-n", "2"], "SCRIPT"),
+    ],
+    "timeline": [
+        (["{new}"], "{new}"),
+        (["{file}"], "{file}"),
+        (["{events}", "--plot", "{new}/x.txt"], "x.txt"),
+        (["{events}", "--prometheus", "--json"], "--prometheus"),
+    ],
+    "doctor": [
+        (["--disk", "{new}"], "{new}"),
+        (["--disk", "{file}"], "{file}"),
+        (["--disk-size", "much"], "much"),
+        (["--disk-size", "1K"], "--disk-size"),
+    ],
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Misuse:
+    """A command line that asks for something impossible, and what its error has to name."""
+
+    verb: str
+    arguments: tuple[str, ...]
+    names: str
+
+    def __str__(self) -> str:
+        return " ".join((self.verb, *self.arguments))
+
+
+def cases() -> Iterator[Misuse]:
+    """All command lines of the tables."""
+    for verb, more in READERS.items():
+        for source, names in SOURCES:
+            yield Misuse(verb, (*source, *more), names)
+        for (source, *tag), names in TAGGED:
+            yield Misuse(verb, (source, *more, *tag), names)
+    for verb, table in OTHERS.items():
+        for arguments, names in table:
+            yield Misuse(verb, tuple(arguments), names)
+    for verb in OTHERS:
+        yield Misuse(verb, ("--no-such-option",), "--no-such-option")
+    yield Misuse("verfy", (), "verfy")
+
+
+def cases_of(verb: str) -> list[Misuse]:
+    """Those of one verb."""
+    return [case for case in cases() if case.verb == verb]

@@ -1,0 +1,141 @@
+"""What pages take from the code is what the code says, and every error, variable and verb has its place in them."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from documentation import anchors
+from places import ROOT
+
+from zeroelastic import errors
+from zeroelastic.cli.app import VERBS
+
+sys.path.insert(0, str(ROOT / "docs/tools"))
+import drawings
+import reference
+import stage
+
+DOCS = ROOT / "docs"
+PARTS = reference.parts()
+
+
+@pytest.mark.parametrize("page", PARTS)
+def test_a_page_has_what_the_code_says(page: str) -> None:
+    """After a change: ``make reference``."""
+    text = (ROOT / page).read_text()
+    assert reference.complete(page, text, PARTS[page]) == text
+
+
+def test_a_key_has_the_type_of_the_schema() -> None:
+    schema = reference.DOCUMENTS["inspect"].model_json_schema(by_alias=True)
+    assert reference.type_of("params[].shape", schema) == "list of integer"
+    assert reference.type_of("params[].tied_to", schema) == "text, or null"
+    assert reference.type_of("versions.NAME", schema) == "text, or null"
+    with pytest.raises(ValueError, match="the schema has no lost"):
+        reference.type_of("params[].lost", schema)
+    page = (DOCS / "reference/cli/ls.md").read_text()
+    wrong = page.replace("| `tags[].step` | integer, or null |", "| `tags[].step` | text |")
+    assert wrong != page and reference.with_types(wrong, "ls") == page
+    older = page.replace("| `tags[].step` | integer, or null |", "| `tags[].step` |")
+    assert reference.with_types(older, "ls") == page
+
+
+def test_a_part_that_a_page_does_not_have_is_found() -> None:
+    page = "# A page\n\n<!-- generated: options -->\nold\n<!-- end -->\n"
+    assert reference.written(page, {"options": "new"}) == page.replace("old", "new")
+    with pytest.raises(ValueError, match="0 places"):
+        reference.written(page, {"verbs": "new"})
+
+
+@pytest.mark.parametrize("name", drawings.files())
+def test_a_drawing_is_what_its_script_draws(name: str) -> None:
+    """After a change: ``make reference``."""
+    assert (DOCS / "assets" / name).read_text() == drawings.files()[name]
+
+
+def test_a_drawing_of_a_layout_shows_every_element_once() -> None:
+    svg = drawings.layout_stage3().svg()
+    shown = re.findall(r'"middle">(?:\w+ )?(\d+)(?:-(\d+))?</text>', svg.partition('class="zd-quiet"')[0])
+    elements = sum(int(last or first) - int(first) + 1 for first, last in shown)
+    assert elements == sum(param.numel for param in drawings.PARAMS)
+
+
+def test_every_error_class_has_an_entry() -> None:
+    classes = {
+        name
+        for name, value in vars(errors).items()
+        if inspect.isclass(value) and issubclass(value, errors.ZeroElasticError)
+    }
+    assert len(classes) > 15
+    headings = set(re.findall(r"^## (\w+)$", (DOCS / "reference/errors.md").read_text(), flags=re.MULTILINE))
+    assert headings == classes
+
+
+def test_an_entry_says_which_builtin_an_error_refines() -> None:
+    text = (DOCS / "reference/errors.md").read_text()
+    for entry in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
+        named = re.search(r"Also an? `(\w+)`", entry)
+        if named is not None:
+            kind = getattr(errors, entry.partition("\n")[0])
+            assert issubclass(kind, getattr(__import__("builtins"), named[1])), entry
+
+
+def test_every_environment_variable_has_an_entry() -> None:
+    used: set[str] = set()
+    for path in (ROOT / "zeroelastic").rglob("*.py"):
+        used |= set(re.findall(r"\bZEROELASTIC_[A-Z_]*[A-Z]\b(?!_)", path.read_text()))
+    used = {name for name in used if not name.endswith("_H")}
+    page = (DOCS / "reference/environment.md").read_text()
+    listed = set(re.findall(r"`(ZEROELASTIC_[A-Z_]+)`", page))
+    assert used <= listed and len(used) >= 5
+    assert listed <= used | {"ZEROELASTIC_BUILD_NATIVE", "ZEROELASTIC_BUILD_CUDA"}
+
+
+def test_every_verb_has_a_page_and_a_line_in_the_overview() -> None:
+    pages = {path.stem for path in (DOCS / "reference/cli").glob("*.md")} - {"index"}
+    assert pages == set(VERBS)
+    overview = (DOCS / "reference/cli/index.md").read_text()
+    assert all(f"]({verb}.md)" in overview for verb in VERBS)
+
+
+def test_options_link_to_headings_that_exist() -> None:
+    """Links in the descriptions of options are those of docs/reference/options.md."""
+    for path, _, anchor in (
+        match.partition("#") for match in re.findall(r"\]\(([^)]+)\)", (DOCS / "reference/options.md").read_text())
+    ):
+        target = DOCS / "reference" / path
+        assert target.is_file() and (not anchor or anchor in anchors(target))
+
+
+@pytest.mark.parametrize("word", ["rigid", "content root", "commit record", "sub-group", "plan", "digest"])
+def test_the_glossary_explains(word: str) -> None:
+    assert stage.glossary()[word] == word.replace(" ", "-")
+
+
+def test_the_first_use_of_a_word_becomes_a_link_and_no_other() -> None:
+    text = (
+        "# The digest\n\n`digest` and ![a digest](a.svg) [digest](b.md)\n\n```text\ndigest\n```\n\nDigests, a digest.\n"
+    )
+    made = stage.with_glossary(text, {"digest": "digest"}, "../glossary.md")
+    assert made == text.replace("Digests", "[Digests](../glossary.md#digest)")
+    assert stage.with_glossary(made, {"digest": "digest"}, "../glossary.md") == made
+
+
+def test_a_link_to_a_file_of_the_repository_becomes_one_to_a_page_of_the_site(tmp_path: Path) -> None:
+    todo: list[Path] = []
+    source = DOCS / "guides/zero2.md"
+    made = stage.with_links("[a](../../examples/demo.py) [b](lora.md#small) [c](https://d.e)", source, todo)
+    assert made == "[a](../source/examples/demo.py.md) [b](lora.md#small) [c](https://d.e)"
+    assert todo == [ROOT / "examples/demo.py", DOCS / "guides/lora.md"]
+    with pytest.raises(stage.MissingTargetError, match="nowhere"):
+        stage.with_links("[a](../nowhere.md)", source, todo)
+
+
+def test_the_beginning_of_a_page_describes_it() -> None:
+    text = '# Title\n\n![a](b.svg)\n\n```text\nx\n```\n\nSays **what** it [is](c.md): "short".\n\nMore.\n'
+    assert stage.description(text) == "Says what it is: 'short'."
+    assert len(stage.description("word " * 100)) <= 204

@@ -1,0 +1,254 @@
+"""`make docs`: the site builds without a warning, every link works, and everybody can read it, without a network."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from places import ROOT
+from site_pages import Page, read_page
+
+pytest.importorskip("zensical", reason="the generator of the site needs Python 3.11")
+pytestmark = [pytest.mark.extended, pytest.mark.starts_processes]
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+LEAST_CONTRAST = 4.5
+"""Of text and its background: level AA of the Web Content Accessibility Guidelines. Large text needs 3."""
+
+PAGES_TO_MEASURE = (
+    "index.html",
+    "concepts/layouts.html",
+    "guides/resize.html",
+    "reference/cli/plan.html",
+    "reference/api.html",
+    "troubleshooting.html",
+)
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site, built from a copy of the working tree; a warning fails."""
+    copy = tmp_path_factory.mktemp("site") / "repository"
+    tracked = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT, capture_output=True, text=True, timeout=60, check=True,
+    ).stdout.splitlines()  # fmt: skip
+    for name in tracked:
+        if (ROOT / name).is_file():
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, copy / name)
+    done = build(copy)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return copy / "site"
+
+
+def build(copy: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, copy / "docs/tools/build_site.py", "build"]
+    return subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=300, check=False)
+
+
+@pytest.fixture(scope="session")
+def pages(site: Path) -> dict[str, Page]:
+    """Every page by its path from the root of the site, those of the repository's files included."""
+    found = {str(path.relative_to(site)): read_page(path) for path in sorted(site.rglob("*.html"))}
+    assert len(found) > 100
+    return found
+
+
+def test_every_page_of_the_docs_is_on_the_site_and_in_its_navigation(pages: dict[str, Page]) -> None:
+    expected = {str(path.relative_to(ROOT / "docs").with_suffix(".html")) for path in (ROOT / "docs").rglob("*.md")}
+    assert expected <= set(pages)
+    navigation = set(re.findall(r'"([\w/.-]+)\.md"', (ROOT / "zensical.toml").read_text()))
+    assert {f"{name}.html" for name in navigation} >= expected
+
+
+def test_every_link_leads_to_a_file_and_to_a_place_in_it(pages: dict[str, Page], site: Path) -> None:
+    broken, inside = [], 0
+    for name, page in pages.items():
+        if name == "404.html":  # its links are those of a server's root
+            continue
+        for link in {*page.links, *page.loaded}:
+            if re.match(r"[a-z]+:", link) or not link:
+                continue
+            path, _, anchor = link.partition("#")
+            target = (page.path.parent / path.partition("?")[0]).resolve() if path else page.path
+            inside += 1
+            if not target.is_file() or not target.is_relative_to(site):
+                broken.append(f"{name}: {link}")
+            elif anchor and anchor not in pages[str(target.relative_to(site))].ids:
+                broken.append(f"{name}: {link} (no such place)")
+    assert not broken, broken[:20]
+    assert inside > 5000
+
+
+def test_nothing_is_loaded_from_other_servers(pages: dict[str, Page], site: Path) -> None:
+    for name, page in pages.items():
+        assert not [link for link in page.loaded if re.match(r"(https?:)?//", link)], name
+        assert "mermaid" not in page.classes, f"{name}: the script that draws these is fetched from another server"
+    styles = "".join(path.read_text() for path in site.rglob("*.css"))
+    assert not re.findall(r"url\(['\"]?(?:https?:)?//[^)]*\)|@import", styles)
+
+
+def test_every_page_has_a_title_a_description_and_headings_in_order(pages: dict[str, Page]) -> None:
+    titles: dict[str, str] = {}
+    for name, page in pages.items():
+        if name == "404.html":
+            continue
+        assert page.language == "en", name
+        assert page.title.strip(), name
+        assert titles.setdefault(page.title, name) == name, f"{name} and {titles[page.title]} have one title"
+        assert 20 <= len(page.description) <= 210, f"{name}: {page.description!r}"
+        levels = [level for level, _ in page.headings]
+        assert levels.count(1) == 1 and levels[0] == 1, f"{name}: {page.headings[:3]}"
+        jumps = [(a, b) for a, b in zip(page.headings, page.headings[1:], strict=False) if b[0] > a[0] + 1]
+        assert not jumps, f"{name}: {jumps}"
+        assert len(page.ids) == len(set(page.ids)), f"{name}: {[i for i in page.ids if page.ids.count(i) > 1][:5]}"
+
+
+def test_every_picture_has_a_text(pages: dict[str, Page]) -> None:
+    drawn = 0
+    for name, page in pages.items():
+        assert not page.pictures_without_text, name
+        for drawing in page.drawings:
+            named = drawing.get("aria-labelledby", "").split()
+            assert drawing.get("role") == "img" and named and set(named) <= set(page.ids), name
+            drawn += 1
+    assert drawn >= 7
+
+
+def test_the_words_of_the_glossary_are_links_where_they_are_first_used(pages: dict[str, Page]) -> None:
+    for name, anchors in {
+        "guides/resize.html": {"rank"},
+        "reference/cli/inspect.html": {"rank", "commit-record"},
+        "concepts/format.html": {"sub-group", "commit-record", "content-root", "digest", "rigid"},
+        "concepts/saving.html": {"tag", "commit-record"},
+    }.items():
+        linked = {link.partition("glossary.html#")[2] for link in pages[name].links if "glossary.html#" in link}
+        assert anchors <= linked, f"{name}: {linked}"
+
+
+def test_the_api_has_types_and_every_public_function(site: Path) -> None:
+    html = (site / "reference/api.html").read_text()
+    import zeroelastic
+
+    functions = [name for name in zeroelastic.__all__ if name[0].islower() and not name.startswith("_")]
+    headings = set(re.findall(r'<h3 id="[\w.]*?(\w+)"', html))
+    assert set(functions) <= headings, set(functions) - headings
+    assert "world_size" in html and "ResumeReport" in html and "::</p>" not in html
+
+
+def test_a_broken_link_fails_the_build(tmp_path: Path) -> None:
+    """With the settings of the site but its navigation; one page, so that it is quick."""
+    shutil.copytree(ROOT / "docs/tools", tmp_path / "docs/tools")
+    settings = re.sub(r"^nav = \[.*?^\]$", "", (ROOT / "zensical.toml").read_text(), flags=re.DOTALL | re.MULTILINE)
+    (tmp_path / "zensical.toml").write_text(settings)
+    page = tmp_path / "build/pages/index.md"
+    page.parent.mkdir(parents=True)
+    for text, status in (("[there](#one)", 0), ("[lost](#two)", 1), ("[lost](two.md)", 1)):
+        page.write_text(f"# Page\n\n## One\n\n{text}\n")
+        program = "import build_site; raise SystemExit(build_site.generator('build', '--strict', '--clean'))"
+        environment = {**os.environ, "PYTHONPATH": f"{tmp_path / 'docs/tools'}{os.pathsep}{ROOT}"}
+        command = [sys.executable, "-c", program]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == status, f"{text}: {done.stdout[-2000:]}{done.stderr[-2000:]}"
+
+
+MEASURE = """
+<style>* { transition: none !important }</style><pre id="measured"></pre><script>
+function rgb(text) {
+  const numbers = text.match(/[\\d.]+/g).map(Number);
+  return numbers.length < 4 ? [...numbers, 1] : numbers;
+}
+function over(top, below) {
+  return [0, 1, 2].map(i => top[i] * top[3] + below[i] * (1 - top[3]));
+}
+function luminance(colour) {
+  const [r, g, b] = colour.map(v => v / 255).map(v => v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+}
+function behind(element) {
+  const layers = [];
+  for (let at = element; at; at = at.parentElement) layers.push(rgb(getComputedStyle(at).backgroundColor));
+  return layers.reverse().reduce((below, top) => over(top, below), [255, 255, 255]);
+}
+function fillBehind(element) {
+  const box = element.getBoundingClientRect();
+  const x = box.x + box.width / 2, y = box.y + box.height / 2;
+  let colour = behind(element.closest("svg"));
+  for (const shape of element.closest("svg").querySelectorAll("rect")) {
+    const area = shape.getBoundingClientRect();
+    if (area.left <= x && x <= area.right && area.top <= y && y <= area.bottom)
+      colour = over(rgb(getComputedStyle(shape).fill), colour);
+  }
+  return colour;
+}
+window.addEventListener("load", () => {
+  const bad = [];
+  let measured = 0;
+  for (const scheme of ["default", "slate"]) {
+    document.body.setAttribute("data-md-color-scheme", scheme);
+    const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+    while (walker.nextNode()) {
+      const text = walker.currentNode.textContent.trim(), element = walker.currentNode.parentElement;
+      const style = getComputedStyle(element), svg = element.closest("svg");
+      if (!text || ["SCRIPT", "STYLE", "TITLE", "DESC", "NOSCRIPT"].includes(element.tagName.toUpperCase())) continue;
+      if (!element.getClientRects().length || style.visibility === "hidden") continue;
+      let opacity = 1;
+      for (let at = element; at; at = at.parentElement) opacity *= Number(getComputedStyle(at).opacity);
+      if (opacity < 0.05) continue;
+      const below = svg ? fillBehind(element) : behind(element);
+      const ink = rgb(svg ? style.fill : style.color);
+      ink[3] *= opacity;
+      const [a, b] = [luminance(over(ink, below)), luminance(below)].sort((x, y) => y - x);
+      const size = parseFloat(style.fontSize), large = size >= 24 || (size >= 18.66 && Number(style.fontWeight) >= 700);
+      const ratio = (a + 0.05) / (b + 0.05);
+      measured += 1;
+      if (ratio < (large ? 3 : LEAST)) bad.push([scheme, text.slice(0, 40), element.className.toString(),
+                                                  ratio.toFixed(2), style.color, below.map(Math.round).join()]);
+    }
+  }
+  document.getElementById("measured").textContent = JSON.stringify({measured, bad});
+});
+</script>
+"""
+
+
+@pytest.mark.parametrize("name", PAGES_TO_MEASURE)
+def test_text_can_be_read_in_both_schemes(site: Path, name: str, tmp_path: Path) -> None:
+    """Measured in a browser: every text of the page against what is painted behind it."""
+    measured, bad = measure((site / name).read_text(), site / name, tmp_path)
+    assert measured > 60 and not bad, bad[:20]
+
+
+def test_pale_text_is_noticed(site: Path, tmp_path: Path) -> None:
+    html = (site / "faq.html").read_text().replace("</head>", "<style>.md-typeset p{color:#999}</style></head>")
+    _, bad = measure(html, site / "faq.html", tmp_path)
+    assert len(bad) > 10
+
+
+def measure(html: str, beside: Path, directory: Path) -> tuple[int, list[list[str]]]:
+    """How many texts a page has, and those with too little contrast."""
+    browser = next((path for path in map(shutil.which, BROWSERS) if path is not None), None)
+    if browser is None:
+        pytest.skip("there is no Chromium")
+    page = beside.with_name(f"measured-{beside.name}")
+    page.write_text(html.replace("</body>", MEASURE.replace("LEAST", str(LEAST_CONTRAST)) + "</body>"))
+    command = [
+        *(browser, "--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files"),
+        *(f"--user-data-dir={directory / 'profile'}", "--window-size=1300,2000", "--virtual-time-budget=5000"),
+        *("--dump-dom", page.as_uri()),
+    ]
+    try:
+        shown = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True).stdout
+    finally:
+        page.unlink()
+    found = re.search(r'<pre id="measured">(\{.*?\})</pre>', shown, flags=re.DOTALL)
+    assert found is not None, shown[-2000:]
+    result = json.loads(found[1].replace("&amp;", "&").replace("&lt;", "<").replace("&gt;", ">"))
+    return result["measured"], result["bad"]

@@ -1,0 +1,67 @@
+"""Without torch: what works does, and what needs it says how to install it. The wheel's test shows both for real."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from commands import run_command
+from places import GOLDEN
+
+import zeroelastic
+from zeroelastic import MissingPackageError
+
+HOW = "which is not installed. Install it: pip install 'zeroelastic[train]'."
+
+
+@pytest.fixture
+def no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zeroelastic.extras.find_spec", lambda name: None)
+
+
+@pytest.fixture
+def ckpt(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(GOLDEN / "elastic2", tmp_path / "ckpt"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        (["convert", "ckpt", "dcp", "--to", "dcp"], "convert --to dcp"),
+        (["prove", "ckpt", "--world-size", "3", "--", "train.py"], "prove"),
+    ],
+)
+def test_a_verb_that_needs_torch_names_the_extra(no_torch: None, ckpt: Path, arguments: list[str], what: str) -> None:
+    (ckpt.parent / "train.py").touch()
+    done = run_command(*arguments, cwd=ckpt.parent)
+    assert done.returncode == 1 and f"error: {what} needs PyTorch, {HOW}" in done.stderr
+    assert sorted(path.name for path in ckpt.parent.iterdir()) == ["ckpt", "train.py"], "nothing was written"
+
+
+def test_several_processes_need_torch_to_meet(no_torch: None, ckpt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    done = run_command("verify", ckpt, "--distributed")
+    assert done.returncode == 1 and f"error: --distributed needs PyTorch, {HOW}" in done.stderr
+
+
+def test_a_tensor_of_the_library_becomes_an_array_but_no_torch_tensor(no_torch: None, ckpt: Path) -> None:
+    with zeroelastic.open(ckpt) as opened:
+        tensor = opened[next(iter(opened))]
+        assert tensor.numpy().shape == tensor.shape
+        with pytest.raises(MissingPackageError, match=r"^torch\(\) needs PyTorch, .*zeroelastic\[train\]"):
+            tensor.torch()
+
+
+@pytest.mark.parametrize(
+    "code",
+    ["import zeroelastic.elastic", "zeroelastic.resume", "import zeroelastic.run", "from zeroelastic import resume"],
+)
+def test_what_trains_names_the_extra_when_it_is_imported(code: str) -> None:
+    what = "zeroelastic.run" if code.endswith("run") else "zeroelastic.elastic"
+    script = f"import sys, zeroelastic, zeroelastic.extras as extras\nextras.find_spec = lambda name: None\n{code}"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1 and done.stderr.endswith(f"MissingPackageError: {what} needs PyTorch, {HOW}\n")

@@ -1,0 +1,219 @@
+"""``prune`` and ``latest`` where the run is in an object store: removed for good, set back, repaired."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from places import ROOT
+from s3_server import BUCKET, S3Server, forget_clients, serve_s3
+from synthetic import write_checkpoint
+
+import zeroelastic
+from zeroelastic.checkpoint.unfinished import UNFINISHED_NAME, new_mark
+from zeroelastic.core.layout import Param
+from zeroelastic.deepspeed.options import parse_options
+from zeroelastic.distributed.process_identity import machine
+from zeroelastic.errors import CheckpointError, UsageError
+from zeroelastic.io.paths import as_path
+from zeroelastic.tags.candidates import going_on_from, list_run
+from zeroelastic.tags.store_leftovers import remove_dead_saves
+
+support = pytest.mark.support
+
+STEPS = (1, 2, 3, 4)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[S3Server]:
+    with serve_s3() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A local run of four tags."""
+    root = tmp_path_factory.mktemp("run")
+    for step in STEPS:
+        write_checkpoint(
+            root / f"global_step{step}", world_size=2, groups=[(Param("w", (5,)),)], record=True, step=step
+        )
+    (root / "latest").write_text("global_step4")
+    return root
+
+
+@pytest.fixture
+def url(server: S3Server, run: Path, request: pytest.FixtureRequest) -> str:
+    """The run in a store, with other objects beside it."""
+    found = server.upload(run, f"{request.node.name}/run")
+    server.client().put_object(Bucket=BUCKET, Key=f"{request.node.name}/run2/file", Body=b"x")
+    forget_clients()
+    return found
+
+
+def keys(server: S3Server, url: str) -> set[str]:
+    prefix = url.removeprefix(f"s3://{BUCKET}/")
+    found = server.client().list_objects_v2(Bucket=BUCKET, Prefix=f"{prefix}/").get("Contents", [])
+    return {entry["Key"].removeprefix(f"{prefix}/") for entry in found}
+
+
+def begin_upload(server: S3Server, url: str, name: str) -> None:
+    prefix = url.removeprefix(f"s3://{BUCKET}/")
+    client = server.client()
+    made = client.create_multipart_upload(Bucket=BUCKET, Key=f"{prefix}/{name}")
+    client.upload_part(Bucket=BUCKET, Key=f"{prefix}/{name}", UploadId=made["UploadId"], PartNumber=1, Body=b"x" * 100)
+
+
+def open_uploads(server: S3Server, url: str) -> list[str]:
+    prefix = url.removeprefix(f"s3://{BUCKET}/")
+    found = server.client().list_multipart_uploads(Bucket=BUCKET, Prefix=f"{prefix}/").get("Uploads", [])
+    return [entry["Key"] for entry in found]
+
+
+def mark(server: S3Server, url: str, tag: str, owner: str, began_at: float) -> None:
+    prefix = url.removeprefix(f"s3://{BUCKET}/")
+    data = {"work": "save", "save_id": "", "owner": owner, "began_at": began_at}
+    server.client().put_object(Bucket=BUCKET, Key=f"{prefix}/{tag}/{UNFINISHED_NAME}", Body=json.dumps(data).encode())
+
+
+DEAD = f"{machine()} 4194304 1"
+"""A process of this machine that does not run."""
+ELSEWHERE = "another machine/pid:[1] 7 8"
+
+
+@support("Checkpoint engines and storage", "`prune` and `latest --fix`, `--set` on `s3://`", "exact")
+def test_prune_removes_old_tags_and_nothing_else(server: S3Server, url: str) -> None:
+    before = keys(server, url)
+    planned = zeroelastic.prune(url, keep=2)
+    assert [decision.tag.name for decision in planned.plan.removals] == ["global_step1", "global_step2"]
+    assert keys(server, url) == before, "a dry run removes nothing"
+    report = zeroelastic.prune(url, keep=2, dry_run=False)
+    assert report.removed == ("global_step1", "global_step2") and report.freed_nbytes > 0 and not report.failed
+    gone = {key for key in before if key.startswith(("global_step1/", "global_step2/"))}
+    assert keys(server, url) == before - gone
+    assert server.client().get_object(Bucket=BUCKET, Key=url.removeprefix(f"s3://{BUCKET}/") + "2/file")
+    assert zeroelastic.latest(url, quick=True).tag.name == "global_step4"
+    json.dumps(report.to_json())
+
+
+def test_a_tag_that_changed_or_that_latest_names_by_now_is_kept(server: S3Server, url: str) -> None:
+    planned = zeroelastic.prune(url, keep=1)
+    prefix = url.removeprefix(f"s3://{BUCKET}/")
+    server.client().put_object(Bucket=BUCKET, Key=f"{prefix}/global_step2/more", Body=b"1")
+    server.client().put_object(Bucket=BUCKET, Key=f"{prefix}/latest", Body=b"global_step3")
+    from zeroelastic.library.prune import carry_out
+
+    report = carry_out(planned)
+    assert report.removed == ("global_step1",)
+    reasons = {decision.tag.name: report.reason(decision) for decision in planned.plan.removals}
+    assert "changed" in reasons["global_step2"] and "latest names it" in reasons["global_step3"]
+
+
+def test_a_removal_that_is_cut_short_leaves_no_checkpoint_and_is_finished(server: S3Server, url: str) -> None:
+    prefix = url.removeprefix(f"s3://{BUCKET}/")
+    mark(server, url, "global_step4", DEAD, time.time())
+    server.client().delete_object(Bucket=BUCKET, Key=f"{prefix}/global_step4/zeroelastic.json")
+    forget_clients()
+    with pytest.raises(CheckpointError, match="its save, or its removal, is on its way or did not finish"):
+        from zeroelastic.checkpoint.open import open_checkpoint
+
+        open_checkpoint(f"{url}/global_step4")
+    assert zeroelastic.latest(url, quick=True).tag.name == "global_step3"
+    report = zeroelastic.prune(url, keep=9, dry_run=False)
+    assert report.removed == ("global_step4",)
+    assert not [key for key in keys(server, url) if key.startswith("global_step4/")]
+
+
+@pytest.mark.parametrize(
+    ("owner", "age_s", "removed"),
+    [(DEAD, 0.0, True), (ELSEWHERE, 0.0, False), (ELSEWHERE, 7200.0, True), ("alive", 9999.0, False)],
+    ids=["dead", "elsewhere", "elsewhere, long ago", "alive"],
+)
+def test_what_saves_left_goes_and_what_runs_stays(
+    server: S3Server, url: str, owner: str, age_s: float, removed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if owner == "alive":
+        owner = _identity_of_parent()
+    begin_upload(server, url, "global_step9/file.pt")
+    mark(server, url, "global_step9", owner, time.time() - age_s)
+    if age_s:  # the uploads and the mark's object are as old
+        now = time.time
+        monkeypatch.setattr(time, "time", lambda: now() + age_s)
+    forget_clients()
+    remove_dead_saves(as_path(url))
+    assert bool(open_uploads(server, url)) is not removed
+    assert any(key.endswith(UNFINISHED_NAME) for key in keys(server, url)) is not removed
+    report = zeroelastic.prune(url, keep=9, dry_run=False)
+    assert not removed or not report.removed
+    found = [(item.name, item.remove) for item in report.plan.unfinished]
+    assert found == ([] if removed else [("global_step9", False)])
+
+
+def _identity_of_parent() -> str:
+    from zeroelastic.distributed.process_identity import identity
+
+    return identity(os.getppid())
+
+
+def test_the_mark_of_this_process_is_its_own() -> None:
+    found = new_mark("save", "1")
+    assert found.is_own and found.life == "lives"
+
+
+def test_latest_is_set_back_and_repaired(server: S3Server, url: str) -> None:
+    report = zeroelastic.latest(url, set_to="global_step2")
+    assert report.found.written
+    prefix = url.removeprefix(f"s3://{BUCKET}/")
+    assert server.client().get_object(Bucket=BUCKET, Key=f"{prefix}/latest")["Body"].read() == b"global_step2"
+    root = as_path(url)
+    tags = list_run(root).tags
+    assert tags[going_on_from(root, tags)].name == "global_step2", "a resume does not go back to where it was set"
+    assert zeroelastic.latest(url, quick=True).tag.name == "global_step2"
+    server.client().put_object(Bucket=BUCKET, Key=f"{prefix}/latest", Body=b"gone")
+    assert zeroelastic.latest(url, quick=True, fix=True).tag.name == "global_step4"
+    assert server.client().get_object(Bucket=BUCKET, Key=f"{prefix}/latest")["Body"].read() == b"global_step4"
+    with pytest.raises(UsageError, match="has no tag nowhere"):
+        zeroelastic.latest(url, set_to="nowhere")
+
+
+def test_prune_says_the_same_of_a_store_as_of_a_disk(server: S3Server, url: str, run: Path, tmp_path: Path) -> None:
+    shutil.copytree(run, tmp_path / "run")
+    damaged = "global_step3/zero_pp_rank_0_mp_rank_00_model_states.pt"
+    (tmp_path / "run" / damaged).unlink()
+    server.client().delete_object(Bucket=BUCKET, Key=f"{url.removeprefix(f's3://{BUCKET}/')}/{damaged}")
+    forget_clients()
+    said = []
+    for where in (str(tmp_path / "run"), url):
+        report = zeroelastic.prune(where, keep=2, invalid=True, min_age=0)
+        said.append([(d.tag.name, d.remove, d.valid, d.reason.replace(where, "")) for d in report.plan.decisions])
+    assert said[0] == said[1]
+
+
+def test_the_commands_and_options_of_the_page_are_right(server: S3Server, url: str, tmp_path: Path) -> None:
+    (page,) = (ROOT / "docs").rglob("object-stores.md")
+    found = re.findall(r"^```(\w+)\n(.*?)^```$", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    for config in (text for language, text in found if language == "json"):
+        assert parse_options(json.loads(config)).retries.number == 8
+    commands = [
+        line
+        for language, text in found
+        if language == "text"
+        for line in text.splitlines()
+        if line.startswith("zeroelastic ")
+    ]
+    assert len(commands) >= 4
+    for command in commands:
+        _, *arguments = command.replace("s3://bucket/run", url).split()
+        done = subprocess.run(
+            [sys.executable, "-m", "zeroelastic", *arguments],
+            cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, f"{command}: {done.stderr}"

@@ -1,0 +1,56 @@
+"""Options that several verbs have: ``--tag``, whose values the shell completes, ``--json``, ``--quiet``..."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def complete_tag(context: typer.Context, incomplete: str) -> list[str]:
+    """The tags of the directory that the command line names; none for a URL, or where nothing can be listed."""
+    given = context.params.get("src") or context.params.get("directory")
+    left = (word for word in context.args if not word.startswith("-"))  # not assigned yet: the line ends in --tag
+    root = Path(given or next(left, ".")).expanduser()
+    try:
+        return sorted(name for name in os.listdir(root) if name.startswith(incomplete) and _is_tag(root / name))
+    except OSError:
+        return []
+
+
+def _is_tag(folder: Path) -> bool:
+    """Whether ranks have files in a folder, or a Universal checkpoint its parameters. Opens no file."""
+    from zeroelastic.checkpoint.file_names import is_rank_file
+
+    try:
+        return any(name == "zero" or is_rank_file(name) for name in os.listdir(folder))
+    except OSError:
+        return False
+
+
+TagOption = Annotated[
+    str | None,
+    typer.Option(
+        "--tag",
+        metavar="TAG",
+        autocompletion=complete_tag,
+        help="Which tag, where SRC is the directory above; default: what latest names.",
+    ),
+]
+
+HtmlOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--html", metavar="FILE", help="Also write a report for a browser: one .html file, nothing beside it."
+    ),
+]
+
+ForceOption = Annotated[bool, typer.Option("--force", help="Replace the file of --html, if there is one.")]
+
+PlotForceOption = Annotated[bool, typer.Option("--force", help="Replace the files of --plot and --html.")]
+
+QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress on stderr.")]
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]

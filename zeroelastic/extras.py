@@ -1,0 +1,28 @@
+"""What training needs and the offline verbs do not: the extra "train" of the distribution, and the error without it."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from zeroelastic.errors import MissingPackageError
+
+INSTALL_TRAIN = "pip install 'zeroelastic[train]'"
+
+
+def torch_is_there() -> bool:
+    """Whether PyTorch can be imported; does not import it."""
+    return find_spec("torch") is not None
+
+
+def torch_missing(what: str) -> MissingPackageError:
+    """The error of ``what`` where PyTorch is not installed; it says how to install it."""
+    return MissingPackageError(f"{what} needs PyTorch, which is not installed. Install it: {INSTALL_TRAIN}.")
+
+
+def require_torch(what: str) -> None:
+    """Raise MissingPackageError where PyTorch is not installed; imports nothing. Example::
+
+    require_torch("convert --to dcp")
+    """
+    if not torch_is_there():
+        raise torch_missing(what)

@@ -1,0 +1,129 @@
+"""``zeroelastic.ls``: all checkpoints of a run, newest first, with what saved each and whether it can be resumed."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_head
+from zeroelastic.checkpoint.listing import TagListing, list_tag
+from zeroelastic.checkpoint.quarantine import read_mark
+from zeroelastic.errors import CheckpointError, UnreadableError, UnsupportedError
+from zeroelastic.io.paths import as_path
+from zeroelastic.json_document import document
+from zeroelastic.tags.candidates import list_run, named_latest
+from zeroelastic.tags.commit_order import Tag
+from zeroelastic.torch_file.header import read_torch_file
+
+Status = Literal["committed", "no record", "incomplete", "quarantined", "universal", "unreadable"]
+"""``no record``: all files are there, and nothing to verify them with, as DeepSpeed saves. ``incomplete``: files are
+missing. ``quarantined``: a load found it damaged."""
+
+
+@dataclass(frozen=True, slots=True)
+class TagInfo:
+    """A checkpoint of the run; a field is None where it is not known. ``saved_at`` is in seconds since 1970.
+
+    ``path`` is its tag directory, ``folder`` the ``checkpoint-N`` around it, or the same.
+    """
+
+    tag: str
+    path: str
+    folder: str
+    step: int | None
+    world_size: int | None
+    stage: int | None
+    bytes: int
+    saved_at: float | None
+    status: Status
+    why: str | None
+    latest: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ListReport:
+    """The checkpoints of a directory, newest first; ``latest`` is the tag that the file ``latest`` names."""
+
+    directory: str
+    latest: str | None
+    tags: tuple[TagInfo, ...]
+
+    def to_json(self) -> dict[str, object]:
+        """The document of ``zeroelastic ls --json``; docs/reference/cli/ls.md has its keys."""
+        body = {"directory": self.directory, "latest": self.latest, "tags": [asdict(tag) for tag in self.tags]}
+        return document(body, ok=True)
+
+
+def ls(directory: str | os.PathLike[str]) -> ListReport:
+    """List the checkpoints of a run, newest first: step, ranks, ZeRO stage, size, time, and whether they are committed.
+
+    Reads names, sizes, the first lines of each commit record, and one header of a tag where that alone tells. Raises
+    UsageError where there are none, UnreadableError.
+
+    Example::
+
+        import zeroelastic
+        print([(tag.tag, tag.step, tag.status) for tag in zeroelastic.ls("ckpt").tags])
+    """
+    root = as_path(directory)
+    if isinstance(root, Path):
+        root = Path(os.path.abspath(root))
+    run = list_run(root)
+    latest = None if run.in_folders else named_latest(root)[0]
+    return ListReport(str(root), latest, tuple(_describe(tag, latest) for tag in run.tags))
+
+
+def _describe(tag: Tag, latest: str | None) -> TagInfo:
+    status: Status
+    world_size, stage, nbytes, why = None, None, 0, tag.unfinished
+    try:
+        listing = list_tag(tag.tag_dir)
+        nbytes = sum(listing.sizes.values())
+        world_size, stage = _world_size(listing), _stage(listing)
+        mark = read_mark(tag.tag_dir)
+        if mark is not None:
+            status, why = "quarantined", mark.sentence
+        elif listing.kind == "universal":
+            status, stage = "universal", None
+        elif tag.unfinished is not None or listing.missing(world_size)[0]:
+            status = "incomplete"
+        else:
+            status = "committed" if RECORD_NAME in listing.sizes else "no record"
+    except (CheckpointError, UnsupportedError, UnreadableError) as error:
+        status, why = "unreadable", str(error)
+    return TagInfo(
+        tag=tag.name,
+        path=str(tag.tag_dir),
+        folder=str(tag.path),
+        step=tag.step,
+        world_size=world_size,
+        stage=stage,
+        bytes=nbytes,
+        saved_at=tag.saved_at or None,
+        status=status,
+        why=why,
+        latest=tag.name == latest,
+    )
+
+
+def _world_size(listing: TagListing) -> int:
+    """The ranks that the commit record states, or else those that have files."""
+    if RECORD_NAME in listing.sizes:
+        stated = read_head(listing.directory / RECORD_NAME).get("world_size")
+        if type(stated) is int:
+            return stated
+    return listing.num_ranks
+
+
+def _stage(listing: TagListing) -> int | None:
+    """The ZeRO stage: by the names of files at stage 3; 1 and 2 differ in the header of an optimizer file alone."""
+    if listing.kind != "zero-1-2":
+        return 3
+    if not listing.optim:
+        return 0
+    root = read_torch_file(listing.directory / listing.optim[min(listing.optim)]).root
+    state = root.get("optimizer_state_dict") if isinstance(root, dict) else None
+    stage = state.get("zero_stage", 1) if isinstance(state, dict) else None
+    return stage if type(stage) is int else None

@@ -1,0 +1,20 @@
+"""Where people watch a job: observers of saves and loads, the metrics made of them, Prometheus text, spans.
+
+    observers    ``subscribe``: functions that get the report of every save, load and start of a job
+    metrics      the table of all metrics, and the values that a report gives
+    pending      metrics of one engine, kept until the main thread logs them
+    prometheus   the Prometheus text format, and the file that rank 0 keeps for a textfile collector
+    job_metrics  the metrics of a whole job, from its event log
+    spans        OpenTelemetry spans, where the program has set up OpenTelemetry
+
+The figures are those of ``zeroelastic.report`` and of the event log; nothing here measures anything. Imports neither
+torch nor deepspeed. Read ``observers``, then ``metrics``.
+"""
+
+from __future__ import annotations
+
+from zeroelastic.monitoring.metrics import metrics_of
+from zeroelastic.monitoring.observers import subscribe
+from zeroelastic.report import Report, ResumeReport, SaveReport, StartReport
+
+__all__ = ["Report", "ResumeReport", "SaveReport", "StartReport", "metrics_of", "subscribe"]

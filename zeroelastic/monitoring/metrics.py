@@ -1,0 +1,152 @@
+"""The table of all metrics, by their names in trackers and for Prometheus, and the values that a report gives.
+
+docs/guides/monitoring.md has this table; ``metrics_table`` writes it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from zeroelastic.report import Report, ResumeReport, SaveReport
+
+PREFIX = "zeroelastic/"
+
+Kind = Literal["counter", "gauge"]
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One metric. ``tracker`` is its name in a tracker without ``PREFIX``, ``prometheus`` its name for Prometheus.
+
+    Either is None where the metric makes no sense there. ``job``: it is also in ``zeroelastic timeline --prometheus``.
+    """
+
+    tracker: str | None
+    prometheus: str | None
+    kind: Kind
+    unit: str
+    help: str
+    file: bool = True
+    job: bool = False
+
+
+METRICS = (
+    Metric(None, "zeroelastic_saves_total", "counter", "saves", "Committed saves.", job=True),
+    Metric(
+        "save/stall_s",
+        "zeroelastic_save_stall_seconds_total",
+        "counter",
+        "seconds",
+        "Time that the training loop waited for saves.",
+        job=True,
+    ),
+    Metric(
+        "save/seconds",
+        "zeroelastic_save_seconds_total",
+        "counter",
+        "seconds",
+        "Time from the call of save_checkpoint to the commit.",
+    ),
+    Metric(
+        "save/bytes",
+        "zeroelastic_save_bytes_total",
+        "counter",
+        "bytes",
+        "Size of the saved files of all ranks.",
+        job=True,
+    ),
+    Metric("save/bytes_per_s", None, "gauge", "bytes per second", "Bytes of a save by the seconds that it took."),
+    Metric("save/failed", "zeroelastic_save_failures_total", "counter", "saves", "Saves that were not committed."),
+    Metric(
+        "save/removed_tags", "zeroelastic_removed_tags_total", "counter", "tags", 'Older tags that "keep" has removed.'
+    ),
+    Metric(None, "zeroelastic_last_save_step", "gauge", "steps", "Optimizer steps at the last committed save."),
+    Metric(
+        None,
+        "zeroelastic_last_save_timestamp_seconds",
+        "gauge",
+        "seconds since 1970",
+        "When the last save was committed.",
+        job=True,
+    ),
+    Metric(None, "zeroelastic_loads_total", "counter", "loads", "Checkpoints that were loaded."),
+    Metric("load/seconds", "zeroelastic_load_seconds_total", "counter", "seconds", "Time that loads took.", job=True),
+    Metric("load/bytes", "zeroelastic_load_bytes_total", "counter", "bytes", "Bytes that all ranks read in loads."),
+    Metric("load/bytes_per_s", None, "gauge", "bytes per second", "Bytes of a load by the seconds that it took."),
+    Metric(
+        "load/from_ranks", "zeroelastic_load_from_ranks", "gauge", "ranks", "Ranks that saved what was loaded last."
+    ),
+    Metric("load/to_ranks", "zeroelastic_load_to_ranks", "gauge", "ranks", "Ranks that loaded it."),
+    Metric("job/resume_s", "zeroelastic_resume_seconds_total", "counter", "seconds", "Time of resume().", job=True),
+    Metric("job/restarts", "zeroelastic_restarts_total", "counter", "restarts", "Restarts of the job.", job=True),
+    Metric(
+        "job/lost_steps", "zeroelastic_lost_steps_total", "counter", "steps", "Steps that were trained again.", job=True
+    ),
+    Metric(
+        None,
+        "zeroelastic_restart_seconds_total",
+        "counter",
+        "seconds",
+        "Time from the end of a start to the first step of the next, by phase.",
+        file=False,
+        job=True,
+    ),
+    Metric(None, "zeroelastic_ranks", "gauge", "ranks", "Ranks of the last start.", file=False, job=True),
+    Metric(None, "zeroelastic_step", "gauge", "steps", "The last step in the event log.", file=False, job=True),
+    Metric(
+        None,
+        "zeroelastic_start_timestamp_seconds",
+        "gauge",
+        "seconds since 1970",
+        "When the job was started for the first time.",
+        file=False,
+        job=True,
+    ),
+)
+
+
+def metrics_of(report: Report) -> dict[str, float]:
+    """The metrics of a report by the names that trackers show: ``{"zeroelastic/save/stall_s": 0.8, ...}``.
+
+    A value that is not known is left out.
+    """
+    found: dict[str, float | None]
+    if isinstance(report, SaveReport):
+        found = {"save/stall_s": report.stall_seconds, "save/failed": float(report.error is not None)}
+        if report.error is None:
+            found |= {
+                "save/seconds": report.seconds,
+                "save/bytes": report.bytes,
+                "save/bytes_per_s": _rate(report.bytes, report.seconds),
+                "save/removed_tags": len(report.removed),
+            }
+    elif isinstance(report, ResumeReport):
+        found = {
+            "load/seconds": report.seconds,
+            "load/bytes": report.total_bytes_read,
+            "load/bytes_per_s": _rate(report.total_bytes_read, report.seconds),
+            "load/from_ranks": report.saved_world_size,
+            "load/to_ranks": report.world_size,
+        }
+    else:
+        found = {
+            "job/resume_s": report.seconds,
+            "job/restarts": report.restarts,
+            "job/lost_steps": report.lost_steps,
+        }
+    return {f"{PREFIX}{name}": float(value) for name, value in found.items() if value is not None}
+
+
+def metrics_table() -> str:
+    """The metrics as the Markdown table of docs/guides/monitoring.md."""
+    rows = ["| in a tracker | for Prometheus | unit | what it is |", "|---|---|---|---|"]
+    for metric in METRICS:
+        tracker = "" if metric.tracker is None else f"`{PREFIX}{metric.tracker}`"
+        prometheus = "" if metric.prometheus is None else f"`{metric.prometheus}`"
+        rows.append(f"| {tracker} | {prometheus} | {metric.unit} | {metric.help} |")
+    return "\n".join(rows) + "\n"
+
+
+def _rate(nbytes: int, seconds: float) -> float | None:
+    return nbytes / seconds if seconds > 0 else None

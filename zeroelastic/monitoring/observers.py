@@ -1,0 +1,67 @@
+"""Observers: functions that get the report of every save, load and start of a job, on rank 0.
+
+An observer cannot stop a run: what it raises is logged once, and training goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from zeroelastic.report import Report
+
+logger = logging.getLogger(__name__)
+
+Observer = Callable[[Report, Any], None]
+"""Takes a report and the DeepSpeed engine that it is about."""
+
+
+class _Subscription:
+    """One observer, and whether an exception of it was logged."""
+
+    def __init__(self, observer: Observer) -> None:
+        self.observer, self.has_failed = observer, False
+
+    def notify(self, report: Report, engine: Any) -> None:
+        try:
+            self.observer(report, engine)
+        except Exception:
+            if not self.has_failed:
+                self.has_failed = True
+                logger.warning(
+                    "an observer of saves and loads failed; training goes on: %r", self.observer, exc_info=True
+                )
+
+
+_subscriptions: list[_Subscription] = []
+
+
+def subscribe(observer: Observer) -> Callable[[], None]:
+    """Call ``observer(report, engine)`` for every save, load and start of a job; returns a function that ends this.
+
+    Reports are made on rank 0 only. That of a save in the background comes from the thread that wrote it, and so does
+    the call; everything else comes from the thread that trains. An exception of the observer is logged once::
+
+        from zeroelastic.monitoring import SaveReport, subscribe
+
+        def watch(report, engine):
+            if isinstance(report, SaveReport):
+                print(report.tag, report.stall_seconds, report.bytes)
+
+        stop = subscribe(watch)
+    """
+    subscription = _Subscription(observer)
+    _subscriptions.append(subscription)
+
+    def unsubscribe() -> None:
+        if subscription in _subscriptions:
+            _subscriptions.remove(subscription)
+
+    return unsubscribe
+
+
+def publish(report: Report, engine: Any) -> None:
+    """Give a report to every observer. Never raises."""
+    for subscription in tuple(_subscriptions):
+        subscription.notify(report, engine)
