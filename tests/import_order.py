@@ -16,6 +16,7 @@ LEVELS = [
     {"offline", "job_log"},
     {"monitoring"},
     {"deepspeed"},
+    {"memory"},
     {"elastic", "library"},
     {""},
     {"run", "activation", "integrations", "testing"},

@@ -21,7 +21,7 @@ SEPARATE = [("deepspeed", "offline")]
 PURE_PACKAGES = ("core", "checkpoint")
 PURE = ("errors", "report", "torch_file/pickle_limits", "torch_file/safe_unpickler", "torch_file/header",
         "executors/tables", "executors/numpy_executor")  # fmt: skip
-KNOWS_DEEPSPEED = {"deepspeed", "testing", "proving"}
+KNOWS_DEEPSPEED = {"deepspeed", "memory", "testing", "proving"}
 
 
 def modules() -> list[Path]:

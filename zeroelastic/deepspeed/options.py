@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping
 from typing import Annotated, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from zeroelastic.errors import ConfigError, without_pydantic
 from zeroelastic.executors.build_info import is_usable
@@ -40,6 +40,25 @@ _RENAMED = {
     "strict": '"strict_batch"',
 }
 """Options of earlier versions -> what they are called now."""
+
+
+class MemoryOptions(BaseModel):
+    """Checkpoints in the memory of the nodes: how often, and how a node's part survives the loss of the node."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    every: Annotated[int, Field(ge=1)] = 1
+    """Every how many optimizer steps."""
+    copies: Annotated[int, Field(ge=0, le=8)] = 1
+    """On how many other nodes each node's part lies too; 0: it survives the loss of processes, not of a node."""
+    parity: Annotated[int, Field(ge=2)] | None = None
+    """How many nodes share one XOR of their parts, in place of copies."""
+
+    @model_validator(mode="after")
+    def _one_way(self) -> MemoryOptions:
+        if self.parity is not None and "copies" in self.model_fields_set:
+            raise ValueError('it has both "copies" and "parity"; leave out one of them')
+        return self
 
 
 class Options(BaseModel):
@@ -98,6 +117,13 @@ class Options(BaseModel):
         default=False,
         description="`save_checkpoint` returns when the state is copied to host memory; the files are written and "
         "committed while training goes on, [see here](../guides/background-saves.md)",
+    )
+    memory: MemoryOptions | None = Field(
+        default=None,
+        description='`{"every": 1, "copies": 1}`: under `preemption()`, every `every` steps each node keeps the state of '
+        "its ranks in its own memory, and in that of `copies` other nodes; "
+        '`{"every": 1, "parity": 4}`: groups of 4 nodes keep one XOR in place of copies, '
+        "[see here](../guides/elastic.md#checkpoints-in-memory)",
     )
     save_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
         default=900.0,
