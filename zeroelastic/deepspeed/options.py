@@ -120,8 +120,8 @@ class Options(BaseModel):
     )
     memory: MemoryOptions | None = Field(
         default=None,
-        description='`{"every": 1, "copies": 1}`: under `preemption()`, every `every` steps each node keeps the state of '
-        "its ranks in its own memory, and in that of `copies` other nodes; "
+        description='`{"every": 1, "copies": 1}`: under `preemption()`, every `every` steps each node keeps the state '
+        "of its ranks in its own memory, and in that of `copies` other nodes; "
         '`{"every": 1, "parity": 4}`: groups of 4 nodes keep one XOR in place of copies, '
         "[see here](../guides/elastic.md#checkpoints-in-memory)",
     )

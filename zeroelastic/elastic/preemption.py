@@ -31,9 +31,13 @@ from zeroelastic.tags.names import normal
 
 if TYPE_CHECKING:
     from zeroelastic.elastic.events import Events
+    from zeroelastic.memory.checkpoints import MemoryCheckpoints
 
 EXIT_PREEMPTED = 75
 """The exit code of a job that was told to stop and should be started again (EX_TEMPFAIL of sysexits.h)."""
+
+_LOGGED = 50
+"""Every how many memory checkpoints one is logged."""
 
 _MARGIN = 1.2
 """The next save may take this many times as long as the last one."""
@@ -95,6 +99,9 @@ class Preemption:
     Signal handlers that were set before are called too, and restored at the end; after a stop further signals are
     ignored instead, so that the process ends with its own exit code.
 
+    With ``"memory"`` in the "zeroelastic" block, the state is also kept in the memory of the nodes, every few steps;
+    ``resume`` finds it there (docs/guides/elastic.md).
+
     A load inside the block (a rollback) is noticed: steps are counted from the step that was loaded, and the position
     in the data and the random generators are restored from the checkpoint, if it has them.
     """
@@ -126,6 +133,8 @@ class Preemption:
         self._last_step = self._seen_step = int(engine.global_steps)
         self._last_report: SaveReport | None = None
         self._unsubscribe: Callable[[], None] = lambda: None
+        self._memory: MemoryCheckpoints | None = None
+        self._memory_step, self._num_memory = -1, 0
         self._saved_step: int | None = None  # the step of the last commit of this block, unless a load came after it
 
     def __call__(self) -> bool:
@@ -150,8 +159,12 @@ class Preemption:
             if self._log is not None:
                 self._log.stopping()
             self._stop(step, left)
-        elif due and step != self._last_step:
+            return True
+        if due and step != self._last_step:
             self.save(background=self._saving.background)
+        if self._memory is not None and self._memory.due(step):
+            self._memory.capture(self._state())
+            self._log_memory(self._memory)
         return self.stopped
 
     @property
@@ -167,6 +180,8 @@ class Preemption:
         """Restore the position in the data after a checkpoint was loaded. Collective."""
         entry = client_state.get(KEY)
         self._count_from(int(self._engine.global_steps))
+        if self._memory is not None:
+            self._memory.forget()  # the run continues from another state
         if self._data is not None and (entry is None or entry.get("data") is None) and dist.get_rank() == 0:
             logger.warning("the checkpoint that was loaded has no position in the data: set it yourself")
         if entry is not None:
@@ -205,11 +220,10 @@ class Preemption:
         engine = self._engine
         chosen = normal(tag) if tag is not None else f"global_step{engine.global_steps}"
         self._finish(f"the save of {chosen}")
-        own = dict(self._client_state()) if self._client_state is not None else {}
-        entry = pack_position(self._data, engine.device)
+        client_state = self._state()
         began = time.monotonic()
         with saving_in_background(engine, background):
-            engine.save_checkpoint(str(self._directory), tag=chosen, client_state={**own, KEY: entry})
+            engine.save_checkpoint(str(self._directory), tag=chosen, client_state=client_state)
         if not has_pending(engine):
             self._note_seconds(time.monotonic() - began)
         self.saves.append(chosen)
@@ -218,6 +232,26 @@ class Preemption:
         if not has_pending(engine):
             self._log_saved(chosen)
         return chosen
+
+    def _state(self) -> dict[str, Any]:
+        """The client state: the caller's own entries, the position in the data and the random generators."""
+        own = dict(self._client_state()) if self._client_state is not None else {}
+        return {**own, KEY: pack_position(self._data, self._engine.device)}
+
+    def _log_memory(self, memory: MemoryCheckpoints) -> None:
+        """Log the first memory checkpoint of this block, and every ``_LOGGED`` -th."""
+        report = memory.last
+        if report is None or report.error is not None or report.step == self._memory_step:
+            return
+        self._memory_step, self._num_memory = report.step, self._num_memory + 1
+        if self._log is not None and self._num_memory % _LOGGED == 1:
+            self._log.memory(
+                step=report.step,
+                seconds=report.seconds,
+                stall_seconds=report.stall_seconds,
+                node_bytes=report.node_bytes,
+                network_bytes=report.network_bytes,
+            )
 
     def _finish(self, before: str = "") -> None:
         """Wait for the save that is still being written, and commit it. Raises its error on every rank."""
@@ -256,8 +290,13 @@ class Preemption:
     def __enter__(self) -> Preemption:
         if threading.current_thread() is not threading.main_thread():
             raise ConfigError("preemption() sets signal handlers, which only the main thread can do. Enter it there.")
+        from zeroelastic.deepspeed.engine import options_of
         from zeroelastic.deepspeed.engine_state import lineage_of
 
+        if options_of(self._engine).memory is not None:
+            from zeroelastic.memory.checkpoints import MemoryCheckpoints
+
+            self._memory = MemoryCheckpoints(self._engine, self._directory)
         self._group = dist.new_group(backend="gloo") if dist.get_backend() != "gloo" else None
         for number in self._signals:
             self._previous[number] = signal.signal(number, self._handle)
@@ -273,6 +312,8 @@ class Preemption:
         lineage_of(self._engine).on_load.remove(self._loaded)
         ended = False
         try:
+            if self._memory is not None:
+                self._memory.close()
             if kind is None:
                 self._finish("the end of the training loop")
                 ended = self.stopped

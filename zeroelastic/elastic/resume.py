@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from zeroelastic.distributed.collective import all_gather_alike, all_or_raise, broadcast
 from zeroelastic.elastic.attempts import Attempts
@@ -33,10 +33,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+Tier = Literal["memory", "node-local", "directory"]
+
+
 @dataclass(frozen=True, slots=True)
 class Resumed:
     """The checkpoint that a job resumed from; ``tag`` is None for a fresh start.
 
+    ``tier`` says where it was: in the memory of the nodes, on their own disks, or in a directory or store for all.
     ``passed_over`` lists, newest first, the tags that were not used and why. ``notes`` lists what was not restored
     exactly, in addition to ``report``. ``client_state`` holds the caller's own entries of the saved client state.
     """
@@ -47,6 +51,7 @@ class Resumed:
     report: ResumeReport | None
     passed_over: tuple[str, ...]
     notes: tuple[str, ...]
+    tier: Tier | None = None
 
 
 def resume(
@@ -60,6 +65,8 @@ def resume(
     log: Events | None = None,
 ) -> Resumed:
     """Load the newest checkpoint of ``directory`` that can be loaded, with the position of ``data``. Collective.
+
+    With ``"memory"`` in the options, that is one in the memory of the nodes where there is a newer one.
 
     A damaged tag whose save was complete is marked (``checkpoint.quarantine``), and the next ``resume`` skips it;
     nothing is deleted. ``strict`` refuses a changed global batch and a checkpoint without a position in the data. With
@@ -81,6 +88,7 @@ def resume(
     from zeroelastic.deepspeed.node_local.node_tags import tags_of_all_nodes
     from zeroelastic.deepspeed.save.pending import finish_pending
     from zeroelastic.distributed.partners import require_partners
+    from zeroelastic.memory.resume import memory_tier
     from zeroelastic.tags.candidates import going_on_from, refuse_fresh_start
 
     install()
@@ -113,17 +121,32 @@ def resume(
         finish_pending(engine, before="resume()")
         tags = tags_of_all_nodes(root)
         at = all_or_raise(lambda: going_on_from(root, tags) if _rank() == 0 else 0)
+        memory = memory_tier(engine, root)
+        lost: tuple[str, ...] = ()
+        if memory is not None:
+            resumed, lost = memory.load_newest(
+                engine,
+                memory.newer_than(tags, at),
+                lambda tag, client_state: _finish(engine, root, tag, client_state, data, strict, ()),
+                strict=strict,
+            )
+            memory.keep_only(None if resumed is None else resumed.tag)
+            if resumed is not None:
+                return started(replace(resumed, passed_over=lost, tier="memory"))
         attempts = all_or_raise(partial(Attempts, root))
         found, passed = walk_back(root, tags[at:], load, engine=engine, postpone=attempts.postpone)
         if found is not None:
-            return started(_with_branches(engine, *found, tags, at))
+            tag_dir, resumed = found
+            tier: Tier = "node-local" if engine.use_node_local_storage() else "directory"
+            resumed = replace(resumed, passed_over=(*lost, *resumed.passed_over), tier=tier)
+            return started(_with_branches(engine, tag_dir, resumed, tags, at))
         if passed:
             raise none_loads(root, passed)
         must = required or options_of(engine).required
         if not must and not fresh:
             all_or_raise(partial(refuse_fresh_start, root))
         nothing_to_load(root, required=must)
-        return started(Resumed(None, 0, {}, None, (), ()))
+        return started(Resumed(None, 0, {}, None, lost, ()))
 
 
 def _finish(

@@ -40,7 +40,7 @@ class Stripes:
 
 
 def pieces(sizes: Mapping[str, int], offset: int, nbytes: int) -> Iterator[tuple[str, int, int, int]]:
-    """(file, offset in it, bytes, place in the range) of a range of a rank's data; what lies behind its end is left out.
+    """(file, offset in it, bytes, place in the range) of a range of a rank's data, without what lies behind its end.
 
     ``sizes`` are those of the rank's files, in the order of the data.
     """

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 Nodes = tuple[tuple[int, ...], ...]
 """The ranks of each node, ascending; the nodes by their first rank."""
@@ -31,9 +32,8 @@ def ring(racks: Sequence[str]) -> tuple[int, ...]:
     by_rack: dict[str, list[int]] = {}
     for node, rack in enumerate(racks):
         by_rack.setdefault(rack, []).append(node)
-    dealt = [
-        node for _, members in sorted(by_rack.items(), key=lambda item: (-len(item[1]), item[0])) for node in members
-    ]
+    largest_first = sorted(by_rack.items(), key=lambda item: (-len(item[1]), item[0]))
+    dealt = [node for _, members in largest_first for node in members]
     places = [*range(0, len(racks), 2), *range(1, len(racks), 2)]
     order = [0] * len(racks)
     for place, node in zip(places, dealt, strict=True):
@@ -110,4 +110,4 @@ def _groups(order: Sequence[int], size: int) -> tuple[tuple[int, ...], ...]:
     while number > 1 and len(order) // number < 2:
         number -= 1
     ends = [len(order) * i // number for i in range(number + 1)]
-    return tuple(tuple(order[begin:end]) for begin, end in zip(ends, ends[1:], strict=False))
+    return tuple(tuple(order[begin:end]) for begin, end in pairwise(ends))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from zeroelastic.report import Report, ResumeReport, SaveReport
+from zeroelastic.report import MemoryReport, Report, ResumeReport, SaveReport
 
 PREFIX = "zeroelastic/"
 
@@ -129,6 +129,8 @@ def metrics_of(report: Report) -> dict[str, float]:
             "load/from_ranks": report.saved_world_size,
             "load/to_ranks": report.world_size,
         }
+    elif isinstance(report, MemoryReport):
+        found = {}
     else:
         found = {
             "job/resume_s": report.seconds,

@@ -31,7 +31,8 @@ def test_every_option_is_taken():
         "save_timeout_s": 60.0, "io_engine": "numpy", "allow_globals": ["package.module.Class"], "fallback": True,
         "async_save": True, "keep_gradient_scale": False, "required": True, "keep": 3, "keep_every": 500,
         "metrics": False, "metrics_file": "run.prom", "keep_global_batch": True,
-        "memory": {"every": 2, "copies": 1, "parity": None}, "store_retries": 2, "store_timeout_s": 30.0, "store_part_mib": 8,
+        "memory": {"every": 2, "copies": 1, "parity": None},
+        "store_retries": 2, "store_timeout_s": 30.0, "store_part_mib": 8,
     }  # fmt: skip
     written = {**block, "memory": {"every": 2, "copies": 1}}
     assert parse_options({"zeroelastic": written}).model_dump() == block

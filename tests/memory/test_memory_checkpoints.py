@@ -1,0 +1,308 @@
+"""Checkpoints in memory on real DeepSpeed processes: nodes are lost, and the run goes on at any size, bit for bit.
+
+A node is a directory in shared memory, which several ranks may share; a lost node is a directory that is removed.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from training import Job, build_engine, gathered, look, train_step
+
+from zeroelastic.elastic import ElasticDistributedSampler, every, preemption, resume
+from zeroelastic.memory import checkpoints
+from zeroelastic.memory.checkpoints import MemoryCheckpoints
+from zeroelastic.memory.memory_file import MemoryFile
+from zeroelastic.memory.place import Place
+from zeroelastic.report import MemoryReport
+from zeroelastic.testing import RankPool, compare_states
+
+LENGTH, BATCH = 2000, 120
+COPIES = {"verify": True, "memory": {"every": 1, "copies": 1}}
+PARITY = {"verify": True, "memory": {"every": 1, "parity": 3}}
+JOB = Job(options=COPIES)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What one rank saw of a start of the job."""
+
+    start: Any
+    samples: list[list[int]]
+    resumed: dict[str, Any]
+    states: dict[int, dict[str, Any]]
+    reports: list[MemoryReport]
+    describes: str
+    gathered: dict[str, str]
+
+
+@pytest.fixture
+def shared() -> Iterator[Path]:
+    """A directory in shared memory for the nodes of one test."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="zeroelastic-test-") as directory:
+        yield Path(directory)
+
+
+def use_node(shared: Path, number: int) -> None:
+    """Let this rank be on a node."""
+    place = Place(path=shared / f"node{number}", node=f"node{number}")
+    Place.of_this_job = staticmethod(lambda *args, **kwargs: place)  # type: ignore[method-assign, assignment]
+    Place.create = lambda self: self.path.mkdir(parents=True, exist_ok=True)  # type: ignore[method-assign, assignment]
+    checkpoints.start_reaper = lambda place: None  # type: ignore[assignment]
+
+
+def run(
+    job: Job,
+    directory: str,
+    shared: Path,
+    nodes: Sequence[int],
+    steps: int,
+    *,
+    save_steps: int | None = None,
+    roll_back_to: str | None = None,
+    act: str = "",
+) -> Turn:
+    """Resume, train some steps, and end as a job that is killed does: without a word. ``nodes`` are by rank."""
+    use_node(shared, nodes[dist.get_rank()])
+    engine = build_engine(job)
+    data = ElasticDistributedSampler(range(LENGTH), BATCH, seed=4)
+    start = resume(engine, directory, data=data)
+    resumed, _ = look(engine)
+    samples: list[list[int]] = []
+    states: dict[int, dict[str, Any]] = {}
+    reports: list[MemoryReport] = []
+    with preemption(engine, directory, data=data, saving=every(steps=save_steps)) as stop:
+        memory = stop._memory
+        for number, step in enumerate(range(start.global_steps, start.global_steps + steps)):
+            samples.append(data.batch(data.consumed // BATCH).tolist())
+            train_step(engine, step)
+            if act and number == steps - 1:
+                ACTS[act](memory)
+            stop()
+            states[engine.global_steps], _ = look(engine)
+            if memory is not None:
+                memory.wait()
+                if memory.last is not None:
+                    reports.append(memory.last)
+        if roll_back_to is not None:
+            engine.load_checkpoint(directory, tag=roll_back_to)
+    if memory is not None:
+        checked_memory(memory)
+    return Turn(start, samples, resumed, states, reports, "" if memory is None else memory._describe(), gathered(engine))
+
+
+def checked_memory(memory: MemoryCheckpoints) -> None:
+    """At most two generations lie in a node's memory, and nothing of an earlier start of the job."""
+    assert len(memory._run.tags()) <= 1
+    assert os.listdir(memory._run.path / "writing") == [memory._attempt]
+
+
+def no_memory_left(memory: Any) -> None:
+    """The next file of this rank, if it is rank 1, finds no memory."""
+    if dist.get_rank() == 1:
+
+        def take(self: MemoryFile, nbytes: int) -> Any:
+            raise OSError(28, "needs 1 GiB more of shared memory, and 0 bytes are to spare", str(self.path))
+
+        MemoryFile.take = take  # type: ignore[method-assign]
+
+
+def dies_before_it_is_complete(memory: Any) -> None:
+    """No rank comes to the end of the generation: it is not published."""
+
+    def publish(*args: Any) -> None:
+        raise OSError(5, "the node is gone")
+
+    type(memory._run).publish = publish
+
+
+ACTS = {"no memory": no_memory_left, "dies": dies_before_it_is_complete}
+
+
+def lose(shared: Path, *nodes: int) -> None:
+    for number in nodes:
+        shutil.rmtree(shared / f"node{number}")
+
+
+def continued(first: Turn, turns: Sequence[Turn], step: int, *, tier: str = "memory") -> None:
+    """Every rank resumed from ``step`` of the first start, bit for bit, with the samples that follow."""
+    for turn in turns:
+        assert (turn.start.tier, turn.start.global_steps) == (tier, step)
+        assert turn.start.report.root_matches
+        assert compare_states(first.states[step], turn.resumed) == []
+
+
+CASES = {
+    "stage 3, bf16": JOB,
+    "stage 2, bf16": replace(JOB, stage=2),
+    "stage 1, fp32, one group": replace(JOB, stage=1, precision="fp32", groups=1),
+    "stage 3, fp16": replace(JOB, precision="fp16"),
+    "stage 2, fp16, accumulation": replace(JOB, stage=2, precision="fp16", micro=10),
+    "stage 3, CPU offload": replace(
+        JOB, optimizer="cpu_adam", zero={"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+    ),
+    "stage 3, amsgrad, rigid saves": replace(JOB, optimizer="amsgrad", precision="fp32", elastic=False),
+}
+
+
+@pytest.mark.support("Checkpoint engines and storage", "memory of the nodes", "exact", "lost nodes, at any size")
+@pytest.mark.parametrize(
+    "case", [name if i < 2 else pytest.param(name, marks=pytest.mark.extended) for i, name in enumerate(CASES)]
+)
+def test_a_lost_node_costs_no_step_at_any_size(rank_pool: RankPool, tmp_path: Path, shared: Path, case: str) -> None:
+    """4 ranks on 4 nodes, a node is lost each time: 3, 2 and 1, then three come.
+
+    No checkpoint is on the disk."""
+    job, directory = CASES[case], str(tmp_path / "ckpt")
+    whole = ElasticDistributedSampler(range(LENGTH), BATCH, seed=4, rank=0, world_size=1)
+    before = rank_pool.run(run, 4, job, directory, shared, [0, 1, 2, 3], 3)
+    assert all(turn.start.tier is None and turn.start.tag is None for turn in before)
+    step = 3
+    for nodes, lost in (([0, 1, 3], [2]), ([0, 3], [1]), ([0], [3]), ([0, 1, 2, 3], [])):
+        lose(shared, *lost)
+        turns = rank_pool.run(run, len(nodes), job.other(), directory, shared, nodes, 2)
+        continued(before[0], turns, step)
+        want = [whole.batch(number).tolist() for number in (step, step + 1)]
+        assert [turn.samples for turn in turns] == [want] * len(nodes)
+        before, step = turns, step + 2
+    assert not (tmp_path / "ckpt").exists() or not list((tmp_path / "ckpt").rglob("*.pt"))
+
+
+def test_a_process_is_lost_and_the_nodes_stay(rank_pool: RankPool, tmp_path: Path, shared: Path) -> None:
+    """Two ranks on each of two nodes, then three on one and one on the other."""
+    directory = str(tmp_path / "ckpt")
+    first = rank_pool.run(run, 4, JOB, directory, shared, [0, 0, 1, 1], 2)
+    second = rank_pool.run(run, 4, JOB.other(), directory, shared, [0, 0, 0, 1], 1)
+    continued(first[0], second, 2)
+    assert "1 copies of each on other nodes, of 2" in second[0].describes
+
+
+def test_neighbours_that_are_lost_at_once_cost_what_the_disk_has_not(
+    rank_pool: RankPool, tmp_path: Path, shared: Path
+) -> None:
+    directory = str(tmp_path / "ckpt")
+    first = rank_pool.run(run, 4, JOB, directory, shared, [0, 1, 2, 3], 5, save_steps=3)
+    lose(shared, 0, 1, 2)
+    turns = rank_pool.run(run, 2, JOB.other(), directory, shared, [3, 5], 1)
+    continued(first[0], turns, 3, tier="directory")
+    assert "step 5 in memory: what rank" in turns[0].start.passed_over[0]
+    assert "saved is on no node that is left" in turns[0].start.passed_over[0]
+
+
+@pytest.mark.parametrize("lost", [0, 2, pytest.param(1, marks=pytest.mark.extended)])
+@pytest.mark.parametrize("stage", [3, pytest.param(2, marks=pytest.mark.extended)])
+def test_a_lost_node_is_made_again_from_parity(
+    rank_pool: RankPool, tmp_path: Path, shared: Path, lost: int, stage: int
+) -> None:
+    job, directory = replace(JOB, options=PARITY, stage=stage), str(tmp_path / "ckpt")
+    first = rank_pool.run(run, 3, job, directory, shared, [0, 1, 2], 2)
+    lose(shared, lost)
+    left = [node for node in range(3) if node != lost]
+    turns = rank_pool.run(run, 2, job.other(), directory, shared, left, 2)
+    continued(first[0], turns, 2)
+    more = rank_pool.run(run, 4, job.other(), directory, shared, [*left, 7, 8], 1)
+    continued(turns[0], more, 4)
+
+
+def test_a_flipped_byte_is_noticed_and_the_disk_is_taken(rank_pool: RankPool, tmp_path: Path, shared: Path) -> None:
+    directory = str(tmp_path / "ckpt")
+    first = rank_pool.run(run, 3, JOB, directory, shared, [0, 1, 2], 4, save_steps=3)
+    for path in shared.rglob("complete/*/*optim_states.pt"):
+        if "rank_1_" in path.name:
+            with open(path, "r+b") as file:
+                file.seek(path.stat().st_size // 2)
+                byte = file.read(1)
+                file.seek(-1, 1)
+                file.write(bytes([byte[0] ^ 4]))
+    turns = rank_pool.run(run, 2, JOB.other(), directory, shared, [0, 1], 1)
+    continued(first[0], turns, 3, tier="directory")
+    assert "step 4 in memory" in turns[0].start.passed_over[0]
+
+
+def test_the_disk_is_taken_where_it_is_newer(rank_pool: RankPool, tmp_path: Path, shared: Path) -> None:
+    """A job whose memory checkpoints were turned off for a while."""
+    directory = str(tmp_path / "ckpt")
+    rank_pool.run(run, 2, JOB, directory, shared, [0, 1], 2)
+    without = replace(JOB, options={"verify": True})
+    first = rank_pool.run(run, 2, without, directory, shared, [0, 1], 4, save_steps=4)
+    assert first[0].start.tier is None
+    turns = rank_pool.run(run, 2, JOB, directory, shared, [0, 1], 1)
+    continued(first[0], turns, 4, tier="directory")
+
+
+def test_a_run_that_was_rolled_back_does_not_return_to_memory(
+    rank_pool: RankPool, tmp_path: Path, shared: Path
+) -> None:
+    """By ``latest``, and by a load in the training loop; from there on memory counts again."""
+    directory = str(tmp_path / "ckpt")
+    first = rank_pool.run(run, 2, JOB, directory, shared, [0, 1], 5, save_steps=2)
+    (tmp_path / "ckpt" / "latest").write_text("global_step2")
+    second = rank_pool.run(run, 2, JOB, directory, shared, [0, 1], 1)
+    continued(first[0], second, 2, tier="directory")
+    third = rank_pool.run(run, 2, JOB, directory, shared, [0, 1], 1, roll_back_to="global_step2")
+    continued(second[0], third, 3)
+    fourth = rank_pool.run(run, 2, JOB, directory, shared, [0, 1], 1)
+    continued(first[0], fourth, 2, tier="directory")
+
+
+@pytest.mark.parametrize("act", ACTS)
+def test_a_generation_that_fails_costs_one_step_and_training_goes_on(
+    rank_pool: RankPool, tmp_path: Path, shared: Path, act: str
+) -> None:
+    directory = str(tmp_path / "ckpt")
+    first = rank_pool.run(run, 3, JOB, directory, shared, [0, 1, 2], 4, act=act)
+    assert [report.error is None for report in first[0].reports] == [True, True, True, False]
+    assert first[0].reports[-1].error is not None and "SaveError" in first[0].reports[-1].error
+    turns = rank_pool.run(run, 2, JOB.other(), directory, shared, [0, 2], 1)
+    continued(first[0], turns, 3)
+
+
+def test_what_is_kept_is_bounded_and_reported(rank_pool: RankPool, tmp_path: Path, shared: Path) -> None:
+    """Two generations of a node's own part and of what it keeps: as much again with copies, half of it with parity."""
+    kept = {}
+    for name, options in (("copies", COPIES), ("parity", PARITY), ("own", {"memory": {"copies": 0}})):
+        job = replace(JOB, options=options, tables=(20_000,))
+        turns = rank_pool.run(run, 3, job, str(tmp_path / name), shared / name, [0, 1, 2], 4)
+        second, last = turns[0].reports[1], turns[0].reports[-1]
+        assert last.node_bytes == second.node_bytes > 0
+        assert 0 < last.stall_seconds < last.seconds
+        assert (last.world_size, last.num_nodes, last.step) == (3, 3, 4)
+        found = sum(path.stat().st_size for path in (shared / name / "node0").rglob("writing/*/rank0/*/*"))
+        assert found <= last.node_bytes < 1.15 * found
+        kept[name] = last
+    own = kept["own"].node_bytes
+    part = kept["copies"].network_bytes  # what one rank sends: its files once
+    assert kept["own"].network_bytes == 0 and 2 * part <= own < 2.3 * part
+    assert kept["copies"].node_bytes == pytest.approx(2 * own, rel=0.05)
+    assert kept["parity"].node_bytes == pytest.approx(1.5 * own, rel=0.05)
+    assert kept["parity"].network_bytes == pytest.approx(part, rel=0.05)
+
+
+def stock_resume(job: Job, directory: str) -> tuple[int, dict[str, str]]:
+    """What DeepSpeed alone loads."""
+    engine = build_engine(job)
+    path, _ = engine.load_checkpoint(directory)
+    assert path is not None
+    return engine.global_steps, gathered(engine)
+
+
+@pytest.mark.parametrize("stage", [3, pytest.param(2, marks=pytest.mark.extended)])
+def test_stock_deepspeed_loads_the_next_save_after_a_resume_from_memory(
+    rank_pool: RankPool, tmp_path: Path, shared: Path, stage: int
+) -> None:
+    job, directory = replace(JOB, stage=stage), str(tmp_path / "ckpt")
+    rank_pool.run(run, 4, job, directory, shared, [0, 1, 2, 3], 2)
+    lose(shared, 1)
+    turns = rank_pool.run(run, 3, job, directory, shared, [0, 2, 3], 2, save_steps=2)
+    assert turns[0].start.tier == "memory"
+    stock = replace(job, installed=False, elastic=False, perturb=0.5)
+    for step, seen in rank_pool.run(stock_resume, 3, stock, directory):
+        assert (step, seen) == (4, turns[0].gathered)

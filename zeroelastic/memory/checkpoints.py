@@ -1,0 +1,417 @@
+"""Checkpoints in the memory of the nodes: one of this job's, every few steps, complete on all nodes or not there.
+
+Training waits while its state is copied. A thread does the rest: digests, copies or parity for other nodes, the commit
+record, and the rename that makes the generation. The generation before stays until the new one is complete on all
+nodes. A training step waits for that before it changes a weight, so that a loss of nodes costs one step at most.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import shutil
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from zeroelastic.checkpoint.commit_record import RECORD_NAME, record_text
+from zeroelastic.checkpoint.file_names import WHOLE_MODEL_FILE
+from zeroelastic.deepspeed.engine import Engine, options_of
+from zeroelastic.deepspeed.engine_state import lineage_of
+from zeroelastic.deepspeed.live.digests import whole_contents
+from zeroelastic.deepspeed.live.kinds import covered_live
+from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
+from zeroelastic.deepspeed.live.replicated import Token, difference, replicated_facts, token_of
+from zeroelastic.deepspeed.load.load import is_of_all_ranks
+from zeroelastic.deepspeed.options import MemoryOptions
+from zeroelastic.deepspeed.save.commit import Expected, PendingCommit, Written, record_of
+from zeroelastic.distributed.collective import (
+    all_gather,
+    all_or_raise,
+    broadcast,
+    collectives_over,
+    gather,
+)
+from zeroelastic.errors import ConfigError, SaveError, UnsupportedError
+from zeroelastic.io.paths import FilePath
+from zeroelastic.memory.capture import CompleteFile, MemorySnapshot, capture
+from zeroelastic.memory.generation import NOTE_NAME, MemoryNote, RunPlace, tag_of
+from zeroelastic.memory.memory_file import MemoryFile
+from zeroelastic.memory.place import Place
+from zeroelastic.memory.placement import Placement, nodes_of
+from zeroelastic.memory.protect import protect
+from zeroelastic.memory.reaper import start_reaper
+from zeroelastic.monitoring.observers import publish
+from zeroelastic.report import MemoryReport
+
+logger = logging.getLogger(__name__)
+
+RACK = "ZEROELASTIC_RACK"
+"""An environment variable: the rack, power supply or zone of this node. Copies go to another one where there is one."""
+
+
+class _Slot:
+    """The files of one generation that this rank fills: its own, and what it keeps for others."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._files: dict[str, MemoryFile] = {}
+        self._used: set[str] = set()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(file.nbytes for file in self._files.values())
+
+    def begin(self) -> None:
+        """Begin a generation: nothing refers to the last one in this slot any more."""
+        self._used = set()
+
+    def take(self, name: str, nbytes: int) -> torch.Tensor:
+        self._used.add(name)
+        if name not in self._files:
+            self._files[name] = MemoryFile(self.directory / name)
+        return self._files[name].take(nbytes)
+
+    def link(self, directory: Path) -> None:
+        """Link the files of this generation into a directory, and free those of another one. Raises OSError."""
+        for name in set(self._files) - self._used:
+            self._files.pop(name).path.unlink(missing_ok=True)
+        for name in self._used:
+            os.link(self._files[name].path, directory / name)
+
+
+class _Own(NamedTuple):
+    """What a rank tells of its files: sizes, zip directories' digests, the earliest commit time, replicated values."""
+
+    sizes: dict[str, int]
+    directories: dict[str, str]
+    not_before: float
+    token: Token
+
+
+@dataclass(slots=True)
+class _Generation:
+    """A generation in the making: what the thread needs of the moment in which the state was copied."""
+
+    step: int
+    save_id: str
+    slot: _Slot
+    began: float
+    live: LiveOptimizer | None = None
+    shard: MemorySnapshot | None = None
+    failure: Exception | None = None
+    batch: int = 0
+    parent: str | None = None
+    allow_globals: tuple[str, ...] = ()
+    stall_seconds: float = 0.0
+    facts: dict[str, str] = field(default_factory=dict)
+    own: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def tag(self) -> str:
+        return tag_of(self.step, self.save_id)
+
+
+class MemoryCheckpoints:
+    """The memory checkpoints of one engine, whose run saves to ``directory``. Making one is collective.
+
+    ``capture`` after each step for which ``due`` is true, ``close`` at the end. Errors of a generation are logged and
+    end only that one. ``last`` is the report of the last generation that has ended, on rank 0.
+    """
+
+    def __init__(self, engine: Engine, directory: FilePath) -> None:
+        """Raises ConfigError without ``"memory"`` in the options, UnsupportedError for a run that is not covered."""
+        options = options_of(engine)
+        if options.memory is None:
+            raise ConfigError('"memory" is not in the "zeroelastic" block. Add {"memory": {"every": 1, "copies": 1}}.')
+        self.options: MemoryOptions = options.memory
+        self.last: MemoryReport | None = None
+        self.complete_step: int | None = None
+        self._engine, self._run_options = engine, options
+        all_or_raise(lambda: _require_covered(engine))
+        place = all_or_raise(_own_place)
+        rack = os.environ.get(RACK, "")
+        self.placement = _placement(all_gather((f"{place.node} {place.path}", rack)), self.options)
+        self._run = RunPlace.of(place.path, directory)
+        self._attempt = broadcast(uuid.uuid4().hex)
+        rank = dist.get_rank()
+        self._node = self.placement.nodes[self.placement.node_of[rank]]
+        self._acts = self._node[0] == rank
+        own = self._run.writing(self._attempt) / f"rank{rank}"
+        self._slots = [_Slot(own / "0"), _Slot(own / "1")]
+        self._next = self._number = 0
+        all_or_raise(self._make_directories)
+        self._tied: Mapping[str, str] = broadcast(all_or_raise(engine._get_shared_params))
+        timeout = timedelta(seconds=options.save_timeout_s)
+        self._group = dist.new_group(backend="gloo", timeout=timeout)
+        self._timeout_s = options.save_timeout_s
+        self._thread: threading.Thread | None = None
+        self._is_broken = False
+        self._logged: set[str] = set()
+        self._stall_seconds = 0.0
+        base = engine.optimizer.optimizer
+        hook = getattr(base, "register_step_pre_hook", None)
+        self._hook = hook(lambda *args: self.wait()) if hook is not None else None
+        if dist.get_rank() == 0:
+            logger.info("%s", self._describe())
+
+    def due(self, step: int) -> bool:
+        """Whether the state of this step is to be kept."""
+        return step % self.options.every == 0
+
+    def capture(self, client_state: Mapping[str, Any]) -> None:
+        """Copy the state as it is now; a thread completes the generation. No collective; waits for the last one."""
+        began = time.monotonic()
+        self.wait()
+        if self._is_broken:
+            return
+        engine, options = self._engine, self._run_options
+        self._number += 1
+        save_id = hashlib.sha256(f"{self._attempt} {self._number}".encode()).hexdigest()[:32]
+        slot = self._slots[self._next]
+        slot.begin()
+        made = _Generation(int(engine.global_steps), save_id, slot, began)
+        made.batch, made.parent = int(engine.train_batch_size()), lineage_of(engine).save_id
+        made.allow_globals = tuple(options.allow_globals)
+        try:
+            made.live = covered_live(engine, engine.optimizer)
+            made.facts = replicated_facts(made.live)
+            made.shard = capture(
+                engine,
+                made.live,
+                options,
+                slot.take,
+                directory=slot.directory.parent / "layout" / "tag",
+                save_id=save_id,
+                client_state=client_state,
+                writes_module=self._acts,
+                tied=self._tied,
+            )
+        except Exception as error:  # the thread tells the other ranks, which wait for this one
+            made.failure = error
+        made.stall_seconds = self._stall_seconds + time.monotonic() - began
+        self._stall_seconds = 0.0
+        self._thread = threading.Thread(target=self._complete, args=(made,), name="zeroelastic-memory", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait until the generation in the making is complete, or has failed."""
+        if self._thread is None:
+            return
+        began = time.monotonic()
+        self._thread.join(2 * self._timeout_s)
+        if self._thread.is_alive():
+            self._is_broken = True
+            logger.error("a memory checkpoint did not end within %.0f s; no more are made", 2 * self._timeout_s)
+        self._thread = None
+        self._stall_seconds += time.monotonic() - began
+
+    def forget(self) -> None:
+        """Remove the generations: the run does not continue from them. Collective."""
+        self.wait()
+        all_or_raise(lambda: self._run.remove_tags() if self._acts else None)
+        self.complete_step = None
+
+    def close(self) -> None:
+        """Wait for the generation in the making. Generations stay until the job ends."""
+        self.wait()
+        if self._hook is not None:
+            self._hook.remove()
+
+    def _make_directories(self) -> None:
+        try:
+            self._run.create()
+            for slot in self._slots:
+                slot.directory.mkdir(mode=0o700, parents=True)
+            if self._acts:
+                self._run.remove_writing(but=self._attempt)
+        except OSError as error:
+            raise SaveError(
+                f"{error.filename or self._run.path}: {error.strerror}: shared memory for checkpoints cannot be used. "
+                'Leave out "memory", or set ZEROELASTIC_MEMORY_DIR to a directory in memory that can be written.'
+            ) from error
+
+    def _complete(self, made: _Generation) -> None:
+        """What the thread does. Collective over the threads."""
+        error: BaseException | None = None
+        figures: list[tuple[int, int]] = []
+        try:
+            with collectives_over(self._group):
+                figures = self._finish(made)
+            self._next ^= 1
+            self.complete_step = made.step
+        except Exception as caught:
+            error = caught
+            self._is_broken = not is_of_all_ranks(caught)
+            if self._acts:
+                shutil.rmtree(self._staging(made), ignore_errors=True)
+        if dist.is_initialized() and dist.get_rank() == 0:
+            self._report(made, error, figures)
+
+    def _finish(self, made: _Generation) -> list[tuple[int, int]]:
+        """Complete a generation on all nodes, or raise on all ranks; by rank, bytes of memory and bytes sent."""
+        files = all_or_raise(lambda: _complete_files(made))
+        assert made.live is not None and made.shard is not None
+        live, group = made.live, self._group
+        contents = tuple(whole_contents(live, made.shard.digests(), device=torch.device("cpu"), group=group))
+        sizes = {file.name: len(file.data) for file in files}
+        directories = {file.name: file.directory for file in files}
+        now = lineage_of(self._engine).next_time(time.time())
+        told = all_gather(_Own(sizes, directories, now, token_of(made.facts)))
+        different = difference(made.facts, [own.token for own in told])
+        if different is not None:
+            raise different
+        committed_at = told[0].not_before
+        protected = [
+            {name: size for name, size in sorted(own.sizes.items()) if WHOLE_MODEL_FILE.match(name) is None}
+            for own in told
+        ]
+        note = MemoryNote(
+            step=made.step,
+            save_id=made.save_id,
+            committed_at=committed_at,
+            parent=made.parent,
+            world_size=len(told),
+            files=tuple(protected),
+            sets=self.placement.sets,
+        )
+        made.own = {file.name: file.data for file in files}
+        staging = self._staging(made)
+
+        def prepare() -> Callable[[], int]:
+            staging.mkdir(mode=0o700, exist_ok=True)
+            return protect(note, self.placement, made.own, made.slot.take, group)[1]
+
+        sent = all_or_raise(_as_save_errors(prepare))()
+        all_or_raise(_as_save_errors(lambda: made.slot.link(staging)))
+        save = self._pending(made, live, contents)
+        written = [Written(own.sizes, own.directories, None, own.not_before) for own in told]
+        if self._acts:
+            text = record_text(record_of(save, written, committed_at))
+
+        def record() -> None:
+            if self._acts:
+                (staging / RECORD_NAME).write_bytes(text)
+                (staging / NOTE_NAME).write_text(note.model_dump_json())
+
+        all_or_raise(_as_save_errors(record))
+        all_or_raise(_as_save_errors(lambda: self._run.publish(staging, made.tag) if self._acts else None))
+        figures = gather((sum(slot.nbytes for slot in self._slots), sent))
+        if self._acts:
+            self._run.remove_tags(but=[made.tag])
+        all_or_raise(lambda: None)  # only now may the files of the generation before be written to
+        return figures
+
+    def _pending(self, made: _Generation, live: LiveOptimizer, contents: tuple[Any, ...]) -> PendingCommit:
+        return PendingCommit(
+            tag_dir=self._run.complete / made.tag,
+            place=self._run.complete / made.tag,
+            tag=made.tag,
+            save_id=made.save_id,
+            checkpoint_format="elastic" if live.per_param else "rigid",
+            expected=Expected(
+                rank=live.rank,
+                tp=live.tp,
+                global_steps=made.step,
+                layout=live.layout,
+                groups=live.groups,
+                frozen=live.frozen.params,
+                allow_globals=made.allow_globals,
+            ),
+            train_batch_size=made.batch,
+            written=("", ""),
+            staging_dir=self._staging(made),
+            heads=(),
+            lineage=lineage_of(self._engine),
+            lost_micro_batches=0,
+            latest=None,
+            fsync=False,
+            contents=contents,
+            trained=frozenset(param.name for param in live.layout.params),
+        )
+
+    def _staging(self, made: _Generation) -> Path:
+        return self._run.writing(self._attempt) / made.tag
+
+    def _report(self, made: _Generation, error: BaseException | None, figures: list[tuple[int, int]]) -> None:
+        by_node = [sum(figures[rank][0] for rank in ranks) for ranks in self.placement.nodes] if figures else [0]
+        self.last = MemoryReport(
+            step=made.step,
+            world_size=dist.get_world_size(),
+            num_nodes=len(self.placement.nodes),
+            stall_seconds=made.stall_seconds,
+            seconds=time.monotonic() - made.began,
+            node_bytes=max(by_node),
+            network_bytes=max((sent for _, sent in figures), default=0),
+            error=None if error is None else f"{type(error).__name__}: {error}",
+        )
+        if error is not None and str(error) not in self._logged:
+            self._logged.add(str(error))
+            after = "No more are made." if self._is_broken else "The next step tries again."
+            logger.warning("no memory checkpoint of step %d: %s. %s", made.step, str(error).rstrip("."), after)
+        publish(self.last, self._engine)
+
+    def _describe(self) -> str:
+        nodes, every = len(self.placement.nodes), self.options.every
+        if nodes == 1:
+            kept = "one node: they survive the loss of processes, not of the node"
+        elif self.placement.sets:
+            sets = " and ".join(sorted({str(len(members)) for members in self.placement.sets}))
+            kept = f"parity over sets of {sets} of {nodes} nodes"
+        else:
+            kept = f"{self.placement.num_copies} copies of each on other nodes, of {nodes}"
+        return f"memory checkpoints every {every} steps in {self._run.path}: {kept}"
+
+
+def _own_place() -> Place:
+    place = Place.of_this_job()
+    place.create()
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        start_reaper(place)
+    return place
+
+
+def _placement(found: list[tuple[str, str]], options: MemoryOptions) -> Placement:
+    nodes = nodes_of([node for node, _ in found])
+    racks = tuple(found[ranks[0]][1] for ranks in nodes)
+    return Placement(nodes, racks, options.copies, options.parity)
+
+
+def _require_covered(engine: Engine) -> None:
+    """Raise UnsupportedError for a run whose state cannot be copied without collectives. Collective."""
+    live = covered_live(engine, engine.optimizer)
+    problem = None
+    if live.tp.size > 1:
+        problem = "tensor parallelism"
+    elif live.on_nvme:
+        problem = "state on NVMe, whose copies would take the memory that it is kept out of"
+    elif live.layout.world_size != dist.get_world_size():
+        problem = "a data parallel group that is not all ranks"
+    if problem is not None:
+        raise UnsupportedError(f'"memory" does not cover {problem}. Leave it out of the "zeroelastic" block.')
+
+
+def _complete_files(made: _Generation) -> tuple[CompleteFile, ...]:
+    if made.failure is not None:
+        raise made.failure
+    assert made.shard is not None
+    return made.shard.complete_files()
+
+
+def _as_save_errors(action: Callable[[], Any]) -> Callable[[], Any]:
+    def run() -> Any:
+        try:
+            return action()
+        except OSError as error:
+            raise SaveError(f"{error.filename or 'shared memory'}: {error.strerror}") from error
+
+    return run

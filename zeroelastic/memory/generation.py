@@ -1,0 +1,138 @@
+"""Generations: the checkpoints that a node's shared memory holds, the newest complete one and the one being made.
+
+    <place>/<run>/complete/<tag>/   a checkpoint as a node-local disk would have it: files of ranks, commit record, note
+    <place>/<run>/writing/...       files that the ranks are filling; complete tags have hard links to them
+
+``<run>`` stands for the directory in which the job saves to disk, so that two engines of a job stay apart. A tag is in
+``complete`` by one rename, when all its files are on this node; it can be resumed from when that is so on all nodes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from zeroelastic.errors import UnreadableError
+from zeroelastic.io.paths import FilePath
+from zeroelastic.io.storage import file_sizes
+
+NOTE_NAME = "zeroelastic_memory.json"
+"""Beside the commit record: what a resume from memory has to know in addition."""
+
+_TAG = re.compile(r"step(\d+)-([0-9a-f]{32})")
+_COMPLETE, _WRITING = "complete", "writing"
+
+
+class MemoryNote(BaseModel):
+    """What one generation is; the same text on all nodes.
+
+    ``parent`` is the save on the disk, by its id, that the run continued from or made last. ``files`` are those of each
+    rank that lie on other nodes too, with their sizes, in the order of the rank's data. ``sets`` share parity.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    step: int
+    save_id: str
+    committed_at: float
+    parent: str | None
+    world_size: int
+    files: tuple[dict[str, int], ...]
+    sets: tuple[tuple[int, ...], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlace:
+    """The directories of one run in a node's shared memory."""
+
+    path: Path
+
+    @staticmethod
+    def of(place: Path, directory: FilePath) -> RunPlace:
+        """That of the run that saves to ``directory``."""
+        return RunPlace(place / hashlib.sha256(os.fsencode(str(directory))).hexdigest()[:16])
+
+    @property
+    def complete(self) -> Path:
+        """The directory that a load is given."""
+        return self.path / _COMPLETE
+
+    def writing(self, attempt: str) -> Path:
+        """Where the ranks of one start of the job fill files."""
+        return self.path / _WRITING / attempt
+
+    def create(self) -> None:
+        """Make the directories. Raises OSError."""
+        self.complete.mkdir(mode=0o700, parents=True, exist_ok=True)
+        (self.path / _WRITING).mkdir(mode=0o700, exist_ok=True)
+
+    def tags(self) -> list[str]:
+        """The complete tags of this node, newest step first."""
+        try:
+            names = [name for name in os.listdir(self.complete) if _TAG.fullmatch(name)]
+        except OSError:
+            return []
+        return sorted(names, key=lambda name: int(name.split("-")[0].removeprefix("step")), reverse=True)
+
+    def files(self, tag: str) -> dict[str, int]:
+        """The files of a tag, by name, with their sizes; none where it has gone."""
+        try:
+            return dict(file_sizes(self.complete / tag))
+        except (UnreadableError, ValueError):
+            return {}
+
+    def note(self, tag: str) -> MemoryNote | None:
+        """The note of a tag; None where it is missing or damaged."""
+        try:
+            return MemoryNote.model_validate_json((self.complete / tag / NOTE_NAME).read_bytes())
+        except (OSError, ValidationError):
+            return None
+
+    def publish(self, staging: Path, tag: str) -> None:
+        """Make a directory the tag. Raises OSError."""
+        os.rename(staging, self.complete / tag)
+
+    def remove_tags(self, *, but: Iterable[str] = ()) -> None:
+        """Remove complete tags, each by a rename first, so that none is seen in part."""
+        for tag in set(self.tags()) - set(but):
+            gone = self.path / _WRITING / f"removed-{tag}"
+            with suppress(OSError):
+                os.rename(self.complete / tag, gone)
+            shutil.rmtree(gone, ignore_errors=True)
+
+    def remove_writing(self, *, but: str) -> None:
+        """Remove what earlier starts of the job were filling; complete tags keep their links to it."""
+        with suppress(OSError):
+            for name in os.listdir(self.path / _WRITING):
+                if name != but:
+                    shutil.rmtree(self.path / _WRITING / name, ignore_errors=True)
+
+
+def tag_of(step: int, save_id: str) -> str:
+    """The name of a generation."""
+    return f"step{step}-{save_id}"
+
+
+def save_id_of(tag: str) -> str:
+    """The id of the save that a generation is."""
+    found = _TAG.fullmatch(tag)
+    assert found is not None
+    return found[2]
+
+
+def parity_name(rank: int) -> str:
+    """The file with the parity that a rank keeps."""
+    return f"zeroelastic_parity_{rank:05d}.bin"
+
+
+def lacking(note: MemoryNote, seen: Mapping[str, int]) -> list[int]:
+    """The saved ranks of whose files some are on no node."""
+    return [rank for rank, files in enumerate(note.files) if not files.items() <= seen.items()]

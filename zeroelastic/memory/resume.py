@@ -1,0 +1,186 @@
+"""Resume from the memory of the nodes, at any number of ranks: the newest generation that is complete and verifies.
+
+What is in memory is a checkpoint whose files lie on several nodes, so a load is that of node-local disks: each byte is
+read once, by a rank that sees it, and sent to the rank that needs it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from zeroelastic.checkpoint.commit_record import RECORD_NAME
+from zeroelastic.deepspeed.engine import options_of
+from zeroelastic.deepspeed.engine_state import lineage_of
+from zeroelastic.deepspeed.install.wrappers import loading_strictly
+from zeroelastic.distributed.collective import all_gather, all_or_raise, broadcast
+from zeroelastic.errors import CheckpointError, SaveError, UnreadableError, rank_list
+from zeroelastic.io.paths import FilePath
+from zeroelastic.memory.generation import MemoryNote, RunPlace, lacking
+from zeroelastic.memory.place import Place
+from zeroelastic.memory.rebuild import rebuild, rebuildable
+from zeroelastic.tags.commit_order import Tag
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_MAX_ATTEMPTS = 3
+"""How often the job may die while it loads one generation before that is left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A generation over all nodes; ``seen_by`` are its files and sizes as each rank sees them."""
+
+    tag: str
+    note: MemoryNote
+    seen_by: tuple[Mapping[str, int], ...]
+    attempts: int
+
+    @property
+    def seen(self) -> dict[str, int]:
+        """The files that are on any node."""
+        return {name: size for files in self.seen_by for name, size in files.items()}
+
+    @property
+    def problem(self) -> str | None:
+        """Why it cannot be loaded, or None."""
+        if RECORD_NAME not in self.seen:
+            return "its commit record is on no node that is left"
+        lost = lacking(self.note, self.seen)
+        if lost and not rebuildable(self.note, self.seen):
+            return f"what {rank_list(lost)} saved is on no node that is left"
+        if self.attempts >= _MAX_ATTEMPTS:
+            return f"the job died {self.attempts} times while it was loaded"
+        return None
+
+
+class MemoryTier:
+    """The generations of the run that saves to ``directory``, on all nodes. Making one is collective."""
+
+    def __init__(self, directory: FilePath) -> None:
+        self._run = RunPlace.of(Place.of_this_job().path, directory)
+        own = [(tag, note, self._run.files(tag), self._attempts(tag)) for tag, note in self._notes()]
+        found = all_gather(own)
+        notes = {tag: note for rows in found for tag, note, _, _ in rows}
+        by_rank = [{tag: (files, attempts) for tag, _, files, attempts in rows} for rows in found]
+        none: tuple[dict[str, int], int] = ({}, 0)
+        self.generations = sorted(
+            (
+                Generation(
+                    tag,
+                    note,
+                    tuple(rows.get(tag, none)[0] for rows in by_rank),
+                    max(rows.get(tag, none)[1] for rows in by_rank),
+                )
+                for tag, note in notes.items()
+            ),
+            key=lambda generation: generation.note.committed_at,
+            reverse=True,
+        )
+
+    def _notes(self) -> list[tuple[str, MemoryNote]]:
+        found = ((tag, self._run.note(tag)) for tag in self._run.tags())
+        return [(tag, note) for tag, note in found if note is not None]
+
+    def newer_than(self, tags: Sequence[Tag], at: int) -> list[Generation]:
+        """The generations that a run resumes from rather than from ``tags[at]``, newest first. Collective.
+
+        Rank 0's ``tags`` count; ``at`` is the index of the newest checkpoint on the disk, newest first, or of that to which ``latest`` was set
+        back: then only generations count that continue from it.
+        """
+        chosen = tags[at] if tags else None
+        newer = {
+            generation.tag
+            for generation in self.generations
+            if chosen is None
+            or (
+                generation.note.committed_at > chosen.saved_at
+                and (at == 0 or generation.note.parent == chosen.save_id)
+            )
+        }
+        newer = broadcast(newer)
+        return [generation for generation in self.generations if generation.tag in newer]
+
+    def load_newest(
+        self,
+        engine: Any,
+        generations: Sequence[Generation],
+        finish: Callable[[str, dict[str, Any]], T],
+        *,
+        strict: bool,
+    ) -> tuple[T | None, tuple[str, ...]]:
+        """What ``finish(tag, client state)`` returns for the first that loads, and why others did not. Collective.
+
+        Errors of a generation pass it over, those of the run are raised. The run continues the save on the disk that
+        the generation continued.
+        """
+        passed: list[str] = []
+        for generation in generations:
+            name = f"step {generation.note.step} in memory"
+            if generation.problem is None:
+                try:
+                    self._attempt(generation)
+                    result = self._load(engine, generation, finish, strict=strict)
+                    self._forget_attempts()
+                    return result, tuple(passed)
+                except (CheckpointError, UnreadableError, SaveError) as error:
+                    self._forget_attempts()
+                    problem = str(error)
+            else:
+                problem = generation.problem
+            passed.append(f"{name}: {problem}")
+            if dist.get_rank() == 0:
+                logger.warning("passed over %s: %s", name, problem)
+        return None, tuple(passed)
+
+    def keep_only(self, tag: str | None) -> None:
+        """Remove all other generations: the run does not continue from them. Collective."""
+        all_or_raise(lambda: self._run.remove_tags(but=[] if tag is None else [tag]))
+
+    def _load(
+        self, engine: Any, generation: Generation, finish: Callable[[str, dict[str, Any]], T], *, strict: bool
+    ) -> T:
+        tag_dir = self._run.complete / generation.tag
+        if lacking(generation.note, generation.seen):
+            group = dist.new_group(backend="gloo")
+            try:
+                rebuild(generation.note, tag_dir, generation.seen_by, group)
+            finally:
+                dist.destroy_process_group(group)
+        with loading_strictly(engine, strict):
+            path, client_state = engine.load_checkpoint(str(self._run.complete), tag=generation.tag)
+        if path is None:
+            raise CheckpointError(f"{tag_dir}: DeepSpeed did not load it.")
+        lineage_of(engine).save_id = generation.note.parent
+        return finish(generation.tag, dict(client_state or {}))
+
+    def _attempts_path(self) -> Path:
+        return self._run.path / "attempt"
+
+    def _attempts(self, tag: str) -> int:
+        try:
+            named, _, number = self._attempts_path().read_text().partition(" ")
+            return int(number) if named == tag else 0
+        except (OSError, ValueError):
+            return 0
+
+    def _attempt(self, generation: Generation) -> None:
+        with suppress(OSError):  # a node that has no directory yet
+            self._attempts_path().write_text(f"{generation.tag} {generation.attempts + 1}")
+
+    def _forget_attempts(self) -> None:
+        with suppress(OSError):
+            self._attempts_path().unlink(missing_ok=True)
+
+
+def memory_tier(engine: Any, directory: FilePath) -> MemoryTier | None:
+    """The memory tier of a run whose options have ``"memory"``. Collective then."""
+    return MemoryTier(directory) if options_of(engine).memory is not None else None
