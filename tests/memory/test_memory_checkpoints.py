@@ -96,7 +96,9 @@ def run(
             engine.load_checkpoint(directory, tag=roll_back_to)
     if memory is not None:
         checked_memory(memory)
-    return Turn(start, samples, resumed, states, reports, "" if memory is None else memory._describe(), gathered(engine))
+    return Turn(
+        start, samples, resumed, states, reports, "" if memory is None else memory._describe(), gathered(engine)
+    )
 
 
 def checked_memory(memory: MemoryCheckpoints) -> None:

@@ -1,1 +1,19 @@
-"""Checkpoints in the memory of the nodes."""
+"""Checkpoints in the memory of the nodes: taken every few steps, found again after a loss of nodes, at any size.
+
+    launcher     the process whose end is the end of the job on this node
+    place        the job's directory in shared memory
+    reaper       the process that removes it
+    placement    which node keeps what for which other (pure)
+    parity       one XOR in place of copies (pure)
+    memory_file  files in shared memory whose pages are used again
+    generation   the checkpoints that a node has, complete or in the making
+    capture      the state of this rank, copied between two steps
+    exchange     messages between ranks
+    protect      copies and parity for other nodes
+    checkpoints  ``MemoryCheckpoints``: all of it, every few steps
+    rebuild      the files of a lost rank, from parity
+    resume       ``MemoryTier``: the newest generation that loads
+
+A generation is a checkpoint as nodes with disks of their own would have it, so that ``deepspeed.load`` loads it as any
+other. Read ``generation``, then ``checkpoints``.
+"""

@@ -375,8 +375,8 @@ class MemoryCheckpoints:
 def _own_place() -> Place:
     place = Place.of_this_job()
     place.create()
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        start_reaper(place)
+    if place.launcher is not None:
+        start_reaper(place.launcher.pid, place.launcher.started, str(place.path))
     return place
 
 

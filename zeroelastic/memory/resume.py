@@ -93,8 +93,8 @@ class MemoryTier:
     def newer_than(self, tags: Sequence[Tag], at: int) -> list[Generation]:
         """The generations that a run resumes from rather than from ``tags[at]``, newest first. Collective.
 
-        Rank 0's ``tags`` count; ``at`` is the index of the newest checkpoint on the disk, newest first, or of that to which ``latest`` was set
-        back: then only generations count that continue from it.
+        Rank 0's ``tags`` count; ``at`` is the index of the newest checkpoint on the disk, newest first, or of that to
+        which ``latest`` was set back: then only generations count that continue from it.
         """
         chosen = tags[at] if tags else None
         newer = {
@@ -102,8 +102,7 @@ class MemoryTier:
             for generation in self.generations
             if chosen is None
             or (
-                generation.note.committed_at > chosen.saved_at
-                and (at == 0 or generation.note.parent == chosen.save_id)
+                generation.note.committed_at > chosen.saved_at and (at == 0 or generation.note.parent == chosen.save_id)
             )
         }
         newer = broadcast(newer)

@@ -20,6 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from zeroelastic.warm import LAUNCHER
 from zeroelastic.warm.messages import Request, receive, send, shared_environment
 from zeroelastic.warm.preload import ALWAYS, Sources, import_always, import_if_harmless, imports_of, source_of
 
@@ -154,6 +155,7 @@ class Server:
         os.sched_setaffinity(0, request.processors)
         os.environ.clear()
         os.environ.update(request.environment)
+        os.environ[LAUNCHER] = f"{self.launcher}:{os.getpid()}"
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed()  # the standard library's generator does that by itself
 

@@ -1,0 +1,200 @@
+"""zeroelastic.memory.place, launcher, reaper: real launchers that restart, end and are killed, and what they leave."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zeroelastic.errors import SaveError
+from zeroelastic.memory.launcher import Launcher, launcher
+from zeroelastic.memory.place import MEMORY_DIR, Place
+from zeroelastic.memory.reaper import start_reaper
+from zeroelastic.warm import LAUNCHER
+
+LIMIT_S = 60.0
+
+WORKER = """
+import json, os, sys, time
+from pathlib import Path
+from zeroelastic.memory.place import Place
+from zeroelastic.memory.reaper import start_reaper
+out, wait = Path(sys.argv[1]), sys.argv[2]
+place = Place.of_this_job()
+place.create()
+start_reaper(place.launcher.pid, place.launcher.started, str(place.path))
+restart, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]
+(place.path / f"kept-{restart}-{rank}").write_text("x" * 100)
+time.sleep(0.3)
+seen = sorted(os.listdir(place.path))
+(out / f"part-{restart}-{rank}").write_text(json.dumps([str(place.path), place.node, os.getpid(), os.getppid(), seen]))
+(out / f"part-{restart}-{rank}").rename(out / f"{restart}-{rank}")
+if restart == "0":
+    while not ((out / "0-0").exists() and (out / "0-1").exists()):
+        time.sleep(0.05)
+    sys.exit(3)
+if wait == "wait":
+    time.sleep(60)
+sys.exit(int(wait) if wait.isdecimal() else 0)
+"""
+
+
+def until(condition: Callable[[], Any], what: str) -> Any:
+    deadline = time.monotonic() + LIMIT_S
+    while not (found := condition()):
+        assert time.monotonic() < deadline, f"not within {LIMIT_S} s: {what}"
+        time.sleep(0.05)
+    return found
+
+
+@pytest.fixture
+def torchrun(tmp_path: Path) -> Iterator[Callable[..., tuple[subprocess.Popen[str], Path]]]:
+    """Starts a job of two workers that fails once and is restarted; returns torchrun and where the workers report."""
+    jobs: list[subprocess.Popen[str]] = []
+    (tmp_path / "worker.py").write_text(WORKER)
+    (tmp_path / "wrapper.sh").write_text(f'#!/bin/sh\n{sys.executable} "$@"\nexit $?\n')
+    (tmp_path / "wrapper.sh").chmod(0o755)
+
+    def start(*arguments: str, name: str = "job", wrapped: bool = False) -> tuple[subprocess.Popen[str], Path]:
+        out = tmp_path / name
+        out.mkdir()
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+        command += ["--max-restarts", "1", "--monitor-interval", "0.1"]
+        command += ["--no-python", str(tmp_path / "wrapper.sh")] if wrapped else []
+        job = subprocess.Popen(
+            [*command, str(tmp_path / "worker.py"), str(out), *arguments],
+            env={**os.environ, MEMORY_DIR: str(tmp_path / "memory")},
+            text=True,
+        )
+        jobs.append(job)
+        return job, out
+
+    (tmp_path / "memory").mkdir()
+    yield start
+    for job in jobs:
+        job.kill()
+        job.wait(LIMIT_S)
+
+
+def report(out: Path, restart: int, rank: int) -> list[Any]:
+    until((out / f"{restart}-{rank}").exists, f"worker {rank} of start {restart}")
+    found: list[Any] = json.loads((out / f"{restart}-{rank}").read_text())
+    return found
+
+
+@pytest.mark.parametrize("how", ["done", "7", "SIGKILL", "SIGTERM"])
+def test_what_a_job_keeps_outlives_its_workers_and_goes_with_it(torchrun: Any, how: str) -> None:
+    job, out = torchrun("wait" if how.startswith("SIG") else how.replace("done", "0"))
+    (first, *_), (second, node, worker, _, seen) = report(out, 0, 0), report(out, 1, 1)
+    other = report(out, 1, 0)
+    assert first == second == other[0] and node == other[1]
+    assert {"kept-0-0", "kept-0-1", "reaper.lock"} <= set(seen), "the files of the start before"
+    if how.startswith("SIG"):
+        assert Path(first).is_dir()
+        job.send_signal(getattr(signal, how))
+    job.wait(LIMIT_S)
+    until(lambda: not Path(first).exists(), "the reaper removes the directory")
+    if how == "SIGKILL":  # the workers are left behind
+        for pid in (worker, other[2]):
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_a_wrapper_around_each_worker_makes_no_other_node(torchrun: Any) -> None:
+    job, out = torchrun("0", wrapped=True)
+    (path, node, _, parent, _), other = report(out, 0, 0), report(out, 0, 1)
+    assert [path, node] == other[:2] and job.pid != parent != other[3]
+    assert str(job.pid) in node
+    job.wait(LIMIT_S)
+
+
+@pytest.mark.extended
+def test_two_jobs_at_once_do_not_meet(torchrun: Any) -> None:
+    (first, one), (second, two) = torchrun("wait"), torchrun("0", name="other")
+    mine, other = report(one, 1, 0), report(two, 1, 0)
+    assert mine[0] != other[0] and mine[1] != other[1]
+    second.wait(LIMIT_S)
+    until(lambda: not Path(other[0]).exists(), "the reaper removes the directory")
+    assert Path(mine[0]).is_dir()
+    first.terminate()
+    first.wait(LIMIT_S)
+
+
+def test_a_process_that_nobody_launched_is_its_own_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    assert launcher().pid == os.getpid()
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert launcher().pid == os.getppid()
+
+
+def test_a_warm_worker_is_told_and_its_children_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv(LAUNCHER, f"1:{os.getpid()}")
+    assert launcher().pid == 1
+    monkeypatch.setenv(LAUNCHER, f"1:{os.getpid() + 1}")
+    assert launcher().pid == os.getppid()
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return Place.of_this_job({MEMORY_DIR: str(tmp_path)})
+
+
+def test_the_directory_is_for_this_user_alone(place: Place) -> None:
+    place.create()
+    place.create()
+    assert place.path.stat().st_mode & 0o777 == place.path.parent.stat().st_mode & 0o777 == 0o700
+    (place.path / "file").write_text("")
+    place.remove()
+    assert not place.path.exists()
+
+
+def test_a_link_or_an_open_directory_is_refused(place: Place, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    place.path.parent.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(SaveError, match="this user alone"):
+        place.create()
+    place.path.parent.unlink()
+    place.path.parent.mkdir()
+    place.path.parent.chmod(0o755)
+    with pytest.raises(SaveError, match=MEMORY_DIR):
+        place.create()
+
+
+def test_what_a_launcher_that_ended_has_left_is_removed(place: Place) -> None:
+    """By its process id: of a process that has ended, of another one that has the same id; not of other namespaces."""
+    place.create()
+    namespace, _, _ = place.path.name.partition("-")
+    ended = subprocess.Popen([sys.executable, "-S", "-c", ""])
+    ended.wait(LIMIT_S)
+    names = [f"{namespace}-{ended.pid}-12345", f"{namespace}-{os.getpid()}-1", f"1{namespace}-{ended.pid}-12345"]
+    for name in names:
+        (place.path.parent / name).mkdir()
+    place.create()
+    assert sorted(os.listdir(place.path.parent)) == sorted([place.path.name, names[2]])
+
+
+def test_one_reaper_waits_and_one_that_comes_late_finds_nothing_to_do(tmp_path: Path) -> None:
+    (tmp_path / "job").mkdir()
+    waited = subprocess.Popen(["sleep", "60"])
+    try:
+        known = Launcher.of(waited.pid)
+        assert known.lives
+        for _ in range(3):
+            start_reaper(known.pid, known.started, str(tmp_path / "job"))
+        until((tmp_path / "job" / "reaper.lock").exists, "a reaper")
+        time.sleep(0.3)
+        assert (tmp_path / "job").is_dir()
+    finally:
+        waited.kill()
+    until(lambda: not known.lives, "it has ended, though nobody has asked how")
+    until(lambda: not (tmp_path / "job").exists(), "the reaper removes the directory")
+    waited.wait(LIMIT_S)
+    start_reaper(known.pid, known.started, str(tmp_path / "job"))  # ends: the directory has gone

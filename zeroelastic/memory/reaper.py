@@ -1,0 +1,76 @@
+"""A small process that removes a job's shared memory when its launcher has ended, in whatever way.
+
+It is started by a worker, in a session of its own, and imports nothing but the standard library: a few megabytes.
+Run as a file: ``python -I -S reaper.py PID START DIRECTORY``.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import select
+import shutil
+import signal
+import sys
+import time
+
+_LOCK = "reaper.lock"
+_POLL_S = 0.5
+_ONCE_MORE_S = 1.0
+
+
+def start_reaper(pid: int, started: str, directory: str) -> None:
+    """Start the process for a launcher and its directory, unless there is one. Raises OSError."""
+    null = os.open(os.devnull, os.O_RDWR)
+    try:
+        os.posix_spawn(
+            sys.executable,
+            [sys.executable, "-I", "-S", os.path.abspath(__file__), str(pid), started, directory],
+            {"PATH": os.defpath},
+            file_actions=[(os.POSIX_SPAWN_DUP2, null, number) for number in (0, 1, 2)],
+            setsid=True,
+        )
+    finally:
+        os.close(null)
+
+
+def main(pid: int, started: str, directory: str) -> None:
+    """Wait for the end of a process, and remove a directory; ends at once where another process does so already."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    os.chdir("/")
+    try:
+        lock = os.open(os.path.join(directory, _LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return
+    _wait(pid, started)
+    shutil.rmtree(directory, ignore_errors=True)
+    time.sleep(_ONCE_MORE_S)  # workers that outlived the launcher may have been writing
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+def _wait(pid: int, started: str) -> None:
+    """Until there is no such process; one that waits for its parent to take notice has ended."""
+    try:
+        process = os.pidfd_open(pid)
+    except (OSError, AttributeError):
+        process = -1
+    while _start_of(pid) == started:
+        if process >= 0:
+            select.select([process], [], [])
+            return
+        time.sleep(_POLL_S)
+
+
+def _start_of(pid: int) -> str:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            fields = file.read().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return fields[19] if fields[0] not in "ZX" else ""
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2], sys.argv[3])
