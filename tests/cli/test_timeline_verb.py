@@ -32,8 +32,8 @@ def test_it_shows_every_start_and_what_it_cost(log: Path) -> None:
     assert done.exit_code == 0, done.output
     lines = [line.split() for line in done.stdout.splitlines()]
     assert "3 starts, 2 steps lost" in done.stdout
-    assert ["0.0", "s", "4", "new", "10", "0", "2", "error:", "RuntimeError:", "peer", "closed"] in lines
-    assert ["14.5", "s", "3", "step", "8", "16", "2", "2", "stopped"] in lines
+    assert ["0.0", "s", "4", "new", "-", "10", "0", "2", "error:", "RuntimeError:", "peer", "closed"] in lines
+    assert ["14.5", "s", "3", "step", "8", "directory", "16", "2", "2", "stopped"] in lines
     assert ["14.5", "s", "3", "0.30", "3.50", "3.80", "1.50", "0.20", "0.50", "9.80", "2.0%"] in lines
     assert ["28.0", "s", "4", "-", "3.80", "3.80", "1.50", "0.20", "0.50", "9.80", "2.0%"] in lines
 

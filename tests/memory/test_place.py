@@ -37,9 +37,9 @@ time.sleep(0.3)
 seen = sorted(os.listdir(place.path))
 (out / f"part-{restart}-{rank}").write_text(json.dumps([str(place.path), place.node, os.getpid(), os.getppid(), seen]))
 (out / f"part-{restart}-{rank}").rename(out / f"{restart}-{rank}")
+while not ((out / f"{restart}-0").exists() and (out / f"{restart}-1").exists()):
+    time.sleep(0.05)
 if restart == "0":
-    while not ((out / "0-0").exists() and (out / "0-1").exists()):
-        time.sleep(0.05)
     sys.exit(3)
 if wait == "wait":
     time.sleep(60)

@@ -10,7 +10,7 @@ from commands import run_command
 from places import ROOT
 from prometheus_client.parser import text_string_to_metric_families
 
-from zeroelastic.monitoring import ResumeReport, SaveReport, StartReport
+from zeroelastic.monitoring import MemoryReport, ResumeReport, SaveReport, StartReport
 from zeroelastic.monitoring.metrics import METRICS, metrics_table
 from zeroelastic.monitoring.prometheus import MetricsFile, Sample, prometheus_text
 from zeroelastic.testing.sample_events import write_sample_events
@@ -21,6 +21,10 @@ LOADED = ResumeReport(
 )  # fmt: skip
 FAILED = SaveReport("/run/u", "u", 8, 4, False, 0.25, 0.25, error="the disk is full")
 STARTED = StartReport("t", 7, 3, 1.75, 2, 5)
+KEPT = MemoryReport(
+    step=9, world_size=3, num_nodes=3, stall_seconds=0.25, seconds=0.5, node_bytes=500, network_bytes=40
+)
+NOT_KEPT = MemoryReport(step=10, world_size=3, num_nodes=3, stall_seconds=0.25, seconds=0.5, error="SaveError: full")
 
 
 def parsed(text: str) -> dict[str, float]:
@@ -51,7 +55,7 @@ def test_a_file_of_a_run_adds_up_its_reports(tmp_path: Path) -> None:
     file = MetricsFile(tmp_path / 'pre"train.prom')
     file.write()
     assert set(parsed((tmp_path / 'pre"train.prom').read_text()).values()) == {0}
-    for report in (LOADED, STARTED, SAVED, SAVED, FAILED):
+    for report in (LOADED, STARTED, SAVED, SAVED, FAILED, KEPT, KEPT, NOT_KEPT):
         file(report, None)
     found = parsed((tmp_path / 'pre"train.prom').read_text())
     assert all(key.endswith(',run=pre"train') for key in found)
@@ -61,6 +65,8 @@ def test_a_file_of_a_run_adds_up_its_reports(tmp_path: Path) -> None:
         "saves_total": 2, "save_stall_seconds_total": 1.25, "save_seconds_total": 4, "save_bytes_total": 200,
         "save_failures_total": 1, "removed_tags_total": 4, "last_save_step": 7, "loads_total": 1,
         "load_seconds_total": 1.5, "load_bytes_total": 30, "load_from_ranks": 4, "load_to_ranks": 3,
+        "memory_checkpoints_total": 2, "memory_stall_seconds_total": 0.75, "memory_failures_total": 1,
+        "memory_network_bytes_total": 80, "memory_node_bytes": 500, "memory_step": 9,
         "resume_seconds_total": 1.75, "restarts_total": 2, "lost_steps_total": 5,
     }  # fmt: skip
     assert [path.name for path in tmp_path.iterdir()] == ['pre"train.prom']  # no temporary file is left
@@ -68,7 +74,7 @@ def test_a_file_of_a_run_adds_up_its_reports(tmp_path: Path) -> None:
 
 def test_every_metric_of_the_table_is_in_one_of_the_two_texts(tmp_path: Path) -> None:
     file = MetricsFile(tmp_path / "run.prom")
-    for report in (LOADED, STARTED, SAVED):
+    for report in (LOADED, STARTED, SAVED, KEPT):
         file(report, None)
     write_sample_events(tmp_path / "events.jsonl")
     job = run_command("timeline", tmp_path / "events.jsonl", "--prometheus").stdout

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from zeroelastic.byte_sizes import format_size
 from zeroelastic.cli.output.options import HtmlOption, JsonOption, PlotForceOption
 from zeroelastic.cli.output.show import print_columns, print_document, print_styled, print_written
 from zeroelastic.cli.output.thinning import spread
@@ -95,7 +96,9 @@ def _document(made: Timeline, num_torn: int, plot: Path | None) -> dict[str, obj
                 "nodes": one.start.num_nodes,
                 "host": one.start.host,
                 "restart_count": one.start.restart,
+                "warm": one.start.warm,
                 "tag": None if one.resume is None else one.resume.tag,
+                "tier": None if one.resume is None else one.resume.tier,
                 "resumed_at": None if one.resume is None else one.resume.step,
                 "proved": None if one.resume is None else one.resume.proved,
                 "last_step": one.steps[-1].step if one.steps else None,
@@ -103,6 +106,8 @@ def _document(made: Timeline, num_torn: int, plot: Path | None) -> dict[str, obj
                 "saves": len(one.saves),
                 "save_seconds": sum(save.stalled for save in one.saves),
                 "save_times": [one.saves[i].time for i in spread(len(one.saves), most)],
+                "memory_stall_seconds": one.memory[-1].stall_seconds if one.memory else None,
+                "memory_bytes": one.memory[-1].node_bytes if one.memory else None,
                 "points": [
                     {"time": event.time, "step": event.step, "loss": event.loss}
                     for event in (one.steps[i] for i in spread(len(one.steps), most))
@@ -126,21 +131,27 @@ def _show(made: Timeline, num_torn: int) -> None:
     last = max(one.last_time for one in made.incarnations) - made.began
     starts = len(made.incarnations)
     print_styled(f"began {began}, {last:.0f} s, {counted(starts, 'start')}, {counted(made.lost_steps, 'step')} lost")
-    head: tuple[str, ...] = ("after", "ranks", "from", "to step", "lost", "saves", "ended")
+    head: tuple[str, ...] = ("after", "ranks", "from", "tier", "to step", "lost", "saves", "ended")
     rows = [_row(one, made.began, one is made.incarnations[-1]) for one in made.incarnations]
-    print_columns([head, *rows], right=frozenset(range(6)))
+    print_columns([head, *rows], right=frozenset({0, 1, 2, 4, 5, 6}))
     restarts = [one for one in made.incarnations if one.restart is not None]
     if restarts:
         print_styled("")
         print_styled(("Restarts", "bold"), ", in seconds; load is zeroelastic's part")
         head = ("after", "ranks", "noticing", "rendezvous", "imports", "engine", "load", "first step", "total", "ours")
         print_columns([head, *(_cost_row(one, made.began) for one in restarts)], right=frozenset(range(len(head))))
+    kept = [event for one in made.incarnations for event in one.memory]
+    if kept:
+        stall, nbytes = max(event.stall_seconds for event in kept), max(event.node_bytes for event in kept)
+        print_styled("")
+        print_styled(f"checkpoints in memory: up to {stall:.3f} s of waiting, {format_size(nbytes)} of a node's memory")
     if num_torn:
         print_styled(f"{counted(num_torn, 'half line')} left out")
 
 
 def _row(one: Incarnation, began: float, last_one: bool) -> tuple[str, ...]:
     resumed = "-" if one.resume is None else "new" if one.resume.tag is None else f"step {one.resume.step}"
+    where = "-" if one.resume is None or one.resume.tier is None else one.resume.tier
     last = str(one.steps[-1].step) if one.steps else "-"
     error = next((end.error for end in one.ends if end.error), None)
     end = one.end or ("-" if last_one else "killed")
@@ -148,6 +159,7 @@ def _row(one: Incarnation, began: float, last_one: bool) -> tuple[str, ...]:
         f"{one.start.time - began:.1f} s",
         str(one.start.world_size),
         resumed,
+        where,
         last,
         str(one.lost_steps),
         str(len(one.saves)),

@@ -123,7 +123,7 @@ class Options(BaseModel):
         description='`{"every": 1, "copies": 1}`: under `preemption()`, every `every` steps each node keeps the state '
         "of its ranks in its own memory, and in that of `copies` other nodes; "
         '`{"every": 1, "parity": 4}`: groups of 4 nodes keep one XOR in place of copies, '
-        "[see here](../guides/elastic.md#checkpoints-in-memory)",
+        "[see here](../guides/memory-checkpoints.md)",
     )
     save_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
         default=900.0,

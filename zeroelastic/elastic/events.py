@@ -25,6 +25,7 @@ from zeroelastic.job_log.event_log import (
     EndEvent,
     Event,
     EventLog,
+    MemoryEvent,
     ResumeEvent,
     SaveEvent,
     StartEvent,
@@ -34,6 +35,7 @@ from zeroelastic.job_log.event_log import (
     note_nodes,
     read_events,
 )
+from zeroelastic.warm import is_warm_worker
 
 if TYPE_CHECKING:
     from zeroelastic.elastic.resume import Resumed
@@ -129,6 +131,7 @@ class Events:
                 load_seconds=report.seconds if report is not None else None,
                 passed_over=len(resumed.passed_over),
                 lost_steps=self.lost_steps,
+                tier=resumed.tier,
             )
         )
         self._show(step=step, lost_steps=self.lost_steps)
@@ -142,6 +145,20 @@ class Events:
                 SaveEvent(**self._when(), step=step, tag=tag, seconds=seconds, stall_seconds=stall, bytes=nbytes)
             )
             self._show(saved_at=time.monotonic(), save_seconds=seconds)
+
+    def memory(self, *, step: int, seconds: float, stall_seconds: float, node_bytes: int, network_bytes: int) -> None:
+        """Log a checkpoint in memory, as ``preemption`` does itself for one of many; see ``report.MemoryReport``."""
+        if self._rank == 0:
+            self._write(
+                MemoryEvent(
+                    **self._when(),
+                    step=step,
+                    seconds=seconds,
+                    stall_seconds=stall_seconds,
+                    node_bytes=node_bytes,
+                    network_bytes=network_bytes,
+                )
+            )
 
     def stopping(self) -> None:
         """Note that the run is stopping; ``preemption`` calls this itself."""
@@ -177,6 +194,7 @@ class Events:
             restart=_environment_number("TORCHELASTIC_RESTART_COUNT"),
             process_seconds=_process_seconds(),
             import_seconds=time.monotonic() - _IMPORTED,
+            warm=is_warm_worker(),
         )
 
     def _when(self) -> dict[str, Any]:

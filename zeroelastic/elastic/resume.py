@@ -15,13 +15,14 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from zeroelastic.distributed.collective import all_gather_alike, all_or_raise, broadcast
 from zeroelastic.elastic.attempts import Attempts
 from zeroelastic.elastic.position import KEY, Position, unpack_position
 from zeroelastic.errors import CheckpointError
 from zeroelastic.io.paths import FilePath, absolute, as_path
+from zeroelastic.job_log.event_log import Tier
 from zeroelastic.monitoring.observers import publish
 from zeroelastic.monitoring.spans import span
 from zeroelastic.report import ResumeReport, StartReport
@@ -31,9 +32,6 @@ if TYPE_CHECKING:
     from zeroelastic.elastic.events import Events
 
 logger = logging.getLogger(__name__)
-
-
-Tier = Literal["memory", "node-local", "directory"]
 
 
 @dataclass(frozen=True, slots=True)

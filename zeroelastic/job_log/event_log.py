@@ -24,6 +24,8 @@ EVENT_VERSION = 1
 _TAIL_BYTES = 1 << 16
 
 EndReason = Literal["done", "stopped", "error"]
+Tier = Literal["memory", "node-local", "directory"]
+"""Where a checkpoint was: in the nodes' memory, on their own disks, or in a directory or store for all of them."""
 
 
 class _Event(BaseModel):
@@ -42,7 +44,8 @@ class StartEvent(_Event):
     """The job began, or began again, at some world size: the engine is built, nothing is loaded.
 
     ``process_seconds`` is the age of rank 0's process at this moment, ``import_seconds`` how long ago its imports were
-    done; ``job`` and ``restart`` are torchrun's run id and restart count, None without torchrun.
+    done; ``job`` and ``restart`` are torchrun's run id and restart count, None without torchrun. ``warm``: rank 0 was
+    forked from a warm process; None in older logs.
     """
 
     event: Literal["start"] = "start"
@@ -54,12 +57,14 @@ class StartEvent(_Event):
     restart: int | None
     process_seconds: float
     import_seconds: float
+    warm: bool | None = None
 
 
 class ResumeEvent(_Event):
     """The checkpoint that ``resume`` loaded; ``tag`` None is a fresh start. ``seconds`` includes ``load_seconds``.
 
-    ``lost_steps``: logged steps beyond ``step``, which are trained again; None without an earlier start.
+    ``lost_steps``: logged steps beyond ``step``, which are trained again; None without an earlier start. ``tier`` says
+    where the checkpoint was; None for a fresh start, and in older logs.
     """
 
     event: Literal["resume"] = "resume"
@@ -71,6 +76,7 @@ class ResumeEvent(_Event):
     load_seconds: float | None
     passed_over: int
     lost_steps: int | None
+    tier: Tier | None = None
 
 
 class StepEvent(_Event):
@@ -100,6 +106,17 @@ class SaveEvent(_Event):
         return self.seconds if self.stall_seconds is None else self.stall_seconds
 
 
+class MemoryEvent(_Event):
+    """One of many checkpoints in the memory of the nodes: the fields are those of ``report.MemoryReport``."""
+
+    event: Literal["memory"] = "memory"
+    step: int
+    seconds: float
+    stall_seconds: float
+    node_bytes: int
+    network_bytes: int
+
+
 class EndEvent(_Event):
     """A rank ended: its work done, stopped on request, or by an error, which the first rank of any node writes.
 
@@ -121,10 +138,10 @@ class NodesEvent(_Event):
     cause: str = ""
 
 
-Event = StartEvent | ResumeEvent | StepEvent | SaveEvent | EndEvent | NodesEvent
+Event = StartEvent | ResumeEvent | StepEvent | SaveEvent | MemoryEvent | EndEvent | NodesEvent
 
 _EVENT: TypeAdapter[Event] = TypeAdapter(Annotated[Event, Field(discriminator="event")])
-_KINDS = frozenset({"start", "resume", "step", "save", "end", "nodes"})
+_KINDS = frozenset({"start", "resume", "step", "save", "memory", "end", "nodes"})
 SUPERVISOR = ""
 """The ``run`` of events that belong to no start of the job."""
 

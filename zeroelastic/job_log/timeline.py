@@ -15,6 +15,7 @@ from zeroelastic.job_log.event_log import (
     EndEvent,
     Event,
     EventLog,
+    MemoryEvent,
     NodesEvent,
     ResumeEvent,
     SaveEvent,
@@ -58,6 +59,7 @@ class RestartCost:
 class Incarnation:
     """One start of the job at one world size, to its end. Times are seconds since 1970.
 
+    ``memory`` are those checkpoints in memory that the log has: the first of a start and every fiftieth.
     ``lost_steps``: how many steps the job had trained beyond the step that it resumed at; they were trained again.
     """
 
@@ -65,6 +67,7 @@ class Incarnation:
     resume: ResumeEvent | None
     steps: tuple[StepEvent, ...]
     saves: tuple[SaveEvent, ...]
+    memory: tuple[MemoryEvent, ...]
     ends: tuple[EndEvent, ...]
     lost_steps: int
     restart: RestartCost | None
@@ -72,7 +75,7 @@ class Incarnation:
     @property
     def last_time(self) -> float:
         """The time of its last event."""
-        events = (self.start, self.resume, *self.steps, *self.saves, *self.ends)
+        events = (self.start, self.resume, *self.steps, *self.saves, *self.memory, *self.ends)
         return max(event.time for event in events if event is not None)
 
     @property
@@ -130,13 +133,20 @@ def _incarnation(
     lost = max(reached - resume.step, 0) if resume is not None else 0
     restart = _restart(start, resume, steps[0], before, nodes) if before and resume is not None and steps else None
     return Incarnation(
-        start, resume, steps, tuple(_only(events, SaveEvent)), tuple(_only(events, EndEvent)), lost, restart
+        start=start,
+        resume=resume,
+        steps=steps,
+        saves=tuple(_only(events, SaveEvent)),
+        memory=tuple(_only(events, MemoryEvent)),
+        ends=tuple(_only(events, EndEvent)),
+        lost_steps=lost,
+        restart=restart,
     )
 
 
 def _reached(one: Incarnation, before: int) -> int:
     """The step that the job had reached when this start ended."""
-    events = (one.resume, *one.steps, *one.saves, *one.ends)
+    events = (one.resume, *one.steps, *one.saves, *one.memory, *one.ends)
     marks = [(event.time, event.step) for event in events if event is not None and event.step is not None]
     return max(marks)[1] if marks else before  # the latest, not the greatest: a run may be rolled back
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from zeroelastic.warm import LAUNCHER
+from zeroelastic.warm import launcher_of_warm_worker
 
 _OF_A_WORKER = ("RANK", "LOCAL_RANK", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
 """Variables that a launcher sets for a worker, and a wrapper around the worker has too."""
@@ -41,9 +41,9 @@ def launcher() -> Launcher:
     A worker that was forked from a warm process (``zeroelastic.warm``) has another parent, and is told. A process that
     nobody launched is its own launcher.
     """
-    told, _, worker = os.environ.get(LAUNCHER, "").partition(":")
-    if told.isdecimal() and worker == str(os.getpid()):
-        return Launcher.of(int(told))
+    told = launcher_of_warm_worker()
+    if told is not None:
+        return Launcher.of(told)
     if multiprocessing.parent_process() is None and "LOCAL_RANK" not in os.environ:
         return Launcher.of(os.getpid())
     return Launcher.of(_unlike(os.getppid(), os.environ))

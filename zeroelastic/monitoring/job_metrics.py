@@ -31,6 +31,9 @@ def job_samples(timeline: Timeline) -> Iterator[Sample]:
     for phase in PHASES:
         seconds = sum(getattr(cost, phase) or 0.0 for cost in costs)
         yield Sample("zeroelastic_restart_seconds_total", seconds, {"phase": phase})
+    for tier in sorted({resume.tier for resume in resumes if resume.tier is not None}):
+        number = sum(resume.tier == tier for resume in resumes)
+        yield Sample("zeroelastic_resumes_total", number, {"tier": tier})
     yield Sample("zeroelastic_ranks", starts[-1].start.world_size)
     if marks:
         yield Sample("zeroelastic_step", max(marks)[1])

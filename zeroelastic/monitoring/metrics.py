@@ -70,6 +70,33 @@ METRICS = (
         "When the last save was committed.",
         job=True,
     ),
+    Metric(None, "zeroelastic_memory_checkpoints_total", "counter", "checkpoints", "Complete checkpoints in memory."),
+    Metric(
+        "memory/stall_s",
+        "zeroelastic_memory_stall_seconds_total",
+        "counter",
+        "seconds",
+        "Time that the training loop waited for checkpoints in memory.",
+    ),
+    Metric("memory/seconds", None, "gauge", "seconds", "Time from the begin of one to its end on all nodes."),
+    Metric(
+        "memory/node_bytes", "zeroelastic_memory_node_bytes", "gauge", "bytes", "Shared memory of the fullest node."
+    ),
+    Metric(
+        "memory/network_bytes",
+        "zeroelastic_memory_network_bytes_total",
+        "counter",
+        "bytes",
+        "Bytes that the rank that sends most has sent to other nodes.",
+    ),
+    Metric("memory/step", "zeroelastic_memory_step", "gauge", "steps", "Optimizer steps at the last one."),
+    Metric(
+        "memory/failed",
+        "zeroelastic_memory_failures_total",
+        "counter",
+        "checkpoints",
+        "Checkpoints in memory that were not completed.",
+    ),
     Metric(None, "zeroelastic_loads_total", "counter", "loads", "Checkpoints that were loaded."),
     Metric("load/seconds", "zeroelastic_load_seconds_total", "counter", "seconds", "Time that loads took.", job=True),
     Metric("load/bytes", "zeroelastic_load_bytes_total", "counter", "bytes", "Bytes that all ranks read in loads."),
@@ -89,6 +116,15 @@ METRICS = (
         "counter",
         "seconds",
         "Time from the end of a start to the first step of the next, by phase.",
+        file=False,
+        job=True,
+    ),
+    Metric(
+        None,
+        "zeroelastic_resumes_total",
+        "counter",
+        "resumes",
+        "Resumes from a checkpoint, by tier: memory, node-local, directory.",
         file=False,
         job=True,
     ),
@@ -130,7 +166,14 @@ def metrics_of(report: Report) -> dict[str, float]:
             "load/to_ranks": report.world_size,
         }
     elif isinstance(report, MemoryReport):
-        found = {}
+        found = {"memory/failed": float(report.error is not None), "memory/stall_s": report.stall_seconds}
+        if report.error is None:
+            found |= {
+                "memory/seconds": report.seconds,
+                "memory/node_bytes": report.node_bytes,
+                "memory/network_bytes": report.network_bytes,
+                "memory/step": report.step,
+            }
     else:
         found = {
             "job/resume_s": report.seconds,

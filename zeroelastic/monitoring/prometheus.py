@@ -13,7 +13,7 @@ from typing import Any
 from zeroelastic.io.atomic import write_atomically
 from zeroelastic.io.paths import absolute
 from zeroelastic.monitoring.metrics import METRICS, PREFIX, Metric, metrics_of
-from zeroelastic.report import Report, ResumeReport, SaveReport
+from zeroelastic.report import MemoryReport, Report, ResumeReport, SaveReport
 
 _BY_TRACKER = {metric.tracker: metric for metric in METRICS if metric.tracker is not None}
 _BY_NAME = {metric.prometheus: metric for metric in METRICS if metric.prometheus is not None}
@@ -99,3 +99,5 @@ class MetricsFile:
             self._values["zeroelastic_last_save_timestamp_seconds"] = round(time.time(), 3)
         elif isinstance(report, ResumeReport):
             self._values["zeroelastic_loads_total"] += 1
+        elif isinstance(report, MemoryReport) and report.error is None:
+            self._values["zeroelastic_memory_checkpoints_total"] += 1

@@ -47,7 +47,7 @@ def _write_start(
     run, now = f"start{number}", began
     start = StartEvent(
         **_when(now, run), world_size=world_size, num_nodes=world_size, host=f"node{number}", pid=4000 + number,
-        job="sample", restart=number, process_seconds=5.2, import_seconds=1.4,
+        job="sample", restart=number, process_seconds=5.2, import_seconds=1.4, warm=False,
     )  # fmt: skip
     append(path, start)
     now += 0.3
@@ -55,6 +55,7 @@ def _write_start(
         **_when(now, run), tag=f"global_step{first - 1}" if number else None, step=first - 1,
         saved_world_size=7 - world_size if number else None, proved=True if number else None, seconds=0.2,
         load_seconds=0.1 if number else None, passed_over=0, lost_steps=(2, 0)[number - 1] if number else None,
+        tier="directory" if number else None,
     )  # fmt: skip
     append(path, resume)
     for step in range(first, last + 1):

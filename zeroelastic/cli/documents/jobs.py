@@ -102,7 +102,9 @@ class Start(Part):
     nodes: int
     host: str
     restart_count: int | None
+    warm: bool | None
     tag: str | None
+    tier: Literal["memory", "node-local", "directory"] | None
     resumed_at: int | None
     proved: bool | None
     last_step: int | None
@@ -110,6 +112,8 @@ class Start(Part):
     saves: int
     save_seconds: float
     save_times: list[float]
+    memory_stall_seconds: float | None
+    memory_bytes: int | None
     points: list[Point]
     end: Literal["done", "stopped", "error"] | None
     error: str | None

@@ -17,7 +17,7 @@ _LOST, _KILL, _JOIN = "0.75", "tab:red", "tab:green"
 def draw_timeline(path: Path, timeline: Timeline, *, force: bool = False) -> None:
     """Write the picture as a file in the format of its suffix. Raises UsageError when it exists, without ``force``.
 
-    Lost steps, which were trained again later, are grey.
+    Lost steps, which were trained again later, are grey. Resumes from a disk are orange, those from memory purple.
     """
     from matplotlib.figure import Figure
 
@@ -43,7 +43,8 @@ def draw_timeline(path: Path, timeline: Timeline, *, force: bool = False) -> Non
             losses.plot([x for x, _ in line], [y for _, y in line], ".-", color=color, markersize=3, linewidth=1)
         saves.vlines([event.time - began for event in one.saves], 0, 1, color="tab:blue", linewidth=1)
         if one.resume is not None and one.resume.tag is not None:
-            saves.plot([one.resume.time - began], [0.5], marker=">", color="tab:orange", markersize=7, zorder=3)
+            marker, color = ("^", "tab:purple") if one.resume.tier == "memory" else (">", "tab:orange")
+            saves.plot([one.resume.time - began], [0.5], marker=marker, color=color, markersize=7, zorder=3)
     for event in timeline.nodes:
         for axes in (ranks, losses, saves):
             axes.axvline(event.time - began, color=_KILL if event.change < 0 else _JOIN, linestyle="--", linewidth=1)

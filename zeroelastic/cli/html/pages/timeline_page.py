@@ -221,6 +221,7 @@ def _starts(job: Timeline) -> Table:
             Cell(f"{start.nodes:,}"),
             Cell(start.host),
             Cell("new" if start.tag is None else f"step {start.resumed_at}"),
+            Cell(start.tier or ""),
             Cell("" if start.last_step is None else f"{start.last_step:,}"),
             Cell(f"{start.lost_steps:,}"),
             Cell(f"{start.saves:,}"),
@@ -228,7 +229,19 @@ def _starts(job: Timeline) -> Table:
         )
         for number, start in enumerate(job.starts, start=1)
     ]
-    columns = [">start", ">after", ">ranks", ">nodes", "host", "from", ">to step", ">lost before it", ">saves", "ended"]
+    columns = [
+        ">start",
+        ">after",
+        ">ranks",
+        ">nodes",
+        "host",
+        "from",
+        "tier",
+        ">to step",
+        ">lost before it",
+        ">saves",
+        "ended",
+    ]
     return table("Starts of the job", columns, rows)
 
 
