@@ -19,7 +19,7 @@ LEVELS = [
     {"memory"},
     {"elastic", "library"},
     {""},
-    {"run", "activation", "integrations", "testing"},
+    {"run", "activation", "integrations", "rendezvous", "testing"},
     {"proving"},
     {"cli"},
     {"__main__"},

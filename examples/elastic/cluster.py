@@ -6,7 +6,8 @@
 
 Each runs train.py once without a break and once through its scenario, and compares the two: the samples of every step,
 the weights at the end, the steps that were lost and what each restart cost. "elastic" goes through 4 -> 3 -> 2 -> 4 ->
-1 -> 3 nodes and loses them by SIGKILL; "fixed-size" needs 3 nodes, so it waits for the one that was killed; "network"
+1 -> 3 nodes and loses them by SIGKILL, once with saves on the disk and once with checkpoints in memory and warm starts;
+what a node kept in memory goes with it. "fixed-size" needs 3 nodes, so it waits for the one that was killed; "network"
 gives each node a host of its own and pulls the cable of one, until its agent gives up; in "network-return" it is put
 back before.
 """
@@ -28,7 +29,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import psutil
-from judge import compare, last_step, read_trace, write_result
+from judge import compare, compare_memory, last_step, read_trace, write_result, write_ways
 from network import Loopback, Namespaces
 
 from zeroelastic.job_log.event_log import note_nodes
@@ -39,6 +40,10 @@ SCENARIO = ((6, -1), (16, -1), (26, +2), (38, -3), (48, +2))
 RENDEZVOUS = (
     "is_host=0,last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3,join_timeout=120,close_timeout=10"
 )
+QUICK_RENDEZVOUS = (
+    "is_host=0,last_call_timeout=0.5,keep_alive_interval=0.25,keep_alive_max_attempt=6,join_timeout=120,"
+    "close_timeout=10,poll_interval=0.1"
+)
 READ_TIMEOUT = 8
 """Seconds after which an agent that does not reach the rendezvous store gives up, and ends its workers."""
 SILENCE = 8
@@ -46,8 +51,32 @@ SILENCE = 8
 RETRIES = 5
 """Of net.ipv4.tcp_retries2: a host that reaches nobody knows it after about 15 seconds, instead of 15 minutes."""
 
+COPIES = 3
+"""In the memory of other nodes: the scenario loses three of four nodes at once."""
+
 Back = Literal["new agent", "same agent"]
 BACK: dict[str, Back] = {"network": "new agent", "network-return": "same agent"}
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a job is started and where it keeps its state: the words between torchrun's and those of train.py."""
+
+    name: str
+    launch: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
+    backend: str = "c10d"
+    rendezvous: str = RENDEZVOUS
+
+
+DISK = Way("disk, cold starts")
+MEMORY = Way(
+    "memory, warm starts",
+    ("-m", "zeroelastic.run", "--warm"),
+    ("--memory", str(COPIES)),
+    "zeroelastic",
+    QUICK_RENDEZVOUS,
+)
 
 
 @dataclass(frozen=True)
@@ -76,8 +105,8 @@ class Node:
 class Cluster:
     """The agents of one job. The rendezvous store is a separate process, so that any node may die."""
 
-    def __init__(self, out: Path, arguments: list[str], *, nodes: str, network: Loopback) -> None:
-        self.out, self.arguments, self.size, self.network = out, arguments, nodes, network
+    def __init__(self, out: Path, arguments: list[str], *, nodes: str, network: Loopback, way: Way) -> None:
+        self.out, self.arguments, self.size, self.network, self.way = out, arguments, nodes, network, way
         self.trace, self.events, self.hold = out / "trace.jsonl", out / "events.jsonl", out / "hold"
         self.nodes: list[Node] = []
         self.started: list[Node] = []
@@ -97,10 +126,22 @@ class Cluster:
         command = [
             *self.network.command(host),
             *(sys.executable, "-m", "torch.distributed.run", f"--nnodes={self.size}", "--nproc-per-node=1"),
-            *("--max-restarts=100", "--monitor-interval=0.2", "--rdzv-backend=c10d", "--rdzv-id=job"),
+            *("--max-restarts=100", "--monitor-interval=0.2", f"--rdzv-backend={self.way.backend}", "--rdzv-id=job"),
             f"--rdzv-endpoint={self.network.store_address}:{self.port}",
-            *(f"--rdzv-conf={RENDEZVOUS},read_timeout={READ_TIMEOUT}", f"--local-addr={self.network.address(host)}"),
-            *(str(HERE / "train.py"), *self.arguments, "--trace", str(self.trace), "--events", str(self.events)),
+            *(
+                f"--rdzv-conf={self.way.rendezvous},read_timeout={READ_TIMEOUT}",
+                f"--local-addr={self.network.address(host)}",
+            ),
+            *(
+                *self.way.launch,
+                str(HERE / "train.py"),
+                *self.arguments,
+                *self.way.options,
+                "--trace",
+                str(self.trace),
+                "--events",
+                str(self.events),
+            ),
             *("--hold", str(self.hold)),
         ]
         with open(self.out / f"node{number}.log", "wb") as output:
@@ -182,7 +223,14 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def cluster(
-    out: Path, *, nodes: str, steps: int, save_steps: int, first: int, network: Loopback | None = None
+    out: Path,
+    *,
+    nodes: str,
+    steps: int,
+    save_steps: int,
+    first: int,
+    network: Loopback | None = None,
+    way: Way = DISK,
 ) -> Iterator[Cluster]:
     """A job on its ``first`` nodes; it is gone at the end, whatever happens."""
     out.mkdir(parents=True)
@@ -190,7 +238,7 @@ def cluster(
     arguments += ["--step-seconds", "0.2"] + ([] if network is None else ["--timeout", str(SILENCE)])
     hosts = Loopback() if network is None else network
     with contextlib.closing(hosts):
-        made = Cluster(out, arguments, nodes=nodes, network=hosts)
+        made = Cluster(out, arguments, nodes=nodes, network=hosts, way=way)
         try:
             for _ in range(first):
                 made.add()
@@ -200,11 +248,18 @@ def cluster(
 
 
 def play(
-    out: Path, scenario: tuple[tuple[int, int], ...], *, steps: int, save_steps: int, limit: float, first: int = 4
+    out: Path,
+    scenario: tuple[tuple[int, int], ...],
+    *,
+    steps: int,
+    save_steps: int,
+    limit: float,
+    first: int = 4,
+    way: Way = DISK,
 ) -> None:
     """Run the job through kills and joins, on ``first`` nodes to begin with. TimeoutError when it takes too long."""
     until = time.monotonic() + limit
-    with cluster(out, nodes="1:4", steps=steps, save_steps=save_steps, first=first) as job:
+    with cluster(out, nodes="1:4", steps=steps, save_steps=save_steps, first=first, way=way) as job:
         for number, (step, change) in enumerate(scenario, 1):
             job.reach(f"step {step}", until, lambda step=step: last_step(job.trace) >= step)
             job.change(change)
@@ -313,9 +368,21 @@ def main() -> int:
     else:
         happened = play_cut(broken, size=3, cut_at=8, back=BACK[args.scenario], **common)
     found = {"scenario": args.scenario, **compare(whole, broken, happened, save_steps=args.save_steps)}
-    names = [write_result(directory, found, broken) for directory in (args.out, args.results) if directory is not None]
+    places = [directory for directory in (args.out, args.results) if directory is not None]
+    names = [write_result(directory, found, broken) for directory in places]
     print(names[0].read_text())
-    return 1 if found["problems"] else 0
+    problems = list(found["problems"])
+    if args.scenario == "elastic":
+        kept = args.out / "memory"
+        play(kept, SCENARIO, way=MEMORY, **common)
+        warm = {"scenario": "memory", **compare_memory(whole, kept)}
+        names = [write_result(directory, warm, kept) for directory in places]
+        print(names[0].read_text())
+        ways = {DISK.name: found, MEMORY.name: warm}
+        names = [write_ways(directory, ways) for directory in places]
+        print(names[0].read_text())
+        problems += warm["problems"]
+    return 1 if problems else 0
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import platform
 import time
 from dataclasses import asdict
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from zeroelastic.cli.plots.timeline_plot import draw_timeline
@@ -124,6 +125,51 @@ def compare(whole: Path, elastic: Path, happened: dict[str, Any], *, save_steps:
     problems += ["our_largest_share"] if found["our_largest_share"] > OUR_SHARE else []
     problems += ["furthest_weight"] if not found["furthest_weight"] <= WEIGHT_TOLERANCE else []
     return {**happened, **found, "problems": problems}
+
+
+def compare_memory(whole: Path, elastic: Path) -> dict[str, Any]:
+    """The same for a job with checkpoints in memory: no step but one may be lost, and no checkpoint on a disk read."""
+    found = compare(whole, elastic, {}, save_steps=1)
+    resumes = [entry for entry in read_trace(elastic / "trace.jsonl") if entry["event"] == "resume"]
+    from_disk = [entry for entry in resumes if entry["tier"] not in ("memory", None)]
+    found["tiers"] = sorted({entry["tier"] for entry in resumes if entry["tag"] is not None})
+    found["disk_bytes_read"] = sum(entry["nbytes"] for entry in from_disk if entry["rank"] == 0)
+    problems = [what for what in found["problems"] if what != "our_largest_share"]  # of much less
+    problems += ["disk_bytes_read"] if from_disk or found["tiers"] != ["memory"] else []
+    return {**found, "problems": problems}
+
+
+def write_ways(directory: Path, ways: dict[str, dict[str, Any]]) -> Path:
+    """The restarts after kills of several ways in one table and one picture. Returns the table's path."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 1.2 + 0.8 * len(ways)), layout="constrained")
+    axes = figure.subplots()
+    lines = ["# Kills, by where the state was and how workers start", ""]
+    head = ("way", "restarts", "steps lost", *(phase.replace("_", " ") for phase in PHASES), "kill to first step")
+    lines += ["Medians over the restarts after a kill, in seconds.", "", f"| {' | '.join(head)} |"]
+    lines += ["|---|" + "--:|" * (len(head) - 1)]
+    for row, (name, found) in enumerate(ways.items()):
+        after_kills = [one for one in found["restarts"] if one["since_kill"]]
+        middle = {phase: median([one[phase] or 0.0 for one in after_kills]) for phase in PHASES}
+        total = median([one["total"] for one in after_kills])
+        lost = ", ".join(str(one["lost_steps"]) for one in after_kills)
+        cells = [name, str(len(after_kills)), lost, *(f"{middle[phase]:.2f}" for phase in PHASES), f"{total:.2f}"]
+        lines += [f"| {' | '.join(cells)} |"]
+        left = 0.0
+        for number, phase in enumerate(PHASES):
+            label = phase.replace("_", " ") if row == 0 else None
+            axes.barh(row, middle[phase], left=left, color=f"C{number}", label=label)
+            left += middle[phase]
+        axes.annotate(f" {total:.1f} s, steps lost: {lost}", (left, row), va="center")
+    axes.set(yticks=range(len(ways)), yticklabels=list(ways), xlabel="seconds from a kill to the first step, medians")
+    axes.set_xlim(0, axes.get_xlim()[1] * 1.35)
+    axes.invert_yaxis()
+    axes.legend(ncols=len(PHASES), loc="upper center", bbox_to_anchor=(0.5, -0.35), frameon=False)
+    figure.savefig(directory / "elastic_ways.png", dpi=120)
+    path = directory / "elastic_ways.md"
+    path.write_text("\n".join(lines) + "\n")
+    return path
 
 
 def restarts(timeline: Timeline) -> list[dict[str, Any]]:

@@ -73,6 +73,7 @@ def main() -> None:
     parser.add_argument("--global-batch", type=int, default=12)
     parser.add_argument("--max-micro", type=int, default=4)
     parser.add_argument("--step-seconds", type=float, default=0.0, help="wait in each step, to play a larger model")
+    parser.add_argument("--memory", type=int, metavar="COPIES", help="keep each step in memory, with copies on nodes")
     parser.add_argument("--events", help="the event log, for `zeroelastic timeline`; a file that all nodes share")
     parser.add_argument("--trace", help="append what each rank trains on to this file, a line of JSON at a time")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds until a silent rank counts as lost")
@@ -86,13 +87,16 @@ def main() -> None:
     torch.manual_seed(0)
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=plan.apply(CONFIG))
+    options = {} if args.memory is None else {"memory": {"every": 1, "copies": args.memory}}
+    config = plan.apply({**CONFIG, "zeroelastic": options})
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     data = Text(argparse.__file__)
     sampler = ElasticDistributedSampler(data, plan.global_batch, seed=0)
     with events(engine, args.events, status=True) as log:
         start = resume(engine, args.ckpt, data=sampler, log=log)
         trace(args.trace, event="resume", world_size=plan.world_size, rank=engine.global_rank, tag=start.tag,
-              step=start.global_steps, exact=start.report.root_matches if start.report else None)  # fmt: skip
+              tier=start.tier, step=start.global_steps, exact=start.report.root_matches if start.report else None,
+              nbytes=start.report.total_bytes_read if start.report else 0)  # fmt: skip
         loader = DataLoader(data, batch_size=plan.micro_batch, sampler=sampler)
         saving = every(steps=args.save_steps)
         with preemption(engine, args.ckpt, data=sampler, saving=saving, log=log) as stop:

@@ -183,6 +183,7 @@ class Events:
             )  # fmt: skip
 
     def _start(self) -> StartEvent:
+        age = _process_seconds()
         local = _environment_number("LOCAL_WORLD_SIZE")
         return StartEvent(
             **self._when(),
@@ -192,8 +193,8 @@ class Events:
             pid=os.getpid(),
             job=os.environ.get("TORCHELASTIC_RUN_ID"),
             restart=_environment_number("TORCHELASTIC_RESTART_COUNT"),
-            process_seconds=_process_seconds(),
-            import_seconds=time.monotonic() - _IMPORTED,
+            process_seconds=age,
+            import_seconds=min(time.monotonic() - _IMPORTED, age),  # a warm worker's were done before it began
             warm=is_warm_worker(),
         )
 
