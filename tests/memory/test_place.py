@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -179,6 +180,34 @@ def test_what_a_launcher_that_ended_has_left_is_removed(place: Place) -> None:
         (place.path.parent / name).mkdir()
     place.create()
     assert sorted(os.listdir(place.path.parent)) == sorted([place.path.name, names[2]])
+
+
+def test_a_reaper_holds_no_connection_of_the_worker(tmp_path: Path) -> None:
+    """Sockets that pass through exec, such as gloo's: else peers of a killed worker wait for it for ever."""
+    (tmp_path / "job").mkdir()
+    ours, theirs = socket.socketpair()
+    os.set_inheritable(ours.fileno(), True)
+    known = Launcher.of(os.getpid())
+    start_reaper(known.pid, known.started, str(tmp_path / "job"))
+    until((tmp_path / "job" / "reaper.lock").exists, "a reaper")
+    ours.close()
+    theirs.settimeout(LIMIT_S)
+    assert theirs.recv(1) == b"", "the other end is still open somewhere"
+    theirs.close()
+    (reaper,) = [
+        int(name)
+        for name in os.listdir("/proc")
+        if name.isdecimal() and str(tmp_path / "job").encode() in _command(int(name))
+    ]
+    os.kill(reaper, signal.SIGKILL)
+    os.waitpid(reaper, 0)
+
+
+def _command(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
 
 
 def test_one_reaper_waits_and_one_that_comes_late_finds_nothing_to_do(tmp_path: Path) -> None:

@@ -313,7 +313,7 @@ class Preemption:
         ended = False
         try:
             if self._memory is not None:
-                self._memory.close()
+                self._memory.close(failed=kind is not None)
             if kind is None:
                 self._finish("the end of the training loop")
                 ended = self.stopped

@@ -221,9 +221,13 @@ class MemoryCheckpoints:
         all_or_raise(lambda: self._run.remove_tags() if self._acts else None)
         self.complete_step = None
 
-    def close(self) -> None:
-        """Wait for the generation in the making. Generations stay until the job ends."""
-        self.wait()
+    def close(self, *, failed: bool = False) -> None:
+        """Wait for the generation in the making, unless training has failed. Generations stay until the job ends.
+
+        After a failure the other ranks may be gone, or wait for this one: it must end.
+        """
+        if not failed:
+            self.wait()
         if self._hook is not None:
             self._hook.remove()
 

@@ -13,6 +13,7 @@ import shutil
 import signal
 import sys
 import time
+from contextlib import suppress
 
 _LOCK = "reaper.lock"
 _POLL_S = 0.5
@@ -38,6 +39,7 @@ def main(pid: int, started: str, directory: str) -> None:
     """Wait for the end of a process, and remove a directory; ends at once where another process does so already."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+    _close_inherited()
     os.chdir("/")
     try:
         lock = os.open(os.path.join(directory, _LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -48,6 +50,14 @@ def main(pid: int, started: str, directory: str) -> None:
     shutil.rmtree(directory, ignore_errors=True)
     time.sleep(_ONCE_MORE_S)  # workers that outlived the launcher may have been writing
     shutil.rmtree(directory, ignore_errors=True)
+
+
+def _close_inherited() -> None:
+    """Close the worker's files. Those of gloo pass through exec: its peers would not notice the worker's death."""
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) > 2:
+            with suppress(OSError):
+                os.close(int(name))
 
 
 def _wait(pid: int, started: str) -> None:
