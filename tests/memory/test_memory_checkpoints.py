@@ -255,6 +255,16 @@ def test_a_run_that_was_rolled_back_does_not_return_to_memory(
     continued(first[0], fourth, 2, tier="directory")
 
 
+def test_of_one_step_in_memory_and_on_the_disk_memory_is_taken(
+    rank_pool: RankPool, tmp_path: Path, shared: Path
+) -> None:
+    directory = str(tmp_path / "ckpt")
+    first = rank_pool.run(run, 2, JOB, directory, shared, [0, 1], 4, save_steps=2)
+    assert (tmp_path / "ckpt" / "latest").read_text() == "global_step4"
+    turns = rank_pool.run(run, 2, JOB.other(), directory, shared, [0, 1], 1)
+    continued(first[0], turns, 4)
+
+
 @pytest.mark.parametrize("act", ACTS)
 def test_a_generation_that_fails_costs_one_step_and_training_goes_on(
     rank_pool: RankPool, tmp_path: Path, shared: Path, act: str

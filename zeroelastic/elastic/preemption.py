@@ -154,6 +154,9 @@ class Preemption:
         self._seen_step = step
         due = self._saving.due(seconds=time.monotonic() - self._last_time, steps=step - self._last_step)
         signalled, due, left = self._agree(due)
+        if self._memory is not None and (signalled or self._memory.due(step)):
+            self._memory.capture(self._state())  # before a save to the disk, which takes longer
+            self._log_memory(self._memory)
         if signalled:
             self.stopped = True
             if self._log is not None:
@@ -162,9 +165,6 @@ class Preemption:
             return True
         if due and step != self._last_step:
             self.save(background=self._saving.background)
-        if self._memory is not None and self._memory.due(step):
-            self._memory.capture(self._state())
-            self._log_memory(self._memory)
         return self.stopped
 
     @property
@@ -293,7 +293,7 @@ class Preemption:
         from zeroelastic.deepspeed.engine import options_of
         from zeroelastic.deepspeed.engine_state import lineage_of
 
-        if options_of(self._engine).memory is not None:
+        if hasattr(self._engine, "_config") and options_of(self._engine).memory is not None:
             from zeroelastic.memory.checkpoints import MemoryCheckpoints
 
             self._memory = MemoryCheckpoints(self._engine, self._directory)

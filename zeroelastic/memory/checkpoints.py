@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, record_text
 from zeroelastic.checkpoint.file_names import WHOLE_MODEL_FILE
+from zeroelastic.core.digest import content_root
 from zeroelastic.deepspeed.engine import Engine, options_of
 from zeroelastic.deepspeed.engine_state import lineage_of
 from zeroelastic.deepspeed.live.digests import whole_contents
@@ -285,6 +286,7 @@ class MemoryCheckpoints:
             committed_at=committed_at,
             parent=made.parent,
             world_size=len(told),
+            content_root=content_root(contents),
             files=tuple(protected),
             sets=self.placement.sets,
         )

@@ -45,6 +45,7 @@ class MemoryNote(BaseModel):
     committed_at: float
     parent: str | None
     world_size: int
+    content_root: str
     files: tuple[dict[str, int], ...]
     sets: tuple[tuple[int, ...], ...] = ()
 

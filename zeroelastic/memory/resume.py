@@ -15,11 +15,11 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from zeroelastic.checkpoint.commit_record import RECORD_NAME
+from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_record
 from zeroelastic.deepspeed.engine import options_of
 from zeroelastic.deepspeed.engine_state import lineage_of
 from zeroelastic.deepspeed.install.wrappers import loading_strictly
-from zeroelastic.distributed.collective import all_gather, all_or_raise, broadcast
+from zeroelastic.distributed.collective import all_gather, all_or_raise, broadcast_or_raise
 from zeroelastic.errors import CheckpointError, SaveError, UnreadableError, rank_list
 from zeroelastic.io.paths import FilePath
 from zeroelastic.memory.generation import MemoryNote, RunPlace, lacking
@@ -96,16 +96,11 @@ class MemoryTier:
         Rank 0's ``tags`` count; ``at`` is the index of the newest checkpoint on the disk, newest first, or of that to
         which ``latest`` was set back: then only generations count that continue from it.
         """
-        chosen = tags[at] if tags else None
-        newer = {
-            generation.tag
-            for generation in self.generations
-            if chosen is None
-            or (
-                generation.note.committed_at > chosen.saved_at and (at == 0 or generation.note.parent == chosen.save_id)
-            )
-        }
-        newer = broadcast(newer)
+        newer = broadcast_or_raise(
+            lambda: {
+                one.tag for one in self.generations if not tags or _is_newer(one.note, tags[at], rolled_back=at > 0)
+            }
+        )
         return [generation for generation in self.generations if generation.tag in newer]
 
     def load_newest(
@@ -178,6 +173,21 @@ class MemoryTier:
     def _forget_attempts(self) -> None:
         with suppress(OSError):
             self._attempts_path().unlink(missing_ok=True)
+
+
+def _is_newer(note: MemoryNote, saved: Tag, *, rolled_back: bool) -> bool:
+    """Whether a run resumes from a generation rather than from a checkpoint on the disk.
+
+    Of one step, saved to both, the one in memory is taken: they have the same content.
+    """
+    if rolled_back:
+        return note.parent == saved.save_id and note.committed_at > saved.saved_at
+    if note.step == saved.step and note.parent == saved.parent:
+        with suppress(CheckpointError, UnreadableError):
+            record = read_record(saved.tag_dir)
+            if record is not None and record.content_root == note.content_root:
+                return True
+    return note.committed_at > saved.saved_at
 
 
 def memory_tier(engine: Any, directory: FilePath) -> MemoryTier | None:
