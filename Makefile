@@ -34,7 +34,7 @@ export OMP_NUM_THREADS ?= 1
 NATIVE_SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
 
 .PHONY: help venv warm versions front-ends man docs docs-serve reference dist demo demo-elastic demo-elastic-netns demo-elastic-fixed test test-all slowest coverage same-as-stock test-gpu test-native \
-    crash crash-training damage fuzz lifecycle bench figures bench-background bench-scale reliability support lint format clean
+    crash crash-training crash-memory bench-restart bench-memory damage fuzz lifecycle bench figures bench-background bench-scale reliability support lint format clean
 
 help:
 	@echo "make demo      the demonstration; its results go to demo/"
@@ -53,6 +53,9 @@ help:
 	@echo "make bench-background  what a save costs training, waited for and in the background"
 	@echo "make crash     kill -9 at random moments of a reshard"
 	@echo "make crash-training  kill -9 at 200 random moments of a training job that saves"
+	@echo "make crash-memory  kill -9 at 200 random moments of a job that keeps checkpoints in memory"
+	@echo "make bench-restart  from a kill to the first step, by phase; needs a quiet machine"
+	@echo "make bench-memory  what checkpoints in memory cost training, and loads from them; needs a quiet machine"
 	@echo "make lifecycle  thousands of actions on real engines, each compared with a model"
 	@echo "make fuzz      fuzzes every reader of files, FUZZ_SECONDS=600 each (FUZZ_TARGETS='pickle table' narrows)"
 	@echo "make bench-scale  many ranks, loaders, parameters and tags; needs a quiet machine"
@@ -215,6 +218,16 @@ crash: $(STAMP)
 crash-training: $(STAMP)
 	$(PY) benchmarks/crash_training.py --kills 200 --out benchmarks/results
 	$(PY) benchmarks/crash_training.py --stage 2 --kills 60 --out benchmarks/results
+
+crash-memory: $(STAMP) $(VENV)/.op-ShareMemCommBuilder
+	$(PY) benchmarks/crash_memory.py --kills 200 --out benchmarks/results
+
+# From a kill to the first step, by phase; needs a quiet machine.
+bench-restart: $(STAMP) $(VENV)/.op-ShareMemCommBuilder
+	$(PY) benchmarks/bench_restart.py --out benchmarks/results
+
+bench-memory: $(STAMP) $(VENV)/.op-ShareMemCommBuilder
+	$(PY) benchmarks/bench_memory.py --out benchmarks/results
 
 # Saves, loads, kills and tools in any order, compared with a model; the raw result goes to benchmarks/results.
 lifecycle: warm

@@ -94,6 +94,19 @@ def describe_crash_training(result: Result) -> list[str]:
     ]
 
 
+def describe_crash_memory(result: Result) -> list[str]:
+    """`kill -9` of jobs that keep checkpoints in memory."""
+    jobs = result["jobs"]
+    steps, minutes = sum(job["steps_trained"] for job in jobs), max(job["minutes"] for job in jobs)
+    kinds = " and ".join(f"{job['kills']} with {job['kind']}" for job in jobs)
+    return [
+        f"{result['kills']} kills of a worker or a node ({kinds}) in {minutes:.0f} minutes and {steps:,} steps; each "
+        "time the job went on with the recorded state of one of its steps, and at the end "
+        f"{result['files_left_in_memory']} files were left in memory",
+        f"outcomes: {_pairs(result['outcomes'])}",
+    ]
+
+
 def describe_damage(result: Result) -> list[str]:
     """Loads of a checkpoint with one piece of damage each."""
     counts = result["counts"]
@@ -151,6 +164,7 @@ CAMPAIGNS = (
         "crash_training", "make crash-training", "kills of a training job that saves in a loop", describe_crash_training
     ),
     Campaign("crash_training_stage2", "make crash-training", "the same at ZeRO stage 2", describe_crash_training),
+    Campaign("crash_memory", "make crash-memory", "kills of jobs with checkpoints in memory", describe_crash_memory),
     Campaign(
         "lifecycle",
         "make lifecycle",

@@ -107,8 +107,18 @@ class Node:
 class Cluster:
     """The agents of one job. The rendezvous store is a separate process, so that any node may die."""
 
-    def __init__(self, out: Path, arguments: list[str], *, nodes: str, network: Loopback, way: Way) -> None:
-        self.out, self.arguments, self.size, self.network, self.way = out, arguments, nodes, network, way
+    def __init__(
+        self,
+        out: Path,
+        arguments: list[str],
+        *,
+        nodes: str,
+        network: Loopback,
+        way: Way,
+        script: Path = HERE / "train.py",
+    ) -> None:
+        self.out, self.arguments, self.size, self.network = out, arguments, nodes, network
+        self.way, self.script = way, script
         self.trace, self.events, self.hold = out / "trace.jsonl", out / "events.jsonl", out / "hold"
         self.nodes: list[Node] = []
         self.started: list[Node] = []
@@ -136,7 +146,7 @@ class Cluster:
             ),
             *(
                 *self.way.launch,
-                str(HERE / "train.py"),
+                str(self.script),
                 *self.arguments,
                 *self.way.options,
                 "--trace",
