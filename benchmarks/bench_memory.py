@@ -144,7 +144,7 @@ def page(result: dict[str, Any]) -> str:
         f"Two ranks on two nodes, {stall['params_m']:.0f}M parameters, {stall['node_bytes'] / 2**20:,.0f} MiB of "
         "shared memory on a node. The bytes are real, the waiting for a GPU is played.",
         "",
-        "| step without, s | step with, s | longer by | waited, ms | processor time of training, ms | complete after, s |",
+        "| step without, s | step with, s | longer by | waited, ms | processor time, ms | complete after, s |",
         "|--:|--:|--:|--:|--:|--:|",
         f"| {stall['without_s']:.4f} | {stall['with_s']:.4f} | {stall['longer']:.1%} (at most {STALL_TARGET:.0%}) | "
         f"{1e3 * stall['stall_s']:.0f} | {1e3 * stall['processor_s']:.0f} | {stall['complete_s']:.2f} |",

@@ -259,7 +259,8 @@ def main() -> None:
         work(chosen.work, chosen.kind)
         return
     kinds = [chosen.kind] if chosen.kind else list(OPTIONS)
-    with tempfile.TemporaryDirectory() as scratch, tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
+    shared = "/dev/shm" if shutil.disk_usage("/dev/shm").free > 1 << 30 else None
+    with tempfile.TemporaryDirectory() as scratch, tempfile.TemporaryDirectory(dir=shared) as memory:
         os.environ["ZEROELASTIC_MEMORY_DIR"] = memory
         places = [Path(scratch) / kind for kind in kinds]
         for place in places:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -36,7 +37,7 @@ def cluster() -> Iterator[ModuleType]:
         sys.path.remove(str(EXAMPLE))
 
 
-def check(out: Path, steps: int, *, ranks: int) -> Timeline:
+def check(out: Path, steps: int, *, ranks: int, our_share: float | None = None) -> Timeline:
     """Every step was trained on its own samples, every resume was bit-exact, every checkpoint is whole."""
     import judge
 
@@ -57,8 +58,9 @@ def check(out: Path, steps: int, *, ranks: int) -> Timeline:
     assert [step.step for step in trained[-1].steps][-1] == steps and trained[-1].end == "done"
     assert [one.lost_steps for one in trained[1:]] == judge.lost_steps(trace), "the event log knows other losses"
     for one in trained[1:]:
-        assert one.restart is not None and one.restart.our_share <= judge.OUR_SHARE
-        assert min(one.restart.rendezvous, one.restart.imports, one.restart.engine, one.restart.load) > 0
+        assert one.restart is not None and one.restart.our_share <= (our_share or judge.OUR_SHARE)
+        assert min(one.restart.rendezvous, one.restart.engine, one.restart.load) > 0
+        assert one.restart.imports > 0 or one.start.warm
     return timeline
 
 
@@ -74,6 +76,28 @@ def test_a_job_goes_on_through_a_lost_and_a_new_node(cluster: ModuleType, tmp_pa
     assert second.restart is not None and second.restart.since_kill
     assert second.steps[0].time - lost.time == pytest.approx(second.restart.total, abs=0.5)
     assert lost.change == -1 and new.change == 1 and third.lost_steps == 0
+
+
+@pytest.mark.timeout(420)
+def test_with_memory_and_warm_starts_a_lost_node_costs_a_step_and_no_read_of_the_disk(
+    cluster: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import judge
+
+    monkeypatch.setenv("ZEROELASTIC_MEMORY_DIR", str(tmp_path / "memory"))
+    (tmp_path / "memory").mkdir()
+    out = tmp_path / "job"
+    scenario = ((6, -1), (10, +1))
+    cluster.play(out, scenario, steps=STEPS, save_steps=SAVE_STEPS, limit=400, first=3, way=cluster.MEMORY)
+    timeline = check(out, STEPS, ranks=3, our_share=1.0)
+    assert max(judge.lost_steps(out / "trace.jsonl")) <= 1
+    later = [one for one in timeline.incarnations if one.resume is not None and one.resume.tag is not None]
+    assert later and all(one.resume.tier == "memory" for one in later)
+    assert all(one.start.warm for one in timeline.incarnations) and timeline.incarnations[0].memory
+    for one in later:
+        assert one.restart is None or one.restart.imports == 0.0
+    left = [path for path in (tmp_path / "memory").rglob("*") if path.is_file()]
+    assert not left or not time.sleep(3) and not [path for path in left if path.exists()]
 
 
 @pytest.mark.support("Using it", "torchrun job of a fixed size", "exact", "waits for a node that was killed")
