@@ -97,7 +97,7 @@ def test_with_memory_and_warm_starts_a_lost_node_costs_a_step_and_no_read_of_the
     for one in later:
         assert one.restart is None or one.restart.imports == 0.0
     left = [path for path in (tmp_path / "memory").rglob("*") if path.is_file()]
-    assert not left or not time.sleep(3) and not [path for path in left if path.exists()]
+    assert not left or (not time.sleep(3) and not [path for path in left if path.exists()])
 
 
 @pytest.mark.support("Using it", "torchrun job of a fixed size", "exact", "waits for a node that was killed")
