@@ -5,6 +5,7 @@ A node is a directory in shared memory, which several ranks may share; a lost no
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import tempfile
@@ -297,6 +298,37 @@ def test_what_is_kept_is_bounded_and_reported(rank_pool: RankPool, tmp_path: Pat
     assert kept["copies"].node_bytes == pytest.approx(2 * own, rel=0.05)
     assert kept["parity"].node_bytes == pytest.approx(1.5 * own, rel=0.05)
     assert kept["parity"].network_bytes == pytest.approx(part, rel=0.05)
+
+
+def test_a_generation_that_the_job_died_loading_three_times_is_left_out(
+    rank_pool: RankPool, tmp_path: Path, shared: Path
+) -> None:
+    directory = str(tmp_path / "ckpt")
+    first = rank_pool.run(run, 2, JOB, directory, shared, [0, 1], 3, save_steps=2)
+    for complete in shared.rglob("complete"):
+        (tag,) = os.listdir(complete)
+        (complete.parent / "attempt").write_text(f"{tag} 3")
+    turns = rank_pool.run(run, 2, JOB.other(), directory, shared, [0, 1], 1)
+    continued(first[0], turns, 2, tier="directory")
+    assert "the job died 3 times while it was loaded" in turns[0].start.passed_over[0]
+
+
+def save_without(job: Job, directory: str) -> list[str]:
+    """What a loop logs that has the option and makes no checkpoints in memory, in two saves."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("zeroelastic.deepspeed.save.save").addHandler(handler)
+    engine = build_engine(job)
+    for step in range(2):
+        train_step(engine, step)
+        engine.save_checkpoint(directory)
+    return [text for text in said if text.startswith('"memory"')]
+
+
+def test_a_loop_that_makes_none_is_told_so_once(rank_pool: RankPool, tmp_path: Path) -> None:
+    first, second = rank_pool.run(save_without, 2, JOB, str(tmp_path / "ckpt"))
+    assert len(first) == 1 and "preemption()" in first[0] and second == []
 
 
 def stock_resume(job: Job, directory: str) -> tuple[int, dict[str, str]]:

@@ -67,6 +67,8 @@ class EngineState:
     """Whether the next saves are asynchronous; None: as the options say (``save.background``)."""
     background: object = None
     """The ``Background`` that the engine's asynchronous saves share (``save.background``)."""
+    memory: object = None
+    """Whatever makes checkpoints in memory (``memory.checkpoints``); True once their absence was logged."""
     warned_of_waiting: bool = False
     """Whether the reason why saves are not asynchronous was logged (``save.background``)."""
 

@@ -27,7 +27,7 @@ from zeroelastic.checkpoint.commit_record import RECORD_NAME, record_text
 from zeroelastic.checkpoint.file_names import WHOLE_MODEL_FILE
 from zeroelastic.core.digest import content_root
 from zeroelastic.deepspeed.engine import Engine, options_of
-from zeroelastic.deepspeed.engine_state import lineage_of
+from zeroelastic.deepspeed.engine_state import lineage_of, state_of
 from zeroelastic.deepspeed.live.digests import whole_contents
 from zeroelastic.deepspeed.live.kinds import covered_live
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
@@ -162,6 +162,7 @@ class MemoryCheckpoints:
         base = engine.optimizer.optimizer
         hook = getattr(base, "register_step_pre_hook", None)
         self._hook = hook(lambda *args: self.wait()) if hook is not None else None
+        state_of(engine).memory = self
         if dist.get_rank() == 0:
             logger.info("%s", self._describe())
 

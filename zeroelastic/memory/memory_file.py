@@ -28,7 +28,7 @@ class MemoryFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._memory: torch.Tensor | None = None
-        self._capacity = 0
+        self._capacity = self._size = 0
 
     @property
     def nbytes(self) -> int:
@@ -41,21 +41,28 @@ class MemoryFile:
         What is in them is of no meaning. Raises OSError naming the file where the memory is not there.
         """
         with name_in_errors(self.path):
-            if self._memory is None or self._capacity < nbytes:
-                self._grow(nbytes)
-            os.truncate(self.path, nbytes)
+            fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            try:
+                if self._memory is None or self._capacity < nbytes:
+                    self._grow(fd, nbytes)
+                elif nbytes > self._size:
+                    os.posix_fallocate(fd, 0, nbytes)  # pages that a smaller size has freed
+                os.ftruncate(fd, nbytes)
+            finally:
+                os.close(fd)
+        self._size = nbytes
         assert self._memory is not None
         return self._memory[:nbytes]
 
-    def _grow(self, nbytes: int) -> None:
+    def _grow(self, fd: int, nbytes: int) -> None:
         capacity = -(-(nbytes + nbytes // 64 + _SLACK) // _PAGE) * _PAGE  # what is pickled may grow a little
         require_memory(self.path.parent, capacity - self._capacity)
-        fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             os.posix_fallocate(fd, 0, capacity)
-            self._memory = torch.frombuffer(mmap.mmap(fd, capacity), dtype=torch.uint8)
-        finally:
-            os.close(fd)
+        except OSError:
+            os.ftruncate(fd, self._size)
+            raise
+        self._memory = torch.frombuffer(mmap.mmap(fd, capacity), dtype=torch.uint8)
         self._capacity = capacity
 
 

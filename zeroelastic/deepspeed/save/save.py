@@ -144,6 +144,7 @@ def save_checkpoint(
     save_dir = absolute(save_dir)
     require_partners()
     agree_on_options(self)
+    _warn_without_memory(self)
     finish_pending(self, before=f"the save of {tag}")
     after = AfterSave(self, as_path(save_dir) / tag, tag, began=began)
     with span("save", tag=tag, step=int(self.global_steps), ranks=dist.get_world_size()), after.failures():
@@ -399,6 +400,18 @@ def _prepare(
             "checkpoint has one tag and one directory, which all ranks share: pass the same ones everywhere."
         )
     return live, client_state
+
+
+def _warn_without_memory(engine: Engine) -> None:
+    """Say once that ``"memory"`` has no effect in a loop that does not make checkpoints in memory."""
+    state = state_of(engine)
+    if state.memory is None and options_of(engine).memory is not None:
+        state.memory = True
+        if dist.get_rank() == 0:
+            logger.warning(
+                '"memory" is in the "zeroelastic" block, and no checkpoints in memory are made: the training loop is '
+                "not within zeroelastic.elastic.preemption(). Put it there, or leave the option out."
+            )
 
 
 def _warn_of_lost_micro_batches(engine: Engine, tag_dir: FilePath) -> int:
