@@ -1,5 +1,7 @@
 """Functions that run right after a module was imported; and ``ZEROELASTIC=1``, which installs zeroelastic that way.
 
+And the rendezvous of ``zeroelastic.rendezvous``, for torchrun, which imports all that it could be asked for.
+
 Stands alone and imports nothing but the standard library's smallest modules: where the environment variable is set,
 ``zeroelastic.pth`` calls ``activate`` at the start of every Python process, most of which never import DeepSpeed. In
 those that do, zeroelastic is installed when the code of ``deepspeed/__init__.py`` has run, and only then. The finder
@@ -69,6 +71,15 @@ def _start(deepspeed: ModuleType) -> None:
         sys.stderr.write(f"[zeroelastic] {message}\n")
         raise RuntimeError(message) from error
     _active = True
+
+
+def rendezvous() -> Callable[[Any], Any]:
+    """The entry point of ``torchrun.handlers``: zeroelastic is imported where its rendezvous is asked for."""
+
+    def create(params: Any) -> Any:
+        return import_module("zeroelastic.rendezvous").create_handler(params)
+
+    return create
 
 
 def when_imported(name: str, callback: Callback) -> None:

@@ -4,14 +4,14 @@
 
 It is torch's own ``c10d`` rendezvous (``torch.distributed.elastic.rendezvous``) with shorter times, which may be
 fractions of a second: torch's are whole seconds, and it looks for changes once a second. torchrun finds it by the entry
-point ``torchrun.handlers`` of the package. Source: ``create_handler`` and ``_DistributedRendezvousOpExecutor.run`` of
-``dynamic_rendezvous`` (torch 2.13).
+point ``torchrun.handlers`` of the package (``_zeroelastic_hook.rendezvous``).
+
+Source: ``create_handler`` and ``_DistributedRendezvousOpExecutor.run`` of ``dynamic_rendezvous`` (torch 2.13).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -36,11 +36,6 @@ DEFAULTS = {
 ``last_call_timeout``: how long nodes wait for more once there are enough. A node that was not heard of for
 ``keep_alive_interval`` times ``keep_alive_max_attempt`` counts as lost. ``poll_interval``: how often each node looks.
 """
-
-
-def handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
-    """What torch's registry of rendezvous handlers asks an entry point for."""
-    return create_handler
 
 
 def create_handler(params: RendezvousParameters) -> RendezvousHandler:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from datetime import timedelta
 from importlib.metadata import entry_points
@@ -24,7 +26,14 @@ def parameters(port: int, **settings: str) -> RendezvousParameters:
 
 def test_the_package_offers_it_to_torchrun() -> None:
     (found,) = [entry for entry in entry_points(group="torchrun.handlers") if entry.name == BACKEND]
-    assert found.load()() is create_handler
+    with pytest.raises(ConfigError, match="close_timeout is '-1'"):
+        found.load()()(parameters(1, close_timeout="-1"))
+
+
+def test_torchrun_imports_zeroelastic_only_for_its_rendezvous() -> None:
+    code = "import sys, torch.distributed.run; print([name for name in sys.modules if name.startswith('zeroelastic')])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout == "[]\n"
 
 
 @pytest.mark.parametrize(
@@ -58,10 +67,10 @@ def test_settings_reach_torch_as_they_are(monkeypatch: pytest.MonkeyPatch) -> No
     for thread in threads:
         thread.join(30)
     assert sorted((info.rank, info.world_size) for info in met) == [(0, 2), (1, 2)]
-    assert time.monotonic() - began < 2.0
+    assert time.monotonic() - began < 10.0
     guest._stop_heartbeats()  # as when its process is killed
     began = time.monotonic()
     alone = host.next_rendezvous()
     assert (alone.rank, alone.world_size) == (0, 1)
-    assert time.monotonic() - began < 2.5
+    assert time.monotonic() - began < 10.0  # torch's own: 45
     host.shutdown()
