@@ -4,7 +4,8 @@ from __future__ import annotations
 
 LEVELS = [
     {"errors", "_version", "json_document"},
-    {"byte_sizes", "extras", "warm"},
+    {"byte_sizes", "extras", "in_place"},
+    {"warm"},
     {"report"},
     {"core"},
     {"distributed"},
@@ -19,7 +20,7 @@ LEVELS = [
     {"memory"},
     {"elastic", "library"},
     {""},
-    {"run", "activation", "integrations", "rendezvous", "testing"},
+    {"run", "activation", "integrations", "rendezvous", "rendezvous_in_place", "testing"},
     {"proving"},
     {"cli"},
     {"__main__"},
