@@ -253,7 +253,7 @@ class Membership:
             wait_for_workers=False,
             timeout=timedelta(seconds=limit),
         )
-        return PrefixStore(f"zeroelastic/{self.settings.job}", store)
+        return PrefixStore(f"zeroelastic/{self.settings.job}/job", store)
 
     def _current(self) -> World:
         if self._world is None:
@@ -337,7 +337,7 @@ class _Pulse(threading.Thread):
                 "one for dead and go on without it, so it stops."
             )
         now = self._snapshot
-        if now is None:
+        if now is None or not now.knows(world.members):
             return ()
         if now.world is not None and now.world.number > world.number:
             raise MembershipError(f"world {now.world.number} has followed without this process, so it stops.")

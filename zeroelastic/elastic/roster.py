@@ -1,5 +1,6 @@
 """What the store of a job that changes size in place knows: nodes, members, heartbeats and the world.
 
+    nodes            how many node numbers are taken
     members          how many member numbers are taken
     node/N           the first member number of a node;     node/N/here   the local ranks that wait for a world
     ready            the nodes of which all workers wait, in that order: "node first count;"
@@ -101,6 +102,10 @@ class Snapshot:
             found.setdefault(node_of[member], []).append(member)
         return found
 
+    def knows(self, members: Iterable[int]) -> bool:
+        """Whether all of these had waited for a world by then."""
+        return {member for node in self.nodes for member in node.members}.issuperset(members)
+
 
 class Roster:
     """The store of a job as one thread of one process sees it, over a connection of its own.
@@ -121,6 +126,10 @@ class Roster:
     def close(self) -> None:
         """Drop the connection."""
         self._store = None
+
+    def new_node(self) -> int:
+        """The number of one start of the workers of an agent."""
+        return int(self._call("add", "nodes", 1)) - 1
 
     def number_of(self, node: int, local_rank: int, local_world_size: int, limit_s: float) -> int:
         """The number of a worker of a node, which its local rank 0 takes for all of them."""
