@@ -13,10 +13,9 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from zeroelastic.core.digest import ByteArray
-from zeroelastic.distributed.collective import all_gather, collective_device
+from zeroelastic.distributed.peers import DefaultPeers, Peers
 
 ROUND_BYTES = 16 << 20
 """At most so much is sent, and at most so much received, by a rank in one round: its two buffers."""
@@ -50,17 +49,18 @@ class TransferCost(NamedTuple):
     received: int
 
 
-def all_to_all_stream(sizes: Mapping[int, int], fill: Fill, take: Take) -> TransferCost:
-    """Send ``sizes[peer]`` bytes to each peer. Collective over all ranks.
+def all_to_all_stream(sizes: Mapping[int, int], fill: Fill, take: Take, *, peers: Peers | None = None) -> TransferCost:
+    """Send ``sizes[peer]`` bytes to each peer. Collective over ``peers``, which are all ranks if none are given.
 
     ``fill`` is called once in a round with the pieces to send, ``take`` with those that came; streams arrive in order.
     Memory: two buffers of ``ROUND_BYTES``, on a GPU two more where the process group moves its memory. Raises what
     ``fill`` and ``take`` raised first, after the last round.
     """
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    peers = peers or DefaultPeers()
+    rank, world_size = peers.rank, peers.size
     table = {
         (src, dst): nbytes
-        for src, row in enumerate(all_gather({dst: nbytes for dst, nbytes in sizes.items() if nbytes}))
+        for src, row in enumerate(peers.all_gather({dst: nbytes for dst, nbytes in sizes.items() if nbytes}))
         for dst, nbytes in row.items()
     }
     failure: Exception | None = None
@@ -73,7 +73,7 @@ def all_to_all_stream(sizes: Mapping[int, int], fill: Fill, take: Take) -> Trans
             except Exception as error:  # raised when nobody waits for this rank any more
                 failure = error
 
-    device = collective_device()
+    device = peers.device
     sent = received = 0
     for messages in _rounds(table, world_size):
         outgoing = _pieces(messages, rank, src=True)
@@ -82,7 +82,7 @@ def all_to_all_stream(sizes: Mapping[int, int], fill: Fill, take: Take) -> Trans
         if outgoing:
             attempt(partial(fill, outgoing, source.numpy()))
         moved = torch.empty(len(target), dtype=torch.uint8, device=device) if device.type != "cpu" else target
-        dist.all_to_all_single(moved, source.to(device), _splits(incoming, world_size), _splits(outgoing, world_size))
+        peers.all_to_all(moved, source.to(device), _splits(incoming, world_size), _splits(outgoing, world_size))
         if moved is not target:
             target.copy_(moved)
         if incoming:
@@ -94,7 +94,7 @@ def all_to_all_stream(sizes: Mapping[int, int], fill: Fill, take: Take) -> Trans
     return TransferCost(sent, received)
 
 
-def all_to_all_bytes(outgoing: Mapping[int, bytes]) -> dict[int, bytes]:
+def all_to_all_bytes(outgoing: Mapping[int, bytes], *, peers: Peers | None = None) -> dict[int, bytes]:
     """Send each peer some bytes; what the peers sent here, by rank. Collective. Memory: what is sent and received."""
     arrived: dict[int, bytearray] = {}
 
@@ -107,7 +107,7 @@ def all_to_all_bytes(outgoing: Mapping[int, bytes]) -> dict[int, bytes]:
         for piece in pieces:
             arrived.setdefault(piece.peer, bytearray()).extend(buffer[piece.at : piece.at + piece.nbytes].tobytes())
 
-    all_to_all_stream({peer: len(data) for peer, data in outgoing.items()}, fill, take)
+    all_to_all_stream({peer: len(data) for peer, data in outgoing.items()}, fill, take, peers=peers)
     return {peer: bytes(data) for peer, data in arrived.items()}
 
 
