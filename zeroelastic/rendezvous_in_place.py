@@ -18,6 +18,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from _zeroelastic_hook import VARIABLE as ACTIVATION
@@ -26,7 +27,7 @@ from zeroelastic.errors import ConfigError, MembershipError
 from zeroelastic.in_place import BACKEND, TIMES, VARIABLE, InPlace, seconds
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store, TCPStore
+    from torch._C._distributed_c10d import Store
     from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 logger = logging.getLogger(__name__)
@@ -64,10 +65,13 @@ class _Handler(RendezvousHandler):
         self._host, self._port = parse_rendezvous_endpoint(params.endpoint, default_port=_DEFAULT_PORT)
         self._job, self._connect_s = params.run_id, connect_s
         self._settings = InPlace(self._host, self._port, params.run_id, -1, params.min_nodes, params.max_nodes, **times)
-        self._server = self._serve(params)
-        if self._server is not None:
-            self._port = self._server.port
-        self._roster = Roster(lambda: self._store("job"))
+        server = self._serve(params)
+        self._hosts = server is not None
+        if server is not None:
+            self._port = server.port
+        self._tcp = self._connect() if server is None else server
+        self._fresh = True
+        self._roster = Roster(self._store_of_job)
         self._roster.open()
         self._node: int | None = None
 
@@ -84,7 +88,7 @@ class _Handler(RendezvousHandler):
         told = InPlace(**{**_fields(self._settings), "port": self._port, "node": self._node})
         os.environ[VARIABLE] = told.to_environment()
         os.environ[ACTIVATION] = "1"
-        store = self._store(f"agent/{self._node}")
+        store = PrefixStore(f"zeroelastic/{self._job}/agent/{self._node}", self._tcp)
         return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(self._host, self._port))
 
     def is_closed(self) -> bool:
@@ -105,7 +109,7 @@ class _Handler(RendezvousHandler):
     def shutdown(self) -> bool:
         """The workers have ended for good. Where the store is here, wait for those of other nodes."""
         self._end()
-        if self._server is not None:
+        if self._hosts:
             self._wait_for_others()
         return True
 
@@ -135,7 +139,6 @@ class _Handler(RendezvousHandler):
 
     def _serve(self, params: RendezvousParameters) -> TCPStore | None:
         """The store, if it is for this agent to host: if so configured, or the endpoint is this machine and free."""
-        from torch._C._distributed_c10d import TCPStore
         from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname
 
         configured = params.get_as_bool("is_host")
@@ -151,13 +154,17 @@ class _Handler(RendezvousHandler):
                 ) from error
             return None
 
-    def _store(self, prefix: str) -> Store:
-        """A new connection to the store. Raises RuntimeError where it does not answer."""
-        from torch._C._distributed_c10d import PrefixStore, TCPStore
-
+    def _connect(self) -> TCPStore:
+        """A connection to the store. Raises RuntimeError where it does not answer."""
         limit = timedelta(seconds=self._connect_s)
-        store = TCPStore(self._host, self._port, is_master=False, wait_for_workers=False, timeout=limit)
-        return PrefixStore(f"zeroelastic/{self._job}/{prefix}", store)
+        return TCPStore(self._host, self._port, is_master=False, wait_for_workers=False, timeout=limit)
+
+    def _store_of_job(self) -> Store:
+        """What the workers use too; over another connection where the one there was is lost."""
+        if not self._fresh:
+            self._tcp = self._connect()
+        self._fresh = False
+        return PrefixStore(f"zeroelastic/{self._job}/job", self._tcp)
 
 
 def _fields(settings: InPlace) -> dict[str, Any]:

@@ -6,7 +6,8 @@ first world is formed by the lowest member that lives; a running world is change
 other, by compare-and-set in the store, and every wait has a limit.
 
 A step costs no request: each member has a thread that tells the store twice a second that it lives (one request), and
-that of rank 0 looks for newcomers then (one more, whose answer grows by some bytes for each node).
+that of rank 0 looks for newcomers then (one read, whose answer grows by some bytes for each node). A member holds two
+connections, one of them for its process groups: torch looks up the name of the host for each that it makes.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ class Membership:
         self.node, self.min_nodes, self.max_nodes = settings.node, settings.min_nodes, settings.max_nodes
         self._local_rank, self._local_world_size = local_rank, local_world_size
         self._world: World | None = None
+        self._groups: Store | None = None
         self._roster = Roster(self._connect)
         self._roster.open()
         self.number = self._roster.number_of(self.node, local_rank, local_world_size, settings.join_timeout)
@@ -92,15 +94,18 @@ class Membership:
         deadline = time.monotonic() + self.settings.join_timeout
         watch, watched = self._watch(), set[int]()
         num_lived, since = 0, time.monotonic()
+        now: Snapshot | None = None
         while True:
-            now = self._roster.read(watch, watched)
+            before, now = now, self._roster.read(watch, watched)
+            watch.appeared(now.new_since(before))
             if now.world is not None and self.number in now.world.members:
                 return self._enter(now.world)
             if self.number in now.ended:
                 raise MembershipError("the job went on without this process, which it took for dead. Start it again.")
-            nodes = [node for node in now.newcomers() if not any(map(watch.silent, node.members))]
-            leads = bool(nodes) and nodes[0].members[0] == self.number
-            watched = self._others(nodes if leads else nodes[:1], now.world if leads else None, now.ended)
+            nodes = now.newcomers()
+            first = next((i for i, node in enumerate(nodes) if not any(map(watch.silent, node.members))), -1)
+            leads = first >= 0 and nodes[first].members[0] == self.number
+            watched = self._others(nodes if leads else nodes[: first + 1], now.world if leads else None, now.ended)
             lived = [node for node in nodes if self._all_live(node, watch)]
             if len(lived) != num_lived:
                 num_lived, since = len(lived), time.monotonic()
@@ -161,15 +166,17 @@ class Membership:
             self._pause(now)
 
     def store_of(self, world: World, timeout_s: float | None = None) -> Store:
-        """A store for the process groups of a world, over a new connection, which ends with it.
+        """A store for the process groups of a world, over a connection that worlds share until one of them fails.
 
         ``timeout_s`` is how long its requests wait, by default ``failure_timeout``.
         """
         from torch._C._distributed_c10d import PrefixStore
 
         self._enter(world)
-        limit = self.settings.failure_timeout if timeout_s is None else timeout_s
-        return PrefixStore(f"groups/{world.number}", self._connect(limit))
+        if self._groups is None:
+            self._groups = self._connect()
+        self._groups.set_timeout(timedelta(seconds=self.settings.failure_timeout if timeout_s is None else timeout_s))
+        return PrefixStore(f"groups/{world.number}", self._groups)
 
     def died(self, members: Collection[int]) -> tuple[int, ...]:
         """Those that have ended, or whose heartbeat has stopped for ``heartbeat_timeout``.
@@ -184,11 +191,13 @@ class Membership:
         They wait until every other member has called it, has ended or is silent for ``heartbeat_timeout``, for at most
         ``failure_timeout``. Nodes that have lost a worker are left out, because torchrun starts them again; newcomers
         that wait already are taken in, and waited for where fewer than ``min_nodes`` are left, for at most
-        ``join_timeout``. A member that is not in the world that is returned has to leave.
+        ``join_timeout``. A member that is not in the world that is returned has to end, with an error if it wants to be
+        started again by torchrun, as a newcomer.
 
         ``unchanged`` says that this member still has the live state of ``world.previous``, because the world had not
         begun. Where all of these say so and go on, they are ``previous`` of the new world too; otherwise nobody is.
         """
+        self._groups = None  # somebody may still wait there
         key = self._roster.note_failure(world.number, self.number, unchanged)
         began = time.monotonic()
         watch, watched = self._watch(), set[int]()
@@ -239,20 +248,16 @@ class Membership:
         global _of_this_process
         self._pulse.stop()
         self._roster.close()
+        self._groups = None
         if _of_this_process is self:
             _of_this_process = None
 
-    def _connect(self, timeout_s: float | None = None) -> Store:
+    def _connect(self) -> Store:
         from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-        limit = self.settings.store_timeout if timeout_s is None else timeout_s
-        store = TCPStore(
-            self.settings.host,
-            self.settings.port,
-            is_master=False,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=limit),
-        )
+        limit = timedelta(seconds=self.settings.store_timeout)
+        host, port = self.settings.host, self.settings.port
+        store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
         return PrefixStore(f"zeroelastic/{self.settings.job}/job", store)
 
     def _current(self) -> World:
@@ -303,7 +308,7 @@ class _Pulse(threading.Thread):
     def __init__(self, member: Membership) -> None:
         super().__init__(name="zeroelastic-membership", daemon=True)
         self._number, self._settings = member.number, member.settings
-        self._roster = Roster(member._connect)
+        self._roster = member._roster
         self._watch = member._watch()
         self._ended = threading.Event()
         self._looks = False
@@ -317,15 +322,15 @@ class _Pulse(threading.Thread):
             try:
                 self._roster.beat(self._number)
                 if self._looks:
-                    newcomers = {} if self._snapshot is None else dict.fromkeys(self._newcomers(self._snapshot))
-                    self._snapshot = self._roster.read(self._watch, {*newcomers, *self._asked})
+                    before = self._snapshot
+                    newcomers = () if before is None else before.newcomers()
+                    watched = self._asked.union(*(node.members for node in newcomers))
+                    now = self._roster.read(self._watch, watched)
+                    self._watch.appeared(now.new_since(before))
+                    self._snapshot = now
                 self._answered = began
             except MembershipError as error:
                 logger.warning("%s", error)
-
-    @staticmethod
-    def _newcomers(now: Snapshot) -> list[int]:
-        return [member for node in now.newcomers() for member in node.members]
 
     def newcomers(self, world: World, leaving: frozenset[int]) -> tuple[int, ...]:
         """As ``Membership.waiting``."""

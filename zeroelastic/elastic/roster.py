@@ -9,13 +9,15 @@
     world            the latest world, replaced by compare-and-set: each world follows exactly one other
     failed/K, meet/K the members that saw world K fail, and whether all of a world have come
 
-A read is one request, whatever is asked for. Clocks are never compared: a member lives if its counter is seen to move.
+A read is one ``multi_get`` (two round trips), whatever is asked for. Clocks are never compared: a member lives if its
+counter is seen to move.
 """
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -102,13 +104,19 @@ class Snapshot:
             found.setdefault(node_of[member], []).append(member)
         return found
 
+    def new_since(self, before: Snapshot | None) -> Iterator[int]:
+        """The members of nodes that were not there in an earlier snapshot; none without one."""
+        if before is not None:
+            known = {node.number for node in before.nodes}
+            yield from (member for node in self.nodes if node.number not in known for member in node.members)
+
     def knows(self, members: Iterable[int]) -> bool:
         """Whether all of these had waited for a world by then."""
         return {member for node in self.nodes for member in node.members}.issuperset(members)
 
 
 class Roster:
-    """The store of a job as one thread of one process sees it, over a connection of its own.
+    """The store of a job as one process sees it, over one connection; threads may share it, as no request waits.
 
     ``connect`` makes the connection, again where it was lost. Raises MembershipError where the store cannot be reached.
     """
@@ -116,6 +124,7 @@ class Roster:
     def __init__(self, connect: Callable[[], Store]) -> None:
         self._connect = connect
         self._store: Store | None = None
+        self._lock = threading.Lock()
 
     def open(self) -> None:
         """Connect, and make what every read reads."""
@@ -125,7 +134,7 @@ class Roster:
 
     def close(self) -> None:
         """Drop the connection."""
-        self._store = None
+        self._store = None  # without the lock: another thread may wait for an answer for good
 
     def new_node(self) -> int:
         """The number of one start of the workers of an agent."""
@@ -207,19 +216,20 @@ class Roster:
 
     def _call(self, operation: str, *arguments: Any) -> Any:
         """One request, made again over a new connection where the first is lost; each of ours may be made twice."""
-        for attempt in (1, 2):
-            try:
-                if self._store is None:
-                    self._store = self._connect()
-                return getattr(self._store, operation)(*arguments)
-            except RuntimeError as error:
-                self._store = None
-                if attempt == 2:
-                    raise MembershipError(
-                        f"the store of the job does not answer: {error}. Look at the process that hosts it "
-                        "(--rdzv-endpoint): the job needs it until its end."
-                    ) from error
-        return None
+        with self._lock:
+            for attempt in (1, 2):
+                try:
+                    if self._store is None:
+                        self._store = self._connect()
+                    return getattr(self._store, operation)(*arguments)
+                except RuntimeError as error:
+                    self._store = None
+                    if attempt == 2:
+                        raise MembershipError(
+                            f"the store of the job does not answer: {error} Look at the process that hosts it "
+                            "(--rdzv-endpoint): the job needs it until its end."
+                        ) from error
+            raise AssertionError
 
 
 def failures_in(value: str) -> dict[int, bool]:
@@ -242,6 +252,12 @@ class Watch:
     _values: dict[int, str] = field(default_factory=dict)
     _silent: dict[int, float] = field(default_factory=dict)
     _moved: set[int] = field(default_factory=set)
+
+    def appeared(self, members: Iterable[int]) -> None:
+        """These have said something in the store since the last look, so they lived then."""
+        for member in members:
+            self._moved.add(member)
+            self._silent[member] = 0.0
 
     def note(self, beats: Mapping[int, str]) -> None:
         """The counters of members now."""
