@@ -76,7 +76,9 @@ class Job:
         return by_rank(members, worlds[0]), worlds[0]
 
     def roster(self) -> Roster:
-        return Roster(self.members[0]._connect)
+        found = Roster(self.members[0]._connect)
+        found.open()
+        return found
 
     def close(self) -> None:
         for member in self.members:
@@ -279,6 +281,15 @@ def test_a_node_that_has_lost_a_worker_is_left_out_whole(port: int) -> None:
     job.close()
 
 
+def test_a_worker_whose_node_has_lost_another_does_not_wait_for_nobody(port: int) -> None:
+    job = Job(port, per_node=2)
+    members, world = job.first(1)
+    kill(members[0])
+    with pytest.raises(MembershipError, match="torchrun starts the workers of this node again"):
+        members[1].after_failure(world)
+    job.close()
+
+
 def test_one_that_lives_and_does_not_come_is_waited_for_until_the_limit(port: int) -> None:
     job = Job(port, failure_timeout=1.5)
     members, world = job.first(3)
@@ -373,7 +384,9 @@ def test_a_running_world_stops_where_the_store_does_not_answer(caplog: pytest.Lo
     with pytest.raises(MembershipError, match="the store of the job does not answer"):
         members[0].after_failure(World(0, (0,)))
     assert "does not answer" in caplog.text
+    began = time.monotonic()
     members[0].leave()
+    assert time.monotonic() - began < 10.0
 
 
 def test_process_groups_of_worlds_do_not_see_each_other(job: Job) -> None:

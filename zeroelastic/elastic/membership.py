@@ -17,7 +17,6 @@ import os
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -222,6 +221,11 @@ class Membership:
                 num_nodes = len(now.nodes_of(survivors))
                 lived = [node for node in nodes if self._all_live(node, watch)][: self.max_nodes - num_nodes]
                 decided = not absent or passed > self.settings.failure_timeout
+                if decided and not survivors:
+                    raise MembershipError(
+                        f"no node of world {world.number} is whole any more, and this one has lost a worker. End with "
+                        "an error: torchrun starts the workers of this node again."
+                    )
                 if decided and self.min_nodes <= num_nodes + len(lived):
                     members = [member for member in world.members if member in survivors]
                     goes_on = world.previous and all(here.get(m, False) and m in survivors for m in world.previous)
@@ -239,8 +243,7 @@ class Membership:
 
     def leave(self) -> None:
         """Say in the store that this process takes no part any more; then as ``close``. Raises nothing."""
-        with suppress(MembershipError):
-            self._roster.end([self.number])
+        self._roster.leave(self.number)
         self.close()
 
     def close(self) -> None:

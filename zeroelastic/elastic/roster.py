@@ -18,6 +18,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ from zeroelastic.errors import MembershipError
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
+_END_S = 2.0
 _READY, _ENDED, _WORLD, _NONE = "ready", "ended", "world", "none"
 
 
@@ -134,7 +136,7 @@ class Roster:
 
     def close(self) -> None:
         """Drop the connection."""
-        self._store = None  # without the lock: another thread may wait for an answer for good
+        self._store = None  # without the lock, as above
 
     def new_node(self) -> int:
         """The number of one start of the workers of an agent."""
@@ -168,9 +170,22 @@ class Roster:
         if members:
             self._call("append", _ENDED, f"{runs(sorted(members))};")
 
+    def leave(self, member: int) -> None:
+        """A member has ended well. Raises nothing: where the store has gone before, nobody is left to know."""
+        self._try_to_end(runs((member,)))
+
     def end_node(self, node: int) -> None:
-        """The workers of a node have ended."""
-        self._call("append", _ENDED, f"n{node};")
+        """The workers of a node have ended, as their agent says. Raises nothing, as ``leave``."""
+        self._try_to_end(f"n{node}")
+
+    def _try_to_end(self, entry: str) -> None:
+        if self._lock.acquire(timeout=_END_S):  # another thread may wait for an answer for good
+            try:
+                if self._store is not None:
+                    with suppress(RuntimeError):
+                        self._store.append(_ENDED, f"{entry};")
+            finally:
+                self._lock.release()
 
     def read(self, watch: Watch | None = None, members: Collection[int] = (), extra: Sequence[str] = ()) -> Snapshot:
         """Everything at once; ``watch`` notes the heartbeats of ``members``. ``extra`` keys have to exist."""
