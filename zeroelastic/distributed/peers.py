@@ -89,6 +89,18 @@ class JoinedPeers:
         self._group.allgather([parts], [own]).wait()
         return [pickle.loads(part.numpy().data) for part in parts]  # which ends where the pickle does
 
+    def broadcast(self, value: T | None, src: int) -> T:
+        """The value of one process. Pickled. Collective."""
+        data = pickle.dumps(value) if self.rank == src else b""
+        nbytes = torch.tensor([len(data)], dtype=torch.int64)
+        self._group.broadcast(nbytes, src).wait()
+        sent = torch.empty(int(nbytes), dtype=torch.uint8)
+        if self.rank == src:
+            sent = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        self._group.broadcast(sent, src).wait()
+        found: T = pickle.loads(sent.numpy().data)
+        return found
+
     def all_to_all(
         self, received: torch.Tensor, sent: torch.Tensor, received_numel: Sequence[int], sent_numel: Sequence[int]
     ) -> None:

@@ -73,8 +73,15 @@ class Events:
     """
 
     def __init__(
-        self, engine: Any, path: str | os.PathLike[str] | None, *, steps: int = 1, status: bool = False
+        self,
+        engine: Any,
+        path: str | os.PathLike[str] | None,
+        *,
+        steps: int = 1,
+        status: bool = False,
+        formed_at: float | None = None,
     ) -> None:
+        """``formed_at``, by the monotonic clock, is when the process groups of a world in place were formed."""
         if steps < 1:
             raise ValueError(f"steps is {steps}; every how many steps are logged has to be 1 or more.")
         self.lost_steps: int | None = None
@@ -85,6 +92,7 @@ class Events:
         self._seen_step = int(engine.global_steps)
         self._steps_logged = 0
         self._stopped = self._placed = False
+        self._formed_at = formed_at
         self._before: int | None = None
         self._status = StatusLine() if status and self._rank == 0 else None
         self._state = Status(world_size=self._world_size, restart=_environment_number("TORCHELASTIC_RESTART_COUNT"))
@@ -183,7 +191,8 @@ class Events:
             )  # fmt: skip
 
     def _start(self) -> StartEvent:
-        age = _process_seconds()
+        since = None if self._formed_at is None else time.monotonic() - self._formed_at
+        age = _process_seconds() if since is None else since
         local = _environment_number("LOCAL_WORLD_SIZE")
         return StartEvent(
             **self._when(),
@@ -196,6 +205,7 @@ class Events:
             process_seconds=age,
             import_seconds=min(time.monotonic() - _IMPORTED, age),  # a warm worker's were done before it began
             warm=is_warm_worker(),
+            in_place=since is not None,
         )
 
     def _when(self) -> dict[str, Any]:

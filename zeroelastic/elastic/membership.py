@@ -184,6 +184,10 @@ class Membership:
         """
         return self._pulse.died(members)
 
+    def has_failed(self, world: World) -> bool:
+        """Whether a member has said that a world failed, in ``after_failure``."""
+        return bool(failures_in(self._roster.read(extra=[self._roster.failure(world.number)]).extra[0]))
+
     def after_failure(self, world: World, *, unchanged: bool = False) -> World:
         """The world that follows one whose collectives have failed: its survivors call this, and all get the same.
 

@@ -24,8 +24,9 @@ EVENT_VERSION = 1
 _TAIL_BYTES = 1 << 16
 
 EndReason = Literal["done", "stopped", "error"]
-Tier = Literal["memory", "node-local", "directory"]
-"""Where a checkpoint was: in the nodes' memory, on their own disks, or in a directory or store for all of them."""
+Tier = Literal["in-place", "memory", "node-local", "directory"]
+"""Where the state came from: the processes of the world before, the nodes' memory, their own disks, or a directory or
+store for all of them."""
 
 
 class _Event(BaseModel):
@@ -45,7 +46,8 @@ class StartEvent(_Event):
 
     ``process_seconds`` is the age of rank 0's process at this moment, ``import_seconds`` how long ago its imports were
     done; ``job`` and ``restart`` are torchrun's run id and restart count, None without torchrun. ``warm``: rank 0 was
-    forked from a warm process; None in older logs.
+    forked from a warm process; None in older logs. ``in_place``: in the processes of the world before, of which both
+    times then begin with the new process groups; None in older logs.
     """
 
     event: Literal["start"] = "start"
@@ -58,6 +60,7 @@ class StartEvent(_Event):
     process_seconds: float
     import_seconds: float
     warm: bool | None = None
+    in_place: bool | None = None
 
 
 class ResumeEvent(_Event):

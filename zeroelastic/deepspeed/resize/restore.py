@@ -38,6 +38,15 @@ class Leaving:
     state: RunState
 
 
+def why_fixed(engine: Engine) -> str | None:
+    """Why the state of an engine cannot go from memory to memory; None where it can. No collective."""
+    try:
+        hold(covered_live(engine, engine.optimizer))
+    except UnsupportedError as error:
+        return str(error)
+    return None
+
+
 def leave_world(engine: Engine, client_state: Mapping[str, Any]) -> Leaving:
     """Keep the state of an engine, whose digests are computed. Collective over its world.
 
