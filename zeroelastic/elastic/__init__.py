@@ -23,7 +23,8 @@ if not torch_is_there():
 
 from zeroelastic.elastic.batch import BatchPlan, batch_plan
 from zeroelastic.elastic.events import Events, events
-from zeroelastic.elastic.preemption import EXIT_PREEMPTED, Every, Preemption, every, preemption
+from zeroelastic.elastic.notice import EXIT_PREEMPTED
+from zeroelastic.elastic.preemption import Every, Preemption, every, preemption
 from zeroelastic.elastic.resume import Resumed, resume
 from zeroelastic.elastic.sampler import ElasticBatchSampler, ElasticDistributedSampler, ElasticIterableDataset
 from zeroelastic.elastic.timeout import set_collective_timeout
