@@ -186,7 +186,7 @@ class Membership:
 
     def has_failed(self, world: World) -> bool:
         """Whether a member has said that a world failed, in ``after_failure``."""
-        return bool(failures_in(self._roster.read(extra=[self._roster.failure(world.number)]).extra[0]))
+        return self._roster.has_failed(world.number)
 
     def after_failure(self, world: World, *, unchanged: bool = False) -> World:
         """The world that follows one whose collectives have failed: its survivors call this, and all get the same.

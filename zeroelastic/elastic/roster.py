@@ -213,13 +213,13 @@ class Roster:
 
     def note_failure(self, world: int, member: int, unchanged: bool) -> str:
         """A member saw a world fail. Returns the key for ``read``, whose value ``failures_in`` reads."""
-        key = self.failure(world)
+        key = f"failed/{world}"
         self._call("append", key, f"{member}{'u' if unchanged else ''};")
         return key
 
-    def failure(self, world: int) -> str:
-        """The key under which members say that a world failed."""
-        return f"failed/{world}"
+    def has_failed(self, world: int) -> bool:
+        """Whether a member saw a world fail."""
+        return bool(self._call("check", [f"failed/{world}"]))
 
     def meeting(self, world: World) -> str:
         """A member has come to a world. Returns the key of its state: "open", "all" when all have come, "broken"."""
