@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import inspect
 import os
 import sys
 import weakref
@@ -105,10 +106,10 @@ def only_new_garbage() -> Iterator[None]:
 def end_world(engine: Engine | None) -> None:
     """Destroy the engine, if it was built, and leave the world, with all threads, files and memory of both.
 
-    The caller has taken what it needs: the engine and its optimizers are empty afterwards, and so are the parameters of
-    the model. Not collective: when a rank ends the world, the others lose it in their collectives, so all are at the
-    same step before. Raises what ``engine.destroy()`` raises, such as the error of a save in the background; the world
-    has ended then, too.
+    The caller has taken what it needs: the engine and its optimizers are empty afterwards, and so are the parameters
+    and buffers of the model. Not collective: when a rank ends the world, the others lose it in their collectives, so
+    all are at the same step before. Raises what ``engine.destroy()`` raises, such as the error of a save in the
+    background; the world has ended then, too.
     """
     groups = [weakref.ref(group) for group in _world.pg_map]
     try:
@@ -148,6 +149,7 @@ def _is_of_torch(optimizer: object) -> bool:
 
 
 def _empty_model(model: torch.nn.Module) -> None:
+    """Free what a model holds, and remove what ZeRO has added, through which it refers to itself."""
     for param in model.parameters():
         for name, value in list(vars(param).items()):
             if _is_of_a_world(name, value):
@@ -155,9 +157,23 @@ def _empty_model(model: torch.nn.Module) -> None:
                     vars(init).clear()
                 delattr(param, name)
         param.data, param.grad = param.data.new_empty(0), None
+    for buffer in model.buffers():
+        buffer.data = buffer.data.new_empty(0)
     for module in model.modules():
-        for name in ("pre_bwd_fn", "post_bwd_fn"):  # classes of ZeRO-3, each of which has a reference to its module
+        if hasattr(module._parameters, "_parent_module"):  # the table of parameters of ZeRO-3
+            module._parameters = dict(module._parameters)
+        for name in ("ds_external_parameters", "all_parameters"):
             vars(module).pop(name, None)
+        for name in ("pre_bwd_fn", "post_bwd_fn"):
+            _cut_off(vars(module).pop(name, None), module)
+
+
+def _cut_off(function_class: type | None, module: torch.nn.Module) -> None:
+    """Remove the references to a module from the methods of a class, which are functions in a method of DeepSpeed."""
+    for member in vars(function_class).values() if function_class is not None else ():
+        for cell in getattr(getattr(member, "__func__", None), "__closure__", None) or ():
+            if cell.cell_contents is module:
+                cell.cell_contents = None
 
 
 def _is_of_a_world(name: str, value: object) -> bool:
@@ -179,7 +195,10 @@ def _forget_models() -> None:
     parameters = importlib.import_module("deepspeed.runtime.zero.partition_parameters")
     offload.FWD_MODULE_STACK.clear()
     parameters.empty_buffers.clear()
-    # A rank that begins its first world numbers its parameters as one that had others before.
+    # A rank that begins its first world numbers modules and parameters as one that had others before. The number of
+    # modules is a default argument of ``_register_deepspeed_module(self, module, count=[0])``.
+    register = inspect.unwrap(offload.DeepSpeedZeRoOffload._register_deepspeed_module)
+    register.__defaults__[0][0] = 0
     for name in ("param_id", "num_persisted_parameters", "num_persisted_elements"):
         setattr(parameters.Init, name, 0)
     base = parameters.InsertPostInitMethodToModuleSubClasses
