@@ -254,9 +254,11 @@ def test_a_world_that_another_has_followed_cannot_decide(job: Job) -> None:
 def test_the_survivors_of_a_world_agree_on_the_next(job: Job, dead: tuple[int, ...]) -> None:
     members, world = job.first(4)
     survivors = [member for rank, member in enumerate(members) if rank not in dead]
+    assert not survivors[-1].has_failed(world)
     kill(*(members[rank] for rank in dead))
     worlds = together([lambda m=m: m.after_failure(world) for m in survivors])
     assert set(worlds) == {World(1, tuple(member.number for member in survivors))}
+    assert survivors[-1].has_failed(world) and not survivors[-1].has_failed(worlds[0])
     assert together([lambda m=m: m.meet(worlds[0]) for m in survivors]) == [True] * len(survivors)
 
 
