@@ -3,7 +3,8 @@
 A process group of gloo has three threads and about ten files, which end with its last reference. Some references are in
 places that ``engine.destroy()`` does not look at, and stay for the life of the process:
 
-    ZeRO-3           its stack of modules keeps each model, and with it engine, optimizer and groups
+    ZeRO-3           its stack of modules, and a cache of a method of its coordinator, keep each model, and with it
+                     engine, optimizer and groups
     stages 1 and 2   a parameter has a reference to the node of the autograd graph that accumulates its gradient, and
                      the node one to the parameter, which the garbage collector does not see: each parameter stays,
                      with the 16-bit weights of the whole model and the groups
@@ -25,7 +26,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from types import FunctionType
+from types import CellType, FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -171,7 +172,7 @@ def _empty_model(model: torch.nn.Module) -> None:
 def _cut_off(function_class: type | None, module: torch.nn.Module) -> None:
     """Remove the references to a module from the methods of a class, which are functions in a method of DeepSpeed."""
     for member in vars(function_class).values() if function_class is not None else ():
-        for cell in getattr(getattr(member, "__func__", None), "__closure__", None) or ():
+        for cell in _cells(getattr(member, "__func__", None)):
             if cell.cell_contents is module:
                 cell.cell_contents = None
 
@@ -185,15 +186,25 @@ def _is_of_a_world(name: str, value: object) -> bool:
 def _inits_of(method: object) -> list[Any]:
     """The ``zero.Init`` that gave a parameter this method, if it did: the method is a function in one of its own."""
     init = importlib.import_module("deepspeed.runtime.zero.partition_parameters").Init
-    cells = (method.__closure__ or ()) if isinstance(method, FunctionType) else ()
-    return [cell.cell_contents for cell in cells if isinstance(cell.cell_contents, init)]
+    return [cell.cell_contents for cell in _cells(method) if isinstance(cell.cell_contents, init)]
+
+
+def _cells(function: object) -> list[CellType]:
+    """The variables of surrounding functions that a function uses, where they have a value."""
+    cells = (function.__closure__ or ()) if isinstance(function, FunctionType) else ()
+    return [cell for cell in cells if cell != CellType()]
 
 
 def _forget_models() -> None:
     """Put back what ZeRO-3 has changed in torch and in its own classes."""
     offload = importlib.import_module("deepspeed.runtime.zero.parameter_offload")
     parameters = importlib.import_module("deepspeed.runtime.zero.partition_parameters")
+    coordinator = importlib.import_module("deepspeed.runtime.zero.partitioned_param_coordinator")
     offload.FWD_MODULE_STACK.clear()
+    for method in vars(coordinator.PartitionedParameterCoordinator).values():
+        for cell in _cells(method):  # of the wrapper of a method whose results are cached, with the arguments
+            if hasattr(cell.cell_contents, "cache_clear"):
+                cell.cell_contents.cache_clear()
     parameters.empty_buffers.clear()
     # A rank that begins its first world numbers modules and parameters as one that had others before. The number of
     # modules is a default argument of ``_register_deepspeed_module(self, module, count=[0])``.
