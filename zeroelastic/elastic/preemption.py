@@ -170,6 +170,8 @@ class Preemption:
         if (signalled or changes) and self._changes is not None:
             self._changed = self._changes.change(leaves=self.signalled)
             if self._changed:
+                if self._log is not None:
+                    self._log.resizing()
                 return True
         if signalled:
             self.stopped = True

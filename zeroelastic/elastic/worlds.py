@@ -355,6 +355,7 @@ class _Job:
         self._ended_at = time.monotonic()
         self._limit = timedelta(seconds=membership.settings.failure_timeout)
         self._saves: list[str] = []
+        self._has_begun = False
 
     def worlds(self) -> Iterator[World]:
         from zeroelastic.deepspeed.install.seams import install
@@ -404,11 +405,13 @@ class _Job:
             begin_world(self._membership.store_of(now), rank=rank, world_size=size, timeout=None)
             formed = time.monotonic()
             engine, data = _built(self._asked)
-            log = Events(engine, self._asked.log, status=self._asked.status, formed_at=formed)
+            in_place = self._has_begun or bool(now.previous)
+            log = Events(engine, self._asked.log, status=self._asked.status, formed_at=formed if in_place else None)
+            self._has_begun = True
             report: ResizeReport | None = None
             if now.previous:
                 start, report = self._moved(now, engine, data, formed)
-                log.resumed(start, seconds=report.move_seconds)
+                log.resumed(start, seconds=report.move_seconds, resize=report)
             else:
                 start = resume(
                     engine,
