@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 import warm_python
+from stock_programs import resume_on_stock
 from training import LOSS_RTOL, Job, build_engine, train_step
 
 from zeroelastic.elastic.roster import Roster
 from zeroelastic.in_place import VARIABLE, InPlace
 
 HERE = Path(__file__).parent
-LIMIT_S = 90.0
+LIMIT_S = 60.0
 LIMITS = {
     "heartbeat_interval": 0.2,
     "heartbeat_timeout": 3.0,
@@ -82,8 +83,12 @@ class Nodes:
         deadline = time.monotonic() + limit_s
         while not (found := done()):
             if time.monotonic() > deadline:
+                for entry in self.seen("pid"):
+                    with suppress(ProcessLookupError):
+                        os.kill(entry["pid"], signal.SIGUSR2)  # their stacks
+                time.sleep(1)
                 logs = "".join(
-                    f"\n{path.name}: {path.read_text(errors='replace')[-1500:]}"
+                    f"\n{path.name}: {path.read_text(errors='replace')[-2500:]}"
                     for path in sorted(self.directory.glob("node*.log"))
                 )
                 raise AssertionError(f"not within {limit_s:.0f} s: {what}{logs}")
@@ -204,10 +209,11 @@ PHASES = ("decided", "holding", "held", "meeting", "groups", "built", "peers", "
 )
 def test_a_member_that_dies_during_a_change_of_size(job, rank_pool, phase, who):
     nodes = job(options=IN_MEMORY)
-    first = [nodes.add(**({"die": [phase, 1]} if who != "comes" and n == 1 else {})) for n in range(3)]
+    first = [nodes.add(**({"die": phase} if who != "comes" and n == 1 else {})) for n in range(3)]
     nodes.trains_on(3)
+    (nodes.directory / "armed").touch()
     if who == "comes":
-        nodes.add(die=[phase, 1])
+        nodes.add(die=phase)
         dies = nodes.processes[-1]
     else:
         dies = first[1]
@@ -219,21 +225,27 @@ def test_a_member_that_dies_during_a_change_of_size(job, rank_pool, phase, who):
     trains_as_uninterrupted(nodes, rank_pool, lost=1)
 
 
-def test_when_all_are_asked_to_leave_the_job_saves_and_stops(job):
-    nodes = job()
-    first = [nodes.add() for _ in range(2)]
+@pytest.mark.parametrize("stage", [3, *(pytest.param(stage, marks=pytest.mark.extended) for stage in (1, 2))])
+def test_when_all_are_asked_to_leave_the_job_saves_and_stock_deepspeed_loads_it(job, stage):
+    nodes = job(stage=stage)
+    first = [nodes.add() for _ in range(3)]
+    nodes.trains_on(3)
+    first.pop(1).send_signal(signal.SIGTERM)
     nodes.trains_on(2)
-    pids = [entry["pid"] for entry in nodes.seen("pid")]
+    pids = [entry["pid"] for entry in nodes.seen("pid") if entry["node"] != 1]
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)  # so that all have the signal at the same step
     for number in (signal.SIGTERM, signal.SIGCONT):
         for pid in pids:
             os.kill(pid, number)
     assert [process.wait(30) for process in first] == [0, 0]
-    ends = nodes.seen("end")
+    ends = [entry for entry in nodes.seen("end") if entry["node"] != 1]
     assert all(entry["stopped"] for entry in ends) and all(entry["saves"] for entry in ends)
     saved = ends[0]["saves"][-1]
     assert (nodes.directory / "ckpt" / saved / "zeroelastic.json").exists()
+    stock = resume_on_stock(nodes.directory / "ckpt", nodes.directory, 2, {"stage": stage})
+    assert stock["gathered"] == nodes.seen("gathered")[0]["gathered"]
+    assert stock["global_steps"] == nodes.seen("step")[-1]["step"]
 
 
 @pytest.mark.extended

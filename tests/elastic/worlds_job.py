@@ -1,11 +1,12 @@
 """A training job over worlds, as one process of it: ``worlds_job.py DIRECTORY``. What it sees goes to DIRECTORY/seen.
 
-JOB in the environment has its settings as JSON: ``steps``, ``stage``, ``options``, and ``die``: [phase, world], where
-this process kills itself.
+JOB in the environment has its settings as JSON: ``steps``, ``stage``, ``options``, and ``die``: the phase of a
+change at which this process kills itself, once there is a file DIRECTORY/armed.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import hashlib
 import json
 import os
@@ -20,22 +21,22 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 
-def die_at(phase: str, world: int) -> None:
-    """Kill this process when it comes to a phase of the change to a world."""
+def die_at(phase: str, directory: Path) -> None:
+    """Kill this process when it comes to a phase of the next change."""
     from zeroelastic.deepspeed import process_world
     from zeroelastic.deepspeed.resize import restore
     from zeroelastic.elastic import membership
 
     worlds = import_module("zeroelastic.elastic.worlds")  # the package has the function of this name
 
-    now = [-1]
+    changing = [False]
 
     def killed_in(function: Callable[..., Any], *, after: bool = False) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            if now[0] == world and not after:
+            if changing[0] and not after:
                 os.kill(os.getpid(), signal.SIGKILL)
             result = function(*args, **kwargs)
-            if now[0] == world:
+            if changing[0]:
                 os.kill(os.getpid(), signal.SIGKILL)
             return result
 
@@ -45,10 +46,9 @@ def die_at(phase: str, world: int) -> None:
 
     def change(self: Any, *, leaves: bool) -> bool:
         changes = decide(self, leaves=leaves)
-        if self.following is not None:
-            now[0] = self.following.number
-            if phase == "decided" and now[0] == world:
-                os.kill(os.getpid(), signal.SIGKILL)
+        changing[0] = self.following is not None and (directory / "armed").exists()
+        if phase == "decided" and changing[0]:
+            os.kill(os.getpid(), signal.SIGKILL)
         return changes
 
     worlds._Changes.change = change
@@ -56,7 +56,7 @@ def die_at(phase: str, world: int) -> None:
 
     def came(self: Any) -> Any:
         found = first(self)
-        now[0] = found.number
+        changing[0] = bool(found.previous) and (directory / "armed").exists()
         return found
 
     membership.Membership.first = came
@@ -84,7 +84,7 @@ def main(directory: Path) -> None:
     from zeroelastic.elastic.worlds import worlds
 
     if "die" in settings:
-        die_at(*settings["die"])
+        die_at(settings["die"], directory)
     if settings.get("fixed"):
         from zeroelastic.deepspeed.resize import restore
 
@@ -99,10 +99,12 @@ def main(directory: Path) -> None:
     def state(engine: Any) -> str:
         return hashlib.sha256(repr([sorted(part.items()) for part in look(engine)]).encode()).hexdigest()
 
+    faulthandler.register(signal.SIGUSR2, all_threads=True)
     note(pid=os.getpid())
     for world in worlds(
         lambda: build_engine(job),
         directory / "ckpt",
+        client_state=lambda: {"note": "hello"},
         saving=every(steps=settings.get("save", 1000)),
         log=directory / "events.jsonl",
     ):
@@ -125,6 +127,9 @@ def main(directory: Path) -> None:
                 time.sleep(settings.get("pause", 0.02))
                 if world.ends():
                     break
+            if world.stopped:
+                gathered = look(engine)[1]
+                note(gathered=gathered)
     note(end=True, stopped=world.stopped, saves=world.saves)
 
 

@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -53,6 +55,7 @@ class Membership:
         self._local_rank, self._local_world_size = local_rank, local_world_size
         self._world: World | None = None
         self._groups: Store | None = None
+        self._sockets = frozenset[str]()
         self._roster = Roster(self._connect)
         self._roster.open()
         self.number = self._roster.number_of(self.node, local_rank, local_world_size, settings.join_timeout)
@@ -164,6 +167,11 @@ class Membership:
                 continue
             self._pause(now)
 
+    def cannot_meet(self, world: World) -> None:
+        """Say that this member cannot begin a world, so that nobody waits for it in ``meet``."""
+        self._enter(world)
+        self._roster.refuse_meeting(world)
+
     def store_of(self, world: World, timeout_s: float | None = None) -> Store:
         """A store for the process groups of a world, over a connection that worlds share until one of them fails.
 
@@ -173,9 +181,21 @@ class Membership:
 
         self._enter(world)
         if self._groups is None:
+            before = _sockets_to(self.settings.port)
             self._groups = self._connect()
+            self._sockets = frozenset(_sockets_to(self.settings.port).keys() - before.keys())
         self._groups.set_timeout(timedelta(seconds=self.settings.failure_timeout if timeout_s is None else timeout_s))
         return PrefixStore(f"groups/{world.number}", self._groups)
+
+    def cut_off(self) -> None:
+        """Break the connection of ``store_of``: whoever waits there for a member that has died fails. From any thread.
+
+        torch has no other way to end such a wait before its timeout.
+        """
+        for name, descriptor in _sockets_to(self.settings.port).items():
+            if name in self._sockets:
+                with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+                    connection.shutdown(socket.SHUT_RDWR)
 
     def died(self, members: Collection[int]) -> tuple[int, ...]:
         """Those that have ended, or whose heartbeat has stopped for ``heartbeat_timeout``.
@@ -307,6 +327,19 @@ class Membership:
 
     def _pause(self, now: Snapshot) -> None:
         time.sleep(max(_LOOK_S, sum(len(node.members) for node in now.nodes) / _MEMBERS_PER_LOOK_S))
+
+
+def _sockets_to(port: int) -> dict[str, int]:
+    """The connections of this process to a port, by the kernel's name for each, with their descriptors."""
+    found: dict[str, int] = {}
+    for text in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            name = os.readlink(f"/proc/self/fd/{text}")
+            if name.startswith("socket:"):
+                with socket.socket(fileno=os.dup(int(text))) as connection:
+                    if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.getpeername()[1] == port:
+                        found[name] = int(text)
+    return found
 
 
 class _Pulse(threading.Thread):

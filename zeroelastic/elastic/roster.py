@@ -229,6 +229,12 @@ class Roster:
             self._call("compare_set", key, "open", "all")
         return key
 
+    def refuse_meeting(self, world: World) -> None:
+        """A member will not come to a world."""
+        key = f"meet/{world.number}"
+        self._call("compare_set", key, "", "broken")
+        self.break_meeting(key)
+
     def break_meeting(self, key: str) -> None:
         """Not all will come."""
         self._call("compare_set", key, "open", "broken")

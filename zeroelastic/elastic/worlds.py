@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -144,6 +145,32 @@ class World:
         return self._failed
 
 
+class _Watch:
+    """Ends the wait for a member that dies while a world begins.
+
+    To form a process group, ranks wait for each other in the store until the timeout of collectives, in C++
+    (``ProcessGroupGloo``) and in Python (``_store_based_barrier``, torch 2.13). So the connection is broken.
+    """
+
+    def __init__(self, membership: Membership, now: Members) -> None:
+        self._membership = membership
+        self._others = [member for member in now.members if member != membership.number]
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="zeroelastic-worlds", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._ended.wait(_NOTICING_S):
+            if self._membership.died(self._others):
+                self._membership.cut_off()
+                return
+
+    def end(self) -> None:
+        """Break nothing from here on."""
+        self._ended.set()
+        self._thread.join()
+
+
 def _forget_frames(error: BaseException | None) -> None:
     """Drop what the frames of an error refer to: while one has a process group, other ranks wait in it for this one."""
     while error is not None:
@@ -212,11 +239,12 @@ class _Changes:
         """Whether the next world resumes from a checkpoint that this one has to save."""
         return self.following is not None and not self.following.previous
 
-    def lost_peer(self, error: Exception) -> bool:
-        """Whether a member of this world has died, which is what an error of a collective looks like."""
+    def lost_peer(self, error: Exception, *, with_previous: bool = False) -> bool:
+        """Whether a member of this world, or of the one before, has died: what an error of a collective looks like."""
         if not isinstance(error, (RuntimeError, OSError, EOFError)):
             return False
-        others = [member for member in self.now.members if member != self.membership.number]
+        members = {*self.now.members, *(self.now.previous if with_previous else ())}
+        others = sorted(members - {self.membership.number})
         deadline = time.monotonic() + self.membership.settings.heartbeat_timeout + 2.0
         while not (dead := self.membership.died(others)) and not self.membership.has_failed(self.now):
             if time.monotonic() > deadline:
@@ -367,7 +395,10 @@ class _Job:
         while True:
             world = self._begun(now)
             if world is None:
-                now = self._next_after_failure(now, unchanged=self._leaving is not None)
+                next_world = self._next_after_failure(now, unchanged=self._leaving is not None)
+                if next_world is None:
+                    return
+                now = next_world
                 continue
             self._leaving = None
             yield world
@@ -379,28 +410,42 @@ class _Job:
                 return
             failed = world._failed
             if following is not None and following.previous and not failed:
-                self._leaving = leave_world(world.engine, world._stop.state())
+                try:
+                    self._leaving = leave_world(world.engine, world._stop.state())
+                except (RuntimeError, OSError, EOFError) as error:
+                    if not changes.lost_peer(error):
+                        raise
+                    _forget_frames(error)
+                    failed = True
             engine = world._release()
             del world, changes
             _end(engine, failed=failed)
             del engine
-            if failed or following is None:
-                now = self._next_after_failure(now, unchanged=False)
-            elif self._membership.number in following.members:
-                now = following
-            else:
+            leaves = following is not None and self._membership.number not in following.members
+            if leaves and following is not None and not failed:
                 self._serve(following)
+            if leaves:
                 return
+            now = now if following is None else following
+            if failed:
+                next_world = self._next_after_failure(now, unchanged=False)
+                if next_world is None:
+                    return
+                now = next_world
 
     def _begun(self, now: Members) -> World | None:
         """The world, begun; None where a member of it, or of the one before, was lost on the way."""
         from zeroelastic.deepspeed.process_world import begin_world
 
+        if self._leaving is None and self._membership.number in now.previous:  # it failed before its state was kept
+            self._membership.cannot_meet(now)
+            return None
         if not self._membership.meet(now):
             return None
         changes = _Changes(self._membership, now, self._asked.sizes)
         rank, size = now.members.index(self._membership.number), len(now.members)
         engine = None
+        watch = _Watch(self._membership, now)
         try:
             begin_world(self._membership.store_of(now), rank=rank, world_size=size, timeout=None)
             formed = time.monotonic()
@@ -422,8 +467,10 @@ class _Job:
                     required=self._asked.required,
                     log=log,
                 )
+            watch.end()
         except (RuntimeError, OSError, EOFError) as error:
-            if not changes.lost_peer(error):
+            watch.end()
+            if not changes.lost_peer(error, with_previous=True):
                 raise
             logger.warning("world %d has lost a member before it began: %s", now.number, error)
             _forget_frames(error)
@@ -441,11 +488,14 @@ class _Job:
             logger.warning("%s: a change of size goes by way of a save to %s", why, self._asked.directory)
         return why is None
 
-    def _next_after_failure(self, now: Members, *, unchanged: bool) -> Members:
+    def _next_after_failure(self, now: Members, *, unchanged: bool) -> Members | None:
+        """The world that follows one that has failed; None for a process that was asked to leave anyway."""
         following = self._membership.after_failure(now, unchanged=unchanged)
         if not following.previous:
             self._leaving = None
         if self._membership.number not in following.members:
+            if self._notice.at is not None:
+                return None
             raise MembershipError(
                 f"world {following.number} goes on without this process, whose node has lost a worker. It ends, and "
                 "torchrun starts the workers of the node again."
