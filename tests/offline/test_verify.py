@@ -22,10 +22,10 @@ from documentation import documented_keys
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from places import ROOT
-from synthetic import GROUPS, edit, edit_optim, model_name, optim_name, sealed, write_checkpoint
+from synthetic import GROUPS, believe_sizes, edit, edit_optim, model_name, optim_name, sealed, write_checkpoint
 
 import zeroelastic
-from zeroelastic.checkpoint.commit_record import RECORD_NAME
+from zeroelastic.checkpoint.commit_record import RECORD_NAME, RECORD_VERSION
 from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.errors import CheckpointError, MissingFileError, UnsupportedError
 from zeroelastic.offline.verify.header_check import Problem, check_headers
@@ -374,9 +374,8 @@ def test_a_flipped_bit_of_the_record_is_found(tag_dir: Path, kind: str) -> None:
 
 def test_a_damaged_record_does_not_hide_a_damaged_file(samples: Path, tmp_path: Path) -> None:
     tag_dir = copy(samples, tmp_path, "elastic")
-    (tag_dir / RECORD_NAME).write_text(
-        (tag_dir / RECORD_NAME).read_text().replace('"format_version": 3', '"format_version": 0')
-    )
+    text = (tag_dir / RECORD_NAME).read_text()
+    (tag_dir / RECORD_NAME).write_text(text.replace(f'"format_version": {RECORD_VERSION}', '"format_version": 0'))
     flip(optim(tag_dir, 1), records(optim(tag_dir, 1))["data/0"].offset)
     report = verify_checkpoint(tag_dir)
     assert files_of(report) == {RECORD_NAME, optim_name(1)}
@@ -512,10 +511,7 @@ def test_an_altered_rigid_file_is_found_by_the_record(samples: Path, tmp_path: P
 
     path = optim(tag_dir, 1)
     edit_optim(path, alter)
-    text = (tag_dir / RECORD_NAME).read_text()
-    size = re.search(rf'"{path.name}": (\d+)', text)
-    assert size is not None
-    (tag_dir / RECORD_NAME).write_text(sealed(text.replace(size[0], f'"{path.name}": {path.stat().st_size}')))
+    believe_sizes(tag_dir)
     problem, other = verify_checkpoint(tag_dir).problems
     assert other.file == path.name and f"is not the one that {RECORD_NAME} states" in other.sentence
     assert (problem.param, problem.key) == ("model.embed_tokens.weight", "exp_avg")
@@ -538,9 +534,7 @@ def test_an_altered_file_of_stages_1_and_2_is_found_by_the_record(tmp_path: Path
         state["base_optimizer_state"]["state"][group]["exp_avg"][offset] += 1
 
     edit_optim(path, alter)
-    text = (tag_dir / RECORD_NAME).read_text()
-    text = re.sub(rf'"{path.name}": \d+', f'"{path.name}": {path.stat().st_size}', text)
-    (tag_dir / RECORD_NAME).write_text(sealed(text))
+    believe_sizes(tag_dir)
     report = verify_checkpoint(tag_dir)
     assert files_of(report) == {path.name}
     of_tensor = next(problem for problem in report.problems if problem.param)
