@@ -280,7 +280,7 @@ def sealed(record: str) -> str:
     """The text of an edited commit record with the checks of its rows and the checksum of what it says now."""
     data = json.loads(record)
     names = names_of_json([(entry["name"], entry.get("ranks")) for entry in data["files"]])
-    for name, row in zip(names, data["file_rows"], strict=True):
+    for name, row in zip(names, data["file_rows"], strict=False):
         size, directory, _ = row.split()
         stated = FileRow(int(size), directory if directory.strip("-") else None)
         record = record.replace(row, row_text(data["save_id"], name, stated))
