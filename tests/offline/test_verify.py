@@ -12,6 +12,7 @@ import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import places
@@ -288,6 +289,12 @@ def test_a_flipped_bit_of_a_modules_buffer_is_found(tag_dir: Path) -> None:
     assert problem.file == path.name and "no parameter or optimizer state" in problem.sentence
 
 
+def opened_as(content: bytearray) -> Callable[[Path], SimpleNamespace]:
+    """What opens any file with this content."""
+    file = SimpleNamespace(read=lambda offset, nbytes: bytes(content[offset : offset + nbytes]), close=lambda: None)
+    return lambda path: file
+
+
 def test_any_bit_of_an_archive_that_is_not_payload_matters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "small.pt"
     torch.save({"a": torch.arange(5), "b": torch.empty(0), "c": torch.ones(3, dtype=torch.bfloat16)}, path)
@@ -296,7 +303,7 @@ def test_any_bit_of_an_archive_that_is_not_payload_matters(tmp_path: Path, monke
     assert not found.faults and found.folder == "small"
     payload = {at for record in found.records for at in range(record.offset, record.offset + record.nbytes)}
     damaged = bytearray(data)
-    monkeypatch.setattr(zip_reader, "read_range", lambda path, offset, nbytes: bytes(damaged[offset : offset + nbytes]))
+    monkeypatch.setattr(zip_reader, "LocalFile", opened_as(damaged))
     unseen = []
     for at in range(len(data)):
         for bit in range(8) if at not in payload else ():
@@ -319,7 +326,7 @@ def test_no_damage_of_an_archive_brings_its_reader_down(data: st.DataObject) -> 
         at = data.draw(st.integers(max(0, len(content) - 2500), len(content) - 1))
         content[at : at + data.draw(st.integers(1, 8))] = data.draw(st.binary(min_size=1, max_size=8))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(zip_reader, "read_range", lambda path, offset, n: bytes(content[offset : offset + n]))
+        patch.setattr(zip_reader, "LocalFile", opened_as(content))
         try:
             for record in read_zip_records(path, len(content)).records:
                 assert 0 <= record.offset <= record.offset + record.nbytes <= len(content)
