@@ -99,15 +99,23 @@ def _gathered(value: T, *, to_all: bool) -> list[T]:
         return [value]
     data = pickle.dumps(value)
     nbytes = maximum([len(data)])[0]
+    # a pickle ends where it says it does
+    return [pickle.loads(part) for part in gather_bytes(data.ljust(nbytes, b"\0"), to_all=to_all)]
+
+
+def gather_bytes(data: bytes, *, to_all: bool) -> list[bytes]:
+    """The bytes of every rank, by rank, on rank 0 or on all; they are equally many on all ranks. Collective."""
+    if dist.get_world_size() == 1:
+        return [data]
     group = _group.get()
-    own = torch.frombuffer(bytearray(data.ljust(nbytes, b"\0")), dtype=torch.uint8).to(collective_device(group))
+    own = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(collective_device(group))
     receives = to_all or dist.get_rank() == 0
     parts = [torch.empty_like(own) for _ in range(dist.get_world_size())] if receives else []
     if to_all:
         dist.all_gather(parts, own, group=group)
     else:
         dist.gather(own, parts or None, dst=0, group=group)
-    return [pickle.loads(part.cpu().numpy().data) for part in parts]  # which ends where the pickle does
+    return [part.cpu().numpy().tobytes() for part in parts]
 
 
 def broadcast(value: T) -> T:

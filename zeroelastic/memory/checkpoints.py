@@ -34,7 +34,8 @@ from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.live.replicated import Token, difference, replicated_facts, token_of
 from zeroelastic.deepspeed.load.load import is_of_all_ranks
 from zeroelastic.deepspeed.options import MemoryOptions
-from zeroelastic.deepspeed.save.commit import Expected, PendingCommit, Written, record_of
+from zeroelastic.deepspeed.save.commit import Expected, PendingCommit, record_of
+from zeroelastic.deepspeed.save.written import Written
 from zeroelastic.distributed.collective import (
     all_gather,
     all_or_raise,
