@@ -165,7 +165,7 @@ class _Inspector:
                 f"{listing.directory}: contradicts its commit record: {some(wrong)}. Files are truncated, damaged or "
                 "from another save."
             )
-        if gone:
+        if gone and not listing.missing(commit.world_size)[0]:  # which _list_missing reports
             self.problem(f"{listing.directory}: files that its commit record names are missing: {some(gone)}.")
 
     def headers(self) -> None:

@@ -31,8 +31,8 @@ def diff_page(found: Diff) -> Page:
             ("tensors that both have", f"{found.num_tensors:,}"),
             ("equal bit for bit", f"{found.num_equal:,}"),
             ("bytes compared", format_size(found.bytes_read)),
-            ("content root of A", None if roots.a is None else roots.a[:12]),
-            ("content root of B", None if roots.b is None else roots.b[:12]),
+            ("recorded root of A", None if roots.a is None else roots.a[:12]),
+            ("recorded root of B", None if roots.b is None else roots.b[:12]),
         ),
         sections(
             Section("Tensors", (*_overview(found), *_drawn(worst), *_tensors(worst))),
