@@ -193,7 +193,7 @@ def test_a_missing_rank_zero_is_named(tmp_path):
     (tmp_path / model_name(0)).unlink()
     with pytest.raises(MissingFileError, match=r"zero_pp_rank_0_mp_rank_00_model_states\.pt is missing"):
         open_checkpoint(tmp_path)
-    with pytest.raises(MissingFileError, match="1 of the files of 2 ranks are missing"):
+    with pytest.raises(MissingFileError, match="1 of the files of 2 ranks is missing"):
         open_checkpoint(tmp_path, near_rank=1)
 
 
@@ -210,7 +210,7 @@ def test_a_world_size_without_end_costs_nothing(tmp_path, size):
     write_checkpoint(tmp_path, world_size=1, frozen=None)
     edit(tmp_path / model_name(0), lambda data: data.update(dp_world_size=size))
     tracemalloc.start()
-    with pytest.raises(MissingFileError, match=f"of {size} ranks are missing"):
+    with pytest.raises(MissingFileError, match=f"of {size:,} ranks are missing"):
         open_checkpoint(tmp_path)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()

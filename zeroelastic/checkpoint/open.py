@@ -25,7 +25,7 @@ from zeroelastic.checkpoint.tensor_parallel import (
     other_tp_size,
 )
 from zeroelastic.checkpoint.unfinished import refuse_unfinished
-from zeroelastic.errors import CheckpointError, MissingFileError, UnsupportedError, some
+from zeroelastic.errors import CheckpointError, MissingFileError, UnsupportedError, counted, some
 from zeroelastic.io.paths import FilePath, RemotePath, as_path
 from zeroelastic.io.storage import file_sizes
 from zeroelastic.torch_file.header import Blocks, read_torch_file
@@ -296,7 +296,8 @@ def _check_none_missing(
         gone = [str(rank) for rank in range(world_size) if any(rank in due and rank not in has for has, due in seen)]
         why = f"incomplete: no rank of this run sees what {some(gone)} of the saved ranks wrote. {_ON_NO_NODE}"
     raise MissingFileError(
-        f"{tag_dir}: {num_missing} of the files of {world_size} ranks are missing: {missing}. The checkpoint is {why}"
+        f"{tag_dir}: {num_missing} of the files of {counted(world_size, 'rank')} {'is' if num_missing == 1 else 'are'} "
+        f"missing: {missing}. The checkpoint is {why}"
     )
 
 

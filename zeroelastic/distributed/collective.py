@@ -18,8 +18,8 @@ from zeroelastic.errors import LayoutMismatchError, RemoteRankError, ZeroElastic
 T = TypeVar("T")
 U = TypeVar("U")
 
-Description = tuple[str, str, tuple[str, ...]]
-"""An error as it is sent to other ranks: the name of its type, its message, and the problems that it lists."""
+Description = tuple[str, str, tuple[str, ...], str | None]
+"""An error as it is sent to other ranks: the name of its type, its message, the problems that it lists, its remedy."""
 
 _AGREED = "_zeroelastic_agreed"
 
@@ -204,12 +204,12 @@ def _raise(failure: Exception | None, failures: list[Description | None]) -> NoR
 def _describe(error: Exception | None) -> Description | None:
     if error is None:
         return None
-    return type(error).__name__, str(error), getattr(error, "problems", ())
+    return type(error).__name__, str(error), getattr(error, "problems", ()), getattr(error, "remedy", None)
 
 
 def _combined(failures: dict[int, Description]) -> ZeroElasticError:
     first = min(failures)
-    name, message, problems = failures[first]
+    name, message, problems, remedy = failures[first]
     others = {failed[1]: rank for rank, failed in sorted(failures.items(), reverse=True) if failed[1] != message}
     for other, rank in sorted(others.items(), key=lambda item: item[1]):
         message += f"\n(rank {rank}: {other})"
@@ -217,9 +217,9 @@ def _combined(failures: dict[int, Description]) -> ZeroElasticError:
     if not (isinstance(kind, type) and issubclass(kind, ZeroElasticError)):
         return RemoteRankError(f"rank {first} failed with {name}: {message}")
     if issubclass(kind, LayoutMismatchError):
-        error = LayoutMismatchError(message, ())
+        error = LayoutMismatchError(message, (), remedy=remedy)
         error.problems = problems
         return error
-    made = kind(message)
+    made = kind(message, remedy=remedy)
     assert isinstance(made, ZeroElasticError)
     return made
