@@ -1,6 +1,7 @@
 """SIGKILL at random moments of a job that keeps checkpoints in memory: it goes on from one of its steps, bit for bit.
 
     python benchmarks/crash_memory.py --kills 200 --out benchmarks/results
+    python benchmarks/crash_memory.py --stage 2 --kills 60 --out benchmarks/results
 
 Two jobs run side by side, one with copies and one with parity, each on three or four torchrun agents of this machine,
 which are its nodes. A kill takes one worker, or a node: the agent, its worker and, by its own reaper, its memory. Most
@@ -58,7 +59,7 @@ def lines(path: Path) -> list[list[str]]:
     return [line.split() for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def work(directory: Path, kind: str) -> None:
+def work(directory: Path, kind: str, stage: int) -> None:
     """The worker: resume, then train for ever, with the hash of each step's state written down before it is kept."""
     import deepspeed
     import torch.distributed as dist
@@ -71,21 +72,21 @@ def work(directory: Path, kind: str) -> None:
     deepspeed.init_distributed()
     rank, phases = dist.get_rank(), directory / f"phases-{os.environ['TORCHELASTIC_RESTART_COUNT']}"
 
-    def told(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    def noted(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             note(phases, name, os.getpid())
             return original(*args, **kwargs)
 
         return call
 
-    checkpoints.capture = told("copy", checkpoints.capture)  # type: ignore[assignment]
-    checkpoints.protect = told("exchange", checkpoints.protect)  # type: ignore[assignment]
-    checkpoints.record_text = told("swap", checkpoints.record_text)  # type: ignore[assignment]
+    checkpoints.capture = noted("copy", checkpoints.capture)  # type: ignore[assignment]
+    checkpoints.protect = noted("exchange", checkpoints.protect)  # type: ignore[assignment]
+    checkpoints.record_text = noted("swap", checkpoints.record_text)  # type: ignore[assignment]
 
     def state() -> str:
         return hashlib.sha256(repr(sorted(fingerprint(gather_state(engine)).items())).encode()).hexdigest()
 
-    engine = build_engine(Job(options={"memory": OPTIONS[kind]}))
+    engine = build_engine(Job(stage=stage, options={"memory": OPTIONS[kind]}))
     start = resume(engine, directory / "ckpt", strict=False)
     found = state()
     if rank == 0:
@@ -104,7 +105,7 @@ def work(directory: Path, kind: str) -> None:
 class Campaign:
     """The rounds of one job, and what must hold after each."""
 
-    def __init__(self, directory: Path, kind: str, chance: random.Random) -> None:
+    def __init__(self, directory: Path, kind: str, chance: random.Random, stage: int) -> None:
         from cluster import Cluster, Way
         from network import Loopback
 
@@ -112,7 +113,7 @@ class Campaign:
         self.counts: Counter[str] = Counter()
         self.seen_resumes = 0
         way = Way(kind, ("-m", "zeroelastic.run", "--warm"), (), "zeroelastic", _rendezvous())
-        arguments = ["--work", str(directory), "--kind", kind]
+        arguments = ["--work", str(directory), "--kind", kind, "--stage", str(stage)]
         self.cluster = Cluster(
             directory, arguments, nodes="1:4", network=Loopback(), way=way, script=Path(__file__).resolve()
         )
@@ -234,10 +235,10 @@ def left_in(memory: Path) -> list[str]:
     return left
 
 
-def campaign(directory: Path, kind: str, *, kills: int, seed: int) -> dict[str, Any]:
+def campaign(directory: Path, kind: str, *, kills: int, seed: int, stage: int) -> dict[str, Any]:
     """Run it; raises at the first thing that is wrong."""
     began = time.perf_counter()
-    run = Campaign(directory, kind, random.Random(seed))
+    run = Campaign(directory, kind, random.Random(seed), stage)
     try:
         for number in range(kills):
             run.round()
@@ -262,9 +263,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--kind", choices=OPTIONS, help="only the job of this kind")
+    parser.add_argument("--stage", type=int, choices=(1, 2, 3), default=3, help="the ZeRO stage of both jobs")
     chosen, _ = parser.parse_known_args()
     if chosen.work is not None:
-        work(chosen.work, chosen.kind)
+        work(chosen.work, chosen.kind, chosen.stage)
         return
     kinds = [chosen.kind] if chosen.kind else list(OPTIONS)
     shared = "/dev/shm" if shutil.disk_usage("/dev/shm").free > 1 << 30 else None
@@ -275,7 +277,14 @@ def main() -> None:
             place.mkdir()
         with ThreadPoolExecutor(len(kinds)) as threads:
             futures = [
-                threads.submit(campaign, place, kind, kills=chosen.kills // len(kinds), seed=chosen.seed + number)
+                threads.submit(
+                    campaign,
+                    place,
+                    kind,
+                    kills=chosen.kills // len(kinds),
+                    seed=chosen.seed + number,
+                    stage=chosen.stage,
+                )
                 for number, (place, kind) in enumerate(zip(places, kinds, strict=True))
             ]
             try:
@@ -289,15 +298,18 @@ def main() -> None:
         total.update(run["outcomes"])
     result = {
         "kills": sum(run["kills"] for run in runs),
+        "stage": chosen.stage,
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, Linux {platform.release()}",
         "files_left_in_memory": len(left),
+        **({"left": left[:20]} if left else {}),
         "outcomes": dict(sorted(total.items())),
         "jobs": runs,
     }
     text = json.dumps(result, indent=1)
     print(text)
     if chosen.out is not None:
-        (chosen.out / "crash_memory.json").write_text(text + "\n")
+        name = "crash_memory" if chosen.stage == 3 else f"crash_memory_stage{chosen.stage}"
+        (chosen.out / f"{name}.json").write_text(text + "\n")
     sys.exit(1 if left else 0)
 
 

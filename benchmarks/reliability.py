@@ -165,6 +165,7 @@ CAMPAIGNS = (
     ),
     Campaign("crash_training_stage2", "make crash-training", "the same at ZeRO stage 2", describe_crash_training),
     Campaign("crash_memory", "make crash-memory", "kills of jobs with checkpoints in memory", describe_crash_memory),
+    Campaign("crash_memory_stage2", "make crash-memory", "the same at ZeRO stage 2", describe_crash_memory),
     Campaign(
         "lifecycle",
         "make lifecycle",
