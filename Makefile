@@ -221,7 +221,6 @@ crash-training: $(STAMP)
 
 crash-memory: $(STAMP) $(VENV)/.op-ShareMemCommBuilder
 	$(PY) benchmarks/crash_memory.py --kills 200 --out benchmarks/results
-	$(PY) benchmarks/crash_memory.py --stage 2 --kills 60 --out benchmarks/results
 
 # From a kill to the first step, by phase; needs a quiet machine.
 bench-restart: $(STAMP) $(VENV)/.op-ShareMemCommBuilder

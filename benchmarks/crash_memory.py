@@ -1,12 +1,12 @@
 """SIGKILL at random moments of a job that keeps checkpoints in memory: it goes on from one of its steps, bit for bit.
 
     python benchmarks/crash_memory.py --kills 200 --out benchmarks/results
-    python benchmarks/crash_memory.py --stage 2 --kills 60 --out benchmarks/results
 
-Two jobs run side by side, one with copies and one with parity, each on three or four torchrun agents of this machine,
-which are its nodes. A kill takes one worker, or a node: the agent, its worker and, by its own reaper, its memory. Most
-kills are aimed at a phase of a checkpoint in memory on the rank that is killed: the copy, the exchange, the swap of
-generations. After each the job starts again by itself, and a lost node is replaced in most rounds. Then
+Two jobs run side by side, one with copies at ZeRO stage 3 and one with parity at stage 2, each on three or four
+torchrun agents of this machine, which are its nodes. A kill takes one worker, or a node: the agent, its worker and, by
+its own reaper, its memory. Most kills are aimed at a phase of a checkpoint in memory on the rank that is killed: the
+copy, the exchange, the swap of generations. After each the job starts again by itself, and a lost node is replaced in
+most rounds. Then
 
 - the state that it resumed, as DeepSpeed's buffers have it, is that of one step of one moment, by a hash that the job
   wrote down before the checkpoint of that step: never another state, never a mix of two steps,
@@ -46,6 +46,7 @@ WITHIN_S = 0.02
 SAVE_STEPS = 25
 LIMIT_S = 120.0
 OPTIONS = {"copies": {"every": 1, "copies": 1}, "parity": {"every": 1, "parity": 4}}
+STAGES = {"copies": 3, "parity": 2}
 
 
 def note(path: Path, *words: object) -> None:
@@ -59,7 +60,7 @@ def lines(path: Path) -> list[list[str]]:
     return [line.split() for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def work(directory: Path, kind: str, stage: int) -> None:
+def work(directory: Path, kind: str) -> None:
     """The worker: resume, then train for ever, with the hash of each step's state written down before it is kept."""
     import deepspeed
     import torch.distributed as dist
@@ -86,7 +87,7 @@ def work(directory: Path, kind: str, stage: int) -> None:
     def state() -> str:
         return hashlib.sha256(repr(sorted(fingerprint(gather_state(engine)).items())).encode()).hexdigest()
 
-    engine = build_engine(Job(stage=stage, options={"memory": OPTIONS[kind]}))
+    engine = build_engine(Job(stage=STAGES[kind], options={"memory": OPTIONS[kind]}))
     start = resume(engine, directory / "ckpt", strict=False)
     found = state()
     if rank == 0:
@@ -105,7 +106,7 @@ def work(directory: Path, kind: str, stage: int) -> None:
 class Campaign:
     """The rounds of one job, and what must hold after each."""
 
-    def __init__(self, directory: Path, kind: str, chance: random.Random, stage: int) -> None:
+    def __init__(self, directory: Path, kind: str, chance: random.Random) -> None:
         from cluster import Cluster, Way
         from network import Loopback
 
@@ -113,7 +114,7 @@ class Campaign:
         self.counts: Counter[str] = Counter()
         self.seen_resumes = 0
         way = Way(kind, ("-m", "zeroelastic.run", "--warm"), (), "zeroelastic", _rendezvous())
-        arguments = ["--work", str(directory), "--kind", kind, "--stage", str(stage)]
+        arguments = ["--work", str(directory), "--kind", kind]
         self.cluster = Cluster(
             directory, arguments, nodes="1:4", network=Loopback(), way=way, script=Path(__file__).resolve()
         )
@@ -235,10 +236,10 @@ def left_in(memory: Path) -> list[str]:
     return left
 
 
-def campaign(directory: Path, kind: str, *, kills: int, seed: int, stage: int) -> dict[str, Any]:
+def campaign(directory: Path, kind: str, *, kills: int, seed: int) -> dict[str, Any]:
     """Run it; raises at the first thing that is wrong."""
     began = time.perf_counter()
-    run = Campaign(directory, kind, random.Random(seed), stage)
+    run = Campaign(directory, kind, random.Random(seed))
     try:
         for number in range(kills):
             run.round()
@@ -248,6 +249,7 @@ def campaign(directory: Path, kind: str, *, kills: int, seed: int, stage: int) -
         run.close()
     return {
         "kind": kind,
+        "stage": STAGES[kind],
         "kills": kills,
         "seed": seed,
         "minutes": round((time.perf_counter() - began) / 60, 1),
@@ -263,10 +265,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--kind", choices=OPTIONS, help="only the job of this kind")
-    parser.add_argument("--stage", type=int, choices=(1, 2, 3), default=3, help="the ZeRO stage of both jobs")
     chosen, _ = parser.parse_known_args()
     if chosen.work is not None:
-        work(chosen.work, chosen.kind, chosen.stage)
+        work(chosen.work, chosen.kind)
         return
     kinds = [chosen.kind] if chosen.kind else list(OPTIONS)
     shared = "/dev/shm" if shutil.disk_usage("/dev/shm").free > 1 << 30 else None
@@ -277,14 +278,7 @@ def main() -> None:
             place.mkdir()
         with ThreadPoolExecutor(len(kinds)) as threads:
             futures = [
-                threads.submit(
-                    campaign,
-                    place,
-                    kind,
-                    kills=chosen.kills // len(kinds),
-                    seed=chosen.seed + number,
-                    stage=chosen.stage,
-                )
+                threads.submit(campaign, place, kind, kills=chosen.kills // len(kinds), seed=chosen.seed + number)
                 for number, (place, kind) in enumerate(zip(places, kinds, strict=True))
             ]
             try:
@@ -298,7 +292,6 @@ def main() -> None:
         total.update(run["outcomes"])
     result = {
         "kills": sum(run["kills"] for run in runs),
-        "stage": chosen.stage,
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, Linux {platform.release()}",
         "files_left_in_memory": len(left),
         **({"left": left[:20]} if left else {}),
@@ -308,8 +301,7 @@ def main() -> None:
     text = json.dumps(result, indent=1)
     print(text)
     if chosen.out is not None:
-        name = "crash_memory" if chosen.stage == 3 else f"crash_memory_stage{chosen.stage}"
-        (chosen.out / f"{name}.json").write_text(text + "\n")
+        (chosen.out / "crash_memory.json").write_text(text + "\n")
     sys.exit(1 if left else 0)
 
 

@@ -21,12 +21,11 @@ def test_a_job_with_checkpoints_in_memory_goes_on_after_kills() -> None:
     assert sum(count for what, count in result["outcomes"].items() if what.startswith("resumed from memory")) >= 2
 
 
-@pytest.mark.parametrize(("name", "kills"), [("crash_memory", 200), ("crash_memory_stage2", 60)])
-def test_the_committed_campaign_has_so_many_kills(name: str, kills: int) -> None:
-    result = json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())
+def test_the_committed_campaign_has_so_many_kills() -> None:
+    result = json.loads((ROOT / "benchmarks/results/crash_memory.json").read_text())
     outcomes = result["outcomes"]
-    assert result["kills"] >= kills and result["files_left_in_memory"] == 0
-    assert min(outcomes["a node killed"], outcomes["a worker killed"]) >= kills / 4
-    assert min(outcomes[f"killed during the {phase}"] for phase in ("copy", "exchange", "swap")) >= kills / 8
-    assert {job["kind"] for job in result["jobs"]} == {"copies", "parity"}
+    assert result["kills"] >= 200 and result["files_left_in_memory"] == 0
+    assert min(outcomes["a node killed"], outcomes["a worker killed"]) >= 50
+    assert min(outcomes[f"killed during the {phase}"] for phase in ("copy", "exchange", "swap")) >= 25
+    assert {(job["kind"], job["stage"]) for job in result["jobs"]} == {("copies", 3), ("parity", 2)}
     assert not [what for what in outcomes if "steps lost, from memory" in what and what[0] not in "01"]
