@@ -4,10 +4,11 @@ from __future__ import annotations
 
 LEVELS = [
     {"errors", "_version", "json_document"},
-    {"byte_sizes", "extras", "warm"},
+    {"byte_sizes", "extras"},
     {"report"},
     {"core"},
     {"distributed"},
+    {"warm"},
     {"io"},
     {"executors"},
     {"torch_file"},
