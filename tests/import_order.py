@@ -4,7 +4,7 @@ from __future__ import annotations
 
 LEVELS = [
     {"errors", "_version", "json_document"},
-    {"byte_sizes", "extras"},
+    {"byte_sizes", "extras", "in_place"},
     {"report"},
     {"core"},
     {"distributed"},
@@ -20,7 +20,7 @@ LEVELS = [
     {"memory"},
     {"elastic", "library"},
     {""},
-    {"run", "activation", "integrations", "rendezvous", "testing"},
+    {"run", "activation", "integrations", "rendezvous", "rendezvous_in_place", "testing"},
     {"proving"},
     {"cli"},
     {"__main__"},
@@ -31,7 +31,7 @@ LEVELS = [
 ROOMS = {
     "offline": ["new_directory", "resumable_directory", "inspect", "verify", "plan", "diff", "reshard", "convert"],
     "deepspeed": ["patching", "notices", "options", "engine_state", "engine", "metrics", "client_state", "live",
-                  "storage_rules", "fill", "node_local", "load", "save", "install"],
+                  "storage_rules", "fill", "node_local", "load", "save", "process_world", "resize", "install"],
     "cli": ["output", "documents", "machine", "plots", "html"],
 }  # fmt: skip
 """The rooms of a package that has some, in the same order; other modules of it stand above them."""

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from training import Job, build_engine, train_step
 
 import zeroelastic
-from zeroelastic.monitoring import ResumeReport, SaveReport, StartReport, metrics_of, subscribe
+from zeroelastic.monitoring import ResizeReport, ResumeReport, SaveReport, StartReport, metrics_of, subscribe
 from zeroelastic.monitoring.observers import publish
 from zeroelastic.testing import RankPool
 
@@ -41,10 +41,15 @@ def test_an_observer_that_fails_is_logged_once_and_the_others_go_on(caplog: pyte
     assert len(seen) == 2
 
 
-def test_the_metrics_of_a_failed_save_leave_out_what_is_not_known() -> None:
+def test_the_metrics_of_a_report_leave_out_what_is_not_known() -> None:
     failed = metrics_of(SaveReport("/run/t", "t", 7, 4, False, 0.5, 2.0, error="the disk is full"))
     assert failed == {"zeroelastic/save/stall_s": 0.5, "zeroelastic/save/failed": 1.0}
     assert metrics_of(SAVED)["zeroelastic/save/bytes_per_s"] == 50
+    resized = ResizeReport(7, 4, 3, "f00d", 700, 300, teardown_seconds=0.25, engine_seconds=0.5, move_seconds=0.25)
+    assert metrics_of(resized) == {
+        "zeroelastic/resize/seconds": 1.0, "zeroelastic/resize/bytes_moved": 300.0,
+        "zeroelastic/resize/from_ranks": 4.0, "zeroelastic/resize/to_ranks": 3.0,
+    }  # fmt: skip
     assert "zeroelastic/job/lost_steps" not in metrics_of(StartReport(None, 0, 2, 0.1, None, None))
 
 

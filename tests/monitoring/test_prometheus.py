@@ -10,7 +10,7 @@ from commands import run_command
 from places import ROOT
 from prometheus_client.parser import text_string_to_metric_families
 
-from zeroelastic.monitoring import MemoryReport, ResumeReport, SaveReport, StartReport
+from zeroelastic.monitoring import MemoryReport, ResizeReport, ResumeReport, SaveReport, StartReport
 from zeroelastic.monitoring.metrics import METRICS, metrics_table
 from zeroelastic.monitoring.prometheus import MetricsFile, Sample, prometheus_text
 from zeroelastic.testing.sample_events import write_sample_events
@@ -24,6 +24,10 @@ STARTED = StartReport("t", 7, 3, 1.75, 2, 5)
 KEPT = MemoryReport(
     step=9, world_size=3, num_nodes=3, stall_seconds=0.25, seconds=0.5, node_bytes=500, network_bytes=40
 )
+RESIZED = ResizeReport(
+    step=11, saved_world_size=3, world_size=2, root=None, bytes_kept=70, bytes_moved=30,
+    teardown_seconds=0.25, engine_seconds=0.5, move_seconds=0.125,
+)  # fmt: skip
 NOT_KEPT = MemoryReport(step=10, world_size=3, num_nodes=3, stall_seconds=0.25, seconds=0.5, error="SaveError: full")
 
 
@@ -55,7 +59,7 @@ def test_a_file_of_a_run_adds_up_its_reports(tmp_path: Path) -> None:
     file = MetricsFile(tmp_path / 'pre"train.prom')
     file.write()
     assert set(parsed((tmp_path / 'pre"train.prom').read_text()).values()) == {0}
-    for report in (LOADED, STARTED, SAVED, SAVED, FAILED, KEPT, KEPT, NOT_KEPT):
+    for report in (LOADED, STARTED, SAVED, SAVED, FAILED, KEPT, KEPT, NOT_KEPT, RESIZED, RESIZED):
         file(report, None)
     found = parsed((tmp_path / 'pre"train.prom').read_text())
     assert all(key.endswith(',run=pre"train') for key in found)
@@ -67,6 +71,7 @@ def test_a_file_of_a_run_adds_up_its_reports(tmp_path: Path) -> None:
         "load_seconds_total": 1.5, "load_bytes_total": 30, "load_from_ranks": 4, "load_to_ranks": 3,
         "memory_checkpoints_total": 2, "memory_stall_seconds_total": 0.75, "memory_failures_total": 1,
         "memory_network_bytes_total": 80, "memory_node_bytes": 500, "memory_step": 9,
+        "resizes_total": 2, "resize_seconds_total": 1.75, "resize_bytes_total": 60,
         "resume_seconds_total": 1.75, "restarts_total": 2, "lost_steps_total": 5,
     }  # fmt: skip
     assert [path.name for path in tmp_path.iterdir()] == ['pre"train.prom']  # no temporary file is left

@@ -97,8 +97,10 @@ def _document(made: Timeline, num_torn: int, plot: Path | None) -> dict[str, obj
                 "host": one.start.host,
                 "restart_count": one.start.restart,
                 "warm": one.start.warm,
+                "in_place": one.start.in_place,
                 "tag": None if one.resume is None else one.resume.tag,
                 "tier": None if one.resume is None else one.resume.tier,
+                "moved_bytes": None if one.resume is None else one.resume.moved_bytes,
                 "resumed_at": None if one.resume is None else one.resume.step,
                 "proved": None if one.resume is None else one.resume.proved,
                 "last_step": one.steps[-1].step if one.steps else None,
@@ -130,7 +132,10 @@ def _show(made: Timeline, num_torn: int) -> None:
     began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(made.began))
     last = max(one.last_time for one in made.incarnations) - made.began
     starts = len(made.incarnations)
-    print_styled(f"began {began}, {last:.0f} s, {counted(starts, 'start')}, {counted(made.lost_steps, 'step')} lost")
+    in_place = sum(one.how == "in place" for one in made.incarnations)
+    kept = f", {in_place} of them in place" if in_place else ""
+    lost = counted(made.lost_steps, "step")
+    print_styled(f"began {began}, {last:.0f} s, {counted(starts, 'start')}{kept}, {lost} lost")
     head: tuple[str, ...] = ("after", "ranks", "from", "tier", "to step", "lost", "saves", "ended")
     rows = [_row(one, made.began, one is made.incarnations[-1]) for one in made.incarnations]
     print_columns([head, *rows], right=frozenset({0, 1, 2, 4, 5, 6}))
@@ -138,11 +143,16 @@ def _show(made: Timeline, num_torn: int) -> None:
     if restarts:
         print_styled("")
         print_styled(("Restarts", "bold"), ", in seconds; load is zeroelastic's part")
-        head = ("after", "ranks", "noticing", "rendezvous", "imports", "engine", "load", "first step", "total", "ours")
-        print_columns([head, *(_cost_row(one, made.began) for one in restarts)], right=frozenset(range(len(head))))
-    kept = [event for one in made.incarnations for event in one.memory]
-    if kept:
-        stall, nbytes = max(event.stall_seconds for event in kept), max(event.node_bytes for event in kept)
+        head = ("after", "ranks", "how", *(phase.replace("_", " ") for phase in _PHASES), "total", "ours")
+        right = frozenset(range(len(head))) - {2}
+        print_columns([head, *(_cost_row(one, made.began) for one in restarts)], right=right)
+    moved = [one.resume.moved_bytes for one in made.incarnations if one.resume is not None and one.resume.moved_bytes]
+    if moved:
+        print_styled("")
+        print_styled(f"in place: {format_size(sum(moved))} went from process to process")
+    memory = [event for one in made.incarnations for event in one.memory]
+    if memory:
+        stall, nbytes = max(event.stall_seconds for event in memory), max(event.node_bytes for event in memory)
         print_styled("")
         print_styled(f"checkpoints in memory: up to {stall:.3f} s of waiting, {format_size(nbytes)} of a node's memory")
     if num_torn:
@@ -150,7 +160,7 @@ def _show(made: Timeline, num_torn: int) -> None:
 
 
 def _row(one: Incarnation, began: float, last_one: bool) -> tuple[str, ...]:
-    resumed = "-" if one.resume is None else "new" if one.resume.tag is None else f"step {one.resume.step}"
+    resumed = "-" if one.resume is None else "new" if one.resume.fresh else f"step {one.resume.step}"
     where = "-" if one.resume is None or one.resume.tier is None else one.resume.tier
     last = str(one.steps[-1].step) if one.steps else "-"
     error = next((end.error for end in one.ends if end.error), None)
@@ -174,6 +184,7 @@ def _cost_row(one: Incarnation, began: float) -> tuple[str, ...]:
     return (
         f"{one.start.time - began:.1f} s",
         str(one.start.world_size),
+        one.how or "-",
         *("-" if seconds is None else f"{seconds:.2f}" for seconds in figures),
         f"{cost.total:.2f}",
         f"{cost.our_share:.1%}",

@@ -2,6 +2,7 @@
 
     layout        the part of each parameter that each rank holds
     plan          the segments that turn one layout into another
+    movement      which rank each process gets at another size, so that little moves
     digest        the content digest of tensors, independent of how they are cut
     global_batch  batch size, micro batch and accumulation at another world size
 

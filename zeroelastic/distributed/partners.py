@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import ref
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
@@ -38,12 +39,13 @@ _WITHDRAWN = "zeroelastic/withdrawn"
 class _Known:
     """What this process knows of its process group: that it has announced itself, that all have, and who runs here.
 
-    Each is of the group that it names, and unknown of every other. ``here``: by rank, identities of processes.
+    Each is of the group that it refers to, weakly, because a group ends with its last reference; it is unknown of every
+    other. ``here``: by rank, identities of processes.
     """
 
-    announced_to: Any = None
-    complete: Any = None
-    here_of: Any = None
+    announced_to: ref[Any] | None = None
+    complete: ref[Any] | None = None
+    here_of: ref[Any] | None = None
     here: dict[int, str] = field(default_factory=dict)
 
 
@@ -52,7 +54,7 @@ _known = _Known()
 
 def announce() -> None:
     """Record in the store that this rank runs with zeroelastic; does nothing where there is no process group yet."""
-    if dist.is_initialized() and _known.announced_to is not dist.group.WORLD:
+    if dist.is_initialized() and not _is_world(_known.announced_to):
         store = _get_default_store()
         if store is None:  # MPI has none
             return
@@ -61,12 +63,12 @@ def announce() -> None:
         store.set(f"{_machine_key()}/{store.add(_machine_key(), 1)}", f"{rank} {name}")
         if store.add(f"{_PREFIX}/count", 1) == dist.get_world_size():
             store.set(_ALL, "1")
-        _known.announced_to = dist.group.WORLD
+        _known.announced_to = ref(dist.group.WORLD)
 
 
 def withdraw() -> None:
     """Remove the record that ``announce`` made."""
-    if dist.is_initialized() and _known.announced_to is dist.group.WORLD:
+    if dist.is_initialized() and _is_world(_known.announced_to):
         with suppress(RuntimeError):  # the store is gone, so no rank can ask any more
             _get_default_store().set(_WITHDRAWN, "1")
             _get_default_store().delete_key(_key(dist.get_rank()))
@@ -81,7 +83,7 @@ def life_of_rank(rank: int) -> Life:
 
 def identities_on_this_machine() -> dict[int, str]:
     """The identity of the process of each rank that has announced itself and runs on this machine, by rank."""
-    if _known.here_of is dist.group.WORLD:
+    if _is_world(_known.here_of):
         return _known.here
     store = _get_default_store()
     complete = store.check([_ALL])
@@ -90,7 +92,7 @@ def identities_on_this_machine() -> dict[int, str]:
     entries = [entry.decode().partition(" ") for entry in store.multi_get(named)] if named else []
     found = dict(sorted((int(rank), name) for rank, _, name in entries))
     if complete:
-        _known.here_of, _known.here = dist.group.WORLD, found
+        _known.here_of, _known.here = ref(dist.group.WORLD), found
     return found
 
 
@@ -147,9 +149,15 @@ def _all_are_here() -> bool:
     store = _get_default_store()
     if store.check([_WITHDRAWN]):
         return store.check([_key(rank) for rank in range(dist.get_world_size())])
-    if _known.complete is not dist.group.WORLD and store.check([_ALL]):
-        _known.complete = dist.group.WORLD
-    return _known.complete is dist.group.WORLD
+    if not _is_world(_known.complete) and store.check([_ALL]):
+        _known.complete = ref(dist.group.WORLD)
+    return _is_world(_known.complete)
+
+
+def _is_world(group: ref[Any] | None) -> bool:
+    """Whether a reference is to the default process group of now."""
+    world = dist.group.WORLD
+    return world is not None and group is not None and group() is world
 
 
 def _key(rank: int) -> str:

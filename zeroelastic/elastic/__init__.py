@@ -4,11 +4,14 @@
     sampler     samplers whose position fits every world size; ``loader`` does the same for torchdata
     resume      loads the newest checkpoint that loads; ``attempts`` counts loads that killed the job
     preemption  saves and stops all ranks together
+    worlds      a training loop whose job changes size in the same processes; ``membership`` and ``roster`` are who is
+                in the world, by the job's store
+    notice      the signals that ask a process to leave
     position    the position in the data and the random generators, in the client state
     events      the event log of the job; ``status`` is its status line
     timeout     the timeout of collectives
 
-Imports ``deepspeed`` (inside functions) and below. Read ``resume``, then ``preemption``.
+Imports ``deepspeed`` (inside functions) and below. Read ``resume``, then ``preemption``, then ``worlds``.
 """
 
 from __future__ import annotations
@@ -23,10 +26,12 @@ if not torch_is_there():
 
 from zeroelastic.elastic.batch import BatchPlan, batch_plan
 from zeroelastic.elastic.events import Events, events
-from zeroelastic.elastic.preemption import EXIT_PREEMPTED, Every, Preemption, every, preemption
+from zeroelastic.elastic.notice import EXIT_PREEMPTED
+from zeroelastic.elastic.preemption import Every, Preemption, every, preemption
 from zeroelastic.elastic.resume import Resumed, resume
 from zeroelastic.elastic.sampler import ElasticBatchSampler, ElasticDistributedSampler, ElasticIterableDataset
 from zeroelastic.elastic.timeout import set_collective_timeout
+from zeroelastic.elastic.worlds import World, worlds
 
 if TYPE_CHECKING:
     from zeroelastic.elastic.loader import ElasticStatefulDataLoader
@@ -42,6 +47,7 @@ __all__ = [
     "Every",
     "Preemption",
     "Resumed",
+    "World",
     "batch_plan",
     "events",
     "every",
@@ -49,6 +55,7 @@ __all__ = [
     "resume",
     "set_collective_timeout",
     "world_sizes",
+    "worlds",
 ]
 
 

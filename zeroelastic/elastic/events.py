@@ -23,6 +23,7 @@ from zeroelastic.elastic.status import Status, StatusLine
 from zeroelastic.io.paths import absolute
 from zeroelastic.job_log.event_log import (
     EndEvent,
+    EndReason,
     Event,
     EventLog,
     MemoryEvent,
@@ -39,7 +40,7 @@ from zeroelastic.warm import is_warm_worker
 
 if TYPE_CHECKING:
     from zeroelastic.elastic.resume import Resumed
-    from zeroelastic.report import SaveReport
+    from zeroelastic.report import ResizeReport, SaveReport
 
 __all__ = ["EventLog", "Events", "events", "note_nodes", "read_events"]
 
@@ -73,8 +74,15 @@ class Events:
     """
 
     def __init__(
-        self, engine: Any, path: str | os.PathLike[str] | None, *, steps: int = 1, status: bool = False
+        self,
+        engine: Any,
+        path: str | os.PathLike[str] | None,
+        *,
+        steps: int = 1,
+        status: bool = False,
+        formed_at: float | None = None,
     ) -> None:
+        """``formed_at``, by the monotonic clock, is when the process groups of a world in place were formed."""
         if steps < 1:
             raise ValueError(f"steps is {steps}; every how many steps are logged has to be 1 or more.")
         self.lost_steps: int | None = None
@@ -84,7 +92,9 @@ class Events:
         self._first_of_node = self._rank == 0 or os.environ.get("LOCAL_RANK") == "0"
         self._seen_step = int(engine.global_steps)
         self._steps_logged = 0
-        self._stopped = self._placed = False
+        self._reason: EndReason = "done"
+        self._placed = False
+        self._formed_at = formed_at
         self._before: int | None = None
         self._status = StatusLine() if status and self._rank == 0 else None
         self._state = Status(world_size=self._world_size, restart=_environment_number("TORCHELASTIC_RESTART_COUNT"))
@@ -113,25 +123,34 @@ class Events:
             self._write(StepEvent(**self._when(), step=step, loss=value))
         self._show(step=step, loss=value)
 
-    def resumed(self, resumed: Resumed, *, seconds: float) -> None:
-        """Log the end of ``resume``, which calls this itself; ``seconds`` is how long it took."""
+    def resumed(self, resumed: Resumed, *, seconds: float, resize: ResizeReport | None = None) -> None:
+        """Log the end of ``resume``, which calls this itself; ``seconds`` is how long it took.
+
+        ``resize`` is the report of ``worlds`` on state that came from the world before.
+        """
         step, report = int(self._engine.global_steps), resumed.report
         self._seen_step, self._placed = step, True
         if self._rank != 0:
             return
         self.lost_steps = None if self._before is None else max(self._before - step, 0)
+        proved = report.root_matches if report is not None else None
+        load_seconds = report.seconds if report is not None else None
+        if resize is not None:
+            proved, load_seconds = True if resize.root is not None else None, resize.move_seconds
+        source = report if report is not None else resize
         self._write(
             ResumeEvent(
                 **self._when(),
                 tag=resumed.tag,
                 step=step,
-                saved_world_size=report.saved_world_size if report is not None else None,
-                proved=report.root_matches if report is not None else None,
+                saved_world_size=source.saved_world_size if source is not None else None,
+                proved=proved,
                 seconds=seconds,
-                load_seconds=report.seconds if report is not None else None,
+                load_seconds=load_seconds,
                 passed_over=len(resumed.passed_over),
                 lost_steps=self.lost_steps,
                 tier=resumed.tier,
+                moved_bytes=resize.bytes_moved if resize is not None else None,
             )
         )
         self._show(step=step, lost_steps=self.lost_steps)
@@ -162,7 +181,11 @@ class Events:
 
     def stopping(self) -> None:
         """Note that the run is stopping; ``preemption`` calls this itself."""
-        self._stopped = True
+        self._reason = "stopped"
+
+    def resizing(self) -> None:
+        """Note that the run goes on at another size in the same processes; ``worlds`` has this called."""
+        self._reason = "resized"
 
     def __enter__(self) -> Events:
         return self
@@ -178,12 +201,13 @@ class Events:
             self._write(
                 EndEvent(
                     **self._when(), step=int(self._engine.global_steps) if self._placed else None, rank=self._rank,
-                    reason="error" if failed else "stopped" if self._stopped else "done", error=error,
+                    reason="error" if failed else self._reason, error=error,
                 )
             )  # fmt: skip
 
     def _start(self) -> StartEvent:
-        age = _process_seconds()
+        since = None if self._formed_at is None else time.monotonic() - self._formed_at
+        age = _process_seconds() if since is None else since
         local = _environment_number("LOCAL_WORLD_SIZE")
         return StartEvent(
             **self._when(),
@@ -196,6 +220,7 @@ class Events:
             process_seconds=age,
             import_seconds=min(time.monotonic() - _IMPORTED, age),  # a warm worker's were done before it began
             warm=is_warm_worker(),
+            in_place=since is not None,
         )
 
     def _when(self) -> dict[str, Any]:

@@ -7,7 +7,6 @@ arrives during a save does not disturb it.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import signal
@@ -16,12 +15,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
 
+from zeroelastic.elastic.notice import EXIT_PREEMPTED, SIGNALS, Notice
 from zeroelastic.elastic.position import KEY, Position, pack_position, unpack_position
 from zeroelastic.errors import ConfigError, SaveError
 from zeroelastic.io.paths import absolute, as_path, relative_name
@@ -32,9 +32,6 @@ from zeroelastic.tags.names import normal
 if TYPE_CHECKING:
     from zeroelastic.elastic.events import Events
     from zeroelastic.memory.checkpoints import MemoryCheckpoints
-
-EXIT_PREEMPTED = 75
-"""The exit code of a job that was told to stop and should be started again (EX_TEMPFAIL of sysexits.h)."""
 
 _LOGGED = 50
 """Every how many memory checkpoints one is logged."""
@@ -69,6 +66,16 @@ class Every:
 
 
 every = Every
+
+
+class WorldChanges(Protocol):
+    """Whether the world of this job changes: asked between two steps, by ``elastic.worlds``."""
+
+    def due(self) -> bool:
+        """Whether this rank sees that the world should change. No collective."""
+
+    def change(self, *, leaves: bool) -> bool:
+        """Decide what follows, and whether the loop ends for it; ``leaves`` says that this rank has to. Collective."""
 
 
 class Preemption:
@@ -114,20 +121,22 @@ class Preemption:
         data: Position | None = None,
         saving: Every | None = None,
         grace: float = 30.0,
-        signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGUSR1),
+        signals: Sequence[signal.Signals] = SIGNALS,
         client_state: Callable[[], Mapping[str, Any]] | None = None,
         log: Events | None = None,
+        notice: Notice | None = None,
+        changes: WorldChanges | None = None,
     ) -> None:
+        """``notice`` and ``changes`` are those of ``worlds``, whose signal handlers outlive this block."""
         self.saves: list[str] = []
         self.stopped = False
+        self._changed, self._changes = False, changes
         self.save_seconds: float | None = None
         self._engine, self._directory, self._data = engine, as_path(absolute(directory)), data
         self._saving = saving if saving is not None else Every()
-        self._grace, self._signals, self._client_state = grace, tuple(signals), client_state
+        self._notice = Notice(grace, signals) if notice is None else notice
+        self._owns_notice, self._client_state = notice is None, client_state
         self._log = log
-        self._signalled_at: float | None = None
-        self._timer: threading.Timer | None = None
-        self._previous: dict[signal.Signals, Any] = {}
         self._group: dist.ProcessGroup | None = None
         self._last_time = time.monotonic()
         self._last_step = self._seen_step = int(engine.global_steps)
@@ -144,8 +153,9 @@ class Preemption:
         once, without communication: a save there would lose gradients.
         """
         step = int(self._engine.global_steps)
-        if self.stopped or step == self._seen_step:
-            return self.stopped
+        ended = self.stopped or self._changed
+        if ended or step == self._seen_step:
+            return ended
         if step < self._seen_step:  # set by hand, or by a load that bypassed zeroelastic
             self._count_from(step)
         advance = getattr(self._data, "advance", None)
@@ -153,10 +163,16 @@ class Preemption:
             advance(step - self._seen_step)
         self._seen_step = step
         due = self._saving.due(seconds=time.monotonic() - self._last_time, steps=step - self._last_step)
-        signalled, due, left = self._agree(due)
+        signalled, due, changes, left = self._agree(due)
         if self._memory is not None and (signalled or self._memory.due(step)):
-            self._memory.capture(self._state())  # before a save to the disk, which takes longer
+            self._memory.capture(self.state())  # before a save to the disk, which takes longer
             self._log_memory(self._memory)
+        if (signalled or changes) and self._changes is not None:
+            self._changed = self._changes.change(leaves=self.signalled)
+            if self._changed:
+                if self._log is not None:
+                    self._log.resizing()
+                return True
         if signalled:
             self.stopped = True
             if self._log is not None:
@@ -170,7 +186,7 @@ class Preemption:
     @property
     def signalled(self) -> bool:
         """Whether this rank got a signal. ``stopped`` becomes true on all ranks with the next call."""
-        return self._signalled_at is not None
+        return self._notice.at is not None
 
     def _count_from(self, step: int) -> None:
         """Count steps and seconds from here; the state of this step is not known to be saved."""
@@ -197,7 +213,7 @@ class Preemption:
                 self._finish("stopping")
             except SaveError as error:
                 logger.error("the save in the background failed: %s", error)
-            _, _, left = self._agree(False)
+            _, _, _, left = self._agree(False)
         if step == self._saved_step:
             logger.info("stopping at step %d, which is saved already", step)
         elif self.save_seconds is not None and self.save_seconds * _MARGIN > left:
@@ -220,7 +236,7 @@ class Preemption:
         engine = self._engine
         chosen = normal(tag) if tag is not None else f"global_step{engine.global_steps}"
         self._finish(f"the save of {chosen}")
-        client_state = self._state()
+        client_state = self.state()
         began = time.monotonic()
         with saving_in_background(engine, background):
             engine.save_checkpoint(str(self._directory), tag=chosen, client_state=client_state)
@@ -233,7 +249,11 @@ class Preemption:
             self._log_saved(chosen)
         return chosen
 
-    def _state(self) -> dict[str, Any]:
+    def forget_memory(self) -> None:
+        """Let go of memory checkpoints after a failure, and of their process group, in which other ranks may wait."""
+        self._memory = None
+
+    def state(self) -> dict[str, Any]:
         """The client state: the caller's own entries, the position in the data and the random generators."""
         own = dict(self._client_state()) if self._client_state is not None else {}
         return {**own, KEY: pack_position(self._data, self._engine.device)}
@@ -298,8 +318,8 @@ class Preemption:
 
             self._memory = MemoryCheckpoints(self._engine, self._directory)
         self._group = dist.new_group(backend="gloo") if dist.get_backend() != "gloo" else None
-        for number in self._signals:
-            self._previous[number] = signal.signal(number, self._handle)
+        if self._owns_notice:
+            self._notice.begin()
         lineage_of(self._engine).on_load.append(self._loaded)
         self._unsubscribe = subscribe(self._observe)
         return self
@@ -319,36 +339,16 @@ class Preemption:
                 ended = self.stopped
         finally:
             self._unsubscribe()
-            for number, handler in self._previous.items():
-                with contextlib.suppress(TypeError):  # a handler that was not set from Python cannot be set again
-                    # A stopped process ignores signals until it has ended: the interpreter removes Python's handlers
-                    # before that.
-                    signal.signal(number, signal.SIG_IGN if ended else handler)
-            self._previous.clear()
-            if self._timer is not None:
-                self._timer.cancel()
+            if self._owns_notice:
+                self._notice.end(ignoring=ended)
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self._signalled_at is None:
-            self._signalled_at = time.monotonic()
-            self._timer = threading.Timer(self._grace, _exit_at_deadline)
-            self._timer.daemon = True
-            self._timer.start()
-        previous = self._previous.get(signal.Signals(number))
-        if callable(previous) and previous is not signal.default_int_handler:
-            previous(number, frame)
-
-    def _agree(self, due: bool) -> tuple[bool, bool, float]:
-        """Whether any rank got a signal, whether any has a save due, and the fewest seconds left. Collective."""
-        since = time.monotonic() - self._signalled_at if self._signalled_at is not None else 0.0
-        state = torch.tensor([float(self._signalled_at is not None), float(due), since], dtype=torch.float64)
+    def _agree(self, due: bool) -> tuple[bool, bool, bool, float]:
+        """Whether any rank got a signal, has a save due, sees a change, and the fewest seconds left. Collective."""
+        changes = self._changes is not None and self._changes.due()
+        flags = (float(self.signalled), float(due), float(changes), self._notice.seconds)
+        state = torch.tensor(flags, dtype=torch.float64)
         dist.all_reduce(state, op=dist.ReduceOp.MAX, group=self._group)
-        return bool(state[0]), bool(state[1]), self._grace - float(state[2])
+        return bool(state[0]), bool(state[1]), bool(state[2]), self._notice.grace - float(state[3])
 
 
 preemption = Preemption
-
-
-def _exit_at_deadline() -> None:
-    logger.error("the grace period is over; what is not saved by now is lost")
-    os._exit(EXIT_PREEMPTED)

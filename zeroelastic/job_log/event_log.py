@@ -23,9 +23,10 @@ EVENT_VERSION = 1
 
 _TAIL_BYTES = 1 << 16
 
-EndReason = Literal["done", "stopped", "error"]
-Tier = Literal["memory", "node-local", "directory"]
-"""Where a checkpoint was: in the nodes' memory, on their own disks, or in a directory or store for all of them."""
+EndReason = Literal["done", "resized", "stopped", "error"]
+Tier = Literal["in-place", "memory", "node-local", "directory"]
+"""Where the state came from: the processes of the world before, the nodes' memory, their own disks, or a directory or
+store for all of them."""
 
 
 class _Event(BaseModel):
@@ -45,7 +46,8 @@ class StartEvent(_Event):
 
     ``process_seconds`` is the age of rank 0's process at this moment, ``import_seconds`` how long ago its imports were
     done; ``job`` and ``restart`` are torchrun's run id and restart count, None without torchrun. ``warm``: rank 0 was
-    forked from a warm process; None in older logs.
+    forked from a warm process; None in older logs. ``in_place``: in the processes of the world before, of which both
+    times then begin with the new process groups; None in older logs.
     """
 
     event: Literal["start"] = "start"
@@ -58,13 +60,16 @@ class StartEvent(_Event):
     process_seconds: float
     import_seconds: float
     warm: bool | None = None
+    in_place: bool | None = None
 
 
 class ResumeEvent(_Event):
-    """The checkpoint that ``resume`` loaded; ``tag`` None is a fresh start. ``seconds`` includes ``load_seconds``.
+    """Where the state of a start came from. ``seconds`` includes ``load_seconds``.
 
-    ``lost_steps``: logged steps beyond ``step``, which are trained again; None without an earlier start. ``tier`` says
-    where the checkpoint was; None for a fresh start, and in older logs.
+    ``tag`` is the checkpoint that ``resume`` loaded; None for a fresh start, and for state that came from the world
+    before. ``lost_steps``: logged steps beyond ``step``, which are trained again; None without an earlier start.
+    ``tier`` says where the state was; None for a fresh start, and in older logs. ``moved_bytes``: what went from
+    process to process of the world before; None where the state came from a checkpoint.
     """
 
     event: Literal["resume"] = "resume"
@@ -77,6 +82,12 @@ class ResumeEvent(_Event):
     passed_over: int
     lost_steps: int | None
     tier: Tier | None = None
+    moved_bytes: int | None = None
+
+    @property
+    def fresh(self) -> bool:
+        """Whether the run began here."""
+        return self.tag is None and self.tier is None
 
 
 class StepEvent(_Event):
@@ -118,7 +129,8 @@ class MemoryEvent(_Event):
 
 
 class EndEvent(_Event):
-    """A rank ended: its work done, stopped on request, or by an error, which the first rank of any node writes.
+    """A rank ended: its work done, for a world of another size in the same processes, stopped on request, or by an
+    error, which the first rank of any node writes.
 
     ``step`` is None where the rank had not resumed yet.
     """

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from zeroelastic.errors import UsageError
 from zeroelastic.job_log.event_log import (
@@ -24,6 +24,7 @@ from zeroelastic.job_log.event_log import (
 )
 
 E = TypeVar("E")
+How = Literal["cold", "warm", "in place"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,9 @@ class RestartCost:
     ``since_kill``: whether the log has the kill; otherwise the time counts from the last line of the previous start.
     ``noticing`` is the time until a surviving rank failed, None where none logged it (then it is in ``rendezvous``);
     ``rendezvous`` until rank 0's new process began; ``imports`` until it had imported zeroelastic.elastic; ``engine``
-    until ``resume`` was called; ``load`` is all of ``resume``, zeroelastic's part; ``first_step`` the rest.
+    until ``resume`` was called; ``load`` is all of ``resume``, zeroelastic's part; ``first_step`` the rest. In place no
+    process begins: ``rendezvous`` lasts until the new process groups are there, and ``imports`` is 0. Where the change
+    was announced, ``noticing`` is the time in which the job still trained.
     """
 
     since_kill: bool
@@ -80,8 +83,15 @@ class Incarnation:
 
     @property
     def end(self) -> str | None:
-        """How it ended, from its first end event: "done", "stopped", "error"; None without one, as after SIGKILL."""
+        """How it ended, from its first end event, an ``EndReason``; None without one, as after SIGKILL."""
         return self.ends[0].reason if self.ends else None
+
+    @property
+    def how(self) -> How | None:
+        """How its workers began: in new processes, forked from warm ones, or in those of before; None in older logs."""
+        if self.start.in_place:
+            return "in place"
+        return None if self.start.warm is None else "warm" if self.start.warm else "cold"
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,15 @@ from __future__ import annotations
 
 from zeroelastic.monitoring.metrics import metrics_of
 from zeroelastic.monitoring.observers import subscribe
-from zeroelastic.report import MemoryReport, Report, ResumeReport, SaveReport, StartReport
+from zeroelastic.report import MemoryReport, Report, ResizeReport, ResumeReport, SaveReport, StartReport
 
-__all__ = ["MemoryReport", "Report", "ResumeReport", "SaveReport", "StartReport", "metrics_of", "subscribe"]
+__all__ = [
+    "MemoryReport",
+    "Report",
+    "ResizeReport",
+    "ResumeReport",
+    "SaveReport",
+    "StartReport",
+    "metrics_of",
+    "subscribe",
+]

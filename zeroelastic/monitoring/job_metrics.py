@@ -26,7 +26,9 @@ def job_samples(timeline: Timeline) -> Iterator[Sample]:
         yield Sample("zeroelastic_last_save_timestamp_seconds", max(save.time for save in saves))
     yield Sample("zeroelastic_load_seconds_total", sum(resume.load_seconds or 0.0 for resume in resumes))
     yield Sample("zeroelastic_resume_seconds_total", sum(resume.seconds for resume in resumes))
-    yield Sample("zeroelastic_restarts_total", len(starts) - 1)
+    yield Sample("zeroelastic_restarts_total", sum(not one.start.in_place for one in starts[1:]))
+    yield Sample("zeroelastic_resizes_total", sum(resume.tier == "in-place" for resume in resumes))
+    yield Sample("zeroelastic_resize_bytes_total", sum(resume.moved_bytes or 0 for resume in resumes))
     yield Sample("zeroelastic_lost_steps_total", timeline.lost_steps)
     for phase in PHASES:
         seconds = sum(getattr(cost, phase) or 0.0 for cost in costs)

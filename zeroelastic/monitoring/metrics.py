@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from zeroelastic.report import MemoryReport, Report, ResumeReport, SaveReport
+from zeroelastic.report import MemoryReport, Report, ResizeReport, ResumeReport, SaveReport
 
 PREFIX = "zeroelastic/"
 
@@ -105,6 +105,31 @@ METRICS = (
         "load/from_ranks", "zeroelastic_load_from_ranks", "gauge", "ranks", "Ranks that saved what was loaded last."
     ),
     Metric("load/to_ranks", "zeroelastic_load_to_ranks", "gauge", "ranks", "Ranks that loaded it."),
+    Metric(
+        None,
+        "zeroelastic_resizes_total",
+        "counter",
+        "changes",
+        "Changes of size in place, with the state from process to process.",
+        job=True,
+    ),
+    Metric(
+        "resize/seconds",
+        "zeroelastic_resize_seconds_total",
+        "counter",
+        "seconds",
+        "Time from the last step of a world to the first of the next.",
+    ),
+    Metric(
+        "resize/bytes_moved",
+        "zeroelastic_resize_bytes_total",
+        "counter",
+        "bytes",
+        "State that went to another process, of all ranks.",
+        job=True,
+    ),
+    Metric("resize/from_ranks", None, "gauge", "ranks", "Ranks before a change of size in place."),
+    Metric("resize/to_ranks", None, "gauge", "ranks", "Ranks after it."),
     Metric("job/resume_s", "zeroelastic_resume_seconds_total", "counter", "seconds", "Time of resume().", job=True),
     Metric("job/restarts", "zeroelastic_restarts_total", "counter", "restarts", "Restarts of the job.", job=True),
     Metric(
@@ -124,7 +149,7 @@ METRICS = (
         "zeroelastic_resumes_total",
         "counter",
         "resumes",
-        "Resumes from a checkpoint, by tier: memory, node-local, directory.",
+        "Resumes, by tier: in-place, memory, node-local, directory.",
         file=False,
         job=True,
     ),
@@ -174,6 +199,13 @@ def metrics_of(report: Report) -> dict[str, float]:
                 "memory/network_bytes": report.network_bytes,
                 "memory/step": report.step,
             }
+    elif isinstance(report, ResizeReport):
+        found = {
+            "resize/seconds": report.seconds,
+            "resize/bytes_moved": report.bytes_moved,
+            "resize/from_ranks": report.saved_world_size,
+            "resize/to_ranks": report.world_size,
+        }
     else:
         found = {
             "job/resume_s": report.seconds,

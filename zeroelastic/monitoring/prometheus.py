@@ -13,7 +13,7 @@ from typing import Any
 from zeroelastic.io.atomic import write_atomically
 from zeroelastic.io.paths import absolute
 from zeroelastic.monitoring.metrics import METRICS, PREFIX, Metric, metrics_of
-from zeroelastic.report import MemoryReport, Report, ResumeReport, SaveReport
+from zeroelastic.report import MemoryReport, Report, ResizeReport, ResumeReport, SaveReport
 
 _BY_TRACKER = {metric.tracker: metric for metric in METRICS if metric.tracker is not None}
 _BY_NAME = {metric.prometheus: metric for metric in METRICS if metric.prometheus is not None}
@@ -101,3 +101,5 @@ class MetricsFile:
             self._values["zeroelastic_loads_total"] += 1
         elif isinstance(report, MemoryReport) and report.error is None:
             self._values["zeroelastic_memory_checkpoints_total"] += 1
+        elif isinstance(report, ResizeReport):
+            self._values["zeroelastic_resizes_total"] += 1

@@ -10,12 +10,15 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from zeroelastic import in_place
+
 _LENGTH = struct.Struct("<I")
 _MAX_BYTES = 64 << 20
 
 PER_RANK = frozenset(
     {"RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"}
     | {"ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "CROSS_RANK", "CROSS_SIZE", "LOCAL_SIZE"}
+    | {in_place.VARIABLE}
 )
 """Variables that a launcher sets anew for each worker or each start."""
 _PER_RANK_PREFIXES = ("TORCHELASTIC_", "TORCH_NCCL_ASYNC", "NCCL_ASYNC")

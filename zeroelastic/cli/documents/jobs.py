@@ -103,8 +103,10 @@ class Start(Part):
     host: str
     restart_count: int | None
     warm: bool | None
+    in_place: bool | None
     tag: str | None
-    tier: Literal["memory", "node-local", "directory"] | None
+    tier: Literal["in-place", "memory", "node-local", "directory"] | None
+    moved_bytes: int | None
     resumed_at: int | None
     proved: bool | None
     last_step: int | None
@@ -115,7 +117,7 @@ class Start(Part):
     memory_stall_seconds: float | None
     memory_bytes: int | None
     points: list[Point]
-    end: Literal["done", "stopped", "error"] | None
+    end: Literal["done", "resized", "stopped", "error"] | None
     error: str | None
     restart: Restart | None
 

@@ -12,12 +12,14 @@ if TYPE_CHECKING:
     from zeroelastic.job_log.timeline import Timeline
 
 _LOST, _KILL, _JOIN = "0.75", "tab:red", "tab:green"
+_MARKERS = {"memory": ("^", "tab:purple"), "in-place": ("o", "tab:cyan")}
 
 
 def draw_timeline(path: Path, timeline: Timeline, *, force: bool = False) -> None:
     """Write the picture as a file in the format of its suffix. Raises UsageError when it exists, without ``force``.
 
-    Lost steps, which were trained again later, are grey. Resumes from a disk are orange, those from memory purple.
+    Lost steps, which were trained again later, are grey. Resumes from a disk are orange, those from memory purple,
+    those from the processes of the world before cyan.
     """
     from matplotlib.figure import Figure
 
@@ -42,8 +44,8 @@ def draw_timeline(path: Path, timeline: Timeline, *, force: bool = False) -> Non
         for line, color in ((kept, "tab:blue"), (lost, _LOST)):
             losses.plot([x for x, _ in line], [y for _, y in line], ".-", color=color, markersize=3, linewidth=1)
         saves.vlines([event.time - began for event in one.saves], 0, 1, color="tab:blue", linewidth=1)
-        if one.resume is not None and one.resume.tag is not None:
-            marker, color = ("^", "tab:purple") if one.resume.tier == "memory" else (">", "tab:orange")
+        if one.resume is not None and not one.resume.fresh:
+            marker, color = _MARKERS.get(one.resume.tier or "directory", (">", "tab:orange"))
             saves.plot([one.resume.time - began], [0.5], marker=marker, color=color, markersize=7, zorder=3)
     for event in timeline.nodes:
         for axes in (ranks, losses, saves):

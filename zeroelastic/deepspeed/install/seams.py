@@ -5,6 +5,7 @@ anything else: ``DeepSpeedEngine._configure_zero_optimizer``, ``_configure_bf16_
 ``load_checkpoint``, ``_get_all_ckpt_names``, and ``DeepSpeedZeroOptimizer_Stage3.state_dict``, ``load_state_dict``; and
 for saves that go on after they returned ``DeepSpeedEngine._commit_decoupled_checkpoint``, ``save_16bit_model``,
 ``destroy`` and ``__del__``. Every wrapper passes anything that is not ours (``live.kinds``) to the original untouched.
+``TorchBackend.init_process_group`` is wrapped for jobs that change size in place, which form their groups otherwise.
 """
 
 from __future__ import annotations
@@ -70,6 +71,7 @@ SEAMS = (
         "__del__",
     ),
     *_seams(_STAGE3, "state_dict", "load_state_dict state_dict_list load_optimizer_states load_from_fp32_weights"),
+    *_seams("deepspeed.comm.torch.TorchBackend", "init_process_group"),
 )
 
 USED = (

@@ -35,6 +35,7 @@ from zeroelastic.deepspeed.storage_rules import refuse_unwritable
 from zeroelastic.distributed.collective import all_or_raise
 from zeroelastic.distributed.partners import announce, require_partners
 from zeroelastic.errors import with_remedy
+from zeroelastic.in_place import refuse_outside_of_worlds
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +51,7 @@ def loading_strictly(engine: Engine, strict: bool) -> Iterator[None]:
 
 def _configure_zero_optimizer(original: Method, self: Engine, optimizer: Any) -> Any:
     """Validate our options and refuse what elastic saving cannot cover, while the engine is being built."""
+    refuse_outside_of_worlds()
     announce()
     return _configured(self, original(self, optimizer))
 
@@ -58,6 +60,7 @@ def _configure_bf16_optimizer(original: Method, self: Engine, optimizer: Any) ->
     """The same for a ``BF16_Optimizer`` of stage 1; without ZeRO (pipelines) it is DeepSpeed's own."""
     if not self.zero_optimization():
         return original(self, optimizer)
+    refuse_outside_of_worlds()
     announce()
     return _configured(self, original(self, optimizer))
 
@@ -159,6 +162,12 @@ def __del__(original: Method, self: Engine) -> None:
         original(self)
 
 
+def init_process_group(original: Method, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """DeepSpeed's own, except in a job that changes size in place and outside of its worlds."""
+    refuse_outside_of_worlds()
+    return original(self, *args, **kwargs)
+
+
 @with_remedy()
 def load_checkpoint(original: Method, self: Engine, load_dir: Any, *args: Any, **kwargs: Any) -> Any:
     """A load at any world size; what is not ours (stage 0, universal checkpoints) goes to the original."""
@@ -175,6 +184,7 @@ REPLACEMENTS: dict[str, Method] = {
         _get_all_ckpt_names,
         __del__,
         destroy,
+        init_process_group,
         load_checkpoint,
         load_state_dict,
         save_16bit_model,

@@ -14,10 +14,9 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from zeroelastic.core.digest import ByteArray
-from zeroelastic.distributed.collective import all_gather, collective_device
+from zeroelastic.distributed.peers import DefaultPeers, Peers
 
 ROUND_BYTES = 8 << 20
 """At most so much is sent, and at most so much received, by a rank in one round."""
@@ -51,17 +50,18 @@ class TransferCost(NamedTuple):
     received: int
 
 
-def all_to_all_stream(sizes: Mapping[int, int], fill: Fill, take: Take) -> TransferCost:
-    """Send ``sizes[peer]`` bytes to each peer. Collective over all ranks.
+def all_to_all_stream(sizes: Mapping[int, int], fill: Fill, take: Take, *, peers: Peers | None = None) -> TransferCost:
+    """Send ``sizes[peer]`` bytes to each peer. Collective over ``peers``, which are all ranks if none are given.
 
     ``fill`` is called once in a round with the pieces to send, ``take`` with those that came; streams arrive in order.
     Memory: four buffers of ``ROUND_BYTES``, on a GPU four more where the process group moves its memory. Raises what
     ``fill`` and ``take`` raised first, after the last round.
     """
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    peers = peers or DefaultPeers()
+    rank, world_size = peers.rank, peers.size
     table = {
         (src, dst): nbytes
-        for src, row in enumerate(all_gather({dst: nbytes for dst, nbytes in sizes.items() if nbytes}))
+        for src, row in enumerate(peers.all_gather({dst: nbytes for dst, nbytes in sizes.items() if nbytes}))
         for dst, nbytes in row.items()
     }
     failure: Exception | None = None
@@ -90,7 +90,7 @@ def all_to_all_stream(sizes: Mapping[int, int], fill: Fill, take: Take) -> Trans
         before = under_way
         if before is not None:
             before.wait()
-        under_way = _Round(incoming, source, target, outgoing)
+        under_way = _Round(peers, incoming, source, target, outgoing)
         if before is not None:
             take_from(before)
         sent += len(source)
@@ -103,7 +103,7 @@ def all_to_all_stream(sizes: Mapping[int, int], fill: Fill, take: Take) -> Trans
     return TransferCost(sent, received)
 
 
-def all_to_all_bytes(outgoing: Mapping[int, bytes]) -> dict[int, bytes]:
+def all_to_all_bytes(outgoing: Mapping[int, bytes], *, peers: Peers | None = None) -> dict[int, bytes]:
     """Send each peer some bytes; what the peers sent here, by rank. Collective. Memory: what is sent and received."""
     arrived: dict[int, bytearray] = {}
 
@@ -116,7 +116,7 @@ def all_to_all_bytes(outgoing: Mapping[int, bytes]) -> dict[int, bytes]:
         for piece in pieces:
             arrived.setdefault(piece.peer, bytearray()).extend(buffer[piece.at : piece.at + piece.nbytes].tobytes())
 
-    all_to_all_stream({peer: len(data) for peer, data in outgoing.items()}, fill, take)
+    all_to_all_stream({peer: len(data) for peer, data in outgoing.items()}, fill, take, peers=peers)
     return {peer: bytes(data) for peer, data in arrived.items()}
 
 
@@ -173,14 +173,19 @@ class _Round:
     """A round that is under way: what comes is in ``target`` after ``wait``. Making one is collective."""
 
     def __init__(
-        self, incoming: Sequence[Piece], source: torch.Tensor, target: torch.Tensor, outgoing: Sequence[Piece]
+        self,
+        peers: Peers,
+        incoming: Sequence[Piece],
+        source: torch.Tensor,
+        target: torch.Tensor,
+        outgoing: Sequence[Piece],
     ) -> None:
         self.incoming, self.target = incoming, target
-        device, world_size = collective_device(), dist.get_world_size()
+        device, world_size = peers.device, peers.size
         self._sent = source.to(device)
         self._moved = torch.empty_like(target, device=device) if device.type != "cpu" else target
         splits = _splits(incoming, world_size), _splits(outgoing, world_size)
-        self._work = dist.all_to_all_single(self._moved, self._sent, *splits, async_op=True)
+        self._work = peers.all_to_all(self._moved, self._sent, *splits)
 
     def wait(self) -> None:
         """Until all has come and is sent. Raises RuntimeError where a peer is gone."""

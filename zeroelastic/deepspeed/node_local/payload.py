@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,13 +20,8 @@ from zeroelastic.checkpoint.model_states import ModelStates
 from zeroelastic.core.digest import ByteArray
 from zeroelastic.core.layout import Int64Array
 from zeroelastic.deepspeed.fill import Digests, Filled, Part, add_digests, host_executor, streams_of
-from zeroelastic.deepspeed.node_local.all_to_all import (
-    ALIGNMENT,
-    Piece,
-    TransferCost,
-    all_to_all_bytes,
-    all_to_all_stream,
-)
+from zeroelastic.deepspeed.node_local.all_to_all import Piece, TransferCost, all_to_all_bytes, all_to_all_stream
+from zeroelastic.deepspeed.node_local.row_stream import Arrived, RowStream
 from zeroelastic.deepspeed.node_local.visibility import FileVisibility
 from zeroelastic.distributed.collective import all_or_raise
 from zeroelastic.executors.dispatch import (
@@ -52,43 +46,6 @@ class RelayCost:
     received: int = 0
 
 
-class Arrived(NamedTuple):
-    """Bytes of wanted rows in a buffer: ``nbytes[i]`` of row ``row[i]`` from its byte ``skip[i]`` on, at ``at[i]``."""
-
-    row: Int64Array
-    skip: Int64Array
-    nbytes: Int64Array
-    at: Int64Array
-
-
-@dataclass(frozen=True, slots=True)
-class _Stream:
-    """Rows ``[file, offset, nbytes]`` one after the other, each from a multiple of ``ALIGNMENT`` on."""
-
-    rows: Int64Array
-    start: Int64Array
-
-    @staticmethod
-    def of(rows: Int64Array) -> _Stream:
-        padded = -(-rows[:, 2] // ALIGNMENT) * ALIGNMENT
-        return _Stream(rows, np.concatenate(([0], np.cumsum(padded))))
-
-    @property
-    def nbytes(self) -> int:
-        return int(self.start[-1])
-
-    def cut(self, piece: Piece) -> Arrived:
-        """The parts of rows that a piece of the stream consists of."""
-        end = piece.begin + piece.nbytes
-        first = int(np.searchsorted(self.start, piece.begin, side="right")) - 1
-        row = np.arange(first, int(np.searchsorted(self.start[:-1], end, side="left")), dtype=np.int64)
-        low = np.maximum(self.start[row], piece.begin)
-        high = np.minimum(self.start[row] + self.rows[row, 2], end)
-        some = high > low
-        row, low, high = row[some], low[some], high[some]
-        return Arrived(row, low - self.start[row], high - low, low - piece.begin + piece.at)
-
-
 def fetch(
     visibility: FileVisibility,
     rows: Int64Array,
@@ -104,9 +61,9 @@ def fetch(
     ranks ask for is read once.
     """
     mine = {reader: np.flatnonzero(readers == reader) for reader in np.unique(readers).tolist()}
-    wanted = {reader: _Stream.of(rows[index]) for reader, index in mine.items()}
+    wanted = {reader: RowStream.of(rows[index]) for reader, index in mine.items()}
     asked = all_to_all_bytes({reader: rows[index].tobytes() for reader, index in mine.items()})
-    served = {peer: _Stream.of(np.frombuffer(data, dtype=np.int64).reshape(-1, 3)) for peer, data in asked.items()}
+    served = {peer: RowStream.of(np.frombuffer(data, dtype=np.int64).reshape(-1, 3)) for peer, data in asked.items()}
     paths = tuple(visibility.tag_dir / name for name in visibility.names)
     files: dict[FilePath, None] = {}
     bytes_read = 0

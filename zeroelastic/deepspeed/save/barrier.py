@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
+from weakref import ref
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
@@ -42,10 +43,10 @@ class _Known:
     """The current process group, how many saves it has begun, and the keys that this rank's finished saves have left.
 
     Every rank has ended a save before it waits at a barrier of a later one. So when all ranks are at such a barrier,
-    no rank reads these keys any more, and they are removed.
+    no rank reads these keys any more, and they are removed. The group may end meanwhile.
     """
 
-    group: Any = None
+    group: ref[Any] | None = None
     saves: int = 0
     keys: tuple[str, ...] = ()
 
@@ -69,8 +70,9 @@ class SaveBarrier:
         if self._world_size == 1:
             return
         self._store = _get_default_store()
-        if _known.group is not dist.group.WORLD:
-            _known.group, _known.saves, _known.keys = dist.group.WORLD, 0, ()
+        if _known.group is None or _known.group() is not dist.group.WORLD:
+            # Its keys may have these names again: the store of another group has a prefix of its own.
+            _known.group, _known.saves, _known.keys = ref(dist.group.WORLD), 0, ()
             self._with_store(announce)
         _known.saves += 1
         self._save = _known.saves

@@ -36,6 +36,7 @@ def timeline_page(job: Timeline) -> Page:
         else []
     )
     sizes = {start.world_size for start in job.starts}
+    in_place = sum(bool(start.in_place) for start in job.starts)
     end = job.starts[-1].end
     return Page(
         "timeline",
@@ -46,6 +47,7 @@ def timeline_page(job: Timeline) -> Page:
             ("began", began),
             ("seconds", f"{last - job.began:,.1f}"),
             ("starts", f"{len(job.starts):,}"),
+            ("of them in place", f"{in_place:,}" if in_place else None),
             ("ranks", f"{min(sizes):,}" if len(sizes) == 1 else f"{min(sizes):,} to {max(sizes):,}"),
             ("last step", next((f"{s.last_step:,}" for s in reversed(job.starts) if s.last_step is not None), None)),
             ("lost steps", f"{job.lost_steps:,}"),
@@ -103,7 +105,8 @@ def _over_time(job: Timeline, last: float) -> Figure:
 def _start_strip(job: Timeline, number: int, last: float) -> Strip:
     start = job.starts[number]
     began, ended = start.time - job.began, start.ended - job.began
-    name = f"start {number + 1}, {counted(start.world_size, 'rank')}"
+    how = ", in place" if start.in_place else ""
+    name = f"start {number + 1}, {counted(start.world_size, 'rank')}{how}"
     first = start.points[0].time - job.began if start.points else ended
     pieces = []
     if start.restart is not None:
@@ -154,7 +157,8 @@ def _restarts(job: Timeline) -> tuple[Figure | Table, ...]:
                 tip = f"start {number}, {name}: {seconds:.2f} s of {restart.total:.2f} s"
                 pieces.append(Piece(place, place + seconds, style, tip))
             place += seconds
-        strips.append(Strip(f"{number}: {counted(start.world_size, 'rank')}", tuple(pieces)))
+        name = f"{number}: {counted(start.world_size, 'rank')}"
+        strips.append(Strip(f"{name}, in place" if start.in_place else name, tuple(pieces)))
     notes = (f"The last {len(drawn)} of {len(found):,} restarts.",) if len(drawn) < len(found) else ()
     figure = draw_strips(
         "Restarts by phase, from the kill or the last line before it to the first step",
@@ -169,6 +173,7 @@ def _restarts(job: Timeline) -> tuple[Figure | Table, ...]:
         (
             Cell(str(number)),
             Cell(f"{start.world_size:,}"),
+            Cell(_how(start)),
             *(Cell(_seconds(getattr(restart, field))) for field, *_ in _PHASES),
             Cell(f"{restart.total:.2f}"),
             Cell(f"{restart.our_share:.1%}"),
@@ -178,6 +183,7 @@ def _restarts(job: Timeline) -> tuple[Figure | Table, ...]:
     columns = [
         ">start",
         ">ranks",
+        "processes",
         *(f">{field.replace('_', ' ')}" for field, *_ in _PHASES),
         ">total",
         ">share of load",
@@ -212,6 +218,11 @@ def _end(start: Start, is_last: bool) -> str:
     return f"{start.end}: {start.error}" if start.error else start.end
 
 
+def _how(start: Start) -> str:
+    """What processes its ranks run in."""
+    return "as before" if start.in_place else "warm" if start.warm else "new"
+
+
 def _starts(job: Timeline) -> Table:
     rows = [
         (
@@ -220,7 +231,8 @@ def _starts(job: Timeline) -> Table:
             Cell(f"{start.world_size:,}"),
             Cell(f"{start.nodes:,}"),
             Cell(start.host),
-            Cell("new" if start.tag is None else f"step {start.resumed_at}"),
+            Cell(_how(start)),
+            Cell("new" if start.tag is None and start.tier is None else f"step {start.resumed_at}"),
             Cell(start.tier or ""),
             Cell("" if start.last_step is None else f"{start.last_step:,}"),
             Cell(f"{start.lost_steps:,}"),
@@ -235,6 +247,7 @@ def _starts(job: Timeline) -> Table:
         ">ranks",
         ">nodes",
         "host",
+        "processes",
         "from",
         "tier",
         ">to step",

@@ -1,0 +1,272 @@
+"""A job that changes size in its processes: announced changes, lost members, and members that die on the way."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+import warm_python
+from stock_programs import resume_on_stock
+from training import LOSS_RTOL, Job, build_engine, train_step
+
+from zeroelastic.elastic.roster import Roster
+from zeroelastic.in_place import VARIABLE, InPlace
+
+HERE = Path(__file__).parent
+LIMIT_S = 60.0
+LIMITS = {
+    "heartbeat_interval": 0.2,
+    "heartbeat_timeout": 3.0,
+    "last_call_timeout": 0.5,
+    "failure_timeout": 20.0,
+    "join_timeout": 60.0,
+}
+IN_MEMORY = {"memory": {"every": 1}}
+MOST_STEPS = 400
+
+pytestmark = [pytest.mark.starts_processes, pytest.mark.timeout(300)]
+
+
+class Nodes:
+    """A store and the processes of a job, one for each node; what they noted, in order."""
+
+    def __init__(self, directory: Path, *, min_nodes: int = 1, **settings: Any) -> None:
+        self.directory, self.settings = directory, {"steps": MOST_STEPS, "stage": 3, "options": {}, **settings}
+        self.min_nodes = min_nodes
+        self.server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.roster = Roster(self._store)
+        self.roster.open()
+        self.processes: list[subprocess.Popen[bytes]] = []
+
+    def _store(self) -> dist.Store:
+        client = dist.TCPStore("127.0.0.1", self.server.port, is_master=False, wait_for_workers=False)
+        return dist.PrefixStore("zeroelastic/job/job", client)
+
+    def add(self, **settings: Any) -> subprocess.Popen[bytes]:
+        node = self.roster.new_node()
+        of_node = InPlace("127.0.0.1", self.server.port, "job", node, self.min_nodes, 8, **LIMITS)
+        environment = {
+            **{name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")},
+            VARIABLE: of_node.to_environment(),
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "RES_OPTIONS": "timeout:1 attempts:1",
+            "JOB": json.dumps({**self.settings, "node": node, **settings}),
+        }
+        command = [warm_python.executable(), str(HERE / "worlds_job.py"), str(self.directory)]
+        with open(self.directory / f"node{node}.log", "wb") as log:
+            process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+        self.processes.append(process)
+        return process
+
+    def kill(self, node: int) -> None:
+        """SIGKILL to the process of a node; that of ``processes`` only passes signals on to it."""
+        (pid,) = (entry["pid"] for entry in self.seen("pid") if entry["node"] == node)
+        os.kill(pid, signal.SIGKILL)
+
+    def seen(self, what: str) -> list[dict[str, Any]]:
+        path = self.directory / "seen"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [entry for entry in map(json.loads, lines) if what in entry]
+
+    def wait(self, done: Callable[[], Any], what: str, limit_s: float = LIMIT_S) -> Any:
+        deadline = time.monotonic() + limit_s
+        while not (found := done()):
+            if time.monotonic() > deadline:
+                for entry in self.seen("pid"):
+                    with suppress(ProcessLookupError):
+                        os.kill(entry["pid"], signal.SIGUSR2)  # their stacks
+                time.sleep(1)
+                logs = "".join(
+                    f"\n{path.name}: {path.read_text(errors='replace')[-2500:]}"
+                    for path in sorted(self.directory.glob("node*.log"))
+                )
+                raise AssertionError(f"not within {limit_s:.0f} s: {what}{logs}")
+            time.sleep(0.02)
+        return found
+
+    def trains_on(self, size: int, steps: int = 2) -> None:
+        """Wait until the job has trained some steps on so many ranks since now."""
+        before = len(self.seen("step"))
+        self.wait(
+            lambda: [entry["size"] for entry in self.seen("step")[before:]][-steps:] == [size] * steps,
+            f"{steps} steps on {size} ranks; the last were {self.seen('step')[-3:]}",
+        )
+
+    def close(self) -> None:
+        for entry in self.seen("pid"):
+            with suppress(ProcessLookupError):
+                os.kill(entry["pid"], signal.SIGKILL)
+        for process in self.processes:
+            process.kill()
+            process.wait(20)
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Callable[..., Nodes]]:
+    made: list[Nodes] = []
+
+    def make(**settings: Any) -> Nodes:
+        made.append(Nodes(tmp_path, **settings))
+        return made[-1]
+
+    yield make
+    for nodes in made:
+        nodes.close()
+
+
+def uninterrupted(stage: int, steps: int) -> list[float]:
+    engine = build_engine(Job(stage=stage, options={}))
+    return [train_step(engine, step) for step in range(steps)]
+
+
+def trains_as_uninterrupted(nodes: Nodes, rank_pool: Any, *, lost: int = 0) -> None:
+    """Each world began with a state that the one before had; losses are those of a run that nothing happened to."""
+    steps, begun = nodes.seen("step"), nodes.seen("begin")
+    reached = max(entry["step"] for entry in steps)
+    losses = rank_pool.run(uninterrupted, 4, nodes.settings["stage"], reached)[0]
+    for entry in steps:
+        assert entry["loss"] == pytest.approx(losses[entry["step"] - 1], rel=LOSS_RTOL["bf16"]), entry
+    for entry in begun[1:]:
+        before = [step for step in steps if step["time"] < entry["time"]]
+        assert entry["begin"] >= before[-1]["step"] - lost, entry
+        same = [step["state"] for step in before if step["step"] == entry["begin"]]
+        assert same and same[-1] == entry["state"], f"the state of step {entry['begin']} is another one"
+
+
+def test_announced_changes_lose_no_step_and_no_process(job, rank_pool):
+    nodes = job()
+    first = [nodes.add() for _ in range(4)]
+    nodes.trains_on(4)
+    for process, size in ((first[0], 3), (first[2], 2)):  # also the one with rank 0
+        process.send_signal(signal.SIGTERM)
+        nodes.trains_on(size)
+        assert process.wait(20) == 0
+    more = [nodes.add(), nodes.add()]
+    nodes.trains_on(4)
+    for process in (first[1], *more):
+        process.send_signal(signal.SIGTERM)
+    nodes.trains_on(1)
+    last = [nodes.add(), nodes.add()]
+    nodes.trains_on(3)
+    assert sorted(entry["node"] for entry in nodes.seen("pid")) == list(range(8))  # each was started once
+    assert all(process.poll() is None for process in (first[3], *last))
+    begun = nodes.seen("begin")
+    assert {entry["tier"] for entry in begun[1:]} == {"in-place"}
+    assert not list((nodes.directory / "ckpt").glob("global_step*"))  # neither written nor read
+    trains_as_uninterrupted(nodes, rank_pool)
+
+
+@pytest.mark.parametrize("stage", [pytest.param(stage, marks=pytest.mark.extended) for stage in (1, 2)])
+def test_other_stages(job, rank_pool, stage):
+    nodes = job(stage=stage, options=IN_MEMORY)
+    first = [nodes.add() for _ in range(3)]
+    nodes.trains_on(3)
+    first[1].send_signal(signal.SIGTERM)
+    nodes.trains_on(2)
+    nodes.add()
+    nodes.trains_on(3)
+    nodes.kill(0)
+    nodes.trains_on(2)
+    trains_as_uninterrupted(nodes, rank_pool, lost=1)
+
+
+def test_a_killed_node_costs_one_step_at_most_and_the_others_keep_their_processes(job, rank_pool):
+    nodes = job(options=IN_MEMORY)
+    first = [nodes.add() for _ in range(4)]
+    nodes.trains_on(4)
+    begun = len(nodes.seen("begin"))
+    nodes.kill(1)
+    nodes.trains_on(3)
+    nodes.add()
+    nodes.trains_on(4)
+    assert [entry["tier"] for entry in nodes.seen("begin")[begun:]] == ["memory", "in-place"]
+    assert all(process.poll() is None for process in nodes.processes if process is not first[1])
+    trains_as_uninterrupted(nodes, rank_pool, lost=1)
+
+
+PHASES = ("decided", "holding", "held", "meeting", "groups", "built", "peers", "moving", "moved")
+
+
+@pytest.mark.parametrize(
+    ("phase", "who"),
+    [
+        pytest.param(phase, who, marks=() if (phase, who) == ("moving", "stays") else pytest.mark.extended)
+        for phase in PHASES
+        for who in ("stays", "leaves", "comes")
+        if who == "stays" or phase not in {"leaves": ("meeting", "groups", "built"), "comes": PHASES[:3]}[who]
+    ],
+)
+def test_a_member_that_dies_during_a_change_of_size(job, rank_pool, phase, who):
+    nodes = job(options=IN_MEMORY)
+    first = [nodes.add(**({"die": phase} if who != "comes" and n == 1 else {})) for n in range(3)]
+    nodes.trains_on(3)
+    (nodes.directory / "armed").touch()
+    if who == "comes":
+        nodes.add(die=phase)
+        dies = nodes.processes[-1]
+    else:
+        dies = first[1]
+        (dies if who == "leaves" else first[2]).send_signal(signal.SIGTERM)
+    assert nodes.wait(lambda: dies.poll() is not None, "the end of the one that dies") and dies.returncode == -9
+    before = len(nodes.seen("step"))
+    # by then the leaving one has left, unless the change that it was announced for has failed
+    nodes.wait(lambda: len(nodes.seen("step")) > before + 3, "steps after it")
+    trains_as_uninterrupted(nodes, rank_pool, lost=1)
+
+
+@pytest.mark.parametrize("stage", [3, *(pytest.param(stage, marks=pytest.mark.extended) for stage in (1, 2))])
+def test_when_all_are_asked_to_leave_the_job_saves_and_stock_deepspeed_loads_it(job, stage):
+    nodes = job(stage=stage)
+    first = [nodes.add() for _ in range(3)]
+    nodes.trains_on(3)
+    first.pop(1).send_signal(signal.SIGTERM)
+    nodes.trains_on(2)
+    pids = [entry["pid"] for entry in nodes.seen("pid") if entry["node"] != 1]
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)  # so that all have the signal at the same step
+    for number in (signal.SIGTERM, signal.SIGCONT):
+        for pid in pids:
+            os.kill(pid, number)
+    assert [process.wait(30) for process in first] == [0, 0]
+    ends = [entry for entry in nodes.seen("end") if entry["node"] != 1]
+    assert all(entry["stopped"] for entry in ends) and all(entry["saves"] for entry in ends)
+    saved = ends[0]["saves"][-1]
+    assert (nodes.directory / "ckpt" / saved / "zeroelastic.json").exists()
+    stock = resume_on_stock(nodes.directory / "ckpt", nodes.directory, 2, {"stage": stage})
+    assert stock["gathered"] == nodes.seen("gathered")[0]["gathered"]
+    assert stock["global_steps"] == nodes.seen("step")[-1]["step"]
+
+
+@pytest.mark.extended
+def test_state_that_cannot_move_goes_by_way_of_the_directory(job, rank_pool):
+    nodes = job(fixed=True)
+    first = [nodes.add() for _ in range(2)]
+    nodes.trains_on(2)
+    begun = len(nodes.seen("begin"))
+    nodes.add()
+    nodes.trains_on(3)
+    first[1].send_signal(signal.SIGTERM)
+    nodes.trains_on(2)
+    assert [entry["tier"] for entry in nodes.seen("begin")[begun:]] == ["directory", "directory"]
+    trains_as_uninterrupted(nodes, rank_pool)
+
+
+@pytest.mark.extended
+def test_a_mistake_of_the_script_ends_its_process_alone(job, rank_pool):
+    nodes = job(options=IN_MEMORY)
+    first = [nodes.add(), nodes.add(), nodes.add(**{"raise": 4})]
+    assert nodes.wait(lambda: first[2].poll() is not None, "the end of the one with the mistake")
+    assert first[2].returncode == 1 and "a mistake of the script" in (nodes.directory / "node2.log").read_text()
+    nodes.trains_on(2)
+    trains_as_uninterrupted(nodes, rank_pool, lost=1)

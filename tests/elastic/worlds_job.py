@@ -1,0 +1,137 @@
+"""A training job over worlds, as one process of it: ``worlds_job.py DIRECTORY``. What it sees goes to DIRECTORY/seen.
+
+JOB in the environment has its settings as JSON: ``steps``, ``stage``, ``options``, and ``die``: the phase of a
+change at which this process kills itself, once there is a file DIRECTORY/armed.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import hashlib
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+
+def die_at(phase: str, directory: Path) -> None:
+    """Kill this process when it comes to a phase of the next change."""
+    from zeroelastic.deepspeed import process_world
+    from zeroelastic.deepspeed.resize import restore
+    from zeroelastic.elastic import membership
+
+    worlds = import_module("zeroelastic.elastic.worlds")  # the package has the function of this name
+
+    changing = [False]
+
+    def killed_in(function: Callable[..., Any], *, after: bool = False) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if changing[0] and not after:
+                os.kill(os.getpid(), signal.SIGKILL)
+            result = function(*args, **kwargs)
+            if changing[0]:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return result
+
+        return call
+
+    decide = worlds._Changes.change
+
+    def change(self: Any, *, leaves: bool) -> bool:
+        changes = decide(self, leaves=leaves)
+        changing[0] = self.following is not None and (directory / "armed").exists()
+        if phase == "decided" and changing[0]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return changes
+
+    worlds._Changes.change = change
+    first = membership.Membership.first
+
+    def came(self: Any) -> Any:
+        found = first(self)
+        changing[0] = bool(found.previous) and (directory / "armed").exists()
+        return found
+
+    membership.Membership.first = came
+    places: dict[str, tuple[Any, str, bool]] = {
+        "holding": (restore, "leave_world", False),
+        "held": (restore, "leave_world", True),
+        "meeting": (membership.Membership, "meet", False),
+        "groups": (process_world, "begin_world", True),
+        "built": (worlds, "_built", True),
+        "peers": (worlds._Job, "_peers", True),
+        "moving": (restore, "move", False),
+        "moved": (restore, "move", True),
+    }
+    if phase in places:
+        owner, name, after = places[phase]
+        setattr(owner, name, killed_in(getattr(owner, name), after=after))
+
+
+def main(directory: Path) -> None:
+    settings = json.loads(os.environ["JOB"])
+    import torch.distributed as dist
+    from training import Job, build_engine, look, train_step
+
+    from zeroelastic.elastic import every
+    from zeroelastic.elastic.worlds import worlds
+
+    if "die" in settings:
+        die_at(settings["die"], directory)
+    if settings.get("fixed"):
+        from zeroelastic.deepspeed.resize import restore
+
+        restore.why_fixed = lambda engine: "a test says so"
+    job = Job(stage=settings["stage"], options=settings["options"])
+
+    def note(**entry: Any) -> None:
+        line = json.dumps({"node": settings["node"], "time": time.monotonic(), **entry}) + "\n"
+        with open(directory / "seen", "ab", buffering=0) as file:
+            file.write(line.encode())
+
+    def state(engine: Any) -> str:
+        return hashlib.sha256(repr([sorted(part.items()) for part in look(engine)]).encode()).hexdigest()
+
+    faulthandler.register(signal.SIGUSR2, all_threads=True)
+    note(pid=os.getpid())
+    for world in worlds(
+        lambda: build_engine(job),
+        directory / "ckpt",
+        client_state=lambda: {"note": "hello"},
+        saving=every(steps=settings.get("save", 1000)),
+        log=directory / "events.jsonl",
+    ):
+        with world as engine:
+            first = dist.get_rank() == 0
+            found = state(engine)
+            report = None if world.report is None else [world.report.seconds, world.report.bytes_moved]
+            if first:
+                note(begin=engine.global_steps, size=dist.get_world_size(), state=found, tier=world.start.tier,
+                     report=report)  # fmt: skip
+            note(member=engine.global_steps, size=dist.get_world_size())
+            while engine.global_steps < settings["steps"]:
+                if settings.get("raise") == engine.global_steps:
+                    raise ValueError("a mistake of the script")
+                loss = train_step(engine, engine.global_steps)
+                world.log.step(loss)
+                found = state(engine)
+                if first:
+                    note(step=engine.global_steps, size=dist.get_world_size(), loss=loss, state=found)
+                time.sleep(settings.get("pause", 0.02))
+                if world.ends():
+                    break
+            if world.stopped:
+                gathered = look(engine)[1]
+                note(gathered=gathered)
+    note(end=True, stopped=world.stopped, saves=world.saves)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

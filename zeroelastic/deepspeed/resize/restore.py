@@ -1,0 +1,161 @@
+"""Ends one world's engine and begins the next one's: hold, then fill and compare, or serve and leave."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zeroelastic.checkpoint.optimizer_file import FP32, FROZEN
+from zeroelastic.core.digest import content_root
+from zeroelastic.deepspeed.engine import Engine, accumulated_micro_batches, options_of
+from zeroelastic.deepspeed.live.digests import local_digests, whole_contents
+from zeroelastic.deepspeed.live.kinds import covered_live
+from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
+from zeroelastic.deepspeed.resize.held import HeldState, Tensors, hold
+from zeroelastic.deepspeed.resize.move import MoveCost, Runs, buffers_of, move, runs_of
+from zeroelastic.deepspeed.resize.run_state import (
+    RunState,
+    require_same_run,
+    restore_module,
+    restore_values,
+    run_state_of,
+)
+from zeroelastic.distributed.collective import all_gather_alike, all_or_raise
+from zeroelastic.distributed.peers import Peers
+from zeroelastic.errors import DigestMismatchError, UnsupportedError
+
+_NO_ROOT = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """What a member keeps when its world ends: its tensors, and what is alike on all members."""
+
+    held: HeldState
+    state: RunState
+
+
+def why_fixed(engine: Engine) -> str | None:
+    """Why the state of an engine cannot go from memory to memory; None where it can. No collective."""
+    try:
+        hold(covered_live(engine, engine.optimizer))
+    except UnsupportedError as error:
+        return str(error)
+    return None
+
+
+def leave_world(engine: Engine, client_state: Mapping[str, Any]) -> Leaving:
+    """Keep the state of an engine, whose digests are computed. Collective over its world.
+
+    Raises the same error on every rank: UnsupportedError for state that cannot move, and in the middle of an
+    accumulation, whose gradients would be lost.
+    """
+
+    def held() -> tuple[LiveOptimizer, HeldState]:
+        if accumulated_micro_batches(engine):
+            raise UnsupportedError("a world changes between two optimizer steps, not in the middle of one.")
+        live = covered_live(engine, engine.optimizer)
+        live.begin_load()  # whatever is on its way between host and device arrives
+        live.refresh()
+        return live, hold(live)
+
+    live, tensors = all_or_raise(held)
+    root = _root(engine, live)
+    state = all_or_raise(lambda: run_state_of(engine, live, client_state, keys=tuple(tensors.tensors), root=root))
+    return Leaving(tensors, state)
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """What it cost this member to join the next world, and whether the content roots were compared."""
+
+    moved: MoveCost
+    root: str
+    compared: bool
+
+
+def join_world(
+    engine: Engine, leaving: Leaving | None, state: RunState, peers: Peers, peer_of: Sequence[int]
+) -> Joined:
+    """Fill an engine that was just built with the state of the world before. Collective over the new world and peers.
+
+    ``leaving`` is what this member has of it, ``state`` what one of its members left. Members that are not in the new
+    world call ``serve``. Raises the same error on every rank of the new world; DigestMismatchError where the content is
+    not that of before.
+    """
+
+    def prepared() -> tuple[LiveOptimizer, Runs, list[torch.Tensor | None]]:
+        live = covered_live(engine, engine.optimizer)
+        require_same_run(state, live)
+        live.begin_load()
+        restore_module(engine, state)
+        live.refresh()
+        runs, targets = _targets(live, state)
+        return live, runs, targets
+
+    live, runs, targets = all_or_raise(prepared)
+    moved = move(runs, targets, None if leaving is None else leaving.held, _sources(leaving, state), peers, peer_of)
+
+    def completed() -> None:
+        live.zero_padding()
+        owned = live.frozen.owned(live.rank)[1]
+        for p, numel in enumerate(owned.tolist()):
+            live.frozen_tensor(p).view(-1)[numel:].zero_()
+        restore_values(live, state)
+        live.finish_weights(from_16_bit=False)
+
+    all_or_raise(completed)
+    live.end_load()
+    root = _root(engine, live)
+    compared = root != _NO_ROOT and state.root != _NO_ROOT
+    if compared and root != state.root:
+        raise DigestMismatchError(
+            f"the content root was {state.root[:12]} before the change of size and is {root[:12]} after it. The engine "
+            "holds wrong state: do not train on it, and resume from a checkpoint."
+        )
+    return Joined(moved, root, compared)
+
+
+def serve(leaving: Leaving, peers: Peers, peer_of: Sequence[int]) -> MoveCost:
+    """Send what the members of the new world ask for. Collective over ``peers``."""
+    return move(Runs.joined([]), [], leaving.held, _sources(leaving, leaving.state), peers, peer_of)
+
+
+def _sources(leaving: Leaving | None, state: RunState) -> list[torch.Tensor | None]:
+    if leaving is None:
+        return []
+    held = leaving.held
+    trained = buffers_of(state.keys, held.tensors, held.layout.num_sub_groups)
+    return trained + buffers_of((FROZEN,), held.frozen_tensors, held.frozen.num_sub_groups)
+
+
+def _targets(live: LiveOptimizer, state: RunState) -> tuple[Runs, list[torch.Tensor | None]]:
+    """The live tensors by number, and what is missing in them: all that this rank owns."""
+    columns: dict[str, list[torch.Tensor | None]] = {key: [] for key in state.keys}
+    for i, g in enumerate(live.group_of):
+        dtypes = {FP32: live.fp32(i).dtype, **state.groups[g].dtypes}
+        for key in state.keys:
+            columns[key].append(live.destination(i, key, dtypes[key]) if key in dtypes else None)
+        live.drop_state(i, keep=(*dtypes, *state.groups[g].scalars))
+    live.state_filled()
+    frozen: Tensors = {FROZEN: [live.frozen_tensor(p).view(-1) for p in range(live.frozen.num_params)]}
+    first = (len(state.keys) * state.layout.num_sub_groups, len(state.keys) * live.layout.num_sub_groups)
+    runs = Runs.joined(
+        [
+            runs_of(state.keys, state.layout, live.layout, live.rank, columns, src_first=0, dst_first=0),
+            runs_of((FROZEN,), state.frozen, live.frozen, live.rank, frozen, src_first=first[0], dst_first=first[1]),
+        ]
+    )
+    targets = buffers_of(state.keys, columns, live.layout.num_sub_groups)
+    return runs, targets + buffers_of((FROZEN,), frozen, live.frozen.num_sub_groups)
+
+
+def _root(engine: Engine, live: LiveOptimizer) -> str:
+    """The content root of the live state; none where the options of any rank say not to verify. Collective."""
+    if not all(all_gather_alike(options_of(engine).verifies_content)):
+        return _NO_ROOT
+    local = local_digests(live)
+    return content_root(whole_contents(live, local, device=engine.device))

@@ -1,0 +1,173 @@
+"""What is alike on all ranks of a world, and continues in the next one: layouts, hyper-parameters, counters, buffers.
+
+One member sends it to all others, pickled: it comes from a process of the same job, never from a file. What DeepSpeed
+has in its module states file is restored by DeepSpeed's own ``DeepSpeedEngine._load_checkpoint`` (0.19.8).
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zeroelastic.core.digest import ScalarValue
+from zeroelastic.core.layout import Layout
+from zeroelastic.deepspeed.client_state import states_to_load
+from zeroelastic.deepspeed.engine import Engine
+from zeroelastic.deepspeed.engine_state import lineage_of, state_of
+from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
+from zeroelastic.deepspeed.live.precision import set_loss_scaler
+from zeroelastic.deepspeed.load.restore import live_value, set_option
+from zeroelastic.deepspeed.patching import patched
+from zeroelastic.errors import CheckpointError, LayoutMismatchError, UnsupportedError
+
+
+@dataclass(frozen=True, slots=True)
+class GroupState:
+    """One optimizer group: its parameters in buffer order, options, state keys with their dtypes, and scalars."""
+
+    params: tuple[str, ...]
+    options: Mapping[str, Any]
+    dtypes: Mapping[str, torch.dtype]
+    scalars: Mapping[str, ScalarValue]
+
+
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """What one world leaves to the next; ``keys`` are the state keys in the order that numbers buffers.
+
+    ``root`` is the content root. ``module_states`` is what DeepSpeed would have read from a module states file, without
+    parameters, and ``client_state`` what a load returns to its caller.
+    """
+
+    layout: Layout
+    frozen: Layout
+    keys: tuple[str, ...]
+    groups: tuple[GroupState, ...]
+    loss_scaler: Any
+    dynamic_loss_scale: bool
+    overflow: bool
+    grad_scaler: Mapping[str, Any] | None
+    module_states: Mapping[str, Any]
+    client_state: Mapping[str, Any]
+    train_batch_size: int
+    save_id: str | None
+    committed_at: float
+    root: str
+
+
+def run_state_of(
+    engine: Engine, live: LiveOptimizer, client_state: Mapping[str, Any], *, keys: tuple[str, ...], root: str
+) -> RunState:
+    """What this rank leaves. Raises UnsupportedError where sub-groups of one group differ in their state."""
+    optimizer, lineage = live.optimizer, lineage_of(engine)
+    grad_scaler = None if live.grad_scaler is None else dict(live.grad_scaler.state_dict())
+    return RunState(
+        layout=live.layout,
+        frozen=live.frozen,
+        keys=keys,
+        groups=tuple(_group_state(live, g) for g in range(len(live.groups))),
+        loss_scaler=copy.deepcopy(getattr(optimizer, "loss_scaler", None)),
+        dynamic_loss_scale=bool(getattr(optimizer, "dynamic_loss_scale", False)),
+        overflow=bool(getattr(optimizer, "overflow", False)),
+        grad_scaler=grad_scaler,
+        module_states=copy.deepcopy(_module_states(engine)),
+        client_state=copy.deepcopy(dict(client_state)),
+        train_batch_size=int(engine.train_batch_size()),
+        save_id=lineage.save_id,
+        committed_at=lineage.committed_at,
+        root=root,
+    )
+
+
+def _group_state(live: LiveOptimizer, group: int) -> GroupState:
+    found: list[tuple[dict[str, torch.dtype], dict[str, ScalarValue]]] = []
+    for i in (i for i, g in enumerate(live.group_of) if g == group):
+        tensors, scalars = live.split_state(i)
+        one = ({key: tensor.dtype for key, tensor in tensors.items()}, scalars)
+        if one not in found:
+            found.append(one)
+    if len(found) > 1:
+        raise UnsupportedError(
+            f"optimizer group {group}: its sub-groups have different state ({found[0]} and {found[1]}), as after "
+            "parameters were added to it. Save, and start again at the other size."
+        )
+    dtypes, scalars = found[0] if found else ({}, {})
+    options = {key: value for key, value in live.base.param_groups[group].items() if key != "params"}
+    return GroupState(live.groups[group], copy.deepcopy(options), dtypes, scalars)
+
+
+def _module_states(engine: Engine) -> dict[str, Any]:
+    """What ``_load_checkpoint`` reads, with buffers and extra state of the module, and without parameters."""
+    params = {name for name, _ in engine.module.named_parameters(remove_duplicate=False)}
+    module = {name: value for name, value in engine.module.state_dict().items() if name not in params}
+    counters: dict[str, Any] = {name: getattr(engine, name) for name in ("skipped_steps", "global_steps")}
+    return {
+        "module": {key: value.cpu() if isinstance(value, torch.Tensor) else value for key, value in module.items()},
+        **states_to_load(engine),
+        **counters,
+        "global_samples": engine.global_samples,
+        "dp_world_size": engine.seq_dp_world_size,
+        "mp_world_size": engine.mp_world_size,
+    }
+
+
+def require_same_run(state: RunState, live: LiveOptimizer) -> None:
+    """Raise LayoutMismatchError for an engine of another model or with other optimizer groups than the one before."""
+    problems = []
+    for what, old, new in (("trained", state.layout, live.layout), ("frozen", state.frozen, live.frozen)):
+        before, now = ({param.name: param.shape for param in layout.params} for layout in (old, new))
+        for name in sorted(before.keys() | now.keys()):
+            if before.get(name) != now.get(name):
+                problems.append(f"{what} parameter {name} was {before.get(name)} and is {now.get(name)}")
+    groups = [set(group.params) for group in state.groups]
+    if groups != [set(names) for names in live.groups]:
+        problems.append("parameters are in other optimizer groups than before")
+    if problems:
+        raise LayoutMismatchError(
+            "the function that builds the engine has built another one than for the world before:", problems
+        )
+
+
+def restore_module(engine: Engine, state: RunState) -> None:
+    """Restore counters, scheduler, buffers, random-LTD and the data sampler by DeepSpeed's own load."""
+    own = {name: param.data for name, param in engine.module.named_parameters(remove_duplicate=False)}
+    states = {**state.module_states, "module": {**own, **state.module_states["module"]}}
+
+    class Reader:
+        """Stands in for the checkpoint engine: the state is in memory."""
+
+        def load(self, path: str, map_location: Any = None) -> dict[str, Any]:
+            return dict(states)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(original, name)
+
+    original = engine.checkpoint_engine
+    with (
+        patched(engine, checkpoint_engine=Reader()),
+        patched(state_of(engine), module_paths=(os.devnull,)),
+    ):
+        path, _ = engine._load_checkpoint("", "", load_optimizer_states=True)
+    if path is None:
+        raise CheckpointError("DeepSpeed did not take the state of the world before.")
+    lineage = lineage_of(engine)
+    lineage.save_id, lineage.committed_at = state.save_id, state.committed_at
+
+
+def restore_values(live: LiveOptimizer, state: RunState) -> None:
+    """Set scalars of optimizer state, hyper-parameters and loss scales."""
+    for i, g in enumerate(live.group_of):
+        for key, value in state.groups[g].scalars.items():
+            live.set_scalar(i, key, live_value(value))
+    for group, saved in zip(live.base.param_groups, state.groups, strict=True):
+        for option, value in saved.options.items():
+            set_option(group, option, value)
+    if state.loss_scaler is not None and getattr(live.optimizer, "loss_scaler", None) is not None:
+        set_loss_scaler(live, state.loss_scaler, dynamic=state.dynamic_loss_scale, overflow=state.overflow)
+    if live.grad_scaler is not None and state.grad_scaler is not None:
+        live.grad_scaler.load_state_dict(dict(state.grad_scaler))

@@ -1,0 +1,76 @@
+"""The signal by which a process is asked to leave, and the seconds that it then has."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any
+
+from zeroelastic.errors import ConfigError
+
+EXIT_PREEMPTED = 75
+"""The exit code of a job that was told to stop and should be started again (EX_TEMPFAIL of sysexits.h)."""
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+logger = logging.getLogger(__name__)
+
+
+class Notice:
+    """Handlers of ``signals`` that only note the time, and end the process ``grace`` seconds later if it has not ended.
+
+    Handlers that were set before are called too, and restored by ``end``. ``at`` is the monotonic time of the first
+    signal, None before it.
+    """
+
+    def __init__(self, grace: float = 30.0, signals: Sequence[signal.Signals] = SIGNALS) -> None:
+        self.grace = grace
+        self.at: float | None = None
+        self._signals = tuple(signals)
+        self._timer: threading.Timer | None = None
+        self._previous: dict[signal.Signals, Any] = {}
+
+    @property
+    def seconds(self) -> float:
+        """Since the signal; 0 without one."""
+        return 0.0 if self.at is None else time.monotonic() - self.at
+
+    def begin(self) -> None:
+        """Set the handlers. Raises ConfigError outside of the main thread, which alone can."""
+        if threading.current_thread() is not threading.main_thread():
+            raise ConfigError("signal handlers can be set by the main thread alone: enter this block there.")
+        for number in self._signals:
+            self._previous[number] = signal.signal(number, self._handle)
+
+    def end(self, *, ignoring: bool = False) -> None:
+        """Restore the handlers that were set before; ``ignoring`` has signals ignored instead.
+
+        A stopped process ignores them until it has ended: the interpreter removes Python's handlers before that.
+        """
+        for number, handler in self._previous.items():
+            with contextlib.suppress(TypeError):  # a handler that was not set from Python cannot be set again
+                signal.signal(number, signal.SIG_IGN if ignoring else handler)
+        self._previous.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.at is None:
+            self.at = time.monotonic()
+            self._timer = threading.Timer(self.grace, _exit_at_deadline)
+            self._timer.daemon = True
+            self._timer.start()
+        previous = self._previous.get(signal.Signals(number))
+        if callable(previous) and previous is not signal.default_int_handler:
+            previous(number, frame)
+
+
+def _exit_at_deadline() -> None:
+    logger.error("the grace period is over; what is not saved by now is lost")
+    os._exit(EXIT_PREEMPTED)
