@@ -34,7 +34,7 @@ export OMP_NUM_THREADS ?= 1
 NATIVE_SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
 
 .PHONY: help venv warm versions front-ends man docs docs-serve reference dist dist-aarch64 demo demo-elastic demo-elastic-netns demo-elastic-fixed test test-all slowest coverage same-as-stock test-gpu test-native \
-    crash crash-training crash-memory bench-restart bench-memory damage fuzz lifecycle bench figures bench-background bench-scale reliability support lint format clean
+    crash crash-training crash-memory bench-restart bench-memory damage fuzz lifecycle bench figures bench-background bench-scale bench-resize reliability support lint format clean
 
 help:
 	@echo "make demo      the demonstration; its results go to demo/"
@@ -58,6 +58,7 @@ help:
 	@echo "make bench-memory  what checkpoints in memory cost training, and loads from them; needs a quiet machine"
 	@echo "make lifecycle  thousands of actions on real engines, each compared with a model"
 	@echo "make fuzz      fuzzes every reader of files, FUZZ_SECONDS=600 each (FUZZ_TARGETS='pickle table' narrows)"
+	@echo "make bench-resize  what a change of size moves between processes, at 8 to 16,384 ranks"
 	@echo "make bench-scale  many ranks, loaders, parameters and tags; needs a quiet machine"
 	@echo "make reliability  docs/reliability.md, from the raw results of the campaigns"
 	@echo "make front-ends  TRL, LLaMA-Factory and others, unchanged, on 2 -> 3 -> 1 ranks"
@@ -264,6 +265,10 @@ fuzz: $(STAMP)
 bench-scale: $(STAMP)
 	$(PY) benchmarks/bench_scale.py --out benchmarks/results
 	$(PY) benchmarks/bench_ranks.py --out benchmarks/results
+
+# What a change of size moves between processes, counted on layouts; the raw result goes to benchmarks/results.
+bench-resize: $(STAMP)
+	$(PY) benchmarks/bench_resize_plan.py --out benchmarks/results
 
 # Damages a checkpoint and loads it, again and again; the raw result goes to benchmarks/results.
 damage: warm

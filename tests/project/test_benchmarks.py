@@ -158,3 +158,15 @@ def test_bench_phases_accounts_for_the_whole_time(tmp_path: Path) -> None:
             assert wanted < seconds.keys() and all(value >= 0 for value in seconds.values())
     page = (tmp_path / "phases.md").read_text()
     assert page.count("| **all** |") == 3 and "persistent parameters gathered" in page
+
+
+def test_a_change_of_size_moves_little_more_than_it_must(tmp_path: Path) -> None:
+    done = run_benchmark("bench_resize_plan.py", "--most", "72", "--out", os.fspath(tmp_path))
+    assert done.returncode == 0, done.stderr
+    changes = json.loads((tmp_path / "resize_plan.json").read_text())["changes"]
+    assert {(row["old"], row["new"]) for row in changes} == {(8, 6), (64, 63), (64, 72)}
+    for share in [share for row in changes for share in row["shares"].values()]:
+        assert share["least"] <= share["by layout"] <= 1.05 * share["least"]
+        assert share["by layout"] <= share["in order"]
+    assert "| 8 -> 6 | evenly | 33.33% | 33.33% |" in (tmp_path / "resize_plan.md").read_text()
+    assert (tmp_path / "resize_plan.png").exists()

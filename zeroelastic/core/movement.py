@@ -5,9 +5,10 @@ keeps what its old part and its new one have in common. Both families of layouts
 same fractions of their axes, so one assignment serves all parameters: the ranks of N and M processes overlap where
 ``[i/N, (i+1)/N)`` and ``[j/M, (j+1)/M)`` do.
 
-Walking along the axis, each piece between two cuts belongs to one old and one new rank, and the next piece shares at
-least one of the two with it. An assignment takes pieces of which no two share a rank. So the best one is found by one
-walk over the pieces, ``N + M - 1`` of them, which remembers which ranks of the current piece are taken.
+Between two cuts of an axis is a piece, which one old and one new rank have in common. An assignment keeps pieces of
+which no two have a rank in common. On one axis these are in ascending order of both ranks, so the best assignment is
+the heaviest ascending chain of pieces. ZeRO-3 cuts each parameter by itself and rounds each part up, so with thousands
+of ranks its axes differ; ``assign_ranks_of`` takes what two ranks have in common on all of them together.
 """
 
 from __future__ import annotations
@@ -20,15 +21,12 @@ import numpy as np
 from zeroelastic.core.layout import Int64Array, Layout
 from zeroelastic.core.plan import match_params
 
-_OLD, _NEW = 1, 2
-"""Bits of a state of the walk: the old rank of the current piece is taken, its new rank is."""
-
 
 @dataclass(frozen=True, slots=True)
 class _Pieces:
-    """The pieces of an axis between two cuts, in order, as arrays of shape ``(num_pieces,)``.
+    """What pairs of an old and a new rank have in common, as arrays of shape ``(num_pieces,)``.
 
-    ``numel`` is how many elements of parameters are in each; an axis may have gaps.
+    ``numel`` is how many elements of parameters are in a piece; an axis may have gaps.
     """
 
     old_rank: Int64Array
@@ -41,18 +39,34 @@ def assign_ranks(old_world_size: int, new_world_size: int, survivors: Sequence[i
 
     A process whose old part overlaps none of the parts that are left gets one of the remaining ranks. The result is the
     same on every process, whatever the order of ``survivors``; those that keep something keep their order. If all stay
-    and the size does too, nobody's rank changes. Takes O(old + new world size). Raises ValueError for survivors that
-    were not in the old world, come twice, or are more than the new world has ranks.
+    and the size does too, nobody's rank changes. Raises ValueError for survivors that were not in the old world, come
+    twice, or are more than the new world has ranks.
 
         assign_ranks(4, 3, [0, 1, 3])    # {0: 0, 1: 1, 3: 2}
     """
     staying = _checked(old_world_size, new_world_size, survivors)
     end = np.array([old_world_size * new_world_size])
     pieces = _pieces(np.zeros_like(end), end, new_world_size, old_world_size)  # parts, in units of 1 / (N M)
-    kept = _most_kept(pieces, staying)[1]
-    places = sorted(set(range(new_world_size)) - set(kept.values()))
-    others = sorted(staying - kept.keys())
-    return dict(sorted({**kept, **dict(zip(others, places, strict=False))}.items()))
+    return _with_the_rest(_most_kept(pieces, staying)[1], staying, new_world_size)
+
+
+def assign_ranks_of(old: Layout, new: Layout, survivors: Sequence[int]) -> dict[int, int]:
+    """``assign_ranks`` between two layouts, whose parts are counted as they are rounded.
+
+    For ZeRO-3 on thousands of ranks, where the roundings of a rank's parts add up to more than a part. Of assignments
+    that keep the order of the survivors it is one that moves least; with several axes another order may move less.
+    """
+    staying = _checked(old.world_size, new.world_size, survivors)
+    axes = list(_axes(old, new))
+    if not axes:
+        return assign_ranks(old.world_size, new.world_size, survivors)
+    places = np.concatenate([pieces.old_rank * new.world_size + pieces.new_rank for pieces, _ in axes])
+    numels = np.concatenate([pieces.numel * count for pieces, count in axes])
+    pairs, which = np.unique(places, return_inverse=True)
+    numel = np.zeros_like(pairs)
+    np.add.at(numel, which, numels)
+    pieces = _Pieces(pairs // new.world_size, pairs % new.world_size, numel)
+    return _with_the_rest(_most_kept(pieces, staying)[1], staying, new.world_size)
 
 
 def moved_elements(old: Layout, new: Layout, new_rank_of: Mapping[int, int]) -> int:
@@ -79,20 +93,7 @@ def least_moved(old: Layout, new: Layout, survivors: Sequence[int]) -> int:
     their order or the gaps between them differ in the two layouts. Raises as ``assign_ranks`` and ``moved_elements``.
     """
     staying = _checked(old.world_size, new.world_size, survivors)
-    order = match_params(old, new)
-    kept = 0
-    if np.array_equal(old.origin[order], new.origin) and not (old.offset.any() or new.offset.any()):
-        for group in np.unique(new.sub_group):
-            members = np.flatnonzero((new.sub_group == group) & (new.numel > 0))
-            members = members[np.argsort(new.origin[members])]
-            if len(members):
-                begin, parts = new.origin[members], (int(old.part[order[members[0]]]), int(new.part[members[0]]))
-                kept += _most_kept(_pieces(begin, begin + new.numel[members], *parts), staying)[0]
-    else:
-        for (numel, old_part, new_part, old_origin, new_origin), count in _kinds(old, new):
-            begin = np.array([old_origin])
-            pieces = _pieces(begin, begin + numel, old_part, new_part, shift=new_origin - old_origin)
-            kept += count * _most_kept(pieces, staying)[0]
+    kept = sum(count * _most_kept(pieces, staying)[0] for pieces, count in _axes(old, new))
     return int(new.numel.sum()) - kept
 
 
@@ -119,6 +120,22 @@ def _kinds(old: Layout, new: Layout) -> Iterator[tuple[list[int], int]]:
     yield from zip(kinds.T.tolist(), counts.tolist(), strict=True)
 
 
+def _axes(old: Layout, new: Layout) -> Iterator[tuple[_Pieces, int]]:
+    """The pieces of each axis, and how many axes are cut alike."""
+    order = match_params(old, new)
+    if np.array_equal(old.origin[order], new.origin) and not (old.offset.any() or new.offset.any()):
+        for group in np.unique(new.sub_group):
+            members = np.flatnonzero((new.sub_group == group) & (new.numel > 0))
+            members = members[np.argsort(new.origin[members])]
+            if len(members):
+                begin, parts = new.origin[members], (int(old.part[order[members[0]]]), int(new.part[members[0]]))
+                yield _pieces(begin, begin + new.numel[members], *parts), 1
+        return
+    for (numel, old_part, new_part, old_origin, new_origin), count in _kinds(old, new):
+        begin = np.array([old_origin])
+        yield _pieces(begin, begin + numel, old_part, new_part, shift=new_origin - old_origin), count
+
+
 def _pieces(begin: Int64Array, end: Int64Array, old_part: int, new_part: int, *, shift: int = 0) -> _Pieces:
     """Cut an axis on which parameters lie from ``begin`` to ``end``, in order, as both worlds do.
 
@@ -135,28 +152,38 @@ def _pieces(begin: Int64Array, end: Int64Array, old_part: int, new_part: int, *,
 
 
 def _most_kept(pieces: _Pieces, staying: Collection[int]) -> tuple[int, dict[int, int]]:
-    """The most elements that processes can keep on one axis, and the new rank of each that keeps some, by its old one.
+    """The elements of the heaviest ascending chain of pieces, and the new rank of each process in it, by its old one.
 
-    ``best[state]`` is the most that is kept of the pieces so far, if the walk is in that state; -1 if it cannot be.
+    ``best[n]`` is the last piece of the heaviest chain that ends at one of some new ranks below n: those of a Fenwick
+    tree, so that adding a piece and asking for the best one below a rank each look at ``log2`` of the ranks.
     """
-    best, trail = [0, -1, -1, -1], []
-    last_old = last_new = -1
-    rows = list(zip(pieces.old_rank.tolist(), pieces.new_rank.tolist(), pieces.numel.tolist(), strict=True))
-    for old, new, numel in rows:
-        shared = _OLD * (old == last_old) | _NEW * (new == last_new)
-        entered, origin = [-1, -1, -1, -1], [0, 0, 0, 0]
-        for state, kept in enumerate(best):
-            if kept > entered[state & shared]:
-                entered[state & shared], origin[state & shared] = kept, state
-        taken = numel > 0 and old in staying and entered[0] >= 0 and entered[0] + numel > entered[_OLD | _NEW]
-        if taken:
-            entered[_OLD | _NEW], origin[_OLD | _NEW] = entered[0] + numel, origin[0]
-        trail.append((origin, taken))
-        best, last_old, last_new = entered, old, new
-    state = best.index(max(best))
-    most, kept_by = best[state], {}
-    for (old, new, _), (origin, taken) in zip(reversed(rows), reversed(trail), strict=True):
-        if taken and state == _OLD | _NEW:
-            kept_by[old] = new
-        state = origin[state]
+    every = zip(pieces.old_rank.tolist(), pieces.new_rank.tolist(), pieces.numel.tolist(), strict=True)
+    # Pieces of one old rank in descending order of the new one: none of them follows another in a chain.
+    rows = sorted((row for row in every if row[0] in staying and row[2] > 0), key=lambda row: (row[0], -row[1]))
+    size = max((new for _, new, _ in rows), default=0) + 1
+    best, weight, before = [-1] * (size + 1), [0] * (len(rows) + 1), [-1] * len(rows)  # weight[-1] is of no piece
+    for i, (_, new, numel) in enumerate(rows):
+        last, place = -1, new
+        while place > 0:
+            if weight[best[place]] > weight[last]:
+                last = best[place]
+            place &= place - 1
+        weight[i], before[i] = weight[last] + numel, last
+        place = new + 1
+        while place <= size:
+            if weight[i] > weight[best[place]]:
+                best[place] = i
+            place += place & -place
+    last = max(range(len(rows)), key=weight.__getitem__, default=-1)
+    most, kept_by = weight[last], {}
+    while last >= 0:
+        kept_by[rows[last][0]] = rows[last][1]
+        last = before[last]
     return most, kept_by
+
+
+def _with_the_rest(kept_by: Mapping[int, int], staying: frozenset[int], new_world_size: int) -> dict[int, int]:
+    """The assignment in which the processes that keep nothing get the ranks that are left, in order."""
+    places = sorted(set(range(new_world_size)) - set(kept_by.values()))
+    others = sorted(staying - kept_by.keys())
+    return dict(sorted({**kept_by, **dict(zip(others, places, strict=False))}.items()))
