@@ -33,7 +33,7 @@ export OMP_NUM_THREADS ?= 1
 
 NATIVE_SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
 
-.PHONY: help venv warm versions front-ends man docs docs-serve reference dist demo demo-elastic demo-elastic-netns demo-elastic-fixed test test-all slowest coverage same-as-stock test-gpu test-native \
+.PHONY: help venv warm versions front-ends man docs docs-serve reference dist dist-aarch64 demo demo-elastic demo-elastic-netns demo-elastic-fixed test test-all slowest coverage same-as-stock test-gpu test-native \
     crash crash-training crash-memory bench-restart bench-memory damage fuzz lifecycle bench figures bench-background bench-scale bench-resize reliability support lint format clean
 
 help:
@@ -64,6 +64,7 @@ help:
 	@echo "make front-ends  TRL, LLaMA-Factory and others, unchanged, on 2 -> 3 -> 1 ranks"
 	@echo "make damage    a thousand flipped bits and other damage, each judged by a load"
 	@echo "make dist      a source distribution and a wheel for every Python and most Linux systems, in dist/"
+	@echo "make dist-aarch64  the wheel for ARM servers, cross-compiled, its C++ tests in an emulator"
 	@echo "make man       man pages from the text of --help, in man/"
 	@echo "make docs      the documentation as a site, in site/; a warning is an error"
 	@echo "make docs-serve  the same, served on this machine and built again whenever a page changes"
@@ -164,6 +165,22 @@ $(DIST): $(STAMP) $(PACKAGE_FILES) _zeroelastic_hook.py zeroelastic.pth $(NATIVE
 	@rm dist/*-linux_*.whl
 	@ls dist/*.whl dist/*.tar.gz
 	@touch $@
+
+# The wheel for ARM servers, compiled on this machine (Debian: g++-aarch64-linux-gnu, qemu-user-static). auditwheel says
+# what the library needs of a system; the C++ tests run in an emulator.
+AARCH64_CXX ?= aarch64-linux-gnu-g++
+AARCH64_RUN ?= qemu-aarch64-static -L /usr/aarch64-linux-gnu
+
+dist-aarch64: $(DIST)
+	@rm -rf build dist/*aarch64.whl
+	@CXX="$(AARCH64_CXX)" CXXFLAGS= LDFLAGS= ZEROELASTIC_BUILD_NATIVE=1 ZEROELASTIC_BUILD_CUDA=0 \
+	    $(PY) -m build --no-isolation --wheel -C--build-option=--plat-name=linux_aarch64 --outdir dist \
+	    >dist/build-aarch64.log 2>&1 || { tail -n 30 dist/build-aarch64.log; exit 1; }
+	@rm -rf build
+	@$(PY) -m auditwheel show dist/*-linux_aarch64.whl 2>&1 | tee -a dist/build-aarch64.log \
+	    | grep -qE '"manylinux_2_(17|2[0-8])_aarch64"' || { tail -n 20 dist/build-aarch64.log; exit 1; }
+	@$(PY) -m wheel tags --remove --platform-tag manylinux_2_28_aarch64 dist/*-linux_aarch64.whl
+	$(MAKE) -C csrc test BUILD=build/aarch64 CXX="$(AARCH64_CXX)" TIME_LIMIT="timeout 1800 $(AARCH64_RUN)"
 
 demo: $(STAMP) $(VENV)/.op-ShareMemCommBuilder
 	$(PY) examples/demo.py --out demo

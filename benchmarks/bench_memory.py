@@ -5,9 +5,11 @@
 **Steps**: a job of two ranks on two nodes, whose steps wait for a while as for a GPU, so that a processor is to spare.
 Blocks of steps with a checkpoint in memory after each step take turns with blocks without any.
 
-**Loads**: four ranks keep a state in memory and save it to the disk; three ranks load it, in turns, from memory, from
-the disk with its files in the page cache, and from the disk without. Once all ranks are on one node, which sees all of
-the memory, and once each is on a node of its own, which gets most of it from others. Needs a quiet machine and 8 GB.
+**Loads**: four ranks keep a state in memory and save it to the disk; three ranks ``resume`` it, in turns, from memory,
+from the disk with its files in the page cache, and from the disk without. Once all ranks are on one node, which sees
+all of the memory, once so with memory in pages of 2 MiB where this user may mount a tmpfs, and once each is on a node
+of its own, which gets from others what it does not see. For the bounds: plain reads of the same files, and as many
+bytes as a rank receives through one TCP connection of this machine. Needs a quiet machine and 8 GB.
 """
 
 from __future__ import annotations
@@ -16,10 +18,13 @@ import argparse
 import json
 import os
 import shutil
+import socket
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -31,15 +36,24 @@ import torch.distributed as dist  # noqa: E402
 from report import machine  # noqa: E402
 from training import Job, build_engine, train_step  # noqa: E402
 
+from zeroelastic.elastic import resume  # noqa: E402
 from zeroelastic.io.paths import as_path  # noqa: E402
 from zeroelastic.memory import checkpoints  # noqa: E402
 from zeroelastic.memory.checkpoints import MemoryCheckpoints  # noqa: E402
 from zeroelastic.memory.place import Place  # noqa: E402
-from zeroelastic.memory.resume import MemoryTier  # noqa: E402
 from zeroelastic.testing import RankPool  # noqa: E402
 
-PLACED = {"on one node": (0, 0, 0, 0), "on a node each": (0, 1, 2, 3)}
+ONE, LARGE, EACH = "on one node", "on one node, memory in 2 MiB pages", "on a node each"
+NODES = {ONE: (0, 0, 0, 0), LARGE: (0, 0, 0, 0), EACH: (0, 1, 2, 3)}
+KINDS = ("memory", "warm disk", "cold disk")
 STEP_S = 0.6
+RECEIVER = """
+import socket, sys
+memory = bytearray(8 << 20)
+with socket.create_connection(("127.0.0.1", int(sys.argv[1]))) as connection:
+    while connection.recv_into(memory):
+        pass
+"""
 STALL_TARGET, COLD_TARGET = 0.05, 5.0
 
 
@@ -99,28 +113,88 @@ def keep(rows: int, shared: Path, directory: str, nodes: Sequence[int]) -> int:
     return sum(path.stat().st_size for path in (Path(directory) / "tag").glob("*.pt")) if dist.get_rank() == 0 else 0
 
 
-def load(rows: int, shared: Path, directory: str, nodes: Sequence[int], rounds: int) -> dict[str, list[float]]:
-    """Seconds of loads from each place, in turns, on the slowest rank."""
+def load(rows: int, shared: Path, directory: str, nodes: Sequence[int], rounds: int) -> dict[str, Any]:
+    """Seconds of resumes from each place, in turns, on the slowest rank, of plain reads, and the bytes received."""
     use_node(shared, nodes[dist.get_rank()])
     engine = build_engine(job_of(rows).other())
-    found: dict[str, list[float]] = {"memory": [], "warm disk": [], "cold disk": []}
+    resumes: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    reads: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    received = 0
+    saved = sorted((Path(directory) / "tag").glob("*.pt"))
+    kept = sorted((shared / "node0").rglob("complete/*/*.pt"))
     for _ in range(rounds + 1):
-        for kind, seconds in found.items():
-            if dist.get_rank() == 0:
-                for path in (Path(directory) / "tag").iterdir():
-                    evict(path) if kind == "cold disk" else path.read_bytes() if kind == "warm disk" else None
+        for kind in KINDS:
+            prepare(kind, saved)
+            reads[kind].append(read_plainly(kept if kind == "memory" else saved))
+            prepare(kind, saved)
+            use_node(shared if kind == "memory" else shared / "without", nodes[dist.get_rank()])
             dist.barrier()
             began = time.perf_counter()
-            if kind == "memory":
-                tier = MemoryTier(as_path(directory))
-                result, passed = tier.load_newest(engine, tier.generations, lambda tag, state: tag, strict=False)
-                assert result is not None, passed
-            else:
-                engine.load_checkpoint(directory, tag="tag")
+            resumed = resume(engine, directory, strict=False)
             dist.barrier()
-            seconds.append(time.perf_counter() - began)
-            assert engine.zeroelastic_report.root_matches
-    return {kind: seconds[1:] for kind, seconds in found.items()}  # the first makes pages
+            resumes[kind].append(time.perf_counter() - began)
+            assert resumed.tier == ("memory" if kind == "memory" else "directory"), resumed
+            assert resumed.report is not None and resumed.report.root_matches
+            received = max(received, resumed.report.bytes_received)
+    for seconds in (*resumes.values(), *reads.values()):
+        del seconds[0]  # which makes pages
+    return {"resumes": resumes, "reads": reads, "bytes_received": received}
+
+
+def prepare(kind: str, saved: Sequence[Path]) -> None:
+    """Take the saved files out of the page cache, or into it."""
+    if dist.get_rank() == 0 and kind != "memory":
+        for path in saved:
+            evict(path) if kind == "cold disk" else path.read_bytes()
+    dist.barrier()
+
+
+def read_plainly(paths: Sequence[Path]) -> float:
+    """Seconds in which all ranks together read files, and do nothing with the bytes."""
+    memory = memoryview(bytearray(8 << 20))
+    dist.barrier()
+    began = time.perf_counter()
+    for path in paths:
+        size = path.stat().st_size
+        share = -(-size // dist.get_world_size())
+        at, end = dist.get_rank() * share, min(size, (dist.get_rank() + 1) * share)
+        with open(path, "rb", buffering=0) as file:
+            while at < end:
+                at += os.preadv(file.fileno(), [memory[: end - at]], at)
+    dist.barrier()
+    return time.perf_counter() - began
+
+
+@contextmanager
+def large_pages() -> Iterator[Path | None]:
+    """A tmpfs of pages of 2 MiB; None where this user may not mount one."""
+    with tempfile.TemporaryDirectory() as directory:
+        command = ["mount", "-t", "tmpfs", "-o", "huge=within_size,mode=700", "tmpfs", directory]
+        if os.geteuid() != 0 or subprocess.run(command, check=False).returncode != 0:
+            yield None
+            return
+        try:
+            yield Path(directory)
+        finally:
+            subprocess.run(["umount", "--lazy", directory], check=True)
+
+
+def send_plainly(nbytes: int) -> float:
+    """Seconds in which as many bytes go through a connection from one process of this machine to another."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        receiver = subprocess.Popen([sys.executable, "-c", RECEIVER, str(listener.getsockname()[1])])
+        connection, _ = listener.accept()
+        with connection:
+            data, left = bytes(8 << 20), nbytes
+            began = time.perf_counter()
+            while left > 0:
+                connection.sendall(data[:left] if left < len(data) else data)
+                left -= len(data)
+            connection.shutdown(socket.SHUT_WR)
+            connection.recv(1)
+            seconds = time.perf_counter() - began
+        receiver.wait(60)
+    return seconds
 
 
 def evict(path: Path) -> None:
@@ -133,6 +207,7 @@ def evict(path: Path) -> None:
 def page(result: dict[str, Any]) -> str:
     """The result as Markdown."""
     about, stall, loads = result["about"], result["steps"], result["loads"]
+    gigabytes = result["gigabytes"]
     lines = [
         "# Checkpoints in memory",
         "",
@@ -151,19 +226,37 @@ def page(result: dict[str, Any]) -> str:
         "",
         "## Loads",
         "",
-        f"4 -> 3 ranks, {loads['gigabytes']:.2f} GB of files, seconds. With a node for each rank, what lies on other "
+        f"4 -> 3 ranks, {gigabytes:.2f} GB of files, seconds. With a node for each rank, what lies on other "
         "nodes comes over the (loopback) network.",
         "",
         "| ranks | memory | warm disk | cold disk | memory / warm | cold / memory |",
         "|---|--:|--:|--:|--:|--:|",
     ]
-    for name, seconds in loads["seconds"].items():
-        memory, warm, cold = (seconds[kind] for kind in ("memory", "warm disk", "cold disk"))
+    for name, found in loads.items():
+        memory, warm, cold = (median(found["resumes"][kind]) for kind in KINDS)
         lines += [
             f"| {name} | {memory:.3f} | {warm:.3f} | {cold:.3f} | {memory / warm:.2f} (at most 1) | "
             f"{cold / memory:.1f} (at least {COLD_TARGET:.0f}) |"
         ]
-    lines += [""]
+    lines += ["", "Plain reads of the same files, by three processes that do nothing with the bytes:", ""]
+    lines += ["| | memory | warm disk | cold disk | memory / warm | cold / memory |", "|---|--:|--:|--:|--:|--:|"]
+    for name in filter(loads.__contains__, (ONE, LARGE)):
+        memory, warm, cold = (median(loads[name]["reads"][kind]) for kind in KINDS)
+        lines += [
+            f"| {name} | {memory:.3f} | {warm:.3f} | {cold:.3f} | {memory / warm:.2f} | {cold / memory:.1f} |",
+        ]
+    resumed, read = (median(loads[ONE][what][kind]) for what, kind in (("resumes", "memory"), ("reads", "cold disk")))
+    received, sent = loads[EACH]["bytes_received"], median(loads[EACH]["one_connection"])
+    lines += [
+        "",
+        f"This disk gives {gigabytes / read:.1f} GB/s: to read the files alone takes {read / resumed:.1f} times as "
+        f"long as a resume from memory. It takes {COLD_TARGET:.0f} times as long from a disk that gives "
+        f"{gigabytes / resumed / COLD_TARGET:.1f} GB/s to all ranks together.",
+        "",
+        f"With a node for each rank, one rank receives {received / 1e6:,.0f} MB, which take {sent:.3f} s through one "
+        "TCP connection between two processes of this machine that do nothing else.",
+        "",
+    ]
     return "\n".join(lines)
 
 
@@ -197,20 +290,17 @@ def main() -> None:
             "complete_s": median(found[0]["complete"]),
             "ranks": found,
         }
-        seconds: dict[str, dict[str, list[float]]] = {}
-        for name, nodes in PLACED.items():
-            place, run = shared / name, f"{disk}/{name}"
-            nbytes = pool.run(keep, 4, chosen.load_rows, place, run, nodes, timeout=500)[0]
-            seconds[name] = pool.run(load, 3, chosen.load_rows, place, run, nodes, chosen.rounds, timeout=500)[0]
-            shutil.rmtree(place)
-        loads = {
-            "gigabytes": nbytes / 1e9,
-            "seconds": {
-                name: {kind: median(values) for kind, values in found.items()} for name, found in seconds.items()
-            },
-            "all": seconds,
-        }
-    result = {"about": about, "steps": stall, "loads": loads}
+        loads: dict[str, dict[str, Any]] = {}
+        for name, nodes in NODES.items():
+            with large_pages() if name == LARGE else nullcontext(shared) as root:
+                if root is None:
+                    continue
+                place, run = root / name, f"{disk}/{name}"
+                nbytes = pool.run(keep, 4, chosen.load_rows, place, run, nodes, timeout=500)[0]
+                loads[name] = pool.run(load, 3, chosen.load_rows, place, run, nodes, chosen.rounds, timeout=500)[0]
+                shutil.rmtree(place)
+        loads[EACH]["one_connection"] = [send_plainly(loads[EACH]["bytes_received"]) for _ in range(chosen.rounds)]
+    result = {"about": about, "steps": stall, "gigabytes": nbytes / 1e9, "loads": loads}
     print(page(result))
     if chosen.out is not None:
         (chosen.out / "memory.json").write_text(json.dumps(result, indent=1) + "\n")

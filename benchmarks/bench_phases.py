@@ -76,6 +76,7 @@ PHASES: Mapping[str, Sequence[str]] = {
     "the commit record": (
         "zeroelastic.deepspeed.save.commit:_write_record",
         "zeroelastic.deepspeed.node_local.visibility:read_record",
+        "zeroelastic.deepspeed.node_local.visibility:read_record_by_range",
     ),
     "the tag and latest": (
         "zeroelastic.deepspeed.save.commit:_publish_tag",

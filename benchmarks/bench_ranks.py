@@ -235,9 +235,9 @@ def markdown(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
         lines.append("")
     lines += [
         "The seconds are calculated: the larger one of the operations of the busiest rank, one after the other, and of",
-        "all operations at the rate that the storage serves. What grows with the number of ranks on rank 0 is the",
-        "listing, the record, which names every file, and what rank 0 gathers for it; the others receive the record's",
-        "tables once by a broadcast.",
+        "all operations at the rate that the storage serves. What grows with the number of ranks, on rank 0 alone, is",
+        "the listing and, at a commit, the 88 bytes that it gathers from each rank for the record: sizes and digests",
+        "of its files. In a load each rank reads from the record the rows of its share of the files.",
         "",
     ]
     return "\n".join(lines)

@@ -2,10 +2,11 @@
 
     python benchmarks/crash_memory.py --kills 200 --out benchmarks/results
 
-Two jobs run side by side, one with copies and one with parity, each on three or four torchrun agents of this machine,
-which are its nodes. A kill takes one worker, or a node: the agent, its worker and, by its own reaper, its memory. Most
-kills are aimed at a phase of a checkpoint in memory on the rank that is killed: the copy, the exchange, the swap of
-generations. After each the job starts again by itself, and a lost node is replaced in most rounds. Then
+Two jobs run side by side, one with copies at ZeRO stage 3 and one with parity at stage 2, each on three or four
+torchrun agents of this machine, which are its nodes. A kill takes one worker, or a node: the agent, its worker and, by
+its own reaper, its memory. Most kills are aimed at a phase of a checkpoint in memory on the rank that is killed: the
+copy, the exchange, the swap of generations. After each the job starts again by itself, and a lost node is replaced in
+most rounds. Then
 
 - the state that it resumed, as DeepSpeed's buffers have it, is that of one step of one moment, by a hash that the job
   wrote down before the checkpoint of that step: never another state, never a mix of two steps,
@@ -31,6 +32,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import psutil
@@ -45,6 +47,7 @@ WITHIN_S = 0.02
 SAVE_STEPS = 25
 LIMIT_S = 120.0
 OPTIONS = {"copies": {"every": 1, "copies": 1}, "parity": {"every": 1, "parity": 4}}
+STAGES = {"copies": 3, "parity": 2}
 
 
 def note(path: Path, *words: object) -> None:
@@ -71,21 +74,21 @@ def work(directory: Path, kind: str) -> None:
     deepspeed.init_distributed()
     rank, phases = dist.get_rank(), directory / f"phases-{os.environ['TORCHELASTIC_RESTART_COUNT']}"
 
-    def told(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    def noted(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             note(phases, name, os.getpid())
             return original(*args, **kwargs)
 
         return call
 
-    checkpoints.capture = told("copy", checkpoints.capture)  # type: ignore[assignment]
-    checkpoints.protect = told("exchange", checkpoints.protect)  # type: ignore[assignment]
-    checkpoints.record_text = told("swap", checkpoints.record_text)  # type: ignore[assignment]
+    checkpoints.capture = noted("copy", checkpoints.capture)  # type: ignore[assignment]
+    checkpoints.protect = noted("exchange", checkpoints.protect)  # type: ignore[assignment]
+    checkpoints.record_text = noted("swap", checkpoints.record_text)  # type: ignore[assignment]
 
     def state() -> str:
         return hashlib.sha256(repr(sorted(fingerprint(gather_state(engine)).items())).encode()).hexdigest()
 
-    engine = build_engine(Job(options={"memory": OPTIONS[kind]}))
+    engine = build_engine(Job(stage=STAGES[kind], options={"memory": OPTIONS[kind]}))
     start = resume(engine, directory / "ckpt", strict=False)
     found = state()
     if rank == 0:
@@ -120,24 +123,33 @@ class Campaign:
             self.cluster.add()
         self._resumed("the first start")
 
-    def round(self) -> None:
-        """Wait for steps, kill, wait for the next start, check; then replace a node that is gone."""
+    def round(self) -> bool:
+        """Wait for steps, kill, wait for the next start, check; then replace a node that is gone.
+
+        False where nothing was killed, because the job has just started once more by itself.
+        """
         begun = len(lines(self.directory / "steps"))
         self._wait(lambda: len(lines(self.directory / "steps")) >= begun + 2, "two steps")
+        self._check_unasked()
         phase = self.chance.choice(PHASES) if self.chance.random() < AIMED else None
         whole = self.chance.random() < 0.5
         node_of = {worker: node for node in self.cluster.nodes for worker in _workers(node.agent.pid)}
         family = {node: node.family() for node in self.cluster.nodes}
         victim = self._victim(phase)
         time.sleep(self.chance.uniform(0, WITHIN_S if phase else 0.5))
+        if self._check_unasked():
+            return False
         node = node_of.get(victim)
         if whole and node is not None:
             self.cluster.nodes.remove(node)
             for process in family[node]:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.suspend()
-        with contextlib.suppress(ProcessLookupError):
+        try:
             os.kill(victim, signal.SIGKILL)
+        except ProcessLookupError:
+            if not whole or node is None:
+                return False
         if whole and node is not None:
             node.kill()
         reached = self._last_step()
@@ -148,6 +160,7 @@ class Campaign:
             reached = self._last_step()
             self.cluster.add()
             self._check(reached, kill=False)
+        return True
 
     def close(self) -> None:
         """End the job by force."""
@@ -176,6 +189,14 @@ class Campaign:
         steps = lines(self.directory / "steps")
         return int(steps[-1][0]) if steps else 0
 
+    def _check_unasked(self) -> bool:
+        """Check a start that came without a kill, if there was one: a node was late at the rendezvous."""
+        if len(lines(self.directory / "resumes")) == self.seen_resumes:
+            return False
+        self.counts["started once more for a late node"] += 1
+        self._check(0, kill=False)
+        return True
+
     def _check(self, reached: int, *, kill: bool = True) -> None:
         tier, step, found, size = self._resumed("the next start")
         kept = dict(lines(self.directory / "steps"))  # the last hash of each step
@@ -188,8 +209,8 @@ class Campaign:
         self.counts[f"resumed on {size} ranks"] += 1
         if kill:
             self.counts[f"{lost if lost < 3 else '3 or more'} steps lost, from {tier}"] += 1
-        assert tier != "memory" or lost <= 1, f"{lost} steps were lost"
-        assert lost <= SAVE_STEPS + 1, f"{lost} steps were lost"
+        assert tier != "memory" or lost <= 1, f"{lost} steps were lost at a resume of step {step} from memory"
+        assert lost <= SAVE_STEPS + 1, f"{lost} steps were lost at a resume of step {step} from {tier}"
 
     def _reached_before(self, step: str) -> int:
         """The last step that was written down before the newest start began, if that one has not trained yet."""
@@ -234,19 +255,26 @@ def left_in(memory: Path) -> list[str]:
     return left
 
 
-def campaign(directory: Path, kind: str, *, kills: int, seed: int) -> dict[str, Any]:
-    """Run it; raises at the first thing that is wrong."""
+def campaign(directory: Path, kind: str, *, kills: int, seed: int, failed: Event) -> dict[str, Any]:
+    """Run it; raises at the first thing that is wrong, and ends early where another one has ``failed``."""
     began = time.perf_counter()
     run = Campaign(directory, kind, random.Random(seed))
     try:
-        for number in range(kills):
-            run.round()
-            if number % 10 == 9:
-                print(f"{kind}: {number + 1} kills, {time.perf_counter() - began:.0f} s", file=sys.stderr)
+        number = 0
+        while number < kills and not failed.is_set():
+            if run.round():
+                number += 1
+                if number % 10 == 0:
+                    print(f"{kind}: {number} kills, {time.perf_counter() - began:.0f} s", file=sys.stderr)
+    except BaseException as error:
+        print(f"{kind}: {type(error).__name__}: {error}", file=sys.stderr)
+        failed.set()
+        raise
     finally:
         run.close()
     return {
         "kind": kind,
+        "stage": STAGES[kind],
         "kills": kills,
         "seed": seed,
         "minutes": round((time.perf_counter() - began) / 60, 1),
@@ -270,12 +298,14 @@ def main() -> None:
     shared = "/dev/shm" if shutil.disk_usage("/dev/shm").free > 1 << 30 else None
     with tempfile.TemporaryDirectory() as scratch, tempfile.TemporaryDirectory(dir=shared) as memory:
         os.environ["ZEROELASTIC_MEMORY_DIR"] = memory
-        places = [Path(scratch) / kind for kind in kinds]
+        places, failed = [Path(scratch) / kind for kind in kinds], Event()
         for place in places:
             place.mkdir()
         with ThreadPoolExecutor(len(kinds)) as threads:
             futures = [
-                threads.submit(campaign, place, kind, kills=chosen.kills // len(kinds), seed=chosen.seed + number)
+                threads.submit(
+                    campaign, place, kind, kills=chosen.kills // len(kinds), seed=chosen.seed + number, failed=failed
+                )
                 for number, (place, kind) in enumerate(zip(places, kinds, strict=True))
             ]
             try:
@@ -291,6 +321,7 @@ def main() -> None:
         "kills": sum(run["kills"] for run in runs),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, Linux {platform.release()}",
         "files_left_in_memory": len(left),
+        **({"left": left[:20]} if left else {}),
         "outcomes": dict(sorted(total.items())),
         "jobs": runs,
     }

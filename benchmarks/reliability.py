@@ -98,7 +98,7 @@ def describe_crash_memory(result: Result) -> list[str]:
     """`kill -9` of jobs that keep checkpoints in memory."""
     jobs = result["jobs"]
     steps, minutes = sum(job["steps_trained"] for job in jobs), max(job["minutes"] for job in jobs)
-    kinds = " and ".join(f"{job['kills']} with {job['kind']}" for job in jobs)
+    kinds = " and ".join(f"{job['kills']} with {job['kind']} at ZeRO stage {job['stage']}" for job in jobs)
     return [
         f"{result['kills']} kills of a worker or a node ({kinds}) in {minutes:.0f} minutes and {steps:,} steps; each "
         "time the job went on with the recorded state of one of its steps, and at the end "

@@ -5,10 +5,10 @@ from __future__ import annotations
 LEVELS = [
     {"errors", "_version", "json_document"},
     {"byte_sizes", "extras", "in_place"},
-    {"warm"},
     {"report"},
     {"core"},
     {"distributed"},
+    {"warm"},
     {"io"},
     {"executors"},
     {"torch_file"},

@@ -29,6 +29,7 @@ from zeroelastic.checkpoint.commit_record import (
     read_record,
     record_text,
 )
+from zeroelastic.checkpoint.file_table import FileRow, names_of_json, row_text
 from zeroelastic.checkpoint.open import Checkpoint
 from zeroelastic.checkpoint.param_table import param_records, record_checksum
 from zeroelastic.core.digest import ParamContent, ScalarValue, content_root, digest_range, stream_seed
@@ -276,9 +277,22 @@ def write_history(root: Path, commits: Sequence[tuple[str, int, str | None]]) ->
 
 
 def sealed(record: str) -> str:
-    """The text of an edited commit record with the checksum of what it says now."""
+    """The text of an edited commit record with the checks of its rows and the checksum of what it says now."""
     data = json.loads(record)
+    names = names_of_json([(entry["name"], entry.get("ranks")) for entry in data["files"]])
+    for name, row in zip(names, data["file_rows"], strict=False):
+        size, directory, _ = row.split()
+        stated = FileRow(int(size), directory if directory.strip("-") else None)
+        record = record.replace(row, row_text(data["save_id"], name, stated))
     return record.replace(data["checksum"], record_checksum(data))
+
+
+def believe_sizes(tag_dir: Path) -> None:
+    """Let the commit record of a tag state the sizes that its files have."""
+    record = read_record(tag_dir)
+    assert record is not None
+    sizes = {name: (tag_dir / name).stat().st_size for name in record.files}
+    (tag_dir / RECORD_NAME).write_bytes(record_text(record.model_copy(update={"files": sizes})))
 
 
 def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
@@ -340,8 +354,6 @@ def make_tag(root: Path, world_size: int, **options: Any) -> Truth:
             path, lambda data: data["ds_config"].update(zero_optimization={"stage": 3, "sub_group_size": size or 10**9})
         )
     if options.get("record"):
-        record = json.loads((root / "tag" / "zeroelastic.json").read_text())
-        record["files"] = {name: (root / "tag" / name).stat().st_size for name in record["files"]}
-        (root / "tag" / "zeroelastic.json").write_text(sealed(json.dumps(record)))
+        believe_sizes(root / "tag")
     (root / "latest").write_text("tag")
     return truth

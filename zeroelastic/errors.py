@@ -1,13 +1,15 @@
 """The exception tree: everything zeroelastic raises on purpose derives from ZeroElasticError.
 
 Leaves also inherit the builtin they refine, so ``except ValueError`` written for DeepSpeed keeps working.
-Messages say where, what was found, what was expected and what to do.
+Messages say where, what was found, what was expected and what to do. What to do about a damaged file is the same for
+hundreds of findings, so the class has it (``remedy``), and ``with_remedy`` adds it once, where the error is reported.
 """
 
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel = 3
@@ -69,15 +71,75 @@ def rank_list(numbers: Sequence[int]) -> str:
 
 
 class ZeroElasticError(Exception):
-    """Base of every error raised on purpose by zeroelastic."""
+    """Base of every error raised on purpose by zeroelastic.
+
+    ``remedy`` is what to do about an error of this class. An error whose message says it already is made with another
+    one, such as ``CheckpointError(message, remedy="")``.
+    """
+
+    remedy: str = ""
+
+    def __init__(self, message: str = "", *, remedy: str | None = None) -> None:
+        super().__init__(message)
+        if remedy is not None:
+            self.remedy = remedy
+
+
+def advice(error: ZeroElasticError) -> str:
+    """The message of an error, and its remedy once.
+
+    Example::
+
+        advice(UnreadableError("/ckpt/latest: cannot be read: Permission denied."))
+        # "/ckpt/latest: cannot be read: Permission denied. Restore the access, ..."
+    """
+    message = finding(error)
+    if not error.remedy:
+        return message
+    return f"{message}{'' if message.endswith(('.', ')')) else '.'}{_before_remedy(message)}{error.remedy}"
+
+
+def finding(error: ZeroElasticError) -> str:
+    """The message of an error without its remedy, for a list of findings that have one remedy."""
+    message = str(error)
+    return message.removesuffix(f"{_before_remedy(message)}{error.remedy}") if error.remedy else message
+
+
+def _before_remedy(message: str) -> str:
+    return "\n" if "\n" in message else " "
+
+
+@contextmanager
+def with_remedy() -> Iterator[None]:
+    """Within this context, which is also a decorator, an error of ours gets the remedy of its class into its message.
+
+    Used where errors reach a person: by functions that are called from outside of the package.
+    """
+    try:
+        yield
+    except ZeroElasticError as error:
+        if error.remedy:
+            error.args = (advice(error),)
+        raise
+
+
+_OR_GO_BACK = (
+    "or go back to the newest checkpoint that verifies: `zeroelastic latest DIR --fix`, or "
+    '"fallback": true in a training job.'
+)
+COPY_OR_GO_BACK = f"Copy the checkpoint again from where it is sound, {_OR_GO_BACK}"
 
 
 class CheckpointError(ZeroElasticError, ValueError):
     """A checkpoint that is damaged, incomplete, mixed from several saves, or of a kind that cannot be read."""
 
+    remedy = f"{COPY_OR_GO_BACK} `zeroelastic verify` lists all damage."
+
 
 class MissingFileError(CheckpointError, FileNotFoundError):
     """A file of the checkpoint does not exist."""
+
+    remedy = f"Copy the missing files from where they are, {_OR_GO_BACK}"
 
 
 class UnreadableError(ZeroElasticError, OSError):
@@ -86,17 +148,25 @@ class UnreadableError(ZeroElasticError, OSError):
     This is not a CheckpointError, which means that the checkpoint itself is wrong.
     """
 
+    remedy = "Restore the access, then run it again: the checkpoint may be sound."
+
 
 class SavedAgainError(UnreadableError):
     """A checkpoint that was saved again while it was read, so that the parts read are not of one save."""
+
+    remedy = ""  # each message says it
 
 
 class OldFormatError(CheckpointError):
     """A file in the format of torch.save before 1.6, which is not a zip archive: its payload cannot be addressed."""
 
+    remedy = ""  # each message says it
+
 
 class NewerFormatError(CheckpointError):
     """A file in a format of a later zeroelastic: it may be whole, but this version cannot check it."""
+
+    remedy = ""  # each message says it
 
 
 class DigestMismatchError(CheckpointError):
@@ -105,6 +175,8 @@ class DigestMismatchError(CheckpointError):
 
 class UnsafePickleError(CheckpointError):
     """A pickle that names something outside the allow-list; no part of it was executed."""
+
+    remedy = "Load the file by no other means, unless you know who wrote it."
 
 
 class SaveError(ZeroElasticError, OSError):
@@ -118,9 +190,9 @@ class AbsentRankError(SaveError, TimeoutError):
 class LayoutMismatchError(ZeroElasticError, ValueError):
     """The checkpoint and the model disagree; every disagreement is listed in ``problems``."""
 
-    def __init__(self, summary: str, problems: Iterable[str]) -> None:
+    def __init__(self, summary: str, problems: Iterable[str], *, remedy: str | None = None) -> None:
         self.problems = tuple(problems)
-        super().__init__(summary + "".join(f"\n  - {problem}" for problem in self.problems))
+        super().__init__(summary + "".join(f"\n  - {problem}" for problem in self.problems), remedy=remedy)
 
 
 class ConfigError(ZeroElasticError, ValueError):

@@ -20,6 +20,7 @@ from zeroelastic.checkpoint.commit_record import (
     read_record,
     record_text,
 )
+from zeroelastic.checkpoint.file_table import FileRow, row_text
 from zeroelastic.checkpoint.param_table import param_records, record_checksum
 from zeroelastic.core.digest import ParamContent, ScalarValue, content_root
 from zeroelastic.core.layout import Param
@@ -64,7 +65,7 @@ def test_tensor_parallel_ranks_and_lost_micro_batches_are_mentioned_where_there_
     plain = json.loads(record_text(make()))
     assert set(plain) == {
         "format_version", "checkpoint_format", "save_id", "tag", "world_size", "global_steps", "train_batch_size",
-        "versions", "files", "params", "content_root", "checksum",
+        "versions", "num_files", "files", "params", "content_root", "checksum", "file_rows",
     }  # fmt: skip
     assert all(set(group) == {"trainable", "tensors", "scalars", "rows"} for group in plain["params"])
     slices = (*CONTENTS, *(replace(content, tp_rank=1) for content in CONTENTS))
@@ -166,15 +167,26 @@ def test_what_is_no_record_is_refused(tmp_path, text):
         read_record(tmp_path)
 
 
-def version_2(record: CommitRecord) -> dict:
-    """The JSON of a record as it was written before there were rows: each parameter by itself."""
+def version_3(record: CommitRecord) -> dict:
+    """The JSON of a record as it was written before files were rows: sizes and digests by name."""
     data = json.loads(record_text(record))
+    del data["num_files"], data["file_rows"]
+    data |= {"format_version": 3, "files": dict(record.files)}
+    if record.directories:
+        data["directories"] = dict(record.directories)
+    return {**data, "checksum": record_checksum(data)}
+
+
+def version_2(record: CommitRecord) -> dict:
+    """The JSON of a record as it was written before parameters were rows: each by itself."""
+    data = version_3(record)
     data |= {"format_version": 2, "params": [param.model_dump(mode="json") for param in record.params]}
     return {**data, "checksum": record_checksum(data)}
 
 
 def changed(path: str, value: object, version: int = RECORD_VERSION) -> dict:
-    data = json.loads(record_text(make())) if version >= 3 else version_2(make())
+    written = {2: version_2, 3: version_3, RECORD_VERSION: lambda record: json.loads(record_text(record))}
+    data = written[version](make())
     *parents, last = path.split("/")
     target = data
     for key in parents:
@@ -186,10 +198,11 @@ def changed(path: str, value: object, version: int = RECORD_VERSION) -> dict:
     return data
 
 
-def test_a_record_of_version_2_says_the_same(tmp_path):
-    record = make()
-    old = put_json(tmp_path, version_2(record))
-    assert old == record.model_copy(update={"format_version": 2})
+@pytest.mark.parametrize(("version", "written"), [(2, version_2), (3, version_3)])
+def test_a_record_of_an_older_version_says_the_same(tmp_path, version, written):
+    record = make(directories={"a.pt": "0" * 64})
+    old = put_json(tmp_path, written(record))
+    assert old == record.model_copy(update={"format_version": version})
     assert put(tmp_path, old) == record  # written anew, it is one of this version
 
 
@@ -218,11 +231,22 @@ VIOLATIONS = [
     ("versions", {}),
     ("versions/torch", 2.13),
     ("versions/python", "3.11"),
-    ("files", []),
-    ("files/a.pt", -1),
-    ("files/a.pt", "10"),
-    ("files/a.pt", 1.0),
-    ("files/a.pt", None),
+    ("files", {}),
+    ("files/0", None),
+    ("files/0/name", 3),
+    ("files/0/ranks", 0),
+    ("files/0/ranks", 1),  # no pattern of ranks' files
+    ("files/0/more", 1),
+    ("num_files", 3),
+    ("num_files", "2"),
+    ("file_rows", {}),
+    ("file_rows", []),
+    ("file_rows/1", None),
+    ("file_rows/1", ""),
+    ("file_rows/0", row_text("0" * 32, "a.pt", FileRow(11, None)).replace("11", "10")),
+    ("file_rows/0", row_text("0" * 32, "b.pt", FileRow(10, None))),
+    ("file_rows/0", row_text("1" + "0" * 31, "a.pt", FileRow(10, None))),
+    ("file_rows/0", row_text("0" * 32, "a.pt", FileRow(10, None)).replace(" 10", "\u066110")),
     ("params", {}),
     ("params/0", None),
     ("params/0/rows", ...),
@@ -271,6 +295,17 @@ VIOLATIONS = [
     ("content_root", "0" * 63),
     ("content_root", None),
 ]
+VIOLATIONS_OF_VERSION_3 = [
+    ("files", []),
+    ("files", ...),
+    ("files/a.pt", -1),
+    ("files/a.pt", "10"),
+    ("files/a.pt", 1.0),
+    ("files/a.pt", None),
+    ("directories", {"a.pt": "0"}),
+    ("file_rows", []),
+    ("num_files", 2),
+]
 VIOLATIONS_OF_VERSION_2 = [
     ("params/0", None),
     ("params/1/name", 5),
@@ -298,7 +333,10 @@ VIOLATIONS_OF_VERSION_2 = [
 
 
 @pytest.mark.parametrize(
-    ("path", "value", "version"), [(*case, 3) for case in VIOLATIONS] + [(*case, 2) for case in VIOLATIONS_OF_VERSION_2]
+    ("path", "value", "version"),
+    [(*case, RECORD_VERSION) for case in VIOLATIONS]
+    + [(*case, 3) for case in VIOLATIONS_OF_VERSION_3]
+    + [(*case, 2) for case in VIOLATIONS_OF_VERSION_2],
 )
 def test_a_wrong_field_is_named(tmp_path, path, value, version):
     with pytest.raises(CheckpointError) as caught:
@@ -308,9 +346,10 @@ def test_a_wrong_field_is_named(tmp_path, path, value, version):
     assert path.replace("/", ".") in message
 
 
+@pytest.mark.parametrize("version", [3, RECORD_VERSION])
 @pytest.mark.parametrize("name", ["../a.pt", "/etc/passwd", "a/b", "", "a\0b", "x" * 256])
-def test_files_outside_the_tag_are_refused(tmp_path, name):
-    data = changed("files", {name: 1})
+def test_files_outside_the_tag_are_refused(tmp_path, name, version):
+    data = changed("files", {name: 1}, 3) if version == 3 else changed("files/0/name", name)
     with pytest.raises(CheckpointError, match=r"files.*The commit record is damaged"):
         put_json(tmp_path, data)
 
@@ -381,7 +420,8 @@ json_values = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
     max_leaves=6,
 )
-LEAVES = ["world_size", "files", "versions", "params", "params/0", "params/1/tensors", "params/0/tensors/fp32",
+LEAVES = ["world_size", "files", "files/0", "num_files", "file_rows", "file_rows/0",
+          "versions", "params", "params/0", "params/1/tensors", "params/0/tensors/fp32",
           "params/0/scalars/step", "params/0/rows", "params/0/rows/0",
           "save_id", "tag", "content_root", "format_version"]  # fmt: skip
 

@@ -21,11 +21,10 @@ from synthetic import (
     gather,
     model_name,
     optim_name,
-    sealed,
     write_checkpoint,
 )
 
-from zeroelastic.checkpoint.commit_record import RECORD_NAME
+from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_record, record_text
 from zeroelastic.checkpoint.model_states import frozen_layouts, open_model_states
 from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.checkpoint.param_changes import compare_params
@@ -194,7 +193,7 @@ def test_a_missing_rank_zero_is_named(tmp_path):
     (tmp_path / model_name(0)).unlink()
     with pytest.raises(MissingFileError, match=r"zero_pp_rank_0_mp_rank_00_model_states\.pt is missing"):
         open_checkpoint(tmp_path)
-    with pytest.raises(MissingFileError, match="1 of the files of 2 ranks are missing"):
+    with pytest.raises(MissingFileError, match="1 of the files of 2 ranks is missing"):
         open_checkpoint(tmp_path, near_rank=1)
 
 
@@ -211,7 +210,7 @@ def test_a_world_size_without_end_costs_nothing(tmp_path, size):
     write_checkpoint(tmp_path, world_size=1, frozen=None)
     edit(tmp_path / model_name(0), lambda data: data.update(dp_world_size=size))
     tracemalloc.start()
-    with pytest.raises(MissingFileError, match=f"of {size} ranks are missing"):
+    with pytest.raises(MissingFileError, match=f"of {size:,} ranks are missing"):
         open_checkpoint(tmp_path)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
@@ -280,9 +279,10 @@ def test_a_file_that_is_not_what_the_record_saw_is_refused(tmp_path):
 
 def test_files_that_the_record_names_besides_must_be_there(tmp_path):
     write_checkpoint(tmp_path, world_size=2, record=True)
-    data = json.loads((tmp_path / RECORD_NAME).read_text())
-    data["files"]["more.pt"] = 3
-    (tmp_path / RECORD_NAME).write_text(sealed(json.dumps(data)))
+    record = read_record(tmp_path)
+    assert record is not None
+    more = record.model_copy(update={"files": {**record.files, "more.pt": 3}})
+    (tmp_path / RECORD_NAME).write_bytes(record_text(more))
     with pytest.raises(CheckpointError, match=r"contradicts its commit record: more\.pt is missing"):
         open_checkpoint(tmp_path)
 

@@ -202,7 +202,7 @@ def test_groups_of_experts_are_refused_by_name(tag_dir: Callable[[str], Path]) -
 def test_missing_files_are_named(tag_dir: Callable[[str], Path]) -> None:
     tag = tag_dir("stage2_round_robin_aligned_rank3")
     (tag / OPTIM.format(2)).unlink()
-    with pytest.raises(MissingFileError, match=r"1 of the files of 3 ranks are missing: .*zero_pp_rank_2"):
+    with pytest.raises(MissingFileError, match=r"1 of the files of 3 ranks is missing: .*zero_pp_rank_2"):
         open_checkpoint(tag)
     (tag / MODEL).unlink()
     with pytest.raises(MissingFileError, match="model_states"):

@@ -209,7 +209,7 @@ def _chosen(which: int) -> tuple[str, Path]:
 
 
 def _believe_sizes(tag: Path) -> None:
-    path = tag / RECORD_NAME
+    path = tag / RECORD_NAME  # of version 1, which has no checksum
     if path.exists():
         data = json.loads(path.read_bytes())
         data["files"] = {name: (tag / name).stat().st_size for name in data["files"]}

@@ -142,7 +142,8 @@ def test_a_bucket_without_credentials_is_one_error_line(monkeypatch, tmp_path):
             ]
             done = CliRunner().invoke(app, [verb.partition(" ")[0], *words])
             assert done.exit_code == 1 and no_result(done.stdout), (verb, done.output)
-            assert done.stderr == "error: s3://bucket/run: cannot be listed: Unable to locate credentials.\n"
+            found = "error: s3://bucket/run: cannot be listed: Unable to locate credentials."
+            assert done.stderr == f"{found} {UnreadableError.remedy}\n"
 
 
 def test_a_web_server_that_is_away_is_no_missing_file():

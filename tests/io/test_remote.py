@@ -532,7 +532,7 @@ def test_an_object_deleted_after_the_listing_is_missed(calm, checkpoints):
     calm.client().delete_object(Bucket=BUCKET, Key=f"shrinking/global_step2/{checkpoint.optim_files[1].name}")
     with pytest.raises(MissingFileError, match=checkpoint.optim_files[1].name):
         checkpoint.shard(1)
-    with pytest.raises(MissingFileError, match="1 of the files of 2 ranks are missing"):
+    with pytest.raises(MissingFileError, match="1 of the files of 2 ranks is missing"):
         open_checkpoint(url)
 
 

@@ -128,7 +128,13 @@ def dies_before_it_is_complete(memory: Any) -> None:
     type(memory._run).publish = publish
 
 
-ACTS = {"no memory": no_memory_left, "dies": dies_before_it_is_complete}
+def is_complete_on_one_node_only(memory: Any) -> None:
+    """The other nodes cannot put the generation into its place."""
+    if dist.get_rank() != 0:
+        dies_before_it_is_complete(memory)
+
+
+ACTS = {"no memory": no_memory_left, "dies": dies_before_it_is_complete, "on one node": is_complete_on_one_node_only}
 
 
 def lose(shared: Path, *nodes: int) -> None:
@@ -189,16 +195,19 @@ def test_a_process_is_lost_and_the_nodes_stay(rank_pool: RankPool, tmp_path: Pat
     assert "1 copies of each on other nodes, of 2" in second[0].describes
 
 
-def test_neighbours_that_are_lost_at_once_cost_what_the_disk_has_not(
+def test_of_two_nodes_that_are_lost_at_once_only_neighbours_cost_what_the_disk_has_not(
     rank_pool: RankPool, tmp_path: Path, shared: Path
 ) -> None:
+    """Each of the nodes 0, 2, 1, 3 keeps the copy of the one before, and node 0 that of node 3."""
     directory = str(tmp_path / "ckpt")
-    first = rank_pool.run(run, 4, JOB, directory, shared, [0, 1, 2, 3], 5, save_steps=3)
-    lose(shared, 0, 1, 2)
-    turns = rank_pool.run(run, 2, JOB.other(), directory, shared, [3, 5], 1)
+    first = rank_pool.run(run, 4, JOB, directory, shared / "before", [0, 1, 2, 3], 5, save_steps=3)
+    shutil.copytree(shared / "before", shared / "apart")
+    lose(shared / "apart", 0, 1)
+    continued(first[0], rank_pool.run(run, 3, JOB.other(), directory, shared / "apart", [2, 3, 5], 1), 5)
+    lose(shared / "before", 0, 2)
+    turns = rank_pool.run(run, 3, JOB.other(), directory, shared / "before", [1, 3, 5], 1)
     continued(first[0], turns, 3, tier="directory")
-    assert "step 5 in memory: what rank" in turns[0].start.passed_over[0]
-    assert "saved is on no node that is left" in turns[0].start.passed_over[0]
+    assert turns[0].start.passed_over == ("step 5 in memory: what rank 0 saved is on no node that is left",)
 
 
 @pytest.mark.parametrize("lost", [0, 2, pytest.param(1, marks=pytest.mark.extended)])
@@ -216,17 +225,21 @@ def test_a_lost_node_is_made_again_from_parity(
     continued(turns[0], more, 4)
 
 
-def test_a_flipped_byte_is_noticed_and_the_disk_is_taken(rank_pool: RankPool, tmp_path: Path, shared: Path) -> None:
-    directory = str(tmp_path / "ckpt")
-    first = rank_pool.run(run, 3, JOB, directory, shared, [0, 1, 2], 4, save_steps=3)
-    for path in shared.rglob("complete/*/*optim_states.pt"):
-        if "rank_1_" in path.name:
-            with open(path, "r+b") as file:
-                file.seek(path.stat().st_size // 2)
-                byte = file.read(1)
-                file.seek(-1, 1)
-                file.write(bytes([byte[0] ^ 4]))
-    turns = rank_pool.run(run, 2, JOB.other(), directory, shared, [0, 1], 1)
+@pytest.mark.parametrize("kept", ["copies", pytest.param("parity", marks=pytest.mark.extended)])
+def test_a_flipped_byte_is_noticed_and_the_disk_is_taken(
+    rank_pool: RankPool, tmp_path: Path, shared: Path, kept: str
+) -> None:
+    """In a rank's files, and in the parity that the files of a lost rank are made from."""
+    job, directory = replace(JOB, options={"copies": COPIES, "parity": PARITY}[kept]), str(tmp_path / "ckpt")
+    first = rank_pool.run(run, 3, job, directory, shared, [0, 1, 2], 4, save_steps=3)
+    lose(shared, 2)
+    for path in shared.rglob({"copies": "complete/*/*rank_1_*optim_states.pt", "parity": "complete/*/*.bin"}[kept]):
+        with open(path, "r+b") as file:
+            file.seek(path.stat().st_size // 2)
+            byte = file.read(1)
+            file.seek(-1, 1)
+            file.write(bytes([byte[0] ^ 4]))
+    turns = rank_pool.run(run, 2, job.other(), directory, shared, [0, 1], 1)
     continued(first[0], turns, 3, tier="directory")
     assert "step 4 in memory" in turns[0].start.passed_over[0]
 
@@ -339,15 +352,26 @@ def stock_resume(job: Job, directory: str) -> tuple[int, dict[str, str]]:
     return engine.global_steps, gathered(engine)
 
 
-@pytest.mark.parametrize("stage", [3, pytest.param(2, marks=pytest.mark.extended)])
-def test_stock_deepspeed_loads_the_next_save_after_a_resume_from_memory(
-    rank_pool: RankPool, tmp_path: Path, shared: Path, stage: int
+@pytest.mark.parametrize(
+    "path, stage",
+    [
+        ("copies", 3),
+        pytest.param("copies", 1, marks=pytest.mark.extended),
+        pytest.param("parity", 3, marks=pytest.mark.extended),
+        pytest.param("parity", 2, marks=pytest.mark.extended),
+        pytest.param("disk", 2, marks=pytest.mark.extended),
+    ],
+)
+def test_stock_deepspeed_loads_the_next_save_after_every_way_to_resume(
+    rank_pool: RankPool, tmp_path: Path, shared: Path, path: str, stage: int
 ) -> None:
-    job, directory = replace(JOB, stage=stage), str(tmp_path / "ckpt")
-    rank_pool.run(run, 4, job, directory, shared, [0, 1, 2, 3], 2)
-    lose(shared, 1)
-    turns = rank_pool.run(run, 3, job, directory, shared, [0, 2, 3], 2, save_steps=2)
-    assert turns[0].start.tier == "memory"
+    """From copies, from parity, and from the disk because two neighbours were lost."""
+    job = replace(JOB, stage=stage, options=PARITY if path == "parity" else COPIES)
+    directory = str(tmp_path / "ckpt")
+    rank_pool.run(run, 4, job, directory, shared, [0, 1, 2, 3], 2, save_steps=2)
+    lose(shared, *((0, 2) if path == "disk" else (2,)))
+    turns = rank_pool.run(run, 3, job, directory, shared, [5 if path == "disk" else 0, 1, 3], 2, save_steps=2)
+    assert turns[0].start.tier == ("directory" if path == "disk" else "memory")
     stock = replace(job, installed=False, elastic=False, perturb=0.5)
     for step, seen in rank_pool.run(stock_resume, 3, stock, directory):
         assert (step, seen) == (4, turns[0].gathered)

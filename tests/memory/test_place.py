@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from zeroelastic.errors import SaveError
@@ -200,7 +201,29 @@ def test_a_reaper_holds_no_connection_of_the_worker(tmp_path: Path) -> None:
         if name.isdecimal() and str(tmp_path / "job").encode() in _command(int(name))
     ]
     os.kill(reaper, signal.SIGKILL)
-    os.waitpid(reaper, 0)
+
+
+ALONE = """
+import os, sys, time
+from zeroelastic.memory.launcher import Launcher
+from zeroelastic.memory.reaper import start_reaper
+start_reaper(os.getpid(), Launcher.of(os.getpid()).started, sys.argv[1])
+print(os.path.exists(f"{sys.argv[1]}/reaper.lock"), flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_reaper_outlives_a_kill_of_all_processes_that_descend_from_the_launcher(tmp_path: Path) -> None:
+    (tmp_path / "job").mkdir()
+    job = subprocess.Popen([sys.executable, "-c", ALONE, str(tmp_path / "job")], stdout=subprocess.PIPE, text=True)
+    assert job.stdout is not None
+    try:
+        assert job.stdout.readline() == "True\n", "the reaper waits"
+        assert psutil.Process(job.pid).children(recursive=True) == []
+    finally:
+        job.kill()
+        job.communicate()
+    until(lambda: not (tmp_path / "job").exists(), "the reaper removes the directory")
 
 
 def _command(pid: int) -> bytes:

@@ -12,6 +12,7 @@ import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import places
@@ -22,10 +23,10 @@ from documentation import documented_keys
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from places import ROOT
-from synthetic import GROUPS, edit, edit_optim, model_name, optim_name, sealed, write_checkpoint
+from synthetic import GROUPS, believe_sizes, edit, edit_optim, model_name, optim_name, sealed, write_checkpoint
 
 import zeroelastic
-from zeroelastic.checkpoint.commit_record import RECORD_NAME
+from zeroelastic.checkpoint.commit_record import RECORD_NAME, RECORD_VERSION
 from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.errors import CheckpointError, MissingFileError, UnsupportedError
 from zeroelastic.offline.verify.header_check import Problem, check_headers
@@ -288,6 +289,12 @@ def test_a_flipped_bit_of_a_modules_buffer_is_found(tag_dir: Path) -> None:
     assert problem.file == path.name and "no parameter or optimizer state" in problem.sentence
 
 
+def opened_as(content: bytearray) -> Callable[[Path], SimpleNamespace]:
+    """What opens any file with this content."""
+    file = SimpleNamespace(read=lambda offset, nbytes: bytes(content[offset : offset + nbytes]), close=lambda: None)
+    return lambda path: file
+
+
 def test_any_bit_of_an_archive_that_is_not_payload_matters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "small.pt"
     torch.save({"a": torch.arange(5), "b": torch.empty(0), "c": torch.ones(3, dtype=torch.bfloat16)}, path)
@@ -296,7 +303,7 @@ def test_any_bit_of_an_archive_that_is_not_payload_matters(tmp_path: Path, monke
     assert not found.faults and found.folder == "small"
     payload = {at for record in found.records for at in range(record.offset, record.offset + record.nbytes)}
     damaged = bytearray(data)
-    monkeypatch.setattr(zip_reader, "read_range", lambda path, offset, nbytes: bytes(damaged[offset : offset + nbytes]))
+    monkeypatch.setattr(zip_reader, "LocalFile", opened_as(damaged))
     unseen = []
     for at in range(len(data)):
         for bit in range(8) if at not in payload else ():
@@ -319,7 +326,7 @@ def test_no_damage_of_an_archive_brings_its_reader_down(data: st.DataObject) -> 
         at = data.draw(st.integers(max(0, len(content) - 2500), len(content) - 1))
         content[at : at + data.draw(st.integers(1, 8))] = data.draw(st.binary(min_size=1, max_size=8))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(zip_reader, "read_range", lambda path, offset, n: bytes(content[offset : offset + n]))
+        patch.setattr(zip_reader, "LocalFile", opened_as(content))
         try:
             for record in read_zip_records(path, len(content)).records:
                 assert 0 <= record.offset <= record.offset + record.nbytes <= len(content)
@@ -374,9 +381,8 @@ def test_a_flipped_bit_of_the_record_is_found(tag_dir: Path, kind: str) -> None:
 
 def test_a_damaged_record_does_not_hide_a_damaged_file(samples: Path, tmp_path: Path) -> None:
     tag_dir = copy(samples, tmp_path, "elastic")
-    (tag_dir / RECORD_NAME).write_text(
-        (tag_dir / RECORD_NAME).read_text().replace('"format_version": 3', '"format_version": 0')
-    )
+    text = (tag_dir / RECORD_NAME).read_text()
+    (tag_dir / RECORD_NAME).write_text(text.replace(f'"format_version": {RECORD_VERSION}', '"format_version": 0'))
     flip(optim(tag_dir, 1), records(optim(tag_dir, 1))["data/0"].offset)
     report = verify_checkpoint(tag_dir)
     assert files_of(report) == {RECORD_NAME, optim_name(1)}
@@ -512,10 +518,7 @@ def test_an_altered_rigid_file_is_found_by_the_record(samples: Path, tmp_path: P
 
     path = optim(tag_dir, 1)
     edit_optim(path, alter)
-    text = (tag_dir / RECORD_NAME).read_text()
-    size = re.search(rf'"{path.name}": (\d+)', text)
-    assert size is not None
-    (tag_dir / RECORD_NAME).write_text(sealed(text.replace(size[0], f'"{path.name}": {path.stat().st_size}')))
+    believe_sizes(tag_dir)
     problem, other = verify_checkpoint(tag_dir).problems
     assert other.file == path.name and f"is not the one that {RECORD_NAME} states" in other.sentence
     assert (problem.param, problem.key) == ("model.embed_tokens.weight", "exp_avg")
@@ -538,9 +541,7 @@ def test_an_altered_file_of_stages_1_and_2_is_found_by_the_record(tmp_path: Path
         state["base_optimizer_state"]["state"][group]["exp_avg"][offset] += 1
 
     edit_optim(path, alter)
-    text = (tag_dir / RECORD_NAME).read_text()
-    text = re.sub(rf'"{path.name}": \d+', f'"{path.name}": {path.stat().st_size}', text)
-    (tag_dir / RECORD_NAME).write_text(sealed(text))
+    believe_sizes(tag_dir)
     report = verify_checkpoint(tag_dir)
     assert files_of(report) == {path.name}
     of_tensor = next(problem for problem in report.problems if problem.param)

@@ -27,5 +27,5 @@ def test_the_committed_campaign_has_so_many_kills() -> None:
     assert result["kills"] >= 200 and result["files_left_in_memory"] == 0
     assert min(outcomes["a node killed"], outcomes["a worker killed"]) >= 50
     assert min(outcomes[f"killed during the {phase}"] for phase in ("copy", "exchange", "swap")) >= 25
-    assert {job["kind"] for job in result["jobs"]} == {"copies", "parity"}
+    assert {(job["kind"], job["stage"]) for job in result["jobs"]} == {("copies", 3), ("parity", 2)}
     assert not [what for what in outcomes if "steps lost, from memory" in what and what[0] not in "01"]

@@ -31,7 +31,7 @@ SYSTEM_LIBRARIES = {"libc.so.6", "libm.so.6", "libpthread.so.0", "libstdc++.so.6
 
 @pytest.fixture(scope="module")
 def wheel() -> Path:
-    found = sorted((ROOT / "dist").glob("*.whl"))
+    found = sorted((ROOT / "dist").glob(f"*_{os.uname().machine}.whl"))
     if not found and not os.environ.get("CI"):
         pytest.skip("there is no wheel in dist; `make dist` builds it")
     (only,) = found

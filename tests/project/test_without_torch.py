@@ -58,10 +58,17 @@ def test_a_tensor_of_the_library_becomes_an_array_but_no_torch_tensor(no_torch: 
 
 @pytest.mark.parametrize(
     "code",
-    ["import zeroelastic.elastic", "zeroelastic.resume", "import zeroelastic.run", "from zeroelastic import resume"],
+    [
+        "import zeroelastic.elastic",
+        "zeroelastic.resume",
+        "import zeroelastic.run",
+        "from zeroelastic import resume",
+        "import zeroelastic.testing.sample",
+    ],
 )
-def test_what_trains_names_the_extra_when_it_is_imported(code: str) -> None:
-    what = "zeroelastic.run" if code.endswith("run") else "zeroelastic.elastic"
+def test_what_needs_torch_names_the_extra_when_it_is_imported(code: str) -> None:
+    named = next((name for name in ("run", "testing.sample") if code.endswith(name)), "elastic")
+    what = f"zeroelastic.{named}"
     script = f"import sys, zeroelastic, zeroelastic.extras as extras\nextras.find_spec = lambda name: None\n{code}"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1 and done.stderr.endswith(f"MissingPackageError: {what} needs PyTorch, {HOW}\n")

@@ -86,6 +86,8 @@ def run(tmp_path: Path) -> Path:
 
 def test_the_newest_stay_and_the_others_go(run: Path) -> None:
     nbytes = sum(path.stat().st_size for tag in ("s1", "s2", "s3") for path in (run / tag).iterdir())
+    said = prune(run, "--keep", 2, "--dry-run").stderr
+    assert "not contents; `zeroelastic latest DIR` reads every byte" in said, "a damaged one may be the newest"
     planned = document(run, "--keep", 2, "--dry-run")
     assert tags(run) == {"s1", "s2", "s3", "s4", "s5", "logs"} and planned["removed"] == []
     assert [tag["action"] for tag in planned["tags"]] == ["kept"] * 2 + ["would be removed"] * 3

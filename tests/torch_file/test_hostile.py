@@ -314,7 +314,7 @@ CASES = {
     "a record of 2^63 ranks": Case(lambda tag, out: edit_record(tag, world_size=1 << 63), "world_size"),
     "a record of 16 million ranks": Case(lambda tag, out: edit_record(tag, world_size=1 << 24), "16777216"),
     "a record that claims other files": Case(
-        lambda tag, out: edit_record(tag, files={"../../etc/passwd": 1}), "zeroelastic.json: files"
+        lambda tag, out: edit_record(tag, files=[{"name": "../../etc/passwd"}]), "zeroelastic.json: files"
     ),
     "a number of a million digits": Case(
         lambda tag, out: write_record(tag, b'{"format_version": ' + b"1" * 1_000_000 + b"}"), "zeroelastic.json: "

@@ -8,10 +8,26 @@ input: validated in one pass before anything uses it.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
-from pydantic import Field, StringConstraints, ValidationError
+from pydantic import Field, SkipValidation, StringConstraints, ValidationError
 
+from zeroelastic.checkpoint.file_table import (
+    MAX_RANKS,
+    ROW_BYTES,
+    ROWS_BEGIN,
+    ROWS_END,
+    FileDirectories,
+    FileNames,
+    FileRow,
+    FileRows,
+    FileSizes,
+    names_json,
+    names_of_json,
+    read_row,
+    rows_text,
+)
 from zeroelastic.checkpoint.param_table import (
     ParamTable,
     Schema,
@@ -24,10 +40,10 @@ from zeroelastic.checkpoint.param_table import (
 from zeroelastic.core.digest import ParamContent
 from zeroelastic.errors import CheckpointError, MissingFileError, NewerFormatError, without_pydantic
 from zeroelastic.io.paths import FilePath
-from zeroelastic.io.storage import read_range, read_whole
+from zeroelastic.io.storage import file_size, read_range, read_whole
 
 RECORD_NAME = "zeroelastic.json"
-RECORD_VERSION = 3
+RECORD_VERSION = 4
 
 _HEAD_BYTES = 4096
 _MAX_RECORD_BYTES = 1 << 30  # about 100 bytes a parameter: ten million of them
@@ -46,9 +62,28 @@ class Versions(Schema):
     torch: str
 
 
+class _Files(Schema):
+    """A name, or with ``ranks`` the names of that many ranks' files, in a record of version 4."""
+
+    name: _FileName
+    ranks: Annotated[int, Field(ge=1, le=MAX_RANKS)] | None = None
+
+
+class _ListOfFiles(Schema):
+    num_files: Annotated[int, Field(ge=0)]
+    files: list[_Files]
+
+
+class _FilesOfVersion3(Schema):
+    files: dict[_FileName, Annotated[int, Field(ge=0, lt=1 << 63)]]
+    directories: dict[_FileName, _Root] = Field(default={})
+
+
 class CommitRecord(Schema):
     """The whole record. Invariant: ``content_root`` is the root of ``params``, checked when it is read.
 
+    ``files`` are sizes in bytes by name; of a record that ``read_record_by_range`` read, they and ``directories`` are
+    read as they are asked for.
     ``directories`` are the digests of the files' zip directories (``torchfile.directory_digest``), which hold the name,
     place, size and CRC-32 of everything in a file; files that are no zip archives, and older records, have none. Of
     ``mp_rank_XX_model_states.pt`` on node-local disks, a node's record states the node's own.
@@ -68,8 +103,8 @@ class CommitRecord(Schema):
     committed_at: Annotated[float, Field(gt=0, lt=1 << 40)] | None = None
     parent: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")] | None = None
     versions: Versions
-    files: dict[_FileName, Annotated[int, Field(ge=0)]]
-    directories: dict[_FileName, _Root] = Field(default={})
+    files: Annotated[Mapping[str, int], SkipValidation]
+    directories: Annotated[Mapping[str, str], SkipValidation] = Field(default={})
     params: ParamTable
     content_root: _Root
 
@@ -101,9 +136,45 @@ def read_record(tag_dir: FilePath) -> CommitRecord | None:
         raise NewerFormatError(
             f"{path}: format version {version} is newer than {RECORD_VERSION}. Upgrade zeroelastic to load it."
         )
+    return _record_of(path, data, version)
+
+
+def read_record_by_range(tag_dir: FilePath) -> tuple[CommitRecord | None, int]:
+    """The commit record of a tag directory without the rows of its files, and the bytes that were read of it.
+
+    Rows are read later, by range, and checked then; those of a record that zeroelastic has not written, or an older
+    version has, are read here. Returns and raises as ``read_record``.
+    """
+    path = tag_dir / RECORD_NAME
+    size = file_size(path)
+    if size is None:
+        return None, 0
+    text = read_range(path, 0, _HEAD_BYTES)
+    short = _short_head(text) or {}
+    num_files = short.get("num_files")
+    end = size - len(ROWS_END) - num_files * ROW_BYTES if type(num_files) is int and num_files >= 0 else 0
+    if short.get("format_version") == RECORD_VERSION and len(ROWS_BEGIN) < end <= _MAX_RECORD_BYTES:
+        text = text[:end] + read_range(path, len(text), end - len(text))
+        data = _object(text.removesuffix(ROWS_BEGIN) + b"}") if text.endswith(ROWS_BEGIN) else None
+        if data is not None and "file_rows" not in data:
+            return _record_of(path, data, RECORD_VERSION, rows_offset=end), len(text)
+    return read_record(tag_dir), size
+
+
+def with_rows_at(record: CommitRecord, tag_dir: FilePath | None) -> CommitRecord:
+    """A record whose rows are read as they are asked for, from a directory; None where it is sent to other ranks."""
+    if not isinstance(record.files, FileSizes):
+        return record
+    rows = record.files.rows.at(None if tag_dir is None else tag_dir / RECORD_NAME)
+    return record.model_copy(update={"files": FileSizes(rows), "directories": FileDirectories(rows)})
+
+
+def _record_of(path: FilePath, data: object, version: object, *, rows_offset: int | None = None) -> CommitRecord:
+    """The record of its JSON, checked; its rows are at ``rows_offset`` of the file, or in the JSON."""
     checksum = data.pop("checksum", None) if isinstance(data, dict) else None
+    version = version if type(version) is int and version > 0 else RECORD_VERSION
     try:
-        record, found = _validated(data, version if type(version) is int and version > 0 else RECORD_VERSION)
+        record, found = _validated(data, version, None if rows_offset is None else path, rows_offset or 0)
     except (ValidationError, RecursionError, CheckpointError) as error:
         raise CheckpointError(f"{path}: {_first_problem(error)}. The commit record is damaged.") from None
     root = record.params.root
@@ -113,7 +184,7 @@ def read_record(tag_dir: FilePath) -> CommitRecord | None:
             "record is damaged."
         )
     # Older records may have neither directories nor a checksum.
-    if checksum != found and (checksum is not None or record.directories or record.format_version >= 3):
+    if checksum != found and (checksum is not None or version >= 3 or record.directories):
         raise CheckpointError(
             f"{path}: its checksum is {str(checksum)[:12]}..., its content gives {found[:12]}.... The commit "
             "record is damaged, or was edited by hand."
@@ -121,12 +192,38 @@ def read_record(tag_dir: FilePath) -> CommitRecord | None:
     return record
 
 
-def _validated(data: object, version: int) -> tuple[CommitRecord, str]:
-    """The record of its JSON, whose table is taken out of it, and the checksum that it should have."""
+def _validated(data: object, version: int, path: FilePath | None, rows_offset: int) -> tuple[CommitRecord, str]:
+    """The record of its JSON, whose tables are taken out of it, and the checksum that it should have."""
     if not isinstance(data, dict):
         data = {"the document": data}
+    rows = data.pop("file_rows", None) if version >= 4 else None
     params, checksum = read_params(data, version)
-    return CommitRecord.model_validate({**data, "params": params}), checksum
+    of_files = {key: data.pop(key) for key in ("num_files", "files", "directories") if key in data}
+    record = CommitRecord.model_validate({**data, "files": {}, "params": params})
+    if version < 4:
+        old = _FilesOfVersion3.model_validate(of_files)
+        return record.model_copy(update={"files": old.files, "directories": old.directories}), checksum
+    return record.model_copy(update=_read_files(record.save_id, of_files, rows, path, rows_offset)), checksum
+
+
+def _read_files(
+    save_id: str, data: Mapping[str, object], rows: object, path: FilePath | None, offset: int
+) -> dict[str, Mapping[str, int] | Mapping[str, str]]:
+    """The sizes and the digests of files, of the rows in the JSON or, with ``path``, of those in the file."""
+    listed = _ListOfFiles.model_validate(data)
+    names = names_of_json([(entry.name, entry.ranks) for entry in listed.files])
+    if listed.num_files != len(names):
+        raise CheckpointError(f"num_files: is {listed.num_files}, but files names {len(names)}")
+    if path is not None:
+        lazy = FileRows(path, names, save_id, offset)
+        return {"files": FileSizes(lazy), "directories": FileDirectories(lazy)}
+    if not isinstance(rows, list) or len(rows) != len(names):
+        raise CheckpointError(f"file_rows: should be a list of {len(names)} rows")
+    found = {name: read_row(save_id, names, place, rows[place]) for place, name in enumerate(names)}
+    return {
+        "files": {name: row.size for name, row in found.items()},
+        "directories": {name: row.directory for name, row in found.items() if row.directory is not None},
+    }
 
 
 def read_head(path: FilePath) -> dict[str, object]:
@@ -137,13 +234,18 @@ def read_head(path: FilePath) -> dict[str, object]:
     head = read_range(path, 0, _HEAD_BYTES)
     if not head:
         raise CheckpointError(f"{path}: is empty.")
-    short, found, _ = head.partition(b',\n "versions": ')
-    data = _object(short + b"}") if found else None
+    data = _short_head(head)
     if data is None:
         data = _object(read_whole(path, limit=_MAX_RECORD_BYTES))
     if data is None:
         raise CheckpointError(f"{path}: is not JSON. The commit record is damaged.")
     return data
+
+
+def _short_head(head: bytes) -> dict[str, object] | None:
+    """What stands before ``versions`` in the first bytes of a record; None where zeroelastic has not written it."""
+    short, found, _ = head.partition(b',\n "versions": ')
+    return _object(short + b"}") if found else None
 
 
 def _object(text: bytes) -> dict[str, object] | None:
@@ -163,15 +265,22 @@ def _first_problem(error: Exception) -> str:
 
 
 def record_text(record: CommitRecord) -> bytes:
-    """The bytes of ``zeroelastic.json``: one parameter a line, so that two records can be compared by eye.
+    """The bytes of ``zeroelastic.json``: one parameter and one file a line, so that records can be compared by eye.
 
     Records of older versions become ones of this version.
 
-    Tensor parallelism, lost micro batches, directories, time and parent are not mentioned where there are none.
+    Tensor parallelism, lost micro batches, time and parent are not mentioned where there are none.
     """
-    data = {**record.model_dump(mode="json", exclude={"params"}), "format_version": RECORD_VERSION}
-    if not record.directories:
-        del data["directories"]
+    names = FileNames.of(record.files)
+    fields = record.model_dump(mode="json", exclude={"params", "files", "directories", "versions", "content_root"})
+    data = {
+        **fields,
+        "format_version": RECORD_VERSION,
+        "num_files": len(names),
+        "versions": record.versions.model_dump(mode="json"),
+        "files": names_json(names),
+        "content_root": record.content_root,
+    }
     if record.tp_size == 1:
         del data["tp_size"]
     if record.lost_micro_batches == 0:
@@ -183,4 +292,6 @@ def record_text(record: CommitRecord) -> bytes:
     rows = [list(group_rows(group)) for group in record.params.groups]
     data["checksum"] = checksum_of({**data, "params": groups}, rows)
     head = json.dumps(data, indent=1).removesuffix("\n}")
-    return b"".join([head.encode(), b',\n "params": [\n  ', *table_text(groups, rows), b"\n ]\n}\n"])
+    files = {name: FileRow(size, record.directories.get(name)) for name, size in record.files.items()}
+    rows_of_files = rows_text(record.save_id, names, files)
+    return b"".join([head.encode(), b',\n "params": [\n  ', *table_text(groups, rows), b"\n ]", *rows_of_files])

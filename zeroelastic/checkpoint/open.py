@@ -13,6 +13,7 @@ from typing import NamedTuple, overload
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, CommitRecord, read_record
 from zeroelastic.checkpoint.file_names import model_file_name, parse_rank_file
+from zeroelastic.checkpoint.file_table import FileNames, FileSizes
 from zeroelastic.checkpoint.model_states import ModelStates, model_states_of, open_model_states
 from zeroelastic.checkpoint.one_save import pin
 from zeroelastic.checkpoint.optimizer_file import Shard
@@ -24,7 +25,7 @@ from zeroelastic.checkpoint.tensor_parallel import (
     other_tp_size,
 )
 from zeroelastic.checkpoint.unfinished import refuse_unfinished
-from zeroelastic.errors import CheckpointError, MissingFileError, UnsupportedError, some
+from zeroelastic.errors import CheckpointError, MissingFileError, UnsupportedError, counted, some
 from zeroelastic.io.paths import FilePath, RemotePath, as_path
 from zeroelastic.io.storage import file_sizes
 from zeroelastic.torch_file.header import Blocks, read_torch_file
@@ -36,7 +37,8 @@ _ON_NO_NODE = "The nodes that hold it have to take part, or use an older tag."
 class Listing:
     """What the ranks of a job found in a tag directory together: the ``names`` of its files, and its ``record``.
 
-    ``sizes`` are those of the files that this rank has looked at for all. ``world_size`` is what headers say where
+    ``sizes`` are those of the files that this rank has looked at for all: where many ranks share the work, few of them,
+    and ``names`` are patterns. ``world_size`` is what headers say where
     there is no record, if that is known. ``over_nodes``: the ranks see different directories, and this is what any of
     them sees; ``remote_files`` are the files that only other ranks see. ``record_bytes`` is what this rank read of the
     record.
@@ -153,7 +155,9 @@ class Checkpoint:
     def header_bytes(self) -> int:
         """Bytes read so far for headers, scalars and the commit record."""
         shards = sum(shard.header_bytes for shard in self._shards.values())
-        return shards + sum(model.header_bytes for model in self._models.values()) + self.record_bytes
+        files = self.record.files if self.record is not None else None
+        rows = files.rows.bytes_read if isinstance(files, FileSizes) else 0
+        return shards + sum(model.header_bytes for model in self._models.values()) + self.record_bytes + rows
 
     @property
     def opened(self) -> tuple[FilePath, ...]:
@@ -292,7 +296,8 @@ def _check_none_missing(
         gone = [str(rank) for rank in range(world_size) if any(rank in due and rank not in has for has, due in seen)]
         why = f"incomplete: no rank of this run sees what {some(gone)} of the saved ranks wrote. {_ON_NO_NODE}"
     raise MissingFileError(
-        f"{tag_dir}: {num_missing} of the files of {world_size} ranks are missing: {missing}. The checkpoint is {why}"
+        f"{tag_dir}: {num_missing} of the files of {counted(world_size, 'rank')} {'is' if num_missing == 1 else 'are'} "
+        f"missing: {missing}. The checkpoint is {why}"
     )
 
 
@@ -385,10 +390,13 @@ def rank_files(tag_dir: FilePath, names: Iterable[str], tp_rank: int | None = No
 
 def _check_sizes(tag_dir: FilePath, names: Collection[str], sizes: Mapping[str, int], record: CommitRecord) -> None:
     """Raise CheckpointError unless all files of the record are there, with its sizes where these are known."""
+    want = record.files
+    all_there = isinstance(want, FileSizes) and isinstance(names, FileNames) and want.rows.names <= names
+    missing = [] if all_there else [name for name in want if name not in names]
+    other = [name for name, size in sizes.items() if name in want and size != want[name]]
     wrong = [
-        f"{name} has {sizes[name]} bytes, not {want}" if name in names else f"{name} is missing"
-        for name, want in sorted(record.files.items())
-        if name not in names or sizes.get(name, want) != want
+        f"{name} has {sizes[name]} bytes, not {want[name]}" if name in sizes else f"{name} is missing"
+        for name in sorted([*missing, *other])
     ]
     if wrong:
         raise CheckpointError(

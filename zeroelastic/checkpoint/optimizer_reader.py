@@ -258,7 +258,8 @@ def _flat_groups(file: TorchFile, state: _State, layout: Layout) -> list[TensorR
                 f"{file.path}: has no elements in fp32_flat_groups[{i}]: DeepSpeed saved it from a run with "
                 "offload_optimizer on NVMe, and left master weights and optimizer state to raw copies of swap "
                 "files (offloaded_tensors/rankNN), which do not say what is in them. Save such runs with "
-                "elastic_checkpoint on: all of it is then in the files, for any world size."
+                "elastic_checkpoint on: all of it is then in the files, for any world size.",
+                remedy="",
             )
         if flat.shape != (want,):
             raise damaged(

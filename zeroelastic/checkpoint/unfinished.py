@@ -91,5 +91,6 @@ def refuse_unfinished(tag_dir: FilePath, names: Container[str]) -> None:
     if UNFINISHED_NAME in names and RECORD_NAME not in names:
         raise CheckpointError(
             f"{tag_dir}: its save, or its removal, is on its way or did not finish ({UNFINISHED_NAME}, and no "
-            f"{RECORD_NAME}). Resume from another tag; `zeroelastic prune` removes what a dead save has left."
+            f"{RECORD_NAME}). Resume from another tag; `zeroelastic prune` removes what a dead save has left.",
+            remedy="",
         )

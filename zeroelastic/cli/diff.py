@@ -103,9 +103,14 @@ def _show(found: DiffReport, show_all: bool) -> None:
         if values:
             table(title, "what", "A", "B", rows=[(v.what, v.left or "-", v.right or "-") for v in values])
     if found.left_root is not None and found.left_root == found.right_root:
-        print_styled("content root ", found.left_root[:12], " of both")
+        print_styled("content root ", found.left_root[:12], " in the commit records of both")
+        if any(not tensor.equal for tensor in found.tensors):
+            print_styled(
+                ("note", "yellow"),
+                ": the same was saved, so one of them was damaged later; zeroelastic verify says which",
+            )
     elif found.left_root is not None and found.right_root is not None:
-        print_styled(f"content roots {found.left_root[:12]} and {found.right_root[:12]}")
+        print_styled(f"content roots {found.left_root[:12]} and {found.right_root[:12]} in the commit records")
     count = f"{len(found.tensors) - len(differing)} of {len(found.tensors)} common tensors are equal bit for bit"
     print_styled(
         ("Equal: ", "green") if found.equal else ("Different: ", "bold red"),

@@ -63,6 +63,8 @@ def inspect(
         print_document(report.to_json())
     else:
         _show(report.inspection, report.params, pattern=params)
+        if report.remedy is not None:
+            print_wrapped(report.remedy, first="", rest="")
         print_written(html)
     if report.problems:
         raise typer.Exit(INVALID)
@@ -83,6 +85,9 @@ def _show(found: Inspection, params: tuple[ParamInfo, ...], *, pattern: str | No
         print_styled((f"\n{text}", "bold"))
 
     print_styled((found.path, "bold"))
+    if not found.num_files:  # nothing was opened: the problems say why
+        _show_findings(found)
+        return
     ranks = None if found.world_size is None else counted(found.world_size, "rank")
     tensor_parallel = f"{found.tp_size} tensor parallel" if found.tp_size not in (None, 1) else None
     stage = f"ZeRO stage {found.stage}" if found.stage not in (None, 3) else None
@@ -136,6 +141,10 @@ def _show(found: Inspection, params: tuple[ParamInfo, ...], *, pattern: str | No
         if names:
             heading(f"Files {label}")
             _print_first([(name,) for name in names], found.num_missing if label == "missing" else 0)
+    _show_findings(found)
+
+
+def _show_findings(found: Inspection) -> None:
     for title, style, texts in (
         ("Notes", "yellow", found.notes),
         ("Not supported", "bold red", found.unsupported),

@@ -17,6 +17,8 @@ from zeroelastic.cli.output.show import log_line, print_columns, print_document
 if TYPE_CHECKING:
     from zeroelastic.library.prune import PruneReport
 
+_COPY_ONE = "Copy one again from where it is sound; `zeroelastic verify` lists what is wrong with each."
+
 
 def prune(
     directory: Annotated[
@@ -71,8 +73,8 @@ def prune(
         undecided = any(decision.undecided for decision in plan.decisions)
         if as_json:
             raise typer.Exit(FAILED if undecided else INVALID)
-        kind = UnreadableError if undecided else CheckpointError
-        raise kind(f"{plan.root}: no checkpoint verifies, so that none is removed.")
+        text = f"{plan.root}: no checkpoint verifies, so that none is removed."
+        raise UnreadableError(text) if undecided else CheckpointError(text, remedy=_COPY_ONE)
 
 
 def _what(report: PruneReport) -> str:
@@ -104,6 +106,10 @@ def _show(report: PruneReport) -> None:
     ]
     if rows:
         print_columns(rows, right=frozenset({2}), indent="")
+    if plan.removals and report.dry_run:
+        log_line(
+            "Sizes and records were checked, not contents; `zeroelastic latest DIR` reads every byte of the newest."
+        )
     if plan.leftovers:
         typer.echo(f"{'would finish' if report.dry_run else 'finished'} an interrupted removal")
     if not report.dry_run:

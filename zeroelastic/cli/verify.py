@@ -10,7 +10,7 @@ from zeroelastic.cli.output.distributed import DistributedOption, processes_of
 from zeroelastic.cli.output.options import ForceOption, HtmlOption, JsonOption, QuietOption, TagOption
 from zeroelastic.cli.output.outcome import INVALID
 from zeroelastic.cli.output.progress import progress_of
-from zeroelastic.cli.output.show import print_document, print_styled, print_written
+from zeroelastic.cli.output.show import print_document, print_styled, print_wrapped, print_written
 from zeroelastic.errors import counted
 
 if TYPE_CHECKING:
@@ -109,6 +109,8 @@ def _show(report: VerifyReport) -> None:
     if more > 0:
         print_styled(f"        and {more} more; --json lists them all")
     print_styled(("Invalid: ", "bold red"), _blame(report.problems))
+    if report.remedy is not None:
+        print_wrapped(report.remedy, first="", rest="")
 
 
 def _blame(problems: tuple[Problem, ...]) -> str:

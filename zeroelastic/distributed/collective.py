@@ -18,8 +18,8 @@ from zeroelastic.errors import LayoutMismatchError, RemoteRankError, ZeroElastic
 T = TypeVar("T")
 U = TypeVar("U")
 
-Description = tuple[str, str, tuple[str, ...]]
-"""An error as it is sent to other ranks: the name of its type, its message, and the problems that it lists."""
+Description = tuple[str, str, tuple[str, ...], str | None]
+"""An error as it is sent to other ranks: the name of its type, its message, the problems that it lists, its remedy."""
 
 _AGREED = "_zeroelastic_agreed"
 
@@ -99,15 +99,23 @@ def _gathered(value: T, *, to_all: bool) -> list[T]:
         return [value]
     data = pickle.dumps(value)
     nbytes = maximum([len(data)])[0]
+    # a pickle ends where it says it does
+    return [pickle.loads(part) for part in gather_bytes(data.ljust(nbytes, b"\0"), to_all=to_all)]
+
+
+def gather_bytes(data: bytes, *, to_all: bool) -> list[bytes]:
+    """The bytes of every rank, by rank, on rank 0 or on all; they are equally many on all ranks. Collective."""
+    if dist.get_world_size() == 1:
+        return [data]
     group = _group.get()
-    own = torch.frombuffer(bytearray(data.ljust(nbytes, b"\0")), dtype=torch.uint8).to(collective_device(group))
+    own = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(collective_device(group))
     receives = to_all or dist.get_rank() == 0
     parts = [torch.empty_like(own) for _ in range(dist.get_world_size())] if receives else []
     if to_all:
         dist.all_gather(parts, own, group=group)
     else:
         dist.gather(own, parts or None, dst=0, group=group)
-    return [pickle.loads(part.cpu().numpy().data) for part in parts]  # which ends where the pickle does
+    return [part.cpu().numpy().tobytes() for part in parts]
 
 
 def broadcast(value: T) -> T:
@@ -196,12 +204,12 @@ def _raise(failure: Exception | None, failures: list[Description | None]) -> NoR
 def _describe(error: Exception | None) -> Description | None:
     if error is None:
         return None
-    return type(error).__name__, str(error), getattr(error, "problems", ())
+    return type(error).__name__, str(error), getattr(error, "problems", ()), getattr(error, "remedy", None)
 
 
 def _combined(failures: dict[int, Description]) -> ZeroElasticError:
     first = min(failures)
-    name, message, problems = failures[first]
+    name, message, problems, remedy = failures[first]
     others = {failed[1]: rank for rank, failed in sorted(failures.items(), reverse=True) if failed[1] != message}
     for other, rank in sorted(others.items(), key=lambda item: item[1]):
         message += f"\n(rank {rank}: {other})"
@@ -209,9 +217,9 @@ def _combined(failures: dict[int, Description]) -> ZeroElasticError:
     if not (isinstance(kind, type) and issubclass(kind, ZeroElasticError)):
         return RemoteRankError(f"rank {first} failed with {name}: {message}")
     if issubclass(kind, LayoutMismatchError):
-        error = LayoutMismatchError(message, ())
+        error = LayoutMismatchError(message, (), remedy=remedy)
         error.problems = problems
         return error
-    made = kind(message)
+    made = kind(message, remedy=remedy)
     assert isinstance(made, ZeroElasticError)
     return made

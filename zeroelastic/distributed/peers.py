@@ -22,6 +22,12 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+class UnderWay(Protocol):
+    """An exchange that was begun: complete when ``wait`` returns, which raises RuntimeError where a peer is gone."""
+
+    def wait(self) -> Any: ...
+
+
 class Peers(Protocol):
     """Some processes, each with a rank among them. The methods are collective."""
 
@@ -42,7 +48,7 @@ class Peers(Protocol):
 
     def all_to_all(
         self, received: torch.Tensor, sent: torch.Tensor, received_numel: Sequence[int], sent_numel: Sequence[int]
-    ) -> None:
+    ) -> UnderWay:
         """Send ``sent_numel[peer]`` elements of ``sent`` to each peer, and fill ``received`` with what comes."""
 
 
@@ -66,8 +72,10 @@ class DefaultPeers:
 
     def all_to_all(
         self, received: torch.Tensor, sent: torch.Tensor, received_numel: Sequence[int], sent_numel: Sequence[int]
-    ) -> None:
-        dist.all_to_all_single(received, sent, list(received_numel), list(sent_numel))
+    ) -> UnderWay:
+        splits = list(received_numel), list(sent_numel)
+        work: UnderWay = dist.all_to_all_single(received, sent, *splits, async_op=True)
+        return work
 
 
 class JoinedPeers:
@@ -103,5 +111,6 @@ class JoinedPeers:
 
     def all_to_all(
         self, received: torch.Tensor, sent: torch.Tensor, received_numel: Sequence[int], sent_numel: Sequence[int]
-    ) -> None:
-        self._group.alltoall_base(received, sent, list(received_numel), list(sent_numel)).wait()
+    ) -> UnderWay:
+        work: UnderWay = self._group.alltoall_base(received, sent, list(received_numel), list(sent_numel))
+        return work

@@ -12,11 +12,16 @@ Life = Literal["lives", "ended", "unknown"]
 
 def identity(process: int) -> str:
     """The name of a process of this machine: machine, process id and start time, which is "-" if it has ended."""
+    return f"{machine()} {process} {start_of(process) or '-'}"
+
+
+def start_of(process: int) -> str:
+    """When a process of this machine started, in the kernel's ticks (proc(5), stat, field 22); "" if it has ended."""
     try:
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return f"{machine()} {process} -"
-    return f"{machine()} {process} {'-' if fields[0] in 'ZX' else fields[19]}"
+        return ""
+    return "" if fields[0] in "ZX" else fields[19]  # a zombie has ended
 
 
 def life_of(name: str) -> Life:

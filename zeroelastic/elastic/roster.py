@@ -125,7 +125,7 @@ class Roster:
 
     def __init__(self, connect: Callable[[], Store]) -> None:
         self._connect = connect
-        self._store: Store | None = None
+        self._store: Any = None
         self._lock = threading.Lock()
 
     def open(self) -> None:

@@ -28,4 +28,4 @@ def missing_file(path: object) -> MissingFileError:
 
 def missing_directory(path: object) -> MissingFileError:
     """The error about a checkpoint directory that is not there."""
-    return MissingFileError(f"{path}: no such checkpoint directory.")
+    return MissingFileError(f"{path}: no such checkpoint directory.", remedy="Give the directory of a checkpoint.")

@@ -94,7 +94,8 @@ def _check_link(path: Path) -> None:
         return
     raise CheckpointError(
         f"{path}: is a symbolic link to {target}, which is outside of {allowed[0]}. It was not read. Put the file "
-        f"itself there; or, if you made this link, set {FOLLOW_LINKS}=1."
+        f"itself there; or, if you made this link, set {FOLLOW_LINKS}=1.",
+        remedy="",
     )
 
 

@@ -145,4 +145,4 @@ def _not_read(protocol: str, error: Exception) -> UsageError | UnreadableError:
     if not isinstance(error, ImportError):
         return UsageError(f"{protocol}://: no file system of this name is known to fsspec ({error}).")
     how = f"pip install 'zeroelastic[{_EXTRAS[protocol]}]'" if protocol in _EXTRAS else str(error)
-    return UnreadableError(f"{protocol}://: what reads this is not installed. Install it: {how}.")
+    return UnreadableError(f"{protocol}://: what reads this is not installed. Install it: {how}.", remedy="")

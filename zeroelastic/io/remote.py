@@ -20,6 +20,7 @@ TIME_LIMIT_S = 300.0
 """How long a request may go without an answer."""
 
 _THREADS = 8
+_COPY = "Copy the checkpoint to a disk or to an object store."
 _RANGE_NOT_SATISFIABLE = 416
 _NOT_FOUND = (404, 410)
 
@@ -106,7 +107,9 @@ def remote_size(path: RemotePath) -> int | None:
     if found["type"] == "directory":
         return None
     if found.get("size") is None:
-        raise CheckpointError(f"{path}: its server does not say how large it is, so its ranges cannot be read.")
+        raise CheckpointError(
+            f"{path}: its server does not say how large it is, so its ranges cannot be read.", remedy=_COPY
+        )
     return int(found["size"])
 
 
@@ -228,7 +231,8 @@ def _failure(path: RemotePath, offset: int, nbytes: int, answer: object) -> Chec
     if got < nbytes:
         return CheckpointError(f"{path}: ends at byte {offset + got}. The file is truncated.")
     return CheckpointError(
-        f"{path}: reading at byte {offset} failed: {got} bytes came for {nbytes}. Its server does not serve ranges."
+        f"{path}: reading at byte {offset} failed: {got} bytes came for {nbytes}. Its server does not serve ranges.",
+        remedy=_COPY,
     )
 
 

@@ -249,7 +249,8 @@ def _parse(path: Path, number: int, line: bytes) -> Event | Literal["unknown"] |
     if isinstance(version, int) and version > EVENT_VERSION:
         raise CheckpointError(
             f"{path}: line {number} is of version {version} of the event log; this zeroelastic knows up to "
-            f"{EVENT_VERSION}. Use the zeroelastic that wrote it, or a newer one."
+            f"{EVENT_VERSION}. Use the zeroelastic that wrote it, or a newer one.",
+            remedy="",
         )
     if "event" in document and document["event"] not in _KINDS:
         return "unknown"

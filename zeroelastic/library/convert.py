@@ -14,7 +14,7 @@ from zeroelastic.byte_sizes import size_option
 from zeroelastic.checkpoint.one_save import one_save
 from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.checkpoint.saved_state import open_state
-from zeroelastic.errors import UsageError
+from zeroelastic.errors import UsageError, with_remedy
 from zeroelastic.io.paths import absolute
 from zeroelastic.json_document import document
 from zeroelastic.library.options import Progress, local_sources, local_target, no_progress
@@ -61,6 +61,7 @@ class ConvertReport:
         return document({"path": absolute(body.pop("source")), **body}, ok=True)
 
 
+@with_remedy()
 def convert(
     src: str | os.PathLike[str],
     dst: str | os.PathLike[str],

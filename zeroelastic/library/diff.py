@@ -8,6 +8,7 @@ from zeroelastic.byte_sizes import size_option
 from zeroelastic.checkpoint.one_save import one_save
 from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.checkpoint.saved_state import open_state
+from zeroelastic.errors import with_remedy
 from zeroelastic.library.options import Progress, no_progress
 from zeroelastic.offline.diff.compare import DiffReport, compare_checkpoints
 from zeroelastic.offline.diff.tensors import comparison_nbytes
@@ -16,6 +17,7 @@ from zeroelastic.tags.locate import find_source
 LEAST_MEMORY = 16 << 20
 
 
+@with_remedy()
 def diff(
     a: str | os.PathLike[str],
     b: str | os.PathLike[str],

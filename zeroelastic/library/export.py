@@ -13,6 +13,7 @@ from zeroelastic.checkpoint.one_save import one_save
 from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.checkpoint.saved_state import open_state
 from zeroelastic.distributed.processes import Processes
+from zeroelastic.errors import with_remedy
 from zeroelastic.io.paths import absolute
 from zeroelastic.io.storage import file_size
 from zeroelastic.json_document import document
@@ -63,6 +64,7 @@ class ExportReport:
         return document({"path": absolute(body.pop("source")), **body, "target": absolute(self.target)}, ok=True)
 
 
+@with_remedy()
 def export(
     src: str | os.PathLike[str],
     dst: str | os.PathLike[str],

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from zeroelastic.checkpoint.file_names import is_rank_file
 from zeroelastic.checkpoint.optimizer_file import ScalerState
-from zeroelastic.errors import CheckpointError, UnreadableError
+from zeroelastic.errors import CheckpointError, UnreadableError, finding, with_remedy
 from zeroelastic.io.paths import FilePath, RemotePath, as_path
 from zeroelastic.io.storage import file_sizes
 from zeroelastic.json_document import document
@@ -39,6 +39,11 @@ class InspectReport:
         return tuple(self.inspection.problems)
 
     @property
+    def remedy(self) -> str | None:
+        """What to do about the problems; None where there are none."""
+        return self.inspection.remedy or (CheckpointError.remedy if self.problems else None)
+
+    @property
     def unsupported(self) -> tuple[str, ...]:
         """What zeroelastic does not do with the checkpoint."""
         return tuple(self.inspection.unsupported)
@@ -62,11 +67,13 @@ class InspectReport:
         """The document of ``zeroelastic inspect --json``; docs/reference/cli/inspect.md has its keys."""
         trained, frozen, tied = (self.inspection.count(kind) for kind in KINDS)
         found = asdict(replace(self.inspection, params=self.params, scaler=None))
-        del found["kind"], found["scaler"]
+        del found["kind"], found["scaler"], found["remedy"]
         for sized in (*found["params"], *found["state"].values()):
             sized["bytes"] = sized.pop("nbytes")
         body = {
-            **{key: found.pop(key) for key in ("problems", "unsupported", "notes", "path", "tag")},
+            "problems": found.pop("problems"),
+            "remedy": self.remedy,
+            **{key: found.pop(key) for key in ("unsupported", "notes", "path", "tag")},
             "record": {"state": found.pop("record"), "content_root": found.pop("content_root")},
             "totals": {
                 "params": trained[0] + frozen[0],
@@ -87,6 +94,7 @@ class InspectReport:
         return document(body, ok=self.ok)
 
 
+@with_remedy()
 def inspect(
     src: str | os.PathLike[str], *, tag: str | None = None, params: str | None = None, all_ranks: bool = False
 ) -> InspectReport:
@@ -114,9 +122,9 @@ def _look(src: str, tag: str | None, all_ranks: bool) -> Inspection:
         if tag is None and _holds_rank_files(path):  # a damaged file beside a tag does not make the tag invalid
             source = Source(path.parent, path.name, open_tag(path), None, "deepspeed")
             found = inspect_source(source, all_ranks=all_ranks)
-            found.notes.append(str(error))
+            found.notes.append(finding(error))
             return found
-        return Inspection(path=str(path), tag=tag or "", problems=[str(error)])
+        return Inspection(path=str(path), tag=tag or "", problems=[finding(error)], remedy=error.remedy or None)
 
 
 def _holds_rank_files(path: FilePath) -> bool:

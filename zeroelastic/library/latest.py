@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import Literal
 
-from zeroelastic.errors import UsageError, printable
+from zeroelastic.errors import UsageError, printable, with_remedy
 from zeroelastic.io.paths import FilePath, absolute, as_path
 from zeroelastic.io.storage import file_sizes
 from zeroelastic.json_document import document
@@ -57,6 +57,7 @@ class LatestReport:
         return document(body, ok=tag is not None)
 
 
+@with_remedy()
 def latest(
     directory: str | os.PathLike[str],
     *,

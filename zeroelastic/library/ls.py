@@ -10,7 +10,7 @@ from typing import Literal
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_head
 from zeroelastic.checkpoint.listing import TagListing, list_tag
 from zeroelastic.checkpoint.quarantine import read_mark
-from zeroelastic.errors import CheckpointError, UnreadableError, UnsupportedError
+from zeroelastic.errors import CheckpointError, UnreadableError, UnsupportedError, with_remedy
 from zeroelastic.io.paths import as_path
 from zeroelastic.json_document import document
 from zeroelastic.tags.candidates import list_run, named_latest
@@ -56,6 +56,7 @@ class ListReport:
         return document(body, ok=True)
 
 
+@with_remedy()
 def ls(directory: str | os.PathLike[str]) -> ListReport:
     """List the checkpoints of a run, newest first: step, ranks, ZeRO stage, size, time, and whether they are committed.
 

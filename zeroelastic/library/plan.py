@@ -15,7 +15,7 @@ from zeroelastic.checkpoint.open import Checkpoint, open_checkpoint
 from zeroelastic.checkpoint.optimizer_file import zero_option
 from zeroelastic.core.global_batch import misfit_notes
 from zeroelastic.core.layout import Int64Array
-from zeroelastic.errors import UsageError
+from zeroelastic.errors import UsageError, with_remedy
 from zeroelastic.json_document import document
 from zeroelastic.library.bandwidth import Bandwidth, measure_bandwidth
 from zeroelastic.offline.plan.forecast import (
@@ -97,6 +97,7 @@ class PlanReport:
         return document(body, ok=True)
 
 
+@with_remedy()
 def plan(
     src: str | os.PathLike[str],
     *,

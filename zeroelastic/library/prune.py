@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from zeroelastic.errors import UnreadableError
+from zeroelastic.errors import UnreadableError, with_remedy
 from zeroelastic.io.paths import RemotePath, absolute, as_path
 from zeroelastic.json_document import document
 from zeroelastic.library.options import Progress, no_progress, seconds_option
@@ -122,6 +122,7 @@ class PruneReport:
         return document(body, ok=not self.failed and (plan.has_valid or not plan.decisions))
 
 
+@with_remedy()
 def prune(
     directory: str | os.PathLike[str],
     *,

@@ -10,6 +10,7 @@ from typing import Literal
 from zeroelastic.byte_sizes import size_option
 from zeroelastic.checkpoint.one_save import one_save
 from zeroelastic.distributed.processes import Processes
+from zeroelastic.errors import with_remedy
 from zeroelastic.io.paths import absolute
 from zeroelastic.json_document import document
 from zeroelastic.library.options import Progress, local_target, no_progress
@@ -80,6 +81,7 @@ class ReshardReport:
         return document(body, ok=True)
 
 
+@with_remedy()
 def reshard(
     src: str | os.PathLike[str],
     dst: str | os.PathLike[str],

@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from zeroelastic.checkpoint.commit_record import CommitRecord
 from zeroelastic.checkpoint.optimizer_file import FP32
 from zeroelastic.core.digest import combine, stream_seed
-from zeroelastic.errors import UnknownTensorError, printable, some
+from zeroelastic.errors import UnknownTensorError, printable, some, with_remedy
 from zeroelastic.executors.dispatch import digest_range
 from zeroelastic.io.paths import absolute
 from zeroelastic.json_document import document
@@ -97,6 +97,7 @@ class ShowReport:
         return document(body, ok=self.ok)
 
 
+@with_remedy()
 def show(
     src: str | os.PathLike[str],
     param: str,

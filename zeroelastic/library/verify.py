@@ -10,7 +10,7 @@ from dataclasses import replace
 from zeroelastic.checkpoint.one_save import one_save
 from zeroelastic.checkpoint.quarantine import lift_mark
 from zeroelastic.distributed.processes import Processes
-from zeroelastic.errors import CheckpointError, UsageError
+from zeroelastic.errors import CheckpointError, UsageError, with_remedy
 from zeroelastic.io.paths import FilePath, RemotePath
 from zeroelastic.library.options import Progress, no_progress
 from zeroelastic.offline.verify.header_check import TagHeaders, check_headers
@@ -18,6 +18,7 @@ from zeroelastic.offline.verify.verify import VerifyReport, damaged, verify_from
 from zeroelastic.tags.locate import find_source
 
 
+@with_remedy()
 def verify(
     src: str | os.PathLike[str],
     *,
@@ -58,7 +59,7 @@ def verify(
     try:
         headers = processes.all_or_raise(open_headers)
     except CheckpointError as error:  # a checkpoint whose headers cannot be read is a finding, too
-        return replace(damaged(os.fspath(src), str(error), quick=quick), seconds=time.monotonic() - began)
+        return replace(damaged(os.fspath(src), error, quick=quick), seconds=time.monotonic() - began)
     opened = time.monotonic()
     with nullcontext() if quick else progress("verify", headers.nbytes // processes.size) as advance:
         report = verify_from_headers(headers, quick=quick, progress=advance, processes=processes)

@@ -28,7 +28,7 @@ from zeroelastic.checkpoint.saved_state import (
     trained_part,
 )
 from zeroelastic.core.digest import ByteArray
-from zeroelastic.errors import CheckpointError, UnknownTensorError, UsageError, counted, printable
+from zeroelastic.errors import CheckpointError, UnknownTensorError, UsageError, counted, printable, with_remedy
 from zeroelastic.executors.dispatch import ReadTable, read_segments
 from zeroelastic.io.paths import FilePath
 from zeroelastic.library.places import TensorPlace, clipped, places_of, whole_param
@@ -50,6 +50,7 @@ _NEAR = 3
 _NO_LIMIT = 1 << 62
 
 
+@with_remedy()
 def open(path: str | os.PathLike[str], *, tag: str | None = None) -> CheckpointView:
     """Open a checkpoint, rigid or elastic, as a read-only mapping from the names of the model's tensors to the tensors.
 
@@ -262,7 +263,7 @@ class CheckpointView(Mapping[str, TensorHandle]):
     def _reading(self) -> Iterator[None]:
         if not self._is_open:
             raise UsageError(f"{self.path}: the checkpoint was closed. Open it again to read from it.")
-        with one_save(self._source.tag_dir):
+        with with_remedy(), one_save(self._source.tag_dir):
             yield
 
     @cached_property

@@ -1,6 +1,6 @@
 """The state of this rank, copied into shared memory between two steps, without a collective.
 
-The pickled part of each file is laid out by torch (``torch_file.skeleton``); storages are copied straight to their
+The pickled part of each file is written by torch (``torch_file.skeleton``); storages are copied straight to their
 places in the file, which is in shared memory. What takes longer, checksums and digests, is done by ``complete_files``
 in another thread.
 """
@@ -52,24 +52,24 @@ class MemorySnapshot(Snapshot):
         self._files: list[tuple[FileImage, Path, str]] = []
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Lay out one file beside its place, and copy its payload. Raises SaveError, UnsupportedError."""
-        name, skeleton = Path(path).name, Path(path)
+        """Copy one file: torch writes its pickled part to ``path``. Raises SaveError, UnsupportedError."""
+        name, skeleton_path = Path(path).name, Path(path)
         try:
-            laid = write_skeleton(state_dict, skeleton)
-            image = FileImage(laid, self._take(name, laid.nbytes), digest_ranges=self._runs, last=[self.table])
+            skeleton = write_skeleton(state_dict, skeleton_path)
+            image = FileImage(skeleton, self._take(name, skeleton.nbytes), digest_ranges=self._runs, last=[self.table])
         except OSError as error:
-            skeleton.unlink(missing_ok=True)
+            skeleton_path.unlink(missing_ok=True)
             raise SaveError(f"{error.filename or path}: {error.strerror}") from error
         self._keep(image)
-        self._files.append((image, skeleton, name))
+        self._files.append((image, skeleton_path, name))
 
     def complete_files(self) -> tuple[CompleteFile, ...]:
         """Read what was not copied, digest and checksum all of it. Raises SaveError."""
         done = []
-        for image, skeleton, name in self._files:
+        for image, skeleton_path, name in self._files:
             try:
                 self._learn(image.complete(before_last=self._fill_table, executor=self._options.host_io_engine))
-                skeleton.unlink()
+                skeleton_path.unlink()
             except OSError as error:
                 raise SaveError(f"{error.filename or name}: {error.strerror}") from error
             blocks = ImageBlocks(image.data)
@@ -90,7 +90,7 @@ def capture(
     writes_module: bool,
     tied: Mapping[str, str],
 ) -> MemorySnapshot:
-    """Copy the state of this rank; ``directory`` is a private one of this rank, for what torch lays out.
+    """Copy the state of this rank; ``directory`` is a private one of this rank, for what torch writes.
 
     The state may change when this returns. Raises SaveError where memory is lacking, and UnsupportedError.
     """

@@ -14,7 +14,7 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -34,7 +34,8 @@ from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.live.replicated import Token, difference, replicated_facts, token_of
 from zeroelastic.deepspeed.load.load import is_of_all_ranks
 from zeroelastic.deepspeed.options import MemoryOptions
-from zeroelastic.deepspeed.save.commit import Expected, PendingCommit, Written, record_of
+from zeroelastic.deepspeed.save.commit import Expected, PendingCommit, record_of
+from zeroelastic.deepspeed.save.written import Written
 from zeroelastic.distributed.collective import (
     all_gather,
     all_or_raise,
@@ -90,8 +91,8 @@ class _Slot:
             os.link(self._files[name].path, directory / name)
 
 
-class _Own(NamedTuple):
-    """What a rank tells of its files: sizes, zip directories' digests, the earliest commit time, replicated values."""
+class _RankFiles(NamedTuple):
+    """The files of one rank: sizes, zip directories' digests, the earliest commit time, replicated values."""
 
     sizes: dict[str, int]
     directories: dict[str, str]
@@ -146,7 +147,7 @@ class MemoryCheckpoints:
         self._attempt = broadcast(uuid.uuid4().hex)
         rank = dist.get_rank()
         self._node = self.placement.nodes[self.placement.node_of[rank]]
-        self._acts = self._node[0] == rank
+        self._leads_node = self._node[0] == rank
         own = self._run.writing(self._attempt) / f"rank{rank}"
         self._slots = [_Slot(own / "0"), _Slot(own / "1")]
         self._next = self._number = 0
@@ -195,10 +196,10 @@ class MemoryCheckpoints:
                 directory=slot.directory.parent / "layout" / "tag",
                 save_id=save_id,
                 client_state=client_state,
-                writes_module=self._acts,
+                writes_module=self._leads_node,
                 tied=self._tied,
             )
-        except Exception as error:  # the thread tells the other ranks, which wait for this one
+        except Exception as error:  # raised on all ranks by the thread, for which they wait
             made.failure = error
         made.stall_seconds = self._stall_seconds + time.monotonic() - began
         self._stall_seconds = 0.0
@@ -220,7 +221,7 @@ class MemoryCheckpoints:
     def forget(self) -> None:
         """Remove the generations: the run does not continue from them. Collective."""
         self.wait()
-        all_or_raise(lambda: self._run.remove_tags() if self._acts else None)
+        all_or_raise(lambda: self._run.remove_tags() if self._leads_node else None)
         self.complete_step = None
 
     def close(self, *, failed: bool = False) -> None:
@@ -238,7 +239,7 @@ class MemoryCheckpoints:
             self._run.create()
             for slot in self._slots:
                 slot.directory.mkdir(mode=0o700, parents=True)
-            if self._acts:
+            if self._leads_node:
                 self._run.remove_writing(but=self._attempt)
         except OSError as error:
             raise SaveError(
@@ -258,7 +259,7 @@ class MemoryCheckpoints:
         except Exception as caught:
             error = caught
             self._is_broken = not is_of_all_ranks(caught)
-            if self._acts:
+            if self._leads_node:
                 shutil.rmtree(self._staging(made), ignore_errors=True)
         if dist.is_initialized() and dist.get_rank() == 0:
             self._report(made, error, figures)
@@ -272,25 +273,11 @@ class MemoryCheckpoints:
         sizes = {file.name: len(file.data) for file in files}
         directories = {file.name: file.directory for file in files}
         now = lineage_of(self._engine).next_time(time.time())
-        told = all_gather(_Own(sizes, directories, now, token_of(made.facts)))
-        different = difference(made.facts, [own.token for own in told])
+        by_rank = all_gather(_RankFiles(sizes, directories, now, token_of(made.facts)))
+        different = difference(made.facts, [own.token for own in by_rank])
         if different is not None:
             raise different
-        committed_at = told[0].not_before
-        protected = [
-            {name: size for name, size in sorted(own.sizes.items()) if WHOLE_MODEL_FILE.match(name) is None}
-            for own in told
-        ]
-        note = MemoryNote(
-            step=made.step,
-            save_id=made.save_id,
-            committed_at=committed_at,
-            parent=made.parent,
-            world_size=len(told),
-            content_root=content_root(contents),
-            files=tuple(protected),
-            sets=self.placement.sets,
-        )
+        note = self._note(made, by_rank, content_root(contents))
         made.own = {file.name: file.data for file in files}
         staging = self._staging(made)
 
@@ -301,22 +288,42 @@ class MemoryCheckpoints:
         sent = all_or_raise(_as_save_errors(prepare))()
         all_or_raise(_as_save_errors(lambda: made.slot.link(staging)))
         save = self._pending(made, live, contents)
-        written = [Written(own.sizes, own.directories, None, own.not_before) for own in told]
-        if self._acts:
-            text = record_text(record_of(save, written, committed_at))
+        written = [Written(own.sizes, own.directories, None, own.not_before) for own in by_rank]
+        if self._leads_node:
+            text = record_text(record_of(save, written, note.committed_at))
 
         def record() -> None:
-            if self._acts:
+            if self._leads_node:
                 (staging / RECORD_NAME).write_bytes(text)
                 (staging / NOTE_NAME).write_text(note.model_dump_json())
 
         all_or_raise(_as_save_errors(record))
-        all_or_raise(_as_save_errors(lambda: self._run.publish(staging, made.tag) if self._acts else None))
+        try:
+            all_or_raise(_as_save_errors(lambda: self._run.publish(staging, made.tag) if self._leads_node else None))
+        except SaveError:  # other nodes may have it, and the next generation is written to the same files
+            all_or_raise(lambda: self._run.remove_tag(made.tag) if self._leads_node else None)
+            raise
         figures = gather((sum(slot.nbytes for slot in self._slots), sent))
-        if self._acts:
+        if self._leads_node:
             self._run.remove_tags(but=[made.tag])
         all_or_raise(lambda: None)  # only now may the files of the generation before be written to
         return figures
+
+    def _note(self, made: _Generation, by_rank: Sequence[_RankFiles], root: str) -> MemoryNote:
+        """The generation's note. The file of the whole module is left out: every node writes one of its own."""
+        return MemoryNote(
+            step=made.step,
+            save_id=made.save_id,
+            committed_at=by_rank[0].not_before,
+            parent=made.parent,
+            world_size=len(by_rank),
+            content_root=root,
+            files=tuple(
+                {name: size for name, size in sorted(own.sizes.items()) if WHOLE_MODEL_FILE.match(name) is None}
+                for own in by_rank
+            ),
+            sets=self.placement.sets,
+        )
 
     def _pending(self, made: _Generation, live: LiveOptimizer, contents: tuple[Any, ...]) -> PendingCommit:
         return PendingCommit(

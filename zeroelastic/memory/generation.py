@@ -102,12 +102,16 @@ class RunPlace:
         os.rename(staging, self.complete / tag)
 
     def remove_tags(self, *, but: Iterable[str] = ()) -> None:
-        """Remove complete tags, each by a rename first, so that none is seen in part."""
+        """Remove all other complete tags."""
         for tag in set(self.tags()) - set(but):
-            gone = self.path / _WRITING / f"removed-{tag}"
-            with suppress(OSError):
-                os.rename(self.complete / tag, gone)
-            shutil.rmtree(gone, ignore_errors=True)
+            self.remove_tag(tag)
+
+    def remove_tag(self, tag: str) -> None:
+        """Remove a complete tag, if it is there, by a rename first, so that it is never seen in part."""
+        gone = self.path / _WRITING / f"removed-{tag}"
+        with suppress(OSError):
+            os.rename(self.complete / tag, gone)
+        shutil.rmtree(gone, ignore_errors=True)
 
     def remove_writing(self, *, but: str) -> None:
         """Remove what earlier starts of the job were filling; complete tags keep their links to it."""

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from zeroelastic.distributed.process_identity import start_of
 from zeroelastic.warm import launcher_of_warm_worker
 
 _OF_A_WORKER = ("RANK", "LOCAL_RANK", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
@@ -19,7 +20,7 @@ _OF_A_WORKER = ("RANK", "LOCAL_RANK", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TOR
 
 @dataclass(frozen=True, slots=True)
 class Launcher:
-    """A process by its id and its start in the kernel's ticks (proc(5), stat, field 22), as ids are used again."""
+    """A process by its id and its start (``start_of``), as ids are used again."""
 
     pid: int
     started: str
@@ -38,12 +39,12 @@ class Launcher:
 def launcher() -> Launcher:
     """The launcher of this process: the nearest ancestor that is no wrapper (a shell, numactl) of this worker alone.
 
-    A worker that was forked from a warm process (``zeroelastic.warm``) has another parent, and is told. A process that
-    nobody launched is its own launcher.
+    A worker that was forked from a warm process (``zeroelastic.warm``) has another parent: an environment variable
+    names its launcher. A process that nobody launched is its own launcher.
     """
-    told = launcher_of_warm_worker()
-    if told is not None:
-        return Launcher.of(told)
+    pid = launcher_of_warm_worker()
+    if pid is not None:
+        return Launcher.of(pid)
     if multiprocessing.parent_process() is None and "LOCAL_RANK" not in os.environ:
         return Launcher.of(os.getpid())
     return Launcher.of(_unlike(os.getppid(), os.environ))
@@ -70,18 +71,7 @@ def _environment(pid: int) -> dict[str, str]:
 
 
 def _parent(pid: int) -> int:
-    fields = _stat(pid)
-    return int(fields[1]) if fields else 1
-
-
-def start_of(pid: int) -> str:
-    """When a process started, in the kernel's ticks; "" where there is none, or only what waits for its parent."""
-    fields = _stat(pid)
-    return fields[19] if fields and fields[0] not in "ZX" else ""
-
-
-def _stat(pid: int) -> list[str]:
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     except OSError:
-        return []
+        return 1

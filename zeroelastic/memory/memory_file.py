@@ -72,7 +72,8 @@ def require_memory(directory: Path, nbytes: int) -> None:
     if nbytes > spare:
         raise OSError(
             errno.ENOSPC,
-            f"needs {format_size(nbytes)} more of shared memory, and {format_size(max(spare, 0))} are to spare",
+            f"needs {format_size(nbytes)} more of shared memory, and {format_size(max(spare, 0))} are to spare. Give "
+            'the node or container more (--shm-size), or keep less of it ("copies", "parity")',
             os.fspath(directory),
         )
 

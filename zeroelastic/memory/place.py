@@ -15,9 +15,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from zeroelastic.distributed.process_identity import machine
+from zeroelastic.distributed.process_identity import machine, start_of
 from zeroelastic.errors import SaveError
-from zeroelastic.memory.launcher import Launcher, launcher, start_of
+from zeroelastic.memory.launcher import Launcher, launcher
 
 MEMORY_DIR = "ZEROELASTIC_MEMORY_DIR"
 """An environment variable: a directory in memory (tmpfs, ramfs, hugetlbfs) in place of /dev/shm."""

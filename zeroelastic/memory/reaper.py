@@ -1,6 +1,8 @@
 """A small process that removes a job's shared memory when its launcher has ended, in whatever way.
 
-It is started by a worker, in a session of its own, and imports nothing but the standard library: a few megabytes.
+It is started by a worker, in a session of its own, and becomes a child of init: a kill of all processes that descend
+from the launcher does not reach it. It imports nothing but the standard library: a few megabytes.
+
 Run as a file: ``python -I -S reaper.py PID START DIRECTORY``.
 """
 
@@ -21,10 +23,13 @@ _ONCE_MORE_S = 1.0
 
 
 def start_reaper(pid: int, started: str, directory: str) -> None:
-    """Start the process for a launcher and its directory, unless there is one. Raises OSError."""
+    """Start the process for a launcher and its directory, unless there is one; it waits when this returns.
+
+    Raises OSError.
+    """
     null = os.open(os.devnull, os.O_RDWR)
     try:
-        os.posix_spawn(
+        starting = os.posix_spawn(
             sys.executable,
             [sys.executable, "-I", "-S", os.path.abspath(__file__), str(pid), started, directory],
             {"PATH": os.defpath},
@@ -33,6 +38,8 @@ def start_reaper(pid: int, started: str, directory: str) -> None:
         )
     finally:
         os.close(null)
+    with suppress(ChildProcessError):  # a program that ignores SIGCHLD
+        os.waitpid(starting, 0)
 
 
 def main(pid: int, started: str, directory: str) -> None:
@@ -46,6 +53,8 @@ def main(pid: int, started: str, directory: str) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         return
+    if os.fork() != 0:
+        os._exit(0)  # the lock stays with the child
     _wait(pid, started)
     shutil.rmtree(directory, ignore_errors=True)
     time.sleep(_ONCE_MORE_S)  # workers that outlived the launcher may have been writing

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,10 +84,8 @@ def _rebuild(
     def prepare() -> torch.Tensor | None:
         if rank != maker:
             return None
-        try:
+        with _as_save_error(tag_dir, lost):
             require_memory(tag_dir, 2 * total(sizes))
-        except OSError as error:
-            raise SaveError(f"{tag_dir}: rank {lost}'s files cannot be made again: {error.strerror}") from error
         return torch.zeros(stripes.chunk * (stripes.size - 1), dtype=torch.uint8)
 
     made = all_or_raise(prepare)
@@ -117,16 +116,26 @@ def _rebuild(
                     add(source, offset, files.read(source, offset, buffer(len(sources) + number, nbytes)))
 
     def write() -> None:
-        if rank == maker:
-            assert made is not None
-            begin = 0
-            for name, size in sizes.items():
+        if rank != maker:
+            return
+        assert made is not None
+        begin = 0
+        for name, size in sizes.items():
+            with _as_save_error(tag_dir, lost):
                 (tag_dir / f"{name}{_PART}").write_bytes(made[begin : begin + size].numpy().data)
                 os.rename(tag_dir / f"{name}{_PART}", tag_dir / name)
-                begin += size
+            begin += size
 
     all_or_raise(write)
     return sent
+
+
+@contextmanager
+def _as_save_error(tag_dir: Path, lost: int) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise SaveError(f"{tag_dir}: rank {lost}'s files cannot be made again: {error.strerror}") from error
 
 
 def _sources_of(

@@ -20,7 +20,7 @@ from zeroelastic.deepspeed.engine import options_of
 from zeroelastic.deepspeed.engine_state import lineage_of
 from zeroelastic.deepspeed.install.wrappers import loading_strictly
 from zeroelastic.distributed.collective import all_gather, all_or_raise, broadcast_or_raise
-from zeroelastic.errors import CheckpointError, SaveError, UnreadableError, rank_list
+from zeroelastic.errors import CheckpointError, SaveError, UnreadableError, finding, rank_list
 from zeroelastic.io.paths import FilePath
 from zeroelastic.memory.generation import MemoryNote, RunPlace, lacking
 from zeroelastic.memory.place import Place
@@ -127,7 +127,7 @@ class MemoryTier:
                     return result, tuple(passed)
                 except (CheckpointError, UnreadableError, SaveError) as error:
                     self._forget_attempts()
-                    problem = str(error)
+                    problem = finding(error)
             else:
                 problem = generation.problem
             passed.append(f"{name}: {problem}")

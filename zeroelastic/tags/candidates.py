@@ -121,7 +121,8 @@ def refuse_fresh_start(root: FilePath) -> None:
         raise CheckpointError(
             f"{root}: no checkpoint in it can be resumed, but {signs[0]}. A run that begins anew beside it would look "
             "like one that goes on. Give the directory of that checkpoint, or another one for the new run; or begin "
-            "anew here all the same: resume(..., fresh=True)."
+            "anew here all the same: resume(..., fresh=True).",
+            remedy="",
         )
 
 

@@ -142,7 +142,8 @@ def _set_in_store(root: RemotePath, name: str, newer: Iterable[Tag]) -> None:
         time.sleep(_SECOND)
     raise UnreadableError(
         f"{root / LATEST}: names {name}, but the store does not say that it was written after the last commit, so that "
-        "`resume` does not take it for a rollback. Run it again in a minute."
+        "`resume` does not take it for a rollback. Run it again in a minute.",
+        remedy="",
     )
 
 
@@ -152,7 +153,8 @@ def _refuse_unreadable(passed: Iterable[PassedOver]) -> None:
             raise UnreadableError(
                 f"{verdict.tag.tag_dir}: {verdict.problems[0].rstrip('.')}. It may be whole, and is newer than every "
                 f"tag that verifies: {LATEST} was not changed. Run it again where this tag can be read, or name a "
-                "tag with --set."
+                "tag with --set.",
+                remedy="",
             )
 
 

@@ -105,7 +105,10 @@ def find_source(text: str | os.PathLike[str], *, tag: str | None = None, univers
         there = _choose(path, tags) if tags else "There are no others."
         if tag is not None:
             raise UsageError(f"{path}: has no tag {printable(chosen)}. {there}")
-        raise MissingFileError(f"{path}/{LATEST}: names {printable(chosen)}, which is not there. {there}")
+        raise MissingFileError(
+            f"{path}/{LATEST}: names {printable(chosen)}, which is not there. {there}",
+            remedy=f"Run `zeroelastic latest DIR --fix`, which lets {LATEST} name the newest that verifies.",
+        )
     return Source(path, chosen, tag_dir, latest, _framework(names, chosen))
 
 

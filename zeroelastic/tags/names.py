@@ -205,6 +205,7 @@ def read_latest(root: FilePath, file: str = LATEST) -> str | None:
         problem = "no files of ranks lie in this directory itself"
     if problem is not None:
         raise CheckpointError(
-            f"{path}: holds no name of a tag ({data[:80]!r}: {problem}). It is damaged; say which tag is meant."
+            f"{path}: holds no name of a tag ({data[:80]!r}: {problem}). It is damaged; say which tag is meant.",
+            remedy=f"Run `zeroelastic latest DIR --fix`, which lets {LATEST} name the newest that verifies.",
         )
     return tag

@@ -12,7 +12,7 @@ from zeroelastic.tags.names import LATEST_UNIVERSAL
 
 UNIVERSAL = (
     'a Universal checkpoint (ds_to_universal). DeepSpeed loads it with "checkpoint": {"load_universal": true}, '
-    "zeroelastic convert --from universal makes a native one of it"
+    "and `zeroelastic convert --from universal` makes a native checkpoint of it"
 )
 _DCP = "a torch.distributed.checkpoint directory, which torch.distributed.checkpoint.load reads"
 _SAFETENSORS = "a directory of safetensors files: weights alone, which from_pretrained and safetensors load"

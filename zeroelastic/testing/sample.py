@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import torch
 
 from zeroelastic._version import __version__
 from zeroelastic.checkpoint.commit_record import (
@@ -30,8 +29,13 @@ from zeroelastic.checkpoint.param_table import param_records
 from zeroelastic.core.digest import ParamContent, ScalarValue, combine, content_root, stream_seed
 from zeroelastic.core.layout import Layout, Param, layout_from_sub_groups, pack_sub_groups, partition_numel
 from zeroelastic.executors.dispatch import digest_range
+from zeroelastic.extras import require_torch
 from zeroelastic.io.atomic import write_atomically
 from zeroelastic.torch_file.header import directory_digest
+
+require_torch("zeroelastic.testing.sample")
+
+import torch  # noqa: E402
 
 STATES = ("exp_avg", "exp_avg_sq")
 TIED, EMBEDDING, FROZEN_NAME, BUFFER = (

@@ -30,7 +30,7 @@ from zeroelastic.io.local import LocalFile
 from zeroelastic.io.paths import FilePath, RemotePath, as_path
 from zeroelastic.io.storage import read_range
 from zeroelastic.torch_file.inert_objects import DTYPE_BYTES, DType, StorageRef, Stub, TensorRef
-from zeroelastic.torch_file.packed_pickle import LARGE_PICKLE, LONG_LIST, pack_pickle
+from zeroelastic.torch_file.packed_pickle import LARGE_PICKLE, LONG_LIST, is_worth_packing, pack_pickle
 from zeroelastic.torch_file.pickle_limits import check_opcodes
 from zeroelastic.torch_file.safe_unpickler import ForeignGlobals, HeaderUnpickler, check_tree
 from zeroelastic.torch_file.zip_format import FIELD, LOCAL, LOCAL_MARK, Directory, Entry, ZipError, read_directory
@@ -212,7 +212,8 @@ def read_torch_file(
         file.extent(file.root["optimizer_state_dict"]["fp32_flat_groups"][0])
     """
     data, file = read_pickle(path, through=through)
-    packed = pack_pickle(data, long_list=LONG_LIST if columns else 0) if len(data) >= LARGE_PICKLE else None
+    worth_it = is_worth_packing(len(data), large=LARGE_PICKLE)
+    packed = pack_pickle(data, long_list=LONG_LIST if columns else 0) if worth_it else None
     if packed is not None:
         del data  # it is large, and needed again only where it cannot be read
         try:

@@ -7,6 +7,8 @@ the same. Where there is no engine, or it leaves a pickle to Python, files are r
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 
 from zeroelastic.core.layout import Int64Array
@@ -19,6 +21,8 @@ LONG_LIST = 4096
 
 LARGE_PICKLE = 16 << 10
 """Bytes from which a pickle is worth loading the engine: Python checks fewer in the same time."""
+
+_ENGINE = "zeroelastic.executors.native_executor"
 
 
 @sealed
@@ -38,6 +42,11 @@ class TensorColumnMaker:
         if first.dtype != first.storage.dtype or (offset > first.storage.numel - numel).any():
             raise CheckpointError(f"a tensor reaches behind its storage of {first.storage.numel} elements")
         return TensorColumn(first.storage, offset, numel)
+
+
+def is_worth_packing(num_bytes: int, *, large: int) -> bool:
+    """Whether the engine is faster for a pickle: one of ``large`` bytes, or any where it has been imported already."""
+    return num_bytes >= large or _ENGINE in sys.modules
 
 
 def pack_pickle(data: bytes, *, long_list: int) -> tuple[bytes, list[object]] | None:

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 from zeroelastic.errors import CheckpointError
 from zeroelastic.io.block_cache import BlockFile
+from zeroelastic.io.local import LocalFile
 from zeroelastic.io.paths import FilePath, RemotePath
-from zeroelastic.io.storage import read_range
 from zeroelastic.torch_file.zip_format import (
     DEFERRED,
     DESCRIPTOR_MARK,
@@ -74,7 +76,11 @@ def read_zip_records(path: FilePath, size: int, *, window_bytes: int = _WINDOW) 
 
     Raises CheckpointError where the records cannot be found by it, MissingFileError.
     """
-    window = _Window(path, size, window_bytes)
+    with closing(_Window(path, size, window_bytes)) as window:
+        return _read_records(path, size, window)
+
+
+def _read_records(path: FilePath, size: int, window: _Window) -> ZipRecords:
     try:
         directory = read_directory(window.read_once, size)
     except ZipError as error:
@@ -143,12 +149,21 @@ def _header_agrees(window: _Window, entry: Entry, begin: int) -> bool:
 
 
 class _Window:
-    """Small reads of a file, each from what the last one brought if that has it; of a remote one by blocks."""
+    """Small reads of a file, each from what the last one brought if that has it; of a remote one by blocks.
+
+    A local file is opened once, at the first read.
+    """
 
     def __init__(self, path: FilePath, size: int, nbytes: int) -> None:
         self._path, self._size, self._nbytes, self._begin, self._data = path, size, nbytes, 0, b""
         self._blocks = BlockFile(path, size, ahead=False) if isinstance(path, RemotePath) else None
+        self._file: LocalFile | None = None
         self.bytes_read = 0
+
+    def close(self) -> None:
+        """Close the file; it is not read any more."""
+        if self._file is not None:
+            self._file.close()
 
     def total_bytes(self, of_directory: int) -> int:
         """What was read of the file, of which ``of_directory`` bytes are its directory."""
@@ -162,7 +177,13 @@ class _Window:
 
     def read_once(self, offset: int, nbytes: int) -> bytes:
         """Up to ``nbytes`` bytes, of which nothing is kept where the file is on a disk."""
-        return read_range(self._path, offset, nbytes) if self._blocks is None else self._blocks.read(offset, nbytes)
+        return self._local(offset, nbytes) if self._blocks is None else self._blocks.read(offset, nbytes)
+
+    def _local(self, offset: int, nbytes: int) -> bytes:
+        if self._file is None:
+            assert isinstance(self._path, Path)
+            self._file = LocalFile(self._path)
+        return self._file.read(offset, nbytes)
 
     def read(self, offset: int, nbytes: int) -> bytes:
         """Up to ``nbytes`` bytes: fewer where the file ends."""
@@ -170,7 +191,7 @@ class _Window:
             return self._blocks.read(offset, nbytes)
         if offset < self._begin or offset + nbytes > self._begin + len(self._data):
             self._begin = offset
-            self._data = read_range(self._path, offset, max(0, min(max(nbytes, self._nbytes), self._size - offset)))
+            self._data = self._local(offset, max(0, min(max(nbytes, self._nbytes), self._size - offset)))
             self.bytes_read += len(self._data)
         at = offset - self._begin
         return self._data[at : at + nbytes]

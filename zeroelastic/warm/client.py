@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+from zeroelastic.distributed.process_identity import start_of
 from zeroelastic.warm.messages import Request, receive, send, shared_environment
 
 FORWARDED = (
@@ -93,7 +94,7 @@ def _wait(connection: socket.socket) -> NoReturn:
 
 def _connect(launcher: int, server_command: Sequence[str], request: Request) -> socket.socket:
     """A connection to the warm process of a launcher, started now where there is none. Raises OSError."""
-    path = _directory() / f"{launcher}-{_start_of(launcher)}"
+    path = _directory() / f"{launcher}-{start_of(launcher)}"
     with _alone(path):
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -143,13 +144,5 @@ def _clean(directory: Path) -> None:
     """Remove what launchers that have ended have left."""
     for entry in os.listdir(directory):
         process, _, start = entry.partition(".")[0].partition("-")
-        if process.isdecimal() and _start_of(int(process)) != start:
+        if process.isdecimal() and start_of(int(process)) != start:
             (directory / entry).unlink(missing_ok=True)
-
-
-def _start_of(process: int) -> str:
-    """When a process started, in the kernel's ticks; "" where there is none."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
-    except OSError:
-        return ""

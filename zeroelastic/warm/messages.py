@@ -1,4 +1,4 @@
-"""What a worker asks the warm process of its node for, and what it is told: JSON over a Unix socket, length first."""
+"""Messages between a worker and the warm process of its node: JSON over a Unix socket, length first."""
 
 from __future__ import annotations
 

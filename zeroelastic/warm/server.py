@@ -79,10 +79,10 @@ class Server:
                         with suppress(BlockingIOError):
                             os.read(reading, 1 << 16)
                     else:
-                        self._hear(key.data, selector)
+                        self._forward_signal(key.data, selector)
                 self._reap(selector)
                 if not events:
-                    self._rest(selector)
+                    self._when_idle(selector)
         return None
 
     def _answer(self, connection: socket.socket, selector: selectors.BaseSelector) -> Request | None:
@@ -106,7 +106,7 @@ class Server:
             gc.freeze()
             worker = os.fork()
             if worker == 0:
-                self._become(request, files, connection)
+                self._become_worker(request, files, connection)
                 return request
             self.workers[worker], self.idle_s = connection, 0.0
             selector.register(connection, selectors.EVENT_READ, worker)
@@ -132,7 +132,7 @@ class Server:
         changed = self.sources.changed()
         return f"{changed} has changed" if changed is not None else None
 
-    def _become(self, request: Request, files: list[int], connection: socket.socket) -> None:
+    def _become_worker(self, request: Request, files: list[int], connection: socket.socket) -> None:
         """Be the worker, with its files, directory, environment and processors, and nothing of the warm process."""
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != self.process:  # the warm process has ended meanwhile
@@ -170,7 +170,7 @@ class Server:
         source = source_of(target, is_module=request.is_module)
         self.to_import += imports_of(source) if source is not None else []
 
-    def _hear(self, worker: int, selector: selectors.BaseSelector) -> None:
+    def _forward_signal(self, worker: int, selector: selectors.BaseSelector) -> None:
         """Pass on a signal of a client; a worker whose client is gone is killed."""
         connection = self.workers.get(worker)
         if connection is None:
@@ -197,7 +197,7 @@ class Server:
                 send(connection, {"ended": status})
             connection.close()
 
-    def _rest(self, selector: selectors.BaseSelector) -> None:
+    def _when_idle(self, selector: selectors.BaseSelector) -> None:
         """Nothing happened: import one more module, or look whether this process is still of use."""
         if self.to_import:
             name = self.to_import.pop(0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,7 +14,7 @@ from opens import watch_opens
 from training import Job, build_engine, look, train_step
 
 import zeroelastic
-from zeroelastic.checkpoint.commit_record import RECORD_NAME
+from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_record
 from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.checkpoint.quarantine import MARK_NAME, read_mark, write_mark
 from zeroelastic.deepspeed.options import parse_options
@@ -360,11 +359,10 @@ def test_the_default_is_full_with_a_warning_where_digests_are_not_native(
 def test_module_states_that_have_changed_places_are_noticed_at_any_level(run: Run, rank_pool: RankPool) -> None:
     """Their content is the ranks' own, and nothing in them but torch's name of the archive says whose."""
     first, second = (run.directory / NEWEST / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in (0, 1))
-    record = run.directory / NEWEST / RECORD_NAME
-    data = json.loads(record.read_text())
     mine, theirs = first.read_bytes(), second.read_bytes()
     first.write_bytes(theirs)
     second.write_bytes(mine)
     (failed,) = alike(rank_pool.run(load, 2, str(run.directory), Job(options={"verify": "off"}).other()))
     assert failed.error == "CheckpointError" and first.name in failed.text
-    assert data["files"][first.name] == len(mine)
+    recorded = read_record(run.directory / NEWEST)
+    assert recorded is not None and recorded.files[first.name] == len(mine)

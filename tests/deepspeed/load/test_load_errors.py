@@ -196,7 +196,7 @@ RECORD_DAMAGE: dict[str, Callable[[Path], None]] = {
     "empty": lambda path: path.write_bytes(b""),
     "digest": lambda path: _edit(path, lambda r: _zero_digest(r["params"][-1]["rows"])),
     "unknown_field": lambda path: _edit(path, lambda r: r.update(surprise=1)),
-    "size": lambda path: _edit(path, lambda r: r["files"].update({next(iter(r["files"])): 7})),
+    "size": lambda path: _edit(path, lambda r: _zero_size(r["file_rows"])),
     "newer": lambda path: _edit(path, lambda r: r.update(format_version=99)),
     "world_size": lambda path: _edit(path, lambda r: r.update(world_size=5)),
 }
@@ -204,6 +204,10 @@ RECORD_DAMAGE: dict[str, Callable[[Path], None]] = {
 
 def _zero_digest(rows: list[str]) -> None:
     rows[-1] = "0" * 16 + rows[-1][16:]
+
+
+def _zero_size(rows: list[str]) -> None:
+    rows[0] = "0".rjust(19) + rows[0][19:]
 
 
 def _edit(path: Path, change: Callable[[dict[str, object]], object]) -> None:

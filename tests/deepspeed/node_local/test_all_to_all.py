@@ -58,15 +58,14 @@ def swap_in_small_rounds(sizes: list[list[int]]) -> tuple[bool, int]:
     """Whether everything came as it was sent, and the largest buffer."""
     all_to_all.ROUND_BYTES, all_to_all._LEAST_BYTES = 1024, 512  # two peers in a round
     largest = 0
-    original = all_to_all._buffer
+    original = all_to_all._Memory.take
 
-    def buffer(pieces: Any) -> torch.Tensor:
+    def take(self: Any, *sizes: int) -> tuple[torch.Tensor, torch.Tensor]:
         nonlocal largest
-        made = original(pieces)
-        largest = max(largest, len(made))
-        return made
+        largest = max(largest, *sizes)
+        return original(self, *sizes)
 
-    all_to_all._buffer = buffer
+    all_to_all._Memory.take = take  # type: ignore[method-assign]
     rank = dist.get_rank()
     arrived = all_to_all.all_to_all_bytes(
         {peer: _message(rank, peer, size) for peer, size in enumerate(sizes[rank]) if peer != rank}

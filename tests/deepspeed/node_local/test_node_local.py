@@ -63,7 +63,7 @@ def test_every_node_has_the_same_record_and_latest(run: Callable[..., NodeRun]) 
     for job in (ELASTIC, RIGID):
         saved = run(job)
         records = [(saved.tag(node) / RECORD_NAME).read_bytes() for node in (0, 1)]
-        assert records[0] == records[1] and len(json.loads(records[0])["files"]) == 8
+        assert records[0] == records[1] and json.loads(records[0])["num_files"] == 8
         for node, ranks in ((0, (0, 1)), (1, (2, 3))):
             here = sorted(path.name for path in saved.tag(node).iterdir())
             assert here == sorted(
@@ -333,7 +333,7 @@ def test_shards_written_in_the_background_are_resumed_on_other_nodes(rank_pool: 
     job = Job(config=NODE_LOCAL, options={"async_save": True})
     saved = NodeRun(tmp_path, rank_pool, job, (0, 0, 1, 1), train_on_and_save)
     records = [(saved.tag(node) / RECORD_NAME).read_bytes() for node in (0, 1)]
-    assert records[0] == records[1] and len(json.loads(records[0])["files"]) == 8
+    assert records[0] == records[1] and json.loads(records[0])["num_files"] == 8
     outcomes = saved.resume((1, 0, 2))
     check_resumed(Saved(str(saved.nodes.disk(0)), saved.outcome), outcomes, job)
     assert outcomes[0].report.root_matches and outcomes[0].report.bytes_sent > 0

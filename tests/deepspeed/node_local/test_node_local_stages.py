@@ -6,7 +6,6 @@ whose file a rank has taken.
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +20,7 @@ from nodes import MOUNTS_NEED, NodeRun, Nodes, can_mount, on_nodes
 from training import LOSS_RTOL, Job, Outcome, build_engine, look, train_step
 
 import zeroelastic
-from zeroelastic.checkpoint.commit_record import RECORD_NAME
+from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_record
 from zeroelastic.deepspeed.load.stock import _has_own_rigid_files
 from zeroelastic.deepspeed.save.shard_writer import ShardWriter
 from zeroelastic.testing import RankPool, compare_states
@@ -175,14 +174,18 @@ def test_deepspeed_alone_loads_what_was_saved_at_the_same_size(run: NodeRun) -> 
 
 def test_the_record_of_each_node_states_its_own_file(run: NodeRun, tmp_path: Path) -> None:
     """They differ in nothing else, and the files of all nodes in one directory are a checkpoint, in any order."""
-    records = [json.loads((run.tag(node) / RECORD_NAME).read_bytes()) for node in (0, 1)]
-    for node, record in enumerate(records):
-        assert record["files"].pop(MODULE) == (run.tag(node) / MODULE).stat().st_size
-        assert len(record.pop("checksum")) == len(record["directories"].pop(MODULE)) == 64
+    records = []
+    for node in (0, 1):
+        record = read_record(run.tag(node))
+        assert record is not None
+        files, directories = dict(record.files), dict(record.directories)
+        assert files.pop(MODULE) == (run.tag(node) / MODULE).stat().st_size
+        assert len(directories.pop(MODULE)) == 64
+        records.append(record.model_copy(update={"files": files, "directories": directories}))
         assert torch.load(run.tag(node) / MODULE, weights_only=False)["shared_params"] != {}
         assert (run.nodes.disk(node) / "latest").read_text() == "global_step3"
         assert not [path for path in run.nodes.disk(node).iterdir() if path.name.startswith(".")]
-    assert records[0] == records[1] and len(records[0]["files"]) == 4
+    assert records[0] == records[1] and len(records[0].files) == 4
     for nodes in ((0, 1), (1, 0)):
         whole = tmp_path / f"{nodes[1]} last" / "global_step3"
         for node in nodes:
@@ -377,5 +380,7 @@ def test_one_rank_of_each_disk_writes_the_module(rank_pool: RankPool, tmp_path: 
     written = rank_pool.run(on_nodes, 2, nodes, placed, save_with_writers, STAGE_2, nodes.path, placed == (0, 0))
     assert [names.count(MODULE) for names in written] == ([1, 0] if placed == (0, 0) else [1, 1])
     for node in set(placed):
-        record = json.loads((nodes.disk(node) / "global_step0" / RECORD_NAME).read_bytes())
-        assert record["files"][MODULE] == (nodes.disk(node) / "global_step0" / MODULE).stat().st_size
+        record = read_record(nodes.disk(node) / "global_step0")
+        assert (
+            record is not None and record.files[MODULE] == (nodes.disk(node) / "global_step0" / MODULE).stat().st_size
+        )

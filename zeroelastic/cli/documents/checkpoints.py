@@ -97,6 +97,7 @@ class TagFiles(Part):
 
 class Inspect(Document):
     problems: list[str]
+    remedy: str | None
     unsupported: list[str]
     notes: list[str]
     path: str
@@ -207,6 +208,7 @@ class Verify(Document):
     content_root: str | None
     recorded_root: str | None
     problems: list[Problem]
+    remedy: str | None
     quarantine: Quarantine | None
     lifted: bool
     checked: list[str]

@@ -14,7 +14,7 @@ from typing import ParamSpec, TypeVar
 import typer
 
 from zeroelastic.cli.output.show import print_document, printable
-from zeroelastic.errors import CheckpointError, UsageError, ZeroElasticError
+from zeroelastic.errors import CheckpointError, UsageError, ZeroElasticError, advice
 from zeroelastic.json_document import document
 
 FAILED = 1
@@ -76,11 +76,12 @@ def outcome(*, as_json: bool = False) -> Iterator[None]:
 
 
 def show_error(error: object, *, as_json: bool = False) -> None:
-    """One line on stderr, in the style of all verbs: what went wrong. With ``as_json`` also as a document on stdout."""
+    """On stderr, in the style of all verbs: what went wrong, what to do. With ``as_json`` also a document on stdout."""
+    message = advice(error) if isinstance(error, ZeroElasticError) else str(error)
     if as_json:
-        print_document(document({"error": str(error)}, ok=False))
+        print_document(document({"error": message}, ok=False))
     typer.secho("error: ", fg="red", bold=True, nl=False, err=True)
-    typer.echo(printable(str(error)), err=True)  # the message may quote names from a file
+    typer.echo(printable(message), err=True)  # the message may quote names from a file
 
 
 @contextmanager

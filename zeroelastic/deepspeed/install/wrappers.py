@@ -34,6 +34,7 @@ from zeroelastic.deepspeed.save.save import Saving, save_checkpoint
 from zeroelastic.deepspeed.storage_rules import refuse_unwritable
 from zeroelastic.distributed.collective import all_or_raise
 from zeroelastic.distributed.partners import announce, require_partners
+from zeroelastic.errors import with_remedy
 from zeroelastic.in_place import refuse_outside_of_worlds
 
 logger = logging.getLogger(__name__)
@@ -111,6 +112,7 @@ def state_dict(original: Method, self: Any) -> Any:
     )
 
 
+@with_remedy()
 def load_state_dict(original: Method, self: Any, state_dict_list: Any, *args: Any, **kwargs: Any) -> Any:
     """Elastic state dicts, one per saved rank, at any world size; stock ones go to the original."""
     if not from_state_dicts.is_elastic(state_dict_list):
@@ -166,6 +168,7 @@ def init_process_group(original: Method, self: Any, *args: Any, **kwargs: Any) -
     return original(self, *args, **kwargs)
 
 
+@with_remedy()
 def load_checkpoint(original: Method, self: Engine, load_dir: Any, *args: Any, **kwargs: Any) -> Any:
     """A load at any world size; what is not ours (stage 0, universal checkpoints) goes to the original."""
     finish_pending(self, before="load_checkpoint()")  # a decoupled engine may still be writing what a load fills

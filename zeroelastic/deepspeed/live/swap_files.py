@@ -160,6 +160,7 @@ def _mapped(path: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
         found = "does not exist" if size < 0 else f"has {size} bytes"
         raise CheckpointError(
             f"{path}: this swap file of DeepSpeed's {found}; {numel * dtype.itemsize} are in use. Something else "
-            "changes the nvme_path folder of this run: give each run one of its own."
+            "changes the nvme_path folder of this run: give each run one of its own.",
+            remedy="",
         )
     return torch.from_file(path, shared=True, size=numel, dtype=dtype)

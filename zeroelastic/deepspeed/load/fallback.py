@@ -21,7 +21,7 @@ from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.live.kinds import rank_and_tp
 from zeroelastic.deepspeed.node_local.node_tags import problem_over_nodes, seen_alike, tags_of_all_nodes
 from zeroelastic.distributed.collective import all_or_raise, broadcast
-from zeroelastic.errors import CheckpointError, UnreadableError
+from zeroelastic.errors import CheckpointError, UnreadableError, finding
 from zeroelastic.io.paths import FilePath, as_path
 from zeroelastic.io.pinned_directory import PinnedPath
 from zeroelastic.io.storage import file_size
@@ -88,11 +88,11 @@ def walk_back(
             _quarantine(opened, error)
             changed = was_saved_again(opened)
         if changed and sum(other.tag is tag for other in tried) < MAX_LOOKS:
-            logger.warning("%s: was saved again while it was tried, and is tried again (%s)", name, error)
+            logger.warning("%s: was saved again while it was tried, and is tried again (%s)", name, finding(error))
             remaining.insert(0, tag)
             return
-        passed.append(f"{name}: {error}")
-        logger.warning("passed over %s: %s", name, error)
+        passed.append(f"{name}: {finding(error)}")
+        logger.warning("passed over %s: %s", name, finding(error))
 
     while True:
         step = broadcast(all_or_raise(choose))
@@ -155,7 +155,7 @@ def _quarantine(tag_dir: FilePath, error: CheckpointError | UnreadableError) -> 
     if isinstance(error, UnusableError) or not is_damage(error) or file_size(tag_dir / RECORD_NAME) is None:
         return
     try:
-        write_mark(tag_dir, str(error))
+        write_mark(tag_dir, finding(error))
     except (OSError, UnreadableError) as problem:
         logger.warning("%s is damaged and could not be marked so (%s): the next walk reads it again", tag_dir, problem)
     else:
@@ -207,5 +207,6 @@ def none_loads(root: FilePath, passed: Sequence[str]) -> CheckpointError:
     listed = "".join(f"\n  - {one}" for one in passed)
     return CheckpointError(
         f"{root}: none of the checkpoints can be loaded:{listed}\nThe engine may hold damaged state: do not train "
-        "on it. To begin anew, give another directory."
+        "on it. To begin anew, give another directory.",
+        remedy="",
     )

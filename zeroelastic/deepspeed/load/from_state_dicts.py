@@ -113,20 +113,25 @@ def _saved_layout(state_dicts: Sequence[Mapping[str, Any]], live: LiveOptimizer)
     if [meta["rank"] for meta in metas] != list(range(world_size)):
         raise CheckpointError(
             f"state dicts of ranks {[meta['rank'] for meta in metas]} were given; those of ranks 0 to {world_size - 1} "
-            "are needed, in this order."
+            "are needed, in this order.",
+            remedy="Pass the state dict of every rank that saved, by rank.",
         )
     for meta in metas:
         if meta.get("tp_rank", 0) != live.tp.rank or meta.get("tp_size", 1) != live.tp.size:
             raise CheckpointError(
                 f"state dicts of tensor parallel rank {meta.get('tp_rank', 0)} of {meta.get('tp_size', 1)} were given "
-                f"to rank {live.tp.rank} of {live.tp.size}. Each loads its own."
+                f"to rank {live.tp.rank} of {live.tp.size}. Each loads its own.",
+                remedy="Pass each tensor parallel rank the state dicts of the rank of its number.",
             )
     tables = [
         [(table["names"], [tuple(shape) for shape in table["shapes"]]) for table in meta["sub_groups"]]
         for meta in metas
     ]
     if any(table != tables[0] for table in tables):
-        raise CheckpointError("the state dicts list different parameters; they are not of one save.")
+        raise CheckpointError(
+            "the state dicts list different parameters; they are not of one save.",
+            remedy="Pass the state dicts of all ranks of one save.",
+        )
     return layout_from_sub_groups(
         [[Param(name, shape) for name, shape in zip(*table, strict=True)] for table in tables[0]], world_size
     )

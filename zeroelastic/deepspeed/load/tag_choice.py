@@ -63,7 +63,7 @@ def choose_tag(load_dir: FilePath, tag: Any) -> tuple[str | None, tuple[str, ...
             raise _different_tags(load_dir, all_chosen)
         _, there = all_gather_or_raise(lambda: (load_dir / str(chosen)).is_dir())
         if not any(there):
-            raise MissingFileError(f"{about_absent_tag(load_dir, str(chosen))} Nothing was loaded.")
+            raise _absent_tag(load_dir, str(chosen))
         return chosen, ()
     named = agree_on_latest(load_dir, all_chosen)
     if named is None:
@@ -91,7 +91,7 @@ def _choose_in_store(load_dir: RemotePath, tag: Any) -> tuple[str | None, tuple[
             return None, ()
         if not holds_something(directory_of(load_dir, named)):
             if asked[0] is not None:
-                raise MissingFileError(f"{about_absent_tag(load_dir, named)} Nothing was loaded.")
+                raise _absent_tag(load_dir, named)
             raise _dangling(load_dir, named)
         return named, committed_after(load_dir, named) if asked[0] is None else ()
 
@@ -101,14 +101,23 @@ def _choose_in_store(load_dir: RemotePath, tag: Any) -> tuple[str | None, tuple[
 def _different_tags(load_dir: FilePath, tags: Sequence[object]) -> CheckpointError:
     return CheckpointError(
         f"{load_dir}: the ranks are to load different tags ({', '.join(sorted(map(str, set(tags))))}). "
-        "Pass the same tag everywhere."
+        "Pass the same tag everywhere.",
+        remedy="",
+    )
+
+
+def _absent_tag(load_dir: FilePath, tag: str) -> MissingFileError:
+    return MissingFileError(
+        f"{about_absent_tag(load_dir, tag)} Nothing was loaded.",
+        remedy="Pass a tag that is there, or none to load what latest names.",
     )
 
 
 def _dangling(load_dir: FilePath, named: str) -> MissingFileError:
     return MissingFileError(
         f"{load_dir / LATEST}: names {shown(named)}, which is not in {load_dir}. The file is damaged, or the "
-        "tag was removed: pass a tag, or let `zeroelastic latest --fix` write it anew."
+        "tag was removed: pass a tag, or let `zeroelastic latest --fix` write it anew.",
+        remedy="",
     )
 
 
@@ -122,7 +131,10 @@ def nothing_to_load(load_dir: FilePath, *, required: bool) -> None:
         if dist.get_rank() == 0:
             text = about_absent(load_dir)
             if required:
-                raise MissingFileError(f"{text} A checkpoint is required here, so the run does not begin from scratch.")
+                raise MissingFileError(
+                    f"{text} A checkpoint is required here, so the run does not begin from scratch.",
+                    remedy='Give the directory of one, or leave "required" out for the first run.',
+                )
             logger.warning('%s The run begins from scratch; "required": true makes that an error', text)
 
     all_or_raise(refuse)

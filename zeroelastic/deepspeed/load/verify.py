@@ -223,7 +223,7 @@ def _describe(live: LiveOptimizer, wrong: Sequence[Stream], load_plan: LoadPlan)
     differ = "1 tensor differs" if len(wrong) == 1 else f"{len(wrong)} tensors differ"
     return (
         f"{load_plan.checkpoint.tag_dir}: {differ} from what the commit record says was saved: "
-        f"{named}{more}. {files} The checkpoint is damaged; resume from another tag. "
+        f"{named}{more}. {files} The checkpoint is damaged. "
         "The engine now holds damaged state: do not train on it."
     )
 

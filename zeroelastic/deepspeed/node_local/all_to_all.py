@@ -1,6 +1,7 @@
 """Sends bytes between ranks over the process group, in rounds of bounded size.
 
-Every rank takes part in every round. The rounds follow from how much each rank sends to each other, which all ranks
+Every rank takes part in every round. While a round is sent, a rank fills its part of the next one and takes what came
+in the one before. The rounds follow from how much each rank sends to each other, which all ranks
 know before the first round, so that no rank waits for a message that is not sent. An error on a rank between rounds is
 raised after the last one; until then the rank sends zeros.
 """
@@ -17,8 +18,8 @@ import torch
 from zeroelastic.core.digest import ByteArray
 from zeroelastic.distributed.peers import DefaultPeers, Peers
 
-ROUND_BYTES = 16 << 20
-"""At most so much is sent, and at most so much received, by a rank in one round: its two buffers."""
+ROUND_BYTES = 8 << 20
+"""At most so much is sent, and at most so much received, by a rank in one round."""
 
 ALIGNMENT = 8
 """Rounds end at its multiples, so no element is cut in a stream whose parts begin at such multiples."""
@@ -53,7 +54,7 @@ def all_to_all_stream(sizes: Mapping[int, int], fill: Fill, take: Take, *, peers
     """Send ``sizes[peer]`` bytes to each peer. Collective over ``peers``, which are all ranks if none are given.
 
     ``fill`` is called once in a round with the pieces to send, ``take`` with those that came; streams arrive in order.
-    Memory: two buffers of ``ROUND_BYTES``, on a GPU two more where the process group moves its memory. Raises what
+    Memory: four buffers of ``ROUND_BYTES``, on a GPU four more where the process group moves its memory. Raises what
     ``fill`` and ``take`` raised first, after the last round.
     """
     peers = peers or DefaultPeers()
@@ -73,22 +74,30 @@ def all_to_all_stream(sizes: Mapping[int, int], fill: Fill, take: Take, *, peers
             except Exception as error:  # raised when nobody waits for this rank any more
                 failure = error
 
-    device = peers.device
+    def take_from(arrived: _Round) -> None:
+        if arrived.incoming:
+            attempt(partial(take, arrived.incoming, arrived.target.numpy()))
+
+    memory = (_Memory(), _Memory())
     sent = received = 0
-    for messages in _rounds(table, world_size):
+    under_way: _Round | None = None
+    for number, messages in enumerate(_rounds(table, world_size)):
         outgoing = _pieces(messages, rank, src=True)
         incoming = _pieces(messages, rank, src=False)
-        source, target = _buffer(outgoing), _buffer(incoming)
+        source, target = memory[number % 2].take(_nbytes(outgoing), _nbytes(incoming))
         if outgoing:
             attempt(partial(fill, outgoing, source.numpy()))
-        moved = torch.empty(len(target), dtype=torch.uint8, device=device) if device.type != "cpu" else target
-        peers.all_to_all(moved, source.to(device), _splits(incoming, world_size), _splits(outgoing, world_size))
-        if moved is not target:
-            target.copy_(moved)
-        if incoming:
-            attempt(partial(take, incoming, target.numpy()))
-        sent += sum(piece.nbytes for piece in outgoing)
-        received += sum(piece.nbytes for piece in incoming)
+        before = under_way
+        if before is not None:
+            before.wait()
+        under_way = _Round(peers, incoming, source, target, outgoing)
+        if before is not None:
+            take_from(before)
+        sent += len(source)
+        received += len(target)
+    if under_way is not None:
+        under_way.wait()
+        take_from(under_way)
     if failure is not None:
         raise failure
     return TransferCost(sent, received)
@@ -145,8 +154,48 @@ def _pieces(messages: Sequence[tuple[int, int, int, int]], rank: int, *, src: bo
     return pieces
 
 
-def _buffer(pieces: Sequence[Piece]) -> torch.Tensor:
-    return torch.zeros(sum(piece.nbytes for piece in pieces), dtype=torch.uint8)
+class _Memory:
+    """Two buffers that round after round uses again: new pages take as long as two copies of them."""
+
+    def __init__(self) -> None:
+        self._source = self._target = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, nbytes_sent: int, nbytes_received: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The memory to send from and that to receive into."""
+        if len(self._source) < nbytes_sent:
+            self._source = torch.zeros(nbytes_sent, dtype=torch.uint8)
+        if len(self._target) < nbytes_received:
+            self._target = torch.zeros(nbytes_received, dtype=torch.uint8)
+        return self._source[:nbytes_sent], self._target[:nbytes_received]
+
+
+class _Round:
+    """A round that is under way: what comes is in ``target`` after ``wait``. Making one is collective."""
+
+    def __init__(
+        self,
+        peers: Peers,
+        incoming: Sequence[Piece],
+        source: torch.Tensor,
+        target: torch.Tensor,
+        outgoing: Sequence[Piece],
+    ) -> None:
+        self.incoming, self.target = incoming, target
+        device, world_size = peers.device, peers.size
+        self._sent = source.to(device)
+        self._moved = torch.empty_like(target, device=device) if device.type != "cpu" else target
+        splits = _splits(incoming, world_size), _splits(outgoing, world_size)
+        self._work = peers.all_to_all(self._moved, self._sent, *splits)
+
+    def wait(self) -> None:
+        """Until all has come and is sent. Raises RuntimeError where a peer is gone."""
+        self._work.wait()
+        if self._moved is not self.target:
+            self.target.copy_(self._moved)
+
+
+def _nbytes(pieces: Sequence[Piece]) -> int:
+    return sum(piece.nbytes for piece in pieces)
 
 
 def _splits(pieces: Sequence[Piece], world_size: int) -> list[int]:

@@ -93,7 +93,8 @@ class ReceivedFile:
         if offset + nbytes > start + len(data):
             raise CheckpointError(
                 f"{self.path}: bytes {offset} to {offset + nbytes} of its header did not come from the rank that sees "
-                "it. The ranks run different versions of zeroelastic or Python."
+                "it. The ranks run different versions of zeroelastic or Python.",
+                remedy="Install the same versions on every node.",
             )
         return bytes(data[offset - start : offset - start + nbytes])
 

@@ -77,7 +77,8 @@ def agree_on_latest(load_dir: Path, named: Sequence[str | None]) -> str | None:
     if not known or len(known) < len(newest) or len(set(known.values())) < len(known):
         raise CheckpointError(
             f"{load_dir}: the ranks do not see the same tag ({', '.join(map(printable, names))}), and no commit record "
-            "tells which is newer. Pass the tag to load."
+            "tells which is newer. Pass the tag to load.",
+            remedy="",
         )
     chosen = max(known, key=lambda name: known[name])
     if dist.get_rank() == 0:

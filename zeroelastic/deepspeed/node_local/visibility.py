@@ -21,8 +21,15 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from zeroelastic.checkpoint.commit_record import RECORD_NAME, CommitRecord, read_record
+from zeroelastic.checkpoint.commit_record import (
+    RECORD_NAME,
+    CommitRecord,
+    read_record,
+    read_record_by_range,
+    with_rows_at,
+)
 from zeroelastic.checkpoint.file_names import WHOLE_MODEL_FILE, is_rank_file, parse_rank_file
+from zeroelastic.checkpoint.file_table import FileNames, FileSizes
 from zeroelastic.checkpoint.model_states import open_model_states
 from zeroelastic.checkpoint.open import Listing, rank_files
 from zeroelastic.checkpoint.tensor_parallel import TensorParallel
@@ -134,8 +141,9 @@ def gather_visibility(tag_dir: FilePath, dp_rank: int, tp: TensorParallel) -> Li
     """What a tag directory has that all ranks see alike, or else which rank sees which file. Collective.
 
     Of the ranks that see one directory, the first lists it and sends the others what it found: on a file system that
-    all ranks share, one rank lists the names and reads the record, and each looks at the sizes of its share of the
-    files. ``dp_rank`` is this rank in the data parallel group of tensor parallel rank ``tp``.
+    all ranks share, one rank lists the names and reads the record but for its rows of files, and each rank reads the
+    rows of its share of the files and looks at their sizes. ``dp_rank`` is this rank in the data parallel group of
+    tensor parallel rank ``tp``.
 
     Raises CheckpointError on every rank where the files of two saves cannot be told apart, MissingFileError where no
     rank sees any. Files that no rank sees are left to ``open_checkpoint`` to name.
@@ -217,20 +225,29 @@ def _of_store(tag_dir: RemotePath, tp: TensorParallel) -> FileVisibility:
 
 def _list_together(tag_dir: Path) -> Listing:
     """A directory that all ranks see: rank 0 lists it and reads the record, and all look at sizes. Collective."""
-    rank = dist.get_rank()
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
 
-    def read() -> tuple[frozenset[str], CommitRecord | None]:
-        names = _names(tag_dir)
-        return names, read_record(tag_dir) if RECORD_NAME in names else None
+    def read() -> tuple[FileNames, CommitRecord | None, int]:
+        names = FileNames.of(_names(tag_dir))
+        record, nbytes = read_record_by_range(tag_dir) if RECORD_NAME in names else (None, 0)
+        return names, None if record is None else with_rows_at(record, None), nbytes
 
-    names, record = broadcast_or_raise(read)
-    share = sorted(record.files)[rank :: dist.get_world_size()] if record is not None else []
-    sizes = all_or_raise(lambda: {name: file_size(tag_dir / name) for name in share})
+    names, record, nbytes = broadcast_or_raise(read)
+    record = None if record is None else with_rows_at(record, tag_dir)
+
+    def look() -> dict[str, int]:
+        if record is None:
+            return {}
+        files = record.files
+        share = files.rows.share(rank, num_ranks) if isinstance(files, FileSizes) else sorted(files)[rank::num_ranks]
+        sizes = {name: file_size(tag_dir / name) for name in share}
+        return {name: size for name, size in sizes.items() if size is not None}
+
     return Listing(
         names=names,
-        sizes={name: size for name, size in sizes.items() if size is not None},
+        sizes=all_or_raise(look),
         record=record,
-        record_bytes=(file_size(tag_dir / RECORD_NAME) or 0) if record is not None and rank == 0 else 0,
+        record_bytes=nbytes if rank == 0 else 0,
     )
 
 
@@ -350,7 +367,7 @@ def _visibility_of_record(
     record = record.model_copy(
         update={
             "files": {**record.files, **{name: version.size for name, version in taken.items()}},
-            "directories": record.directories
+            "directories": {**record.directories}
             | {name: version.directory for name, version in taken.items() if version.directory is not None},
         }
     )

@@ -15,7 +15,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import deepspeed
 import torch
@@ -40,7 +39,8 @@ from zeroelastic.core.layout import Layout, Param
 from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.engine_state import Lineage
 from zeroelastic.deepspeed.save.barrier import SaveBarrier
-from zeroelastic.distributed.collective import all_gather, broadcast, gather, maximum
+from zeroelastic.deepspeed.save.written import Written, gather_written
+from zeroelastic.distributed.collective import broadcast, maximum
 from zeroelastic.errors import CheckpointError, SaveError, UnreadableError, UnsafePickleError, UnsupportedError
 from zeroelastic.io.atomic import sync_path, write_atomically
 from zeroelastic.io.paths import FilePath
@@ -125,7 +125,8 @@ def commit(save: PendingCommit, barrier: SaveBarrier) -> int:
         own = barrier.all_or_raise(lambda: _settled_files(save, barrier), "its files were made durable")
         microseconds, unreadable = maximum([round(own.not_before * 1e6), int(own.unreadable is not None)])
         committed_at = microseconds / 1e6
-        written = all_gather(own) if any(save.heads) else gather(own)  # for those who write a record: rank 0, or heads
+        # for those who write a record: rank 0, or heads
+        written = gather_written(own, save.written, to_all=any(save.heads))
         barrier.all_or_raise(lambda: _recorded(save, barrier, written, committed_at), "its commit record was written")
         barrier.all_or_raise(lambda: _publish_tag(save) if save.acts else None, "it was put in place")
     if not unreadable:
@@ -138,18 +139,6 @@ def commit(save: PendingCommit, barrier: SaveBarrier) -> int:
     # Ranks that see one directory may name the same file: that of the whole module, at stages 1 and 2.
     of_all = zip(save.heads, written, strict=True)
     return sum({(head, name): size for head, own in of_all for name, size in own.sizes.items()}.values())
-
-
-class Written(NamedTuple):
-    """Sizes and zip directories' digests of a rank's files, why only DeepSpeed reads them, if so, and a time.
-
-    ``not_before``: the earliest time of a commit that this rank allows, in seconds since 1970. Rank 0's clock counts.
-    """
-
-    sizes: dict[str, int]
-    directories: dict[str, str]
-    unreadable: str | None
-    not_before: float
 
 
 def _settled_files(save: PendingCommit, barrier: SaveBarrier) -> Written:

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from zeroelastic.checkpoint.commit_record import CommitRecord
 from zeroelastic.checkpoint.extents import ExtentTable, stream_seeds
+from zeroelastic.checkpoint.open import Checkpoint
 from zeroelastic.checkpoint.saved_state import SavedPart
 from zeroelastic.core.digest import ByteArray, UInt64Array
 from zeroelastic.core.layout import Int64Array
@@ -34,6 +34,7 @@ from zeroelastic.executors.dispatch import (
 )
 from zeroelastic.executors.progress import ProgressFunction
 from zeroelastic.executors.tables import cast_between, cast_itemsizes
+from zeroelastic.io.paths import FilePath
 from zeroelastic.torch_file.header import DTYPE_BYTES
 
 MINIMUM_MEMORY = 16 << 20
@@ -72,19 +73,19 @@ def copy_tensors(
     copies: Sequence[TensorCopy],
     paths: Sequence[Path],
     *,
-    record: CommitRecord | None,
+    source: Checkpoint,
     max_memory: int,
     checksums: bool = False,
     progress: ProgressFunction | None = None,
 ) -> CopyResult:
-    """Write tensors of one part into files that exist, and compare their digests with the record's where there is one.
+    """Write tensors of one part of ``source`` into files that exist; compare digests with its record, if it has one.
 
     ``checksums`` asks for the CRC-32 of what was written of each, shape ``(num_copies,)``. ``progress`` is called
     with bytes of the source, from where Ctrl-C ends it. Memory: ``max_memory``, most of it tables where there are many
     small parameters and many ranks. Raises DigestMismatchError naming the parameter and the state key, CheckpointError
     and OSError as ``move_segments``.
     """
-    digests = None if record is None else recorded_digests(record)
+    digests = recorded_digests(source)
     crc32 = np.zeros(len(copies), dtype=np.uint32) if checksums else None
     compared = 0
     for members in _classes(part, copies):
@@ -109,29 +110,38 @@ def copy_tensors(
     return CopyResult(compared, crc32)
 
 
-def recorded_digests(record: CommitRecord) -> dict[tuple[str, str], tuple[str, int]]:
-    """(parameter, state key) -> (dtype, digest)."""
-    return {
+@dataclass(frozen=True, slots=True)
+class RecordedDigests:
+    """The digests of a commit record: (parameter, state key) -> (dtype, digest)."""
+
+    tag_dir: FilePath
+    tensors: Mapping[tuple[str, str], tuple[str, int]]
+
+
+def recorded_digests(source: Checkpoint) -> RecordedDigests | None:
+    """Those of the commit record of a checkpoint, if it has one."""
+    if source.record is None:
+        return None
+    tensors = {
         (param.name, key): (tensor.dtype, int(tensor.digest, 16))
-        for param in record.params
+        for param in source.record.params
         for key, tensor in param.tensors.items()
     }
+    return RecordedDigests(source.tag_dir, tensors)
 
 
-def compare_digest(
-    digests: Mapping[tuple[str, str], tuple[str, int]], name: str, key: str, dtype: str, found: int
-) -> None:
+def compare_digest(digests: RecordedDigests, name: str, key: str, dtype: str, found: int) -> None:
     """Raise DigestMismatchError, or CheckpointError where the record does not have such a tensor."""
-    expected = digests.get((name, key))
+    expected = digests.tensors.get((name, key))
     if expected is None or expected[0] != dtype:
         raise CheckpointError(
-            f"{name}: the files hold {key} in {dtype}, the commit record "
+            f"{digests.tag_dir}: {name}: the files hold {key} in {dtype}, the commit record "
             f"{'does not have it' if expected is None else f'says {expected[0]}'}. Files of two saves are mixed."
         )
     if expected[1] != found:
         raise DigestMismatchError(
-            f"{name}: {key} has digest {found:016x}; the commit record says {expected[1]:016x}. The files have changed "
-            "since they were saved; use another checkpoint."
+            f"{digests.tag_dir}: {name}: {key} has digest {found:016x}; the commit record says {expected[1]:016x}. The "
+            "files have changed since they were saved."
         )
 
 

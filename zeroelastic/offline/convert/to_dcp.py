@@ -118,8 +118,7 @@ class _Reader:
         self._plan, self._most, self._progress = plan, most, progress
         self._tensors: dict[str, ModelTensor] = {}
         self._rows: tuple[str, ExtentTable] | None = None
-        record = plan.state.checkpoint.record
-        self._digests = None if record is None else recorded_digests(record)
+        self._digests = recorded_digests(plan.state.checkpoint)
         self._found: dict[str, int] = {}
 
     def state_dict(self) -> dict[str, Any]:

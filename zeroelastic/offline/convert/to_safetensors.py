@@ -387,8 +387,8 @@ def _write_tensors(
         flushing = EarlyFlush([path], progress)
         for p, part in enumerate(plan.state.parts):
             some = copies.get((number, p), [])
-            record = plan.state.checkpoint.record
-            copied = copy_tensors(part, some, paths, record=record, max_memory=max_memory, progress=flushing.told)
+            saved = plan.state.checkpoint
+            copied = copy_tensors(part, some, paths, source=saved, max_memory=max_memory, progress=flushing.told)
             compared += copied.num_compared
         start_writeback(path)
     return compared

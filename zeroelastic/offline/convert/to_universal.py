@@ -246,7 +246,7 @@ def _optimizer_state(state: SavedState, known: dict[Storage, bytes]) -> tuple[ob
 
 def _write_params(plan: UniversalPlan, zero: Path, max_memory: int, progress: ProgressFunction | None) -> int:
     """Write the state files of all trained parameters, in batches that keep the tables small."""
-    trained, record = plan.state.parts[0], plan.state.checkpoint.record
+    trained = plan.state.parts[0]
     whole = plan.state.checkpoint.whole_model
     wanted = [(i, key, dtype) for i, dtypes in enumerate(trained.dtypes) for key, dtype in dtypes.items()]
     compared = 0
@@ -265,7 +265,7 @@ def _write_params(plan: UniversalPlan, zero: Path, max_memory: int, progress: Pr
             trained,
             copies,
             [archive.path for archive, _ in archives],
-            record=record,
+            source=plan.state.checkpoint,
             max_memory=max_memory,
             checksums=True,
             progress=progress,
@@ -313,8 +313,8 @@ def _copy_models(state: SavedState, tag_dir: Path, progress: ProgressFunction | 
 
     Returns the number of digests that were compared.
     """
-    record = state.checkpoint.record
-    frozen = state.parts[1] if record is not None and len(state.parts) > 1 else None
+    digests = recorded_digests(state.checkpoint)
+    frozen = state.parts[1] if digests is not None and len(state.parts) > 1 else None
     tensors = [] if frozen is None else frozen.tensors()
     seeds = stream_seeds([*((saved.param.name, saved.key) for saved in tensors), ("", "")])  # the last is of the gaps
     totals = np.zeros_like(seeds)
@@ -339,8 +339,7 @@ def _copy_models(state: SavedState, tag_dir: Path, progress: ProgressFunction | 
             progress=progress,
         )
         totals += 0 if found is None else found
-    if record is not None:
-        digests = recorded_digests(record)
+    if digests is not None:
         for saved, digest in zip(tensors, totals.tolist(), strict=False):
             compare_digest(digests, saved.param.name, saved.key, saved.dtype, digest)
     return len(tensors)

@@ -27,7 +27,7 @@ from zeroelastic.checkpoint.quarantine import MARK_NAME, read_mark
 from zeroelastic.checkpoint.saved_state import check_same_save, open_state
 from zeroelastic.checkpoint.tensor_parallel import OFFLINE_TENSOR_PARALLEL, TensorParallel
 from zeroelastic.core.layout import Param
-from zeroelastic.errors import CheckpointError, UnreadableError, UnsupportedError, some
+from zeroelastic.errors import CheckpointError, UnreadableError, UnsupportedError, counted, some
 from zeroelastic.io.paths import FilePath
 from zeroelastic.io.storage import file_sizes
 from zeroelastic.offline.inspect.model import (
@@ -165,7 +165,7 @@ class _Inspector:
                 f"{listing.directory}: contradicts its commit record: {some(wrong)}. Files are truncated, damaged or "
                 "from another save."
             )
-        if gone:
+        if gone and not listing.missing(commit.world_size)[0]:  # which _list_missing reports
             self.problem(f"{listing.directory}: files that its commit record names are missing: {some(gone)}.")
 
     def headers(self) -> None:
@@ -312,7 +312,8 @@ class _Inspector:
         found.stale = listing.stale(world_size)
         if found.num_missing:
             self.problem(
-                f"{listing.directory}: {found.num_missing} of the files of {world_size} ranks are missing: "
+                f"{listing.directory}: {found.num_missing} of the files of {counted(world_size, 'rank')} "
+                f"{'is' if found.num_missing == 1 else 'are'} missing: "
                 f"{some(found.missing, count=found.num_missing)}. The checkpoint is incomplete, or its files are on "
                 "other nodes (use_node_local_storage)."
             )

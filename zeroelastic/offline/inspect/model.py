@@ -129,6 +129,7 @@ class Inspection:
     folders: tuple[str, ...] = ()
     headers_read: int = 0
     quarantine: Quarantine | None = None
+    remedy: str | None = None
 
     def count(self, kind: ParamKind) -> tuple[int, int]:
         """How many parameters of a kind there are, and their elements."""

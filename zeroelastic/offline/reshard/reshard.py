@@ -321,8 +321,7 @@ def _compare(plan: ReshardPlan, contents: Sequence[ParamContent], root: str) -> 
     wrong += [f"{name} (not in the files)" for name in saved]
     raise DigestMismatchError(
         f"{plan.source.tag_dir}: what was read differs from what its commit record says was saved: "
-        f"{some(wrong, _MAX_LISTED)}. The checkpoint is damaged: `zeroelastic verify` says where. Nothing was "
-        "written."
+        f"{some(wrong, _MAX_LISTED)}. The checkpoint is damaged. Nothing was written."
     )
 
 
@@ -336,7 +335,10 @@ def _verify(tag_dir: Path, files: Mapping[str, int], stage: int) -> None:
 
     report = verify_checkpoint(tag_dir)
     if not report.valid:
-        raise CheckpointError(f"{tag_dir}: what was written does not read back: {report.problems[0]}")
+        raise CheckpointError(
+            f"{tag_dir}: what was written does not read back: {report.problems[0].sentence}",
+            remedy="Remove it, look at the disk and the memory of this machine, and run it again.",
+        )
 
 
 __all__ = [

@@ -26,7 +26,7 @@ from zeroelastic.checkpoint.quarantine import MARK_NAME, Quarantine, read_mark
 from zeroelastic.core.digest import content_root
 from zeroelastic.core.layout import Int64Array
 from zeroelastic.distributed.processes import Processes
-from zeroelastic.errors import counted, some
+from zeroelastic.errors import COPY_OR_GO_BACK, CheckpointError, counted, finding, some
 from zeroelastic.executors.progress import ProgressFunction
 from zeroelastic.io.paths import FilePath, absolute
 from zeroelastic.json_document import document
@@ -50,9 +50,10 @@ class VerifyReport:
 
     ``quarantine`` is the mark of damage in the tag, also where no damage was found this time. ``content_root`` is
     computed from the files: None with ``quick``, or where not all of them could be read. ``recorded_root`` is that of
-    the commit record. ``files`` are those that ranks have written, damaged or not. ``num_bytes`` bytes were read, the
-    CRC-32 of ``num_records`` records and the digests of ``num_tensors`` tensors were computed. ``lifted``: the mark of
-    damage was removed. ``read_seconds`` is the part of ``seconds`` in which the payload was read.
+    the commit record. ``remedy`` says what to do about the problems. ``files`` are those that ranks have written,
+    damaged or not. ``num_bytes`` bytes were read, the CRC-32 of ``num_records`` records and the digests of
+    ``num_tensors`` tensors were computed. ``lifted``: the mark of damage was removed. ``read_seconds`` is the part of
+    ``seconds`` in which the payload was read.
     """
 
     tag_dir: str
@@ -64,6 +65,7 @@ class VerifyReport:
     unchecked: tuple[str, ...]
     content_root: str | None = None
     recorded_root: str | None = None
+    remedy: str | None = None
     files: tuple[VerifiedFile, ...] = ()
     num_files: int = 0
     num_params: int = 0
@@ -151,10 +153,11 @@ def _read_all(headers: TagHeaders, progress: ProgressFunction | None, processes:
     return full_report(headers, combine(processes.all_gather(own), headers))
 
 
-def damaged(name: str, sentence: str, *, quick: bool) -> VerifyReport:
+def damaged(name: str, error: CheckpointError, *, quick: bool) -> VerifyReport:
     """The report on a checkpoint whose files cannot be opened at all."""
     mode: Literal["full", "quick"] = "quick" if quick else "full"
-    return VerifyReport(name, mode, None, 0, (Problem("", sentence),), (), ("not checked: anything else",))
+    problems, unchecked = (Problem("", finding(error)),), ("not checked: anything else",)
+    return VerifyReport(name, mode, None, 0, problems, (), unchecked, remedy=error.remedy or None)
 
 
 def quick_report(headers: TagHeaders) -> VerifyReport:
@@ -226,6 +229,7 @@ def _report(
         format=headers.format,
         world_size=headers.world_size,
         problems=tuple(problems),
+        remedy=COPY_OR_GO_BACK if problems else None,
         checked=tuple(checked),
         unchecked=(*unchecked, *headers.notes),
         content_root=root,

@@ -8,7 +8,7 @@ from zeroelastic.cli.html.figures.bars import Bar, draw_bars
 from zeroelastic.cli.html.figures.plot import key
 from zeroelastic.cli.html.figures.scale import number_ticks
 from zeroelastic.cli.html.figures.strips import Piece, Strip, draw_strips
-from zeroelastic.cli.html.page import Cell, Figure, Page, Section, Table, Tone, cells, facts, sections, table
+from zeroelastic.cli.html.page import Cell, Figure, Page, Section, Table, Tone, cells, facts, items, sections, table
 from zeroelastic.errors import counted
 
 _WEIGHTS = ("fp32", "frozen")
@@ -31,16 +31,23 @@ def diff_page(found: Diff) -> Page:
             ("tensors that both have", f"{found.num_tensors:,}"),
             ("equal bit for bit", f"{found.num_equal:,}"),
             ("bytes compared", format_size(found.bytes_read)),
-            ("content root of A", None if roots.a is None else roots.a[:12]),
-            ("content root of B", None if roots.b is None else roots.b[:12]),
+            ("recorded root of A", None if roots.a is None else roots.a[:12]),
+            ("recorded root of B", None if roots.b is None else roots.b[:12]),
         ),
         sections(
+            Section("Notes", items("note", _about_records(found))),
             Section("Tensors", (*_overview(found), *_drawn(worst), *_tensors(worst))),
             Section("Only on one side", _only(found)),
             Section("Other state", _values("What a resumed run would feel", found.state)),
             Section("How they were saved", _values("This does not make them differ", found.saving)),
         ),
     )
+
+
+def _about_records(found: Diff) -> list[str]:
+    if found.tensors and found.content_root.a is not None and found.content_root.a == found.content_root.b:
+        return ["The commit records have the same content root, so one of the two is not what was saved: verify both."]
+    return []
 
 
 def _answer(found: Diff) -> tuple[Tone, str]:

@@ -50,6 +50,7 @@ def inspect_page(found: Inspect) -> Page:
         ),
         sections(
             Section("Problems", (*items("bad", found.problems), *items("bad", found.unsupported))),
+            Section("What to do", items("plain", [] if found.remedy is None else [found.remedy.replace("`", "")])),
             Section("Notes", items("note", found.notes)),
             Section("Layout", _layout(found)),
             Section("State", _state(found)),

@@ -60,8 +60,8 @@ def _answer(plan: Plan) -> str:
         took = _seconds(plan.load.seconds)
         time = "" if took is None else f", which takes {took} s at the bandwidth given below"
         return (
-            f"A load on {ranks} reads {format_size(plan.load.bytes_read)} in all, {plan.amplification:.2f} times the "
-            f"state; the rank that reads most reads {most} from {files}{time}."
+            f"A load on {ranks} reads {format_size(plan.load.bytes_read)} in all: the state {plan.amplification:.2f} "
+            f"times, and headers; the rank that reads most reads {most} from {files}{time}."
         )
     took = _seconds(plan.reshard.seconds)
     time = "" if took is None else f", which takes {took} s at the bandwidth given below"

@@ -38,6 +38,7 @@ def verify_page(found: Verify) -> Page:
         sections(
             Section("Files", draw_damage(found.files, found.problems, found.world_size)),
             Section("Problems", _problems(found.problems)),
+            Section("What to do", items("plain", [] if found.remedy is None else [found.remedy.replace("`", "")])),
             Section("What was checked", items("good" if found.ok else "plain", found.checked)),
             Section("What was not checked, and notes", (*items("plain", found.unchecked), *items("note", marked))),
         ),
