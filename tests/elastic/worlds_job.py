@@ -25,7 +25,7 @@ def die_at(phase: str, directory: Path) -> None:
     """Kill this process when it comes to a phase of the next change."""
     from zeroelastic.deepspeed import process_world
     from zeroelastic.deepspeed.resize import restore
-    from zeroelastic.elastic import membership, world_changes, worlds
+    from zeroelastic.elastic import membership, world_changes
 
     worlds = import_module("zeroelastic.elastic.worlds")  # the package has the function of this name
 
