@@ -124,8 +124,8 @@ def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
         "",
         f"Layouts of a GPT with {LAYERS} layers of {HIDDEN:,}, counted (`benchmarks/bench_resize_plan.py`): the share",
         "of the elements that the processes of the new world do not hold already. *by size*: `assign_ranks`, which",
-        "knows the two world sizes; *by layout*: `assign_ranks_of`, which knows the layouts; *in order*: the survivors are",
-        "numbered in order, as torchrun does; *at least*: no assignment of ranks moves less.",
+        "knows the two world sizes; *by layout*: `assign_ranks_of`, which knows the layouts; *in order*: the survivors",
+        "are numbered in order, as torchrun does; *at least*: no assignment of ranks moves less.",
         "",
     ]
     for stage in STAGES:

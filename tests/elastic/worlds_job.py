@@ -25,7 +25,7 @@ def die_at(phase: str, directory: Path) -> None:
     """Kill this process when it comes to a phase of the next change."""
     from zeroelastic.deepspeed import process_world
     from zeroelastic.deepspeed.resize import restore
-    from zeroelastic.elastic import membership
+    from zeroelastic.elastic import membership, world_changes
 
     worlds = import_module("zeroelastic.elastic.worlds")  # the package has the function of this name
 
@@ -42,7 +42,7 @@ def die_at(phase: str, directory: Path) -> None:
 
         return call
 
-    decide = worlds._Changes.change
+    decide = world_changes.Changes.change
 
     def change(self: Any, *, leaves: bool) -> bool:
         changes = decide(self, leaves=leaves)
@@ -51,7 +51,7 @@ def die_at(phase: str, directory: Path) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return changes
 
-    worlds._Changes.change = change
+    world_changes.Changes.change = change
     first = membership.Membership.first
 
     def came(self: Any) -> Any:

@@ -31,7 +31,8 @@ from zeroelastic.elastic.preemption import Every, Preemption, every, preemption
 from zeroelastic.elastic.resume import Resumed, resume
 from zeroelastic.elastic.sampler import ElasticBatchSampler, ElasticDistributedSampler, ElasticIterableDataset
 from zeroelastic.elastic.timeout import set_collective_timeout
-from zeroelastic.elastic.worlds import World, worlds
+from zeroelastic.elastic.world import World
+from zeroelastic.elastic.worlds import worlds
 
 if TYPE_CHECKING:
     from zeroelastic.elastic.loader import ElasticStatefulDataLoader
