@@ -108,6 +108,9 @@ def worlds(
     process.
     """
     asked = Asked(build, directory, data, saving, client_state, log, status, strict, fresh, required, sizes)
+    from zeroelastic.deepspeed.install.seams import install
+
+    install()
     membership = Membership.of_this_process()
     with _Noticing(Notice(grace if membership is None else min(grace, membership.settings.notice), SIGNALS)) as notice:
         if membership is None:
@@ -189,10 +192,8 @@ class _Job:
         self._has_begun = False
 
     def worlds(self) -> Iterator[World]:
-        from zeroelastic.deepspeed.install.seams import install
         from zeroelastic.deepspeed.resize.restore import leave_world
 
-        install()
         import_always()  # before this process is ready to be taken in: nobody waits for it
         now = self._membership.first()
         while True:
