@@ -57,6 +57,8 @@ SILENCE = 8
 RETRIES = 5
 """Of net.ipv4.tcp_retries2: a host that reaches nobody knows it after about 15 seconds, instead of 15 minutes."""
 
+STEPS_BETWEEN = 3
+"""Nodes that have come are there for so many steps before others go, and have got their copies by then."""
 COPIES = 3
 """In the memory of other nodes: the scenario loses three of four nodes at once."""
 
@@ -300,8 +302,10 @@ def play(
     """Run the job through kills and joins, on ``first`` nodes to begin with. TimeoutError when it takes too long."""
     until = time.monotonic() + limit
     with cluster(out, nodes="1:4", steps=steps, save_steps=save_steps, first=first, way=way) as job:
+        earliest = 0
         for number, (step, change) in enumerate(scenario, 1):
-            job.reach(f"step {step}", until, lambda step=step: last_step(job.trace) >= step)
+            at = max(step, earliest)
+            job.reach(f"step {at}", until, lambda at=at: last_step(job.trace) >= at)
             job.change(change)
             if change > 0 and way.in_place:  # the job waits until they have imported, and trains on to take them in
                 since = time.time()
@@ -313,6 +317,7 @@ def play(
                 job.wait_before(scenario[number][0] if number < len(scenario) else steps)
                 job.arrive(len(job.nodes), until)
                 job.hold.unlink()
+            earliest = last_step(job.trace) + STEPS_BETWEEN if change > 0 else 0
         job.finish(until)
 
 
