@@ -209,7 +209,7 @@ def page(result: dict[str, Any]) -> str:
     about, stall, loads = result["about"], result["steps"], result["loads"]
     gigabytes = result["gigabytes"]
     lines = [
-        "# Checkpoints in memory",
+        "# What checkpoints in memory cost",
         "",
         f"`{about['command']}`, {about['cpu']}, {about['cores']} cores, torch {about['torch']}, commit "
         f"{about['commit'][:10]}, {about['time']}. Medians.",

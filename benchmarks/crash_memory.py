@@ -114,11 +114,10 @@ class Campaign:
         self.directory, self.chance, self.kind = directory, chance, kind
         self.counts: Counter[str] = Counter()
         self.seen_resumes = 0
-        way = Way(kind, ("-m", "zeroelastic.run", "--warm"), (), "zeroelastic", _rendezvous())
+        warm = ("-m", "zeroelastic.run", "--warm")
+        way = Way(kind, warm, (), "zeroelastic", _rendezvous(), script=Path(__file__).resolve())
         arguments = ["--work", str(directory), "--kind", kind]
-        self.cluster = Cluster(
-            directory, arguments, nodes="1:4", network=Loopback(), way=way, script=Path(__file__).resolve()
-        )
+        self.cluster = Cluster(directory, arguments, nodes="1:4", network=Loopback(), way=way)
         for _ in range(3):
             self.cluster.add()
         self._resumed("the first start")

@@ -35,6 +35,19 @@ TEMPLATES: dict[str, tuple[str, ...]] = {
         "in {stage2_convert} s, loads in {stage2_universal} s, and {stage2_wrong} of {stage2_all} parameters are "
         "wrong. On 4 ranks DeepSpeed's own load takes {stage2_stock} s, zeroelastic's {stage2_same} s.",
     ),
+    "docs/guides/resize-in-place.md": (
+        "| this page, announced | none | stay | `worlds`, `zeroelastic-in-place` | "
+        "{in_place_go} s | {in_place_come} s |",
+        "of the others stay | the same | {in_place_lost_go} s | |",
+        "(memory-checkpoints.md) | one at most | start again | `preemption`, `resume` | "
+        "{memory_go} s | {memory_come} s |",
+        "(elastic.md) | since the last save | start again | `preemption`, `resume` | "
+        "{elastic_go} s | {elastic_come} s |",
+    ),
+    "docs/guides/lost-nodes.md": (
+        "lost {elastic_lost} steps in all at the three kills and none when nodes joined",
+        "`resume` took at most {elastic_share} % of the time from a kill to the next step",
+    ),
     "benchmarks/README.md": (
         "ext4 on a virtual disk, {params} million parameters, {gb} GB of state.",
         "`pread` of the same bytes: >= 0.85; 0.75 | {tensors_pread} | {read_pread} | {full_pread} |",
@@ -97,7 +110,7 @@ def goal(value: float, places: int, target: float) -> str:
 
 def figures() -> dict[str, str]:
     """Every figure by its name, as pages have it."""
-    return dict([*_loading(), *_saving(), *_stage2(), *_segments(), *_plans(), *_commands()])
+    return dict([*_loading(), *_saving(), *_stage2(), *_segments(), *_plans(), *_commands(), *_elastic()])
 
 
 def _mib(row: dict[str, Any]) -> float:
@@ -185,6 +198,22 @@ def _commands() -> Iterator[tuple[str, str]]:
     yield "verify_warm", goal(ratios["plain reading / verify, headers open"], 2, 0.8)
     yield "export", goal(ratios["zero_to_fp32.py / export"], 1, 5)
     yield from ((f"{name.strip('-')}_s", f"{seconds[name]:.2f}") for name in ("inspect", "plan", "--help"))
+
+
+def _elastic() -> Iterator[tuple[str, str]]:
+    """Of ``make demo-elastic``: seconds to the first step; where a change is announced the job trains at first."""
+    for name in ("elastic", "memory", "in_place", "in_place_lost"):
+        restarts = read_result(name if name == "elastic" else f"elastic_{name}")["restarts"]
+        for when, go in (("go", True), ("come", False)):
+            changes = [one for one in restarts if one["since_kill"] is go]
+            trained = [one["noticing"] if name == "in_place" and go else 0.0 for one in changes]
+            seconds = median(one["total"] - before for one, before in zip(changes, trained, strict=True))
+            if (name, when) != ("in_place_lost", "come"):
+                yield f"{name}_{when}", f"{seconds:.2f}"
+        if name == "elastic":
+            kills = [one for one in restarts if one["since_kill"]]
+            yield "elastic_lost", f"{sum(one['lost_steps'] for one in restarts)}"
+            yield "elastic_share", f"{100 * max(one['our_share'] for one in kills):.1f}"
 
 
 def names_in(template: str) -> list[str]:

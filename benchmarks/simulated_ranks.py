@@ -35,6 +35,10 @@ _CHANGES = ("rename", "replace", "unlink", "mkdir", "rmdir", "fsync", "link")
 _STACK_BYTES = 1 << 18
 
 
+class _Group:
+    """In place of a process group, which is only compared."""
+
+
 class SimulatedRanks:
     """Some ranks of a job of ``world_size``, each a thread, and the operations that each counts.
 
@@ -170,7 +174,7 @@ class SimulatedRanks:
             "broadcast_object_list": broadcast_object_list,
             "all_reduce": all_reduce,
         }
-        world = SimpleNamespace(WORLD=object())
+        world = SimpleNamespace(WORLD=_Group())
         clock = SimpleNamespace(monotonic=lambda: 0.0, sleep=lambda seconds: self.pass_on(idle=True))
         with ExitStack() as stack:
             for name, replacement in collectives.items():

@@ -6,10 +6,11 @@
 
 Each runs train.py once without a break and once through its scenario, and compares the two: the samples of every step,
 the weights at the end, the steps that were lost and what each restart cost. "elastic" goes through 4 -> 3 -> 2 -> 4 ->
-1 -> 3 nodes and loses them by SIGKILL, once with saves on the disk and once with checkpoints in memory and warm starts;
-what a node kept in memory goes with it. "fixed-size" needs 3 nodes, so it waits for the one that was killed; "network"
-gives each node a host of its own and pulls the cable of one, until its agent gives up; in "network-return" it is put
-back before.
+1 -> 3 nodes, several ways. Nodes are lost by SIGKILL, with saves on the disk and cold starts, then with checkpoints in
+memory and warm starts; what a node kept in memory goes with it. Then the job changes size in place (train_worlds.py):
+nodes are asked to leave by SIGTERM, and at last they are lost by SIGKILL again, with checkpoints in memory.
+"fixed-size" needs 3 nodes, so it waits for the one that was killed; "network" gives each node a host of its own and
+pulls the cable of one, until its agent gives up; in "network-return" it is put back before.
 """
 
 from __future__ import annotations
@@ -29,9 +30,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import psutil
-from judge import compare, compare_memory, last_step, read_trace, write_result, write_ways
+from judge import compare, compare_in_place, compare_memory, last_step, read_trace, write_result, write_ways
 from network import Loopback, Namespaces
+from torch.distributed import PrefixStore, TCPStore
 
+from zeroelastic.elastic.roster import Roster
 from zeroelastic.job_log.event_log import note_nodes
 
 HERE = Path(__file__).resolve().parent
@@ -44,6 +47,9 @@ QUICK_RENDEZVOUS = (
     "is_host=0,last_call_timeout=0.5,keep_alive_interval=0.25,keep_alive_max_attempt=6,join_timeout=120,"
     "close_timeout=10,poll_interval=0.1"
 )
+RENDEZVOUS_IN_PLACE = (
+    "is_host=0,last_call_timeout=1,heartbeat_interval=0.25,heartbeat_timeout=3,join_timeout=120,close_timeout=10"
+)
 READ_TIMEOUT = 8
 """Seconds after which an agent that does not reach the rendezvous store gives up, and ends its workers."""
 SILENCE = 8
@@ -51,6 +57,8 @@ SILENCE = 8
 RETRIES = 5
 """Of net.ipv4.tcp_retries2: a host that reaches nobody knows it after about 15 seconds, instead of 15 minutes."""
 
+STEPS_BETWEEN = 3
+"""Nodes that have come are there for so many steps before others go, and have got their copies by then."""
 COPIES = 3
 """In the memory of other nodes: the scenario loses three of four nodes at once."""
 
@@ -60,13 +68,19 @@ BACK: dict[str, Back] = {"network": "new agent", "network-return": "same agent"}
 
 @dataclass(frozen=True)
 class Way:
-    """How a job is started and where it keeps its state: the words between torchrun's and those of train.py."""
+    """How a job is started and where it keeps its state: the words between torchrun's and those of the script.
+
+    ``leaves`` is the signal to a node that goes. With ``in_place`` workers stay when others come.
+    """
 
     name: str
     launch: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
     backend: str = "c10d"
     rendezvous: str = RENDEZVOUS
+    script: Path = HERE / "train.py"
+    leaves: signal.Signals = signal.SIGKILL
+    in_place: bool = False
 
 
 DISK = Way("disk, cold starts")
@@ -77,6 +91,14 @@ MEMORY = Way(
     "zeroelastic",
     QUICK_RENDEZVOUS,
 )
+_IN_PLACE = {
+    "backend": "zeroelastic-in-place",
+    "rendezvous": RENDEZVOUS_IN_PLACE,
+    "script": HERE / "train_worlds.py",
+    "in_place": True,
+}
+IN_PLACE = Way("in place, announced", leaves=signal.SIGTERM, **_IN_PLACE)
+IN_PLACE_LOST = Way("in place, memory", options=("--memory", str(COPIES)), **_IN_PLACE)
 
 
 @dataclass(frozen=True)
@@ -115,10 +137,8 @@ class Cluster:
         nodes: str,
         network: Loopback,
         way: Way,
-        script: Path = HERE / "train.py",
     ) -> None:
-        self.out, self.arguments, self.size, self.network = out, arguments, nodes, network
-        self.way, self.script = way, script
+        self.out, self.arguments, self.size, self.network, self.way = out, arguments, nodes, network, way
         self.trace, self.events, self.hold = out / "trace.jsonl", out / "events.jsonl", out / "hold"
         self.nodes: list[Node] = []
         self.started: list[Node] = []
@@ -146,7 +166,7 @@ class Cluster:
             ),
             *(
                 *self.way.launch,
-                str(self.script),
+                str(self.way.script),
                 *self.arguments,
                 *self.way.options,
                 "--trace",
@@ -173,10 +193,20 @@ class Cluster:
         self.nodes.pop(0).kill()
 
     def change(self, number: int) -> None:
-        """Start this number of nodes, or kill them where it is negative."""
-        note_nodes(self.events, number, "SIGKILL" if number < 0 else "started")
+        """Start this number of nodes; where it is negative, kill them or ask them to leave: the oldest agents."""
+        note_nodes(self.events, number, self.way.leaves.name if number < 0 else "started")
         for _ in range(abs(number)):
-            self.kill() if number < 0 else self.add()
+            if number > 0:
+                self.add()
+            elif self.way.leaves is signal.SIGKILL:
+                self.kill()
+            else:
+                self.nodes.pop(0).agent.send_signal(self.way.leaves)
+
+    def wait_for_newcomers(self, number: int, until: float) -> None:
+        """Wait until this number of nodes wait to be let into the job, which changes size in place."""
+        roster = Roster(lambda: PrefixStore("zeroelastic/job/job", TCPStore("127.0.0.1", self.port, is_master=False)))
+        self.reach(f"{number} nodes that wait", until, lambda: len(roster.read().newcomers()) >= number)
 
     def reach(self, what: str, until: float, done: Callable[[], bool]) -> None:
         """Wait until it is done. Raises TimeoutError when time is up, or when a node has ended."""
@@ -191,9 +221,9 @@ class Cluster:
         written.write_text(str(step - 1))
         written.replace(self.hold)
 
-    def arrive(self, size: int, until: float) -> None:
-        """Wait until the job has begun again at a size."""
-        since = time.time()
+    def arrive(self, size: int, until: float, since: float | None = None) -> None:
+        """Wait until the job has begun again at a size, by default from now on."""
+        since = time.time() if since is None else since
         self.reach(
             f"a start on {size} nodes",
             until,
@@ -272,13 +302,22 @@ def play(
     """Run the job through kills and joins, on ``first`` nodes to begin with. TimeoutError when it takes too long."""
     until = time.monotonic() + limit
     with cluster(out, nodes="1:4", steps=steps, save_steps=save_steps, first=first, way=way) as job:
+        earliest = 0
         for number, (step, change) in enumerate(scenario, 1):
-            job.reach(f"step {step}", until, lambda step=step: last_step(job.trace) >= step)
+            at = max(step, earliest)
+            job.reach(f"step {at}", until, lambda at=at: last_step(job.trace) >= at)
             job.change(change)
-            if change > 0:
+            if change > 0 and way.in_place:  # the job waits until they have imported, and trains on to take them in
+                since = time.time()
+                job.wait_before(0)
+                job.wait_for_newcomers(change, until)
+                job.hold.unlink()
+                job.arrive(len(job.nodes), until, since)
+            elif change > 0:
                 job.wait_before(scenario[number][0] if number < len(scenario) else steps)
                 job.arrive(len(job.nodes), until)
                 job.hold.unlink()
+            earliest = last_step(job.trace) + STEPS_BETWEEN if change > 0 else 0
         job.finish(until)
 
 
@@ -390,10 +429,17 @@ def main() -> int:
         warm = {"scenario": "memory", **compare_memory(whole, kept)}
         names = [write_result(directory, warm, kept) for directory in places]
         print(names[0].read_text())
+        problems += warm["problems"]
         ways = {DISK.name: found, MEMORY.name: warm}
+        for scenario, way in (("in-place", IN_PLACE), ("in-place-lost", IN_PLACE_LOST)):
+            changed = args.out / scenario
+            play(changed, SCENARIO, way=way, **common)
+            ways[way.name] = {"scenario": scenario, **compare_in_place(whole, changed, lost=way is IN_PLACE_LOST)}
+            names = [write_result(directory, ways[way.name], changed) for directory in places]
+            print(names[0].read_text())
+            problems += ways[way.name]["problems"]
         names = [write_ways(directory, ways) for directory in places]
         print(names[0].read_text())
-        problems += warm["problems"]
     return 1 if problems else 0
 
 

@@ -27,6 +27,8 @@ EXPECTED = {
     "steps_by_lost_workers": 0,
 }
 """Of what happened to a node that was lost; each scenario has some of these."""
+NODES_IN_ALL = 8
+"""Of the scenario "elastic": 4 to begin with, then 2 and 2 more."""
 PHASES = ("noticing", "rendezvous", "imports", "engine", "load", "first_step")
 
 
@@ -112,8 +114,8 @@ def compare(whole: Path, elastic: Path, happened: dict[str, Any], *, save_steps:
         "world_sizes": world_sizes(trace),
         "steps": len(samples),
         "samples_as_uninterrupted": samples == expected and bool(samples),
-        "resumes": len({(entry["tag"], entry["pid"]) for entry in resumes if entry["rank"] == 0}),
-        "bit_exact_resumes": all(entry["exact"] for entry in resumes if entry["tag"] is not None),
+        "resumes": sum(entry["rank"] == 0 for entry in resumes),
+        "bit_exact_resumes": all(entry["exact"] for entry in resumes if entry["tier"] is not None),
         "lost_steps": lost_steps(trace),
         "furthest_weight": furthest_weight(whole / "ckpt", elastic / "ckpt"),
         "restarts": restarts(make_timeline(read_events([elastic / "events.jsonl"]))),
@@ -139,22 +141,56 @@ def compare_memory(whole: Path, elastic: Path) -> dict[str, Any]:
     return {**found, "problems": problems}
 
 
+def compare_in_place(whole: Path, elastic: Path, *, lost: bool) -> dict[str, Any]:
+    """The same for a job that changes size in place, whose nodes are asked to leave, or are ``lost``.
+
+    Where they are asked, the state goes from process to process and no step is lost; otherwise survivors resume from
+    memory and lose one at most. In both, workers that stay keep their processes, and no checkpoint on a disk is read.
+    """
+    found = compare(whole, elastic, {}, save_steps=1 if lost else 0)
+    trace = read_trace(elastic / "trace.jsonl")
+    resumes = [entry for entry in trace if entry["event"] == "resume" and entry["rank"] == 0]
+    found["tiers"] = sorted({entry["tier"] for entry in resumes if entry["tier"] is not None})
+    found["disk_bytes_read"] = sum(entry["nbytes"] for entry in resumes if entry["tier"] not in ("memory", None))
+    found["moved_bytes"] = sum(entry["moved"] or 0 for entry in resumes)
+    found["processes"] = len({entry["pid"] for entry in trace})
+    problems = [what for what in found["problems"] if what != "our_largest_share"]  # of much less
+    problems += ["tiers"] if found["tiers"] != (["in-place", "memory"] if lost else ["in-place"]) else []
+    problems += ["disk_bytes_read"] if found["disk_bytes_read"] else []
+    problems += ["processes"] if found["processes"] != NODES_IN_ALL else []
+    return {**found, "problems": problems}
+
+
 def write_ways(directory: Path, ways: dict[str, dict[str, Any]]) -> Path:
-    """The restarts after kills of several ways in one table and one picture. Returns the table's path."""
+    """The changes of several ways in two tables, when nodes go and when they come. Returns the path of the tables."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 1.2 + 0.8 * len(ways)), layout="constrained")
-    axes = figure.subplots()
-    lines = ["# Kills, by where the state was and how workers start", ""]
-    head = ("way", "restarts", "steps lost", *(phase.replace("_", " ") for phase in PHASES), "kill to first step")
-    lines += ["Medians over the restarts after a kill, in seconds.", "", f"| {' | '.join(head)} |"]
-    lines += ["|---|" + "--:|" * (len(head) - 1)]
+    figure = Figure(figsize=(10, 2.4 + 1.1 * len(ways)), layout="constrained")
+    lines = ["# Changes of size, by where the state was and how workers start", ""]
+    lines += ["Medians in seconds. Nodes go by SIGKILL, counted from the kill; where that is announced (SIGTERM), from"]
+    lines += ["the end of the last step before. Nodes come: counted from the end of the last step before, too."]
+    for axes, (title, go) in zip(figure.subplots(2, 1), (("nodes go", True), ("nodes come", False)), strict=True):
+        lines += ["", f"## {title.capitalize()}", "", *_changes(axes, ways, go=go)]
+        axes.set_title(title, loc="left")
+    axes.legend(ncols=len(PHASES), loc="upper center", bbox_to_anchor=(0.5, -0.3), frameon=False)
+    figure.savefig(directory / "elastic_ways.png", dpi=120)
+    path = directory / "elastic_ways.md"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def _changes(axes: Any, ways: dict[str, dict[str, Any]], *, go: bool) -> list[str]:
+    """Draw what changes cost when nodes ``go``, or come, a bar for each way; returns the same as a Markdown table."""
+    head = ("way", "changes", "steps lost", *(phase.replace("_", " ") for phase in PHASES), "to the first step")
+    lines = [f"| {' | '.join(head)} |", "|---|" + "--:|" * (len(head) - 1)]
     for row, (name, found) in enumerate(ways.items()):
-        after_kills = [one for one in found["restarts"] if one["since_kill"]]
-        middle = {phase: median([one[phase] or 0.0 for one in after_kills]) for phase in PHASES}
-        total = median([one["total"] for one in after_kills])
-        lost = ", ".join(str(one["lost_steps"]) for one in after_kills)
-        cells = [name, str(len(after_kills)), lost, *(f"{middle[phase]:.2f}" for phase in PHASES), f"{total:.2f}"]
+        changes = [one for one in found["restarts"] if one["since_kill"] is go]
+        if found["scenario"] == "in-place":  # until the next world begins to be built, the job trains
+            changes = [{**one, "noticing": None, "total": one["total"] - (one["noticing"] or 0.0)} for one in changes]
+        middle = {phase: median([one[phase] or 0.0 for one in changes]) for phase in PHASES}
+        total = median([one["total"] for one in changes])
+        lost = ", ".join(str(one["lost_steps"]) for one in changes)
+        cells = [name, str(len(changes)), lost, *(f"{middle[phase]:.2f}" for phase in PHASES), f"{total:.2f}"]
         lines += [f"| {' | '.join(cells)} |"]
         left = 0.0
         for number, phase in enumerate(PHASES):
@@ -162,14 +198,10 @@ def write_ways(directory: Path, ways: dict[str, dict[str, Any]]) -> Path:
             axes.barh(row, middle[phase], left=left, color=f"C{number}", label=label)
             left += middle[phase]
         axes.annotate(f" {total:.1f} s, steps lost: {lost}", (left, row), va="center")
-    axes.set(yticks=range(len(ways)), yticklabels=list(ways), xlabel="seconds from a kill to the first step, medians")
+    axes.set(yticks=range(len(ways)), yticklabels=list(ways), xlabel="seconds to the first step, medians")
     axes.set_xlim(0, axes.get_xlim()[1] * 1.35)
     axes.invert_yaxis()
-    axes.legend(ncols=len(PHASES), loc="upper center", bbox_to_anchor=(0.5, -0.35), frameon=False)
-    figure.savefig(directory / "elastic_ways.png", dpi=120)
-    path = directory / "elastic_ways.md"
-    path.write_text("\n".join(lines) + "\n")
-    return path
+    return lines
 
 
 def restarts(timeline: Timeline) -> list[dict[str, Any]]:

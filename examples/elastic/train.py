@@ -15,6 +15,7 @@ import json
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import deepspeed
 import torch
@@ -22,6 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import zeroelastic
 from zeroelastic.elastic import (
+    BatchPlan,
     ElasticDistributedSampler,
     batch_plan,
     events,
@@ -65,8 +67,8 @@ class Model(torch.nn.Module):
         return torch.nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def options(description: str | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ckpt", default="ckpt", help="a directory that all nodes share")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--save-steps", type=int, default=5)
@@ -78,18 +80,28 @@ def main() -> None:
     parser.add_argument("--trace", help="append what each rank trains on to this file, a line of JSON at a time")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds until a silent rank counts as lost")
     parser.add_argument("--hold", help="while this file exists, train no further than the step that it says")
-    args = parser.parse_args()
+    return parser.parse_args()
 
-    zeroelastic.install()
-    set_collective_timeout(args.timeout)  # before anything waits for other ranks
-    deepspeed.init_distributed(timeout=datetime.timedelta(seconds=args.timeout))
+
+def build(args: argparse.Namespace) -> tuple[Any, BatchPlan]:
+    """The engine for this number of ranks, and the batch that keeps the global one."""
     plan = batch_plan(args.global_batch, max_micro=args.max_micro)
     torch.manual_seed(0)
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    options = {} if args.memory is None else {"memory": {"every": 1, "copies": args.memory}}
-    config = plan.apply({**CONFIG, "zeroelastic": options})
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    own = {} if args.memory is None else {"memory": {"every": 1, "copies": args.memory}}
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=optimizer, config=plan.apply({**CONFIG, "zeroelastic": own})
+    )
+    return engine, plan
+
+
+def main() -> None:
+    args = options(__doc__)
+    zeroelastic.install()
+    set_collective_timeout(args.timeout)  # before anything waits for other ranks
+    deepspeed.init_distributed(timeout=datetime.timedelta(seconds=args.timeout))
+    engine, plan = build(args)
     data = Text(argparse.__file__)
     sampler = ElasticDistributedSampler(data, plan.global_batch, seed=0)
     with events(engine, args.events, status=True) as log:

@@ -42,7 +42,7 @@ def check(out: Path, steps: int, *, ranks: int, our_share: float | None = None) 
     import judge
 
     trace = out / "trace.jsonl"
-    resumes = [entry for entry in judge.read_trace(trace) if entry["event"] == "resume" and entry["tag"] is not None]
+    resumes = [entry for entry in judge.read_trace(trace) if entry["event"] == "resume" and entry["tier"] is not None]
     assert resumes and all(entry["exact"] for entry in resumes)
     assert max(judge.lost_steps(trace)) <= SAVE_STEPS
     sampler = ElasticDistributedSampler(range(SAMPLES), BATCH, seed=0, rank=0, world_size=1)
@@ -60,7 +60,7 @@ def check(out: Path, steps: int, *, ranks: int, our_share: float | None = None) 
     for one in trained[1:]:
         assert one.restart is not None and one.restart.our_share <= (our_share or judge.OUR_SHARE)
         assert min(one.restart.rendezvous, one.restart.engine, one.restart.load) > 0
-        assert one.restart.imports > 0 or one.start.warm
+        assert one.restart.imports > 0 or one.how != "cold"
     return timeline
 
 
@@ -98,6 +98,23 @@ def test_with_memory_and_warm_starts_a_lost_node_costs_a_step_and_no_read_of_the
         assert one.restart is None or one.restart.imports == 0.0
     left = [path for path in (tmp_path / "memory").rglob("*") if path.is_file()]
     assert not left or (not time.sleep(3) and not [path for path in left if path.exists()])
+
+
+@pytest.mark.timeout(420)
+def test_a_job_changes_size_in_its_processes(cluster: ModuleType, tmp_path: Path) -> None:
+    """A node is asked to leave, another one comes: no step is lost, no checkpoint read, and who stays keeps running."""
+    import judge
+
+    out = tmp_path / "job"
+    scenario = ((4, -1), (8, +1))
+    cluster.play(out, scenario, steps=STEPS, save_steps=SAVE_STEPS, limit=400, first=2, way=cluster.IN_PLACE)
+    timeline = check(out, STEPS, ranks=2, our_share=1.0)
+    assert timeline.lost_steps == 0 and [one.start.world_size for one in timeline.incarnations][-3:] == [2, 1, 2]
+    for one in timeline.incarnations[-2:]:
+        assert one.how == "in place" and one.resume is not None and one.resume.moved_bytes
+        assert (one.resume.tier, one.resume.tag, one.resume.proved) == ("in-place", None, True)
+    assert [one.end for one in timeline.incarnations][-3:] == ["resized", "resized", "done"]
+    assert len({entry["pid"] for entry in judge.read_trace(out / "trace.jsonl")}) == 3
 
 
 @pytest.mark.support("Using it", "torchrun job of a fixed size", "exact", "waits for a node that was killed")

@@ -1,4 +1,4 @@
-"""Who is in the world of a job that changes size in place: all members agree, whoever dies, and nobody waits for good.
+"""Who is in the world of a job that changes size in place: all agree, whichever of them dies, and none waits for good.
 
 Members are threads of this process that share a real store. One that "dies" stops at a request of its own choice to the
 store, and its heartbeat with it, as SIGKILL would end a process there.
@@ -410,14 +410,14 @@ def test_a_first_world_is_formed_whenever_one_dies(port: int, victim: int) -> No
         others = [member for member in members if member is not members[victim]]
         futures = {member: call(member.first) for member in members}
         worlds = {futures[member].result(LIMIT_S) for member in others}
-        settle(others, worlds, dead=victim)
+        agree(others, worlds, dead=victim)
         job.close()
 
     each(play, range(0, 14) if victim == 0 else range(0, 6))
 
 
-def settle(members: list[Membership], worlds: set[World], dead: int) -> None:
-    """The members come to the world that they were told, which has a dead member or not, and then to the next."""
+def agree(members: list[Membership], worlds: set[World], dead: int) -> None:
+    """The members come to the world that they know of, which has a dead member or not, and then to the next."""
     (world,) = worlds
     assert {member.number for member in members} <= set(world.members)
     came = set(together([lambda m=m: m.meet(world) for m in members]))
@@ -440,7 +440,7 @@ def test_survivors_agree_whenever_another_one_dies_meanwhile(port: int, victim: 
         others = [member for rank, member in enumerate(members[:3]) if rank != victim]
         futures = {member: call(member.after_failure, world) for member in members[:3]}
         worlds = {futures[member].result(LIMIT_S) for member in others}
-        settle(others, worlds, dead=members[victim].number)
+        agree(others, worlds, dead=members[victim].number)
         job.close()
 
     each(play, range(1, 21, 2) if victim == 0 else range(0, 5))

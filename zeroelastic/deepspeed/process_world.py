@@ -124,7 +124,7 @@ def end_world(engine: Engine | None) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
         if any(group() is not None for group in groups):
-            gc.collect()  # some object that refers to itself keeps a group
+            gc.collect()  # of an object that refers to itself: of an engine that was not built to its end, for one
 
 
 def _empty(engine: Any) -> None:
@@ -178,9 +178,11 @@ def _cut_off(function_class: type | None, module: torch.nn.Module) -> None:
 
 
 def _is_of_a_world(name: str, value: object) -> bool:
-    """Whether an attribute of a parameter is DeepSpeed's and leads to its world, or to the parameter itself."""
-    ends = (dist.ProcessGroup, torch.autograd.graph.Node)
-    return name.startswith("ds_") or callable(value) or isinstance(value, ends)
+    """Whether an attribute of a parameter is DeepSpeed's and leads to its world, or to the parameter itself.
+
+    What can be called is a method of the optimizer or of ``zero.Init``, or a node of the autograd graph.
+    """
+    return name.startswith("ds_") or callable(value) or isinstance(value, dist.ProcessGroup)
 
 
 def _inits_of(method: object) -> list[Any]:

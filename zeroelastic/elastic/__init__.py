@@ -4,8 +4,8 @@
     sampler     samplers whose position fits every world size; ``loader`` does the same for torchdata
     resume      loads the newest checkpoint that loads; ``attempts`` counts loads that killed the job
     preemption  saves and stops all ranks together
-    worlds      a training loop whose job changes size in the same processes; ``membership`` and ``roster`` are who is
-                in the world, by the job's store
+    worlds      a training loop whose job changes size in the same processes: ``world`` is one size of it,
+                ``world_changes`` what follows it; ``membership`` and ``roster`` are who is in it, by the job's store
     notice      the signals that ask a process to leave
     position    the position in the data and the random generators, in the client state
     events      the event log of the job; ``status`` is its status line

@@ -230,7 +230,8 @@ class Membership:
                 return self._enter(now.world)
             here = failures_in(now.extra[0])
             passed = time.monotonic() - began
-            lost = {member for member in world.members if member in now.ended or watch.silent(member)}
+            known = self._pulse.died([member for member in world.members if member != self.number])
+            lost = {member for member in world.members if member in now.ended or watch.silent(member)}.union(known)
             leader = next((member for member in world.members if member in here and member not in lost), self.number)
             if leader == self.number:
                 nodes = now.newcomers()

@@ -108,6 +108,9 @@ def worlds(
     process.
     """
     asked = Asked(build, directory, data, saving, client_state, log, status, strict, fresh, required, sizes)
+    from zeroelastic.deepspeed.install.seams import install
+
+    install()
     membership = Membership.of_this_process()
     with _Noticing(Notice(grace if membership is None else min(grace, membership.settings.notice), SIGNALS)) as notice:
         if membership is None:
@@ -189,10 +192,8 @@ class _Job:
         self._has_begun = False
 
     def worlds(self) -> Iterator[World]:
-        from zeroelastic.deepspeed.install.seams import install
         from zeroelastic.deepspeed.resize.restore import leave_world
 
-        install()
         import_always()  # before this process is ready to be taken in: nobody waits for it
         now = self._membership.first()
         while True:
@@ -238,7 +239,7 @@ class _Job:
 
     def _begun(self, now: Members) -> World | None:
         """The world, begun; None where a member of it, or of the one before, was lost on the way."""
-        from zeroelastic.deepspeed.process_world import begin_world
+        from zeroelastic.deepspeed.process_world import begin_world, only_new_garbage
 
         if self._leaving is None and self._membership.number in now.previous:  # it failed before its state was kept
             self._membership.cannot_meet(now)
@@ -252,7 +253,8 @@ class _Job:
             with _Watch(self._membership, now):
                 begin_world(self._membership.store_of(now), rank=rank, world_size=size, timeout=None)
                 formed = time.monotonic()
-                engine, data = _built(self._asked)
+                with only_new_garbage():  # DeepSpeed collects it while it builds
+                    engine, data = _built(self._asked)
                 in_place = self._has_begun or bool(now.previous)
                 log = Events(engine, self._asked.log, status=self._asked.status, formed_at=formed if in_place else None)
                 self._has_begun = True

@@ -70,7 +70,8 @@ class SaveBarrier:
         if self._world_size == 1:
             return
         self._store = _get_default_store()
-        if _known.group is None or _known.group() is not dist.group.WORLD:
+        known = None if _known.group is None else _known.group()
+        if known is not dist.group.WORLD:
             # Its keys may have these names again: the store of another group has a prefix of its own.
             _known.group, _known.saves, _known.keys = ref(dist.group.WORLD), 0, ()
             self._with_store(announce)
