@@ -72,7 +72,9 @@ class InPlace:
                 "3 times heartbeat_interval or more."
             )
         if not 1 <= self.min_nodes <= self.max_nodes:
-            raise ConfigError(f"--nnodes is {self.min_nodes}:{self.max_nodes}; it is MIN:MAX with 1 <= MIN <= MAX.")
+            raise ConfigError(
+                f"--nnodes is {self.min_nodes}:{self.max_nodes}; it is MIN:MAX with 1 <= MIN <= MAX. Change it."
+            )
 
     def to_environment(self) -> str:
         """The value of the variable."""

@@ -43,13 +43,13 @@ def create_handler(params: RendezvousParameters) -> RendezvousHandler:
     unknown = sorted(params.config.keys() - TIMES.keys() - set(_OF_TORCH))
     if unknown:
         raise ConfigError(
-            f"--rdzv-conf: {', '.join(unknown)} is not known to --rdzv-backend={BACKEND}. It knows "
+            f"--rdzv-conf: {', '.join(unknown)} is not known to --rdzv-backend={BACKEND}. Leave it out, or take one of "
             f"{', '.join((*TIMES, *_OF_TORCH[:2]))}."
         )
     if os.environ.get(ACTIVATION) == "0":
         raise ConfigError(
             f"{ACTIVATION} is 0, and --rdzv-backend={BACKEND} needs it to refuse scripts that would train one job on "
-            "each node. Unset it."
+            "each node. Leave the variable out."
         )
     times = {name: seconds(name, params.get(name, default)) for name, default in TIMES.items()}
     connect_s = seconds("read_timeout", params.get("read_timeout", 60))

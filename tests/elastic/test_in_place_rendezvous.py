@@ -208,7 +208,7 @@ def test_the_package_offers_it_to_torchrun() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"last_call": "1"}, "last_call is not known .* It knows join_timeout, last_call_timeout"),
+        ({"last_call": "1"}, "last_call is not known .* take one of join_timeout, last_call_timeout"),
         ({"join_timeout": "soon"}, "join_timeout is 'soon'; it has to be a number of seconds above 0"),
         ({"read_timeout": "0"}, "read_timeout is '0'"),
         ({"heartbeat_interval": "2"}, "heartbeat_timeout 3 times heartbeat_interval or more"),

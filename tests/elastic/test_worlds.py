@@ -267,6 +267,6 @@ def test_a_mistake_of_the_script_ends_its_process_alone(job, rank_pool):
     nodes = job(options=IN_MEMORY)
     first = [nodes.add(), nodes.add(), nodes.add(**{"raise": 4})]
     assert nodes.wait(lambda: first[2].poll() is not None, "the end of the one with the mistake")
-    assert first[2].returncode == 1 and "a mistake of the script" in (nodes.directory / "node2.log").read_text()
+    assert first[2].returncode != 0 and "a mistake of the script" in (nodes.directory / "node2.log").read_text()
     nodes.trains_on(2)
     trains_as_uninterrupted(nodes, rank_pool, lost=1)
