@@ -162,7 +162,7 @@ def _become(command: _Command, path: list[str]) -> None:
 
 def _run(arguments: list[str]) -> None:
     """As ``python`` with these arguments."""
-    if arguments[0] == "-u":
+    while arguments[0] in ("-u", "-I", "-S"):  # the last two leave out what is imported already
         arguments = arguments[1:]
     if arguments[0] == "-m":
         sys.argv = arguments[1:]

@@ -155,7 +155,7 @@ def test_the_script_for_changes_in_place_goes_on_as_a_node_comes_and_leaves(tmp_
     command = [
         *(python, "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=1", "--monitor-interval=0.2"),
         *("--rdzv-backend=zeroelastic-in-place", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=job"),
-        *("--rdzv-conf=last_call_timeout=0.5,heartbeat_interval=0.2,heartbeat_timeout=3,close_timeout=20"),
+        "--rdzv-conf=last_call_timeout=0.5,heartbeat_interval=0.2,heartbeat_timeout=3,close_timeout=20",
         *(str(EXAMPLES / "train_in_place.py"), "--steps", "1000000"),
     ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHON_EXEC": python, "RES_OPTIONS": "timeout:1 attempts:1"}
