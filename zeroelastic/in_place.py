@@ -1,4 +1,4 @@
-"""A job that changes size without starting again: what its agents tell their workers, by an environment variable.
+"""A job that changes size without starting again: what its agents pass to their workers, by an environment variable.
 
 ``zeroelastic.rendezvous_in_place`` sets the variable, ``zeroelastic.elastic.membership`` reads it. Elsewhere it is
 only asked whether this process is a worker of such a job, and whether it has joined its world.

@@ -85,8 +85,8 @@ class _Handler(RendezvousHandler):
         if self._node is None:
             atexit.register(self._end)  # a signal ends the agent without a word to its rendezvous
         self._node = self._roster.new_node()
-        told = InPlace(**{**_fields(self._settings), "port": self._port, "node": self._node})
-        os.environ[VARIABLE] = told.to_environment()
+        passed = InPlace(**{**_fields(self._settings), "port": self._port, "node": self._node})
+        os.environ[VARIABLE] = passed.to_environment()
         os.environ[ACTIVATION] = "1"
         store = PrefixStore(f"zeroelastic/{self._job}/agent/{self._node}", self._tcp)
         return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(self._host, self._port))

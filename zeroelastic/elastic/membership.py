@@ -188,7 +188,7 @@ class Membership:
         return PrefixStore(f"groups/{world.number}", self._groups)
 
     def cut_off(self) -> None:
-        """Break the connection of ``store_of``: whoever waits there for a member that has died fails. From any thread.
+        """Break the connection of ``store_of``: a wait there for a dead member fails. From any thread.
 
         torch has no other way to end such a wait before its timeout.
         """

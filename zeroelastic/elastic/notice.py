@@ -15,7 +15,7 @@ from typing import Any
 from zeroelastic.errors import ConfigError
 
 EXIT_PREEMPTED = 75
-"""The exit code of a job that was told to stop and should be started again (EX_TEMPFAIL of sysexits.h)."""
+"""The exit code of a job that was asked to stop and should be started again (EX_TEMPFAIL of sysexits.h)."""
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
