@@ -115,7 +115,8 @@ def _serve(listener: socket.socket) -> _Command:
                 ended = os.pidfd_open(pid)
                 loop.register(ended, selectors.EVENT_READ, (pid, ended, client))
                 loop.register(client, selectors.EVENT_READ, (pid, ended, client))
-            elif key.fd in loop.get_map():  # both may be ready at once
+            # Both of a command may be ready at once, and the numbers of its files may be another command's by then.
+            elif loop.get_map().get(key.fd) is key:
                 pid, ended, client = key.data
                 if key.fileobj is client:
                     os.kill(pid, signal.SIGKILL)
