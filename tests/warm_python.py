@@ -110,7 +110,8 @@ def _serve(listener: socket.socket) -> _Command:
                     return command
                 for file in command.files:
                     os.close(file)
-                client.sendall(pid.to_bytes(8, "little"))
+                with suppress(OSError):  # a program that was killed since: its file is ready below
+                    client.sendall(pid.to_bytes(8, "little"))
                 # The process has ended, or the program was killed and takes the process with it.
                 ended = os.pidfd_open(pid)
                 loop.register(ended, selectors.EVENT_READ, (pid, ended, client))
@@ -123,23 +124,24 @@ def _serve(listener: socket.socket) -> _Command:
                 _, status = os.waitpid(pid, 0)
                 loop.unregister(ended)
                 loop.unregister(client)
-                with suppress(BrokenPipeError):
+                with suppress(OSError):
                     client.sendall(status.to_bytes(8, "little"))
                 os.close(ended)
                 client.close()
 
 
 def _receive(client: socket.socket) -> _Command | None:
-    size, files, _, _ = socket.recv_fds(client, 8, 3)
-    data = b""
-    while len(data) < int.from_bytes(size, "little"):
-        more = client.recv(1 << 20)
-        if not more:
-            for file in files:
-                os.close(file)
-            return None
-        data += more
-    return _Command(*json.loads(data), list(files))
+    """The command that a program sends; None where the program was killed before it had sent all of it."""
+    data, files = b"", []
+    with suppress(ConnectionError):
+        size, files, _, _ = socket.recv_fds(client, 8, 3)
+        while more := client.recv(1 << 20):
+            data += more
+            if len(data) == int.from_bytes(size, "little"):
+                return _Command(*json.loads(data), list(files))
+    for file in files:
+        os.close(file)
+    return None
 
 
 def _become(command: _Command, path: list[str]) -> None:
