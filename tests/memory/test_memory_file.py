@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from zeroelastic.memory import memory_file
 from zeroelastic.memory.memory_file import MemoryFile, require_memory, spare_memory
@@ -27,6 +30,48 @@ def test_its_pages_are_used_again(tmp_path: Path) -> None:
     number = os.stat(tmp_path / "file").st_ino
     assert file.take((1 << 20) - 50).data_ptr() == first
     assert file.take(1 << 20).data_ptr() == first and os.stat(tmp_path / "file").st_ino == number
+
+
+@pytest.fixture
+def shared_memory() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
+        yield Path(directory)
+
+
+def large_pages_of(data: torch.Tensor) -> int:
+    """The bytes of large pages (PMD-mapped) in the mapping that ``data`` begins in, by proc_pid_smaps(5)."""
+    of_this = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, _, rest = line.partition(" ")
+        if "-" in first and ":" not in first:
+            begin, end = (int(number, 16) for number in first.split("-"))
+            of_this = begin <= data.data_ptr() < end
+        elif of_this and first == "ShmemPmdMapped:":
+            return int(rest.split()[0]) << 10
+    return 0
+
+
+def test_pages_are_large_where_a_whole_one_fits_and_where_it_grows(shared_memory: Path) -> None:
+    file = MemoryFile(shared_memory / "file")
+    data = file.take((9 << 20) + 5)
+    data.fill_(1)
+    if large_pages_of(data) == 0:
+        pytest.skip("this system makes no pages of 2 MiB of shared memory")
+    assert large_pages_of(data) == 8 << 20
+    assert file.nbytes < (9 << 20) + (1 << 20), "a large page takes no memory that a file does not need"
+    data = file.take(21 << 20)
+    data.fill_(2)
+    assert (shared_memory / "file").read_bytes() == b"\2" * (21 << 20)
+    assert large_pages_of(data) >= 18 << 20
+
+
+def test_nothing_is_lost_where_the_system_has_no_large_pages(
+    shared_memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_file, "_MADV_COLLAPSE", 1 << 20)  # no advice that any system knows
+    file = MemoryFile(shared_memory / "file")
+    file.take(5 << 20).fill_(3)
+    assert (shared_memory / "file").read_bytes() == b"\3" * (5 << 20)
 
 
 def test_what_the_system_cannot_spare_is_an_error_before_anything_is_written(

@@ -2,10 +2,15 @@
 
 A file grows where it has to and is never written beyond what the system has to spare: a write to a page that the system
 cannot give ends the process with SIGBUS, and memory that is not there ends somebody's process.
+
+Pages are of 2 MiB where the system has such, for a read of them takes half the time of one of 4 KiB pages. Linux makes
+them in any file of shared memory when a process asks for it (``MADV_COLLAPSE``, since 6.1), whatever the settings of
+its mount are.
 """
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import mmap
 import os
@@ -18,6 +23,9 @@ from zeroelastic.io.atomic import name_in_errors
 
 _SLACK = 64 << 10
 _PAGE = mmap.PAGESIZE
+_LARGE_PAGE = 2 << 20
+_MADV_COLLAPSE = 25
+_MAP_FIXED = 0x10
 _SPARED = 256 << 20
 """Memory that is left to the rest of the system."""
 
@@ -57,13 +65,47 @@ class MemoryFile:
     def _grow(self, fd: int, nbytes: int) -> None:
         capacity = -(-(nbytes + nbytes // 64 + _SLACK) // _PAGE) * _PAGE  # what is pickled may grow a little
         require_memory(self.path.parent, capacity - self._capacity)
+        memory = _map(fd, capacity)
         try:
+            os.ftruncate(fd, max(self._size, nbytes))
+            _use_large_pages(fd, memory, self._size, nbytes)
             os.posix_fallocate(fd, 0, capacity)
         except OSError:
             os.ftruncate(fd, self._size)
             raise
-        self._memory = torch.frombuffer(mmap.mmap(fd, capacity), dtype=torch.uint8)
+        self._memory = torch.frombuffer(memory, dtype=torch.uint8)
         self._capacity = capacity
+
+
+def _map(fd: int, nbytes: int) -> memoryview:
+    """The file's first ``nbytes`` bytes, at an address where pages of 2 MiB may begin."""
+    room = mmap.mmap(-1, nbytes + _LARGE_PAGE)  # it takes addresses, no memory, and gives them back when it is dropped
+    first = ctypes.addressof(ctypes.c_char.from_buffer(room))
+    skipped = -first % _LARGE_PAGE
+    map_file = ctypes.CDLL(None, use_errno=True).mmap
+    map_file.restype = ctypes.c_void_p
+    map_file.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    address = map_file(first + skipped, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED, fd, 0)
+    if address != first + skipped:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return memoryview(room)[skipped : skipped + nbytes]
+
+
+def _use_large_pages(fd: int, memory: memoryview, begin: int, end: int) -> None:
+    """Make pages of 2 MiB of what lies between two sizes of the file, as far as the system has them.
+
+    A page is made of the pages in its place, of which there must be one.
+    """
+    first, last = -(-begin // _LARGE_PAGE), end // _LARGE_PAGE
+    if first >= last:
+        return
+    for number in range(first, last):
+        os.pwrite(fd, b"\0", number * _LARGE_PAGE)
+    advise = ctypes.CDLL(None).madvise
+    advise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    advise(address + first * _LARGE_PAGE, (last - first) * _LARGE_PAGE, _MADV_COLLAPSE)  # refused, nothing is lost
 
 
 def require_memory(directory: Path, nbytes: int) -> None:
