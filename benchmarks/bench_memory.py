@@ -6,10 +6,11 @@
 Blocks of steps with a checkpoint in memory after each step take turns with blocks without any.
 
 **Loads**: four ranks keep a state in memory and save it to the disk; three ranks ``resume`` it, in turns, from memory,
-from the disk with its files in the page cache, and from the disk without. Once all ranks are on one node, which sees
-all of the memory, once so with memory in pages of 2 MiB where this user may mount a tmpfs, and once each is on a node
-of its own, which gets from others what it does not see. For the bounds: plain reads of the same files, and as many
-bytes as a rank receives through one TCP connection of this machine. Needs a quiet machine and 8 GB.
+from the disk with its files in the page cache, and from the disk without: at its own speed and, as root, held to that
+of a common cloud disk (``blkio.throttle`` of a control group). Once all ranks are on one node, which sees all of the
+memory, once so on a system without pages of 2 MiB, and once each is on a node of its own, which gets from others what
+it does not see. For the bounds: plain reads of the same files, and as many bytes as a rank receives through one TCP
+connection of this machine. Needs a quiet machine and 8 GB.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
@@ -38,14 +40,16 @@ from training import Job, build_engine, train_step  # noqa: E402
 
 from zeroelastic.elastic import resume  # noqa: E402
 from zeroelastic.io.paths import as_path  # noqa: E402
-from zeroelastic.memory import checkpoints  # noqa: E402
+from zeroelastic.memory import checkpoints, memory_file  # noqa: E402
 from zeroelastic.memory.checkpoints import MemoryCheckpoints  # noqa: E402
 from zeroelastic.memory.place import Place  # noqa: E402
 from zeroelastic.testing import RankPool  # noqa: E402
 
-ONE, LARGE, EACH = "on one node", "on one node, memory in 2 MiB pages", "on a node each"
-NODES = {ONE: (0, 0, 0, 0), LARGE: (0, 0, 0, 0), EACH: (0, 1, 2, 3)}
-KINDS = ("memory", "warm disk", "cold disk")
+ONE, SMALL, EACH = "on one node", "on one node, memory in 4 KiB pages", "on a node each"
+NODES = {ONE: (0, 0, 0, 0), SMALL: (0, 0, 0, 0), EACH: (0, 1, 2, 3)}
+MEMORY, WARM, COLD, HELD = "memory", "warm disk", "cold disk", "cold disk, held"
+HELD_TO = 500e6
+"""Bytes per second of a disk for all ranks of a node: between the cheapest volumes of clouds (125 MB/s) and 1 GB/s."""
 STEP_S = 0.6
 RECEIVER = """
 import socket, sys
@@ -101,14 +105,16 @@ def steps(rows: int, shared: Path, blocks: int, block: int) -> dict[str, Any]:
     return {"seconds": found, "stall": stalls, "complete": ends, "processor": processor, "node_bytes": nbytes}
 
 
-def keep(rows: int, shared: Path, directory: str, nodes: Sequence[int]) -> int:
+def keep(rows: int, shared: Path, directory: str, nodes: Sequence[int], large_pages: bool) -> int:
     """Train a step, keep it in memory and save it to the disk; the bytes of this rank's files."""
     use_node(shared, nodes[dist.get_rank()])
     engine = build_engine(job_of(rows))
     memory = MemoryCheckpoints(engine, as_path(directory))
     train_step(engine, 0)
-    memory.capture({})
-    memory.close()
+    advice = memory_file._MADV_COLLAPSE if large_pages else 1 << 20  # an advice that no system knows
+    with mock.patch.object(memory_file, "_MADV_COLLAPSE", advice):
+        memory.capture({})
+        memory.close()
     engine.save_checkpoint(directory, tag="tag")
     return sum(path.stat().st_size for path in (Path(directory) / "tag").glob("*.pt")) if dist.get_rank() == 0 else 0
 
@@ -117,23 +123,26 @@ def load(rows: int, shared: Path, directory: str, nodes: Sequence[int], rounds: 
     """Seconds of resumes from each place, in turns, on the slowest rank, of plain reads, and the bytes received."""
     use_node(shared, nodes[dist.get_rank()])
     engine = build_engine(job_of(rows).other())
-    resumes: dict[str, list[float]] = {kind: [] for kind in KINDS}
-    reads: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    kinds = [MEMORY, WARM, COLD, *([HELD] if group_of(HELD) else [])]
+    resumes: dict[str, list[float]] = {kind: [] for kind in kinds}
+    reads: dict[str, list[float]] = {kind: [] for kind in kinds}
     received = 0
     saved = sorted((Path(directory) / "tag").glob("*.pt"))
     kept = sorted((shared / "node0").rglob("complete/*/*.pt"))
     for _ in range(rounds + 1):
-        for kind in KINDS:
+        for kind in kinds:
+            if group := group_of(kind):
+                group.write_text(str(os.getpid()))
             prepare(kind, saved)
-            reads[kind].append(read_plainly(kept if kind == "memory" else saved))
+            reads[kind].append(read_plainly(kept if kind == MEMORY else saved))
             prepare(kind, saved)
-            use_node(shared if kind == "memory" else shared / "without", nodes[dist.get_rank()])
+            use_node(shared if kind == MEMORY else shared / "without", nodes[dist.get_rank()])
             dist.barrier()
             began = time.perf_counter()
             resumed = resume(engine, directory, strict=False)
             dist.barrier()
             resumes[kind].append(time.perf_counter() - began)
-            assert resumed.tier == ("memory" if kind == "memory" else "directory"), resumed
+            assert resumed.tier == ("memory" if kind == MEMORY else "directory"), resumed
             assert resumed.report is not None and resumed.report.root_matches
             received = max(received, resumed.report.bytes_received)
     for seconds in (*resumes.values(), *reads.values()):
@@ -143,9 +152,9 @@ def load(rows: int, shared: Path, directory: str, nodes: Sequence[int], rounds: 
 
 def prepare(kind: str, saved: Sequence[Path]) -> None:
     """Take the saved files out of the page cache, or into it."""
-    if dist.get_rank() == 0 and kind != "memory":
+    if dist.get_rank() == 0 and kind != MEMORY:
         for path in saved:
-            evict(path) if kind == "cold disk" else path.read_bytes()
+            path.read_bytes() if kind == WARM else evict(path)
     dist.barrier()
 
 
@@ -165,18 +174,33 @@ def read_plainly(paths: Sequence[Path]) -> float:
     return time.perf_counter() - began
 
 
+BLKIO = Path("/sys/fs/cgroup/blkio")
+
+
+def group_of(kind: str) -> Path | None:
+    """The list of processes of the control group whose reads have the speed of ``kind``; None without such groups."""
+    held = BLKIO / "zeroelastic-bench" / "cgroup.procs"
+    if not held.exists():
+        return None
+    return held if kind == HELD else BLKIO / "cgroup.procs"
+
+
 @contextmanager
-def large_pages() -> Iterator[Path | None]:
-    """A tmpfs of pages of 2 MiB; None where this user may not mount one."""
-    with tempfile.TemporaryDirectory() as directory:
-        command = ["mount", "-t", "tmpfs", "-o", "huge=within_size,mode=700", "tmpfs", directory]
-        if os.geteuid() != 0 or subprocess.run(command, check=False).returncode != 0:
-            yield None
-            return
-        try:
-            yield Path(directory)
-        finally:
-            subprocess.run(["umount", "--lazy", directory], check=True)
+def held_disk(directory: str) -> Iterator[None]:
+    """A control group that reads at most ``HELD_TO`` bytes a second of the disk of a directory, if this user may."""
+    device = os.stat(directory).st_dev
+    group = BLKIO / "zeroelastic-bench"
+    try:
+        group.mkdir()
+        limit = f"{os.major(device)}:{os.minor(device)} {HELD_TO:.0f}"
+        (group / "blkio.throttle.read_bps_device").write_text(limit)
+    except OSError as error:
+        print(f"no disk is held to a speed: {error}", file=sys.stderr)
+    try:
+        yield
+    finally:
+        if group.exists():
+            group.rmdir()
 
 
 def send_plainly(nbytes: int) -> float:
@@ -229,35 +253,38 @@ def page(result: dict[str, Any]) -> str:
         f"4 -> 3 ranks, {gigabytes:.2f} GB of files, seconds. With a node for each rank, what lies on other "
         "nodes comes over the (loopback) network.",
         "",
-        "| ranks | memory | warm disk | cold disk | memory / warm | cold / memory |",
-        "|---|--:|--:|--:|--:|--:|",
+        *table(loads, "resumes"),
+        "",
+        "Plain reads of the same files, by three processes that do nothing with the bytes:",
+        "",
+        *table({name: loads[name] for name in (ONE, SMALL)}, "reads"),
     ]
-    for name, found in loads.items():
-        memory, warm, cold = (median(found["resumes"][kind]) for kind in KINDS)
-        lines += [
-            f"| {name} | {memory:.3f} | {warm:.3f} | {cold:.3f} | {memory / warm:.2f} (at most 1) | "
-            f"{cold / memory:.1f} (at least {COLD_TARGET:.0f}) |"
-        ]
-    lines += ["", "Plain reads of the same files, by three processes that do nothing with the bytes:", ""]
-    lines += ["| | memory | warm disk | cold disk | memory / warm | cold / memory |", "|---|--:|--:|--:|--:|--:|"]
-    for name in filter(loads.__contains__, (ONE, LARGE)):
-        memory, warm, cold = (median(loads[name]["reads"][kind]) for kind in KINDS)
-        lines += [
-            f"| {name} | {memory:.3f} | {warm:.3f} | {cold:.3f} | {memory / warm:.2f} | {cold / memory:.1f} |",
-        ]
-    resumed, read = (median(loads[ONE][what][kind]) for what, kind in (("resumes", "memory"), ("reads", "cold disk")))
+    read, held = (median(loads[ONE]["reads"].get(kind, [0.0])) for kind in (COLD, HELD))
     received, sent = loads[EACH]["bytes_received"], median(loads[EACH]["one_connection"])
     lines += [
         "",
-        f"This disk gives {gigabytes / read:.1f} GB/s: to read the files alone takes {read / resumed:.1f} times as "
-        f"long as a resume from memory. It takes {COLD_TARGET:.0f} times as long from a disk that gives "
-        f"{gigabytes / resumed / COLD_TARGET:.1f} GB/s to all ranks together.",
+        f"The targets are: memory / warm at most 1, cold / memory at least {COLD_TARGET:.0f}. This disk gives "
+        f"{gigabytes / read:.1f} GB/s"
+        + (f", and {gigabytes / held:.1f} GB/s where it is held to {HELD_TO / 1e9:.1f} GB/s." if held else "."),
         "",
         f"With a node for each rank, one rank receives {received / 1e6:,.0f} MB, which take {sent:.3f} s through one "
         "TCP connection between two processes of this machine that do nothing else.",
         "",
     ]
     return "\n".join(lines)
+
+
+def table(loads: dict[str, Any], what: str) -> list[str]:
+    """Medians of each kind, and their ratios, as rows of Markdown."""
+    kinds = list(loads[ONE][what])
+    ratios = ["memory / warm", *(f"{kind.replace(' disk', '')} / memory" for kind in kinds[2:])]
+    lines = [f"| ranks | {' | '.join((*kinds, *ratios))} |", "|---" + "|--:" * (len(kinds) + len(ratios)) + "|"]
+    for name, found in loads.items():
+        memory, warm, *cold = (median(found[what][kind]) for kind in kinds)
+        cells = [f"{seconds:.3f}" for seconds in (memory, warm, *cold)]
+        cells += [f"{memory / warm:.2f}", *(f"{seconds / memory:.1f}" for seconds in cold)]
+        lines += [f"| {name} | {' | '.join(cells)} |"]
+    return lines
 
 
 def main() -> None:
@@ -275,6 +302,7 @@ def main() -> None:
         tempfile.TemporaryDirectory() as disk,
         tempfile.TemporaryDirectory(dir="/dev/shm") as memory,
         RankPool(4) as pool,
+        held_disk(disk),
     ):
         shared = Path(memory)
         found = pool.run(steps, 2, chosen.step_rows, shared / "steps", chosen.blocks, chosen.block, timeout=500)
@@ -292,13 +320,10 @@ def main() -> None:
         }
         loads: dict[str, dict[str, Any]] = {}
         for name, nodes in NODES.items():
-            with large_pages() if name == LARGE else nullcontext(shared) as root:
-                if root is None:
-                    continue
-                place, run = root / name, f"{disk}/{name}"
-                nbytes = pool.run(keep, 4, chosen.load_rows, place, run, nodes, timeout=500)[0]
-                loads[name] = pool.run(load, 3, chosen.load_rows, place, run, nodes, chosen.rounds, timeout=500)[0]
-                shutil.rmtree(place)
+            place, run = shared / name, f"{disk}/{name}"
+            nbytes = pool.run(keep, 4, chosen.load_rows, place, run, nodes, name != SMALL, timeout=500)[0]
+            loads[name] = pool.run(load, 3, chosen.load_rows, place, run, nodes, chosen.rounds, timeout=500)[0]
+            shutil.rmtree(place)
         loads[EACH]["one_connection"] = [send_plainly(loads[EACH]["bytes_received"]) for _ in range(chosen.rounds)]
     result = {"about": about, "steps": stall, "gigabytes": nbytes / 1e9, "loads": loads}
     print(page(result))
