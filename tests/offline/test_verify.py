@@ -30,7 +30,7 @@ from zeroelastic.checkpoint.commit_record import RECORD_NAME, RECORD_VERSION
 from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.errors import CheckpointError, MissingFileError, UnsupportedError
 from zeroelastic.offline.verify.header_check import Problem, check_headers
-from zeroelastic.offline.verify.payload_scan import combine, file_rows, scan_rank
+from zeroelastic.offline.verify.payload_scan import combine, file_rows, scan_ranks
 from zeroelastic.offline.verify.verify import VerifyReport, full_report, verify_checkpoint
 from zeroelastic.testing.sample import write_sample
 from zeroelastic.torch_file import zip_reader
@@ -165,7 +165,7 @@ def test_progress_adds_up_to_every_byte_of_every_file(samples: Path) -> None:
 
 def test_ranks_may_be_scanned_apart_and_in_any_order(samples: Path) -> None:
     path = samples / "elastic" / "global_step4"
-    scans = [scan_rank(check_headers(path), rank) for rank in (2, 0, 1)]
+    scans = [scan_ranks(check_headers(path), [rank]) for rank in (2, 0, 1)]
     headers = check_headers(path)
     assert full_report(headers, combine(scans, headers)) == verify_checkpoint(path)
     two = full_report(headers, combine(scans[:2], headers))
@@ -578,7 +578,7 @@ def test_a_file_that_vanishes_in_between_is_a_finding(samples: Path, tmp_path: P
     tag_dir = copy(samples, tmp_path, "elastic")
     headers = check_headers(tag_dir)
     optim(tag_dir, 1).unlink()
-    report = full_report(headers, combine((scan_rank(headers, rank) for rank in headers.ranks), headers))
+    report = full_report(headers, scan_ranks(headers, headers.ranks))
     assert files_of(report) == {optim_name(1)} and "no such file" in only(report).sentence
     assert report.num_files == 2 * RANKS - 1 and report.content_root is None
 

@@ -1,12 +1,15 @@
-"""One saved rank's files read to the last byte: a digest per tensor, and the CRC-32 of every record.
+"""Saved ranks' files read to the last byte: a digest per tensor, and the CRC-32 of every record.
 
-Each byte is read once. ``combine`` adds up the scans of several ranks, from one process or several.
+Each byte is read once; while one file is read, a thread finds out what is in the next. ``combine`` adds up the scans of
+several ranks, from one process or several.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import copy_context
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
@@ -81,10 +84,10 @@ def combine(scans: Iterable[RankScan], headers: TagHeaders) -> RankScan:
     )
 
 
-def scan_rank(headers: TagHeaders, rank: int, *, progress: ProgressFunction | None = None) -> RankScan:
-    """Read every byte of the files of one saved rank. Damage is returned, not raised."""
+def scan_ranks(headers: TagHeaders, ranks: Iterable[int], *, progress: ProgressFunction | None = None) -> RankScan:
+    """Read every byte of the files of some saved ranks. Damage is returned, not raised."""
     progress = progress or (lambda nbytes: None)
-    return combine((_scan_file(headers, rank, path, progress) for path in headers.files(rank)), headers)
+    return combine((_scan_file(headers, contents, progress) for contents in _contents_of(headers, ranks)), headers)
 
 
 class RankRows(NamedTuple):
@@ -116,13 +119,41 @@ def file_rows(headers: TagHeaders, rank: int, path: FilePath) -> RankRows:
     return rows_of_file.take(np.argsort(rows_of_file.offset, kind="stable"))
 
 
-def _scan_file(headers: TagHeaders, rank: int, path: FilePath, progress: ProgressFunction) -> RankScan:
+class _Contents(NamedTuple):
+    """What one file has: its ``records``, the ``rows`` of tensors, a ``table`` of both. ``unread``: why not."""
+
+    rank: int
+    path: FilePath
+    size: int
+    records: list[ZipRecord]
+    num_records: int
+    damage: list[Damage]
+    rows: RankRows
+    table: Cover
+    unread: CheckpointError | None = None
+
+
+def _contents_of(headers: TagHeaders, ranks: Iterable[int]) -> Iterator[_Contents]:
+    """The contents of each file of some ranks, found while the caller uses those of the file before."""
+    files = ((rank, path) for rank in ranks for path in headers.files(rank))
+    with ThreadPoolExecutor(1) as worker:
+        found: Future[_Contents] | None = None
+        for rank, path in files:
+            following = worker.submit(copy_context().run, _contents, headers, rank, path)
+            if found is not None:
+                yield found.result()
+            found = following
+        if found is not None:
+            yield found.result()
+
+
+def _contents(headers: TagHeaders, rank: int, path: FilePath) -> _Contents:
     name, size = path.name, headers.sizes[path.name]
+    nothing = np.zeros(0, dtype=np.int64)
     try:
         archive = read_zip_records(path, size)
     except CheckpointError as error:
-        progress(size)
-        return _unread(headers, path, error)
+        return _Contents(rank, path, size, [], 0, [], RankRows(*[nothing] * 5), Cover(*[nothing] * 6), unread=error)
     damage = [
         Damage(name, f"{name}: {fault.what}. The file is damaged.", fault.offset, fault.nbytes)
         for fault in archive.faults
@@ -133,6 +164,15 @@ def _scan_file(headers: TagHeaders, rank: int, path: FilePath, progress: Progres
     records = [record for record in archive.records if record.nbytes]
     begin = np.array([record.offset for record in records], dtype=np.int64)
     table = cover(begin, begin + np.array([record.nbytes for record in records], dtype=np.int64), rows)
+    return _Contents(rank, path, size, records, len(archive.records), damage, rows, table)
+
+
+def _scan_file(headers: TagHeaders, contents: _Contents, progress: ProgressFunction) -> RankScan:
+    rank, path, size, records, table = contents.rank, contents.path, contents.size, contents.records, contents.table
+    name, rows = path.name, contents.rows
+    if contents.unread is not None:
+        progress(size)
+        return _unread(headers, path, contents.unread)
     crc32 = np.zeros(len(table.nbytes), dtype=np.uint32)
     num_tensors = len(headers.tensors)
     seeds = np.append(headers.seeds, np.uint64(0))
@@ -177,9 +217,9 @@ def _scan_file(headers: TagHeaders, rank: int, path: FilePath, progress: Progres
         covered=covered,
         bad_records=tuple(bad),
         bad_parts=parts or (),
-        damage=tuple(damage),
+        damage=tuple(contents.damage),
         num_files=1,
-        num_records=len(archive.records),
+        num_records=contents.num_records,
         tables=() if parts is None else (name,),
         nbytes=size,
     )

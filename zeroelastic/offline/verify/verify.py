@@ -3,8 +3,8 @@
     report = verify_checkpoint(Path("ckpt/global_step100"))
     report.valid, report.problems
 
-The steps can run separately, so that several processes share the reading: ``check_headers``, ``scan_rank`` for each
-saved rank, ``combine``, ``full_report``.
+The steps can run separately, so that several processes share the reading: ``check_headers``, ``scan_ranks`` for some
+saved ranks, ``combine``, ``full_report``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from zeroelastic.offline.verify.payload_scan import (
     RankScan,
     combine,
     file_rows,
-    scan_rank,
+    scan_ranks,
 )
 
 _Flags: TypeAlias = npt.NDArray[np.bool_]
@@ -147,9 +147,7 @@ def verify_from_headers(
 
 def _read_all(headers: TagHeaders, progress: ProgressFunction | None, processes: Processes) -> VerifyReport:
     mine = [headers.ranks[number] for number in processes.mine(len(headers.ranks))]
-    own = processes.all_or_raise(
-        lambda: combine((scan_rank(headers, rank, progress=progress) for rank in mine), headers)
-    )
+    own = processes.all_or_raise(lambda: scan_ranks(headers, mine, progress=progress))
     return full_report(headers, combine(processes.all_gather(own), headers))
 
 
