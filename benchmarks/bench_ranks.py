@@ -140,7 +140,9 @@ def measure_commit(directory: Path, world_size: int) -> dict[str, Any]:
     def save(rank: int) -> None:
         require_partners()
         barrier = SaveBarrier(tag_dir, timeout_s=600.0)
+        barrier.leave_note(record.save_id)
         barrier.wait("it was about to be saved")
+        assert barrier.note_of(0) == record.save_id
         barrier.wait("its files were written")
         expected = Expected(
             rank=rank,
@@ -162,6 +164,7 @@ def measure_commit(directory: Path, world_size: int) -> dict[str, Any]:
             written=names[rank],
             staging_dir=staging_dir,
             heads=(0,) * world_size,
+            acts=rank == 0,
             lineage=Lineage(),
             lost_micro_batches=0,
             latest=directory / "latest",

@@ -71,12 +71,13 @@ def gather(value: T) -> list[T]:
 
 def maximum(values: Sequence[int]) -> list[int]:
     """The largest of each number, of less than 64 bits, over all ranks, which give equally many. Collective."""
-    return _reduced(values, dist.ReduceOp.MAX)
+    return _result(*_reduce(values, dist.ReduceOp.MAX))
 
 
-def total(value: int) -> int:
-    """The sum of a number over all ranks. Collective."""
-    return _reduced([value], dist.ReduceOp.SUM)[0]
+def maximum_and_total(values: Sequence[int], added: int) -> tuple[list[int], int]:
+    """``maximum`` of some numbers, and the sum of another over all ranks, in the time of one reduction. Collective."""
+    largest, summed = _reduce(values, dist.ReduceOp.MAX), _reduce([added], dist.ReduceOp.SUM)
+    return _result(*largest), _result(*summed)[0]
 
 
 def any_rank(flag: bool) -> bool:
@@ -84,12 +85,18 @@ def any_rank(flag: bool) -> bool:
     return bool(maximum([int(flag)])[0])
 
 
-def _reduced(values: Sequence[int], op: dist.ReduceOp.RedOpType) -> list[int]:
+def _reduce(values: Sequence[int], op: dist.ReduceOp.RedOpType) -> tuple[torch.Tensor, dist.Work | None]:
+    """Start a reduction over all ranks, which ``_result`` waits for."""
     if dist.get_world_size() == 1:
-        return list(values)
+        return torch.tensor(values, dtype=torch.int64), None
     group = _group.get()
     numbers = torch.tensor(values, dtype=torch.int64, device=collective_device(group))
-    dist.all_reduce(numbers, op=op, group=group)
+    return numbers, dist.all_reduce(numbers, op=op, group=group, async_op=True)
+
+
+def _result(numbers: torch.Tensor, work: dist.Work | None) -> list[int]:
+    if work is not None:
+        work.wait()
     reduced: list[int] = numbers.tolist()
     return reduced
 

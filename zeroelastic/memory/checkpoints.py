@@ -345,6 +345,7 @@ class MemoryCheckpoints:
             written=("", ""),
             staging_dir=self._staging(made),
             heads=(),
+            acts=False,
             lineage=lineage_of(self._engine),
             lost_micro_batches=0,
             latest=None,

@@ -8,9 +8,11 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -141,6 +143,37 @@ def test_a_slow_rank_that_lives_is_not_called_lost_when_nobody_dies(rank_pool: R
     (kind, said, _), (other_kind, other_said, _) = rank_pool.run(slow_beside_a_lost_collective, 2)
     assert (kind, said) == ("DistBackendError", "gloo is confused")
     assert other_kind == "AbsentRankError" and "a collective failed on another rank" in other_said
+
+
+def fail_on(failing: int) -> list[tuple[str, str]]:
+    """What ``all_or_raise`` gives or raises: without a failure, with one, and without again; and what it reduces."""
+    from zeroelastic.deepspeed.save import barrier
+    from zeroelastic.errors import SaveError
+
+    calls, seen = barrier.SaveBarrier("the save", timeout_s=60.0), []
+    for number in range(3):
+
+        def act(fails: bool) -> str:
+            if fails:
+                raise SaveError("the disk is full")
+            return f"rank {dist.get_rank()}"
+
+        with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduced:
+            try:
+                told = calls.all_or_raise(partial(act, number == 1 and dist.get_rank() == failing), "it acted")
+            except SaveError as error:
+                told = str(error)
+        seen.append((told, "reduces" if reduced.call_count else "asks the store"))
+    return seen
+
+
+def test_a_failure_on_one_rank_is_raised_on_all_and_without_one_there_is_no_collective(rank_pool: RankPool) -> None:
+    for rank, seen in enumerate(rank_pool.run(fail_on, 3, 2)):
+        assert seen == [
+            (f"rank {rank}", "asks the store"),
+            ("the disk is full", "reduces"),
+            (f"rank {rank}", "asks the store"),
+        ]
 
 
 RANKS_PER_MACHINE = 8

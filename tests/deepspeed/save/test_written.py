@@ -42,21 +42,22 @@ def test_what_does_not_fit_is_not_packed(own: Written, names: tuple[str, str]) -
     assert _pack(own, names) is None
 
 
-def gathered(to_all: bool) -> tuple[list[Written], list[Written]]:
+def gathered(to_all: bool) -> list[tuple[float, bool, list[Written]]]:
     """As it is usually, and where rank 1 has written a file that only DeepSpeed reads."""
     rank = dist.get_rank()
     names = (f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt", f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
     unreadable = "only DeepSpeed reads it" if rank == 1 else None
-    return (
+    return [
         gather_written(written(names, names), names, to_all=to_all),
-        gather_written(written(names, (), unreadable), names, to_all=to_all),
-    )
+        gather_written(written(names, (), unreadable)._replace(not_before=1e9 + rank), names, to_all=to_all),
+    ]
 
 
 @pytest.mark.parametrize("to_all", [False, True])
 def test_what_every_rank_has_written_is_gathered(rank_pool: RankPool, to_all: bool) -> None:
     results = rank_pool.run(gathered, 3, to_all)
-    for rank, (usual, unreadable) in enumerate(results):
+    for rank, ((_, only_stock, usual), (committed_at, not_ours, unreadable)) in enumerate(results):
+        assert not only_stock and not_ours and committed_at == 1e9 + 2
         if rank and not to_all:
             assert usual == unreadable == []
             continue

@@ -237,7 +237,7 @@ class GroupSplit(LiveOptimizer):
                 )
 
     @contextmanager
-    def saving(self, engine: Engine, *, elastic: bool, written: Callable[[], None]) -> Iterator[None]:
+    def saving(self, engine: Engine, *, elastic: bool, written: Callable[[], object]) -> Iterator[None]:
         """While it lasts, DeepSpeed's save writes its rigid form, which has the hyper-parameters.
 
         Its own form under ``elastic_checkpoint`` lacks hyper-parameters, and cannot be loaded by DeepSpeed itself.

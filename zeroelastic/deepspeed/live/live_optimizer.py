@@ -224,7 +224,7 @@ class LiveOptimizer(ABC):
     # What a save calls.
 
     @abstractmethod
-    def saving(self, engine: Engine, *, elastic: bool, written: Callable[[], None]) -> AbstractContextManager[None]:
+    def saving(self, engine: Engine, *, elastic: bool, written: Callable[[], object]) -> AbstractContextManager[None]:
         """While it lasts, DeepSpeed's save writes all of the state, and calls ``written`` before its last collectives.
 
         ``elastic`` leaves out copies of what the elastic state dict holds.

@@ -232,7 +232,7 @@ class Stage3(LiveOptimizer):
         gather_persistent_params(self.optimizer, self.optimizer.checkpoint_event_epilogue)
 
     @contextmanager
-    def saving(self, engine: Engine, *, elastic: bool, written: Callable[[], None]) -> Iterator[None]:
+    def saving(self, engine: Engine, *, elastic: bool, written: Callable[[], object]) -> Iterator[None]:
         """While it lasts, DeepSpeed's save has frozen parameters on NVMe, and makes no copy of swap files.
 
         DeepSpeed writes one element in place of a frozen parameter that is not in memory. Its copy of the swap files

@@ -32,6 +32,7 @@ from zeroelastic.deepspeed.load.module_states import (
 )
 from zeroelastic.deepspeed.load.preflight import LoadPlan, check_batch, preflight
 from zeroelastic.deepspeed.load.report import (
+    gather_figures,
     hyper_parameter_notes,
     load_report,
     log_batch,
@@ -42,8 +43,7 @@ from zeroelastic.deepspeed.load.request import LoadRequest
 from zeroelastic.deepspeed.load.restore import restore
 from zeroelastic.deepspeed.load.stock import read_covered, stock_loads
 from zeroelastic.deepspeed.load.tag_choice import choice_notes, choose_tag, nothing_to_load, warn_of_mark
-from zeroelastic.deepspeed.load.verify import verify
-from zeroelastic.deepspeed.options import VERIFY_LEVELS, Options
+from zeroelastic.deepspeed.load.verify import raise_mismatch, verify
 from zeroelastic.distributed.collective import all_gather_alike, any_rank, is_raised_on_all_ranks
 from zeroelastic.distributed.partners import require_partners
 from zeroelastic.errors import CheckpointError, SavedAgainError, UnsupportedError, ZeroElasticError
@@ -98,7 +98,7 @@ def load(engine: Engine, request: LoadRequest, original: Callable[..., Loaded], 
         return stock(request)
     require_partners()
     agree_on_options(engine)
-    request = replace(request, options=_common_options(options_of(engine)))
+    request = replace(request, options=options_of(engine))
     engine.__dict__.pop("zeroelastic_report", None)  # of an earlier load
     with retrying(request.options.retries):
         return _load_newest_or_asked(engine, request, stock, loaded)
@@ -122,14 +122,6 @@ def _load_newest_or_asked(
             if found is not None:
                 return found[0]
         return load_tag(request)
-
-
-def _common_options(options: Options) -> Options:
-    """The options with one level of verification for all ranks: the least, where the default differs. Collective."""
-    levels = set(all_gather_alike(options.verify))
-    if len(levels) == 1:
-        return options
-    return options.model_copy(update={"verify": next(level for level in VERIFY_LEVELS if level in levels)})
 
 
 def _load_by_deepspeed(original: Callable[..., Loaded], loaded: OnLoad, request: LoadRequest) -> Loaded:
@@ -165,7 +157,7 @@ def _load(
         if dist.get_rank() == 0:
             logger.warning("loading through DeepSpeed alone: %s", checked)
         return stock(request)
-    live, plan = checked
+    live, plan, request = checked
     notes = choice_notes(request.directory, tag, newer)
     micro = engine.train_micro_batch_size_per_gpu() * engine.gradient_accumulation_steps()
     copies = engine.train_batch_size() // micro  # of the model: ranks that share a sequence take one batch
@@ -184,6 +176,9 @@ def _load(
             restored = restore(engine, live, plan, request, load_module)
         with span("load.verify"):
             verified = verify(engine, live, plan, restored.filled, request)
+            figures = gather_figures(plan, restored, failed=verified.failed, began=began)
+            if figures.failed:
+                raise_mismatch(live, verified, plan)
     report = load_report(
         engine,
         live,
@@ -191,10 +186,10 @@ def _load(
         request,
         restored,
         verified,
+        figures,
         notes=notes,
         changed=changes(live, plan, keys, weights_only=request.weights_only),
         batch_changed=batch_changed,
-        began=began,
     )
     engine.zeroelastic_report = report
     log_report(logger, report, notes)
@@ -208,14 +203,18 @@ def _load(
 
 def _check(
     engine: Engine, request: LoadRequest, tag_dir: FilePath, attempt: Attempt
-) -> tuple[LiveOptimizer, LoadPlan] | ZeroElasticError:
+) -> tuple[LiveOptimizer, LoadPlan, LoadRequest] | ZeroElasticError:
     """The live state and what is going to be loaded into it, or why DeepSpeed alone loads this tag. Collective.
 
-    Nothing of the engine is changed. Raises the same error on every rank where neither can load it.
+    The request is that of all ranks, which verify alike. Nothing of the engine is changed. Raises the same error on
+    every rank where neither can load it.
     """
-    live = read_covered(engine, tag_dir)
-    if isinstance(live, ZeroElasticError):
-        return live
+    covered = read_covered(engine, tag_dir, request.options.verify)
+    if isinstance(covered, ZeroElasticError):
+        return covered
+    live, level = covered
+    if level != request.options.verify:
+        request = replace(request, options=request.options.model_copy(update={"verify": level}))
     try:
         plan = preflight(tag_dir, live, request, lambda model: check_loaded_values(engine, model, request))
     except ZeroElasticError as error:
@@ -224,7 +223,7 @@ def _check(
         if stock_loads(error, engine, live, tag_dir, request):
             return error
         raise
-    return live, plan
+    return live, plan, request
 
 
 def _load_module(

@@ -28,7 +28,7 @@ from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.live.optimizers import SavedGroup, misfits
 from zeroelastic.deepspeed.load.request import LoadRequest
 from zeroelastic.deepspeed.node_local.peer_checkpoint import open_with_peers
-from zeroelastic.deepspeed.node_local.visibility import FileVisibility, gather_visibility
+from zeroelastic.deepspeed.node_local.visibility import FileVisibility, gather_visibility, look_at_share
 from zeroelastic.distributed.collective import all_gather_of_or_raise
 from zeroelastic.errors import CheckpointError, LayoutMismatchError, StrictError, UnsupportedError
 from zeroelastic.executors.dispatch import Executor
@@ -124,7 +124,11 @@ def preflight(
             opened
             if isinstance(found, FileVisibility)
             else open_checkpoint(
-                tag_dir, near_rank=live.rank, tp=live.tp, listing=found, compare_directories=compare_directories
+                tag_dir,
+                near_rank=live.rank,
+                tp=live.tp,
+                listing=look_at_share(tag_dir, found),
+                compare_directories=compare_directories,
             )
         )
         plan = _open(checkpoint, visibility, live, request)

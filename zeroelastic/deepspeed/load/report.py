@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -18,10 +18,43 @@ from zeroelastic.deepspeed.load.request import LoadRequest
 from zeroelastic.deepspeed.load.restore import Restored
 from zeroelastic.deepspeed.load.verify import Verification
 from zeroelastic.deepspeed.notices import notice
-from zeroelastic.distributed.collective import all_gather_alike, maximum, total
+from zeroelastic.distributed.collective import all_gather_alike, maximum_and_total
 from zeroelastic.errors import rank_list, some
 from zeroelastic.io.paths import RemotePath
 from zeroelastic.report import Note, ResumeReport
+
+
+class Figures(NamedTuple):
+    """What a load cost: of any rank the most, of ``total_bytes_read`` the sum; whether it ``failed`` (1) on any."""
+
+    failed: int
+    bytes_owned: int
+    bytes_read: int
+    header_bytes: int
+    files_opened: int
+    bytes_sent: int
+    bytes_received: int
+    nanoseconds: int
+    total_bytes_read: int
+
+
+def gather_figures(load_plan: LoadPlan, restored: Restored, *, failed: bool, began: float) -> Figures:
+    """The figures of a load that ``began`` at a time (``time.perf_counter``) and ``failed`` here or not. Collective."""
+    checkpoint = load_plan.checkpoint
+    filled, module, payload = restored.filled, restored.module, restored.payload
+    bytes_read = filled.bytes_read + payload.bytes_read
+    own: tuple[int, ...] = (
+        failed,
+        filled.bytes_owned,
+        bytes_read,
+        checkpoint.header_bytes + load_plan.checked_bytes + _module_bytes(load_plan) + module.bytes_read,
+        len({*checkpoint.opened, *filled.files, *module.files, *payload.files}),
+        module.sent + payload.sent,
+        module.received + payload.received,
+        int((time.perf_counter() - began) * 1e9),
+    )
+    largest, total_bytes_read = maximum_and_total(own, bytes_read)
+    return Figures(*(*largest, total_bytes_read))
 
 
 def load_report(
@@ -31,29 +64,14 @@ def load_report(
     request: LoadRequest,
     restored: Restored,
     verification: Verification,
+    figures: Figures,
     *,
     notes: list[Note],
     changed: tuple[str, ...],
     batch_changed: bool,
-    began: float,
 ) -> ResumeReport:
-    """The report, the same on every rank: figures are the largest of any rank unless they say otherwise. Collective.
-
-    ``notes`` are those from before the engine was touched; ``began`` is when the load did (``time.perf_counter``).
-    """
+    """The report, the same on every rank. Collective. ``notes`` are those from before the engine was touched."""
     checkpoint = load_plan.checkpoint
-    filled, module, payload = restored.filled, restored.module, restored.payload
-    opened = {*checkpoint.opened, *filled.files, *module.files, *payload.files}
-    cost = (
-        filled.bytes_owned,
-        filled.bytes_read + payload.bytes_read,
-        checkpoint.header_bytes + load_plan.checked_bytes + _module_bytes(load_plan) + module.bytes_read,
-        len(opened),
-        module.sent + payload.sent,
-        module.received + payload.received,
-        int((time.perf_counter() - began) * 1e9),
-    )
-    owned, read, header_bytes, files, sent, received, nanoseconds = maximum(cost)
     texts = [*(note.text for note in notes), *restored.notes]
     if load_plan.visibility is not None and not load_plan.visibility.in_store:
         partial = load_plan.visibility.partial_ranks
@@ -74,12 +92,12 @@ def load_report(
         format=load_plan.format,
         saved_world_size=checkpoint.world_size,
         world_size=live.layout.world_size,
-        bytes_owned=owned,
-        bytes_read=read,
-        header_bytes=header_bytes,
-        files_opened=files,
-        total_bytes_read=total(cost[1]),
-        seconds=nanoseconds / 1e9,
+        bytes_owned=figures.bytes_owned,
+        bytes_read=figures.bytes_read,
+        header_bytes=figures.header_bytes,
+        files_opened=figures.files_opened,
+        total_bytes_read=figures.total_bytes_read,
+        seconds=figures.nanoseconds / 1e9,
         saved_root=verification.saved_root,
         loaded_root=verification.loaded_root,
         root_matches=verification.matches,
@@ -88,8 +106,8 @@ def load_report(
         reset=(*reset, *restored.lost),
         notes=tuple(texts),
         changed=changed,
-        bytes_sent=sent,
-        bytes_received=received,
+        bytes_sent=figures.bytes_sent,
+        bytes_received=figures.bytes_received,
         batch_changed=batch_changed,
     )
 

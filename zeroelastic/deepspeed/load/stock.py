@@ -25,6 +25,7 @@ from zeroelastic.deepspeed.live.kinds import covered_live
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.live.topology import tensor_parallel
 from zeroelastic.deepspeed.load.request import LoadRequest
+from zeroelastic.deepspeed.options import VERIFY_LEVELS, Verify
 from zeroelastic.distributed.collective import all_gather_of_or_raise, all_or_raise, any_rank
 from zeroelastic.errors import (
     CheckpointError,
@@ -41,11 +42,12 @@ from zeroelastic.torch_file.header import TensorRef, read_torch_file
 Table = Mapping[Any, Any]
 
 
-def read_covered(engine: Engine, tag_dir: FilePath) -> LiveOptimizer | UnsupportedError:
-    """The live state, or why a run that we do not cover leaves this load to DeepSpeed: alike on every rank. Collective.
+def read_covered(engine: Engine, tag_dir: FilePath, verify: Verify) -> tuple[LiveOptimizer, Verify] | UnsupportedError:
+    """The live state and how closely to verify it, or why DeepSpeed alone loads this: alike on every rank. Collective.
 
-    DeepSpeed loads a rigid checkpoint of the same world size. Raises UnsupportedError where the checkpoint is elastic
-    or of another size, so that DeepSpeed cannot load it either.
+    Of ``verify``, whose default is not the same everywhere, the least of any rank holds. A run that we do not cover is
+    left to DeepSpeed, which loads a rigid checkpoint of the same world size. Raises UnsupportedError where the
+    checkpoint is elastic or of another size, so that DeepSpeed cannot load it either.
     """
 
     def look() -> tuple[LiveOptimizer | None, tuple[str, bool] | None]:
@@ -59,11 +61,12 @@ def read_covered(engine: Engine, tag_dir: FilePath) -> LiveOptimizer | Unsupport
             )
             return None, (str(error), loads)
 
-    (live, _), outcomes = all_gather_of_or_raise(look, lambda found: found[1])
-    refusals = [refusal for refusal in outcomes if refusal is not None]
+    (live, _), outcomes = all_gather_of_or_raise(look, lambda found: (found[1], verify))
+    refusals = [refusal for refusal, _ in outcomes if refusal is not None]
     if not refusals:
         assert live is not None
-        return live
+        levels = {level for _, level in outcomes}
+        return live, next(level for level in VERIFY_LEVELS if level in levels)
     reason = refusals[0][0]
     if not all(loads for _, loads in refusals):
         raise UnsupportedError(f"{tag_dir}: {reason}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -40,6 +40,14 @@ def choice_notes(load_dir: FilePath, tag: str, newer: tuple[str, ...]) -> list[N
     ]
 
 
+class _Seen(NamedTuple):
+    """What one rank sees: the tag to load, whether it is there, and on rank 0 those that were committed later."""
+
+    named: str | None
+    there: bool
+    newer: tuple[str, ...]
+
+
 def choose_tag(load_dir: FilePath, tag: Any) -> tuple[str | None, tuple[str, ...]]:
     """The tag to load, agreed by all ranks, and the newer ones where ``latest`` names it. Collective.
 
@@ -50,33 +58,32 @@ def choose_tag(load_dir: FilePath, tag: Any) -> tuple[str | None, tuple[str, ...
     if isinstance(load_dir, RemotePath):
         return _choose_in_store(load_dir, tag)
 
-    def read() -> str | None:
+    def look(named: str | None) -> _Seen:
+        if named is None:
+            return _Seen(None, False, ())
+        there = isinstance(open_tag(load_dir / named), PinnedPath)
+        newer = committed_after(load_dir, named) if tag is None and there and dist.get_rank() == 0 else ()
+        return _Seen(named, there, newer)
+
+    def read() -> _Seen:
         named = str(tag) if tag is not None else read_latest(load_dir)
         if named is not None and dist.get_rank() == 0:
             with suppress(OSError):  # a directory that cannot be written: opening the tag reports what is missing
                 recover(load_dir / named)
-        return named
+        return look(named)
 
-    chosen, all_chosen = all_gather_or_raise(read)
-    if tag is not None:
-        if any(other != chosen for other in all_chosen):
-            raise _different_tags(load_dir, all_chosen)
-        _, there = all_gather_or_raise(lambda: (load_dir / str(chosen)).is_dir())
-        if not any(there):
-            raise _absent_tag(load_dir, str(chosen))
-        return chosen, ()
-    named = agree_on_latest(load_dir, all_chosen)
-    if named is None:
-        return None, ()
-
-    def look() -> tuple[bool, tuple[str, ...]]:
-        there = isinstance(open_tag(load_dir / named), PinnedPath)
-        return there, committed_after(load_dir, named) if there and dist.get_rank() == 0 else ()
-
-    _, outcomes = all_gather_or_raise(look)
-    if not any(there for there, _ in outcomes):
-        raise _dangling(load_dir, named)
-    return named, outcomes[0][1]
+    _, seen = all_gather_or_raise(read)
+    names = [each.named for each in seen]
+    if len(set(names)) > 1:
+        if tag is not None:
+            raise _different_tags(load_dir, names)
+        named = agree_on_latest(load_dir, names)
+        _, seen = all_gather_or_raise(lambda: look(named))
+    else:
+        named = names[0]
+    if named is not None and not any(each.there for each in seen):
+        raise _absent_tag(load_dir, named) if tag is not None else _dangling(load_dir, named)
+    return named, seen[0].newer
 
 
 def _choose_in_store(load_dir: RemotePath, tag: Any) -> tuple[str | None, tuple[str, ...]]:

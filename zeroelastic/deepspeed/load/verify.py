@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +29,7 @@ from zeroelastic.deepspeed.load.preflight import LoadPlan
 from zeroelastic.deepspeed.load.request import LoadRequest
 from zeroelastic.deepspeed.node_local.visibility import FileVisibility
 from zeroelastic.deepspeed.options import Options
-from zeroelastic.distributed.collective import all_gather, any_rank
+from zeroelastic.distributed.collective import all_gather
 from zeroelastic.errors import CheckpointError, DigestMismatchError, UnreadableError, ZeroElasticError
 from zeroelastic.executors.dispatch import digest_range
 from zeroelastic.io.paths import FilePath
@@ -39,6 +39,7 @@ from zeroelastic.torch_file.integrity import check_archive
 
 _NAMED = 8
 _CHUNK_BYTES = 4 << 20
+_ROOT_DIGITS = 12
 _INCOMPARABLE = "content roots are not comparable, because the run does not train the parameters of the save"
 
 
@@ -48,12 +49,21 @@ Stream = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """The saved and the loaded content root, whether they match, and why that is not known."""
+    """The saved and the loaded content root, whether they match, and why that is not known.
+
+    ``wrong`` is every (parameter, state key) that differs; ``matches`` is False also where the live state has more.
+    """
 
     saved_root: str | None
     loaded_root: str | None
     matches: bool | None
     note: str | None
+    wrong: tuple[Stream, ...] = ()
+
+    @property
+    def failed(self) -> bool:
+        """Whether this rank saw that the live state is not what was saved."""
+        return self.matches is False
 
 
 def verify(
@@ -63,8 +73,8 @@ def verify(
 
     With ``"verify": "read"`` the digests are those of the bytes as they were read, which do not show that each went to
     its place. Tensors that were cast are compared by the digest of what was read; so are master weights that the run
-    then rounds to 16 bits (load_from_fp32_weights is off). Raises DigestMismatchError on every rank, naming parameters,
-    state keys and, where the shards carry digests of their own, the files.
+    then rounds to 16 bits (load_from_fp32_weights is off). Where it has ``failed`` on any rank, ``raise_mismatch`` has
+    to be called on all.
     """
     checkpoint = load_plan.checkpoint
     if not request.options.verifies_content:
@@ -77,12 +87,12 @@ def verify(
     saved_root = checkpoint.record.content_root
     expected = _expected(checkpoint.record, live, load_plan)
     wrong = _compare(expected, actual, load_plan, weights_only=request.weights_only)
-    if any_rank(bool(wrong)):
-        raise DigestMismatchError(_describe(live, wrong, load_plan))
     # each tensor parallel rank has parameters of its own; what decides about collectives is alike on all
-    facts = of_every_tp_rank(live, (actual.num_cast, load_plan.membership.same_params))
-    same_params = all(same for _, same in facts)
-    if any(num_cast for num_cast, _ in facts) or actual.from_16_bit or request.weights_only:
+    facts = of_every_tp_rank(live, (bool(wrong), actual.num_cast, load_plan.membership.same_params))
+    if any(differs for differs, _, _ in facts):
+        return Verification(saved_root, None, False, None, tuple(wrong))
+    same_params = all(same for _, _, same in facts)
+    if any(num_cast for _, num_cast, _ in facts) or actual.from_16_bit or request.weights_only:
         what = [f"{actual.num_cast} tensors cast to this run's dtype (compared as read)"] if actual.num_cast else []
         what += ["master weights rounded to 16 bits (load_from_fp32_weights is off)"] if actual.from_16_bit else []
         what += ["weights only"] if request.weights_only else []
@@ -96,14 +106,28 @@ def verify(
         ours = _root(live, [content for content in contents if content.param.name in expected.common])
         theirs = _root(live, expected.contents)
     if ours != theirs:  # the live state has something that the saved one has not
-        raise DigestMismatchError(
-            f"{checkpoint.tag_dir}: everything that was saved is live, but the live state's content root is "
-            f"{ours[:12]} and the saved one {theirs[:12]}: the optimizer holds state that the checkpoint does not. Do "
-            "not train on it; load into a new engine."
-        )
+        return Verification(theirs, ours, False, None)
     if not same_params:
         return Verification(saved_root, root, None, f"digests of what was restored match the record; {_INCOMPARABLE}")
     return Verification(saved_root, root, True, None)
+
+
+def raise_mismatch(live: LiveOptimizer, verified: Verification, load_plan: LoadPlan) -> NoReturn:
+    """Raise DigestMismatchError, where ``verify`` has failed on any rank, in the same words on all. Collective.
+
+    It names parameters, state keys and, where the shards carry digests of their own, the files.
+    """
+    parts = all_gather((live.tp.rank, verified.wrong))
+    wrong = sorted(stream for _, stream in {(tp_rank, stream) for tp_rank, part in parts for stream in part})
+    if wrong:
+        raise DigestMismatchError(_describe(verified.wrong, wrong, live, load_plan))
+    roots = all_gather((verified.loaded_root, verified.saved_root) if verified.failed else None)
+    ours, theirs = (str(root)[:_ROOT_DIGITS] for root in next(found for found in roots if found is not None))
+    raise DigestMismatchError(
+        f"{load_plan.checkpoint.tag_dir}: everything that was saved is live, but the live state's content root is "
+        f"{ours} and the saved one {theirs}: the optimizer holds state that the checkpoint does not. Do not train on "
+        "it; load into a new engine."
+    )
 
 
 class _Actual(NamedTuple):
@@ -201,8 +225,8 @@ def _sums(live: LiveOptimizer, digests: Mapping[Stream, int], device: torch.devi
     return dict(zip(streams, totals, strict=True))
 
 
-def _describe(live: LiveOptimizer, wrong: Sequence[Stream], load_plan: LoadPlan) -> str:
-    """The message, with the damaged files that some ranks look for. Collective.
+def _describe(own: Sequence[Stream], wrong: Sequence[Stream], live: LiveOptimizer, load_plan: LoadPlan) -> str:
+    """The message: what is ``wrong`` on any rank, with the damaged files that some ranks look for. Collective.
 
     The first rank of each data parallel group looks; if it does not see all files, the reader of each file does.
     """
@@ -212,12 +236,10 @@ def _describe(live: LiveOptimizer, wrong: Sequence[Stream], load_plan: LoadPlan)
         if visibility is None
         else any(visibility.reader(name) == visibility.rank for name in visibility.names)
     )
-    found = all_gather(_damaged_files(wrong[:_NAMED], load_plan.checkpoint, visibility) if looks and wrong else None)
+    found = all_gather(_damaged_files(own[:_NAMED], load_plan.checkpoint, visibility) if looks and own else None)
     reports = [report for report in found if report is not None]
     damaged = [report for report in reports if report.files]
     files = " ".join(report.text for report in damaged or reports if report.text)
-    everywhere = {(tp_rank, *stream) for tp_rank, part in all_gather((live.tp.rank, list(wrong))) for stream in part}
-    wrong = sorted((name, key) for _, name, key in everywhere)
     named = ", ".join(f"{name}: {key}" for name, key in wrong[:_NAMED])
     more = " ..." if len(wrong) > _NAMED else ""
     differ = "1 tensor differs" if len(wrong) == 1 else f"{len(wrong)} tensors differ"

@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -141,8 +141,8 @@ def gather_visibility(tag_dir: FilePath, dp_rank: int, tp: TensorParallel) -> Li
     """What a tag directory has that all ranks see alike, or else which rank sees which file. Collective.
 
     Of the ranks that see one directory, the first lists it and sends the others what it found: on a file system that
-    all ranks share, one rank lists the names and reads the record but for its rows of files, and each rank reads the
-    rows of its share of the files and looks at their sizes. ``dp_rank`` is this rank in the data parallel group of
+    all ranks share, one rank lists the names and reads the record but for its rows of files; ``look_at_share`` is for
+    the rest. ``dp_rank`` is this rank in the data parallel group of
     tensor parallel rank ``tp``.
 
     Raises CheckpointError on every rank where the files of two saves cannot be told apart, MissingFileError where no
@@ -224,8 +224,7 @@ def _of_store(tag_dir: RemotePath, tp: TensorParallel) -> FileVisibility:
 
 
 def _list_together(tag_dir: Path) -> Listing:
-    """A directory that all ranks see: rank 0 lists it and reads the record, and all look at sizes. Collective."""
-    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    """A directory that all ranks see: rank 0 lists it and reads the record. Collective."""
 
     def read() -> tuple[FileNames, CommitRecord | None, int]:
         names = FileNames.of(_names(tag_dir))
@@ -234,21 +233,17 @@ def _list_together(tag_dir: Path) -> Listing:
 
     names, record, nbytes = broadcast_or_raise(read)
     record = None if record is None else with_rows_at(record, tag_dir)
+    return Listing(names, {}, record, record_bytes=nbytes if dist.get_rank() == 0 else 0)
 
-    def look() -> dict[str, int]:
-        if record is None:
-            return {}
-        files = record.files
-        share = files.rows.share(rank, num_ranks) if isinstance(files, FileSizes) else sorted(files)[rank::num_ranks]
-        sizes = {name: file_size(tag_dir / name) for name in share}
-        return {name: size for name, size in sizes.items() if size is not None}
 
-    return Listing(
-        names=names,
-        sizes=all_or_raise(look),
-        record=record,
-        record_bytes=nbytes if rank == 0 else 0,
-    )
+def look_at_share(tag_dir: FilePath, listing: Listing) -> Listing:
+    """With the sizes of this rank's share of the files, where the listing has none. Raises UnreadableError."""
+    if listing.record is None or listing.sizes:
+        return listing
+    rank, num_ranks, files = dist.get_rank(), dist.get_world_size(), listing.record.files
+    share = files.rows.share(rank, num_ranks) if isinstance(files, FileSizes) else sorted(files)[rank::num_ranks]
+    sizes = {name: file_size(tag_dir / name) for name in share}
+    return replace(listing, sizes={name: size for name, size in sizes.items() if size is not None})
 
 
 def _identity(tag_dir: Path) -> tuple[int, int, int] | None:

@@ -5,7 +5,8 @@ before each collective of a save the ranks wait for one another through the key-
 Each rank adds to one counter, sets one key of its own and waits for the one key that holds the outcome. Only one rank
 of each machine, the watcher, looks for missing ranks: it decides the outcome when ``timeout_s`` have passed, or when
 the process of a missing rank on its machine has ended. Every rank then raises the same error. The number of requests
-that a waiting rank makes does not depend on the number of ranks.
+that a waiting rank makes does not depend on the number of ranks. The outcome also says whether what any rank did before
+has failed: where nothing has, no collective follows.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from weakref import ref
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from zeroelastic.distributed.collective import all_gather_or_raise, all_or_raise
+from zeroelastic.distributed.collective import all_or_raise
 from zeroelastic.distributed.partners import absent_ranks, announce, identities_on_this_machine, life_of_rank
 from zeroelastic.distributed.process_identity import life_of, machine
 from zeroelastic.errors import AbsentRankError, ZeroElasticError, rank_list
@@ -34,7 +35,7 @@ _TICK_S, _MAX_PAUSE_S = 0.2, 2.0
 """The first pause between two requests of a waiting rank, and the longest; each pause is twice the one before."""
 _GRACE_S = 60.0
 """How long a rank may take to answer, in a save that has lost another, where no rank sees whether it lives."""
-_EVERYBODY, _ALARM = "everybody", "alarm"
+_EVERYBODY, _NOT_ALL_WELL, _ALARM = "everybody", "not all well", "alarm"
 _FAILED = "a collective failed on another rank"
 
 
@@ -79,23 +80,28 @@ class SaveBarrier:
         self._save = _known.saves
         self._ended_before, _known.keys = _known.keys, ()
 
-    def wait(self, doing: str) -> None:
-        """Return when every rank is here, or raise the same AbsentRankError on every rank that is. Collective."""
+    def wait(self, doing: str, *, well: bool = True) -> bool:
+        """Return when every rank is here, or raise the same AbsentRankError on every rank that is. Collective.
+
+        Whether all are ``well`` is returned, the same on every rank.
+        """
         if self._world_size == 1:
-            return
+            return well
         self._meeting += 1
-        verdict = self._with_store(self._wait_for_all)
+        verdict = self._with_store(lambda: self._wait_for_all(well=well))
         if verdict == _ALARM:  # a rank was lost in a collective, whose others say the same
             verdict, doing = self._with_store(self._count_the_living), "it was saved"
             verdict = verdict if verdict != _EVERYBODY else _FAILED
-        if verdict != _EVERYBODY:
+        if verdict not in (_EVERYBODY, _NOT_ALL_WELL):
             self._with_store(
                 lambda: self._decide(self._key(0, "outcome"), verdict)
             )  # ranks whose collective failed wait for it
             raise AbsentRankError(f"{self._what}: {verdict} while {doing}. {self.outcome_note}")
         self._with_store(lambda: [self._store.delete_key(key) for key in (*self._ended_before, *self._keys)])
         names = (self._rank, "outcome", "count") if self._rank == 0 else (self._rank,)
+        names = (*names, _NOT_ALL_WELL) if verdict == _NOT_ALL_WELL and self._rank == 0 else names
         self._ended_before, self._keys = (), tuple(self._key(self._meeting, name) for name in names)
+        return verdict == _EVERYBODY
 
     def leave_note(self, note: str) -> None:
         """From the next barrier on, let the other ranks read ``note``."""
@@ -115,16 +121,17 @@ class SaveBarrier:
         _known.keys, self._keys = (*_known.keys, *self._keys), ()
 
     def all_or_raise(self, action: Callable[[], T], doing: str) -> T:
-        """``all_or_raise``, entered when every rank has finished its action. Collective."""
-        outcome = _attempted(action)
-        self.wait(doing)
-        return all_or_raise(outcome)
+        """``all_or_raise``, for actions that may take their time on other ranks. Collective."""
+        value, failure = _attempted(action)
+        if self.wait(doing, well=failure is None):
+            return value  # type: ignore[return-value]
 
-    def all_gather_or_raise(self, action: Callable[[], T], doing: str) -> tuple[T, list[T]]:
-        """``all_gather_or_raise``, entered when every rank has finished its action. Collective."""
-        outcome = _attempted(action)
-        self.wait(doing)
-        return all_gather_or_raise(outcome)
+        def fail() -> T:
+            if failure is not None:
+                raise failure
+            return value  # type: ignore[return-value]
+
+        return all_or_raise(fail)
 
     @contextmanager
     def attribute_failures(self) -> Iterator[None]:
@@ -142,9 +149,11 @@ class SaveBarrier:
     def _key(self, meeting: int, name: object) -> str:
         return f"{_PREFIX}/{self._save}/{meeting}/{name}"
 
-    def _wait_for_all(self) -> str:
+    def _wait_for_all(self, *, well: bool) -> str:
         """The outcome of the current meeting, the same on every rank; ``_ALARM`` where a collective has failed."""
         meeting = self._meeting
+        if not well:
+            self._store.set(self._key(meeting, _NOT_ALL_WELL), "1")
 
         def judge(waited: float) -> str | None:
             if self._store.check([self._key(0, "alarm")]):
@@ -159,7 +168,8 @@ class SaveBarrier:
             return self._late(missing) if missing else None
 
         if self._arrive(meeting) == self._world_size:
-            return self._decide(self._key(meeting, "outcome"), _EVERYBODY)
+            all_well = not self._store.check([self._key(meeting, _NOT_ALL_WELL)])
+            return self._decide(self._key(meeting, "outcome"), _EVERYBODY if all_well else _NOT_ALL_WELL)
         return self._outcome(meeting, judge)
 
     def _count_the_living(self) -> str:
@@ -258,18 +268,11 @@ class SaveBarrier:
             ) from error
 
 
-def _attempted(action: Callable[[], T]) -> Callable[[], T]:
-    """Run an action now; the function that is returned gives its value, or raises its exception."""
+def _attempted(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
     try:
-        value = action()
+        return action(), None
     except Exception as error:
-        failure = error
-
-        def fail() -> T:
-            raise failure
-
-        return fail
-    return lambda: value
+        return None, error
 
 
 def _is_of_a_collective(error: RuntimeError) -> bool:

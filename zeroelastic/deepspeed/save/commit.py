@@ -40,7 +40,6 @@ from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.engine_state import Lineage
 from zeroelastic.deepspeed.save.barrier import SaveBarrier
 from zeroelastic.deepspeed.save.written import Written, gather_written
-from zeroelastic.distributed.collective import broadcast, maximum
 from zeroelastic.errors import CheckpointError, SaveError, UnreadableError, UnsafePickleError, UnsupportedError
 from zeroelastic.io.atomic import sync_path, write_atomically
 from zeroelastic.io.paths import FilePath
@@ -53,8 +52,8 @@ logger = logging.getLogger(__name__)
 
 
 def new_save_id() -> str:
-    """The identity of one save, the same in every file of it: 32 hexadecimal digits. Collective."""
-    return broadcast(uuid.uuid4().hex)
+    """An identity for one save, which every file of it has: 32 hexadecimal digits."""
+    return uuid.uuid4().hex
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +80,7 @@ class PendingCommit:
     among them, and ``written`` this rank's module states and optimizer file in ``staging_dir``, the hidden directory
     that becomes ``tag_dir``, which is ``place`` without the symbolic links that led there when the save began; they
     have to say what is ``expected``. Ranks that see the same directory have the same one of ``heads``, by rank: the
-    first of them, which acts for all. ``latest`` is the file that is to name the tag, or None.
+    first of them, which ``acts`` for all. ``latest`` is the file that is to name the tag, or None.
     """
 
     tag_dir: FilePath
@@ -94,17 +93,13 @@ class PendingCommit:
     written: tuple[str, str]
     staging_dir: Path
     heads: tuple[int, ...]
+    acts: bool
     lineage: Lineage
     lost_micro_batches: int
     latest: FilePath | None
     fsync: bool
     contents: tuple[ParamContent, ...] = ()
     trained: frozenset[str] = frozenset()
-
-    @property
-    def acts(self) -> bool:
-        """Whether this rank acts for all ranks that see its directory."""
-        return acts(self.heads)
 
 
 def acts(heads: Sequence[int]) -> bool:
@@ -123,10 +118,8 @@ def commit(save: PendingCommit, barrier: SaveBarrier) -> int:
     """
     with discarded_on_failure(save.staging_dir, acts=save.acts), barrier.attribute_failures():
         own = barrier.all_or_raise(lambda: _settled_files(save, barrier), "its files were made durable")
-        microseconds, unreadable = maximum([round(own.not_before * 1e6), int(own.unreadable is not None)])
-        committed_at = microseconds / 1e6
         # for those who write a record: rank 0, or heads
-        written = gather_written(own, save.written, to_all=any(save.heads))
+        committed_at, unreadable, written = gather_written(own, save.written, to_all=any(save.heads))
         barrier.all_or_raise(lambda: _recorded(save, barrier, written, committed_at), "its commit record was written")
         barrier.all_or_raise(lambda: _publish_tag(save) if save.acts else None, "it was put in place")
     if not unreadable:

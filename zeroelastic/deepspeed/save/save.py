@@ -7,7 +7,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -149,14 +149,17 @@ def save_checkpoint(
     after = AfterSave(self, as_path(save_dir) / tag, tag, began=began)
     with span("save", tag=tag, step=int(self.global_steps), ranks=dist.get_world_size()), after.failures():
         barrier = SaveBarrier(as_path(save_dir) / tag, timeout_s=options_of(self).save_timeout_s)
+        barrier.leave_note(new_save_id())
         with span("save.wait"):
             barrier.wait("it was about to be saved")
         with barrier.attribute_failures():
             asked = _Asked(save_dir, tag, named, client_state, save_latest, exclude_frozen_parameters, began)
-            return _save(self, original, asked, barrier, after)
+            return _save(self, original, asked, barrier, after, save_id=barrier.note_of(0))
 
 
-def _save(engine: Engine, original: Method, asked: _Asked, barrier: SaveBarrier, after: AfterSave) -> Any:
+def _save(
+    engine: Engine, original: Method, asked: _Asked, barrier: SaveBarrier, after: AfterSave, *, save_id: str
+) -> Any:
     """The save itself, when all ranks have come to it. Collective."""
     options = options_of(engine)
     directory, tag_dir = asked.directory, asked.tag_dir
@@ -180,7 +183,6 @@ def _save(engine: Engine, original: Method, asked: _Asked, barrier: SaveBarrier,
     if decoupled:
         check_alive(engine)
     background = _background(engine, live, options)
-    save_id = new_save_id()
     target = None
     if isinstance(directory, RemotePath):
         target = all_or_raise(lambda: store_target(directory, asked.tag, save_id, options))
@@ -194,14 +196,15 @@ def _save(engine: Engine, original: Method, asked: _Asked, barrier: SaveBarrier,
         heads = (0,) * dist.get_world_size()
         if engine.use_node_local_storage():
             heads = directory_heads(directory / asked.tag)
-    if acts(heads):
+    head = acts(heads)
+    if head:
         run = root if target is None else directory
         after.remove_old = partial(remove_old_tags, run, asked.tag, options, over_nodes=any(heads))
-    with _discarded(target, staging_dir, heads), span("save.write"):
+    with _discarded(target, staging_dir, head=head), span("save.write"):
         if target is not None:
-            all_or_raise(lambda: target.begin() if acts(heads) else None)
+            all_or_raise(lambda: target.begin() if head else None)
         else:
-            all_or_raise(lambda: _begin(root, place, save_id) if acts(heads) else None)
+            all_or_raise(lambda: _begin(root, place, save_id) if head else None)
         link(engine.optimizer, engine)
         with shard_writer(
             engine,
@@ -242,6 +245,7 @@ def _save(engine: Engine, original: Method, asked: _Asked, barrier: SaveBarrier,
             written=written_files(engine, Path(here.save_dir), asked.tag),
             staging_dir=staging_dir,
             heads=heads,
+            acts=head,
             lineage=lineage_of(engine),
             latest=None if not asked.save_latest else directory / LATEST if target is not None else root / LATEST,
             fsync=options.fsync,
@@ -262,7 +266,7 @@ def _save(engine: Engine, original: Method, asked: _Asked, barrier: SaveBarrier,
         barrier.close()
         _note_saved(asked, after)
         return done
-    with _discarded(target, staging_dir, heads):
+    with _discarded(target, staging_dir, head=head):
         contents, trained = _contents(live, shard.digests(), device=engine.device)
         save = replace(save, contents=contents, trained=trained)
         all_or_raise(live.sync)
@@ -294,9 +298,9 @@ def _writer(background: Background | None, target: StoreTarget | None) -> Callab
 
 
 @contextmanager
-def _discarded(target: StoreTarget | None, staging_dir: Path, heads: Sequence[int]) -> Iterator[None]:
+def _discarded(target: StoreTarget | None, staging_dir: Path, *, head: bool) -> Iterator[None]:
     """Remove what was made of a save when it fails."""
-    with discarded(target) if target is not None else discarded_on_failure(staging_dir, acts=acts(heads)):
+    with discarded(target) if target is not None else discarded_on_failure(staging_dir, acts=head):
         yield
 
 
@@ -335,7 +339,7 @@ def _finish(
     """Write, verify and commit a save whose snapshot is taken. Collective, over ``group``, the default one if None."""
     with after.failures(), after.below_its_span(), span("save.background" if group else "save.finish", tag=save.tag):
         with (
-            _discarded(target, save.staging_dir, save.heads),
+            _discarded(target, save.staging_dir, head=save.acts),
             barrier.attribute_failures(),
             span("save.write"),
         ):

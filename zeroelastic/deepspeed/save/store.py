@@ -41,7 +41,6 @@ from zeroelastic.deepspeed.save.engine_proxy import not_written
 from zeroelastic.deepspeed.save.shard_writer import writes_with_torch
 from zeroelastic.deepspeed.save.snapshot import HostMemory, Snapshot
 from zeroelastic.deepspeed.save.written import Written, gather_written
-from zeroelastic.distributed.collective import maximum
 from zeroelastic.errors import CheckpointError, MissingFileError, SaveError, UnreadableError, UnsupportedError
 from zeroelastic.io.objects import objects_below, put_object, remove_objects
 from zeroelastic.io.paths import RemotePath
@@ -225,8 +224,7 @@ def commit_to_store(save: PendingCommit, shard: StoreSnapshot, target: StoreTarg
     first = dist.get_rank() == 0
     with retrying(target.retries), discarded(target), barrier.attribute_failures():
         own = barrier.all_or_raise(lambda: _settled(save, shard), "its files were read back")
-        committed_at = maximum([round(own.not_before * 1e6)])[0] / 1e6
-        written = gather_written(own, save.written, to_all=False)
+        committed_at, _, written = gather_written(own, save.written, to_all=False)
         barrier.all_or_raise(lambda: _replace(save, target) if first else None, "its files were transferred")
         barrier.all_or_raise(lambda: _complete(save, target), "its uploads were completed")
         barrier.all_or_raise(

@@ -6,7 +6,7 @@ import struct
 from typing import NamedTuple
 
 from zeroelastic.checkpoint.file_names import model_file_name, parse_rank_file
-from zeroelastic.distributed.collective import all_gather, any_rank, gather, gather_bytes
+from zeroelastic.distributed.collective import all_gather, gather, gather_bytes, maximum
 
 _PACKED = struct.Struct("<iHH" + 2 * "q32s")  # ranks and flags; of either file its size and its digest
 _BF16, _WHOLE = 1, 2
@@ -26,17 +26,21 @@ class Written(NamedTuple):
     not_before: float
 
 
-def gather_written(own: Written, names: tuple[str, str], *, to_all: bool) -> list[Written]:
-    """What every rank has written, by rank, on rank 0, or on all; times are those of this rank. Collective.
+def gather_written(own: Written, names: tuple[str, str], *, to_all: bool) -> tuple[float, bool, list[Written]]:
+    """The time of the commit, whether only DeepSpeed reads the save, and what every rank has written. Collective.
 
-    ``names`` are those of this rank's module states and its optimizer file. 88 bytes come from each rank, unless one
-    has files of other names or files that only DeepSpeed reads.
+    The last is by rank, on rank 0, or on all; times in it are those of this rank. ``names`` are those of this rank's
+    module states and its optimizer file. 88 bytes come from each rank, unless one has files of other names or files
+    that only DeepSpeed reads.
     """
     packed = _pack(own, names)
-    if any_rank(packed is None):
-        return all_gather(own) if to_all else gather(own)
-    assert packed is not None
-    return [_unpack(data, own.not_before) for data in gather_bytes(packed, to_all=to_all)]
+    facts = maximum([round(own.not_before * 1e6), int(own.unreadable is not None), int(packed is None)])
+    microseconds, unreadable, unpacked = facts
+    if unpacked or packed is None:
+        written = all_gather(own) if to_all else gather(own)
+    else:
+        written = [_unpack(data, own.not_before) for data in gather_bytes(packed, to_all=to_all)]
+    return microseconds / 1e6, bool(unreadable), written
 
 
 def _pack(own: Written, names: tuple[str, str]) -> bytes | None:
