@@ -3,9 +3,9 @@
     python benchmarks/bench_resize_plan.py --out benchmarks/results
 
 Simulated: layouts of a GPT as ZeRO-3 and ZeRO-1 and 2 cut it, and no process. For each pair of world sizes it is
-counted which share of the elements the processes of the new world do not hold already: if the survivors get the ranks
-of ``core.movement.assign_ranks``, or those of ``assign_ranks_of``, which knows the layouts; if they are numbered in
-order, as torchrun does; and at least, by ``least_moved``.
+counted which share of the elements the processes of the new world do not hold already: if they get the ranks that a
+running job gives them (``elastic.world_changes.by_rank``, with the layouts of both sizes); if the survivors are
+numbered in order, as torchrun does; and at least, by ``least_moved``.
 
 Writes resize_plan.json, resize_plan.md and resize_plan.png. Shares, unlike times, do not depend on the machine.
 """
@@ -26,7 +26,8 @@ from typing import Any
 import report
 
 from zeroelastic.core.layout import Layout, Param, group_split_layout, layout_from_sub_groups
-from zeroelastic.core.movement import assign_ranks, assign_ranks_of, least_moved, moved_elements
+from zeroelastic.core.movement import Recut, least_moved, moved_elements
+from zeroelastic.elastic.world_changes import by_rank
 
 CHANGES = (
     (8, 6),
@@ -39,7 +40,6 @@ CHANGES = (
     (16_384, 12_288),
 )
 SEED = 0
-SMALL = 1032
 REPEATS = 3
 LAYERS, HIDDEN, VOCABULARY, POSITIONS = 96, 12_288, 50_257, 2048
 
@@ -76,20 +76,19 @@ def survivors_of(old: int, new: int) -> dict[str, list[int]]:
 
 
 def measure(changes: Sequence[tuple[int, int]], model: list[list[Param]]) -> list[dict[str, Any]]:
-    """The shares of each change of size and stage, and what the assignments take."""
+    """The shares of each change of size and stage, and what an assignment takes."""
     rows = []
     for old, new in changes:
         for leaves, survivors in survivors_of(old, new).items():
-            row: dict[str, Any] = {"old": old, "new": new, "leave": leaves, "shares": {}}
-            row["taken"] = [timed(lambda o=old, n=new, s=survivors: assign_ranks(o, n, s))]
-            ways = {
-                "by size": assign_ranks(old, new, survivors),
-                "in order": {rank: place for place, rank in enumerate(survivors)},
-            }
+            row: dict[str, Any] = {"old": old, "new": new, "leave": leaves, "shares": {}, "taken": []}
             for stage, make in STAGES.items():
                 before, after = make(model, old), make(model, new)
-                row["taken"].append(timed(lambda b=before, a=after, s=survivors: assign_ranks_of(b, a, s)))
-                assigned = ways | {"by layout": assign_ranks_of(before, after, survivors)}
+                members, taken = timed(assigning(before, after, survivors))
+                row["taken"].append(taken)
+                assigned = {
+                    "assigned": {member: rank for rank, member in enumerate(members) if member < old},
+                    "in order": {rank: place for place, rank in enumerate(survivors)},
+                }
                 total = int(after.numel.sum())
                 shares = {way: moved_elements(before, after, chosen) / total for way, chosen in assigned.items()}
                 row["shares"][stage] = shares | {"least": least_moved(before, after, survivors) / total}
@@ -97,18 +96,25 @@ def measure(changes: Sequence[tuple[int, int]], model: list[list[Param]]) -> lis
     return rows
 
 
-def timed(assign: Callable[[], object]) -> tuple[float, int]:
-    """The median of the seconds that an assignment takes, and its peak of memory in bytes."""
+def assigning(before: Layout, after: Layout, survivors: Sequence[int]) -> Callable[[], tuple[int, ...]]:
+    """What gives the members of the next world by rank; members are numbered as in the old one, newcomers above."""
+    old = before.world_size
+    newcomers = range(old, old + after.world_size - len(survivors))
+    return lambda: by_rank(range(old), survivors, newcomers, [Recut(before, after)])
+
+
+def timed(assign: Callable[[], tuple[int, ...]]) -> tuple[tuple[int, ...], tuple[float, int]]:
+    """What an assignment gives, the median of the seconds that it takes, and its peak of memory in bytes."""
     seconds = []
     for _ in range(REPEATS):
         began = time.perf_counter()
         assign()
         seconds.append(time.perf_counter() - began)
     tracemalloc.start()
-    assign()
+    members = assign()
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    return median(seconds), peak
+    return members, (median(seconds), peak)
 
 
 def largest_ratio(rows: Sequence[Mapping[str, Any]], way: str) -> float:
@@ -123,32 +129,28 @@ def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
         "# What a change of size moves between processes",
         "",
         f"Layouts of a GPT with {LAYERS} layers of {HIDDEN:,}, counted (`benchmarks/bench_resize_plan.py`): the share",
-        "of the elements that the processes of the new world do not hold already. *by size*: `assign_ranks`, which",
-        "knows the two world sizes; *by layout*: `assign_ranks_of`, which knows the layouts; *in order*: the survivors",
-        "are numbered in order, as torchrun does; *at least*: no assignment of ranks moves less.",
+        "of the elements that the processes of the new world do not hold already. *assigned*: they have the ranks that",
+        "`zeroelastic.elastic.worlds` gives them; *in order*: the survivors are numbered in order, as torchrun does;",
+        "*at least*: no assignment of ranks moves less.",
         "",
     ]
     for stage in STAGES:
         lines += [
             f"## {stage}",
             "",
-            "| ranks | leave | by size | by layout | in order | at least | by size / least | by layout / least |",
-            "|---|---|--:|--:|--:|--:|--:|--:|",
+            "| ranks | leave | assigned | in order | at least | assigned / least | in order / least |",
+            "|---|---|--:|--:|--:|--:|--:|",
         ]
         for row in rows:
             share = row["shares"][stage]
-            numbers = [f"{100 * share[way]:.2f}%" for way in ("by size", "by layout", "in order", "least")]
-            numbers += [f"{share[way] / share['least']:.3f}" for way in ("by size", "by layout")]
+            numbers = [f"{100 * share[way]:.2f}%" for way in ("assigned", "in order", "least")]
+            numbers += [f"{share[way] / share['least']:.3f}" for way in ("assigned", "in order")]
             lines.append(f"| {row['old']:,} -> {row['new']:,} | {row['leave']} | {' | '.join(numbers)} |")
         lines.append("")
-    small = [row for row in rows if max(row["old"], row["new"]) <= SMALL]
-    by_size, by_layout = largest_ratio(rows, "by size"), largest_ratio(rows, "by layout")
     seconds, peaks = zip(*(each for row in rows for each in row["taken"]), strict=True)
     lines += [
-        f"By layout, a change of size moves at most {by_layout:.3f} times what is necessary; by size, at most",
-        f"{largest_ratio(small, 'by size'):.3f} times up to {SMALL:,} ranks, and {by_size:.3f} times above: ZeRO-3",
-        "rounds each part up, and at the last of so many ranks the roundings add up to more than a part. An assignment",
-        f"takes at most {max(seconds):.2f} s and {max(peaks) / 2**20:.0f} MiB.",
+        f"A change of size moves at most {largest_ratio(rows, 'assigned'):.3f} times what is necessary. An assignment",
+        f"takes at most {max(seconds):.2f} s and {max(peaks) / 2**20:.0f} MiB, on rank 0.",
         "",
     ]
     return "\n".join(lines)
@@ -162,7 +164,7 @@ def plot(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     from matplotlib import pyplot
 
     figure, axis = pyplot.subplots(figsize=(9, 0.32 * len(rows) + 1.4))
-    names = {"in order": "in order, as torchrun numbers", "by layout": "assigned by layout", "least": "at least"}
+    names = {"in order": "in order, as torchrun numbers", "assigned": "assigned", "least": "at least"}
     for place, (name, label) in enumerate(names.items()):
         shares = [100 * row["shares"]["ZeRO-3"][name] for row in rows]
         axis.barh([i + 0.27 * (place - 1) for i in range(len(rows))], shares, height=0.25, label=label)

@@ -21,7 +21,7 @@ from zeroelastic.core.layout import (
     round_robin_order,
     unpacked_layout,
 )
-from zeroelastic.core.movement import assign_ranks, assign_ranks_of, least_moved, moved_elements
+from zeroelastic.core.movement import Recut, assign_ranks, least_moved, moved_elements
 from zeroelastic.core.plan import make_plan
 
 Groups = list[list[Param]]
@@ -174,12 +174,26 @@ def test_between_layouts_no_assignment_in_order_moves_less(family: str, data: st
     old, new, survivors = data.draw(changes(most=5))
     groups = groups_of(*data.draw(st.lists(numels, max_size=2)))
     before, after = FAMILIES[family](groups, old), FAMILIES[family](groups, new)
-    found = assign_ranks_of(before, after, survivors)
+    found = assign_ranks(old, new, survivors, [Recut(before, after)])
     assert sorted(found) == sorted(survivors)
     assert len(set(found.values())) == len(found)
     in_order = (other for other in assignments(new, sorted(survivors)) if [*other.values()] == sorted(other.values()))
     least = min(moved_elements(before, after, other) for other in in_order)
     assert moved_elements(before, after, found) <= least
+
+
+def test_bytes_count_not_elements() -> None:
+    """Of 3 processes the middle one stays: 2 elements of 4 are its own at rank 1, and 1 element of each 3 at rank 0."""
+    trained, frozen = [Param("trained", (4,))], [Param(f"frozen.{i}", (3,)) for i in range(10)]
+    layouts = [[layout_from_sub_groups([params], size) for size in (3, 2)] for params in (trained, frozen)]
+    assert assign_ranks(3, 2, [1], [Recut(*layouts[0], 12), Recut(*layouts[1], 2)]) == {1: 1}
+    assert assign_ranks(3, 2, [1], [Recut(*layouts[0]), Recut(*layouts[1])]) == {1: 0}
+
+
+def test_layouts_of_other_sizes_are_refused() -> None:
+    layouts = [layout_from_sub_groups([[Param("p", (30,))]], size) for size in (3, 2)]
+    with pytest.raises(ValueError, match="a layout goes from 3 to 2 ranks, the job from 3 to 4"):
+        assign_ranks(3, 4, [1], [Recut(layouts[0], layouts[1])])
 
 
 @pytest.mark.parametrize("family", ONE_FRACTION)
@@ -199,7 +213,7 @@ def test_16384_ranks_that_lose_a_node_move_at_most_1_05_of_the_minimum(family: s
     groups = gpt(layers=12, hidden=12_288)
     before, after = FAMILIES[family](groups, 16_384), FAMILIES[family](groups, 16_376)
     survivors = [*range(8_000), *range(8_008, 16_384)]
-    moved = moved_elements(before, after, assign_ranks_of(before, after, survivors))
+    moved = moved_elements(before, after, assign_ranks(16_384, 16_376, survivors, [Recut(before, after)]))
     assert moved <= 1.05 * least_moved(before, after, survivors)
 
 

@@ -166,7 +166,7 @@ def test_a_change_of_size_moves_little_more_than_it_must(tmp_path: Path) -> None
     changes = json.loads((tmp_path / "resize_plan.json").read_text())["changes"]
     assert {(row["old"], row["new"]) for row in changes} == {(8, 6), (64, 63), (64, 72)}
     for share in [share for row in changes for share in row["shares"].values()]:
-        assert share["least"] <= share["by layout"] <= 1.05 * share["least"]
-        assert share["by layout"] <= share["in order"]
+        assert share["least"] <= share["assigned"] <= 1.05 * share["least"]
+        assert share["assigned"] <= share["in order"]
     assert "| 8 -> 6 | evenly | 33.33% | 33.33% |" in (tmp_path / "resize_plan.md").read_text()
     assert (tmp_path / "resize_plan.png").exists()

@@ -8,7 +8,7 @@ same fractions of their axes, so one assignment serves all parameters: the ranks
 Between two cuts of an axis is a piece, which one old and one new rank have in common. An assignment keeps pieces of
 which no two have a rank in common. On one axis these are in ascending order of both ranks, so the best assignment is
 the heaviest ascending chain of pieces. ZeRO-3 cuts each parameter by itself and rounds each part up, so with thousands
-of ranks its axes differ; ``assign_ranks_of`` takes what two ranks have in common on all of them together.
+of ranks its axes differ: where the layouts are known, what two ranks have in common is added up over all axes.
 """
 
 from __future__ import annotations
@@ -21,12 +21,16 @@ import numpy as np
 from zeroelastic.core.layout import Int64Array, Layout
 from zeroelastic.core.plan import match_params
 
+_MOST_KINDS = 64
+"""How many kinds of parameters an assignment counts: at 16,384 ranks each takes milliseconds."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Pieces:
     """What pairs of an old and a new rank have in common, as arrays of shape ``(num_pieces,)``.
 
-    ``numel`` is how many elements of parameters are in a piece; an axis may have gaps.
+    ``numel`` is how many elements of parameters are in a piece, an axis may have gaps; where axes are added up, how
+    many bytes.
     """
 
     old_rank: Int64Array
@@ -34,39 +38,43 @@ class _Pieces:
     numel: Int64Array
 
 
-def assign_ranks(old_world_size: int, new_world_size: int, survivors: Sequence[int]) -> dict[int, int]:
-    """The new rank of each process that stays, by its old rank: of all assignments, one that moves least.
+@dataclass(frozen=True, slots=True)
+class Recut:
+    """Parameters at the old and at the new world size, and how many bytes of state an element of them has."""
+
+    old: Layout
+    new: Layout
+    element_bytes: int = 1
+
+
+def assign_ranks(
+    old_world_size: int, new_world_size: int, survivors: Sequence[int], recuts: Sequence[Recut] = ()
+) -> dict[int, int]:
+    """The new rank of each process that stays, by its old rank: so that as few bytes as possible move.
+
+    ``recuts`` are the layouts of all that moves; without them every rank counts as having an equal part of one axis. Of
+    all assignments that keep the order of the survivors it is one that moves least; on one axis no other moves less, on
+    several another order may. Of very many kinds of parameters the largest are counted.
 
     A process whose old part overlaps none of the parts that are left gets one of the remaining ranks. The result is the
     same on every process, whatever the order of ``survivors``; those that keep something keep their order. If all stay
     and the size does too, nobody's rank changes. Raises ValueError for survivors that were not in the old world, come
-    twice, or are more than the new world has ranks.
+    twice, or are more than the new world has ranks, and for layouts of other world sizes.
 
         assign_ranks(4, 3, [0, 1, 3])    # {0: 0, 1: 1, 3: 2}
     """
     staying = _checked(old_world_size, new_world_size, survivors)
-    end = np.array([old_world_size * new_world_size])
-    pieces = _pieces(np.zeros_like(end), end, new_world_size, old_world_size)  # parts, in units of 1 / (N M)
+    for recut in recuts:
+        if (recut.old.world_size, recut.new.world_size) != (old_world_size, new_world_size):
+            raise ValueError(
+                f"a layout goes from {recut.old.world_size} to {recut.new.world_size} ranks, the job from "
+                f"{old_world_size} to {new_world_size}."
+            )
+    pieces = _in_common(recuts, most=_MOST_KINDS)
+    if not len(pieces.numel):
+        end = np.array([old_world_size * new_world_size])  # in units in which parts of both worlds are whole numbers
+        pieces = _pieces(np.zeros_like(end), end, new_world_size, old_world_size)
     return _with_the_rest(_most_kept(pieces, staying)[1], staying, new_world_size)
-
-
-def assign_ranks_of(old: Layout, new: Layout, survivors: Sequence[int]) -> dict[int, int]:
-    """``assign_ranks`` between two layouts, whose parts are counted as they are rounded.
-
-    For ZeRO-3 on thousands of ranks, where the roundings of a rank's parts add up to more than a part. Of assignments
-    that keep the order of the survivors it is one that moves least; with several axes another order may move less.
-    """
-    staying = _checked(old.world_size, new.world_size, survivors)
-    axes = list(_axes(old, new))
-    if not axes:
-        return assign_ranks(old.world_size, new.world_size, survivors)
-    places = np.concatenate([pieces.old_rank * new.world_size + pieces.new_rank for pieces, _ in axes])
-    numels = np.concatenate([pieces.numel * count for pieces, count in axes])
-    pairs, which = np.unique(places, return_inverse=True)
-    numel = np.zeros_like(pairs)
-    np.add.at(numel, which, numels)
-    pieces = _Pieces(pairs // new.world_size, pairs % new.world_size, numel)
-    return _with_the_rest(_most_kept(pieces, staying)[1], staying, new.world_size)
 
 
 def moved_elements(old: Layout, new: Layout, new_rank_of: Mapping[int, int]) -> int:
@@ -88,13 +96,21 @@ def moved_elements(old: Layout, new: Layout, new_rank_of: Mapping[int, int]) -> 
 def least_moved(old: Layout, new: Layout, survivors: Sequence[int]) -> int:
     """A number of elements that every assignment of ranks moves: of the weights, and of each state.
 
-    It is the minimum where all parameters lie on one axis. Elsewhere each axis gets an assignment of its own, which
-    moves less than one for all does. In the group split, the parameters of an optimizer group have one axis, unless
-    their order or the gaps between them differ in the two layouts. Raises as ``assign_ranks`` and ``moved_elements``.
+    It is the minimum where all parameters lie on one axis. Elsewhere it is the larger of two bounds: each axis gets an
+    assignment of its own, or each rank what it has most in common with on all of them. In the group split, the
+    parameters of an optimizer group have one axis, unless their order or the gaps between them differ in the two
+    layouts. Raises as ``assign_ranks`` and ``moved_elements``.
     """
     staying = _checked(old.world_size, new.world_size, survivors)
-    kept = sum(count * _most_kept(pieces, staying)[0] for pieces, count in _axes(old, new))
-    return int(new.numel.sum()) - kept
+    by_axis = sum(count * _most_kept(pieces, staying)[0] for pieces, count in _axes(old, new))
+    pieces = _in_common([Recut(old, new)])
+    stays = np.isin(pieces.old_rank, list(staying))
+    by_rank = []
+    for rank, size in ((pieces.old_rank, old.world_size), (pieces.new_rank, new.world_size)):
+        most = np.zeros(size, dtype=np.int64)
+        np.maximum.at(most, rank[stays], pieces.numel[stays])
+        by_rank.append(int(most.sum()))
+    return int(new.numel.sum()) - min(by_axis, *by_rank)
 
 
 def _checked(old_world_size: int, new_world_size: int, survivors: Sequence[int]) -> frozenset[int]:
@@ -109,21 +125,26 @@ def _checked(old_world_size: int, new_world_size: int, survivors: Sequence[int])
     return staying
 
 
-def _kinds(old: Layout, new: Layout) -> Iterator[tuple[list[int], int]]:
+def _kinds(old: Layout, new: Layout) -> list[tuple[list[int], int]]:
     """Elements, both parts and both origins of a parameter, and how many parameters have these; none without elements.
 
-    A model has few kinds in the per-parameter split, where origins are 0.
+    Those with the most elements come first. A model has few kinds in the per-parameter split, where origins are 0.
     """
     order = match_params(old, new)
     columns = np.stack((new.numel, old.part[order], new.part, old.origin[order], new.origin))[:, new.numel > 0]
-    kinds, counts = np.unique(columns, axis=1, return_counts=True)
-    yield from zip(kinds.T.tolist(), counts.tolist(), strict=True)
+    columns = columns[:, np.lexsort(columns)]
+    first = np.flatnonzero(np.append(True, (columns[:, 1:] != columns[:, :-1]).any(0)))[: columns.shape[1]]
+    counts = np.diff(np.append(first, columns.shape[1]))
+    kinds = columns[:, first]
+    largest = np.argsort(-kinds[0] * counts, kind="stable")
+    return list(zip(kinds[:, largest].T.tolist(), counts[largest].tolist(), strict=True))
 
 
-def _axes(old: Layout, new: Layout) -> Iterator[tuple[_Pieces, int]]:
-    """The pieces of each axis, and how many axes are cut alike."""
+def _axes(old: Layout, new: Layout, *, most: int | None = None) -> Iterator[tuple[_Pieces, int]]:
+    """The pieces of each axis, and how many axes are cut alike; of ``most`` kinds, where parameters have many."""
     order = match_params(old, new)
-    if np.array_equal(old.origin[order], new.origin) and not (old.offset.any() or new.offset.any()):
+    shared = new.origin.any() and np.array_equal(old.origin[order], new.origin)
+    if shared and not (old.offset.any() or new.offset.any()):
         for group in np.unique(new.sub_group):
             members = np.flatnonzero((new.sub_group == group) & (new.numel > 0))
             members = members[np.argsort(new.origin[members])]
@@ -131,9 +152,26 @@ def _axes(old: Layout, new: Layout) -> Iterator[tuple[_Pieces, int]]:
                 begin, parts = new.origin[members], (int(old.part[order[members[0]]]), int(new.part[members[0]]))
                 yield _pieces(begin, begin + new.numel[members], *parts), 1
         return
-    for (numel, old_part, new_part, old_origin, new_origin), count in _kinds(old, new):
+    for (numel, old_part, new_part, old_origin, new_origin), count in _kinds(old, new)[:most]:
         begin = np.array([old_origin])
         yield _pieces(begin, begin + numel, old_part, new_part, shift=new_origin - old_origin), count
+
+
+def _in_common(recuts: Sequence[Recut], *, most: int | None = None) -> _Pieces:
+    """What each pair of ranks has in common on all axes together, in bytes; of ``most`` kinds of each layout."""
+    none = np.empty(0, dtype=np.int64)
+    old_ranks, new_ranks, sizes = [none], [none], [none]
+    for recut in recuts:
+        for pieces, count in _axes(recut.old, recut.new, most=most):
+            old_ranks.append(pieces.old_rank)
+            new_ranks.append(pieces.new_rank)
+            sizes.append(pieces.numel * (count * recut.element_bytes))
+    old_rank, new_rank = np.concatenate(old_ranks), np.concatenate(new_ranks)
+    num_new = int(new_rank.max(initial=0)) + 1
+    pairs, which = np.unique(old_rank * num_new + new_rank, return_inverse=True)
+    nbytes = np.zeros_like(pairs)
+    np.add.at(nbytes, which.reshape(-1), np.concatenate(sizes))
+    return _Pieces(pairs // num_new, pairs % num_new, nbytes)
 
 
 def _pieces(begin: Int64Array, end: Int64Array, old_part: int, new_part: int, *, shift: int = 0) -> _Pieces:

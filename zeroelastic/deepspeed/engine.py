@@ -86,6 +86,7 @@ class Stage3Optimizer(Protocol):
     fp16_partitioned_groups_flat_numel: Sequence[int]
     fp16_groups: Sequence[Sequence[torch.nn.Parameter]]
     sub_group_to_group_id: Mapping[int, int]
+    sub_group_size: int | None
     grad_position: Mapping[int, Sequence[int]]
     persistent_parameters: Sequence[Any]
     optimizer_swapper: Any

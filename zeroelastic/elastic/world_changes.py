@@ -1,4 +1,4 @@
-"""Which world follows: without the nodes that leave, with those that wait, each rank where it keeps the most."""
+"""Which world follows: without the nodes that leave, with those that wait, and so that the fewest bytes move."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 
-from zeroelastic.core.movement import assign_ranks
+from zeroelastic.core.movement import Recut, assign_ranks
 from zeroelastic.distributed.collective import all_gather, broadcast_or_raise
 from zeroelastic.elastic.membership import Membership
 from zeroelastic.elastic.roster import World as Members
@@ -23,11 +23,11 @@ logger = logging.getLogger(__name__)
 class Changes:
     """What follows the world of now: asked for by its ``Preemption`` between two steps."""
 
-    def __init__(
-        self, membership: Membership, now: Members, sizes: Callable[[int], bool] | None, *, moves: bool = True
-    ) -> None:
-        """``moves`` says whether the state can go from memory to memory; otherwise by way of the directory."""
-        self.membership, self.now, self.moves = membership, now, moves
+    recuts: Callable[[int], Sequence[Recut]] | None = None
+    """How the state would be cut on so many ranks, where it can go from memory to memory; else by the directory."""
+
+    def __init__(self, membership: Membership, now: Members, sizes: Callable[[int], bool] | None) -> None:
+        self.membership, self.now = membership, now
         self.following: Members | None = None
         self._sizes, self._per_node = sizes, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         self._seen: tuple[int, ...] = ()
@@ -65,7 +65,9 @@ class Changes:
         if self._sizes is not None and not self._sizes(size):
             logger.error("%d ranks are left, which is none of the sizes of this job: it stops", size)
             return None
-        world = Members(self.now.number + 1, by_rank(members, stay, newcomers), members if self.moves else ())
+        recuts = () if self.recuts is None else self.recuts(size)
+        previous = () if self.recuts is None else members
+        world = Members(self.now.number + 1, by_rank(members, stay, newcomers, recuts), previous)
         self.membership.decide(world)
         return world
 
@@ -97,11 +99,16 @@ class Changes:
         return True
 
 
-def by_rank(members: Sequence[int], stay: Sequence[int], newcomers: Sequence[int]) -> tuple[int, ...]:
-    """The members of the next world by rank: those that stay where they have most of what they will own."""
+def by_rank(
+    members: Sequence[int], stay: Sequence[int], newcomers: Sequence[int], recuts: Sequence[Recut] = ()
+) -> tuple[int, ...]:
+    """The members of the next world by rank: those that stay where they have most of what they will own.
+
+    Without layouts (``recuts``) each rank counts as having an equal part.
+    """
     size = len(stay) + len(newcomers)
     old_ranks = {member: rank for rank, member in enumerate(members)}
-    chosen = assign_ranks(len(members), size, [old_ranks[member] for member in stay])
+    chosen = assign_ranks(len(members), size, [old_ranks[member] for member in stay], recuts)
     places: list[int | None] = [None] * size
     for member in stay:
         places[chosen[old_ranks[member]]] = member

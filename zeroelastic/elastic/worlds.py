@@ -11,12 +11,14 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from zeroelastic.core.movement import Recut
 from zeroelastic.distributed.collective import broadcast_or_raise
 from zeroelastic.distributed.peers import JoinedPeers
 from zeroelastic.elastic.events import Events
@@ -271,17 +273,19 @@ class _Job:
             forget_frames(error)
             _end(engine, failed=True)
             return None
-        changes.moves = self._moves(engine)
+        changes.recuts = self._recuts(engine)
         return World(self._asked, engine, data, start, log, self._notice, changes, report)
 
-    def _moves(self, engine: Any) -> bool:
-        """Whether the state of an engine can go from memory to memory; if not, rank 0 says why. Collective."""
-        from zeroelastic.deepspeed.resize.restore import why_fixed
+    def _recuts(self, engine: Any) -> Callable[[int], Sequence[Recut]] | None:
+        """How the state of an engine is cut at other sizes; None where it cannot move, with a warning. Collective."""
+        from zeroelastic.deepspeed.resize.restore import recuts_of, why_fixed
 
         why = broadcast_or_raise(lambda: why_fixed(engine))
-        if why is not None and dist.get_rank() == 0:
+        if why is None:
+            return partial(recuts_of, engine)
+        if dist.get_rank() == 0:
             logger.warning("%s: a change of size goes by way of a save to %s", why, self._asked.directory)
-        return why is None
+        return None
 
     def _next_after_failure(self, now: Members, *, unchanged: bool) -> Members | None:
         """The world that follows one that has failed; None for a process that was asked to leave anyway."""

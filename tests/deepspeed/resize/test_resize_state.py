@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from training import GLOBAL_BATCH, LOSS_RTOL, Job, build_engine, look, train_step
 
+from zeroelastic.core.layout import Layout
 from zeroelastic.core.movement import assign_ranks
 from zeroelastic.distributed.peers import JoinedPeers
 from zeroelastic.errors import DigestMismatchError, LayoutMismatchError
@@ -40,8 +41,9 @@ def members_of(sizes: tuple[int, ...]) -> list[list[int]]:
 
 def change_sizes(job: Job, worlds: list[list[int]], others: dict[int, Job]) -> list[dict[str, Any]]:
     """Train in one world after another; what each world began and ended with, and its losses."""
+    from zeroelastic.deepspeed.live.kinds import covered_live
     from zeroelastic.deepspeed.process_world import begin_world, end_world
-    from zeroelastic.deepspeed.resize.restore import join_world, leave_world, serve
+    from zeroelastic.deepspeed.resize.restore import join_world, leave_world, recuts_of, serve
 
     me = dist.get_rank()
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if me == 0 else None
@@ -50,7 +52,7 @@ def change_sizes(job: Job, worlds: list[list[int]], others: dict[int, Job]) -> l
     store = server or dist.TCPStore("127.0.0.1", port[0], is_master=False)
     dist.destroy_process_group()
     found: list[dict[str, Any]] = []
-    leaving, old = None, []
+    leaving, old, foreseen = None, [], ()
     for number, members in enumerate(worlds):
         joined = [*members, *(member for member in old if member not in members)]
         engine, seen = None, {"members": members, "losses": []}
@@ -71,7 +73,13 @@ def change_sizes(job: Job, worlds: list[list[int]], others: dict[int, Job]) -> l
             peers.all_gather(None)
             del peers
         leaving = None
+        foreseen, before = (), foreseen
         if engine is not None:
+            live = covered_live(engine, engine.optimizer)
+            for recut, layout in zip(before, (live.layout, live.frozen), strict=False):
+                seen["as foreseen"] = seen.get("as foreseen", True) and columns(recut.new) == columns(layout)
+                seen["bytes"] = seen.get("bytes", 0) + recut.element_bytes * int(layout.numel.sum())
+            del live
             seen["begin"] = look(engine)
             seen["scale"] = float(getattr(engine.optimizer, "cur_scale", 1.0))
             seen["rates"] = [group["lr"] for group in engine.optimizer.param_groups]
@@ -83,12 +91,20 @@ def change_sizes(job: Job, worlds: list[list[int]], others: dict[int, Job]) -> l
             seen["end_scale"] = float(getattr(engine.optimizer, "cur_scale", 1.0))
             seen["end_rates"] = [group["lr"] for group in engine.optimizer.param_groups]
             seen["end_buffer"] = engine.module.batches_seen.tolist()
+            if number + 1 < len(worlds):
+                foreseen = recuts_of(engine, len(worlds[number + 1]))
             leaving = leave_world(engine, {"note": number})
             end_world(engine)
         del engine
         found.append(seen)
         old = members
     return found
+
+
+def columns(layout: Layout) -> list[Any]:
+    """A layout as values that can be compared."""
+    arrays = (layout.numel, layout.sub_group, layout.origin, layout.part, layout.offset, layout.sub_group_numel)
+    return [layout.world_size, layout.params, *(array.tolist() for array in arrays)]
 
 
 def uninterrupted(job: Job, steps: int) -> list[float]:
@@ -115,7 +131,10 @@ def check(by_process: list[list[dict[str, Any]]], job: Job, losses: list[float])
         if w:
             moved = sum(one["joined"].moved.received for one in mine)
             kept = sum(one["joined"].moved.kept for one in mine)
-            assert moved + kept > 0
+            stayed = [one for one in mine if "as foreseen" in one]
+            assert stayed and all(one["as foreseen"] for one in stayed)
+            (nbytes,) = {one["bytes"] for one in stayed}
+            assert nbytes <= moved + kept <= 1.05 * nbytes  # runs that move are padded to multiples of 8 bytes
     trained = [loss for one in begun for loss in one["losses"]]
     assert trained == pytest.approx(losses, rel=LOSS_RTOL[job.precision])
 
@@ -127,7 +146,11 @@ JOBS = {
     "stage 3, fp32, accumulation": Job(precision="fp32", micro=5, groups=3),
     "stage 2": Job(stage=2),
     "stage 2, fp16, round robin": Job(stage=2, precision="fp16", zero={"round_robin_gradients": True}),
+    "stage 2, aligned": Job(stage=2, zero={"parameter_alignment": True}),
     "stage 1": Job(stage=1),
+    "stage 1, fp32, aligned, round robin": Job(
+        stage=1, precision="fp32", zero={"parameter_alignment": True, "round_robin_gradients": True}
+    ),
     "stage 1, CPU offload": Job(stage=1, optimizer="cpu_adam", zero={"offload_optimizer": {"device": "cpu"}}),
 }
 

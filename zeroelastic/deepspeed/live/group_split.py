@@ -21,7 +21,7 @@ from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import get_hp_fragment_mapping
 
-from zeroelastic.core.layout import Param, group_split_layout, unpacked_layout
+from zeroelastic.core.layout import Layout, Param, group_split_layout, group_split_of_run, unpacked_layout
 from zeroelastic.deepspeed.engine import Bf16Optimizer, Engine, GroupOptimizer
 from zeroelastic.deepspeed.engine_state import engine_of
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
@@ -128,6 +128,17 @@ class GroupSplit(LiveOptimizer):
     @staticmethod
     def uncovered(optimizer: Any, engine: Engine) -> list[str]:
         return []  # it is left to DeepSpeed
+
+    def layout_at(self, world_size: int) -> Layout:
+        optimizer: Any = self.optimizer  # a BF16_Optimizer and an older DeepSpeed lack what is looked for
+        aligned = getattr(optimizer, "parameter_alignment", False)
+        layout, _ = group_split_of_run(
+            self._params_of_groups(),
+            world_size,
+            round_robin=getattr(optimizer, "round_robin_gradients", False),
+            itemsizes=[buffer.element_size() for buffer in self.lists(optimizer).weights] if aligned else None,
+        )
+        return layout
 
     def flat(self, sub_group: int) -> torch.Tensor:
         return self.lists(self.optimizer).master[sub_group]

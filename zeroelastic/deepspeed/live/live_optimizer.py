@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from zeroelastic.checkpoint.optimizer_file import FP32
 from zeroelastic.core.digest import ScalarValue
-from zeroelastic.core.layout import Layout
+from zeroelastic.core.layout import Layout, Param
 from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.live.optimizers import live_form, state_dtype
 from zeroelastic.deepspeed.live.topology import tensor_parallel
@@ -82,6 +82,15 @@ class LiveOptimizer(ABC):
     @abstractmethod
     def frozen_tensor(self, param: int) -> torch.Tensor:
         """This rank's part of a frozen parameter, by its number in ``frozen.params``."""
+
+    @abstractmethod
+    def layout_at(self, world_size: int) -> Layout:
+        """The layout that DeepSpeed makes of the same optimizer groups on so many ranks."""
+
+    def _params_of_groups(self) -> list[list[Param]]:
+        """The parameters of each optimizer group, in flat order."""
+        params = {param.name: param for param in self.layout.params}
+        return [[params[name] for name in names] for names in self.groups]
 
     def group(self, sub_group: int) -> MutableMapping[str, Any]:
         """The optimizer group that a sub-group belongs to, live."""

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from zeroelastic.checkpoint.optimizer_file import FP32
-from zeroelastic.core.layout import Param, layout_from_sub_groups, unpacked_layout
+from zeroelastic.core.layout import Layout, Param, layout_from_sub_groups, pack_sub_groups, unpacked_layout
 from zeroelastic.deepspeed.engine import Engine, Stage3Optimizer
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.live.optimizers import SCHEDULED
@@ -108,6 +108,11 @@ class Stage3(LiveOptimizer):
 
     def flat(self, sub_group: int) -> torch.Tensor:
         return self.optimizer.fp32_partitioned_groups_flat[sub_group]
+
+    def layout_at(self, world_size: int) -> Layout:
+        size: int | None = self.optimizer.sub_group_size
+        groups = pack_sub_groups(self._params_of_groups(), world_size=world_size, sub_group_size=size)
+        return layout_from_sub_groups(groups, world_size)
 
     def frozen_tensor(self, param: int) -> torch.Tensor:
         return self._swap.param(self._frozen[param])

@@ -10,9 +10,11 @@ import torch
 
 from zeroelastic.checkpoint.optimizer_file import FP32, FROZEN
 from zeroelastic.core.digest import content_root
+from zeroelastic.core.layout import unpacked_layout
+from zeroelastic.core.movement import Recut
 from zeroelastic.deepspeed.engine import Engine, accumulated_micro_batches, options_of
 from zeroelastic.deepspeed.live.digests import local_digests, whole_contents
-from zeroelastic.deepspeed.live.kinds import covered_live
+from zeroelastic.deepspeed.live.kinds import covered_live, kind_of, why_left_to_deepspeed
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.resize.held import HeldState, Tensors, hold
 from zeroelastic.deepspeed.resize.move import MoveCost, Runs, buffers_of, move, runs_of
@@ -40,11 +42,32 @@ class Leaving:
 
 def why_fixed(engine: Engine) -> str | None:
     """Why the state of an engine cannot go from memory to memory; None where it can. No collective."""
+    if kind_of(engine.optimizer) is None:
+        other = type(engine.optimizer).__name__ if engine.zero_optimization() else "ZeRO stage 0"
+        what = why_left_to_deepspeed(engine.optimizer) or other
+        return f"the state of a run with {what} does not move from memory to memory"
     try:
         hold(covered_live(engine, engine.optimizer))
     except UnsupportedError as error:
         return str(error)
     return None
+
+
+def recuts_of(engine: Engine, world_size: int) -> tuple[Recut, ...]:
+    """How the state of an engine would be cut on so many ranks: what is trained, and what is frozen. No collective."""
+    live = covered_live(engine, engine.optimizer)
+    held = hold(live)
+    frozen = unpacked_layout(held.frozen.params, world_size)
+    return (
+        Recut(held.layout, live.layout_at(world_size), _element_bytes(held.tensors)),
+        Recut(held.frozen, frozen, _element_bytes(held.frozen_tensors)),
+    )
+
+
+def _element_bytes(tensors: Tensors) -> int:
+    """The bytes that an element has in the tensors of all keys."""
+    flats = [next((flat for flat in column if flat is not None), None) for column in tensors.values()]
+    return sum(flat.element_size() for flat in flats if flat is not None)
 
 
 def leave_world(engine: Engine, client_state: Mapping[str, Any]) -> Leaving:
