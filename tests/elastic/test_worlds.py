@@ -144,6 +144,13 @@ def trains_as_uninterrupted(nodes: Nodes, rank_pool: Any, *, lost: int = 0) -> N
         assert same and same[-1] == entry["state"], f"the state of step {entry['begin']} is another one"
 
 
+def stock_loads_the_save_after_the_death(nodes: Nodes) -> None:
+    (save,) = nodes.wait(lambda: nodes.seen("saved"), "a save by the survivors")
+    job = {"stage": nodes.settings["stage"]}
+    stock = resume_on_stock(nodes.directory / "ckpt", nodes.directory, save["size"], job)
+    assert stock["gathered"] == save["gathered"] and save["saved"] == f"global_step{stock['global_steps']}"
+
+
 def test_announced_changes_lose_no_step_and_no_process(job, rank_pool):
     nodes = job()
     first = [nodes.add() for _ in range(4)]
@@ -169,7 +176,7 @@ def test_announced_changes_lose_no_step_and_no_process(job, rank_pool):
 
 @pytest.mark.parametrize("stage", [pytest.param(stage, marks=pytest.mark.extended) for stage in (1, 2)])
 def test_other_stages(job, rank_pool, stage):
-    nodes = job(stage=stage, options=IN_MEMORY)
+    nodes = job(stage=stage, options=IN_MEMORY, save_after_death=True)
     first = [nodes.add() for _ in range(3)]
     nodes.trains_on(3)
     first[1].send_signal(signal.SIGTERM)
@@ -178,16 +185,18 @@ def test_other_stages(job, rank_pool, stage):
     nodes.trains_on(3)
     nodes.kill(0)
     nodes.trains_on(2)
+    stock_loads_the_save_after_the_death(nodes)
     trains_as_uninterrupted(nodes, rank_pool, lost=1)
 
 
 def test_a_killed_node_costs_one_step_at_most_and_the_others_keep_their_processes(job, rank_pool):
-    nodes = job(options=IN_MEMORY)
+    nodes = job(options=IN_MEMORY, save_after_death=True)
     first = [nodes.add() for _ in range(4)]
     nodes.trains_on(4)
     begun = len(nodes.seen("begin"))
     nodes.kill(1)
     nodes.trains_on(3)
+    stock_loads_the_save_after_the_death(nodes)
     nodes.add()
     nodes.trains_on(4)
     assert [entry["tier"] for entry in nodes.seen("begin")[begun:]] == ["memory", "in-place"]

@@ -116,6 +116,9 @@ def main(directory: Path) -> None:
                 note(begin=engine.global_steps, size=dist.get_world_size(), state=found, tier=world.start.tier,
                      report=report)  # fmt: skip
             note(member=engine.global_steps, size=dist.get_world_size())
+            save_at = (
+                engine.global_steps + 2 if world.start.tier == "memory" and settings.get("save_after_death") else -1
+            )
             while engine.global_steps < settings["steps"]:
                 if settings.get("raise") == engine.global_steps:
                     raise ValueError("a mistake of the script")
@@ -124,6 +127,10 @@ def main(directory: Path) -> None:
                 found = state(engine)
                 if first:
                     note(step=engine.global_steps, size=dist.get_world_size(), loss=loss, state=found)
+                if engine.global_steps == save_at:
+                    gathered, tag = look(engine)[1], world.save()
+                    if first:
+                        note(saved=tag, size=dist.get_world_size(), gathered=gathered)
                 time.sleep(settings.get("pause", 0.02))
                 if world.ends():
                     break
