@@ -275,7 +275,19 @@ def test_state_that_cannot_move_goes_by_way_of_the_directory(job, rank_pool):
 def test_a_mistake_of_the_script_ends_its_process_alone(job, rank_pool):
     nodes = job(options=IN_MEMORY)
     first = [nodes.add(), nodes.add(), nodes.add(**{"raise": 4})]
-    assert nodes.wait(lambda: first[2].poll() is not None, "the end of the one with the mistake")
-    assert first[2].returncode != 0 and "a mistake of the script" in (nodes.directory / "node2.log").read_text()
+    ends_with_its_traceback(nodes, first[2])
     nodes.trains_on(2)
     trains_as_uninterrupted(nodes, rank_pool, lost=1)
+
+
+@pytest.mark.extended
+def test_a_mistake_of_the_script_on_all_ranks_ends_the_job(job):
+    nodes = job(options=IN_MEMORY)
+    for process in [nodes.add(**{"raise": 4}) for _ in range(3)]:
+        ends_with_its_traceback(nodes, process)
+
+
+def ends_with_its_traceback(nodes: Nodes, process: subprocess.Popen[bytes]) -> None:
+    nodes.wait(lambda: process.poll() is not None, "the end of the one with the mistake")
+    log = (nodes.directory / f"node{nodes.processes.index(process)}.log").read_text()
+    assert process.returncode == 1 and "ValueError: a mistake of the script" in log, log

@@ -12,6 +12,7 @@ connections, one of them for its process groups: torch looks up the name of the 
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import socket
@@ -37,7 +38,7 @@ _LOOK_S = 0.1
 """How often a member that waits looks at the store."""
 _MEMBERS_PER_LOOK_S = 20_000
 """How many members may look within a second: where more wait, each looks more rarely."""
-_CLOSE_S = 2.0
+_CLOSE_S = 5.0
 
 _of_this_process: Membership | None = None
 
@@ -62,6 +63,8 @@ class Membership:
         self._roster.beat(self.number)
         self._pulse = _Pulse(self)
         self._pulse.start()
+        # After an error of the script: a thread in a request would end the process by SIGABRT when the interpreter ends.
+        atexit.register(self.leave)
 
     @classmethod
     def of_this_process(cls, environment: Mapping[str, str] = os.environ) -> Membership | None:
@@ -274,6 +277,7 @@ class Membership:
     def close(self) -> None:
         """End the heartbeat, by which the others take this process for dead, and the connections."""
         global _of_this_process
+        atexit.unregister(self.leave)
         self._pulse.stop()
         self._roster.close()
         self._groups = None

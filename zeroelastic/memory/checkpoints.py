@@ -7,6 +7,7 @@ nodes. A training step waits for that before it changes a weight, so that a loss
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import logging
 import os
@@ -14,6 +15,7 @@ import shutil
 import threading
 import time
 import uuid
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -59,6 +61,17 @@ logger = logging.getLogger(__name__)
 
 RACK = "ZEROELASTIC_RACK"
 """An environment variable: the rack, power supply or zone of this node. Copies go to another one where there is one."""
+
+_EXIT_S = 5.0
+_threads = weakref.WeakSet[threading.Thread]()
+
+
+@atexit.register
+def _await_threads() -> None:
+    """Wait for the threads before the interpreter ends: in a collective, one would end the process by SIGABRT then."""
+    deadline = time.monotonic() + _EXIT_S
+    for thread in list(_threads):
+        thread.join(max(0.0, deadline - time.monotonic()))
 
 
 class _Slot:
@@ -204,6 +217,7 @@ class MemoryCheckpoints:
         made.stall_seconds = self._stall_seconds + time.monotonic() - began
         self._stall_seconds = 0.0
         self._thread = threading.Thread(target=self._complete, args=(made,), name="zeroelastic-memory", daemon=True)
+        _threads.add(self._thread)
         self._thread.start()
 
     def wait(self) -> None:
