@@ -15,13 +15,13 @@ import logging
 import os
 import time
 from contextlib import suppress
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from _zeroelastic_hook import VARIABLE as ACTIVATION
+from zeroelastic.elastic.job_store import connect
 from zeroelastic.elastic.roster import Roster, Watch
 from zeroelastic.errors import ConfigError, MembershipError
 from zeroelastic.in_place import BACKEND, TIMES, VARIABLE, InPlace, seconds
@@ -154,9 +154,8 @@ class _Handler(RendezvousHandler):
             return None
 
     def _connect(self) -> TCPStore:
-        """A connection to the store. Raises RuntimeError where it does not answer."""
-        limit = timedelta(seconds=self._connect_s)
-        return TCPStore(self._host, self._port, is_master=False, wait_for_workers=False, timeout=limit)
+        """A connection to the store. Raises MembershipError where it does not answer."""
+        return connect(self._host, self._port, self._connect_s, setting="read_timeout")
 
     def _store_of_job(self) -> Store:
         """What the workers use too; over another connection where the one there was is lost."""

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import warm_python
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
-from zeroelastic.errors import ConfigError
+from zeroelastic.errors import ConfigError, MembershipError
 from zeroelastic.in_place import BACKEND, VARIABLE, InPlace, note_joined, refuse_outside_of_worlds
 from zeroelastic.rendezvous_in_place import create_handler
 from zeroelastic.warm.messages import is_per_rank
@@ -217,6 +217,14 @@ def test_the_package_offers_it_to_torchrun() -> None:
 def test_a_setting_that_cannot_be_is_named(settings: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         create_handler(parameters(1, **settings))
+
+
+def test_an_agent_that_finds_no_store_says_so_within_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZEROELASTIC", "")
+    port, began = free_port(), time.monotonic()
+    with pytest.raises(MembershipError, match=rf"answer at 127.0.0.1:{port} within 2 s \(read_timeout\): "):
+        create_handler(parameters(port, is_host="0", read_timeout="2"))
+    assert time.monotonic() - began < 8.0
 
 
 def test_it_cannot_be_used_where_zeroelastic_is_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,10 @@ store, and its heartbeat with it, as SIGKILL would end a process there.
 from __future__ import annotations
 
 import json
+import os
 import random
+import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -15,10 +18,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
+import warm_python
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -389,6 +394,113 @@ def test_a_running_world_stops_where_the_store_does_not_answer(caplog: pytest.Lo
     began = time.monotonic()
     members[0].leave()
     assert time.monotonic() - began < 10.0
+
+
+@pytest.fixture
+def stopped() -> Iterator[Callable[[], tuple[int, int]]]:
+    """A store in a process of its own that can be stopped, as if the network were cut: its port and process id."""
+    processes: list[subprocess.Popen[str]] = []
+
+    def start() -> tuple[int, int]:
+        program = (
+            "import time; from torch.distributed import TCPStore; "
+            "s = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False); print(s.port, flush=True); "
+            "time.sleep(200)"
+        )
+        processes.append(subprocess.Popen([warm_python.executable(), "-c", program], stdout=subprocess.PIPE, text=True))
+        assert processes[-1].stdout is not None
+        port = int(processes[-1].stdout.readline())
+        return port, serving(port)
+
+    yield start
+    for process in processes:
+        with process:
+            process.kill()
+
+
+def test_every_request_has_a_limit_where_the_network_is_cut(stopped: Callable[[], tuple[int, int]]) -> None:
+    port, pid = stopped()
+    settings = InPlace("127.0.0.1", port, "job", 0, 1, 1, **{**QUICK, "store_timeout": 2.0})
+    member = Membership(settings)
+    world = member.first()
+    groups = member.store_of(world, timeout_s=2.0)
+    groups.set("key", "value")
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        assert seconds_of_a_failure(lambda: groups.add("count", 1)) < 4.0
+        assert seconds_of_a_failure(lambda: member.has_failed(world), "the store of the job") < 10.0
+        assert seconds_of_a_failure(lambda: member.after_failure(world), "the store of the job") < 10.0
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert member.has_failed(world) in (True, False)  # it goes on over another connection
+    member.leave()
+
+
+def seconds_of_a_failure(request: Callable[[], Any], message: str | None = None) -> float:
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match=message):
+        for _ in range(2):  # the store may still answer one while it is being stopped
+            request()
+    return time.monotonic() - began
+
+
+def serving(port: int) -> int:
+    """The process that listens on a port of this machine."""
+    inodes = {
+        line.split()[9]
+        for table in ("tcp", "tcp6")
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]
+        if line.split()[1].endswith(f":{port:04X}") and line.split()[3] == "0A"
+    }
+    for path in Path("/proc").glob("[0-9]*/fd/*"):
+        with suppress(OSError):
+            if os.readlink(path).removeprefix("socket:[").removesuffix("]") in inodes:
+                return int(path.parts[2])
+    raise AssertionError(port)
+
+
+def test_a_newcomer_that_finds_no_store_says_so_within_the_limit() -> None:
+    store: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port = store.port
+    del store  # the job has ended
+    settings = InPlace("127.0.0.1", port, "job", 0, 1, 2, **{**QUICK, "store_timeout": 2.0})
+    began = time.monotonic()
+    with pytest.raises(
+        MembershipError, match=f"at 127.0.0.1:{port} within 2 s .*If the job has ended, there is nothing"
+    ):
+        Membership(settings)
+    assert time.monotonic() - began < 8.0
+
+
+def test_a_newcomer_whose_store_ends_while_it_waits_says_so_within_the_limit() -> None:
+    store: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    member = Membership(InPlace("127.0.0.1", store.port, "job", 0, 2, 2, **{**QUICK, "store_timeout": 2.0}))
+    waits = call(member.first)
+    time.sleep(0.5)
+    del store
+    with pytest.raises(MembershipError, match="If the job has ended, there is nothing to join"):
+        waits.result(12.0)
+    member.leave()
+
+
+def test_the_store_does_not_grow_with_the_number_of_worlds(job: Job) -> None:
+    members, world = job.first(2)
+    keys = []
+    store = members[0]._roster._store
+    for number in range(1, 8):
+        together([lambda m=m, w=world: m.meet(w) for m in members])
+        for member in members:
+            for name in range(30):
+                member.store_of(world).set(f"{member.number}/{name}", "an address")
+        members[0].has_failed(world)
+        world = World(number, world.members, world.members)
+        members[0].decide(world)
+        if number > 3:
+            until(lambda n=number: not [key for key in store.list_keys() if key.startswith(f"groups/{n - 3}/")])
+            keys.append(len(store.list_keys()))
+    assert max(keys) <= keys[0]
+    assert {key.split("/")[1] for key in store.list_keys() if key.startswith("groups/")} == {"5", "6"}
+    assert together([lambda m=m: m.meet(world) for m in members]) == [True, True]
 
 
 def test_process_groups_of_worlds_do_not_see_each_other(job: Job) -> None:

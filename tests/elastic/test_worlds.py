@@ -51,6 +51,11 @@ class Nodes:
         client = dist.TCPStore("127.0.0.1", self.server.port, is_master=False, wait_for_workers=False)
         return dist.PrefixStore("zeroelastic/job/job", client)
 
+    def worlds_in_store(self) -> list[int]:
+        """The worlds of whose process groups the store has anything."""
+        keys = [key.partition("/groups/")[2] for key in self.server.list_keys()]
+        return sorted({int(key.partition("/")[0]) for key in keys if key})
+
     def add(self, **settings: Any) -> subprocess.Popen[bytes]:
         node = self.roster.new_node()
         of_node = InPlace("127.0.0.1", self.server.port, "job", node, self.min_nodes, 8, **LIMITS)
@@ -171,6 +176,8 @@ def test_announced_changes_lose_no_step_and_no_process(job, rank_pool):
     begun = nodes.seen("begin")
     assert {entry["tier"] for entry in begun[1:]} == {"in-place"}
     assert not list((nodes.directory / "ckpt").glob("global_step*"))  # neither written nor read
+    latest = len(begun) - 1
+    nodes.wait(lambda: nodes.worlds_in_store() == [latest - 1, latest], "the end of what the store has of other worlds")
     trains_as_uninterrupted(nodes, rank_pool)
 
 

@@ -15,14 +15,13 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import socket
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from zeroelastic.elastic.job_store import break_connections, connect, sockets_to
 from zeroelastic.elastic.roster import Node, Roster, Snapshot, Watch, World, failures_in
 from zeroelastic.errors import ConfigError, MembershipError
 from zeroelastic.in_place import VARIABLE, InPlace, note_joined
@@ -39,6 +38,8 @@ _LOOK_S = 0.1
 _MEMBERS_PER_LOOK_S = 20_000
 """How many members may look within a second: where more wait, each looks more rarely."""
 _CLOSE_S = 5.0
+_REMOVED_AT_ONCE = 1000
+"""How many keys of ended worlds rank 0 removes at one heartbeat; each is one request."""
 
 _of_this_process: Membership | None = None
 
@@ -46,8 +47,8 @@ _of_this_process: Membership | None = None
 class Membership:
     """This process as a member of its job: ``number`` is its own for good, ``node`` that of its node.
 
-    Every method but ``waiting`` and ``died`` raises MembershipError where the store cannot be reached. One thread calls
-    them.
+    Every method but ``waiting`` and ``died`` raises MembershipError where the store cannot be reached: a request within
+    half of ``store_timeout``, or a new connection and another one after it. One thread calls them.
     """
 
     def __init__(self, settings: InPlace, local_rank: int = 0, local_world_size: int = 1) -> None:
@@ -63,7 +64,7 @@ class Membership:
         self._roster.beat(self.number)
         self._pulse = _Pulse(self)
         self._pulse.start()
-        # After an error of the script: a thread in a request would end the process by SIGABRT when the interpreter ends.
+        # For errors of the script: a thread in a request would end the process by SIGABRT when the interpreter ends.
         atexit.register(self.leave)
 
     @classmethod
@@ -163,6 +164,8 @@ class Membership:
         while True:
             now = self._roster.read(watch, watched, [key])
             if now.extra[0] != "open":
+                if first and now.extra[0] == "all":
+                    self._pulse.forget_worlds(before=world.number - 1)
                 return now.extra[0] == "all"
             lost = any(member in now.ended or watch.silent(member) for member in watched)
             if lost or now.world != world or time.monotonic() > deadline:
@@ -184,21 +187,18 @@ class Membership:
 
         self._enter(world)
         if self._groups is None:
-            before = _sockets_to(self.settings.port)
+            before = sockets_to(self.settings.port)
             self._groups = self._connect()
-            self._sockets = frozenset(_sockets_to(self.settings.port).keys() - before.keys())
+            self._sockets = frozenset(sockets_to(self.settings.port).keys() - before.keys())
         self._groups.set_timeout(timedelta(seconds=self.settings.failure_timeout if timeout_s is None else timeout_s))
-        return PrefixStore(f"groups/{world.number}", self._groups)
+        return PrefixStore(self._roster.groups_of(world), self._groups)
 
     def cut_off(self) -> None:
         """Break the connection of ``store_of``: a wait there for a dead member fails. From any thread.
 
         torch has no other way to end such a wait before its timeout.
         """
-        for name, descriptor in _sockets_to(self.settings.port).items():
-            if name in self._sockets:
-                with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
-                    connection.shutdown(socket.SHUT_RDWR)
+        break_connections(self.settings.port, self._sockets)
 
     def died(self, members: Collection[int]) -> tuple[int, ...]:
         """Those that have ended, or whose heartbeat has stopped for ``heartbeat_timeout``.
@@ -285,12 +285,11 @@ class Membership:
             _of_this_process = None
 
     def _connect(self) -> Store:
-        from torch._C._distributed_c10d import PrefixStore, TCPStore
+        from torch._C._distributed_c10d import PrefixStore
 
-        limit = timedelta(seconds=self.settings.store_timeout)
-        host, port = self.settings.host, self.settings.port
-        store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
-        return PrefixStore(f"zeroelastic/{self.settings.job}/job", store)
+        settings = self.settings
+        store = connect(settings.host, settings.port, settings.store_timeout)
+        return PrefixStore(f"zeroelastic/{settings.job}/job", store)
 
     def _current(self) -> World:
         if self._world is None:
@@ -334,19 +333,6 @@ class Membership:
         time.sleep(max(_LOOK_S, sum(len(node.members) for node in now.nodes) / _MEMBERS_PER_LOOK_S))
 
 
-def _sockets_to(port: int) -> dict[str, int]:
-    """The connections of this process to a port, by the kernel's name for each, with their descriptors."""
-    found: dict[str, int] = {}
-    for text in os.listdir("/proc/self/fd"):
-        with suppress(OSError):
-            name = os.readlink(f"/proc/self/fd/{text}")
-            if name.startswith("socket:"):
-                with socket.socket(fileno=os.dup(int(text))) as connection:
-                    if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.getpeername()[1] == port:
-                        found[name] = int(text)
-    return found
-
-
 class _Pulse(threading.Thread):
     """The heartbeat of a member; that of rank 0 also looks for newcomers and for those that it was asked about."""
 
@@ -360,6 +346,8 @@ class _Pulse(threading.Thread):
         self._asked: frozenset[int] = frozenset()
         self._snapshot: Snapshot | None = None
         self._answered = time.monotonic()
+        self._forgets_before = 0
+        self._keys: list[str] = []
 
     def run(self) -> None:
         while not self._ended.wait(self._settings.heartbeat_interval):
@@ -373,6 +361,11 @@ class _Pulse(threading.Thread):
                     now = self._roster.read(self._watch, watched)
                     self._watch.appeared(now.new_since(before))
                     self._snapshot = now
+                if ended := self._forgets_before:
+                    self._forgets_before = 0
+                    self._keys = self._roster.keys_of_worlds(ended)
+                self._roster.remove(self._keys[-_REMOVED_AT_ONCE:])
+                del self._keys[-_REMOVED_AT_ONCE:]
                 self._answered = began
             except MembershipError as error:
                 logger.warning("%s", error)
@@ -402,6 +395,14 @@ class _Pulse(threading.Thread):
         self._looks, self._asked = True, self._asked.union(members)
         ended = frozenset[int]() if self._snapshot is None else self._snapshot.ended
         return tuple(member for member in members if member in ended or self._watch.silent(member))
+
+    def forget_worlds(self, *, before: int) -> None:
+        """Remove what the store has of worlds with a lower number, a part at each heartbeat.
+
+        All members of the world ``before + 1`` have come to it. So nobody is left in an earlier one, and none that left
+        one still sends its state; a member that was stopped since then is in no world any more, and ends.
+        """
+        self._forgets_before = max(before, 0)
 
     def stop(self) -> None:
         """End the thread, and wait for it for a while."""

@@ -8,6 +8,9 @@
     beat/M           a counter that member M increments for as long as it lives
     world            the latest world, replaced by compare-and-set: each world follows exactly one other
     failed/K, meet/K the members that saw world K fail, and whether all of a world have come
+    groups/K         what torch keeps there for the process groups of world K
+
+The last two lines go when world K + 2 begins. What stays is some 100 bytes for each start of a node.
 
 A read is one ``multi_get`` (two round trips), whatever is asked for. Clocks are never compared: a member lives if its
 counter is seen to move.
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
 
 _END_S = 2.0
 _READY, _ENDED, _WORLD, _NONE = "ready", "ended", "world", "none"
+_GROUPS = "groups"
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +215,11 @@ class Roster:
         """Let ``world`` follow the one of a snapshot; False where another has followed it."""
         return bool(self._call("compare_set", _WORLD, text, world.to_text()).decode() == world.to_text())
 
+    @staticmethod
+    def groups_of(world: World) -> str:
+        """The prefix of the keys of a world's process groups."""
+        return f"{_GROUPS}/{world.number}"
+
     def note_failure(self, world: int, member: int, unchanged: bool) -> str:
         """A member saw a world fail. Returns the key for ``read``, whose value ``failures_in`` reads."""
         key = f"failed/{world}"
@@ -239,22 +248,41 @@ class Roster:
         """Not all will come."""
         self._call("compare_set", key, "open", "broken")
 
+    def keys_of_worlds(self, before: int) -> list[str]:
+        """The keys of worlds below ``before``; none with an older torch, which cannot list keys."""
+        if not hasattr(self._store, "list_keys"):
+            return []
+        return [key for key in self._call("list_keys") if 0 <= _world_of(key) < before]
+
+    def remove(self, keys: Sequence[str]) -> None:
+        """Remove keys; each is one request."""
+        for key in keys:
+            self._call("delete_key", key)
+
     def _call(self, operation: str, *arguments: Any) -> Any:
         """One request, made again over a new connection where the first is lost; each of ours may be made twice."""
         with self._lock:
             for attempt in (1, 2):
+                if self._store is None:
+                    self._store = self._connect()
                 try:
-                    if self._store is None:
-                        self._store = self._connect()
                     return getattr(self._store, operation)(*arguments)
                 except RuntimeError as error:
                     self._store = None
                     if attempt == 2:
                         raise MembershipError(
-                            f"the store of the job does not answer: {error} Look at the process that hosts it "
-                            "(--rdzv-endpoint): the job needs it until its end."
+                            f"the store of the job does not answer to {operation!r}, twice: {error} Look at the "
+                            "process that hosts it (--rdzv-endpoint), which the job needs until its end, and at the "
+                            "network between."
                         ) from error
             raise AssertionError
+
+
+def _world_of(key: str) -> int:
+    """The number of the world that a key of the store is of; -1 for others."""
+    what, _, rest = key.partition("/")
+    number = rest.partition("/")[0]
+    return int(number) if what in ("failed", "meet", _GROUPS) and number.isdigit() else -1
 
 
 def failures_in(value: str) -> dict[int, bool]:
