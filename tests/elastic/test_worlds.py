@@ -13,12 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 import warm_python
 from stock_programs import resume_on_stock
 from training import LOSS_RTOL, Job, build_engine, train_step
 
+from zeroelastic.elastic import every, worlds
 from zeroelastic.elastic.roster import Roster
+from zeroelastic.errors import ConfigError
 from zeroelastic.in_place import VARIABLE, InPlace
 
 HERE = Path(__file__).parent
@@ -276,6 +279,71 @@ def test_state_that_cannot_move_goes_by_way_of_the_directory(job, rank_pool):
     nodes.trains_on(2)
     assert [entry["tier"] for entry in nodes.seen("begin")[begun:]] == ["directory", "directory"]
     trains_as_uninterrupted(nodes, rank_pool)
+
+
+def asks_at(phase: int, directory: Path) -> tuple[int, str]:
+    """Ask whether the world ends, this many micro batches after each optimizer step; the steps, and the error."""
+    job, steps = Job(micro=10, stage=2), 0
+    for world in worlds(lambda: build_engine(job), directory, saving=every(steps=2)):
+        with world as engine:
+            accumulation = engine.gradient_accumulation_steps()
+            for micro in range(1, 3 * accumulation + 1):
+                part = torch.full((10, 5), micro)
+                engine.backward(engine(part, part))
+                engine.step()
+                steps = engine.global_steps
+                if micro > accumulation and micro % accumulation == phase:
+                    try:
+                        world.ends()
+                    except ConfigError as error:
+                        return steps, str(error)
+    return steps, ""
+
+
+def test_a_world_ends_between_two_optimizer_steps_alone(rank_pool, tmp_path):
+    assert rank_pool.run(asks_at, 2, 0, tmp_path / "between") == [(3, "")] * 2
+    for steps, message in rank_pool.run(asks_at, 2, 1, tmp_path / "within"):
+        assert steps == 1 and "was called 1 micro batches after optimizer step 1" in message
+
+
+def test_state_that_is_not_of_zero_does_not_move(rank_pool):
+    for why in rank_pool.run(why_stage_0_is_fixed, 2):
+        assert why == "the state of a run with ZeRO stage 0 does not move from memory to memory"
+
+
+def why_stage_0_is_fixed() -> str | None:
+    from zeroelastic.deepspeed.resize.restore import why_fixed
+
+    return why_fixed(build_engine(Job(stage=0)))
+
+
+@pytest.mark.extended
+def test_a_script_that_ends_early_on_one_rank_leaves_the_others_training(job, rank_pool):
+    nodes = job(options=IN_MEMORY)
+    first = [nodes.add(), nodes.add(), nodes.add(**{"break": 6})]
+    assert first[2].wait(60) == 0
+    nodes.trains_on(2)
+    trains_as_uninterrupted(nodes, rank_pool, lost=1)
+
+
+@pytest.mark.extended
+def test_changes_that_come_together(job, rank_pool):
+    nodes = job(options=IN_MEMORY)
+    first = [nodes.add() for _ in range(4)]
+    nodes.trains_on(4)
+    for process in (first[0], first[3], first[0]):  # two notices at once, one of them twice
+        process.send_signal(signal.SIGTERM)
+    nodes.add()  # while they leave
+    nodes.wait(lambda: first[0].poll() is not None and first[3].poll() is not None, "the end of those that leave")
+    assert (first[0].returncode, first[3].returncode) == (0, 0)
+    nodes.trains_on(3)
+    trains_as_uninterrupted(nodes, rank_pool)
+    begun = len(nodes.seen("begin"))
+    first[1].send_signal(signal.SIGTERM)
+    nodes.wait(lambda: len(nodes.seen("begin")) > begun, "the next world")
+    nodes.kill(2)  # right after a change
+    nodes.trains_on(1)
+    trains_as_uninterrupted(nodes, rank_pool, lost=1)
 
 
 @pytest.mark.extended

@@ -132,11 +132,13 @@ def main(directory: Path) -> None:
                     if first:
                         note(saved=tag, size=dist.get_world_size(), gathered=gathered)
                 time.sleep(settings.get("pause", 0.02))
-                if world.ends():
+                if world.ends() or settings.get("break") == engine.global_steps:
                     break
             if world.stopped:
                 gathered = look(engine)[1]
                 note(gathered=gathered)
+        if settings.get("break") is not None and world.changes is not None and world.changes.following is None:
+            break  # out of the loop over worlds, too
     note(end=True, stopped=world.stopped, saves=world.saves)
 
 

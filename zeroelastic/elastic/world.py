@@ -16,6 +16,7 @@ from zeroelastic.elastic.position import Position
 from zeroelastic.elastic.preemption import Every, Preemption
 from zeroelastic.elastic.resume import Resumed
 from zeroelastic.elastic.world_changes import Changes
+from zeroelastic.errors import ConfigError
 from zeroelastic.report import ResizeReport
 
 logger = logging.getLogger(__name__)
@@ -66,6 +67,7 @@ class World:
         self.engine, self.data, self.start, self.log, self.report = engine, data, start, log, report
         self.changes, self.failed = changes, False
         self.stopped, self.saves = False, list[str]()
+        self._step = int(engine.global_steps)
         self._stop = Preemption(
             engine,
             asked.directory,
@@ -80,8 +82,18 @@ class World:
     def ends(self) -> bool:
         """Whether to leave the training loop: the world changes, or the job stops. Collective; after each step.
 
-        Saves first where a save is due, as ``preemption`` does, and advances ``data``.
+        Saves first where a save is due, as ``preemption`` does, and advances ``data``. Raises ConfigError where the
+        next accumulation has begun, even if nothing changes now: its gradients would be lost in a change.
         """
+        from zeroelastic.deepspeed.engine import accumulated_micro_batches
+
+        step, taken = int(self.engine.global_steps), accumulated_micro_batches(self.engine)
+        if taken and step != self._step:
+            raise ConfigError(
+                f"world.ends() was called {taken} micro batches after optimizer step {step}; a change of size would "
+                "lose their gradients. Call it right after engine.step(), before the next micro batch."
+            )
+        self._step = step
         ended: bool = self._stop()
         self.stopped, self.saves = self._stop.stopped, self._stop.saves
         if ended and self.changes is not None and self.changes.goes_by_directory:
