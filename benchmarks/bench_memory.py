@@ -293,7 +293,7 @@ def main() -> None:
     parser.add_argument("--load-rows", type=int, default=5_000_000)
     parser.add_argument("--blocks", type=int, default=8)
     parser.add_argument("--block", type=int, default=10, help="steps of a block")
-    parser.add_argument("--rounds", type=int, default=5, help="of loads")
+    parser.add_argument("--rounds", type=int, default=9, help="of loads")
     parser.add_argument("--out", type=Path)
     chosen = parser.parse_args()
     about = machine()
