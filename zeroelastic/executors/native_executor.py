@@ -80,8 +80,8 @@ def digest_range(data: ByteArray, itemsize: int, *, seed: int, start: int, threa
     )
 
 
-def pack_pickle(data: bytes, *, long_list: int) -> tuple[bytes, list[tuple[bool, Int64Array]]] | None:
-    """As ``zeroelastic.torch_file.packed_pickle.pack_pickle``: the pickle, and of each column whether it is of tensors.
+def pack_pickle(data: bytes, *, long_list: int) -> tuple[bytes, list[tuple[int, Int64Array]]] | None:
+    """As ``zeroelastic.torch_file.packed_pickle.pack_pickle``: the pickle, and of each column its kind and values.
 
     None for a pickle that the engine leaves to Python. Raises MemoryError.
     """
@@ -98,8 +98,8 @@ def pack_pickle(data: bytes, *, long_list: int) -> tuple[bytes, list[tuple[bool,
         ends = [0, *bounds[1::2]]
         values = np.ctypeslib.as_array(packed.values, (packed.num_values,)) if packed.num_values else np.empty(0)
         found = [
-            (bool(is_tensors), values[begin:end].copy())
-            for is_tensors, begin, end in zip(bounds[::2], ends, ends[1:], strict=False)
+            (kind, values[begin:end].copy())
+            for kind, begin, end in zip(bounds[::2], ends, ends[1:], strict=False)
         ]
     finally:
         library.ze_free_packed(ctypes.byref(packed))

@@ -201,7 +201,8 @@ def read_torch_file(
 
     ``foreign`` decides about globals outside the allow-list: "refuse" raises UnsafePickleError with the name, "inert"
     puts a ``Stub`` in its place (for files that have user objects, too). ``through`` reads the file in place of its
-    path. With ``columns``, lists of thousands of integers or tensors may be columns (``torch_file.columns``).
+    path. With ``columns``, lists of thousands of integers or tensors, and dictionaries of thousands of tensors or shapes,
+    may be columns (``torch_file.columns``).
 
     Raises MissingFileError, CheckpointError (damaged, truncated), OldFormatError (before 1.6, without a zip archive),
     UnsafePickleError.
@@ -213,20 +214,22 @@ def read_torch_file(
     """
     data, file = read_pickle(path, through=through)
     worth_it = is_worth_packing(len(data), large=LARGE_PICKLE)
-    packed = pack_pickle(data, long_list=LONG_LIST if columns else 0) if worth_it else None
-    if packed is not None:
+    for long_list in ((LONG_LIST, 0) if columns else (0,)) if worth_it else ():
+        packed = pack_pickle(data, long_list=long_list)
+        if packed is None:
+            break
         del data  # it is large, and needed again only where it cannot be read
         try:
             file.root = _load(*packed, file.path, foreign)
+            return file
         except MemoryError:
             raise
         except Exception:  # what is wrong with it is said of the pickle as it is in the file
-            packed = None
+            del packed
             data = read_pickle(path, through=through)[0]
-    if packed is None:
-        with pickle_errors(file.path):
-            check_opcodes(data)
-            file.root = _load(data, (), file.path, foreign)
+    with pickle_errors(file.path):
+        check_opcodes(data)
+        file.root = _load(data, (), file.path, foreign)
     return file
 
 

@@ -18,7 +18,7 @@ from typing import Literal, TypeAlias
 
 from zeroelastic.errors import CheckpointError, UnsafePickleError, UsageError, brief, shown
 from zeroelastic.io.paths import FilePath
-from zeroelastic.torch_file.columns import IntColumn, TensorColumn
+from zeroelastic.torch_file.columns import COLUMNS, IntColumn, NamedColumn, TensorColumn
 from zeroelastic.torch_file.inert_objects import StorageRef, Stub, new_stub, storage_id
 from zeroelastic.torch_file.pickle_limits import MOST_NESTED
 from zeroelastic.torch_file.rebuild_functions import (
@@ -32,13 +32,13 @@ from zeroelastic.torch_file.rebuild_functions import (
 
 _MAX_GLOBALS = 4096
 _MAX_REPEATED = 64 << 10
-_CONTAINERS = (dict, list, tuple, set, frozenset, IntColumn, TensorColumn)
+_CONTAINERS = (dict, list, tuple, set, frozenset, *COLUMNS)
 _FREE_VISITS = 1 << 20
 _VISITS_PER_ITEM = 64
 
 Container: TypeAlias = (
     "dict[object, object] | list[object] | tuple[object, ...] | set[object] | frozenset[object] | "
-    "IntColumn | TensorColumn"
+    "IntColumn | TensorColumn | NamedColumn"
 )
 
 
@@ -164,8 +164,9 @@ def check_tree(root: object) -> None:
         open_ids.add(id(container))
         size, levels = 1 + len(container), 1
         items: Collection[object]
-        if isinstance(container, (IntColumn, TensorColumn)):
+        if isinstance(container, COLUMNS):
             items = ()
+            size += container.num_held if isinstance(container, NamedColumn) else 0
         else:
             items = container.values() if isinstance(container, dict) else container
         if any(issubclass(kind, _CONTAINERS) for kind in {*map(type, items)}):
