@@ -32,8 +32,9 @@ from zeroelastic.io.storage import read_range
 from zeroelastic.torch_file.inert_objects import DTYPE_BYTES, DType, StorageRef, Stub, TensorRef
 from zeroelastic.torch_file.packed_pickle import LARGE_PICKLE, LONG_LIST, is_worth_packing, pack_pickle
 from zeroelastic.torch_file.pickle_limits import check_opcodes
+from zeroelastic.torch_file.records import Record, Records
 from zeroelastic.torch_file.safe_unpickler import ForeignGlobals, HeaderUnpickler, check_tree
-from zeroelastic.torch_file.zip_format import FIELD, LOCAL, LOCAL_MARK, Directory, Entry, ZipError, read_directory
+from zeroelastic.torch_file.zip_format import FIELD, LOCAL, LOCAL_MARK, Directory, ZipError, read_directory
 
 __all__ = ["DTYPE_BYTES", "DType", "Extent", "StorageRef", "Stub", "TensorRef", "TorchFile", "read_torch_file"]
 
@@ -84,7 +85,7 @@ class TorchFile:
     header_bytes: int
     directory: str
     folder: str
-    _records: dict[str, Entry] = field(repr=False)
+    _records: Records = field(repr=False)
     _offsets: dict[str, int] = field(default_factory=dict, repr=False)
     _blocks: Blocks | None = field(default=None, repr=False)
     _headers: dict[str, bytes] = field(default_factory=dict, repr=False)
@@ -113,10 +114,11 @@ class TorchFile:
         """Read where storages begin, by key or of all, in few round trips to a remote file; a local one is not read."""
         if self._blocks is None:
             return
-        wanted = self._records.keys() if keys is None else {key for key in keys if key in self._records}
-        order = sorted(wanted - self._headers.keys(), key=lambda key: self._records[key].header)
+        wanted = {*(self._records.storages() if keys is None else keys)} - self._headers.keys()
+        found = ((record.header, key) for key in wanted if (record := self._records.storage(key)) is not None)
+        order = sorted(found)
         for at in range(0, len(order), self._blocks.capacity):
-            offsets = {key: self._records[key].header for key in order[at : at + self._blocks.capacity]}
+            offsets = {key: offset for offset, key in order[at : at + self._blocks.capacity]}
             self._blocks.prefetch((offset, _LOCATED_BYTES) for offset in offsets.values())
             self._headers |= {key: self._blocks.read(offset, _LOCATED_BYTES) for key, offset in offsets.items()}
         self.header_bytes = self._blocks.bytes_read
@@ -136,7 +138,7 @@ class TorchFile:
         return Extent(self.path, self._payload(storage), storage.numel * DTYPE_BYTES[storage.dtype], storage.dtype)
 
     def _payload(self, storage: StorageRef) -> int:
-        entry = self._records.get(storage.key)
+        entry = self._records.storage(storage.key)
         want = storage.numel * DTYPE_BYTES[storage.dtype]
         if entry is None:
             raise CheckpointError(f"{self.path}: storage {storage.key} has no record. The file is damaged.")
@@ -167,7 +169,7 @@ class TorchFile:
         return data
 
 
-def _payload_offset(data: bytes, entry: Entry, path: FilePath, size: int) -> int:
+def _payload_offset(data: bytes, entry: Record, path: FilePath, size: int) -> int:
     """Where a record's payload begins, from the first bytes of its local header.
 
     The header's name is compared with the directory's, and its length with the fields inside.
@@ -278,22 +280,18 @@ def _read_pickle(path: FilePath, file: Blocks, kept: Blocks | None) -> tuple[byt
         directory = read_directory(file.read, file.size)
     except ZipError as error:
         raise CheckpointError(f"{path}: {error}. The file is truncated or damaged.") from None
-    found: dict[str, Entry] = {}
-    for entry in directory.entries:
-        name = entry.text.partition("/")[2] or entry.text
-        if name in found:
-            raise CheckpointError(f"{path}: two records are named {entry.text}. The file is damaged.")
-        found[name] = entry
+    records = Records(directory.entries, path)
     _check_apart(directory, path)
-    if "byteorder" in found and _content(file, found["byteorder"], path, min(file.size, 16)) != b"little":
+    digest = hashlib.sha256(directory.data).hexdigest()
+    del directory  # it is large, and what is needed of it is in the records
+    order = records.named("byteorder")
+    if order is not None and _content(file, order, path, min(file.size, 16)) != b"little":
         raise CheckpointError(f"{path}: was written on a big-endian machine, which is not supported.")
-    pickled = found.get("data.pkl")
+    pickled = records.named("data.pkl")
     if pickled is None or pickled.text == "data.pkl":
         raise CheckpointError(f"{path}: is a zip archive without data.pkl, so not a torch.save file.")
     data = _content(file, pickled, path, min(file.size, _MAX_PICKLE_BYTES))
-    digest = hashlib.sha256(directory.data).hexdigest()
     folder = pickled.text.partition("/")[0]
-    records = {name.removeprefix("data/"): entry for name, entry in found.items() if name.startswith("data/")}
     return data, TorchFile(path, file.size, None, file.bytes_read, digest, folder, records, _blocks=kept)
 
 
@@ -312,16 +310,19 @@ def directory_digest(path: Path) -> str | None:
 
 def _check_apart(directory: Directory, path: FilePath) -> None:
     """Refuse records that share bytes of the file, so that a small one cannot pass for a large one."""
-    end = 0
-    for entry in sorted(directory.entries, key=lambda entry: entry.header):
-        if entry.header < end:
-            raise CheckpointError(f"{path}: two records overlap at byte {entry.header}. The file is damaged.")
-        end = entry.header + LOCAL.size + entry.stored_bytes
-    if end > directory.offset:
+    entries = directory.entries
+    order = np.argsort(entries.header, kind="stable")
+    begins = entries.header[order]
+    ends = begins + LOCAL.size + entries.stored_bytes[order]
+    overlaps = np.flatnonzero(begins[1:] < ends[:-1])
+    if len(overlaps):
+        at = entries[int(order[overlaps[0] + 1])].header
+        raise CheckpointError(f"{path}: two records overlap at byte {at}. The file is damaged.")
+    if len(ends) and ends[-1] > directory.offset:
         raise CheckpointError(f"{path}: a record ends behind the directory. The file is truncated or damaged.")
 
 
-def _content(file: Blocks, entry: Entry, path: FilePath, limit: int) -> bytes:
+def _content(file: Blocks, entry: Record, path: FilePath, limit: int) -> bytes:
     """The content of a record, of at most ``limit`` bytes and as many as it takes in the file."""
     if entry.method or entry.stored_bytes != entry.nbytes or entry.nbytes > limit:
         raise CheckpointError(
