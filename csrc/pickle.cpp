@@ -1,11 +1,11 @@
 #include "pickle.h"
 
 #include <algorithm>
+#include <bitset>
 #include <cstdlib>
 #include <cstring>
 #include <initializer_list>
 #include <map>
-#include <memory>
 #include <new>
 #include <string>
 #include <string_view>
@@ -107,12 +107,10 @@ class Values {
 class Packer {
   public:
     Packer(const uint8_t* data, const PickleFacts& facts, int64_t long_list, ze_packed* out)
-        : data_(data),
-          facts_(facts),
-          long_list_(long_list),
-          out_(out),
-          renamed_(static_cast<uint32_t*>(std::calloc(static_cast<size_t>(facts.num_slots) + 1, 4))) {
-        if (renamed_ == nullptr) throw std::bad_alloc();
+        : data_(data), facts_(facts), long_list_(long_list), out_(out), before_(facts.fetched.size() + 1) {
+        for (size_t word = 0; word < facts.fetched.size(); ++word)
+            before_[word + 1] = before_[word] + count_bits(facts.fetched[word]);
+        renamed_.resize(before_.back());
     }
 
     // False if the pickle would become longer.
@@ -144,7 +142,7 @@ class Packer {
         if (is(at, kBinPut) || is(at, kLongBinPut)) {
             keep(slot_of(at));
         } else if (is(at, kBinGet) || is(at, kLongBinGet)) {
-            write_slot(kBinGet, renamed_.get()[slot_of(at)]);
+            write_slot(kBinGet, renamed_[place_of(slot_of(at))]);
         } else {
             write(data_ + at, next - at);
         }
@@ -480,7 +478,7 @@ class Packer {
     }
 
     bool is_kept(int64_t slot) {
-        return slot != kNoSlot && facts_.fetched[static_cast<size_t>(slot)];
+        return slot != kNoSlot && facts_.is_fetched(slot);
     }
 
     // How far the pickle was written.
@@ -660,10 +658,22 @@ class Packer {
         write_slot(kBinPut, num_slots_++);
     }
 
+    static uint32_t count_bits(uint64_t word) {
+        return static_cast<uint32_t>(std::bitset<64>(word).count());
+    }
+
+    // The place of a slot among those that something fetches.
+    size_t place_of(int64_t slot) const {
+        const size_t word = static_cast<size_t>(slot) / 64;
+        const uint64_t below = (uint64_t{1} << (slot % 64)) - 1;
+        return before_[word] + count_bits(facts_.fetched[word] & below);
+    }
+
     void rename(int64_t slot, uint32_t written) {
+        if (!is_kept(slot)) return;
         if (slot <= highest_) keys_.erase(slot);
         highest_ = std::max(highest_, slot);
-        renamed_.get()[slot] = written;
+        renamed_[place_of(slot)] = written;
     }
 
     void write_slot(Opcode narrow, uint32_t slot) {
@@ -695,17 +705,12 @@ class Packer {
         size_ += nbytes;
     }
 
-    struct Free {
-        void operator()(void* memory) const {
-            std::free(memory);
-        }
-    };
-
     const uint8_t* data_;
     const PickleFacts& facts_;
     const int64_t long_list_;  // items from which a list becomes a column; 0: none does
     ze_packed* out_;
-    std::unique_ptr<uint32_t, Free> renamed_;  // new slot by old one
+    std::vector<uint32_t> before_;   // by word of facts_.fetched: slots before it that something fetches
+    std::vector<uint32_t> renamed_;  // the new slots of these
     std::map<std::string_view, uint32_t> shapes_;
     std::vector<std::map<std::string_view, uint32_t>::iterator> shape_order_;  // as they were written
     int64_t highest_ = kNoSlot;                                                // slot that a PUT has filled

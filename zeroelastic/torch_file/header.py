@@ -235,7 +235,7 @@ def read_torch_file(
     return file
 
 
-def _load(data: bytes, columns: Sequence[object], path: FilePath, foreign: ForeignGlobals) -> object:
+def _load(data: bytes | memoryview, columns: Sequence[object], path: FilePath, foreign: ForeignGlobals) -> object:
     with paused_collector():
         root = HeaderUnpickler(data, path, foreign, columns).load()
     if foreign == "refuse":  # user objects beside it may hold themselves

@@ -63,7 +63,7 @@ class NamedColumnMaker:
         self.rows = rows
 
     def __call__(self, empty: object, items: object) -> NamedColumn:
-        form, key, numel, offset = np.ascontiguousarray(self.rows.reshape(-1, 4).T)
+        form, key, numel, offset = self.rows.reshape(-1, 4).T
         first = np.flatnonzero(np.diff(np.maximum.accumulate(form), prepend=-1))  # the rows of new forms
         places = first + np.arange(1, len(first) + 1)
         if type(empty) is not Dict or not isinstance(items, list) or len(items) != len(form) + len(places):
@@ -120,7 +120,7 @@ def is_worth_packing(num_bytes: int, *, large: int) -> bool:
     return num_bytes >= large or _ENGINE in sys.modules
 
 
-def pack_pickle(data: bytes, *, long_list: int) -> tuple[bytes, list[object]] | None:
+def pack_pickle(data: bytes, *, long_list: int) -> tuple[memoryview, list[object]] | None:
     """A pickle that is in proportion to its size, packed, and the objects of its persistent ids 0, 1, ...
 
     Lists of at least ``long_list`` items, if that is not 0, are columns where they are of integers that int64 holds, or

@@ -32,6 +32,7 @@ from zeroelastic.torch_file.rebuild_functions import (
 
 _MAX_GLOBALS = 4096
 _MAX_REPEATED = 64 << 10
+_READ_BYTES = 64 << 10
 _CONTAINERS = (dict, list, tuple, set, frozenset, *COLUMNS)
 _FREE_VISITS = 1 << 20
 _VISITS_PER_ITEM = 64
@@ -71,6 +72,22 @@ def split_global(name: str) -> tuple[str, str]:
     return module, qualname
 
 
+class _Bytes(io.RawIOBase):
+    """A pickle as a file of which a ``BufferedReader`` reads thousands of bytes at a time, which no BytesIO does."""
+
+    def __init__(self, data: bytes | memoryview) -> None:
+        self._left = memoryview(data)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
+        some = self._left[: len(buffer)]
+        buffer[: len(some)] = some
+        self._left = self._left[len(some) :]
+        return len(some)
+
+
 class HeaderUnpickler(pickle.Unpickler):
     """The allow-listed unpickler: every global resolves to one of our own objects, or is refused or inert.
 
@@ -78,8 +95,10 @@ class HeaderUnpickler(pickle.Unpickler):
     ``load`` raises UnsafePickleError, CheckpointError, and whatever a damaged pickle makes the standard one raise.
     """
 
-    def __init__(self, data: bytes, path: FilePath, foreign: ForeignGlobals, columns: Sequence[object] = ()) -> None:
-        super().__init__(io.BytesIO(data), encoding="utf-8")
+    def __init__(
+        self, data: bytes | memoryview, path: FilePath, foreign: ForeignGlobals, columns: Sequence[object] = ()
+    ) -> None:
+        super().__init__(io.BufferedReader(_Bytes(data), _READ_BYTES), encoding="utf-8")
         self._columns = columns
         self._path = path
         self._foreign = foreign

@@ -107,11 +107,11 @@ class Entries(Sequence[Entry]):
     offset: int
     at: Int64Array
     name_bytes: Int64Array
-    flags: Int64Array
+    flags: npt.NDArray[np.uint16]
     nbytes: Int64Array
     header: Int64Array
     stored_bytes: Int64Array
-    crc32: Int64Array
+    crc32: npt.NDArray[np.uint32]
     is_plain: npt.NDArray[np.bool_]
 
     def __len__(self) -> int:
@@ -211,8 +211,8 @@ def _starts(data: bytes, end: int) -> Int64Array:
 def _entries(data: bytes, nbytes: int, offset: int, faults: list[Fault]) -> Entries:
     """The entries of a directory of ``nbytes`` bytes at ``offset`` in the file; what is wrong with them to ``faults``."""
     at = _starts(data, nbytes)
-    columns = (np.empty(len(at), dtype=np.int64) for _ in range(6))
-    entries = Entries(data, offset, at, *columns, is_plain=np.empty(len(at), dtype=bool))
+    dtypes = (np.int64, np.uint16, np.int64, np.int64, np.int64, np.uint32, np.bool_)
+    entries = Entries(data, offset, at, *(np.empty(len(at), dtype=dtype) for dtype in dtypes))
     attributes = np.empty(len(at), dtype=np.uint64)
     for begin in range(0, len(at), _ROWS):
         rows = slice(begin, begin + _ROWS)
