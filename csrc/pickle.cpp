@@ -401,7 +401,11 @@ class Packer {
             if (persid != ops_.size()) return false;
             persid = i;
         }
-        value_ = Value();
+        value_.form.clear();
+        value_.key = -1;
+        value_.numel = value_.offset = 0;
+        value_.keeps = false;
+        value_.kept_key = nullptr;
         const bool is_tensor = persid != ops_.size();
         if (is_tensor) {
             const size_t head = persid < 9 ? 1 : persid - 7;  // opcodes before the persistent id

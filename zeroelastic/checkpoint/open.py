@@ -131,7 +131,7 @@ class Checkpoint:
         rank = 0 if self.whole_model else rank
         if rank not in self._models:
             path = self.model_file(rank)
-            file = read_torch_file(path, foreign="inert", through=through)
+            file = read_torch_file(path, foreign="inert", through=through, columns=True)
             model = model_states_of(file, rank, world_size=self.world_size, tp=self.tp)
             self._check_directory(path, model.directory)
             self._models[rank] = model

@@ -9,8 +9,8 @@ interrupts the work where there is a progress function. The operations are docum
 from __future__ import annotations
 
 import ctypes
-import weakref
 import functools
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal

@@ -1,5 +1,4 @@
-"""Long lists and dictionaries of a header as arrays: of integers, of tensors that are parts of one storage, and of named
-tensors or shapes.
+"""Long lists and dictionaries of a header as arrays: of integers, of parts of one storage, of named tensors and shapes.
 
 A list of a million tensors takes Python half a gigabyte; as a column it takes 16 MB. To a pickle, a column is an object
 that it can neither change nor look into.
@@ -7,14 +6,14 @@ that it can neither change nor look into.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from zeroelastic.core.layout import Int64Array
-from zeroelastic.torch_file.inert_objects import StorageRef, Stub, TensorRef, sealed
+from zeroelastic.torch_file.inert_objects import DTYPE_BYTES, StorageRef, Stub, TensorRef, sealed
 
 
 @sealed
@@ -57,7 +56,7 @@ class TensorColumn:
         return [TensorRef(self.storage, self.storage.dtype, offset, (numel,), (1,)) for offset, numel in places]
 
 
-class NamedColumn(Mapping[str, object]):
+class NamedColumn(Mapping[object, object]):
     """An OrderedDict by columns: ``names``, and the ``form`` of each value, an index into ``forms``.
 
     A form is a tuple, a small dictionary, or a ``TensorRef`` that stands for all tensors of its dtype, shape and
@@ -80,7 +79,7 @@ class NamedColumn(Mapping[str, object]):
     ) -> None:
         self.names, self.forms, self.form = names, forms, form
         self.key, self.numel, self.offset = key, numel, offset
-        self._index: dict[str, int] | None = None
+        self._index: dict[object, int] | None = None
 
     def __setstate__(self, state: object) -> None:
         """Attributes that are set on an OrderedDict, as torch does for module states, are left out."""
@@ -91,15 +90,46 @@ class NamedColumn(Mapping[str, object]):
     def __iter__(self) -> Iterator[str]:
         return iter(self.names)
 
-    def __getitem__(self, name: str) -> object:
+    def __getitem__(self, name: object) -> object:
         if self._index is None:
             self._index = {name: row for row, name in enumerate(self.names)}
         return self.value(self._index[name])
 
     @property
-    def is_tensor(self) -> npt.NDArray[np.bool_]:
-        """Which values are tensors."""
-        return np.array([isinstance(form, TensorRef) for form in self.forms], dtype=bool)[self.form]
+    def facts(self) -> Int64Array:
+        """Of each form: whether it is contiguous, its elements, the bytes of one, and those of one of its storage.
+
+        Zeros for a form that is no tensor.
+        """
+        facts = [
+            (form.is_contiguous, form.numel, DTYPE_BYTES[form.dtype], DTYPE_BYTES[form.storage.dtype])
+            if isinstance(form, TensorRef)
+            else (0, 0, 0, 0)
+            for form in self.forms
+        ]
+        return np.array(facts, dtype=np.int64).reshape(-1, 4)
+
+    def is_in(self, names: Collection[object]) -> npt.NDArray[np.bool_]:
+        """Which names are among these."""
+        if not names:
+            return np.zeros(len(self.names), dtype=bool)
+        return np.fromiter(map(names.__contains__, self.names), dtype=bool, count=len(self.names))
+
+    def only(self, rows: Int64Array) -> dict[object, object]:
+        """The values of some names, by their places."""
+        return {self.names[row]: self.value(row) for row in rows.tolist()}
+
+    def listed(self) -> list[object]:
+        """All values."""
+        if (self.key < 0).all():
+            return [*map(self.forms.__getitem__, self.form.tolist())]
+        return [*map(self.value, range(len(self.names)))]
+
+    def tensor(self, row: int) -> TensorRef:
+        """The value of one name, which is a tensor."""
+        value = self.value(row)
+        assert isinstance(value, TensorRef)
+        return value
 
     @property
     def num_held(self) -> int:
@@ -117,8 +147,8 @@ class NamedColumn(Mapping[str, object]):
 
     def as_dict(self) -> dict[object, object]:
         """The values one by one; no two of them are one object, as those of a module's state."""
-        values = map(self.value, range(len(self.names)))
-        return {name: dict(value) if isinstance(value, dict) else value for name, value in zip(self.names, values)}
+        values = (dict(value) if isinstance(value, dict) else value for value in self.listed())
+        return dict(zip(self.names, values, strict=True))
 
 
 _MOST_NESTED = 200  # more than a tree that was checked has; stand-ins may hold themselves

@@ -24,22 +24,23 @@ import numpy as np
 import numpy.typing as npt
 
 from zeroelastic.core.collector import paused_collector
+from zeroelastic.core.layout import Int64Array
 from zeroelastic.errors import CheckpointError, OldFormatError
 from zeroelastic.io.block_cache import BlockFile
 from zeroelastic.io.local import LocalFile
 from zeroelastic.io.paths import FilePath, RemotePath, as_path
 from zeroelastic.io.storage import read_range
+from zeroelastic.torch_file.columns import NamedColumn, TensorColumn
 from zeroelastic.torch_file.inert_objects import DTYPE_BYTES, DType, StorageRef, Stub, TensorRef
 from zeroelastic.torch_file.packed_pickle import LARGE_PICKLE, LONG_LIST, is_worth_packing, pack_pickle
 from zeroelastic.torch_file.pickle_limits import check_opcodes
-from zeroelastic.torch_file.records import Record, Records
+from zeroelastic.torch_file.records import LOCATED_BYTES, Record, Records
 from zeroelastic.torch_file.safe_unpickler import ForeignGlobals, HeaderUnpickler, check_tree
 from zeroelastic.torch_file.zip_format import FIELD, LOCAL, LOCAL_MARK, Directory, ZipError, read_directory
 
 __all__ = ["DTYPE_BYTES", "DType", "Extent", "StorageRef", "Stub", "TensorRef", "TorchFile", "read_torch_file"]
 
 _MAX_PICKLE_BYTES = 1 << 31
-_LOCATED_BYTES = 512  # a local header with its padding, and a scalar that follows it
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +120,8 @@ class TorchFile:
         order = sorted(found)
         for at in range(0, len(order), self._blocks.capacity):
             offsets = {key: offset for offset, key in order[at : at + self._blocks.capacity]}
-            self._blocks.prefetch((offset, _LOCATED_BYTES) for offset in offsets.values())
-            self._headers |= {key: self._blocks.read(offset, _LOCATED_BYTES) for key, offset in offsets.items()}
+            self._blocks.prefetch((offset, LOCATED_BYTES) for offset in offsets.values())
+            self._headers |= {key: self._blocks.read(offset, LOCATED_BYTES) for key, offset in offsets.items()}
         self.header_bytes = self._blocks.bytes_read
 
     @contextmanager
@@ -137,6 +138,27 @@ class TorchFile:
         """The byte range of a whole storage. Raises CheckpointError for a bad record."""
         return Extent(self.path, self._payload(storage), storage.numel * DTYPE_BYTES[storage.dtype], storage.dtype)
 
+    def column_ranges(self, column: NamedColumn, rows: Int64Array) -> Int64Array:
+        """(offset, nbytes) of contiguous tensors of a column, by their places there: shape ``(num_rows, 2)``.
+
+        Raises CheckpointError as ``extent``.
+        """
+        form = column.form[rows]
+        contiguous, numel, itemsize, storage_itemsize = column.facts.T
+        if not contiguous[form].all():
+            self.extent(column.tensor(int(rows[contiguous[form] == 0][0])))
+        ranges = np.empty((len(rows), 2), dtype=np.int64)
+        offset, nbytes = ranges.T
+        offset[:] = -1
+        if self._blocks is None and len(rows):
+            wanted = column.numel[rows] * storage_itemsize[form]
+            offset[:] = self._records.payload_offsets(column.key[rows], wanted, self._read, self.size)
+        for row in np.flatnonzero(offset < 0).tolist():
+            offset[row] = self._payload(column.tensor(int(rows[row])).storage)
+        offset += column.offset[rows] * itemsize[form]
+        nbytes[:] = (numel * itemsize)[form]
+        return ranges
+
     def _payload(self, storage: StorageRef) -> int:
         entry = self._records.storage(storage.key)
         want = storage.numel * DTYPE_BYTES[storage.dtype]
@@ -152,7 +174,7 @@ class TorchFile:
             return known
         data = self._headers.get(storage.key)
         if data is None:
-            data = self._read(entry.header, _LOCATED_BYTES) if entry.header < self.size else b""
+            data = self._read(entry.header, LOCATED_BYTES) if entry.header < self.size else b""
         offset = self._offsets[storage.key] = _payload_offset(data, entry, self.path, self.size)
         return offset
 
@@ -203,8 +225,8 @@ def read_torch_file(
 
     ``foreign`` decides about globals outside the allow-list: "refuse" raises UnsafePickleError with the name, "inert"
     puts a ``Stub`` in its place (for files that have user objects, too). ``through`` reads the file in place of its
-    path. With ``columns``, lists of thousands of integers or tensors, and dictionaries of thousands of tensors or shapes,
-    may be columns (``torch_file.columns``).
+    path. With ``columns``, lists of thousands of integers or tensors, and OrderedDicts of thousands of tensors or
+    shapes, may be columns (``torch_file.columns``).
 
     Raises MissingFileError, CheckpointError (damaged, truncated), OldFormatError (before 1.6, without a zip archive),
     UnsafePickleError.
@@ -328,7 +350,7 @@ def _content(file: Blocks, entry: Record, path: FilePath, limit: int) -> bytes:
         raise CheckpointError(
             f"{path}: record {entry.text} is compressed or larger than {limit} bytes. The file is damaged."
         )
-    header = file.read(entry.header, _LOCATED_BYTES)
+    header = file.read(entry.header, LOCATED_BYTES)
     data = file.read(_payload_offset(header, entry, path, file.size), entry.nbytes)
     if zlib.crc32(data) != entry.crc32:
         raise CheckpointError(f"{path}: Bad CRC-32 for file {entry.text!r}. The file is truncated or damaged.")
@@ -347,18 +369,23 @@ def _not_zip(path: FilePath, start: bytes, size: int) -> CheckpointError:
     return CheckpointError(f"{path}: is not a torch.save file. The file is damaged.")
 
 
-def walk_refs(tree: object) -> Iterator[TensorRef]:
+_WALKED = (dict, list, tuple, set, frozenset, Stub, NamedColumn, TensorColumn)
+
+
+def walk_refs(tree: object, *, but: Iterable[object] = ()) -> Iterator[TensorRef]:
     """Every TensorRef in an unpickled tree, in order of appearance; what stand-ins of unknown objects hold, too.
+
+    The containers ``but`` are left out.
 
     Each container is walked once: user objects may hold themselves, and nest as deeply as they like.
     """
-    walked: set[int] = set()
+    walked = {id(container) for container in but}
     pending: list[Iterator[object]] = [iter((tree,))]
     while pending:
         for value in pending[-1]:
             if isinstance(value, TensorRef):
                 yield value
-            elif isinstance(value, (dict, list, tuple, set, frozenset, Stub)) and id(value) not in walked:
+            elif isinstance(value, _WALKED) and id(value) not in walked:
                 walked.add(id(value))
                 pending.append(_inside(value))
                 break
@@ -369,6 +396,10 @@ def walk_refs(tree: object) -> Iterator[TensorRef]:
 def _inside(container: object) -> Iterator[object]:
     if isinstance(container, Stub):
         return iter((container.args, container.items, container.attributes))
+    if isinstance(container, NamedColumn):
+        return map(container.value, np.flatnonzero(container.key >= 0).tolist())
+    if isinstance(container, TensorColumn):
+        return iter(container.as_list())
     if isinstance(container, dict):
         return chain.from_iterable(container.items())
     assert isinstance(container, Iterable)

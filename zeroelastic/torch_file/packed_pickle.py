@@ -112,7 +112,7 @@ def _is_form(value: object) -> bool:
         return len(value) <= _MAX_ITEMS and all(type(n) is int for n in value)
     if type(value) is dict:
         return len(value) <= _MAX_ITEMS and {*map(type, value)} <= {str} and {*map(type, value.values())} <= {int}
-    return isinstance(value, TensorRef)
+    return isinstance(value, TensorRef) and value.numel < _MAX_NUMEL
 
 
 def is_worth_packing(num_bytes: int, *, large: int) -> bool:
@@ -124,8 +124,9 @@ def pack_pickle(data: bytes, *, long_list: int) -> tuple[memoryview, list[object
     """A pickle that is in proportion to its size, packed, and the objects of its persistent ids 0, 1, ...
 
     Lists of at least ``long_list`` items, if that is not 0, are columns where they are of integers that int64 holds, or
-    of parts of one storage; OrderedDicts of as many, where their values are tensors or shapes. None for a pickle that the engine does not take, of which ``check_opcodes`` says whether it
-    is damaged; one that it takes may still be damaged in other ways. Raises MemoryError.
+    of parts of one storage; OrderedDicts of as many, where their values are tensors or shapes. None for a pickle that
+    the engine does not take, of which ``check_opcodes`` says whether it is damaged; one that it takes may still be
+    damaged in other ways. Raises MemoryError.
     """
     from zeroelastic.executors import native_executor  # most commands that read small headers need no engine
     from zeroelastic.executors.build_info import is_usable

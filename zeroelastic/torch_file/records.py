@@ -10,11 +10,20 @@ import numpy as np
 from zeroelastic.core.layout import Int64Array
 from zeroelastic.errors import CheckpointError
 from zeroelastic.io.paths import FilePath
-from zeroelastic.torch_file.zip_format import ENTRY, Entries, gather
+from zeroelastic.torch_file.zip_format import ENTRY, FIELD, LOCAL, LOCAL_MARK, Entries, ReadAt, gather
 
 _DATA = b"data/"
 _MAX_DIGITS = 18
+_POWERS = 10 ** np.arange(1, _MAX_DIGITS + 1)
 _ROWS = 1 << 16  # names that are looked at at one time
+_HEADERS = 1 << 14  # headers of records that are read at one time
+LOCATED_BYTES = 512
+"""A record's own header with its padding, and a scalar that follows it."""
+_FIELD = np.dtype([("kind", "<u2"), ("nbytes", "<u2")])
+_LOCAL = np.dtype([
+    ("mark", "S4"), ("needs", "<u2"), ("flags", "<u2"), ("method", "<u2"), ("time", "<u2"), ("date", "<u2"),
+    ("crc32", "<u4"), ("stored_bytes", "<u4"), ("nbytes", "<u4"), ("name_bytes", "<u2"), ("extra_bytes", "<u2"),
+])  # fmt: skip
 
 
 class Record(NamedTuple):
@@ -76,6 +85,48 @@ class Records:
         """The record of a storage."""
         return self.named(_DATA.decode() + key)
 
+    def payload_offsets(self, number: Int64Array, nbytes: Int64Array, read: ReadAt, size: int) -> Int64Array:
+        """Where the payload of storages begins in a file of ``size`` bytes, of which each must have ``nbytes`` bytes.
+
+        -1 for a storage whose record is not as torch.save writes it, or that is none of these. Memory: 16 MiB.
+        """
+        row = np.searchsorted(self._number, number)
+        row[row == len(self._number)] = 0
+        is_known = np.zeros(len(number), dtype=bool)
+        if len(self._number):
+            is_known = (self._number[row] == number) & (self._nbytes[row] == nbytes)
+        offsets = np.full(len(self._number), -1, dtype=np.int64)
+        is_wanted = np.zeros(len(self._number), dtype=bool)
+        is_wanted[row[is_known]] = True
+        rows = np.flatnonzero(is_wanted)
+        rows = rows[np.argsort(self._header[rows], kind="stable")]
+        for begin in range(0, len(rows), _HEADERS):
+            self._locate(rows[begin : begin + _HEADERS], offsets, read, size)
+        return np.where(is_known, offsets[row] if len(offsets) else -1, -1)
+
+    def _locate(self, rows: Int64Array, offsets: Int64Array, read: ReadAt, size: int) -> None:
+        """Fill in the offsets of some rows, whose headers ascend."""
+        header, number, prefix = self._header[rows], self._number[rows], self._folder + _DATA
+        begin, end = int(header[0]), int(header[-1]) + LOCATED_BYTES
+        if end > size + LOCATED_BYTES or len(prefix) > LOCATED_BYTES // 2:
+            return
+        if end - begin <= 2 * LOCATED_BYTES * len(rows):
+            data, at = read(begin, end - begin).ljust(end - begin, b"\0"), header - begin
+        else:
+            data = b"".join(read(offset, LOCATED_BYTES).ljust(LOCATED_BYTES, b"\0") for offset in header.tolist())
+            at = np.arange(len(rows)) * LOCATED_BYTES
+        heads = gather(data, at, LOCAL.size).view(_LOCAL)
+        digits = np.searchsorted(_POWERS, number, side="right") + 1
+        name_bytes, extra_bytes = len(prefix) + digits, heads["extra_bytes"].astype(np.int64)
+        names = at + LOCAL.size
+        fields = gather(data, names + name_bytes, FIELD.size).view(_FIELD)
+        good = (heads["mark"] == LOCAL_MARK) & (heads["flags"] == self._flags[rows]) & (heads["method"] == 0)
+        good &= (heads["name_bytes"] == name_bytes) & (_numbers_at(data, names, prefix, digits) == number)
+        good &= (extra_bytes == 0) | (extra_bytes == FIELD.size + fields["nbytes"])
+        payload = header + LOCAL.size + name_bytes + extra_bytes
+        good &= payload + self._nbytes[rows] <= size
+        offsets[rows[good]] = payload[good]
+
     def storages(self) -> Iterator[str]:
         """The keys of all storages."""
         yield from map(str, self._number.tolist())
@@ -92,20 +143,27 @@ class Records:
 
 def _numbers(entries: Entries, prefix: bytes) -> Int64Array:
     """The number behind ``prefix`` in the name of each plain entry; -1 where there is none as torch writes it."""
-    numbers = np.full(len(entries), -1, dtype=np.int64)
-    wanted = np.frombuffer(prefix, dtype=np.uint8)
+    numbers = np.empty(len(entries), dtype=np.int64)
     for begin in range(0, len(entries), _ROWS):
-        rows = np.arange(begin, min(begin + _ROWS, len(entries)))
-        for digits in range(1, _MAX_DIGITS + 1):
-            chosen = rows[(entries.name_bytes[rows] == len(prefix) + digits) & entries.is_plain[rows]]
-            if not len(chosen):
-                continue
-            names = gather(entries.data, entries.at[chosen] + ENTRY.size, len(prefix) + digits)
-            characters = names.view(np.uint8).reshape(len(chosen), -1)
-            values = characters[:, len(prefix) :].astype(np.int64) - ord("0")
-            good = (characters[:, : len(prefix)] == wanted).all(axis=1) & ((values >= 0) & (values <= 9)).all(axis=1)
-            good &= (values[:, 0] > 0) | (digits == 1)
-            numbers[chosen[good]] = values[good] @ 10 ** np.arange(digits - 1, -1, -1)
+        rows = slice(begin, begin + _ROWS)
+        digits = np.where(entries.is_plain[rows], entries.name_bytes[rows] - len(prefix), 0)
+        numbers[rows] = _numbers_at(entries.data, entries.at[rows] + ENTRY.size, prefix, digits)
+    return numbers
+
+
+def _numbers_at(data: bytes, at: Int64Array, prefix: bytes, digits: Int64Array) -> Int64Array:
+    """The number of so many digits that stands behind ``prefix`` at each place of ``data``; -1 where there is none."""
+    numbers = np.full(len(at), -1, dtype=np.int64)
+    wanted = np.frombuffer(prefix, dtype=np.uint8)
+    for count in range(1, _MAX_DIGITS + 1):
+        chosen = np.flatnonzero(digits == count)
+        if not len(chosen):
+            continue
+        characters = gather(data, at[chosen], len(prefix) + count).view(np.uint8).reshape(len(chosen), -1)
+        values = characters[:, len(prefix) :].astype(np.int64) - ord("0")
+        good = (characters[:, : len(prefix)] == wanted).all(axis=1) & ((values >= 0) & (values <= 9)).all(axis=1)
+        good &= (values[:, 0] > 0) | (count == 1)
+        numbers[chosen[good]] = values[good] @ 10 ** np.arange(count - 1, -1, -1)
     return numbers
 
 

@@ -209,10 +209,20 @@ def _starts(data: bytes, end: int) -> Int64Array:
 
 
 def _entries(data: bytes, nbytes: int, offset: int, faults: list[Fault]) -> Entries:
-    """The entries of a directory of ``nbytes`` bytes at ``offset`` in the file; what is wrong with them to ``faults``."""
+    """The entries of a directory of ``nbytes`` bytes, at ``offset`` in the file; adds what is wrong to ``faults``."""
     at = _starts(data, nbytes)
-    dtypes = (np.int64, np.uint16, np.int64, np.int64, np.int64, np.uint32, np.bool_)
-    entries = Entries(data, offset, at, *(np.empty(len(at), dtype=dtype) for dtype in dtypes))
+    entries = Entries(
+        data,
+        offset,
+        at,
+        name_bytes=np.empty(len(at), dtype=np.int64),
+        flags=np.empty(len(at), dtype=np.uint16),
+        nbytes=np.empty(len(at), dtype=np.int64),
+        header=np.empty(len(at), dtype=np.int64),
+        stored_bytes=np.empty(len(at), dtype=np.int64),
+        crc32=np.empty(len(at), dtype=np.uint32),
+        is_plain=np.empty(len(at), dtype=np.bool_),
+    )
     attributes = np.empty(len(at), dtype=np.uint64)
     for begin in range(0, len(at), _ROWS):
         rows = slice(begin, begin + _ROWS)
@@ -256,7 +266,8 @@ def gather(data: bytes, at: Int64Array, nbytes: int) -> npt.NDArray[np.void]:
     """``nbytes`` bytes from each of some places on, which lie inside of ``data``: shape ``(num_places,)``."""
     if not len(at):
         return np.empty(0, dtype=f"V{nbytes}")
-    return np.ndarray((len(data) - nbytes + 1,), f"V{nbytes}", data, strides=(1,))[at]
+    windows: npt.NDArray[np.void] = np.ndarray((len(data) - nbytes + 1,), f"V{nbytes}", data, strides=(1,))
+    return windows[at]
 
 
 def _entry(data: bytes, at: int, offset: int) -> tuple[Entry, bool]:

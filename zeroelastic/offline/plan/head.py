@@ -128,7 +128,7 @@ class Head:
         Shape ``(world_size,)``.
         """
         rank = np.arange(world_size)
-        weights = sum(nbytes for _, nbytes in self.model.weights)
+        weights = int(self.model.weights[:, 1].sum())
         parts = len(self.model_sizes)
         return self.model_sizes[np.where(rank < parts, rank, 0)] - self.frozen_payload(parts) - weights
 
