@@ -408,11 +408,17 @@ class Packer {
         value_.kept_key = nullptr;
         const bool is_tensor = persid != ops_.size();
         if (is_tensor) {
-            const size_t head = persid < 9 ? 1 : persid - 7;  // opcodes before the persistent id
-            if (head % 2 != 0 || calls != head / 2 || persid + 1 == ops_.size()) return false;
-            for (size_t i = 0; i < head; i += 2) {
-                if (!is_atom(ops_[i].at) || !is(ops_[i + 1].at, kMark)) return false;
+            // Before the persistent id: the function that gets the storage, and one that gets what that
+            // makes.
+            const size_t head = persid < 9 ? 0 : persid - 7;
+            size_t functions = 0;
+            for (size_t i = 0; i < head; ++i) {
+                functions += is_atom(ops_[i].at);
+                if (!is_atom(ops_[i].at) && (i == 0 || !is(ops_[i].at, kMark) || !is_atom(ops_[i - 1].at)))
+                    return false;
             }
+            if (head == 0 || functions > 2 || calls != functions || persid + 1 == ops_.size()) return false;
+            if (!is(ops_[head - 1].at, kMark)) return false;
             if (!is(ops_[head].at, kMark) || !is(ops_[persid - 1].at, kTuple)) return false;
             if (!key(ops_[persid - 4]) || integer(ops_[persid - 2].at, &value_.numel) == 0) return false;
             if (integer(ops_[persid + 1].at, &value_.offset) == 0) return false;
