@@ -307,9 +307,10 @@ CASES = {
     "tensors by name, with an empty state": TENSOR_TABLE + META + b"sb",
     "a state that is fetched": TENSOR_TABLE + META + b"(" + named(*[VERSION] * 6) + b"usbh\x21\x86",
     "a state of other things": TENSOR_TABLE + META + b"(" + named(*[b"N"] * 6) + b"usb",
-    "a state with a name that is not UTF-8": TENSOR_TABLE + META + b"(" + named(*[VERSION] * 6, keys=b"abc\xffde") + b"usb",
-    "a state that is no OrderedDict": TENSOR_TABLE + META.replace(b"OrderedDict", b"defaultdict") + b"(" + named(*[VERSION] * 6)
-    + b"usb",
+    "a state with a name that is not UTF-8": TENSOR_TABLE + META + b"(" + named(
+        *[VERSION] * 6, keys=b"abc\xffde") + b"usb",
+    "a state that is no OrderedDict": TENSOR_TABLE + META.replace(b"OrderedDict", b"defaultdict") + b"("
+    + named(*[VERSION] * 6) + b"usb",
     "a state that is set twice": TENSOR_TABLE + (META + b"(" + named(*[VERSION] * 6) + b"usb") * 2,
     "a dictionary of another class": TABLE.replace(b"OrderedDict", b"defaultdict"),
     "a dictionary of a function": TABLE.replace(b"collections\nOrderedDict", b"torch\nSize"),
@@ -322,7 +323,8 @@ CASES = {
     "a value that is a list": DICT + b"(" + SHAPES + named(b"]", keys=b"z") + b"u",
     "a value that is a dictionary of itself": DICT + b"(" + SHAPES + named(b"h\x11", keys=b"z") + b"u",
     "a value that is fetched": b"K\1\x85q\x20" + DICT + b"(" + SHAPES + named(*[b"h\x20"] * 3, keys=b"xyz") + b"u\x86",
-    "values that are changed": b"}q\x20" + DICT + b"(" + SHAPES + named(*[b"h\x20X\1\0\0\0aK\1s"] * 3, keys=b"xyz") + b"u\x86",
+    "values that are changed": b"}q\x20" + DICT + b"(" + SHAPES + named(
+        *[b"h\x20X\1\0\0\0aK\1s"] * 3, keys=b"xyz") + b"u\x86",
     "a dictionary in a dictionary": DICT + b"(" + SHAPES + named(b"h\x10)R(" + named(b"K\1") + b"u", keys=b"z") + b"u",
     "a dictionary in which a dictionary is made": DICT + b"(" + named(*[b"h\x10)R"] * 5) + b"u",
     "an entry without a value": DICT + b"(" + SHAPES + b"X\1\0\0\0zu",
@@ -345,7 +347,8 @@ CASES = {
     + TENSOR_ENTRIES + b"uh\5\x86",
     "a slot that was filled before": b"K\1q\3" + TENSOR_TABLE + b"h\3\x87",
     "a size that is fetched": DICT + b"(" + SHAPES + named(size(b"K\7\x85q\x20"), keys=b"z") + b"uh\x20\x86",
-    "a tensor by name that is fetched": DICT + b"(" + TENSOR_ENTRIES + named(next_tensor(4) + b"q\x20", keys=b"z") + b"uh\x20\x86",
+    "a tensor by name that is fetched": DICT + b"(" + TENSOR_ENTRIES + named(
+        next_tensor(4) + b"q\x20", keys=b"z") + b"uh\x20\x86",
     "a tensor by name behind its storage": DICT + b"(" + TENSOR_ENTRIES + named(next_tensor(39), keys=b"z") + b"u",
     "a tensor by name at a negative place": DICT + b"(" + TENSOR_ENTRIES
     + named(next_tensor().replace(b"QK\2", b"QJ\xfe\xff\xff\xff"), keys=b"z") + b"u",
@@ -430,7 +433,8 @@ PACKED = {
     "shapes by name", "tensors by name", "tensors by name, and one more", "tensors by name, with a state",
     "tensors by name, with an empty state", "a state that is fetched", "a name that is fetched", "a dictionary twice",
     "a size that is fetched", "a tensor by name that is fetched", "a tensor by name of another size",
-    "a storage with another key", "a key's slot that is filled anew", "parameters by name", "a dictionary in a stand-in",
+    "a storage with another key", "a key's slot that is filled anew", "parameters by name",
+    "a dictionary in a stand-in",
 }  # fmt: skip
 
 
