@@ -103,7 +103,8 @@ class Values {
 };
 
 // Writes a checked pickle again: without memo slots that nothing fetches, with one tuple for all equal tuples
-// of integers, and with persistent ids that are integers, the numbers of columns, in place of long lists.
+// of integers, and with persistent ids that are integers, the numbers of columns, in place of long lists and
+// dictionaries (ze_packed).
 class Packer {
   public:
     Packer(const uint8_t* data, const PickleFacts& facts, int64_t long_list, ze_packed* out)

@@ -21,7 +21,7 @@ from zeroelastic.checkpoint.values import checked_column, checked_param, checked
 from zeroelastic.core.layout import Int64Array, Layout, Param, partition_numel, unpacked_layout
 from zeroelastic.errors import CheckpointError, UnsupportedError, brief, shown
 from zeroelastic.io.paths import FilePath
-from zeroelastic.torch_file.columns import NamedColumn
+from zeroelastic.torch_file.columns import NamedColumn, with_lists
 from zeroelastic.torch_file.header import DTYPE_BYTES, Stub, TensorRef, TorchFile, read_torch_file, walk_refs
 
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
@@ -172,7 +172,7 @@ def _model_states(file: TorchFile, rank: int, *, world_size: int | None, tp: Ten
         frozen_extents=extents,
         header_bytes=file.header_bytes,
         directory=file.directory,
-        values={key: root[key] for key in (*COUNTERS, *_STATES) if key in root},
+        values={key: with_lists(root[key]) for key in (*COUNTERS, *_STATES) if key in root},
         others={
             str(name): value.shape if isinstance(value, TensorRef) else None
             for name, value in others.items()

@@ -73,8 +73,6 @@ def split_global(name: str) -> tuple[str, str]:
 
 
 class _Bytes(io.RawIOBase):
-    """A pickle as a file of which a ``BufferedReader`` reads thousands of bytes at a time, which no BytesIO does."""
-
     def __init__(self, data: bytes | memoryview) -> None:
         self._left = memoryview(data)
 
@@ -88,6 +86,18 @@ class _Bytes(io.RawIOBase):
         return len(some)
 
 
+class PickleFile(io.BufferedReader):
+    """A pickle as a file of which an unpickler reads thousands of bytes at a time; it reads a BytesIO by opcodes."""
+
+    def __init__(self, data: bytes | memoryview) -> None:
+        super().__init__(_Bytes(data), _READ_BYTES)
+        self._nbytes = len(data)
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        """Memory for what is there, not for what a damaged pickle asks for."""
+        return super().read(self._nbytes if size is None or size < 0 else min(size, self._nbytes))
+
+
 class HeaderUnpickler(pickle.Unpickler):
     """The allow-listed unpickler: every global resolves to one of our own objects, or is refused or inert.
 
@@ -98,7 +108,7 @@ class HeaderUnpickler(pickle.Unpickler):
     def __init__(
         self, data: bytes | memoryview, path: FilePath, foreign: ForeignGlobals, columns: Sequence[object] = ()
     ) -> None:
-        super().__init__(io.BufferedReader(_Bytes(data), _READ_BYTES), encoding="utf-8")
+        super().__init__(PickleFile(data), encoding="utf-8")
         self._columns = columns
         self._path = path
         self._foreign = foreign
