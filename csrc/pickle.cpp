@@ -22,13 +22,13 @@ constexpr size_t kMostShapes = 65536;  // tuples that are known by their bytes
 constexpr int64_t kMostDimensions = 64;
 constexpr size_t kMostMemoOps = 16;  // of a tensor: seven of its parts, six of tuples and calls
 constexpr int64_t kNoSlot = -1;
-constexpr size_t kMostForms =
+constexpr int64_t kMostForms =
     65536;                        // values of a dictionary that differ in more than their storage and place
 constexpr size_t kMostOps = 256;  // of an entry of a dictionary
 constexpr size_t kMostSpans = 4096;  // objects on the stack: a batch has a thousand entries
 constexpr int64_t kMostDigits = 18;
 
-enum class Kind : int64_t { kIntegers, kTensors, kTable, kState };
+enum class Kind : int64_t { kIntegers, kTensors, kNamedTensors, kNamedObjects, kState };
 
 // A tensor of one dimension without gaps, as torch.save writes it, and the memo slots of what it is made of.
 struct Tensor {
@@ -59,6 +59,15 @@ struct Value {
     int64_t offset = 0;
     bool keeps = false;  // something fetches what it remembers, other than the key
     const Op* kept_key = nullptr;
+};
+
+// The entries of a dictionary that were written so far.
+struct Entries {
+    int64_t dict_slot = kNoSlot;
+    Kind kind = Kind::kNamedTensors;  // kNamedObjects where the first value is no tensor
+    int64_t num_rows = 0;
+    int64_t num_forms = 0;
+    std::unordered_map<std::string, int64_t> forms;
 };
 
 // Integers that C can own.
@@ -207,9 +216,10 @@ class Packer {
         int64_t dict_slot = kNoSlot;
         int64_t next = empty_dict(at, &dict_slot);
         if (next == 0 || !is(next, kMark)) return 0;
-        next = call_column(Kind::kTable, at, next, dict_slot);
-        if (next == 0 || static_cast<int64_t>(values_.size() - before.num_values) < 4 * long_list_)
-            return restore(before);
+        Entries entries;
+        entries.dict_slot = dict_slot;
+        next = call_column(&entries, at, next);
+        if (next == 0 || entries.num_rows < long_list_) return restore(before);
         if (dict_slot != kNoSlot) keep(dict_slot);
         const int64_t end = state(next);
         return end == 0 ? next : end;
@@ -228,7 +238,10 @@ class Packer {
         const Position before = position();
         rewrite(name, dict);
         write({kPop});
-        next = call_column(Kind::kState, dict, next, dict_slot);
+        Entries entries;
+        entries.dict_slot = dict_slot;
+        entries.kind = Kind::kState;
+        next = call_column(&entries, dict, next);
         if (next == 0 || !is(next, kSetItem) || !is(next + 1, kBuild)) return restore(before);
         write({kPop});
         return next + 2;
@@ -242,31 +255,29 @@ class Packer {
         return is(next, kEmptyTuple) && is(next + 1, kReduce) ? put(next + 2, dict_slot) : 0;
     }
 
-    int64_t call_column(Kind kind, int64_t dict, int64_t first_entry, int64_t dict_slot) {
-        write_column(kind);
+    int64_t call_column(Entries* entries, int64_t dict, int64_t first_entry) {
+        write_column(entries->kind);
         for (int64_t next = dict; !is(next, kEmptyTuple);) next = copy(next);
-        if (is_kept(dict_slot)) highest_ = std::max(highest_, dict_slot);
+        if (is_kept(entries->dict_slot)) highest_ = std::max(highest_, entries->dict_slot);
         write({kEmptyTuple, kReduce, kEmptyList});
-        const int64_t end = entries(first_entry, dict_slot, kind == Kind::kTable);
+        const int64_t end = write_entries(first_entry, entries);
         write({kTuple2, kReduce});
-        bounds_.resize(bounds_.size() - 1);
+        bounds_.resize(bounds_.size() - 2);
+        bounds_.push_back(static_cast<int64_t>(entries->kind));
         bounds_.push_back(static_cast<int64_t>(values_.size()));
         return end;
     }
 
-    // Write the items of a table whose first batch is at `at`; names, with `named`, or only what is fetched
-    // of them. Returns where the entries end, or 0.
-    int64_t entries(int64_t at, int64_t dict_slot, bool named) {
-        std::unordered_map<std::string, int64_t> known;
-        int64_t num_forms = 0;
+    // Write the items of a column whose first batch is at `at`. Returns where the entries end, or 0.
+    int64_t write_entries(int64_t at, Entries* entries) {
         for (bool single = false; !single && (is(at, kMark) || is_name(at));) {
             single = !is(at, kMark);  // a batch of one entry has no mark, and comes last
-            const int64_t end = batch(single ? at : at + 1, dict_slot, single);
+            const int64_t end = batch(single ? at : at + 1, entries->dict_slot, single);
             if (end == 0) break;
             if (spans_.size() % 2 != 0) return 0;
             write({kMark});
             for (size_t i = 0; i < spans_.size(); i += 2) {
-                if (!entry(spans_[i], spans_[i + 1], named, &known, &num_forms)) return 0;
+                if (!write_entry(spans_[i], spans_[i + 1], entries)) return 0;
             }
             write({kAppends});
             at = end;
@@ -274,11 +285,14 @@ class Packer {
         return at;
     }
 
-    bool entry(Span name, Span object, bool named, std::unordered_map<std::string, int64_t>* known,
-               int64_t* num_forms) {
+    bool write_entry(Span name, Span object, Entries* entries) {
         const int64_t behind = name.begin + opcode_length(data_, name.begin, facts_.end);
         int64_t slot = kNoSlot;
         if (!is_name(name.begin) || put(behind, &slot) != name.end || !describe(object)) return false;
+        if (entries->num_rows == 0 && entries->kind == Kind::kNamedTensors && value_.key < 0)
+            entries->kind = Kind::kNamedObjects;
+        if (entries->kind == Kind::kNamedObjects && value_.key >= 0) return false;
+        const bool named = entries->kind != Kind::kState;
         if (named) {
             rewrite(name.begin, name.end);
         } else if (!is(name.begin, kBinUnicode) || !is_ascii(name.begin, behind)) {
@@ -287,9 +301,10 @@ class Packer {
             rewrite(name.begin, name.end);
             write({kPop});
         }
-        const auto found = known->find(value_.form);
-        int64_t form = *num_forms;
-        if (found != known->end() && !value_.keeps) {
+        auto& forms = entries->forms;
+        const auto found = forms.find(value_.form);
+        int64_t form = entries->num_forms;
+        if (found != forms.end() && !value_.keeps) {
             form = found->second;
             if (value_.kept_key != nullptr) {
                 write(data_ + value_.kept_key->at, value_.kept_key->end - value_.kept_key->at);
@@ -297,14 +312,17 @@ class Packer {
                 write({kPop});
             }
         } else {
-            if (*num_forms == static_cast<int64_t>(kMostForms)) return false;
-            known->emplace(value_.form, (*num_forms)++);
+            if (form == kMostForms) return false;
+            forms.emplace(value_.form, form);
+            ++entries->num_forms;
             rewrite(object.begin, object.end);
         }
         if (value_.kept_key != nullptr) keys_[value_.kept_key->kept] = value_.key;
-        if (!named) return true;
-        for (const int64_t column : {form, value_.key, value_.numel, value_.offset})
-            values_.push_back(column);
+        ++entries->num_rows;
+        if (named) values_.push_back(form);
+        if (entries->kind == Kind::kNamedTensors) {
+            for (const int64_t column : {value_.key, value_.numel, value_.offset}) values_.push_back(column);
+        }
         return true;
     }
 

@@ -126,11 +126,15 @@ struct ze_options {
 //   0  A list of integers became the persistent id of its column, an integer from 0.
 //   1  A list of one-dimensional tensors that are parts of one storage became a call of that with the first
 //      tensor; its column is each one's offset in elements and its number of elements.
-//   2  An OrderedDict became a call of that with an empty one, and with the list of its names, behind which
-//      stands the value where it is of a new form. Its column is, of each value, the number of its form, and
-//      of a tensor the number that is its storage's key, the storage's elements, and its offset there, in
-//      elements; the key is -1 for another object.
-//   3  The state of such a dictionary became a call of that with an empty OrderedDict and its forms, whose
+//   2  An OrderedDict of tensors became a call of that with an empty one, and with the list of its names,
+//   behind
+//      which stands the value where it is of a new form. Its column is, of each value, the number of its
+//      form, the number that is its storage's key, the storage's elements, and its offset there, in elements;
+//      the key is -1 for an object that is no tensor.
+//   3  An OrderedDict of which the first value is no tensor, and no other is, became the same; its column is
+//   the
+//      form of each value.
+//   4  The state of such a dictionary became a call of that with an empty OrderedDict and its forms, whose
 //      result is dropped. Its column is empty.
 struct ze_packed {
     uint8_t* pickle;

@@ -95,8 +95,8 @@ TEST(long_lists_of_a_pickle_are_columns) {
     const Packed packed = pack(honest(), 4);
     CHECK(packed.taken);
     const std::vector<int64_t> lists{1, 258, -1, -1, 0, 2, 1, 2, 2, 2, 3, 2, 4, 2, 5, 2};
-    CHECK(packed.values.size() == 56 && std::equal(lists.begin(), lists.end(), packed.values.begin()));
-    CHECK((packed.bounds == std::vector<int64_t>{0, 4, 1, 16, 2, 36, 2, 56, 3, 56}));
+    CHECK(packed.values.size() == 41 && std::equal(lists.begin(), lists.end(), packed.values.begin()));
+    CHECK((packed.bounds == std::vector<int64_t>{0, 4, 1, 16, 3, 21, 2, 41, 4, 41}));
     const std::string call = bytes({'J', 1, 0, 0, 0, 'Q'});
     CHECK(packed.pickle.find(bytes({'J', 0, 0, 0, 0, 'Q'})) != std::string::npos);
     CHECK(packed.pickle.find(call) != std::string::npos);
@@ -109,12 +109,13 @@ TEST(long_dictionaries_of_a_pickle_are_columns) {
     const std::string pickle = bytes({0x80, 2}) + "(" + dictionaries() + "h\x40h\x21t.";
     const Packed packed = pack(pickle, 4);
     CHECK(packed.taken && packed.pickle.size() < pickle.size());
-    CHECK((packed.bounds == std::vector<int64_t>{2, 20, 2, 40, 3, 40}));
+    CHECK((packed.bounds == std::vector<int64_t>{3, 5, 2, 25, 4, 25}));
+    CHECK(std::equal(packed.values.begin(), packed.values.begin() + 5,
+                     std::vector<int64_t>{0, 1, 2, 1, 2}.begin()));
     for (int64_t i = 0; i < 5; ++i) {
-        const auto row = packed.values.begin() + 4 * i;
-        CHECK(std::equal(row, row + 4, std::vector<int64_t>{i == 0 ? 0 : 2 - i % 2, -1, 0, 0}.begin()));
-        const int64_t form = i == 0 ? 0 : 1;  // the first tensor names what the others fetch
-        CHECK(std::equal(row + 20, row + 24, std::vector<int64_t>{form, 0, 40, i}.begin()));
+        const std::vector<int64_t> row{i == 0 ? 0 : 1, 0, 40,
+                                       i};  // the first tensor names what the others fetch
+        CHECK(std::equal(row.begin(), row.end(), packed.values.begin() + 5 + 4 * i));
     }
     CHECK(pack(pickle, 6).bounds.empty());
 }

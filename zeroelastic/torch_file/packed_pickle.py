@@ -8,6 +8,8 @@ the same. Where there is no engine, or it leaves a pickle to Python, files are r
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from functools import partial
 from itertools import compress
 
 import numpy as np
@@ -56,14 +58,18 @@ class NamedColumnMaker:
     what the dictionary is.
     """
 
-    __slots__ = ("rows",)
+    __slots__ = ("columns",)
 
-    def __init__(self, rows: Int64Array) -> None:
-        """``rows`` has the form, key, elements and offset of each value: shape ``(num_names * 4,)``."""
-        self.rows = rows
+    def __init__(self, rows: Int64Array, *, tensors: bool) -> None:
+        """``rows`` has the form of each value, and with ``tensors`` also key, elements and offset of each.
+
+        Shape ``(num_names,)``, with tensors ``(num_names * 4,)``.
+        """
+        nothing = (np.broadcast_to(np.int64(fill), rows.shape) for fill in (-1, 0, 0))
+        self.columns = tuple(rows.reshape(-1, 4).T) if tensors else (rows, *nothing)
 
     def __call__(self, empty: object, items: object) -> NamedColumn:
-        form, key, numel, offset = self.rows.reshape(-1, 4).T
+        form, key, numel, offset = self.columns
         first = np.flatnonzero(np.diff(np.maximum.accumulate(form), prepend=-1))  # the rows of new forms
         places = first + np.arange(1, len(first) + 1)
         if type(empty) is not Dict or not isinstance(items, list) or len(items) != len(form) + len(places):
@@ -139,5 +145,11 @@ def pack_pickle(data: bytes, *, long_list: int) -> tuple[memoryview, list[object
     return packed[0], [_COLUMNS[kind](values) for kind, values in packed[1]]
 
 
-_COLUMNS = (IntColumn, TensorColumnMaker, NamedColumnMaker, lambda _: StateMaker())
+_COLUMNS: tuple[Callable[[Int64Array], object], ...] = (
+    IntColumn,
+    TensorColumnMaker,
+    partial(NamedColumnMaker, tensors=True),
+    partial(NamedColumnMaker, tensors=False),
+    lambda _: StateMaker(),
+)
 """By the number that the engine gives each kind of column."""
