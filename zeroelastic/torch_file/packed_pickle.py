@@ -42,7 +42,7 @@ class TensorColumnMaker:
         self.places = places
 
     def __call__(self, first: object) -> TensorColumn:
-        offset, numel = np.ascontiguousarray(self.places.reshape(-1, 2).T)
+        offset, numel = self.places.reshape(-1, 2).T
         if not isinstance(first, TensorRef) or (first.offset, first.shape) != (offset[0], (numel[0],)):
             raise UnsafePickleError("a list of tensors does not begin with a tensor")
         if first.dtype != first.storage.dtype or (offset > first.storage.numel - numel).any():

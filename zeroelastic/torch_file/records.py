@@ -58,6 +58,7 @@ class Records:
         self._number = numbers[rows]
         self._flags, self._crc32 = entries.flags[rows], entries.crc32[rows]
         self._nbytes, self._header = entries.nbytes[rows], entries.header[rows]
+        self._offset: Int64Array | None = None
         self._others: dict[str, Record] = {}
         is_twice = (self._number[1:] == self._number[:-1]).any()
         for row in np.flatnonzero(numbers < 0).tolist():
@@ -88,21 +89,23 @@ class Records:
     def payload_offsets(self, number: Int64Array, nbytes: Int64Array, read: ReadAt, size: int) -> Int64Array:
         """Where the payload of storages begins in a file of ``size`` bytes, of which each must have ``nbytes`` bytes.
 
-        -1 for a storage whose record is not as torch.save writes it, or that is none of these. Memory: 16 MiB.
+        -1 for a storage whose record is not as torch.save writes it, or that is none of these. What was found is kept.
+        Memory: 16 MiB.
         """
         row = np.searchsorted(self._number, number)
         row[row == len(self._number)] = 0
         is_known = np.zeros(len(number), dtype=bool)
         if len(self._number):
             is_known = (self._number[row] == number) & (self._nbytes[row] == nbytes)
-        offsets = np.full(len(self._number), -1, dtype=np.int64)
+        if self._offset is None:
+            self._offset = np.full(len(self._number), -1, dtype=np.int64)
         is_wanted = np.zeros(len(self._number), dtype=bool)
         is_wanted[row[is_known]] = True
-        rows = np.flatnonzero(is_wanted)
+        rows = np.flatnonzero(is_wanted & (self._offset < 0))
         rows = rows[np.argsort(self._header[rows], kind="stable")]
         for begin in range(0, len(rows), _HEADERS):
-            self._locate(rows[begin : begin + _HEADERS], offsets, read, size)
-        return np.where(is_known, offsets[row] if len(offsets) else -1, -1)
+            self._locate(rows[begin : begin + _HEADERS], self._offset, read, size)
+        return np.where(is_known, self._offset[row] if len(self._offset) else -1, -1)
 
     def _locate(self, rows: Int64Array, offsets: Int64Array, read: ReadAt, size: int) -> None:
         """Fill in the offsets of some rows, whose headers ascend."""
