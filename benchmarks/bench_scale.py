@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -203,15 +203,31 @@ def graph(scale: Scale, work: Path) -> Steps:
 
 
 def header(scale: Scale, work: Path) -> Steps:
-    """The files of one rank with many parameters, as stage 3 and zeroelastic write them: opened, header only."""
+    """The files of one rank with many parameters, as stage 3 and zeroelastic write them: opened, header only.
+
+    Then what a load does with them before it reads payload, and last the checksums of a verified load.
+    """
     from zeroelastic.checkpoint.model_states import open_model_states
+    from zeroelastic.checkpoint.open import open_checkpoint
     from zeroelastic.checkpoint.optimizer_reader import open_shard
+    from zeroelastic.checkpoint.param_changes import ParamSet, compare
+    from zeroelastic.checkpoint.saved_state import check_same_models, check_same_save
+    from zeroelastic.torch_file.integrity import check_archive
 
     tag = _in_a_process(_many_params, scale, work)
     steps: Steps = {}
     optim, models = (next(tag.glob(f"*_{kind}_states.pt")) for kind in ("optim", "model"))
-    timed(steps, "open the optimizer file", lambda: open_shard(optim, 0, world_size=1, rigid_params=None))
     timed(steps, "open the model states", lambda: open_model_states(models, 0, world_size=1))
+    timed(steps, "open the optimizer file", lambda: open_shard(optim, 0, world_size=1, rigid_params=None))
+    checkpoint = open_checkpoint(tag)
+    model, shard = checkpoint.model_states(0), checkpoint.shard(0)
+    params, names = ParamSet(shard.layout.params, None), [group.params for group in shard.groups]
+    timed(steps, "compare with the run", lambda: compare(params, params, shard.groups, names))
+    timed(steps, "compare two ranks", lambda: check_same_save({0: shard, 1: replace(shard)}, shard))
+    timed(steps, "compare both files", lambda: check_same_models([model], shard, checkpoint))
+    timed(
+        steps, "check the model states, as a verified load does", lambda: check_archive(models, models.stat().st_size)
+    )
     return steps
 
 

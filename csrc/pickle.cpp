@@ -1,12 +1,16 @@
 #include "pickle.h"
 
 #include <algorithm>
+#include <bitset>
 #include <cstdlib>
 #include <cstring>
+#include <initializer_list>
 #include <map>
-#include <memory>
 #include <new>
+#include <string>
 #include <string_view>
+#include <unordered_map>
+#include <vector>
 
 #include "pickle_check.h"
 
@@ -18,12 +22,52 @@ constexpr size_t kMostShapes = 65536;  // tuples that are known by their bytes
 constexpr int64_t kMostDimensions = 64;
 constexpr size_t kMostMemoOps = 16;  // of a tensor: seven of its parts, six of tuples and calls
 constexpr int64_t kNoSlot = -1;
+constexpr int64_t kMostForms =
+    65536;                        // values of a dictionary that differ in more than their storage and place
+constexpr size_t kMostOps = 256;  // of an entry of a dictionary
+constexpr size_t kMostSpans = 4096;  // objects on the stack: a batch has a thousand entries
+constexpr int64_t kMostDigits = 18;
+
+enum class Kind : int64_t { kIntegers, kTensors, kNamedTensors, kNamedObjects, kState };
 
 // A tensor of one dimension without gaps, as torch.save writes it, and the memo slots of what it is made of.
 struct Tensor {
     int64_t slots[7];  // rebuild function, "storage", storage type, key, location, number of elements, hooks
     int64_t offset;
     int64_t numel;
+};
+
+// The bytes of an object in the pickle.
+struct Span {
+    int64_t begin;
+    int64_t end;
+};
+
+// An opcode, and the slot of a PUT behind it, if something fetches that.
+struct Op {
+    int64_t at;
+    int64_t end;
+    int64_t kept;
+};
+
+// A value of a dictionary. `form` has its opcodes, but for the key and the elements of its storage and the
+// offset in it, and for PUTs.
+struct Value {
+    std::string form;
+    int64_t key = -1;
+    int64_t numel = 0;
+    int64_t offset = 0;
+    bool keeps = false;  // something fetches what it remembers, other than the key
+    const Op* kept_key = nullptr;
+};
+
+// The entries of a dictionary that were written so far.
+struct Entries {
+    int64_t dict_slot = kNoSlot;
+    Kind kind = Kind::kNamedTensors;  // kNamedObjects where the first value is no tensor
+    int64_t num_rows = 0;
+    int64_t num_forms = 0;
+    std::unordered_map<std::string, int64_t> forms;
 };
 
 // Integers that C can own.
@@ -68,16 +112,15 @@ class Values {
 };
 
 // Writes a checked pickle again: without memo slots that nothing fetches, with one tuple for all equal tuples
-// of integers, and with persistent ids that are integers, the numbers of columns, in place of long lists.
+// of integers, and with persistent ids that are integers, the numbers of columns, in place of long lists and
+// dictionaries (ze_packed).
 class Packer {
   public:
     Packer(const uint8_t* data, const PickleFacts& facts, int64_t long_list, ze_packed* out)
-        : data_(data),
-          facts_(facts),
-          long_list_(long_list),
-          out_(out),
-          renamed_(static_cast<uint32_t*>(std::calloc(static_cast<size_t>(facts.num_slots) + 1, 4))) {
-        if (renamed_ == nullptr) throw std::bad_alloc();
+        : data_(data), facts_(facts), long_list_(long_list), out_(out), before_(facts.fetched.size() + 1) {
+        for (size_t word = 0; word < facts.fetched.size(); ++word)
+            before_[word + 1] = before_[word] + count_bits(facts.fetched[word]);
+        renamed_.resize(before_.back());
     }
 
     // False if the pickle would become longer.
@@ -96,20 +139,24 @@ class Packer {
             const uint8_t op = data_[at];
             int64_t next = 0;
             if (op == kEmptyList && long_list_ > 0) next = column(at);
+            if (is_atom(at) && long_list_ > 0) next = table(at);
             if (next == 0 && (op == kBinInt || op == kBinInt1 || op == kBinInt2 || op == kMark))
                 next = shape(at);
-            if (next == 0) {
-                next = at + opcode_length(data_, at, facts_.end);
-                if (op == kBinPut || op == kLongBinPut) {
-                    keep(slot_of(at));
-                } else if (op == kBinGet || op == kLongBinGet) {
-                    write_slot(kBinGet, renamed_.get()[slot_of(at)]);
-                } else {
-                    write(data_ + at, next - at);
-                }
-            }
-            at = next;
+            at = next == 0 ? copy(at) : next;
         }
+    }
+
+    // Write one opcode; returns where it ends.
+    int64_t copy(int64_t at) {
+        const int64_t next = at + opcode_length(data_, at, facts_.end);
+        if (is(at, kBinPut) || is(at, kLongBinPut)) {
+            keep(slot_of(at));
+        } else if (is(at, kBinGet) || is(at, kLongBinGet)) {
+            write_slot(kBinGet, renamed_[place_of(slot_of(at))]);
+        } else {
+            write(data_ + at, next - at);
+        }
+        return next;
     }
 
     // A list of integers or of parts of one storage, written as a column; returns where it ends, or 0.
@@ -152,20 +199,341 @@ class Packer {
             if (tensors) values_.push_back(tensor.numel);
             next = last + 1;
         }
-        const uint8_t number = kBinInt, id = kBinPersid;
-        const uint32_t index = static_cast<uint32_t>(bounds_.size() / 2);
-        write(&number, 1);
-        write(reinterpret_cast<const uint8_t*>(&index), 4);
-        write(&id, 1);
+        write_column(tensors ? Kind::kTensors : Kind::kIntegers);
         if (tensors) {  // the column is a function of its first tensor, which says what the storage is
-            const uint8_t call[] = {kTuple1, kReduce};
             rewrite(first, first_end);
-            write(call, 2);
+            write({kTuple1, kReduce});
         }
-        bounds_.push_back(static_cast<int64_t>(tensors));
-        bounds_.push_back(static_cast<int64_t>(values_.size()));
         if (list_slot != kNoSlot) keep(list_slot);
         return next;
+    }
+
+    // An OrderedDict, written as a call of its column with the dictionary without entries and a list that has
+    // the name of each entry and, behind the first name of each form, the value. Rows are the form, the
+    // storage's key and elements, and the offset. Returns where the dictionary ends, or 0.
+    int64_t table(int64_t at) {
+        const Position before = position();
+        int64_t dict_slot = kNoSlot;
+        int64_t next = empty_dict(at, &dict_slot);
+        if (next == 0 || !is(next, kMark)) return 0;
+        Entries entries;
+        entries.dict_slot = dict_slot;
+        next = call_column(&entries, at, next);
+        if (next == 0 || entries.num_rows < long_list_) return restore(before);
+        if (dict_slot != kNoSlot) keep(dict_slot);
+        const int64_t end = state(next);
+        return end == 0 ? next : end;
+    }
+
+    // The state of an OrderedDict, of which readers make nothing: versions of modules by their names. Its
+    // names are not written, but for those that something fetches. Returns where it ends, or 0.
+    int64_t state(int64_t at) {
+        int64_t state_slot = kNoSlot, name_slot = kNoSlot, dict_slot = kNoSlot;
+        if (!is(at, kEmptyDict)) return 0;
+        const int64_t name = put(at + 1, &state_slot);
+        if (!is(name, kBinUnicode) || is_kept(state_slot)) return 0;
+        const int64_t dict = put(name + opcode_length(data_, name, facts_.end), &name_slot);
+        int64_t next = empty_dict(dict, &dict_slot);
+        if (next == 0 || is_kept(dict_slot)) return 0;
+        const Position before = position();
+        rewrite(name, dict);
+        write({kPop});
+        Entries entries;
+        entries.dict_slot = dict_slot;
+        entries.kind = Kind::kState;
+        next = call_column(&entries, dict, next);
+        if (next == 0 || !is(next, kSetItem) || !is(next + 1, kBuild)) return restore(before);
+        write({kPop});
+        return next + 2;
+    }
+
+    // What makes a dictionary without entries by a call; returns where it ends, or 0.
+    int64_t empty_dict(int64_t at, int64_t* dict_slot) {
+        if (!is_atom(at)) return 0;
+        int64_t slot = kNoSlot;
+        const int64_t next = put(at + opcode_length(data_, at, facts_.end), &slot);
+        return is(next, kEmptyTuple) && is(next + 1, kReduce) ? put(next + 2, dict_slot) : 0;
+    }
+
+    int64_t call_column(Entries* entries, int64_t dict, int64_t first_entry) {
+        write_column(entries->kind);
+        for (int64_t next = dict; !is(next, kEmptyTuple);) next = copy(next);
+        if (is_kept(entries->dict_slot)) highest_ = std::max(highest_, entries->dict_slot);
+        write({kEmptyTuple, kReduce, kEmptyList});
+        const int64_t end = write_entries(first_entry, entries);
+        write({kTuple2, kReduce});
+        bounds_.resize(bounds_.size() - 2);
+        bounds_.push_back(static_cast<int64_t>(entries->kind));
+        bounds_.push_back(static_cast<int64_t>(values_.size()));
+        return end;
+    }
+
+    // Write the items of a column whose first batch is at `at`. Returns where the entries end, or 0.
+    int64_t write_entries(int64_t at, Entries* entries) {
+        for (bool single = false; !single && (is(at, kMark) || is_name(at));) {
+            single = !is(at, kMark);  // a batch of one entry has no mark, and comes last
+            const int64_t end = batch(single ? at : at + 1, entries->dict_slot, single);
+            if (end == 0) break;
+            if (spans_.size() % 2 != 0) return 0;
+            write({kMark});
+            for (size_t i = 0; i < spans_.size(); i += 2) {
+                if (!write_entry(spans_[i], spans_[i + 1], entries)) return 0;
+            }
+            write({kAppends});
+            at = end;
+        }
+        return at;
+    }
+
+    bool write_entry(Span name, Span object, Entries* entries) {
+        const int64_t behind = name.begin + opcode_length(data_, name.begin, facts_.end);
+        int64_t slot = kNoSlot;
+        if (!is_name(name.begin) || put(behind, &slot) != name.end || !describe(object)) return false;
+        if (entries->num_rows == 0 && entries->kind == Kind::kNamedTensors && value_.key < 0)
+            entries->kind = Kind::kNamedObjects;
+        if (entries->kind == Kind::kNamedObjects && value_.key >= 0) return false;
+        const bool named = entries->kind != Kind::kState;
+        if (named) {
+            rewrite(name.begin, name.end);
+        } else if (!is(name.begin, kBinUnicode) || !is_ascii(name.begin, behind)) {
+            return false;
+        } else if (is_kept(slot)) {
+            rewrite(name.begin, name.end);
+            write({kPop});
+        }
+        auto& forms = entries->forms;
+        const auto found = forms.find(value_.form);
+        int64_t form = entries->num_forms;
+        if (found != forms.end() && !value_.keeps) {
+            form = found->second;
+            if (value_.kept_key != nullptr) {
+                write(data_ + value_.kept_key->at, value_.kept_key->end - value_.kept_key->at);
+                keep(value_.kept_key->kept);
+                write({kPop});
+            }
+        } else {
+            if (form == kMostForms) return false;
+            forms.emplace(value_.form, form);
+            ++entries->num_forms;
+            rewrite(object.begin, object.end);
+        }
+        if (value_.kept_key != nullptr) keys_[value_.kept_key->kept] = value_.key;
+        ++entries->num_rows;
+        if (named) values_.push_back(form);
+        if (entries->kind == Kind::kNamedTensors) {
+            for (const int64_t column : {value_.key, value_.numel, value_.offset}) values_.push_back(column);
+        }
+        return true;
+    }
+
+    // Find the objects of a batch of entries, names and values in turn, by following it as the unpickler
+    // does. Takes opcodes whose effect is the same wherever they stand: they change nothing that was there
+    // before, and fill memo slots that were not filled. Returns where it ends, or 0.
+    int64_t batch(int64_t at, int64_t dict_slot, bool single) {
+        struct Mark {
+            size_t floor;
+            int64_t at;
+        };
+        std::vector<Mark> marks;
+        spans_.clear();
+        size_t num_ops = 0;
+        for (int64_t next = at; at < facts_.end; at = next) {
+            const uint8_t op = data_[at];
+            next = at + opcode_length(data_, at, facts_.end);
+            if (spans_.size() > kMostSpans || marks.size() > kMostSpans) return 0;
+            if (single && ++num_ops > kMostOps) return 0;
+            const size_t above = spans_.size() - (marks.empty() ? 0 : marks.back().floor);
+            size_t taken = 0;  // besides the object that becomes longer
+            switch (op) {
+                case kBinGet:
+                case kLongBinGet:
+                    if (slot_of(at) == dict_slot) return 0;
+                    [[fallthrough]];
+                case kBinUnicode:
+                case kGlobal:
+                case kBinInt:
+                case kBinInt1:
+                case kBinInt2:
+                case kLong1:
+                case kNone:
+                case kTrue:
+                case kFalse:
+                case kEmptyTuple:
+                case kEmptyDict:
+                    spans_.push_back({at, next});
+                    continue;
+                case kMark:
+                    marks.push_back({spans_.size(), at});
+                    continue;
+                case kTuple:
+                    if (marks.empty()) return 0;
+                    spans_.resize(marks.back().floor);
+                    spans_.push_back({marks.back().at, next});
+                    marks.pop_back();
+                    continue;
+                case kBinPut:
+                case kLongBinPut:
+                    if (is_kept(slot_of(at)) && slot_of(at) <= highest_) return 0;
+                    break;
+                case kTuple1:
+                case kBinPersid:
+                    break;
+                case kTuple2:
+                case kReduce: {
+                    int64_t slot = kNoSlot;
+                    const bool is_dict = op == kReduce && data_[at - 1] == kEmptyTuple;
+                    if (is_dict && is(put(next, &slot), kMark))
+                        return 0;  // so that no batch is followed twice
+                    taken = 1;
+                    break;
+                }
+                case kTuple3:
+                    taken = 2;
+                    break;
+                case kSetItem:
+                    if (single && marks.empty() && above == 2) return next;
+                    taken = 2;
+                    if (above < 3 || data_[spans_[spans_.size() - 3].begin] != kEmptyDict) return 0;
+                    break;
+                case kSetItems:
+                    if (!single && marks.empty()) return next;
+                    return 0;
+                default:
+                    return 0;
+            }
+            if (above <= taken) return 0;
+            spans_.resize(spans_.size() - taken);
+            spans_.back().end = next;
+            if ((op == kBinPut || op == kLongBinPut) && is_kept(slot_of(at))) highest_ = slot_of(at);
+        }
+        return 0;
+    }
+
+    // Describe a value: a tensor, as calls of functions of which the first one gets a storage and the offset
+    // in it, an object of one call, or a dictionary. False for another.
+    bool describe(Span object) {
+        if (!read_ops(object)) return false;
+        size_t persid = ops_.size(), calls = 0;
+        for (size_t i = 0; i < ops_.size(); ++i) {
+            calls += is(ops_[i].at, kReduce) && i > 0 && !is(ops_[i - 1].at, kEmptyTuple);
+            if (!is(ops_[i].at, kBinPersid)) continue;
+            if (persid != ops_.size()) return false;
+            persid = i;
+        }
+        value_.form.clear();
+        value_.key = -1;
+        value_.numel = value_.offset = 0;
+        value_.keeps = false;
+        value_.kept_key = nullptr;
+        const bool is_tensor = persid != ops_.size();
+        if (is_tensor) {
+            // Before the persistent id: the function that gets the storage, and one that gets what that
+            // makes.
+            const size_t head = persid < 9 ? 0 : persid - 7;
+            size_t functions = 0;
+            for (size_t i = 0; i < head; ++i) {
+                functions += is_atom(ops_[i].at);
+                if (!is_atom(ops_[i].at) && (i == 0 || !is(ops_[i].at, kMark) || !is_atom(ops_[i - 1].at)))
+                    return false;
+            }
+            if (head == 0 || functions > 2 || calls != functions || persid + 1 == ops_.size()) return false;
+            if (!is(ops_[head - 1].at, kMark)) return false;
+            if (!is(ops_[head].at, kMark) || !is(ops_[persid - 1].at, kTuple)) return false;
+            if (!key(ops_[persid - 4]) || integer(ops_[persid - 2].at, &value_.numel) == 0) return false;
+            if (integer(ops_[persid + 1].at, &value_.offset) == 0) return false;
+        } else if (is(ops_[0].at, kEmptyDict) ? calls != 0 : !is_atom(ops_[0].at) || calls != 1) {
+            return false;
+        }
+        if (!is(ops_[0].at, kEmptyDict) && !is(ops_.back().at, kReduce)) return false;
+        for (size_t i = 0; i < ops_.size(); ++i) {
+            if (is_tensor && i + 4 == persid) {
+                value_.kept_key = ops_[i].kept == kNoSlot ? nullptr : &ops_[i];
+            } else {
+                value_.keeps = value_.keeps || ops_[i].kept != kNoSlot;
+                if (is_tensor && (i + 2 == persid || i == persid + 1)) continue;
+                value_.form.append(reinterpret_cast<const char*>(data_ + ops_[i].at),
+                                   static_cast<size_t>(ops_[i].end - ops_[i].at));
+            }
+        }
+        return true;
+    }
+
+    bool read_ops(Span object) {
+        ops_.clear();
+        for (int64_t at = object.begin; at < object.end;) {
+            if (is(at, kBinPut) || is(at, kLongBinPut)) {
+                int64_t slot = kNoSlot;
+                at = put(at, &slot);
+                if (is_kept(slot)) ops_.back().kept = slot;
+            } else {
+                const int64_t end = at + opcode_length(data_, at, facts_.end);
+                if (ops_.size() == kMostOps) return false;
+                ops_.push_back({at, end, kNoSlot});
+                at = end;
+            }
+        }
+        return true;
+    }
+
+    // The key of a storage: a number as torch writes it, or one that was remembered.
+    bool key(const Op& op) {
+        if (is(op.at, kBinGet) || is(op.at, kLongBinGet)) {
+            const auto found = keys_.find(slot_of(op.at));
+            if (found == keys_.end()) return false;
+            value_.key = found->second;
+            return true;
+        }
+        const int64_t digits = op.end - op.at - 5;
+        if (!is(op.at, kBinUnicode) || digits < 1 || digits > kMostDigits) return false;
+        if (data_[op.at + 5] == '0' && digits > 1) return false;
+        value_.key = 0;
+        for (int64_t i = op.at + 5; i < op.end; ++i) {
+            if (data_[i] < '0' || data_[i] > '9') return false;
+            value_.key = value_.key * 10 + (data_[i] - '0');
+        }
+        return true;
+    }
+
+    bool is_name(int64_t at) {
+        return is(at, kBinUnicode) || is(at, kBinGet) || is(at, kLongBinGet);
+    }
+
+    bool is_atom(int64_t at) {
+        return is(at, kGlobal) || is(at, kBinGet) || is(at, kLongBinGet);
+    }
+
+    bool is_ascii(int64_t at, int64_t end) {
+        return std::all_of(data_ + at + 5, data_ + end, [](uint8_t byte) { return byte < 0x80; });
+    }
+
+    bool is_kept(int64_t slot) {
+        return slot != kNoSlot && facts_.is_fetched(slot);
+    }
+
+    // How far the pickle was written.
+    struct Position {
+        int64_t size;
+        uint32_t num_slots;
+        int64_t highest;
+        size_t num_values;
+        size_t num_bounds;
+        size_t num_shapes;
+    };
+
+    Position position() const {
+        return {size_, num_slots_, highest_, values_.size(), bounds_.size(), shape_order_.size()};
+    }
+
+    // Take back what was written since; returns 0.
+    int64_t restore(const Position& before) {
+        size_ = before.size;
+        num_slots_ = before.num_slots;
+        highest_ = before.highest;
+        values_.resize(before.num_values);
+        bounds_.resize(before.num_bounds);
+        for (; shape_order_.size() > before.num_shapes; shape_order_.pop_back())
+            shapes_.erase(shape_order_.back());
+        return 0;
     }
 
     int64_t forget(size_t known) {
@@ -231,8 +599,7 @@ class Packer {
         if (at == 0 || !is(at, op)) return 0;
         int64_t slot = kNoSlot;
         const int64_t end = put(at + 1, &slot);
-        const bool lost = slot != kNoSlot && facts_.fetched[static_cast<size_t>(slot)];
-        return lost && !remembers ? 0 : end;
+        return is_kept(slot) && !remembers ? 0 : end;
     }
 
     int64_t integer(int64_t at, int64_t* value) {
@@ -290,11 +657,11 @@ class Packer {
             write(data_ + at, end - at);
             written = num_slots_++;
             write_slot(kBinPut, written);
-            shapes_.emplace(bytes, written);
+            shape_order_.push_back(shapes_.emplace(bytes, written).first);
         } else {
             return 0;
         }
-        renamed_.get()[slot] = written;
+        rename(slot, written);
         return next;
     }
 
@@ -315,9 +682,27 @@ class Packer {
 
     // Remember the object on top of the stack, if something fetches it.
     void keep(int64_t slot) {
-        if (!facts_.fetched[static_cast<size_t>(slot)]) return;
-        renamed_.get()[slot] = num_slots_;
+        if (!is_kept(slot)) return;
+        rename(slot, num_slots_);
         write_slot(kBinPut, num_slots_++);
+    }
+
+    static uint32_t count_bits(uint64_t word) {
+        return static_cast<uint32_t>(std::bitset<64>(word).count());
+    }
+
+    // The place of a slot among those that something fetches.
+    size_t place_of(int64_t slot) const {
+        const size_t word = static_cast<size_t>(slot) / 64;
+        const uint64_t below = (uint64_t{1} << (slot % 64)) - 1;
+        return before_[word] + count_bits(facts_.fetched[word] & below);
+    }
+
+    void rename(int64_t slot, uint32_t written) {
+        if (!is_kept(slot)) return;
+        if (slot <= highest_) keys_.erase(slot);
+        highest_ = std::max(highest_, slot);
+        renamed_[place_of(slot)] = written;
     }
 
     void write_slot(Opcode narrow, uint32_t slot) {
@@ -327,6 +712,21 @@ class Packer {
         write(bytes, slot < 256 ? 2 : 5);
     }
 
+    // Write the column whose values end here.
+    void write_column(Kind kind) {
+        const uint8_t number = kBinInt;
+        const uint32_t index = static_cast<uint32_t>(bounds_.size() / 2);
+        write(&number, 1);
+        write(reinterpret_cast<const uint8_t*>(&index), 4);
+        write({kBinPersid});
+        bounds_.push_back(static_cast<int64_t>(kind));
+        bounds_.push_back(static_cast<int64_t>(values_.size()));
+    }
+
+    void write(std::initializer_list<uint8_t> bytes) {
+        write(bytes.begin(), static_cast<int64_t>(bytes.size()));
+    }
+
     void write(const uint8_t* bytes, int64_t nbytes) {
         full_ = full_ || nbytes > facts_.end - size_;
         if (full_) return;
@@ -334,18 +734,20 @@ class Packer {
         size_ += nbytes;
     }
 
-    struct Free {
-        void operator()(void* memory) const {
-            std::free(memory);
-        }
-    };
-
     const uint8_t* data_;
     const PickleFacts& facts_;
     const int64_t long_list_;  // items from which a list becomes a column; 0: none does
     ze_packed* out_;
-    std::unique_ptr<uint32_t, Free> renamed_;  // new slot by old one
+    std::vector<uint32_t> before_;   // by word of facts_.fetched: slots before it that something fetches
+    std::vector<uint32_t> renamed_;  // the new slots of these
     std::map<std::string_view, uint32_t> shapes_;
+    std::vector<std::map<std::string_view, uint32_t>::iterator> shape_order_;  // as they were written
+    int64_t highest_ = kNoSlot;                                                // slot that a PUT has filled
+    std::unordered_map<int64_t, int64_t>
+        keys_;  // the keys of storages by their slots, where something fetches them
+    std::vector<Span> spans_;
+    std::vector<Op> ops_;
+    Value value_;
     uint32_t num_slots_ = 0;
     int64_t size_ = 0;
     bool full_ = false;

@@ -90,8 +90,7 @@ class Checker {
             const uint8_t op = data_[at];
             if (op == kStop) {
                 facts_->end = at + 1;
-                facts_->num_slots = static_cast<int64_t>(memo_.size());
-                facts_->fetched.resize(memo_.size());
+                facts_->fetched.resize(memo_.size() / 64 + 1);
                 return hashed_ <= kFreeHashes + kHashesPerByte * nbytes_ &&
                        objects_ <= kFreeObjects + nbytes_ / kBytesPerObject;
             }
@@ -183,8 +182,8 @@ class Checker {
     bool get(int64_t slot) {
         const size_t index = static_cast<size_t>(slot);
         if (index >= memo_.size() || memo_[index] == 0) return false;
-        if (index >= facts_->fetched.size()) facts_->fetched.resize(memo_.size());
-        facts_->fetched[index] = true;
+        if (index / 64 >= facts_->fetched.size()) facts_->fetched.resize(memo_.size() / 64 + 1);
+        facts_->fetched[index / 64] |= uint64_t{1} << (index % 64);
         stack_.push_back(memo_[index]);
         return true;
     }

@@ -4,6 +4,7 @@
 #ifndef ZEROELASTIC_PICKLE_CHECK_H_
 #define ZEROELASTIC_PICKLE_CHECK_H_
 
+#include <cstddef>
 #include <cstdint>
 #include <vector>
 
@@ -58,9 +59,13 @@ int64_t opcode_length(const uint8_t* data, int64_t at, int64_t nbytes);
 
 // What was found out about a pickle that passed.
 struct PickleFacts {
-    int64_t end = 0;            // behind STOP
-    int64_t num_slots = 0;      // one more than the highest memo slot
-    std::vector<bool> fetched;  // by slot: whether something fetches it
+    int64_t end = 0;                // behind STOP
+    std::vector<uint64_t> fetched;  // by slot, 64 in a word: whether something fetches it
+
+    bool is_fetched(int64_t slot) const {
+        const size_t word = static_cast<size_t>(slot) / 64;
+        return word < fetched.size() && (fetched[word] >> (slot % 64) & 1) != 0;
+    }
 };
 
 // Whether a pickle of protocol 2 is in proportion to its size, and makes its persistent ids in place.

@@ -121,11 +121,21 @@ struct ze_options {
     const ze_buffers* copies;
 };
 
-// A pickle whose long lists are columns. `pickle` is the caller's and has room for the whole pickle. A list
-// of integers became the persistent id of its column, an integer from 0. A list of one-dimensional tensors
-// that are parts of one storage became a call of that with the first tensor; its column is each one's offset
-// in elements and its number of elements. Column i has the values up to bounds[2 * i + 1], and bounds[2 * i]
-// says whether it is of tensors.
+// A pickle whose long lists and dictionaries are columns. `pickle` is the caller's and has room for the whole
+// pickle. Column i has the values up to bounds[2 * i + 1], and bounds[2 * i] is its kind:
+//   0  A list of integers became the persistent id of its column, an integer from 0.
+//   1  A list of one-dimensional tensors that are parts of one storage became a call of that with the first
+//      tensor; its column is each one's offset in elements and its number of elements.
+//   2  An OrderedDict of tensors became a call of that with an empty one, and with the list of its names,
+//   behind
+//      which stands the value where it is of a new form. Its column is, of each value, the number of its
+//      form, the number that is its storage's key, the storage's elements, and its offset there, in elements;
+//      the key is -1 for an object that is no tensor.
+//   3  An OrderedDict of which the first value is no tensor, and no other is, became the same; its column is
+//   the
+//      form of each value.
+//   4  The state of such a dictionary became a call of that with an empty OrderedDict and its forms, whose
+//      result is dropped. Its column is empty.
 struct ze_packed {
     uint8_t* pickle;
     int64_t num_bytes;
@@ -187,8 +197,8 @@ ZE_API uint32_t ze_crc32_join(const uint32_t* crc32, const int64_t* nbytes, int6
 
 // A pickle of torch.save, checked as zeroelastic/torch_file/pickle_limits.py checks it and written again:
 // without memo slots that nothing fetches, with one tuple for all equal tuples of integers and with columns
-// in place of lists of at least `long_list` items, if that is not 0. ZE_BAD_TABLE where it did not pass, or
-// is not of protocol 2: Python says what it is then.
+// in place of lists and OrderedDicts of at least `long_list` items, if that is not 0. ZE_BAD_TABLE where it
+// did not pass, or is not of protocol 2: Python says what it is then.
 ZE_API int32_t ze_pack_pickle(const uint8_t* data, int64_t nbytes, int64_t long_list, ze_packed* out,
                               ze_error* error);
 ZE_API void ze_free_packed(ze_packed* packed);

@@ -1,5 +1,6 @@
 // Pickles that are packed: what comes of honest ones, and that no bytes make the engine leave its buffers.
 
+#include <algorithm>
 #include <cstring>
 #include <memory>
 #include <string>
@@ -49,14 +50,33 @@ std::string text(const std::string& value, int slot) {
     return "X" + bytes({static_cast<int>(value.size()), 0, 0, 0}) + value + "q" + bytes({slot});
 }
 
-std::string first_tensor() {
-    return "ctorch._utils\n_rebuild_tensor_v2\nq\1((" + text("storage", 2) + "ctorch\nFloatStorage\nq\3" +
-           text("0", 4) + text("cpu", 5) + "K\x28tQ" + bytes({'K', 0, 'K', 2, 0x85, 'K', 1, 0x85, 0x89}) +
-           "ccollections\nOrderedDict\nq\6)RtR";
+// Tensors whose parts are in the memo slots behind `base`.
+std::string first_tensor(int base = 0) {
+    const auto put = [base](int slot) { return "q" + bytes({base + slot}); };
+    return "ctorch._utils\n_rebuild_tensor_v2\n" + put(1) + "((" + text("storage", base + 2) +
+           "ctorch\nFloatStorage\n" + put(3) + text("0", base + 4) + text("cpu", base + 5) + "K\x28tQ" +
+           bytes({'K', 0, 'K', 2, 0x85, 'K', 1, 0x85, 0x89}) + "ccollections\nOrderedDict\n" + put(6) +
+           ")RtR";
 }
 
-std::string next_tensor(int offset) {
-    return "h\1((h\2h\3h\4h\5K\x28tQ" + bytes({'K', offset, 'K', 2, 0x85, 'K', 1, 0x85, 0x89}) + "h\6)RtR";
+std::string next_tensor(int offset, int base = 0) {
+    const auto get = [base](int slot) { return "h" + bytes({base + slot}); };
+    return get(1) + "((" + get(2) + get(3) + get(4) + get(5) + "K\x28tQ" +
+           bytes({'K', offset, 'K', 2, 0x85, 'K', 1, 0x85, 0x89}) + get(6) + ")RtR";
+}
+
+// Shapes by name, and tensors by name with the versions of modules.
+std::string dictionaries() {
+    const std::string size = "ctorch\nSize\nq\x22", dict = "ccollections\nOrderedDict\nq\x20)R";
+    std::string shapes, tensors, versions;
+    for (int i = 0; i < 5; ++i) {
+        const std::string name = "X" + bytes({1, 0, 0, 0, 'a' + i});
+        shapes += name + (i == 0 ? size : "h\x22") + bytes({'K', i % 2, 0x85, 0x85, 'R'});
+        tensors += name + (i == 0 ? first_tensor(0x30) : next_tensor(i, 0x30));
+        versions += name + "}" + (i == 0 ? text("version", 0x40) : "h\x40") + "K\1s";
+    }
+    return dict + "q\x21(" + shapes + "u" + dict + "(" + tensors + "u}" + text("_metadata", 0x39) + dict +
+           "(" + versions + "usb";
 }
 
 std::string honest() {
@@ -65,7 +85,8 @@ std::string honest() {
     const std::string shape = bytes({'K', 4, 'K', 7, 0x86, 'q', 7});
     return bytes({0x80, 2}) + "}q\x0a(" + text("names", 9) + "](K\1M\2\1J\xff\xff\xff\xff" +
            bytes({0x8A, 1, 0xFF}) + "e" + text("shapes", 8) + "](" + shape + shape + "h\7e" +
-           text("tensors", 9) + tensors + "e" + text("cell", 9) + "}K\1G" + std::string(8, 'x') + "su.";
+           text("tensors", 9) + tensors + "e" + text("dictionaries", 9) + "(" + dictionaries() + "t" +
+           text("cell", 9) + "}K\1G" + std::string(8, 'x') + "su.";
 }
 
 }  // namespace
@@ -73,14 +94,30 @@ std::string honest() {
 TEST(long_lists_of_a_pickle_are_columns) {
     const Packed packed = pack(honest(), 4);
     CHECK(packed.taken);
-    CHECK((packed.values == std::vector<int64_t>{1, 258, -1, -1, 0, 2, 1, 2, 2, 2, 3, 2, 4, 2, 5, 2}));
-    CHECK((packed.bounds == std::vector<int64_t>{0, 4, 1, 16}));
+    const std::vector<int64_t> lists{1, 258, -1, -1, 0, 2, 1, 2, 2, 2, 3, 2, 4, 2, 5, 2};
+    CHECK(packed.values.size() == 41 && std::equal(lists.begin(), lists.end(), packed.values.begin()));
+    CHECK((packed.bounds == std::vector<int64_t>{0, 4, 1, 16, 3, 21, 2, 41, 4, 41}));
     const std::string call = bytes({'J', 1, 0, 0, 0, 'Q'});
     CHECK(packed.pickle.find(bytes({'J', 0, 0, 0, 0, 'Q'})) != std::string::npos);
     CHECK(packed.pickle.find(call) != std::string::npos);
     CHECK(packed.pickle.size() < honest().size());
     const Packed plain = pack(honest(), 0);
     CHECK(plain.taken && plain.values.empty() && plain.bounds.empty());
+}
+
+TEST(long_dictionaries_of_a_pickle_are_columns) {
+    const std::string pickle = bytes({0x80, 2}) + "(" + dictionaries() + "h\x40h\x21t.";
+    const Packed packed = pack(pickle, 4);
+    CHECK(packed.taken && packed.pickle.size() < pickle.size());
+    CHECK((packed.bounds == std::vector<int64_t>{3, 5, 2, 25, 4, 25}));
+    CHECK(std::equal(packed.values.begin(), packed.values.begin() + 5,
+                     std::vector<int64_t>{0, 1, 2, 1, 2}.begin()));
+    for (int64_t i = 0; i < 5; ++i) {
+        const std::vector<int64_t> row{i == 0 ? 0 : 1, 0, 40,
+                                       i};  // the first tensor names what the others fetch
+        CHECK(std::equal(row.begin(), row.end(), packed.values.begin() + 5 + 4 * i));
+    }
+    CHECK(pack(pickle, 6).bounds.empty());
 }
 
 TEST(a_pickle_that_ends_anywhere_is_not_taken) {

@@ -175,7 +175,7 @@ def test_opening_a_checkpoint_takes_few_requests_and_no_payload(counted, tmp_pat
         before = len(counted.ranges)
         shard = checkpoint.shard(rank)
         file = read_torch_file(tmp_path / "t" / shard.path.name)
-        num_storages = len(file._records)
+        num_storages = len([*file._records.storages()])
         assert shard.size > 4 << 20
         shard_ranges = [r for r in counted.ranges[before:] if r[0].endswith(shard.path.name)]
         assert len(shard_ranges) <= 4 + num_storages

@@ -7,25 +7,27 @@ writes the only one, ``mp_rank_XX_model_states.pt``, with the whole module.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from zeroelastic.checkpoint.commit_record import CommitRecord
 from zeroelastic.checkpoint.extents import TensorExtents
 from zeroelastic.checkpoint.file_names import WHOLE_MODEL_FILE, saved_as
 from zeroelastic.checkpoint.tensor_parallel import TensorParallel, other_tp_size
-from zeroelastic.checkpoint.values import checked_param, checked_params, checked_table
-from zeroelastic.core.layout import Layout, Param, partition_numel, unpacked_layout
+from zeroelastic.checkpoint.values import checked_column, checked_param, checked_params, checked_table
+from zeroelastic.core.layout import Int64Array, Layout, Param, partition_numel, unpacked_layout
 from zeroelastic.errors import CheckpointError, UnsupportedError, brief, shown
 from zeroelastic.io.paths import FilePath
+from zeroelastic.torch_file.columns import NamedColumn, with_lists
 from zeroelastic.torch_file.header import DTYPE_BYTES, Stub, TensorRef, TorchFile, read_torch_file, walk_refs
 
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 """What DeepSpeed sets an engine's counters to."""
 
+_NO_RANGES = np.empty((0, 2), dtype=np.int64)
 _MAX_WORLD_SIZE = 1 << 24
 _STATES = ("lr_scheduler", "random_ltd", "data_sampler")
 _OF_DEEPSPEED = frozenset(
@@ -66,7 +68,7 @@ class ModelStates:
     parameter in the module's state, None for what is no tensor. ``weights`` are the (offset, nbytes) of the trained
     parameters in a file of the whole module; a load makes them from the master weights instead. ``params_alone`` are
     the (offset, nbytes) of all payload that nothing but a parameter uses; storages that a parameter shares with a
-    buffer, or with client state, are not in it.
+    buffer, or with client state, are not in it. Both ascend, with shape ``(num_ranges, 2)``.
     """
 
     path: FilePath
@@ -81,8 +83,8 @@ class ModelStates:
     directory: str = ""
     values: Mapping[str, object] = field(default_factory=dict)
     others: Mapping[str, tuple[int, ...] | None] = field(default_factory=dict)
-    weights: tuple[tuple[int, int], ...] = ()
-    params_alone: tuple[tuple[int, int], ...] = ()
+    weights: Int64Array = field(default_factory=lambda: _NO_RANGES)
+    params_alone: Int64Array = field(default_factory=lambda: _NO_RANGES)
 
     def fragments(self) -> list[tuple[int, int]]:
         """(offset, nbytes) in the file of this rank's part of each frozen parameter that has elements."""
@@ -102,7 +104,7 @@ def open_model_states(
 
     With ``world_size`` given, a file that says otherwise raises CheckpointError.
     """
-    return model_states_of(read_torch_file(path, foreign="inert"), rank, world_size=world_size, tp=tp)
+    return model_states_of(read_torch_file(path, foreign="inert", columns=True), rank, world_size=world_size, tp=tp)
 
 
 def model_states_of(
@@ -132,86 +134,166 @@ def _model_states(file: TorchFile, rank: int, *, world_size: int | None, tp: Ten
     if mp_world_size != (1 if tp is None else tp.size):
         raise other_tp_size(path, mp_world_size, tp)
     tables = root.get("param_shapes")
-    if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
+    if not isinstance(tables, list) or not all(isinstance(table, Mapping) for table in tables):
         raise CheckpointError(f"{path}: holds no param_shapes. It is not a ZeRO model states file.")
     module = root.get("module")
-    if not isinstance(module, (dict, type(None))):
+    if not isinstance(module, (Mapping, type(None))):
         raise CheckpointError(f"{path}: holds no state of the module: {shown(module)}. The file is damaged.")
     steps = root.get("global_steps")
-    weights: tuple[tuple[int, int], ...] = ()
-    frozen_shapes = root.get("frozen_param_shapes")
-    params_of = {
-        name for table in (*tables, frozen_shapes if isinstance(frozen_shapes, dict) else {}) for name in table
-    }
-    fragments = root.get("frozen_param_fragments")
-    of_params = list(fragments.values()) if isinstance(fragments, dict) else []
-    if WHOLE_MODEL_FILE.match(path.name) is None:
-        frozen, extents = _frozen_parts(file, tables, count)
+    weights = _NO_RANGES
+    module = {} if module is None else module
+    trained: set[object] = {name for table in tables for name in table}
+    frozen_shapes, fragments = root.get("frozen_param_shapes"), root.get("frozen_param_fragments")
+    others_of: list[tuple[Mapping[object, object], Collection[object]]] = []
+    if isinstance(fragments, Mapping):
+        others_of.append((fragments, ()))
+    is_part = WHOLE_MODEL_FILE.match(path.name) is None
+    if is_part:
+        others = _entries(module, but=trained)
+        frozen, extents = _frozen_parts(file, trained, count)
     else:
-        tied = _tied_params(root, module or {}, tables)
-        frozen, extents = _whole_frozen_params(file, tables, tied)
-        params_of |= {param.name for param in frozen.params} if frozen is not None else set()
-        params_of |= tied
-        trained = {name for table in tables for name in table} | tied
-        refs = [ref for name, ref in (module or {}).items() if name in trained and isinstance(ref, TensorRef)]
-        file.locate(ref.storage.key for ref in refs)
-        extents_of = {file.extent(ref) for ref in refs if ref.numel > 0}
-        weights = tuple((extent.offset, extent.nbytes) for extent in extents_of)
-        of_params += [value for name, value in (module or {}).items() if name in params_of]
-    params_alone = _used_by_params_alone(file, of_params)
+        trained |= _tied_params(root, module, tables)
+        others = _entries(module, but=trained)
+        weights = _ranges(file, module, others)
+        frozen, extents = _whole_frozen_params(file, others)
+        others = _entries(others, but={param.name for param in frozen.params} if frozen is not None else ())
+    if isinstance(frozen_shapes, Mapping):
+        others = _entries(others, but=frozen_shapes)
+    others_of.append((module, module if is_part else others))
+    params_alone = _used_by_params_alone(file, others_of)
     return ModelStates(
         path=path,
         size=file.size,
         rank=rank,
         world_size=count,
         global_steps=steps if type(steps) is int else 0,
-        sub_groups=tuple(tuple(checked_table([*table], [*table.values()], path)) for table in tables),
+        sub_groups=tuple(tuple(_params(table, path)) for table in tables),
         frozen=frozen,
         frozen_extents=extents,
         header_bytes=file.header_bytes,
         directory=file.directory,
-        values={key: root[key] for key in (*COUNTERS, *_STATES) if key in root},
+        values={key: with_lists(root[key]) for key in (*COUNTERS, *_STATES) if key in root},
         others={
             str(name): value.shape if isinstance(value, TensorRef) else None
-            for name, value in (module or {}).items()
-            if name not in params_of and not isinstance(value, Stub)
+            for name, value in others.items()
+            if not isinstance(value, Stub)
         },
         weights=weights,
         params_alone=params_alone,
     )
 
 
-def _used_by_params_alone(file: TorchFile, of_params: Sequence[object]) -> tuple[tuple[int, int], ...]:
-    """(offset, nbytes) of the parameters' tensors, ``of_params``, in storages that no other tensor of the file uses."""
-    refs = [ref for ref in of_params if isinstance(ref, TensorRef)]
-    if not refs:
-        return ()
-    uses = Counter(map(id, refs))
-    shared: set[str] = set()
-    for ref in walk_refs(file.root):
-        uses[id(ref)] -= 1
-        if uses[id(ref)] < 0:
-            shared.add(ref.storage.key)
-    alone = [ref for ref in refs if ref.storage.key not in shared and ref.numel > 0 and ref.is_contiguous]
-    file.locate(ref.storage.key for ref in alone)
-    extents = {file.extent(ref) for ref in alone}
-    return tuple(sorted((extent.offset, extent.nbytes) for extent in extents))
+def _params(table: Mapping[object, object], path: FilePath) -> list[Param]:
+    if isinstance(table, NamedColumn):
+        return checked_column(table, path)
+    return checked_table([*table], [*table.values()], path)
+
+
+def _entries(module: Mapping[object, object], *, but: Collection[object]) -> dict[object, object]:
+    """The entries of other names than these."""
+    if isinstance(module, NamedColumn):
+        return module.only(np.flatnonzero(~module.is_in(but)))
+    return {name: value for name, value in module.items() if name not in but}
+
+
+def _ranges(
+    file: TorchFile,
+    module: Mapping[object, object],
+    others: Collection[object],
+    *,
+    apart_from: _Storages | None = None,
+) -> Int64Array:
+    """(offset, nbytes) of tensors that have elements, ascending, each once: shape ``(num_ranges, 2)``.
+
+    ``others`` are the names of those that are left out; with ``apart_from`` also those in such storages, and those
+    that are not contiguous, which raise CheckpointError else.
+    """
+    if others is module:
+        return _NO_RANGES
+    if isinstance(module, NamedColumn):
+        is_contiguous, numel = module.facts.T[:2]
+        chosen = ~module.is_in(others) & ((numel > 0) & ((is_contiguous > 0) | (apart_from is None)))[module.form]
+        if apart_from is not None:
+            chosen &= ~apart_from.have(module.key)
+        ranges = file.column_ranges(module, np.flatnonzero(chosen))
+    else:
+        refs = [
+            ref
+            for name, ref in module.items()
+            if name not in others and isinstance(ref, TensorRef) and (ref.is_contiguous or apart_from is None)
+        ]
+        if apart_from is not None:
+            is_apart = ~apart_from.have(_numbers(ref.storage.key for ref in refs))
+            refs = [ref for ref, apart in zip(refs, is_apart, strict=True) if apart]
+        file.locate(ref.storage.key for ref in refs)
+        extents = [file.extent(ref) for ref in refs if ref.numel > 0]
+        ranges = np.array([(extent.offset, extent.nbytes) for extent in extents], dtype=np.int64).reshape(-1, 2)
+    return _distinct(ranges)
+
+
+def _distinct(ranges: Int64Array) -> Int64Array:
+    begin, nbytes = ranges.T
+    if (begin[1:] <= begin[:-1]).any():
+        ranges = ranges[np.lexsort((nbytes, begin))]
+        begin, nbytes = ranges.T
+        ranges = ranges[np.append(True, (begin[1:] != begin[:-1]) | (nbytes[1:] != nbytes[:-1]))]
+    return ranges
+
+
+def _numbers(keys: Iterable[str]) -> Int64Array:
+    """The keys of storages as torch numbers them; -1 for any other key."""
+    return np.array([int(key) if key.isdecimal() and len(key) < 19 else -1 for key in keys], dtype=np.int64)
+
+
+class _Storages:
+    """Storages that something else than parameters uses, by their numbers."""
+
+    def __init__(self) -> None:
+        self._numbers = [np.array([-1], dtype=np.int64)]  # keys that are no numbers are taken for shared ones
+
+    def add(self, numbers: Int64Array) -> None:
+        self._numbers.append(numbers)
+
+    def have(self, numbers: Int64Array) -> npt.NDArray[np.bool_]:
+        return np.isin(numbers, np.concatenate(self._numbers))
+
+
+def _used_by_params_alone(
+    file: TorchFile, others_of: Sequence[tuple[Mapping[object, object], Collection[object]]]
+) -> Int64Array:
+    """(offset, nbytes) of the parameters' tensors in storages that no other tensor of the file uses.
+
+    ``others_of`` are dictionaries of the file, and which of their names are no parameters. Shape ``(num_ranges, 2)``.
+    """
+    if all(len(others) == len(module) for module, others in others_of):
+        return _NO_RANGES
+    shared = _Storages()
+    for module, others in others_of:
+        if isinstance(module, NamedColumn):
+            shared.add(module.key if others is module else module.key[module.is_in(others)])
+        else:
+            rest = [value for name, value in module.items() if name in others or not isinstance(value, TensorRef)]
+            shared.add(_numbers(ref.storage.key for ref in walk_refs(rest)))
+    refs = walk_refs(file.root, but=[module for module, _ in others_of])
+    shared.add(_numbers(ref.storage.key for ref in refs))
+    found = [_ranges(file, module, others, apart_from=shared) for module, others in others_of]
+    return _distinct(np.concatenate(found))
 
 
 def _frozen_parts(
-    file: TorchFile, tables: Sequence[Mapping[str, object]], count: int
+    file: TorchFile, trained: Collection[object], count: int
 ) -> tuple[Layout | None, TensorExtents | None]:
     """The layout of the frozen parameters, and where this rank's parts of them are; None where they were not saved.
 
-    ``tables`` are the trained parameters, ``count`` the ranks that saved. Raises CheckpointError.
+    ``trained`` are the names of the trained parameters, ``count`` the ranks that saved. Raises CheckpointError.
     """
     path, root = file.path, file.root
     assert isinstance(root, dict)
     shapes, fragments = root.get("frozen_param_shapes"), root.get("frozen_param_fragments")
-    if not isinstance(shapes, dict) or not isinstance(fragments, dict):
+    if not isinstance(shapes, Mapping) or not isinstance(fragments, Mapping):
         return None, None
-    trained = {name for table in tables for name in table}  # DeepSpeed lists by requires_grad, which may change
-    params = [checked_param(name, shape, path) for name, shape in shapes.items() if name not in trained]
+    # DeepSpeed lists by requires_grad, which may change.
+    params = [checked_param(name, shape, path) for name, shape in _entries(shapes, but=trained).items()]
     frozen = unpacked_layout(checked_params(params, path), count)
     offset = np.full(len(params), -1, dtype=np.int64)
     found = (fragments.get(param.name) for param in params)
@@ -234,18 +316,22 @@ def _frozen_parts(
 
 def _names(value: object) -> list[str]:
     """The texts among the entries of a list or the keys of a mapping; none for anything else."""
-    return [name for name in value if isinstance(name, str)] if isinstance(value, (dict, list, tuple)) else []
+    return [name for name in value if isinstance(name, str)] if isinstance(value, (Mapping, list, tuple)) else []
 
 
 def _tied_params(
-    root: Mapping[str, object], module: Mapping[str, object], tables: Sequence[Mapping[str, object]]
-) -> set[str]:
+    root: Mapping[object, object], module: Mapping[object, object], tables: Sequence[Mapping[object, object]]
+) -> set[object]:
     """The further names of parameters that the module has under several, in a file with the whole module.
 
     DeepSpeed lists them (``shared_params``) in what rank 0 writes alone; in the file of another node they are found by
     their place in memory, as DeepSpeed finds them (``_get_shared_params``, 0.19.8).
     """
-    tied = set(_names(root.get("shared_params")))
+    tied: set[object] = {*_names(root.get("shared_params"))}
+    if isinstance(module, NamedColumn):
+        module = module.only(_in_one_place(module))
+    if not module:
+        return tied
     trained = {name: None for table in tables for name in table}
     known = {*trained, *tied, *_names(root.get("buffer_names"))}
     first: set[tuple[str, int]] = set()
@@ -260,23 +346,31 @@ def _tied_params(
     return tied
 
 
+def _in_one_place(module: NamedColumn) -> Int64Array:
+    """The rows of tensors with elements that begin where another one does."""
+    _, numel, itemsize, _ = module.facts.T
+    rows = np.flatnonzero((numel > 0)[module.form])
+    key, begin = module.key[rows], module.offset[rows] * itemsize[module.form[rows]]
+    order = np.lexsort((begin, key))
+    again = (np.diff(key[order]) == 0) & (np.diff(begin[order]) == 0)
+    return np.sort(rows[order[np.append(again, False) | np.append(False, again)]]) if len(rows) else rows
+
+
 def _whole_frozen_params(
-    file: TorchFile, tables: Sequence[Mapping[str, object]], tied: set[str]
+    file: TorchFile, others: Mapping[object, object]
 ) -> tuple[Layout | None, TensorExtents | None]:
-    """``_frozen_parts`` of a file with the whole module: what is neither trained, nor a buffer, nor ``tied``.
+    """``_frozen_parts`` of a file with the whole module, whose entries ``others`` are not trained: all but buffers.
 
     The layout is that of one rank. DeepSpeed lists frozen parameters at stage 2 and not at stage 1, so the list is not
     used.
     """
     root = file.root
     assert isinstance(root, dict)
-    module = root.get("module")
-    if not isinstance(module, dict):
+    if not isinstance(root.get("module"), Mapping):
         return None, None
-    others = {name for table in tables for name in table} | set(_names(root.get("buffer_names")))
-    others |= tied
-    found = {str(name): value for name, value in module.items() if isinstance(value, TensorRef) and name not in others}
-    if not found and not isinstance(root.get("frozen_param_shapes"), dict):
+    entries = _entries(others, but={*_names(root.get("buffer_names"))})
+    found = {str(name): value for name, value in entries.items() if isinstance(value, TensorRef)}
+    if not found and not isinstance(root.get("frozen_param_shapes"), Mapping):
         return None, None
     params = [checked_param(name, ref.shape, file.path) for name, ref in found.items()]
     layout = unpacked_layout(checked_params(params, file.path), 1)

@@ -131,7 +131,7 @@ class Checkpoint:
         rank = 0 if self.whole_model else rank
         if rank not in self._models:
             path = self.model_file(rank)
-            file = read_torch_file(path, foreign="inert", through=through)
+            file = read_torch_file(path, foreign="inert", through=through, columns=True)
             model = model_states_of(file, rank, world_size=self.world_size, tp=self.tp)
             self._check_directory(path, model.directory)
             self._models[rank] = model
@@ -319,7 +319,7 @@ def saved_sizes(tag_dir: FilePath) -> tuple[int, int]:
     if name is None:
         rank_files(tag_dir, names)  # raises the error for what this is
         raise MissingFileError(f"{tag_dir}: holds no zero_pp_rank_*_model_states.pt. The checkpoint is incomplete.")
-    root = read_torch_file(tag_dir / name, foreign="inert").root
+    root = read_torch_file(tag_dir / name, foreign="inert", columns=True).root
     dp_size, tp_size = (root.get(f"{group}_world_size") if isinstance(root, dict) else None for group in ("dp", "mp"))
     if type(dp_size) is not int or type(tp_size) is not int:
         raise CheckpointError(f"{tag_dir / name}: states no world size. It is not a ZeRO model states file.")

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from zeroelastic.checkpoint.optimizer_file import ParamGroup
+from zeroelastic.core.collector import paused_collector
 from zeroelastic.core.layout import Param
 
 
@@ -78,6 +79,7 @@ class Membership:
         return not self.group_problems and all(match.source == g for g, match in enumerate(self.groups))
 
 
+@paused_collector()
 def compare(
     saved: ParamSet, live: ParamSet, saved_groups: Sequence[ParamGroup], live_groups: Sequence[Sequence[str]]
 ) -> Membership:

@@ -15,6 +15,7 @@ from zeroelastic.checkpoint.extents import Destination, ExtentTable, TensorExten
 from zeroelastic.checkpoint.model_states import ModelStates, frozen_layouts, other_step
 from zeroelastic.checkpoint.open import Checkpoint
 from zeroelastic.checkpoint.optimizer_file import FP32, FROZEN, Shard
+from zeroelastic.core.collector import paused_collector
 from zeroelastic.core.digest import ParamContent, ScalarValue
 from zeroelastic.core.layout import Layout, Param, unpacked_layout
 from zeroelastic.core.plan import make_plan
@@ -205,13 +206,15 @@ def shard_facts(shard: Shard) -> dict[str, str]:
     }
 
 
+@paused_collector()
 def check_same_models(models: Sequence[ModelStates], head: Shard, checkpoint: Checkpoint) -> None:
     """Raise CheckpointError when module states differ in something that those of one save have in common."""
     first = models[0]
     if (mixed := other_step(first, checkpoint.record)) is not None:
         raise CheckpointError(mixed)
-    trained = {param for sub_group in first.sub_groups for param in sub_group if param.numel > 0}
-    if trained != {param for param in head.layout.params if param.numel > 0}:
+    # Tuples, which are hashed faster than parameters.
+    trained = {(param.name, param.shape) for sub_group in first.sub_groups for param in sub_group if param.numel > 0}
+    if trained != {(param.name, param.shape) for param in head.layout.params if param.numel > 0}:
         raise CheckpointError(
             f"{first.path} and {head.path} differ in the trained parameters. Files of two saves are mixed in this "
             "directory."

@@ -13,6 +13,7 @@ from zeroelastic.core.digest import ScalarValue
 from zeroelastic.core.layout import Layout, Param, group_split_layout, layout_from_sub_groups
 from zeroelastic.errors import CheckpointError, UnsupportedError, brief, shown
 from zeroelastic.io.paths import FilePath
+from zeroelastic.torch_file.columns import NamedColumn
 from zeroelastic.torch_file.header import TensorRef, TorchFile
 
 OptionValue = int | float | bool | str | None | tuple[object, ...]
@@ -104,6 +105,14 @@ def checked_table(names: Sequence[object], shapes: Sequence[object], path: FileP
     clean = {key: checked_param(name_of[key], shape, path).shape for key, shape in shape_of.items()}
     with paused_collector():
         return [*map(Param, map(str, names), map(clean.__getitem__, ids))]
+
+
+def checked_column(column: NamedColumn, path: FilePath) -> list[Param]:
+    """The parameters of a column of shapes by name. Raises CheckpointError when they are not ones."""
+    first = np.unique(column.form, return_index=True)[1].tolist()
+    shapes = [checked_param(column.names[row], column.forms[form], path).shape for form, row in enumerate(first)]
+    with paused_collector():
+        return [*map(Param, column.names, map(shapes.__getitem__, column.form.tolist()))]
 
 
 def checked_params(params: Sequence[Param], path: FilePath) -> Sequence[Param]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -80,30 +81,27 @@ def digest_range(data: ByteArray, itemsize: int, *, seed: int, start: int, threa
     )
 
 
-def pack_pickle(data: bytes, *, long_list: int) -> tuple[bytes, list[tuple[bool, Int64Array]]] | None:
-    """As ``zeroelastic.torch_file.packed_pickle.pack_pickle``: the pickle, and of each column whether it is of tensors.
+def pack_pickle(data: bytes, *, long_list: int) -> tuple[memoryview, list[tuple[int, Int64Array]]] | None:
+    """As ``zeroelastic.torch_file.packed_pickle.pack_pickle``: the pickle, and of each column its kind and values.
 
     None for a pickle that the engine leaves to Python. Raises MemoryError.
     """
     room = np.empty(len(data), dtype=np.uint8)
     packed, error = Packed(pickle=room.ctypes.data), Error()
     library = _library()
-    try:
-        code = library.ze_pack_pickle(data, len(data), long_list, ctypes.byref(packed), ctypes.byref(error))
-        if code == BAD_TABLE:
-            return None
-        if code:
-            raise exception_of(error, "native")
-        bounds = [packed.bounds[i] for i in range(packed.num_bounds)]
-        ends = [0, *bounds[1::2]]
-        values = np.ctypeslib.as_array(packed.values, (packed.num_values,)) if packed.num_values else np.empty(0)
-        found = [
-            (bool(is_tensors), values[begin:end].copy())
-            for is_tensors, begin, end in zip(bounds[::2], ends, ends[1:], strict=False)
-        ]
-    finally:
-        library.ze_free_packed(ctypes.byref(packed))
-    return room[: packed.num_bytes].tobytes(), found
+    code = library.ze_pack_pickle(data, len(data), long_list, ctypes.byref(packed), ctypes.byref(error))
+    # The memory of the values goes with the last array of them: they are too many to be copied.
+    memory = (ctypes.c_int64 * packed.num_values).from_address(ctypes.cast(packed.values, ctypes.c_void_p).value or 0)
+    weakref.finalize(memory, library.ze_free_packed, ctypes.byref(packed))
+    if code == BAD_TABLE:
+        return None
+    if code:
+        raise exception_of(error, "native")
+    values = np.ctypeslib.as_array(memory)
+    bounds = [packed.bounds[i] for i in range(packed.num_bounds)]
+    ends = [0, *bounds[1::2]]
+    found = [(kind, values[begin:end]) for kind, begin, end in zip(bounds[::2], ends, ends[1:], strict=False)]
+    return room[: packed.num_bytes].data, found
 
 
 def join_crc32(crc32: UInt32Array, nbytes: Int64Array) -> int:

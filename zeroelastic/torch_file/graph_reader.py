@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import pickle
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from functools import partial
@@ -13,6 +12,7 @@ from zeroelastic.torch_file.header import TorchFile, pickle_errors, read_pickle
 from zeroelastic.torch_file.inert_objects import STORAGE_DTYPES, StorageRef, storage_id
 from zeroelastic.torch_file.pickle_graph import Global, Storage, global_named
 from zeroelastic.torch_file.pickle_limits import check_opcodes
+from zeroelastic.torch_file.safe_unpickler import PickleFile
 
 _MAX_GLOBALS = 4096
 
@@ -31,7 +31,7 @@ def read_graph(path: FilePath) -> object:
 
 class _GraphUnpickler(pickle.Unpickler):
     def __init__(self, data: bytes, file: TorchFile) -> None:
-        super().__init__(io.BytesIO(data), encoding="utf-8")
+        super().__init__(PickleFile(data), encoding="utf-8")
         self._file = file
         self._old_names = data[:1] != b"\x80" or data[1] < 3
         self._storages: dict[str, Storage] = {}

@@ -24,21 +24,23 @@ import numpy as np
 import numpy.typing as npt
 
 from zeroelastic.core.collector import paused_collector
+from zeroelastic.core.layout import Int64Array
 from zeroelastic.errors import CheckpointError, OldFormatError
 from zeroelastic.io.block_cache import BlockFile
 from zeroelastic.io.local import LocalFile
 from zeroelastic.io.paths import FilePath, RemotePath, as_path
 from zeroelastic.io.storage import read_range
+from zeroelastic.torch_file.columns import NamedColumn, TensorColumn
 from zeroelastic.torch_file.inert_objects import DTYPE_BYTES, DType, StorageRef, Stub, TensorRef
 from zeroelastic.torch_file.packed_pickle import LARGE_PICKLE, LONG_LIST, is_worth_packing, pack_pickle
 from zeroelastic.torch_file.pickle_limits import check_opcodes
+from zeroelastic.torch_file.records import LOCATED_BYTES, Record, Records
 from zeroelastic.torch_file.safe_unpickler import ForeignGlobals, HeaderUnpickler, check_tree
-from zeroelastic.torch_file.zip_format import FIELD, LOCAL, LOCAL_MARK, Directory, Entry, ZipError, read_directory
+from zeroelastic.torch_file.zip_format import FIELD, LOCAL, LOCAL_MARK, Directory, ZipError, read_directory
 
 __all__ = ["DTYPE_BYTES", "DType", "Extent", "StorageRef", "Stub", "TensorRef", "TorchFile", "read_torch_file"]
 
 _MAX_PICKLE_BYTES = 1 << 31
-_LOCATED_BYTES = 512  # a local header with its padding, and a scalar that follows it
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +86,7 @@ class TorchFile:
     header_bytes: int
     directory: str
     folder: str
-    _records: dict[str, Entry] = field(repr=False)
+    _records: Records = field(repr=False)
     _offsets: dict[str, int] = field(default_factory=dict, repr=False)
     _blocks: Blocks | None = field(default=None, repr=False)
     _headers: dict[str, bytes] = field(default_factory=dict, repr=False)
@@ -113,12 +115,13 @@ class TorchFile:
         """Read where storages begin, by key or of all, in few round trips to a remote file; a local one is not read."""
         if self._blocks is None:
             return
-        wanted = self._records.keys() if keys is None else {key for key in keys if key in self._records}
-        order = sorted(wanted - self._headers.keys(), key=lambda key: self._records[key].header)
+        wanted = {*(self._records.storages() if keys is None else keys)} - self._headers.keys()
+        found = ((record.header, key) for key in wanted if (record := self._records.storage(key)) is not None)
+        order = sorted(found)
         for at in range(0, len(order), self._blocks.capacity):
-            offsets = {key: self._records[key].header for key in order[at : at + self._blocks.capacity]}
-            self._blocks.prefetch((offset, _LOCATED_BYTES) for offset in offsets.values())
-            self._headers |= {key: self._blocks.read(offset, _LOCATED_BYTES) for key, offset in offsets.items()}
+            offsets = {key: offset for offset, key in order[at : at + self._blocks.capacity]}
+            self._blocks.prefetch((offset, LOCATED_BYTES) for offset in offsets.values())
+            self._headers |= {key: self._blocks.read(offset, LOCATED_BYTES) for key, offset in offsets.items()}
         self.header_bytes = self._blocks.bytes_read
 
     @contextmanager
@@ -135,8 +138,29 @@ class TorchFile:
         """The byte range of a whole storage. Raises CheckpointError for a bad record."""
         return Extent(self.path, self._payload(storage), storage.numel * DTYPE_BYTES[storage.dtype], storage.dtype)
 
+    def column_ranges(self, column: NamedColumn, rows: Int64Array) -> Int64Array:
+        """(offset, nbytes) of contiguous tensors of a column, by their places there: shape ``(num_rows, 2)``.
+
+        Raises CheckpointError as ``extent``.
+        """
+        form = column.form[rows]
+        contiguous, numel, itemsize, storage_itemsize = column.facts.T
+        if not contiguous[form].all():
+            self.extent(column.tensor(int(rows[contiguous[form] == 0][0])))
+        ranges = np.empty((len(rows), 2), dtype=np.int64)
+        offset, nbytes = ranges.T
+        offset[:] = -1
+        if self._blocks is None and len(rows):
+            wanted = column.numel[rows] * storage_itemsize[form]
+            offset[:] = self._records.payload_offsets(column.key[rows], wanted, self._read, self.size)
+        for row in np.flatnonzero(offset < 0).tolist():
+            offset[row] = self._payload(column.tensor(int(rows[row])).storage)
+        offset += column.offset[rows] * itemsize[form]
+        nbytes[:] = (numel * itemsize)[form]
+        return ranges
+
     def _payload(self, storage: StorageRef) -> int:
-        entry = self._records.get(storage.key)
+        entry = self._records.storage(storage.key)
         want = storage.numel * DTYPE_BYTES[storage.dtype]
         if entry is None:
             raise CheckpointError(f"{self.path}: storage {storage.key} has no record. The file is damaged.")
@@ -150,7 +174,7 @@ class TorchFile:
             return known
         data = self._headers.get(storage.key)
         if data is None:
-            data = self._read(entry.header, _LOCATED_BYTES) if entry.header < self.size else b""
+            data = self._read(entry.header, LOCATED_BYTES) if entry.header < self.size else b""
         offset = self._offsets[storage.key] = _payload_offset(data, entry, self.path, self.size)
         return offset
 
@@ -167,7 +191,7 @@ class TorchFile:
         return data
 
 
-def _payload_offset(data: bytes, entry: Entry, path: FilePath, size: int) -> int:
+def _payload_offset(data: bytes, entry: Record, path: FilePath, size: int) -> int:
     """Where a record's payload begins, from the first bytes of its local header.
 
     The header's name is compared with the directory's, and its length with the fields inside.
@@ -201,7 +225,8 @@ def read_torch_file(
 
     ``foreign`` decides about globals outside the allow-list: "refuse" raises UnsafePickleError with the name, "inert"
     puts a ``Stub`` in its place (for files that have user objects, too). ``through`` reads the file in place of its
-    path. With ``columns``, lists of thousands of integers or tensors may be columns (``torch_file.columns``).
+    path. With ``columns``, lists of thousands of integers or tensors, and OrderedDicts of thousands of tensors or
+    shapes, may be columns (``torch_file.columns``).
 
     Raises MissingFileError, CheckpointError (damaged, truncated), OldFormatError (before 1.6, without a zip archive),
     UnsafePickleError.
@@ -213,24 +238,26 @@ def read_torch_file(
     """
     data, file = read_pickle(path, through=through)
     worth_it = is_worth_packing(len(data), large=LARGE_PICKLE)
-    packed = pack_pickle(data, long_list=LONG_LIST if columns else 0) if worth_it else None
-    if packed is not None:
+    for long_list in ((LONG_LIST, 0) if columns else (0,)) if worth_it else ():
+        packed = pack_pickle(data, long_list=long_list)
+        if packed is None:
+            break
         del data  # it is large, and needed again only where it cannot be read
         try:
             file.root = _load(*packed, file.path, foreign)
+            return file
         except MemoryError:
             raise
         except Exception:  # what is wrong with it is said of the pickle as it is in the file
-            packed = None
+            del packed
             data = read_pickle(path, through=through)[0]
-    if packed is None:
-        with pickle_errors(file.path):
-            check_opcodes(data)
-            file.root = _load(data, (), file.path, foreign)
+    with pickle_errors(file.path):
+        check_opcodes(data)
+        file.root = _load(data, (), file.path, foreign)
     return file
 
 
-def _load(data: bytes, columns: Sequence[object], path: FilePath, foreign: ForeignGlobals) -> object:
+def _load(data: bytes | memoryview, columns: Sequence[object], path: FilePath, foreign: ForeignGlobals) -> object:
     with paused_collector():
         root = HeaderUnpickler(data, path, foreign, columns).load()
     if foreign == "refuse":  # user objects beside it may hold themselves
@@ -275,22 +302,18 @@ def _read_pickle(path: FilePath, file: Blocks, kept: Blocks | None) -> tuple[byt
         directory = read_directory(file.read, file.size)
     except ZipError as error:
         raise CheckpointError(f"{path}: {error}. The file is truncated or damaged.") from None
-    found: dict[str, Entry] = {}
-    for entry in directory.entries:
-        name = entry.text.partition("/")[2] or entry.text
-        if name in found:
-            raise CheckpointError(f"{path}: two records are named {entry.text}. The file is damaged.")
-        found[name] = entry
+    records = Records(directory.entries, path)
     _check_apart(directory, path)
-    if "byteorder" in found and _content(file, found["byteorder"], path, min(file.size, 16)) != b"little":
+    digest = hashlib.sha256(directory.data).hexdigest()
+    del directory  # it is large, and what is needed of it is in the records
+    order = records.named("byteorder")
+    if order is not None and _content(file, order, path, min(file.size, 16)) != b"little":
         raise CheckpointError(f"{path}: was written on a big-endian machine, which is not supported.")
-    pickled = found.get("data.pkl")
+    pickled = records.named("data.pkl")
     if pickled is None or pickled.text == "data.pkl":
         raise CheckpointError(f"{path}: is a zip archive without data.pkl, so not a torch.save file.")
     data = _content(file, pickled, path, min(file.size, _MAX_PICKLE_BYTES))
-    digest = hashlib.sha256(directory.data).hexdigest()
     folder = pickled.text.partition("/")[0]
-    records = {name.removeprefix("data/"): entry for name, entry in found.items() if name.startswith("data/")}
     return data, TorchFile(path, file.size, None, file.bytes_read, digest, folder, records, _blocks=kept)
 
 
@@ -309,22 +332,25 @@ def directory_digest(path: Path) -> str | None:
 
 def _check_apart(directory: Directory, path: FilePath) -> None:
     """Refuse records that share bytes of the file, so that a small one cannot pass for a large one."""
-    end = 0
-    for entry in sorted(directory.entries, key=lambda entry: entry.header):
-        if entry.header < end:
-            raise CheckpointError(f"{path}: two records overlap at byte {entry.header}. The file is damaged.")
-        end = entry.header + LOCAL.size + entry.stored_bytes
-    if end > directory.offset:
+    entries = directory.entries
+    order = np.argsort(entries.header, kind="stable")
+    begins = entries.header[order]
+    ends = begins + LOCAL.size + entries.stored_bytes[order]
+    overlaps = np.flatnonzero(begins[1:] < ends[:-1])
+    if len(overlaps):
+        at = entries[int(order[overlaps[0] + 1])].header
+        raise CheckpointError(f"{path}: two records overlap at byte {at}. The file is damaged.")
+    if len(ends) and ends[-1] > directory.offset:
         raise CheckpointError(f"{path}: a record ends behind the directory. The file is truncated or damaged.")
 
 
-def _content(file: Blocks, entry: Entry, path: FilePath, limit: int) -> bytes:
+def _content(file: Blocks, entry: Record, path: FilePath, limit: int) -> bytes:
     """The content of a record, of at most ``limit`` bytes and as many as it takes in the file."""
     if entry.method or entry.stored_bytes != entry.nbytes or entry.nbytes > limit:
         raise CheckpointError(
             f"{path}: record {entry.text} is compressed or larger than {limit} bytes. The file is damaged."
         )
-    header = file.read(entry.header, _LOCATED_BYTES)
+    header = file.read(entry.header, LOCATED_BYTES)
     data = file.read(_payload_offset(header, entry, path, file.size), entry.nbytes)
     if zlib.crc32(data) != entry.crc32:
         raise CheckpointError(f"{path}: Bad CRC-32 for file {entry.text!r}. The file is truncated or damaged.")
@@ -343,18 +369,23 @@ def _not_zip(path: FilePath, start: bytes, size: int) -> CheckpointError:
     return CheckpointError(f"{path}: is not a torch.save file. The file is damaged.")
 
 
-def walk_refs(tree: object) -> Iterator[TensorRef]:
+_WALKED = (dict, list, tuple, set, frozenset, Stub, NamedColumn, TensorColumn)
+
+
+def walk_refs(tree: object, *, but: Iterable[object] = ()) -> Iterator[TensorRef]:
     """Every TensorRef in an unpickled tree, in order of appearance; what stand-ins of unknown objects hold, too.
+
+    The containers ``but`` are left out.
 
     Each container is walked once: user objects may hold themselves, and nest as deeply as they like.
     """
-    walked: set[int] = set()
+    walked = {id(container) for container in but}
     pending: list[Iterator[object]] = [iter((tree,))]
     while pending:
         for value in pending[-1]:
             if isinstance(value, TensorRef):
                 yield value
-            elif isinstance(value, (dict, list, tuple, set, frozenset, Stub)) and id(value) not in walked:
+            elif isinstance(value, _WALKED) and id(value) not in walked:
                 walked.add(id(value))
                 pending.append(_inside(value))
                 break
@@ -365,6 +396,10 @@ def walk_refs(tree: object) -> Iterator[TensorRef]:
 def _inside(container: object) -> Iterator[object]:
     if isinstance(container, Stub):
         return iter((container.args, container.items, container.attributes))
+    if isinstance(container, NamedColumn):
+        return map(container.value, np.flatnonzero(container.key >= 0).tolist())
+    if isinstance(container, TensorColumn):
+        return iter(container.as_list())
     if isinstance(container, dict):
         return chain.from_iterable(container.items())
     assert isinstance(container, Iterable)

@@ -120,7 +120,7 @@ def _rebuild_parameter(data: object, *_: object) -> object:
     return data
 
 
-class _Dict(OrderedDict[object, object]):
+class Dict(OrderedDict[object, object]):
     """A dictionary of a pickle. Attributes that are set on one, as torch does for module states, are left out."""
 
     def __setstate__(self, state: object) -> None:
@@ -131,10 +131,10 @@ def _plain_dict(*_: object) -> dict[object, object]:
     return {}
 
 
-def _ordered_dict(*items: object) -> _Dict:
+def _ordered_dict(*items: object) -> Dict:
     if items not in ((), ([],)):  # as Python 2 did; check_opcodes does not see such keys
         raise UnsafePickleError("an OrderedDict gets its items when it is made, not afterwards")
-    return _Dict()
+    return Dict()
 
 
 def _size(items: object = ()) -> tuple[object, ...]:

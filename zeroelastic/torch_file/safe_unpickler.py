@@ -18,7 +18,7 @@ from typing import Literal, TypeAlias
 
 from zeroelastic.errors import CheckpointError, UnsafePickleError, UsageError, brief, shown
 from zeroelastic.io.paths import FilePath
-from zeroelastic.torch_file.columns import IntColumn, TensorColumn
+from zeroelastic.torch_file.columns import COLUMNS, IntColumn, NamedColumn, TensorColumn
 from zeroelastic.torch_file.inert_objects import StorageRef, Stub, new_stub, storage_id
 from zeroelastic.torch_file.pickle_limits import MOST_NESTED
 from zeroelastic.torch_file.rebuild_functions import (
@@ -32,13 +32,14 @@ from zeroelastic.torch_file.rebuild_functions import (
 
 _MAX_GLOBALS = 4096
 _MAX_REPEATED = 64 << 10
-_CONTAINERS = (dict, list, tuple, set, frozenset, IntColumn, TensorColumn)
+_READ_BYTES = 64 << 10
+_CONTAINERS = (dict, list, tuple, set, frozenset, *COLUMNS)
 _FREE_VISITS = 1 << 20
 _VISITS_PER_ITEM = 64
 
 Container: TypeAlias = (
     "dict[object, object] | list[object] | tuple[object, ...] | set[object] | frozenset[object] | "
-    "IntColumn | TensorColumn"
+    "IntColumn | TensorColumn | NamedColumn"
 )
 
 
@@ -71,6 +72,32 @@ def split_global(name: str) -> tuple[str, str]:
     return module, qualname
 
 
+class _Bytes(io.RawIOBase):
+    def __init__(self, data: bytes | memoryview) -> None:
+        self._left = memoryview(data)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
+        some = self._left[: len(buffer)]
+        buffer[: len(some)] = some
+        self._left = self._left[len(some) :]
+        return len(some)
+
+
+class PickleFile(io.BufferedReader):
+    """A pickle as a file of which an unpickler reads thousands of bytes at a time; it reads a BytesIO by opcodes."""
+
+    def __init__(self, data: bytes | memoryview) -> None:
+        super().__init__(_Bytes(data), _READ_BYTES)
+        self._nbytes = len(data)
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        """Memory for what is there, not for what a damaged pickle asks for."""
+        return super().read(self._nbytes if size is None or size < 0 else min(size, self._nbytes))
+
+
 class HeaderUnpickler(pickle.Unpickler):
     """The allow-listed unpickler: every global resolves to one of our own objects, or is refused or inert.
 
@@ -78,8 +105,10 @@ class HeaderUnpickler(pickle.Unpickler):
     ``load`` raises UnsafePickleError, CheckpointError, and whatever a damaged pickle makes the standard one raise.
     """
 
-    def __init__(self, data: bytes, path: FilePath, foreign: ForeignGlobals, columns: Sequence[object] = ()) -> None:
-        super().__init__(io.BytesIO(data), encoding="utf-8")
+    def __init__(
+        self, data: bytes | memoryview, path: FilePath, foreign: ForeignGlobals, columns: Sequence[object] = ()
+    ) -> None:
+        super().__init__(PickleFile(data), encoding="utf-8")
         self._columns = columns
         self._path = path
         self._foreign = foreign
@@ -164,8 +193,9 @@ def check_tree(root: object) -> None:
         open_ids.add(id(container))
         size, levels = 1 + len(container), 1
         items: Collection[object]
-        if isinstance(container, (IntColumn, TensorColumn)):
+        if isinstance(container, COLUMNS):
             items = ()
+            size += container.num_held if isinstance(container, NamedColumn) else 0
         else:
             items = container.values() if isinstance(container, dict) else container
         if any(issubclass(kind, _CONTAINERS) for kind in {*map(type, items)}):

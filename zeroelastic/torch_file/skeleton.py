@@ -245,7 +245,8 @@ def _read_directory(path: Path) -> tuple[dict[str, RecordPlace], bytes, int]:
 
         try:
             found = read_directory(read, os.fstat(file.fileno()).st_size)
-            for entry in found.entries:
+            entries = [*found.entries]
+            for entry in entries:
                 local = LOCAL.unpack(read(entry.header, LOCAL.size))
                 if local[0] != LOCAL_MARK or entry.method or (entry.nbytes > 0 and not entry.flags & DEFERRED):
                     raise ValueError(f"record {entry.text} is not stored as expected")
@@ -254,7 +255,7 @@ def _read_directory(path: Path) -> tuple[dict[str, RecordPlace], bytes, int]:
                 records[entry.text.partition("/")[2]] = place
         except (struct.error, ValueError) as error:
             raise _other_layout(path, str(error)) from None
-    return records, found.data[: sum(entry.length for entry in found.entries)], found.offset
+    return records, found.data[: sum(entry.length for entry in entries)], found.offset
 
 
 def _record_of(key: str, storage: torch.UntypedStorage, names: Mapping[str, RecordPlace], path: Path) -> RecordPlace:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import struct
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
-from zeroelastic.core.collector import paused_collector
+import numpy as np
+import numpy.typing as npt
+
+from zeroelastic.core.layout import Int64Array
 
 END = struct.Struct("<4sHHHHIIH")
 END64_LOCATOR = struct.Struct("<4sIQI")
@@ -33,6 +35,19 @@ VERSIONS = (0, 10, 20, 45)
 
 _END64_VERSIONS = ((0x031E, 45), (45, 45))
 _MAX_DIRECTORY = 1 << 31
+_MAX_OFFSET = 1 << 61  # what int64 holds with as much again
+_ENTRY = np.dtype(
+    "<u4,<u2,<u2,<u2,<u2,<u2,<u2,<u4,<u4,<u4,<u2,<u2,<u2,<u2,<u2,<u4,<u4",
+)
+_ENTRY.names = (
+    "mark", "made_by", "needs", "flags", "method", "time", "date", "crc32", "stored_bytes", "nbytes", "name_bytes",
+    "extra_bytes", "comment_bytes", "disk", "internal", "external", "header",
+)  # fmt: skip
+_WIDE_HEADER = np.dtype([("kind", "<u2"), ("nbytes", "<u2"), ("header", "<u8")])
+_LENGTHS = struct.Struct("<HHH")  # of the name, the extra area and the comment
+_LENGTHS_AT = 28
+_SAME = 16  # entries of one length in turn, behind which more are likely
+_ROWS = 1 << 16  # entries whose columns are made at one time
 
 ReadAt = Callable[[int, int], bytes]
 """Up to so many bytes: ``read(offset, nbytes)``."""
@@ -79,6 +94,39 @@ class Entry(NamedTuple):
         return repr(self.text.partition("/")[2] or self.text)[1:-1]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Entries(Sequence[Entry]):
+    """The entries of a directory by columns; an ``Entry`` is made when it is asked for.
+
+    ``at`` is where each one begins in ``data``, which is at ``offset`` in the file. The arrays have shape
+    ``(num_entries,)``; numbers beyond 2^61 are that. ``is_plain`` are the entries that say nothing else, of records
+    that are not compressed.
+    """
+
+    data: bytes
+    offset: int
+    at: Int64Array
+    name_bytes: Int64Array
+    flags: npt.NDArray[np.uint16]
+    nbytes: Int64Array
+    header: Int64Array
+    stored_bytes: Int64Array
+    crc32: npt.NDArray[np.uint32]
+    is_plain: npt.NDArray[np.bool_]
+
+    def __len__(self) -> int:
+        return len(self.at)
+
+    @overload
+    def __getitem__(self, row: int) -> Entry: ...
+    @overload
+    def __getitem__(self, row: slice) -> list[Entry]: ...
+    def __getitem__(self, row: int | slice) -> Entry | list[Entry]:
+        if isinstance(row, slice):
+            return [self[i] for i in range(*row.indices(len(self)))]
+        return _entry(self.data, int(self.at[row]), self.offset)[0]
+
+
 @dataclass(frozen=True, slots=True)
 class Directory:
     """The directory of an archive: ``data`` is the file from byte ``offset``, where it begins, to the end.
@@ -88,7 +136,7 @@ class Directory:
 
     offset: int
     data: bytes
-    entries: tuple[Entry, ...]
+    entries: Entries
     faults: tuple[Fault, ...]
 
 
@@ -99,11 +147,10 @@ def read_directory(read: ReadAt, size: int) -> Directory:
     data = read(offset, size - offset)
     if len(data) != size - offset:
         raise ZipError("its directory cannot be read")
-    with paused_collector():
-        entries = _entries(data[:nbytes], offset, faults)
+    entries = _entries(data, nbytes, offset, faults)
     if len(entries) != count:
         faults.append(Fault(f"the directory has {len(entries)} entries and its end says {count}", offset, nbytes))
-    return Directory(offset, data, tuple(entries), tuple(faults))
+    return Directory(offset, data, entries, tuple(faults))
 
 
 def _directory_place(read: ReadAt, size: int, faults: list[Fault]) -> tuple[int, int, int]:
@@ -132,46 +179,118 @@ def _directory_place(read: ReadAt, size: int, faults: list[Fault]) -> tuple[int,
     return offset, nbytes, count
 
 
-def _entries(data: bytes, offset: int, faults: list[Fault]) -> list[Entry]:
-    entries: list[Entry] = []
-    common: dict[tuple[int, int], tuple[int, int]] = {}  # tuples that are equal are one
-    at = 0
-    while at < len(data):
-        fields = ENTRY.unpack_from(data, at) if at + ENTRY.size <= len(data) else (b"",)
-        if fields[0] != ENTRY_MARK:
+def _starts(data: bytes, end: int) -> Int64Array:
+    """Where each entry begins. Entries of one length, of which torch.save writes thousands, are found at once."""
+    runs: list[Int64Array] = []
+    singles: list[int] = []
+    at, last, same = 0, (0, 0, 0), 0
+    while at < end:
+        if at + ENTRY.size > end or data[at : at + 4] != ENTRY_MARK:
             raise ZipError("its directory cannot be read")
-        name_at, extra_at = at + ENTRY.size, at + ENTRY.size + fields[10]
-        end = extra_at + fields[11] + fields[12]
-        if end > len(data):
+        lengths = _LENGTHS.unpack_from(data, at + _LENGTHS_AT)
+        same, last = same + 1 if lengths == last else 0, lengths
+        nbytes = ENTRY.size + sum(lengths)
+        if at + nbytes > end:
             raise ZipError("its directory cannot be read")
-        values = [fields[9], fields[8], fields[16]]  # uncompressed, compressed, header: their order in the 64-bit field
-        wide = [i for i, value in enumerate(values) if value == WIDE] if WIDE in values else []
-        good = fields[4] == 0 and fields[12:14] == (0, 0) and fields[1] in VERSIONS and fields[2] in VERSIONS
-        for kind, content in extra_fields(data[extra_at : extra_at + fields[11]]) if fields[11] else ():
-            if kind == ZIP64 and wide and len(content) == 8 * len(wide):
-                for i, value in zip(wide, struct.unpack(f"<{len(wide)}Q", content), strict=True):
-                    values[i] = value
-                wide = []
-            else:
-                good = False
-        nbytes, stored_bytes, header = values
-        attributes: tuple[int, int] = fields[14:16]
-        when: tuple[int, int] = fields[5:7]
-        entry = Entry(
-            data[name_at:extra_at], common.setdefault(attributes, attributes), fields[3], fields[4],
-            common.setdefault(when, when), fields[7], stored_bytes, nbytes, header, offset + at, end - at,
-        )  # fmt: skip
-        if wide or nbytes != stored_bytes or not good:
+        count = 1
+        if same == _SAME:
+            same = 0
+            heads = np.ndarray(((end - at) // nbytes,), _ENTRY, data, at, (nbytes,))
+            differs = heads["mark"] != heads["mark"][0]
+            for field, length in zip(("name_bytes", "extra_bytes", "comment_bytes"), lengths, strict=True):
+                differs |= heads[field] != length
+            count = int(differs.argmax()) if differs.any() else len(heads)
+            runs += [np.array(singles, dtype=np.int64), at + nbytes * np.arange(count)]
+            singles = []
+        else:
+            singles.append(at)
+        at += nbytes * count
+    return np.concatenate([*runs, np.array(singles, dtype=np.int64)])
+
+
+def _entries(data: bytes, nbytes: int, offset: int, faults: list[Fault]) -> Entries:
+    """The entries of a directory of ``nbytes`` bytes, at ``offset`` in the file; adds what is wrong to ``faults``."""
+    at = _starts(data, nbytes)
+    entries = Entries(
+        data,
+        offset,
+        at,
+        name_bytes=np.empty(len(at), dtype=np.int64),
+        flags=np.empty(len(at), dtype=np.uint16),
+        nbytes=np.empty(len(at), dtype=np.int64),
+        header=np.empty(len(at), dtype=np.int64),
+        stored_bytes=np.empty(len(at), dtype=np.int64),
+        crc32=np.empty(len(at), dtype=np.uint32),
+        is_plain=np.empty(len(at), dtype=np.bool_),
+    )
+    attributes = np.empty(len(at), dtype=np.uint64)
+    for begin in range(0, len(at), _ROWS):
+        rows = slice(begin, begin + _ROWS)
+        heads = gather(data, at[rows], ENTRY.size).view(_ENTRY)
+        header = heads["header"].astype(np.int64)
+        name_bytes, extra_bytes = heads["name_bytes"].astype(np.int64), heads["extra_bytes"]
+        wide = np.flatnonzero((header == WIDE) & (extra_bytes == _WIDE_HEADER.itemsize))
+        extra = gather(data, at[rows][wide] + ENTRY.size + name_bytes[wide], _WIDE_HEADER.itemsize).view(_WIDE_HEADER)
+        header[wide] = extra["header"]
+        known = np.zeros(len(header), dtype=bool)
+        known[wide] = (extra["kind"] == ZIP64) & (extra["nbytes"] == 8) & (extra["header"] < _MAX_OFFSET)
+        good = np.where(header == WIDE, False, extra_bytes == 0) | known
+        for field in ("made_by", "needs"):
+            good &= np.isin(heads[field], VERSIONS)
+        for field in ("method", "comment_bytes", "disk"):
+            good &= heads[field] == 0
+        good &= (heads["nbytes"] == heads["stored_bytes"]) & (heads["nbytes"] != WIDE)
+        entries.is_plain[rows] = good
+        attributes[rows] = heads["internal"].astype(np.uint64) << np.uint64(32) | heads["external"]
+        entries.header[rows], entries.name_bytes[rows] = header, name_bytes
+        entries.nbytes[rows], entries.stored_bytes[rows] = heads["nbytes"], heads["stored_bytes"]
+        entries.flags[rows], entries.crc32[rows] = heads["flags"], heads["crc32"]
+    for row in np.flatnonzero(~entries.is_plain).tolist():
+        entry, is_right = _entry(data, int(at[row]), offset)
+        for column, value in (
+            (entries.header, entry.header), (entries.nbytes, entry.nbytes), (entries.stored_bytes, entry.stored_bytes)
+        ):  # fmt: skip
+            column[row] = min(value, _MAX_OFFSET)
+        if not is_right:
             faults.append(Fault(f"its directory is wrong about {entry.short_name}", entry.at, entry.length))
-        entries.append(entry)
-        at = end
-    usual = Counter(entry.attributes for entry in entries).most_common(1)
-    faults += [
-        Fault(f"its directory describes {entry.short_name} unlike the others", entry.at, entry.length)
-        for entry in entries
-        if entry.attributes != usual[0][0]
-    ]
+    kinds, first, count = np.unique(attributes, return_index=True, return_counts=True)
+    if len(kinds) > 1:
+        usual = kinds[min(np.flatnonzero(count == count.max()).tolist(), key=lambda kind: first[kind])]
+        for entry in map(entries.__getitem__, np.flatnonzero(attributes != usual).tolist()):
+            what = f"its directory describes {entry.short_name} unlike the others"
+            faults.append(Fault(what, entry.at, entry.length))
     return entries
+
+
+def gather(data: bytes, at: Int64Array, nbytes: int) -> npt.NDArray[np.void]:
+    """``nbytes`` bytes from each of some places on, which lie inside of ``data``: shape ``(num_places,)``."""
+    if not len(at):
+        return np.empty(0, dtype=f"V{nbytes}")
+    windows: npt.NDArray[np.void] = np.ndarray((len(data) - nbytes + 1,), f"V{nbytes}", data, strides=(1,))
+    return windows[at]
+
+
+def _entry(data: bytes, at: int, offset: int) -> tuple[Entry, bool]:
+    """The entry at a place of a directory, and whether it is as torch.save writes it."""
+    fields = ENTRY.unpack_from(data, at)
+    name_at, extra_at = at + ENTRY.size, at + ENTRY.size + fields[10]
+    end = extra_at + fields[11] + fields[12]
+    values = [fields[9], fields[8], fields[16]]  # uncompressed, compressed, header: their order in the 64-bit field
+    wide = [i for i, value in enumerate(values) if value == WIDE] if WIDE in values else []
+    good = fields[4] == 0 and fields[12:14] == (0, 0) and fields[1] in VERSIONS and fields[2] in VERSIONS
+    for kind, content in extra_fields(data[extra_at : extra_at + fields[11]]) if fields[11] else ():
+        if kind == ZIP64 and wide and len(content) == 8 * len(wide):
+            for i, value in zip(wide, struct.unpack(f"<{len(wide)}Q", content), strict=True):
+                values[i] = value
+            wide = []
+        else:
+            good = False
+    nbytes, stored_bytes, header = values
+    entry = Entry(
+        data[name_at:extra_at], fields[14:16], fields[3], fields[4], fields[5:7], fields[7], stored_bytes, nbytes,
+        header, offset + at, end - at,
+    )  # fmt: skip
+    return entry, good and not wide and nbytes == stored_bytes
 
 
 def extra_fields(extra: bytes) -> Iterator[tuple[int, bytes]]:

@@ -221,7 +221,7 @@ def _with_checksums(load_plan: LoadPlan, executor: Executor) -> LoadPlan:
         shards |= {rank: checkpoint.shard(rank) for rank in _read_here(checkpoint.optim_files, visibility)}
         models |= {rank: checkpoint.model_states(rank) for rank in _read_here(checkpoint.model_files, visibility)}
     parts = {
-        model.path: (model.size, [np.array([at for at, _ in (*model.fragments(), *model.weights)], dtype=np.int64)])
+        model.path: (model.size, [np.array([at for at, _ in model.fragments()], dtype=np.int64), model.weights[:, 0]])
         for model in models.values()
     }
     for shard in shards.values():

@@ -207,7 +207,7 @@ def _module_bytes(load_plan: LoadPlan) -> int:
     if isinstance(load_plan.model.path, RemotePath) or (load_plan.model.path.name in load_plan.checkpoint.remote_files):
         return 0
     model = load_plan.model
-    return model.size - sum(nbytes for _, nbytes in (*model.fragments(), *model.weights))
+    return model.size - sum(nbytes for _, nbytes in model.fragments()) - int(model.weights[:, 1].sum())
 
 
 def _inventory(

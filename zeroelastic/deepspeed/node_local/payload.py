@@ -217,7 +217,7 @@ def _without_params(model: ModelStates) -> list[tuple[int, int]]:
     """The ranges (begin, end) of a module states file that are not payload of parameters alone."""
     ranges: list[tuple[int, int]] = []
     at = 0
-    for begin, nbytes in model.params_alone:
+    for begin, nbytes in model.params_alone.tolist():
         if begin > at:
             ranges.append((at, begin))
         at = max(at, begin + nbytes)

@@ -304,7 +304,7 @@ def read_back(
     with allow_globals(expected.allow_globals):
         model = (
             model_states_of(
-                read_torch_file(model_path, foreign="inert", through=blocks.get(model_path.name)),
+                read_torch_file(model_path, foreign="inert", through=blocks.get(model_path.name), columns=True),
                 expected.rank,
                 world_size=size,
                 tp=tp if tp.size > 1 else None,

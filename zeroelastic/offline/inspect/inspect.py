@@ -6,7 +6,8 @@ can be opened by ``open_checkpoint``, and the headers of its first rank can be r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from typing import TypeVar
 
@@ -41,6 +42,7 @@ from zeroelastic.offline.inspect.model import (
 )
 from zeroelastic.offline.inspect.other_kinds import refuse_other_kinds
 from zeroelastic.tags.locate import Source
+from zeroelastic.torch_file.columns import NamedColumn
 from zeroelastic.torch_file.header import DTYPE_BYTES, TensorRef, read_torch_file
 
 _TRIES = 3
@@ -192,7 +194,7 @@ class _Inspector:
         return header
 
     def _open_model(self, name: str, rank: int) -> ModelStates:
-        file = read_torch_file(self.path(name), foreign="inert")
+        file = read_torch_file(self.path(name), foreign="inert", columns=True)
         self.found.headers_read += 1
         self.root = file.root if isinstance(file.root, dict) else {}
         world_size = None if self.commit is None else self.commit.world_size
@@ -238,15 +240,15 @@ class _Inspector:
         found.scheduler = root.get("lr_scheduler") is not None
         found.client_state = client_state_keys(root)
         module = root.get("module")
-        module = module if isinstance(module, dict) else {}
+        module = module if isinstance(module, Mapping) else {}
         buffers = root.get("buffer_names")
         for name in buffers if isinstance(buffers, (list, tuple, set)) else ():
             value = module.get(name) if isinstance(name, str) else None
             if isinstance(value, TensorRef):
                 found.buffers += (BufferInfo(name, value.shape, value.dtype),)
         own = {buffer.name for buffer in found.buffers}
-        dtypes = [ref.dtype for name, ref in module.items() if isinstance(ref, TensorRef) and name not in own]
-        found.model_dtype = max(set(dtypes), key=lambda dtype: (dtypes.count(dtype), dtype)) if dtypes else None
+        dtypes = _count_dtypes(module, but=own)
+        found.model_dtype = max(dtypes, key=lambda dtype: (dtypes[dtype], dtype)) if dtypes else None
         self._describe_config(root.get("ds_config"))
 
     def _describe_config(self, config: object) -> None:
@@ -419,3 +421,16 @@ def _frozen(model: ModelStates | None) -> Iterator[tuple[Param, Mapping[str, str
     if model is not None and model.frozen is not None and model.frozen_extents is not None:
         for i, param in enumerate(model.frozen.params):
             yield param, {FROZEN: model.frozen_extents.dtype[i]}
+
+
+def _count_dtypes(module: Mapping[object, object], *, but: Collection[object]) -> Counter[str]:
+    """How many tensors of other names than these have each dtype."""
+    if not isinstance(module, NamedColumn):
+        return Counter(ref.dtype for name, ref in module.items() if isinstance(ref, TensorRef) and name not in but)
+    forms = Counter(module.form[~module.is_in(but)].tolist())
+    counts: Counter[str] = Counter()
+    for number, count in forms.items():
+        form = module.forms[number]
+        if isinstance(form, TensorRef):
+            counts[form.dtype] += count
+    return counts

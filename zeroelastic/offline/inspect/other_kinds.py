@@ -30,6 +30,6 @@ def refuse_other_kinds(listing: TagListing) -> None:
 def _holds_an_optimizer(path: FilePath) -> bool:
     """Whether a model states file has the state of the optimizer, as at stage 0 alone; not if it cannot be read."""
     with suppress(CheckpointError, UnsupportedError):
-        root = read_torch_file(path, foreign="inert").root
+        root = read_torch_file(path, foreign="inert", columns=True).root
         return isinstance(root, dict) and isinstance(root.get("optimizer"), dict)
     return False

@@ -29,6 +29,7 @@ from zeroelastic.core.layout import (
 )
 from zeroelastic.core.plan import match_params
 from zeroelastic.io.storage import file_sizes
+from zeroelastic.torch_file.columns import NamedColumn
 from zeroelastic.torch_file.header import DTYPE_BYTES, TensorRef, read_torch_file
 
 
@@ -128,7 +129,7 @@ class Head:
         Shape ``(world_size,)``.
         """
         rank = np.arange(world_size)
-        weights = sum(nbytes for _, nbytes in self.model.weights)
+        weights = int(self.model.weights[:, 1].sum())
         parts = len(self.model_sizes)
         return self.model_sizes[np.where(rank < parts, rank, 0)] - self.frozen_payload(parts) - weights
 
@@ -149,8 +150,11 @@ def read_head(checkpoint: Checkpoint) -> Head:
 
 
 def _weight_bytes(checkpoint: Checkpoint) -> dict[str, int]:
-    root = read_torch_file(checkpoint.model_files[0], foreign="inert").root
+    root = read_torch_file(checkpoint.model_files[0], foreign="inert", columns=True).root
     module = root.get("module") if isinstance(root, dict) else None
+    if isinstance(module, NamedColumn):
+        sizes = module.facts[:, 2][module.form].tolist()
+        return {name: size for name, size in zip(module.names, sizes, strict=True) if size}
     pairs = module.items() if isinstance(module, dict) else ()
     return {name: DTYPE_BYTES[ref.dtype] for name, ref in pairs if isinstance(ref, TensorRef)}
 
