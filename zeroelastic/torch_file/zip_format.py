@@ -1,4 +1,4 @@
-"""The zip format of torch.save: its structures, and the directory at the end of an archive as a list of entries."""
+"""The zip format of torch.save: its structures, and the directory at the end of an archive in columns."""
 
 from __future__ import annotations
 
