@@ -73,6 +73,8 @@ def split_global(name: str) -> tuple[str, str]:
 
 
 class _Bytes(io.RawIOBase):
+    """Bytes as a file, for a ``BufferedReader``; a BytesIO would copy them."""
+
     def __init__(self, data: bytes | memoryview) -> None:
         self._left = memoryview(data)
 
