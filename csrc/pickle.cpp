@@ -9,7 +9,6 @@
 #include <new>
 #include <string>
 #include <string_view>
-#include <unordered_map>
 #include <vector>
 
 #include "pickle_check.h"
@@ -67,7 +66,7 @@ struct Entries {
     Kind kind = Kind::kNamedTensors;  // kNamedObjects where the first value is no tensor
     int64_t num_rows = 0;
     int64_t num_forms = 0;
-    std::unordered_map<std::string, int64_t> forms;
+    std::map<std::string, int64_t> forms;
 };
 
 // Integers that C can own.
@@ -743,8 +742,7 @@ class Packer {
     std::map<std::string_view, uint32_t> shapes_;
     std::vector<std::map<std::string_view, uint32_t>::iterator> shape_order_;  // as they were written
     int64_t highest_ = kNoSlot;                                                // slot that a PUT has filled
-    std::unordered_map<int64_t, int64_t>
-        keys_;  // the keys of storages by their slots, where something fetches them
+    std::map<int64_t, int64_t> keys_;  // the keys of storages by their slots, where something fetches them
     std::vector<Span> spans_;
     std::vector<Op> ops_;
     Value value_;
