@@ -49,7 +49,6 @@ PHASES: Mapping[str, Sequence[str]] = {
         "torch.distributed:barrier",
         "torch.distributed:broadcast_object_list",
         "torch.distributed:all_gather_into_tensor",
-        "zeroelastic.distributed.collective:_result",
         "deepspeed.comm.comm:barrier",
         "deepspeed.comm.comm:all_reduce",
         "zeroelastic.deepspeed.save.barrier:SaveBarrier.wait",

@@ -71,13 +71,12 @@ def gather(value: T) -> list[T]:
 
 def maximum(values: Sequence[int]) -> list[int]:
     """The largest of each number, of less than 64 bits, over all ranks, which give equally many. Collective."""
-    return _result(*_reduce(values, dist.ReduceOp.MAX))
+    return _reduced(values, dist.ReduceOp.MAX)
 
 
 def maximum_and_total(values: Sequence[int], added: int) -> tuple[list[int], int]:
-    """``maximum`` of some numbers, and the sum of another over all ranks, in the time of one reduction. Collective."""
-    largest, summed = _reduce(values, dist.ReduceOp.MAX), _reduce([added], dist.ReduceOp.SUM)
-    return _result(*largest), _result(*summed)[0]
+    """``maximum`` of some numbers, and the sum of another over all ranks. Collective."""
+    return _reduced(values, dist.ReduceOp.MAX), _reduced([added], dist.ReduceOp.SUM)[0]
 
 
 def any_rank(flag: bool) -> bool:
@@ -85,18 +84,12 @@ def any_rank(flag: bool) -> bool:
     return bool(maximum([int(flag)])[0])
 
 
-def _reduce(values: Sequence[int], op: dist.ReduceOp.RedOpType) -> tuple[torch.Tensor, dist.Work | None]:
-    """Start a reduction over all ranks, which ``_result`` waits for."""
+def _reduced(values: Sequence[int], op: dist.ReduceOp.RedOpType) -> list[int]:
     if dist.get_world_size() == 1:
-        return torch.tensor(values, dtype=torch.int64), None
+        return list(values)
     group = _group.get()
     numbers = torch.tensor(values, dtype=torch.int64, device=collective_device(group))
-    return numbers, dist.all_reduce(numbers, op=op, group=group, async_op=True)
-
-
-def _result(numbers: torch.Tensor, work: dist.Work | None) -> list[int]:
-    if work is not None:
-        work.wait()
+    dist.all_reduce(numbers, op=op, group=group)
     reduced: list[int] = numbers.tolist()
     return reduced
 
