@@ -14,6 +14,7 @@ import os
 import shutil
 import threading
 import time
+import traceback
 import uuid
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -273,6 +274,11 @@ class MemoryCheckpoints:
         except Exception as caught:
             error = caught
             self._is_broken = not is_of_all_ranks(caught)
+            if self._is_broken and dist.is_initialized():
+                # A rank that still waits for this one in a collective of the group fails too, when its connections end.
+                traceback.clear_frames(caught.__traceback__)
+                dist.destroy_process_group(self._group)
+                del self._group
             if self._leads_node:
                 shutil.rmtree(self._staging(made), ignore_errors=True)
         if dist.is_initialized() and dist.get_rank() == 0:
