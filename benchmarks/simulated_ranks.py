@@ -157,7 +157,7 @@ class SimulatedRanks:
             self.count("received bytes", nbytes)
             values[:] = sent
 
-        def all_reduce(tensor: torch.Tensor, op: Any = None, group: Any = None, async_op: bool = False) -> Any:
+        def all_reduce(tensor: torch.Tensor, op: Any = None, group: Any = None) -> None:
             def reduced(values: dict[int, torch.Tensor]) -> torch.Tensor:
                 stacked = torch.stack(list(values.values()))
                 return stacked.sum(0) if op == dist.ReduceOp.SUM else stacked.amax(0)

@@ -9,6 +9,7 @@ import logging
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from training import Job, build_engine, gathered, look, train_step
 
 from zeroelastic.elastic import ElasticDistributedSampler, every, preemption, resume
+from zeroelastic.io.paths import as_path
 from zeroelastic.memory import checkpoints
 from zeroelastic.memory.checkpoints import MemoryCheckpoints
 from zeroelastic.memory.memory_file import MemoryFile
@@ -101,6 +103,29 @@ def run(
     return Turn(
         start, samples, resumed, states, reports, "" if memory is None else memory._describe(), gathered(engine)
     )
+
+
+def fail_alone(job: Job, directory: str, shared: Path) -> tuple[float, bool]:
+    """Rank 0 alone fails in the thread of a checkpoint; how long each rank waits for its end, and if it is broken."""
+    use_node(shared, dist.get_rank())
+    engine = build_engine(job)
+    train_step(engine, 0)
+    memory = MemoryCheckpoints(engine, as_path(directory))
+    if dist.get_rank() == 0:
+
+        def finish(made: Any) -> Any:
+            raise RuntimeError("a connection was closed by its peer")
+
+        memory._finish = finish  # type: ignore[method-assign]
+    memory.capture({})
+    began = time.monotonic()
+    memory.wait()
+    return time.monotonic() - began, memory._is_broken
+
+
+def test_no_rank_waits_for_one_that_has_failed_alone(rank_pool: RankPool, tmp_path: Path, shared: Path) -> None:
+    for seconds, is_broken in rank_pool.run(fail_alone, 3, JOB, str(tmp_path), shared, timeout=100):
+        assert seconds < 20 and is_broken
 
 
 def checked_memory(memory: MemoryCheckpoints) -> None:

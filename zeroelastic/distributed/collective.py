@@ -74,9 +74,9 @@ def maximum(values: Sequence[int]) -> list[int]:
     return _reduced(values, dist.ReduceOp.MAX)
 
 
-def maximum_and_total(values: Sequence[int], added: int) -> tuple[list[int], int]:
-    """``maximum`` of some numbers, and the sum of another over all ranks. Collective."""
-    return _reduced(values, dist.ReduceOp.MAX), _reduced([added], dist.ReduceOp.SUM)[0]
+def total(value: int) -> int:
+    """The sum of a number over all ranks. Collective."""
+    return _reduced([value], dist.ReduceOp.SUM)[0]
 
 
 def any_rank(flag: bool) -> bool:

@@ -160,10 +160,10 @@ def fail_on(failing: int) -> list[tuple[str, str]]:
 
         with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduced:
             try:
-                told = calls.all_or_raise(partial(act, number == 1 and dist.get_rank() == failing), "it acted")
+                outcome = calls.all_or_raise(partial(act, number == 1 and dist.get_rank() == failing), "it acted")
             except SaveError as error:
-                told = str(error)
-        seen.append((told, "reduces" if reduced.call_count else "asks the store"))
+                outcome = str(error)
+        seen.append((outcome, "reduces" if reduced.call_count else "asks the store"))
     return seen
 
 
