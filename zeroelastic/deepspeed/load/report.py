@@ -53,7 +53,7 @@ def gather_figures(load_plan: LoadPlan, restored: Restored, *, failed: bool, beg
         module.received + payload.received,
         int((time.perf_counter() - began) * 1e9),
     )
-    return Figures(*maximum(own), total(bytes_read))
+    return Figures._make([*maximum(own), total(bytes_read)])
 
 
 def load_report(
