@@ -14,6 +14,7 @@ from zeroelastic.checkpoint.extents import Destination, ExtentTable, TensorExten
 from zeroelastic.core.digest import UInt64Array, combine
 from zeroelastic.core.layout import Int64Array
 from zeroelastic.core.plan import Plan
+from zeroelastic.deepspeed.live.digests import ReadDigest
 from zeroelastic.errors import UnsupportedError
 from zeroelastic.executors.dispatch import (
     ConvertedCopies,
@@ -41,6 +42,10 @@ Digests = dict[tuple[str, str], int]
 """A partial digest of each (parameter, state key)."""
 
 
+ReadDigests = dict[tuple[str, str], ReadDigest]
+"""What was read of each (parameter, state key)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
     """A live flat tensor to fill: which state key, which target sub-group, and the dtype that the files hold.
@@ -58,6 +63,11 @@ class Target:
     def in_place(self) -> bool:
         """Whether the tensor takes the file's bytes as they are."""
         return not self.cast and self.tensor.is_contiguous()
+
+    @property
+    def address(self) -> int:
+        """Of the first byte, on the tensor's device; -1 for a tensor whose elements do not lie side by side."""
+        return self.tensor.data_ptr() if self.tensor.is_contiguous() else -1
 
     @property
     def cast(self) -> bool:
@@ -89,7 +99,7 @@ class Filled:
     files: tuple[FilePath, ...]
     cast_digests: Mapping[tuple[str, str], int]
     changed_digests: Mapping[tuple[str, str], int] = field(default_factory=dict)
-    read_digests: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    read_digests: Mapping[tuple[str, str], ReadDigest] = field(default_factory=dict)
     unread: ExtentTable | None = None
     rounded: Mapping[int, int] = field(default_factory=dict)
 
@@ -118,7 +128,7 @@ def fill(
     """
     choose_executor(executor)
     asked = [Destination(target.key, target.sub_group, target.dtype) for target in targets]
-    filling = _Filling(plan, targets, executor, {} if digest else None)
+    filling = _Filling(plan, targets, executor, digest=digest)
     owned, unread = 0, None
     for rows in extent_windows(plan, extents, asked):
         owned += int(rows.nbytes.sum())
@@ -132,7 +142,7 @@ def fill(
         owned,
         tuple(filling.files),
         filling.cast_digests,
-        read_digests=filling.read_digests or {},
+        read_digests=filling.read_digests,
         unread=unread,
         rounded=filling.rounded,
     )
@@ -141,15 +151,15 @@ def fill(
 class _Filling:
     """Targets that are filled table by table; what it has cost so far, and the digests of what was read."""
 
-    def __init__(self, plan: Plan, targets: Sequence[Target], executor: Executor, read_digests: Digests | None) -> None:
-        self._plan, self._targets, self._executor = plan, targets, executor
+    def __init__(self, plan: Plan, targets: Sequence[Target], executor: Executor, *, digest: bool) -> None:
+        self._plan, self._targets, self._executor, self._digest = plan, targets, executor, digest
         self._host = host_executor(executor)
         self._ways = [_way(target, executor) for target in targets]
         self._cast = np.array([target.cast for target in targets], dtype=bool)
         self.rounded: dict[int, int] = {}
         self.bytes_read = 0
         self.files: dict[FilePath, None] = {}
-        self.read_digests = read_digests
+        self.read_digests: ReadDigests = {}
         self.cast_digests: Digests = {
             (plan.dst.params[p].name, target.key): 0
             for target in targets
@@ -163,7 +173,7 @@ class _Filling:
             members = [t for t, other in enumerate(self._ways) if other == way]
             executor: Executor = self._host if way == _HOST else "cuda"
             try:
-                self._note(_fill_in_place(self._plan, rows, members, self._targets, executor, self.read_digests))
+                self._fill_in_place(rows, members, executor)
                 for t in members if way == _HOST else ():
                     if self._targets[t].rounded is not None:
                         sub_group = self._targets[t].sub_group
@@ -175,16 +185,70 @@ class _Filling:
                 logger.warning("%s is filled through host memory instead, which is slower: %s", way, error)
                 self._ways = ["" if other == way else other for other in self._ways]
         staged = np.array([not way for way in self._ways], dtype=bool)
-        for into, is_cast in ((self.read_digests, False), (self.cast_digests, True)):
+        for is_cast in (False, True):
             chosen = rows.take(np.flatnonzero(staged[rows.target] & (self._cast[rows.target] == is_cast)))
             for batch in batches(chosen.nbytes, STAGING_BYTES):
                 itemsize = chosen.itemsize[batch.row]
                 pieces = chosen.pieces(batch.row, batch.start // itemsize, batch.nbytes // itemsize)
-                self._note(_fill_staged(self._plan, pieces, batch.offset, self._targets, into, self._host))
+                self._fill_staged(pieces, batch.offset, is_cast=is_cast)
 
-    def _note(self, result: ReadResult) -> None:
+    def _fill_in_place(self, rows: ExtentTable, members: list[int], executor: Executor) -> None:
+        """Fill some targets where they are."""
+        buffer = np.full(len(self._targets), -1, dtype=np.int64)
+        buffer[members] = np.arange(len(members))
+        targets = [self._targets[t] for t in members]
+        mine = rows.take(np.flatnonzero(buffer[rows.target] >= 0))
+        streams = RowStreams.of(self._plan, mine, self._targets) if self._digest else None
+        result = read_segments(
+            ReadTable(
+                paths=mine.paths,
+                file=mine.file,
+                file_offset=mine.file_offset,
+                buffer=buffer[mine.target],
+                buffer_offset=mine.target_offset * mine.itemsize,
+                nbytes=mine.numel * mine.itemsize,
+            ),
+            [target.tensor for target in targets],
+            digest=None if streams is None else streams.table,
+            copies=_rounded_copies(targets),
+            executor=executor,
+        )
+        self._note(result, streams, is_cast=False)
+
+    def _fill_staged(self, rows: ExtentTable, offsets: Int64Array, *, is_cast: bool) -> None:
+        """Fill targets by way of a staging buffer, each row at its offset there."""
+        nbytes = rows.nbytes
+        staging = torch.empty(int(offsets[-1] + nbytes[-1]), dtype=torch.uint8)
+        streams = RowStreams.of(self._plan, rows, self._targets) if self._digest or is_cast else None
+        result = read_segments(
+            ReadTable(
+                paths=rows.paths,
+                file=rows.file,
+                file_offset=rows.file_offset,
+                buffer=np.zeros(len(nbytes), dtype=np.int64),
+                buffer_offset=offsets,
+                nbytes=nbytes,
+            ),
+            [staging.numpy()],
+            digest=None if streams is None else streams.table,
+            executor=self._host,
+        )
+        for i, number in enumerate(rows.target.tolist()):
+            target = self._targets[number]
+            values = staging[int(offsets[i]) : int(offsets[i] + nbytes[i])].view(getattr(torch, target.dtype))
+            begin = int(rows.target_offset[i])
+            target.tensor[begin : begin + len(values)].copy_(values)
+        self._note(result, streams, is_cast=is_cast)
+
+    def _note(self, result: ReadResult, streams: RowStreams | None, *, is_cast: bool) -> None:
         self.bytes_read += result.bytes_read
         self.files.update(dict.fromkeys(result.files))
+        if streams is None or result.digests is None:
+            return
+        if is_cast:
+            streams.add_cast(result.digests, self.cast_digests)
+        else:
+            streams.add_read(result.digests, self.read_digests)
 
 
 def _way(target: Target, executor: Executor) -> str:
@@ -196,36 +260,6 @@ def _way(target: Target, executor: Executor) -> str:
         return _HOST
     by_cuda = device.type == "cuda" and choose_executor(executor, on_gpu=True) == "cuda"
     return str(device) if by_cuda else ""
-
-
-def _fill_in_place(
-    plan: Plan,
-    rows: ExtentTable,
-    members: list[int],
-    targets: Sequence[Target],
-    executor: Executor,
-    digests: Digests | None,
-) -> ReadResult:
-    buffer = np.full(len(targets), -1, dtype=np.int64)
-    buffer[members] = np.arange(len(members))
-    mine = rows.take(np.flatnonzero(buffer[rows.target] >= 0))
-    streams, digest_rows = streams_of(plan, mine, targets) if digests is not None else ([], None)
-    result = read_segments(
-        ReadTable(
-            paths=mine.paths,
-            file=mine.file,
-            file_offset=mine.file_offset,
-            buffer=buffer[mine.target],
-            buffer_offset=mine.target_offset * mine.itemsize,
-            nbytes=mine.numel * mine.itemsize,
-        ),
-        [targets[t].tensor for t in members],
-        digest=digest_rows,
-        copies=_rounded_copies([targets[t] for t in members]),
-        executor=executor,
-    )
-    add_digests(digests, streams, result.digests)
-    return result
 
 
 def _rounded_copies(targets: Sequence[Target]) -> ConvertedCopies | None:
@@ -242,50 +276,53 @@ def _rounded_copies(targets: Sequence[Target]) -> ConvertedCopies | None:
     )
 
 
-def _fill_staged(
-    plan: Plan,
-    rows: ExtentTable,
-    offsets: Int64Array,
-    targets: Sequence[Target],
-    digests: Digests | None,
-    executor: Executor,
-) -> ReadResult:
-    """Fill targets by way of a staging buffer, each row at its offset there; ``digests``, if given, takes theirs."""
-    nbytes = rows.nbytes
-    staging = torch.empty(int(offsets[-1] + nbytes[-1]), dtype=torch.uint8)
-    streams, digest_rows = streams_of(plan, rows, targets) if digests is not None else ([], None)
-    result = read_segments(
-        ReadTable(
-            paths=rows.paths,
-            file=rows.file,
-            file_offset=rows.file_offset,
-            buffer=np.zeros(len(nbytes), dtype=np.int64),
-            buffer_offset=offsets,
-            nbytes=nbytes,
-        ),
-        [staging.numpy()],
-        digest=digest_rows,
-        executor=executor,
-    )
-    for i, number in enumerate(rows.target.tolist()):
-        target = targets[number]
-        values = staging[int(offsets[i]) : int(offsets[i] + nbytes[i])].view(getattr(torch, target.dtype))
-        begin = int(rows.target_offset[i])
-        target.tensor[begin : begin + len(values)].copy_(values)
-    add_digests(digests, streams, result.digests)
-    return result
+@dataclass(frozen=True, slots=True)
+class RowStreams:
+    """The tensors, by (parameter, state key), whose digests some rows add to, and what each row adds (``table``).
 
+    ``origin``, ``begin`` and ``end``, of shape ``(num_streams,)``, say where the rows of each tensor go, as in
+    ``ReadDigest``.
+    """
 
-def streams_of(plan: Plan, rows: ExtentTable, targets: Sequence[Target]) -> tuple[list[tuple[str, str]], DigestRows]:
-    """The (parameter, state key) whose digests rows add to, and what each row adds."""
-    numbers, stream = np.unique(rows.param * len(targets) + rows.target, return_inverse=True)
-    names = [(plan.dst.params[n // len(targets)].name, targets[n % len(targets)].key) for n in numbers.tolist()]
-    return names, DigestRows(stream_seeds(names), stream.reshape(-1), rows.start, rows.itemsize)
+    names: list[tuple[str, str]]
+    table: DigestRows
+    origin: list[int | None]
+    begin: list[int]
+    end: list[int]
 
+    @classmethod
+    def of(cls, plan: Plan, rows: ExtentTable, targets: Sequence[Target]) -> RowStreams:
+        """Those of rows that go to ``targets``."""
+        numbers, stream = np.unique(rows.param * len(targets) + rows.target, return_inverse=True)
+        stream = stream.reshape(-1)
+        names = [(plan.dst.params[n // len(targets)].name, targets[n % len(targets)].key) for n in numbers.tolist()]
+        addresses = np.array([target.address for target in targets], dtype=np.int64)[rows.target]
+        origin = np.where(addresses < 0, -1, addresses + (rows.target_offset - rows.start) * rows.itemsize)
+        lowest, begin = (np.full(len(names), np.iinfo(np.int64).max) for _ in range(2))
+        highest, end = (np.full(len(names), -1) for _ in range(2))
+        for column, values, ufunc in (
+            (lowest, origin, np.minimum),
+            (highest, origin, np.maximum),
+            (begin, rows.start, np.minimum),
+            (end, rows.start + rows.numel, np.maximum),
+        ):
+            ufunc.at(column, stream, values)
+        same = (lowest == highest) & (lowest >= 0)
+        return cls(
+            names,
+            DigestRows(stream_seeds(names), stream, rows.start, rows.itemsize),
+            [at if agreed else None for at, agreed in zip(lowest.tolist(), same.tolist(), strict=True)],
+            begin.tolist(),
+            end.tolist(),
+        )
 
-def add_digests(digests: Digests | None, streams: Sequence[tuple[str, str]], found: UInt64Array | None) -> None:
-    """Add partial digests, one of each stream, to a table of them."""
-    if digests is None or found is None:
-        return
-    for stream, digest in zip(streams, found.tolist(), strict=True):
-        digests[stream] = combine(digests.get(stream, 0), digest)
+    def add_read(self, found: UInt64Array, digests: ReadDigests) -> None:
+        """Add partial digests of what was read, one of each tensor, to a table of them."""
+        columns = found.tolist(), self.origin, self.begin, self.end
+        for name, read in zip(self.names, map(ReadDigest, *columns), strict=True):
+            digests[name] = digests[name].joined(read) if name in digests else read
+
+    def add_cast(self, found: UInt64Array, digests: Digests) -> None:
+        """Add partial digests of what was cast when it was read."""
+        for name, digest in zip(self.names, found.tolist(), strict=True):
+            digests[name] = combine(digests.get(name, 0), digest)

@@ -70,7 +70,7 @@ class Options(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     verify: Verify = Field(
-        default="full", description="how much a load verifies, [see here](loading.md#what-a-load-verifies)"
+        default="read", description="how much a load verifies, [see here](loading.md#what-a-load-verifies)"
     )
     fallback: bool = Field(
         default=False,
@@ -263,11 +263,11 @@ def _meant(name: str) -> str:
 
 
 def warn_of_slow_verification(options: Options) -> None:
-    """Log a warning where loads verify in full by default and the native engine, which makes that fast, is missing."""
+    """Log a warning where loads verify content by default and the native engine, which makes that fast, is missing."""
     if "verify" not in options.model_fields_set and not is_usable("native"):
         logger.warning(
-            "the native engine is not built: verifying a load in full takes longer than reading it. Build it "
-            '(`zeroelastic doctor` explains), or set "verify" in the "zeroelastic" block to accept "full" or choose '
+            "the native engine is not built: verifying what a load reads takes longer than reading it. Build it "
+            '(`zeroelastic doctor` explains), or set "verify" in the "zeroelastic" block to accept "read" or choose '
             '"quick".'
         )
 

@@ -24,24 +24,23 @@ def check_archive(path: FilePath, size: int, *, digested: Int64Array | None = No
     read. ``size`` is the size of the file. Raises CheckpointError with the file and the damaged part, MissingFileError.
     """
     archive = read_zip_records(path, size, window_bytes=_HEADER_WINDOW)
-    end = max((record.offset + record.nbytes for record in archive.records), default=0)
+    records = archive.records
+    begins, ends = records.offset, records.offset + records.nbytes
+    end = int(ends.max(initial=0))
     for fault in archive.faults:
         if fault.offset < end:  # another writer may make the directory behind it in its own way
             raise CheckpointError(f"{path}: {fault.what} (byte {fault.offset}). The file is damaged.")
     places = np.sort(digested) if digested is not None else np.empty(0, dtype=np.int64)
-    begins = np.array([record.offset for record in archive.records], dtype=np.int64)
-    ends = begins + np.array([record.nbytes for record in archive.records], dtype=np.int64)
     read = np.flatnonzero((np.searchsorted(places, begins) == np.searchsorted(places, ends)) & (ends > begins))
     found = np.zeros(len(read), dtype=np.uint32)
-    table = FileRanges((path,), np.zeros(len(read), dtype=np.int64), begins[read], (ends - begins)[read])
+    table = FileRanges((path,), np.zeros(len(read), dtype=np.int64), begins[read], records.nbytes[read])
     scan_segments(table, crc32=found, executor=executor)
-    for number, checksum in zip(read.tolist(), found.tolist(), strict=True):
-        record = archive.records[number]
-        if checksum != record.crc32:
-            raise CheckpointError(
-                f"{path}: record {_short(record)}, bytes {record.offset} to {record.offset + record.nbytes}, has CRC-32"
-                f" {checksum:08x} and should have {record.crc32:08x}. The file is damaged."
-            )
+    for number in np.flatnonzero(found != records.crc32[read])[:1].tolist():
+        record = records[int(read[number])]
+        raise CheckpointError(
+            f"{path}: record {_short(record)}, bytes {record.offset} to {record.offset + record.nbytes}, has CRC-32 "
+            f"{int(found[number]):08x} and should have {record.crc32:08x}. The file is damaged."
+        )
     return archive.bytes_read + int(table.nbytes.sum())
 
 

@@ -10,7 +10,17 @@ import numpy as np
 from zeroelastic.core.layout import Int64Array
 from zeroelastic.errors import CheckpointError
 from zeroelastic.io.paths import FilePath
-from zeroelastic.torch_file.zip_format import ENTRY, FIELD, LOCAL, LOCAL_MARK, Entries, ReadAt, gather
+from zeroelastic.torch_file.zip_format import (
+    ENTRY,
+    EXTRA_FIELD,
+    FIELD,
+    LOCAL,
+    LOCAL_HEAD,
+    LOCAL_MARK,
+    Entries,
+    ReadAt,
+    gather,
+)
 
 _DATA = b"data/"
 _MAX_DIGITS = 18
@@ -19,11 +29,6 @@ _ROWS = 1 << 16  # names that are looked at at one time
 _HEADERS = 1 << 14  # headers of records that are read at one time
 LOCATED_BYTES = 512
 """A record's own header with its padding, and a scalar that follows it."""
-_FIELD = np.dtype([("kind", "<u2"), ("nbytes", "<u2")])
-_LOCAL = np.dtype([
-    ("mark", "S4"), ("needs", "<u2"), ("flags", "<u2"), ("method", "<u2"), ("time", "<u2"), ("date", "<u2"),
-    ("crc32", "<u4"), ("stored_bytes", "<u4"), ("nbytes", "<u4"), ("name_bytes", "<u2"), ("extra_bytes", "<u2"),
-])  # fmt: skip
 
 
 class Record(NamedTuple):
@@ -118,11 +123,11 @@ class Records:
         else:
             data = b"".join(read(offset, LOCATED_BYTES).ljust(LOCATED_BYTES, b"\0") for offset in header.tolist())
             at = np.arange(len(rows)) * LOCATED_BYTES
-        heads = gather(data, at, LOCAL.size).view(_LOCAL)
+        heads = gather(data, at, LOCAL.size).view(LOCAL_HEAD)
         digits = np.searchsorted(_POWERS, number, side="right") + 1
         name_bytes, extra_bytes = len(prefix) + digits, heads["extra_bytes"].astype(np.int64)
         names = at + LOCAL.size
-        fields = gather(data, names + name_bytes, FIELD.size).view(_FIELD)
+        fields = gather(data, names + name_bytes, FIELD.size).view(EXTRA_FIELD)
         good = (heads["mark"] == LOCAL_MARK) & (heads["flags"] == self._flags[rows]) & (heads["method"] == 0)
         good &= (heads["name_bytes"] == name_bytes) & (_numbers_at(data, names, prefix, digits) == number)
         good &= (extra_bytes == 0) | (extra_bytes == FIELD.size + fields["nbytes"])

@@ -44,6 +44,14 @@ _ENTRY.names = (
     "extra_bytes", "comment_bytes", "disk", "internal", "external", "header",
 )  # fmt: skip
 _WIDE_HEADER = np.dtype([("kind", "<u2"), ("nbytes", "<u2"), ("header", "<u8")])
+EXTRA_FIELD = np.dtype([("kind", "<u2"), ("nbytes", "<u2")])
+"""``FIELD`` as a dtype."""
+LOCAL_HEAD = np.dtype([
+    ("mark", "S4"), ("needs", "<u2"), ("flags", "<u2"), ("method", "<u2"), ("when", "<u4"), ("crc32", "<u4"),
+    ("stored_bytes", "<u4"), ("nbytes", "<u4"), ("name_bytes", "<u2"), ("extra_bytes", "<u2"),
+])  # fmt: skip
+"""``LOCAL`` as a dtype; ``when`` is time and date."""
+_WHEN_AT = 12  # of time and date, in an ``ENTRY``
 _LENGTHS = struct.Struct("<HHH")  # of the name, the extra area and the comment
 _LENGTHS_AT = 28
 _SAME = 16  # entries of one length in turn, behind which more are likely
@@ -125,6 +133,25 @@ class Entries(Sequence[Entry]):
         if isinstance(row, slice):
             return [self[i] for i in range(*row.indices(len(self)))]
         return _entry(self.data, int(self.at[row]), self.offset)[0]
+
+    def when(self, rows: Int64Array) -> npt.NDArray[np.uint32]:
+        """Time and date of some entries, as two 16-bit numbers in one."""
+        when: npt.NDArray[np.uint32] = gather(self.data, self.at[rows] + _WHEN_AT, 4).view("<u4")
+        return when
+
+    def names_are(self, rows: Int64Array, data: bytes, at: Int64Array) -> npt.NDArray[np.bool_]:
+        """Whether ``data`` has the name of each of some entries at the place that goes with it."""
+        same = np.zeros(len(rows), dtype=bool)
+        names = self.at[rows] + ENTRY.size
+        for nbytes in np.unique(self.name_bytes[rows]).tolist():
+            chosen = np.flatnonzero((self.name_bytes[rows] == nbytes) & (at + nbytes <= len(data)))
+            ours, theirs = gather(self.data, names[chosen], nbytes), gather(data, at[chosen], nbytes)
+            same[chosen] = (
+                [True] * len(chosen)
+                if not nbytes
+                else (ours.view(np.uint8).reshape(-1, nbytes) == theirs.view(np.uint8).reshape(-1, nbytes)).all(axis=1)
+            )
+        return same
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,12 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
+import numpy as np
+import numpy.typing as npt
+
+from zeroelastic.core.layout import Int64Array
 from zeroelastic.errors import CheckpointError
 from zeroelastic.io.block_cache import BlockFile
 from zeroelastic.io.local import LocalFile
@@ -21,16 +25,21 @@ from zeroelastic.io.paths import FilePath, RemotePath
 from zeroelastic.torch_file.zip_format import (
     DEFERRED,
     DESCRIPTOR_MARK,
+    EXTRA_FIELD,
+    FIELD,
     LOCAL,
+    LOCAL_HEAD,
     LOCAL_MARK,
     PADDING,
     VERSIONS,
     WIDE,
     ZIP64,
+    Entries,
     Entry,
     Fault,
     ZipError,
     extra_fields,
+    gather,
     read_directory,
 )
 
@@ -38,9 +47,12 @@ _SUMS = struct.Struct("<4sIII")
 _SUMS64 = struct.Struct("<4sIQQ")
 _MAX_HEADER = LOCAL.size + 2 * 0xFFFF
 _WINDOW = 64 << 10
-_HEADER_BYTES = 256  # of nearly every record: what stands behind the one before it, and its header with padding
+_USUAL_HEADER = 232  # bytes of the header of nearly every record, its name and padding included
+_WIDE_SUMS = np.dtype([("mark", "S4"), ("crc32", "<u4"), ("stored_bytes", "<u8"), ("nbytes", "<u8")])
+_NARROW_SUMS = np.dtype([("mark", "S4"), ("crc32", "<u4"), ("stored_bytes", "<u4"), ("nbytes", "<u4")])
+_BATCH_BYTES = 16 << 20  # that are read at one time at most
 
-__all__ = ["Fault", "ZipRecord", "ZipRecords", "read_zip_records"]
+__all__ = ["Fault", "RecordTable", "ZipRecord", "ZipRecords", "read_zip_records"]
 
 
 class ZipRecord(NamedTuple):
@@ -52,6 +64,33 @@ class ZipRecord(NamedTuple):
     crc32: int
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class RecordTable(Sequence[ZipRecord]):
+    """Records by columns, in the order of their bytes; a ``ZipRecord`` is made when it is asked for.
+
+    ``offset``, ``nbytes`` and ``crc32`` have shape ``(num_records,)``. ``entries[row]`` is what the directory says.
+    """
+
+    entries: Entries
+    row: Int64Array
+    offset: Int64Array
+    nbytes: Int64Array
+    crc32: npt.NDArray[np.uint32]
+
+    def __len__(self) -> int:
+        return len(self.offset)
+
+    @overload
+    def __getitem__(self, number: int) -> ZipRecord: ...
+    @overload
+    def __getitem__(self, number: slice) -> list[ZipRecord]: ...
+    def __getitem__(self, number: int | slice) -> ZipRecord | list[ZipRecord]:
+        if isinstance(number, slice):
+            return [self[i] for i in range(*number.indices(len(self)))]
+        name = self.entries[int(self.row[number])].text
+        return ZipRecord(name, int(self.offset[number]), int(self.nbytes[number]), int(self.crc32[number]))
+
+
 @dataclass(frozen=True, slots=True)
 class ZipRecords:
     """An archive's records in the order of their bytes.
@@ -60,7 +99,7 @@ class ZipRecords:
     are as they must be. ``bytes_read`` is what that took.
     """
 
-    records: tuple[ZipRecord, ...]
+    records: RecordTable
     faults: tuple[Fault, ...]
     bytes_read: int = 0
 
@@ -74,7 +113,8 @@ def read_zip_records(path: FilePath, size: int, *, window_bytes: int = _WINDOW) 
     """Read the structure of an uncompressed archive of ``size`` bytes; payload is not read, except what shares a read
     of ``window_bytes`` with a header.
 
-    Raises CheckpointError where the records cannot be found by it, MissingFileError.
+    Memory: 200 bytes for each record, its entry in the directory included, and 16 MiB. Raises CheckpointError where the
+    records cannot be found by the directory, MissingFileError.
     """
     with closing(_Window(path, size, window_bytes)) as window:
         return _read_records(path, size, window)
@@ -85,29 +125,79 @@ def _read_records(path: FilePath, size: int, window: _Window) -> ZipRecords:
         directory = read_directory(window.read_once, size)
     except ZipError as error:
         raise CheckpointError(f"{path}: {error}. The file is truncated or damaged.") from None
-    offset, faults = directory.offset, list(directory.faults)
-    entries = sorted(directory.entries, key=lambda entry: entry.header)
-    window.prefetch(entries)
-    records: list[ZipRecord] = []
-    at = 0
-    for entry, following in zip(entries, [*(entry.header for entry in entries[1:]), offset], strict=False):
-        if following > offset:
-            raise CheckpointError(f"{path}: a record begins at byte {following}, behind the last. The file is damaged.")
-        begin, end, right = _payload(window, entry, following)
-        if entry.header < at or begin < entry.header + LOCAL.size + len(entry.name):
+    entries, faults = directory.entries, list(directory.faults)
+    rows = np.argsort(entries.header, kind="stable")
+    header = entries.header[rows]
+    following = np.append(header[1:], directory.offset)[: len(header)]
+    if (behind := following[following > directory.offset]).size:
+        raise CheckpointError(f"{path}: a record begins at byte {behind[0]}, behind the last. The file is damaged.")
+    if len(header) and header[0] > 0:
+        faults.append(Fault(f"{header[0]} bytes belong to no record", 0, int(header[0])))
+    offset = np.full(len(rows), -1, dtype=np.int64)
+    for begin in range(0, len(rows), window.batch):
+        some = slice(begin, begin + window.batch)
+        offset[some] = _usual_payloads(window, entries, rows[some], following[some])
+    for number in np.flatnonzero(offset < 0).tolist():
+        entry, next_header = entries[int(rows[number])], int(following[number])
+        payload, end, right = _payload(window, entry, next_header)
+        if payload < entry.header + LOCAL.size + len(entry.name):
             raise CheckpointError(f"{path}: two records overlap at byte {entry.header}. The file is damaged.")
-        if begin - entry.header > _MAX_HEADER:
+        if payload - entry.header > _MAX_HEADER:
             raise CheckpointError(f"{path}: bytes behind byte {entry.header} belong to no record. The file is damaged.")
-        if entry.header > at:
-            faults.append(Fault(f"{entry.header - at} bytes belong to no record", at, entry.header - at))
-        if not _header_agrees(window, entry, begin):
+        if not _header_agrees(window, entry, payload):
             what = f"the header of {entry.short_name} contradicts the directory"
-            faults.append(Fault(what, entry.header, begin - entry.header))
+            faults.append(Fault(what, entry.header, payload - entry.header))
         if not right:
-            faults.append(Fault(f"the sums behind {entry.short_name} are wrong", end, following - end))
-        records.append(ZipRecord(entry.text, begin, entry.nbytes, entry.crc32))
-        at = following
-    return ZipRecords(tuple(records), tuple(faults), window.total_bytes(size - offset))
+            faults.append(Fault(f"the sums behind {entry.short_name} are wrong", end, next_header - end))
+        offset[number] = payload
+    table = RecordTable(entries, rows, offset, entries.nbytes[rows], entries.crc32[rows])
+    return ZipRecords(table, tuple(faults), window.total_bytes(size - directory.offset))
+
+
+def _usual_payloads(window: _Window, entries: Entries, rows: Int64Array, following: Int64Array) -> Int64Array:
+    """Where the payload of records begins whose headers and sums are what torch.save writes for their entries.
+
+    -1 for the others, which ``_payload`` and ``_header_agrees`` look at. ``rows`` are entries in the order of their
+    headers, ``following`` is where the next header begins.
+    """
+    header, nbytes, crc32 = entries.header[rows], entries.nbytes[rows], entries.crc32[rows]
+    flags, name_bytes = entries.flags[rows], entries.name_bytes[rows]
+    places = np.append(header, following[-1])
+    data, at = window.around(places)
+    # The sums behind a record, where the next header begins.
+    wide = gather(data, at[1:] - _SUMS64.size, _SUMS64.size).view(_WIDE_SUMS)
+    narrow = gather(data, at[1:] - _SUMS.size, _SUMS.size).view(_NARROW_SUMS)
+    is_deferred = (flags & DEFERRED) != 0
+    is_wide = is_deferred & (wide["mark"] == DESCRIPTOR_MARK) & (wide["crc32"] == crc32)
+    is_wide &= (wide["stored_bytes"] == nbytes) & (wide["nbytes"] == nbytes)
+    is_narrow = is_deferred & ~is_wide & (narrow["mark"] == DESCRIPTOR_MARK) & (narrow["crc32"] == crc32)
+    is_narrow &= (narrow["stored_bytes"] == nbytes) & (narrow["nbytes"] == nbytes)
+    good = entries.is_plain[rows] & (is_wide | is_narrow | ~is_deferred)
+    payload = following - np.where(is_wide, _SUMS64.size, np.where(is_narrow, _SUMS.size, 0)) - nbytes
+    # The header before it.
+    at, extra_bytes = at[:-1], payload - header - LOCAL.size - name_bytes
+    heads = gather(data, at, LOCAL.size).view(LOCAL_HEAD)
+    good &= (heads["mark"] == LOCAL_MARK) & np.isin(heads["needs"], VERSIONS) & (heads["method"] == 0)
+    good &= (heads["flags"] == flags) & (heads["when"] == entries.when(rows))
+    good &= (heads["name_bytes"] == name_bytes) & (heads["extra_bytes"] == extra_bytes)
+    stated, none = heads["crc32"] == crc32, heads["crc32"] == 0
+    sizes = (heads["stored_bytes"] == nbytes) & (heads["nbytes"] == nbytes)
+    zeros = (heads["stored_bytes"] == 0) & (heads["nbytes"] == 0)
+    good &= (stated & sizes) | (is_deferred & none & (zeros | sizes))
+    good &= name_bytes + extra_bytes + LOCAL.size <= _USUAL_HEADER
+    good &= entries.names_are(rows, data, np.where(good, at + LOCAL.size, 0))
+    good &= _is_padding(data, np.where(good, at + LOCAL.size + name_bytes, 0), np.where(good, extra_bytes, 0))
+    return np.where(good, payload, -1)
+
+
+def _is_padding(data: bytes, at: Int64Array, nbytes: Int64Array) -> npt.NDArray[np.bool_]:
+    """Whether an extra area of so many bytes at each place has nothing in it but what aligns the payload."""
+    has_field = nbytes >= FIELD.size
+    fields = gather(data, np.where(has_field, at, 0), FIELD.size).view(EXTRA_FIELD)
+    zs = np.concatenate(([0], np.cumsum(np.frombuffer(data, dtype=np.uint8) == ord("Z"), dtype=np.int64)))
+    begin, end = at + FIELD.size, at + np.maximum(nbytes, FIELD.size)
+    is_one = (fields["kind"] == PADDING) & (fields["nbytes"] == nbytes - FIELD.size)
+    return (nbytes == 0) | (has_field & is_one & (zs[end] - zs[begin] == end - begin))
 
 
 def _payload(window: _Window, entry: Entry, following: int) -> tuple[int, int, bool]:
@@ -169,11 +259,44 @@ class _Window:
         """What was read of the file, of which ``of_directory`` bytes are its directory."""
         return of_directory + self.bytes_read if self._blocks is None else self._blocks.bytes_read
 
-    def prefetch(self, entries: Sequence[Entry]) -> None:
-        """Ask for the headers of a remote file's records at once, as many as are kept."""
+    @property
+    def batch(self) -> int:
+        """For how many places ``around`` is asked at one time: of a remote file, as many as are kept of it."""
+        return _BATCH_BYTES // self._near if self._blocks is None else self._blocks.capacity // 4
+
+    @property
+    def _near(self) -> int:
+        """From place to place within one read."""
+        return max(self._nbytes, _SUMS64.size + _USUAL_HEADER)
+
+    def around(self, places: Int64Array) -> tuple[bytes, Int64Array]:
+        """The sums before each of some ascending places and the header behind it; where they are in these bytes.
+
+        Places that are near each other are read together.
+        """
+        before, each = _SUMS64.size, _SUMS64.size + _USUAL_HEADER
+        begins = places - before
         if self._blocks is not None:
-            some = entries[: self._blocks.capacity // 2]
-            self._blocks.prefetch((max(0, entry.header - _SUMS64.size), _HEADER_BYTES) for entry in some)
+            self._blocks.prefetch((max(0, begin), each) for begin in begins.tolist())
+        far = np.flatnonzero(np.diff(begins) > self._near) + 1
+        parts: list[bytes] = []
+        at = np.empty(len(places), dtype=np.int64)
+        done = 0
+        for first, last in zip([0, *far.tolist()], [*far.tolist(), len(places)], strict=True):
+            begin, nbytes = int(begins[first]), int(begins[last - 1] - begins[first]) + each
+            lacking = max(0, -begin)  # before the first byte of the file
+            data = bytes(lacking) + self._once(begin + lacking, nbytes - lacking)
+            parts.append(data.ljust(nbytes, b"\0"))
+            at[first:last] = begins[first:last] - begin + before + done
+            done += nbytes
+        return b"".join(parts), at
+
+    def _once(self, offset: int, nbytes: int) -> bytes:
+        if self._blocks is not None:
+            return self._blocks.read(offset, nbytes)
+        data = self._local(offset, max(0, min(nbytes, self._size - offset)))
+        self.bytes_read += len(data)
+        return data
 
     def read_once(self, offset: int, nbytes: int) -> bytes:
         """Up to ``nbytes`` bytes, of which nothing is kept where the file is on a disk."""

@@ -46,6 +46,36 @@ class LivePiece(NamedTuple):
     start: int
 
 
+class ReadDigest(NamedTuple):
+    """The partial digest of what was read of one tensor, and where in memory that went.
+
+    The element at global position p of the tensor went to address ``origin + p * itemsize``, for positions from
+    ``begin`` to ``end``. ``origin`` is None if that does not hold for all of them, or is not known.
+    """
+
+    digest: int
+    origin: int | None
+    begin: int
+    end: int
+
+    def shows(self, piece: LivePiece) -> bool:
+        """Whether all of it went to ``piece``, every element to its place.
+
+        A digest that is then right, over all ranks, shows what the pieces hold, because it depends on the position of
+        each element: one that was read twice, or not at all, would change it.
+        """
+        begin, tensor = piece.start, piece.tensor
+        origin = tensor.data_ptr() - begin * tensor.element_size()
+        fits = begin <= self.begin and self.end <= begin + tensor.numel()
+        return self.origin == origin and fits and tensor.is_contiguous()
+
+    def joined(self, other: ReadDigest) -> ReadDigest:
+        """That of what both were read of."""
+        origin = self.origin if self.origin == other.origin else None
+        begin, end = min(self.begin, other.begin), max(self.end, other.end)
+        return ReadDigest(combine(self.digest, other.digest), origin, begin, end)
+
+
 @dataclass(frozen=True, slots=True)
 class LiveStreams:
     """What a rank digests, in the same order on all ranks, and the scalars of each trained parameter."""
@@ -93,14 +123,23 @@ def local_digests(
     *,
     weights_only: bool = False,
     with_frozen: bool = True,
-    known: Mapping[tuple[str, str], int] | None = None,
+    read: Mapping[tuple[str, str], ReadDigest] | None = None,
 ) -> LocalDigests:
     """Digest what this rank owns, padding excluded. ``weights_only`` leaves out optimizer state.
 
-    ``known`` are digests, by (parameter, state key), that are taken as they are. Memory: a few MiB.
+    Where what was ``read``, by (parameter, state key), went to its place, its digest is taken. Memory: a few MiB.
     """
-    streams, known = live_streams(live, weights_only=weights_only, with_frozen=with_frozen), known or {}
-    return streams.digest([known.get((piece.param, piece.key)) for piece in streams.pieces])
+    streams = live_streams(live, weights_only=weights_only, with_frozen=with_frozen)
+    return streams.digest(known_digests(streams.pieces, read or {}))
+
+
+def known_digests(pieces: Sequence[LivePiece], read: Mapping[tuple[str, str], ReadDigest]) -> list[int | None]:
+    """The digest of each piece that what was read shows, None for the others."""
+    found = [read.get((piece.param, piece.key)) for piece in pieces]
+    return [
+        each.digest if each is not None and each.shows(piece) else None
+        for each, piece in zip(found, pieces, strict=True)
+    ]
 
 
 def whole_contents(

@@ -16,7 +16,7 @@ import torch
 from zeroelastic.checkpoint.optimizer_file import FP32, FROZEN
 from zeroelastic.checkpoint.param_changes import Membership
 from zeroelastic.deepspeed.fill import Filled, Part, Target
-from zeroelastic.deepspeed.live.digests import LivePiece, digest_pieces
+from zeroelastic.deepspeed.live.digests import LivePiece, LiveStreams, known_digests
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.load.module_states import ModuleKeys
 from zeroelastic.deepspeed.load.preflight import LoadPlan
@@ -59,19 +59,18 @@ def frozen_parts(live: LiveOptimizer, load_plan: LoadPlan) -> list[Part]:
 def with_changed_digests(part: Part, filled: Filled, rank: int) -> Filled:
     """``filled`` with the digests of every target of a moved part, under the saved state key.
 
-    They are digests of the saved tensors: computed on reading where a tensor was cast, else by default from the live
-    tensor.
+    They are digests of the saved tensors: computed on reading where a tensor was cast, or where what was read is known
+    to be in its place; else from the live tensor.
     """
-    as_read = {**filled.cast_digests, **filled.read_digests}
     dst = part.plan.dst
     columns = (column.tolist() for column in (*dst.owned(rank), dst.buffer_offset(rank)))
     live = [
         LivePiece(param.name, target.key, target.tensor[place : place + length], start)
         for param, target, start, length, place in zip(dst.params, part.targets, *columns, strict=True)
-        if (param.name, target.key) not in as_read
+        if (param.name, target.key) not in filled.cast_digests
     ]
-    digests = {(piece.param, piece.key): digest for piece, digest in zip(live, digest_pieces(live), strict=True)}
-    return replace(filled, cast_digests={}, read_digests={}, changed_digests={**as_read, **digests})
+    digests = LiveStreams(tuple(live), {}).digest(known_digests(live, filled.read_digests)).table()
+    return replace(filled, cast_digests={}, read_digests={}, changed_digests={**filled.cast_digests, **digests})
 
 
 def join(parts: Sequence[Filled]) -> Filled:
@@ -82,7 +81,7 @@ def join(parts: Sequence[Filled]) -> Filled:
         files=tuple(dict.fromkeys(path for part in parts for path in part.files)),
         cast_digests={stream: digest for part in parts for stream, digest in part.cast_digests.items()},
         changed_digests={stream: digest for part in parts for stream, digest in part.changed_digests.items()},
-        read_digests={stream: digest for part in parts for stream, digest in part.read_digests.items()},
+        read_digests={stream: found for part in parts for stream, found in part.read_digests.items()},
         rounded={i: sum(part.rounded.get(i, 0) for part in parts) for part in parts for i in part.rounded},
     )
 

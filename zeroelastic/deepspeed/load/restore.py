@@ -159,7 +159,7 @@ def _has_moved(part: Part, load_plan: LoadPlan) -> bool:
 
 def _with_read_weights(live: LiveOptimizer, filled: Filled) -> Filled:
     """With the digests of the master weights as they were read, which are going to be rounded."""
-    local = local_digests(live, weights_only=True, with_frozen=False, known=filled.read_digests)
+    local = local_digests(live, weights_only=True, with_frozen=False, read=filled.read_digests)
     return replace(filled, cast_digests={**local.table(), **filled.cast_digests})
 
 

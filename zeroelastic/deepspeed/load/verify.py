@@ -162,7 +162,7 @@ class _Expected(NamedTuple):
 def _actual(engine: Engine, live: LiveOptimizer, load_plan: LoadPlan, filled: Filled, request: LoadRequest) -> _Actual:
     """Digests of the live state over all ranks. Collective."""
     with_frozen = load_plan.model.frozen is not None
-    local = local_digests(live, weights_only=request.weights_only, with_frozen=with_frozen, known=filled.read_digests)
+    local = local_digests(live, weights_only=request.weights_only, with_frozen=with_frozen, read=filled.read_digests)
     contents = whole_contents(live, local, device=engine.device)
     cast = _sums(live, filled.cast_digests, engine.device)
     changed = _sums(live, filled.changed_digests, engine.device)

@@ -17,9 +17,9 @@ import torch
 
 from zeroelastic.checkpoint.extents import ExtentTable
 from zeroelastic.checkpoint.model_states import ModelStates
-from zeroelastic.core.digest import ByteArray
+from zeroelastic.core.digest import ByteArray, UInt64Array
 from zeroelastic.core.layout import Int64Array
-from zeroelastic.deepspeed.fill import Digests, Filled, Part, add_digests, host_executor, streams_of
+from zeroelastic.deepspeed.fill import Digests, Filled, Part, ReadDigests, RowStreams, host_executor
 from zeroelastic.deepspeed.node_local.all_to_all import Piece, TransferCost, all_to_all_bytes, all_to_all_stream
 from zeroelastic.deepspeed.node_local.row_stream import Arrived, RowStream
 from zeroelastic.deepspeed.node_local.visibility import FileVisibility
@@ -122,7 +122,7 @@ def fill_from_others(
             readers.append(reader[unread.file])
         first_row.append(first_row[-1] + count)
     cast_digests: list[Digests] = [dict(one.cast_digests) for one in filled]
-    read_digests: list[Digests] = [dict(one.read_digests) for one in filled]
+    read_digests: list[ReadDigests] = [dict(one.read_digests) for one in filled]
 
     def put(arrived: Arrived, buffer: ByteArray) -> None:
         owner = np.searchsorted(first_row, arrived.row, side="right") - 1
@@ -136,9 +136,13 @@ def fill_from_others(
             pieces = rows.pieces(np.arange(len(row)), some.skip // rows.itemsize, some.nbytes // rows.itemsize)
             _put(part, pieces, some.at, buffer, executor)
             is_cast = np.array([target.cast for target in part.targets], dtype=bool)[pieces.target]
-            for wanted, digests in ((is_cast, cast_digests[number]), (digest & ~is_cast, read_digests[number])):
-                index = np.flatnonzero(wanted)
-                _add_digests(digests, part, pieces.take(index), some.at[index], buffer)
+            cast, read = np.flatnonzero(is_cast), np.flatnonzero(digest & ~is_cast)
+            if len(cast):
+                streams, totals = _digest(part, pieces.take(cast), some.at[cast], buffer)
+                streams.add_cast(totals, cast_digests[number])
+            if len(read):
+                streams, totals = _digest(part, pieces.take(read), some.at[read], buffer)
+                streams.add_read(totals, read_digests[number])
 
     relay_cost = all_or_raise(
         lambda: fetch(visibility, np.concatenate(tables), np.concatenate(readers), put, executor=executor)
@@ -168,11 +172,12 @@ def _put(part: Part, pieces: ExtentTable, at: Int64Array, buffer: ByteArray, exe
         target.tensor[place : place + len(data)].copy_(data)
 
 
-def _add_digests(digests: Digests, part: Part, pieces: ExtentTable, at: Int64Array, buffer: ByteArray) -> None:
-    streams, rows = streams_of(part.plan, pieces, part.targets)
-    if streams:
-        table = MemoryRanges(np.zeros_like(at), at, pieces.nbytes)
-        add_digests(digests, streams, sum_segments(table, [buffer], digest=rows))
+def _digest(part: Part, pieces: ExtentTable, at: Int64Array, buffer: ByteArray) -> tuple[RowStreams, UInt64Array]:
+    """The digests of pieces, each of which lies at ``at`` in a buffer, and where they go."""
+    streams = RowStreams.of(part.plan, pieces, part.targets)
+    totals = sum_segments(MemoryRanges(np.zeros_like(at), at, pieces.nbytes), [buffer], digest=streams.table)
+    assert totals is not None
+    return streams, totals
 
 
 @contextmanager

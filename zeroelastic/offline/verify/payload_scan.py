@@ -25,7 +25,7 @@ from zeroelastic.executors.progress import ProgressFunction
 from zeroelastic.io.paths import FilePath
 from zeroelastic.io.storage import read_range
 from zeroelastic.offline.verify.header_check import TagHeaders
-from zeroelastic.torch_file.zip_reader import ZipRecord, read_zip_records
+from zeroelastic.torch_file.zip_reader import RecordTable, ZipRecord, read_zip_records
 
 
 class BadRecord(NamedTuple):
@@ -120,13 +120,16 @@ def file_rows(headers: TagHeaders, rank: int, path: FilePath) -> RankRows:
 
 
 class _Contents(NamedTuple):
-    """What one file has: its ``records``, the ``rows`` of tensors, a ``table`` of both. ``unread``: why not."""
+    """What one file has: its ``records``, the ``rows`` of tensors, a ``table`` of both. ``unread``: why not.
+
+    ``filled`` are the numbers of the records that are not empty, which the table counts.
+    """
 
     rank: int
     path: FilePath
     size: int
-    records: list[ZipRecord]
-    num_records: int
+    records: RecordTable | None
+    filled: Int64Array
     damage: list[Damage]
     rows: RankRows
     table: Cover
@@ -153,7 +156,8 @@ def _contents(headers: TagHeaders, rank: int, path: FilePath) -> _Contents:
     try:
         archive = read_zip_records(path, size)
     except CheckpointError as error:
-        return _Contents(rank, path, size, [], 0, [], RankRows(*[nothing] * 5), Cover(*[nothing] * 6), unread=error)
+        rows, table = RankRows(*[nothing] * 5), Cover(*[nothing] * 6)
+        return _Contents(rank, path, size, None, nothing, [], rows, table, unread=error)
     damage = [
         Damage(name, f"{name}: {fault.what}. The file is damaged.", fault.offset, fault.nbytes)
         for fault in archive.faults
@@ -161,10 +165,11 @@ def _contents(headers: TagHeaders, rank: int, path: FilePath) -> _Contents:
     if (folder := saved_as(archive.folder, name)) is not None:
         damage.append(Damage(name, f"{name}: was written as {folder}. The file is in the wrong place."))
     rows = file_rows(headers, rank, path)
-    records = [record for record in archive.records if record.nbytes]
-    begin = np.array([record.offset for record in records], dtype=np.int64)
-    table = cover(begin, begin + np.array([record.nbytes for record in records], dtype=np.int64), rows)
-    return _Contents(rank, path, size, records, len(archive.records), damage, rows, table)
+    records = archive.records
+    filled = np.flatnonzero(records.nbytes)
+    begin = records.offset[filled]
+    table = cover(begin, begin + records.nbytes[filled], rows)
+    return _Contents(rank, path, size, records, filled, damage, rows, table)
 
 
 def _scan_file(headers: TagHeaders, contents: _Contents, progress: ProgressFunction) -> RankScan:
@@ -173,6 +178,7 @@ def _scan_file(headers: TagHeaders, contents: _Contents, progress: ProgressFunct
     if contents.unread is not None:
         progress(size)
         return _unread(headers, path, contents.unread)
+    assert records is not None
     crc32 = np.zeros(len(table.nbytes), dtype=np.uint32)
     num_tensors = len(headers.tensors)
     seeds = np.append(headers.seeds, np.uint64(0))
@@ -201,12 +207,11 @@ def _scan_file(headers: TagHeaders, contents: _Contents, progress: ProgressFunct
     digests = sums[:num_tensors]
     covered = np.zeros(num_tensors, dtype=np.int64)
     np.add.at(covered, rows.tensor, rows.nbytes // rows.itemsize)
+    filled = contents.filled
+    found = join_crc32_groups(table.record, crc32, table.nbytes, len(filled))
     bad = [
-        BadRecord(rank, name, record, found)
-        for record, found in zip(
-            records, join_crc32_groups(table.record, crc32, table.nbytes, len(records)).tolist(), strict=True
-        )
-        if record.crc32 != found
+        BadRecord(rank, name, records[int(filled[number])], int(found[number]))
+        for number in np.flatnonzero(found != records.crc32[filled]).tolist()
     ]
     shard = headers.shards.get(rank)
     parts: tuple[BadPart, ...] | None = None
@@ -219,7 +224,7 @@ def _scan_file(headers: TagHeaders, contents: _Contents, progress: ProgressFunct
         bad_parts=parts or (),
         damage=tuple(contents.damage),
         num_files=1,
-        num_records=contents.num_records,
+        num_records=len(records),
         tables=() if parts is None else (name,),
         nbytes=size,
     )
