@@ -197,7 +197,8 @@ def _is_padding(data: bytes, at: Int64Array, nbytes: Int64Array) -> npt.NDArray[
     zs = np.concatenate(([0], np.cumsum(np.frombuffer(data, dtype=np.uint8) == ord("Z"), dtype=np.int64)))
     begin, end = at + FIELD.size, at + np.maximum(nbytes, FIELD.size)
     is_one = (fields["kind"] == PADDING) & (fields["nbytes"] == nbytes - FIELD.size)
-    return (nbytes == 0) | (has_field & is_one & (zs[end] - zs[begin] == end - begin))
+    is_padding: npt.NDArray[np.bool_] = (nbytes == 0) | (has_field & is_one & (zs[end] - zs[begin] == end - begin))
+    return is_padding
 
 
 def _payload(window: _Window, entry: Entry, following: int) -> tuple[int, int, bool]:

@@ -28,7 +28,13 @@ from zeroelastic.deepspeed.engine import (
     saves_elastic,
 )
 from zeroelastic.deepspeed.engine_state import lineage_of, link, state_of
-from zeroelastic.deepspeed.live.digests import LocalDigests, of_every_tp_rank, whole_contents
+from zeroelastic.deepspeed.live.digests import (
+    LiveStreams,
+    LocalDigests,
+    live_streams,
+    of_every_tp_rank,
+    whole_contents,
+)
 from zeroelastic.deepspeed.live.kinds import covered_live, kind_of
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.live.replicated import difference, replicated_facts, token_of
@@ -201,26 +207,32 @@ def _save(
         run = root if target is None else directory
         after.remove_old = partial(remove_old_tags, run, asked.tag, options, over_nodes=any(heads))
     with _discarded(target, staging_dir, head=head), span("save.write"):
-        if target is not None:
-            all_or_raise(lambda: target.begin() if head else None)
-        else:
-            all_or_raise(lambda: _begin(root, place, save_id) if head else None)
+
+        def begin() -> LiveStreams:
+            if head and target is not None:
+                target.begin()
+            elif head:
+                _begin(root, place, save_id)
+            return live_streams(live, with_frozen=not asked.exclude_frozen_parameters)
+
+        streams = all_or_raise(begin)
         link(engine.optimizer, engine)
         with shard_writer(
             engine,
             live,
             tag_dir=Path(here.save_dir) / asked.tag,
             staging_dir=staging_dir,
-            with_frozen=not asked.exclude_frozen_parameters,
+            streams=streams,
             options=options,
             writer=_writer(background, target),
-        ) as shard:
+        ) as (shard, raise_failure):
             # A decoupled engine keeps the wish for ``latest`` until it commits; others would write it too early.
             latest = asked.save_latest and decoupled
             with (
                 patched(state_of(engine), saving=Saving(save_id, live, shard)),
                 listed_by_optimizer(engine, live.trained),
                 one_module_writer(engine, live, heads),
+                patched(engine, _checkpoint_tag_validation=lambda tag: None),  # the tags have been compared
                 live.saving(engine, elastic=elastic, written=partial(barrier.wait, "its files were written")),
             ):
                 done = here.of(original, engine, save_latest=latest)
@@ -250,16 +262,23 @@ def _save(
             latest=None if not asked.save_latest else directory / LATEST if target is not None else root / LATEST,
             fsync=options.fsync,
         )
+
+        def complete() -> LocalDigests | None:
+            raise_failure()
+            if isinstance(shard, Snapshot):
+                shard.complete()
+                return None
+            digests = shard.digests()
+            live.sync()
+            return digests
+
+        digests = all_or_raise(complete)
         if background is not None:
             assert isinstance(shard, Snapshot)
-            all_or_raise(shard.complete)
             after.returns()
             work = partial(_finish, live, shard, save, background.group, barrier, target, after)
             track(engine, BackgroundSave(tag_dir, work, background.group, barrier, began=asked.began))
             return done
-        if target is not None:
-            assert isinstance(shard, Snapshot)
-            all_or_raise(shard.complete)
     if target is not None:
         assert isinstance(shard, Snapshot)
         _finish(live, shard, save, None, barrier, target, after)
@@ -267,9 +286,9 @@ def _save(
         _note_saved(asked, after)
         return done
     with _discarded(target, staging_dir, head=head):
-        contents, trained = _contents(live, shard.digests(), device=engine.device)
+        assert digests is not None
+        contents, trained = _contents(live, digests, device=engine.device)
         save = replace(save, contents=contents, trained=trained)
-        all_or_raise(live.sync)
     if decoupled:
         after.returns()
         track(engine, DecoupledSave(engine, save, commit_info, after, timeout_s=options.save_timeout_s))

@@ -14,7 +14,7 @@ from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchChe
 
 from zeroelastic.core.digest import stream_seed
 from zeroelastic.deepspeed.engine import Engine
-from zeroelastic.deepspeed.live.digests import LiveStreams, LocalDigests, live_streams
+from zeroelastic.deepspeed.live.digests import LiveStreams, LocalDigests
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.options import Options
 from zeroelastic.deepspeed.patching import patched
@@ -38,18 +38,17 @@ def shard_writer(
     *,
     tag_dir: Path,
     staging_dir: Path,
-    with_frozen: bool,
+    streams: LiveStreams,
     options: Options,
     writer: Callable[[Any, LiveOptimizer, LiveStreams, Options], ShardWriter],
-) -> Iterator[ShardWriter | DigestedShard]:
+) -> Iterator[tuple[ShardWriter | DigestedShard, Callable[[], None]]]:
     """While it lasts, the engine's files are written by a ``writer``, if its checkpoint engine is torch's.
 
-    What another checkpoint engine is going to write is digested at once. Files of ``tag_dir`` are written in
-    ``staging_dir``. Collective; an error of one rank is raised on
-    all of them, at the end where it came while a file was written: DeepSpeed's own barriers are passed by all.
+    What another checkpoint engine is going to write is digested at once. ``streams`` are what is digested. Files of
+    ``tag_dir`` are written in ``staging_dir``. Collective. Gives the writer, and what raises the error of this rank if
+    one came while a file was written: then DeepSpeed's own barriers have been passed by all.
     """
     original = engine.checkpoint_engine
-    streams = all_or_raise(lambda: live_streams(live, with_frozen=with_frozen))
     shard: ShardWriter | DigestedShard
     if writes_with_torch(original):
         shard = writer(original, live, streams, options)
@@ -66,8 +65,7 @@ def shard_writer(
     proxy = CheckpointEngineProxy(original, shard.save, tag_dir=tag_dir, staging_dir=staging_dir)
     copy = proxy.guarded(engine._copy_recovery_script)  # called on rank 0 only
     with patched(engine, checkpoint_engine=proxy, _copy_recovery_script=copy):
-        yield shard
-    all_or_raise(proxy.raise_failure)
+        yield shard, proxy.raise_failure
 
 
 def writes_with_torch(checkpoint_engine: Any) -> bool:
