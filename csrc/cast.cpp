@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include "cpu.h"
+#include "narrow.h"
 
 #if ZE_X86
 #include <immintrin.h>
@@ -89,22 +90,6 @@ constexpr int64_t kAhead = 1024;
 
 bool fetch_ahead(int64_t count) {
     return count > kAhead && is_intel();
-}
-
-// The first `count` of 16 lanes.
-ZE_TARGET_AVX512 inline __mmask16 first_lanes(int64_t count) {
-    return static_cast<__mmask16>(count >= 16 ? 0xFFFF : (1 << count) - 1);
-}
-
-ZE_TARGET_AVX512 inline __m256i narrow512(__m512i bits, bool to_bf16) {
-    if (!to_bf16)
-        return _mm512_cvtps_ph(_mm512_castsi512_ps(bits), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    const __mmask16 nan =
-        _mm512_cmp_ps_mask(_mm512_castsi512_ps(bits), _mm512_castsi512_ps(bits), _CMP_UNORD_Q);
-    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-    __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF)));
-    rounded = _mm512_srli_epi32(rounded, 16);
-    return _mm512_cvtepi32_epi16(_mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(kBfloat16Nan)));
 }
 
 ZE_TARGET_AVX512 inline __m512i widen512(__m256i half, bool from_bf16) {

@@ -1,11 +1,13 @@
 #include "copy.h"
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cstring>
 
 #include "cpu.h"
 #include "digest.h"
+#include "narrow.h"
 
 #if ZE_X86
 #include <immintrin.h>
@@ -176,6 +178,67 @@ uint64_t LineWriter::put_digested(char* to, const char* from, int64_t nbytes, co
     }
     return total;
 }
+
+bool LineWriter::put_narrowed(char* to, const char* from, int64_t count, bool to_bf16) {
+#if ZE_X86
+    if (isa_ >= ZE_ISA_AVX512 && reinterpret_cast<uintptr_t>(to) % 2 == 0) {
+        narrow_avx512(to, from, count, to_bf16);
+        return true;
+    }
+#endif
+    static_cast<void>(to);
+    static_cast<void>(from);
+    static_cast<void>(count);
+    static_cast<void>(to_bf16);
+    return false;
+}
+
+#if ZE_X86
+
+// What waits is stored and loaded as a whole line: a load of what two stores have made waits for both.
+ZE_TARGET_AVX512 void LineWriter::narrow_avx512(char* to, const char* from, int64_t count, bool to_bf16) {
+    constexpr int64_t kElements = kLine / 2;
+    if (line_ != nullptr && line_ + end_ != to) write_kept();
+    const int64_t lead = to_boundary(to) / 2;
+    int64_t done = std::min(lead, count);
+    if (done > 0) {
+        if (line_ == nullptr) {
+            begin_ = end_ = kLine - lead * 2;
+            line_ = to - begin_;
+        }
+        const int64_t before = end_ / 2;
+        alignas(64) static constexpr std::array<uint16_t, 32> kLanes = {
+            0,  1,  2,  3,  4,  5,  6,  7,  8,  9,  10, 11, 12, 13, 14, 15,
+            16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31};
+        const __m512i index = _mm512_sub_epi16(_mm512_load_si512(kLanes.data()),
+                                               _mm512_set1_epi16(static_cast<int16_t>(before)));
+        const __m512i behind = _mm512_permutexvar_epi16(index, narrow_some(from, done, to_bf16));
+        const __mmask32 lanes = ~uint32_t{0} << before;
+        const __m512i line = _mm512_mask_mov_epi16(_mm512_load_si512(kept_), lanes, behind);
+        end_ += done * 2;
+        if (begin_ == 0 && end_ == kLine) {
+            _mm512_stream_si512(reinterpret_cast<__m512i*>(line_), line);
+            line_ = nullptr;
+        } else {
+            _mm512_store_si512(kept_, line);
+            if (end_ == kLine) write_kept();
+        }
+    }
+    for (; done + kElements <= count; done += kElements) {
+        const __m256i low = narrow512(_mm512_loadu_si512(from + done * 4), to_bf16);
+        const __m256i high = narrow512(_mm512_loadu_si512(from + done * 4 + 64), to_bf16);
+        const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+        _mm512_stream_si512(reinterpret_cast<__m512i*>(to + done * 2), both);
+    }
+    if (done < count) {
+        _mm512_store_si512(kept_, narrow_some(from + done * 4, count - done, to_bf16));
+        line_ = to + done * 2;
+        begin_ = 0;
+        end_ = (count - done) * 2;
+    }
+}
+
+#endif  // ZE_X86
 
 // Completes the line that waits, or begins one; returns how much of the run that took: up to a boundary, or
 // all.

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "cpu.h"
 #include "zeroelastic.h"
 
 namespace zeroelastic {
@@ -31,6 +32,10 @@ class LineWriter {
 
     void put(char* to, const char* from, int64_t nbytes);
 
+    // Converts `count` elements of fp32 on the way. False, and nothing done, where there are no kernels for
+    // that.
+    bool put_narrowed(char* to, const char* from, int64_t count, bool to_bf16);
+
     // Also returns the partial digest of what is copied, whole elements, in one pass over it.
     uint64_t put_digested(char* to, const char* from, int64_t nbytes, const DigestOf& digest);
 
@@ -43,6 +48,9 @@ class LineWriter {
     int64_t fill(char* to, const char* from, int64_t nbytes);
     void keep(char* to, const char* from, int64_t nbytes);
     void write_kept();
+#if ZE_X86
+    void narrow_avx512(char* to, const char* from, int64_t count, bool to_bf16);
+#endif
 
     alignas(64) char kept_[64];  // [begin_, end_) of the line at line_
     char* line_ = nullptr;

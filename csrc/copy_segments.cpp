@@ -97,6 +97,8 @@ uint64_t digest_of(const DigestOf& digest, const char* from, int64_t nbytes) {
 
 // Converts whole lines straight past the caches; what is less than a line goes by way of the writer.
 void put_converted(LineWriter* writer, int32_t cast, char* to, const char* from, int64_t count) {
+    const bool narrow = cast == ZE_CAST_F32_BF16 || cast == ZE_CAST_F32_F16;
+    if (narrow && writer->put_narrowed(to, from, count, cast == ZE_CAST_F32_BF16)) return;
     alignas(64) std::array<char, 64> part;
     const int64_t src_size = source_itemsize(cast);
     const int64_t dst_size = 6 - src_size;

@@ -5,6 +5,7 @@
 #include <random>
 #include <vector>
 
+#include "../cast.h"
 #include "../copy.h"
 #include "../digest.h"
 #include "../zeroelastic.h"
@@ -79,6 +80,48 @@ TEST(runs_written_past_the_caches_are_whole_and_alone) {
                 }
             }
             CHECK(dst == want);
+        }
+    });
+}
+
+TEST(runs_converted_on_the_way_are_whole_and_alone) {
+    for_each_set([](int32_t isa) {
+        std::mt19937_64 random(13);
+        for (int i = 0; i < 400; ++i) {
+            const int32_t cast = i % 2 == 0 ? ZE_CAST_F32_BF16 : ZE_CAST_F32_F16;
+            const size_t most = i % 5 == 0 ? 40'000 : i % 3 == 0 ? 2000 : 100;
+            size_t nbytes = 0;
+            std::vector<Run> runs = make_runs(&random, 1 + random() % 20, most, 2, &nbytes);
+            const size_t odd = i % 7 == 0 ? 1 : 0;  // where runs of this itemsize begin between two elements
+            for (Run& run : runs) run.to = run.to / 2 * 2 + odd;
+            // Runs may no longer follow each other exactly; none begins before its predecessor ends.
+            for (size_t r = 1; r < runs.size(); ++r) {
+                runs[r].to = std::max(runs[r].to, runs[r - 1].to + runs[r - 1].nbytes);
+            }
+            nbytes += 64 * runs.size();
+            std::vector<char> src(2 * nbytes), dst(nbytes, 0x5A), want(nbytes, 0x5A);
+            for (char& byte : src) byte = static_cast<char>(random());
+            ze_limit_isa(ZE_ISA_PLAIN);
+            for (const Run& run : runs) {
+                zeroelastic::cast_elements(cast, &src[run.from], &want[run.to],
+                                           static_cast<int64_t>(run.nbytes / 2), false);
+            }
+            ze_limit_isa(isa);
+            bool all = true;
+            {
+                LineWriter writer;
+                for (const Run& run : runs) {
+                    const int64_t count = static_cast<int64_t>(run.nbytes / 2);
+                    const bool is_done =
+                        writer.put_narrowed(&dst[run.to], &src[run.from], count, cast == ZE_CAST_F32_BF16);
+                    if (!is_done)
+                        zeroelastic::cast_elements(cast, &src[run.from], &dst[run.to], count, false);
+                    all = all && is_done;
+                }
+            }
+            CHECK(dst == want);
+            if (isa >= ZE_ISA_AVX512 && reinterpret_cast<uintptr_t>(dst.data()) % 2 == 0)
+                CHECK(all == (odd == 0));
         }
     });
 }

@@ -135,8 +135,12 @@ def test_what_is_filled_window_by_window_is_the_same(
     in_windows, again = fill_sample(tmp_path, remote)
     assert all(map(torch.equal, tensors, in_windows))
     assert not any((tensor == -7.0).all() for tensor in tensors)
-    for facts in ("bytes_read", "bytes_owned", "cast_digests", "read_digests"):
+    for facts in ("bytes_read", "bytes_owned", "cast_digests"):
         assert getattr(filled, facts) == getattr(again, facts)
+    read, reread = (
+        {name: each._replace(origin=None) for name, each in of.read_digests.items()} for of in (filled, again)
+    )
+    assert read == reread
     assert sorted(map(str, filled.files)) == sorted(map(str, again.files))
     assert len(filled.cast_digests) == len(filled.read_digests) // 2 > 0
     if remote:
