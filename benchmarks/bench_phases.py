@@ -87,7 +87,7 @@ PHASES: Mapping[str, Sequence[str]] = {
     "the live state looked at": (
         "zeroelastic.deepspeed.save.save:covered_live",
         "zeroelastic.deepspeed.save.save:replicated_facts",
-        "zeroelastic.deepspeed.save.shard_writer:live_streams",
+        "zeroelastic.deepspeed.save.save:live_streams",
         "zeroelastic.deepspeed.load.load:read_covered",
     ),
     "the plan": (

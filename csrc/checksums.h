@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "crc32.h"
+#include "digest_crc32.h"
 #include "table.h"
 
 namespace zeroelastic {
@@ -46,16 +47,39 @@ class Checksums {
 
         // The next bytes of a row, as they are written.
         void add(int64_t row, const void* data, int64_t nbytes) {
-            if (parts_.empty() || parts_.back().row != row) parts_.push_back({row, 0, 0});
-            Part& part = parts_.back();
-            part.crc32 = crc32_of(part.crc32, data, nbytes);
-            part.nbytes += nbytes;
-            if (part.nbytes < converted_bytes(all_->table_.nbytes[row], all_->cast_)) return;
-            all_->crc32_[row] = part.crc32;
-            parts_.pop_back();
+            Part* part = part_of(row);
+            part->crc32 = crc32_of(part->crc32, data, nbytes);
+            end(part, nbytes);
+        }
+
+        // A piece that is written as it is: to its checksum and its digest, as far as these are wanted.
+        void add_digested(const ze_digest* digest, const Piece& piece, const void* data) {
+            if (digest != nullptr && wanted()) {
+                Part* part = part_of(piece.row);
+                const DigestOf of = digest_of(*digest, piece);
+                add_to_digest(*digest, piece, digest_and_crc32(data, piece.nbytes, of, &part->crc32));
+                end(part, piece.nbytes);
+            } else if (digest != nullptr) {
+                add_digest(*digest, piece, data);
+            } else if (wanted()) {
+                add(piece.row, data, piece.nbytes);
+            }
         }
 
       private:
+        Part* part_of(int64_t row) {
+            if (parts_.empty() || parts_.back().row != row) parts_.push_back({row, 0, 0});
+            return &parts_.back();
+        }
+
+        // After `nbytes` more bytes of the last part.
+        void end(Part* part, int64_t nbytes) {
+            part->nbytes += nbytes;
+            if (part->nbytes < converted_bytes(all_->table_.nbytes[part->row], all_->cast_)) return;
+            all_->crc32_[part->row] = part->crc32;
+            parts_.pop_back();
+        }
+
         Checksums* all_;
         size_t unit_;
         std::vector<Part> parts_;

@@ -6,16 +6,10 @@
 #include <cstdint>
 
 #include "cpu.h"
+#include "digest.h"
 #include "zeroelastic.h"
 
 namespace zeroelastic {
-
-// What an element adds to a digest: `seed` of its stream, `start` its position there.
-struct DigestOf {
-    int itemsize;
-    uint64_t seed;
-    int64_t start;
-};
 
 // Copies runs past the caches, in whole lines. The end of a run that fills no line waits here for the
 // beginning of the next one, so that runs that follow each other in memory never fetch a line to overwrite a

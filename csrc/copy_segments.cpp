@@ -68,9 +68,7 @@ class Sums {
     Sums(const ze_digest* digest, std::mutex* totals) : digest_(digest), totals_(totals) {}
 
     DigestOf of(const Piece& piece) const {
-        const int64_t itemsize = digest_->itemsize[piece.row];
-        return {static_cast<int>(itemsize), digest_->seeds[digest_->stream[piece.row]],
-                digest_->start[piece.row] + piece.within / itemsize};
+        return digest_of(*digest_, piece);
     }
 
     void add(const Piece& piece, uint64_t part) {
@@ -91,7 +89,7 @@ class Sums {
     size_t count_ = 0;
 };
 
-uint64_t digest_of(const DigestOf& digest, const char* from, int64_t nbytes) {
+uint64_t digest_bytes(const DigestOf& digest, const char* from, int64_t nbytes) {
     return digest_elements(from, nbytes / digest.itemsize, digest.itemsize, digest.seed, digest.start);
 }
 
@@ -131,7 +129,7 @@ void copy_past_cache(const Copy& copy, Pieces* pieces) {
         } else if (!cast) {
             sums.add(piece, writer.put_digested(to, from, piece.nbytes, sums.of(piece)));
         } else {
-            if (copy.digest != nullptr) sums.add(piece, digest_of(sums.of(piece), from, piece.nbytes));
+            if (copy.digest != nullptr) sums.add(piece, digest_bytes(sums.of(piece), from, piece.nbytes));
             put_converted(&writer, copy.cast, to, from, piece.nbytes / source_itemsize(copy.cast));
         }
         pieces->take(piece);
@@ -148,7 +146,7 @@ void copy_to_cache(const Copy& copy, Pieces* pieces) {
         if (piece.within == 0) prefetch_row(copy, piece.row + kRowsAhead, false);
         const char* from = copy.source(piece.row) + piece.within;
         char* to = copy.target(piece.row) + converted_bytes(piece.within, copy.cast);
-        if (copy.digest != nullptr) sums.add(piece, digest_of(sums.of(piece), from, piece.nbytes));
+        if (copy.digest != nullptr) sums.add(piece, digest_bytes(sums.of(piece), from, piece.nbytes));
         if (copy.cast == ZE_CAST_NONE) {
             std::memcpy(to, from, static_cast<size_t>(piece.nbytes));
         } else {

@@ -4,11 +4,11 @@
 #include <cstring>
 
 #include "cpu.h"
+#include "crc32_wide.h"
 
 #if ZE_X86
 #include <immintrin.h>
 #define ZE_TARGET_CLMUL __attribute__((target("sse4.1,pclmul")))
-#define ZE_TARGET_VCLMUL __attribute__((target("sse4.1,pclmul,avx512f,vpclmulqdq")))
 #endif
 
 namespace zeroelastic {
@@ -100,8 +100,6 @@ constexpr uint64_t kFold64Low = fold_factor(4 * 128 + 32);
 constexpr uint64_t kFold64High = fold_factor(4 * 128 - 32);
 constexpr uint64_t kFold16Low = fold_factor(128 + 32);
 constexpr uint64_t kFold16High = fold_factor(128 - 32);
-constexpr int64_t kFoldBytes = 64;
-constexpr int64_t kWideFoldBytes = 256;
 
 ZE_TARGET_CLMUL inline __m128i factors(uint64_t high, uint64_t low) {
     return _mm_set_epi64x(static_cast<int64_t>(high), static_cast<int64_t>(low));
@@ -138,34 +136,16 @@ ZE_TARGET_CLMUL uint32_t run_folding(uint32_t state, const unsigned char* data, 
     return end_folding(part);
 }
 
-ZE_TARGET_VCLMUL inline __m512i fold_wide(__m512i value, __m512i by, __m512i next) {
-    const __m512i low = _mm512_clmulepi64_epi128(value, by, 0x00);
-    const __m512i high = _mm512_clmulepi64_epi128(value, by, 0x11);
-    return _mm512_ternarylogic_epi64(low, high, next, 0x96);  // all three, exclusive or
-}
-
 // The same, four times as wide, of at least 256 bytes.
 ZE_TARGET_VCLMUL uint32_t run_wide_folding(uint32_t state, const unsigned char* data, int64_t nbytes) {
-    __m512i part[4];
-    for (int i = 0; i < 4; ++i) part[i] = _mm512_loadu_si512(data + 64 * i);
-    part[0] = _mm512_xor_si512(part[0], _mm512_zextsi128_si512(_mm_cvtsi32_si128(static_cast<int>(state))));
-    const __m512i by256 = _mm512_broadcast_i32x4(factors(kFold256High, kFold256Low));
-    data += kWideFoldBytes;
-    nbytes -= kWideFoldBytes;
-    for (; nbytes >= kWideFoldBytes; data += kWideFoldBytes, nbytes -= kWideFoldBytes) {
+    WideFold fold = begin_wide_fold(state, data);
+    int64_t done = kWideFoldBytes;
+    for (; done + kWideFoldBytes <= nbytes; done += kWideFoldBytes) {
         for (int i = 0; i < 4; ++i) {
-            part[i] = fold_wide(part[i], by256, _mm512_loadu_si512(data + 64 * i));
+            fold.part[i] = fold_wide(fold.part[i], fold.by, _mm512_loadu_si512(data + done + 64 * i));
         }
     }
-    const __m512i by64 = _mm512_broadcast_i32x4(factors(kFold64High, kFold64Low));
-    __m512i last = part[0];
-    for (int i = 1; i < 4; ++i) last = fold_wide(last, by64, part[i]);
-    for (; nbytes > 0; data += kFoldBytes, nbytes -= kFoldBytes) {
-        last = fold_wide(last, by64, _mm512_loadu_si512(data));
-    }
-    __m128i lanes[4];
-    _mm512_storeu_si512(lanes, last);
-    return end_folding(lanes);
+    return end_wide_fold(fold, data + done, nbytes - done);
 }
 
 bool can_fold() {
@@ -176,15 +156,39 @@ bool can_fold() {
     return can && current_isa() > ZE_ISA_PLAIN;
 }
 
-// Where can_fold() says yes.
-bool can_fold_wide() {
-    static const bool can = (__builtin_cpu_init(), __builtin_cpu_supports("vpclmulqdq") != 0);
-    return can && current_isa() >= ZE_ISA_AVX512;
-}
-
 #endif  // ZE_X86
 
 }  // namespace
+
+#if ZE_X86
+
+bool can_fold_wide() {
+    static const bool can = (__builtin_cpu_init(), __builtin_cpu_supports("vpclmulqdq") != 0);
+    return can_fold() && can && current_isa() >= ZE_ISA_AVX512;
+}
+
+ZE_TARGET_VCLMUL WideFold begin_wide_fold(uint32_t state, const unsigned char* data) {
+    WideFold fold;
+    for (int i = 0; i < 4; ++i) fold.part[i] = _mm512_loadu_si512(data + 64 * i);
+    const __m128i first = _mm_cvtsi32_si128(static_cast<int>(state));
+    fold.part[0] = _mm512_xor_si512(fold.part[0], _mm512_zextsi128_si512(first));
+    fold.by = _mm512_broadcast_i32x4(factors(kFold256High, kFold256Low));
+    return fold;
+}
+
+ZE_TARGET_VCLMUL uint32_t end_wide_fold(const WideFold& fold, const unsigned char* data, int64_t nbytes) {
+    const __m512i by64 = _mm512_broadcast_i32x4(factors(kFold64High, kFold64Low));
+    __m512i last = fold.part[0];
+    for (int i = 1; i < 4; ++i) last = fold_wide(last, by64, fold.part[i]);
+    for (int64_t done = 0; done < nbytes; done += kFoldBytes) {
+        last = fold_wide(last, by64, _mm512_loadu_si512(data + done));
+    }
+    __m128i lanes[4];
+    _mm512_storeu_si512(lanes, last);
+    return end_folding(lanes);
+}
+
+#endif  // ZE_X86
 
 uint32_t crc32_of(uint32_t crc, const void* data, int64_t nbytes) {
     const unsigned char* from = static_cast<const unsigned char*>(data);

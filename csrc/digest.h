@@ -9,6 +9,13 @@
 
 namespace zeroelastic {
 
+// What an element adds to a digest: `seed` of its stream, `start` its position there.
+struct DigestOf {
+    int itemsize;
+    uint64_t seed;
+    int64_t start;
+};
+
 // The partial digest of `count` elements at `data`, the first of which is element `start` of the stream.
 // `data` need not be aligned; `itemsize` is 1, 2, 4 or 8.
 uint64_t digest_elements(const void* data, int64_t count, int itemsize, uint64_t seed, int64_t start);

@@ -132,13 +132,15 @@ class UnitMove {
 
     bool put(const Piece& piece, const char* data, ze_error* error) {
         const int64_t written = converted_bytes(piece.nbytes, move_.cast);
-        if (move_.digest != nullptr) add_digest(*move_.digest, piece, data);
-        if (move_.cast != ZE_CAST_NONE) {
+        if (move_.cast == ZE_CAST_NONE) {
+            sums_.add_digested(move_.digest, piece, data);
+        } else {
+            if (move_.digest != nullptr) add_digest(*move_.digest, piece, data);
             char* made = staging_ + move_.staged_bytes();
             cast_elements(move_.cast, data, made, piece.nbytes / source_itemsize(move_.cast), false);
             data = made;
+            if (sums_.wanted()) sums_.add(piece.row, data, written);
         }
-        if (sums_.wanted()) sums_.add(piece.row, data, written);
         if (move_.destinations == nullptr) return true;
         const int64_t file = move_.table.dst[piece.row];
         const int64_t offset = move_.table.dst_offset[piece.row] + converted_bytes(piece.within, move_.cast);

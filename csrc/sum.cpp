@@ -37,8 +37,7 @@ int32_t sum_segments(const ze_table& rows, const ze_buffers& src, const ze_diges
         while (pieces.peek(kCachedBytes, &piece)) {
             const char* data = static_cast<const char*>(src.data[table.src[piece.row]]) +
                                table.src_offset[piece.row] + piece.within;
-            if (digest != nullptr) add_digest(*digest, piece, data);
-            if (sums.wanted()) sums.add(piece.row, data, piece.nbytes);
+            sums.add_digested(digest, piece, data);
             pieces.take(piece);
             if (!progress.add(piece.nbytes, reason)) return false;
         }

@@ -293,13 +293,20 @@ bool write_vectors(int fd, std::vector<iovec>* vectors, int64_t offset, int64_t 
     });
 }
 
-void add_digest(const ze_digest& digest, const Piece& piece, const void* data) {
+DigestOf digest_of(const ze_digest& digest, const Piece& piece) {
     const int64_t itemsize = digest.itemsize[piece.row];
-    const int64_t stream = digest.stream[piece.row];
-    const uint64_t part =
-        digest_elements(data, piece.nbytes / itemsize, static_cast<int>(itemsize), digest.seeds[stream],
-                        digest.start[piece.row] + piece.within / itemsize);
-    __atomic_fetch_add(&digest.totals[stream], part, __ATOMIC_RELAXED);
+    return {static_cast<int>(itemsize), digest.seeds[digest.stream[piece.row]],
+            digest.start[piece.row] + piece.within / itemsize};
+}
+
+void add_to_digest(const ze_digest& digest, const Piece& piece, uint64_t part) {
+    __atomic_fetch_add(&digest.totals[digest.stream[piece.row]], part, __ATOMIC_RELAXED);
+}
+
+void add_digest(const ze_digest& digest, const Piece& piece, const void* data) {
+    const DigestOf of = digest_of(digest, piece);
+    add_to_digest(digest, piece,
+                  digest_elements(data, piece.nbytes / of.itemsize, of.itemsize, of.seed, of.start));
 }
 
 }  // namespace zeroelastic

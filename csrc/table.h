@@ -12,6 +12,7 @@
 #include <mutex>
 #include <vector>
 
+#include "digest.h"
 #include "pool.h"
 #include "progress.h"
 #include "zeroelastic.h"
@@ -206,6 +207,10 @@ bool write_vectors(int fd, std::vector<iovec>* vectors, int64_t offset, int64_t 
 
 // Adds the digest of a piece of a row, whose source bytes are at `data`.
 void add_digest(const ze_digest& digest, const Piece& piece, const void* data);
+
+// The two halves of it: what an element of the piece adds, and the sum to which the piece's part goes.
+DigestOf digest_of(const ze_digest& digest, const Piece& piece);
+void add_to_digest(const ze_digest& digest, const Piece& piece, uint64_t part);
 
 }  // namespace zeroelastic
 

@@ -53,14 +53,16 @@ bool write_unit(const Write& write, const Unit& unit, int fd, Checksums::OfUnit*
             if (nbytes == 0) begin = offset;
             char* from = static_cast<char*>(write.src.data[table.src[piece.row]]) +
                          table.src_offset[piece.row] + piece.within;
-            if (write.digest != nullptr) add_digest(*write.digest, piece, from);
             const int64_t written = converted_bytes(piece.nbytes, write.cast);
             if (casting) {
+                if (write.digest != nullptr) add_digest(*write.digest, piece, from);
                 char* staged = staging.data() + nbytes;
                 cast_elements(write.cast, from, staged, piece.nbytes / source_itemsize(write.cast), false);
                 from = staged;
+                if (sums->wanted()) sums->add(piece.row, from, written);
+            } else {
+                sums->add_digested(write.digest, piece, from);
             }
-            if (sums->wanted()) sums->add(piece.row, from, written);
             if (!vectors.empty() &&
                 static_cast<char*>(vectors.back().iov_base) + vectors.back().iov_len == from) {
                 vectors.back().iov_len += static_cast<size_t>(written);

@@ -7,7 +7,9 @@
 
 #include "../cast.h"
 #include "../copy.h"
+#include "../crc32.h"
 #include "../digest.h"
+#include "../digest_crc32.h"
 #include "../zeroelastic.h"
 #include "check.h"
 
@@ -141,5 +143,30 @@ TEST(digests_are_the_same_with_every_instruction_set) {
             totals.push_back(zeroelastic::digest_elements(&data[skew], count, itemsize, seed, start));
         });
         for (const uint64_t total : totals) CHECK(total == totals[0]);
+    }
+}
+
+TEST(a_digest_and_a_checksum_in_one_pass_are_those_of_two) {
+    std::mt19937_64 random(17);
+    std::vector<char> data(40'000);
+    for (char& byte : data) byte = static_cast<char>(random());
+    for (int i = 0; i < 4000; ++i) {
+        const int itemsize = 1 << (i % 4);
+        const int64_t most = i % 3 == 0 ? 39'000 : 900;
+        const int64_t nbytes =
+            static_cast<int64_t>(random() % static_cast<uint64_t>(most)) / itemsize * itemsize;
+        const size_t skew = static_cast<size_t>(random() % 65);
+        // Blocks end within a line, between two lines, between two groups of them.
+        const int64_t start =
+            static_cast<int64_t>(random() % 4096) / (i % 5 == 0 ? 64 : 1) * (i % 5 == 0 ? 64 : 1);
+        const DigestOf digest{itemsize, random(), start};
+        const uint32_t before = static_cast<uint32_t>(random());
+        for_each_set([&](int32_t) {
+            uint32_t crc = before;
+            const uint64_t got = zeroelastic::digest_and_crc32(&data[skew], nbytes, digest, &crc);
+            CHECK(got == zeroelastic::digest_elements(&data[skew], nbytes / itemsize, itemsize, digest.seed,
+                                                      digest.start));
+            CHECK(crc == zeroelastic::crc32_of(before, &data[skew], nbytes));
+        });
     }
 }
