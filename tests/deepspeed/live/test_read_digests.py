@@ -1,0 +1,82 @@
+"""What was read shows what is live only where every element of it went to its place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zeroelastic.checkpoint.extents import ExtentTable
+from zeroelastic.core.layout import Param
+from zeroelastic.deepspeed.fill import RowStreams, Target
+from zeroelastic.deepspeed.live.digests import LivePiece, ReadDigest, known_digests
+
+PLAN: Any = SimpleNamespace(dst=SimpleNamespace(params=(Param("other", (5,)), Param("weight", (1000,)))))
+STREAM = ("weight", "exp_avg")
+
+
+def rows_into(target_offset: np.ndarray, start: np.ndarray, numel: np.ndarray) -> ExtentTable:
+    """Rows of fp32 of the second parameter, into the second target."""
+    ones = np.ones(len(numel), dtype=np.int64)
+    return ExtentTable((Path("f"),), 0 * ones, 4 * start, ones, target_offset, numel, 4 * ones, ones, start)
+
+
+def read_of(rows: ExtentTable, targets: list[Target], halves: int) -> ReadDigest:
+    """What is known of the tensor when the rows have been read in two calls."""
+    digests: dict[tuple[str, str], ReadDigest] = {}
+    for some in (np.arange(halves), np.arange(halves, rows.num_rows)):
+        streams = RowStreams.of(PLAN, rows.take(some), targets)
+        streams.add_read(np.full(len(streams.names), 5, dtype=np.uint64), digests)
+    assert set(digests) == {STREAM}
+    return digests[STREAM]
+
+
+@given(
+    numels=st.lists(st.integers(1, 9), min_size=1, max_size=6),
+    first=st.integers(0, 50),
+    room=st.integers(0, 20),
+    moved=st.none() | st.tuples(st.integers(0, 5), st.integers(-8, 8).filter(bool)),
+    data=st.data(),
+)
+@settings(deadline=None)
+def test_a_read_shows_a_tensor_if_no_row_went_elsewhere(
+    numels: list[int], first: int, room: int, moved: tuple[int, int] | None, data: st.DataObject
+) -> None:
+    numel = np.array(numels, dtype=np.int64)
+    begin = np.cumsum(numel) - numel
+    flat = torch.zeros(room + int(numel.sum()) + 9)
+    targets = [Target("fp32", 0, torch.zeros(3), "float32"), Target("exp_avg", 0, flat, "float32")]
+    target_offset = room + begin
+    if moved is not None:
+        target_offset[moved[0] % len(numels)] += moved[1]
+    order = np.array(data.draw(st.permutations(range(len(numels)))))
+    rows = rows_into(target_offset, first + begin, numel).take(order)
+    read = read_of(rows, targets, data.draw(st.integers(0, len(numels))))
+    piece = LivePiece(*STREAM, flat[room : room + int(numel.sum())], first)
+    assert read.shows(piece) == (moved is None)
+    assert known_digests([piece], {STREAM: read}) == [read.digest if moved is None else None]
+
+
+def test_a_read_does_not_show_what_is_another_tensor_or_not_all_of_it() -> None:
+    flat = torch.zeros(20)
+    targets = [Target("fp32", 0, torch.zeros(3), "float32"), Target("exp_avg", 0, flat, "float32")]
+    one = np.array([1])
+    read = read_of(rows_into(2 * one, 7 * one, 10 * one), targets, 1)
+    assert read.shows(LivePiece(*STREAM, flat[2:12], 7))
+    assert read.shows(LivePiece(*STREAM, flat[1:13], 6))  # the digest is short of two elements, and so is not right
+    for other, start in (
+        (flat.clone()[2:12], 7),
+        (flat[2:11], 7),
+        (flat[3:12], 8),
+        (flat[2:12], 8),
+        (flat[2:12].double(), 7),
+        (torch.zeros(40)[4:24:2], 7),
+    ):
+        assert not read.shows(LivePiece(*STREAM, other, start))
+    strided = [targets[0], Target("exp_avg", 0, torch.zeros(40)[::2], "float32")]
+    assert read_of(rows_into(2 * one, 7 * one, 10 * one), strided, 1).origin is None
