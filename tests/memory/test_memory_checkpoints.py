@@ -11,9 +11,11 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -111,15 +113,11 @@ def fail_alone(job: Job, directory: str, shared: Path) -> tuple[float, bool]:
     engine = build_engine(job)
     train_step(engine, 0)
     memory = MemoryCheckpoints(engine, as_path(directory))
-    if dist.get_rank() == 0:
-
-        def finish(made: Any) -> Any:
-            raise RuntimeError("a connection was closed by its peer")
-
-        memory._finish = finish  # type: ignore[method-assign]
-    memory.capture({})
-    began = time.monotonic()
-    memory.wait()
+    fails = mock.patch.object(memory, "_finish", side_effect=RuntimeError("a connection was closed by its peer"))
+    with fails if dist.get_rank() == 0 else nullcontext():
+        memory.capture({})
+        began = time.monotonic()
+        memory.wait()
     return time.monotonic() - began, memory._is_broken
 
 

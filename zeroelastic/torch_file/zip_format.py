@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import struct
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, overload
+from typing import NamedTuple, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -57,6 +58,8 @@ _LENGTHS_AT = 28
 _SAME = 16  # entries of one length in turn, behind which more are likely
 _ROWS = 1 << 16  # entries whose columns are made at one time
 
+T = TypeVar("T")
+
 ReadAt = Callable[[int, int], bytes]
 """Up to so many bytes: ``read(offset, nbytes)``."""
 
@@ -102,8 +105,24 @@ class Entry(NamedTuple):
         return repr(self.text.partition("/")[2] or self.text)[1:-1]
 
 
+class MadeOnDemand(Sequence[T]):
+    """A sequence kept in columns, of which a row becomes an object when it is asked for."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def _made(self, row: int) -> T: ...
+
+    @overload
+    def __getitem__(self, row: int) -> T: ...
+    @overload
+    def __getitem__(self, row: slice) -> list[T]: ...
+    def __getitem__(self, row: int | slice) -> T | list[T]:
+        return [self._made(i) for i in range(*row.indices(len(self)))] if isinstance(row, slice) else self._made(row)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
-class Entries(Sequence[Entry]):
+class Entries(MadeOnDemand[Entry]):
     """The entries of a directory by columns; an ``Entry`` is made when it is asked for.
 
     ``at`` is where each one begins in ``data``, which is at ``offset`` in the file. The arrays have shape
@@ -125,13 +144,7 @@ class Entries(Sequence[Entry]):
     def __len__(self) -> int:
         return len(self.at)
 
-    @overload
-    def __getitem__(self, row: int) -> Entry: ...
-    @overload
-    def __getitem__(self, row: slice) -> list[Entry]: ...
-    def __getitem__(self, row: int | slice) -> Entry | list[Entry]:
-        if isinstance(row, slice):
-            return [self[i] for i in range(*row.indices(len(self)))]
+    def _made(self, row: int) -> Entry:
         return _entry(self.data, int(self.at[row]), self.offset)[0]
 
     def when(self, rows: Int64Array) -> npt.NDArray[np.uint32]:
@@ -141,15 +154,11 @@ class Entries(Sequence[Entry]):
 
     def names_are(self, rows: Int64Array, data: bytes, at: Int64Array) -> npt.NDArray[np.bool_]:
         """Whether ``data`` has the name of each of some entries at the place that goes with it."""
-        same = np.zeros(len(rows), dtype=bool)
+        same = np.ones(len(rows), dtype=bool)
         names = self.at[rows] + ENTRY.size
-        for nbytes in np.unique(self.name_bytes[rows]).tolist():
-            chosen = np.flatnonzero((self.name_bytes[rows] == nbytes) & (at + nbytes <= len(data)))
-            ours, theirs = gather(self.data, names[chosen], nbytes), gather(data, at[chosen], nbytes)
-            same[chosen] = (
-                [True] * len(chosen)
-                if not nbytes
-                else (ours.view(np.uint8).reshape(-1, nbytes) == theirs.view(np.uint8).reshape(-1, nbytes)).all(axis=1)
+        for nbytes, chosen in by_length(self.name_bytes[rows]):
+            same[chosen] = (bytes_at(self.data, names[chosen], nbytes) == bytes_at(data, at[chosen], nbytes)).all(
+                axis=1
             )
         return same
 
@@ -295,6 +304,17 @@ def gather(data: bytes, at: Int64Array, nbytes: int) -> npt.NDArray[np.void]:
         return np.empty(0, dtype=f"V{nbytes}")
     windows: npt.NDArray[np.void] = np.ndarray((len(data) - nbytes + 1,), f"V{nbytes}", data, strides=(1,))
     return windows[at]
+
+
+def bytes_at(data: bytes, at: Int64Array, nbytes: int) -> npt.NDArray[np.uint8]:
+    """As ``gather``, of at least one byte each: shape ``(num_places, nbytes)``."""
+    return gather(data, at, nbytes).view(np.uint8).reshape(len(at), nbytes)
+
+
+def by_length(nbytes: Int64Array) -> Iterator[tuple[int, Int64Array]]:
+    """Each length that is not zero, and the positions that have it."""
+    for length in np.unique(nbytes[nbytes > 0]).tolist():
+        yield length, np.flatnonzero(nbytes == length)
 
 
 def _entry(data: bytes, at: int, offset: int) -> tuple[Entry, bool]:

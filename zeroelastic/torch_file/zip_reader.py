@@ -8,11 +8,10 @@ What is expected: archives of torch.save (PyTorchStreamWriter and miniz, torch 1
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, overload
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -37,7 +36,10 @@ from zeroelastic.torch_file.zip_format import (
     Entries,
     Entry,
     Fault,
+    MadeOnDemand,
     ZipError,
+    by_length,
+    bytes_at,
     extra_fields,
     gather,
     read_directory,
@@ -65,7 +67,7 @@ class ZipRecord(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class RecordTable(Sequence[ZipRecord]):
+class RecordTable(MadeOnDemand[ZipRecord]):
     """Records by columns, in the order of their bytes; a ``ZipRecord`` is made when it is asked for.
 
     ``offset``, ``nbytes`` and ``crc32`` have shape ``(num_records,)``. ``entries[row]`` is what the directory says.
@@ -80,13 +82,7 @@ class RecordTable(Sequence[ZipRecord]):
     def __len__(self) -> int:
         return len(self.offset)
 
-    @overload
-    def __getitem__(self, number: int) -> ZipRecord: ...
-    @overload
-    def __getitem__(self, number: slice) -> list[ZipRecord]: ...
-    def __getitem__(self, number: int | slice) -> ZipRecord | list[ZipRecord]:
-        if isinstance(number, slice):
-            return [self[i] for i in range(*number.indices(len(self)))]
+    def _made(self, number: int) -> ZipRecord:
         name = self.entries[int(self.row[number])].text
         return ZipRecord(name, int(self.offset[number]), int(self.nbytes[number]), int(self.crc32[number]))
 
@@ -185,19 +181,24 @@ def _usual_payloads(window: _Window, entries: Entries, rows: Int64Array, followi
     zeros = (heads["stored_bytes"] == 0) & (heads["nbytes"] == 0)
     good &= (stated & sizes) | (is_deferred & none & (zeros | sizes))
     good &= name_bytes + extra_bytes + LOCAL.size <= _USUAL_HEADER
-    good &= entries.names_are(rows, data, np.where(good, at + LOCAL.size, 0))
-    good &= _is_padding(data, np.where(good, at + LOCAL.size + name_bytes, 0), np.where(good, extra_bytes, 0))
+    so_far = np.flatnonzero(good)  # from here on what is looked at is within ``data``
+    names = at[so_far] + LOCAL.size
+    named = entries.names_are(rows[so_far], data, names)
+    good[so_far] = named & _is_padding(data, names + name_bytes[so_far], extra_bytes[so_far])
     return np.where(good, payload, -1)
 
 
 def _is_padding(data: bytes, at: Int64Array, nbytes: Int64Array) -> npt.NDArray[np.bool_]:
     """Whether an extra area of so many bytes at each place has nothing in it but what aligns the payload."""
     has_field = nbytes >= FIELD.size
-    fields = gather(data, np.where(has_field, at, 0), FIELD.size).view(EXTRA_FIELD)
-    zs = np.concatenate(([0], np.cumsum(np.frombuffer(data, dtype=np.uint8) == ord("Z"), dtype=np.int64)))
-    begin, end = at + FIELD.size, at + np.maximum(nbytes, FIELD.size)
-    is_one = (fields["kind"] == PADDING) & (fields["nbytes"] == nbytes - FIELD.size)
-    is_padding: npt.NDArray[np.bool_] = (nbytes == 0) | (has_field & is_one & (zs[end] - zs[begin] == end - begin))
+    fields = gather(data, np.where(has_field, at, 0), FIELD.size).view(EXTRA_FIELD)  # data has more than that
+    is_padding: npt.NDArray[np.bool_] = (
+        has_field & (fields["kind"] == PADDING) & (fields["nbytes"] == nbytes - FIELD.size)
+    )
+    content = np.where(is_padding, nbytes - FIELD.size, 0)
+    for length, chosen in by_length(content):
+        is_padding[chosen] = (bytes_at(data, at[chosen] + FIELD.size, length) == ord("Z")).all(axis=1)
+    is_padding |= nbytes == 0
     return is_padding
 
 
@@ -267,8 +268,9 @@ class _Window:
 
     @property
     def _near(self) -> int:
-        """From place to place within one read."""
-        return max(self._nbytes, _SUMS64.size + _USUAL_HEADER)
+        """From place to place within one read: of a remote file no more than what is wanted."""
+        wanted = _SUMS64.size + _USUAL_HEADER
+        return max(self._nbytes, wanted) if self._blocks is None else wanted
 
     def around(self, places: Int64Array) -> tuple[bytes, Int64Array]:
         """The sums before each of some ascending places and the header behind it; where they are in these bytes.

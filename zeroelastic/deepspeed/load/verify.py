@@ -73,9 +73,8 @@ def verify(
 
     With ``"verify": "read"`` the digests are those of the bytes as they were read, where each went to the address at
     which the live state has it; what comes later is not seen. Tensors that were cast are compared by the digest of
-    what was read; so are master weights that the run
-    then rounds to 16 bits (load_from_fp32_weights is off). Where it has ``failed`` on any rank, ``raise_mismatch`` has
-    to be called on all.
+    what was read; so are master weights that the run then rounds to 16 bits (load_from_fp32_weights is off). Where it
+    has ``failed`` on any rank, ``raise_mismatch`` has to be called on all.
     """
     checkpoint = load_plan.checkpoint
     if not request.options.verifies_content:
