@@ -13,13 +13,14 @@ def test_the_defaults_are_the_safe_ones(config):
     options = parse_options(config)
     assert options == Options()
     assert (options.verify, options.strict_batch, options.weights_only_load, options.fsync, options.io_engine) == (
-        "full", False, False, True, "auto",
+        "read", False, False, True, "auto",
     )  # fmt: skip
-    assert options.on_mismatch == "error"
+    assert options.on_mismatch == "error" and options.verifies_content
 
 
 @pytest.mark.parametrize(
-    ("value", "want"), [(True, "full"), (False, "off"), ("full", "full"), ("quick", "quick"), ("off", "off")]
+    ("value", "want"),
+    [(True, "full"), (False, "off"), ("full", "full"), ("read", "read"), ("quick", "quick"), ("off", "off")],
 )
 def test_verify_is_a_flag_or_a_word(value, want):
     assert parse_options({"zeroelastic": {"verify": value}}).verify == want
