@@ -122,6 +122,7 @@ def test_a_row_is_a_parameter_however_the_json_is_laid_out(tmp_path):
     assert read_record(tmp_path) == record
 
 
+@pytest.mark.extended
 def test_many_rows_come_back(tmp_path):
     """More than are read or written at one time, in two groups whose names are mixed in sorted order."""
     contents = [

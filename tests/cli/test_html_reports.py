@@ -312,7 +312,7 @@ def test_many_ranks_are_put_together_and_the_page_says_so(samples: Path) -> None
 @pytest.mark.parametrize(
     ("verb", "said"),
     [
-        ("inspect", "The 1,000 largest of 100,000."),
+        pytest.param("inspect", "The 1,000 largest of 100,000.", marks=pytest.mark.extended),
         ("verify", "16 of 28 files with problems are drawn."),
         ("plan", "only the beginning: ranks (1,000)."),
         ("diff", "The 1,000 worst of 8,000."),

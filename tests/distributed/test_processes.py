@@ -208,6 +208,7 @@ def test_verify_shares_the_reading_and_finds_the_same(tmp_path: Path) -> None:
     assert json.loads(shared.stdout)["problems"] == json.loads(done.stdout)["problems"] != []
 
 
+@pytest.mark.extended
 def test_export_shares_the_tensors_and_writes_the_same_bytes(tmp_path: Path) -> None:
     write_sample(tmp_path / "a", world_size=3)
     options = ("--max-shard-size", "30KB", "--optimizer", "--json")

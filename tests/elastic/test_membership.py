@@ -511,7 +511,7 @@ def test_process_groups_of_worlds_do_not_see_each_other(job: Job) -> None:
     assert not members[0].store_of(World(1, world.members)).check(["key"])
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.extended)])
 def test_a_first_world_is_formed_whenever_one_dies(port: int, victim: int) -> None:
     """Member 0 leads. Whichever request is its last, or that of another, the others are soon in one world."""
 
@@ -540,7 +540,7 @@ def agree(members: list[Membership], worlds: set[World], dead: int) -> None:
         assert set(together([lambda m=m: m.meet(after) for m in members])) == {True}
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.extended)])
 def test_survivors_agree_whenever_another_one_dies_meanwhile(port: int, victim: int) -> None:
     """One of four has died, and a second one does at each of its requests; member 0 leads."""
 

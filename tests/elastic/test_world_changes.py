@@ -89,6 +89,7 @@ def test_where_most_of_the_model_is_frozen_its_movement_counts(monkeypatch: pyte
     assert moved <= 1.05 * least
 
 
+@pytest.mark.extended
 def test_a_million_parameters_on_16384_ranks_take_seconds_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
     groups = gpt(layers=1_000_000 // len(SHAPES))
     before = layout_from_sub_groups(groups, 16_384)

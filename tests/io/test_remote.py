@@ -557,11 +557,11 @@ def answered(status: int) -> Translated:
         (Translated(errno.EIO, code=416), True),
         (Translated(errno.EINVAL, status=500), False),
         (Translated(errno.EINVAL, answered(416)), True),
-        (Translated(errno.EINVAL, answered(400)), False),
+        pytest.param(Translated(errno.EINVAL, answered(400)), False, marks=pytest.mark.extended),
         (Translated(errno.EINVAL), True),
         (ValueError("Bad Request"), True),
-        (PermissionError("range 416"), False),
-        (TimeoutError("range 416"), False),
+        pytest.param(PermissionError("range 416"), False, marks=pytest.mark.extended),
+        pytest.param(TimeoutError("range 416"), False, marks=pytest.mark.extended),
     ],
     ids=repr,
 )
@@ -646,6 +646,7 @@ def test_a_server_that_stops_answering_is_given_up(calm, checkpoints, monkeypatc
     assert time.monotonic() - begin < 20
 
 
+@pytest.mark.extended
 def test_a_server_that_dies_in_the_middle_is_an_error(checkpoints, tmp_path):
     """A server of its own, which is gone after the first batch; the next one may have been read by then."""
     size = 24 << 20

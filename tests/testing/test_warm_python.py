@@ -65,6 +65,7 @@ def test_signals_reach_the_process_and_it_does_not_outlive_the_command(python: s
         time.sleep(0.02)
 
 
+@pytest.mark.extended
 def test_commands_that_are_killed_at_any_moment_do_not_end_it() -> None:
     chance = random.Random(1)
     python, running = executable(), list[subprocess.Popen[bytes]]()

@@ -188,7 +188,11 @@ def of_rank_1(request: Request) -> bool:
     ("what", "fails"),
     [
         ("part", lambda r: r.method == "PUT" and "partNumber" in r.query and of_rank_1(r)),
-        pytest.param("complete", lambda r: r.method == "POST" and "uploadId" in r.query and of_rank_1(r)),
+        pytest.param(
+            "complete",
+            lambda r: r.method == "POST" and "uploadId" in r.query and of_rank_1(r),
+            marks=pytest.mark.extended,
+        ),
         pytest.param(
             "record",
             lambda r: r.method == "PUT" and r.path.endswith("/zeroelastic.json"),
