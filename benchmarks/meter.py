@@ -1,6 +1,7 @@
 """The cost of a piece of work for one process, from the kernel's counters: seconds, bytes, files, memory.
 
-Bytes are ``rchar`` of /proc/self/io, whatever made the system call, plus what is resident of mapped files; memory is
+Bytes are ``rchar`` of /proc/self/io, whatever made the system call, plus what is resident of mapped files and what the
+native engine has looked at in the page cache and let go of again; memory is
 the growth of the resident set to its peak; files are counted by inotify, so that opens in C++ are seen as well.
 """
 
@@ -16,6 +17,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from zeroelastic.executors import native_executor
+
 _IN_OPEN, _IN_Q_OVERFLOW, _IN_ISDIR = 0x20, 0x4000, 0x40000000
 _EVENT = struct.Struct("iIII")
 _READ_BYTES = 8 << 20
@@ -23,8 +26,8 @@ _READ_BYTES = 8 << 20
 
 @dataclass(frozen=True)
 class Cost:
-    """What one process spent. ``mapped_bytes`` is what was resident of mapped files at the end; ``disk_bytes`` what
-    came from storage rather than from the page cache; ``extra_rss`` the peak above the start."""
+    """What one process spent. ``mapped_bytes`` is what it saw of mapped files; ``disk_bytes`` what came from storage
+    rather than from the page cache; ``extra_rss`` the peak above the start."""
 
     seconds: float
     cpu_seconds: float
@@ -94,6 +97,7 @@ class Meter:
         self._opened.take()
         self._children = _largest_child()
         Path("/proc/self/clear_refs").write_text("5")
+        self._mapped = native_executor.mapped_bytes()
         self._io = _io()
         self._busy = _busy_cpu_seconds()
         self._cpu = sum(os.times()[:4])
@@ -111,7 +115,7 @@ class Meter:
             seconds=seconds,
             cpu_seconds=cpu,
             read_bytes=io["rchar"],
-            mapped_bytes=_mapped_resident(self._directory),
+            mapped_bytes=_mapped_resident(self._directory) + native_executor.mapped_bytes() - self._mapped,
             disk_bytes=io["read_bytes"],
             written_bytes=io["wchar"],
             extra_rss=max(status_bytes("VmHWM"), children) - self._resident,

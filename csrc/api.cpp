@@ -9,6 +9,7 @@
 #include "cpu.h"
 #include "crc32.h"
 #include "digest.h"
+#include "mapped.h"
 #include "operations.h"
 #include "pickle.h"
 #include "table.h"
@@ -64,6 +65,10 @@ int32_t ze_best_isa(void) {
 int32_t ze_limit_isa(int32_t isa) {
     return zeroelastic::limit_isa(
         static_cast<ze_isa_level>(std::clamp<int32_t>(isa, ZE_ISA_PLAIN, ZE_ISA_AVX512)));
+}
+
+int64_t ze_mapped_bytes(void) {
+    return zeroelastic::Mapped::bytes_seen();
 }
 
 int32_t ze_read_segments(const ze_table* table, const ze_files* src, const ze_buffers* dst,

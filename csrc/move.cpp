@@ -13,13 +13,14 @@
 
 #include "cast.h"
 #include "checksums.h"
+#include "mapped.h"
 #include "operations.h"
 #include "table.h"
 
 namespace zeroelastic {
 namespace {
 
-constexpr int64_t kUnitBytes = int64_t{16} << 20;
+constexpr int64_t kUnitBytes = int64_t{8} << 20;
 // The memory of a thread. The system reads faster in large calls; what it has read is still in the
 // second-level cache, or most of it.
 constexpr int64_t kStagingBytes = int64_t{960} << 10;
@@ -64,6 +65,7 @@ struct Move {
     OpenFiles* destinations;  // null: what is read goes nowhere
     Progress* progress;
     std::atomic<bool> in_kernel;
+    LargePages pages;
 
     // Bytes of a run, and the room for it and what a piece of it becomes.
     int64_t call_bytes() const {
@@ -80,12 +82,13 @@ struct Move {
 // What one thread does with one unit.
 class UnitMove {
   public:
-    UnitMove(Move* move, const Unit& unit, int from, Checksums::OfUnit* sums, char* staging)
+    UnitMove(Move* move, const Unit& unit, const Span& span, int from, Checksums::OfUnit* sums, char* staging)
         : move_(*move),
           unit_(unit),
           from_(from),
           sums_(*sums),
           pieces_(move->table, move->order, unit),
+          mapped_(from, span.begin, span.end, &move->pages),
           staging_(staging) {}
 
     bool run(ze_error* error) {
@@ -121,8 +124,13 @@ class UnitMove {
     bool move_run(ze_error* error) {
         const int64_t nbytes = next_run(move_.table, &pieces_, move_.call_bytes(), &run_);
         const int64_t offset = move_.table.src_offset[run_.front().row] + run_.front().within;
-        if (!read_fully(from_, staging_, nbytes, offset, unit_.file, error)) return false;
         const char* data = staging_;
+        if (mapped_) {
+            data = mapped_.at(offset);
+            Mapped::saw(nbytes);
+        } else if (!read_fully(from_, staging_, nbytes, offset, unit_.file, error)) {
+            return false;
+        }
         for (const Piece& piece : run_) {
             if (!put(piece, data, error)) return false;
             data += piece.nbytes;
@@ -163,6 +171,7 @@ class UnitMove {
     Pieces pieces_;
     int64_t put_ = 0;
     std::vector<Piece> run_;
+    const Mapped mapped_;
     char* const staging_;
 };
 
@@ -198,8 +207,8 @@ int32_t move_or_scan(const ze_table& table, const ze_files& src, const ze_files*
     Checksums checksums(table, cast, crc32, units.size());
     const bool unseen = digest == nullptr && crc32 == nullptr && cast == ZE_CAST_NONE && dst != nullptr;
     Progress progress(options);
-    Move move{table,     order,   digest, cast, options.sync != 0, dst == nullptr ? nullptr : &*destinations,
-              &progress, {unseen}};
+    Move move{table,     order,    digest, cast, options.sync != 0, dst == nullptr ? nullptr : &*destinations,
+              &progress, {unseen}, {}};
     std::vector<std::unique_ptr<char[]>> staging(static_cast<size_t>(options.threads));
     const auto work = [&](int thread, size_t index, ze_error* reason) {
         const Unit& unit = units[index];
@@ -208,7 +217,8 @@ int32_t move_or_scan(const ze_table& table, const ze_files& src, const ze_files*
         std::unique_ptr<char[]>& own = staging[static_cast<size_t>(thread)];
         if (own == nullptr) own.reset(new char[move.staging_bytes()]);
         Checksums::OfUnit sums(&checksums, index);
-        return UnitMove(&move, unit, from, &sums, own.get()).run(reason) &&
+        const Span span = span_of(table, order, unit);
+        return UnitMove(&move, unit, span, from, &sums, own.get()).run(reason) &&
                sources.release(unit.file, false, reason);
     };
     const int32_t code = run_units(units.size(), options.threads, &progress, error, work);

@@ -1,39 +1,35 @@
-// files -> memory: vectored reads of whole file runs, scattered straight into their destinations.
+// files -> memory: what the page cache holds is copied from where it lies, the rest comes by vectored reads
+// of whole file runs, scattered straight into their destinations.
 
 #include <fcntl.h>
 #include <sys/uio.h>
 
 #include <algorithm>
+#include <mutex>
 #include <vector>
 
 #include "cast.h"
+#include "copy_rows.h"
+#include "cpu.h"
+#include "mapped.h"
 #include "operations.h"
 #include "table.h"
 
 namespace zeroelastic {
 namespace {
 
-constexpr int64_t kUnitBytes = int64_t{4} << 20;
+constexpr int64_t kUnitBytes = int64_t{8} << 20;
 // With more work to do on what was read, read no more at a time than stays in a core's cache.
 constexpr int64_t kCachedCallBytes = int64_t{128} << 10;
 constexpr int64_t kCallBytes = int64_t{4} << 20;
 
 struct Read {
-    const ze_table& table;
+    const Copy& copy;  // of a unit that is mapped, but for the mapping
     const std::vector<int64_t>& order;
-    const ze_buffers& dst;
-    const ze_digest* digest;
-    int32_t cast;
-    const ze_buffers* copies;
-    int32_t copies_cast;
     Progress* progress;
+    int64_t total;
+    LargePages* pages;
 };
-
-// Where the elements at `at` of a destination are kept once more, converted; null if they are not.
-char* converted_copy(const Read& read, int64_t dst, int64_t at) {
-    if (read.copies == nullptr || read.copies->data[dst] == nullptr) return nullptr;
-    return static_cast<char*>(read.copies->data[dst]) + converted_bytes(at, read.copies_cast);
-}
 
 // Whether every row that is to be kept converted, too, is of whole elements and has room there.
 bool check_copies(const ze_table& table, const ze_buffers& dst, const ze_options& options, ze_error* error) {
@@ -59,25 +55,39 @@ bool check_copies(const ze_table& table, const ze_buffers& dst, const ze_options
     return true;
 }
 
-char* destination(const Read& read, const Piece& piece) {
-    return static_cast<char*>(read.dst.data[read.table.dst[piece.row]]) + read.table.dst_offset[piece.row] +
-           converted_bytes(piece.within, read.cast);
+// Whether all of the unit is in the page cache and was copied from there, in one pass over it.
+bool copy_mapped(const Read& read, const Unit& unit, int fd, int64_t* bytes_read) {
+    if (current_isa() < ZE_ISA_AVX2) return false;  // without stores past the caches, preadv() is faster
+    const Span span = span_of(read.copy.table, read.order, unit);
+    const Mapped mapped(fd, span.begin, span.end, read.pages);
+    if (!mapped) return false;
+    Copy copy = read.copy;
+    copy.mapped = &mapped;
+    Pieces pieces(copy.table, read.order, unit);
+    copy_rows(copy, &pieces, read.total);
+    *bytes_read += unit.nbytes;
+    Mapped::saw(unit.nbytes);
+    return true;
 }
 
 bool read_unit(const Read& read, const Unit& unit, int fd, int64_t* bytes_read, ze_error* error) {
-    Pieces pieces(read.table, read.order, unit);
+    const Copy& copy = read.copy;
+    if (copy_mapped(read, unit, fd, bytes_read)) return read.progress->add(unit.nbytes, error);
+    Pieces pieces(copy.table, read.order, unit);
     std::vector<Piece> run;
     std::vector<iovec> vectors;
     std::vector<char> staging;
-    const bool cached = read.digest != nullptr || read.cast != ZE_CAST_NONE || read.copies != nullptr;
+    const bool casting = copy.cast != ZE_CAST_NONE;
+    const int64_t most =
+        casting || copy.digest != nullptr || copy.copies != nullptr ? kCachedCallBytes : kCallBytes;
     for (;;) {
-        const int64_t nbytes = next_run(read.table, &pieces, cached ? kCachedCallBytes : kCallBytes, &run);
+        const int64_t nbytes = next_run(copy.table, &pieces, most, &run);
         if (nbytes == 0) return true;
-        const int64_t offset = read.table.src_offset[run.front().row] + run.front().within;
+        const int64_t offset = copy.table.src_offset[run.front().row] + run.front().within;
         vectors.clear();
-        if (read.cast == ZE_CAST_NONE) {
+        if (!casting) {
             for (const Piece& piece : run) {
-                char* to = destination(read, piece);
+                char* to = copy.target(piece.row) + piece.within;
                 if (!vectors.empty() &&
                     static_cast<char*>(vectors.back().iov_base) + vectors.back().iov_len == to) {
                     vectors.back().iov_len += static_cast<size_t>(piece.nbytes);
@@ -90,21 +100,18 @@ bool read_unit(const Read& read, const Unit& unit, int fd, int64_t* bytes_read, 
             vectors.push_back({staging.data(), static_cast<size_t>(nbytes)});
         }
         if (!read_vectors(fd, &vectors, offset, unit.file, bytes_read, error)) return false;
-        const char* from = staging.data();
+        const char* staged = staging.data();
         for (const Piece& piece : run) {
-            char* to = destination(read, piece);
-            if (read.cast != ZE_CAST_NONE) {
-                cast_elements(read.cast, from, to, piece.nbytes / source_itemsize(read.cast), false);
+            char* to = copy.target(piece.row) + converted_bytes(piece.within, copy.cast);
+            const char* from = casting ? staged : to;
+            if (copy.digest != nullptr) add_digest(*copy.digest, piece, from);
+            if (casting) {
+                cast_elements(copy.cast, from, to, piece.nbytes / source_itemsize(copy.cast), false);
+                staged += piece.nbytes;
             }
-            if (read.digest != nullptr) {
-                add_digest(*read.digest, piece, read.cast == ZE_CAST_NONE ? to : from);
-            }
-            if (read.cast != ZE_CAST_NONE) from += piece.nbytes;  // else there is nothing staged
-            const int64_t dst = read.table.dst[piece.row];
-            char* copy = converted_copy(read, dst, read.table.dst_offset[piece.row] + piece.within);
-            if (copy != nullptr) {
-                cast_elements(read.copies_cast, to, copy, piece.nbytes / source_itemsize(read.copies_cast),
-                              false);
+            if (char* converted = copy.converted_copy(piece)) {
+                cast_elements(copy.copies_cast, from, converted,
+                              piece.nbytes / source_itemsize(copy.copies_cast), false);
             }
         }
         if (!read.progress->add(nbytes, error)) return false;
@@ -132,10 +139,16 @@ int32_t read_open_segments(const ze_table& table, OpenFiles* files, int64_t num_
         return error->code;
     }
     const std::vector<int64_t> order = file_order(table, table.src, table.src_offset);
-    const std::vector<Unit> units = make_units(
-        table, order, table.src, choose_unit_bytes(total_bytes(table), options.threads, kUnitBytes));
+    const int64_t total = total_bytes(table);
+    const std::vector<Unit> units =
+        make_units(table, order, table.src, choose_unit_bytes(total, options.threads, kUnitBytes));
     for (const Unit& unit : units) files->expect(unit.file);
-    const Read read{table, order, dst, digest, options.cast, options.copies, options.copies_cast, progress};
+    std::mutex totals;
+    const Copy copy{table,         nullptr,      nullptr,        dst,
+                    digest,        options.cast, options.copies, options.copies_cast,
+                    order.empty(), &totals};
+    LargePages pages;
+    const Read read{copy, order, progress, total, &pages};
     return run_units(units.size(), options.threads, progress, error,
                      [&](int, size_t index, ze_error* reason) {
                          const Unit& unit = units[index];

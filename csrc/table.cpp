@@ -149,8 +149,14 @@ int64_t choose_unit_bytes(int64_t total, int threads, int64_t most) {
     return (unit + kCut - 1) / kCut * kCut;
 }
 
+int64_t to_large_page(int64_t offset, int64_t within) {
+    constexpr int64_t kElement = 8;  // the longest
+    if (offset % kElement != 0 || within % kElement != 0) return 0;
+    return kLargePage - (offset + within) % kLargePage;
+}
+
 std::vector<Unit> make_units(const ze_table& table, const std::vector<int64_t>& order, const int64_t* file,
-                             int64_t unit_bytes) {
+                             int64_t unit_bytes, const int64_t* offset) {
     // So many short rows make a unit, too: finding their addresses is work as well.
     constexpr int64_t kMostRows = 16384;
     std::vector<Unit> units;
@@ -177,13 +183,20 @@ std::vector<Unit> make_units(const ze_table& table, const std::vector<int64_t>& 
                 open = true;
             }
             const int64_t rest = table.nbytes[row] - within;
-            const int64_t room = std::max(kCut, (unit_bytes - current.nbytes) / kCut * kCut);
+            int64_t room = std::max(kCut, (unit_bytes - current.nbytes) / kCut * kCut);
+            if (offset != nullptr) {
+                const int64_t more = to_large_page(offset[row], within + room) % kLargePage;
+                if (more > 0) room += more;
+            }
             // The rest of a row goes along if it is not worth a unit of its own.
             const int64_t taken = rest - room < kCut ? rest : room;
             current.nbytes += taken;
             within += taken;
             ++rows;
-            if (current.nbytes >= unit_bytes) {
+            const bool goes_on = offset != nullptr && within == table.nbytes[row] &&
+                                 current.nbytes < unit_bytes + kLargePage &&
+                                 to_large_page(offset[row], within) % kLargePage != 0;
+            if (current.nbytes >= unit_bytes && !goes_on) {
                 units.push_back(current);
                 open = false;
             }

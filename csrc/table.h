@@ -59,9 +59,17 @@ constexpr int64_t kCut = 4096;
 std::vector<int64_t> file_order(const ze_table& table, const int64_t* file, const int64_t* offset);
 
 // Cuts the rows, in `order` (empty: as they are), into units of about `unit_bytes`. With `file`, a unit never
-// spans two files, and each file that a row names has at least one unit, be it empty.
+// spans two files, and each file that a row names has at least one unit, be it empty. With `offset`, where
+// rows lie in their files, units end where large pages do, as far as rows allow it.
 std::vector<Unit> make_units(const ze_table& table, const std::vector<int64_t>& order, const int64_t* file,
-                             int64_t unit_bytes);
+                             int64_t unit_bytes, const int64_t* offset = nullptr);
+
+// What the page cache keeps as one page at most, on Linux with 4 KiB pages.
+constexpr int64_t kLargePage = int64_t{2} << 20;
+
+// The bytes of a row from `within` on, at `offset` of a file, up to the end of a large page; 0 where it must
+// not be cut there.
+int64_t to_large_page(int64_t offset, int64_t within);
 
 // A size for units: big enough to stream, small enough that all threads stay busy.
 int64_t choose_unit_bytes(int64_t total_bytes, int threads, int64_t most);

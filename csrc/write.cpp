@@ -16,9 +16,9 @@ namespace {
 
 constexpr int64_t kUnitBytes = int64_t{4} << 20;
 constexpr int64_t kStagedCallBytes = int64_t{128} << 10;
-// The page cache takes a large call in large folios. What was summed just before is still in the second-level
-// cache.
-constexpr int64_t kCallBytes = int64_t{1} << 20;
+// The page cache takes what one call writes of a large page in as large a page as that is: such pages are
+// written and read faster, and can be looked at in place.
+constexpr int64_t kCallBytes = kLargePage;
 
 struct Write {
     const ze_table& table;
@@ -49,8 +49,12 @@ bool write_unit(const Write& write, const Unit& unit, int fd, Checksums::OfUnit*
             more = pieces.peek((most - taken + kCut - 1) / kCut * kCut, &piece);
             if (!more) break;
             const int64_t offset = table.dst_offset[piece.row] + converted_bytes(piece.within, write.cast);
-            if (nbytes > 0 && offset != begin + nbytes) break;
+            if (nbytes > 0 && (offset != begin + nbytes || offset % kLargePage == 0)) break;
             if (nbytes == 0) begin = offset;
+            if (!casting) {
+                const int64_t rest = to_large_page(table.dst_offset[piece.row], piece.within);
+                if (rest > 0) piece.nbytes = std::min(piece.nbytes, rest);
+            }
             char* from = static_cast<char*>(write.src.data[table.src[piece.row]]) +
                          table.src_offset[piece.row] + piece.within;
             const int64_t written = converted_bytes(piece.nbytes, write.cast);
@@ -104,7 +108,8 @@ int32_t write_segments(const ze_table& table, const ze_buffers& src, const ze_fi
     }
     const std::vector<int64_t> order = file_order(table, table.dst, table.dst_offset);
     const std::vector<Unit> units = make_units(
-        table, order, table.dst, choose_unit_bytes(total_bytes(table), options.threads, kUnitBytes));
+        table, order, table.dst, choose_unit_bytes(total_bytes(table), options.threads, kUnitBytes),
+        options.cast == ZE_CAST_NONE ? table.dst_offset : nullptr);
     OpenFiles files(dst, O_WRONLY, ZE_DESTINATION);
     for (const Unit& unit : units) files.expect(unit.file);
     const std::vector<size_t> turns = in_turn(units);

@@ -16,7 +16,7 @@
 #define ZE_API __attribute__((visibility("default")))
 
 // Raised with every change of this file, so that a library and its caller of different ages notice.
-#define ZE_ABI_VERSION 10
+#define ZE_ABI_VERSION 11
 
 #ifdef __cplusplus
 extern "C" {
@@ -158,7 +158,13 @@ ZE_API int32_t ze_best_isa(void);
 // use.
 ZE_API int32_t ze_limit_isa(int32_t isa);
 
-// files -> memory. `digest` may be null. `bytes_read` is what was read before an error, too.
+// Bytes that this process has looked at in the page cache instead of having them copied out by a call: for
+// measurements, in which nothing else sees them.
+ZE_API int64_t ze_mapped_bytes(void);
+
+// files -> memory. What the page cache holds in large pages is mapped for as long as it takes to look at it,
+// a few MiB at a time; the rest is read. `digest` may be null. `bytes_read` is what was read before an error,
+// too.
 ZE_API int32_t ze_read_segments(const ze_table* table, const ze_files* src, const ze_buffers* dst,
                                 const ze_digest* digest, const ze_options* options, int64_t* bytes_read,
                                 ze_error* error);

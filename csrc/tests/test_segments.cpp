@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "../crc32.h"
+#include "../table.h"
 #include "check.h"
 #include "zeroelastic.h"
 
@@ -386,6 +387,66 @@ TEST(writes_and_moves_fill_what_the_rows_say) {
         if (i % 2) CHECK(made.digests.totals == made.totals);
         if (crc32 != nullptr) CHECK(sums == made.crc32);
     }
+}
+
+TEST(long_rows_are_written_as_large_pages_from_wherever_they_begin) {
+    for (const int64_t first : {1088, 13, 4, (1 << 21) - 8, 1 << 21}) {
+        for (int threads = 1; threads <= 3; ++threads) {
+            Side src, dst, want;
+            Rows rows;
+            Digests digests;
+            src.add(40'000'000, -1);
+            dst.add(40'100'000, 0xA5);
+            want.add(40'100'000, 0xA5);
+            std::vector<uint32_t> crc32;
+            std::vector<uint64_t> totals{0, 0};
+            int64_t from = 0, at = first;
+            for (const int64_t nbytes : {9'000'000, 24, 4'194'304, 65'536, 21'234'568, 1'000'008}) {
+                rows.add(0, from, 0, at, nbytes);
+                digests.stream.push_back(nbytes % 2);
+                digests.start.push_back(from / 8);
+                digests.itemsize.push_back(8);
+                const uint8_t* data = src.data[0].get() + from;
+                std::memcpy(want.data[0].get() + at, data, static_cast<size_t>(nbytes));
+                crc32.push_back(zeroelastic::crc32_of(0, data, nbytes));
+                totals[0] += ze_digest_range(data, nbytes / 8, 8, digests.seeds[0], from / 8, 1);
+                from += nbytes;
+                at += nbytes + (nbytes == 65'536 ? 8192 : 0);
+            }
+            Files written;
+            written.add(dst);
+            const ze_table table = rows.table();
+            const ze_buffers buffers = src.buffers();
+            const ze_files to = written.files();
+            const ze_options opts = options(threads);
+            ze_digest digest = digests.digest();
+            std::vector<uint32_t> sums(crc32.size(), 1);
+            ze_error error;
+            CHECK(ze_write_segments(&table, &buffers, &to, &digest, &opts, sums.data(), &error) == ZE_OK);
+            written.check(want);
+            CHECK(sums == crc32 && digests.totals == totals);
+        }
+    }
+}
+
+TEST(units_end_where_large_pages_do) {
+    using zeroelastic::kLargePage;
+    const int64_t file[] = {0, 0, 0, 1};
+    const int64_t offset[] = {1088, 30'001'088, 30'001'152, 64};
+    const int64_t nbytes[] = {30'000'000, 64, 20'000'000, 9'000'000};
+    const ze_table table{4, nullptr, nullptr, file, offset, nbytes};
+    const std::vector<zeroelastic::Unit> units =
+        zeroelastic::make_units(table, {}, file, int64_t{4} << 20, offset);
+    int64_t total = 0;
+    size_t cut = 0;
+    for (size_t i = 0; i + 1 < units.size(); ++i) {
+        total += units[i].nbytes;
+        CHECK(units[i].nbytes < (int64_t{7} << 20));
+        if (units[i + 1].file != units[i].file) continue;
+        ++cut;
+        CHECK((offset[units[i + 1].first] + units[i + 1].within) % kLargePage == 0);
+    }
+    CHECK(total + units.back().nbytes == 59'000'064 && cut >= 10);
 }
 
 TEST(scans_digest_and_sum_what_the_rows_say) {

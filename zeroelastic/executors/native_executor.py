@@ -52,6 +52,7 @@ def _library() -> ctypes.CDLL:
     library.ze_digest_range.argtypes = [pointer, wide, number, ctypes.c_uint64, wide, number]
     library.ze_crc32_join.restype = ctypes.c_uint32
     library.ze_crc32_join.argtypes = [pointer, pointer, ctypes.c_int64]
+    library.ze_mapped_bytes.restype = wide
     library.ze_pack_pickle.restype = number
     library.ze_pack_pickle.argtypes = [pointer, wide, wide, pointer, pointer]
     library.ze_free_packed.argtypes = [pointer]
@@ -68,6 +69,11 @@ def instruction_set() -> InstructionSet:
 def limit_instruction_set(limit: InstructionSet) -> InstructionSet:
     """Use at most this instruction set, for tests and measurements; returns the one in use now."""
     return _INSTRUCTION_SETS[int(_library().ze_limit_isa(_INSTRUCTION_SETS.index(limit)))]
+
+
+def mapped_bytes() -> int:
+    """Bytes that this process has looked at in the page cache instead of reading them, for tests and measurements."""
+    return int(_library().ze_mapped_bytes())
 
 
 def digest_range(data: ByteArray, itemsize: int, *, seed: int, start: int, threads: int | None = None) -> int:

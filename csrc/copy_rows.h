@@ -1,0 +1,54 @@
+// Rows of a table copied to memory, converted and digested in the same pass.
+
+#ifndef ZEROELASTIC_COPY_ROWS_H_
+#define ZEROELASTIC_COPY_ROWS_H_
+
+#include <cstdint>
+#include <mutex>
+
+#include "mapped.h"
+#include "table.h"
+#include "zeroelastic.h"
+
+namespace zeroelastic {
+
+// What is copied: from `buffers`, or, where it is not null, from the mapped file of which all rows at hand
+// come. `copies` and `copies_cast` as in ze_options. Rows follow each other as in the table if `in_order`.
+struct Copy {
+    const ze_table& table;
+    const ze_buffers* buffers;
+    const Mapped* mapped;
+    const ze_buffers& dst;
+    const ze_digest* digest;
+    int32_t cast;
+    const ze_buffers* copies;
+    int32_t copies_cast;
+    bool in_order;
+    std::mutex* totals;  // of the digests
+
+    const char* source(int64_t row) const {
+        const int64_t offset = table.src_offset[row];
+        if (mapped != nullptr) return mapped->at(offset);
+        return static_cast<const char*>(buffers->data[table.src[row]]) + offset;
+    }
+
+    char* target(int64_t row) const {
+        return static_cast<char*>(dst.data[table.dst[row]]) + table.dst_offset[row];
+    }
+
+    // Where the elements of a piece are kept once more, converted; null if they are not.
+    char* converted_copy(const Piece& piece) const {
+        const int64_t to = table.dst[piece.row];
+        if (copies == nullptr || copies->data[to] == nullptr) return nullptr;
+        return static_cast<char*>(copies->data[to]) +
+               converted_bytes(table.dst_offset[piece.row] + piece.within, copies_cast);
+    }
+};
+
+// Copies the pieces past the caches where all of them, `total` bytes, have more room in memory than there;
+// what fits the cache is better left in it for whoever reads it next.
+void copy_rows(const Copy& copy, Pieces* pieces, int64_t total);
+
+}  // namespace zeroelastic
+
+#endif  // ZEROELASTIC_COPY_ROWS_H_

@@ -1,0 +1,125 @@
+#include "mapped.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <limits>
+
+namespace zeroelastic {
+namespace {
+
+#ifdef __linux__
+
+// As in <linux/mman.h>, which is older than this call on many systems; its number is the same on all
+// processors.
+constexpr long kCachestat = 451;
+struct CacheRange {
+    uint64_t offset;
+    uint64_t nbytes;
+};
+struct CacheStat {  // in pages
+    uint64_t cached;
+    uint64_t dirty;
+    uint64_t written_back;
+    uint64_t evicted;
+    uint64_t recently_evicted;
+};
+
+// Whether the pages of a range are in memory, which begins with a page.
+bool in_memory(int fd, int64_t begin, int64_t end) {
+    static const int64_t page = sysconf(_SC_PAGESIZE);
+    CacheRange range{static_cast<uint64_t>(begin), static_cast<uint64_t>(end - begin)};
+    CacheStat found{};
+    if (syscall(kCachestat, fd, &range, &found, 0) != 0) return false;
+    return found.cached == static_cast<uint64_t>((end - begin + page - 1) / page);
+}
+
+int64_t faults() {
+    rusage used;
+    return getrusage(RUSAGE_THREAD, &used) == 0 ? static_cast<int64_t>(used.ru_minflt) : 0;
+}
+
+// Whether what is mapped at `data` is one large page: then its second half is there with the first.
+// Sanitizers would touch memory of their own for it.
+__attribute__((no_sanitize("address"))) __attribute__((no_sanitize("thread"))) bool is_large_page(
+    const char* data) {
+    static_cast<void>(*static_cast<const volatile char*>(data));
+    const int64_t before = faults();
+    static_cast<void>(*static_cast<const volatile char*>(data + kLargePage / 2));
+    return faults() == before;
+}
+
+#endif
+
+}  // namespace
+
+std::atomic<int64_t> Mapped::seen_{0};
+
+Mapped::Mapped(int fd, int64_t begin, int64_t end, LargePages* pages) {
+#ifdef __linux__
+    if (!pages->expected()) return;
+    map(fd, begin, end);
+    pages->found(data_ != nullptr);
+#else
+    static_cast<void>(fd);
+    static_cast<void>(begin);
+    static_cast<void>(end);
+    static_cast<void>(pages);
+#endif
+}
+
+#ifdef __linux__
+
+void Mapped::map(int fd, int64_t begin, int64_t end) {
+    struct stat about;
+    // Beyond the end of the file there is nothing to look at.
+    if (fstat(fd, &about) != 0 || end > about.st_size) return;
+    // Whole large pages, so that they can be mapped as such; one inside the range stands for all.
+    const int64_t first = begin / kLargePage * kLargePage;
+    const int64_t inner = (begin + kLargePage - 1) / kLargePage * kLargePage;
+    const int64_t last = (end + kLargePage - 1) / kLargePage * kLargePage;
+    if (inner + kLargePage > end || !in_memory(fd, inner, inner + kLargePage)) return;
+    // Addresses at which a large page may begin: not all file systems choose such.
+    room_bytes_ = static_cast<size_t>(last - first + kLargePage);
+    void* const room =
+        mmap(nullptr, room_bytes_, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (room == MAP_FAILED) return;
+    room_ = static_cast<char*>(room);
+    first_ = first;
+    char* const data = room_ + static_cast<int64_t>(-reinterpret_cast<uintptr_t>(room) % kLargePage);
+    const size_t nbytes = static_cast<size_t>(last - first);
+    if (mmap(data, nbytes, PROT_READ, MAP_SHARED | MAP_FIXED, fd, first) == data) data_ = data;
+    if (data_ == nullptr || !is_large_page(at(inner)) || !in_memory(fd, first, end)) unmap();
+}
+
+#endif
+
+void Mapped::unmap() {
+    munmap(room_, room_bytes_);
+    room_ = data_ = nullptr;
+}
+
+Mapped::~Mapped() {
+    if (room_ != nullptr) unmap();
+}
+
+Span span_of(const ze_table& table, const std::vector<int64_t>& order, const Unit& unit) {
+    Pieces pieces(table, order, unit);
+    Span span{std::numeric_limits<int64_t>::max(), 0};
+    Piece part;
+    while (pieces.peek(unit.nbytes, &part)) {
+        const int64_t begin = table.src_offset[part.row] + part.within;
+        span.begin = std::min(span.begin, begin);
+        span.end = std::max(span.end, begin + part.nbytes);
+        pieces.take(part);
+    }
+    if (span.end <= span.begin || span.end - span.begin > 2 * unit.nbytes) return {0, 0};
+    return span;
+}
+
+}  // namespace zeroelastic

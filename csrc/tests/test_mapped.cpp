@@ -1,0 +1,264 @@
+// What is looked at in the page cache: files in memory, whose pages can be made large, or taken away.
+
+#include <errno.h>
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstring>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "../mapped.h"
+#include "check.h"
+#include "zeroelastic.h"
+
+namespace {
+
+using zeroelastic::kLargePage;
+using zeroelastic::LargePages;
+using zeroelastic::Mapped;
+
+constexpr int kCollapse = 25;  // MADV_COLLAPSE, of Linux 6.1
+
+struct File {
+    int fd;
+    std::string path;
+    std::vector<char> data;
+
+    explicit File(int64_t nbytes)
+        : fd(memfd_create("pages", MFD_CLOEXEC)), data(static_cast<size_t>(nbytes)) {
+        CHECK(fd >= 0);
+        path = "/proc/self/fd/" + std::to_string(fd);
+        std::mt19937_64 random(7);
+        for (char& byte : data) byte = static_cast<char>(random());
+        CHECK(pwrite(fd, data.data(), data.size(), 0) == nbytes);
+    }
+    ~File() {
+        close(fd);
+    }
+    File(const File&) = delete;
+    File& operator=(const File&) = delete;
+
+    // Whether the system has made large pages of it, and says what is in memory: else there is nothing to
+    // test.
+    bool made_large() const {
+        const size_t whole = data.size() / kLargePage * kLargePage;
+        void* const room = mmap(nullptr, whole + kLargePage, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        CHECK(room != MAP_FAILED);
+        char* const at = static_cast<char*>(room) + -reinterpret_cast<uintptr_t>(room) % kLargePage;
+        CHECK(mmap(at, whole, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, 0) == at);
+        const bool collapsed = madvise(at, whole, kCollapse) == 0;
+        munmap(room, whole + kLargePage);
+        uint64_t range[2] = {0, 4096};
+        uint64_t found[5];
+        const bool told = syscall(451, fd, range, found, 0) == 0;
+        if (!collapsed || !told)
+            std::printf("    this system has no large pages, or does not say what is cached\n");
+        return collapsed && told;
+    }
+
+    ze_files files(const char** name) const {
+        *name = path.c_str();
+        return {1, name};
+    }
+};
+
+bool is_mapped(const File& file, int64_t begin, int64_t end) {
+    LargePages pages;
+    const Mapped mapped(file.fd, begin, end, &pages);
+    if (!mapped) return false;
+    for (const int64_t at : {begin, (begin + end) / 2, end - 1}) CHECK(*mapped.at(at) == file.data[at]);
+    return true;
+}
+
+struct Rows {
+    std::vector<int64_t> src, src_offset, dst, dst_offset, nbytes, stream, start, itemsize;
+
+    // The file in rows of odd lengths of elements, the last ones first; what they are copied to has gaps.
+    explicit Rows(int64_t total) {
+        int64_t at = 12;
+        for (int64_t i = 0; at < total; ++i) {
+            const int64_t size = std::min<int64_t>(4 * (1 + (i * 52631) % 700'001), (total - at) / 4 * 4);
+            if (size == 0) break;
+            src_offset.insert(src_offset.begin(), at);
+            dst_offset.insert(dst_offset.begin(), at + 4 * i);
+            nbytes.insert(nbytes.begin(), size);
+            start.insert(start.begin(), at / 4);
+            at += size + (i % 3) * 8;
+        }
+        src.assign(nbytes.size(), 0);
+        dst = stream = src;
+        itemsize.assign(nbytes.size(), 4);
+    }
+
+    ze_table table() const {
+        return {static_cast<int64_t>(nbytes.size()),
+                src.data(),
+                src_offset.data(),
+                dst.data(),
+                dst_offset.data(),
+                nbytes.data()};
+    }
+
+    int64_t total() const {
+        int64_t sum = 0;
+        for (const int64_t size : nbytes) sum += size;
+        return sum;
+    }
+};
+
+// What a read makes: the bytes, their 16-bit copies, the digest, and how many were looked at in place.
+struct Outcome {
+    std::vector<char> bytes;
+    std::vector<char> narrow;
+    uint64_t digest;
+    int64_t in_place;
+
+    bool same_as(const Outcome& other) const {
+        return bytes == other.bytes && narrow == other.narrow && digest == other.digest;
+    }
+};
+
+Outcome read_all(const File& file, const Rows& rows, int threads, bool digested, bool copied) {
+    Outcome made{std::vector<char>(file.data.size() * 2), std::vector<char>(file.data.size()), 0, 0};
+    void* to = made.bytes.data();
+    void* narrow = made.narrow.data();
+    const int64_t room = static_cast<int64_t>(made.bytes.size());
+    const int64_t narrow_room = static_cast<int64_t>(made.narrow.size());
+    const ze_buffers dst{1, &to, &room};
+    const ze_buffers copies{1, &narrow, &narrow_room};
+    const uint64_t seed = 9;
+    const ze_digest digest{
+        1, &seed, &made.digest, rows.stream.data(), rows.start.data(), rows.itemsize.data()};
+    const ze_options options{threads, ZE_CAST_NONE,
+                             0,       copied ? ZE_CAST_F32_BF16 : ZE_CAST_NONE,
+                             nullptr, copied ? &copies : nullptr};
+    const ze_table table = rows.table();
+    const char* name;
+    const ze_files files = file.files(&name);
+    ze_error error;
+    int64_t got = 0;
+    const int64_t before = ze_mapped_bytes();
+    CHECK(ze_read_segments(&table, &files, &dst, digested ? &digest : nullptr, &options, &got, &error) ==
+          ZE_OK);
+    CHECK(got == rows.total());
+    made.in_place = ze_mapped_bytes() - before;
+    return made;
+}
+
+}  // namespace
+
+TEST(large_pages_are_mapped_and_small_ones_are_not) {
+    const File file(4 * kLargePage + 5000);
+    CHECK(!is_mapped(file, 0, 4 * kLargePage));
+    if (!file.made_large()) return;
+    CHECK(is_mapped(file, 0, 4 * kLargePage));
+    CHECK(is_mapped(file, 12345, 3 * kLargePage + 77));
+    CHECK(is_mapped(file, kLargePage - 1, 4 * kLargePage + 5000));
+    CHECK(!is_mapped(file, 1, kLargePage * 2 - 1));  // no whole page in it
+    CHECK(!is_mapped(file, 0, 0));
+}
+
+TEST(nothing_is_mapped_beyond_the_end_or_where_a_page_is_missing) {
+    const File file(6 * kLargePage);
+    if (!file.made_large()) return;
+    CHECK(is_mapped(file, 0, 6 * kLargePage));
+    CHECK(!is_mapped(file, 0, 6 * kLargePage + 1));
+    CHECK(!is_mapped(file, INT64_MAX - 5, INT64_MAX));
+    CHECK(fallocate(file.fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, 4 * kLargePage + 8192, 4096) == 0);
+    CHECK(!is_mapped(file, 0, 6 * kLargePage));
+    CHECK(is_mapped(file, 0, 4 * kLargePage + 8192));
+    CHECK(!is_mapped(file, 0, 4 * kLargePage + 8193));
+}
+
+TEST(what_is_looked_at_in_place_is_what_would_be_read) {
+    const File file(64 * (1 << 20) + 4321);
+    const Rows rows(static_cast<int64_t>(file.data.size()));
+    std::vector<Outcome> read;
+    for (int kind = 0; kind < 4; ++kind) {
+        read.push_back(read_all(file, rows, 1, kind % 2 != 0, kind / 2 != 0));
+        CHECK(read.back().in_place == 0);
+    }
+    for (size_t row = 0; row < rows.nbytes.size(); ++row) {
+        CHECK(std::memcmp(read[0].bytes.data() + rows.dst_offset[row],
+                          file.data.data() + rows.src_offset[row],
+                          static_cast<size_t>(rows.nbytes[row])) == 0);
+    }
+    if (!file.made_large()) return;
+    const int32_t best = ze_best_isa();
+    for (int32_t isa = ZE_ISA_PLAIN; isa <= best; ++isa) {
+        ze_limit_isa(isa);
+        for (int threads = 1; threads <= 3; ++threads) {
+            for (int kind = 0; kind < 4; ++kind) {
+                const Outcome made = read_all(file, rows, threads, kind % 2 != 0, kind / 2 != 0);
+                CHECK(made.same_as(read[static_cast<size_t>(kind)]));
+                CHECK(isa < ZE_ISA_AVX2 ? made.in_place == 0 : made.in_place > rows.total() / 2);
+            }
+        }
+    }
+    ze_limit_isa(best);
+}
+
+TEST(scans_and_moves_look_at_large_pages_in_place) {
+    const File file(40 * (1 << 20) + 99);
+    const Rows rows(static_cast<int64_t>(file.data.size()));
+    const ze_table table = rows.table();
+    const char* name;
+    const ze_files src = file.files(&name);
+    const uint64_t seed = 5;
+    const auto scan = [&](int threads, std::vector<uint32_t>* crc32) {
+        uint64_t total = 0;
+        const ze_digest digest{1, &seed, &total, rows.stream.data(), rows.start.data(), rows.itemsize.data()};
+        const ze_options options{threads, ZE_CAST_NONE, 0, ZE_CAST_NONE, nullptr, nullptr};
+        ze_error error;
+        crc32->assign(rows.nbytes.size(), 0);
+        CHECK(ze_scan_segments(&table, &src, &digest, &options, crc32->data(), &error) == ZE_OK);
+        return total;
+    };
+    std::vector<uint32_t> crc32, again;
+    const uint64_t total = scan(2, &crc32);
+    if (!file.made_large()) return;
+    const int64_t before = ze_mapped_bytes();
+    for (int threads = 1; threads <= 3; ++threads) CHECK(scan(threads, &again) == total && again == crc32);
+    CHECK(ze_mapped_bytes() - before > 3 * rows.total() / 2);
+
+    const int to = memfd_create("copy", MFD_CLOEXEC);
+    CHECK(to >= 0 && ftruncate(to, static_cast<off_t>(file.data.size()) * 2) == 0);
+    const std::string path = "/proc/self/fd/" + std::to_string(to);
+    const char* copy = path.c_str();
+    const ze_files dst{1, &copy};
+    const ze_options options{2, ZE_CAST_NONE, 0, ZE_CAST_NONE, nullptr, nullptr};
+    ze_error error;
+    again.assign(crc32.size(), 0);
+    CHECK(ze_move_segments(&table, &src, &dst, nullptr, &options, again.data(), &error) == ZE_OK &&
+          again == crc32);
+    std::vector<char> got;
+    for (size_t row = 0; row < rows.nbytes.size(); ++row) {
+        const size_t size = static_cast<size_t>(rows.nbytes[row]);
+        got.resize(size);
+        CHECK(pread(to, got.data(), size, rows.dst_offset[row]) == static_cast<ssize_t>(size));
+        CHECK(std::memcmp(got.data(), file.data.data() + rows.src_offset[row], size) == 0);
+    }
+    close(to);
+}
+
+TEST(ranges_that_cannot_be_mapped_make_the_next_ones_be_passed_over) {
+    LargePages pages;
+    const auto looked_at = [&](bool large, int ranges) {
+        int count = 0;
+        for (int i = 0; i < ranges; ++i) {
+            if (!pages.expected()) continue;
+            pages.found(large);
+            ++count;
+        }
+        return count;
+    };
+    CHECK(looked_at(true, 50) == 50);
+    CHECK(looked_at(false, 1000) < 80);
+    CHECK(looked_at(true, 40) >= 24);  // found again soon
+    CHECK(looked_at(true, 50) == 50);
+}
