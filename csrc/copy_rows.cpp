@@ -1,5 +1,6 @@
 #include "copy_rows.h"
 
+#include <algorithm>
 #include <array>
 #include <cstring>
 #include <utility>
@@ -145,6 +146,13 @@ void copy_to_cache(const Copy& copy, Pieces* pieces) {
 }
 
 }  // namespace
+
+void add_digest(const Copy& copy, const Piece& piece, const void* data) {
+    const uint64_t part =
+        digest_bytes(digest_of(*copy.digest, piece), static_cast<const char*>(data), piece.nbytes);
+    const std::lock_guard<std::mutex> lock(*copy.totals);
+    copy.digest->totals[copy.digest->stream[piece.row]] += part;
+}
 
 void copy_rows(const Copy& copy, Pieces* pieces, int64_t total) {
     (total > last_level_cache_bytes() ? copy_past_cache : copy_to_cache)(copy, pieces);

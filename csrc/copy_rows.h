@@ -45,8 +45,12 @@ struct Copy {
     }
 };
 
-// Copies the pieces past the caches where all of them, `total` bytes, have more room in memory than there;
-// what fits the cache is better left in it for whoever reads it next.
+// Adds the digest of a piece, whose source bytes are at `data`, under the lock of the totals: other threads
+// may be in copy_rows() with the same ones.
+void add_digest(const Copy& copy, const Piece& piece, const void* data);
+
+// Copies the pieces past the caches where the whole table, `total` bytes, is larger than the last-level
+// cache; else it stays in the cache, where the next reader finds it.
 void copy_rows(const Copy& copy, Pieces* pieces, int64_t total);
 
 }  // namespace zeroelastic

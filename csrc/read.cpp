@@ -104,7 +104,7 @@ bool read_unit(const Read& read, const Unit& unit, int fd, int64_t* bytes_read, 
         for (const Piece& piece : run) {
             char* to = copy.target(piece.row) + converted_bytes(piece.within, copy.cast);
             const char* from = casting ? staged : to;
-            if (copy.digest != nullptr) add_digest(*copy.digest, piece, from);
+            if (copy.digest != nullptr) add_digest(copy, piece, from);
             if (casting) {
                 cast_elements(copy.cast, from, to, piece.nbytes / source_itemsize(copy.cast), false);
                 staged += piece.nbytes;
