@@ -40,6 +40,9 @@ class LargePages {
 // having them copied: those of 4 KiB are not. What is not in memory is better read: a mapping would fetch it
 // page by page, and an error of the device would end the process. Nothing is mapped where the system does
 // not say what is in memory: that takes Linux 6.5, and the right to write to the file.
+//
+// A page may leave memory again before it is looked at, milliseconds later. It is fetched again then; where
+// that fails, or the file has been cut off, SIGBUS ends the process.
 class Mapped {
   public:
     Mapped(int fd, int64_t begin, int64_t end, LargePages* pages);
