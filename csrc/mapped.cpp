@@ -76,9 +76,10 @@ Mapped::Mapped(int fd, int64_t begin, int64_t end, LargePages* pages) {
 #ifdef __linux__
 
 void Mapped::map(int fd, int64_t begin, int64_t end) {
-    struct stat about;
-    // Beyond the end of the file there is nothing to look at.
-    if (fstat(fd, &about) != 0 || end > about.st_size) return;
+    // Beyond the end of the file there is nothing to look at. Not fstat(), which needs glibc 2.33.
+    struct statx about;
+    if (statx(fd, "", AT_EMPTY_PATH, STATX_SIZE, &about) != 0) return;
+    if (static_cast<uint64_t>(end) > about.stx_size) return;
     // Whole large pages, so that they can be mapped as such; one inside the range stands for all.
     const int64_t first = begin / kLargePage * kLargePage;
     const int64_t inner = (begin + kLargePage - 1) / kLargePage * kLargePage;
