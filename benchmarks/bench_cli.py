@@ -24,6 +24,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from meter import touch_free_memory
 from report import REPOSITORY, describe, machine, spread, table
 
 from zeroelastic.testing.sample import write_sample
@@ -123,6 +124,7 @@ def measure(directory: Path, *, repeats: int, small: bool) -> dict[str, Any]:
     def flushed(action: Callable[[], tuple[float, int | None]]) -> tuple[float, int | None]:
         """The time of an action and of flushing the file system afterwards."""
         os.sync()
+        touch_free_memory(2 * nbytes)
         began = time.perf_counter()
         _, peak = action()
         os.sync()

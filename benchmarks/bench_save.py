@@ -30,7 +30,7 @@ import torch.distributed as dist
 from bench_kernel import machine
 from bench_load import filesystem, shape_of
 from load_systems import KEYS, TAG, Job, Run, fill_with_noise, owned_params, sharded_tensors
-from meter import Cost, Meter, files_below
+from meter import Cost, Meter, files_below, touch_free_memory
 
 from zeroelastic.checkpoint.commit_record import read_record
 from zeroelastic.core.digest import stream_seed
@@ -41,6 +41,7 @@ from zeroelastic.torch_file.skeleton import DigestRange
 _BLOCK = 1 << 20
 _MIB = 1 << 20
 _TIMEOUT_S = 3600.0
+_FREE_MEMORY = 2  # times the state: the page cache, and copies in memory
 
 
 @dataclass(frozen=True)
@@ -356,6 +357,7 @@ def _measure(run: Run, system: System, *, durable: bool, number: int) -> Sample:
         directory.mkdir()
         os.sync()  # nothing that was written or removed before is still under way
     save = system.prepare(run)
+    touch_free_memory(_FREE_MEMORY * sum(tensor.nbytes for tensor in run.tensors().values()))
     dist.barrier()
     meter = Meter(directory)
     dist.barrier()

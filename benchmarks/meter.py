@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import mmap
 import os
 import resource
 import struct
@@ -173,6 +174,18 @@ def warm_up(paths: Iterable[Path]) -> None:
         with open(path, "rb", buffering=0) as file:
             while file.readinto(buffer):
                 pass
+
+
+def touch_free_memory(nbytes: int) -> None:
+    """Use and free this much memory, so that what is measured next does not wait for a virtual machine's host.
+
+    Where the host takes free memory back (free page reporting), within seconds, the first use of it afterwards costs up
+    to 1 s per GB: whichever system comes next would pay for what the one before it freed.
+    """
+    with mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+        memory.madvise(mmap.MADV_HUGEPAGE)
+        for at in range(0, nbytes, mmap.PAGESIZE):
+            memory[at] = 1
 
 
 def cool_down(paths: Iterable[Path]) -> None:
