@@ -223,7 +223,7 @@ def open_checkpoint(
     over_nodes = listing is not None and listing.over_nodes
     _check_none_missing(tag_dir, files, world_size, tp_rank=tp_rank, over_nodes=over_nodes)
     if record is not None:
-        _check_sizes(tag_dir, names, sizes, record)
+        check_sizes(tag_dir, names, sizes, record)
     stale = [names[rank] for names in (files.optim, files.models) for rank in sorted(names) if rank >= world_size]
     checkpoint = Checkpoint(
         tag_dir=tag_dir,
@@ -388,7 +388,7 @@ def rank_files(tag_dir: FilePath, names: Iterable[str], tp_rank: int | None = No
     return StateFiles(optim, models or whole, bool(whole) and not models)
 
 
-def _check_sizes(tag_dir: FilePath, names: Collection[str], sizes: Mapping[str, int], record: CommitRecord) -> None:
+def check_sizes(tag_dir: FilePath, names: Collection[str], sizes: Mapping[str, int], record: CommitRecord) -> None:
     """Raise CheckpointError unless all files of the record are there, with its sizes where these are known."""
     want = record.files
     all_there = isinstance(want, FileSizes) and isinstance(names, FileNames) and want.rows.names <= names

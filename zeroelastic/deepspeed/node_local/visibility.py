@@ -13,7 +13,7 @@ its node; where there is none, that of the node with the optimizer file of saved
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,13 +31,16 @@ from zeroelastic.checkpoint.commit_record import (
 from zeroelastic.checkpoint.file_names import WHOLE_MODEL_FILE, is_rank_file, parse_rank_file
 from zeroelastic.checkpoint.file_table import FileNames, FileSizes
 from zeroelastic.checkpoint.model_states import open_model_states
-from zeroelastic.checkpoint.open import Listing, rank_files
+from zeroelastic.checkpoint.open import Listing, check_sizes, rank_files
 from zeroelastic.checkpoint.tensor_parallel import TensorParallel
 from zeroelastic.checkpoint.unfinished import refuse_unfinished
 from zeroelastic.distributed.collective import all_gather, all_gather_alike, all_or_raise, broadcast_or_raise
 from zeroelastic.errors import CheckpointError, MissingFileError, rank_list
 from zeroelastic.io.paths import FilePath, RemotePath
 from zeroelastic.io.storage import file_names, file_size, file_sizes
+
+_ROWS_SENT = 4096
+"""Up to so many files of a store, their rows are sent to the ranks: less than a request of each rank takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +50,9 @@ class FileVisibility:
     The same on every rank, but for ``rank``, for ``record_bytes``, which is what this rank read of a commit record, and
     for what is said of files of the whole module: there ``sizes``, ``readers_of`` and ``record`` are of the file that
     this rank takes. ``readers_of`` has the files of one save: those of ``record``, or all of them without a record.
-    ``world_size`` is the saved one. ``partial_ranks`` are the ranks that do not see all files. ``in_store``: the files
-    are behind a URL, where every rank can read all of them; then ``readers_of`` says who reads a header for all.
+    ``world_size`` is the saved one. ``partial_ranks`` are the ranks that do not see all files. ``stored`` are the names
+    of all files where they are behind a URL, where every rank can read all of them; then ``readers_of`` says who reads
+    a header for all, and ``sizes`` of many files are read from the record as they are asked for.
     """
 
     tag_dir: FilePath
@@ -59,7 +63,12 @@ class FileVisibility:
     world_size: int
     record_bytes: int
     partial_ranks: tuple[int, ...]
-    in_store: bool = False
+    stored: Collection[str] | None = None
+
+    @property
+    def in_store(self) -> bool:
+        """Whether the files are behind a URL."""
+        return self.stored is not None
 
     @property
     def unread_here(self) -> frozenset[str]:
@@ -75,8 +84,8 @@ class FileVisibility:
     def listing(self) -> Listing:
         """What ``open_checkpoint`` needs to know of files that are not all seen here."""
         return Listing(
-            names=self.sizes.keys(),
-            sizes=self.sizes,
+            names=self.sizes.keys() if self.stored is None else self.stored,
+            sizes={} if isinstance(self.sizes, FileSizes) else self.sizes,
             record=self.record,
             world_size=self.world_size,
             remote_files=self.remote_files,
@@ -127,6 +136,16 @@ class _LocalSave(NamedTuple):
     save: str | None
     world_size: int | None
     modules: Mapping[str, _Version]
+
+
+class _Stored(NamedTuple):
+    """What rank 0 found behind a URL; without ``sizes`` they are in the record, which has all files as they are."""
+
+    names: Collection[str]
+    sizes: Mapping[str, int] | None
+    record: CommitRecord | None
+    world_size: int
+    record_bytes: int
 
 
 class _Place(NamedTuple):
@@ -187,28 +206,41 @@ def gather_visibility(tag_dir: FilePath, dp_rank: int, tp: TensorParallel) -> Li
 def _of_store(tag_dir: RemotePath, tp: TensorParallel) -> FileVisibility:
     """A directory behind a URL: rank 0 lists it and reads the record; each header is read by one rank. Collective.
 
-    A saved rank's files are read by the rank of its number, which needs them itself in most resumes.
+    A saved rank's files are read by the rank of its number, which needs them itself in most resumes. Of many files the
+    ranks are sent the patterns of their names, not their rows in the record: rank 0 compares the sizes of all with
+    these, and each rank reads those of the headers that it reads.
     """
 
-    def look() -> tuple[dict[str, int], CommitRecord | None, int]:
+    def look() -> _Stored:
         sizes = file_sizes(tag_dir)
-        record = read_record(tag_dir) if RECORD_NAME in sizes else None
+        record, nbytes = None, 0
+        if RECORD_NAME in sizes and len(sizes) > _ROWS_SENT:
+            record, nbytes = read_record_by_range(tag_dir)
+        elif RECORD_NAME in sizes:
+            record, nbytes = read_record(tag_dir), sizes[RECORD_NAME]
         refuse_unfinished(tag_dir, sizes)
-        if record is not None:
-            return sizes, record, record.world_size
-        models = rank_files(tag_dir, sizes, tp.rank).models
-        if not models:
-            raise MissingFileError(f"{tag_dir}: has no *_model_states.pt. It is incomplete.")
-        first = min(models)
-        path = tag_dir / models[first]
-        return sizes, None, open_model_states(path, first, world_size=None, tp=tp).world_size
+        if record is None:
+            return _Stored(sizes, sizes, None, _stored_size(tag_dir, sizes, tp), 0)
+        if not isinstance(record.files, FileSizes):
+            return _Stored(sizes, sizes, record, record.world_size, nbytes)
+        rows = record.files.rows
+        rows.share(0, 1)
+        check_sizes(tag_dir, sizes, sizes, record)
+        return _Stored(
+            FileNames.of(sizes), None, with_rows_at(record, None), record.world_size, nbytes + rows.bytes_read
+        )
 
-    sizes, record, world_size = broadcast_or_raise(look)
-    readers: dict[str, tuple[int, ...]] = {}
-    for name in sizes:
+    found = broadcast_or_raise(look)
+    record = None if found.record is None else with_rows_at(found.record, tag_dir)
+    sizes = found.sizes
+    if sizes is None:
+        assert record is not None, "without a record all sizes are sent"
+        sizes = record.files
+    num_ranks, readers = dist.get_world_size(), dict[str, tuple[int, ...]]()
+    for name in found.names:
         file = parse_rank_file(name)
         if file is not None:
-            readers[name] = ((file.rank * tp.size + file.tp_rank) % dist.get_world_size(),)
+            readers[name] = ((file.rank * tp.size + file.tp_rank) % num_ranks,)
     rank = dist.get_rank()
     return FileVisibility(
         tag_dir=tag_dir,
@@ -216,11 +248,20 @@ def _of_store(tag_dir: RemotePath, tp: TensorParallel) -> FileVisibility:
         sizes=sizes,
         readers_of=readers,
         record=record,
-        world_size=world_size,
-        record_bytes=sizes[RECORD_NAME] if record is not None and rank == 0 else 0,
+        world_size=found.world_size,
+        record_bytes=found.record_bytes if rank == 0 else 0,
         partial_ranks=(),
-        in_store=True,
+        stored=found.names,
     )
+
+
+def _stored_size(tag_dir: RemotePath, sizes: Mapping[str, int], tp: TensorParallel) -> int:
+    """The world size that the first model states file states, where there is no record."""
+    models = rank_files(tag_dir, sizes, tp.rank).models
+    if not models:
+        raise MissingFileError(f"{tag_dir}: has no *_model_states.pt. It is incomplete.")
+    first = min(models)
+    return open_model_states(tag_dir / models[first], first, world_size=None, tp=tp).world_size
 
 
 def _list_together(tag_dir: Path) -> Listing:
