@@ -71,27 +71,34 @@ def gather(value: T) -> list[T]:
 
 def maximum(values: Sequence[int]) -> list[int]:
     """The largest of each number, of less than 64 bits, over all ranks, which give equally many. Collective."""
-    return _reduced(values, dist.ReduceOp.MAX)
+    if dist.get_world_size() == 1:
+        return list(values)
+    group = _group.get()
+    numbers = torch.tensor(values, dtype=torch.int64, device=collective_device(group))
+    dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group)
+    largest: list[int] = numbers.tolist()
+    return largest
 
 
-def total(value: int) -> int:
-    """The sum of a number over all ranks. Collective."""
-    return _reduced([value], dist.ReduceOp.SUM)[0]
+def maximum_and_total(values: Sequence[int], summed: int) -> tuple[list[int], int]:
+    """``maximum`` of some numbers, and the sum of another over all ranks, both under way at a time. Collective."""
+    if dist.get_world_size() == 1:
+        return list(values), summed
+    group = _group.get()
+    device = collective_device(group)
+    numbers, number = (torch.tensor(some, dtype=torch.int64, device=device) for some in (values, [summed]))
+    works = [
+        dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group, async_op=True),
+        dist.all_reduce(number, group=group, async_op=True),
+    ]
+    for work in works:
+        work.wait()
+    return numbers.tolist(), int(number)
 
 
 def any_rank(flag: bool) -> bool:
     """Whether the flag is set on any rank. Collective."""
     return bool(maximum([int(flag)])[0])
-
-
-def _reduced(values: Sequence[int], op: dist.ReduceOp.RedOpType) -> list[int]:
-    if dist.get_world_size() == 1:
-        return list(values)
-    group = _group.get()
-    numbers = torch.tensor(values, dtype=torch.int64, device=collective_device(group))
-    dist.all_reduce(numbers, op=op, group=group)
-    reduced: list[int] = numbers.tolist()
-    return reduced
 
 
 def _gathered(value: T, *, to_all: bool) -> list[T]:

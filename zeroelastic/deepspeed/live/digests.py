@@ -216,37 +216,43 @@ def differences(
     """
     found: list[tuple[str, str]] = []
     others = {content.param.name: content for content in live}
+    wrong_scalars: dict[tuple[int, int], list[str]] = {}  # the parameters of a group share their scalars
     for content in saved:
         name, other = content.param.name, others.get(content.param.name)
         if other is None:
             found.append((name, "the parameter itself"))
             continue
         tensors = {k: v for k, v in content.tensors.items() if not weights_only or k in (FP32, FROZEN)}
-        scalars = {} if weights_only else content.scalars
         found += [(name, key) for key in sorted(tensors) if other.tensors.get(key) != tensors[key]]
-        found += [
-            (name, key)
-            for key, value in sorted(scalars.items())
-            if key not in other.scalars or other.scalars[key].number() != value.number()
-        ]
+        if weights_only:
+            continue
+        pair = id(content.scalars), id(other.scalars)
+        if pair not in wrong_scalars:
+            wrong_scalars[pair] = [
+                key
+                for key, value in sorted(content.scalars.items())
+                if key not in other.scalars or other.scalars[key].number() != value.number()
+            ]
+        found += [(name, key) for key in wrong_scalars[pair]]
     return found
 
 
 def with_saved_kinds(live: Collection[ParamContent], saved: Collection[ParamContent]) -> list[ParamContent]:
     """Live contents, with each scalar in the type of the saved one if both are the same number."""
     kept = {content.param.name: content.scalars for content in saved}
-    return [
-        replace(
-            content,
-            scalars={
-                key: other
-                if (other := kept.get(content.param.name, {}).get(key)) and other.number() == value.number()
-                else value
+    none: Mapping[str, ScalarValue] = {}
+    made: dict[tuple[int, int], Mapping[str, ScalarValue]] = {}  # the parameters of a group share their scalars
+    found: list[ParamContent] = []
+    for content in live:
+        others = kept.get(content.param.name, none)
+        pair = id(content.scalars), id(others)
+        if pair not in made:
+            made[pair] = {
+                key: others[key] if key in others and others[key].number() == value.number() else value
                 for key, value in content.scalars.items()
-            },
-        )
-        for content in live
-    ]
+            }
+        found.append(replace(content, scalars=made[pair]))
+    return found
 
 
 def _dtype_name(tensor: torch.Tensor) -> str:

@@ -18,7 +18,7 @@ from zeroelastic.deepspeed.load.request import LoadRequest
 from zeroelastic.deepspeed.load.restore import Restored
 from zeroelastic.deepspeed.load.verify import Verification
 from zeroelastic.deepspeed.notices import notice
-from zeroelastic.distributed.collective import all_gather_alike, maximum, total
+from zeroelastic.distributed.collective import all_gather_alike, maximum_and_total
 from zeroelastic.errors import rank_list, some
 from zeroelastic.io.paths import RemotePath
 from zeroelastic.report import Note, ResumeReport
@@ -53,7 +53,8 @@ def gather_figures(load_plan: LoadPlan, restored: Restored, *, failed: bool, beg
         module.received + payload.received,
         int((time.perf_counter() - began) * 1e9),
     )
-    return Figures._make([*maximum(own), total(bytes_read)])
+    most, total_read = maximum_and_total(own, bytes_read)
+    return Figures._make([*most, total_read])
 
 
 def load_report(
