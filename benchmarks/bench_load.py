@@ -25,7 +25,7 @@ sys.path.insert(0, os.fspath(Path(__file__).resolve().parent))
 
 import numpy as np
 from bench_kernel import machine
-from load_systems import RESHARDED, SAME_SIZE, Job, Sample, convert, measure, save_all
+from load_systems import FEW_ROUNDS, RESHARDED, SAME_SIZE, Job, Sample, convert, measure, save_all
 
 from zeroelastic.testing import RankPool
 
@@ -174,7 +174,7 @@ def run_all(
         if "universal" in systems:
             for cache in sorted(caches):  # "warm" last; the cold conversion is long and disk-bound, once is enough
                 say(f"converting to a universal checkpoint, {cache}")
-                groups += on_ranks(convert, 1, job, cache, repeats if cache == "warm" else 1)
+                groups += on_ranks(convert, 1, job, cache, min(repeats, FEW_ROUNDS) if cache == "warm" else 1)
         for ranks, known in ((job.load_ranks, RESHARDED), (job.save_ranks, SAME_SIZE)):
             names = [
                 s.name for s in known if s.name in systems or (s.checkpoint == "universal" and "universal" in systems)
@@ -324,7 +324,7 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="5 million parameters: to test the benchmark itself")
     parser.add_argument("--save-ranks", type=int, default=4)
     parser.add_argument("--load-ranks", type=int, default=3)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--caches", nargs="+", choices=("warm", "cold"), default=["warm", "cold"])
     parser.add_argument("--systems", nargs="+", choices=every, default=every)
     parser.add_argument("--ceiling-threads", type=int, default=2)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from zeroelastic.executors.dispatch import digest_range
 
 KEYS = ("fp32", "exp_avg", "exp_avg_sq")
 TAG = "global_step1"
+FEW_ROUNDS = 3  # of what is long, and of loads from a disk
 _CEILING_BLOCK = 1 << 20
 _GARBAGE = 1.5
 
@@ -499,28 +500,44 @@ def _set_cache(cache: str, directory: Path) -> None:
 def measure(job: Job, systems: Sequence[str], caches: Sequence[str], rounds: int) -> list[Sample]:
     """This rank's samples of the named systems, all of one world size, in interleaved rounds.
 
-    Systems are run once before the first round, so that none pays for imports and first calls.
+    Systems are run once before the first round, so that none pays for imports and first calls. There each rank has a
+    view of its own of the files, which shows what it opens; afterwards all have one, as on a file system that they
+    share. Long systems have fewer rounds and no such run: they open the views of their own.
     """
     run = Run(job)
     chosen = [system for system in (*RESHARDED, *SAME_SIZE) if system.name in systems]
-    views = job.directory / "views" / f"{run.world_size}" / f"rank{run.rank}"
+    views = job.directory / "views" / f"{run.world_size}"
+    own, shared = views / f"rank{run.rank}", views / "shared"
     for name in {system.checkpoint for system in chosen}:
-        link_tree(job.checkpoint(name), views / name)
+        link_tree(job.checkpoint(name), own / name)
+        if run.rank == 0:
+            link_tree(job.checkpoint(name), shared / name)
     if run.rank == 0:
         os.sync()  # nothing that was written before is written out while loads are measured
     run.overwrite()
     unlike = len(run.differences(whole_engine=True))
     assert unlike == len(KEYS) * run.live().layout.num_params + 2, "what is not loaded would not be noticed"
+    files: dict[str, int] = {}
     for system in chosen:
         if not system.long:
-            _measure(run, system, views / system.checkpoint, "warm", 0)
+            files[system.name] = _measure(run, system, own / system.checkpoint, "warm", 0).cost.files
     samples = []
     for cache in caches:
-        for number in range(1, rounds + 1):
+        for number in range(1, num_rounds(cache, rounds) + 1):
             turn = (number - 1) % len(chosen)
             for system in chosen[turn:] + chosen[:turn]:
-                samples.append(_measure(run, system, views / system.checkpoint, cache, number))
+                if system.long and number > FEW_ROUNDS:
+                    continue
+                view = own if system.long else shared
+                sample = _measure(run, system, view / system.checkpoint, cache, number)
+                cost = replace(sample.cost, files=files.get(system.name, sample.cost.files))
+                samples.append(replace(sample, cost=cost))
     return samples
+
+
+def num_rounds(cache: str, rounds: int) -> int:
+    """How often systems are measured that are not long."""
+    return rounds if cache == "warm" else min(rounds, FEW_ROUNDS)
 
 
 def _measure(run: Run, system: System, view: Path, cache: str, number: int) -> Sample:
