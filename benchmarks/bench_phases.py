@@ -32,6 +32,7 @@ sys.path.insert(0, os.fspath(Path(__file__).resolve().parent))
 import torch.distributed as dist
 from bench_load import shape_of
 from load_systems import TAG, Job, Run, fill_with_noise
+from meter import touch_free_memory
 from report import machine
 
 from zeroelastic.testing import RankPool
@@ -171,6 +172,7 @@ def save_rounds(job: Job, repeats: int) -> list[dict[str, float]]:
         if run.rank == 0:
             shutil.rmtree(job.checkpoint("elastic"), ignore_errors=True)
             os.sync()
+        touch_free_memory(2 * run.owned_bytes())
         dist.barrier()
         seconds = _measured(lambda: run.engine.save_checkpoint(os.fspath(job.checkpoint("elastic")), tag=TAG))
         rounds += [seconds] if number else []
