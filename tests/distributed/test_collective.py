@@ -20,7 +20,7 @@ from zeroelastic.distributed.collective import (
     broadcast_or_raise,
     gather,
     maximum,
-    total,
+    maximum_and_total,
 )
 from zeroelastic.errors import CheckpointError, RemoteRankError
 from zeroelastic.testing import RankPool
@@ -51,7 +51,7 @@ def gather_all() -> bool:
 def reduce_all() -> bool:
     rank, size = dist.get_rank(), dist.get_world_size()
     assert maximum([rank, -rank, -(1 << 63), (1 << 63) - 1 - rank]) == [size - 1, 0, -(1 << 63), (1 << 63) - 1]
-    assert total(rank + 1) == size * (size + 1) // 2
+    assert maximum_and_total([rank, -rank], rank + 1) == ([size - 1, 0], size * (size + 1) // 2)
     assert not any_rank(False) and any_rank(rank == size - 1)
     return True
 
