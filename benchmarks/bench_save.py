@@ -41,7 +41,6 @@ from zeroelastic.torch_file.skeleton import DigestRange
 _BLOCK = 1 << 20
 _MIB = 1 << 20
 _TIMEOUT_S = 3600.0
-_FREE_MEMORY = 2  # times the state: the page cache, and copies in memory
 
 
 @dataclass(frozen=True)
@@ -360,7 +359,7 @@ def _measure(run: Run, system: System, *, durable: bool, number: int) -> Sample:
         directory.mkdir()
         os.sync()  # nothing that was written or removed before is still under way
     save = system.prepare(run)
-    touch_free_memory(_FREE_MEMORY * sum(tensor.nbytes for tensor in run.tensors().values()))
+    touch_free_memory(2 * run.owned_bytes())  # for the page cache, and for copies in memory
     dist.barrier()
     meter = Meter(directory)
     dist.barrier()

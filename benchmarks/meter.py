@@ -177,10 +177,10 @@ def warm_up(paths: Iterable[Path]) -> None:
 
 
 def touch_free_memory(nbytes: int) -> None:
-    """Use and free this much memory, so that what is measured next does not wait for a virtual machine's host.
+    """Touch and release this much memory, so that what is measured next does not wait for a hypervisor.
 
-    Where the host takes free memory back (free page reporting), within seconds, the first use of it afterwards costs up
-    to 1 s per GB: whichever system comes next would pay for what the one before it freed.
+    Where one reclaims free memory within seconds (free page reporting), its first use afterwards costs up to 1 s per GB:
+    whichever system comes next would pay for what the one before it freed.
     """
     with mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
         memory.madvise(mmap.MADV_HUGEPAGE)

@@ -161,8 +161,7 @@ def gather_visibility(tag_dir: FilePath, dp_rank: int, tp: TensorParallel) -> Li
 
     Of the ranks that see one directory, the first lists it and sends the others what it found: on a file system that
     all ranks share, one rank lists the names and reads the record but for its rows of files; ``look_at_share`` is for
-    the rest. ``dp_rank`` is this rank in the data parallel group of
-    tensor parallel rank ``tp``.
+    the rest. ``dp_rank`` is this rank in the data parallel group of tensor parallel rank ``tp``.
 
     Raises CheckpointError on every rank where the files of two saves cannot be told apart, MissingFileError where no
     rank sees any. Files that no rank sees are left to ``open_checkpoint`` to name.
