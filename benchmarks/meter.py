@@ -179,7 +179,7 @@ def warm_up(paths: Iterable[Path]) -> None:
 def touch_free_memory(nbytes: int) -> None:
     """Touch and release this much memory, so that what is measured next does not wait for a hypervisor.
 
-    Where one reclaims free memory within seconds (free page reporting), its first use afterwards costs up to 1 s per GB:
+    Where one reclaims free memory within seconds (free page reporting), the next use of it costs up to 1 s per GB:
     whichever system comes next would pay for what the one before it freed.
     """
     with mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
