@@ -7,10 +7,11 @@ Blocks of steps with a checkpoint in memory after each step take turns with bloc
 
 **Loads**: four ranks keep a state in memory and save it to the disk; three ranks ``resume`` it, in turns, from memory,
 from the disk with its files in the page cache, and from the disk without: at its own speed and, as root, held to that
-of a common cloud disk (``blkio.throttle`` of a control group). Once all ranks are on one node, which sees all of the
-memory, once so on a system without pages of 2 MiB, and once each is on a node of its own, which gets from others what
-it does not see. For the bounds: plain reads of the same files, and as many bytes as a rank receives through one TCP
-connection of this machine. Needs a quiet machine and 8 GB.
+of a common cloud disk (``blkio.throttle`` of a control group). All ranks are on one node, which sees all of the
+memory, with a small and a large state; then so on a system that has pages of 4 KiB only, in memory as in the page
+cache; then each rank is on a node of its own, which gets from others what it does not see. For the bounds: plain reads
+of the same files, and as many bytes as a rank receives through one TCP connection of this machine. Needs a quiet
+machine and 14 GB.
 """
 
 from __future__ import annotations
@@ -45,8 +46,9 @@ from zeroelastic.memory.checkpoints import MemoryCheckpoints  # noqa: E402
 from zeroelastic.memory.place import Place  # noqa: E402
 from zeroelastic.testing import RankPool  # noqa: E402
 
-ONE, SMALL, EACH = "on one node", "on one node, memory in 4 KiB pages", "on a node each"
-NODES = {ONE: (0, 0, 0, 0), SMALL: (0, 0, 0, 0), EACH: (0, 1, 2, 3)}
+ONE, SMALL, EACH = "on one node", "on one node, pages of 4 KiB", "on a node each"
+ONE_NODE, NODE_EACH = (0, 0, 0, 0), (0, 1, 2, 3)
+SMALL_PAGE = 4096
 MEMORY, WARM, COLD, HELD = "memory", "warm disk", "cold disk", "cold disk, held"
 HELD_TO = 500e6
 """Bytes per second of a disk for all ranks of a node: between the cheapest volumes of clouds (125 MB/s) and 1 GB/s."""
@@ -119,11 +121,14 @@ def keep(rows: int, shared: Path, directory: str, nodes: Sequence[int], large_pa
     return sum(path.stat().st_size for path in (Path(directory) / "tag").glob("*.pt")) if dist.get_rank() == 0 else 0
 
 
-def load(rows: int, shared: Path, directory: str, nodes: Sequence[int], rounds: int) -> dict[str, Any]:
+def load(
+    rows: int, shared: Path, directory: str, nodes: Sequence[int], large_pages: bool, rounds: int
+) -> dict[str, Any]:
     """Seconds of resumes from each place, in turns, on the slowest rank, of plain reads, and the bytes received."""
     use_node(shared, nodes[dist.get_rank()])
     engine = build_engine(job_of(rows).other())
     kinds = [MEMORY, WARM, COLD, *([HELD] if group_of(HELD) else [])]
+    pages = None if large_pages else SMALL_PAGE
     resumes: dict[str, list[float]] = {kind: [] for kind in kinds}
     reads: dict[str, list[float]] = {kind: [] for kind in kinds}
     received = 0
@@ -133,9 +138,9 @@ def load(rows: int, shared: Path, directory: str, nodes: Sequence[int], rounds: 
         for kind in kinds:
             if group := group_of(kind):
                 group.write_text(str(os.getpid()))
-            prepare(kind, saved)
+            prepare(kind, saved, pages)
             reads[kind].append(read_plainly(kept if kind == MEMORY else saved))
-            prepare(kind, saved)
+            prepare(kind, saved, pages)
             use_node(shared if kind == MEMORY else shared / "without", nodes[dist.get_rank()])
             dist.barrier()
             began = time.perf_counter()
@@ -150,12 +155,27 @@ def load(rows: int, shared: Path, directory: str, nodes: Sequence[int], rounds: 
     return {"resumes": resumes, "reads": reads, "bytes_received": received}
 
 
-def prepare(kind: str, saved: Sequence[Path]) -> None:
-    """Take the saved files out of the page cache, or into it."""
+def prepare(kind: str, saved: Sequence[Path], page_bytes: int | None) -> None:
+    """Take the saved files out of the page cache, or into it, in pages of so many bytes or as the system chooses."""
     if dist.get_rank() == 0 and kind != MEMORY:
         for path in saved:
-            path.read_bytes() if kind == WARM else evict(path)
+            if kind != WARM:
+                evict(path)
+            elif page_bytes is None:
+                path.read_bytes()
+            else:
+                write_by_page(path, page_bytes)
     dist.barrier()
+
+
+def write_by_page(path: Path, nbytes: int) -> None:
+    """Write a file's own bytes again, so many at a time: so large are its pages in the page cache then."""
+    data = memoryview(path.read_bytes())
+    evict(path)
+    with open(path, "r+b", buffering=0) as file:
+        for at in range(0, len(data), nbytes):
+            file.write(data[at : at + nbytes])
+        os.fsync(file.fileno())
 
 
 def read_plainly(paths: Sequence[Path]) -> float:
@@ -231,7 +251,6 @@ def evict(path: Path) -> None:
 def page(result: dict[str, Any]) -> str:
     """The result as Markdown."""
     about, stall, loads = result["about"], result["steps"], result["loads"]
-    gigabytes = result["gigabytes"]
     lines = [
         "# What checkpoints in memory cost",
         "",
@@ -250,17 +269,20 @@ def page(result: dict[str, Any]) -> str:
         "",
         "## Loads",
         "",
-        f"4 -> 3 ranks, {gigabytes:.2f} GB of files, seconds. With a node for each rank, what lies on other "
-        "nodes comes over the (loopback) network.",
+        "4 -> 3 ranks, seconds. With a node for each rank, what lies on other nodes comes over the (loopback) network. "
+        "Large pages are in memory since Linux 6.1 (MADV_COLLAPSE), and in the page cache since 5.18 with XFS and 6.16 "
+        "with ext4; with pages of 4 KiB, a system has neither.",
         "",
         *table(loads, "resumes"),
         "",
         "Plain reads of the same files, by three processes that do nothing with the bytes:",
         "",
-        *table({name: loads[name] for name in (ONE, SMALL)}, "reads"),
+        *table([found for found in loads if found["ranks"] != EACH], "reads"),
     ]
-    read, held = (median(loads[ONE]["reads"].get(kind, [0.0])) for kind in (COLD, HELD))
-    received, sent = loads[EACH]["bytes_received"], median(loads[EACH]["one_connection"])
+    largest = max(loads, key=lambda found: found["gigabytes"])
+    gigabytes, each = largest["gigabytes"], next(found for found in loads if found["ranks"] == EACH)
+    read, held = (median(largest["reads"].get(kind, [0.0])) for kind in (COLD, HELD))
+    received, sent = each["bytes_received"], median(each["one_connection"])
     lines += [
         "",
         f"The targets are: memory / warm at most 1, cold / memory at least {COLD_TARGET:.0f}. This disk gives "
@@ -274,26 +296,30 @@ def page(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def table(loads: dict[str, Any], what: str) -> list[str]:
+def table(loads: Sequence[dict[str, Any]], what: str) -> list[str]:
     """Medians of each kind, and their ratios, as rows of Markdown."""
-    kinds = list(loads[ONE][what])
+    kinds = list(loads[0][what])
     ratios = ["memory / warm", *(f"{kind.replace(' disk', '')} / memory" for kind in kinds[2:])]
-    lines = [f"| ranks | {' | '.join((*kinds, *ratios))} |", "|---" + "|--:" * (len(kinds) + len(ratios)) + "|"]
-    for name, found in loads.items():
+    lines = [
+        f"| ranks | GB | {' | '.join((*kinds, *ratios))} |",
+        "|---|--:" + "|--:" * (len(kinds) + len(ratios)) + "|",
+    ]
+    for found in loads:
         memory, warm, *cold = (median(found[what][kind]) for kind in kinds)
         cells = [f"{seconds:.3f}" for seconds in (memory, warm, *cold)]
         cells += [f"{memory / warm:.2f}", *(f"{seconds / memory:.1f}" for seconds in cold)]
-        lines += [f"| {name} | {' | '.join(cells)} |"]
+        lines += [f"| {found['ranks']} | {found['gigabytes']:.2f} | {' | '.join(cells)} |"]
     return lines
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--step-rows", type=int, default=400_000)
-    parser.add_argument("--load-rows", type=int, default=5_000_000)
+    parser.add_argument("--load-rows", type=int, default=5_000_000, help="of the small state")
+    parser.add_argument("--large-rows", type=int, default=12_500_000, help="of the large state")
     parser.add_argument("--blocks", type=int, default=8)
     parser.add_argument("--block", type=int, default=10, help="steps of a block")
-    parser.add_argument("--rounds", type=int, default=9, help="of loads")
+    parser.add_argument("--rounds", type=int, default=7, help="of loads")
     parser.add_argument("--out", type=Path)
     chosen = parser.parse_args()
     about = machine()
@@ -305,27 +331,32 @@ def main() -> None:
         held_disk(disk),
     ):
         shared = Path(memory)
-        found = pool.run(steps, 2, chosen.step_rows, shared / "steps", chosen.blocks, chosen.block, timeout=500)
-        with_s, without_s = (median(x for rank in found for x in rank["seconds"][kind]) for kind in ("with", "without"))
+        ranks = pool.run(steps, 2, chosen.step_rows, shared / "steps", chosen.blocks, chosen.block, timeout=500)
+        with_s, without_s = (median(x for rank in ranks for x in rank["seconds"][kind]) for kind in ("with", "without"))
         stall = {
             "params_m": chosen.step_rows * 16 / 1e6,
-            "node_bytes": found[0]["node_bytes"],
+            "node_bytes": ranks[0]["node_bytes"],
             "with_s": with_s,
             "without_s": without_s,
             "longer": with_s / without_s - 1,
-            "stall_s": median(found[0]["stall"]),
-            "processor_s": median(x for rank in found for x in rank["processor"]),
-            "complete_s": median(found[0]["complete"]),
-            "ranks": found,
+            "stall_s": median(ranks[0]["stall"]),
+            "processor_s": median(x for rank in ranks for x in rank["processor"]),
+            "complete_s": median(ranks[0]["complete"]),
+            "ranks": ranks,
         }
-        loads: dict[str, dict[str, Any]] = {}
-        for name, nodes in NODES.items():
-            place, run = shared / name, f"{disk}/{name}"
-            nbytes = pool.run(keep, 4, chosen.load_rows, place, run, nodes, name != SMALL, timeout=500)[0]
-            loads[name] = pool.run(load, 3, chosen.load_rows, place, run, nodes, chosen.rounds, timeout=500)[0]
+        small, large = chosen.load_rows, chosen.large_rows
+        loads: list[dict[str, Any]] = []
+        for number, (name, nodes, rows) in enumerate(
+            [(ONE, ONE_NODE, large), (ONE, ONE_NODE, small), (SMALL, ONE_NODE, small), (EACH, NODE_EACH, small)]
+        ):
+            place, run, large_pages = shared / str(number), f"{disk}/{number}", name != SMALL
+            nbytes = pool.run(keep, 4, rows, place, run, nodes, large_pages, timeout=500)[0]
+            found = pool.run(load, 3, rows, place, run, nodes, large_pages, chosen.rounds, timeout=500)[0]
+            loads.append({"ranks": name, "gigabytes": nbytes / 1e9, **found})
             shutil.rmtree(place)
-        loads[EACH]["one_connection"] = [send_plainly(loads[EACH]["bytes_received"]) for _ in range(chosen.rounds)]
-    result = {"about": about, "steps": stall, "gigabytes": nbytes / 1e9, "loads": loads}
+            shutil.rmtree(run)
+        loads[-1]["one_connection"] = [send_plainly(loads[-1]["bytes_received"]) for _ in range(chosen.rounds)]
+    result = {"about": about, "steps": stall, "loads": loads}
     print(page(result))
     if chosen.out is not None:
         (chosen.out / "memory.json").write_text(json.dumps(result, indent=1) + "\n")
