@@ -8,10 +8,10 @@ Blocks of steps with a checkpoint in memory after each step take turns with bloc
 **Loads**: four ranks keep a state in memory and save it to the disk; three ranks ``resume`` it, in turns, from memory,
 from the disk with its files in the page cache, and from the disk without: at its own speed and, as root, held to that
 of a common cloud disk (``blkio.throttle`` of a control group). All ranks are on one node, which sees all of the
-memory, with a small and a large state; then so on a system that has pages of 4 KiB only, in memory as in the page
+memory, with states of several sizes; then so on a system that has pages of 4 KiB only, in memory as in the page
 cache; then each rank is on a node of its own, which gets from others what it does not see. For the bounds: plain reads
 of the same files, and as many bytes as a rank receives through one TCP connection of this machine. Needs a quiet
-machine and 14 GB.
+machine and 20 GB.
 """
 
 from __future__ import annotations
@@ -315,11 +315,16 @@ def table(loads: Sequence[dict[str, Any]], what: str) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--step-rows", type=int, default=400_000)
-    parser.add_argument("--load-rows", type=int, default=5_000_000, help="of the small state")
-    parser.add_argument("--large-rows", type=int, default=12_500_000, help="of the large state")
+    parser.add_argument(
+        "--load-rows",
+        type=int,
+        nargs="+",
+        default=[25_000_000, 12_500_000, 5_000_000],
+        help="of each state; the last one is also loaded from small pages, and by ranks on several nodes",
+    )
     parser.add_argument("--blocks", type=int, default=8)
     parser.add_argument("--block", type=int, default=10, help="steps of a block")
-    parser.add_argument("--rounds", type=int, default=7, help="of loads")
+    parser.add_argument("--rounds", type=int, default=5, help="of loads")
     parser.add_argument("--out", type=Path)
     chosen = parser.parse_args()
     about = machine()
@@ -344,11 +349,10 @@ def main() -> None:
             "complete_s": median(ranks[0]["complete"]),
             "ranks": ranks,
         }
-        small, large = chosen.load_rows, chosen.large_rows
+        *_, last = chosen.load_rows
+        cases = [(ONE, ONE_NODE, rows) for rows in chosen.load_rows]
         loads: list[dict[str, Any]] = []
-        for number, (name, nodes, rows) in enumerate(
-            [(ONE, ONE_NODE, large), (ONE, ONE_NODE, small), (SMALL, ONE_NODE, small), (EACH, NODE_EACH, small)]
-        ):
+        for number, (name, nodes, rows) in enumerate([*cases, (SMALL, ONE_NODE, last), (EACH, NODE_EACH, last)]):
             place, run, large_pages = shared / str(number), f"{disk}/{number}", name != SMALL
             nbytes = pool.run(keep, 4, rows, place, run, nodes, large_pages, timeout=500)[0]
             found = pool.run(load, 3, rows, place, run, nodes, large_pages, chosen.rounds, timeout=500)[0]
