@@ -289,8 +289,9 @@ def page(result: dict[str, Any]) -> str:
         f"{gigabytes / read:.1f} GB/s"
         + (f", and {gigabytes / held:.1f} GB/s where it is held to {HELD_TO / 1e9:.1f} GB/s." if held else "."),
         "",
-        f"With a node for each rank, one rank receives {received / 1e6:,.0f} MB, which take {sent:.3f} s through one "
-        "TCP connection between two processes of this machine that do nothing else.",
+        f"With a node for each rank, each rank receives {received / 1e6:,.0f} MB from others, which take {sent:.3f} s "
+        "through one TCP connection between two processes of this machine that do nothing else: here all share "
+        f"{about['cores']} cores.",
         "",
     ]
     return "\n".join(lines)
