@@ -92,6 +92,24 @@ def test_what_is_alike_is_not_sent(rank_pool: RankPool) -> None:
         assert different > 5000
 
 
+def receive_what_one_rank_says() -> int:
+    """The bytes that this rank receives where the last rank has a long value."""
+    long, received = "x" * 100_000 if dist.get_rank() == dist.get_world_size() - 1 else "", [0]
+    all_reduce = dist.all_reduce
+
+    def counting(tensor: torch.Tensor, **options: Any) -> Any:
+        received[0] += tensor.nbytes
+        return all_reduce(tensor, **options)
+
+    with mock.patch.object(dist, "all_reduce", counting):
+        assert [len(value) for value in all_gather(long)] == [0] * (dist.get_world_size() - 1) + [100_000]
+    return received[0]
+
+
+def test_a_long_value_of_one_rank_costs_what_it_is_long(rank_pool: RankPool) -> None:
+    assert all(100_000 < received < 101_000 for received in rank_pool.run(receive_what_one_rank_says, 3))
+
+
 @pytest.mark.parametrize("differs", range(32))
 def test_every_byte_of_the_hash_tells_values_apart(differs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks whose hashes differ in one byte, up or down: neither takes the other's value for its own."""

@@ -44,10 +44,24 @@ def collectives_over(group: dist.ProcessGroup) -> Iterator[None]:
 def all_gather(value: T) -> list[T]:
     """The value of every rank, by rank. Collective.
 
-    Pickled. What a rank receives grows with the number of ranks: values that are alike on nearly all of them belong in
-    ``all_gather_alike``.
+    Pickled, and not padded: a long value of one rank costs what it is long. What a rank receives grows with the number
+    of ranks: values that are alike on nearly all of them belong in ``all_gather_alike``.
     """
-    return _gathered(value, to_all=True)
+    if dist.get_world_size() == 1:
+        return [value]
+    rank, group = dist.get_rank(), _group.get()
+    data = pickle.dumps(value)
+    lengths = torch.zeros(dist.get_world_size(), dtype=torch.int64, device=collective_device(group))
+    lengths[rank] = len(data)
+    dist.all_reduce(lengths, group=group)
+    ends = lengths.cumsum(0).tolist()
+    begins = [0, *ends[:-1]]
+    together = torch.zeros(ends[-1], dtype=torch.uint8)
+    together[begins[rank] : ends[rank]] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    together = together.to(lengths.device)
+    dist.all_reduce(together, group=group)  # no two ranks have bytes at one place
+    everything = together.cpu().numpy()
+    return [pickle.loads(everything[begin:end].data) for begin, end in zip(begins, ends, strict=True)]
 
 
 def all_gather_alike(value: T) -> list[T]:
@@ -65,8 +79,13 @@ def all_gather_alike(value: T) -> list[T]:
 
 
 def gather(value: T) -> list[T]:
-    """The value of every rank, by rank, on rank 0; nothing on the others. Pickled. Collective."""
-    return _gathered(value, to_all=False)
+    """The value of every rank, by rank, on rank 0; nothing on the others. Pickled, and padded. Collective."""
+    if dist.get_world_size() == 1:
+        return [value]
+    data = pickle.dumps(value)
+    nbytes = maximum([len(data)])[0]
+    # a pickle ends where it says it does
+    return [pickle.loads(part) for part in gather_bytes(data.ljust(nbytes, b"\0"), to_all=False)]
 
 
 def maximum(values: Sequence[int]) -> list[int]:
@@ -99,15 +118,6 @@ def maximum_and_total(values: Sequence[int], summed: int) -> tuple[list[int], in
 def any_rank(flag: bool) -> bool:
     """Whether the flag is set on any rank. Collective."""
     return bool(maximum([int(flag)])[0])
-
-
-def _gathered(value: T, *, to_all: bool) -> list[T]:
-    if dist.get_world_size() == 1:
-        return [value]
-    data = pickle.dumps(value)
-    nbytes = maximum([len(data)])[0]
-    # a pickle ends where it says it does
-    return [pickle.loads(part) for part in gather_bytes(data.ljust(nbytes, b"\0"), to_all=to_all)]
 
 
 def gather_bytes(data: bytes, *, to_all: bool) -> list[bytes]:

@@ -13,9 +13,10 @@ its node; where there is none, that of the node with the optimizer file of saved
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -120,6 +121,9 @@ class FileVisibility:
             raise type(error)(f"{error} It is the {self.label(path.name)}.") from error
 
 
+_Identity = tuple[int, int, int]
+
+
 class _Version(NamedTuple):
     """What a commit record states of one node's file of the whole module: its size, and its zip directory's digest."""
 
@@ -128,9 +132,9 @@ class _Version(NamedTuple):
 
 
 class _LocalSave(NamedTuple):
-    """What one rank knows of the save: which record is beside its files, or the world size that headers state.
+    """What one rank knows of the save: the world size that headers state, where there is no record.
 
-    ``modules`` is what the record states of files of the whole module.
+    The first rank of a node also says of which save the record is, and what it states of files of the whole module.
     """
 
     save: str | None
@@ -146,6 +150,19 @@ class _Stored(NamedTuple):
     record: CommitRecord | None
     world_size: int
     record_bytes: int
+
+
+@dataclass(slots=True)
+class _Node:
+    """The ranks that see one directory, what it has of the files of ranks, and of which save its record says that.
+
+    ``modules`` is what the record states of files of the whole module.
+    """
+
+    ranks: tuple[int, ...]
+    files: Mapping[str, int]
+    save: str | None = None
+    modules: Mapping[str, _Version] = field(default_factory=dict)
 
 
 class _Place(NamedTuple):
@@ -170,36 +187,49 @@ def gather_visibility(tag_dir: FilePath, dp_rank: int, tp: TensorParallel) -> Li
         return _of_store(tag_dir, tp)
     rank = dist.get_rank()
     identities = all_gather_alike(_identity(tag_dir))
-    listing_rank = [identities.index(identity) for identity in identities]
-    if len(set(identities)) == 1:
+    firsts: dict[_Identity | None, int] = {}
+    listing_rank = [firsts.setdefault(identity, other) for other, identity in enumerate(identities)]
+    if len(firsts) == 1:
         return _list_together(tag_dir)
     own = all_or_raise(lambda: _list(tag_dir) if listing_rank[rank] == rank else None)
     listings = all_gather(own)
-    files = [_of_ranks(listings[lister] or {}) for lister in listing_rank]
-    if all(seen == files[0] for seen in files):
+    nodes = _nodes(listing_rank, listings)
+    here = nodes[listing_rank[rank]]
+    if all(node.files == here.files for node in nodes.values()):
         sizes = listings[listing_rank[rank]] or {}
         record = all_or_raise(lambda: read_record(tag_dir) if RECORD_NAME in sizes else None)
         return Listing(sizes.keys(), sizes, record, record_bytes=sizes.get(RECORD_NAME, 0))
+    reads = RECORD_NAME in here.files and listing_rank[rank] == rank
 
     def read() -> tuple[CommitRecord | None, _LocalSave]:
-        record = read_record(tag_dir) if RECORD_NAME in files[rank] else None
-        stated = _stated_size(tag_dir, files[rank], dp_rank, tp)
+        record = read_record(tag_dir) if reads else None
+        stated = _stated_size(tag_dir, here.files, dp_rank, tp)
         return record, _LocalSave(_save_of(record), stated, _modules_of(record))
 
     record, local = all_or_raise(read)
     locals_ = all_gather(local)
-    leads = {save: _lead(save, files, locals_) for save, _, _ in locals_ if save is not None}
+    for first, node in nodes.items():
+        node.save, node.modules = locals_[first].save, locals_[first].modules
+    leads = {save: _lead(save, nodes) for save in {node.save for node in nodes.values()} if save is not None}
     sent = all_gather(record if rank in leads.values() else None)
-    record_bytes = files[rank][RECORD_NAME] if record is not None else 0
+    record_bytes = here.files[RECORD_NAME] if record is not None else 0
     found = [
         (not _missing(visibility), record.global_steps, visibility)
         for save, lead in sorted(leads.items())
         if (record := sent[lead]) is not None
-        for visibility in [_visibility_of_record(tag_dir, record, save, lead, files, locals_, record_bytes)]
+        for visibility in [_visibility_of_record(tag_dir, record, save, nodes, lead, here, record_bytes)]
     ]
     if found:
         return max(found, key=lambda one: one[:2])[2]
-    return _visibility_without_record(tag_dir, files, listing_rank, [known.world_size for known in locals_])
+    return _visibility_without_record(tag_dir, nodes, here, [known.world_size for known in locals_])
+
+
+def _nodes(listing_rank: Sequence[int], listings: Sequence[Mapping[str, int] | None]) -> dict[int, _Node]:
+    """The nodes by their first rank, ascending; ``listing_rank`` has for each rank the first one of its node."""
+    ranks: dict[int, list[int]] = {}
+    for rank, first in enumerate(listing_rank):
+        ranks.setdefault(first, []).append(rank)
+    return {first: _Node(tuple(members), _of_ranks(listings[first] or {})) for first, members in ranks.items()}
 
 
 def _of_store(tag_dir: RemotePath, tp: TensorParallel) -> FileVisibility:
@@ -286,7 +316,7 @@ def look_at_share(tag_dir: FilePath, listing: Listing) -> Listing:
     return replace(listing, sizes={name: size for name, size in sizes.items() if size is not None})
 
 
-def _identity(tag_dir: Path) -> tuple[int, int, int] | None:
+def _identity(tag_dir: Path) -> _Identity | None:
     """What tells one directory, in one state, from all others: alike on all nodes that share its file system.
 
     Copies of a directory on several disks differ in the time of their last change, which no tool sets. The device's
@@ -332,27 +362,41 @@ def _is_whole_module(name: str) -> bool:
     return WHOLE_MODEL_FILE.match(name) is not None
 
 
-def _lead(save: str, files: Sequence[Mapping[str, int]], locals_: Sequence[_LocalSave]) -> int:
+def _lead(save: str, nodes: Mapping[int, _Node]) -> int:
     """The rank whose record counts, and whose files of the whole module ranks take that see none."""
-    having = [rank for rank, known in enumerate(locals_) if known.save == save]
-    if not locals_[having[0]].modules:
+    having = [first for first, node in nodes.items() if node.save == save]
+    if not nodes[having[0]].modules:
         return having[0]
     whole = [
-        rank
-        for rank in having
-        if all(files[rank].get(name) == version.size for name, version in locals_[rank].modules.items())
+        first
+        for first in having
+        if all(nodes[first].files.get(name) == version.size for name, version in nodes[first].modules.items())
     ]
-    return _first_with_rank_0(whole or having, files)
+    return _first_with_rank_0(whole or having, nodes)
 
 
-def _first_with_rank_0(ranks: Sequence[int], files: Sequence[Mapping[str, int]]) -> int:
-    """The first of some ranks that sees the optimizer file of saved rank 0, or else the first of them."""
+def _first_with_rank_0(firsts: Sequence[int], nodes: Mapping[int, _Node]) -> int:
+    """The first of some nodes that has the optimizer file of saved rank 0, or else the first of them."""
 
-    def sees(rank: int) -> bool:
-        parsed = map(parse_rank_file, files[rank])
+    def has(first: int) -> bool:
+        parsed = map(parse_rank_file, nodes[first].files)
         return any(file is not None and file.kind == "optimizer" and file.rank == 0 for file in parsed)
 
-    return next((rank for rank in ranks if sees(rank)), ranks[0])
+    return next((first for first in firsts if has(first)), firsts[0])
+
+
+def _holders(nodes: Mapping[int, _Node]) -> dict[str, list[_Node]]:
+    """The nodes that have each file, by their first rank."""
+    found: dict[str, list[_Node]] = {}
+    for node in nodes.values():
+        for name in node.files:
+            found.setdefault(name, []).append(node)
+    return found
+
+
+def _ranks(nodes: Iterable[_Node]) -> tuple[int, ...]:
+    """The ranks of some nodes, ascending."""
+    return tuple(sorted(rank for node in nodes for rank in node.ranks))
 
 
 def _stated_size(tag_dir: Path, seen: Mapping[str, int], dp_rank: int, tp: TensorParallel) -> int | None:
@@ -374,31 +418,32 @@ def _visibility_of_record(
     tag_dir: Path,
     record: CommitRecord,
     save: str,
+    nodes: Mapping[int, _Node],
     lead: int,
-    files: Sequence[Mapping[str, int]],
-    locals_: Sequence[_LocalSave],
+    here: _Node,
     record_bytes: int,
 ) -> FileVisibility:
-    """The files of one save, of which ``record`` is that of rank ``lead``.
+    """The files of one save, of which ``record`` is that of rank ``lead``, as a rank of the node ``here`` takes them.
 
-    Files that a rank sees beside another record are left out.
+    Files that a node has beside another record are left out.
     """
-    rank = dist.get_rank()
     places: dict[str, _Place] = {}
     taken: dict[str, _Version] = {}
+    having = _holders({first: node for first, node in nodes.items() if node.save in (save, None)})
     for name, want in record.files.items():
-        holders = [other for other, known in enumerate(locals_) if known.save in (save, None) and name in files[other]]
-        right = [other for other in holders if files[other][name] == want] or holders
+        holders = having.get(name, [])
+        if not holders:
+            continue
         if _is_whole_module(name):
-            stated = {other: locals_[other].modules.get(name) for other in holders}
-            versions = {other: one for other, one in stated.items() if one and one.size == files[other][name]}
+            stated = [(node, node.modules.get(name)) for node in holders]
+            versions = [(node, one) for node, one in stated if one and one.size == node.files[name]]
             if versions:  # a file without a record beside it counts only where there is no other
-                own = taken[name] = versions.get(rank, versions.get(lead) or next(iter(versions.values())))
-                readers = tuple(other for other, version in versions.items() if version == own)
-                places[name] = _Place(own.size, readers, tuple(versions))
+                own = taken[name] = _version_for(here, nodes[lead], versions)
+                readers = _ranks(node for node, version in versions if version == own)
+                places[name] = _Place(own.size, readers, _ranks(node for node, _ in versions))
                 continue
-        if right:
-            places[name] = _Place(files[right[0]][name], tuple(right), tuple(right))
+        right = [node for node in holders if node.files[name] == want] or holders
+        places[name] = _Place(right[0].files[name], _ranks(right), _ranks(right))
     record = record.model_copy(
         update={
             "files": {**record.files, **{name: version.size for name, version in taken.items()}},
@@ -409,11 +454,19 @@ def _visibility_of_record(
     return _visibility(tag_dir, places, record, record.world_size, record_bytes)
 
 
+def _version_for(here: _Node, lead: _Node, versions: Sequence[tuple[_Node, _Version]]) -> _Version:
+    """The file of the whole module that a node takes: its own, else that of the lead, else the first."""
+    for wanted in (here, lead):
+        for node, version in versions:
+            if node is wanted:
+                return version
+    return versions[0][1]
+
+
 def _visibility(
     tag_dir: Path, places: Mapping[str, _Place], record: CommitRecord | None, world_size: int, record_bytes: int
 ) -> FileVisibility:
-    everybody = set(range(dist.get_world_size()))
-    lacking = (everybody - set(place.holders) for place in places.values())
+    num_held = Counter(rank for place in places.values() for rank in place.holders)
     return FileVisibility(
         tag_dir=tag_dir,
         rank=dist.get_rank(),
@@ -422,7 +475,7 @@ def _visibility(
         record=record,
         world_size=world_size,
         record_bytes=record_bytes,
-        partial_ranks=tuple(sorted(set[int]().union(*lacking))),
+        partial_ranks=tuple(rank for rank in range(dist.get_world_size()) if num_held[rank] < len(places)),
     )
 
 
@@ -431,24 +484,23 @@ def _missing(visibility: FileVisibility) -> bool:
 
 
 def _visibility_without_record(
-    tag_dir: Path, files: Sequence[Mapping[str, int]], nodes: Sequence[int], stated: Sequence[int | None]
+    tag_dir: Path, nodes: Mapping[int, _Node], here: _Node, stated: Sequence[int | None]
 ) -> FileVisibility:
     """The files of a save without a record, of which the nodes must not contradict each other.
 
-    ``nodes`` are by rank, the same number for ranks that see the same directory.
+    ``here`` is the node of this rank.
     """
     places: dict[str, _Place] = {}
-    for name in sorted(set().union(*files)):
-        holders = tuple(rank for rank, seen in enumerate(files) if name in seen)
+    for name, holders in sorted(_holders(nodes).items()):
         readers = holders
         if _is_whole_module(name):
-            rank = dist.get_rank() if name in files[dist.get_rank()] else _first_with_rank_0(holders, files)
-            readers = tuple(other for other in holders if nodes[other] == nodes[rank])
-        places[name] = _Place(files[readers[0]][name], readers, holders)
-        if len({files[rank][name] for rank in readers}) > 1:
+            firsts = [node.ranks[0] for node in holders]
+            readers = [here if name in here.files else nodes[_first_with_rank_0(firsts, nodes)]]
+        places[name] = _Place(readers[0].files[name], _ranks(readers), _ranks(holders))
+        if len({node.files[name] for node in readers}) > 1:
             raise CheckpointError(
-                f"{tag_dir}: {name} has {' and '.join(sorted({str(files[rank][name]) for rank in holders}))} bytes, "
-                f"depending on the node (ranks {_numbers(holders)}). Files of two saves are on the nodes."
+                f"{tag_dir}: {name} has {' and '.join(sorted({str(node.files[name]) for node in holders}))} bytes, "
+                f"depending on the node (ranks {_numbers(_ranks(holders))}). Files of two saves are on the nodes."
             )
     world_sizes = {size: rank for rank, size in reversed(list(enumerate(stated))) if size is not None}
     if len(world_sizes) > 1:
