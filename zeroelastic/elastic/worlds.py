@@ -303,12 +303,13 @@ class _Job:
 
     def _peers(self, now: Members) -> tuple[JoinedPeers, list[int]]:
         """All members of two worlds, the new one's first, and the peer that each old rank is. Collective."""
-        joined = [*now.members, *(member for member in now.previous if member not in now.members)]
+        joined = list(dict.fromkeys([*now.members, *now.previous]))
         from torch._C._distributed_c10d import PrefixStore
 
         store = PrefixStore("moved", self._membership.store_of(now))
         peers = JoinedPeers(store, joined.index(self._membership.number), len(joined), timeout=self._limit)
-        return peers, [joined.index(member) for member in now.previous]
+        place = {member: number for number, member in enumerate(joined)}
+        return peers, [place[member] for member in now.previous]
 
     def _serve(self, following: Members) -> None:
         """Send what the others need, and wait until they have it."""

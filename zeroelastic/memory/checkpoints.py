@@ -21,26 +21,26 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from zeroelastic.checkpoint.commit_record import RECORD_NAME, record_text
+from zeroelastic.checkpoint.commit_record import RECORD_NAME, CommitRecord, record_text
 from zeroelastic.checkpoint.file_names import WHOLE_MODEL_FILE
-from zeroelastic.core.digest import content_root
 from zeroelastic.deepspeed.engine import Engine, options_of
 from zeroelastic.deepspeed.engine_state import lineage_of, state_of
 from zeroelastic.deepspeed.live.digests import whole_contents
 from zeroelastic.deepspeed.live.kinds import covered_live
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
-from zeroelastic.deepspeed.live.replicated import Token, difference, replicated_facts, token_of
+from zeroelastic.deepspeed.live.replicated import difference, replicated_facts, token_of
 from zeroelastic.deepspeed.load.load import is_of_all_ranks
 from zeroelastic.deepspeed.options import MemoryOptions
-from zeroelastic.deepspeed.save.commit import Expected, PendingCommit, record_of
-from zeroelastic.deepspeed.save.written import Written
+from zeroelastic.deepspeed.save.commit import Expected, PendingCommit, record_of, written_files
+from zeroelastic.deepspeed.save.written import Written, gather_written
 from zeroelastic.distributed.collective import (
     all_gather,
+    all_gather_alike,
     all_or_raise,
     broadcast,
     collectives_over,
@@ -105,15 +105,6 @@ class _Slot:
             os.link(self._files[name].path, directory / name)
 
 
-class _RankFiles(NamedTuple):
-    """The files of one rank: sizes, zip directories' digests, the earliest commit time, replicated values."""
-
-    sizes: dict[str, int]
-    directories: dict[str, str]
-    not_before: float
-    token: Token
-
-
 @dataclass(slots=True)
 class _Generation:
     """A generation in the making: what the thread needs of the moment in which the state was copied."""
@@ -166,6 +157,7 @@ class MemoryCheckpoints:
         self._slots = [_Slot(own / "0"), _Slot(own / "1")]
         self._next = self._number = 0
         all_or_raise(self._make_directories)
+        self._written = written_files(engine, self._run.path, "tag")
         self._tied: Mapping[str, str] = broadcast(all_or_raise(engine._get_shared_params))
         timeout = timedelta(seconds=options.save_timeout_s)
         self._group = dist.new_group(backend="gloo", timeout=timeout)
@@ -290,32 +282,31 @@ class MemoryCheckpoints:
         assert made.live is not None and made.shard is not None
         live, group = made.live, self._group
         contents = tuple(whole_contents(live, made.shard.digests(), device=torch.device("cpu"), group=group))
-        sizes = {file.name: len(file.data) for file in files}
-        directories = {file.name: file.directory for file in files}
-        now = lineage_of(self._engine).next_time(time.time())
-        by_rank = all_gather(_RankFiles(sizes, directories, now, token_of(made.facts)))
-        different = difference(made.facts, [own.token for own in by_rank])
+        different = difference(made.facts, all_gather_alike(token_of(made.facts)))
         if different is not None:
             raise different
-        note = self._note(made, by_rank, content_root(contents))
+        sizes = {file.name: len(file.data) for file in files}
+        directories = {file.name: file.directory for file in files}
+        not_before = lineage_of(self._engine).next_time(time.time() if dist.get_rank() == 0 else 0.0)
+        committed_at, _, written = gather_written(
+            Written(sizes, directories, None, not_before), self._written, to_all=True
+        )
+        shared = _on_other_nodes(written)
         made.own = {file.name: file.data for file in files}
         staging = self._staging(made)
 
         def prepare() -> Callable[[], int]:
             staging.mkdir(mode=0o700, exist_ok=True)
-            return protect(note, self.placement, made.own, made.slot.take, group)[1]
+            return protect(shared, self.placement, made.own, made.slot.take, group)[1]
 
         sent = all_or_raise(_as_save_errors(prepare))()
         all_or_raise(_as_save_errors(lambda: made.slot.link(staging)))
-        save = self._pending(made, live, contents)
-        written = [Written(own.sizes, own.directories, None, own.not_before) for own in by_rank]
-        if self._leads_node:
-            text = record_text(record_of(save, written, note.committed_at))
 
         def record() -> None:
             if self._leads_node:
-                (staging / RECORD_NAME).write_bytes(text)
-                (staging / NOTE_NAME).write_text(note.model_dump_json())
+                made_record = record_of(self._pending(made, live, contents), written, committed_at)
+                (staging / RECORD_NAME).write_bytes(record_text(made_record))
+                (staging / NOTE_NAME).write_text(self._note(made, made_record, shared).model_dump_json())
 
         all_or_raise(_as_save_errors(record))
         try:
@@ -329,19 +320,16 @@ class MemoryCheckpoints:
         all_or_raise(lambda: None)  # only now may the files of the generation before be written to
         return figures
 
-    def _note(self, made: _Generation, by_rank: Sequence[_RankFiles], root: str) -> MemoryNote:
-        """The generation's note. The file of the whole module is left out: every node writes one of its own."""
+    def _note(self, made: _Generation, record: CommitRecord, shared: Sequence[dict[str, int]]) -> MemoryNote:
+        assert record.committed_at is not None
         return MemoryNote(
             step=made.step,
             save_id=made.save_id,
-            committed_at=by_rank[0].not_before,
+            committed_at=record.committed_at,
             parent=made.parent,
-            world_size=len(by_rank),
-            content_root=root,
-            files=tuple(
-                {name: size for name, size in sorted(own.sizes.items()) if WHOLE_MODEL_FILE.match(name) is None}
-                for own in by_rank
-            ),
+            world_size=len(shared),
+            content_root=record.content_root,
+            files=tuple(shared),
             sets=self.placement.sets,
         )
 
@@ -433,6 +421,14 @@ def _require_covered(engine: Engine) -> None:
         problem = "a data parallel group that is not all ranks"
     if problem is not None:
         raise UnsupportedError(f'"memory" does not cover {problem}. Leave it out of the "zeroelastic" block.')
+
+
+def _on_other_nodes(written: Sequence[Written]) -> list[dict[str, int]]:
+    """The files of each rank that others keep: not that of the whole module, of which every node writes one."""
+    return [
+        {name: size for name, size in sorted(own.sizes.items()) if WHOLE_MODEL_FILE.match(name) is None}
+        for own in written
+    ]
 
 
 def _complete_files(made: _Generation) -> tuple[CompleteFile, ...]:

@@ -1,10 +1,11 @@
 """Sends ranges of memory between ranks in rounds, by messages from rank to rank and no collective.
 
-Every rank knows all transfers of the group, so that no rank waits for a message that is not sent.
+Every rank knows the transfers that it takes part in, so that no rank waits for a message that is not sent.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -42,25 +43,32 @@ def exchange(
     receive: Receive,
     received: Received | None = None,
 ) -> int:
-    """Run the transfers of this rank, which all ranks list alike; returns the bytes that it sent.
+    """Run the transfers of this rank; returns the bytes that it sent.
 
+    Those of other ranks may be listed too. Two ranks list what is between them in the same order.
     ``group`` has all ranks and a backend that sends host memory. Raises RuntimeError where a peer is gone.
     """
     rank = dist.get_rank()
-    own = [(number, transfer) for number, transfer in enumerate(transfers) if rank in (transfer.src, transfer.dst)]
+    tags = Counter[tuple[int, int]]()
+    own: list[tuple[int, int, Transfer]] = []
+    for number, transfer in enumerate(transfers):
+        pair = transfer.src, transfer.dst
+        if rank in pair:
+            own.append((number, tags[pair], transfer))
+            tags[pair] += 1
     sent = at = 0
-    while any(transfer.nbytes > at for _, transfer in own):
+    while any(transfer.nbytes > at for _, _, transfer in own):
         works, arrived = [], []
-        for number, transfer in own:
+        for number, tag, transfer in own:
             nbytes = min(ROUND_BYTES, transfer.nbytes - at)
             if nbytes <= 0:
                 continue
             if transfer.src == rank:
-                works.append(dist.isend(send(number, at, nbytes), transfer.dst, group=group, tag=number))
+                works.append(dist.isend(send(number, at, nbytes), transfer.dst, group=group, tag=tag))
                 sent += nbytes
             else:
                 data = receive(number, at, nbytes)
-                works.append(dist.irecv(data, transfer.src, group=group, tag=number))
+                works.append(dist.irecv(data, transfer.src, group=group, tag=tag))
                 arrived.append((number, data))
         for work in works:
             assert work is not None

@@ -77,12 +77,19 @@ class Placement:
         return self._next(rank, 1) if len(self.nodes) > 1 and len(self.set_of(rank)) < 2 else ()
 
     def kept(self, rank: int) -> tuple[int, ...]:
-        """The ranks of whose files this rank keeps a copy."""
-        return tuple(other for other in range(len(self.node_of)) if rank in self.keepers(other))
+        """The ranks of whose files this rank keeps a copy, ascending."""
+        at, num_before = self._place_of[self.node_of[rank]], self.num_copies if self.parity is None else 1
+        before = {self.order[(at - step) % len(self.order)] for step in range(1, num_before + 1)}
+        return tuple(sorted(other for node in before for other in self.nodes[node] if rank in self.keepers(other)))
+
+    @cached_property
+    def _place_of(self) -> dict[int, int]:
+        """The place of each node in the ring."""
+        return {node: place for place, node in enumerate(self.order)}
 
     def _next(self, rank: int, count: int) -> tuple[int, ...]:
         node = self.node_of[rank]
-        at, index = self.order.index(node), self.nodes[node].index(rank)
+        at, index = self._place_of[node], self.nodes[node].index(rank)
         nodes = (self.nodes[self.order[(at + step) % len(self.order)]] for step in range(1, count + 1))
         return tuple(members[index % len(members)] for members in nodes)
 
@@ -101,7 +108,11 @@ class Placement:
 
     def set_of(self, rank: int) -> tuple[int, ...]:
         """The set of a rank; empty where it is in none."""
-        return next((members for members in self.sets if rank in members), ())
+        return self._set_of.get(rank, ())
+
+    @cached_property
+    def _set_of(self) -> dict[int, tuple[int, ...]]:
+        return {rank: members for members in self.sets for rank in members}
 
 
 def _groups(order: Sequence[int], size: int) -> tuple[tuple[int, ...], ...]:

@@ -1,18 +1,18 @@
 """What travels between nodes for one generation: copies of files, or the chunks of stripes whose XOR is kept.
 
-``Protection`` lists the transfers from the note of the generation alone, so that all ranks list the same.
+They follow from the files of all ranks and the placement alone, so that two ranks agree on what is between them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from zeroelastic.memory.exchange import ROUND_BYTES, Transfer, exchange
-from zeroelastic.memory.generation import MemoryNote, parity_name
+from zeroelastic.memory.generation import parity_name
 from zeroelastic.memory.parity import Stripes, largest, pieces
 from zeroelastic.memory.placement import Placement
 
@@ -41,30 +41,29 @@ class _Chunk:
 
 
 def protect(
-    note: MemoryNote, placement: Placement, own: Mapping[str, torch.Tensor], take: Take, group: dist.ProcessGroup
+    files: Sequence[Mapping[str, int]],
+    placement: Placement,
+    own: Mapping[str, torch.Tensor],
+    take: Take,
+    group: dist.ProcessGroup,
 ) -> tuple[dict[str, torch.Tensor], Callable[[], int]]:
     """What this rank is going to keep of others, by file name, in memory that ``take`` gives; and what fills it.
 
-    ``own`` are the files of this rank. The second value runs the transfers of all ranks and returns the bytes that
-    this rank sent. Raises OSError where memory is lacking.
+    ``files`` are those of each rank that others keep, with their sizes; ``own`` are those of this rank. The second
+    value runs the transfers of this rank, as all ranks do, and returns the bytes that it sent. Raises OSError where
+    memory is lacking.
     """
     rank = dist.get_rank()
-    copies = [
-        _Copy(src, dst, name, nbytes)
-        for src, files in enumerate(note.files)
-        for dst in placement.keepers(src)
-        for name, nbytes in files.items()
-    ]
-    chunks = []
-    for members in note.sets:
-        stripes = stripes_of(note, members)
-        for stripe, dst in enumerate(members):
-            chunks += [_Chunk(members[m], dst, stripes.begin(m, stripe), stripes.chunk) for m in stripes.others(stripe)]
+    pairs = [*((rank, dst) for dst in placement.keepers(rank)), *((src, rank) for src in placement.kept(rank))]
+    copies = [_Copy(src, dst, name, nbytes) for src, dst in pairs for name, nbytes in files[src].items()]
     kept = {copy.name: take(copy.name, copy.nbytes) for copy in copies if copy.dst == rank}
-    parity = None
-    mine = next((members for members in note.sets if rank in members), ())
-    if mine:
-        parity = kept[parity_name(rank)] = take(parity_name(rank), stripes_of(note, mine).chunk)
+    chunks, parity, members = list[_Chunk](), None, placement.set_of(rank)
+    if members:
+        stripes = stripes_of(files, members)
+        parity = kept[parity_name(rank)] = take(parity_name(rank), stripes.chunk)
+        for stripe, dst in enumerate(members):
+            sources = [m for m in stripes.others(stripe) if rank in (members[m], dst)]
+            chunks += [_Chunk(members[m], dst, stripes.begin(m, stripe), stripes.chunk) for m in sources]
 
     def run() -> int:
         if parity is not None:
@@ -80,9 +79,7 @@ def protect(
         def send(number: int, offset: int, nbytes: int) -> torch.Tensor:
             if number < len(copies):
                 return own[copies[number].name][offset : offset + nbytes]
-            return data_range(
-                own, note.files[rank], chunks[number - len(copies)].begin + offset, buffer(number, nbytes)
-            )
+            return data_range(own, files[rank], chunks[number - len(copies)].begin + offset, buffer(number, nbytes))
 
         def receive(number: int, offset: int, nbytes: int) -> torch.Tensor:
             if number < len(copies):
@@ -99,9 +96,9 @@ def protect(
     return kept, run
 
 
-def stripes_of(note: MemoryNote, members: tuple[int, ...]) -> Stripes:
-    """The stripes of a set."""
-    return Stripes(len(members), largest([note.files[member] for member in members]))
+def stripes_of(files: Sequence[Mapping[str, int]], members: tuple[int, ...]) -> Stripes:
+    """The stripes of a set of ranks; ``files`` are those of each rank, with their sizes."""
+    return Stripes(len(members), largest([files[member] for member in members]))
 
 
 def data_range(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +34,7 @@ def rebuildable(note: MemoryNote, seen: Mapping[str, int]) -> bool:
         if not members:
             return False
         others = [member for member in members if member != rank]
-        chunk = stripes_of(note, members).chunk
+        chunk = stripes_of(note.files, members).chunk
         for member in others:
             if not note.files[member].items() <= seen.items() or seen.get(parity_name(member)) != chunk:
                 return False
@@ -54,28 +54,32 @@ class _Source:
     place: int
 
 
-def rebuild(note: MemoryNote, tag_dir: Path, seen_by: Sequence[Mapping[str, int]], group: dist.ProcessGroup) -> int:
-    """Make the files of all lost ranks again; ``seen_by`` is what each rank sees in its ``tag_dir``. Collective.
+def rebuild(
+    note: MemoryNote, tag_dir: Path, on_nodes: Mapping[int, Mapping[str, int]], group: dist.ProcessGroup
+) -> int:
+    """Make the files of all lost ranks again; ``on_nodes`` is what each node has in its ``tag_dir``. Collective.
+
+    The nodes are by their first rank.
 
     Returns the bytes that this rank sent. Raises SaveError on every rank where memory is lacking.
     """
-    seen = {name: size for files in seen_by for name, size in files.items()}
+    seen = {name: size for files in on_nodes.values() for name, size in files.items()}
     sent = 0
     for lost in lacking(note, seen):
-        sent += _rebuild(lost, note, tag_dir, seen_by, group)
+        sent += _rebuild(lost, note, tag_dir, on_nodes, group)
     return sent
 
 
 def _rebuild(
-    lost: int, note: MemoryNote, tag_dir: Path, seen_by: Sequence[Mapping[str, int]], group: dist.ProcessGroup
+    lost: int, note: MemoryNote, tag_dir: Path, on_nodes: Mapping[int, Mapping[str, int]], group: dist.ProcessGroup
 ) -> int:
     members = next(members for members in note.sets if lost in members)
-    stripes, own = stripes_of(note, members), members.index(lost)
+    stripes, own = stripes_of(note.files, members), members.index(lost)
     sources = [
         source
         for stripe in range(stripes.size)
         if stripe != own
-        for source in _sources_of(stripe, own, note, members, stripes, seen_by)
+        for source in _sources_of(stripe, own, note, members, stripes, on_nodes)
     ]
     maker, rank = sources[0].holder, dist.get_rank()
     sizes = note.files[lost]
@@ -144,23 +148,23 @@ def _sources_of(
     note: MemoryNote,
     members: tuple[int, ...],
     stripes: Stripes,
-    seen_by: Sequence[Mapping[str, int]],
+    on_nodes: Mapping[int, Mapping[str, int]],
 ) -> list[_Source]:
     """What the lost member's chunk of a stripe is the XOR of."""
     place, keeper = stripes.begin(lost, stripe), members[stripe]
     parity = parity_name(keeper)
-    found = [_Source(_holder(seen_by, {parity: stripes.chunk}), None, parity, 0, stripes.chunk, place)]
+    found = [_Source(_holder(on_nodes, {parity: stripes.chunk}), None, parity, 0, stripes.chunk, place)]
     for other in stripes.others(stripe):
         if other != lost:
             files = note.files[members[other]]
             begin = stripes.begin(other, stripe)
-            found.append(_Source(_holder(seen_by, files), members[other], "", begin, stripes.chunk, place))
+            found.append(_Source(_holder(on_nodes, files), members[other], "", begin, stripes.chunk, place))
     return found
 
 
-def _holder(seen_by: Sequence[Mapping[str, int]], files: Mapping[str, int]) -> int:
-    """The first rank that sees all of some files."""
-    return next(rank for rank, seen in enumerate(seen_by) if files.items() <= seen.items())
+def _holder(on_nodes: Mapping[int, Mapping[str, int]], files: Mapping[str, int]) -> int:
+    """The first rank of the first node that has all of some files."""
+    return next(rank for rank, seen in sorted(on_nodes.items()) if files.items() <= seen.items())
 
 
 class _Files:

@@ -6,10 +6,12 @@ read once, by a rank that sees it, and sent to the rank that needs it.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -35,21 +37,21 @@ _MAX_ATTEMPTS = 3
 """How often the job may die while it loads one generation before that is left out."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Generation:
-    """A generation over all nodes; ``seen_by`` are its files and sizes as each rank sees them."""
+    """A generation over all nodes; ``on_nodes`` are the files of each and their sizes, by the node's first rank."""
 
     tag: str
     note: MemoryNote
-    seen_by: tuple[Mapping[str, int], ...]
+    on_nodes: Mapping[int, Mapping[str, int]]
     attempts: int
 
-    @property
-    def seen(self) -> dict[str, int]:
+    @cached_property
+    def seen(self) -> Mapping[str, int]:
         """The files that are on any node."""
-        return {name: size for files in self.seen_by for name, size in files.items()}
+        return {name: size for files in self.on_nodes.values() for name, size in files.items()}
 
-    @property
+    @cached_property
     def problem(self) -> str | None:
         """Why it cannot be loaded, or None."""
         if RECORD_NAME not in self.seen:
@@ -66,29 +68,29 @@ class MemoryTier:
     """The generations of the run that saves to ``directory``, on all nodes. Making one is collective."""
 
     def __init__(self, directory: FilePath) -> None:
-        self._run = RunPlace.of(Place.of_this_job().path, directory)
-        own = [(tag, note, self._run.files(tag), self._attempts(tag)) for tag, note in self._notes()]
-        found = all_gather(own)
-        notes = {tag: note for rows in found for tag, note, _, _ in rows}
-        by_rank = [{tag: (files, attempts) for tag, _, files, attempts in rows} for rows in found]
-        none: tuple[dict[str, int], int] = ({}, 0)
+        place = Place.of_this_job()
+        self._run = RunPlace.of(place.path, directory)
+        rank, nodes = dist.get_rank(), all_gather(f"{place.node} {place.path}")
+        found: list[tuple[str, MemoryNote, str]] = []
+        if nodes.index(nodes[rank]) == rank:  # the others of the node see the same
+            read = ((tag, self._run.note(tag)) for tag in self._run.tags())
+            found = [(tag, note, _hash(note)) for tag, note in read if note is not None]
+        on_nodes = all_gather([(tag, hashed, self._run.files(tag), self._attempts(tag)) for tag, _, hashed in found])
+        sender = {(tag, hashed): rank for rank, rows in reversed([*enumerate(on_nodes)]) for tag, hashed, _, _ in rows}
+        sent = all_gather({tag: note for tag, note, hashed in found if sender[tag, hashed] == rank})
         self.generations = sorted(
             (
                 Generation(
                     tag,
                     note,
-                    tuple(rows.get(tag, none)[0] for rows in by_rank),
-                    max(rows.get(tag, none)[1] for rows in by_rank),
+                    {rank: files for rank, rows in enumerate(on_nodes) for name, _, files, _ in rows if name == tag},
+                    max(attempts for rows in on_nodes for name, _, _, attempts in rows if name == tag),
                 )
-                for tag, note in notes.items()
+                for tag, note in {tag: note for notes in sent for tag, note in notes.items()}.items()
             ),
             key=lambda generation: generation.note.committed_at,
             reverse=True,
         )
-
-    def _notes(self) -> list[tuple[str, MemoryNote]]:
-        found = ((tag, self._run.note(tag)) for tag in self._run.tags())
-        return [(tag, note) for tag, note in found if note is not None]
 
     def newer_than(self, tags: Sequence[Tag], at: int) -> list[Generation]:
         """The generations that a run resumes from rather than from ``tags[at]``, newest first. Collective.
@@ -146,7 +148,7 @@ class MemoryTier:
         if lacking(generation.note, generation.seen):
             group = dist.new_group(backend="gloo")
             try:
-                rebuild(generation.note, tag_dir, generation.seen_by, group)
+                rebuild(generation.note, tag_dir, generation.on_nodes, group)
             finally:
                 dist.destroy_process_group(group)
         with loading_strictly(engine, strict):
@@ -173,6 +175,10 @@ class MemoryTier:
     def _forget_attempts(self) -> None:
         with suppress(OSError):
             self._attempts_path().unlink(missing_ok=True)
+
+
+def _hash(note: MemoryNote) -> str:
+    return hashlib.sha256(note.model_dump_json().encode()).hexdigest()
 
 
 def _is_newer(note: MemoryNote, saved: Tag, *, rolled_back: bool) -> bool:
