@@ -267,6 +267,7 @@ fuzz: $(STAMP)
 bench-scale: $(STAMP)
 	$(PY) benchmarks/bench_scale.py --out benchmarks/results
 	$(PY) benchmarks/bench_ranks.py --out benchmarks/results
+	$(PY) benchmarks/bench_nodes.py --out benchmarks/results
 
 # What a change of size moves between processes, counted on layouts; the raw result goes to benchmarks/results.
 bench-resize: $(STAMP)
