@@ -457,7 +457,7 @@ def plot(path: Path, rows: Sequence[Row]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=9, help="interleaved repeats of each method")
+    parser.add_argument("--rounds", type=int, default=5, help="interleaved repeats of each method")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, min(8, len(os.sched_getaffinity(0)))])
     parser.add_argument("--workloads", nargs="+", default=["a", "a'", "b", "b'", "c"])
     parser.add_argument("--small", action="store_true", help="a few MB: to test the benchmark itself")

@@ -97,7 +97,7 @@ def main() -> None:
     """Measure every setting, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="directory of read_back.json and read_back.md")
-    parser.add_argument("--rounds", type=int, default=9, help="saves of each setting")
+    parser.add_argument("--rounds", type=int, default=5, help="saves of each setting")
     parser.add_argument("--small", action="store_true", help="a small model, for a test")
     parser.add_argument("--directory", type=Path, help="where checkpoints are written")
     options = parser.parse_args()

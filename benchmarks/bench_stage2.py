@@ -3,10 +3,10 @@
     python benchmarks/bench_stage2.py --out benchmarks/results           # 113M parameters, 4 -> 3 ranks
     python benchmarks/bench_stage2.py --small --rounds 1 --out /tmp/x    # a few hundred thousand parameters
 
-A stage 2 run with ``round_robin_gradients`` saves by DeepSpeed alone. Then, in turn, round after round: DeepSpeed loads
-it at the same size; zeroelastic loads it at the same size and on one rank fewer; Universal Checkpoint converts it and
-loads it on one rank fewer. After each load the master weights are gathered from the flat buffers and compared, outside
-the measured time. Page cache warm. Writes stage2.json (every sample) and stage2.md.
+A stage 2 run with ``round_robin_gradients`` saves by DeepSpeed alone. Then, in turn, round after round: DeepSpeed and
+zeroelastic load it at the same size; zeroelastic and Universal Checkpoint load it on one rank fewer, the latter after
+it was converted, three times. After each load the master weights are gathered from the flat buffers and compared,
+outside the measured time. Page cache warm. Writes stage2.json (every sample) and stage2.md.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -35,6 +36,7 @@ from zeroelastic.testing import RankPool
 
 _TIMEOUT_S = 1800.0
 _RANKS = 4
+_CONVERSIONS = 3
 _TAG = "global_step1"
 
 SYSTEMS = {
@@ -48,6 +50,10 @@ SYSTEMS = {
     "convert": "Universal Checkpoint, convert",
     "universal": "Universal Checkpoint, load, 4 -> 3",
 }
+
+
+Load = tuple[float, dict[str, str]]
+"""Seconds of one load on one rank, and a hash of each parameter's master weights afterwards."""
 
 
 @dataclass(frozen=True)
@@ -110,17 +116,29 @@ def save(directory: str, width: int, layers: int) -> dict[str, str]:
     return masters(engine)
 
 
-def load(system: str, directory: str, width: int, layers: int) -> tuple[float, dict[str, str]]:
-    """Seconds of one load on this rank, and what is live afterwards."""
-    universal, installed = system == "universal", system.startswith(("same", "other"))
-    verify = system.partition("-")[2] or "full"
-    engine = build(width, layers, installed=installed, universal=universal, verify=verify)
+def loads(systems: Sequence[str], rounds: int, directory: str, width: int, layers: int) -> list[list[Load]]:
+    """Round after round, for each system the seconds of one load on this rank and what is live afterwards."""
+    engines = {}
+    for system in systems:
+        options = {"universal": system == "universal", "verify": system.partition("-")[2] or "full"}
+        engines[system] = build(width, layers, installed=_is_ours(system), **options)
+    return [[_load(system, engines[system], directory) for system in systems] for _ in range(rounds)]
+
+
+def _is_ours(system: str) -> bool:
+    return system.startswith(("same", "other"))
+
+
+def _load(system: str, engine: Any, directory: str) -> Load:
+    import zeroelastic
+
+    zeroelastic.install() if _is_ours(system) else zeroelastic.uninstall()
     with torch.no_grad():
         for group in engine.optimizer.single_partition_of_fp32_groups:
             group.zero_()
     dist.barrier()
     began = time.perf_counter()
-    engine.load_checkpoint(directory, tag="universal" if universal else _TAG)
+    engine.load_checkpoint(directory, tag="universal" if system == "universal" else _TAG)
     dist.barrier()
     return time.perf_counter() - began, masters(engine)
 
@@ -144,20 +162,22 @@ def convert(directory: Path) -> float:
 
 
 def measure(directory: Path, rounds: int, width: int, layers: int) -> list[Sample]:
-    samples: list[Sample] = []
+    shape = str(directory), width, layers
     with RankPool(_RANKS, store="tcp") as pool:
-        truth = pool.run(save, _RANKS, str(directory), width, layers, timeout=_TIMEOUT_S)[0]
-        for number in range(rounds):
-            for system in SYSTEMS:
-                if system == "convert":
-                    samples.append(Sample(system, number, convert(directory), 0, len(truth)))
-                    continue
-                ranks = _RANKS if "4 -> 4" in SYSTEMS[system] else _RANKS - 1
-                results = pool.run(load, ranks, system, str(directory), width, layers, timeout=_TIMEOUT_S)
-                wrong = sum(results[0][1][key] != value for key, value in truth.items())
-                seconds = max(seconds for seconds, _ in results)
-                samples.append(Sample(system, number, seconds, wrong, len(truth)))
-                print(f"{system}: {seconds:.2f} s, {wrong} of {len(truth)} parameters wrong", flush=True)
+        truth = pool.run(save, _RANKS, *shape, timeout=_TIMEOUT_S)[0]
+        samples = [
+            Sample("convert", number, convert(directory), 0, len(truth)) for number in range(min(rounds, _CONVERSIONS))
+        ]
+        at_the_same_size = [system for system, title in SYSTEMS.items() if "4 -> 4" in title]
+        at_another = [system for system, title in SYSTEMS.items() if "4 -> 3" in title]
+        for ranks, systems in ((_RANKS, at_the_same_size), (_RANKS - 1, at_another)):
+            by_rank = pool.run(loads, ranks, systems, rounds, *shape, timeout=_TIMEOUT_S)
+            for number in range(rounds):
+                for i, system in enumerate(systems):
+                    wrong = sum(by_rank[0][number][i][1][key] != value for key, value in truth.items())
+                    seconds = max(found[number][i][0] for found in by_rank)
+                    samples.append(Sample(system, number, seconds, wrong, len(truth)))
+                    print(f"{system}: {seconds:.2f} s, {wrong} of {len(truth)} parameters wrong", flush=True)
     return samples
 
 
@@ -185,7 +205,8 @@ def report(samples: list[Sample], num_params: int) -> str:
             *describe(machine()),
             "",
             f"{num_params / 1e6:.1f}M parameters, bf16, AdamW, `round_robin_gradients`, saved by DeepSpeed alone on "
-            f"{_RANKS} ranks; {len(seconds('stock'))} rounds, page cache warm.",
+            f"{_RANKS} ranks; {len(seconds('stock'))} rounds, "
+            f"{len(seconds('convert'))} conversions, page cache warm.",
             "",
             *table(("system", "median", "min - max", "parameters wrong, by round"), rows),
             "",
