@@ -359,7 +359,7 @@ def _measure(run: Run, system: System, *, durable: bool, number: int) -> Sample:
         directory.mkdir()
         os.sync()  # nothing that was written or removed before is still under way
     save = system.prepare(run)
-    touch_free_memory(2 * run.owned_bytes())  # for the page cache, and for copies in memory; less is not enough
+    touch_free_memory(2 * run.owned_bytes())  # for the page cache, and for copies in memory
     dist.barrier()
     meter = Meter(directory)
     dist.barrier()
