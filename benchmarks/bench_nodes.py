@@ -22,7 +22,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -160,6 +159,7 @@ class OneOfMany:
         """A checkpoint in memory: what each rank has written, what it sends and keeps, the record and the note."""
         packed = [written_files._pack(own, names_of(rank)) for rank, own in enumerate(self.written)]
         own = self.written[self.rank]
+        group: Any = None  # the transfers are listed and not run
 
         def gather_bytes(data: bytes, *, to_all: bool) -> list[bytes | None]:
             self.received += len(data) * self.world_size
@@ -169,7 +169,7 @@ class OneOfMany:
             _, _, written = written_files.gather_written(own, names_of(self.rank), to_all=True)
             shared = _on_other_nodes(written)
             nothing = torch.empty(0, dtype=torch.uint8)
-            protect(shared, self.placement, {}, lambda name, nbytes: nothing, SimpleNamespace())  # type: ignore[arg-type]
+            protect(shared, self.placement, {}, lambda name, nbytes: nothing, group)
             if self.rank % NODE == 0:
                 files = {name: size for each in written for name, size in sorted(each.sizes.items())}
                 directories = {name: text for each in written for name, text in sorted(each.directories.items())}

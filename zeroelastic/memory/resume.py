@@ -76,14 +76,17 @@ class MemoryTier:
             read = ((tag, self._run.note(tag)) for tag in self._run.tags())
             found = [(tag, note, _hash(note)) for tag, note in read if note is not None]
         on_nodes = all_gather([(tag, hashed, self._run.files(tag), self._attempts(tag)) for tag, _, hashed in found])
-        sender = {(tag, hashed): rank for rank, rows in reversed([*enumerate(on_nodes)]) for tag, hashed, _, _ in rows}
-        sent = all_gather({tag: note for tag, note, hashed in found if sender[tag, hashed] == rank})
+        senders: dict[tuple[str, str], int] = {}  # of equal notes the first rank that has one
+        for first, rows in enumerate(on_nodes):
+            for tag, hashed, _, _ in rows:
+                senders.setdefault((tag, hashed), first)
+        sent = all_gather({tag: note for tag, note, hashed in found if senders[tag, hashed] == rank})
         self.generations = sorted(
             (
                 Generation(
                     tag,
                     note,
-                    {rank: files for rank, rows in enumerate(on_nodes) for name, _, files, _ in rows if name == tag},
+                    {first: files for first, rows in enumerate(on_nodes) for name, _, files, _ in rows if name == tag},
                     max(attempts for rows in on_nodes for name, _, _, attempts in rows if name == tag),
                 )
                 for tag, note in {tag: note for notes in sent for tag, note in notes.items()}.items()
