@@ -8,6 +8,8 @@ of 8 ranks. Timed, on the first rank of a node, which does more than the others,
 * a resume: which generations are in memory (``MemoryTier``), and which rank sees which file (``gather_visibility``);
 * a checkpoint in memory: from the digests of its own files to the commit record, without copies of files.
 
+And what it takes to send one header of a saved rank to every new rank of a job that is twice as large as the save.
+
 Writes nodes.json and nodes.md. *Received* are the bytes of collectives, and do not depend on the machine.
 """
 
@@ -31,7 +33,7 @@ import torch.distributed as dist
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, CommitRecord, read_record, record_text
 from zeroelastic.checkpoint.tensor_parallel import NO_TENSOR_PARALLEL
-from zeroelastic.deepspeed.node_local import visibility
+from zeroelastic.deepspeed.node_local import all_to_all, multicast, visibility
 from zeroelastic.deepspeed.save import written as written_files
 from zeroelastic.deepspeed.save.written import Written
 from zeroelastic.memory import resume
@@ -43,6 +45,7 @@ from zeroelastic.testing.sample import write_sample
 
 WORLD_SIZES = (64, 512, 4096, 16_384)
 NODE, ROUNDS = 8, 3
+HEADER = 1 << 20
 TAG = tag_of(1, "0" * 32)
 WHOSE = {NODE: "the first rank of a node", NODE + 1: "another rank"}
 
@@ -187,6 +190,86 @@ class OneOfMany:
         return prepared
 
 
+class Followed:
+    """Rank ``rank`` of a job twice as large as the save, among peers that all do what ``multicast`` says.
+
+    Each new rank asks for one header of ``HEADER`` bytes, of rank 0; what comes to this rank is what was sent.
+    """
+
+    def __init__(self, world_size: int, rank: int) -> None:
+        self.rank, self.size, self.device = rank, world_size, torch.device("cpu")
+        self.request = multicast.Request(0, "header")
+        self.requests = [() if other < world_size // 2 else (self.request,) for other in range(world_size)]
+        askers = {self.request: list(range(world_size // 2, world_size))}
+        self.steps = list(multicast.tree_steps(askers, multicast.FAN_OUT))
+        self.message = pickle.dumps({self.request.name: bytes(HEADER)})
+        self.copies = [0] * world_size
+        for hops in self.steps:
+            for hop in hops:
+                self.copies[hop.src] += 1
+        self.rounds = self.received = self.arrived = 0
+        self.left = iter(self.steps)
+
+    def all_gather(self, sizes: dict[int, int]) -> list[dict[int, int]]:
+        """What each rank sends in this step."""
+        every: list[dict[int, int]] = [{} for _ in range(self.size)]
+        for hop in next(self.left):
+            every[hop.src][hop.dst] = len(self.message)
+        assert every[self.rank] == sizes, "the rank sends what the tree says"
+        self.received += 8 * self.size + sum(len(pickle.dumps(row)) for row in every)
+        return every
+
+    def all_to_all(
+        self, received: torch.Tensor, sent: torch.Tensor, received_numel: Sequence[int], sent_numel: Sequence[int]
+    ) -> Followed:
+        """One round."""
+        part = self.message[self.arrived : self.arrived + len(received)]
+        received.copy_(torch.frombuffer(bytearray(part), dtype=torch.uint8)) if part else None
+        self.arrived += len(part)
+        self.received += len(part)
+        self.rounds += 1
+        return self
+
+    def wait(self) -> None:
+        """Nothing: a round is over when it has begun."""
+
+    def run(self) -> float:
+        """Seconds of this rank."""
+
+        def gather(value: object) -> list[Any]:
+            self.received += 8 * self.size + sum(len(pickle.dumps(one)) for one in self.requests)
+            return self.requests
+
+        def read(names: Sequence[str]) -> dict[str, bytes]:
+            return dict.fromkeys(names, bytes(HEADER))
+
+        with (
+            mock.patch.object(dist, "get_rank", lambda group=None: self.rank),
+            mock.patch.object(multicast, "all_gather", gather),
+            mock.patch.object(multicast, "all_or_raise", lambda action: action()),
+            mock.patch.object(all_to_all, "DefaultPeers", lambda: self),
+        ):
+            return timed(lambda: multicast.multicast(self.requests[self.rank], read))
+
+
+def headers_sent(world_size: int) -> dict[str, Any]:
+    """What one header for every new rank costs the rank that reads it, and the first that it comes to."""
+    seconds, received = {}, {}
+    for whose, rank in (("reader", 0), ("first", world_size // 2)):
+        runs = [Followed(world_size, rank) for _ in range(ROUNDS)]
+        seconds[whose] = [run.run() for run in runs]
+        received[whose] = runs[0].received
+    return {
+        "world_size": world_size,
+        "steps": len(runs[0].steps),
+        "rounds": runs[0].rounds,
+        "most_copies": max(runs[0].copies),
+        "header_bytes": HEADER,
+        "seconds": seconds,
+        "received": received,
+    }
+
+
 def timed(action: Callable[[], object]) -> float:
     """Seconds of processor time of this thread."""
     began = time.thread_time()
@@ -215,8 +298,8 @@ def measure(world_size: int, record: CommitRecord) -> Iterator[dict[str, Any]]:
                 }
 
 
-def page(rows: Sequence[dict[str, Any]]) -> str:
-    """The rows as Markdown."""
+def page(rows: Sequence[dict[str, Any]], headers: Sequence[dict[str, Any]]) -> str:
+    """The results as Markdown."""
     lines = [
         "# What a rank computes and receives where each node has a memory or a disk of its own",
         "",
@@ -235,6 +318,24 @@ def page(rows: Sequence[dict[str, Any]]) -> str:
                 for part in ("memory", "files", "checkpoint")
             ]
             lines.append(f"| {world_size:,} | {whose} | {' | '.join(cells)} |")
+    lines += [
+        "",
+        f"A job twice as large as its save: each new rank asks for one header, of {HEADER >> 20} MiB, that one rank "
+        "reads. *Copies* are those",
+        "that the rank which sends most sends; before, the reader sent all. Seconds are of one thread, the shortest of "
+        "three.",
+        "",
+        "| ranks | steps | rounds | copies | the rank that reads it | the first that gets it |",
+        "|--:|--:|--:|--:|--:|--:|",
+    ]
+    for row in headers:
+        cells = [
+            f"{1e3 * min(row['seconds'][whose]):,.1f} ms, {row['received'][whose]:,} bytes"
+            for whose in ("reader", "first")
+        ]
+        lines.append(
+            f"| {row['world_size']:,} | {row['steps']} | {row['rounds']} | {row['most_copies']} | {' | '.join(cells)} |"
+        )
     return "\n".join([*lines, ""])
 
 
@@ -248,10 +349,13 @@ def main() -> int:
         record = read_record(Path(directory) / "global_step1")
     assert record is not None
     rows = [row for world_size in arguments.world_sizes for row in measure(world_size, record)]
+    headers = [headers_sent(world_size) for world_size in arguments.world_sizes]
+    document = {"machine": report.machine(), "rows": rows, "headers": headers}
     arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "nodes.json").write_text(json.dumps({"machine": report.machine(), "rows": rows}, indent=1) + "\n")
-    (arguments.out / "nodes.md").write_text(page(rows))
-    print(page(rows), end="")
+    (arguments.out / "nodes.json").write_text(json.dumps(document, indent=1) + "\n")
+    text = page(rows, headers)
+    (arguments.out / "nodes.md").write_text(text)
+    print(text, end="")
     return 0
 
 

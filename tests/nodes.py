@@ -16,6 +16,7 @@ from typing import Any
 import torch.distributed as dist
 from training import Job, Outcome, resume, train_and_save
 
+from zeroelastic.deepspeed.node_local import multicast
 from zeroelastic.testing import RankPool
 
 _CLONE_NEWNS = 0x00020000
@@ -62,6 +63,7 @@ def on_nodes(nodes: Nodes, placed: Sequence[int], call: Callable[..., Any], *arg
     check(libc.unshare(_CLONE_NEWNS))
     check(libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None))
     check(libc.mount(bytes(nodes.disk(node)), nodes.path.encode(), None, _MS_BIND, None))
+    multicast.FAN_OUT = 1  # ranks send on what they received, as they do where there are many
     return call(*args, **options)
 
 

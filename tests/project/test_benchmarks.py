@@ -1,4 +1,4 @@
-"""bench_kernel, bench_plan and bench_gpu at a small size: bits are right, tables are whole. Times are not looked at."""
+"""bench_kernel, bench_plan, bench_nodes and bench_gpu at a small size: bits, tables are right; no times."""
 
 from __future__ import annotations
 
@@ -60,6 +60,19 @@ def test_what_takes_too_long_is_marked_as_not_measured(tmp_path: Path) -> None:
     document, text = results("bench_plan.py", "plan", tmp_path, "--samples", "1", "--whole-seconds", "0")
     assert not any(row["all_ranks_measured"] for row in document["rows"])
     assert text.count("| ~") == len(document["rows"])
+
+
+def test_one_rank_of_many_runs_the_real_code_and_one_header_reaches_all(tmp_path: Path) -> None:
+    done = run_benchmark("bench_nodes.py", "--world-sizes", "64", "512", "--out", os.fspath(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    document = json.loads((tmp_path / "nodes.json").read_text())
+    assert {(row["world_size"], row["part"]) for row in document["rows"]} == {
+        (world_size, part) for world_size in (64, 512) for part in ("memory", "files", "checkpoint")
+    }
+    for row, steps in zip(document["headers"], (2, 3), strict=True):
+        assert row["steps"] == steps and row["most_copies"] == 8
+        assert row["received"]["first"] > row["header_bytes"] > row["received"]["reader"]
+    assert (tmp_path / "nodes.md").read_text().count("\n| ") == 2 * 2 + 2 + 2  # ranks of each size, headers, titles
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")

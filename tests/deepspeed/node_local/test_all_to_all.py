@@ -44,14 +44,29 @@ def test_rounds_send_every_byte_once_and_stay_within_the_buffers(case: tuple[int
     world_size, table = case
     done = dict.fromkeys(table, 0)
     for messages in all_to_all._rounds(table, world_size):
-        assert messages
-        for side in (0, 1):
-            for rank in range(world_size):
-                assert sum(message[3] for message in messages if message[side] == rank) <= 4096
-        for src, dst, begin, nbytes in messages:
+        assert len(messages.src)
+        for side in (messages.src, messages.dst):
+            assert np.bincount(side).max() <= 8 and np.bincount(side, weights=messages.nbytes).max() <= 4096
+        for src, dst, begin, nbytes in zip(*(column.tolist() for column in messages), strict=True):
             assert begin == done[src, dst] and begin % all_to_all.ALIGNMENT == 0 and nbytes > 0
             done[src, dst] += nbytes
+        for rank in range(world_size):
+            for src in (False, True):
+                pieces = all_to_all._pieces(messages, rank, src=src)
+                assert [piece.peer for piece in pieces] == sorted({piece.peer for piece in pieces})
+                assert [piece.at for piece in pieces] == [0, *np.cumsum([piece.nbytes for piece in pieces])][:-1]
     assert done == table
+
+
+def test_ranks_are_busy_in_each_round_wherever_their_peers_are() -> None:
+    world_size, nbytes = 16_384, 3 * all_to_all.ROUND_BYTES
+    from_many = {(int(dst * 1.33), dst): nbytes for dst in range(12_288)}  # each distance from 0 to 4,095
+    rounds = list(all_to_all._rounds(from_many, world_size))
+    assert len(rounds) == 3 and all(len(messages.src) == len(from_many) for messages in rounds)
+    with_hub = {**from_many, **{(16_383, dst): 1 << 10 for dst in range(12_288)}}  # 128 of these in a round
+    rounds = list(all_to_all._rounds(with_hub, world_size))
+    assert len(rounds) == 12_288 // 128
+    assert sum(len(messages.src) > 12_288 for messages in rounds[:4]) >= 3, "others do not wait for the hub"
 
 
 def swap_in_small_rounds(sizes: list[list[int]]) -> tuple[bool, int]:

@@ -26,7 +26,8 @@ from zeroelastic.deepspeed.load.changed_params import (
 )
 from zeroelastic.deepspeed.load.preflight import LoadPlan, saved_groups
 from zeroelastic.deepspeed.load.request import LoadRequest
-from zeroelastic.deepspeed.node_local.payload import RelayCost, fill_from_others, module_file
+from zeroelastic.deepspeed.node_local.module_file import module_file
+from zeroelastic.deepspeed.node_local.payload import RelayCost, fill_from_others
 from zeroelastic.distributed.collective import all_or_raise
 from zeroelastic.io.paths import RemotePath
 
@@ -62,7 +63,10 @@ def restore(
     executor = request.options.io_engine
     payload = RelayCost()
     live.begin_load()
-    with module_file(load_plan.visibility, load_plan.model, executor=executor) as (module_path, module):
+    with module_file(load_plan.visibility, load_plan.checkpoint, load_plan.model, executor=executor) as (
+        module_path,
+        module,
+    ):
 
         def load_and_fill() -> tuple[tuple[Any, Any], _Filling]:
             loaded = load_module(module_path)

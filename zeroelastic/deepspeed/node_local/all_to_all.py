@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from zeroelastic.core.digest import ByteArray
+from zeroelastic.core.layout import Int64Array
 from zeroelastic.distributed.peers import DefaultPeers, Peers
 
 ROUND_BYTES = 8 << 20
@@ -24,7 +25,8 @@ ROUND_BYTES = 8 << 20
 ALIGNMENT = 8
 """Rounds end at its multiples, so no element is cut in a stream whose parts begin at such multiples."""
 
-_LEAST_BYTES = 64 << 10  # of one message, but where it is the last: so a round has at most ROUND_BYTES / this peers
+_LEAST_BYTES = 64 << 10
+"""Of one message, but the last of its stream: a rank has at most ``ROUND_BYTES / _LEAST_BYTES`` peers in one round."""
 
 
 class Piece(NamedTuple):
@@ -120,38 +122,57 @@ def all_to_all_bytes(outgoing: Mapping[int, bytes], *, peers: Peers | None = Non
     return {peer: bytes(data) for peer, data in arrived.items()}
 
 
-def _rounds(table: Mapping[tuple[int, int], int], world_size: int) -> Iterator[list[tuple[int, int, int, int]]]:
-    """The messages (source, destination, first byte, bytes) of each round: the same on every rank.
+class _Messages(NamedTuple):
+    """The messages of one round: each column has one entry for each message, shape ``(num_messages,)``."""
 
-    In a round no rank sends or receives more than ``ROUND_BYTES``. Peers that are far apart in number have rounds of
-    their own where there are more of them than a round has room for.
+    src: Int64Array
+    dst: Int64Array
+    begin: Int64Array
+    nbytes: Int64Array
+
+
+def _rounds(table: Mapping[tuple[int, int], int], world_size: int) -> Iterator[_Messages]:
+    """The messages of each round, from the bytes of each (source, destination): the same on every rank.
+
+    In a round no rank sends or receives more than ``ROUND_BYTES``. A rank with more peers than a round has room for
+    begins with the nearest; what is near is the same from both sides, so a round has a message as long as one is left.
+    A pair's messages are as long as the busier of the two has room for, whatever others have.
     """
+    src, dst = np.array(list(table), dtype=np.int64).reshape(-1, 2).T
+    left = np.array(list(table.values()), dtype=np.int64)
+    nearest = np.lexsort((src, (dst - src) % world_size))
+    src, dst, left = src[nearest], dst[nearest], left[nearest]
+    begin = np.zeros_like(left)
     at_once = ROUND_BYTES // _LEAST_BYTES
-    slots: dict[int, list[tuple[int, int]]] = {}
-    for src, dst in sorted(table):
-        slots.setdefault((dst - src) % world_size // at_once, []).append((src, dst))
-    for _, left in sorted(slots.items()):
-        done = dict.fromkeys(left, 0)
-        while left:
-            sources, destinations = ([pair[side] for pair in left] for side in (0, 1))
-            degree = int(max(np.bincount(sources).max(), np.bincount(destinations).max()))
-            most = ROUND_BYTES // degree // ALIGNMENT * ALIGNMENT
-            messages = [(*pair, done[pair], min(most, table[pair] - done[pair])) for pair in left]
-            for src, dst, _, nbytes in messages:
-                done[src, dst] += nbytes
-            yield messages
-            left = [pair for pair in left if done[pair] < table[pair]]
+    while len(left):
+        chosen = np.flatnonzero((_place_among(src) < at_once) & (_place_among(dst) < at_once))
+        source, destination = src[chosen], dst[chosen]
+        peers = np.maximum(np.bincount(source)[source], np.bincount(destination)[destination])
+        nbytes = np.minimum(left[chosen], ROUND_BYTES // peers // ALIGNMENT * ALIGNMENT)
+        yield _Messages(source, destination, begin[chosen], nbytes)
+        begin[chosen] += nbytes
+        left[chosen] -= nbytes
+        unfinished = left > 0
+        src, dst, begin, left = (column[unfinished] for column in (src, dst, begin, left))
 
 
-def _pieces(messages: Sequence[tuple[int, int, int, int]], rank: int, *, src: bool) -> list[Piece]:
-    """This rank's side of a round, by peer, one after the other in the buffer."""
-    pieces: list[Piece] = []
-    at = 0
-    for source, destination, begin, nbytes in messages:
-        if rank == (source if src else destination):
-            pieces.append(Piece(destination if src else source, begin, nbytes, at))
-            at += nbytes
-    return pieces
+def _place_among(values: Int64Array) -> Int64Array:
+    """For each value, how many equal ones are before it."""
+    order = np.argsort(values, kind="stable")
+    _, first, count = np.unique(values[order], return_index=True, return_counts=True)
+    place = np.empty_like(values)
+    place[order] = np.arange(len(values)) - np.repeat(first, count)
+    return place
+
+
+def _pieces(messages: _Messages, rank: int, *, src: bool) -> list[Piece]:
+    """This rank's side of a round, one after the other in the buffer by peer, as ``all_to_all_single`` has them."""
+    own, peers = (messages.src, messages.dst) if src else (messages.dst, messages.src)
+    mine = np.flatnonzero(own == rank)
+    mine = mine[np.argsort(peers[mine])]
+    nbytes = messages.nbytes[mine]
+    columns = peers[mine], messages.begin[mine], nbytes, np.cumsum(nbytes) - nbytes
+    return list(map(Piece._make, np.stack(columns, axis=1).tolist()))
 
 
 class _Memory:

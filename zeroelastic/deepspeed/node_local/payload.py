@@ -6,17 +6,13 @@ one stream, row after row, in the rounds of ``all_to_all_stream``; its buffers a
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 import torch
 
 from zeroelastic.checkpoint.extents import ExtentTable
-from zeroelastic.checkpoint.model_states import ModelStates
 from zeroelastic.core.digest import ByteArray, UInt64Array
 from zeroelastic.core.layout import Int64Array
 from zeroelastic.deepspeed.fill import Digests, Filled, Part, ReadDigests, RowStreams, host_executor
@@ -178,52 +174,3 @@ def _digest(part: Part, pieces: ExtentTable, at: Int64Array, buffer: ByteArray) 
     totals = sum_segments(MemoryRanges(np.zeros_like(at), at, pieces.nbytes), [buffer], digest=streams.table)
     assert totals is not None
     return streams, totals
-
-
-@contextmanager
-def module_file(
-    visibility: FileVisibility | None, model: ModelStates, *, executor: Executor
-) -> Iterator[tuple[str, RelayCost]]:
-    """Where a rank reads its module states file, and what it cost to get it there. Collective.
-
-    That is the file itself for a rank that sees it on a disk. Others have the bytes that DeepSpeed reads in memory,
-    which is all but parameters, under a name that lasts as long as the context.
-    """
-    if visibility is None:
-        yield _local(model), RelayCost()
-        return
-    is_remote = visibility.in_store or model.path.name in visibility.remote_files
-    held = os.memfd_create(model.path.name, os.MFD_CLOEXEC) if is_remote else -1
-    try:
-        ranges = _without_params(model) if is_remote else []
-        number, reader = visibility.names.index(model.path.name), visibility.reader(model.path.name)
-        rows = np.array([(number, begin, end - begin) for begin, end in ranges], dtype=np.int64).reshape(-1, 3)
-
-        def put(arrived: Arrived, buffer: ByteArray) -> None:
-            for row, skip, nbytes, at in zip(*(column.tolist() for column in arrived), strict=True):
-                os.pwrite(held, buffer[at : at + nbytes].tobytes(), int(rows[row, 1]) + skip)
-
-        if is_remote:
-            os.ftruncate(held, model.size)
-        readers = np.full(len(rows), reader, dtype=np.int64)
-        relay_cost = all_or_raise(lambda: fetch(visibility, rows, readers, put, executor=executor))
-        yield f"/proc/self/fd/{held}" if is_remote else _local(model), relay_cost
-    finally:
-        if held >= 0:
-            os.close(held)
-
-
-def _local(model: ModelStates) -> str:
-    assert isinstance(model.path, Path), "loads read local files"
-    return os.fspath(model.path)
-
-
-def _without_params(model: ModelStates) -> list[tuple[int, int]]:
-    """The ranges (begin, end) of a module states file that are not payload of parameters alone."""
-    ranges: list[tuple[int, int]] = []
-    at = 0
-    for begin, nbytes in model.params_alone.tolist():
-        if begin > at:
-            ranges.append((at, begin))
-        at = max(at, begin + nbytes)
-    return [*ranges, (at, model.size)] if at < model.size else ranges

@@ -6,7 +6,7 @@ A rank that sees a file parses its header and sends what parsing read; the rank 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -16,10 +16,10 @@ from zeroelastic.checkpoint.tensor_parallel import TensorParallel
 from zeroelastic.core.layout import Layout
 from zeroelastic.core.plan import make_plan, source_ranks
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
-from zeroelastic.deepspeed.node_local.all_to_all import all_to_all_bytes
 from zeroelastic.deepspeed.node_local.headers import Ranges, ReceivedFile, RecordedFile
+from zeroelastic.deepspeed.node_local.multicast import Request, multicast
 from zeroelastic.deepspeed.node_local.visibility import FileVisibility
-from zeroelastic.distributed.collective import all_gather, all_or_raise
+from zeroelastic.distributed.collective import all_or_raise
 
 
 @dataclass(slots=True)
@@ -43,19 +43,15 @@ class _Headers:
 
     def fetch(self, wanted: Iterable[str]) -> None:
         """Parse the wanted headers of files that other ranks see, and send theirs to other ranks. Collective."""
-        asked: dict[int, list[str]] = {}
-        for name in wanted:
-            if name in self.listing.remote_files:
-                asked.setdefault(self.visibility.reader(name), []).append(name)
-        requests = [row.get(self.visibility.rank, []) for row in all_gather(asked)]
-        all_or_raise(partial(self.record, [name for names in requests for name in names]))
-        answers = {
-            peer: pickle.dumps([(name, *self.recorded[name]) for name in names])
-            for peer, names in enumerate(requests)
-            if names
-        }
-        arrived = all_to_all_bytes(answers)
-        all_or_raise(partial(self.take, [one for data in arrived.values() for one in pickle.loads(data)]))
+        remote = [name for name in wanted if name in self.listing.remote_files]
+        requests = [Request(self.visibility.reader(name), name) for name in remote]
+        arrived = multicast(requests, self.content)
+        all_or_raise(partial(self.take, arrived.content))
+
+    def content(self, names: Sequence[str]) -> dict[str, bytes]:
+        """What parsing these headers reads, by file name, for ranks that do not see the files."""
+        self.record(names)
+        return {name: pickle.dumps(self.recorded[name]) for name in names}
 
     def record(self, names: Iterable[str]) -> None:
         """Read the headers, not read before, of files that this rank sees."""
@@ -71,9 +67,10 @@ class _Headers:
                 file.close()
             self.recorded[name] = (file.size, file.ranges)
 
-    def take(self, arrived: Iterable[tuple[str, int, Ranges]]) -> None:
+    def take(self, arrived: Mapping[str, bytes]) -> None:
         """Parse headers that others have read."""
-        for name, size, ranges in arrived:
+        for name, content in arrived.items():
+            size, ranges = pickle.loads(content)
             self.parse(name, ReceivedFile(self.visibility.tag_dir / name, size, ranges))
 
     def parse(self, name: str, through: RecordedFile | ReceivedFile) -> None:

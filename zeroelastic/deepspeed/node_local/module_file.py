@@ -1,0 +1,105 @@
+"""The module states file of a rank that does not see it: another reads it, and sends what DeepSpeed reads of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from zeroelastic.checkpoint.file_names import parse_rank_file
+from zeroelastic.checkpoint.model_states import ModelStates, open_model_states
+from zeroelastic.checkpoint.open import Checkpoint
+from zeroelastic.checkpoint.tensor_parallel import TensorParallel
+from zeroelastic.core.layout import Int64Array
+from zeroelastic.deepspeed.fill import host_executor
+from zeroelastic.deepspeed.node_local.multicast import Request, multicast
+from zeroelastic.deepspeed.node_local.payload import RelayCost
+from zeroelastic.deepspeed.node_local.visibility import FileVisibility
+from zeroelastic.distributed.collective import all_or_raise
+from zeroelastic.executors.dispatch import Executor, ReadTable, read_segments
+from zeroelastic.io.paths import FilePath
+
+
+@contextmanager
+def module_file(
+    visibility: FileVisibility | None, checkpoint: Checkpoint, model: ModelStates, *, executor: Executor
+) -> Iterator[tuple[str, RelayCost]]:
+    """Where a rank reads its module states file, ``model``, and what it cost to get it there. Collective.
+
+    That is the file itself for a rank that sees it on a disk. Others have the bytes that DeepSpeed reads in memory,
+    which is all but parameters, under a name that lasts as long as the context.
+    """
+    if visibility is None:
+        yield _local(model), RelayCost()
+        return
+    is_remote = visibility.in_store or model.path.name in visibility.remote_files
+    requests = [Request(visibility.reader(model.path.name), model.path.name)] if is_remote else []
+    read: dict[FilePath, int] = {}
+
+    def content(names: Sequence[str]) -> dict[str, bytes]:
+        found = {}
+        for name in names:
+            asked = _model_states(visibility, checkpoint, name)
+            found[name] = _read(asked, executor)
+            read[asked.path] = len(found[name])
+        return found
+
+    arrived = multicast(requests, content)
+    cost = RelayCost(sum(read.values()), tuple(read), arrived.sent, arrived.received)
+    held = os.memfd_create(model.path.name, os.MFD_CLOEXEC) if is_remote else -1
+    try:
+        all_or_raise(lambda: _write(held, model, arrived.content[model.path.name]) if is_remote else None)
+        yield f"/proc/self/fd/{held}" if is_remote else _local(model), cost
+    finally:
+        if is_remote:
+            os.close(held)
+
+
+def _local(model: ModelStates) -> str:
+    assert isinstance(model.path, Path), "loads read local files"
+    return os.fspath(model.path)
+
+
+def _model_states(visibility: FileVisibility, checkpoint: Checkpoint, name: str) -> ModelStates:
+    """A module states file that this rank reads for others."""
+    file = parse_rank_file(name)
+    assert file is not None
+    if file.tp_rank == checkpoint.tp.rank:
+        return checkpoint.model_states(file.rank)
+    tp = TensorParallel(file.tp_rank, checkpoint.tp.size)
+    return open_model_states(visibility.tag_dir / name, file.rank, world_size=None, tp=tp)
+
+
+def _read(model: ModelStates, executor: Executor) -> bytes:
+    """The ranges of a file that are not payload of parameters alone, one after the other."""
+    offset, nbytes, place = _without_params(model)
+    buffer = np.empty(int(nbytes.sum()), dtype=np.uint8)
+    first = np.zeros_like(offset)
+    table = ReadTable((model.path,), first, offset, first, place, nbytes)
+    read_segments(table, [buffer], executor=host_executor(executor))
+    return buffer.tobytes()
+
+
+def _write(held: int, model: ModelStates, content: bytes) -> None:
+    """Put the ranges where they are in the file; the rest are zeros, which take no memory."""
+    os.ftruncate(held, model.size)
+    view = memoryview(content)
+    for offset, nbytes, place in zip(*(column.tolist() for column in _without_params(model)), strict=True):
+        os.pwrite(held, view[place : place + nbytes], offset)
+
+
+def _without_params(model: ModelStates) -> tuple[Int64Array, Int64Array, Int64Array]:
+    """The ranges that are not payload of parameters alone: their offsets, their bytes, and where they are together."""
+    ranges: list[tuple[int, int]] = []
+    at = 0
+    for begin, nbytes in model.params_alone.tolist():
+        if begin > at:
+            ranges.append((at, begin - at))
+        at = max(at, begin + nbytes)
+    if at < model.size:
+        ranges.append((at, model.size - at))
+    offset, nbytes = np.array(ranges, dtype=np.int64).reshape(-1, 2).T
+    return offset, nbytes, np.cumsum(nbytes) - nbytes
