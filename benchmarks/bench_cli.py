@@ -3,9 +3,9 @@
     python benchmarks/bench_cli.py --out benchmarks/results
 
 One checkpoint (the sample model, 4 ranks), warm in the page cache but in the rows that say "cold". Systems that do the
-same kind of thing are run in turn, in an order that changes from round to round, after a round that is not measured.
-Copies and reshards are each followed by a flush (``sync`` of the file system), which is timed with them. Peak memory is
-the process's own count at its end (RUSAGE_SELF).
+same kind of thing are run in turn, in an order that changes from round to round, after a round that is not measured;
+those that take seconds for each run have fewer rounds. Copies and reshards are each followed by a flush (``sync`` of
+the file system), which is timed with them. Peak memory is the process's own count at its end (RUSAGE_SELF).
 """
 
 from __future__ import annotations
@@ -28,6 +28,14 @@ from meter import touch_free_memory
 from report import REPOSITORY, describe, machine, spread, table
 
 from zeroelastic.testing.sample import write_sample
+
+FEW_ROUNDS = 3
+"""Rounds of a group with a system that takes seconds."""
+
+LONG = {"zero_to_fp32.py", "diff with itself", "plain reading, cold"}
+
+Timed = Callable[[], tuple[float, int | None]]
+"""Runs a system: its seconds, and its peak memory in bytes where that is known."""
 
 PEAK = (
     "import resource, sys\n"
@@ -121,7 +129,7 @@ def measure(directory: Path, *, repeats: int, small: bool) -> dict[str, Any]:
     target = directory / "to"
     threads = len(os.sched_getaffinity(0))
 
-    def flushed(action: Callable[[], tuple[float, int | None]]) -> tuple[float, int | None]:
+    def flushed(action: Timed) -> tuple[float, int | None]:
         """The time of an action and of flushing the file system afterwards."""
         os.sync()
         touch_free_memory(2 * nbytes)
@@ -137,7 +145,7 @@ def measure(directory: Path, *, repeats: int, small: bool) -> dict[str, Any]:
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900, check=True)
         return float(json.loads(done.stdout)["read_seconds"]), None
 
-    def cold(action: Callable[[], tuple[float, int | None]]) -> Callable[[], tuple[float, int | None]]:
+    def cold(action: Timed) -> Timed:
         """The same after the checkpoint was dropped from the page cache."""
 
         def run_cold() -> tuple[float, int | None]:
@@ -149,7 +157,7 @@ def measure(directory: Path, *, repeats: int, small: bool) -> dict[str, Any]:
         return run_cold
 
     limit = "256MiB"
-    groups: list[dict[str, Callable[[], tuple[float, int | None]]]] = [
+    groups: list[dict[str, Timed]] = [
         {
             "cp -r, flushed": lambda: flushed(lambda: run("cp", "-r", src, target)),
             "reshard 4 -> 3, flushed": lambda: flushed(
@@ -175,8 +183,8 @@ def measure(directory: Path, *, repeats: int, small: bool) -> dict[str, Any]:
             "zero_to_fp32.py": lambda: run(sys.executable, "-c", MERGE, src, target),
             "export": lambda: verb("export", src, target, "--max-memory", limit),
         },
+        {"diff with itself": lambda: verb("diff", src, src)},
         {
-            "diff with itself": lambda: verb("diff", src, src),
             "inspect": lambda: verb("inspect", src),
             "plan": lambda: verb("plan", src, "--world-size", 3),
             "--help": lambda: verb("--help"),
@@ -186,7 +194,8 @@ def measure(directory: Path, *, repeats: int, small: bool) -> dict[str, Any]:
     peaks: dict[str, int] = {}
     for group in groups:
         names = list(group)
-        for repeat in range(repeats + 1):
+        rounds = min(repeats, FEW_ROUNDS) if LONG & group.keys() else repeats
+        for repeat in range(rounds + 1):
             for name in names:
                 seconds, peak = group[name]()
                 if target.exists():
@@ -234,8 +243,8 @@ def page(document: dict[str, Any]) -> list[str]:
     for name, values in samples.items():
         least, middle, most = spread(values)
         peak = f"{peaks[name] / 2**20:.0f} MiB" if name in peaks else ""
-        rows.append([name, f"{middle:.2f}", f"{least:.2f} to {most:.2f}", peak])
-    lines += table(["system", "median s", "range", "peak memory"], rows)
+        rows.append([name, f"{middle:.2f}", f"{least:.2f} to {most:.2f}", str(len(values)), peak])
+    lines += table(["system", "median s", "range", "runs", "peak memory"], rows)
     lines += ["", *table(["ratio of medians", "value"], [[name, f"{value:.2f}"] for name, value in ratios.items()])]
     return lines
 

@@ -96,14 +96,18 @@ def build(width: int, layers: int, *, installed: bool, universal: bool = False, 
 
 
 def masters(engine: Any) -> dict[str, str]:
-    """A hash of the master weights of each parameter, which lie where its 16-bit weight lies in the group's buffer."""
+    """A hash of the master weights of each parameter, on rank 0. Collective.
+
+    They lie where the parameter's 16-bit weight lies in the group's buffer.
+    """
     found: dict[str, str] = {}
     optimizer = engine.optimizer
     columns = (optimizer.bit16_groups, optimizer.single_partition_of_fp32_groups, optimizer.bit16_groups_flat)
     for params, own, weights in zip(*columns, strict=True):
-        whole = torch.empty(own.numel() * dist.get_world_size())
-        dist.all_gather(list(whole.split(own.numel())), own.detach())
-        for param in params:
+        first = dist.get_rank() == 0
+        whole = torch.empty(own.numel() * dist.get_world_size() if first else 0)
+        dist.gather(own.detach(), list(whole.split(own.numel())) if first else None)
+        for param in params if first else ():
             begin = (param.data_ptr() - weights.data_ptr()) // weights.element_size()
             values = whole[begin : begin + param.numel()].numpy()
             found[optimizer.param_names[param]] = hashlib.sha256(values).hexdigest()

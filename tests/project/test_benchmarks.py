@@ -72,7 +72,8 @@ def test_one_rank_of_many_runs_the_real_code_and_one_header_reaches_all(tmp_path
     for row, steps in zip(document["headers"], (2, 3), strict=True):
         assert row["steps"] == steps and row["most_copies"] == 8
         assert row["received"]["first"] > row["header_bytes"] > row["received"]["reader"]
-    assert (tmp_path / "nodes.md").read_text().count("\n| ") == 2 * 2 + 2 + 2  # ranks of each size, headers, titles
+    assert [row["rounds"] for row in document["payload"]] == [256, 256]
+    assert (tmp_path / "nodes.md").read_text().count("\n| ") == 2 * 2 + 2 + 2 + 3  # ranks of each size, and titles
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")

@@ -145,7 +145,9 @@ def _rounds(table: Mapping[tuple[int, int], int], world_size: int) -> Iterator[_
     begin = np.zeros_like(left)
     at_once = ROUND_BYTES // _LEAST_BYTES
     while len(left):
-        chosen = np.flatnonzero((_place_among(src) < at_once) & (_place_among(dst) < at_once))
+        chosen = np.arange(len(left))
+        if max(np.bincount(src).max(), np.bincount(dst).max()) > at_once:
+            chosen = np.flatnonzero((_place_among(src) < at_once) & (_place_among(dst) < at_once))
         source, destination = src[chosen], dst[chosen]
         peers = np.maximum(np.bincount(source)[source], np.bincount(destination)[destination])
         nbytes = np.minimum(left[chosen], ROUND_BYTES // peers // ALIGNMENT * ALIGNMENT)
