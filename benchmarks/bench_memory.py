@@ -9,9 +9,10 @@ Blocks of steps with a checkpoint in memory after each step take turns with bloc
 from the disk with its files in the page cache, and from the disk without: at its own speed and, as root, held to that
 of a common cloud disk (``blkio.throttle`` of a control group). All ranks are on one node, which sees all of the
 memory, with states of several sizes; then so on a system that has pages of 4 KiB only, in memory as in the page
-cache; then each rank is on a node of its own, which gets from others what it does not see. For the bounds: plain reads
-of the same files, and as many bytes as a rank receives through one TCP connection of this machine. Needs a quiet
-machine and 20 GB.
+cache; then each rank is on a node of its own, whose disk has the same files as its memory, and gets from others what
+its node does not have (each rank mounts the disk of its node, which takes root). For the bounds: plain reads of the
+same files, and as many bytes as a rank receives through one TCP connection of this machine. Needs a quiet machine and
+20 GB.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import torch.distributed as dist  # noqa: E402
+from nodes import Nodes, can_mount, mount_disk  # noqa: E402
 from report import machine  # noqa: E402
 from training import Job, build_engine, train_step  # noqa: E402
 
@@ -121,11 +123,22 @@ def keep(rows: int, shared: Path, directory: str, nodes: Sequence[int], large_pa
     return sum(path.stat().st_size for path in (Path(directory) / "tag").glob("*.pt")) if dist.get_rank() == 0 else 0
 
 
+def load_on_nodes(rows: int, shared: Path, disks: Nodes, rounds: int) -> dict[str, Any]:
+    """``load`` by ranks on a node each, whose disks have the files that are in their memory."""
+    rank = dist.get_rank()
+    (generation,) = (shared / f"node{rank}").rglob("complete/*")
+    shutil.copytree(generation, disks.disk(rank) / "tag")
+    (disks.disk(rank) / "latest").write_text("tag")
+    mount_disk(disks, rank)
+    return load(rows, shared, disks.path, NODE_EACH, True, rounds)
+
+
 def load(
     rows: int, shared: Path, directory: str, nodes: Sequence[int], large_pages: bool, rounds: int
 ) -> dict[str, Any]:
     """Seconds of resumes from each place, in turns, on the slowest rank, of plain reads, and the bytes received."""
-    use_node(shared, nodes[dist.get_rank()])
+    node = nodes[dist.get_rank()]
+    use_node(shared, node)
     engine = build_engine(job_of(rows).other())
     kinds = [MEMORY, WARM, COLD, *([HELD] if group_of(HELD) else [])]
     pages = None if large_pages else SMALL_PAGE
@@ -133,15 +146,18 @@ def load(
     reads: dict[str, list[float]] = {kind: [] for kind in kinds}
     received = 0
     saved = sorted((Path(directory) / "tag").glob("*.pt"))
-    kept = sorted((shared / "node0").rglob("complete/*/*.pt"))
+    kept = sorted((shared / f"node{node}").rglob("complete/*/*.pt"))
+    sees_own_disk = nodes == NODE_EACH
     for _ in range(rounds + 1):
         for kind in kinds:
             if group := group_of(kind):
                 group.write_text(str(os.getpid()))
-            prepare(kind, saved, pages)
-            reads[kind].append(read_plainly(kept if kind == MEMORY else saved))
-            prepare(kind, saved, pages)
-            use_node(shared if kind == MEMORY else shared / "without", nodes[dist.get_rank()])
+            prepares = kind != MEMORY and (dist.get_rank() == 0 or sees_own_disk)
+            if not sees_own_disk:
+                prepare(kind, saved if prepares else (), pages)
+                reads[kind].append(read_plainly(kept if kind == MEMORY else saved))
+            prepare(kind, saved if prepares else (), pages)
+            use_node(shared if kind == MEMORY else shared / "without", node)
             dist.barrier()
             began = time.perf_counter()
             resumed = resume(engine, directory, strict=False)
@@ -151,20 +167,19 @@ def load(
             assert resumed.report is not None and resumed.report.root_matches
             received = max(received, resumed.report.bytes_received)
     for seconds in (*resumes.values(), *reads.values()):
-        del seconds[0]  # which makes pages
+        del seconds[:1]  # which makes pages
     return {"resumes": resumes, "reads": reads, "bytes_received": received}
 
 
 def prepare(kind: str, saved: Sequence[Path], page_bytes: int | None) -> None:
-    """Take the saved files out of the page cache, or into it, in pages of so many bytes or as the system chooses."""
-    if dist.get_rank() == 0 and kind != MEMORY:
-        for path in saved:
-            if kind != WARM:
-                evict(path)
-            elif page_bytes is None:
-                path.read_bytes()
-            else:
-                write_by_page(path, page_bytes)
+    """Take files out of the page cache, or into it, in pages of so many bytes or as the system chooses. Collective."""
+    for path in saved:
+        if kind != WARM:
+            evict(path)
+        elif page_bytes is None:
+            path.read_bytes()
+        else:
+            write_by_page(path, page_bytes)
     dist.barrier()
 
 
@@ -269,7 +284,8 @@ def page(result: dict[str, Any]) -> str:
         "",
         "## Loads",
         "",
-        "4 -> 3 ranks, seconds. With a node for each rank, what lies on other nodes comes over the (loopback) network. "
+        "4 -> 3 ranks, seconds. With a node for each rank, its disk has the same files as its memory, and what other "
+        "nodes have comes over the (loopback) network. "
         "Large pages are in memory since Linux 6.1 (MADV_COLLAPSE), and in the page cache since 5.18 with XFS and 6.16 "
         "with ext4; with pages of 4 KiB, a system has neither.",
         "",
@@ -328,6 +344,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="of loads")
     parser.add_argument("--out", type=Path)
     chosen = parser.parse_args()
+    if not can_mount():
+        parser.error("takes root: each rank mounts the disk of its node")
     about = machine()
     checkpoints.start_reaper = lambda *args: None  # type: ignore[assignment]
     with (
@@ -355,8 +373,13 @@ def main() -> None:
         loads: list[dict[str, Any]] = []
         for number, (name, nodes, rows) in enumerate([*cases, (SMALL, ONE_NODE, last), (EACH, NODE_EACH, last)]):
             place, run, large_pages = shared / str(number), f"{disk}/{number}", name != SMALL
-            nbytes = pool.run(keep, 4, rows, place, run, nodes, large_pages, timeout=500)[0]
-            found = pool.run(load, 3, rows, place, run, nodes, large_pages, chosen.rounds, timeout=500)[0]
+            disks = Nodes(Path(run))
+            directory = disks.path if name == EACH else run  # memory is found again by the directory of the run
+            nbytes = pool.run(keep, 4, rows, place, directory, nodes, large_pages, timeout=500)[0]
+            if name == EACH:
+                found = pool.run(load_on_nodes, 3, rows, place, disks, chosen.rounds, timeout=500)[0]
+            else:
+                found = pool.run(load, 3, rows, place, run, nodes, large_pages, chosen.rounds, timeout=500)[0]
             loads.append({"ranks": name, "gigabytes": nbytes / 1e9, **found})
             shutil.rmtree(place)
             shutil.rmtree(run)

@@ -54,6 +54,13 @@ def on_nodes(nodes: Nodes, placed: Sequence[int], call: Callable[..., Any], *arg
     rank = dist.get_rank()
     node = placed[rank]
     os.environ["LOCAL_RANK"] = str(list(placed[:rank]).count(node))
+    mount_disk(nodes, node)
+    multicast.FAN_OUT = 1  # ranks send on what they received, as they do where there are many
+    return call(*args, **options)
+
+
+def mount_disk(nodes: Nodes, node: int) -> None:
+    """Let this process, and no other, see the disk of a node at ``nodes.path``."""
     libc = ctypes.CDLL(None, use_errno=True)
 
     def check(result: int) -> None:
@@ -63,8 +70,6 @@ def on_nodes(nodes: Nodes, placed: Sequence[int], call: Callable[..., Any], *arg
     check(libc.unshare(_CLONE_NEWNS))
     check(libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None))
     check(libc.mount(bytes(nodes.disk(node)), nodes.path.encode(), None, _MS_BIND, None))
-    multicast.FAN_OUT = 1  # ranks send on what they received, as they do where there are many
-    return call(*args, **options)
 
 
 class NodeRun:
