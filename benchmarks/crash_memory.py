@@ -10,6 +10,7 @@ most rounds. Then
 
 - the state that it resumed, as DeepSpeed's buffers have it, is that of one step of one moment, by a hash that the job
   wrote down before the checkpoint of that step: never another state, never a mix of two steps,
+- it resumed from memory, unless it started without a node that lives, which was late at the rendezvous,
 - it lost one step at most where it resumed from memory, and never fell back further than the last save on the disk,
 - at the end of the job nothing is left in shared memory.
 """
@@ -92,6 +93,8 @@ def work(directory: Path, kind: str) -> None:
     start = resume(engine, directory / "ckpt", strict=False)
     found = state()
     if rank == 0:
+        for reason in start.passed_over:
+            note(directory / "passed_over", engine.global_steps, start.tier, reason)
         note(directory / "resumes", start.tier, engine.global_steps, found, dist.get_world_size())
     with preemption(engine, directory / "ckpt", saving=every(steps=SAVE_STEPS)) as stop:
         while not stop():
@@ -209,6 +212,8 @@ class Campaign:
         if kill:
             self.counts[f"{lost if lost < 3 else '3 or more'} steps lost, from {tier}"] += 1
         assert tier != "memory" or lost <= 1, f"{lost} steps were lost at a resume of step {step} from memory"
+        late = len(self.cluster.nodes) - int(size)  # one rank on each node
+        assert tier == "memory" or late > 0, f"step {step} was resumed from {tier}, and no node was late"
         assert lost <= SAVE_STEPS + 1, f"{lost} steps were lost at a resume of step {step} from {tier}"
 
     def _reached_before(self, step: str) -> int:
@@ -279,6 +284,7 @@ def campaign(directory: Path, kind: str, *, kills: int, seed: int, failed: Event
         "minutes": round((time.perf_counter() - began) / 60, 1),
         "steps_trained": len(lines(directory / "steps")),
         "outcomes": dict(sorted(run.counts.items())),
+        "passed_over": [" ".join(words) for words in lines(directory / "passed_over")],
     }
 
 
