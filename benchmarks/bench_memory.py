@@ -387,6 +387,7 @@ def main() -> None:
     result = {"about": about, "steps": stall, "loads": loads}
     print(page(result))
     if chosen.out is not None:
+        chosen.out.mkdir(parents=True, exist_ok=True)
         (chosen.out / "memory.json").write_text(json.dumps(result, indent=1) + "\n")
         (chosen.out / "memory.md").write_text(page(result))
 

@@ -368,7 +368,7 @@ def _measure(run: Run, system: System, *, durable: bool, number: int) -> Sample:
     dist.barrier()
     cost = meter.stop()
     del save
-    wrong = tuple(system.check(run, directory)) if number <= 1 else ()
+    wrong = tuple(system.check(run, directory)) if number == 1 else ()
     file_bytes = sum(file.stat().st_size for file in files_below(directory))
     dist.barrier()
     if run.rank == 0:
