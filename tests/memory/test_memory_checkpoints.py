@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -24,6 +25,7 @@ from training import Job, build_engine, gathered, look, train_step
 from zeroelastic.elastic import ElasticDistributedSampler, every, preemption, resume
 from zeroelastic.io.paths import as_path
 from zeroelastic.memory import checkpoints
+from zeroelastic.memory import resume as memory_resume
 from zeroelastic.memory.checkpoints import MemoryCheckpoints
 from zeroelastic.memory.memory_file import MemoryFile
 from zeroelastic.memory.place import Place
@@ -231,6 +233,24 @@ def test_of_two_nodes_that_are_lost_at_once_only_neighbours_cost_what_the_disk_h
     turns = rank_pool.run(run, 3, JOB.other(), directory, shared / "before", [1, 3, 5], 1)
     continued(first[0], turns, 3, tier="directory")
     assert turns[0].start.passed_over == ("step 5 in memory: what rank 0 saved is on no node that is left",)
+
+
+def test_a_start_waits_for_late_nodes_where_an_agent_can_start_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(memory_resume, "time", SimpleNamespace(sleep=slept.append))
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    for variables, seconds in (
+        ({}, []),
+        ({"TORCHELASTIC_RUN_ID": "job"}, [5.0]),
+        ({"TORCHELASTIC_RUN_ID": "job", "ZEROELASTIC_IN_PLACE": "{}"}, []),
+    ):
+        slept.clear()
+        with pytest.MonkeyPatch.context() as environment:
+            environment.delenv("TORCHELASTIC_RUN_ID", raising=False)
+            for name, value in variables.items():
+                environment.setenv(name, value)
+            memory_resume._wait_for_late_nodes()
+        assert slept == seconds
 
 
 @pytest.mark.parametrize("lost", [0, 2, pytest.param(1, marks=pytest.mark.extended)])

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import json
+import random
+import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 from places import ROOT
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from crash_memory import Campaign, lines
 
 
 @pytest.mark.extended
@@ -19,6 +27,36 @@ def test_a_job_with_checkpoints_in_memory_goes_on_after_kills() -> None:
     result = json.loads(done.stdout)
     assert result["kills"] == 3 and result["files_left_in_memory"] == 0
     assert sum(count for what, count in result["outcomes"].items() if what.startswith("resumed from memory")) >= 2
+
+
+@pytest.mark.extended
+@pytest.mark.timeout(300)
+def test_a_node_that_is_late_at_the_rendezvous_costs_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of three nodes dies while another's agent is stopped: the third starts alone, without what only these had."""
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    monkeypatch.setenv("ZEROELASTIC_MEMORY_DIR", str(memory))
+    job = Campaign(tmp_path, "copies", random.Random(0))
+    until, nodes = time.monotonic() + 120, list(job.cluster.nodes)
+    try:
+        job.cluster.reach("three ranks", until, lambda: lines(tmp_path / "resumes")[-1][3] == "3")
+        begun = len(lines(tmp_path / "steps"))
+        job.cluster.reach("three steps", until, lambda: len(lines(tmp_path / "steps")) >= begun + 3)
+        _, late, lost = nodes
+        late.agent.send_signal(signal.SIGSTOP)
+        job.cluster.nodes.remove(lost)
+        lost.kill()
+        reached = int(lines(tmp_path / "steps")[-1][0])
+        before = len(lines(tmp_path / "resumes"))
+        log = tmp_path / "node0.log"
+        job.cluster.reach("a start without it", until, lambda: "nodes that may be late" in log.read_text())
+        late.agent.send_signal(signal.SIGCONT)
+        job.cluster.reach("the next start", until, lambda: len(lines(tmp_path / "resumes")) > before)
+    finally:
+        job.close()
+    tier, step, found, size = lines(tmp_path / "resumes")[before]
+    assert (tier, size) == ("memory", "2") and reached - int(step) <= 1
+    assert found in [state for number, state in lines(tmp_path / "steps") if number == step]
 
 
 def test_the_committed_campaign_has_so_many_kills() -> None:

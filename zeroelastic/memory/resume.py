@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,6 +25,7 @@ from zeroelastic.deepspeed.engine_state import lineage_of
 from zeroelastic.deepspeed.install.wrappers import loading_strictly
 from zeroelastic.distributed.collective import all_gather, all_or_raise, broadcast_or_raise
 from zeroelastic.errors import CheckpointError, SaveError, UnreadableError, finding, rank_list
+from zeroelastic.in_place import VARIABLE as IN_PLACE
 from zeroelastic.io.paths import FilePath
 from zeroelastic.memory.generation import MemoryNote, RunPlace, lacking
 from zeroelastic.memory.place import Place
@@ -35,6 +38,9 @@ T = TypeVar("T")
 
 _MAX_ATTEMPTS = 3
 """How often the job may die while it loads one generation before that is left out."""
+
+_LATE_NODES_S = 5.0
+"""How long a start waits for nodes that were late at the rendezvous before it goes back to the disk."""
 
 
 @dataclass(frozen=True)
@@ -52,13 +58,20 @@ class Generation:
         return {name: size for files in self.on_nodes.values() for name, size in files.items()}
 
     @cached_property
-    def problem(self) -> str | None:
-        """Why it cannot be loaded, or None."""
+    def lost(self) -> str | None:
+        """What of it no node of this start has and none can make again, or None."""
         if RECORD_NAME not in self.seen:
             return "its commit record is on no node that is left"
-        lost = lacking(self.note, self.seen)
-        if lost and not rebuildable(self.note, self.seen):
-            return f"what {rank_list(lost)} saved is on no node that is left"
+        ranks = lacking(self.note, self.seen)
+        if ranks and not rebuildable(self.note, self.seen):
+            return f"what {rank_list(ranks)} saved is on no node that is left"
+        return None
+
+    @cached_property
+    def problem(self) -> str | None:
+        """Why it cannot be loaded, or None."""
+        if self.lost is not None:
+            return self.lost
         if self.attempts >= _MAX_ATTEMPTS:
             return f"the job died {self.attempts} times while it was loaded"
         return None
@@ -138,6 +151,8 @@ class MemoryTier:
             passed.append(f"{name}: {problem}")
             if dist.get_rank() == 0:
                 logger.warning("passed over %s: %s", name, problem)
+        if any(generation.lost for generation in generations):
+            _wait_for_late_nodes()
         return None, tuple(passed)
 
     def keep_only(self, tag: str | None) -> None:
@@ -178,6 +193,19 @@ class MemoryTier:
     def _forget_attempts(self) -> None:
         with suppress(OSError):
             self._attempts_path().unlink(missing_ok=True)
+
+
+def _wait_for_late_nodes() -> None:
+    """Give the agent time to start this process again, with a node that lives and has what is lacking.
+
+    Where nodes that were late wait at the rendezvous, torchrun ends all workers and starts them with those. Without a
+    torchrun that starts workers again, there is nothing to wait for.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ or IN_PLACE in os.environ:
+        return
+    if dist.get_rank() == 0:
+        logger.warning("waiting %.0f s for nodes that may be late: they may have what was lost", _LATE_NODES_S)
+    time.sleep(_LATE_NODES_S)
 
 
 def _hash(note: MemoryNote) -> str:
