@@ -27,6 +27,7 @@ from typing import Any
 from meter import touch_free_memory
 from report import REPOSITORY, describe, machine, spread, table
 
+from zeroelastic.checkpoint.commit_record import RECORD_NAME
 from zeroelastic.testing.sample import write_sample
 
 FEW_ROUNDS = 3
@@ -123,7 +124,8 @@ def measure(directory: Path, *, repeats: int, small: bool) -> dict[str, Any]:
     hidden, layers = (64, 2) if small else (1536, 8)
     write_sample(src, world_size=4, steps=[1], hidden=hidden, layers=layers, sub_group_size=50_000_000)
     rigid = directory / "rigid"
-    write_sample(rigid, world_size=4, steps=[1], hidden=hidden, layers=layers, format="rigid", record=False)
+    verb("reshard", src, rigid, "-n", 4, "--format", "rigid")
+    (rigid / "global_step1" / RECORD_NAME).unlink()
     files = sorted((src / "global_step1").glob("*.pt"))
     nbytes = sum(path.stat().st_size for path in files)
     target = directory / "to"

@@ -334,12 +334,13 @@ TITLES = {system.name: system.title for system in SYSTEMS}
 
 
 def measure(job: Job, names: Sequence[str], rounds: int) -> tuple[dict[str, int], list[Sample]]:
-    """The state's size, and this rank's samples in interleaved rounds; every system is run once before."""
+    """The state's size, and this rank's samples in interleaved rounds; systems that are not long run once before."""
     run = Run(job)
     fill_with_noise(run)
     chosen = [system for system in SYSTEMS if system.name in names]
     for system in chosen:
-        _measure(run, system, durable=False, number=0)
+        if not system.long:
+            _measure(run, system, durable=False, number=0)
     samples = []
     for number in range(1, rounds + 1):
         turn = (number - 1) % len(chosen)

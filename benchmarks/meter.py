@@ -172,8 +172,22 @@ def warm_up(paths: Iterable[Path]) -> None:
     buffer = bytearray(_READ_BYTES)
     for path in paths:
         with open(path, "rb", buffering=0) as file:
-            while file.readinto(buffer):
-                pass
+            if not _is_cached(file.fileno()):
+                while file.readinto(buffer):
+                    pass
+
+
+def _is_cached(descriptor: int) -> bool:
+    """Whether the page cache has all of a file."""
+    nbytes = os.fstat(descriptor).st_size
+    if nbytes == 0:
+        return True
+    pages = (ctypes.c_ubyte * -(-nbytes // mmap.PAGESIZE))()
+    with mmap.mmap(descriptor, nbytes, flags=mmap.MAP_PRIVATE) as memory:
+        first = ctypes.c_char.from_buffer(memory)
+        failed = ctypes.CDLL(None).mincore(ctypes.byref(first), ctypes.c_size_t(nbytes), pages)
+        del first
+    return not failed and all(page & 1 for page in bytes(pages))
 
 
 def touch_free_memory(nbytes: int) -> None:
