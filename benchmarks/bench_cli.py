@@ -34,6 +34,7 @@ FEW_ROUNDS = 3
 """Rounds of a group with a system that takes seconds."""
 
 LONG = {"zero_to_fp32.py", "diff with itself", "plain reading, cold"}
+"""Systems that take seconds."""
 
 Timed = Callable[[], tuple[float, int | None]]
 """Runs a system: its seconds, and its peak memory in bytes where that is known."""

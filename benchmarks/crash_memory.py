@@ -161,7 +161,7 @@ class Campaign:
         if len(self.cluster.nodes) < 3 or (len(self.cluster.nodes) < 4 and self.chance.random() < 0.3):
             reached = self._last_step()
             self.cluster.add()
-            self._check(reached, kill=False)
+            self._check(reached, kill=False, newcomers=1)
         return True
 
     def close(self) -> None:
@@ -199,7 +199,7 @@ class Campaign:
         self._check(0, kill=False)
         return True
 
-    def _check(self, reached: int, *, kill: bool = True) -> None:
+    def _check(self, reached: int, *, kill: bool = True, newcomers: int = 0) -> None:
         tier, step, found, size = self._resumed("the next start")
         kept = dict(lines(self.directory / "steps"))  # the last hash of each step
         assert found in [state for number, state in lines(self.directory / "steps") if number == step], (
@@ -212,7 +212,7 @@ class Campaign:
         if kill:
             self.counts[f"{lost if lost < 3 else '3 or more'} steps lost, from {tier}"] += 1
         assert tier != "memory" or lost <= 1, f"{lost} steps were lost at a resume of step {step} from memory"
-        late = len(self.cluster.nodes) - int(size)  # one rank on each node
+        late = len(self.cluster.nodes) - newcomers - int(size)  # one rank on each node; newcomers have nothing to miss
         assert tier == "memory" or late > 0, f"step {step} was resumed from {tier}, and no node was late"
         assert lost <= SAVE_STEPS + 1, f"{lost} steps were lost at a resume of step {step} from {tier}"
 

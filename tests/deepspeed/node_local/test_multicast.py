@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch.distributed as dist
 
+from zeroelastic.deepspeed.node_local import all_to_all
 from zeroelastic.deepspeed.node_local import multicast as multicast_module
 from zeroelastic.deepspeed.node_local.multicast import FAN_OUT, Request, multicast, tree_steps
 from zeroelastic.testing import RankPool
@@ -32,34 +35,50 @@ def test_nothing_that_is_asked_for_takes_no_step() -> None:
     assert not list(tree_steps({}, FAN_OUT)) and not list(tree_steps({Request(0, "own"): []}, FAN_OUT))
 
 
-def ask(failing: int | None) -> tuple[dict[str, bytes], list[str], int, int] | str:
+class Asked(NamedTuple):
+    """What one rank got and was asked to read, or the error of it."""
+
+    content: dict[str, bytes]
+    read: list[str]
+    sent: int
+    received: int
+    error: str = ""
+
+
+def ask(failing: int | None) -> Asked:
     """What rank 0 of 4 sends to the others through one of them, and what rank 3 sends to itself."""
     multicast_module.FAN_OUT = 1
-    rank, asked = dist.get_rank(), []
+    all_to_all.ROUND_BYTES, all_to_all._LEAST_BYTES = 4096, 4096  # several rounds in each step
+    rank, asked = dist.get_rank(), list[str]()
 
-    def read(names: list[str]) -> dict[str, bytes]:
+    def read(names: Sequence[str]) -> dict[str, bytes]:
         asked.extend(names)
         if rank == failing:
             raise OSError("the disk is gone")
-        return {name: f"{name} of {rank}".encode() * 1000 for name in names}
+        return {name: content_of(name, rank) for name in names}
 
-    requests = [Request(0, "a")] if rank else []
-    requests += [Request(3, "b")] if rank == 3 else []
+    requests = [Request(0, "a"), Request(0, "b")] if rank else []
+    requests += [Request(3, "c")] if rank == 3 else []
     try:
-        arrived = multicast(requests, read)  # type: ignore[arg-type]
+        answers = multicast(requests, read)
     except Exception as error:
-        return str(error)
-    return dict(arrived.content), asked, arrived.sent, arrived.received
+        return Asked({}, asked, 0, 0, str(error))
+    return Asked({name: bytes(data) for name, data in answers.content.items()}, asked, answers.sent, answers.received)
+
+
+def content_of(name: str, rank: int) -> bytes:
+    """Of a length that is no multiple of anything."""
+    return f"{name} of {rank}".encode() * 1501
 
 
 def test_ranks_send_on_what_they_received(rank_pool: RankPool) -> None:
-    results = rank_pool.run(ask, 4, None)
-    a, b = b"a of 0" * 1000, b"b of 3" * 1000
-    contents, asked, sent, received = zip(*results, strict=True)
-    assert contents == ({}, {"a": a}, {"a": a}, {"a": a, "b": b})
-    assert asked == (["a"], [], [], ["b"])
-    assert sent[:3] == received[1:] and sent[3] == received[0] == 0 and min(sent[:3]) > len(a)
+    found = rank_pool.run(ask, 4, None)
+    both = {name: content_of(name, 0) for name in ("a", "b")}
+    assert [one.content for one in found] == [{}, both, both, {**both, "c": content_of("c", 3)}]
+    assert [one.read for one in found] == [["a", "b"], [], [], ["c"]]
+    assert [one.sent for one in found[:3]] == [one.received for one in found[1:]]
+    assert found[3].sent == found[0].received == 0 and found[0].sent >= sum(map(len, both.values()))
 
 
 def test_every_rank_raises_what_a_reader_raised(rank_pool: RankPool) -> None:
-    assert all("the disk is gone" in said for said in rank_pool.run(ask, 4, 0, timeout=60))  # type: ignore[operator]
+    assert all("the disk is gone" in one.error for one in rank_pool.run(ask, 4, 0, timeout=60))

@@ -36,7 +36,20 @@ def module_file(
         yield _local(model), RelayCost()
         return
     is_remote = visibility.in_store or model.path.name in visibility.remote_files
-    requests = [Request(visibility.reader(model.path.name), model.path.name)] if is_remote else []
+    held = os.memfd_create(model.path.name, os.MFD_CLOEXEC) if is_remote else None
+    try:
+        cost = _fetch(visibility, checkpoint, model, held, executor)
+        yield _local(model) if held is None else f"/proc/self/fd/{held}", cost
+    finally:
+        if held is not None:
+            os.close(held)
+
+
+def _fetch(
+    visibility: FileVisibility, checkpoint: Checkpoint, model: ModelStates, held: int | None, executor: Executor
+) -> RelayCost:
+    """Read module states for others, and fill ``held`` with what another has read, if it is given. Collective."""
+    requests = [] if held is None else [Request(visibility.reader(model.path.name), model.path.name)]
     read: dict[FilePath, int] = {}
 
     def content(names: Sequence[str]) -> dict[str, bytes]:
@@ -47,15 +60,9 @@ def module_file(
             read[asked.path] = len(found[name])
         return found
 
-    arrived = multicast(requests, content)
-    cost = RelayCost(sum(read.values()), tuple(read), arrived.sent, arrived.received)
-    held = os.memfd_create(model.path.name, os.MFD_CLOEXEC) if is_remote else -1
-    try:
-        all_or_raise(lambda: _write(held, model, arrived.content[model.path.name]) if is_remote else None)
-        yield f"/proc/self/fd/{held}" if is_remote else _local(model), cost
-    finally:
-        if is_remote:
-            os.close(held)
+    answers = multicast(requests, content)
+    all_or_raise(lambda: None if held is None else _write(held, model, answers.content[model.path.name]))
+    return RelayCost(sum(read.values()), tuple(read), answers.sent, answers.received)
 
 
 def _local(model: ModelStates) -> str:
@@ -83,7 +90,7 @@ def _read(model: ModelStates, executor: Executor) -> bytes:
     return buffer.tobytes()
 
 
-def _write(held: int, model: ModelStates, content: bytes) -> None:
+def _write(held: int, model: ModelStates, content: bytes | bytearray) -> None:
     """Put the ranges where they are in the file; the rest are zeros, which take no memory."""
     os.ftruncate(held, model.size)
     view = memoryview(content)

@@ -6,14 +6,17 @@ sends it to the first that ask, which send it on, and so forth: the steps grow w
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
+import numpy as np
 import torch.distributed as dist
 
-from zeroelastic.deepspeed.node_local.all_to_all import all_to_all_bytes
-from zeroelastic.distributed.collective import all_gather, all_or_raise
+from zeroelastic.core.digest import ByteArray
+from zeroelastic.deepspeed.node_local.all_to_all import Piece, TransferCost, all_to_all_stream
+from zeroelastic.deepspeed.node_local.row_stream import RowStream
+from zeroelastic.distributed.collective import all_gather, all_gather_of_or_raise, all_or_raise
 
 FAN_OUT = 8
 """A rank sends one content to at most so many others."""
@@ -34,39 +37,81 @@ class Hop(NamedTuple):
     request: Request
 
 
-class Arrived(NamedTuple):
+class Answers(NamedTuple):
     """What a rank asked for, by name, and the bytes that it sent and received."""
 
-    content: Mapping[str, bytes]
+    content: Mapping[str, bytes | bytearray]
     sent: int
     received: int
 
 
-def multicast(requests: Sequence[Request], read: Callable[[Sequence[str]], Mapping[str, bytes]]) -> Arrived:
+def multicast(requests: Sequence[Request], read: Callable[[Sequence[str]], Mapping[str, bytes]]) -> Answers:
     """What this rank asks for; each name is asked of one reader, which may be the rank itself. Collective.
 
     ``read`` is called once, with the names that are asked of this rank. Raises on every rank what it raises on any.
-    Memory: twice what this rank reads or asks for.
+    Memory: what this rank reads or asks for, and the buffers of ``all_to_all_stream``.
     """
     rank = dist.get_rank()
     askers: dict[Request, list[int]] = {}
     for asker, asked in enumerate(all_gather(tuple(requests))):
         for request in asked:
             askers.setdefault(request, []).extend([asker] if asker != request.reader else [])
-    content = all_or_raise(lambda: dict(read([request.name for request in askers if request.reader == rank])))
-    num_sent = num_received = 0
+    asked_here = [request.name for request in askers if request.reader == rank]
+    own, lengths = all_gather_of_or_raise(
+        lambda: read(asked_here), lambda found: {name: len(data) for name, data in found.items()}
+    )
+    content: dict[str, bytes | bytearray] = {**own}
+    for request in requests:
+        if request.reader != rank:
+            content[request.name] = bytearray(lengths[request.reader][request.name])
+    sent = received = 0
     for hops in tree_steps(askers, FAN_OUT):
-        outgoing: dict[int, dict[str, bytes]] = {}
-        for hop in hops:
-            if hop.src == rank:
-                outgoing.setdefault(hop.dst, {})[hop.request.name] = content[hop.request.name]
-        messages = {dst: pickle.dumps(sent) for dst, sent in outgoing.items()}
-        arrived = all_to_all_bytes(messages)
-        for data in arrived.values():
-            content.update(pickle.loads(data))
-        num_sent += sum(map(len, messages.values()))
-        num_received += sum(map(len, arrived.values()))
-    return Arrived({request.name: content[request.name] for request in requests}, num_sent, num_received)
+        outgoing, incoming = _streams(hops, rank, lengths)
+        cost = all_or_raise(partial(_send, outgoing, incoming, content))
+        sent, received = sent + cost.sent, received + cost.received
+    return Answers({request.name: content[request.name] for request in requests}, sent, received)
+
+
+Streams = dict[int, tuple[list[str], RowStream]]
+"""By peer, the names of the contents on the way to it or from it, and where each is in the stream."""
+
+
+def _streams(hops: Sequence[Hop], rank: int, lengths: Sequence[Mapping[str, int]]) -> tuple[Streams, Streams]:
+    """What this rank sends in a step, and what it receives."""
+    found: tuple[dict[int, list[Request]], dict[int, list[Request]]] = ({}, {})
+    for hop in hops:
+        if hop.src == rank:
+            found[0].setdefault(hop.dst, []).append(hop.request)
+        if hop.dst == rank:
+            found[1].setdefault(hop.src, []).append(hop.request)
+
+    def stream(requests: Sequence[Request]) -> tuple[list[str], RowStream]:
+        rows = [(number, 0, lengths[request.reader][request.name]) for number, request in enumerate(requests)]
+        return [request.name for request in requests], RowStream.of(np.array(rows, dtype=np.int64))
+
+    outgoing, incoming = ({peer: stream(requests) for peer, requests in side.items()} for side in found)
+    return outgoing, incoming
+
+
+def _send(outgoing: Streams, incoming: Streams, content: Mapping[str, bytes | bytearray]) -> TransferCost:
+    """One step: send contents, and fill those that come. Collective."""
+
+    def parts(streams: Streams, pieces: Sequence[Piece]) -> Iterator[tuple[ByteArray, int, int]]:
+        for piece in pieces:
+            names, stream = streams[piece.peer]
+            for row, skip, nbytes, at in zip(*(column.tolist() for column in stream.cut(piece)), strict=True):
+                data = np.frombuffer(content[names[row]], dtype=np.uint8)
+                yield data[skip : skip + nbytes], at, nbytes
+
+    def fill(pieces: Sequence[Piece], buffer: ByteArray) -> None:
+        for data, at, nbytes in parts(outgoing, pieces):
+            buffer[at : at + nbytes] = data
+
+    def take(pieces: Sequence[Piece], buffer: ByteArray) -> None:
+        for data, at, nbytes in parts(incoming, pieces):
+            data[:] = buffer[at : at + nbytes]
+
+    return all_to_all_stream({peer: stream.nbytes for peer, (_, stream) in outgoing.items()}, fill, take)
 
 
 def tree_steps(askers: Mapping[Request, Sequence[int]], fan_out: int) -> Iterator[list[Hop]]:

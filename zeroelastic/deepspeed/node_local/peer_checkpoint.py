@@ -45,8 +45,8 @@ class _Headers:
         """Parse the wanted headers of files that other ranks see, and send theirs to other ranks. Collective."""
         remote = [name for name in wanted if name in self.listing.remote_files]
         requests = [Request(self.visibility.reader(name), name) for name in remote]
-        arrived = multicast(requests, self.content)
-        all_or_raise(partial(self.take, arrived.content))
+        answers = multicast(requests, self.content)
+        all_or_raise(partial(self.take, answers.content))
 
     def content(self, names: Sequence[str]) -> dict[str, bytes]:
         """What parsing these headers reads, by file name, for ranks that do not see the files."""
@@ -67,9 +67,9 @@ class _Headers:
                 file.close()
             self.recorded[name] = (file.size, file.ranges)
 
-    def take(self, arrived: Mapping[str, bytes]) -> None:
+    def take(self, answers: Mapping[str, bytes | bytearray]) -> None:
         """Parse headers that others have read."""
-        for name, content in arrived.items():
+        for name, content in answers.items():
             size, ranges = pickle.loads(content)
             self.parse(name, ReceivedFile(self.visibility.tag_dir / name, size, ranges))
 
