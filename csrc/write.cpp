@@ -103,31 +103,38 @@ std::vector<size_t> in_turn(const std::vector<Unit>& units) {
 
 int32_t write_segments(const ze_table& table, const ze_buffers& src, const ze_files& dst,
                        const ze_digest* digest, const ze_options& options, uint32_t* crc32, ze_error* error) {
-    if (!check_table(table, src.count, src.nbytes, dst.count, nullptr, digest, options.cast, error)) {
+    OpenFiles files(dst, O_WRONLY, ZE_DESTINATION);
+    Progress progress(options);
+    const int32_t code =
+        write_open_segments(table, src, &files, dst.count, digest, options, &progress, crc32, error);
+    return code != ZE_OK || progress.finish(error) ? code : error->code;
+}
+
+int32_t write_open_segments(const ze_table& table, const ze_buffers& src, OpenFiles* files, int64_t num_files,
+                            const ze_digest* digest, const ze_options& options, Progress* progress,
+                            uint32_t* crc32, ze_error* error) {
+    if (!check_table(table, src.count, src.nbytes, num_files, nullptr, digest, options.cast, error)) {
         return error->code;
     }
     const std::vector<int64_t> order = file_order(table, table.dst, table.dst_offset);
     const std::vector<Unit> units = make_units(
         table, order, table.dst, choose_unit_bytes(total_bytes(table), options.threads, kUnitBytes),
         options.cast == ZE_CAST_NONE ? table.dst_offset : nullptr);
-    OpenFiles files(dst, O_WRONLY, ZE_DESTINATION);
-    for (const Unit& unit : units) files.expect(unit.file);
+    for (const Unit& unit : units) files->expect(unit.file);
     const std::vector<size_t> turns = in_turn(units);
-    Progress progress(options);
-    const Write write{table, order, src, digest, options.cast, options.sync != 0, &progress};
+    const Write write{table, order, src, digest, options.cast, options.sync != 0, progress};
     Checksums checksums(table, options.cast, crc32, units.size());
     const int32_t code =
-        run_units(units.size(), options.threads, &progress, error, [&](int, size_t index, ze_error* reason) {
+        run_units(units.size(), options.threads, progress, error, [&](int, size_t index, ze_error* reason) {
             const Unit& unit = units[turns[index]];
-            const int fd = files.acquire(unit.file, reason);
+            const int fd = files->acquire(unit.file, reason);
             if (fd < 0) return false;
             Checksums::OfUnit sums(&checksums, turns[index]);
             return write_unit(write, unit, fd, &sums, reason) &&
-                   files.release(unit.file, options.sync != 0, reason);
+                   files->release(unit.file, options.sync != 0, reason);
         });
-    if (code != ZE_OK) return code;
-    checksums.join();
-    return progress.finish(error) ? ZE_OK : error->code;
+    if (code == ZE_OK) checksums.join();
+    return code;
 }
 
 }  // namespace zeroelastic

@@ -374,6 +374,36 @@ class DeviceTotals {
     std::vector<uint64_t> values_;
 };
 
+// A plan that is made, run and waited for; `digest->totals` is host memory.
+int32_t run_once(const ze_table* table, const ze_buffers* src, const ze_buffers* dst, const ze_digest* digest,
+                 int32_t cast, int32_t device, void* stream, ze_error* error) {
+    *error = ze_error{};
+    const zeroelastic::OnDevice on(device);
+    if (on.status() != cudaSuccess) return fail(ZE_INTERNAL, on.status(), -1, error);
+    try {
+        DeviceTotals totals;
+        ze_digest on_device{};
+        if (digest != nullptr) {
+            const cudaError_t status = totals.make(digest->num_streams);
+            if (status != cudaSuccess) return fail(ZE_INTERNAL, status, -1, error);
+            on_device = *digest;
+            on_device.totals = totals.data();
+        }
+        ze_cuda_plan* made = nullptr;
+        int32_t code = ze_cuda_plan_create(table, src, dst, digest == nullptr ? nullptr : &on_device, cast,
+                                           device, &made, error);
+        if (code != ZE_OK) return code;
+        const std::unique_ptr<ze_cuda_plan> plan(made);
+        code = ze_cuda_plan_run(plan.get(), stream, error);
+        if (code != ZE_OK) return code;
+        cudaError_t status = cudaStreamSynchronize(static_cast<cudaStream_t>(stream));
+        if (status == cudaSuccess && digest != nullptr) status = totals.add_to(digest->totals);
+        return status == cudaSuccess ? ZE_OK : fail(ZE_INTERNAL, status, -1, error);
+    } catch (const std::bad_alloc&) {
+        return fail(ZE_NO_MEMORY, 0, -1, error);
+    }
+}
+
 }  // namespace
 
 extern "C" {
@@ -487,31 +517,12 @@ void ze_cuda_plan_destroy(ze_cuda_plan* plan) {
 int32_t ze_cuda_copy_segments(const ze_table* table, const ze_buffers* src, const ze_buffers* dst,
                               const ze_digest* digest, const ze_options* options, int32_t device,
                               void* stream, ze_error* error) {
-    *error = ze_error{};
-    const zeroelastic::OnDevice on(device);
-    if (on.status() != cudaSuccess) return fail(ZE_INTERNAL, on.status(), -1, error);
-    try {
-        DeviceTotals totals;
-        ze_digest on_device{};
-        if (digest != nullptr) {
-            const cudaError_t status = totals.make(digest->num_streams);
-            if (status != cudaSuccess) return fail(ZE_INTERNAL, status, -1, error);
-            on_device = *digest;
-            on_device.totals = totals.data();
-        }
-        ze_cuda_plan* made = nullptr;
-        int32_t code = ze_cuda_plan_create(table, src, dst, digest == nullptr ? nullptr : &on_device,
-                                           options->cast, device, &made, error);
-        if (code != ZE_OK) return code;
-        const std::unique_ptr<ze_cuda_plan> plan(made);
-        code = ze_cuda_plan_run(plan.get(), stream, error);
-        if (code != ZE_OK) return code;
-        cudaError_t status = cudaStreamSynchronize(static_cast<cudaStream_t>(stream));
-        if (status == cudaSuccess && digest != nullptr) status = totals.add_to(digest->totals);
-        return status == cudaSuccess ? ZE_OK : fail(ZE_INTERNAL, status, -1, error);
-    } catch (const std::bad_alloc&) {
-        return fail(ZE_NO_MEMORY, 0, -1, error);
-    }
+    return run_once(table, src, dst, digest, options->cast, device, stream, error);
+}
+
+int32_t ze_cuda_sum_segments(const ze_table* table, const ze_buffers* src, const ze_digest* digest,
+                             int32_t device, void* stream, ze_error* error) {
+    return run_once(table, src, nullptr, digest, ZE_CAST_NONE, device, stream, error);
 }
 
 }  // extern "C"

@@ -1,5 +1,5 @@
 // The C interface of the CUDA engine: the table of zeroelastic.h, run between device buffers in one launch,
-// or from files into device buffers.
+// or between files and device buffers.
 //
 // A plan is made once: rows are checked, cut into tasks of one warp each, and uploaded. It holds addresses,
 // so it is valid as long as the buffers are, and can be run any number of times, on any stream of its device.
@@ -37,6 +37,18 @@ ZE_API void ze_cuda_plan_destroy(ze_cuda_plan* plan);
 ZE_API int32_t ze_cuda_copy_segments(const ze_table* table, const ze_buffers* src, const ze_buffers* dst,
                                      const ze_digest* digest, const ze_options* options, int32_t device,
                                      void* stream, ze_error* error);
+
+// The digests of device memory: rows have no destinations. What is said of copies holds.
+ZE_API int32_t ze_cuda_sum_segments(const ze_table* table, const ze_buffers* src, const ze_digest* digest,
+                                    int32_t device, void* stream, ze_error* error);
+
+// device memory -> files that exist, through the pinned memory of ze_cuda_read_segments. Runs on `stream` of
+// `device`, after what is enqueued there already, and returns when all is written, or when nothing uses the
+// memory after a failure. `digest->totals` and `crc32`, which may be null, are host memory; a conversion is
+// made on the host.
+ZE_API int32_t ze_cuda_write_segments(const ze_table* table, const ze_buffers* src, const ze_files* dst,
+                                      const ze_digest* digest, const ze_options* options, int32_t device,
+                                      void* stream, uint32_t* crc32, ze_error* error);
 
 // files -> device memory, through at most 48 MiB of pinned host memory that is kept for the next call. Runs
 // on `stream` of `device`, after what is enqueued there already, and returns when the memory is filled, or

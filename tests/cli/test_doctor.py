@@ -236,7 +236,12 @@ def test_build_cuda_compiles_the_engine_into_the_installed_package(quick: Path, 
     assert cuda["state"] == "usable" and cuda["path"] == str(copy / "zeroelastic/_cuda.so")
     arguments = (tmp_path / "bin/nvcc.arguments").read_text().split()
     compiled = {argument for argument in arguments if argument.startswith("csrc/")}
-    assert {"csrc/cuda/segments.cu", "csrc/cuda/device_read.cpp", "csrc/read.cpp"} < compiled
+    assert {
+        "csrc/cuda/segments.cu",
+        "csrc/cuda/device_read.cpp",
+        "csrc/cuda/device_write.cpp",
+        "csrc/read.cpp",
+    } < compiled
     assert "csrc/api.cpp" not in compiled and "-shared" in arguments
     assert done.stderr.startswith("/") and "segments.cu" in done.stderr, "the command is shown while it runs"
     for _ in range(2):  # what is built again is listed once

@@ -6,7 +6,6 @@ needs neither DeepSpeed nor more than one device.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import shutil
@@ -19,13 +18,15 @@ import numpy as np
 import pytest
 import torch
 from engines import REPOSITORY, Engine, open_engine
+from fake_gpu import open_fake_gpu, to_fake_gpu
 
 from zeroelastic.checkpoint.extents import TensorExtents
-from zeroelastic.core.digest import digest_range
+from zeroelastic.core.digest import digest_range, stream_seed
 from zeroelastic.core.layout import Param, layout_from_sub_groups
 from zeroelastic.core.plan import make_plan
 from zeroelastic.deepspeed import fill as fill_module
 from zeroelastic.deepspeed.fill import Target, fill
+from zeroelastic.deepspeed.live.digests import LivePiece, digest_pieces
 from zeroelastic.errors import CheckpointError, ConfigError, UnsupportedError
 from zeroelastic.executors import cuda_executor, dispatch, torch_executor
 from zeroelastic.executors.build_info import describe_build
@@ -34,10 +35,16 @@ from zeroelastic.executors.dispatch import (
     CopyTable,
     DeviceBuffer,
     DigestRows,
+    MemoryRanges,
     ReadTable,
     copy_segments,
     read_segments,
+    sum_segments,
+    write_segments,
 )
+from zeroelastic.torch_file import save
+from zeroelastic.torch_file.save import write_torch_file
+from zeroelastic.torch_file.skeleton import DigestRange
 
 CUDA = describe_build("cuda")
 built = pytest.mark.skipif(not CUDA.usable, reason=f"the CUDA engine is not built: {CUDA.reason}")
@@ -49,6 +56,18 @@ def segment(src_offset: int, dst_offset: int, nbytes: int) -> CopyTable:
 
 def read_table(path: Path, rows: CopyTable) -> ReadTable:
     return ReadTable((path,), rows.src, rows.src_offset, rows.dst, rows.dst_offset, rows.nbytes)
+
+
+def memory_ranges(nbytes: list[int]) -> MemoryRanges:
+    """Each buffer whole."""
+    number = np.arange(len(nbytes), dtype=np.int64)
+    return MemoryRanges(number, np.zeros_like(number), np.array(nbytes, dtype=np.int64))
+
+
+def digests_of(itemsizes: list[int]) -> DigestRows:
+    """A digest of its own for each row."""
+    number = np.arange(len(itemsizes), dtype=np.int64)
+    return DigestRows(number.astype(np.uint64) + 5, number, number * 77, np.array(itemsizes, dtype=np.int64))
 
 
 # --- the library ----------------------------------------------------------------------------------------------------
@@ -94,6 +113,10 @@ def test_the_library_loads_without_a_gpu_and_says_what_made_it(tmp_path: Path) -
         read_segments(read_table(path, segment(0, 0, 8)), [DeviceBuffer(4096, 8)], executor="cuda")
     with pytest.raises(UnsupportedError, match="the CUDA engine failed"):
         copy_segments(segment(0, 0, 8), [DeviceBuffer(4096, 8)], [DeviceBuffer(8192, 8)], executor="cuda")
+    with pytest.raises(UnsupportedError, match="the CUDA engine failed"):
+        write_segments(segment(0, 0, 8), [DeviceBuffer(4096, 8)], [path], executor="cuda")
+    with pytest.raises(UnsupportedError, match="the CUDA engine failed"):
+        sum_segments(memory_ranges([8]), [DeviceBuffer(4096, 8)], digest=digests_of([1]), executor="cuda")
 
 
 def test_a_plan_runs_any_number_of_times_and_adds_to_its_digests() -> None:
@@ -116,30 +139,14 @@ def test_a_plan_runs_any_number_of_times_and_adds_to_its_digests() -> None:
 # --- loads ----------------------------------------------------------------------------------------------------------
 
 
-class OnFakeGpu(torch.Tensor):
-    """A tensor in the fake's memory that says that it is on a GPU."""
-
-    @property
-    def device(self) -> torch.device:  # type: ignore[override]
-        return torch.device("cuda:0")
-
-
 @pytest.fixture
-def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
-    monkeypatch.setattr(torch_executor, "current_stream", lambda device: 0)
-    dispatch._fastest.cache_clear()
-    with open_engine("fake-cuda") as engine:
+def fake_gpu() -> Iterator[Engine]:
+    with open_fake_gpu() as engine:
         yield engine
-        engine.free()
-    dispatch._fastest.cache_clear()
 
 
 def on_fake_gpu(engine: Engine, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    filled = torch.full((numel,), -1, dtype=dtype)
-    buffer = engine.put(filled.view(torch.uint8).numpy())
-    assert isinstance(buffer, DeviceBuffer)
-    memory = (ctypes.c_ubyte * buffer.nbytes).from_address(buffer.address)
-    return torch.Tensor._make_subclass(OnFakeGpu, torch.frombuffer(memory, dtype=dtype))
+    return to_fake_gpu(engine, torch.full((numel,), -1, dtype=dtype))
 
 
 NUMELS = (1000, 3, 50_001)
@@ -233,6 +240,86 @@ def test_without_the_cuda_engine_naming_it_is_an_error(tmp_path: Path, monkeypat
     monkeypatch.setattr(dispatch, "load_library", missing)
     with pytest.raises(ConfigError, match="the cuda engine cannot be used"):
         fill(saved.plan, saved.extents, [Target("fp32", 0, torch.zeros(len(saved.want)), "float32")], executor="cuda")
+
+
+# --- saves and digests ----------------------------------------------------------------------------------------------
+
+
+def refuse(*_: object, **__: object) -> None:
+    raise UnsupportedError("the CUDA engine failed: out of memory.")
+
+
+def test_digests_of_a_gpu_are_made_there_in_one_call(
+    fake_gpu: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Pieces of several tensors, dtypes and devices, one of them empty and one no range of memory."""
+    values = [torch.randn(numel) for numel in NUMELS] + [torch.randn(999).bfloat16(), torch.empty(0), torch.randn(7, 3)]
+    pieces, want = [], []
+    for i, value in enumerate(values):
+        tensor = to_fake_gpu(fake_gpu, value)
+        tensor, value = (tensor.t(), value.t().contiguous()) if value.dim() == 2 else (tensor, value)
+        pieces.append(LivePiece(f"p{i}", "fp32", tensor, 11 * i))
+        data = value.reshape(-1).view(torch.uint8).numpy()
+        want.append(digest_range(data, value.element_size(), seed=stream_seed(f"p{i}", "fp32"), start=11 * i))
+    pieces.insert(2, LivePiece("host", "exp_avg", torch.arange(10.0), 3))
+    data = torch.arange(10.0).view(torch.uint8).numpy()
+    want.insert(2, digest_range(data, 4, seed=stream_seed("host", "exp_avg"), start=3))
+    of_cuda = cuda_executor.sum_segments
+    calls: list[int] = []
+    counted = lambda table, *more, **names: calls.append(len(table.nbytes)) or of_cuda(table, *more, **names)  # noqa: E731
+    with monkeypatch.context() as patch:
+        patch.setattr(cuda_executor, "sum_segments", counted)
+        assert digest_pieces(pieces) == want
+    assert calls == [len(values)]
+    monkeypatch.setattr(cuda_executor, "sum_segments", refuse)
+    numbered = lambda table, src, options: np.arange(len(src), dtype=np.uint64)  # noqa: E731
+    monkeypatch.setattr(torch_executor, "sum_segments", numbered)
+    assert digest_pieces(pieces) == [0, 1, want[2], *range(2, len(values))]
+    assert "memory of the GPU is moved by torch instead, which is slower: the CUDA engine failed: out" in caplog.text
+
+
+def test_more_than_one_launch_sums_is_added_up(fake_gpu: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_executor, "_SUMMED_AT_ONCE", 4096)
+    values = [np.random.default_rng(i).integers(0, 256, size, dtype=np.uint8) for i, size in enumerate((9000, 8, 5000))]
+    digest = digests_of([4, 8, 2])
+    found = sum_segments(memory_ranges([9000, 8, 5000]), [fake_gpu.put(v) for v in values], digest=digest)
+    assert found is not None and found.tolist() == [
+        digest_range(v, size, seed=i + 5, start=i * 77)
+        for i, (v, size) in enumerate(zip(values, (4, 8, 2), strict=True))
+    ]
+
+
+def test_a_gpu_makes_no_checksums(fake_gpu: Engine) -> None:
+    sums = np.zeros(1, dtype=np.uint32)
+    for executor in ("cuda", "torch"):
+        tensor = to_fake_gpu(fake_gpu, torch.zeros(2))
+        with pytest.raises(AssertionError, match="digests, not checksums"):
+            sum_segments(memory_ranges([8]), [tensor], digest=digests_of([4]), crc32=sums, executor=executor)  # type: ignore[arg-type]
+
+
+def test_a_save_writes_a_gpu_by_the_cuda_engine(
+    fake_gpu: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The file that torch saves, whoever moves the bytes; where CUDA refuses, torch does it, unless cuda is named."""
+    values = {f"p{numel}": torch.randn(numel) for numel in NUMELS}
+    torch.save(values, tmp_path / "torch.pt")
+    copies = {value.untyped_storage()._cdata: to_fake_gpu(fake_gpu, value) for value in values.values()}
+    monkeypatch.setattr(save, "as_bytes", lambda storage: copies[storage._cdata].view(torch.uint8))
+    monkeypatch.setattr(save, "host_executor", lambda executor: executor)
+    path = tmp_path / "ours" / "torch.pt"
+    path.parent.mkdir()
+    for executor in ("auto", "cuda", "torch", "numpy"):
+        runs = [DigestRange(value[1:-1], 5, 10) for value in values.values()]
+        made = write_torch_file(values, path, digest_ranges=runs, executor=executor)  # type: ignore[arg-type]
+        assert path.read_bytes() == (tmp_path / "torch.pt").read_bytes(), executor
+        for run, digest in zip(runs, made, strict=True):
+            assert digest == digest_range(run.tensor.view(torch.uint8).numpy(), 4, seed=5, start=10)
+    monkeypatch.setattr(cuda_executor, "write_segments", refuse)
+    write_torch_file(values, path)
+    assert path.read_bytes() == (tmp_path / "torch.pt").read_bytes()
+    assert "memory of the GPU is moved by torch instead" in caplog.text
+    with pytest.raises(UnsupportedError, match="out of memory"):
+        write_torch_file(values, path, executor="cuda")
 
 
 # --- on a GPU -------------------------------------------------------------------------------------------------------

@@ -84,7 +84,7 @@ def operate(
     if operation == "read":
         return read_segments(read_table((source,), rows), [engine.put(np.zeros(len(src), dtype=np.uint8))], **call)  # type: ignore[arg-type]
     if operation == "write":
-        return write_segments(rows, [src], [target], **call)  # type: ignore[arg-type]
+        return write_segments(rows, [engine.put(src)], [target], **call)  # type: ignore[arg-type]
     if operation == "move":
         return move_segments(rows, [source], [target], **call)  # type: ignore[arg-type]
     return scan_segments(file_rows((source,), rows), **call)  # type: ignore[arg-type]

@@ -77,10 +77,11 @@ def test_one_rank_of_many_runs_the_real_code_and_one_header_reaches_all(tmp_path
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
-def test_without_a_gpu_the_benchmark_of_it_says_so(tmp_path: Path) -> None:
-    done = run_benchmark("bench_gpu.py", "--out", os.fspath(tmp_path))
+@pytest.mark.parametrize("name", ["bench_gpu", "bench_gpu_files"])
+def test_without_a_gpu_the_benchmarks_of_it_say_so(tmp_path: Path, name: str) -> None:
+    done = run_benchmark(f"{name}.py", "--out", os.fspath(tmp_path))
     assert done.returncode == 1
-    assert done.stderr.strip().splitlines()[-1] == "bench_gpu: there is no CUDA device, so nothing is measured."
+    assert done.stderr.strip().splitlines()[-1] == f"{name}: there is no CUDA device, so nothing is measured."
     assert list(tmp_path.iterdir()) == []
 
 
@@ -93,8 +94,20 @@ def test_every_method_moves_every_workload_on_a_gpu(tmp_path: Path) -> None:
     assert {row["method"] for row in rows} >= {
         "DevicePlan",
         "DevicePlan + digest",
+        "DevicePlan, digest alone",
         "DevicePlan to bf16",
         "flat device copy",
+    }
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not describe_build("cuda").usable, reason="the benchmark needs the CUDA engine")
+def test_files_reach_a_gpu_and_a_gpu_files_by_every_way(tmp_path: Path) -> None:
+    done = run_benchmark("bench_gpu_files.py", "--small", "--rounds", "1", "--out", os.fspath(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads((tmp_path / "gpu_files.json").read_text())["rows"]
+    assert {"read_segments", "whole extents, then a kernel", "sum_segments: digests on the GPU"} < {
+        row["method"] for row in rows
     }
 
 

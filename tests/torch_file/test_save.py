@@ -19,6 +19,7 @@ from torch_files import DTYPES, EXECUTORS, executor, sample, saved_by_torch
 
 from zeroelastic.core.digest import combine, digest_range
 from zeroelastic.errors import UnsupportedError
+from zeroelastic.executors import torch_executor
 from zeroelastic.executors.crc32 import join_crc32_reference
 from zeroelastic.executors.dispatch import Executor, describe_build, join_crc32
 from zeroelastic.io import atomic
@@ -34,8 +35,8 @@ __all__ = ["executor"]
 def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Tensors in host memory are written as they are, others through a staging buffer, here a small one."""
     if request.param == "device":
-        monkeypatch.setattr(save, "_is_on_host", lambda storage: False)
-        monkeypatch.setattr(save, "STAGING_BYTES", 1 << 12)
+        monkeypatch.setattr(save, "host_executor", lambda executor: "torch")
+        monkeypatch.setattr(torch_executor, "STAGING_BYTES", 1 << 12)
     return request.param
 
 

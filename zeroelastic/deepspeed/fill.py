@@ -24,6 +24,7 @@ from zeroelastic.executors.dispatch import (
     ReadTable,
     batches,
     choose_executor,
+    host_executor,
     read_segments,
 )
 from zeroelastic.executors.tables import cast_between
@@ -102,11 +103,6 @@ class Filled:
     read_digests: Mapping[tuple[str, str], ReadDigest] = field(default_factory=dict)
     unread: ExtentTable | None = None
     rounded: Mapping[int, int] = field(default_factory=dict)
-
-
-def host_executor(executor: Executor) -> Executor:
-    """The engine for host memory, where the one that is named is for a GPU."""
-    return "auto" if executor in ("torch", "cuda") else executor
 
 
 def fill(

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from zeroelastic.errors import ConfigError, without_pydantic
 from zeroelastic.executors.build_info import is_usable
-from zeroelastic.executors.dispatch import OPERATIONS, Executor
+from zeroelastic.executors.dispatch import Executor, host_executor
 from zeroelastic.io.retry import Retries
 from zeroelastic.torch_file.safe_unpickler import split_global
 
@@ -193,7 +193,7 @@ class Options(BaseModel):
     @property
     def host_io_engine(self) -> Executor:
         """The engine for files and host memory: "auto" where ``io_engine`` names one for a GPU."""
-        return self.io_engine if "write" in OPERATIONS.get(self.io_engine, ("write",)) else "auto"
+        return host_executor(self.io_engine)
 
     @field_validator("allow_globals")
     @classmethod

@@ -16,7 +16,15 @@ from zeroelastic.core.layout import Int64Array
 from zeroelastic.errors import CheckpointError, UnreadableError, UnsupportedError
 from zeroelastic.executors.engine import Options, default_threads
 from zeroelastic.executors.progress import ProgressFunction
-from zeroelastic.executors.tables import CASTS, ByteBuffer, CopyTable, DeviceBuffer, FileRanges, MemoryRanges
+from zeroelastic.executors.tables import (
+    CASTS,
+    ByteBuffer,
+    CopyTable,
+    DeviceBuffer,
+    FileRanges,
+    MemoryRanges,
+    check_crc32,
+)
 from zeroelastic.io.failures import missing_file
 
 _OPEN_FAILED, _READ_FAILED, _END_OF_FILE, _WRITE_FAILED, _SYNC_FAILED, BAD_TABLE, _NO_MEMORY = range(1, 8)
@@ -189,6 +197,12 @@ def _columns(table: CopyTable | FileRanges | MemoryRanges) -> tuple[Int64Array |
     if isinstance(table, MemoryRanges):
         return table.buffer, table.offset, None, None, table.nbytes
     return table.columns
+
+
+def checksums(table: CopyTable | FileRanges | MemoryRanges, options: Options) -> ctypes.c_void_p | None:
+    """The address of the array that takes the checksum of each row, where they are asked for."""
+    check_crc32(options.crc32, len(table.nbytes))
+    return None if options.crc32 is None else ctypes.c_void_p(options.crc32.ctypes.data)
 
 
 def _serve(

@@ -1,4 +1,4 @@
-"""The CUDA engine: a table of byte runs between device buffers in one launch, or from files into device buffers.
+"""The CUDA engine: a table of byte runs between device buffers in one launch, or between files and device buffers.
 
 Buffers are addresses and sizes: torch is not needed. Calls wait for what they did; a ``DevicePlan``, which is a copy
 that is prepared once and run many times, does not: running it enqueues one kernel on the caller's stream. Bits are
@@ -14,7 +14,8 @@ from pathlib import Path
 
 from zeroelastic.core.digest import UInt64Array
 from zeroelastic.errors import ConfigError
-from zeroelastic.executors.abi import Buffers, Call, Error, Files, exception_of
+from zeroelastic.executors.abi import Buffers, Call, Error, Files, checksums, exception_of
+from zeroelastic.executors.batches import DigestTotals, batches
 from zeroelastic.executors.build_info import load_library
 from zeroelastic.executors.engine import PLAIN, Options
 from zeroelastic.executors.tables import (
@@ -23,9 +24,12 @@ from zeroelastic.executors.tables import (
     CopyTable,
     DeviceBuffer,
     DigestRows,
+    MemoryRanges,
     ReadResult,
     ReadTable,
 )
+
+_SUMMED_AT_ONCE = 1 << 30
 
 
 @functools.lru_cache(maxsize=1)
@@ -39,6 +43,8 @@ def _library() -> ctypes.CDLL:
         ("plan_run", [pointer] * 3),
         ("read_segments", [pointer] * 5 + [ctypes.c_int32] + [pointer] * 3),
         ("copy_segments", [pointer] * 5 + [ctypes.c_int32] + [pointer] * 2),
+        ("sum_segments", [pointer] * 3 + [ctypes.c_int32] + [pointer] * 2),
+        ("write_segments", [pointer] * 5 + [ctypes.c_int32] + [pointer] * 3),
     ):
         function = getattr(library, f"ze_cuda_{name}")
         function.restype, function.argtypes = ctypes.c_int32, arguments
@@ -59,10 +65,45 @@ def read_segments(
     """
     call = Call(table.segments, options)
     bytes_read = ctypes.c_int64()
-    files, memory = call.files(table.local_paths), call.device_buffers(buffers)
+    sides = call.files(table.local_paths), call.device_buffers(buffers)
     on = (_device(buffers), ctypes.c_void_p(stream), ctypes.byref(bytes_read))
-    _run("read_segments", call, files, memory, *on, src_paths=table.local_paths)
+    _run("read_segments", call, sides, call.options, *on, src_paths=table.local_paths)
     return ReadResult(bytes_read.value, table.files, call.totals)
+
+
+def write_segments(
+    table: CopyTable, src: Sequence[DeviceBuffer], paths: Sequence[Path], options: Options = PLAIN, *, stream: int = 0
+) -> UInt64Array | None:
+    """Write device memory into files that exist, through the pinned memory of ``read_segments``.
+
+    It writes what the memory holds after what is enqueued on ``stream``, and returns when all is written. Digests,
+    checksums and conversions are made on the host, in the pass that writes. Raises OSError naming the file and the byte
+    at which writing failed, UnsupportedError when CUDA refuses.
+    """
+    call = Call(table, options)
+    sides = call.device_buffers(src), call.files(paths)
+    on = (_device(src), ctypes.c_void_p(stream), checksums(table, options))
+    _run("write_segments", call, sides, call.options, *on, dst_paths=paths)
+    return call.totals
+
+
+def sum_segments(
+    table: MemoryRanges, src: Sequence[DeviceBuffer], options: Options, *, stream: int = 0
+) -> UInt64Array | None:
+    """The digests of device memory, by kernels on ``stream`` that are waited for; nothing is copied to the host.
+
+    Memory: 10 MiB on the device and as much on the host for the tasks of a launch, which takes a GiB, and 8 bytes for
+    each digest. Errors as of ``copy_segments``.
+    """
+    assert options.digest is not None and options.crc32 is None, "a GPU makes digests, not checksums"
+    totals = DigestTotals(options.digest)
+    for batch in batches(table.nbytes, _SUMMED_AT_ONCE):
+        begin = table.offset[batch.row] + batch.start
+        rows = MemoryRanges(table.buffer[batch.row], begin, batch.nbytes)
+        call = Call(rows, Options(totals.rows(batch.row, batch.start)))
+        _run("sum_segments", call, (call.device_buffers(src),), _device(src), ctypes.c_void_p(stream))
+        totals.add(batch.row, call.totals)
+    return totals.totals
 
 
 def copy_segments(
@@ -79,20 +120,24 @@ def copy_segments(
     """
     call = Call(table, options)
     sides = call.device_buffers(src), call.device_buffers(dst)
-    _run("copy_segments", call, *sides, _device([*src, *dst]), ctypes.c_void_p(stream))
+    _run("copy_segments", call, sides, call.options, _device([*src, *dst]), ctypes.c_void_p(stream))
     return call.totals
 
 
 def _run(
-    name: str, call: Call, src: Files | Buffers, dst: Buffers, *more: object, src_paths: Sequence[Path] = ()
+    name: str,
+    call: Call,
+    sides: Sequence[Files | Buffers],
+    *more: object,
+    src_paths: Sequence[Path] = (),
+    dst_paths: Sequence[Path] = (),
 ) -> None:
     error = Error()
-    sides = ctypes.byref(src), ctypes.byref(dst)
     function = getattr(_library(), f"ze_cuda_{name}")
-    code = function(ctypes.byref(call.table), *sides, call.digest, call.options, *more, ctypes.byref(error))
+    code = function(ctypes.byref(call.table), *map(ctypes.byref, sides), call.digest, *more, ctypes.byref(error))
     call.end()
     if code:
-        raise _exception(error, src_paths)
+        raise _exception(error, src_paths, dst_paths)
 
 
 class DevicePlan:
@@ -161,6 +206,6 @@ def _device(buffers: Sequence[DeviceBuffer]) -> int:
     return devices[0] if devices else 0
 
 
-def _exception(error: Error, src_paths: Sequence[Path] = ()) -> Exception:
+def _exception(error: Error, src_paths: Sequence[Path] = (), dst_paths: Sequence[Path] = ()) -> Exception:
     internal = _library().ze_cuda_error_text(error.errnum).decode()
-    return exception_of(error, "CUDA", src_paths=src_paths, internal=internal)
+    return exception_of(error, "CUDA", src_paths=src_paths, dst_paths=dst_paths, internal=internal)

@@ -19,7 +19,7 @@ import numpy as np
 
 from zeroelastic.core.digest import ByteArray, UInt64Array
 from zeroelastic.core.digest import digest_range as reference_digest_range
-from zeroelastic.errors import ConfigError
+from zeroelastic.errors import ConfigError, UnsupportedError
 from zeroelastic.executors import cuda_executor, native_executor, numpy_executor
 from zeroelastic.executors.batches import Batch, batches
 from zeroelastic.executors.build_info import EngineLibrary, describe_build, is_usable, load_library
@@ -46,19 +46,20 @@ if TYPE_CHECKING:
 __all__ = [
     "OPERATIONS", "Batch", "Buffer", "ByteBuffer", "Cast", "ConvertedCopies", "CopyTable", "DeviceBuffer", "DigestRows",
     "Executor", "FileRanges", "MemoryRanges", "Operation", "ReadResult", "ReadTable", "UInt32Array", "batches",
-    "choose_executor", "copy_segments", "describe_build", "digest_range", "join_crc32", "join_crc32_groups",
-    "move_segments", "read_segments", "scan_segments", "sum_segments", "write_segments",
+    "choose_executor", "copy_segments", "describe_build", "digest_range", "host_executor", "join_crc32",
+    "join_crc32_groups", "move_segments", "read_segments", "scan_segments", "sum_segments", "write_segments",
 ]  # fmt: skip
 
 Executor = Literal["auto", "numpy", "torch", "native", "cuda"]
 Operation = Literal["read", "copy", "write", "move", "scan", "sum"]
 
 _ALL: tuple[Operation, ...] = ("read", "copy", "write", "move", "scan", "sum")
+_ON_DEVICE: tuple[Operation, ...] = ("read", "copy", "write", "sum")
 OPERATIONS: dict[str, tuple[Operation, ...]] = {
     "numpy": _ALL,
-    "torch": ("read", "copy"),
+    "torch": _ON_DEVICE,
     "native": _ALL,
-    "cuda": ("read", "copy"),
+    "cuda": _ON_DEVICE,
 }
 """What each executor can do."""
 
@@ -139,8 +140,11 @@ def copy_segments(
     name = _choose(executor, "copy", [*src, *dst])
     if name == "cuda":
         on = _stream([*src, *dst], stream)
-        return cuda_executor.copy_segments(table, _device_buffers(src), _device_buffers(dst), options, stream=on)
-    if name == "torch":
+        try:
+            return cuda_executor.copy_segments(table, _device_buffers(src), _device_buffers(dst), options, stream=on)
+        except UnsupportedError as error:
+            _instead_of_cuda(executor, [*src, *dst], error)
+    if name in ("cuda", "torch"):
         from zeroelastic.executors import torch_executor
 
         return torch_executor.copy_segments(table, _tensors(src), _tensors(dst), options)
@@ -149,7 +153,7 @@ def copy_segments(
 
 def write_segments(
     table: CopyTable,
-    src: Sequence[ByteArray],
+    src: Sequence[Buffer],
     paths: Sequence[Path],
     *,
     digest: DigestRows | None = None,
@@ -157,17 +161,33 @@ def write_segments(
     cast: Cast = "none",
     sync: bool = False,
     threads: int | None = None,
+    stream: int | None = None,
     progress: ProgressFunction | None = None,
     executor: Executor = "auto",
 ) -> UInt64Array | None:
     """Write buffers into files that exist already, neither created nor truncated; digests in the same pass.
 
     ``crc32``, shape ``(num_rows,)``, is filled with the checksum of what was written of each row, as ``zlib.crc32``.
-    ``sync`` flushes each file to its device before it returns. Raises OSError naming the file, and the byte at which
-    writing failed; ConfigError as ``read_segments``. ``progress`` as there, in bytes of the sources.
+    ``sync`` flushes each file to its device before it returns. What is on a GPU goes through pinned host memory, while
+    the copies of what comes next are under way ("cuda"), or by turns ("torch", and a host engine that is named). Raises
+    OSError naming the file, and the byte at which writing failed; ConfigError as ``read_segments``. ``stream`` and
+    ``progress`` as there, in bytes of the sources.
     """
     options = Options(digest, crc32, cast, sync, threads, progress)
-    return _HOST[choose_executor(executor, "write")].write_segments(table, src, paths, options)
+    staged_by = executor if executor in _HOST and not all(_kind(buffer) == "host" for buffer in src) else None
+    name = _choose("torch" if staged_by is not None else executor, "write", src)
+    if name == "cuda":
+        ranges = _device_buffers(src)
+        try:
+            return cuda_executor.write_segments(table, ranges, paths, options, stream=_stream(src, stream))
+        except UnsupportedError as error:
+            _instead_of_cuda(executor, src, error)
+    if name in ("cuda", "torch"):
+        from zeroelastic.executors import torch_executor
+
+        host = _HOST[staged_by or _fastest()]
+        return torch_executor.write_segments(table, _tensors(src), paths, options, host=host)
+    return _HOST[name].write_segments(table, _arrays(src), paths, options)
 
 
 def move_segments(
@@ -214,19 +234,38 @@ def scan_segments(
 
 def sum_segments(
     table: MemoryRanges,
-    src: Sequence[ByteArray],
+    src: Sequence[Buffer],
     *,
     digest: DigestRows | None = None,
     crc32: UInt32Array | None = None,
     threads: int | None = None,
+    stream: int | None = None,
     executor: Executor = "auto",
 ) -> UInt64Array | None:
-    """Digests and checksums of what lies in host memory, in one pass over it.
+    """Digests and checksums of what lies in memory, in one pass over it.
 
-    Returns the digests, when asked; ``crc32`` as of ``scan_segments``, ConfigError as of ``read_segments``.
+    Returns the digests, when asked; ``crc32`` as of ``scan_segments``, ConfigError as of ``read_segments``. Digests of
+    a GPU's memory are made there; it has no checksums.
     """
     options = Options(digest, crc32, threads=threads)
-    return _HOST[choose_executor(executor, "sum")].sum_segments(table, src, options)
+    name = _choose(executor, "sum", src)
+    if name in _HOST:
+        return _HOST[name].sum_segments(table, _arrays(src), options)
+    if name == "cuda":
+        try:
+            return cuda_executor.sum_segments(table, _device_buffers(src), options, stream=_stream(src, stream))
+        except UnsupportedError as error:
+            _instead_of_cuda(executor, src, error)
+    from zeroelastic.executors import torch_executor
+
+    return torch_executor.sum_segments(table, _tensors(src), options)
+
+
+def _instead_of_cuda(executor: Executor, buffers: Sequence[Buffer], error: UnsupportedError) -> None:
+    """Say that torch does what CUDA refuses; raises ``error`` where the engine was named, or torch cannot do it."""
+    if executor == "cuda" or any(isinstance(buffer, DeviceBuffer) for buffer in buffers):
+        raise error
+    logger.warning("memory of the GPU is moved by torch instead, which is slower: %s", error)
 
 
 def choose_executor(executor: Executor, operation: Operation = "read", *, on_gpu: bool = False) -> str:
@@ -245,6 +284,11 @@ def choose_executor(executor: Executor, operation: Operation = "read", *, on_gpu
     if executor == "native" or executor == "cuda":
         load_library(executor)
     return executor
+
+
+def host_executor(executor: Executor) -> Executor:
+    """The engine for files and host memory: "auto" where the one that is named is for a GPU."""
+    return "auto" if executor in ("torch", "cuda") else executor
 
 
 def _choose(executor: Executor, operation: Operation, buffers: Sequence[Buffer]) -> str:

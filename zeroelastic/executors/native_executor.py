@@ -19,7 +19,7 @@ import numpy as np
 
 from zeroelastic.core.digest import ByteArray, UInt64Array
 from zeroelastic.core.layout import Int64Array
-from zeroelastic.executors.abi import BAD_TABLE, Buffers, Call, Error, Files, Packed, exception_of
+from zeroelastic.executors.abi import BAD_TABLE, Buffers, Call, Error, Files, Packed, checksums, exception_of
 from zeroelastic.executors.build_info import load_library
 from zeroelastic.executors.engine import PLAIN, Options, default_threads
 from zeroelastic.executors.tables import (
@@ -30,7 +30,6 @@ from zeroelastic.executors.tables import (
     ReadResult,
     ReadTable,
     UInt32Array,
-    check_crc32,
 )
 from zeroelastic.io.paths import FilePath, local_paths
 
@@ -136,31 +135,25 @@ def write_segments(
     table: CopyTable, src: Sequence[ByteArray], paths: Sequence[Path], options: Options = PLAIN
 ) -> UInt64Array | None:
     """Write buffers into existing files."""
-    return _run("write", table, options, _checksums(table, options), src=src, dst_paths=paths)
+    return _run("write", table, options, checksums(table, options), src=src, dst_paths=paths)
 
 
 def move_segments(
     table: CopyTable, src_paths: Sequence[FilePath], dst_paths: Sequence[Path], options: Options = PLAIN
 ) -> UInt64Array | None:
     """Move rows between existing files."""
-    crc32 = _checksums(table, options)
+    crc32 = checksums(table, options)
     return _run("move", table, options, crc32, src_paths=local_paths(src_paths), dst_paths=dst_paths)
 
 
 def scan_segments(table: FileRanges, options: Options = PLAIN) -> UInt64Array | None:
     """Digests and checksums of ranges of files."""
-    return _run("scan", table, options, _checksums(table, options), src_paths=table.local_paths)
+    return _run("scan", table, options, checksums(table, options), src_paths=table.local_paths)
 
 
 def sum_segments(table: MemoryRanges, src: Sequence[ByteArray], options: Options = PLAIN) -> UInt64Array | None:
     """Digests and checksums of ranges of memory."""
-    return _run("sum", table, options, _checksums(table, options), src=src)
-
-
-def _checksums(table: CopyTable | FileRanges | MemoryRanges, options: Options) -> ctypes.c_void_p | None:
-    """The address of the array that takes the checksum of each row."""
-    check_crc32(options.crc32, len(table.nbytes))
-    return None if options.crc32 is None else ctypes.c_void_p(options.crc32.ctypes.data)
+    return _run("sum", table, options, checksums(table, options), src=src)
 
 
 def _run(

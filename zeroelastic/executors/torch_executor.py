@@ -9,27 +9,32 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import torch
 
-from zeroelastic.core.digest import BLOCK, ByteArray, UInt64Array, block_weights, combine, element_weights
+from zeroelastic.core.digest import BLOCK, ByteArray, UInt64Array, block_weights, element_weights
 from zeroelastic.errors import ConfigError
-from zeroelastic.executors.batches import DigestTotals, batches
+from zeroelastic.executors.batches import DigestTotals, RowChecksums, batches
 from zeroelastic.executors.cast import BFLOAT16_NAN
-from zeroelastic.executors.engine import PLAIN, FileEngine, Options
+from zeroelastic.executors.engine import PLAIN, FileEngine, HostEngine, Options
 from zeroelastic.executors.progress import Progress
 from zeroelastic.executors.tables import (
     ByteBuffer,
     Cast,
     CopyTable,
+    DigestRows,
+    MemoryRanges,
     ReadResult,
     ReadTable,
     cast_itemsizes,
+    check_crc32,
 )
 
 STAGING_BYTES = 16 << 20
-"""Host memory that a read goes through."""
+"""Host memory that reads and writes go through."""
 
 _CHUNK_NUMEL = 256 * BLOCK
 _DTYPES: dict[Cast, tuple[torch.dtype, torch.dtype]] = {
@@ -51,7 +56,7 @@ def bytes_of(buffer: ByteArray | torch.Tensor) -> torch.Tensor:
                 "contiguous() first."
             )
         flat = buffer.detach().view(-1)
-        return flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8, device=flat.device)
+        return flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
     with warnings.catch_warnings():  # an array that is read-only; no source is written to
         warnings.simplefilter("ignore", UserWarning)
         return torch.from_numpy(buffer)
@@ -78,20 +83,14 @@ def copy_segments(
     digest, cast = options.digest, options.cast
     table.check(len(src), sizes[0], len(dst), sizes[1], digest=digest, cast=cast)
     src_itemsize, dst_itemsize = cast_itemsizes(cast)
-    totals = [0] * (0 if digest is None else len(digest.seeds))
     parts: list[tuple[int, torch.Tensor]] = []
     for i, (s, s_offset, d, d_offset, nbytes) in enumerate(zip(*(c.tolist() for c in table.columns), strict=True)):
         data = from_bytes[s][s_offset : s_offset + nbytes]
         made = to_bytes[d][d_offset : d_offset + nbytes // src_itemsize * dst_itemsize]
         _copy(data, made, cast)
-        if digest is not None and nbytes:
-            seed, start, itemsize = int(digest.seeds[digest.stream[i]]), int(digest.start[i]), int(digest.itemsize[i])
-            parts += [(int(digest.stream[i]), part) for part in _digests(data, itemsize, seed, start)]
-    if digest is None:
-        return None
-    for stream, part in parts:
-        totals[stream] = combine(totals[stream], int(part) & ((1 << 64) - 1))
-    return np.array(totals, dtype=np.uint64)
+        if digest is not None:
+            parts += _row_digests(digest, i, data)
+    return None if digest is None else _added_up(parts, len(digest.seeds))
 
 
 def read_segments(
@@ -125,6 +124,76 @@ def read_segments(
         progress.add(result.bytes_read)
     progress.finish()
     return ReadResult(total, table.files, totals.totals)
+
+
+def write_segments(
+    table: CopyTable,
+    src: Sequence[ByteArray | torch.Tensor],
+    paths: Sequence[Path],
+    options: Options = PLAIN,
+    *,
+    host: HostEngine,
+) -> UInt64Array | None:
+    """Write tensors on any device into files: torch copies into ``STAGING_BYTES`` of host memory, ``host`` writes on.
+
+    Raises what ``host`` raises. With ``sync`` a file is flushed after each batch that fills the staging memory.
+    """
+    sources = [bytes_of(buffer) for buffer in src]
+    sizes = [source.numel() for source in sources]
+    table.check(len(src), sizes, len(paths), None, digest=options.digest, cast=options.cast)
+    check_crc32(options.crc32, len(table.nbytes))
+    src_itemsize, dst_itemsize = cast_itemsizes(options.cast)
+    room = min(STAGING_BYTES, int(table.nbytes.sum()) + 8 * max(1, len(table.nbytes)))
+    staging = torch.empty(room, dtype=torch.uint8, pin_memory=any(source.is_cuda for source in sources))
+    totals, progress, checksums = DigestTotals(options.digest), Progress(options.progress), RowChecksums()
+    for batch in batches(table.nbytes, len(staging)):
+        row, zero = batch.row, np.zeros(len(batch.row), dtype=np.int64)
+        begin = table.src_offset[row] + batch.start
+        copy_segments(CopyTable(table.src[row], begin, zero, batch.offset, batch.nbytes), sources, [staging])
+        to = table.dst_offset[row] + batch.start // src_itemsize * dst_itemsize
+        crc32 = None if options.crc32 is None else np.zeros(len(row), dtype=np.uint32)
+        some = replace(options, digest=totals.rows(row, batch.start), crc32=crc32, progress=None)
+        writes = CopyTable(zero, batch.offset, table.dst[row], to, batch.nbytes)
+        totals.add(row, host.write_segments(writes, [staging.numpy()], paths, some))
+        if crc32 is not None:
+            checksums.add(row, batch.nbytes // src_itemsize * dst_itemsize, crc32)
+        progress.add(int(batch.nbytes.sum()))
+    progress.finish()
+    if options.crc32 is not None:
+        options.crc32[:] = checksums.joined(len(table.nbytes))
+    return totals.totals
+
+
+def sum_segments(table: MemoryRanges, src: Sequence[ByteArray | torch.Tensor], options: Options) -> UInt64Array | None:
+    """The digests of tensors, made where they are; a few MiB of memory there, and a synchronization in the end."""
+    assert options.crc32 is None, "torch makes digests, not checksums"
+    sources = [bytes_of(buffer) for buffer in src]
+    table.check([source.numel() for source in sources], digest=options.digest)
+    digest = options.digest
+    if digest is None:
+        return None
+    parts: list[tuple[int, torch.Tensor]] = []
+    columns = (table.buffer, table.offset, table.nbytes)
+    for i, (buffer, offset, nbytes) in enumerate(zip(*(c.tolist() for c in columns), strict=True)):
+        parts += _row_digests(digest, i, sources[buffer][offset : offset + nbytes])
+    return _added_up(parts, len(digest.seeds))
+
+
+def _row_digests(digest: DigestRows, row: int, data: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
+    """What a row adds to its digest: (number of the digest, int64 scalar on the data's device)."""
+    stream = int(digest.stream[row])
+    seed, start, itemsize = int(digest.seeds[stream]), int(digest.start[row]), int(digest.itemsize[row])
+    return [(stream, part) for part in _digests(data, itemsize, seed, start)]
+
+
+def _added_up(parts: Sequence[tuple[int, torch.Tensor]], num_streams: int) -> UInt64Array:
+    """The digests of parts, with one wait for the device."""
+    totals = np.zeros(num_streams, dtype=np.uint64)
+    if parts:
+        streams, values = zip(*parts, strict=True)
+        found = torch.stack([value.to(values[0].device) for value in values]).cpu().numpy().view(np.uint64)
+        np.add.at(totals, list(streams), found)  # modulo 2**64
+    return totals
 
 
 def _copy(src: torch.Tensor, dst: torch.Tensor, cast: Cast) -> None:

@@ -263,3 +263,19 @@ def test_resume_on_gpus(tmp_path: Path, save_world_size: int, world_size: int) -
         outcome = run_ranks(train_and_save, save_world_size, job, directory, backend="nccl", timeout=300)[0]
         outcomes = run_ranks(resume, world_size, job.other(), directory, backend="nccl", timeout=300)
         check_resumed(Saved(directory, outcome), outcomes, job)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("stage", [3, 2])
+@pytest.mark.parametrize("elastic", [True, False])
+def test_a_gpu_goes_on_from_cpu_ranks_and_they_from_it(tmp_path: Path, stage: int, elastic: bool) -> None:
+    """Saved by 4 ranks on the CPU, resumed and saved by one on a GPU, and again by 3 on the CPU."""
+    job = Job(stage=stage, elastic=elastic)
+    first, second, third = (str(tmp_path / name) for name in ("cpu", "gpu", "back"))
+    saved = Saved(first, run_ranks(train_and_save, 4, job, first)[0])
+    check_resumed(saved, run_ranks(resume, 1, job.other(), first, backend="nccl", timeout=300), job)
+    roots = run_ranks(resume_and_save, 1, job.other(), first, second, backend="nccl", timeout=300)
+    there = Saved(second, saved.outcome)
+    check_resumed(there, run_ranks(resume, 3, job.other(), second), job)
+    roots += run_ranks(resume_and_save, 3, job.other(), second, third)
+    assert set(roots) == {saved.root}

@@ -10,12 +10,17 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from engines import Engine
+from fake_gpu import open_fake_gpu, to_fake_gpu
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zeroelastic.deepspeed.node_local import all_to_all
 from zeroelastic.deepspeed.node_local.headers import ReceivedFile, RecordedFile
+from zeroelastic.distributed.peers import DefaultPeers
 from zeroelastic.errors import CheckpointError, MissingFileError
+from zeroelastic.executors import cuda_executor
+from zeroelastic.executors.dispatch import CopyTable, copy_segments
 from zeroelastic.testing import RankPool
 from zeroelastic.torch_file.header import read_torch_file, walk_refs
 
@@ -97,6 +102,68 @@ def test_messages_of_any_size_arrive(rank_pool: RankPool) -> None:
     sizes = [[(7 * src + 3 * dst) % 5 * 997 for dst in range(4)] for src in range(4)]
     for same, largest in rank_pool.run(swap_in_small_rounds, 4, sizes):
         assert same and 0 < largest <= 1024
+
+
+class GpuMemory(all_to_all._Memory):
+    """Buffers on the fake GPU."""
+
+    gpu: Engine
+
+    def __init__(self, filled_on: torch.device, taken_on: torch.device) -> None:
+        assert filled_on.type == taken_on.type == "cuda"
+
+    def take(self, nbytes_sent: int, nbytes_received: int) -> tuple[torch.Tensor, torch.Tensor]:
+        sent, received = (torch.zeros(n, dtype=torch.uint8) for n in (nbytes_sent, nbytes_received))
+        return to_fake_gpu(self.gpu, sent), to_fake_gpu(self.gpu, received)
+
+
+class PeersOnGpu(DefaultPeers):
+    """A process group that moves the GPU's memory itself, as NCCL does."""
+
+    device = torch.device("cuda:0")
+
+
+def swap_on_gpu(numel: int, group_moves_it: bool) -> tuple[bool, list[str], bool]:
+    """Whether what each rank has on its GPU came to the next one's, by which engine, and with copies to the host."""
+    all_to_all.ROUND_BYTES, all_to_all._LEAST_BYTES = 1024, 512
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    before, after = (rank - 1) % world_size, (rank + 1) % world_size
+    with open_fake_gpu() as gpu:
+        GpuMemory.gpu = gpu
+        all_to_all._Memory = GpuMemory  # type: ignore[misc]
+        source = to_fake_gpu(gpu, torch.arange(numel, dtype=torch.float32) + 1000 * rank)
+        target = to_fake_gpu(gpu, torch.zeros(numel))
+        used: list[str] = []
+        of_cuda = cuda_executor.copy_segments
+        cuda_executor.copy_segments = lambda *args, **more: used.append("cuda") or of_cuda(*args, **more)  # type: ignore
+
+        def table(piece: Any, *, fill: bool) -> CopyTable:
+            at, begin, nbytes = (np.array([value]) for value in (piece.at, piece.begin, piece.nbytes))
+            zero = np.zeros(1, dtype=np.int64)
+            return CopyTable(zero, *((begin, zero, at) if fill else (at, zero, begin)), nbytes)
+
+        all_to_all.all_to_all_stream(
+            {after: source.nbytes},
+            lambda pieces, buffer: [copy_segments(table(p, fill=True), [source], [buffer]) for p in pieces],
+            lambda pieces, buffer: [copy_segments(table(p, fill=False), [buffer], [target]) for p in pieces],
+            peers=PeersOnGpu() if group_moves_it else None,
+            filled_on=all_to_all.device_of([source, None]),
+            taken_on=all_to_all.device_of([target]),
+        )
+        want = torch.arange(numel, dtype=torch.float32) + 1000 * before
+        return torch.equal(target.as_on_host(), want), sorted(set(used)), len(used) >= 2 * source.nbytes // 1024
+
+
+@pytest.mark.parametrize("group_moves_it", [True, False])
+def test_what_is_on_gpus_is_flattened_and_unflattened_there(rank_pool: RankPool, group_moves_it: bool) -> None:
+    for same, used, in_rounds in rank_pool.run(swap_on_gpu, 3, 2000, group_moves_it):
+        assert same and used == ["cuda"] and in_rounds
+
+
+def test_a_round_is_on_the_one_device_of_its_tensors() -> None:
+    meta, host = torch.empty(1, device="meta"), torch.empty(1)
+    assert all_to_all.device_of([meta, None, meta]) == meta.device
+    assert all_to_all.device_of([meta, host]) == all_to_all.device_of([]) == torch.device("cpu")
 
 
 def fail_between_rounds(failing: int) -> tuple[str, float]:

@@ -13,9 +13,7 @@ import torch.distributed as dist
 from zeroelastic.checkpoint.optimizer_file import FP32, FROZEN
 from zeroelastic.core.digest import ParamContent, ScalarValue, combine, stream_seed
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
-from zeroelastic.executors.dispatch import DigestRows, MemoryRanges, digest_range, sum_segments
-
-_COPY_NUMEL = 1 << 22
+from zeroelastic.executors.dispatch import DigestRows, MemoryRanges, sum_segments
 
 T = TypeVar("T")
 
@@ -180,30 +178,28 @@ def of_every_tp_rank(live: LiveOptimizer, value: T) -> list[T]:
 
 
 def digest_pieces(pieces: Sequence[LivePiece]) -> list[int]:
-    """The partial digest of each piece: in host memory all in one call of the engine. Memory: a few MiB."""
-    on_host = [i for i, piece in enumerate(pieces) if piece.tensor.device.type == "cpu"]
-    buffers = [pieces[i].tensor.contiguous().view(torch.uint8).numpy() for i in on_host]
-    number, zero = np.arange(len(on_host), dtype=np.int64), np.zeros(len(on_host), dtype=np.int64)
-    table = MemoryRanges(number, zero, np.array([len(buffer) for buffer in buffers], dtype=np.int64))
-    rows = DigestRows(
-        seeds=np.array([stream_seed(pieces[i].param, pieces[i].key) for i in on_host], dtype=np.uint64),
-        stream=number,
-        start=np.array([pieces[i].start for i in on_host], dtype=np.int64),
-        itemsize=np.array([pieces[i].tensor.element_size() for i in on_host], dtype=np.int64),
-    )
-    totals = sum_segments(table, buffers, digest=rows) if on_host else None
-    known = dict(zip(on_host, totals.tolist(), strict=True)) if totals is not None else {}
-    return [known[i] if i in known else _digest_through_host(piece) for i, piece in enumerate(pieces)]
-
-
-def _digest_through_host(piece: LivePiece) -> int:
-    seed = stream_seed(piece.param, piece.key)
-    total = 0
-    for done in range(0, piece.tensor.numel(), _COPY_NUMEL):
-        chunk = piece.tensor[done : done + _COPY_NUMEL].contiguous().cpu()
-        data = chunk.view(torch.uint8).numpy()
-        total = combine(total, digest_range(data, chunk.element_size(), seed=seed, start=piece.start + done))
-    return total
+    """The partial digest of each piece, made where it is: one call of the engine for each device. Memory: a few MiB."""
+    found = [0] * len(pieces)
+    for device in {piece.tensor.device for piece in pieces}:
+        there = [i for i, piece in enumerate(pieces) if piece.tensor.device == device]
+        tensors = [pieces[i].tensor.contiguous() for i in there]
+        number = np.arange(len(there), dtype=np.int64)
+        totals = sum_segments(
+            MemoryRanges(
+                number, np.zeros_like(number), np.array([tensor.nbytes for tensor in tensors], dtype=np.int64)
+            ),
+            tensors,
+            digest=DigestRows(
+                seeds=np.array([stream_seed(pieces[i].param, pieces[i].key) for i in there], dtype=np.uint64),
+                stream=number,
+                start=np.array([pieces[i].start for i in there], dtype=np.int64),
+                itemsize=np.array([tensor.element_size() for tensor in tensors], dtype=np.int64),
+            ),
+        )
+        assert totals is not None
+        for i, total in zip(there, totals.tolist(), strict=True):
+            found[i] = total
+    return found
 
 
 def differences(

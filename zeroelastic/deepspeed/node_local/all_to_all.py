@@ -8,9 +8,9 @@ raised after the last one; until then the rank sends zeros.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -38,11 +38,16 @@ class Piece(NamedTuple):
     at: int
 
 
-Fill = Callable[[Sequence[Piece], ByteArray], None]
-"""Puts bytes of streams into a buffer."""
+RoundBuffer: TypeAlias = "ByteArray | torch.Tensor"
+"""Bytes of a round: an array in host memory, a flat uint8 tensor on a GPU."""
 
-Take = Callable[[Sequence[Piece], ByteArray], None]
-"""Takes bytes of streams from a buffer that is reused afterwards."""
+Fill = Callable[[Sequence[Piece], Any], None]
+"""Puts bytes of streams into a ``RoundBuffer``."""
+
+Take = Callable[[Sequence[Piece], Any], None]
+"""Takes bytes of streams from a ``RoundBuffer`` that is reused afterwards."""
+
+HOST = torch.device("cpu")
 
 
 class TransferCost(NamedTuple):
@@ -52,11 +57,20 @@ class TransferCost(NamedTuple):
     received: int
 
 
-def all_to_all_stream(sizes: Mapping[int, int], fill: Fill, take: Take, *, peers: Peers | None = None) -> TransferCost:
+def all_to_all_stream(
+    sizes: Mapping[int, int],
+    fill: Fill,
+    take: Take,
+    *,
+    peers: Peers | None = None,
+    filled_on: torch.device = HOST,
+    taken_on: torch.device = HOST,
+) -> TransferCost:
     """Send ``sizes[peer]`` bytes to each peer. Collective over ``peers``, which are all ranks if none are given.
 
     ``fill`` is called once in a round with the pieces to send, ``take`` with those that came; streams arrive in order.
-    Memory: four buffers of ``ROUND_BYTES``, on a GPU four more where the process group moves its memory. Raises what
+    Their buffers are on ``filled_on`` and ``taken_on``, which each rank chooses for itself. Memory: four buffers of
+    ``ROUND_BYTES``, and as many again of a side that is on another device than the process group's. Raises what
     ``fill`` and ``take`` raised first, after the last round.
     """
     peers = peers or DefaultPeers()
@@ -78,9 +92,9 @@ def all_to_all_stream(sizes: Mapping[int, int], fill: Fill, take: Take, *, peers
 
     def take_from(arrived: _Round) -> None:
         if arrived.incoming:
-            attempt(partial(take, arrived.incoming, arrived.target.numpy()))
+            attempt(partial(take, arrived.incoming, _buffer(arrived.target)))
 
-    memory = (_Memory(), _Memory())
+    memory = [_Memory(filled_on, taken_on) for _ in range(2)]
     sent = received = 0
     under_way: _Round | None = None
     for number, messages in enumerate(_rounds(table, world_size)):
@@ -88,7 +102,7 @@ def all_to_all_stream(sizes: Mapping[int, int], fill: Fill, take: Take, *, peers
         incoming = _pieces(messages, rank, src=False)
         source, target = memory[number % 2].take(_nbytes(outgoing), _nbytes(incoming))
         if outgoing:
-            attempt(partial(fill, outgoing, source.numpy()))
+            attempt(partial(fill, outgoing, _buffer(source)))
         before = under_way
         if before is not None:
             before.wait()
@@ -103,6 +117,12 @@ def all_to_all_stream(sizes: Mapping[int, int], fill: Fill, take: Take, *, peers
     if failure is not None:
         raise failure
     return TransferCost(sent, received)
+
+
+def device_of(tensors: Iterable[torch.Tensor | None]) -> torch.device:
+    """The one device that all of them are on, on which a round is best filled or taken; the host for several."""
+    devices = {tensor.device for tensor in tensors if tensor is not None}
+    return devices.pop() if len(devices) == 1 else HOST
 
 
 def all_to_all_bytes(outgoing: Mapping[int, bytes], *, peers: Peers | None = None) -> dict[int, bytes]:
@@ -180,15 +200,16 @@ def _pieces(messages: _Messages, rank: int, *, src: bool) -> list[Piece]:
 class _Memory:
     """Two buffers that round after round uses again: new pages take as long as two copies of them."""
 
-    def __init__(self) -> None:
-        self._source = self._target = torch.empty(0, dtype=torch.uint8)
+    def __init__(self, filled_on: torch.device, taken_on: torch.device) -> None:
+        self._source = torch.empty(0, dtype=torch.uint8, device=filled_on)
+        self._target = torch.empty(0, dtype=torch.uint8, device=taken_on)
 
     def take(self, nbytes_sent: int, nbytes_received: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The memory to send from and that to receive into."""
         if len(self._source) < nbytes_sent:
-            self._source = torch.zeros(nbytes_sent, dtype=torch.uint8)
+            self._source = torch.zeros(nbytes_sent, dtype=torch.uint8, device=self._source.device)
         if len(self._target) < nbytes_received:
-            self._target = torch.zeros(nbytes_received, dtype=torch.uint8)
+            self._target = torch.zeros(nbytes_received, dtype=torch.uint8, device=self._target.device)
         return self._source[:nbytes_sent], self._target[:nbytes_received]
 
 
@@ -205,8 +226,8 @@ class _Round:
     ) -> None:
         self.incoming, self.target = incoming, target
         device, world_size = peers.device, peers.size
-        self._sent = source.to(device)
-        self._moved = torch.empty_like(target, device=device) if device.type != "cpu" else target
+        self._sent = source if source.device.type == device.type else source.to(device)
+        self._moved = target if target.device.type == device.type else torch.empty_like(target, device=device)
         splits = _splits(incoming, world_size), _splits(outgoing, world_size)
         self._work = peers.all_to_all(self._moved, self._sent, *splits)
 
@@ -215,6 +236,10 @@ class _Round:
         self._work.wait()
         if self._moved is not self.target:
             self.target.copy_(self._moved)
+
+
+def _buffer(memory: torch.Tensor) -> RoundBuffer:
+    return memory.numpy() if memory.device.type == "cpu" else memory
 
 
 def _nbytes(pieces: Sequence[Piece]) -> int:

@@ -15,8 +15,16 @@ import torch
 from zeroelastic.checkpoint.extents import ExtentTable
 from zeroelastic.core.digest import ByteArray, UInt64Array
 from zeroelastic.core.layout import Int64Array
-from zeroelastic.deepspeed.fill import Digests, Filled, Part, ReadDigests, RowStreams, host_executor
-from zeroelastic.deepspeed.node_local.all_to_all import Piece, TransferCost, all_to_all_bytes, all_to_all_stream
+from zeroelastic.deepspeed.fill import Digests, Filled, Part, ReadDigests, RowStreams
+from zeroelastic.deepspeed.node_local.all_to_all import (
+    HOST,
+    Piece,
+    RoundBuffer,
+    TransferCost,
+    all_to_all_bytes,
+    all_to_all_stream,
+    device_of,
+)
 from zeroelastic.deepspeed.node_local.row_stream import Arrived, RowStream
 from zeroelastic.deepspeed.node_local.visibility import FileVisibility
 from zeroelastic.distributed.collective import all_or_raise
@@ -26,6 +34,7 @@ from zeroelastic.executors.dispatch import (
     MemoryRanges,
     ReadTable,
     copy_segments,
+    host_executor,
     read_segments,
     sum_segments,
 )
@@ -46,15 +55,16 @@ def fetch(
     visibility: FileVisibility,
     rows: Int64Array,
     readers: Int64Array,
-    put: Callable[[Arrived, ByteArray], None],
+    put: Callable[[Arrived, RoundBuffer], None],
     *,
     executor: Executor,
+    taken_on: torch.device = HOST,
 ) -> RelayCost:
     """Have others read ``rows``, and read what they want. Collective; errors of this rank are raised at its end.
 
     ``rows``, shape ``(num_rows, 3)``, are ``[number of the file in visibility.names, offset, nbytes]``;
-    ``readers`` has the rank to ask for each. ``put`` takes the bytes that arrive, round by round. A range that several
-    ranks ask for is read once.
+    ``readers`` has the rank to ask for each. ``put`` takes the bytes that arrive, round by round, on the device
+    ``taken_on``. A range that several ranks ask for is read once.
     """
     mine = {reader: np.flatnonzero(readers == reader) for reader in np.unique(readers).tolist()}
     wanted = {reader: RowStream.of(rows[index]) for reader, index in mine.items()}
@@ -81,12 +91,13 @@ def fetch(
         bytes_read += result.bytes_read
         files.update(dict.fromkeys(result.files))
 
-    def take(pieces: Sequence[Piece], buffer: ByteArray) -> None:
+    def take(pieces: Sequence[Piece], buffer: RoundBuffer) -> None:
         for piece in pieces:
             cut = wanted[piece.peer].cut(piece)
             put(cut._replace(row=mine[piece.peer][cut.row]), buffer)
 
-    moved: TransferCost = all_to_all_stream({peer: served.nbytes for peer, served in served.items()}, fill, take)
+    sizes = {peer: served.nbytes for peer, served in served.items()}
+    moved: TransferCost = all_to_all_stream(sizes, fill, take, taken_on=taken_on)
     return RelayCost(bytes_read, tuple(files), moved.sent, moved.received)
 
 
@@ -120,7 +131,7 @@ def fill_from_others(
     cast_digests: list[Digests] = [dict(one.cast_digests) for one in filled]
     read_digests: list[ReadDigests] = [dict(one.read_digests) for one in filled]
 
-    def put(arrived: Arrived, buffer: ByteArray) -> None:
+    def put(arrived: Arrived, buffer: RoundBuffer) -> None:
         owner = np.searchsorted(first_row, arrived.row, side="right") - 1
         for number in np.unique(owner).tolist():
             here = owner == number
@@ -140,18 +151,21 @@ def fill_from_others(
                 streams, totals = _digest(part, pieces.take(read), some.at[read], buffer)
                 streams.add_read(totals, read_digests[number])
 
-    relay_cost = all_or_raise(
-        lambda: fetch(visibility, np.concatenate(tables), np.concatenate(readers), put, executor=executor)
-    )
+    rows, reader_of = np.concatenate(tables), np.concatenate(readers)
+    # Where a host engine is named, it moves what arrives; nothing of ours moves a GPU's memory then.
+    filled_there = () if executor in ("numpy", "native") else (t.tensor for part in parts for t in part.targets)
+    taken_on = device_of(filled_there)
+    relay_cost = all_or_raise(lambda: fetch(visibility, rows, reader_of, put, executor=executor, taken_on=taken_on))
     return [
         replace(one, cast_digests=cast, read_digests=read)
         for one, cast, read in zip(filled, cast_digests, read_digests, strict=True)
     ], relay_cost
 
 
-def _put(part: Part, pieces: ExtentTable, at: Int64Array, buffer: ByteArray, executor: Executor) -> None:
+def _put(part: Part, pieces: ExtentTable, at: Int64Array, buffer: RoundBuffer, executor: Executor) -> None:
     """Bytes that arrived, piece i of them at ``at[i]`` of a buffer, into the tensors of one part."""
-    direct = np.array([target.in_place and target.tensor.device.type == "cpu" for target in part.targets], dtype=bool)
+    values = torch.from_numpy(buffer) if isinstance(buffer, np.ndarray) else buffer
+    direct = np.array([each.in_place and each.tensor.device == values.device for each in part.targets], dtype=bool)
     quick = np.flatnonzero(direct[pieces.target])
     members, dst = np.unique(pieces.target[quick], return_inverse=True)
     begin = pieces.target_offset[quick] * pieces.itemsize[quick]
@@ -159,16 +173,15 @@ def _put(part: Part, pieces: ExtentTable, at: Int64Array, buffer: ByteArray, exe
         CopyTable(np.zeros_like(quick), at[quick], dst.reshape(-1), begin, pieces.nbytes[quick]),
         [buffer],
         [part.targets[t].tensor for t in members.tolist()],
-        executor=host_executor(executor),
+        executor=host_executor(executor) if isinstance(buffer, np.ndarray) else executor,
     )
-    values = torch.from_numpy(buffer)
     for i in np.flatnonzero(~direct[pieces.target]).tolist():
         target, place = part.targets[int(pieces.target[i])], int(pieces.target_offset[i])
         data = values[int(at[i]) : int(at[i] + pieces.nbytes[i])].view(getattr(torch, target.dtype))
         target.tensor[place : place + len(data)].copy_(data)
 
 
-def _digest(part: Part, pieces: ExtentTable, at: Int64Array, buffer: ByteArray) -> tuple[RowStreams, UInt64Array]:
+def _digest(part: Part, pieces: ExtentTable, at: Int64Array, buffer: RoundBuffer) -> tuple[RowStreams, UInt64Array]:
     """The digests of pieces, each of which lies at ``at`` in a buffer, and where they go."""
     streams = RowStreams.of(part.plan, pieces, part.targets)
     totals = sum_segments(MemoryRanges(np.zeros_like(at), at, pieces.nbytes), [buffer], digest=streams.table)

@@ -15,10 +15,15 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from zeroelastic.core.digest import ByteArray
 from zeroelastic.core.layout import Int64Array, Layout
 from zeroelastic.core.plan import make_plan
-from zeroelastic.deepspeed.node_local.all_to_all import Piece, all_to_all_bytes, all_to_all_stream
+from zeroelastic.deepspeed.node_local.all_to_all import (
+    Piece,
+    RoundBuffer,
+    all_to_all_bytes,
+    all_to_all_stream,
+    device_of,
+)
 from zeroelastic.deepspeed.node_local.row_stream import RowStream
 from zeroelastic.deepspeed.resize.held import HeldState, Tensors
 from zeroelastic.distributed.peers import Peers
@@ -118,20 +123,16 @@ def move(
         other: RowStream.of(np.frombuffer(data, dtype=np.int64).reshape(-1, 3)) for other, data in arrived.items()
     }
 
-    def fill(pieces: Sequence[Piece], buffer: ByteArray) -> None:
+    def fill(pieces: Sequence[Piece], buffer: RoundBuffer) -> None:
         cuts = [(served[piece.peer].rows, served[piece.peer].cut(piece)) for piece in pieces]
         src = np.concatenate([rows[cut.row, 0] for rows, cut in cuts])
         offset = np.concatenate([rows[cut.row, 1] + cut.skip for rows, cut in cuts])
         at, nbytes = (np.concatenate([getattr(cut, name) for _, cut in cuts]) for name in ("at", "nbytes"))
         numbers, src = np.unique(src, return_inverse=True)
         flats = [_there(sources[number]) for number in numbers.tolist()]
-        table = CopyTable(src.reshape(-1), offset, np.zeros_like(at), at, nbytes)
-        with_staging = _staging(flats, len(buffer))
-        copy_segments(table, flats, [buffer if with_staging is None else with_staging])
-        if with_staging is not None:
-            torch.from_numpy(buffer).copy_(with_staging)
+        copy_segments(CopyTable(src.reshape(-1), offset, np.zeros_like(at), at, nbytes), flats, [buffer])
 
-    def take(pieces: Sequence[Piece], buffer: ByteArray) -> None:
+    def take(pieces: Sequence[Piece], buffer: RoundBuffer) -> None:
         cuts = [(mine[piece.peer], wanted[piece.peer].cut(piece)) for piece in pieces]
         row = np.concatenate([rows[cut.row] for rows, cut in cuts])
         skip, at, nbytes = (
@@ -139,13 +140,18 @@ def move(
         )
         numbers, dst = np.unique(runs.dst[row], return_inverse=True)
         flats = [_there(targets[number]) for number in numbers.tolist()]
-        table = CopyTable(np.zeros_like(at), at, dst.reshape(-1), runs.dst_offset[row] + skip, nbytes)
-        with_staging = _staging(flats, len(buffer))
-        if with_staging is not None:
-            with_staging.copy_(torch.from_numpy(buffer))
-        copy_segments(table, [buffer if with_staging is None else with_staging], flats)
+        copy_segments(
+            CopyTable(np.zeros_like(at), at, dst.reshape(-1), runs.dst_offset[row] + skip, nbytes), [buffer], flats
+        )
 
-    cost = all_to_all_stream({other: stream.nbytes for other, stream in served.items()}, fill, take, peers=peers)
+    cost = all_to_all_stream(
+        {other: stream.nbytes for other, stream in served.items()},
+        fill,
+        take,
+        peers=peers,
+        filled_on=device_of(sources),
+        taken_on=device_of(targets),
+    )
     return MoveCost(int(runs.nbytes[local].sum()), cost.sent, cost.received)
 
 
@@ -160,13 +166,6 @@ def _copy(runs: Runs, sources: Sequence[torch.Tensor | None], targets: Sequence[
         [_there(sources[number]) for number in src_numbers.tolist()],
         [_there(targets[number]) for number in dst_numbers.tolist()],
     )
-
-
-def _staging(flats: Sequence[torch.Tensor], nbytes: int) -> torch.Tensor | None:
-    """Memory on the GPU on which all of the tensors are, for one copy between host and GPU; None on a host."""
-    devices = {flat.device for flat in flats}
-    (device,) = devices if len(devices) == 1 else (torch.device("cpu"),)
-    return None if device.type == "cpu" else torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
 def _there(tensor: torch.Tensor | None) -> torch.Tensor:

@@ -116,7 +116,7 @@ class ShardWriter:
                 last=[self.table],
                 before_last=self._fill_table,
                 sync=self._options.fsync,
-                executor=self._options.host_io_engine,
+                executor=self._options.io_engine,
             )
         except UnsupportedError as error:
             logger.warning("saving through torch alone, which is slower: %s", error)

@@ -269,8 +269,10 @@ cudaError_t cudaMemcpyAsync(void* dst, const void* src, size_t nbytes, cudaMemcp
     const cudaError_t status = asked("cudaMemcpyAsync");
     if (status != cudaSuccess) return status;
     if (foreign(stream)) return cudaErrorInvalidResourceHandle;
-    if (kind != cudaMemcpyHostToDevice || !holds(state().device_memory, dst, nbytes) ||
-        !holds(state().pinned_memory, src, nbytes)) {
+    const bool to_device = kind == cudaMemcpyHostToDevice;
+    if ((!to_device && kind != cudaMemcpyDeviceToHost) ||
+        !holds(state().device_memory, to_device ? dst : src, nbytes) ||
+        !holds(state().pinned_memory, to_device ? src : dst, nbytes)) {
         return cudaErrorInvalidValue;
     }
     ++state().counts.async_copies;

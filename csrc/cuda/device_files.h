@@ -1,7 +1,7 @@
-// files -> device memory, through a bounded ring of pinned host memory.
+// Between files and device memory, through a bounded ring of pinned host memory.
 
-#ifndef ZEROELASTIC_CUDA_DEVICE_READ_H_
-#define ZEROELASTIC_CUDA_DEVICE_READ_H_
+#ifndef ZEROELASTIC_CUDA_DEVICE_FILES_H_
+#define ZEROELASTIC_CUDA_DEVICE_FILES_H_
 
 #include <cuda_runtime_api.h>
 
@@ -44,6 +44,12 @@ int32_t read_to_device(const ze_table& table, const ze_files& src, const ze_buff
                        const ze_digest* digest, const ze_options& options, int device, cudaStream_t stream,
                        PinnedRing* ring, int64_t* bytes_read, ze_error* error);
 
+// Writes device memory, as it is after what is enqueued on `stream` of `device`, into files that exist, and
+// returns when all is written. `crc32` may be null. May throw std::bad_alloc.
+int32_t write_from_device(const ze_table& table, const ze_buffers& src, const ze_files& dst,
+                          const ze_digest* digest, const ze_options& options, int device, cudaStream_t stream,
+                          PinnedRing* ring, uint32_t* crc32, ze_error* error);
+
 }  // namespace zeroelastic
 
-#endif  // ZEROELASTIC_CUDA_DEVICE_READ_H_
+#endif  // ZEROELASTIC_CUDA_DEVICE_FILES_H_
