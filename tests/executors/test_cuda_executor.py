@@ -20,13 +20,14 @@ import torch
 from engines import REPOSITORY, Engine, open_engine
 from fake_gpu import open_fake_gpu, to_fake_gpu
 
-from zeroelastic.checkpoint.extents import TensorExtents
+from zeroelastic.checkpoint.extents import Destination, TensorExtents, extent_windows
 from zeroelastic.core.digest import digest_range, stream_seed
 from zeroelastic.core.layout import Param, layout_from_sub_groups
 from zeroelastic.core.plan import make_plan
 from zeroelastic.deepspeed import fill as fill_module
-from zeroelastic.deepspeed.fill import Target, fill
+from zeroelastic.deepspeed.fill import Part, Target, fill
 from zeroelastic.deepspeed.live.digests import LivePiece, digest_pieces
+from zeroelastic.deepspeed.node_local import payload
 from zeroelastic.errors import CheckpointError, ConfigError, UnsupportedError
 from zeroelastic.executors import cuda_executor, dispatch, torch_executor
 from zeroelastic.executors.build_info import describe_build
@@ -240,6 +241,38 @@ def test_without_the_cuda_engine_naming_it_is_an_error(tmp_path: Path, monkeypat
     monkeypatch.setattr(dispatch, "load_library", missing)
     with pytest.raises(ConfigError, match="the cuda engine cannot be used"):
         fill(saved.plan, saved.extents, [Target("fp32", 0, torch.zeros(len(saved.want)), "float32")], executor="cuda")
+
+
+def test_what_other_ranks_send_goes_to_its_place_on_the_gpu(
+    fake_gpu: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A round that has arrived on the GPU, or in host memory, for tensors there, and for one that is cast."""
+    saved = Checkpoint(tmp_path)
+    numel = len(saved.want)
+    (rows,) = extent_windows(saved.plan, saved.extents, [Destination("fp32", 0, "float32")] * 2)
+    at = np.cumsum(rows.nbytes) - rows.nbytes + 8 * np.arange(rows.num_rows)
+    arrived = np.zeros(int(at[-1] + rows.nbytes[-1]), dtype=np.uint8)
+    for path, offset, nbytes, begin in zip(
+        (rows.paths[file] for file in rows.file), rows.file_offset, rows.nbytes, at, strict=True
+    ):
+        arrived[begin : begin + nbytes] = np.frombuffer(Path(path).read_bytes(), np.uint8)[offset : offset + nbytes]
+    copied: list[int] = []
+    of_cuda = cuda_executor.copy_segments
+    counted = lambda table, *more, **names: copied.append(len(table.nbytes)) or of_cuda(table, *more, **names)  # noqa: E731
+    monkeypatch.setattr(cuda_executor, "copy_segments", counted)
+    for there in (to_fake_gpu(fake_gpu, torch.from_numpy(arrived)), arrived):
+        same = on_fake_gpu(fake_gpu, numel + 2, torch.float32)
+        other = on_fake_gpu(fake_gpu, numel + 2, torch.bfloat16)
+        part = Part(saved.plan, saved.extents, [Target("fp32", 0, tensor, "float32") for tensor in (same, other)])
+        payload._put(part, rows, at, there, "auto")
+        assert torch.equal(same.as_subclass(torch.Tensor)[:numel], saved.want)
+        assert torch.equal(other.as_subclass(torch.Tensor)[:numel], saved.want.bfloat16())
+        assert all((tensor.as_subclass(torch.Tensor)[numel:] == -1).all() for tensor in (same, other))
+        streams, totals = payload._digest(part, rows, at, there)
+        read = fill(saved.plan, saved.extents, part.targets, digest=True).read_digests
+        assert len(totals) == 2 * len(read) == 2 * len(NUMELS)  # one for each target
+        assert all(total == read[name].digest for name, total in zip(streams.names, totals.tolist(), strict=True))
+    assert copied == [rows.num_rows // 2], "on the GPU all that is not cast, in one call; from host memory none"
 
 
 # --- saves and digests ----------------------------------------------------------------------------------------------

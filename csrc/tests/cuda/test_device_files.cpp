@@ -3,9 +3,11 @@
 
 #include <dirent.h>
 #include <stdlib.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <cstdio>
 #include <numeric>
@@ -16,6 +18,23 @@
 #include "../../cuda/device_files.h"
 #include "../../cuda/zeroelastic_cuda.h"
 #include "cases.h"
+
+namespace {
+
+std::atomic<int> flushes{0};
+std::atomic<int> fail_flush{0};  // the one that fails, counted from the last change; 0: none
+
+}  // namespace
+
+// In place of the system's.
+extern "C" int fsync(int fd) {
+    ++flushes;
+    if (fail_flush > 0 && --fail_flush == 0) {
+        errno = EIO;
+        return -1;
+    }
+    return static_cast<int>(syscall(SYS_fsync, fd));
+}
 
 namespace {
 
@@ -565,6 +584,26 @@ TEST(every_failure_of_cuda_in_a_write_is_reported_with_nothing_left_in_flight) {
             check_written(&one, &ring, true, true);
         }
     }
+}
+
+TEST(a_file_is_flushed_once_after_its_last_row_and_a_failure_of_that_is_told) {
+    fake::reset(fake::Copies::kWhenWaited);
+    PinnedRing ring(2, kSmallSlot);
+    Case one = contiguous(7 * kSmallSlot, 7 * kSmallSlot, 1);
+    one.before.emplace_back(8, kUntouched);
+    one.rows.add(0, 0, 1, 0, 8);
+    const Files files(one.before);
+    const DeviceSide side = sources_on_device(one);
+    ze_error error;
+    for (const int sync : {0, 1}) {
+        flushes = 0;
+        CHECK(write(one, side, files, nullptr, &ring, nullptr, &error, 2, sync) == ZE_OK);
+        CHECK(flushes == 2 * sync);
+    }
+    fail_flush = 2;
+    CHECK(write(one, side, files, nullptr, &ring, nullptr, &error, 2, 1) == ZE_SYNC_FAILED);
+    CHECK(error.side == ZE_DESTINATION && error.file == 1 && error.errnum == EIO);
+    fail_flush = 0;
 }
 
 TEST(a_full_disk_is_named_with_the_byte) {
