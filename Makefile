@@ -36,7 +36,7 @@ unexport PYTHONDONTWRITEBYTECODE
 NATIVE_SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
 
 .PHONY: help venv warm versions front-ends man docs docs-serve reference dist dist-aarch64 demo demo-elastic demo-elastic-netns demo-elastic-fixed test test-all slowest coverage same-as-stock test-gpu test-native \
-    crash crash-training crash-memory bench-restart bench-memory damage fuzz lifecycle bench figures bench-background bench-scale bench-resize reliability support lint format clean
+    crash crash-training crash-memory bench-restart bench-memory damage fuzz lifecycle bench bench-gpu figures bench-background bench-scale bench-resize reliability support lint format clean
 
 help:
 	@echo "make demo      the demonstration; its results go to demo/"
@@ -51,6 +51,7 @@ help:
 	@echo "make test-gpu  the tests that need a CUDA device"
 	@echo "make test-native  the C++ tests, with sanitizers"
 	@echo "make bench     the benchmarks; needs a quiet machine"
+	@echo "make bench-gpu  kernels, and files to a GPU and back; needs a GPU and nvcc"
 	@echo "make figures   the figures of the README and the pages, from the raw results"
 	@echo "make bench-background  what a save costs training, waited for and in the background"
 	@echo "make crash     kill -9 at random moments of a reshard"
@@ -289,6 +290,12 @@ bench: $(STAMP)
 	$(PY) benchmarks/bench_stage2.py --out benchmarks/results
 	$(PY) benchmarks/bench_cli.py --out benchmarks/results
 	$(PY) benchmarks/figures.py
+
+# On a machine with a GPU and nvcc; raw results go to benchmarks/results.
+bench-gpu: $(STAMP)
+	$(PY) -m zeroelastic doctor --build-cuda
+	$(PY) benchmarks/bench_gpu.py --out benchmarks/results
+	$(PY) benchmarks/bench_gpu_files.py --out benchmarks/results
 
 # The figures of the README and the pages, from the raw results; tests/project/test_figures.py compares.
 figures: $(STAMP)

@@ -142,8 +142,11 @@ def check_digests(work: Workload, found: np.ndarray[Any, np.dtype[np.uint64]]) -
         assert int(found[i]) == digest_range(data, 4, seed=i, start=i * 7919), f"digest {i} differs"
 
 
-def methods(work: Workload, stack: ExitStack, cub: ctypes.CDLL | None) -> dict[str, list[Run]]:
-    """The methods to compare, each with one callable per set of buffers that moves the workload once."""
+def methods(work: Workload, stack: ExitStack, cub: ctypes.CDLL | None, rotated: int) -> dict[str, list[Run]]:
+    """The methods to compare, each with one callable per set of buffers that moves the workload once.
+
+    ``rotated`` are the source bytes of all sets together.
+    """
     from zeroelastic.executors.cuda_executor import DeviceBuffer, DevicePlan
 
     def range_of(tensor: torch.Tensor) -> DeviceBuffer:
@@ -164,7 +167,7 @@ def methods(work: Workload, stack: ExitStack, cub: ctypes.CDLL | None) -> dict[s
     runs: dict[str, list[Run]] = {}
     want = moved(work)
     want_16 = torch.from_numpy(want).bfloat16()
-    for number in range(max(1, math.ceil(ROTATED_BYTES / work.nbytes))):
+    for number in range(max(1, math.ceil(rotated / work.nbytes))):
         buffers = on_device(work)
         totals = torch.zeros(num_rows, dtype=torch.int64, device="cuda")
         flat_src = torch.rand(numel, device="cuda")
@@ -231,9 +234,9 @@ class Row:
     raw_seconds: list[float]
 
 
-def measure(key: str, work: Workload, rounds: int, repeats: int, cub: ctypes.CDLL | None) -> list[Row]:
+def measure(key: str, work: Workload, rounds: int, repeats: int, cub: ctypes.CDLL | None, rotated: int) -> list[Row]:
     with ExitStack() as stack:
-        compared = methods(work, stack, cub)
+        compared = methods(work, stack, cub, rotated)
         seconds: dict[str, list[float]] = {name: [] for name in compared}
         for number in range(rounds + 2):  # two to warm up
             for name, sets in compared.items():
@@ -316,7 +319,8 @@ def main() -> None:
         for key in arguments.workloads:
             work = made[key]()
             print(work.name, file=sys.stderr, flush=True)
-            rows += measure(key, work, arguments.rounds, arguments.repeats, cub)
+            rotated = 2 * work.nbytes if arguments.small else ROTATED_BYTES
+            rows += measure(key, work, arguments.rounds, arguments.repeats, cub, rotated)
             del work
             gc.collect()
             torch.cuda.empty_cache()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from benchmark_runs import run_benchmark
+from engines import REPOSITORY
 
 from zeroelastic.executors.dispatch import describe_build
 
@@ -83,6 +84,26 @@ def test_without_a_gpu_the_benchmarks_of_it_say_so(tmp_path: Path, name: str) ->
     assert done.returncode == 1
     assert done.stderr.strip().splitlines()[-1] == f"{name}: there is no CUDA device, so nothing is measured."
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "methods"),
+    [
+        ("bench_gpu", ("--workloads", "b", "--repeats", "1"), 9),
+        ("bench_gpu_files", ("--workloads", "a"), 12),
+    ],
+)
+def test_the_benchmarks_of_a_gpu_run_on_the_fake_one(
+    tmp_path: Path, name: str, more: tuple[str, ...], methods: int
+) -> None:
+    """They check what they move; what they time means nothing here."""
+    script = os.fspath(REPOSITORY / "benchmarks" / f"{name}.py")
+    done = run_benchmark(
+        "../tests/on_fake_gpu.py", script, "--small", "--rounds", "1", *more, "--out", os.fspath(tmp_path)
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads((tmp_path / f"{name.removeprefix('bench_')}.json").read_text())["rows"]
+    assert len(rows) == methods and all(row["raw_seconds"][0] > 0 for row in rows)
 
 
 @pytest.mark.gpu
