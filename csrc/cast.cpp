@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include "cpu.h"
+#include "load512.h"
 #include "narrow.h"
 
 #if ZE_X86
@@ -102,8 +103,8 @@ ZE_TARGET_AVX512 int64_t narrow_avx512(const char* src, char* dst, int64_t count
     const bool ahead = fetch_ahead(count);
     int64_t i = 0;
     for (; i + 32 <= count; i += 32) {
-        const __m256i low = narrow512(_mm512_loadu_si512(src + i * 4), to_bf16);
-        const __m256i high = narrow512(_mm512_loadu_si512(src + i * 4 + 64), to_bf16);
+        const __m256i low = narrow512(load512(src + i * 4), to_bf16);
+        const __m256i high = narrow512(load512(src + i * 4 + 64), to_bf16);
         const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
         if (ahead) {
             _mm_prefetch(src + (i + kAhead) * 4 - 128, _MM_HINT_T0);

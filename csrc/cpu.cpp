@@ -6,6 +6,10 @@
 #include <atomic>
 #include <cstdio>
 
+#if ZE_X86
+#include <cpuid.h>
+#endif
+
 namespace zeroelastic {
 namespace {
 
@@ -61,6 +65,21 @@ bool is_intel() {
 #if ZE_X86
     static const bool intel = (__builtin_cpu_init(), __builtin_cpu_is("intel") != 0);
     return intel;
+#else
+    return false;
+#endif
+}
+
+bool is_zen5() {
+#if ZE_X86
+    static const bool zen5 = [] {
+        unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+        __builtin_cpu_init();
+        if (__builtin_cpu_is("amd") == 0 || __get_cpuid(1, &eax, &ebx, &ecx, &edx) == 0) return false;
+        // The base family is 15 wherever the extended one counts.
+        return ((eax >> 8) & 15) + ((eax >> 20) & 255) >= 26;
+    }();
+    return zen5;
 #else
     return false;
 #endif

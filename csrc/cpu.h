@@ -31,6 +31,9 @@ ze_isa_level limit_isa(ze_isa_level limit);
 
 bool is_intel();
 
+// AMD's processors of family 26 and later ones.
+bool is_zen5();
+
 // Size of the last-level cache, or a guess where the system does not tell.
 int64_t last_level_cache_bytes();
 

@@ -12,6 +12,7 @@
 
 #include "cpu.h"
 #include "digest_avx512.h"
+#include "load512.h"
 
 #if ZE_X86
 #include <immintrin.h>
@@ -81,8 +82,8 @@ ZE_TARGET_AVX512 inline void add_lines(Sum512* to, const uint8_t* data, int64_t 
         __m512i odd = _mm512_setzero_si512();
         int64_t line = 0;
         for (; line + 2 <= here; line += 2) {
-            const __m512i first = _mm512_loadu_si512(data + 64 * line);
-            const __m512i second = _mm512_loadu_si512(data + 64 * line + 64);
+            const __m512i first = load512(data + 64 * line);
+            const __m512i second = load512(data + 64 * line + 64);
             if constexpr (kStream) {
                 _mm512_stream_si512(reinterpret_cast<__m512i*>(dst + 64 * line), first);
                 _mm512_stream_si512(reinterpret_cast<__m512i*>(dst + 64 * line + 64), second);
