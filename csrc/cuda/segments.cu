@@ -28,15 +28,18 @@ constexpr int kThreads = 256;
 constexpr int kWarp = 32;
 constexpr int kUnroll = 4;
 constexpr int64_t kTaskBytes = 8192;
+// Blocks of a digest that one task takes where nothing is copied: the fewer tasks, the sooner they are made.
+constexpr int64_t kTaskBlocks = 16;
 constexpr int64_t kBlock = zeroelastic::kDigestBlock;
 
 struct Task {
     uint64_t src;
     uint64_t dst;  // 0: digest only
-    uint64_t weight;
+    uint64_t seed;
+    int64_t block;  // of the digest, in which the first element is at `lead`
     uint32_t nbytes;
     uint32_t stream;
-    uint32_t lead;  // position of the first element in its block
+    uint32_t lead;
     uint32_t itemsize;
 };
 
@@ -202,8 +205,18 @@ template <typename T>
 __device__ __forceinline__ uint64_t dot(const char* data, const uint64_t* weights, int count, int lane) {
     uint64_t sum = 0;
     if (reinterpret_cast<uint64_t>(data) % sizeof(T) == 0) {
+        // So many loads of a lane are under way at once: 32 warps of 8 fill what the memory takes to answer.
+        constexpr int kLoads = 8;
         const T* elements = reinterpret_cast<const T*>(data);
-        for (int i = lane; i < count; i += kWarp) sum += weights[i] * static_cast<uint64_t>(elements[i]);
+        int i = lane;
+        for (; i + (kLoads - 1) * kWarp < count; i += kLoads * kWarp) {
+            T x[kLoads];
+#pragma unroll
+            for (int k = 0; k < kLoads; ++k) x[k] = elements[i + k * kWarp];
+#pragma unroll
+            for (int k = 0; k < kLoads; ++k) sum += weights[i + k * kWarp] * static_cast<uint64_t>(x[k]);
+        }
+        for (; i < count; i += kWarp) sum += weights[i] * static_cast<uint64_t>(elements[i]);
     } else {
         for (int i = lane; i < count; i += kWarp) {
             uint64_t bits = 0;
@@ -218,27 +231,40 @@ __device__ __forceinline__ uint64_t dot(const char* data, const uint64_t* weight
     return sum;
 }
 
-// A task with a digest never reaches into a second block.
-__device__ void digest_task(const Task& task, const uint64_t* weights, unsigned long long* totals, int lane) {
+// What a lane adds of the elements of a task, block by block.
+template <typename T>
+__device__ uint64_t dot_blocks(const Task& task, const uint64_t* weights, int lane) {
     const char* data = reinterpret_cast<const char*>(task.src);
-    const int count = static_cast<int>(task.nbytes / task.itemsize);
-    const uint64_t* from = weights + task.lead;
+    int count = static_cast<int>(task.nbytes / sizeof(T));
+    int lead = static_cast<int>(task.lead);
+    uint64_t sum = 0;
+    for (int64_t block = task.block; count > 0; ++block) {
+        const int here = min(count, static_cast<int>(kBlock) - lead);
+        sum += dot<T>(data, weights + lead, here, lane) * zeroelastic::digest_weight(task.seed, block);
+        data += here * static_cast<int>(sizeof(T));
+        count -= here;
+        lead = 0;
+    }
+    return sum;
+}
+
+__device__ void digest_task(const Task& task, const uint64_t* weights, unsigned long long* totals, int lane) {
     uint64_t sum = 0;
     switch (task.itemsize) {
         case 1:
-            sum = dot<uint8_t>(data, from, count, lane);
+            sum = dot_blocks<uint8_t>(task, weights, lane);
             break;
         case 2:
-            sum = dot<uint16_t>(data, from, count, lane);
+            sum = dot_blocks<uint16_t>(task, weights, lane);
             break;
         case 4:
-            sum = dot<uint32_t>(data, from, count, lane);
+            sum = dot_blocks<uint32_t>(task, weights, lane);
             break;
         default:
-            sum = dot<uint64_t>(data, from, count, lane);
+            sum = dot_blocks<uint64_t>(task, weights, lane);
     }
     for (int apart = kWarp / 2; apart > 0; apart /= 2) sum += __shfl_xor_sync(0xFFFFFFFF, sum, apart);
-    if (lane == 0) atomicAdd(totals + task.stream, static_cast<unsigned long long>(sum * task.weight));
+    if (lane == 0) atomicAdd(totals + task.stream, static_cast<unsigned long long>(sum));
 }
 
 template <int kCast, bool kDigest>
@@ -291,7 +317,8 @@ int32_t fail(ze_code code, int errnum, int64_t row, ze_error* error) {
 }
 
 // Cuts a row into tasks: at kTaskBytes, at boundaries of the destination's lines where it can, and with a
-// digest at the boundaries of its blocks.
+// digest at the boundaries of its blocks: of each, where the row is copied, too, so that what is digested is
+// still in the first-level cache.
 void add_tasks(uint64_t src, uint64_t dst, int64_t nbytes, int64_t src_size, int64_t dst_size,
                const ze_digest* digest, int64_t row, std::vector<Task>* tasks) {
     for (int64_t done = 0; done < nbytes;) {
@@ -302,11 +329,12 @@ void add_tasks(uint64_t src, uint64_t dst, int64_t nbytes, int64_t src_size, int
         if (digest != nullptr) {
             const int64_t itemsize = digest->itemsize[row];
             const int64_t start = digest->start[row] + done / itemsize;
-            most = (kBlock - start % kBlock) * itemsize;
+            most = (kBlock * (dst != 0 ? 1 : kTaskBlocks) - start % kBlock) * itemsize;
             task.stream = static_cast<uint32_t>(digest->stream[row]);
             task.lead = static_cast<uint32_t>(start % kBlock);
             task.itemsize = static_cast<uint32_t>(itemsize);
-            task.weight = zeroelastic::digest_weight(digest->seeds[task.stream], start / kBlock);
+            task.seed = digest->seeds[task.stream];
+            task.block = start / kBlock;
         } else if (dst != 0) {
             // After the first, tasks begin on a boundary of the destination: no heads and tails inside a row.
             most -= static_cast<int64_t>(task.dst % 128) * src_size / dst_size / src_size * src_size;

@@ -697,6 +697,29 @@ TEST(sums_on_the_device_are_those_of_the_host) {
     CHECK(fake::counts().device_bytes == 0);
 }
 
+TEST(rows_of_more_blocks_than_a_task_takes_are_summed_whole) {
+    fake::reset(fake::Copies::kAtOnce);
+    for (const int64_t itemsize : {1, 2, 4, 8}) {
+        for (const int64_t start : {0, 1023, 5001}) {
+            Case one;
+            const int64_t count = 40'000 + start % 7;
+            one.files.push_back(random_bytes(count * itemsize + 3));
+            one.rows.add(0, 3 * (start % 2), 0, 0, count * itemsize);
+            one.digests.add(itemsize);
+            one.digests.start.back() = start;
+            const DeviceSide side = sources_on_device(one);
+            const Pointers from(side);
+            const ze_buffers src = from.buffers();
+            ze_table table = one.rows.table();
+            table.dst = table.dst_offset = nullptr;
+            const ze_digest digest = one.digests.digest();
+            ze_error error;
+            CHECK(ze_cuda_sum_segments(&table, &src, &digest, 0, nullptr, &error) == ZE_OK);
+            CHECK(one.digests.totals == expected_totals(one.rows, one.files, one.digests));
+        }
+    }
+}
+
 // The control: what the tests above rely on.
 TEST(the_fake_shows_memory_that_is_used_again_too_early) {
     fake::reset(fake::Copies::kWhenWaited);
