@@ -23,7 +23,7 @@ from crash_memory import Campaign, lines
 def test_a_job_with_checkpoints_in_memory_goes_on_after_kills() -> None:
     command = [sys.executable, str(ROOT / "benchmarks/crash_memory.py"), "--kills", "3", "--kind", "copies"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, stdin=subprocess.DEVNULL)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(done.stdout)
     assert result["kills"] == 3 and result["files_left_in_memory"] == 0
     assert sum(count for what, count in result["outcomes"].items() if what.startswith("resumed from memory")) >= 2

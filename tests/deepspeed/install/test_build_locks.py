@@ -62,6 +62,26 @@ def test_the_lock_of_a_killed_builder_is_taken_over_with_a_log_line(
     assert len(said) == 1 and str(lock) in said[0] and "left by a process that has ended" in said[0]
 
 
+def die_before_a_lock_is_signed(path: str) -> tuple[bool, float]:
+    """A process is killed when it would write into a lock that is there already; another wants to build."""
+    from torch.utils.file_baton import FileBaton
+
+    zeroelastic.install()
+    builder = os.fork()
+    if builder == 0:
+        Path.write_text = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment, method-assign]
+        FileBaton(path).try_acquire()
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(builder, 0)
+    began = time.monotonic()
+    return bool(FileBaton(path).try_acquire()), time.monotonic() - began
+
+
+def test_a_lock_is_signed_from_the_moment_it_is_there(rank_pool: RankPool, tmp_path: Path) -> None:
+    ((acquired, seconds),) = rank_pool.run(die_before_a_lock_is_signed, 1, str(tmp_path / "lock"), timeout=30)
+    assert acquired and seconds < 10
+
+
 def build_one_after_the_other(path: str) -> tuple[bool, float]:
     """Rank 0 builds for a while, rank 1 needs the same; then nobody does."""
     from torch.utils.file_baton import FileBaton

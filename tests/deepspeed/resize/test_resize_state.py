@@ -207,12 +207,12 @@ def flipped(job: Job) -> tuple[str, str]:
 
     original = move.all_to_all_stream
 
-    def stream(sizes: Any, fill: Any, take: Any, *, peers: Any = None) -> Any:
+    def stream(sizes: Any, fill: Any, take: Any, **more: Any) -> Any:
         def damaged(pieces: Any, buffer: Any) -> None:
             buffer[0] ^= 4
             take(pieces, buffer)
 
-        return original(sizes, fill, damaged, peers=peers)
+        return original(sizes, fill, damaged, **more)
 
     move.all_to_all_stream = stream
     try:

@@ -1,10 +1,10 @@
 """The locks under which torch builds extensions such as DeepSpeed's ops: their owners, and locks of killed processes.
 
 torch makes a file called ``lock`` in the folder of the extension, and other builds wait until it is gone: forever where
-the process that made it was killed. While zeroelastic is installed, a process writes its identity into the lock, and a
-lock whose process has ended is removed. A lock without an identity is removed only where no process on this machine has
-it open, nothing was built beside it for half an hour, and the folder is not on a network file system that other
-machines share; otherwise a warning that says what to do is repeated.
+the process that made it was killed. While zeroelastic is installed, a lock has the identity of its process from the
+moment it is there, and one whose process has ended is removed. A lock without an identity is removed only where no
+process on this machine has it open, nothing was built beside it for half an hour, and the folder is not on a network
+file system that other machines share; otherwise a warning that says what to do is repeated.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _try_acquire(original: Method) -> Method:
     def try_acquire(self: Any) -> bool:
         path = Path(self.lock_file_path)
         warned = time.monotonic()
-        while not original(self):
+        while not _make(self, original):
             lock, owner = look_at(path), "unknown"
             while lock is not None:
                 owner = lock.state
@@ -100,11 +100,33 @@ def _try_acquire(original: Method) -> Method:
                 lock = look_at(path)
             if owner == "held":
                 return False  # built by another process
-        with suppress(OSError):  # a lock works without an identity, too
-            path.write_text(identity(os.getpid()))
         return True
 
     return try_acquire
+
+
+def _make(baton: Any, original: Method) -> bool:
+    """Make the lock, with the identity of this process in it before others see it; False where there is one."""
+    path = Path(baton.lock_file_path)
+    try:
+        made = os.open(path.parent, os.O_TMPFILE | os.O_WRONLY)
+    except OSError:  # not on this file system: signed a moment later, in which a kill leaves a lock without a name
+        if not original(baton):
+            return False
+        with suppress(OSError):  # a lock works without an identity, too
+            path.write_text(identity(os.getpid()))
+        return True
+    try:
+        os.write(made, identity(os.getpid()).encode())
+        os.link(f"/proc/self/fd/{made}", path, src_dir_fd=made)  # the number is ignored, but has links followed
+    except FileExistsError:
+        os.close(made)
+        return False
+    except OSError:
+        os.close(made)
+        return bool(original(baton))
+    baton.fd = made
+    return True
 
 
 def _remove(path: Path) -> None:
