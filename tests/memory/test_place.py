@@ -171,12 +171,14 @@ def test_a_link_or_an_open_directory_is_refused(place: Place, tmp_path: Path) ->
 
 
 def test_what_a_launcher_that_ended_has_left_is_removed(place: Place) -> None:
-    """By its process id: of a process that has ended, of another one that has the same id; not of other namespaces."""
+    """By its process id: of a process that has ended, be it before its start was asked for; of another one that has the
+    same id; not of other namespaces."""
     place.create()
     namespace, _, _ = place.path.name.partition("-")
     ended = subprocess.Popen([sys.executable, "-S", "-c", ""])
     ended.wait(LIMIT_S)
-    names = [f"{namespace}-{ended.pid}-12345", f"{namespace}-{os.getpid()}-1", f"1{namespace}-{ended.pid}-12345"]
+    dead, again = f"{namespace}-{ended.pid}-12345", f"{namespace}-{os.getpid()}-1"
+    names = [dead, again, f"1{namespace}-{ended.pid}-12345", f"{namespace}-{ended.pid}-"]
     for name in names:
         (place.path.parent / name).mkdir()
     place.create()
@@ -231,6 +233,18 @@ def _command(pid: int) -> bytes:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return b""
+
+
+def test_the_reaper_of_a_launcher_that_had_ended_removes_the_directory_at_once(tmp_path: Path) -> None:
+    """A worker that is still starting when its launcher is killed finds no start of it."""
+    (tmp_path / "job").mkdir()
+    ended = subprocess.Popen(["true"])
+    ended.wait(LIMIT_S)
+    start_reaper(ended.pid, Launcher.of(ended.pid).started, str(tmp_path / "job"))
+    until(lambda: not (tmp_path / "job").exists(), "the reaper removes the directory")
+    command = str(tmp_path / "job").encode()
+    pids = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
+    until(lambda: not any(command in _command(pid) for pid in pids), "the reaper ends")
 
 
 def test_one_reaper_waits_and_one_that_comes_late_finds_nothing_to_do(tmp_path: Path) -> None:

@@ -62,8 +62,21 @@ class Place:
             for name in os.listdir(self.path.parent):
                 namespace, _, process = name.partition("-")
                 pid, _, started = process.partition("-")
-                if namespace == _namespace() and pid.isdecimal() and start_of(int(pid)) != started:
+                if namespace == _namespace() and pid.isdecimal() and _has_ended(int(pid), started):
                     shutil.rmtree(self.path.parent / name, ignore_errors=True)
+
+
+def _has_ended(pid: int, started: str) -> bool:
+    """Whether there is no such process any more. The start of one that had ended before it was asked for is empty."""
+    if start_of(pid) != started:
+        return True
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except OSError:  # of another user
+        pass
+    return False
 
 
 def _require_own(directory: Path) -> None:

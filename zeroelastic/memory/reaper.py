@@ -75,11 +75,22 @@ def _wait(pid: int, started: str) -> None:
         process = os.pidfd_open(pid)
     except (OSError, AttributeError):
         process = -1
-    while _start_of(pid) == started:
+    while _start_of(pid) == started and _exists(pid):
         if process >= 0:
             select.select([process], [], [])
             return
         time.sleep(_POLL_S)
+
+
+def _exists(pid: int) -> bool:
+    """Whether there is a process of this id, be it one that /proc hides from this user."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        pass
+    return True
 
 
 def _start_of(pid: int) -> str:
