@@ -21,7 +21,7 @@
 namespace zeroelastic {
 namespace {
 
-// Whoever leaves this early leaves copies behind that still read the ring.
+// A return before the end leaves copies under way that still read the ring; with_ring() waits for them.
 int32_t read_windows(const ze_table& table, const ze_files& src, const ze_buffers& dst,
                      const ze_digest* digest, const ze_options& options, cudaStream_t stream,
                      PinnedRing* ring, int64_t* bytes_read, ze_error* error) {

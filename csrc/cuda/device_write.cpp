@@ -30,7 +30,7 @@ cudaError_t fetch(const Window& window, int slot, PinnedRing* ring, Events* arri
     return status == cudaSuccess ? arrived->record(slot, stream) : status;
 }
 
-// Whoever leaves this early leaves copies behind that still fill the ring.
+// A return before the end leaves copies under way that still write to the ring; with_ring() waits for them.
 int32_t write_windows(const ze_table& table, const ze_buffers& src, const ze_files& dst,
                       const ze_digest* digest, const ze_options& options, cudaStream_t stream,
                       PinnedRing* ring, uint32_t* crc32, ze_error* error) {

@@ -31,12 +31,12 @@ def life_of(name: str) -> Life:
     if where != machine() or not number.isdecimal():
         return "unknown"
     now = identity(int(number))
-    if now.endswith(" -") and not name.endswith(" -") and _is_hidden(int(number)):
+    if now.endswith(" -") and not name.endswith(" -") and is_hidden(int(number)):
         return "unknown"
     return "lives" if not name.endswith(" -") and now == name else "ended"
 
 
-def _is_hidden(process: int) -> bool:
+def is_hidden(process: int) -> bool:
     """Whether a process of another user runs that /proc does not show (mount option hidepid)."""
     try:
         os.kill(process, 0)

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from zeroelastic.distributed.process_identity import machine, start_of
+from zeroelastic.distributed.process_identity import is_hidden, machine, start_of
 from zeroelastic.errors import SaveError
 from zeroelastic.memory.launcher import Launcher, launcher
 
@@ -68,15 +68,7 @@ class Place:
 
 def _has_ended(pid: int, started: str) -> bool:
     """Whether there is no such process any more. The start of one that had ended before it was asked for is empty."""
-    if start_of(pid) != started:
-        return True
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    except OSError:  # of another user
-        pass
-    return False
+    return start_of(pid) != started or (started == "" and not is_hidden(pid))
 
 
 def _require_own(directory: Path) -> None:

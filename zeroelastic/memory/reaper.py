@@ -75,22 +75,22 @@ def _wait(pid: int, started: str) -> None:
         process = os.pidfd_open(pid)
     except (OSError, AttributeError):
         process = -1
-    while _start_of(pid) == started and _exists(pid):
+    while _start_of(pid) == started and (started or _is_hidden(pid)):
         if process >= 0:
             select.select([process], [], [])
             return
         time.sleep(_POLL_S)
 
 
-def _exists(pid: int) -> bool:
-    """Whether there is a process of this id, be it one that /proc hides from this user."""
+def _is_hidden(pid: int) -> bool:
+    """Whether a process of another user runs that /proc does not show (mount option hidepid)."""
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
+    except PermissionError:
+        return True
     except OSError:
         pass
-    return True
+    return False
 
 
 def _start_of(pid: int) -> str:

@@ -109,24 +109,27 @@ def _make(baton: Any, original: Method) -> bool:
     """Make the lock, with the identity of this process in it before others see it; False where there is one."""
     path = Path(baton.lock_file_path)
     try:
-        made = os.open(path.parent, os.O_TMPFILE | os.O_WRONLY)
-    except OSError:  # not on this file system: signed a moment later, in which a kill leaves a lock without a name
+        baton.fd = _make_signed(path)
+    except FileExistsError:
+        return False
+    except OSError:  # not on this file system: signed a moment later, in which a kill leaves a lock without an identity
         if not original(baton):
             return False
         with suppress(OSError):  # a lock works without an identity, too
             path.write_text(identity(os.getpid()))
-        return True
+    return True
+
+
+def _make_signed(path: Path) -> int:
+    """A file without a name that has the identity of this process, and gets its name when it is complete; open."""
+    made = os.open(path.parent, os.O_TMPFILE | os.O_WRONLY)
     try:
         os.write(made, identity(os.getpid()).encode())
         os.link(f"/proc/self/fd/{made}", path, src_dir_fd=made)  # the number is ignored, but has links followed
-    except FileExistsError:
+    except BaseException:
         os.close(made)
-        return False
-    except OSError:
-        os.close(made)
-        return bool(original(baton))
-    baton.fd = made
-    return True
+        raise
+    return made
 
 
 def _remove(path: Path) -> None:
