@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -69,6 +70,11 @@ def digests_of(itemsizes: list[int]) -> DigestRows:
     """A digest of its own for each row."""
     number = np.arange(len(itemsizes), dtype=np.int64)
     return DigestRows(number.astype(np.uint64) + 5, number, number * 77, np.array(itemsizes, dtype=np.int64))
+
+
+def rows_of(engine: mock.Mock) -> list[int]:
+    """The rows of each table that an engine was called with."""
+    return [len(call.args[0].nbytes) for call in engine.call_args_list]
 
 
 # --- the library ----------------------------------------------------------------------------------------------------
@@ -256,10 +262,8 @@ def test_what_other_ranks_send_goes_to_its_place_on_the_gpu(
         (rows.paths[file] for file in rows.file), rows.file_offset, rows.nbytes, at, strict=True
     ):
         arrived[begin : begin + nbytes] = np.frombuffer(Path(path).read_bytes(), np.uint8)[offset : offset + nbytes]
-    copied: list[int] = []
-    of_cuda = cuda_executor.copy_segments
-    counted = lambda table, *more, **names: copied.append(len(table.nbytes)) or of_cuda(table, *more, **names)  # noqa: E731
-    monkeypatch.setattr(cuda_executor, "copy_segments", counted)
+    by_cuda = mock.Mock(wraps=cuda_executor.copy_segments)
+    monkeypatch.setattr(cuda_executor, "copy_segments", by_cuda)
     for there in (to_fake_gpu(fake_gpu, torch.from_numpy(arrived)), arrived):
         same = on_fake_gpu(fake_gpu, numel + 2, torch.float32)
         other = on_fake_gpu(fake_gpu, numel + 2, torch.bfloat16)
@@ -272,7 +276,9 @@ def test_what_other_ranks_send_goes_to_its_place_on_the_gpu(
         read = fill(saved.plan, saved.extents, part.targets, digest=True).read_digests
         assert len(totals) == 2 * len(read) == 2 * len(NUMELS)  # one for each target
         assert all(total == read[name].digest for name, total in zip(streams.names, totals.tolist(), strict=True))
-    assert copied == [rows.num_rows // 2], "on the GPU all that is not cast, in one call; from host memory none"
+    assert rows_of(by_cuda) == [rows.num_rows // 2], (
+        "on the GPU all that is not cast, in one call; from host memory none"
+    )
 
 
 # --- saves and digests ----------------------------------------------------------------------------------------------
@@ -297,16 +303,13 @@ def test_digests_of_a_gpu_are_made_there_in_one_call(
     pieces.insert(2, LivePiece("host", "exp_avg", torch.arange(10.0), 3))
     data = torch.arange(10.0).view(torch.uint8).numpy()
     want.insert(2, digest_range(data, 4, seed=stream_seed("host", "exp_avg"), start=3))
-    of_cuda = cuda_executor.sum_segments
-    calls: list[int] = []
-    counted = lambda table, *more, **names: calls.append(len(table.nbytes)) or of_cuda(table, *more, **names)  # noqa: E731
-    with monkeypatch.context() as patch:
-        patch.setattr(cuda_executor, "sum_segments", counted)
-        assert digest_pieces(pieces) == want
-    assert calls == [len(values)]
+    by_cuda = mock.Mock(wraps=cuda_executor.sum_segments)
+    monkeypatch.setattr(cuda_executor, "sum_segments", by_cuda)
+    assert digest_pieces(pieces) == want
+    assert rows_of(by_cuda) == [len(values)]
     monkeypatch.setattr(cuda_executor, "sum_segments", refuse)
-    numbered = lambda table, src, options: np.arange(len(src), dtype=np.uint64)  # noqa: E731
-    monkeypatch.setattr(torch_executor, "sum_segments", numbered)
+    by_torch = mock.Mock(return_value=np.arange(len(values), dtype=np.uint64))
+    monkeypatch.setattr(torch_executor, "sum_segments", by_torch)
     assert digest_pieces(pieces) == [0, 1, want[2], *range(2, len(values))]
     assert "memory of the GPU is moved by torch instead, which is slower: the CUDA engine failed: out" in caplog.text
 
@@ -324,16 +327,17 @@ def test_more_than_one_launch_sums_is_added_up(fake_gpu: Engine, monkeypatch: py
 
 def test_a_gpu_makes_no_checksums(fake_gpu: Engine) -> None:
     sums = np.zeros(1, dtype=np.uint32)
-    for executor in ("cuda", "torch"):
+    executors: tuple[dispatch.Executor, ...] = ("cuda", "torch")
+    for executor in executors:
         tensor = to_fake_gpu(fake_gpu, torch.zeros(2))
         with pytest.raises(AssertionError, match="digests, not checksums"):
-            sum_segments(memory_ranges([8]), [tensor], digest=digests_of([4]), crc32=sums, executor=executor)  # type: ignore[arg-type]
+            sum_segments(memory_ranges([8]), [tensor], digest=digests_of([4]), crc32=sums, executor=executor)
 
 
 def test_a_save_writes_a_gpu_by_the_cuda_engine(
     fake_gpu: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The file that torch saves, whoever moves the bytes; where CUDA refuses, torch does it, unless cuda is named."""
+    """Every executor writes the file of torch.save; if CUDA fails, torch moves the bytes, unless cuda is named."""
     values = {f"p{numel}": torch.randn(numel) for numel in NUMELS}
     torch.save(values, tmp_path / "torch.pt")
     copies = {value.untyped_storage()._cdata: to_fake_gpu(fake_gpu, value) for value in values.values()}
@@ -341,9 +345,10 @@ def test_a_save_writes_a_gpu_by_the_cuda_engine(
     monkeypatch.setattr(save, "host_executor", lambda executor: executor)
     path = tmp_path / "ours" / "torch.pt"
     path.parent.mkdir()
-    for executor in ("auto", "cuda", "torch", "numpy"):
+    executors: tuple[dispatch.Executor, ...] = ("auto", "cuda", "torch", "numpy")
+    for executor in executors:
         runs = [DigestRange(value[1:-1], 5, 10) for value in values.values()]
-        made = write_torch_file(values, path, digest_ranges=runs, executor=executor)  # type: ignore[arg-type]
+        made = write_torch_file(values, path, digest_ranges=runs, executor=executor)
         assert path.read_bytes() == (tmp_path / "torch.pt").read_bytes(), executor
         for run, digest in zip(runs, made, strict=True):
             assert digest == digest_range(run.tensor.view(torch.uint8).numpy(), 4, seed=5, start=10)

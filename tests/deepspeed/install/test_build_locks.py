@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import shutil
@@ -10,6 +11,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -69,8 +72,8 @@ def die_before_a_lock_is_signed(path: str) -> tuple[bool, float]:
     zeroelastic.install()
     builder = os.fork()
     if builder == 0:
-        Path.write_text = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment, method-assign]
-        FileBaton(path).try_acquire()
+        with mock.patch.object(Path, "write_text", lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)):
+            FileBaton(path).try_acquire()
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(builder, 0)
     began = time.monotonic()
@@ -80,6 +83,34 @@ def die_before_a_lock_is_signed(path: str) -> tuple[bool, float]:
 def test_a_lock_is_signed_from_the_moment_it_is_there(rank_pool: RankPool, tmp_path: Path) -> None:
     ((acquired, seconds),) = rank_pool.run(die_before_a_lock_is_signed, 1, str(tmp_path / "lock"), timeout=30)
     assert acquired and seconds < 10
+
+
+def lock_where_it_cannot_be_made_at_once(path: str, name: str) -> tuple[bool, str, bool]:
+    """Whether a lock is made and signed, on a file system without files that have no name, or without links."""
+    from torch.utils.file_baton import FileBaton
+
+    zeroelastic.install()
+    original = getattr(os, name)
+
+    def refuse(*args: Any, **more: Any) -> Any:
+        if name == "open" and args[1] & os.O_TMPFILE != os.O_TMPFILE:
+            return original(*args, **more)
+        raise OSError(errno.EOPNOTSUPP, "not on this file system")
+
+    before = len(os.listdir("/proc/self/fd"))
+    baton = FileBaton(path)
+    with mock.patch.object(os, name, refuse):
+        made = bool(baton.try_acquire())
+    found = Path(path).read_text() == identity(os.getpid())
+    baton.release()
+    return made, "signed" if found else "not signed", len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("name", ["open", "link"])
+def test_a_lock_is_signed_on_every_file_system(rank_pool: RankPool, tmp_path: Path, name: str) -> None:
+    assert rank_pool.run(lock_where_it_cannot_be_made_at_once, 1, str(tmp_path / "lock"), name) == [
+        (True, "signed", True)
+    ]
 
 
 def build_one_after_the_other(path: str) -> tuple[bool, float]:
