@@ -338,11 +338,17 @@ def test_a_save_writes_a_gpu_by_the_cuda_engine(
     fake_gpu: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Every executor writes the file of torch.save; if CUDA fails, torch moves the bytes, unless cuda is named."""
-    values = {f"p{numel}": torch.randn(numel) for numel in NUMELS}
+    gpu = {f"p{numel}": torch.randn(numel) for numel in NUMELS}
+    on_host = {"host": torch.randn(999)}
+    values = {**gpu, **on_host}
     torch.save(values, tmp_path / "torch.pt")
-    copies = {value.untyped_storage()._cdata: to_fake_gpu(fake_gpu, value) for value in values.values()}
-    monkeypatch.setattr(save, "as_bytes", lambda storage: copies[storage._cdata].view(torch.uint8))
-    monkeypatch.setattr(save, "host_executor", lambda executor: executor)
+    copies = {value.untyped_storage()._cdata: to_fake_gpu(fake_gpu, value).view(torch.uint8) for value in gpu.values()}
+    as_bytes = save.as_bytes
+    monkeypatch.setattr(
+        save, "as_bytes", lambda storage: copies[storage._cdata] if storage._cdata in copies else as_bytes(storage)
+    )
+    by_cuda = mock.Mock(wraps=cuda_executor.write_segments)
+    monkeypatch.setattr(cuda_executor, "write_segments", by_cuda)
     path = tmp_path / "ours" / "torch.pt"
     path.parent.mkdir()
     executors: tuple[dispatch.Executor, ...] = ("auto", "cuda", "torch", "numpy")
@@ -352,6 +358,8 @@ def test_a_save_writes_a_gpu_by_the_cuda_engine(
         assert path.read_bytes() == (tmp_path / "torch.pt").read_bytes(), executor
         for run, digest in zip(runs, made, strict=True):
             assert digest == digest_range(run.tensor.view(torch.uint8).numpy(), 4, seed=5, start=10)
+    with_digest, without = len(gpu), 2 * len(gpu)
+    assert rows_of(by_cuda) == [with_digest, without] * 2, "by auto and cuda, what is on the GPU alone"
     monkeypatch.setattr(cuda_executor, "write_segments", refuse)
     write_torch_file(values, path)
     assert path.read_bytes() == (tmp_path / "torch.pt").read_bytes()

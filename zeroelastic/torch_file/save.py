@@ -90,19 +90,19 @@ class _Payload:
 
     def write(self, chosen: Int64Array) -> None:
         """Write the chosen rows, device by device, each kind in one call: those with a digest, and those without."""
-        places = [storage.device for storage in self.storages]
-        for device in dict.fromkeys(places):
-            is_there = np.array([place == device for place in places], dtype=bool)
+        contents = [as_bytes(storage) for storage in self.storages]
+        for device in dict.fromkeys(content.device for content in contents):
+            is_there = np.array([content.device == device for content in contents], dtype=bool)
             there = chosen[is_there[self.sums.segments.storage[chosen]]]
+            executor = host_executor(self.executor) if device.type == "cpu" else self.executor
             for rows in self.sums.kinds(there) if len(there) else ():
-                self._write(rows, device)
+                self._write(rows, contents, executor)
 
-    def _write(self, rows: Int64Array, device: torch.device) -> None:
+    def _write(self, rows: Int64Array, contents: Sequence[torch.Tensor], executor: Executor) -> None:
         of, zeros = self.sums.segments, np.zeros(len(rows), dtype=np.int64)
         numbers, src = np.unique(of.storage[rows], return_inverse=True)
         table = CopyTable(src.reshape(-1), of.src[rows], zeros, of.dst[rows], of.nbytes[rows])
-        buffers = [as_bytes(self.storages[number]) for number in numbers.tolist()]
-        executor = host_executor(self.executor) if device.type == "cpu" else self.executor
+        buffers = [contents[number] for number in numbers.tolist()]
         sync = self.sync and int(table.nbytes.sum()) >= _EARLY_BYTES
         write = partial(write_segments, table, buffers, [self.path], sync=sync, executor=executor)
         self.sums.checksums[rows] = self.sums.run(rows, write)
