@@ -16,7 +16,7 @@
 #define ZE_API __attribute__((visibility("default")))
 
 // Raised with every change of this file, so that a library and its caller of different ages notice.
-#define ZE_ABI_VERSION 12
+#define ZE_ABI_VERSION 13
 
 #ifdef __cplusplus
 extern "C" {

@@ -21,26 +21,21 @@ ZE_API const char* ze_cuda_error_text(int32_t errnum);
 
 // Prepares a table for `device`. `dst` may be null: then the rows are only digested, and `digest` must not be
 // null. With a conversion, elements must be aligned to their size, which is a digest's itemsize.
-// `digest->totals` is a device address.
+// `digest->totals` is a device address, or null: then the plan has totals of its own.
 ZE_API int32_t ze_cuda_plan_create(const ze_table* table, const ze_buffers* src, const ze_buffers* dst,
                                    const ze_digest* digest, int32_t cast, int32_t device, ze_cuda_plan** plan,
                                    ze_error* error);
 
-// Enqueues the plan on `stream`, a cudaStream_t, and returns. Digests are added to the totals.
+// Enqueues the plan on `stream`, a cudaStream_t, and returns. Digests are added to the totals; a plan's own
+// begin at zero each time, so one run of it must have ended before the next begins.
 ZE_API int32_t ze_cuda_plan_run(const ze_cuda_plan* plan, void* stream, ze_error* error);
+
+// Waits for what is enqueued on `stream`, and adds the totals that are the plan's own to `totals`, host
+// memory, which may be null where it has none.
+ZE_API int32_t ze_cuda_plan_finish(const ze_cuda_plan* plan, void* stream, uint64_t* totals, ze_error* error);
 
 // Waits for the device before it frees the plan. Null is allowed.
 ZE_API void ze_cuda_plan_destroy(ze_cuda_plan* plan);
-
-// device memory -> device memory, once: makes a plan, runs it on `stream` and waits for it. `digest->totals`
-// is host memory; what is said of plans holds.
-ZE_API int32_t ze_cuda_copy_segments(const ze_table* table, const ze_buffers* src, const ze_buffers* dst,
-                                     const ze_digest* digest, const ze_options* options, int32_t device,
-                                     void* stream, ze_error* error);
-
-// The digests of device memory: rows have no destinations. What is said of copies holds.
-ZE_API int32_t ze_cuda_sum_segments(const ze_table* table, const ze_buffers* src, const ze_digest* digest,
-                                    int32_t device, void* stream, ze_error* error);
 
 // device memory -> files that exist, through the pinned memory of ze_cuda_read_segments. Runs on `stream` of
 // `device`, after what is enqueued there already, and returns when all is written, or when nothing uses the

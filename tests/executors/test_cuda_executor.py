@@ -6,12 +6,14 @@ needs neither DeepSpeed nor more than one device.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -315,7 +317,7 @@ def test_digests_of_a_gpu_are_made_there_in_one_call(
 
 
 def test_more_than_one_launch_sums_is_added_up(fake_gpu: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_executor, "_SUMMED_AT_ONCE", 4096)
+    monkeypatch.setattr(cuda_executor, "_MAX_SUMMED_ROWS", 2)
     values = [np.random.default_rng(i).integers(0, 256, size, dtype=np.uint8) for i, size in enumerate((9000, 8, 5000))]
     digest = digests_of([4, 8, 2])
     found = sum_segments(memory_ranges([9000, 8, 5000]), [fake_gpu.put(v) for v in values], digest=digest)
@@ -323,6 +325,34 @@ def test_more_than_one_launch_sums_is_added_up(fake_gpu: Engine, monkeypatch: py
         digest_range(v, size, seed=i + 5, start=i * 77)
         for i, (v, size) in enumerate(zip(values, (4, 8, 2), strict=True))
     ]
+
+
+def test_the_plan_of_a_sum_is_kept_for_the_same_rows_and_made_anew_for_others(
+    fake_gpu: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = mock.Mock(wraps=DevicePlan)
+    monkeypatch.setattr(cuda_executor, "DevicePlan", made)
+    data = np.random.default_rng(0).integers(0, 256, 9000, dtype=np.uint8)
+    first, second = fake_gpu.put(data), fake_gpu.put(data[::-1].copy())
+    assert isinstance(first, DeviceBuffer) and isinstance(second, DeviceBuffer)
+    digest = digests_of([4])
+
+    def summed(buffer: DeviceBuffer, nbytes: int = 9000) -> list[int]:
+        found = sum_segments(memory_ranges([nbytes]), [buffer], digest=digest)
+        assert found is not None
+        return found.tolist()
+
+    def expected(content: np.ndarray) -> list[int]:
+        return [digest_range(content, 4, seed=5, start=0)]
+
+    assert [summed(first), summed(first)] == [expected(data)] * 2 and made.call_count == 1
+    ctypes.memset(first.address, 7, 9000)  # other content at the same address: the plan is of addresses alone
+    assert summed(first) == expected(np.full(9000, 7, dtype=np.uint8)) and made.call_count == 1
+    assert summed(second) == expected(data[::-1].copy()) and made.call_count == 2
+    assert summed(second, 8000) == expected(data[::-1][:8000].copy()) and made.call_count == 3
+    digest = replace(digest, start=digest.start + 3)
+    assert summed(second, 8000) == [digest_range(data[::-1][:8000].copy(), 4, seed=5, start=3)]
+    assert made.call_count == 4
 
 
 def test_a_gpu_makes_no_checksums(fake_gpu: Engine) -> None:

@@ -1,7 +1,7 @@
 """The CUDA engine: a table of byte runs between device buffers in one launch, or between files and device buffers.
 
-Buffers are addresses and sizes: torch is not needed. Calls wait for what they did; a ``DevicePlan``, which is a copy
-that is prepared once and run many times, does not: running it enqueues one kernel on the caller's stream. Bits are
+Buffers are addresses and sizes: torch is not needed. Calls wait for what they did; a ``DevicePlan``, which is a table
+that is uploaded once and run many times, does not: running it enqueues one kernel on the caller's stream. Bits are
 those of the native engine.
 """
 
@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import threading
 from collections.abc import Sequence
 from pathlib import Path
+
+import numpy as np
 
 from zeroelastic.core.digest import UInt64Array
 from zeroelastic.errors import ConfigError
 from zeroelastic.executors.abi import Buffers, Call, Error, Files, checksums, exception_of
-from zeroelastic.executors.batches import DigestTotals, batches
 from zeroelastic.executors.build_info import load_library
 from zeroelastic.executors.engine import PLAIN, Options
 from zeroelastic.executors.tables import (
@@ -29,7 +31,8 @@ from zeroelastic.executors.tables import (
     ReadTable,
 )
 
-_SUMMED_AT_ONCE = 1 << 30
+_MAX_SUMMED_ROWS = 1 << 18
+"""Rows of one launch of ``sum_segments``: 15 MiB of tables on the device, and as much on the host while it is made."""
 
 
 @functools.lru_cache(maxsize=1)
@@ -42,8 +45,7 @@ def _library() -> ctypes.CDLL:
         ("plan_create", [pointer] * 4 + [ctypes.c_int32] * 2 + [pointer] * 2),
         ("plan_run", [pointer] * 3),
         ("read_segments", [pointer] * 5 + [ctypes.c_int32] + [pointer] * 3),
-        ("copy_segments", [pointer] * 5 + [ctypes.c_int32] + [pointer] * 2),
-        ("sum_segments", [pointer] * 3 + [ctypes.c_int32] + [pointer] * 2),
+        ("plan_finish", [pointer] * 4),
         ("write_segments", [pointer] * 5 + [ctypes.c_int32] + [pointer] * 3),
     ):
         function = getattr(library, f"ze_cuda_{name}")
@@ -92,18 +94,57 @@ def sum_segments(
 ) -> UInt64Array | None:
     """The digests of device memory, by kernels on ``stream`` that are waited for; nothing is copied to the host.
 
-    Memory, on the device and on the host: 3 MiB for the tasks of a launch, which takes a GiB, 48 bytes for each row of
-    it, and 8 for each digest. Errors as of ``copy_segments``.
+    The plan of the last call is kept for the next one of the same rows, so that a save that follows another uploads
+    nothing. Memory, on the device and on the host: 56 bytes for each row, 4 for every 16 blocks of a digest, and 8 for
+    each digest. Errors as of ``copy_segments``.
     """
-    assert options.digest is not None and options.crc32 is None, "a GPU makes digests, not checksums"
-    totals = DigestTotals(options.digest)
-    for batch in batches(table.nbytes, _SUMMED_AT_ONCE):
-        begin = table.offset[batch.row] + batch.start
-        rows = MemoryRanges(table.buffer[batch.row], begin, batch.nbytes)
-        call = Call(rows, Options(totals.rows(batch.row, batch.start)))
-        _run("sum_segments", call, (call.device_buffers(src),), _device(src), ctypes.c_void_p(stream))
-        totals.add(batch.row, call.totals)
-    return totals.totals
+    digest = options.digest
+    assert digest is not None and options.crc32 is None, "a GPU makes digests, not checksums"
+    if len(table.nbytes) <= _MAX_SUMMED_ROWS:
+        return _kept_sums.run(table, src, digest, stream)
+    totals = np.zeros(len(digest.seeds), dtype=np.uint64)
+    for begin in range(0, len(table.nbytes), _MAX_SUMMED_ROWS):
+        rows = slice(begin, begin + _MAX_SUMMED_ROWS)
+        part = MemoryRanges(table.buffer[rows], table.offset[rows], table.nbytes[rows])
+        streams, stream_of = np.unique(digest.stream[rows], return_inverse=True)
+        some = DigestRows(digest.seeds[streams], stream_of.reshape(-1), digest.start[rows], digest.itemsize[rows])
+        with DevicePlan(part, src, None, device=_device(src), digest=some) as plan:
+            plan.run(stream)
+            found = plan.finish(stream)
+        assert found is not None
+        totals[streams] += found  # modulo 2**64
+    return totals
+
+
+class _KeptSums:
+    """The plan of the last digests, with what it was made of; one call at a time has it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._plan: DevicePlan | None = None
+        self._made_of: tuple[object, ...] = ()
+
+    def run(
+        self, table: MemoryRanges, src: Sequence[DeviceBuffer], digest: DigestRows, stream: int
+    ) -> UInt64Array | None:
+        rows = (table.buffer, table.offset, table.nbytes, digest.seeds, digest.stream, digest.start, digest.itemsize)
+        made_of = (_library(), tuple(src), *(column.tobytes() for column in rows))
+        with self._lock:
+            if self._plan is None or self._made_of != made_of:
+                self.close()
+                self._plan = DevicePlan(table, src, None, device=_device(src), digest=digest)
+                self._made_of = made_of
+            self._plan.run(stream)
+            return self._plan.finish(stream)
+
+    def close(self) -> None:
+        """Free the plan's memory."""
+        plan, self._plan = self._plan, None
+        if plan is not None:
+            plan.close()
+
+
+_kept_sums = _KeptSums()
 
 
 def copy_segments(
@@ -118,10 +159,10 @@ def copy_segments(
 
     A ``DevicePlan`` that is run once: the same holds of rows, conversions and errors.
     """
-    call = Call(table, options)
-    sides = call.device_buffers(src), call.device_buffers(dst)
-    _run("copy_segments", call, sides, call.options, _device([*src, *dst]), ctypes.c_void_p(stream))
-    return call.totals
+    device = _device([*src, *dst])
+    with DevicePlan(table, src, dst, device=device, digest=options.digest, cast=options.cast) as plan:
+        plan.run(stream)
+        return plan.finish(stream)
 
 
 def _run(
@@ -144,14 +185,14 @@ class DevicePlan:
     """A table bound to device buffers; valid as long as they are, and to be closed, best by ``with``.
 
     Rows must not overlap in their destinations, nor a destination a source. Without ``dst`` the rows are only digested.
-    ``totals`` is device memory of one uint64 per stream, to which digests are added. With a conversion, elements are
-    aligned to their size and a digest's itemsize is the source's. Raises ConfigError when the CUDA engine is not built,
-    UnsupportedError when CUDA refuses.
+    ``totals`` is device memory of one uint64 per stream, to which digests are added; without it the plan has totals of
+    its own, which ``finish`` returns. With a conversion, elements are aligned to their size and a digest's itemsize is
+    the source's. Raises ConfigError when the CUDA engine is not built, UnsupportedError when CUDA refuses.
     """
 
     def __init__(
         self,
-        table: CopyTable,
+        table: CopyTable | MemoryRanges,
         src: Sequence[DeviceBuffer],
         dst: Sequence[DeviceBuffer] | None,
         *,
@@ -160,9 +201,10 @@ class DevicePlan:
         totals: DeviceBuffer | None = None,
         cast: Cast = "none",
     ) -> None:
-        if digest is not None:
-            assert totals is not None and totals.nbytes >= 8 * len(digest.seeds), "digests need totals on the device"
-        call = Call(table, Options(digest, cast=cast), totals_address=None if totals is None else totals.address)
+        assert totals is None or (digest is not None and totals.nbytes >= 8 * len(digest.seeds)), "one total per stream"
+        address = 0 if totals is None else totals.address
+        call = Call(table, Options(digest, cast=cast), totals_address=address)
+        self._own_totals = None if digest is None or totals is not None else len(digest.seeds)
         self._plan = ctypes.c_void_p()
         error = Error()
         code = _library().ze_cuda_plan_create(
@@ -183,6 +225,18 @@ class DevicePlan:
         error = Error()
         if _library().ze_cuda_plan_run(self._plan, ctypes.c_void_p(stream), ctypes.byref(error)):
             raise _exception(error)
+
+    def finish(self, stream: int = 0) -> UInt64Array | None:
+        """Wait for what is enqueued on a stream; returns the plan's own totals of the last run, if it has any.
+
+        Shape ``(num_streams,)``. One run has to be finished before the next begins.
+        """
+        totals = np.zeros(self._own_totals or 0, dtype=np.uint64)
+        error = Error()
+        address = ctypes.c_void_p(totals.ctypes.data)
+        if _library().ze_cuda_plan_finish(self._plan, ctypes.c_void_p(stream), address, ctypes.byref(error)):
+            raise _exception(error)
+        return None if self._own_totals is None else totals
 
     def close(self) -> None:
         """Wait for the device and free the plan; may be called again."""

@@ -121,6 +121,22 @@ TEST(digests_of_elements_at_any_address_and_position) {
     }
 }
 
+TEST(blocks_that_take_many_chunks_and_grids_that_take_strides_do_all_of_them) {
+    fake::reset(fake::Copies::kAtOnce);
+    for (const int64_t nbytes : {40'000, 600'000, 3'000'000}) {
+        Rows rows;
+        Digests digests;
+        rows.add(0, 4, 0, 8, nbytes);
+        digests.add(4);
+        digests.start.back() = 1000;
+        const std::vector<Bytes> src{random_bytes(nbytes + 4)};
+        const std::vector<Bytes> dst{Bytes(static_cast<size_t>(nbytes + 12), kUntouched)};
+        check_runs(rows, src, dst, {0, 0}, nullptr, ZE_CAST_NONE);
+        check_runs(rows, src, dst, {0, 0}, &digests, ZE_CAST_NONE);
+        check_runs(rows, src, {}, {0, 0}, &digests, ZE_CAST_NONE);
+    }
+}
+
 TEST(conversions_of_every_exponent_and_of_numbers_where_rounding_turns) {
     fake::reset(fake::Copies::kAtOnce);
     Bytes wide, half;
@@ -198,30 +214,40 @@ TEST(bad_tables_and_failures_are_reported) {
     }
 }
 
-TEST(a_copy_makes_its_plan_and_waits_for_it) {
+TEST(a_plan_with_totals_of_its_own_gives_them_for_each_run) {
     const Bytes data = random_bytes(5000);
     Rows rows;
     Digests digests;
     rows.add(0, 3, 0, 8, 4000);
     digests.add(8);
-    for (const char* failing :
-         {"", "cudaMalloc", "cudaMemcpy", "cudaLaunchKernel", "cudaStreamSynchronize"}) {
+    for (const char* failing : {"", "cudaMalloc", "cudaHostAlloc", "cudaMemcpy", "cudaMemsetAsync",
+                                "cudaLaunchKernel", "cudaMemcpyAsync", "cudaStreamSynchronize"}) {
         for (int after = 0; after < 3; ++after) {
-            fake::reset(fake::Copies::kAtOnce);
+            fake::reset(fake::Copies::kWhenWaited);
             const DeviceMemory src(data, 0), dst(Bytes(5000, kUntouched), 5);
-            const int64_t device_bytes = fake::counts().device_bytes;
+            const fake::Counts before = fake::counts();
             void *from[] = {src.data()}, *to[] = {dst.data()};
             const int64_t size = 5000;
             const ze_table table = rows.table();
             const ze_buffers from_buffers{1, from, &size}, to_buffers{1, to, &size};
             digests.totals = {1, 1};  // added to
-            const ze_digest digest = digests.digest();
-            const ze_options options{1, ZE_CAST_NONE, 0, 0, nullptr, nullptr};
+            ze_digest digest = digests.digest();
+            digest.totals = nullptr;
             fake::fail(failing, after, cudaErrorLaunchFailure);
             ze_error error;
-            const int32_t code = ze_cuda_copy_segments(&table, &from_buffers, &to_buffers, &digest, &options,
-                                                       0, nullptr, &error);
-            CHECK(fake::counts().device_bytes == device_bytes);
+            int32_t code = ZE_OK;
+            {
+                Plan plan;
+                code = ze_cuda_plan_create(&table, &from_buffers, &to_buffers, &digest, ZE_CAST_NONE, 0,
+                                           &plan.plan, &error);
+                for (int run = 0; run < 2 && code == ZE_OK; ++run) {
+                    code = ze_cuda_plan_run(plan.plan, nullptr, &error);
+                    if (code != ZE_OK) break;
+                    code = ze_cuda_plan_finish(plan.plan, nullptr, digests.totals.data(), &error);
+                }
+            }
+            CHECK(fake::counts().device_bytes == before.device_bytes);
+            CHECK(fake::counts().pinned_bytes == before.pinned_bytes);
             if (code != ZE_OK) {
                 CHECK(code == ZE_INTERNAL && error.errnum == cudaErrorLaunchFailure && *failing != 0);
                 continue;
@@ -229,11 +255,31 @@ TEST(a_copy_makes_its_plan_and_waits_for_it) {
             CHECK(*failing == 0 || after > 0);
             CHECK(dst.content() == expected(rows, {data}, {Bytes(5000, kUntouched)}, ZE_CAST_NONE)[0]);
             std::vector<uint64_t> want = expected_totals(rows, {data}, digests);
-            for (uint64_t& total : want) ++total;
+            for (uint64_t& total : want) total = 1 + 2 * total;
             CHECK(digests.totals == want);
         }
     }
     fake::reset(fake::Copies::kAtOnce);
+}
+
+TEST(digests_of_copies_between_any_addresses_cross_blocks_and_streams) {
+    fake::reset(fake::Copies::kAtOnce);
+    for (const int64_t itemsize : {1, 2, 4, 8}) {
+        for (const int64_t shift : {int64_t{0}, itemsize, int64_t{4}, int64_t{6}, int64_t{9}}) {
+            Rows rows;
+            Digests digests;
+            int64_t s = shift, d = itemsize == 4 ? 12 : shift / 2;
+            for (const int64_t count : {5000, 3, 1024, 0, 700, 2049}) {
+                rows.add(0, s, 0, d, count * itemsize);
+                digests.add(itemsize);
+                digests.start.back() = count % 1000 * 3;
+                s += count * itemsize;
+                d += count * itemsize + (count % 2) * itemsize;
+            }
+            check_runs(rows, {random_bytes(s)}, {Bytes(static_cast<size_t>(d), kUntouched)}, {0, 0}, &digests,
+                       ZE_CAST_NONE);
+        }
+    }
 }
 
 }  // namespace

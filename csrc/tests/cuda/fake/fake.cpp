@@ -281,6 +281,18 @@ cudaError_t cudaMemcpyAsync(void* dst, const void* src, size_t nbytes, cudaMemcp
     return cudaSuccess;
 }
 
+// Done at once, with what was put off before it.
+cudaError_t cudaMemsetAsync(void* data, int value, size_t nbytes, cudaStream_t stream) {
+    const std::lock_guard<std::mutex> lock(state().mutex);
+    const cudaError_t status = asked("cudaMemsetAsync");
+    if (status != cudaSuccess) return status;
+    if (foreign(stream)) return cudaErrorInvalidResourceHandle;
+    if (!holds(state().device_memory, data, nbytes)) return cudaErrorInvalidValue;
+    run_until(stream, state().next_number);
+    std::memset(data, value, nbytes);
+    return cudaSuccess;
+}
+
 cudaError_t cudaStreamCreate(cudaStream_t* stream) {
     *stream = new CUstream_st{current_device};
     return cudaSuccess;
