@@ -46,6 +46,7 @@ FOREACH, FOREACH_16, CUB = "_foreach_copy_", "_foreach_copy_ to bf16", "cub::Dev
 CEILING = {NATIVE_16: FLAT_16, FOREACH_16: FLAT_16, NATIVE_SUM: MEMORY}
 TARGETS = {
     **{(NATIVE, key): goal for key, goal in (("a", 0.9), ("a'", 0.9), ("b", 0.7), ("c", 0.9))},
+    **{(NATIVE_DIGEST, key): 0.8 for key in ("a", "a'", "c")},
     **{(NATIVE_SUM, key): 0.8 for key in ("a", "a'", "b", "c")},
 }
 ROTATED_BYTES = 512 << 20

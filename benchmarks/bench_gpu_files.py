@@ -21,7 +21,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -35,10 +34,8 @@ from bench_kernel import Workload, workloads
 from report import describe, machine, spread, table
 
 from zeroelastic.executors.build_info import describe_build
-from zeroelastic.executors.cuda_executor import DevicePlan
 from zeroelastic.executors.dispatch import (
     CopyTable,
-    DeviceBuffer,
     DigestRows,
     MemoryRanges,
     ReadTable,
@@ -50,59 +47,17 @@ from zeroelastic.executors.dispatch import (
 HOST_READ, TO_DEVICE = "files -> pinned memory", "pinned memory -> GPU"
 HOST_WRITE, FROM_DEVICE = "pinned memory -> file, digest and CRC-32", "GPU -> pinned memory"
 READ, READ_DIGEST, READ_TORCH = "read_segments", "read_segments + digest", "read_segments by torch"
-EXTENTS = "whole extents, then a kernel"
 WRITE, WRITE_TORCH = "write_segments + digest and CRC-32", "the same by torch"
 MEMORY, SUM = "sum() of as many bytes on the GPU", "sum_segments: digests on the GPU"
 CEILINGS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys((READ, READ_DIGEST, READ_TORCH, EXTENTS), (HOST_READ, TO_DEVICE)),
+    **dict.fromkeys((READ, READ_DIGEST, READ_TORCH), (HOST_READ, TO_DEVICE)),
     **dict.fromkeys((WRITE, WRITE_TORCH), (HOST_WRITE, FROM_DEVICE)),
     SUM: (MEMORY,),
 }
-TARGETS = {READ: 0.9}
+TARGETS = {READ: 0.9, SUM: 0.7}
 SLOT_BYTES = 16 << 20
 
 Run = Callable[[], object]
-
-
-def extents_then_kernel(work: Workload, paths: Sequence[Path], target: torch.Tensor, stack: ExitStack) -> Run:
-    """Each file front to back through two pinned buffers and two on the GPU, from which kernels scatter the rows."""
-    rows, size = work.table, [tensor.nbytes for tensor in work.src]
-    pinned = [torch.empty(SLOT_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-    there = [torch.empty(SLOT_BYTES, dtype=torch.uint8, device="cuda") for _ in range(2)]
-    done = [torch.cuda.Event() for _ in range(2)]
-    to = [DeviceBuffer(target.data_ptr(), target.nbytes)]
-    extents: list[tuple[ReadTable, int, DevicePlan]] = []
-    zero = np.zeros(1, dtype=np.int64)
-    for file, nbytes in enumerate(size):
-        mine = np.flatnonzero(rows.src == file)
-        begin, end = int(rows.src_offset[mine].min()), int((rows.src_offset + rows.nbytes)[mine].max())
-        assert end <= nbytes
-        for at in range(begin, end, SLOT_BYTES):
-            until = min(at + SLOT_BYTES, end)
-            first, last = (
-                np.maximum(rows.src_offset[mine], at),
-                np.minimum((rows.src_offset + rows.nbytes)[mine], until),
-            )
-            here = np.flatnonzero(last > first)
-            row = mine[here]
-            columns = (np.zeros(len(row), dtype=np.int64), first[here] - at, np.zeros(len(row), dtype=np.int64))
-            kept = CopyTable(*columns, rows.dst_offset[row] + first[here] - rows.src_offset[row], (last - first)[here])
-            source = DeviceBuffer(there[len(extents) % 2].data_ptr(), SLOT_BYTES)
-            plan = stack.enter_context(DevicePlan(kept, [source], to, device=torch.cuda.current_device()))
-            read = ReadTable((paths[file],), zero, zero + at, zero, zero, zero + (until - at))
-            extents.append((read, until - at, plan))
-
-    def run() -> None:
-        stream = torch.cuda.current_stream()
-        for number, (read, nbytes, plan) in enumerate(extents):
-            slot = number % 2
-            done[slot].synchronize()
-            read_segments(read, [pinned[slot].numpy()], executor="native")
-            there[slot][:nbytes].copy_(pinned[slot][:nbytes], non_blocking=True)
-            plan.run(stream.cuda_stream)
-            done[slot].record(stream)
-
-    return run
 
 
 def pinned_copies(nbytes: int) -> tuple[Run, Run]:
@@ -122,7 +77,7 @@ def pinned_copies(nbytes: int) -> tuple[Run, Run]:
     return to_device, from_device
 
 
-def methods(work: Workload, folder: Path, stack: ExitStack) -> dict[str, Run]:
+def methods(work: Workload, folder: Path) -> dict[str, Run]:
     """What is compared: each callable moves the workload once; what it makes is checked here."""
     rows, want = work.table, moved(work)
     num_rows, skew = len(rows.nbytes), work.dst.storage_offset()
@@ -150,14 +105,12 @@ def methods(work: Workload, folder: Path, stack: ExitStack) -> dict[str, Run]:
     flat = torch.rand(work.nbytes // 4, device="cuda")
     to_device, from_device = pinned_copies(work.nbytes)
     sums = {"digest": digest, "crc32": crc32}
-    extents = extents_then_kernel(work, paths, target, stack)
     compared: dict[str, Run] = {
         HOST_READ: lambda: read_segments(reads, [on_host], executor="native"),
         TO_DEVICE: to_device,
         READ: lambda: read_segments(reads, [target], executor="cuda"),
         READ_DIGEST: lambda: read_segments(reads, [target], digest=digest, executor="cuda"),
         READ_TORCH: lambda: read_segments(reads, [target], executor="torch"),
-        EXTENTS: extents,
         HOST_WRITE: lambda: write_segments(out, [on_host], [written], executor="native", **sums),
         FROM_DEVICE: from_device,
         WRITE: lambda: write_segments(out, [target], [written], executor="cuda", **sums),
@@ -165,7 +118,7 @@ def methods(work: Workload, folder: Path, stack: ExitStack) -> dict[str, Run]:
         MEMORY: lambda: flat.sum(),
         SUM: lambda: sum_segments(summed, [target], digest=digest, executor="cuda"),
     }
-    for name in (HOST_READ, READ, READ_DIGEST, READ_TORCH, EXTENTS):
+    for name in (HOST_READ, READ, READ_DIGEST, READ_TORCH):
         result = on_host if name == HOST_READ else target
         result.zero_()
         compared[name]()
@@ -196,18 +149,17 @@ class Row:
 
 def measure(work: Workload, rounds: int, folder: Path) -> list[Row]:
     seconds: dict[str, list[float]] = {}
-    with ExitStack() as stack:
-        compared = list(methods(work, folder, stack).items())
-        for number in range(rounds + 1):
-            turn = number % len(compared)
-            for name, run in compared[turn:] + compared[:turn]:
-                torch.cuda.synchronize()
-                begin = time.perf_counter()
-                run()
-                torch.cuda.synchronize()
-                if number > 0:
-                    seconds.setdefault(name, []).append(time.perf_counter() - begin)
-        torch.cuda.synchronize()
+    compared = list(methods(work, folder).items())
+    for number in range(rounds + 1):
+        turn = number % len(compared)
+        for name, run in compared[turn:] + compared[:turn]:
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            run()
+            torch.cuda.synchronize()
+            if number > 0:
+                seconds.setdefault(name, []).append(time.perf_counter() - begin)
+    torch.cuda.synchronize()
     rows = []
     for name, _ in compared:
         ceilings = CEILINGS.get(name, (name,))

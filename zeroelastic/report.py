@@ -34,7 +34,7 @@ class ResumeReport:
     difference is an error. ``changed`` names what the save and the run do not have in common, and how it was loaded.
     Where files are on node-local disks, ``bytes_read`` includes what the rank read for others, and ``bytes_sent`` and
     ``bytes_received`` count the payload and the module states sent between ranks. ``batch_changed``: the run's global
-    batch is not that of the save.
+    batch is not that of the save. ``verify`` is the option of that name, as this load used it.
     """
 
     path: str
@@ -58,6 +58,7 @@ class ResumeReport:
     bytes_sent: int = 0
     bytes_received: int = 0
     batch_changed: bool = False
+    verify: str = "read"
 
     def to_dict(self) -> dict[str, object]:
         """The report as plain JSON values."""
@@ -66,7 +67,7 @@ class ResumeReport:
     def text(self) -> str:
         """The report as the lines that rank 0 logs."""
         if self.root_matches:
-            proof = f"content root {str(self.loaded_root)[:12]} is the saved one"
+            proof = f"content root {str(self.loaded_root)[:12]} is the saved one (verify: {self.verify})"
         elif self.loaded_root is not None:
             proof = f"content root {self.loaded_root[:12]} (not compared)"
         else:

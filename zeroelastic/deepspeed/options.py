@@ -70,7 +70,9 @@ class Options(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     verify: Verify = Field(
-        default="read", description="how much a load verifies, [see here](loading.md#what-a-load-verifies)"
+        default="read",
+        description="how much a load verifies, [see here](loading.md#what-a-load-verifies); where the state is on a "
+        'GPU, the default is `"full"`',
     )
     fallback: bool = Field(
         default=False,
@@ -184,6 +186,15 @@ class Options(BaseModel):
     def verifies_content(self) -> bool:
         """Whether a load compares the digests of all that it restores."""
         return self.verify in ("read", "full")
+
+    def verify_level(self, *, on_gpu: bool) -> Verify:
+        """How much a load verifies: as asked for, or by the memory that it fills.
+
+        Digests of a GPU's memory cost less than digests of what is read into it, which the host makes, and show more.
+        """
+        if "verify" in self.model_fields_set or not (on_gpu and is_usable("cuda")):
+            return self.verify
+        return "full"
 
     @property
     def retries(self) -> Retries:

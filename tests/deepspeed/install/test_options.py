@@ -18,6 +18,16 @@ def test_the_defaults_are_the_safe_ones(config):
     assert options.on_mismatch == "error" and options.verifies_content
 
 
+def test_verify_is_full_by_default_where_a_gpu_digests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zeroelastic.deepspeed.options.is_usable", lambda name: name == "cuda")
+    default = parse_options({})
+    assert (default.verify_level(on_gpu=True), default.verify_level(on_gpu=False)) == ("full", "read")
+    for asked in ("off", "quick", "read", "full"):
+        assert parse_options({"zeroelastic": {"verify": asked}}).verify_level(on_gpu=True) == asked
+    monkeypatch.setattr("zeroelastic.deepspeed.options.is_usable", lambda name: False)
+    assert default.verify_level(on_gpu=True) == "read"
+
+
 @pytest.mark.parametrize(
     ("value", "want"),
     [(True, "full"), (False, "off"), ("full", "full"), ("read", "read"), ("quick", "quick"), ("off", "off")],

@@ -36,7 +36,8 @@ REPORT = ResumeReport(
 
 def test_the_whole_report():
     assert REPORT.text() == (
-        "resumed ckpt/global_step10 (elastic): 4 -> 3 ranks in 1.23 s; content root aaaaaaaaaaaa is the saved one\n"
+        "resumed ckpt/global_step10 (elastic): 4 -> 3 ranks in 1.23 s; content root aaaaaaaaaaaa is the saved one "
+        "(verify: read)\n"
         "  worst rank: owns 3 MiB, read 3 MiB + 2 KiB of headers from 4 files\n"
         "  exact: weights; optimizer state\n"
         "  not restored: client state of rank 3\n"

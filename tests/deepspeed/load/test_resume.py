@@ -273,7 +273,9 @@ def test_a_gpu_goes_on_from_cpu_ranks_and_they_from_it(tmp_path: Path, stage: in
     job = Job(stage=stage, elastic=elastic)
     first, second, third = (str(tmp_path / name) for name in ("cpu", "gpu", "back"))
     saved = Saved(first, run_ranks(train_and_save, 4, job, first)[0])
-    check_resumed(saved, run_ranks(resume, 1, job.other(), first, backend="nccl", timeout=300), job)
+    outcomes = run_ranks(resume, 1, job.other(), first, backend="nccl", timeout=300)
+    check_resumed(saved, outcomes, job)
+    assert outcomes[0].report.verify == "full"  # the default where the state is on a GPU
     roots = run_ranks(resume_and_save, 1, job.other(), first, second, backend="nccl", timeout=300)
     for outcome in run_ranks(resume, 3, job.other(), second):
         assert compare_states(saved.outcome.state, outcome.state) == [] and outcome.gathered == saved.outcome.gathered

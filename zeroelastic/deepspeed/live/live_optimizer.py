@@ -109,6 +109,12 @@ class LiveOptimizer(ABC):
         """The flat fp32 master weights of a sub-group: 1-D, padding included."""
         return self.flat(sub_group).detach()
 
+    @property
+    def on_gpu(self) -> bool:
+        """Whether all master weights of this rank are in the memory of a GPU; False where it has none."""
+        kinds = {self.flat(i).device.type for i in range(self.layout.num_sub_groups)}
+        return kinds == {"cuda"}
+
     def own_state(self, sub_group: int) -> MutableMapping[str, Any]:
         """The optimizer's own dict of a sub-group's state, created if there is none."""
         state: MutableMapping[str, Any] = self.owner(sub_group).state[self.flat(sub_group)]

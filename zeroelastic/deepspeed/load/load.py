@@ -209,7 +209,7 @@ def _check(
     The request is that of all ranks, which verify alike. Nothing of the engine is changed. Raises the same error on
     every rank where neither can load it.
     """
-    covered = read_covered(engine, tag_dir, request.options.verify)
+    covered = read_covered(engine, tag_dir, request.options)
     if isinstance(covered, ZeroElasticError):
         return covered
     live, level = covered

@@ -109,6 +109,7 @@ def load_report(
         bytes_sent=figures.bytes_sent,
         bytes_received=figures.bytes_received,
         batch_changed=batch_changed,
+        verify=request.options.verify,
     )
 
 

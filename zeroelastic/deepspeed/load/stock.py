@@ -25,7 +25,7 @@ from zeroelastic.deepspeed.live.kinds import covered_live
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.live.topology import tensor_parallel
 from zeroelastic.deepspeed.load.request import LoadRequest
-from zeroelastic.deepspeed.options import VERIFY_LEVELS, Verify
+from zeroelastic.deepspeed.options import VERIFY_LEVELS, Options, Verify
 from zeroelastic.distributed.collective import all_gather_of_or_raise, all_or_raise, any_rank
 from zeroelastic.errors import (
     CheckpointError,
@@ -42,12 +42,14 @@ from zeroelastic.torch_file.header import TensorRef, read_torch_file
 Table = Mapping[Any, Any]
 
 
-def read_covered(engine: Engine, tag_dir: FilePath, verify: Verify) -> tuple[LiveOptimizer, Verify] | UnsupportedError:
+def read_covered(
+    engine: Engine, tag_dir: FilePath, options: Options
+) -> tuple[LiveOptimizer, Verify] | UnsupportedError:
     """The live state and how closely to verify it, or why DeepSpeed alone loads this: alike on every rank. Collective.
 
-    Of ``verify``, whose default is not the same everywhere, the least of any rank holds. A run that we do not cover is
-    left to DeepSpeed, which loads a rigid checkpoint of the same world size. Raises UnsupportedError where the
-    checkpoint is elastic or of another size, so that DeepSpeed cannot load it either.
+    The option ``verify`` has no one default: the least of any rank holds. A run that we do not cover is left to
+    DeepSpeed, which loads a rigid checkpoint of the same world size. Raises UnsupportedError where the checkpoint is
+    elastic or of another size, so that DeepSpeed cannot load it either.
     """
 
     def look() -> tuple[LiveOptimizer | None, tuple[str, bool] | None]:
@@ -61,7 +63,11 @@ def read_covered(engine: Engine, tag_dir: FilePath, verify: Verify) -> tuple[Liv
             )
             return None, (str(error), loads)
 
-    (live, _), outcomes = all_gather_of_or_raise(look, lambda found: (found[1], verify))
+    def outcome(found: tuple[LiveOptimizer | None, tuple[str, bool] | None]) -> tuple[tuple[str, bool] | None, Verify]:
+        on_gpu = found[0] is not None and found[0].on_gpu
+        return found[1], options.verify_level(on_gpu=on_gpu)
+
+    (live, _), outcomes = all_gather_of_or_raise(look, outcome)
     refusals = [refusal for refusal, _ in outcomes if refusal is not None]
     if not refusals:
         assert live is not None
