@@ -36,7 +36,7 @@ unexport PYTHONDONTWRITEBYTECODE
 NATIVE_SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
 
 .PHONY: help venv warm versions front-ends man docs docs-serve reference dist dist-aarch64 demo demo-elastic demo-elastic-netns demo-elastic-fixed test test-all slowest coverage same-as-stock test-gpu test-native \
-    crash crash-training crash-memory bench-restart bench-memory damage fuzz lifecycle bench bench-gpu figures bench-background bench-scale bench-resize reliability support lint format clean
+    crash crash-training crash-memory bench-restart bench-memory damage fuzz lifecycle bench bench-gpu gpu-wheels gpu-check figures bench-background bench-scale bench-resize reliability support lint format clean
 
 help:
 	@echo "make demo      the demonstration; its results go to demo/"
@@ -51,7 +51,8 @@ help:
 	@echo "make test-gpu  the tests that need a CUDA device"
 	@echo "make test-native  the C++ tests, with sanitizers"
 	@echo "make bench     the benchmarks; needs a quiet machine"
-	@echo "make bench-gpu  kernels, and files to a GPU and back; needs a GPU and nvcc"
+	@echo "make bench-gpu  kernels, files to a GPU and back, whole saves and loads; needs a GPU and nvcc"
+	@echo "make gpu-check  tests and measurements on a borrowed GPU, without network; make gpu-wheels prepares it"
 	@echo "make figures   the figures of the README and the pages, from the raw results"
 	@echo "make bench-background  what a save costs training, waited for and in the background"
 	@echo "make crash     kill -9 at random moments of a reshard"
@@ -296,6 +297,30 @@ bench-gpu: $(STAMP)
 	$(PY) -m zeroelastic doctor --build-cuda
 	$(PY) benchmarks/bench_gpu.py --out benchmarks/results
 	$(PY) benchmarks/bench_gpu_files.py --out benchmarks/results
+	$(PY) benchmarks/bench_gpu_resume.py --out benchmarks/results
+	$(PY) benchmarks/gpu_features.py --out benchmarks/results
+
+# What Python lacks on a borrowed machine with a GPU, as wheels for that Python, and DeepSpeed as a wheel without
+# compiled ops; libaio as Debian packages, where apt has them, for DeepSpeed's NVMe offload. tools/gpu_check.sh takes
+# all of it from there.
+GPU_WHEELS ?= .whl
+GPU_PYTHON ?= 3.12
+GPU_NEEDS := pydantic pydantic-core annotated-types typing-inspection typing-extensions hjson
+
+gpu-wheels: $(DEEPSPEED)
+	@rm -rf $(GPU_WHEELS) && mkdir -p $(GPU_WHEELS)
+	@DS_BUILD_OPS=0 $(PIP) wheel --no-deps --no-build-isolation -w $(GPU_WHEELS) "$$(grep '^deepspeed==' constraints.txt)"
+	@$(PIP) download --no-deps --only-binary=:all: --python-version $(GPU_PYTHON) --implementation cp \
+	    --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 \
+	    -d $(GPU_WHEELS) $(foreach name,$(GPU_NEEDS),"$$(grep '^$(name)==' constraints.txt)")
+	@cd $(GPU_WHEELS) && apt-get -qq download libaio-dev libaio1 2>/dev/null \
+	    || echo "libaio is left out: DeepSpeed's NVMe offload is not checked where it is not installed."
+	@ls -s $(GPU_WHEELS)
+
+# Tests and measurements on a machine that is borrowed for minutes, without network and virtual environment.
+GPU_OUT ?= benchmarks/results/gpu
+gpu-check:
+	tools/gpu_check.sh --out $(GPU_OUT) $(ARGS)
 
 # The figures of the README and the pages, from the raw results; tests/project/test_figures.py compares.
 figures: $(STAMP)

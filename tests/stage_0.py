@@ -51,7 +51,7 @@ def gathered_at_stage_0(engine: Any) -> dict[str, str]:
     found: dict[str, str] = {}
     for weight, _, tensors, _ in stepped_params(engine):
         for key, value in tensors.items():
-            raw = value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+            raw = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
             found[f"{names[weight]}/{key}"] = f"{value.dtype}:{hashlib.sha256(raw).hexdigest()}"
     return found
 

@@ -95,7 +95,7 @@ class TinyModel(torch.nn.Module):
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         if self.training:
-            self.batches_seen += torch.tensor([1.0, 0.25], dtype=self.batches_seen.dtype)
+            self.batches_seen += self.batches_seen.new_tensor([1.0, 0.25])
         hidden = self.down(torch.tanh(self.norm(self.up(self.embedding(tokens))))) * self.scale + self.three.sum()
         hidden = hidden + 0.01 * self.adapter(hidden).sum(-1, keepdim=True)
         if self.extra_name:
@@ -324,7 +324,7 @@ def gathered_from_groups(engine: Any) -> dict[str, str]:
                 begin = (param.data_ptr() - weights.data_ptr()) // weights.element_size()
                 assert 0 <= begin <= weights.numel() - param.numel()
                 value = whole[begin : begin + param.numel()].contiguous()
-                raw = value.view(torch.uint8).numpy().tobytes()
+                raw = value.cpu().view(torch.uint8).numpy().tobytes()
                 found[f"{engine.param_names[param]}/{key}"] = f"{value.dtype}:{hashlib.sha256(raw).hexdigest()}"
     return found
 

@@ -1,0 +1,226 @@
+#!/usr/bin/env bash
+# Everything that needs a GPU, by one command: the engines are built, then tests and measurements run.
+#
+#   tools/gpu_check.sh --out DIR                        # all parts, in less than 8 minutes
+#   tools/gpu_check.sh --out DIR --only tests,kernels   # these parts
+#   tools/gpu_check.sh --out DIR --skip features        # all but these
+#   tools/gpu_check.sh --out DIR --cpu                  # on the CPU, at a small size: to test this script
+#
+# For a machine that is borrowed for minutes: it needs Python with torch, nvcc and a C++ compiler, no network, no virtual
+# environment and no rights beyond the checkout. What Python lacks there comes from a folder of wheels (--wheels, .whl
+# unless said otherwise; `make gpu-wheels` fills it), installed into a temporary folder. Debian packages in the folder are
+# unpacked beside them: DeepSpeed's NVMe offload is compiled against libaio. Engines that are built already and newer
+# than their sources are used as they are.
+#
+# Each part has a time limit, and a part that fails ends no other. DIR has summary.md and, for each part, a log and the
+# results; with --archive all of that but the summary is in DIR/results.tar.gz, which is renewed after each part.
+# Exit code: 0 if every part passed, 1 if one failed, 2 if the arguments are wrong.
+set -uo pipefail
+
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+PARTS=(build tests kernels files resume saves features)
+declare -A LIMITS=([build]=180 [tests]=240 [kernels]=100 [files]=100 [resume]=150 [saves]=150 [features]=170)
+SECONDS_IN_ALL=470
+
+usage() {
+    sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}" >&2
+    echo "gpu_check: $1" >&2
+    exit 2
+}
+
+out='' wheels=$ROOT/.whl only='' skip='' cpu='' archive=''
+while (($#)); do
+    case $1 in
+        --cpu) cpu=1 ;;
+        --archive) archive=1 ;;
+        --out | --wheels | --only | --skip | --seconds)
+            (($# > 1)) || usage "$1 needs a value"
+            case $1 in
+                --out) out=$2 ;;
+                --wheels) wheels=$2 ;;
+                --only) only=$2 ;;
+                --skip) skip=$2 ;;
+                --seconds) SECONDS_IN_ALL=$2 ;;
+            esac
+            shift
+            ;;
+        *) usage "$1 is not known" ;;
+    esac
+    shift
+done
+[[ $out ]] || usage "--out DIR is missing"
+for name in ${only//,/ } ${skip//,/ }; do
+    [[ " ${PARTS[*]} " == *" $name "* ]] || usage "there is no part $name; parts are ${PARTS[*]}"
+done
+
+mkdir -p "$out"
+out=$(cd "$out" && pwd)
+temporary=$(mktemp -d)
+trap 'rm -rf "$temporary"' EXIT
+results=$out
+[[ $archive ]] && results=$temporary/results
+mkdir -p "$results" "$temporary/site" "$temporary/ops"
+python=$(command -v python3)
+
+export PYTHONPATH=$temporary/site:$ROOT PYTHONUNBUFFERED=1 TORCH_EXTENSIONS_DIR=$temporary/ops
+export DS_ACCELERATOR=${cpu:+cpu}
+DS_ACCELERATOR=${DS_ACCELERATOR:-cuda}
+small=()
+[[ $cpu ]] && small=(--small)
+# nvcc and CUDA's headers, where they are not on the PATH already.
+[[ -d /usr/local/cuda/bin ]] && export PATH=$PATH:/usr/local/cuda/bin
+work=/dev/shm
+[[ -w $work ]] || work=$temporary
+
+install_wheels() {
+    local debs
+    if compgen -G "$wheels/*.whl" >/dev/null; then
+        "$python" -m pip install -q --disable-pip-version-check --no-index --no-deps --no-compile --no-cache-dir \
+            --target "$temporary/site" "$wheels"/*.whl || return 1
+    else
+        echo "no wheels in $wheels: Python must have everything itself"
+    fi
+    debs=("$wheels"/*.deb)
+    if [[ -e ${debs[0]} ]] && command -v dpkg >/dev/null; then
+        for deb in "${debs[@]}"; do dpkg -x "$deb" "$temporary/debian" || return 1; done
+        local libraries
+        libraries=$(find "$temporary/debian" -name '*.so*' -printf '%h\n' | sort -u | paste -sd:)
+        export CPATH=$temporary/debian/usr/include${CPATH:+:$CPATH} LIBRARY_PATH=$libraries${LIBRARY_PATH:+:$LIBRARY_PATH}
+        export LD_LIBRARY_PATH=$libraries${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
+    fi
+    "$python" -c 'import sys, torch, deepspeed, numpy, pytest, hypothesis, typer, rich, pydantic
+print("Python", sys.version.split()[0], "torch", torch.__version__, "DeepSpeed", deepspeed.__version__, "numpy", numpy.__version__)
+print("GPU:", torch.cuda.get_device_name() if torch.cuda.is_available() else "none")'
+}
+
+# Is the library of this name newer than every source, and can it be loaded?
+is_fresh() {
+    local library=$ROOT/zeroelastic/_$1.so
+    [[ -e $library && -z $(find "$ROOT/csrc" -newer "$library" -type f -not -path '*/build/*' -not -path '*/tests/*' \
+        \( -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' \)) ]] &&
+        "$python" -c "import sys
+from zeroelastic.executors.build_info import describe_build
+info = describe_build('$1')
+print('$1:', info.compiler or info.reason)
+sys.exit(not info.usable)"
+}
+
+build() {
+    local native=0 cuda=0
+    cd "$ROOT" || return 1
+    is_fresh native || { ZEROELASTIC_BUILD_CUDA=0 ZEROELASTIC_BUILD_NATIVE=1 "$python" setup.py -q build_ext --inplace \
+        --build-temp "$temporary/build" --build-lib "$temporary/lib"; } &
+    native=$!
+    if [[ $cpu ]]; then
+        echo "cuda: not built on the CPU"
+    else
+        is_fresh cuda || "$python" -m zeroelastic doctor --build-cuda || cuda=1
+    fi
+    wait $native || return 1
+    "$python" -m zeroelastic doctor
+    # Where something else is amiss (a DeepSpeed of another version), the doctor says so; what counts is the engines.
+    is_fresh native && { [[ $cpu ]] || { ((cuda == 0)) && is_fresh cuda; }; }
+}
+
+tests() {
+    local found=() workers=()
+    cd "$ROOT" || return 1
+    mapfile -t found < <(grep -rlE --include='test_*.py' '^@pytest\.mark\.gpu|import .*\bENGINES\b' tests | sort)
+    "$python" -c 'import xdist' 2>/dev/null && workers=(-n 6)
+    "$python" -m pytest -q -p no:cacheprovider -m gpu "${workers[@]}" --durations 8 "${found[@]}"
+}
+
+kernels() {
+    cd "$ROOT" && "$python" benchmarks/bench_gpu.py --rounds 5 --repeats 3 "${small[@]}" --out "$results"
+}
+
+files() {
+    cd "$ROOT" && "$python" benchmarks/bench_gpu_files.py --rounds 5 --directory "$work" "${small[@]}" --out "$results"
+}
+
+resume() {
+    cd "$ROOT" || return 1
+    "$python" benchmarks/bench_gpu_resume.py --directory "$work" "${small[@]}" ${cpu:+--cpu} --out "$results"
+}
+
+saves() {
+    cd "$ROOT" || return 1
+    if [[ ! -e benchmarks/bench_gpu_saves.py ]]; then
+        echo "benchmarks/bench_gpu_saves.py is not in this checkout"
+        return 77
+    fi
+    "$python" benchmarks/bench_gpu_saves.py --out "$results"
+}
+
+features() {
+    cd "$ROOT" || return 1
+    "$python" benchmarks/gpu_features.py --directory "$work" "${small[@]}" ${cpu:+--cpu} --out "$results"
+}
+
+# What one line of the summary says of a part's log and results.
+figures() {
+    "$python" "$ROOT/tools/gpu_figures.py" "$1" "$results" 2>&1 | tail -n 1
+}
+
+summarise() {
+    {
+        echo "# What ran on the GPU"
+        echo
+        echo "| part | verdict | seconds | figures |"
+        echo "|---|---|--:|---|"
+        printf '%s\n' "${lines[@]}"
+    } >"$out/summary.md"
+    [[ $archive ]] && tar -czf "$temporary/results.tar.gz" -C "$temporary" results && mv "$temporary/results.tar.gz" "$out/"
+}
+
+# Run a part within its limit and what is left in all. A function in a process group of its own, so that its end is the
+# end of everything that it started.
+run() {
+    local part=$1 limit=${LIMITS[$1]} began=$SECONDS code left verdict
+    left=$((SECONDS_IN_ALL - SECONDS))
+    ((limit > left)) && limit=$left
+    if ((limit < 10)); then
+        lines+=("| $part | no time left | 0 | |")
+        return
+    fi
+    echo "== $part (at most $limit s)" >&2
+    set -m
+    "$part" >"$results/$part.log" 2>&1 </dev/null &
+    local job=$!
+    set +m
+    (
+        sleep "$limit"
+        kill -TERM -- -"$job"
+        sleep 5
+        kill -KILL -- -"$job"
+    ) >/dev/null 2>&1 &
+    local clock=$!
+    wait "$job"
+    code=$?
+    kill "$clock" 2>/dev/null
+    wait "$clock" 2>/dev/null
+    case $code in
+        0) verdict=passed ;;
+        77) verdict='not there' ;;
+        *) ((SECONDS - began >= limit)) && verdict='**took too long**' || verdict="**failed**, exit code $code" ;;
+    esac
+    [[ $verdict == '**'* ]] && failed=1
+    lines+=("| $part | $verdict | $((SECONDS - began)) | $(figures "$part") |")
+    tail -n 4 "$results/$part.log" >&2
+    summarise
+}
+
+failed=0 lines=()
+began=$SECONDS
+install_wheels >"$results/install.log" 2>&1
+code=$?
+lines+=("| install | $([[ $code == 0 ]] && echo passed || echo "**failed**, exit code $code") | $((SECONDS - began)) | $(tail -n 2 "$results/install.log" | paste -sd' ' | tr '|' '/') |")
+((code == 0)) || failed=1
+for part in "${PARTS[@]}"; do
+    [[ -n $only && ",$only," != *",$part,"* ]] && continue
+    [[ ",$skip," == *",$part,"* ]] && continue
+    run "$part"
+done
+summarise
+cat "$out/summary.md"
+exit "$failed"
