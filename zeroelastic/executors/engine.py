@@ -24,7 +24,7 @@ from zeroelastic.executors.tables import (
 )
 from zeroelastic.io.paths import FilePath
 
-_MAX_DEFAULT_THREADS = 8
+_MAX_DEFAULT_THREADS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class HostEngine(FileEngine, Protocol):
 
 
 def default_threads() -> int:
-    """Threads of one call: ``ZEROELASTIC_THREADS``, else this rank's share of the cores, at most 8.
+    """Threads of one call: ``ZEROELASTIC_THREADS``, else this rank's share of the cores, at most 16.
 
     Raises ConfigError when the variable is not a positive number.
     """
