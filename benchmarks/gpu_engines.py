@@ -141,7 +141,8 @@ def pieces(engine: Any) -> Iterator[Piece]:
         for param in group.params:
             begin = (param.data_ptr() - group.weights.data_ptr()) // group.weights.element_size()
             low, high = max(begin, first), min(begin + param.numel(), first + group.master.numel())
-            yield Piece(engine.param_names[param], low - begin, group.master, low - first, max(0, high - low))
+            here = max(0, high - low)  # nothing of some parameters, which every rank names all the same
+            yield Piece(engine.param_names[param], low - begin, group.master, low - first if here else 0, here)
 
 
 def masters(engine: Any) -> list[torch.Tensor]:

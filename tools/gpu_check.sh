@@ -105,11 +105,18 @@ print('$1:', info.compiler or info.reason)
 sys.exit(not info.usable)"
 }
 
+# As setup.py does it, which needs a setuptools that such a machine may not have.
+build_native() {
+    "$python" -c "from pathlib import Path
+from zeroelastic.executors.library_build import build_library, cpp_command, native_sources
+sources = [path.relative_to('$ROOT') for path in native_sources(Path('$ROOT/csrc'))]
+build_library(cpp_command(sources), Path('$ROOT/zeroelastic/_native.so'), directory=Path('$ROOT'))"
+}
+
 build() {
     local native=0 cuda=0
     cd "$ROOT" || return 1
-    is_fresh native || { ZEROELASTIC_BUILD_CUDA=0 ZEROELASTIC_BUILD_NATIVE=1 "$python" setup.py -q build_ext --inplace \
-        --build-temp "$temporary/build" --build-lib "$temporary/lib"; } &
+    is_fresh native || build_native &
     native=$!
     if [[ $cpu ]]; then
         echo "cuda: not built on the CPU"
@@ -126,7 +133,7 @@ tests() {
     local found=() workers=()
     cd "$ROOT" || return 1
     mapfile -t found < <(grep -rlE --include='test_*.py' '^@pytest\.mark\.gpu|import .*\bENGINES\b' tests | sort)
-    "$python" -c 'import xdist' 2>/dev/null && workers=(-n 6)
+    "$python" -c 'import xdist' 2>/dev/null && workers=(-n $(($(nproc) < 6 ? $(nproc) : 6)))
     "$python" -m pytest -q -p no:cacheprovider -m gpu "${workers[@]}" --durations 8 "${found[@]}"
 }
 
@@ -149,7 +156,7 @@ saves() {
         echo "benchmarks/bench_gpu_saves.py is not in this checkout"
         return 77
     fi
-    "$python" benchmarks/bench_gpu_saves.py --out "$results"
+    "$python" benchmarks/bench_gpu_saves.py --limit 140 "${small[@]}" ${cpu:+--cpu} --out "$results"
 }
 
 features() {
@@ -197,6 +204,7 @@ run() {
     local clock=$!
     wait "$job"
     code=$?
+    kill -KILL -- -"$job" 2>/dev/null # what it left running
     kill "$clock" 2>/dev/null
     wait "$clock" 2>/dev/null
     case $code in

@@ -1,9 +1,12 @@
-"""bench_kernel, bench_plan, bench_nodes and bench_gpu at a small size: bits, tables are right; no times."""
+"""bench_kernel, bench_plan, bench_nodes and those of a GPU at a small size: bits, tables are right; no times."""
 
 from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +81,7 @@ def test_one_rank_of_many_runs_the_real_code_and_one_header_reaches_all(tmp_path
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
-@pytest.mark.parametrize("name", ["bench_gpu", "bench_gpu_files"])
+@pytest.mark.parametrize("name", ["bench_gpu", "bench_gpu_files", "bench_gpu_resume"])
 def test_without_a_gpu_the_benchmarks_of_it_say_so(tmp_path: Path, name: str) -> None:
     done = run_benchmark(f"{name}.py", "--out", os.fspath(tmp_path))
     assert done.returncode == 1
@@ -130,6 +133,54 @@ def test_files_reach_a_gpu_and_a_gpu_files_by_every_way(tmp_path: Path) -> None:
     assert {"read_segments", "whole extents, then a kernel", "sum_segments: digests on the GPU"} < {
         row["method"] for row in rows
     }
+
+
+@native
+def test_whole_loads_and_saves_of_one_rank_are_measured_beside_deepspeed(tmp_path: Path) -> None:
+    """On the CPU, where the state of one rank and of four is right or not as it is on a GPU."""
+    done = run_benchmark("bench_gpu_resume.py", "--small", "--cpu", "--out", os.fspath(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    about, *samples = map(json.loads, (tmp_path / "gpu_resume.jsonl").read_text().splitlines())
+    assert about["num_params"] > 0
+    for stage in (3, 2):
+        found = {sample["system"] for sample in samples if sample["stage"] == stage and "seconds" in sample}
+        assert found == {"elastic-read", "elastic-full", "rigid-read", "stock", "save-elastic", "save-stock"}
+    rows = [line for line in (tmp_path / "gpu_resume.md").read_text().splitlines() if line.endswith(" yes |")]
+    assert len(rows) == 2 * 6, "masters and moments are those that were saved"
+
+
+def test_features_of_a_gpu_are_tried_and_what_cannot_be_is_named(tmp_path: Path) -> None:
+    features = ("cpu-2", "qwz")
+    done = run_benchmark("gpu_features.py", "--small", "--cpu", "--only", *features, "--out", os.fspath(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = json.loads((tmp_path / "gpu_features.json").read_text())["results"]
+    assert [results["cpu-2"][f"load {kind}"]["num_different"] for kind in ("elastic", "rigid")] == [0, 0]
+    assert results["cpu-2"]["load elastic"]["num_compared"] > 10
+    assert "not been implemented on CPU" in results["qwz"]["ops"]["error"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
+def test_the_check_of_a_borrowed_gpu_goes_on_after_a_part_that_fails(tmp_path: Path) -> None:
+    """Without a GPU: parts fail by name, others run; a part or an option that is not known is refused."""
+    script = os.fspath(REPOSITORY / "tools" / "gpu_check.sh")
+    out = tmp_path / "out"
+    environment = os.environ | {"PATH": os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])}
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [script, "--cpu", "--wheels", os.fspath(tmp_path), *arguments]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, check=False)
+
+    done = run("--out", os.fspath(out), "--only", "kernels,tests", "--archive")
+    assert done.returncode == 1
+    summary = (out / "summary.md").read_text()
+    assert "| kernels | **failed**, exit code 1 |" in summary and "| tests | passed |" in summary
+    assert sorted(path.name for path in out.iterdir()) == ["results.tar.gz", "summary.md"]
+    with tarfile.open(out / "results.tar.gz") as archive:
+        log = archive.extractfile("results/kernels.log")
+        assert log is not None and b"there is no CUDA device" in log.read()
+    for wrong in (("--only", "nothing"), ("--outt", "x"), ()):
+        done = run(*(wrong if wrong == () else ("--out", os.fspath(out), *wrong)))
+        assert done.returncode == 2 and "gpu_check: " in done.stderr
 
 
 @native
