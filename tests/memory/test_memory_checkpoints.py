@@ -167,7 +167,7 @@ def no_memory_left(memory: Any) -> None:
     """The next file of this rank, if it is rank 1, finds no memory."""
     if dist.get_rank() == 1:
 
-        def take(self: MemoryFile, nbytes: int) -> Any:
+        def take(self: MemoryFile, nbytes: int, **names: bool) -> Any:
             raise OSError(28, "needs 1 GiB more of shared memory, and 0 bytes are to spare", str(self.path))
 
         MemoryFile.take = take  # type: ignore[method-assign]

@@ -38,14 +38,14 @@ class CompleteFile:
 
 
 class MemorySnapshot(Snapshot):
-    """Keeps what it is given in files of shared memory, which ``take`` gives by name and size."""
+    """Keeps what it is given in files of shared memory, which ``take`` gives by name and size, pinned or not."""
 
     def __init__(
         self,
         original: Any,
         live: LiveOptimizer,
         options: Options,
-        take: Callable[[str, int], torch.Tensor],
+        take: Callable[[str, int, bool], torch.Tensor],
     ) -> None:
         super().__init__(original, live, live_streams(live, with_frozen=True), options, HostMemory())
         self._take = take
@@ -56,7 +56,8 @@ class MemorySnapshot(Snapshot):
         name, skeleton_path = Path(path).name, Path(path)
         try:
             skeleton = write_skeleton(state_dict, skeleton_path)
-            image = FileImage(skeleton, self._take(name, skeleton.nbytes), digest_ranges=self._runs, last=[self.table])
+            memory = self._take(name, skeleton.nbytes, skeleton.on_gpu)
+            image = FileImage(skeleton, memory, digest_ranges=self._runs, last=[self.table])
         except OSError as error:
             skeleton_path.unlink(missing_ok=True)
             raise SaveError(f"{error.filename or path}: {error.strerror}") from error
@@ -82,7 +83,7 @@ def capture(
     engine: Engine,
     live: LiveOptimizer,
     options: Options,
-    take: Callable[[str, int], torch.Tensor],
+    take: Callable[[str, int, bool], torch.Tensor],
     *,
     directory: Path,
     save_id: str,

@@ -91,11 +91,11 @@ class _Slot:
         """Begin a generation: nothing refers to the last one in this slot any more."""
         self._used = set()
 
-    def take(self, name: str, nbytes: int) -> torch.Tensor:
+    def take(self, name: str, nbytes: int, pinned: bool = False) -> torch.Tensor:
         self._used.add(name)
         if name not in self._files:
             self._files[name] = MemoryFile(self.directory / name)
-        return self._files[name].take(nbytes)
+        return self._files[name].take(nbytes, pinned=pinned)
 
     def link(self, directory: Path) -> None:
         """Link the files of this generation into a directory, and free those of another one. Raises OSError."""

@@ -20,6 +20,7 @@ import torch
 
 from zeroelastic.byte_sizes import format_size
 from zeroelastic.io.atomic import name_in_errors
+from zeroelastic.torch_file.host_memory import Pages
 
 _SLACK = 64 << 10
 _PAGE = mmap.PAGESIZE
@@ -36,6 +37,7 @@ class MemoryFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._memory: torch.Tensor | None = None
+        self._pages: Pages | None = None
         self._capacity = self._size = 0
 
     @property
@@ -43,11 +45,14 @@ class MemoryFile:
         """The bytes of shared memory that the file takes."""
         return self._capacity
 
-    def take(self, nbytes: int) -> torch.Tensor:
+    def take(self, nbytes: int, *, pinned: bool = False) -> torch.Tensor:
         """The file's bytes, shape ``(nbytes,)``, uint8, from the beginning of a page; the file has just this size.
 
-        What is in them is of no meaning. Raises OSError naming the file where the memory is not there.
+        What is in them is of no meaning. ``pinned`` registers them with the CUDA driver, where it does so. Raises
+        OSError naming the file where the memory is not there.
         """
+        if self._pages is not None and not (pinned and _num_pages(nbytes) == _num_pages(self._size)):
+            self._pages.unpin()  # a GPU would go on to write to pages that are no longer the file's
         with name_in_errors(self.path):
             fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             try:
@@ -59,13 +64,15 @@ class MemoryFile:
             finally:
                 os.close(fd)
         self._size = nbytes
-        assert self._memory is not None
+        assert self._memory is not None and self._pages is not None
+        if pinned:
+            self._pages.pin(self._memory.data_ptr() - self._pages.address(), nbytes)
         return self._memory[:nbytes]
 
     def _grow(self, fd: int, nbytes: int) -> None:
         capacity = -(-(nbytes + nbytes // 64 + _SLACK) // _PAGE) * _PAGE  # what is pickled may grow a little
         require_memory(self.path.parent, capacity - self._capacity)
-        memory = _map(fd, capacity)
+        pages, memory = _map(fd, capacity)
         try:
             os.ftruncate(fd, max(self._size, nbytes))
             _use_large_pages(fd, memory, self._size, nbytes)
@@ -73,14 +80,18 @@ class MemoryFile:
         except OSError:
             os.ftruncate(fd, self._size)
             raise
-        self._memory = torch.frombuffer(memory, dtype=torch.uint8)
+        self._memory, self._pages = torch.frombuffer(memory, dtype=torch.uint8), pages
         self._capacity = capacity
 
 
-def _map(fd: int, nbytes: int) -> memoryview:
-    """The file's first ``nbytes`` bytes, at an address where pages of 2 MiB may begin."""
-    room = mmap.mmap(-1, nbytes + _LARGE_PAGE)  # it takes addresses, no memory, and gives them back when it is dropped
-    first = ctypes.addressof(ctypes.c_char.from_buffer(room))
+def _num_pages(nbytes: int) -> int:
+    return -(-nbytes // _PAGE)
+
+
+def _map(fd: int, nbytes: int) -> tuple[Pages, memoryview]:
+    """The file's first ``nbytes`` bytes, at an address where pages of 2 MiB may begin, and the mapping they lie in."""
+    room = Pages(-1, nbytes + _LARGE_PAGE)  # it takes addresses, no memory, and gives them back when it is dropped
+    first = room.address()
     skipped = -first % _LARGE_PAGE
     map_file = ctypes.CDLL(None, use_errno=True).mmap
     map_file.restype = ctypes.c_void_p
@@ -89,7 +100,7 @@ def _map(fd: int, nbytes: int) -> memoryview:
     if address != first + skipped:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
-    return memoryview(room)[skipped : skipped + nbytes]
+    return room, memoryview(room)[skipped : skipped + nbytes]
 
 
 def _use_large_pages(fd: int, memory: memoryview, begin: int, end: int) -> None:

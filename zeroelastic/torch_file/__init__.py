@@ -10,6 +10,7 @@
     zip_reader         where each record is, and whether the file agrees with itself; ``zip_writer`` writes an archive
     skeleton           a file of torch.save without its tensors
     save               writes such a file; ``image`` makes one in memory
+    host_memory        memory that tensors are copied to, pinned where they are on a GPU
     integrity          checks the structure of a file before it is trusted
 
 Imports ``executors``, ``io`` and ``core``. Read ``header`` first.

@@ -8,7 +8,6 @@ file system supports them: no bytes are copied, and the save takes no memory fro
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -31,10 +30,11 @@ _NOT_POSSIBLE = (errno.EINVAL, errno.EOPNOTSUPP)
 
 
 class FileImage:
-    """The image of ``skeleton`` in ``memory``, which comes from ``host_memory`` and has room for all of the file.
+    """The image of ``skeleton`` in ``memory``, which begins at a page and has room for all of the file.
 
-    Every storage is copied when it is made; copies from a GPU are complete when its current stream is. The tensors of
-    ``last`` are in host memory, and ``complete`` copies them again; it digests ``digest_ranges``. One thread at a time.
+    Every storage is copied when it is made; copies from a GPU to pinned memory are complete when its current stream is.
+    The tensors of ``last`` are in host memory, and ``complete`` copies them again; it digests ``digest_ranges``. One
+    thread at a time.
     """
 
     def __init__(
@@ -54,9 +54,12 @@ class FileImage:
         self._last = [
             (tensor, self._place[cdata].offset) for tensor in last if (cdata := _cdata(tensor)) in self._place
         ]
+        is_pinned = skeleton.on_gpu and memory.is_pinned()
         for storage, place in zip(skeleton.storages, skeleton.places, strict=True):
             source = as_bytes(storage)
-            self._memory[place.offset : place.offset + place.nbytes].copy_(source, non_blocking=source.is_cuda)
+            self._memory[place.offset : place.offset + place.nbytes].copy_(
+                source, non_blocking=is_pinned and source.is_cuda
+            )
         self._skeleton = skeleton.without_storages()
 
     def view(self, tensor: torch.Tensor) -> torch.Tensor | None:
@@ -140,14 +143,6 @@ class ImageBlocks:
 
     def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Nothing: all of it is here."""
-
-
-def host_memory(nbytes: int) -> torch.Tensor:
-    """Bytes that begin at a page, pinned where a GPU is used."""
-    if torch.cuda.is_available():
-        pinned = torch.empty(nbytes + _BLOCK, dtype=torch.uint8, pin_memory=True)
-        return pinned[-pinned.data_ptr() % _BLOCK :][:nbytes]
-    return torch.frombuffer(mmap.mmap(-1, max(1, nbytes)), dtype=torch.uint8)[:nbytes]
 
 
 def write_past_cache(path: str, data: ByteArray, *, sync: bool) -> None:

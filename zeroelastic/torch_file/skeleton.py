@@ -130,6 +130,11 @@ class TorchSaveSkeleton:
     directory: bytes
     directory_offset: int
 
+    @property
+    def on_gpu(self) -> bool:
+        """Whether any of the storages is on a GPU."""
+        return any(storage.device.type == "cuda" for storage in self.storages)
+
     def without_storages(self) -> TorchSaveSkeleton:
         """The same file, without references to its storages."""
         return replace(self, storages=())

@@ -3,7 +3,7 @@
 The pickled part of each file is on the disk when ``save`` returns (``torch_file.skeleton``). Only storages are copied,
 each once, to their places in memory images of the files (``torch_file.image``). The memory is kept for the next save.
 Memory: the size of this rank's two files, which hold its part of the optimizer state and of frozen parameters, and the
-buffers. With a GPU the memory is pinned, and torch rounds each file up to a power of two.
+buffers. Where any of it is on a GPU, the memory is pinned.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from zeroelastic.deepspeed.options import Options
 from zeroelastic.deepspeed.save.engine_proxy import not_written
 from zeroelastic.deepspeed.save.shard_writer import ShardWriter, runs_of
 from zeroelastic.errors import UnsupportedError
-from zeroelastic.torch_file.image import FileImage, host_memory
+from zeroelastic.torch_file.host_memory import host_memory
+from zeroelastic.torch_file.image import FileImage
 from zeroelastic.torch_file.skeleton import write_skeleton
 
 logger = logging.getLogger(__name__)
@@ -33,32 +34,32 @@ class HostMemory:
     """Host memory for images. The next snapshot uses it again; it is freed with this object."""
 
     def __init__(self) -> None:
-        self._used: list[torch.Tensor] = []
-        self._spare: list[torch.Tensor] = []
+        self._used: list[tuple[torch.Tensor, bool]] = []  # and whether it was to be pinned
+        self._spare: list[tuple[torch.Tensor, bool]] = []
 
     @property
     def nbytes(self) -> int:
         """The bytes that the last snapshot used."""
-        return sum(memory.numel() for memory in self._used)
+        return sum(memory.numel() for memory, _ in self._used)
 
     def begin(self) -> None:
         """Begin a snapshot: nothing reads the images of the last one any more."""
         self._spare, self._used = self._used, []
 
-    def take(self, nbytes: int) -> torch.Tensor:
+    def take(self, nbytes: int, *, pinned: bool = False) -> torch.Tensor:
         """At least ``nbytes``, from the beginning of a page: the smallest spare block that fits, or a new one."""
-        fitting = [i for i, memory in enumerate(self._spare) if memory.numel() >= nbytes]
+        fitting = [i for i, (memory, was) in enumerate(self._spare) if memory.numel() >= nbytes and was == pinned]
         if fitting:
-            found = self._spare.pop(min(fitting, key=lambda i: self._spare[i].numel()))
-        else:
-            found = host_memory(nbytes + nbytes // 64 + _SLACK)  # what is pickled may grow a little
+            found = self._spare.pop(min(fitting, key=lambda i: self._spare[i][0].numel()))
+        else:  # what is pickled may grow a little
+            found = host_memory(nbytes + nbytes // 64 + _SLACK, pinned=pinned), pinned
         self._used.append(found)
-        return found
+        return found[0]
 
     def end(self) -> None:
         """Wait for copies from a GPU, and free what this snapshot did not need."""
         self._spare = []
-        if torch.cuda.is_available():
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.current_stream().synchronize()
 
 
@@ -83,7 +84,8 @@ class Snapshot(ShardWriter):
             self._fill_table(self._known)
             self._original.save(state_dict, path)
             return
-        image = FileImage(laid, self._memory.take(laid.nbytes), digest_ranges=self._runs, last=[self.table])
+        memory = self._memory.take(laid.nbytes, pinned=laid.on_gpu)
+        image = FileImage(laid, memory, digest_ranges=self._runs, last=[self.table])
         self._keep(image)
         self._images.append(image)
 
