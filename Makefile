@@ -299,6 +299,7 @@ bench-gpu: $(STAMP)
 	$(PY) benchmarks/bench_gpu_files.py --out benchmarks/results
 	$(PY) benchmarks/bench_gpu_resume.py --out benchmarks/results
 	$(PY) benchmarks/gpu_features.py --out benchmarks/results
+	$(PY) benchmarks/bench_gpu_saves.py --out benchmarks/results
 
 # What Python lacks on a borrowed machine with a GPU, as wheels for that Python, and DeepSpeed as a wheel without
 # compiled ops; libaio as Debian packages, where apt has them, for DeepSpeed's NVMe offload. tools/gpu_check.sh takes

@@ -81,7 +81,7 @@ def test_one_rank_of_many_runs_the_real_code_and_one_header_reaches_all(tmp_path
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
-@pytest.mark.parametrize("name", ["bench_gpu", "bench_gpu_files", "bench_gpu_resume"])
+@pytest.mark.parametrize("name", ["bench_gpu", "bench_gpu_files", "bench_gpu_resume", "bench_gpu_saves"])
 def test_without_a_gpu_the_benchmarks_of_it_say_so(tmp_path: Path, name: str) -> None:
     done = run_benchmark(f"{name}.py", "--out", os.fspath(tmp_path))
     assert done.returncode == 1
@@ -218,6 +218,37 @@ def test_bench_background_saves_while_it_trains(tmp_path: Path) -> None:
             assert all(0 <= overlap <= step for overlap, step in zip(one["overlap"], one["during"], strict=True))
     text = (tmp_path / "background.md").read_text()
     assert "training stalls for a snapshot" in text and all(name in text for name in names)
+
+
+@native
+def test_saves_on_a_gpu_are_measured_beside_deepspeeds_own(tmp_path: Path) -> None:
+    """Here with gloo and in host memory, where all parts run but the writer that DeepSpeed has for a GPU alone."""
+    done = run_benchmark(
+        "bench_gpu_saves.py", "--cpu", "--small", "--rounds", "1", "--writer", "python", "--out", os.fspath(tmp_path)
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    parts = json.loads((tmp_path / "gpu_saves.json").read_text())["parts"]
+    assert all("problem" not in found and not found["not_measured"] for found in parts.values()), parts
+    saves = parts["saves"]
+    assert len(saves["seconds"]) == 6 and all(len(values) == 1 for values in saves["seconds"].values())
+    assert saves["nbytes"] > 12 * saves["numel"] and len(saves["phases"]) == 2
+    assert [len(saves[way]["rounds"]) for way in ("in the background", "in memory")] == [2, 4]
+    assert all(one["snapshot_bytes"] >= 12 * saves["numel"] for one in saves["in the background"]["rounds"])
+    for name in ("fast writer", "decoupled writer"):
+        assert len(parts[name]["seconds"]["save"]) == len(parts[name]["seconds"]["next step"]) == 2
+    text = (tmp_path / "gpu_saves.md").read_text()
+    assert "| in memory |" in text and "payload: written" in text and "Not measured" not in text
+
+
+def test_a_part_that_does_not_end_is_named_and_ended(tmp_path: Path) -> None:
+    done = run_benchmark(
+        "bench_gpu_saves.py", "--cpu", "--small", "--parts", "decoupled writer", "--limit", "21", "--writer", "none",
+        "--out", os.fspath(tmp_path),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    problem = json.loads((tmp_path / "gpu_saves.json").read_text())["parts"]["decoupled writer"]["problem"]
+    assert "did not end within" in problem or "it ended with code 1" in problem
+    assert f"* decoupled writer: {problem}" in (tmp_path / "gpu_saves.md").read_text()
 
 
 def test_reading_back_is_measured_within_whole_saves(tmp_path: Path) -> None:

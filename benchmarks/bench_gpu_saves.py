@@ -1,0 +1,513 @@
+"""What a save on one GPU costs: ours and DeepSpeed's, phase by phase, and how long training is held up by each way.
+
+    python benchmarks/bench_gpu_saves.py --out benchmarks/results                      # 268M parameters, two minutes
+    python benchmarks/bench_gpu_saves.py --cpu --small --writer python --out /tmp/x    # to try it out, without a GPU
+
+One rank, ZeRO-3, bf16 with torch's AdamW; `--cpu` takes gloo and host memory. Each part is a process of its own with a
+time limit: what fails or comes to its limit is named in the results, and the next part begins.
+
+**saves**: whole calls of `save_checkpoint` in turns on one engine: ours flushed to the device, ours not flushed,
+DeepSpeed's, and DeepSpeed's with a flush of its files. For comparison the bytes of the checkpoint in plain writes from
+host memory, past the page cache and through it. Then what a training step waits for a save in the background
+(`"async_save"`) and for a checkpoint in memory (`"memory"`), with the host memory that these pin.
+
+**fast writer**, **decoupled writer**: the same save by DeepSpeed's own writers; "fast" compiles DeepSpeed's ops.
+
+Writes gpu_saves.json (every sample) and gpu_saves.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.insert(0, os.fspath(Path(__file__).resolve().parent))
+
+import numpy as np
+import torch
+from report import describe, machine, spread, table
+
+SAVES, FAST, DECOUPLED = "saves", "fast writer", "decoupled writer"
+OURS, OURS_UNFLUSHED = "zeroelastic, flushed", "zeroelastic, not flushed"
+STOCK, STOCK_FLUSHED = "DeepSpeed, not flushed", "DeepSpeed, flushed"
+DIRECT, CACHED = "plain writes past the page cache, flushed", "plain writes through the page cache, flushed"
+BACKGROUND, MEMORY = "in the background", "in memory"
+LIMITS = {SAVES: 150.0, FAST: 120.0, DECOUPLED: 60.0}
+_MARGIN_S = 20.0
+_LAYERS, _WIDTH, _SMALL_WIDTH = 16, 4096, 256
+_ROWS = 8
+_TAG = "tag"
+
+
+class Part:
+    """An engine on one rank, and what is measured on it until ``deadline``; ``found`` is the result so far."""
+
+    def __init__(self, arguments: argparse.Namespace, config: Mapping[str, Any], *, ours: bool) -> None:
+        self.directory, self.deadline = Path(arguments.directory), time.monotonic() + arguments.seconds - _MARGIN_S
+        self.rounds, self.on_gpu = arguments.rounds, not arguments.cpu
+        self.found: dict[str, Any] = {"seconds": {}, "not_measured": {}}
+        self.engine = self._build(arguments, config, ours=ours)
+        self._batch = torch.randn(_ROWS, self._width, device=self.engine.device, dtype=torch.bfloat16)
+        self.step()  # from here on there are moments
+        self.found["numel"] = self._layers * (self._width**2 + self._width)
+        self.found["device"] = torch.cuda.get_device_name() if self.on_gpu else "CPU"
+
+    def _build(self, arguments: argparse.Namespace, config: Mapping[str, Any], *, ours: bool) -> Any:
+        store = self.directory / "store"
+        store.unlink(missing_ok=True)
+        torch.distributed.init_process_group(
+            "gloo" if arguments.cpu else "nccl", init_method=f"file://{store}", rank=0, world_size=1
+        )
+        import deepspeed
+
+        if ours:
+            import zeroelastic
+
+            zeroelastic.install()
+        self._layers, self._width = (4, _SMALL_WIDTH) if arguments.small else (arguments.layers, _WIDTH)
+        torch.manual_seed(0)
+        with torch.device("cpu" if arguments.cpu else "cuda"):
+            layers = (torch.nn.Linear(self._width, self._width) for _ in range(self._layers))
+            model = torch.nn.Sequential(*layers)
+        settings = {
+            "train_micro_batch_size_per_gpu": _ROWS,
+            "bf16": {"enabled": True},
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "zero_optimization": {"stage": 3},
+        }
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+        return deepspeed.initialize(model=model, optimizer=optimizer, config={**settings, **config})[0]
+
+    def options(self, **options: Any) -> None:
+        """The ``"zeroelastic"`` block from here on."""
+        self.engine._config._param_dict["zeroelastic"] = options
+
+    def settle(self) -> None:
+        """Wait for the device."""
+        if self.on_gpu:
+            torch.cuda.synchronize()
+
+    def timed(self, action: Callable[[], object]) -> float:
+        """Seconds of an action, from an idle device to an idle device."""
+        self.settle()
+        began = time.perf_counter()
+        action()
+        self.settle()
+        return time.perf_counter() - began
+
+    def step(self) -> None:
+        """A training step."""
+        self.engine.backward(self.engine(self._batch).float().pow(2).mean())
+        self.engine.step()
+
+    def fresh(self, name: str) -> Path:
+        """An empty place for a checkpoint; nothing waits to be written."""
+        folder = self.directory / name
+        shutil.rmtree(folder, ignore_errors=True)
+        os.sync()
+        gc.collect()
+        return folder
+
+    def save(self, folder: Path) -> None:
+        self.engine.save_checkpoint(os.fspath(folder), tag=_TAG)
+
+    def attempt(self, name: str, action: Callable[[], None]) -> None:
+        """One measurement; why there is none is kept under its name."""
+        if time.monotonic() > self.deadline:
+            self.found["not_measured"][name] = "no time was left"
+            return
+        print(f"  {name}", file=sys.stderr, flush=True)
+        try:
+            action()
+        except Exception as error:
+            traceback.print_exc()
+            self.found["not_measured"][name] = f"{type(error).__name__}: {error}"
+
+    def sample(self, name: str, seconds: float) -> None:
+        self.found["seconds"].setdefault(name, []).append(seconds)
+
+
+def peak_since(action: Callable[[], object]) -> dict[str, int]:
+    """How far the resident set grows in an action, and what torch's allocator and zeroelastic have pinned after it."""
+    from meter import status_bytes
+
+    from zeroelastic.torch_file.host_memory import pinned_bytes
+
+    Path("/proc/self/clear_refs").write_text("5")
+    before = status_bytes("VmRSS")
+    action()
+    by_torch = getattr(torch.cuda, "host_memory_stats", dict)() if torch.cuda.is_initialized() else {}
+    return {
+        "rss_growth": status_bytes("VmHWM") - before,
+        "pinned_by_zeroelastic": pinned_bytes(),
+        "pinned_by_torch": int(by_torch.get("allocated_bytes.current", 0)),
+    }
+
+
+def flush(folder: Path) -> None:
+    """Flush all files of a directory to the device."""
+    for path in folder.rglob("*"):
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+
+
+def measure_saves(part: Part) -> None:
+    """Everything that needs our engine, the synchronous saves first."""
+    import zeroelastic
+
+    part.found["memory"], part.found["phases"] = {}, {}
+
+    def ours(name: str, *, fsync: bool, number: int) -> None:
+        from bench_phases import REST, Stopwatch
+
+        zeroelastic.install()
+        part.engine._config.zero_config.elastic_checkpoint = True
+        part.options(fsync=fsync)
+        folder = part.fresh("ours")
+        watch = Stopwatch()
+
+        def save() -> None:
+            with watch.running():
+                part.sample(name, part.timed(watch.timed(REST, lambda: part.save(folder))))
+
+        cost = peak_since(save)
+        part.found["phases"].setdefault(name, []).append(dict(watch.seconds))
+        part.found["memory"][name] = cost
+        if number == 0:
+            part.found["nbytes"] = sum(path.stat().st_size for path in folder.rglob("*.pt"))
+
+    def stock(name: str, *, fsync: bool, number: int) -> None:
+        zeroelastic.uninstall()
+        part.engine._config.zero_config.elastic_checkpoint = False
+        folder = part.fresh("stock")
+
+        def save() -> None:
+            part.save(folder)
+            if fsync:
+                flush(folder)
+
+        part.found["memory"][name] = peak_since(lambda: part.sample(name, part.timed(save)))
+        zeroelastic.install()
+
+    for number in range(part.rounds):
+        for name, measure, fsync in (
+            (OURS, ours, True),
+            (STOCK, stock, False),
+            (OURS_UNFLUSHED, ours, False),
+            (STOCK_FLUSHED, stock, True),
+        ):
+            part.attempt(name, lambda: measure(name, fsync=fsync, number=number))  # noqa: B023
+    shutil.rmtree(part.directory / "stock", ignore_errors=True)
+    part.engine._config.zero_config.elastic_checkpoint = True
+    part.options()
+    part.attempt(BACKGROUND, lambda: measure_background(part))
+    part.attempt(MEMORY, lambda: measure_memory(part))
+    part.attempt(DIRECT, lambda: measure_writes(part))
+
+
+def measure_background(part: Part) -> None:
+    """How long a save in the background holds up training; the first one makes the memory for it."""
+    import zeroelastic
+    from zeroelastic.deepspeed.save.background import background_of, saving_in_background
+    from zeroelastic.deepspeed.save.pending import pending_of
+
+    plain = [part.timed(part.step) for _ in range(10)]
+    rounds = []
+    for _ in range(part.rounds + 1):
+        folder, stall = part.fresh("background"), 0.0
+        began = time.perf_counter()
+
+        def save(folder: Path = folder) -> None:
+            nonlocal stall
+            with saving_in_background(part.engine, True):
+                stall = part.timed(lambda: part.save(folder))
+
+        cost = peak_since(save)
+        pending, during = pending_of(part.engine), []
+        while pending is not None and not pending.is_done() and time.monotonic() < part.deadline + _MARGIN_S / 2:
+            during.append(part.timed(part.step))
+        zeroelastic.wait_for_save(part.engine)
+        whole = time.perf_counter() - began
+        nbytes = background_of(part.engine).memory.nbytes
+        rounds.append({"stall": stall, "whole": whole, "during": during, "snapshot_bytes": nbytes, **cost})
+    part.found[BACKGROUND] = {"plain_steps": plain, "rounds": rounds}
+    zeroelastic.wait_for_save(part.engine)
+
+
+def measure_memory(part: Part) -> None:
+    """How long a checkpoint in memory holds up training; the first ones make the pages of two generations."""
+    from zeroelastic.io.paths import as_path
+    from zeroelastic.memory.checkpoints import MemoryCheckpoints
+
+    part.options(memory={"every": 1, "copies": 1})
+    memory = MemoryCheckpoints(part.engine, as_path(os.fspath(part.directory / "run")))
+    rounds: list[dict[str, Any]] = []
+    try:
+        for _ in range(2 * part.rounds + 2):
+            part.step()
+            stall = 0.0
+
+            def capture() -> None:
+                nonlocal stall
+                stall = part.timed(lambda: memory.capture({}))
+
+            cost = peak_since(capture)
+            began = time.perf_counter()
+            memory.wait()
+            if memory.last is None or memory.last.error is not None:
+                raise RuntimeError("no memory checkpoint" if memory.last is None else memory.last.error)
+            complete = stall + time.perf_counter() - began
+            rounds.append({"stall": stall, "complete": complete, "node_bytes": memory.last.node_bytes, **cost})
+    finally:
+        memory.close()
+        part.options()
+    part.found[MEMORY] = {"rounds": rounds}
+
+
+def measure_writes(part: Part) -> None:
+    """As many bytes as the checkpoint has, from host memory to the same disk, and nothing else."""
+    from zeroelastic.torch_file.host_memory import host_memory
+    from zeroelastic.torch_file.image import write_past_cache
+    from zeroelastic.torch_file.skeleton import reserve
+
+    nbytes = part.found["nbytes"]
+    data = host_memory(nbytes).fill_(1).numpy()
+
+    def file() -> Path:
+        path = part.fresh("plain").with_suffix(".bin")
+        with open(path, "wb") as made:
+            made.truncate(nbytes)
+        reserve(path)
+        return path
+
+    def through_cache(path: Path, data: np.ndarray) -> None:
+        with open(path, "r+b", buffering=0) as target:
+            for at in range(0, nbytes, 16 << 20):
+                target.write(data[at : at + (16 << 20)].data)
+            os.fsync(target.fileno())
+
+    for _ in range(part.rounds):
+        direct, cached = file(), None
+        part.sample(DIRECT, part.timed(lambda: write_past_cache(os.fspath(direct), data, sync=True)))  # noqa: B023
+        direct.unlink()
+        cached = file()
+        part.sample(CACHED, part.timed(lambda: through_cache(cached, data)))  # noqa: B023
+        cached.unlink()
+
+
+def measure_writer(part: Part) -> None:
+    """Saves by a writer of DeepSpeed's, and how much longer the step is that follows each."""
+    steps = [part.timed(part.step) for _ in range(5)]
+
+    def save() -> None:
+        folder = part.fresh("writer")
+        part.sample("save", part.timed(lambda: part.save(folder)))
+        part.sample("next step", part.timed(part.step))
+        part.sample("flush", part.timed(lambda: flush(folder)))
+        part.found["nbytes"] = sum(path.stat().st_size for path in folder.rglob("*.pt*"))
+
+    for _ in range(part.rounds + 1):
+        part.attempt("save", save)
+    part.found["plain_steps"] = steps
+
+
+def run_part(arguments: argparse.Namespace) -> None:
+    """One part, in the process made for it."""
+    if arguments.part == SAVES:
+        part = Part(arguments, {"zero_optimization": {"stage": 3, "elastic_checkpoint": True}}, ours=True)
+        measure_saves(part)
+    else:
+        writer = {"type": arguments.writer, "decoupled": arguments.part == DECOUPLED}
+        part = Part(arguments, {"checkpoint": {"writer": writer}}, ours=False)
+        measure_writer(part)
+    (Path(arguments.directory) / "found.json").write_text(json.dumps(part.found))
+    part.settle()
+    part.engine.destroy()
+    torch.distributed.destroy_process_group()
+
+
+def started(arguments: argparse.Namespace, name: str, folder: Path, seconds: float) -> dict[str, Any]:
+    """The result of a part, by a process that has so many seconds; ``"problem"`` says why there is none."""
+    environment = os.environ | {
+        **{key: "0" for key in ("RANK", "LOCAL_RANK", "CROSS_RANK")},
+        **{key: "1" for key in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "CROSS_SIZE")},
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29731",
+        "PYTHONUNBUFFERED": "1",
+        "DS_ACCELERATOR": "cpu" if arguments.cpu else "cuda",
+    }
+    if arguments.writer == "fast" and name != SAVES:  # a compilation that comes to the limit leaves a lock
+        environment["TORCH_EXTENSIONS_DIR"] = os.fspath(folder / "ops")
+    command = [sys.executable, os.path.abspath(__file__), "--part", name, "--seconds", str(seconds)]
+    command += ["--directory", os.fspath(folder), "--rounds", str(arguments.rounds), "--layers", str(arguments.layers)]
+    command += ["--writer", arguments.writer, *(["--cpu"] if arguments.cpu else [])]
+    command += ["--small"] if arguments.small else []
+    log = folder / "log"
+    began = time.monotonic()
+    with open(log, "w") as output:
+        process = subprocess.Popen(
+            command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            code: int | None = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:  # with what it has started
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait(60)
+    found: dict[str, Any] = {}
+    if (folder / "found.json").exists():
+        found = json.loads((folder / "found.json").read_text())
+    else:
+        last = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+        ended = f"it did not end within {seconds:.0f} s" if code is None else f"it ended with code {code}"
+        found = {"problem": f"{ended}: {last[-1] if last else 'no output'}", "log": last[-60:], "seconds": {}}
+    return found | {"process_seconds": time.monotonic() - began}
+
+
+def _seconds(values: Sequence[float]) -> list[str]:
+    return [f"{value:.2f}" for value in spread(values)]
+
+
+def _mib(nbytes: float) -> str:
+    return f"{nbytes / 2**20:,.0f}"
+
+
+def tables(document: Mapping[str, Any]) -> str:
+    """The results as Markdown."""
+    saves, parts = document["parts"].get(SAVES, {}), document["parts"]
+    lines = ["# Saves on a GPU", "", *describe(document["machine"]), ""]
+    seconds: dict[str, list[float]] = dict(saves.get("seconds", {}))
+    for name in (FAST, DECOUPLED):
+        found = parts.get(name, {})
+        for what, values in found.get("seconds", {}).items():
+            seconds[f"DeepSpeed, {name}: {what}"] = values
+        if found.get("plain_steps"):
+            seconds[f"DeepSpeed, {name}: an ordinary step"] = found["plain_steps"]
+    gigabytes = saves.get("nbytes", 0) / 1e9
+    if "numel" in saves:
+        lines += [
+            f"{saves['device']}, {saves['numel']:,} parameters, bf16 with AdamW, {gigabytes:.2f} GB of files on "
+            f"{document['filesystem']}, one rank, {document['rounds']} rounds.",
+            "",
+        ]
+    if seconds:
+        memory = saves.get("memory", {})
+        rows = [
+            [
+                name,
+                *_seconds(values),
+                f"{gigabytes / median(values):.2f}" if name in saves.get("seconds", {}) else "",
+                _mib(memory[name]["rss_growth"]) if name in memory else "",
+            ]
+            for name, values in seconds.items()
+        ]
+        lines += [*table(["seconds", "least", "median", "most", "GB/s", "memory, MiB"], rows), ""]
+    for name, rounds in saves.get("phases", {}).items():
+        phases = sorted({phase for one in rounds for phase in one})
+        middle = {phase: median(1e3 * one.get(phase, 0.0) for one in rounds) for phase in phases}
+        shown = sorted((phase for phase in phases if middle[phase] >= 0.5), key=lambda phase: -middle[phase])
+        lines += [f"{name}, by phase:", ""]
+        lines += [*table(["ms, median", "each without those within it"], [[p, f"{middle[p]:.1f}"] for p in shown]), ""]
+    held = []
+    if BACKGROUND in saves:
+        first, *later = saves[BACKGROUND]["rounds"]
+        plain = median(saves[BACKGROUND]["plain_steps"])
+        during = [step for one in saves[BACKGROUND]["rounds"] for step in one["during"]]
+        held += [
+            [
+                BACKGROUND,
+                first,
+                later,
+                median(one["whole"] for one in later),
+                median(during) / plain if during else None,
+            ]
+        ]
+    if MEMORY in saves:
+        first, _, *later = saves[MEMORY]["rounds"]
+        held += [[MEMORY, first, later, median(one["complete"] for one in later), None]]
+    if held:
+        head = ["a checkpoint", "training waits, s", "for the first", "complete after, s", "steps meanwhile take"]
+        head += ["pinned by zeroelastic, MiB", "by torch, MiB"]
+        rows = [
+            [
+                name,
+                f"{median(one['stall'] for one in later):.3f}",
+                f"{first['stall']:.3f}",
+                f"{whole:.2f}",
+                f"{longer:.2f} times as long" if longer is not None else "",
+                _mib(max(one["pinned_by_zeroelastic"] for one in later)),
+                _mib(max(one["pinned_by_torch"] for one in later)),
+            ]
+            for name, first, later, whole, longer in held
+        ]
+        lines += [*table(head, rows), ""]
+    missing = {name: found["problem"] for name, found in parts.items() if "problem" in found}
+    for name, found in parts.items():
+        missing |= {f"{name}, {what}": why for what, why in found.get("not_measured", {}).items()}
+    if missing:
+        lines += ["Not measured:", "", *(f"* {name}: {why.splitlines()[0]}" for name, why in missing.items()), ""]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=_LAYERS, help=f"linear layers of {_WIDTH}^2 weights")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--small", action="store_true", help="a quarter of a million parameters: to test the benchmark")
+    parser.add_argument("--cpu", action="store_true", help="with gloo, and no GPU")
+    parser.add_argument("--parts", nargs="+", default=list(LIMITS), choices=list(LIMITS))
+    parser.add_argument("--writer", default="fast", help="the type of DeepSpeed's own writers")
+    parser.add_argument("--limit", type=float, default=300.0, help="seconds for all parts together")
+    parser.add_argument("--directory", type=Path, help="where checkpoints are put for the time being; not in memory")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="directory of the results")
+    parser.add_argument("--part", choices=list(LIMITS), help=argparse.SUPPRESS)
+    parser.add_argument("--seconds", type=float, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.part is not None:
+        run_part(arguments)
+        return
+    if not arguments.cpu and not torch.cuda.is_available():
+        sys.exit("bench_gpu_saves: there is no CUDA device, so nothing is measured.")
+    from bench_load import filesystem
+
+    end = time.monotonic() + arguments.limit
+    document: dict[str, Any] = {"machine": machine() | {"deepspeed": version("deepspeed")}, "parts": {}}
+    document["rounds"] = arguments.rounds
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="bench-gpu-saves-", dir=arguments.directory) as directory:
+        document["filesystem"] = filesystem(Path(directory).resolve())
+        for number, name in enumerate(arguments.parts):
+            seconds = min(LIMITS[name], end - time.monotonic())
+            print(f"{name}, at most {seconds:.0f} s", file=sys.stderr, flush=True)
+            folder = Path(directory) / str(number)
+            folder.mkdir()
+            enough = seconds > _MARGIN_S
+            found = started(arguments, name, folder, seconds) if enough else {"problem": "no time was left"}
+            document["parts"][name] = found
+            (arguments.out / "gpu_saves.json").write_text(json.dumps(document, indent=1) + "\n")
+            (arguments.out / "gpu_saves.md").write_text(tables(document))
+            shutil.rmtree(folder, ignore_errors=True)
+    print(tables(document))
+
+
+if __name__ == "__main__":
+    main()
