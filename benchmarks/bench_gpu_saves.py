@@ -68,6 +68,8 @@ class Part:
         self.found["device"] = torch.cuda.get_device_name() if self.on_gpu else "CPU"
 
     def _build(self, arguments: argparse.Namespace, config: Mapping[str, Any], *, ours: bool) -> Any:
+        if self.on_gpu:
+            torch.cuda.set_device(0)
         store = self.directory / "store"
         store.unlink(missing_ok=True)
         torch.distributed.init_process_group(
@@ -138,6 +140,7 @@ class Part:
         except Exception as error:
             traceback.print_exc()
             self.found["not_measured"][name] = f"{type(error).__name__}: {error}"
+        (self.directory / "found.json").write_text(json.dumps(self.found))
 
     def sample(self, name: str, seconds: float) -> None:
         self.found["seconds"].setdefault(name, []).append(seconds)
@@ -323,9 +326,9 @@ def measure_writer(part: Part) -> None:
         part.sample("flush", part.timed(lambda: flush(folder)))
         part.found["nbytes"] = sum(path.stat().st_size for path in folder.rglob("*.pt*"))
 
+    part.found["plain_steps"] = steps
     for _ in range(part.rounds + 1):
         part.attempt("save", save)
-    part.found["plain_steps"] = steps
 
 
 def run_part(arguments: argparse.Namespace) -> None:
@@ -337,14 +340,13 @@ def run_part(arguments: argparse.Namespace) -> None:
         writer = {"type": arguments.writer, "decoupled": arguments.part == DECOUPLED}
         part = Part(arguments, {"checkpoint": {"writer": writer}}, ours=False)
         measure_writer(part)
-    (Path(arguments.directory) / "found.json").write_text(json.dumps(part.found))
     part.settle()
     part.engine.destroy()
     torch.distributed.destroy_process_group()
 
 
 def started(arguments: argparse.Namespace, name: str, folder: Path, seconds: float) -> dict[str, Any]:
-    """The result of a part, by a process that has so many seconds; ``"problem"`` says why there is none."""
+    """What a part has found, in a process that has so many seconds; ``"problem"`` says why it did not end well."""
     environment = os.environ | {
         **{key: "0" for key in ("RANK", "LOCAL_RANK", "CROSS_RANK")},
         **{key: "1" for key in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "CROSS_SIZE")},
@@ -376,10 +378,10 @@ def started(arguments: argparse.Namespace, name: str, folder: Path, seconds: flo
     found: dict[str, Any] = {}
     if (folder / "found.json").exists():
         found = json.loads((folder / "found.json").read_text())
-    else:
+    if code != 0:
         last = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
         ended = f"it did not end within {seconds:.0f} s" if code is None else f"it ended with code {code}"
-        found = {"problem": f"{ended}: {last[-1] if last else 'no output'}", "log": last[-60:], "seconds": {}}
+        found |= {"problem": f"{ended}: {last[-1] if last else 'no output'}", "log": last[-60:]}
     return found | {"process_seconds": time.monotonic() - began}
 
 
