@@ -3,6 +3,9 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <sys/types.h>
+#ifdef __linux__
+#include <sys/vfs.h>
+#endif
 #include <unistd.h>
 
 #include <algorithm>
@@ -242,7 +245,9 @@ OpenFiles::OpenFiles(const ze_files& files, int flags, ze_side side)
 
 OpenFiles::~OpenFiles() {
     for (int64_t i = 0; i < files_.count; ++i) {
-        if (slots_[static_cast<size_t>(i)].fd >= 0) close(slots_[static_cast<size_t>(i)].fd);
+        for (const int fd : {slots_[static_cast<size_t>(i)].fd, slots_[static_cast<size_t>(i)].direct}) {
+            if (fd >= 0) close(fd);
+        }
     }
 }
 
@@ -263,12 +268,41 @@ int OpenFiles::acquire(int64_t file, ze_error* error) {
     return slot.fd;
 }
 
+int OpenFiles::direct(int64_t file) {
+#if defined(O_DIRECT) && defined(__linux__)
+    // On a block device of this machine. Over a network each of these writes would wait for an answer.
+    constexpr int64_t kExt4 = 0xEF53, kXfs = 0x58465342;
+    if (!direct_allowed_) return -1;
+    Slot& slot = slots_[static_cast<size_t>(file)];
+    std::lock_guard<std::mutex> lock(slot.mutex);
+    if (slot.direct < 0 && !slot.direct_refused) {
+        struct statfs found{};
+        const bool known = fstatfs(slot.fd, &found) == 0 && (static_cast<int64_t>(found.f_type) == kExt4 ||
+                                                             static_cast<int64_t>(found.f_type) == kXfs);
+        if (known) slot.direct = open(files_.paths[file], O_WRONLY | O_DIRECT | O_CLOEXEC);
+        slot.direct_refused = slot.direct < 0;
+    }
+    return slot.direct_refused ? -1 : slot.direct;
+#else
+    static_cast<void>(file);
+    return -1;
+#endif
+}
+
+void OpenFiles::refuse_direct(int64_t file) {
+    Slot& slot = slots_[static_cast<size_t>(file)];
+    std::lock_guard<std::mutex> lock(slot.mutex);
+    slot.direct_refused = true;
+}
+
 bool OpenFiles::release(int64_t file, bool sync, ze_error* error) {
     Slot& slot = slots_[static_cast<size_t>(file)];
     std::lock_guard<std::mutex> lock(slot.mutex);
     if (--slot.units > 0) return true;
     const int fd = slot.fd;
     slot.fd = -1;
+    if (slot.direct >= 0) close(slot.direct);
+    slot.direct = -1;
     int errnum = 0;
     while (sync && fsync(fd) != 0) {
         if (errno == EINTR) continue;

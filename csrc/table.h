@@ -154,6 +154,17 @@ class OpenFiles {
     // The descriptor, or -1 with the reason in `error`.
     int acquire(int64_t file, ze_error* error);
 
+    // Lets writes go past the page cache, where the file system is known to be as fast with them.
+    void allow_direct() {
+        direct_allowed_ = true;
+    }
+
+    // A descriptor of an acquired file for such writes; -1 where they are not to be made.
+    int direct(int64_t file);
+
+    // The system has refused such a write: no more are made.
+    void refuse_direct(int64_t file);
+
     // A unit is done with the file. The last one closes it, after flushing it to the device if `sync` is
     // asked for; false with the reason in `error` where that fails.
     bool release(int64_t file, bool sync, ze_error* error);
@@ -162,12 +173,15 @@ class OpenFiles {
     struct Slot {
         std::mutex mutex;
         int fd = -1;
+        int direct = -1;
+        bool direct_refused = false;
         int64_t units = 0;
     };
 
     const ze_files& files_;
     int flags_;
     ze_side side_;
+    bool direct_allowed_ = false;
     std::unique_ptr<Slot[]> slots_;
 };
 

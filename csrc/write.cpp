@@ -2,8 +2,14 @@
 
 #include <fcntl.h>
 #include <sys/uio.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <new>
 #include <vector>
 
 #include "cast.h"
@@ -20,6 +26,28 @@ constexpr int64_t kStagedCallBytes = int64_t{128} << 10;
 // written and read faster, and can be looked at in place.
 constexpr int64_t kCallBytes = kLargePage;
 
+// The alignment that O_DIRECT needs of addresses, offsets and lengths.
+constexpr int64_t kBlock = 4096;
+
+// What one thread gathers a call in that begins at another place of a block in memory than in the file.
+class Staging {
+  public:
+    char* get() {
+        constexpr int64_t kBytes = kCallBytes + kCut + 2 * kBlock;
+        if (data_ == nullptr) data_.reset(static_cast<char*>(std::aligned_alloc(kBlock, kBytes)));
+        if (data_ == nullptr) throw std::bad_alloc();
+        return data_.get();
+    }
+
+  private:
+    struct Free {
+        void operator()(char* data) const {
+            std::free(data);
+        }
+    };
+    std::unique_ptr<char, Free> data_;
+};
+
 struct Write {
     const ze_table& table;
     const std::vector<int64_t>& order;
@@ -28,9 +56,45 @@ struct Write {
     int32_t cast;
     bool sync;
     Progress* progress;
+    OpenFiles* files;
 };
 
-bool write_unit(const Write& write, const Unit& unit, int fd, Checksums::OfUnit* sums, ze_error* error) {
+// Writes ranges of memory that follow each other in the file at `offset`: whole blocks past the page cache,
+// by `direct`, and through it what is left on either side, or where the system refuses.
+bool write_blocks(const Write& write, int fd, int direct, std::vector<iovec>* vectors, int64_t offset,
+                  int64_t nbytes, int64_t file, Staging* staging, ze_error* error) {
+    const int64_t head = (kBlock - offset % kBlock) % kBlock;
+    const int64_t whole = (nbytes - head) / kBlock * kBlock;
+    if (nbytes <= head || whole == 0) return write_vectors(fd, vectors, offset, file, error);
+    char* data = static_cast<char*>(vectors->front().iov_base);
+    if (vectors->size() > 1 ||
+        (reinterpret_cast<uintptr_t>(data) + static_cast<uintptr_t>(head)) % kBlock != 0) {
+        data = staging->get() + offset % kBlock;
+        char* to = data;
+        for (const iovec& vector : *vectors) {
+            std::memcpy(to, vector.iov_base, vector.iov_len);
+            to += vector.iov_len;
+        }
+    }
+    if (!write_fully(fd, data, head, offset, file, error)) return false;
+    int64_t done = head;
+    while (done < head + whole) {
+        const ssize_t put =
+            pwrite(direct, data + done, static_cast<size_t>(head + whole - done), offset + done);
+        if (put < 0 && errno == EINTR) continue;
+        if (put < 0 && errno != EINVAL && errno != EOPNOTSUPP && errno != EFAULT) {
+            *error = failure(ZE_WRITE_FAILED, errno, ZE_DESTINATION, file, offset + done);
+            return false;
+        }
+        if (put < 0) write.files->refuse_direct(file);
+        if (put > 0) done += put;
+        if (put <= 0 || put % kBlock != 0) break;
+    }
+    return write_fully(fd, data + done, nbytes - done, offset + done, file, error);
+}
+
+bool write_unit(const Write& write, const Unit& unit, int fd, Staging* direct_staging,
+                Checksums::OfUnit* sums, ze_error* error) {
     const ze_table& table = write.table;
     Pieces pieces(table, write.order, unit);
     std::vector<iovec> vectors;
@@ -77,11 +141,18 @@ bool write_unit(const Write& write, const Unit& unit, int fd, Checksums::OfUnit*
             taken += piece.nbytes;
             pieces.take(piece);
         }
-        if (nbytes > 0 && !write_vectors(fd, &vectors, begin, unit.file, error)) return false;
+        const int direct = nbytes > 0 && !casting ? write.files->direct(unit.file) : -1;
+        if (direct >= 0) {
+            if (!write_blocks(write, fd, direct, &vectors, begin, nbytes, unit.file, direct_staging, error)) {
+                return false;
+            }
+        } else if (nbytes > 0) {
+            if (!write_vectors(fd, &vectors, begin, unit.file, error)) return false;
 #ifdef SYNC_FILE_RANGE_WRITE
-        // The device starts on it while we go on; whether all is well is for the fsync to find out.
-        if (nbytes > 0 && write.sync) sync_file_range(fd, begin, nbytes, SYNC_FILE_RANGE_WRITE);
+            // The device starts on it while we go on; whether all is well is for the fsync to find out.
+            if (write.sync) sync_file_range(fd, begin, nbytes, SYNC_FILE_RANGE_WRITE);
 #endif
+        }
         if (!write.progress->add(taken, error)) return false;
     }
     return true;
@@ -122,15 +193,16 @@ int32_t write_open_segments(const ze_table& table, const ze_buffers& src, OpenFi
         options.cast == ZE_CAST_NONE ? table.dst_offset : nullptr);
     for (const Unit& unit : units) files->expect(unit.file);
     const std::vector<size_t> turns = in_turn(units);
-    const Write write{table, order, src, digest, options.cast, options.sync != 0, progress};
+    const Write write{table, order, src, digest, options.cast, options.sync != 0, progress, files};
+    std::vector<Staging> staging(static_cast<size_t>(options.threads));
     Checksums checksums(table, options.cast, crc32, units.size());
-    const int32_t code =
-        run_units(units.size(), options.threads, progress, error, [&](int, size_t index, ze_error* reason) {
+    const int32_t code = run_units(
+        units.size(), options.threads, progress, error, [&](int thread, size_t index, ze_error* reason) {
             const Unit& unit = units[turns[index]];
             const int fd = files->acquire(unit.file, reason);
             if (fd < 0) return false;
             Checksums::OfUnit sums(&checksums, turns[index]);
-            return write_unit(write, unit, fd, &sums, reason) &&
+            return write_unit(write, unit, fd, &staging[static_cast<size_t>(thread)], &sums, reason) &&
                    files->release(unit.file, options.sync != 0, reason);
         });
     if (code == ZE_OK) checksums.join();

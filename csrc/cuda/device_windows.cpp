@@ -12,6 +12,10 @@ constexpr int kSlots = 3;
 constexpr int64_t kSlotBytes = int64_t{16} << 20;
 // The copy engine is at its best where both sides begin at the same place of a line.
 constexpr uint64_t kLine = 64;
+// A long run begins at the same place of a block in the slot and in its file, so that it can be written past
+// the page cache from where it is.
+constexpr int64_t kBlock = 4096;
+constexpr int64_t kLongRun = int64_t{64} << 10;
 // A window's table is bounded as its bytes are.
 constexpr size_t kMostRows = 65536;
 
@@ -112,7 +116,11 @@ int64_t Windows::add(int64_t row, int64_t rest, Window* window) {
         const Run& last = window->runs.back();
         joins = last.buffer == buffer && last.address + static_cast<uint64_t>(last.nbytes) == address;
     }
-    if (!joins) at += static_cast<int64_t>((address - static_cast<uint64_t>(at)) % kLine);
+    if (!joins && !to_device && rest >= kLongRun) {
+        at += ((table_.dst_offset[row] + converted - at) % kBlock + kBlock) % kBlock;
+    } else if (!joins) {
+        at += static_cast<int64_t>((address - static_cast<uint64_t>(at)) % kLine);
+    }
     int64_t taken = rest;
     if (in_slot(rest) > slot_bytes_ - at) {
         taken = most_in(slot_bytes_ - at);

@@ -1,6 +1,7 @@
 // device memory -> files. Rows are walked in the order of the files and cut into windows of one slot each.
 // While the threads write what one slot holds, with its digests and checksums in the same pass, the copy
-// engine fills the next ones.
+// engine fills the next ones. What is flushed goes past the page cache: as much as a node's GPUs hold would
+// push everything else out of it.
 
 #include <fcntl.h>
 
@@ -35,6 +36,7 @@ int32_t write_windows(const ze_table& table, const ze_buffers& src, const ze_fil
                       const ze_digest* digest, const ze_options& options, cudaStream_t stream,
                       PinnedRing* ring, uint32_t* crc32, ze_error* error) {
     OpenFiles files(dst, O_WRONLY, ZE_DESTINATION);
+    if (options.sync != 0) files.allow_direct();
     FilesInUse in_use(&files, dst.count, table, table.dst);
     Windows windows(Direction::kToFiles, table, src, digest, options.cast, ring->slot_bytes());
     Events arrived(ring->num_slots());

@@ -37,10 +37,10 @@ ZE_API int32_t ze_cuda_plan_finish(const ze_cuda_plan* plan, void* stream, uint6
 // Waits for the device before it frees the plan. Null is allowed.
 ZE_API void ze_cuda_plan_destroy(ze_cuda_plan* plan);
 
-// device memory -> files that exist, through the pinned memory of ze_cuda_read_segments. Runs on `stream` of
-// `device`, after what is enqueued there already, and returns when all is written, or when nothing uses the
-// memory after a failure. `digest->totals` and `crc32`, which may be null, are host memory; a conversion is
-// made on the host.
+// device memory -> files that exist, through the pinned memory of ze_cuda_read_segments; with `sync`, on
+// ext4 and XFS, past the page cache. Runs on `stream` of `device`, after what is enqueued there already,
+// and returns when all is written, or when nothing uses the memory after a failure. `digest->totals` and
+// `crc32`, which may be null, are host memory; a conversion is made on the host.
 ZE_API int32_t ze_cuda_write_segments(const ze_table* table, const ze_buffers* src, const ze_files* dst,
                                       const ze_digest* digest, const ze_options* options, int32_t device,
                                       void* stream, uint32_t* crc32, ze_error* error);

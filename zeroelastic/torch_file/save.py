@@ -45,7 +45,8 @@ def write_torch_file(
     The digest of a range that lies in no storage of the file, or overlaps another, is None. When all payload but the
     storages of ``last`` is written, ``before_last`` gets the digests and may still change these tensors; a file that
     holds none of them does without. ``sync`` flushes the file to its device, which begins while it is written. Memory:
-    none to speak of, but 48 MiB of pinned memory that the process keeps where a tensor is on a GPU.
+    none to speak of, but 48 MiB of pinned memory that the process keeps where a tensor is on a GPU; with ``sync``, what
+    is there goes past the page cache of ext4 and XFS.
 
     Raises OSError naming the file (for a full disk before anything is written), ConfigError for an executor that is not
     built, UnsupportedError when this torch lays its files out in another way.

@@ -10,6 +10,7 @@
 #include <thread>
 
 #include "../../crc32.h"
+#include "../direct_writes.h"
 #include "file_cases.h"
 
 namespace {
@@ -167,6 +168,38 @@ TEST(a_file_is_flushed_once_after_its_last_row_and_a_failure_of_that_is_told) {
     CHECK(write(one, side, files, nullptr, &ring, nullptr, &error, 2, 1) == ZE_SYNC_FAILED);
     CHECK(error.side == ZE_DESTINATION && error.file == 1 && error.errnum == EIO);
     fail_flush = 0;
+}
+
+TEST(what_is_flushed_goes_past_the_page_cache_from_where_it_is) {
+    for (const int64_t first : {64, 4096, 5003}) {
+        fake::reset(fake::Copies::kWhenWaited);
+        direct_writes::reset();
+        PinnedRing ring(2, 16 * kSmallSlot);
+        Case one;
+        const int64_t nbytes = 70 * kSmallSlot + 40;
+        one.files.push_back(random_bytes(nbytes + 24));
+        one.before.emplace_back(static_cast<size_t>(nbytes + 2 * first), kUntouched);
+        one.rows.add(0, 8, 0, first, nbytes / 2);  // side by side on the device, and not in the file
+        one.rows.add(0, 8 + nbytes / 2, 0, 2 * first + nbytes / 2, nbytes - nbytes / 2);
+        for (int i = 0; i < 2; ++i) one.digests.add(4);
+        check_written(&one, &ring, true, true);
+        const Files files(one.before);
+        const DeviceSide side = sources_on_device(one);
+        ze_error error;
+        direct_writes::reset();
+        CHECK(write(one, side, files, nullptr, &ring, nullptr, &error, 2, 1) == ZE_OK);
+        CHECK(files.content(0) == expected(one.rows, one.files, one.before, one.cast)[0]);
+        const int64_t left = direct_writes::possible() ? nbytes - direct_writes::bytes : 0;
+        CHECK(0 <= left && left < nbytes / 8);
+        for (const int code : {EFAULT, EIO}) {  // what a driver has given out may be no memory to a disk
+            direct_writes::reset();
+            direct_writes::fails_with = code;
+            const bool told = code == EIO && direct_writes::possible();
+            CHECK(write(one, side, files, nullptr, &ring, nullptr, &error, 2, 1) ==
+                  (told ? ZE_WRITE_FAILED : ZE_OK));
+        }
+        direct_writes::reset();
+    }
 }
 
 TEST(a_full_disk_is_named_with_the_byte) {

@@ -92,9 +92,9 @@ bool foreign(CUstream_st* stream) {
     return stream != nullptr && stream->device != current_device;
 }
 
-cudaError_t allocate(std::map<char*, size_t>* memory, void** data, size_t nbytes, int64_t* counted) {
-    // As in CUDA, memory begins at a multiple of 256.
-    void* made = std::aligned_alloc(256, (nbytes + 255) / 256 * 256);
+cudaError_t allocate(std::map<char*, size_t>* memory, void** data, size_t nbytes, int64_t* counted,
+                     size_t alignment) {
+    void* made = std::aligned_alloc(alignment, (nbytes + alignment - 1) / alignment * alignment);
     if (made == nullptr) return cudaErrorMemoryAllocation;
     (*memory)[static_cast<char*>(made)] = nbytes;
     *counted += static_cast<int64_t>(nbytes);
@@ -228,7 +228,7 @@ cudaError_t cudaMalloc(void** data, size_t nbytes) {
     const std::lock_guard<std::mutex> lock(state().mutex);
     const cudaError_t status = asked("cudaMalloc");
     if (status != cudaSuccess) return status;
-    return allocate(&state().device_memory, data, nbytes, &state().counts.device_bytes);
+    return allocate(&state().device_memory, data, nbytes, &state().counts.device_bytes, 256);
 }
 
 cudaError_t cudaFree(void* data) {
@@ -241,7 +241,7 @@ cudaError_t cudaHostAlloc(void** data, size_t nbytes, unsigned) {
     cudaError_t status = asked("cudaHostAlloc");
     if (status != cudaSuccess) return status;
     fake::Counts& counts = state().counts;
-    status = allocate(&state().pinned_memory, data, nbytes, &counts.pinned_bytes);
+    status = allocate(&state().pinned_memory, data, nbytes, &counts.pinned_bytes, 4096);
     ++counts.host_allocations;
     counts.most_pinned_bytes = std::max(counts.most_pinned_bytes, counts.pinned_bytes);
     return status;
