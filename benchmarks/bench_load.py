@@ -25,7 +25,18 @@ sys.path.insert(0, os.fspath(Path(__file__).resolve().parent))
 
 import numpy as np
 from bench_kernel import machine
-from load_systems import FEW_ROUNDS, RESHARDED, SAME_SIZE, Job, Sample, convert, measure, save_all
+from load_systems import (
+    FEW_ROUNDS,
+    RESHARDED,
+    SAME_SIZE,
+    Job,
+    Sample,
+    convert,
+    link_views,
+    measure,
+    num_rounds,
+    save_all,
+)
 
 from zeroelastic.testing import RankPool
 
@@ -48,12 +59,15 @@ _MIB = 1 << 20
 class Row:
     """One system under one state of the page cache. Seconds are of the slowest rank: min, median, max over rounds.
 
-    Bytes, files and memory are of the worst rank and the worst round; ``amplification`` is what all ranks together
-    read, over the bytes of the state; ``other_cpu`` the median share of the processors that others used.
+    ``first`` tells first loads, of a process or into new memory, from later ones. Bytes, files and memory are of the
+    worst rank and the worst round; ``amplification`` is what all ranks together read, over the bytes of the state;
+    ``other_cpu`` the median share of the processors that others used; ``reported`` the seconds of zeroelastic's report
+    over those of a clock around the call, least and most.
     """
 
     system: str
     cache: str
+    first: bool
     ranks: int
     seconds: tuple[float, float, float]
     cpu_seconds: float
@@ -68,6 +82,7 @@ class Row:
     other_cpu: float
     verified: bool
     raw_seconds: tuple[float, ...]
+    reported: tuple[float, float] | None = None
 
 
 Round = Sequence[Sample]
@@ -87,6 +102,7 @@ def summarise(rounds: Sequence[Round], state_bytes: int) -> Row:
     """One row from all rounds of a system."""
     seconds = [max(sample.cost.seconds for sample in ranks) for ranks in rounds]
     samples = [sample for ranks in rounds for sample in ranks]
+    reported = [sample.reported / sample.cost.seconds for sample in samples if sample.reported is not None]
     cores = len(os.sched_getaffinity(0))
     others = [
         max(0.0, ranks[0].cost.busy_cpu_seconds - sum(sample.cost.cpu_seconds for sample in ranks))
@@ -96,6 +112,7 @@ def summarise(rounds: Sequence[Round], state_bytes: int) -> Row:
     return Row(
         system=samples[0].system,
         cache=samples[0].cache,
+        first=samples[0].first,
         ranks=len(rounds[0]),
         seconds=(min(seconds), median(seconds), max(seconds)),
         cpu_seconds=median(sum(sample.cost.cpu_seconds for sample in ranks) for ranks in rounds),
@@ -110,6 +127,7 @@ def summarise(rounds: Sequence[Round], state_bytes: int) -> Row:
         other_cpu=median(others),
         verified=not any(sample.wrong for sample in samples),
         raw_seconds=tuple(seconds),
+        reported=(min(reported), max(reported)) if reported else None,
     )
 
 
@@ -128,6 +146,7 @@ def add_universal(rows: Sequence[Row]) -> list[Row]:
             Row(
                 system="universal",
                 cache=row.cache,
+                first=True,
                 ranks=row.ranks,
                 seconds=(low, middle, high),
                 cpu_seconds=before.cpu_seconds + row.cpu_seconds,
@@ -157,7 +176,11 @@ def ratio(row: Row, other: Row) -> float:
 def run_all(
     job: Job, systems: set[str], caches: Sequence[str], repeats: int
 ) -> tuple[dict[str, Any], list[list[Sample]]]:
-    """Save, convert, then load: what was saved, and the samples by rank of each group of ranks."""
+    """Save, convert, then load: what was saved, and the samples by rank of each group of ranks.
+
+    Systems take turns within a round, and each round begins with another one. One that loads an engine has new
+    processes each time; the others share one set in a round.
+    """
     groups: list[list[Sample]] = []
     begun = time.perf_counter()
 
@@ -170,28 +193,40 @@ def run_all(
             return pool.run(fn, world_size, *arguments, timeout=_TIMEOUT_S)
 
         say(f"saving on {job.save_ranks} ranks")
-        saved: dict[str, Any] = on_ranks(save_all, job.save_ranks, job)[0]
+        forms = {system.checkpoint for system in (*RESHARDED, *SAME_SIZE) if system.name in systems}
+        saved: dict[str, Any] = on_ranks(save_all, job.save_ranks, job, forms)[0]
         if "universal" in systems:
             for cache in sorted(caches):  # "warm" last; the cold conversion is long and disk-bound, once is enough
                 say(f"converting to a universal checkpoint, {cache}")
                 groups += on_ranks(convert, 1, job, cache, min(repeats, FEW_ROUNDS) if cache == "warm" else 1)
-        for ranks, known in ((job.load_ranks, RESHARDED), (job.save_ranks, SAME_SIZE)):
-            names = [
-                s.name for s in known if s.name in systems or (s.checkpoint == "universal" and "universal" in systems)
-            ]
-            if names:
-                say(f"loading on {ranks} ranks: {', '.join(names)}")
-                groups += on_ranks(measure, ranks, job, names, caches, repeats)
+        link_views(job, max(job.save_ranks, job.load_ranks))
+        chosen = [
+            (ranks, system)
+            for ranks, known in ((job.load_ranks, RESHARDED), (job.save_ranks, SAME_SIZE))
+            for system in known
+            if system.name in systems or (system.checkpoint == "universal" and "universal" in systems)
+        ]
+        for cache in caches:
+            for number in range(1, repeats + 1):
+                turns = [(ranks, s) for ranks, s in chosen if number <= num_rounds(s, cache, repeats)]
+                together = [system.name for _, system in turns if not system.whole_engine]
+                alone = [(ranks, [system.name]) for ranks, system in turns if system.whole_engine]
+                parts = [(job.load_ranks, together)] * bool(together) + alone
+                first = (number - 1) % len(parts) if parts else 0
+                for ranks, names in parts[first:] + parts[:first]:
+                    say(f"{cache}, round {number}: on {ranks} ranks: {', '.join(names)}")
+                    groups += on_ranks(measure, ranks, job, names, cache, number)
     say("done")
     return saved, groups
 
 
-def rounds_of(groups: Sequence[Sequence[Sample]]) -> dict[tuple[str, str], list[Round]]:
-    """The samples by system and cache, then by round, then by rank."""
-    found: dict[tuple[str, str], dict[int, list[Sample]]] = {}
+def rounds_of(groups: Sequence[Sequence[Sample]]) -> dict[tuple[str, str, bool], list[Round]]:
+    """The samples by system, cache and whether they are first loads, then by round, then by rank."""
+    found: dict[tuple[str, str, bool], dict[int, list[Sample]]] = {}
     for samples in groups:
         for sample in samples:
-            found.setdefault((sample.system, sample.cache), {}).setdefault(sample.round, []).append(sample)
+            key = sample.system, sample.cache, sample.first
+            found.setdefault(key, {}).setdefault(sample.round, []).append(sample)
     return {key: [by_round[number] for number in sorted(by_round)] for key, by_round in found.items()}
 
 
@@ -209,11 +244,12 @@ def tables(document: dict[str, Any], rows: Sequence[Row]) -> str:
         "",
         f"`{about['command']}`",
     ]
-    for cache in document["caches"]:
-        shown = [row for row in rows if row.cache == cache]
+    for cache, first in ((cache, first) for cache in document["caches"] for first in (True, False)):
+        shown = [row for row in rows if (row.cache, row.first) == (cache, first)]
         lines += [
             "",
-            f"## {cache.capitalize()} page cache",
+            f"## {cache.capitalize()} page cache: "
+            + ("the first load of a new process, or into new memory" if first else "a later load of the same"),
             "",
             "| system | ranks | s min | median | max | MiB read per rank | read / state | files per rank | "
             "extra peak MiB | cpu-s | others' cpu | verified |",
@@ -243,12 +279,18 @@ def tables(document: dict[str, Any], rows: Sequence[Row]) -> str:
                 cells = [f"{ratio(found[mine], found[name]):.2f}" for mine in ours]
                 lines.append(f"| {TITLES[name]} | " + " | ".join(cells) + " |")
         if "stock" in found:
-            for mine in ("same-quick", "same", "same-rigid"):
+            for mine in ("same-quick", "same-read", "same", "same-rigid"):
                 if mine in found:
                     lines += [
                         "",
                         f"{TITLES['stock']} against {TITLES[mine]}: {ratio(found[mine], found['stock']):.2f}.",
                     ]
+        if reported := [bound for row in shown if row.reported is not None for bound in row.reported]:
+            lines += [
+                "",
+                "Seconds of zeroelastic's own report over those of the call, barrier included: "
+                f"{min(reported):.3f} to {max(reported):.3f}.",
+            ]
     lines += [
         "",
         "Saving, once each: "
@@ -269,7 +311,7 @@ def tables(document: dict[str, Any], rows: Sequence[Row]) -> str:
 
 
 def plot(path: Path, rows: Sequence[Row], caches: Sequence[str], title: str) -> None:
-    """Seconds of every system, and what one rank reads and needs, as horizontal bars."""
+    """Seconds of the first load of every system, and what one rank reads and needs, as horizontal bars."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -280,7 +322,8 @@ def plot(path: Path, rows: Sequence[Row], caches: Sequence[str], title: str) -> 
     figure, axes = pyplot.subplots(1, 3, figsize=(15, 0.42 * len(names) + 1.6), sharey=True, width_ratios=(2, 1, 1))
     height = 0.8 / len(caches)
     for i, cache in enumerate(caches):
-        found = {row.system: row for row in rows if row.cache == cache}
+        found = {row.system: row for row in rows if row.cache == cache and row.first}
+        later = {row.system: row.seconds[1] for row in rows if row.cache == cache and not row.first}
         mine = [
             (y - (i - (len(caches) - 1) / 2) * height, found[name])
             for y, name in zip(at, names, strict=True)
@@ -289,20 +332,27 @@ def plot(path: Path, rows: Sequence[Row], caches: Sequence[str], title: str) -> 
         y = [position for position, _ in mine]
         low, middle, high = zip(*(row.seconds for _, row in mine), strict=True)
         spread = np.abs(np.array([np.subtract(middle, low), np.subtract(high, middle)]))
-        axes[0].barh(y, middle, height, xerr=spread, color=f"C{i}", label=f"{cache} page cache", error_kw={"lw": 0.8})
+        axes[0].barh(
+            y, middle, height, xerr=spread, color=f"C{i}", label=f"first load, {cache} page cache", error_kw={"lw": 0.8}
+        )
+        marks = [(later[row.system], position) for position, row in mine if row.system in later]
+        label = "a later load" if i == 0 else None
+        axes[0].plot(*zip(*marks, strict=True), "|", color="black", markersize=12 * height, label=label)
         for position, seconds, end in zip(y, middle, high, strict=True):
             offset = {"xytext": (3, 0), "textcoords": "offset points"}
             axes[0].annotate(f"{seconds:.2g}", (end, position), va="center", size=7, **offset)
         if i == 0:
             axes[1].barh(y, [row.amplification for _, row in mine], 0.6, color="0.5")
-            axes[2].barh(y, [max(row.extra_rss, 0) / _MIB for _, row in mine], 0.6, color="0.5")
+            later_rss = {row.system: row.extra_rss for row in rows if row.cache == cache and not row.first}
+            extra = [max(later_rss.get(row.system, row.extra_rss), 0) / _MIB for _, row in mine]
+            axes[2].barh(y, extra, 0.6, color="0.5")
     axes[0].set(xscale="log", xlabel="seconds: median, min and max")
     axes[0].margins(x=0.08, y=0.02)
     axes[0].set_yticks(at, [TITLES[name] for name in names])
     axes[0].legend(loc="lower right", fontsize=8)
     axes[1].set(xlabel="bytes read / bytes of state")
     axes[1].axvline(1, color="black", lw=0.8)
-    axes[2].set(xscale="symlog", xlabel="extra peak memory, MiB per process")
+    axes[2].set(xscale="symlog", xlabel="extra peak memory, MiB per process, of a later load")
     figure.suptitle(title)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
@@ -349,7 +399,7 @@ def main() -> None:
     by_system = rounds_of(groups)
     rows = [summarise(rounds, saved["state_bytes"]) for rounds in by_system.values()]
     order = list(TITLES)
-    rows = add_universal(sorted(rows, key=lambda row: (row.cache != "warm", order.index(row.system))))
+    rows = add_universal(sorted(rows, key=lambda row: (row.cache != "warm", not row.first, order.index(row.system))))
     document = {
         "machine": about,
         "filesystem": where,

@@ -1,14 +1,16 @@
 """The systems that bench_load compares, and the ranks on which they run: real ZeRO-3 engines on the CPU.
 
-Every system fills the same live tensors of the same engine, which exist and are touched. Before a load they are
-overwritten, after it every tensor is digested and compared with what was saved, outside the measured time.
+A system that loads an engine gets a new process for each sample, whose engine has not stepped: the first load is what
+a resumed job waits for. Other systems fill tensors of the same size in memory that is new each time. A second load of
+the same follows, into memory that is there. After both every tensor is digested and compared with what was saved,
+outside the measured time.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from meter import Cost, Meter, cool_down, files_below, link_tree, warm_up
+from meter import Cost, Meter, cool_down, files_below, link_tree, touch_free_memory, warm_up
 
 import zeroelastic
 from zeroelastic.checkpoint.commit_record import CommitRecord, read_record
@@ -49,14 +51,20 @@ class Job:
 
 @dataclass(frozen=True)
 class Sample:
-    """One load on one rank; ``wrong`` names what was not loaded right."""
+    """One load on one rank; ``wrong`` names what was not loaded right.
+
+    ``first`` tells the first load of a process, or into new memory, from later ones. ``reported`` are the seconds of
+    zeroelastic's report, if there is one.
+    """
 
     system: str
     cache: str
+    first: bool
     round: int
     cost: Cost
     owned_bytes: int
     wrong: tuple[str, ...]
+    reported: float | None = None
 
 
 class Block(torch.nn.Module):
@@ -95,9 +103,12 @@ def _linear(fan_in: int, fan_out: int) -> torch.nn.Linear:
 
 
 class Run:
-    """An engine of one world size after one training step, with what systems need to know of it."""
+    """An engine of one world size, after one training step or before, with what systems need to know of it.
 
-    def __init__(self, job: Job) -> None:
+    ``new_tensors`` are filled in place of the live ones by systems that load no engine, and are compared.
+    """
+
+    def __init__(self, job: Job, *, step: bool = True) -> None:
         import deepspeed
 
         self.job, self.rank, self.world_size = job, dist.get_rank(), dist.get_world_size()
@@ -114,9 +125,11 @@ class Run:
         }
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         self.engine: Any = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
-        tokens = torch.zeros(batch // self.world_size, 1, dtype=torch.long)
-        self.engine.backward(self.engine(tokens))
-        self.engine.step()
+        self.new_tensors: dict[str, torch.Tensor] | None = None
+        if step:
+            tokens = torch.zeros(batch // self.world_size, 1, dtype=torch.long)
+            self.engine.backward(self.engine(tokens))
+            self.engine.step()
 
     def live(self) -> Any:
         """The layout and the tensors of the live optimizer, as they are now."""
@@ -128,8 +141,14 @@ class Run:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """This rank's flat tensor of every state key; its parameters are where ``live().layout`` says."""
+        if self.new_tensors is not None:
+            return self.new_tensors
         live = self.live()
         return {"fp32": live.fp32(0)} | live.split_state(0)[0]
+
+    def use_new_memory(self) -> None:
+        """From here on the tensors are new ones, which nothing has touched."""
+        self.new_tensors = {key: torch.empty_like(self.live().fp32(0)) for key in KEYS}
 
     def use_zeroelastic(self, verify: str) -> None:
         """From here on the engine is one of a run with zeroelastic and ``"elastic_checkpoint": true``."""
@@ -148,10 +167,11 @@ class Run:
         return 4 * len(KEYS) * int(self.live().layout.owned(self.rank)[1].sum())
 
     def overwrite(self) -> None:
-        """Put garbage in place of everything that a load restores, which also touches its memory."""
+        """Put garbage in place of everything that a load restores, and that is there."""
         for tensor in self.tensors().values():
             tensor.fill_(_GARBAGE)
-        self.live().state(0)["step"].fill_(77.0)
+        if (step := self.live().state(0).get("step")) is not None:
+            step.fill_(77.0)
         self.engine.optimizer.fp16_partitioned_groups_flat[0].fill_(-_GARBAGE)
 
     def differences(self, *, whole_engine: bool, record: CommitRecord | None = None) -> tuple[str, ...]:
@@ -187,7 +207,7 @@ Load = Callable[[], object]
 @dataclass(frozen=True)
 class System:
     """A way to load. ``prepare`` returns the measured part; ``whole_engine`` says that it restores an engine, not only
-    its tensors; ``long`` that it takes long and nothing of it is done once per process."""
+    its tensors; ``long`` that it takes long, and is measured less often and never a second time in a process."""
 
     name: str
     title: str
@@ -225,15 +245,18 @@ def _load_checkpoint(run: Run, path: Path) -> None:
 
 
 def load_tensors(run: Run, path: Path) -> Load:
-    """Plan and read of zeroelastic alone: headers, layout, plan, payload into the live tensors; no engine."""
+    """Plan and read of zeroelastic alone: headers, layout, plan, payload into the tensors; no engine."""
     from zeroelastic.checkpoint.open import open_checkpoint
     from zeroelastic.core.plan import check_plan, make_plan, source_ranks
     from zeroelastic.deepspeed.fill import Target, fill
+    from zeroelastic.deepspeed.live.live_optimizer import ask_for_large_pages
 
     layout = run.live().layout
     targets = [Target(key, 0, tensor, "float32") for key, tensor in run.tensors().items()]
 
     def load() -> None:
+        for target in targets:
+            ask_for_large_pages(target.tensor)  # as an engine's load does with what it makes
         checkpoint = open_checkpoint(path / (path / "latest").read_text().strip(), near_rank=run.rank)
         saved = checkpoint.world_size
         sources = source_ranks(layout.numel.tolist(), saved_world_size=saved, world_size=run.world_size, rank=run.rank)
@@ -333,11 +356,14 @@ def _piece(state: dict[str, Any], key: str, index: int) -> torch.Tensor:
 
 
 def read_plain(run: Run, path: Path) -> Load:
-    """The ceiling: all optimizer files read by ``pread`` on rank 0 into memory that is touched, and nothing else."""
+    """The ceiling: all optimizer files read by ``pread`` on rank 0, and nothing else.
+
+    The first time into new memory, for which numpy asks for pages of 2 MiB, then into the same.
+    """
     if run.rank != 0:
         return lambda: None
     files = [file for file in files_below(path) if file.name.endswith("_optim_states.pt")]
-    buffers = [np.full(file.stat().st_size, 1, dtype=np.uint8) for file in files]
+    buffers = [np.empty(file.stat().st_size, dtype=np.uint8) for file in files]
     blocks = [(i, at) for i, buffer in enumerate(buffers) for at in range(0, len(buffer), _CEILING_BLOCK)]
     threads = run.job.ceiling_threads
     share = -(-len(blocks) // threads)
@@ -393,6 +419,7 @@ RESHARDED = (
 SAME_SIZE = (
     System("stock", "stock DeepSpeed, same size (floor)", "rigid", load_stock, True),
     System("same-quick", 'zeroelastic, same size, verify "quick"', "elastic", load_engine("quick"), True),
+    System("same-read", 'zeroelastic, same size, verify "read"', "elastic", load_engine("read"), True),
     System("same", 'zeroelastic, same size, verify "full"', "elastic", load_engine("full"), True),
     System("same-rigid", 'zeroelastic, same size, rigid, verify "full"', "rigid", load_engine("full"), True),
 )
@@ -410,8 +437,11 @@ def fill_with_noise(run: Run) -> None:
     run.engine.optimizer.fp16_partitioned_groups_flat[0].copy_(run.tensors()["fp32"])
 
 
-def save_all(job: Job) -> dict[str, Any]:
-    """Save one state in every form, on the ranks of the saving world; returns seconds, sizes and the content root."""
+def save_all(job: Job, forms: Collection[str]) -> dict[str, Any]:
+    """Save one state in the elastic form, and in others that are asked for, on the ranks of the saving world.
+
+    Returns seconds, sizes and the content root.
+    """
     import torch.distributed.checkpoint as dcp
 
     run = Run(job)
@@ -424,10 +454,12 @@ def save_all(job: Job) -> dict[str, Any]:
     run.use_stock()
     seconds["rigid"] = _timed(lambda: save(job.checkpoint("rigid")), job.checkpoint("rigid"))
     state = sharded_tensors(run)
-    seconds["dcp"] = _timed(lambda: dcp.save(state, checkpoint_id=job.checkpoint("dcp")), job.checkpoint("dcp"))
-    safetensors = job.checkpoint("dcp-safetensors")
-    writer = dcp.HuggingFaceStorageWriter(os.fspath(safetensors), save_distributed=True)
-    seconds["dcp-safetensors"] = _timed(lambda: dcp.save(state, storage_writer=writer), safetensors)
+    if "dcp" in forms:
+        seconds["dcp"] = _timed(lambda: dcp.save(state, checkpoint_id=job.checkpoint("dcp")), job.checkpoint("dcp"))
+    if "dcp-safetensors" in forms:
+        safetensors = job.checkpoint("dcp-safetensors")
+        writer = dcp.HuggingFaceStorageWriter(os.fspath(safetensors), save_distributed=True)
+        seconds["dcp-safetensors"] = _timed(lambda: dcp.save(state, storage_writer=writer), safetensors)
     record = read_record(job.checkpoint("elastic") / TAG)
     assert record is not None
     layout = run.live().layout
@@ -481,7 +513,7 @@ def convert(job: Job, cache: str, rounds: int) -> list[Sample]:
         )
         meter.start()
         ds_to_universal.main(arguments)
-        samples.append(Sample("universal-convert", cache, number, meter.stop(), 0, ()))
+        samples.append(Sample("universal-convert", cache, True, number, meter.stop(), 0, ()))
     (target / "latest_universal").write_text(f"{TAG}_universal")
     return samples
 
@@ -497,68 +529,80 @@ def _set_cache(cache: str, directory: Path) -> None:
     (warm_up if cache == "warm" else cool_down)(files_below(directory))
 
 
-def measure(job: Job, systems: Sequence[str], caches: Sequence[str], rounds: int) -> list[Sample]:
-    """This rank's samples of the named systems, all of one world size, in interleaved rounds.
+def link_views(job: Job, ranks: int) -> None:
+    """Hard links to the files: a view for each rank, and one for all, as on a file system that they share."""
+    for name in {system.checkpoint for system in (*RESHARDED, *SAME_SIZE)}:
+        if job.checkpoint(name).exists():
+            for view in ("shared", *(f"rank{rank}" for rank in range(ranks))):
+                link_tree(job.checkpoint(name), job.directory / "views" / view / name)
+    os.sync()  # nothing that was written before is written out while loads are measured
 
-    Systems are run once before the first round, so that none pays for imports and first calls. There each rank has a
-    view of its own of the files, which shows what it opens; afterwards all have one, as on a file system that they
-    share. Long systems have fewer rounds, of the disk one, and no such run: they open the views of their own.
+
+def measure(job: Job, names: Sequence[str], cache: str, number: int) -> list[Sample]:
+    """This rank's samples, in one round, of one system that loads an engine, or of several that do not.
+
+    Each loads twice, long ones once. In the first round it then loads once more from a view of its own of the files,
+    which shows what it opens; long ones always do.
     """
-    run = Run(job)
-    chosen = [system for system in (*RESHARDED, *SAME_SIZE) if system.name in systems]
-    views = job.directory / "views" / f"{run.world_size}"
-    own, shared = views / f"rank{run.rank}", views / "shared"
-    for name in {system.checkpoint for system in chosen}:
-        link_tree(job.checkpoint(name), own / name)
-        if run.rank == 0:
-            link_tree(job.checkpoint(name), shared / name)
-    if run.rank == 0:
-        os.sync()  # nothing that was written before is written out while loads are measured
-    run.overwrite()
-    unlike = len(run.differences(whole_engine=True))
-    assert unlike == len(KEYS) * run.live().layout.num_params + 2, "what is not loaded would not be noticed"
-    files: dict[str, int] = {}
-    for system in chosen:
+    run = Run(job, step=False)
+    samples: list[Sample] = []
+    for system in (system for system in (*RESHARDED, *SAME_SIZE) if system.name in names):
+        own, shared = (job.directory / "views" / view / system.checkpoint for view in (f"rank{run.rank}", "shared"))
+        if not system.whole_engine:
+            run.use_new_memory()
+        load = system.prepare(run, own if system.long else shared)
+        meet = _Measured(run, system, cache, number)
+        found = [meet(load, own if system.long else shared, first=True)]
         if not system.long:
-            files[system.name] = _measure(run, system, own / system.checkpoint, "warm", 0).cost.files
-    samples = []
-    for cache in caches:
-        for number in range(1, num_rounds(cache, rounds) + 1):
-            turn = (number - 1) % len(chosen)
-            for system in chosen[turn:] + chosen[:turn]:
-                if system.long and number > (FEW_ROUNDS if cache == "warm" else 1):
-                    continue
-                view = own if system.long else shared
-                sample = _measure(run, system, view / system.checkpoint, cache, number)
-                cost = replace(sample.cost, files=files.get(system.name, sample.cost.files))
-                samples.append(replace(sample, cost=cost))
+            found.append(meet(load, shared, first=False))
+        if number == 1 and not system.long:
+            del load
+            files = meet(system.prepare(run, own), own, first=False).cost.files
+            found = [replace(sample, cost=replace(sample.cost, files=files)) for sample in found]
+        samples += found
+        run.new_tensors = load = None
     return samples
 
 
-def num_rounds(cache: str, rounds: int) -> int:
-    """How often systems are measured that are not long."""
+def num_rounds(system: System, cache: str, rounds: int) -> int:
+    """How often a system is measured."""
+    if system.long:
+        return min(rounds, FEW_ROUNDS) if cache == "warm" else 1
     return rounds if cache == "warm" else min(rounds, FEW_ROUNDS)
 
 
-def _measure(run: Run, system: System, view: Path, cache: str, number: int) -> Sample:
-    checked = number == 1  # what was overwritten and is compared afterwards; that takes longer than a load
-    if checked:
-        run.overwrite()
-    load = system.prepare(run, view)
-    if run.rank == 0:
-        _set_cache(cache, run.job.checkpoint(system.checkpoint))
-    meter = Meter(view)
-    dist.barrier()
-    meter.start()
-    loaded = load()
-    dist.barrier()
-    cost = meter.stop()
-    wrong = _unlike_files(loaded) if checked and system.name == "ceiling" else ()
-    del loaded, load
-    if checked and system.name != "ceiling":
-        wrong = run.differences(whole_engine=system.whole_engine)
-    dist.barrier()
-    return Sample(system.name, cache, number, cost, run.owned_bytes(), wrong)
+@dataclass(frozen=True)
+class _Measured:
+    """Measures the loads of one system in one round; in the first round it compares what was loaded."""
+
+    run: Run
+    system: System
+    cache: str
+    number: int
+
+    def __call__(self, load: Load, view: Path, *, first: bool) -> Sample:
+        run, system, checked = self.run, self.system, self.number == 1
+        if checked and (system.whole_engine or not first) and system.name != "ceiling":
+            run.overwrite()  # memory that is new stays untouched
+        if run.rank == 0:
+            _set_cache(self.cache, run.job.checkpoint(system.checkpoint))
+            if first:
+                touch_free_memory((run.world_size + 1) * run.owned_bytes())
+        meter = Meter(view)
+        dist.barrier()
+        meter.start()
+        loaded = load()
+        dist.barrier()
+        cost = meter.stop()
+        wrong: tuple[str, ...] = ()
+        if checked and system.name == "ceiling":
+            wrong = _unlike_files(loaded)
+        elif checked:
+            wrong = run.differences(whole_engine=system.whole_engine)
+        dist.barrier()
+        report = getattr(run.engine, "zeroelastic_report", None)
+        reported = None if report is None else report.seconds
+        return Sample(system.name, self.cache, first, self.number, cost, run.owned_bytes(), wrong, reported)
 
 
 def _unlike_files(loaded: object) -> tuple[str, ...]:

@@ -119,7 +119,7 @@ def extent_table(
         itemsize = DTYPE_BYTES[target.dtype]
         base = np.empty(len(mine), dtype=np.int64)
         file = np.empty(len(mine), dtype=np.int64)
-        for rank in np.unique(plan.src_rank[mine]).tolist():
+        for rank in np.flatnonzero(np.bincount(plan.src_rank[mine])).tolist():
             here = plan.src_rank[mine] == rank
             piece = extents[rank][target.key]
             base[here] = piece.offset[source[mine][here]]

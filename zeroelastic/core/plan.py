@@ -56,7 +56,7 @@ class Plan:
     @property
     def source_ranks(self) -> tuple[int, ...]:
         """The source ranks that hold something this rank needs, ascending."""
-        return tuple(int(rank) for rank in np.unique(self.src_rank))
+        return tuple(np.flatnonzero(np.bincount(self.src_rank)).tolist())  # np.unique would import numpy.ma, 50 ms
 
 
 _COLUMNS = ("param", "start", "length", "src_rank", "src_sub_group", "src_offset", "dst_sub_group", "dst_offset")

@@ -158,7 +158,7 @@ class ReadTable:
     @property
     def files(self) -> tuple[FilePath, ...]:
         """The files that rows name, in order: the ones that are opened."""
-        return tuple(self.paths[int(number)] for number in np.unique(self.file))
+        return tuple(self.paths[int(number)] for number in np.flatnonzero(np.bincount(self.file)))
 
     def check(self, buffer_nbytes: Sequence[int], *, digest: DigestRows | None = None, cast: Cast = "none") -> None:
         """Assert once that every row stays inside its buffer and file table; a failure is a bug of ours."""

@@ -60,24 +60,25 @@ def load_state_dicts(
     plan = make_plan(layout, live.layout, live.rank)
     check_plan(plan)
     index = layout.index()
-    for i in range(live.layout.num_sub_groups):
-        first = live.layout.params[int(np.argmax(live.layout.sub_group == i))].name
-        source = int(layout.sub_group[index[first]])
-        saved: Mapping[str, Any] = state_dicts[0]["base_optimizer_state"][source] if optimizer_states else {}
-        if optimizer_states:
-            live.drop_state(i, keep=(FP32, *saved))
-        weights = live.destination(i, FP32, live.fp32(i).dtype)
-        _copy(plan, i, weights, [state["fp32_flat_groups"] for state in state_dicts], None)
-        for key, value in saved.items():
-            if isinstance(value, list):
-                dtype = live.state_dtype(i, key) or value[0].dtype
-                target = live.destination(i, key, dtype)
-                _copy(plan, i, target, [state["base_optimizer_state"] for state in state_dicts], key)
-            else:
-                where = f"optimizer state {key!r}"
-                kept = live.live_form(i, key, scalar_value(value, where), where)
-                live.set_scalar(i, key, live_value(kept))
-    live.zero_padding(weights_only=not optimizer_states)
+    with live.filling():
+        for i in range(live.layout.num_sub_groups):
+            first = live.layout.params[int(np.argmax(live.layout.sub_group == i))].name
+            source = int(layout.sub_group[index[first]])
+            saved: Mapping[str, Any] = state_dicts[0]["base_optimizer_state"][source] if optimizer_states else {}
+            if optimizer_states:
+                live.drop_state(i, keep=(FP32, *saved))
+            weights = live.destination(i, FP32, live.fp32(i).dtype)
+            _copy(plan, i, weights, [state["fp32_flat_groups"] for state in state_dicts], None)
+            for key, value in saved.items():
+                if isinstance(value, list):
+                    dtype = live.state_dtype(i, key) or value[0].dtype
+                    target = live.destination(i, key, dtype)
+                    _copy(plan, i, target, [state["base_optimizer_state"] for state in state_dicts], key)
+                else:
+                    where = f"optimizer state {key!r}"
+                    kept = live.live_form(i, key, scalar_value(value, where), where)
+                    live.set_scalar(i, key, live_value(kept))
+        live.zero_padding(weights_only=not optimizer_states)
     if optimizer_states:
         live.state_filled()
         for note in set_groups(live, groups):

@@ -38,6 +38,7 @@ from zeroelastic.deepspeed.load.report import (
     log_batch,
     log_report,
     micro_batch_notes,
+    notes_of_modules,
 )
 from zeroelastic.deepspeed.load.request import LoadRequest
 from zeroelastic.deepspeed.load.restore import restore
@@ -92,6 +93,7 @@ class Attempt:
 
 def load(engine: Engine, request: LoadRequest, original: Callable[..., Loaded], loaded: OnLoad) -> Loaded:
     """A load at any world size; ``original`` is DeepSpeed's own method, bound to the engine. Collective."""
+    began = time.perf_counter()
     stock = partial(_load_by_deepspeed, original, loaded)
     request = replace(request, load_dir=absolute(request.load_dir))
     if kind_of(engine.optimizer) is None or engine.load_universal_checkpoint():
@@ -101,16 +103,16 @@ def load(engine: Engine, request: LoadRequest, original: Callable[..., Loaded], 
     request = replace(request, options=options_of(engine))
     engine.__dict__.pop("zeroelastic_report", None)  # of an earlier load
     with retrying(request.options.retries):
-        return _load_newest_or_asked(engine, request, stock, loaded)
+        return _load_newest_or_asked(engine, request, stock, loaded, began)
 
 
 def _load_newest_or_asked(
-    engine: Engine, request: LoadRequest, stock: Callable[[LoadRequest], Loaded], loaded: OnLoad
+    engine: Engine, request: LoadRequest, stock: Callable[[LoadRequest], Loaded], loaded: OnLoad, began: float
 ) -> Loaded:
     """The tag that is asked for, or with ``fallback`` the newest that loads. Collective."""
 
     def load_tag(request: LoadRequest) -> Loaded:
-        return load_one_save(engine, partial(_load, engine, request, stock, loaded, time.perf_counter()))
+        return load_one_save(engine, partial(_load, engine, request, stock, loaded, began))
 
     with span("load", directory=str(request.load_dir), ranks=dist.get_world_size()):
         if request.options.fallback and request.tag is None:
@@ -144,7 +146,7 @@ def _load(
     began: float,
     attempt: Attempt,
 ) -> Loaded:
-    """One attempt to load one tag; ``began`` is when the first attempt did (``time.perf_counter``). Collective."""
+    """One attempt to load one tag; ``began`` is when the whole call did (``time.perf_counter``). Collective."""
     tag, newer = choose_tag(request.directory, request.tag)
     if tag is None:
         nothing_to_load(request.directory, required=request.options.required)
@@ -176,6 +178,7 @@ def _load(
             restored = restore(engine, live, plan, request, load_module)
         with span("load.verify"):
             verified = verify(engine, live, plan, restored.filled, request)
+            module_notes = notes_of_modules(plan)
             figures = gather_figures(plan, restored, failed=verified.failed, began=began)
             if figures.failed:
                 raise_mismatch(live, verified, plan)
@@ -188,6 +191,7 @@ def _load(
         verified,
         figures,
         notes=notes,
+        module_notes=module_notes,
         changed=changes(live, plan, keys, weights_only=request.weights_only),
         batch_changed=batch_changed,
     )

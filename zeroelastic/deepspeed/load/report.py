@@ -39,7 +39,7 @@ class Figures(NamedTuple):
 
 
 def gather_figures(load_plan: LoadPlan, restored: Restored, *, failed: bool, began: float) -> Figures:
-    """The figures of a load that ``began`` at a time (``time.perf_counter``) and ``failed`` here or not. Collective."""
+    """The figures of a call that ``began`` at a time (``time.perf_counter``) and ``failed`` here or not. Collective."""
     checkpoint = load_plan.checkpoint
     filled, module, payload = restored.filled, restored.module, restored.payload
     bytes_read = filled.bytes_read + payload.bytes_read
@@ -67,17 +67,18 @@ def load_report(
     figures: Figures,
     *,
     notes: list[Note],
+    module_notes: list[str],
     changed: tuple[str, ...],
     batch_changed: bool,
 ) -> ResumeReport:
-    """The report, the same on every rank. Collective. ``notes`` are those from before the engine was touched."""
+    """The report, the same on every rank. ``notes`` are those from before the engine was touched."""
     checkpoint = load_plan.checkpoint
     texts = [*(note.text for note in notes), *restored.notes]
     if load_plan.visibility is not None and not load_plan.visibility.in_store:
         partial = load_plan.visibility.partial_ranks
         few = f"{count(len(partial), 'rank')} of {dist.get_world_size()} ({some(map(str, partial), 8)})"
         texts.append(f"node-local disks: {few} did not see all files, and had them read and sent by ranks that did")
-        texts += _module_notes(load_plan)
+    texts += module_notes
     exact, rederived, reset = _inventory(engine, live, load_plan, restored.loaded[1], weights_only=request.weights_only)
     if checkpoint.stale_files:
         texts.append(f"ignored {len(checkpoint.stale_files)} files of an older save in this directory")
@@ -138,12 +139,14 @@ def log_batch(logger: logging.Logger, engine: Engine, report: ResumeReport, save
     )
 
 
-def _module_notes(load_plan: LoadPlan) -> list[str]:
+def notes_of_modules(load_plan: LoadPlan) -> list[str]:
     """Notes about whose file of the whole module each rank took, where every node of the save has its own. Collective.
 
     The nodes of a save at stage 1 or 2 each write one, with buffers and client state of their own.
     """
     model, checkpoint = load_plan.model, load_plan.checkpoint
+    if load_plan.visibility is None or load_plan.visibility.in_store:
+        return []
     taken = all_gather_alike((model.directory, model.path.name in checkpoint.remote_files))
     if not checkpoint.whole_model:
         return []

@@ -63,9 +63,12 @@ def restore(
     executor = request.options.io_engine
     payload = RelayCost()
     live.begin_load()
-    with module_file(load_plan.visibility, load_plan.checkpoint, load_plan.model, executor=executor) as (
-        module_path,
-        module,
+    with (
+        live.filling(),
+        module_file(load_plan.visibility, load_plan.checkpoint, load_plan.model, executor=executor) as (
+            module_path,
+            module,
+        ),
     ):
 
         def load_and_fill() -> tuple[tuple[Any, Any], _Filling]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,11 +117,9 @@ def join_world(
         live.begin_load()
         restore_module(engine, state)
         live.refresh()
+        filling.enter_context(live.filling())
         runs, targets = _targets(live, state)
         return live, runs, targets
-
-    live, runs, targets = all_or_raise(prepared)
-    moved = move(runs, targets, None if leaving is None else leaving.held, _sources(leaving, state), peers, peer_of)
 
     def completed() -> None:
         live.zero_padding()
@@ -130,7 +129,10 @@ def join_world(
         restore_values(live, state)
         live.finish_weights(from_16_bit=False)
 
-    all_or_raise(completed)
+    with ExitStack() as filling:
+        live, runs, targets = all_or_raise(prepared)
+        moved = move(runs, targets, None if leaving is None else leaving.held, _sources(leaving, state), peers, peer_of)
+        all_or_raise(completed)
     live.end_load()
     root = _root(engine, live)
     compared = root != _NO_ROOT and state.root != _NO_ROOT

@@ -1,0 +1,165 @@
+"""The first load of a process: every element of its new memory is written once, and the report counts all seconds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from saves import Saved, check_resumed
+from training import Job, Outcome, build_engine, resume, train_and_save, train_step
+
+from zeroelastic.deepspeed.live import live_optimizer
+from zeroelastic.errors import CheckpointError
+from zeroelastic.testing import RankPool
+
+OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
+JOBS = {
+    "stage 3": Job(),
+    "stage 3, offloaded, read": Job(optimizer="cpu_adam", zero=OFFLOAD, options={"verify": "read"}),
+    "stage 2": Job(stage=2),
+    "stage 1": Job(stage=1),
+    "stage 2, offloaded": Job(stage=2, zero=OFFLOAD),
+}
+
+
+@contextmanager
+def dirty_memory() -> Iterator[list[int]]:
+    """While it lasts, new memory for optimizer state holds NaN; the list gets the elements of each new tensor."""
+    made: list[int] = []
+
+    def empty(*args: Any, **kwargs: Any) -> torch.Tensor:
+        tensor = torch.full(*args, torch.nan, **kwargs)
+        made.append(tensor.numel())
+        return tensor
+
+    with mock.patch.object(
+        live_optimizer, "torch", mock.Mock(wraps=torch, empty=empty, Tensor=torch.Tensor, optim=torch.optim)
+    ):
+        yield made
+
+
+def states(engine: Any) -> list[dict[str, Any]]:
+    return [state for state in engine.optimizer.optimizer.state.values() if state]
+
+
+def resume_in_dirty_memory(job: Job, directory: str) -> tuple[Outcome, int]:
+    """The outcome of a resume, and how many tensors of state were made for it."""
+    looked = []
+
+    def wrapped(load: Any, engine: Any, *args: Any, **kwargs: Any) -> Any:
+        with dirty_memory() as made:
+            result = load(engine, *args, **kwargs)
+        flats = [value for state in states(engine) for value in state.values() if isinstance(value, torch.Tensor)]
+        assert flats and not any(flat.isnan().any() for flat in flats), "memory that nothing was written to"
+        looked.append(len(made))
+        return result
+
+    from deepspeed import DeepSpeedEngine
+
+    import zeroelastic
+
+    zeroelastic.install()
+    load = DeepSpeedEngine.load_checkpoint
+    with mock.patch.object(
+        DeepSpeedEngine, "load_checkpoint", lambda engine, *args, **kwargs: wrapped(load, engine, *args, **kwargs)
+    ):
+        return resume(job, directory), looked[0]
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_every_element_of_new_memory_is_written(name: str, rank_pool: RankPool, tmp_path: Path) -> None:
+    job = JOBS[name]
+    saved = Saved(str(tmp_path), rank_pool.run(train_and_save, 4, job, str(tmp_path))[0])
+    results = rank_pool.run(resume_in_dirty_memory, 3, job.other(), str(tmp_path))
+    assert all(made >= 2 for _, made in results)
+    check_resumed(saved, [outcome for outcome, _ in results], job)
+
+
+def test_so_is_the_state_of_parameters_that_are_newly_trained(rank_pool: RankPool, tmp_path: Path) -> None:
+    rank_pool.run(train_and_save, 2, Job(), str(tmp_path))
+    job = Job(frozen=False, options={"verify": True, "on_mismatch": "initialize"}, sub_group_size=10**6)
+    for outcome, made in rank_pool.run(resume_in_dirty_memory, 3, job, str(tmp_path)):
+        assert made >= 2 and any("as before a first step" in line for line in outcome.report.changed)
+
+
+def fail_half_way(job: Job, directory: str) -> tuple[str, int, bool | None]:
+    """The error, how many sub-groups have optimizer state after it, and whether the next load is right."""
+    from zeroelastic.deepspeed import fill
+
+    engine = build_engine(job)
+    read = fill.read_segments
+
+    def read_and_fail(*args: Any, **kwargs: Any) -> Any:
+        read(*args, **kwargs)
+        raise CheckpointError("the disk is gone")
+
+    with (
+        dirty_memory() as made,
+        mock.patch.object(fill, "read_segments", read_and_fail),
+        pytest.raises(CheckpointError) as caught,
+    ):
+        engine.load_checkpoint(directory)
+    left = len(states(engine))
+    assert made
+    engine.load_checkpoint(directory)
+    train_step(engine, 2)
+    return str(caught.value), left, engine.zeroelastic_report.root_matches
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_load_that_fails_takes_away_the_state_that_it_began(stage: int, rank_pool: RankPool, tmp_path: Path) -> None:
+    job = Job(stage=stage)
+    rank_pool.run(train_and_save, 4, job, str(tmp_path), after=0)
+    for text, left, matches in rank_pool.run(fail_half_way, 3, job, str(tmp_path)):
+        assert "the disk is gone" in text and left == 0 and matches
+
+
+def seconds_of_a_slow_load(job: Job, directory: str) -> tuple[float, float]:
+    """Of the report, and of a clock around the call, which waits for rank 1 at its beginning and near its end."""
+    from zeroelastic.deepspeed.load import load
+
+    engine = build_engine(job)
+    agree, notes = load.agree_on_options, load.notes_of_modules
+
+    def late(function: Any) -> Any:
+        def called(*args: Any) -> Any:
+            if dist.get_rank() == 1:
+                time.sleep(0.5)
+            return function(*args)
+
+        return called
+
+    with mock.patch.multiple(load, agree_on_options=late(agree), notes_of_modules=late(notes)):
+        dist.barrier()
+        began = time.perf_counter()
+        engine.load_checkpoint(directory)
+        return engine.zeroelastic_report.seconds, time.perf_counter() - began
+
+
+def test_the_seconds_of_the_report_are_those_of_the_call(rank_pool: RankPool, tmp_path: Path) -> None:
+    rank_pool.run(train_and_save, 2, Job(), str(tmp_path), after=0)
+    for reported, clock in rank_pool.run(seconds_of_a_slow_load, 3, Job(), str(tmp_path)):
+        assert clock > 1 and 0.95 * clock <= reported <= 1.01 * clock
+
+
+def test_large_pages_are_asked_for_within_a_tensor_alone() -> None:
+    tensor = torch.empty(9 << 20, dtype=torch.float32)
+    live_optimizer.ask_for_large_pages(tensor)
+    begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+    advised = 0
+    with open("/proc/self/smaps") as lines:
+        for line in lines:
+            if not line.split(maxsplit=1)[0].endswith(":"):
+                first, last = (int(part, 16) for part in line.split()[0].split("-"))
+            elif line.startswith("VmFlags") and first < end and last > begin and "hg" in line.split():
+                assert begin <= first and last <= end
+                advised += last - first
+    assert advised >= tensor.nbytes - 2 * (2 << 20)
+    live_optimizer.ask_for_large_pages(torch.empty(3))
