@@ -179,15 +179,16 @@ def save_rounds(job: Job, repeats: int) -> list[dict[str, float]]:
     return rounds
 
 
-def load_rounds(job: Job, repeats: int, verify: str) -> list[dict[str, float]]:
-    """The phases of loads by this rank, after one that is not counted."""
-    run = Run(job)
+def load_rounds(job: Job, verify: str) -> tuple[dict[str, float], dict[str, float]]:
+    """The phases, on this rank, of the first load of its process, whose engine has not stepped, and of a later one."""
+    run = Run(job, step=False)
     run.use_zeroelastic(verify)
-    rounds = []
-    for number in range(repeats + 1):
-        seconds = _measured(lambda: run.engine.load_checkpoint(os.fspath(job.checkpoint("elastic")), tag=TAG))
-        rounds += [seconds] if number else []
-    return rounds
+    touch_free_memory(run.owned_bytes())
+
+    def load() -> dict[str, float]:
+        return _measured(lambda: run.engine.load_checkpoint(os.fspath(job.checkpoint("elastic")), tag=TAG))
+
+    return load(), load()
 
 
 def table(ranks: Sequence[Sequence[Mapping[str, float]]]) -> list[str]:
@@ -252,9 +253,14 @@ def main() -> None:
                 )
             }
             for verify in ("full", "read"):
-                parts[f'A load {job.save_ranks} -> {job.load_ranks}, `"verify": "{verify}"`'] = pool.run(
-                    load_rounds, job.load_ranks, job, arguments.repeats, verify, timeout=_TIMEOUT_S
-                )
+                rounds = [
+                    pool.run(load_rounds, job.load_ranks, job, verify, timeout=_TIMEOUT_S)
+                    for _ in range(arguments.repeats)
+                ]
+                for which, title in enumerate(("The first load of a process", "A later load of the same engine")):
+                    parts[f'{title}, {job.save_ranks} -> {job.load_ranks}, `"verify": "{verify}"`'] = [
+                        [by_rank[rank][which] for by_rank in rounds] for rank in range(job.load_ranks)
+                    ]
     document = {
         "machine": about | {"load_average_after": os.getloadavg()[0]},
         "model": {"params": params, "hidden": hidden, "num_layers": num_layers},

@@ -48,7 +48,7 @@ class System:
     """A way to save. ``prepare`` returns the measured part, which takes the directory and whether to make it durable.
 
     ``check`` returns what is wrong with the result; it may be collective. ``whole_engine`` tells a save of everything
-    from a rank's optimizer file alone. ``long`` ones have fewer rounds.
+    from a rank's optimizer file alone. ``long`` ones have fewer rounds, and save once in a process.
     """
 
     name: str
@@ -61,10 +61,11 @@ class System:
 
 @dataclass(frozen=True)
 class Sample:
-    """One save on one rank; ``wrong`` names what was not saved right."""
+    """One save on one rank; ``first`` tells the first of a process; ``wrong`` names what was not saved right."""
 
     system: str
     durable: bool
+    first: bool
     round: int
     cost: Cost
     file_bytes: int
@@ -73,13 +74,15 @@ class Sample:
 
 @dataclass(frozen=True)
 class Row:
-    """One system, durable or not. Seconds are of the slowest rank: min, median, max over rounds.
+    """One system, durable or not, the ``first`` save of a process or a later one.
 
+    Seconds are of the slowest rank: min, median, max over rounds.
     ``written`` is what all ranks together wrote over the bytes of the state; memory is of the worst rank and round.
     """
 
     system: str
     durable: bool
+    first: bool
     seconds: tuple[float, float, float]
     cpu_seconds: float
     written: float
@@ -333,28 +336,42 @@ COMPARED = ("plain", "reserved", "torch", "stock", "dcp", "dcp-async", "dcp-safe
 TITLES = {system.name: system.title for system in SYSTEMS}
 
 
-def measure(job: Job, names: Sequence[str], rounds: int) -> tuple[dict[str, int], list[Sample]]:
-    """The state's size, and this rank's samples in interleaved rounds; systems that are not long run once before."""
+def measure(job: Job, names: Sequence[str], durable: bool, number: int) -> tuple[dict[str, int], list[Sample]]:
+    """The state's size, and this rank's samples of one round: of each system its first save, and a later one."""
     run = Run(job)
     fill_with_noise(run)
-    chosen = [system for system in SYSTEMS if system.name in names]
-    for system in chosen:
-        if not system.long:
-            _measure(run, system, durable=False, number=0)
     samples = []
-    for number in range(1, rounds + 1):
-        turn = (number - 1) % len(chosen)
-        for durable in (False, True):
-            for system in chosen[turn:] + chosen[:turn]:
-                if system.long and number > FEW_ROUNDS:
-                    continue
-                samples.append(_measure(run, system, durable=durable, number=number))
+    for system in (system for system in SYSTEMS if system.name in names):
+        for first in (True,) if system.long else (True, False):
+            samples.append(_measure(run, system, durable=durable, number=number, first=first))
     layout = run.live().layout
     numel = int(layout.numel.sum())
     return {"num_params": layout.num_params, "numel": numel, "state_bytes": 4 * len(KEYS) * numel}, samples
 
 
-def _measure(run: Run, system: System, *, durable: bool, number: int) -> Sample:
+def run_all(job: Job, names: Sequence[str], rounds: int) -> tuple[dict[str, int], list[tuple[Sample, ...]]]:
+    """The state's size, and all samples, of each save those of all ranks.
+
+    Systems take turns within a round, and each round begins with another one. A save of an engine has new processes
+    each time; the other systems share one set in a round.
+    """
+    state: dict[str, int] = {}
+    groups: list[tuple[Sample, ...]] = []
+    with RankPool(job.save_ranks, store="tcp") as pool:
+        for number in range(1, rounds + 1):
+            turns = [system for system in SYSTEMS if system.name in names and not (system.long and number > FEW_ROUNDS)]
+            together = [system.name for system in turns if not system.whole_engine]
+            parts = [together] * bool(together) + [[system.name] for system in turns if system.whole_engine]
+            first = (number - 1) % len(parts)
+            for durable in (False, True):
+                for part in parts[first:] + parts[:first]:
+                    results = pool.run(measure, job.save_ranks, job, part, durable, number, timeout=_TIMEOUT_S)
+                    state = results[0][0]
+                    groups += zip(*(samples for _, samples in results), strict=True)
+    return state, groups
+
+
+def _measure(run: Run, system: System, *, durable: bool, number: int, first: bool) -> Sample:
     directory = run.job.directory / system.name
     if run.rank == 0:
         directory.mkdir()
@@ -374,7 +391,7 @@ def _measure(run: Run, system: System, *, durable: bool, number: int) -> Sample:
     dist.barrier()
     if run.rank == 0:
         shutil.rmtree(directory)  # the page cache is empty for the next one, not full of this one
-    return Sample(system.name, durable, number, cost, file_bytes, wrong)
+    return Sample(system.name, durable, first, number, cost, file_bytes, wrong)
 
 
 def summarise(rounds: Sequence[Sequence[Sample]], state_bytes: int) -> Row:
@@ -390,6 +407,7 @@ def summarise(rounds: Sequence[Sequence[Sample]], state_bytes: int) -> Row:
     return Row(
         system=samples[0].system,
         durable=samples[0].durable,
+        first=samples[0].first,
         seconds=(min(seconds), median(seconds), max(seconds)),
         cpu_seconds=median(sum(sample.cost.cpu_seconds for sample in ranks) for ranks in rounds),
         written=max(sample.file_bytes for sample in samples) / state_bytes,
@@ -418,11 +436,12 @@ def tables(document: dict[str, Any], rows: Sequence[Row]) -> str:
         "",
         f"`{about['command']}`",
     ]
-    for durable in (False, True):
-        found = {row.system: row for row in rows if row.durable == durable}
+    for durable, first in ((durable, first) for durable in (False, True) for first in (True, False)):
+        found = {row.system: row for row in rows if (row.durable, row.first) == (durable, first)}
         lines += [
             "",
-            "## Flushed to the device" if durable else "## Into the page cache",
+            ("## Flushed to the device" if durable else "## Into the page cache")
+            + (": the first save of a process" if first else ": a later save of the same process"),
             "",
             "| system | s min | median | max | GB/s of state | written / state | extra peak MiB | cpu-s | "
             "others' cpu | verified |",
@@ -459,7 +478,7 @@ def tables(document: dict[str, Any], rows: Sequence[Row]) -> str:
 
 
 def plot(path: Path, rows: Sequence[Row], title: str) -> None:
-    """Seconds of every system, into the page cache and to the device."""
+    """Seconds of the first save of every system, into the page cache and to the device."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -471,11 +490,14 @@ def plot(path: Path, rows: Sequence[Row], title: str) -> None:
         1, 2, figsize=(12, 0.45 * len(names) + 1.6), sharey=True, width_ratios=(2, 1)
     )
     for i, durable in enumerate((False, True)):
-        found = {row.system: row for row in rows if row.durable == durable}
+        found = {row.system: row for row in rows if row.durable == durable and row.first}
+        later = {row.system: row.seconds[1] for row in rows if row.durable == durable and not row.first}
         low, middle, high = zip(*(found[name].seconds for name in names), strict=True)
         spread = np.abs(np.array([np.subtract(middle, low), np.subtract(high, middle)]))
         y = at - (i - 0.5) * 0.4
-        label = "flushed to the device" if durable else "into the page cache"
+        label = "first save, flushed to the device" if durable else "first save, into the page cache"
+        marks = [(later[name], position) for name, position in zip(names, y, strict=True) if name in later]
+        left.plot(*zip(*marks, strict=True), "|", color="black", label=None if durable else "a later save")
         left.barh(y, middle, 0.4, xerr=spread, color=f"C{i}", label=label, error_kw={"lw": 0.8})
         for position, seconds, end in zip(y, middle, high, strict=True):
             offset = {"xytext": (3, 0), "textcoords": "offset points"}
@@ -516,15 +538,13 @@ def main() -> None:
             ceiling_threads=1,
         )
         where = filesystem(job.directory)
-        with RankPool(job.save_ranks, store="tcp") as pool:
-            results = pool.run(measure, job.save_ranks, job, arguments.systems, arguments.repeats, timeout=_TIMEOUT_S)
-    state, groups = results[0][0], [samples for _, samples in results]
-    by_system: dict[tuple[str, bool], list[list[Sample]]] = {}
-    for ranks in zip(*groups, strict=True):
-        by_system.setdefault((ranks[0].system, ranks[0].durable), []).append(list(ranks))
+        state, groups = run_all(job, arguments.systems, arguments.repeats)
+    by_system: dict[tuple[str, bool, bool], list[Sequence[Sample]]] = {}
+    for ranks in groups:
+        by_system.setdefault((ranks[0].system, ranks[0].durable, ranks[0].first), []).append(ranks)
     order = list(TITLES)
     rows = [summarise(rounds, state["state_bytes"]) for rounds in by_system.values()]
-    rows.sort(key=lambda row: (row.durable, order.index(row.system)))
+    rows.sort(key=lambda row: (row.durable, not row.first, order.index(row.system)))
     document = {
         "machine": about | {"load_average_after": os.getloadavg()[0]},
         "filesystem": where,
@@ -532,7 +552,7 @@ def main() -> None:
         "model": {"hidden": hidden, "num_layers": num_layers, "vocabulary": vocabulary},
         "state": state,
         "rows": [asdict(row) for row in rows],
-        "samples": [asdict(sample) | {"rank": rank} for rank, ours in enumerate(groups) for sample in ours],
+        "samples": [asdict(sample) | {"rank": rank} for ranks in groups for rank, sample in enumerate(ranks)],
     }
     arguments.out.mkdir(parents=True, exist_ok=True)
     (arguments.out / "save.json").write_text(json.dumps(document, indent=1) + "\n")
@@ -541,7 +561,7 @@ def main() -> None:
     title = f"Saving {state['numel'] / 1e6:.0f}M parameters on {job.save_ranks} ranks, {about['cores']} cores"
     plot(arguments.out / "save.png", rows, title)
     print(text)
-    wrong = {f"{sample.system}: {line}" for samples in groups for sample in samples for line in sample.wrong}
+    wrong = {f"{sample.system}: {line}" for ranks in groups for sample in ranks for line in sample.wrong}
     if wrong:
         sys.exit("not saved right:\n  " + "\n  ".join(sorted(wrong)))
 

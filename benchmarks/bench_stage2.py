@@ -5,7 +5,8 @@
 
 A stage 2 run with ``round_robin_gradients`` saves by DeepSpeed alone. Then, in turn, round after round: DeepSpeed and
 zeroelastic load it at the same size; zeroelastic and Universal Checkpoint load it on one rank fewer, the latter after
-it was converted, three times. After each load the master weights are gathered from the flat buffers and compared,
+it was converted, three times. Each sample is the first load of new processes, whose engine has not stepped; a later
+load of the same engine follows. After each load the master weights are gathered from the flat buffers and compared,
 outside the measured time. Page cache warm. Writes stage2.json (every sample) and stage2.md.
 """
 
@@ -20,7 +21,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -30,6 +30,7 @@ sys.path.insert(0, os.fspath(Path(__file__).resolve().parent))
 
 import torch
 import torch.distributed as dist
+from meter import touch_free_memory
 from report import describe, machine, table
 
 from zeroelastic.testing import RankPool
@@ -52,23 +53,28 @@ SYSTEMS = {
 }
 
 
-Load = tuple[float, dict[str, str]]
-"""Seconds of one load on one rank, and a hash of each parameter's master weights afterwards."""
+Load = tuple[float, float | None, dict[str, str]]
+"""Seconds of one load on one rank, those of zeroelastic's report, and afterwards a hash of each parameter's weights."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One load, or the conversion: seconds of the slowest rank, and how many of the parameters came out wrong."""
+    """One load, or the conversion: seconds of the slowest rank, and how many of the parameters came out wrong.
+
+    ``first`` tells the first load of a process from a later one; ``reported`` are the seconds of zeroelastic's report.
+    """
 
     system: str
+    first: bool
     round: int
     seconds: float
+    reported: float | None
     wrong: int
     num_params: int
 
 
 def build(width: int, layers: int, *, installed: bool, universal: bool = False, verify: str = "full") -> Any:
-    """An engine after one step: stage 2, bf16, AdamW."""
+    """An engine that has not stepped: stage 2, bf16, AdamW."""
     import deepspeed
 
     import zeroelastic
@@ -86,13 +92,8 @@ def build(width: int, layers: int, *, installed: bool, universal: bool = False, 
     }
     if installed:
         config["zeroelastic"] = {"verify": verify}
-    engine = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3), config=config)[
-        0
-    ]
-    data = torch.ones(12 // dist.get_world_size(), width, dtype=torch.bfloat16)
-    engine.backward(engine(data).float().pow(2).mean())
-    engine.step()
-    return engine
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
 
 
 def masters(engine: Any) -> dict[str, str]:
@@ -116,17 +117,20 @@ def masters(engine: Any) -> dict[str, str]:
 
 def save(directory: str, width: int, layers: int) -> dict[str, str]:
     engine = build(width, layers, installed=False)
+    data = torch.ones(12 // dist.get_world_size(), width, dtype=torch.bfloat16)
+    engine.backward(engine(data).float().pow(2).mean())
+    engine.step()
     engine.save_checkpoint(directory)
     return masters(engine)
 
 
-def loads(systems: Sequence[str], rounds: int, directory: str, width: int, layers: int) -> list[list[Load]]:
-    """Round after round, for each system the seconds of one load on this rank and what is live afterwards."""
-    engines = {}
-    for system in systems:
-        options = {"universal": system == "universal", "verify": system.partition("-")[2] or "full"}
-        engines[system] = build(width, layers, installed=_is_ours(system), **options)
-    return [[_load(system, engines[system], directory) for system in systems] for _ in range(rounds)]
+def loads(system: str, directory: str, width: int, layers: int) -> tuple[Load, Load]:
+    """The first load of this process and a later one, on this rank."""
+    options = {"universal": system == "universal", "verify": system.partition("-")[2] or "full"}
+    engine = build(width, layers, installed=_is_ours(system), **options)
+    if dist.get_rank() == 0:
+        touch_free_memory(13 * layers * (width * width + width))  # of the state that is made
+    return _load(system, engine, directory), _load(system, engine, directory)
 
 
 def _is_ours(system: str) -> bool:
@@ -134,9 +138,6 @@ def _is_ours(system: str) -> bool:
 
 
 def _load(system: str, engine: Any, directory: str) -> Load:
-    import zeroelastic
-
-    zeroelastic.install() if _is_ours(system) else zeroelastic.uninstall()
     with torch.no_grad():
         for group in engine.optimizer.single_partition_of_fp32_groups:
             group.zero_()
@@ -144,7 +145,8 @@ def _load(system: str, engine: Any, directory: str) -> Load:
     began = time.perf_counter()
     engine.load_checkpoint(directory, tag="universal" if system == "universal" else _TAG)
     dist.barrier()
-    return time.perf_counter() - began, masters(engine)
+    seconds, report = time.perf_counter() - began, getattr(engine, "zeroelastic_report", None)
+    return seconds, None if report is None else report.seconds, masters(engine)
 
 
 def convert(directory: Path) -> float:
@@ -170,30 +172,31 @@ def measure(directory: Path, rounds: int, width: int, layers: int) -> list[Sampl
     with RankPool(_RANKS, store="tcp") as pool:
         truth = pool.run(save, _RANKS, *shape, timeout=_TIMEOUT_S)[0]
         samples = [
-            Sample("convert", number, convert(directory), 0, len(truth)) for number in range(min(rounds, _CONVERSIONS))
+            Sample("convert", True, number, convert(directory), None, 0, len(truth))
+            for number in range(min(rounds, _CONVERSIONS))
         ]
-        at_the_same_size = [system for system, title in SYSTEMS.items() if "4 -> 4" in title]
-        at_another = [system for system, title in SYSTEMS.items() if "4 -> 3" in title]
-        for ranks, systems in ((_RANKS, at_the_same_size), (_RANKS - 1, at_another)):
-            by_rank = pool.run(loads, ranks, systems, rounds, *shape, timeout=_TIMEOUT_S)
-            for number in range(rounds):
-                for i, system in enumerate(systems):
-                    wrong = sum(by_rank[0][number][i][1][key] != value for key, value in truth.items())
-                    seconds = max(found[number][i][0] for found in by_rank)
-                    samples.append(Sample(system, number, seconds, wrong, len(truth)))
+        for number in range(rounds):
+            for system in [system for system, title in SYSTEMS.items() if "4 ->" in title]:
+                ranks = _RANKS if "4 -> 4" in SYSTEMS[system] else _RANKS - 1
+                by_rank = pool.run(loads, ranks, system, *shape, timeout=_TIMEOUT_S)
+                for first, found in zip((True, False), zip(*by_rank, strict=True), strict=True):
+                    seconds, reported, live = max(load[0] for load in found), found[0][1], found[0][2]
+                    wrong = sum(live[key] != value for key, value in truth.items())
+                    samples.append(Sample(system, first, number, seconds, reported, wrong, len(truth)))
                     print(f"{system}: {seconds:.2f} s, {wrong} of {len(truth)} parameters wrong", flush=True)
     return samples
 
 
 def report(samples: list[Sample], num_params: int) -> str:
-    def seconds(system: str) -> list[float]:
-        return [sample.seconds for sample in samples if sample.system == system]
+    def seconds(system: str, first: bool = True) -> list[float]:
+        return [sample.seconds for sample in samples if (sample.system, sample.first) == (system, first)]
 
     rows = [
         (
             title,
             f"{median(seconds(system)):.2f} s",
             f"{min(seconds(system)):.2f} - {max(seconds(system)):.2f}",
+            f"{median(seconds(system, False)):.2f} s" if seconds(system, False) else "",
             ""
             if system == "convert"
             else " / ".join(str(sample.wrong) for sample in samples if sample.system == system)
@@ -202,6 +205,7 @@ def report(samples: list[Sample], num_params: int) -> str:
         for system, title in SYSTEMS.items()
     ]
     universal = median(seconds("convert")) + median(seconds("universal"))
+    reported = [sample.reported / sample.seconds for sample in samples if sample.reported is not None]
     return "\n".join(
         [
             "# Resuming a stage 2 run",
@@ -212,15 +216,27 @@ def report(samples: list[Sample], num_params: int) -> str:
             f"{_RANKS} ranks; {len(seconds('stock'))} rounds, "
             f"{len(seconds('convert'))} conversions, page cache warm.",
             "",
-            *table(("system", "median", "min - max", "parameters wrong, by round"), rows),
+            *table(
+                (
+                    "system",
+                    "first load of a process, median",
+                    "min - max",
+                    "a later load, median",
+                    "parameters wrong, by load",
+                ),
+                rows,
+            ),
             "",
-            f"Universal Checkpoint, converted and loaded, over zeroelastic on {_RANKS - 1} ranks: "
+            f"First loads: Universal Checkpoint, converted and loaded, over zeroelastic on {_RANKS - 1} ranks: "
             f"{universal / median(seconds('other')):.1f} times the seconds "
             f'(`"verify": "read"`: {universal / median(seconds("other-read")):.1f}, '
             f'"quick": {universal / median(seconds("other-quick")):.1f}). zeroelastic over DeepSpeed at the same size: '
             f"{median(seconds('same')) / median(seconds('stock')):.2f} "
             f'("read": {median(seconds("same-read")) / median(seconds("stock")):.2f}, '
-            f'"quick": {median(seconds("same-quick")) / median(seconds("stock")):.2f}).',
+            f'"quick": {median(seconds("same-quick")) / median(seconds("stock")):.2f}); on {_RANKS - 1} ranks '
+            f"{median(seconds('other')) / median(seconds('stock')):.2f} "
+            f'("read": {median(seconds("other-read")) / median(seconds("stock")):.2f}). Seconds of zeroelastic\'s '
+            f"report over those of the call, barrier included: {min(reported):.3f} to {max(reported):.3f}.",
             "",
         ]
     )

@@ -29,10 +29,11 @@ class ResumeReport:
 
     Bytes and files are those of the worst rank. ``bytes_owned`` counts the state that the rank owns and loaded,
     padding excluded; ``bytes_read`` the payload read for it; ``header_bytes`` everything else that was read (zip
-    directories, pickles, scalars, the module states file, the commit record). ``saved_root`` is None without a commit
-    record. ``root_matches`` is None when the root was not verified, with the reason in ``notes``, and never False: a
-    difference is an error. ``changed`` names what the save and the run do not have in common, and how it was loaded.
-    Where files are on node-local disks, ``bytes_read`` includes what the rank read for others, and ``bytes_sent`` and
+    directories, pickles, scalars, the module states file, the commit record). ``seconds`` are those of the whole call
+    of ``load_checkpoint``, on the slowest rank. ``saved_root`` is None without a commit record. ``root_matches`` is
+    None when the root was not verified, with the reason in ``notes``, and never False: a difference is an error.
+    ``changed`` names what the save and the run do not have in common, and how it was loaded. Where files are on
+    node-local disks, ``bytes_read`` includes what the rank read for others, and ``bytes_sent`` and
     ``bytes_received`` count the payload and the module states sent between ranks. ``batch_changed``: the run's global
     batch is not that of the save. ``verify`` is the option of that name, as this load used it.
     """

@@ -15,6 +15,11 @@ SAVE_RANKS, LOAD_RANKS = 4, 3
 HEADERS = 320 * 1024  # zip directories, pickles, the module states, and what gloo receives
 
 Rows = dict[tuple[str, str], dict[str, Any]]
+"""Rows by system and cache: of the first loads, or of later ones."""
+
+SAME_SIZE = ("stock", "same-quick", "same-read", "same", "same-rigid")
+OURS = {f"{form}{level}" for form in ("elastic", "rigid", "same") for level in ("", "-read", "-quick")} | {"same-rigid"}
+LONG = {"mmap", "every-file", "universal-convert", "universal-load", "universal"}
 
 pytestmark = [
     pytest.mark.extended,
@@ -38,10 +43,15 @@ def document(results: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def rows(document: dict[str, Any]) -> Rows:
-    return {(row["system"], row["cache"]): row for row in document["rows"]}
+    return {(row["system"], row["cache"]): row for row in document["rows"] if row["first"]}
 
 
-def test_every_system_loads_what_was_saved(document: dict[str, Any], rows: Rows) -> None:
+@pytest.fixture(scope="module")
+def later(document: dict[str, Any]) -> Rows:
+    return {(row["system"], row["cache"]): row for row in document["rows"] if not row["first"]}
+
+
+def test_every_system_loads_what_was_saved(document: dict[str, Any], rows: Rows, later: Rows) -> None:
     systems = {"ceiling", "tensors", "elastic-quick", "elastic-read", "elastic", "rigid-quick", "rigid-read", "rigid"}
     systems |= {
         "mmap-own",
@@ -53,12 +63,22 @@ def test_every_system_loads_what_was_saved(document: dict[str, Any], rows: Rows)
         "universal-load",
         "universal",
     }
-    systems |= {"stock", "same-quick", "same", "same-rigid"}
+    systems |= set(SAME_SIZE)
     assert set(rows) == {(system, cache) for system in systems for cache in ("warm", "cold")}
     assert [sample for sample in document["samples"] if sample["wrong"]] == []
-    assert all(row["verified"] for row in rows.values())
-    ranks = {"universal-convert": 1, **dict.fromkeys(("stock", "same-quick", "same", "same-rigid"), SAVE_RANKS)}
+    assert set(later) == {(system, cache) for system, cache in rows if system not in LONG}
+    assert all(row["verified"] for row in (*rows.values(), *later.values()))
+    ranks = {"universal-convert": 1, **dict.fromkeys(SAME_SIZE, SAVE_RANKS)}
     assert all(row["ranks"] == ranks.get(system, LOAD_RANKS) for (system, _), row in rows.items())
+
+
+@pytest.mark.parametrize("cache", ["warm", "cold"])
+def test_a_first_load_makes_the_memory_that_a_later_one_has(rows: Rows, later: Rows, cache: str) -> None:
+    for system in ("elastic-read", "rigid-read", "same-read", "stock", "ceiling", "tensors", "dcp"):
+        made = rows[system, cache]["owned_bytes"] * 2 // 3  # the moments
+        assert rows[system, cache]["extra_rss"] > 0.9 * made, system
+        assert later[system, cache]["extra_rss"] < rows[system, cache]["extra_rss"], system
+    assert all((row["reported"] is None) == (row["system"] not in OURS) for row in rows.values())
 
 
 @pytest.mark.parametrize("cache", ["warm", "cold"])
