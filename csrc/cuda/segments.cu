@@ -36,15 +36,10 @@ constexpr int64_t kChunkBytes = 2048;
 constexpr int64_t kBlock = zeroelastic::kDigestBlock;
 constexpr int64_t kSummedBlocks = 16;
 constexpr int64_t kCopiedBlocks = 1;
-// Loads of a lane that sum at most so many times 32 elements.
-#ifndef ZT_FEW
-#define ZT_FEW 12
-#endif
-constexpr int kFewLoads = ZT_FEW;
 
 enum class Mode { kCopy, kCopyAndSum, kSum };
 
-struct alignas(16) Row {
+struct Row {
     uint64_t src;
     uint64_t dst;
     int64_t nbytes;
@@ -120,8 +115,7 @@ __device__ __forceinline__ uint4 shifted(const uint4& low, const uint4& high, un
 constexpr int kPlane = static_cast<int>(kBlock) / 4 + 4;
 
 __device__ __forceinline__ int place_of_weight(int element) {
-    const unsigned index = static_cast<unsigned>(element);
-    return static_cast<int>(index % 4 * kPlane + index / 4);
+    return element % 4 * kPlane + element / 4;
 }
 
 // The weights of 16 bytes of elements of type T, the first of which is `element` of its block.
@@ -313,32 +307,11 @@ __device__ void widen_chunk(const Chunk& chunk, bool bfloat, int lane) {
     if (lane < count - done) dst[done + lane] = widen(src[done + lane], bfloat);
 }
 
-// Adds up a few elements, which are loaded one by one, all at once: what it takes to find whole words, and
-// what lies beside them, is longer than that.
-template <typename T>
-__device__ __forceinline__ uint64_t sum_few(const T* src, int count, int element, const uint64_t* weights,
-                                            int lane) {
-    const uint64_t* mine = weights + place_of_weight(element + lane);
-    T values[kFewLoads];
-#pragma unroll
-    for (int k = 0; k < kFewLoads; ++k) {
-        values[k] = 0;
-        if (lane + k * kWarp < count) values[k] = src[lane + k * kWarp];
-    }
-    uint64_t sum = 0;
-#pragma unroll
-    for (int k = 0; k < kFewLoads; ++k) {
-        if (lane + k * kWarp < count) sum += mine[k * kWarp / 4] * static_cast<uint64_t>(values[k]);
-    }
-    return sum;
-}
-
 // Adds up elements of one block of a digest, from `element` of it on, and copies them to `dst` if asked to.
 // Both sides are aligned to an element.
 template <typename T, bool kStore>
 __device__ uint64_t sum_aligned(T* dst, const T* src, int count, int element, const uint64_t* weights,
                                 int lane) {
-    if (!kStore && count <= kFewLoads * kWarp) return sum_few(src, count, element, weights, lane);
     constexpr int kElements = 16 / static_cast<int>(sizeof(T));
     const uint64_t from = reinterpret_cast<uint64_t>(src);
     const uint64_t aligned = kStore ? reinterpret_cast<uint64_t>(dst) : from;
@@ -388,10 +361,9 @@ __device__ __forceinline__ uint64_t sum_blocks(const Chunk& chunk, uint64_t seed
     constexpr int64_t kSize = static_cast<int64_t>(sizeof(T));
     uint64_t src = chunk.src, dst = chunk.dst;
     int count = chunk.nbytes / static_cast<int>(kSize);
-    const uint64_t element = static_cast<uint64_t>(chunk.element);
-    int lead = static_cast<int>(element % kBlock);
+    int lead = static_cast<int>(chunk.element % kBlock);
     uint64_t sum = 0;
-    for (int64_t block = static_cast<int64_t>(element / kBlock); count > 0; ++block) {
+    for (int64_t block = chunk.element / kBlock; count > 0; ++block) {
         const int here = min(count, static_cast<int>(kBlock) - lead);
         uint64_t part;
         if (src % kSize == 0 && (!kStore || dst % kSize == 0)) {

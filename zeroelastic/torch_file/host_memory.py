@@ -99,8 +99,9 @@ def _register(address: int, nbytes: int) -> bool:
     code = cudart.cudaHostRegister(address, nbytes, _PORTABLE)
     if int(code) == 0:
         return True
-    with suppress(AttributeError, OSError):  # else torch finds it after its next kernel, and raises it
-        ctypes.CDLL(None).cudaGetLastError()
+    # The driver keeps the error for whoever asks next. torch does after its next kernel, and raises it: of this one.
+    with suppress(RuntimeError, AssertionError):
+        torch.zeros(1, device="cuda")
     if not _warned:
         _warned = True
         logger.warning(
