@@ -84,9 +84,9 @@ class CommitRecord(Schema):
 
     ``files`` are sizes in bytes by name; of a record that ``read_record_by_range`` read, they and ``directories`` are
     read as they are asked for.
-    ``directories`` are the digests of the files' zip directories (``torchfile.directory_digest``), which hold the name,
-    place, size and CRC-32 of everything in a file; files that are no zip archives, and older records, have none. Of
-    ``mp_rank_XX_model_states.pt`` on node-local disks, a node's record states the node's own.
+    ``directories`` are the digests of the files' zip directories (``torch_file.header.directory_digest``), which hold
+    the name, place, size and CRC-32 of everything in a file; files that are no zip archives, and older records, have
+    none. Of ``mp_rank_XX_model_states.pt`` on node-local disks, a node's record states the node's own.
     ``committed_at`` is in seconds since 1970, and later than that of ``parent``, the save that the run was loaded from
     or had committed before; records of version 1 have neither. What stands before ``versions`` is short: ``read_head``.
     """

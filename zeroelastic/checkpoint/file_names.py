@@ -9,6 +9,8 @@ OPTIM_FILE = re.compile(r"^(bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_state
 MODEL_FILE = re.compile(r"^zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt$")
 WHOLE_MODEL_FILE = re.compile(r"^mp_rank_(\d+)_model_states\.pt$")
 """What data parallel rank 0 writes where every rank has the whole weights: at ZeRO stages 0, 1 and 2."""
+EXPERT_FILE = re.compile(r"^layer_(\d+)_expert_(\d+)_mp_rank_(\d+)_model_states\.pt$")
+"""The weights of one expert of a mixture-of-experts layer, at ZeRO stages 0, 1 and 2."""
 
 
 class RankFile(NamedTuple):
@@ -34,6 +36,11 @@ def parse_rank_file(name: str) -> RankFile | None:
 def model_file_name(rank: int, tp_rank: int, *, whole: bool) -> str:
     """The name of a rank's model states file; ``whole`` where rank 0 writes the weights for all ranks."""
     return f"{'' if whole else f'zero_pp_rank_{rank}_'}mp_rank_{tp_rank:02d}_model_states.pt"
+
+
+def expert_file_name(layer: int, expert: int, tp_rank: int = 0) -> str:
+    """The name of the file with the weights of one expert."""
+    return f"layer_{layer}_expert_{expert}_mp_rank_{tp_rank:02d}_model_states.pt"
 
 
 def saved_as(folder: str, name: str) -> str | None:

@@ -12,7 +12,7 @@ from itertools import islice
 from typing import Literal
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME
-from zeroelastic.checkpoint.file_names import model_file_name, parse_rank_file
+from zeroelastic.checkpoint.file_names import EXPERT_FILE, model_file_name, parse_rank_file
 from zeroelastic.checkpoint.quarantine import MARK_NAME
 from zeroelastic.errors import CheckpointError, UnreadableError
 from zeroelastic.io.paths import FilePath
@@ -33,7 +33,8 @@ class TagListing:
 
     ``optim`` and ``models`` are the file names by (rank, tensor parallel rank); of ``zero-1-2`` only rank 0 has model
     states. ``duplicates`` are further files of a (rank, tensor parallel rank) that already has one. ``temporaries`` are
-    files of a save that was interrupted or is still running; ``unknown_files`` are none of these.
+    files of a save that was interrupted or is still running; ``expert_files`` have the weights of experts;
+    ``unknown_files`` are none of these.
     """
 
     directory: FilePath
@@ -43,6 +44,7 @@ class TagListing:
     models: Mapping[tuple[int, int], str]
     duplicates: tuple[str, ...]
     temporaries: tuple[str, ...]
+    expert_files: tuple[str, ...]
     unknown_files: tuple[str, ...]
     folders: tuple[str, ...]
 
@@ -87,6 +89,7 @@ def list_tag(directory: FilePath) -> TagListing:
     models: dict[tuple[int, int], str] = {}
     duplicates: list[str] = []
     temporaries: list[str] = []
+    expert_files: list[str] = []
     unknown_files: list[str] = []
     whole: dict[int, str] = {}
     for name in sorted(sizes):
@@ -99,6 +102,8 @@ def list_tag(directory: FilePath) -> TagListing:
                 duplicates.append(name)
             else:
                 files[file.rank, file.tp_rank] = name
+        elif EXPERT_FILE.match(name):
+            expert_files.append(name)
         elif is_temporary(name):
             temporaries.append(name)
         elif name not in (RECORD_NAME, MARK_NAME):
@@ -114,6 +119,7 @@ def list_tag(directory: FilePath) -> TagListing:
         models=models,
         duplicates=tuple(duplicates),
         temporaries=tuple(temporaries),
+        expert_files=tuple(expert_files),
         unknown_files=tuple(unknown_files),
         folders=inside,
     )

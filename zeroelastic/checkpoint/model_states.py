@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from zeroelastic.checkpoint.commit_record import CommitRecord
 from zeroelastic.checkpoint.extents import TensorExtents
-from zeroelastic.checkpoint.file_names import WHOLE_MODEL_FILE, saved_as
+from zeroelastic.checkpoint.file_names import WHOLE_MODEL_FILE, expert_file_name, saved_as
 from zeroelastic.checkpoint.tensor_parallel import TensorParallel, other_tp_size
 from zeroelastic.checkpoint.values import checked_column, checked_param, checked_params, checked_table
 from zeroelastic.core.layout import Int64Array, Layout, Param, partition_numel, unpacked_layout
@@ -29,6 +29,7 @@ COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 _NO_RANGES = np.empty((0, 2), dtype=np.int64)
 _MAX_WORLD_SIZE = 1 << 24
+_MAX_EXPERTS = 1 << 16
 _STATES = ("lr_scheduler", "random_ltd", "data_sampler")
 _OF_DEEPSPEED = frozenset(
     [
@@ -53,6 +54,8 @@ _OF_DEEPSPEED = frozenset(
         "universal_checkpoint_info",
         "sparse_tensor_module_names",
         "csr_tensor_module_names",
+        "num_experts",
+        "autoep_layers",
     ]
 )
 
@@ -68,7 +71,8 @@ class ModelStates:
     parameter in the module's state, None for what is no tensor. ``weights`` are the (offset, nbytes) of the trained
     parameters in a file of the whole module; a load makes them from the master weights instead. ``params_alone`` are
     the (offset, nbytes) of all payload that nothing but a parameter uses; storages that a parameter shares with a
-    buffer, or with client state, are not in it. Both ascend, with shape ``(num_ranges, 2)``.
+    buffer, or with client state, are not in it. Both ascend, with shape ``(num_ranges, 2)``. ``expert_files`` are the
+    names of the files that have the weights of the experts of mixture-of-experts layers.
     """
 
     path: FilePath
@@ -85,6 +89,7 @@ class ModelStates:
     others: Mapping[str, tuple[int, ...] | None] = field(default_factory=dict)
     weights: Int64Array = field(default_factory=lambda: _NO_RANGES)
     params_alone: Int64Array = field(default_factory=lambda: _NO_RANGES)
+    expert_files: tuple[str, ...] = ()
 
     def fragments(self) -> list[tuple[int, int]]:
         """(offset, nbytes) in the file of this rank's part of each frozen parameter that has elements."""
@@ -180,6 +185,17 @@ def _model_states(file: TorchFile, rank: int, *, world_size: int | None, tp: Ten
         },
         weights=weights,
         params_alone=params_alone,
+        expert_files=() if is_part else _expert_files(root, 0 if tp is None else tp.rank),
+    )
+
+
+def _expert_files(root: Mapping[object, object], tp_rank: int) -> tuple[str, ...]:
+    """The files with the weights of experts, which a file of the whole module counts by layer and does not have."""
+    counts = with_lists(root.get("num_experts"))
+    if not isinstance(counts, list) or not all(type(count) is int and count <= _MAX_EXPERTS for count in counts):
+        return ()
+    return tuple(
+        expert_file_name(layer, expert, tp_rank) for layer, count in enumerate(counts) for expert in range(count)
     )
 
 

@@ -49,7 +49,8 @@ class Membership:
     ``excluded``: frozen now, and the save left frozen parameters out. ``dropped``: in the save, not in the model.
     ``relisted``: without elements, and listed as trained by one side only, which changes nothing.
     ``problems`` are sentences about everything that differs: among them ``reshaped`` about shapes, which nothing mends,
-    and ``frozen_problems`` about frozen parameters that the save lacks, which are part of the module's state alone.
+    ``frozen_problems`` about frozen parameters that the save lacks, which are part of the module's state alone, and
+    ``moved`` about those that only one side trains.
     ``groups`` runs parallel to the live optimizer groups.
     """
 
@@ -67,6 +68,7 @@ class Membership:
     group_problems: tuple[str, ...]
     reshaped: tuple[str, ...]
     frozen_problems: tuple[str, ...]
+    moved: tuple[str, ...]
 
     @property
     def same_params(self) -> bool:
@@ -139,6 +141,7 @@ def compare(
         group_problems=tuple(group_problems),
         reshaped=tuple(reshaped),
         frozen_problems=tuple(missing[_FROZEN]),
+        moved=tuple(moved),
     )
 
 

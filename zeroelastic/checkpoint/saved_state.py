@@ -5,7 +5,7 @@ A load needs the headers of a few ranks; the verbs of the command line need all 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ from zeroelastic.core.collector import paused_collector
 from zeroelastic.core.digest import ParamContent, ScalarValue
 from zeroelastic.core.layout import Layout, Param, unpacked_layout
 from zeroelastic.core.plan import make_plan
-from zeroelastic.errors import CheckpointError
+from zeroelastic.errors import CheckpointError, UnsupportedError, some
 from zeroelastic.torch_file.header import DTYPE_BYTES
 
 
@@ -122,15 +122,26 @@ class SavedState:
         ]
 
 
-def open_state(checkpoint: Checkpoint) -> SavedState:
+SEPARATE_EXPERTS = (
+    "has mixture-of-experts layers, whose experts are in files of their own, which cannot be resharded yet. DeepSpeed "
+    "alone loads it, in the arrangement that saved."
+)
+
+
+def open_state(checkpoint: Checkpoint, *, resizable: bool = True) -> SavedState:
     """Open every rank's headers and check that they are of one save.
 
-    Raises CheckpointError naming two files that disagree, and as ``Checkpoint.shard`` and ``model_states`` do.
+    Raises CheckpointError naming two files that disagree, and as ``Checkpoint.shard`` and ``model_states`` do. Where
+    values differ between ranks that follow from a rank's own part of the weights (``values_by_rank``), raises
+    UnsupportedError if ``resizable``; else those of the first rank stand for all. A save with files of
+    experts, which no verb rewrites, is not ``resizable`` either.
     """
     models = tuple(checkpoint.model_states(rank) for rank in range(len(checkpoint.model_files)))
+    if resizable and models[0].expert_files:
+        raise UnsupportedError(f"{checkpoint.tag_dir}: {SEPARATE_EXPERTS}")
     shards = {rank: checkpoint.shard(rank) for rank in range(checkpoint.world_size)}
     head = shards[0]
-    check_same_save(shards, head)
+    check_same_save(shards, head, recorded=checkpoint.record is not None, resizable=resizable)
     check_same_models(models, head, checkpoint)
     parts = [trained_part(shards, head)]
     if (frozen := frozen_part({model.rank: model for model in models})) is not None:
@@ -178,16 +189,83 @@ def frozen_part(models: Mapping[int, ModelStates]) -> SavedPart | None:
     )
 
 
-def check_same_save(shards: Mapping[int, Shard], head: Shard) -> None:
-    """Raise CheckpointError when shards differ in something that all shards of one save say alike."""
+def check_same_save(shards: Mapping[int, Shard], head: Shard, *, recorded: bool, resizable: bool = True) -> None:
+    """Raise CheckpointError when shards differ in something that all shards of one save say alike.
+
+    ``recorded``: the save has a commit record, so that its ranks were compared. ``resizable`` as of ``open_state``.
+    """
     facts = shard_facts(head)
+    different: dict[str, Shard] = {}
     for shard in shards.values():
         theirs = facts if shard is head else shard_facts(shard)
         for what, ours in facts.items():
             if theirs[what] != ours:
-                raise CheckpointError(
-                    f"{shard.path} and {head.path} differ in {what}. Files of two saves are mixed in this directory."
-                )
+                different.setdefault(what, shard)
+    if not different:
+        return
+    by_rank = None if recorded or different.keys() - VALUE_FACTS else values_by_rank(shards.values(), head)
+    if by_rank is None:
+        what, shard = next(iter(different.items()))
+        raise CheckpointError(
+            f"{shard.path} and {head.path} differ in {what}. Files of two saves are mixed in this directory."
+        )
+    if resizable:
+        raise UnsupportedError(f"{head.path.parent}: {by_rank}")
+
+
+VALUE_FACTS = frozenset(("hyper-parameters", "step and other scalars"))
+"""The facts of a shard that are numbers of an optimizer, which differ between ranks where they follow from its part."""
+
+_SET_ALIKE = frozenset(
+    ("step", "lr", "initial_lr", "betas", "momentum", "base_momentum", "max_momentum", "weight_decay")
+)
+"""Numbers that every rank counts or that a scheduler sets: where they differ, ranks are of two saves."""
+
+Values = Mapping[str, tuple[str, object]]
+"""The numbers of an optimizer: by a description, their key and the value."""
+
+
+def values_by_rank(shards: Iterable[Shard], head: Shard) -> str | None:
+    """The sentence about a save whose ranks differ in numbers that an optimizer computes from a rank's own part.
+
+    None where the ranks are of two saves: where they differ in a counter, in what a scheduler sets, or in anything that
+    is no fraction.
+    """
+    return values_sentence([(shard.rank, shard_values(shard)) for shard in (head, *shards)])
+
+
+def values_sentence(tables: Sequence[tuple[int, Values]]) -> str | None:
+    """As ``values_by_rank``, given the saved rank of each file and its ``shard_values``."""
+    first, ours = tables[0]
+    named: dict[str, str] = {}
+    for rank, theirs in tables[1:]:
+        if theirs.keys() != ours.keys():
+            return None
+        for what, (key, value) in ours.items():
+            other = theirs[what][1]
+            if repr(other) == repr(value):
+                continue
+            if key in _SET_ALIKE or not (isinstance(value, float) and isinstance(other, float)):
+                return None
+            named.setdefault(what, f"{what} is {value:.6g} on rank {first} and {other:.6g} on rank {rank}")
+    if not named:
+        return None
+    return (
+        f"{some(named.values(), 4, separator='; ')}. The optimizer computes such values from a rank's own part of the "
+        "weights: the run resumes at the world size that saved, through DeepSpeed alone, and at another one takes the "
+        "weights only (load_optimizer_states=False, `zeroelastic export`)."
+    )
+
+
+def shard_values(shard: Shard) -> Values:
+    """The hyper-parameters and the replicated state of a rank's optimizer."""
+    found: dict[str, tuple[str, object]] = {}
+    for g, group in enumerate(shard.groups):
+        found[f"the parameters of optimizer group {g}"] = ("params", group.params)
+        found |= {f"{key!r} of optimizer group {g}": (key, value) for key, value in group.options.items()}
+    for i, scalars in enumerate(shard.scalars):
+        found |= {f"state {key!r} of sub-group {i}": (key, value.value) for key, value in scalars.items()}
+    return found
 
 
 def shard_facts(shard: Shard) -> dict[str, str]:
@@ -243,6 +321,8 @@ def _first_members(layout: Layout) -> list[int]:
 __all__ = [
     "FP32",
     "FROZEN",
+    "SEPARATE_EXPERTS",
+    "VALUE_FACTS",
     "SavedPart",
     "SavedState",
     "SavedTensor",
@@ -251,5 +331,8 @@ __all__ = [
     "frozen_part",
     "open_state",
     "shard_facts",
+    "shard_values",
     "trained_part",
+    "values_by_rank",
+    "values_sentence",
 ]

@@ -23,14 +23,19 @@ OFFLINE_TENSOR_PARALLEL = (
 )
 
 
-def other_tp_size(where: FilePath, saved: object, tp: TensorParallel | None) -> UnsupportedError:
-    """The error about a save of another tensor parallel size than the run's; without ``tp``, than 1."""
+def other_tp_size(where: FilePath, saved: object, tp: TensorParallel | None, *, stage: int = 3) -> UnsupportedError:
+    """The error about a save of another tensor parallel size than the run's; without ``tp``, than 1.
+
+    ``stage`` is the run's. DeepSpeed's conversion of a save without tensor parallelism fails at stage 3 (0.19.8).
+    """
     if tp is None:
         return UnsupportedError(
             f"{where}: was saved with {shown(saved)} tensor parallel ranks. {OFFLINE_TENSOR_PARALLEL}"
         )
+    convert = ", or convert the checkpoint with DeepSpeed's ds_to_universal first"
+    if saved == 1:
+        convert = "" if stage == 3 else f"{convert} (--inject_missing_state)"
     return UnsupportedError(
-        f"{where}: was saved with tensor parallel size {shown(saved)}, and the run has {tp.size}. The data "
-        "parallel size may change, the tensor parallel size may not: resume with the saved one, or convert the "
-        "checkpoint with DeepSpeed's ds_to_universal first."
+        f"{where}: was saved with tensor parallel size {shown(saved)}, and the run has {tp.size}. The tensor parallel "
+        f"size may not change: resume with the saved one{convert}."
     )

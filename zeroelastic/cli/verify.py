@@ -42,7 +42,7 @@ def verify(
     processes of one torchrun or srun share the reading.
     A checkpoint that was found damaged on a load may have a mark, by which it is passed over; --lift-quarantine removes
     it from one that turns out valid.
-    Exit code 0: valid; 1: it could not be checked; 2: wrong usage; 3: invalid.
+    Exit code 0: valid, or sound and not supported; 1: it could not be checked; 2: wrong usage; 3: invalid.
 
     \b
     Examples:
@@ -84,6 +84,8 @@ def _show(report: VerifyReport) -> None:
         print_styled("  ", ("ok  " if report.valid else "    ", "green"), "  ", clause)
     for clause in report.unchecked:
         print_styled("  ", ("note", "yellow"), "  ", clause)
+    for clause in report.unsupported:
+        print_styled("  ", ("not supported", "yellow"), "  ", clause)
     if report.content_root is not None:
         compared = report.recorded_root is not None
         matches = "the saved one" if report.content_root == report.recorded_root else "not the saved one"
@@ -100,6 +102,10 @@ def _show(report: VerifyReport) -> None:
             else ""
         )
         print_styled("  ", ("note", "yellow"), "  ", report.quarantine.sentence, done)
+    if report.valid and report.unsupported:
+        sound = "Sound by its checksums" if report.mode == "full" else "Nothing is wrong with names and sizes"
+        print_styled((sound, "green"), "; not supported: DeepSpeed alone resumes it, at the sizes that saved.")
+        return
     if report.valid:
         print_styled(("Valid" if report.mode == "full" else "Nothing is wrong with names and sizes", "green"), ".")
         return

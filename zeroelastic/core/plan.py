@@ -66,7 +66,7 @@ def match_params(src: Layout, dst: Layout) -> Int64Array:
     """Position in ``src`` of each parameter of ``dst``: shape ``(dst.num_params,)``.
 
     Both layouts must hold the same names and numel; anything else is a bug of the caller, who reports mismatches to
-    the user first (``checkpoint.compare_params``). Raises ValueError.
+    the user first (``param_changes.compare_params``). Raises ValueError.
     """
     if _same_names(src, dst):
         order = np.arange(src.num_params, dtype=np.int64)

@@ -41,6 +41,6 @@ def diff(
     memory = size_option(max_memory, "--max-memory", minimum=LEAST_MEMORY)
     sources = find_source(a), find_source(b)
     with one_save(*(source.tag_dir for source in sources)):
-        left, right = (open_state(open_checkpoint(source.tag_dir)) for source in sources)
+        left, right = (open_state(open_checkpoint(source.tag_dir), resizable=False) for source in sources)
         with progress("diff", comparison_nbytes(left, right, params=params)) as advance:
             return compare_checkpoints(left, right, params=params, max_memory=memory, progress=advance)

@@ -104,7 +104,7 @@ def export(
 
     def make_plan() -> ExportPlan:
         check_free(target.absolute(), sources=local_sources(source))
-        state = open_state(open_checkpoint(source.tag_dir))
+        state = open_state(open_checkpoint(source.tag_dir), resizable=False)
         return plan_export(
             state, dtype=dtype, max_shard_size=shard_nbytes, optimizer=optimizer, tied=tied, model_dir=source.root
         )

@@ -277,7 +277,7 @@ class CheckpointView(Mapping[str, TensorHandle]):
 
         def trained_extents(rank: int) -> Mapping[str, TensorExtents]:
             shard = checkpoint.shard(rank)
-            check_same_save({rank: shard}, head)
+            check_same_save({rank: shard}, head, recorded=checkpoint.record is not None, resizable=False)
             return shard.extents
 
         def frozen_extents(rank: int) -> Mapping[str, TensorExtents]:

@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_head
@@ -28,6 +29,7 @@ from zeroelastic.errors import (
     UnsafePickleError,
     UnsupportedError,
     UsageError,
+    some,
 )
 from zeroelastic.io.objects import modified_at
 from zeroelastic.io.paths import FilePath, RemotePath
@@ -245,11 +247,20 @@ def check_quickly(tag_dir: FilePath) -> tuple[str, ...]:
     """A check that reads no payload; it raises the problem and returns none.
 
     With a commit record: every rank's files exist with the recorded sizes; no header is opened. Without one: every
-    rank's headers can be read and belong to one save. Raises CheckpointError, UnsupportedError.
+    rank's headers can be read and belong to one save, as far as they are read here: a checkpoint that only DeepSpeed
+    loads may be whole, too. Raises CheckpointError, and UnsupportedError where not even its files are known.
     """
     checkpoint = open_checkpoint(tag_dir)
     if checkpoint.record is None:
-        open_state(checkpoint)
+        model = checkpoint.model_states(0)
+        for rank in range(checkpoint.world_size):
+            with suppress(UnsupportedError):
+                checkpoint.shard(rank)
+        with suppress(UnsupportedError):
+            open_state(checkpoint, resizable=False)
+        missing = sorted({*model.expert_files} - {*file_sizes(checkpoint.tag_dir)} if model.expert_files else ())
+        if missing:
+            raise MissingFileError(f"{tag_dir}: files of experts are missing: {some(missing)}.")
     return ()
 
 

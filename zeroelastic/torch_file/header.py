@@ -32,7 +32,7 @@ from zeroelastic.io.paths import FilePath, RemotePath, as_path
 from zeroelastic.io.storage import read_range
 from zeroelastic.torch_file.columns import NamedColumn, TensorColumn
 from zeroelastic.torch_file.inert_objects import DTYPE_BYTES, DType, StorageRef, Stub, TensorRef
-from zeroelastic.torch_file.packed_pickle import LARGE_PICKLE, LONG_LIST, is_worth_packing, pack_pickle
+from zeroelastic.torch_file.packed_pickle import LARGE_PICKLE, LONG_LIST, pack_pickle
 from zeroelastic.torch_file.pickle_limits import check_opcodes
 from zeroelastic.torch_file.records import LOCATED_BYTES, Record, Records
 from zeroelastic.torch_file.safe_unpickler import ForeignGlobals, HeaderUnpickler, check_tree
@@ -237,7 +237,7 @@ def read_torch_file(
         file.extent(file.root["optimizer_state_dict"]["fp32_flat_groups"][0])
     """
     data, file = read_pickle(path, through=through)
-    worth_it = is_worth_packing(len(data), large=LARGE_PICKLE)
+    worth_it = len(data) >= LARGE_PICKLE  # and nothing else decides, so that a file is always read in the same way
     for long_list in ((LONG_LIST, 0) if columns else (0,)) if worth_it else ():
         packed = pack_pickle(data, long_list=long_list)
         if packed is None:

@@ -7,7 +7,6 @@ the same. Where there is no engine, or it leaves a pickle to Python, files are r
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import partial
 from itertools import compress
@@ -28,7 +27,6 @@ LARGE_PICKLE = 16 << 10
 
 _MAX_ITEMS = 32  # of a tuple or dictionary that many names have as their value
 _MAX_NUMEL = 1 << 58
-_ENGINE = "zeroelastic.executors.native_executor"
 
 
 @sealed
@@ -119,11 +117,6 @@ def _is_form(value: object) -> bool:
     if type(value) is dict:
         return len(value) <= _MAX_ITEMS and {*map(type, value)} <= {str} and {*map(type, value.values())} <= {int}
     return isinstance(value, TensorRef) and value.numel < _MAX_NUMEL
-
-
-def is_worth_packing(num_bytes: int, *, large: int) -> bool:
-    """Whether the engine is faster for a pickle: one of ``large`` bytes, or any where it has been imported already."""
-    return num_bytes >= large or _ENGINE in sys.modules
 
 
 def pack_pickle(data: bytes, *, long_list: int) -> tuple[memoryview, list[object]] | None:

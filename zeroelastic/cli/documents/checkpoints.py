@@ -213,6 +213,7 @@ class Verify(Document):
     lifted: bool
     checked: list[str]
     unchecked: list[str]
+    unsupported: list[str]
     files: list[VerifiedFile]
     num_files: int
     num_params: int

@@ -8,11 +8,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from zeroelastic.checkpoint.tensor_parallel import NO_TENSOR_PARALLEL, TensorParallel
 from zeroelastic.deepspeed.engine import Engine
+from zeroelastic.deepspeed.live.evaluation import Evaluation
 from zeroelastic.deepspeed.live.group_split import Bf16GroupSplit, GroupSplit
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.live.stage3 import Stage3
@@ -24,14 +26,20 @@ _KINDS: dict[type, type[LiveOptimizer]] = {
     DeepSpeedZeroOptimizer_Stage3: Stage3,
     DeepSpeedZeroOptimizer: GroupSplit,
     BF16_Optimizer: Bf16GroupSplit,
+    DeepSpeedZeRoOffload: Evaluation,
 }
 """DeepSpeed's class -> ours. Also for subclasses of DeepSpeed's; ``uncovered`` names the ones that are not covered."""
 
 
-def kind_of(optimizer: object) -> type[LiveOptimizer] | None:
-    """The class of the live optimizer, or None for an optimizer that is left to DeepSpeed alone."""
+def kind_of(optimizer: object, *, to_load: bool = False) -> type[LiveOptimizer] | None:
+    """The class of the live optimizer, or None for an optimizer that is left to DeepSpeed alone.
+
+    What stands for the optimizer of an engine without one has a class ``to_load`` only.
+    """
     kind = _class_of(optimizer)
-    return kind if kind is not None and kind.left_to_deepspeed(optimizer) is None else None
+    if kind is None or not (kind.trains or to_load):
+        return None
+    return kind if kind.left_to_deepspeed(optimizer) is None else None
 
 
 def why_left_to_deepspeed(optimizer: object) -> str | None:
@@ -49,16 +57,18 @@ def read_live(optimizer: Any, names: Mapping[torch.nn.Parameter, str]) -> LiveOp
 
     Raises UnsupportedError for parameters that are not partitioned over all ranks.
     """
-    kind = kind_of(optimizer)
+    kind = kind_of(optimizer, to_load=True)
     assert kind is not None
     return kind(optimizer, names)
 
 
 def covered_live(engine: Engine, optimizer: Any) -> LiveOptimizer:
     """The live state of a run that elastic checkpoints cover. Raises UnsupportedError for any other."""
-    kind = kind_of(optimizer)
+    kind = kind_of(optimizer, to_load=True)
     assert kind is not None
-    if problems := kind.uncovered(optimizer, engine):
+    if (problems := kind.uncovered(optimizer, engine)) and not kind.trains:
+        raise UnsupportedError(f"engines without an optimizer are not loaded with {', '.join(problems)} yet.")
+    if problems:
         raise UnsupportedError(
             f"elastic checkpoints do not cover {', '.join(problems)} yet. Save with elastic_checkpoint off, and resume "
             "at the world size that saved."
@@ -69,6 +79,6 @@ def covered_live(engine: Engine, optimizer: Any) -> LiveOptimizer:
 def rank_and_tp(engine: Engine) -> tuple[int, TensorParallel]:
     """This rank in its data parallel group, and which of the tensor parallel ranks it is."""
     optimizer = getattr(engine, "optimizer", None)
-    if optimizer is None or kind_of(optimizer) is None:
+    if optimizer is None or kind_of(optimizer) is None:  # without an optimizer there are no such groups, either
         return dist.get_rank(), NO_TENSOR_PARALLEL
     return dist.get_rank(group=optimizer.dp_process_group), tensor_parallel(optimizer)

@@ -49,6 +49,8 @@ class LiveOptimizer(ABC):
     module: torch.nn.Module
     per_param: bool = True
     """Whether each parameter is cut by itself (ZeRO-3), or each optimizer group as a whole (ZeRO-1 and 2)."""
+    trains: bool = True
+    """Whether there is an optimizer; else every parameter counts as frozen, and only weights are loaded."""
     on_nvme: bool = False
     """Whether the state of any sub-group, or parameters, may lie on NVMe and not in memory."""
 

@@ -20,8 +20,9 @@ import torch.distributed as dist
 from zeroelastic.checkpoint.commit_record import CommitRecord
 from zeroelastic.checkpoint.one_save import was_saved_again
 from zeroelastic.deepspeed.engine import Engine, accumulated_micro_batches, agree_on_options, options_of
-from zeroelastic.deepspeed.live.kinds import kind_of
+from zeroelastic.deepspeed.live.kinds import kind_of, why_left_to_deepspeed
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
+from zeroelastic.deepspeed.load.arrangement import refuse_other_arrangement
 from zeroelastic.deepspeed.load.changed_params import changes
 from zeroelastic.deepspeed.load.fallback import load_newest
 from zeroelastic.deepspeed.load.module_states import (
@@ -45,7 +46,7 @@ from zeroelastic.deepspeed.load.restore import restore
 from zeroelastic.deepspeed.load.stock import read_covered, stock_loads
 from zeroelastic.deepspeed.load.tag_choice import choice_notes, choose_tag, nothing_to_load, warn_of_mark
 from zeroelastic.deepspeed.load.verify import raise_mismatch, verify
-from zeroelastic.distributed.collective import all_gather_alike, any_rank, is_raised_on_all_ranks
+from zeroelastic.distributed.collective import all_gather_alike, all_or_raise, any_rank, is_raised_on_all_ranks
 from zeroelastic.distributed.partners import require_partners
 from zeroelastic.errors import CheckpointError, SavedAgainError, UnsupportedError, ZeroElasticError
 from zeroelastic.io.paths import FilePath, absolute, is_url
@@ -54,6 +55,7 @@ from zeroelastic.io.retry import retrying
 from zeroelastic.monitoring.observers import publish
 from zeroelastic.monitoring.spans import span
 from zeroelastic.report import Note
+from zeroelastic.tags.names import read_latest
 from zeroelastic.tags.tag_directory import MAX_LOOKS, open_tag
 from zeroelastic.torch_file.safe_unpickler import allow_globals
 
@@ -96,7 +98,10 @@ def load(engine: Engine, request: LoadRequest, original: Callable[..., Loaded], 
     began = time.perf_counter()
     stock = partial(_load_by_deepspeed, original, loaded)
     request = replace(request, load_dir=absolute(request.load_dir))
-    if kind_of(engine.optimizer) is None or engine.load_universal_checkpoint():
+    if engine.load_universal_checkpoint():
+        return stock(request)
+    if kind_of(engine.optimizer, to_load=True) is None:
+        _check_left(engine, request)
         return stock(request)
     require_partners()
     agree_on_options(engine)
@@ -124,6 +129,17 @@ def _load_newest_or_asked(
             if found is not None:
                 return found[0]
         return load_tag(request)
+
+
+def _check_left(engine: Engine, request: LoadRequest) -> None:
+    """Check what DeepSpeed does not, of a run that is left to it and whose files say how they are cut. Collective."""
+    if is_url(request.load_dir) or not (engine.zero_optimization() or getattr(engine, "has_moe_layers", False)):
+        return
+    require_partners()
+    tag = request.tag if request.tag is not None else all_or_raise(lambda: read_latest(request.directory))
+    if tag is not None:
+        why = why_left_to_deepspeed(engine.optimizer) or type(engine.optimizer).__name__
+        refuse_other_arrangement(engine, request.directory / str(tag), request, why)
 
 
 def _load_by_deepspeed(original: Callable[..., Loaded], loaded: OnLoad, request: LoadRequest) -> Loaded:
@@ -163,9 +179,9 @@ def _load(
     notes = choice_notes(request.directory, tag, newer)
     micro = engine.train_micro_batch_size_per_gpu() * engine.gradient_accumulation_steps()
     copies = engine.train_batch_size() // micro  # of the model: ranks that share a sequence take one batch
-    batch = check_batch(
-        plan.train_batch_size, engine.train_batch_size(), copies, strict=request.options.refuses_other_batch
-    )
+    strict = request.options.refuses_other_batch
+    saved_batch = plan.train_batch_size if live.trains else None
+    batch = check_batch(saved_batch, engine.train_batch_size(), copies, strict=strict)
     batch_changed = batch is not None and not request.load_module_only
     if batch is not None and batch_changed:
         notes.append(Note(logging.WARNING, batch))
@@ -215,8 +231,11 @@ def _check(
     """
     covered = read_covered(engine, tag_dir, request.options)
     if isinstance(covered, ZeroElasticError):
+        refuse_other_arrangement(engine, tag_dir, request, str(covered))
         return covered
     live, level = covered
+    if not live.trains:
+        request = replace(request, load_optimizer_states=False)
     if level != request.options.verify:
         request = replace(request, options=request.options.model_copy(update={"verify": level}))
     try:

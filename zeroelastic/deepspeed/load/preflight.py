@@ -20,7 +20,13 @@ from zeroelastic.checkpoint.model_states import ModelStates, frozen_layouts, oth
 from zeroelastic.checkpoint.open import Checkpoint, open_checkpoint
 from zeroelastic.checkpoint.optimizer_file import FP32, Shard, configured_batch
 from zeroelastic.checkpoint.param_changes import Membership, ParamSet, compare
-from zeroelastic.checkpoint.saved_state import check_same_save, shard_facts
+from zeroelastic.checkpoint.saved_state import (
+    VALUE_FACTS,
+    check_same_save,
+    shard_facts,
+    shard_values,
+    values_sentence,
+)
 from zeroelastic.core.digest import ScalarValue
 from zeroelastic.core.layout import Layout, in_own_buffers
 from zeroelastic.core.plan import Plan, check_plan, make_plan, source_ranks
@@ -29,7 +35,7 @@ from zeroelastic.deepspeed.live.optimizers import SavedGroup, misfits
 from zeroelastic.deepspeed.load.request import LoadRequest
 from zeroelastic.deepspeed.node_local.peer_checkpoint import open_with_peers
 from zeroelastic.deepspeed.node_local.visibility import FileVisibility, gather_visibility, look_at_share
-from zeroelastic.distributed.collective import all_gather_of_or_raise
+from zeroelastic.distributed.collective import all_gather, all_gather_of_or_raise
 from zeroelastic.errors import CheckpointError, LayoutMismatchError, StrictError, UnsupportedError
 from zeroelastic.executors.dispatch import Executor
 from zeroelastic.io.paths import FilePath
@@ -138,12 +144,15 @@ def preflight(
     plan, digests = all_gather_of_or_raise(
         check, lambda plan: _consistency_digest(plan, weights_only=request.weights_only)
     )
-    _check_consistent(tag_dir, digests)
+    _check_consistent(tag_dir, digests, plan)
     return plan
 
 
-def _check_consistent(tag_dir: FilePath, digests: Sequence[ConsistencyDigest]) -> None:
-    """Raise CheckpointError where two ranks read files of different saves; ``digests`` are by rank."""
+def _check_consistent(tag_dir: FilePath, digests: Sequence[ConsistencyDigest], own: LoadPlan) -> None:
+    """Raise CheckpointError where two ranks read files of different saves; ``digests`` are by rank.
+
+    UnsupportedError where they differ in values of the optimizer that follow from a rank's part. Collective.
+    """
     first_of: dict[str, int] = {}  # the first rank of each tensor parallel rank, whose slices are its own
     for rank, digest in enumerate(digests):
         facts = dict(digest)
@@ -151,6 +160,11 @@ def _check_consistent(tag_dir: FilePath, digests: Sequence[ConsistencyDigest]) -
         for other, compared in ((first, facts.keys()), (0, _SHARED_FACTS)):
             theirs = dict(digests[other])
             mixed = [fact for fact in theirs if fact in compared and facts.get(fact) != theirs[fact]]
+            if mixed and VALUE_FACTS.issuperset(mixed) and own.checkpoint.record is None:  # which all ranks found
+                values = all_gather((own.checkpoint.tp.rank, own.head.rank, shard_values(own.head)))
+                sentence = values_sentence([(saved, found) for tp, saved, found in values if tp == values[rank][0]])
+                if sentence is not None:
+                    raise UnsupportedError(f"{tag_dir}: {sentence}")
             if mixed:
                 raise CheckpointError(
                     f"{tag_dir}: ranks {other} and {rank} read files that differ in {', '.join(mixed)}. Files of two "
@@ -191,7 +205,7 @@ def _open(
     newly_frozen = _planned(head.layout, live.frozen.only(set(membership.newly_frozen)), rank)
     for part in (plan, newly_frozen):
         shards |= {source: checkpoint.shard(source) for source in (part.source_ranks if part else ())}
-    check_same_save(shards, head)
+    check_same_save(shards, head, recorded=record is not None, resizable=not request.weights_only)
     frozen_plan, unfrozen_plan, extents = _open_frozen(checkpoint, model, live, membership)
     states = target_state(membership, head, live, weights_only=request.weights_only)
     batch = record.train_batch_size if record is not None else head.train_batch_size
@@ -257,7 +271,8 @@ def _check_membership(membership: Membership, request: LoadRequest, tag_dir: Fil
     problems = [*membership.reshaped]
     strict = request.options.on_mismatch == "error"
     if strict:
-        tolerated = () if request.strict_module else membership.frozen_problems
+        tolerated = {*(() if request.strict_module else membership.frozen_problems)}
+        tolerated |= set() if live.trains else {*membership.moved}
         problems += [problem for problem in membership.problems if problem not in tolerated]
         problems += membership.group_problems if not request.weights_only else ()
     if strict and request.strict_module:

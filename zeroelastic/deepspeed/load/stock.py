@@ -21,7 +21,7 @@ from zeroelastic.checkpoint.model_states import open_model_states
 from zeroelastic.checkpoint.open import open_checkpoint, rank_files, saved_sizes
 from zeroelastic.checkpoint.tensor_parallel import TensorParallel
 from zeroelastic.deepspeed.engine import Engine
-from zeroelastic.deepspeed.live.kinds import covered_live
+from zeroelastic.deepspeed.live.kinds import covered_live, kind_of
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.live.topology import tensor_parallel
 from zeroelastic.deepspeed.load.request import LoadRequest
@@ -56,6 +56,8 @@ def read_covered(
         try:
             return covered_live(engine, engine.optimizer), None
         except UnsupportedError as error:
+            if kind_of(engine.optimizer) is None:  # an engine without an optimizer, into which DeepSpeed loads nothing
+                return None, (str(error), False)
             world_size = dist.get_world_size(group=engine.optimizer.dp_process_group)
             node_local, tp = engine.use_node_local_storage(), tensor_parallel(engine.optimizer)
             loads = isinstance(tag_dir, Path) and _has_rigid_files(
@@ -87,7 +89,7 @@ def stock_loads(
     It does for a file of torch's old format and for state that only DeepSpeed reads, where each rank finds its own
     files of a rigid checkpoint of this world size; and for a rigid checkpoint without a commit record that fits.
     """
-    if not isinstance(tag_dir, Path):  # DeepSpeed reads no URLs
+    if not isinstance(tag_dir, Path) or not live.trains:  # DeepSpeed reads no URLs
         return False
     if isinstance(error, OldFormatError):
         node_local = engine.use_node_local_storage()

@@ -117,10 +117,12 @@ def raise_mismatch(live: LiveOptimizer, verified: Verification, load_plan: LoadP
 
     It names parameters, state keys and, where the shards carry digests of their own, the files.
     """
-    parts = all_gather((live.tp.rank, verified.wrong))
-    wrong = sorted(stream for _, stream in {(tp_rank, stream) for tp_rank, part in parts for stream in part})
-    if wrong:
-        raise DigestMismatchError(_describe(verified.wrong, wrong, live, load_plan))
+    own = sorted({*verified.wrong})  # the same on all ranks of a data parallel group
+    parts = of_every_tp_rank(live, (len(own), own[:_NAMED]))
+    num_wrong = sum(number for number, _ in parts)
+    if num_wrong:
+        named = sorted(stream for _, streams in parts for stream in streams)[:_NAMED]
+        raise DigestMismatchError(_describe(own, named, num_wrong, live, load_plan))
     roots = all_gather((verified.loaded_root, verified.saved_root) if verified.failed else None)
     ours, theirs = (str(root)[:_ROOT_DIGITS] for root in next(found for found in roots if found is not None))
     raise DigestMismatchError(
@@ -179,7 +181,7 @@ def _expected(record: CommitRecord, live: LiveOptimizer, load_plan: LoadPlan) ->
     if not membership.same_params:  # the report names the others; changed ones are compared by digest
         saved = [content for content in saved if content.param.name in common]
     if load_plan.model.frozen is None:
-        saved = [replace(c, tensors=_without(c.tensors, {FROZEN})) for c in saved if FROZEN not in c.tensors]
+        saved = [content for content in saved if FROZEN not in content.tensors]
     return _Expected(saved, digests, common)
 
 
@@ -225,8 +227,10 @@ def _sums(live: LiveOptimizer, digests: Mapping[Stream, int], device: torch.devi
     return dict(zip(streams, totals, strict=True))
 
 
-def _describe(own: Sequence[Stream], wrong: Sequence[Stream], live: LiveOptimizer, load_plan: LoadPlan) -> str:
-    """The message: what is ``wrong`` on any rank, with the damaged files that some ranks look for. Collective.
+def _describe(
+    own: Sequence[Stream], named: Sequence[Stream], num_wrong: int, live: LiveOptimizer, load_plan: LoadPlan
+) -> str:
+    """The message: what is wrong on any rank, with the damaged files that some ranks look for. Collective.
 
     The first rank of each data parallel group looks; if it does not see all files, the reader of each file does.
     """
@@ -240,12 +244,12 @@ def _describe(own: Sequence[Stream], wrong: Sequence[Stream], live: LiveOptimize
     reports = [report for report in found if report is not None]
     damaged = [report for report in reports if report.files]
     files = " ".join(report.text for report in damaged or reports if report.text)
-    named = ", ".join(f"{name}: {key}" for name, key in wrong[:_NAMED])
-    more = " ..." if len(wrong) > _NAMED else ""
-    differ = "1 tensor differs" if len(wrong) == 1 else f"{len(wrong)} tensors differ"
+    names = ", ".join(f"{name}: {key}" for name, key in named)
+    more = " ..." if num_wrong > _NAMED else ""
+    differ = "1 tensor differs" if num_wrong == 1 else f"{num_wrong} tensors differ"
     return (
         f"{load_plan.checkpoint.tag_dir}: {differ} from what the commit record says was saved: "
-        f"{named}{more}. {files} The checkpoint is damaged. "
+        f"{names}{more}. {files} The checkpoint is damaged. "
         "The engine now holds damaged state: do not train on it."
     )
 

@@ -401,7 +401,7 @@ class _Inspector:
                 shard = self.attempt(partial(self._open_shard, optim, rank))
                 shards |= {} if shard is None else {rank: shard}
         if shards:
-            self.attempt(partial(check_same_save, shards, shards[min(shards)]))
+            self.attempt(partial(check_same_save, shards, shards[min(shards)], recorded=self.commit is not None))
 
 
 def _trained(model: ModelStates | None, shard: Shard | None) -> Iterator[tuple[Param, Mapping[str, str]]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, CheckpointFormat, CommitRecord, read_record
@@ -18,7 +18,16 @@ from zeroelastic.checkpoint.model_states import ModelStates, open_model_states, 
 from zeroelastic.checkpoint.open import StateFiles, rank_files
 from zeroelastic.checkpoint.optimizer_file import Shard
 from zeroelastic.checkpoint.optimizer_reader import open_shard
-from zeroelastic.checkpoint.saved_state import SavedPart, SavedTensor, frozen_part, shard_facts, trained_part
+from zeroelastic.checkpoint.saved_state import (
+    SEPARATE_EXPERTS,
+    VALUE_FACTS,
+    SavedPart,
+    SavedTensor,
+    frozen_part,
+    shard_facts,
+    trained_part,
+    values_by_rank,
+)
 from zeroelastic.core.digest import ParamContent, UInt64Array
 from zeroelastic.errors import CheckpointError, UnsupportedError, counted, some
 from zeroelastic.io.paths import FilePath
@@ -50,9 +59,10 @@ class TagHeaders:
     ``sizes`` are those of all files in the directory; ``num_files`` counts those that ranks write. ``optim_files`` and
     ``model_files`` are, by rank, the files that are there and have the size that the commit record states. ``shards``
     and ``models`` are the headers that agree with each other and with the record; ``parts`` the parameters in them, and
-    ``tensors`` the tensors of all parts, whose digests have the seeds ``seeds``. ``notes`` are observations that are
-    not problems. With ``quick`` no header is opened, except one model states file where there is no commit record to
-    give the world size.
+    ``tensors`` the tensors of all parts, whose digests have the seeds ``seeds``. ``other_files`` are further files that
+    DeepSpeed loads, such as those of experts, dealt to the ranks: of them checksums alone are compared. ``unsupported``
+    says what of a checkpoint that may be sound is not read here; ``notes`` are observations that are not problems. With
+    ``quick`` no header is opened, except one model states file where there is no commit record to give the world size.
     """
 
     tag_dir: FilePath
@@ -69,6 +79,8 @@ class TagHeaders:
     seeds: UInt64Array
     problems: tuple[Problem, ...]
     notes: tuple[str, ...]
+    other_files: Mapping[int, tuple[FilePath, ...]] = field(default_factory=dict)
+    unsupported: tuple[str, ...] = ()
 
     @property
     def format(self) -> CheckpointFormat | None:
@@ -85,11 +97,12 @@ class TagHeaders:
     @property
     def ranks(self) -> tuple[int, ...]:
         """The ranks of which at least one file can be read."""
-        return tuple(sorted({*self.optim_files, *self.model_files}))
+        return tuple(sorted({*self.optim_files, *self.model_files, *self.other_files}))
 
     def files(self, rank: int) -> tuple[FilePath, ...]:
         """The files of one rank that can be read."""
-        return tuple(files[rank] for files in (self.optim_files, self.model_files) if rank in files)
+        files = tuple(files[rank] for files in (self.optim_files, self.model_files) if rank in files)
+        return (*files, *self.other_files.get(rank, ()))
 
     @property
     def nbytes(self) -> int:
@@ -122,6 +135,9 @@ class _HeaderCheck:
         self.sizes = self.listing.sizes
         self.problems: list[Problem] = []
         self.notes: list[str] = []
+        self.unsupported: dict[str, None] = {}
+        others = (name for name in self.listing.unknown_files if name.endswith("_states.pt"))  # of pipelines
+        self.other_names: list[str] = [*self.listing.expert_files, *others]
         self.models: dict[int, ModelStates] = {}
         self.shards: dict[int, Shard] = {}
         self.parts: tuple[SavedPart, ...] = ()
@@ -158,6 +174,7 @@ class _HeaderCheck:
             self._put_together()
             if self.record is not None and self.parts:
                 self._compare_with_record(self.record)
+        self._find_experts()
         return self._result()
 
     def _result(self) -> TagHeaders:
@@ -168,7 +185,7 @@ class _HeaderCheck:
             sizes=self.sizes,
             record=self.record,
             world_size=self.world_size,
-            num_files=self.world_size + self.files.num_models(self.world_size),
+            num_files=self.world_size + self.files.num_models(self.world_size) + len(self.other_names),
             optim_files={rank: path for rank, path in self.optim_paths.items() if rank in here},
             model_files={rank: path for rank, path in self.model_paths.items() if rank in here},
             shards=self.shards,
@@ -178,7 +195,36 @@ class _HeaderCheck:
             seeds=stream_seeds([(tensor.param.name, tensor.key) for tensor in tensors]),
             problems=tuple(self.problems),
             notes=tuple(self.notes),
+            other_files=self._others_by_rank(),
+            unsupported=tuple(self.unsupported),
         )
+
+    def _refuse(self, error: UnsupportedError) -> None:
+        """Note what of a file is not read here, once where the files of several ranks have it."""
+        sentence = str(error).replace(f"{self.tag_dir}/", "").replace(f"{self.tag_dir}: ", "")
+        reason = sentence.partition(": ")[2]
+        if not any(other.partition(": ")[2] == reason for other in self.unsupported):
+            self.unsupported[sentence] = None
+
+    def _others_by_rank(self) -> dict[int, tuple[FilePath, ...]]:
+        """The other files that are there, dealt to the ranks, so that several processes share the reading."""
+        here = [self.tag_dir / name for name in self.other_names if name in self.sizes]
+        ranks = max(1, self.world_size)
+        return {rank: tuple(here[rank::ranks]) for rank in range(min(ranks, len(here)))}
+
+    def _find_experts(self) -> None:
+        """Find which files of experts the save wrote: those that the model states count."""
+        model = next(iter(self.models.values()), None)
+        names = () if model is None else model.expert_files
+        for name in names:
+            if name not in self.sizes:
+                self._add(name, f"{name}: is missing. The checkpoint is incomplete.")
+        self.other_names += sorted({*names} - {*self.other_names})
+        if names or self.listing.expert_files:
+            self.unsupported[SEPARATE_EXPERTS] = None
+        unread = [name for name in self.listing.unknown_files if name.endswith(".pt") and name not in self.other_names]
+        if unread:
+            self.notes.append(f"not checked, because no rank of a ZeRO run writes files of such names: {some(unread)}")
 
     def _add(self, file: str, what: object) -> None:
         """Add a problem; the path of the directory is removed from its sentence."""
@@ -203,6 +249,8 @@ class _HeaderCheck:
                 continue
             try:
                 self.models[rank] = open_model_states(path, rank, world_size=world_size)
+            except UnsupportedError as error:
+                self._refuse(error)
             except CheckpointError as error:
                 self._add(path.name, error)
             if self.quick and self.models:
@@ -279,7 +327,10 @@ class _HeaderCheck:
                 continue
             try:
                 shard = open_shard(path, rank, world_size=self.world_size, rigid_params=params)
-            except (CheckpointError, UnsupportedError) as error:
+            except UnsupportedError as error:
+                self._refuse(error)
+                continue
+            except CheckpointError as error:
                 self._add(path.name, error)
                 continue
             if self.record is not None and shard.save_id not in (None, self.record.save_id):
@@ -294,6 +345,11 @@ class _HeaderCheck:
     def _choose_shards(self) -> None:
         """Keep the optimizer files that agree with the record, or without a record with the majority."""
         facts = {rank: shard_facts(shard) for rank, shard in self.shards.items()}
+        if self.record is None and self.shards:
+            head = next(iter(self.shards.values()))
+            if (by_rank := values_by_rank(self.shards.values(), head)) is not None:
+                self.unsupported[by_rank] = None
+                facts = {rank: {key: fact[key] for key in fact.keys() - VALUE_FACTS} for rank, fact in facts.items()}
         fitting = facts
         if self.record is not None:
             want = {param.name: param.content() for param in self.record.params if param.trainable}

@@ -48,6 +48,8 @@ _Flags: TypeAlias = npt.NDArray[np.bool_]
 class VerifyReport:
     """The result of a verification. ``valid`` means no problems in what was checked; ``unchecked`` lists what was not.
 
+    ``unsupported`` says what of the checkpoint is not read here: it is sound where it is ``valid``, but only DeepSpeed
+    loads it, at the sizes that saved.
     ``quarantine`` is the mark of damage in the tag, also where no damage was found this time. ``content_root`` is
     computed from the files: None with ``quick``, or where not all of them could be read. ``recorded_root`` is that of
     the commit record. ``remedy`` says what to do about the problems. ``files`` are those that ranks have written,
@@ -67,6 +69,7 @@ class VerifyReport:
     recorded_root: str | None = None
     remedy: str | None = None
     files: tuple[VerifiedFile, ...] = ()
+    unsupported: tuple[str, ...] = ()
     num_files: int = 0
     num_params: int = 0
     num_tensors: int = 0
@@ -230,7 +233,8 @@ def _report(
         remedy=COPY_OR_GO_BACK if problems else None,
         checked=tuple(checked),
         unchecked=(*unchecked, *headers.notes),
-        content_root=root,
+        content_root=None if headers.unsupported else root,
+        unsupported=headers.unsupported,
         recorded_root=None if record is None else record.content_root,
         files=verified_files(headers),
         num_files=num_files,

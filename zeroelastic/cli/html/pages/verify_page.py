@@ -39,6 +39,7 @@ def verify_page(found: Verify) -> Page:
             Section("Files", draw_damage(found.files, found.problems, found.world_size)),
             Section("Problems", _problems(found.problems)),
             Section("What to do", items("plain", [] if found.remedy is None else [found.remedy.replace("`", "")])),
+            Section("What is not supported", items("note", found.unsupported)),
             Section("What was checked", items("good" if found.ok else "plain", found.checked)),
             Section("What was not checked, and notes", (*items("plain", found.unchecked), *items("note", marked))),
         ),
@@ -48,6 +49,8 @@ def verify_page(found: Verify) -> Page:
 def _answer(found: Verify) -> tuple[Tone, str]:
     if found.ok and found.mode == "quick":
         return "note", "Nothing is wrong with names and sizes; the contents of the files were not read (--quick)."
+    if found.ok and found.unsupported:
+        return "note", "Sound by its checksums, and not supported: DeepSpeed alone resumes it, at the sizes that saved."
     if found.ok:
         compared = "" if found.recorded_root is None else ", and the contents are those of the commit record"
         files = counted(found.num_files, "file")

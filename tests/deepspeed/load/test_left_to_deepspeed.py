@@ -1,0 +1,295 @@
+"""Runs whose loads are DeepSpeed's own: at the size that saved, the same with and without us; at another, refused.
+
+Mixture-of-experts layers (DeepSpeed's own and AutoEP's), tensor parallelism at stages 1 and 2, and optimizers whose
+values follow from a rank's part of the weights. DeepSpeed compares the data parallel size alone, and flat buffers of
+another arrangement may have the same length, so every load is followed by a step: it makes the weights from the state
+that was loaded. Ranks that raise do so together: none is left waiting.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from zeroelastic.library.latest import latest
+from zeroelastic.library.verify import verify
+from zeroelastic.testing import RankPool
+
+SECTION = "Parallelism and communication"
+
+
+class Run(NamedTuple):
+    """A run: its kind, how many ranks share its experts or its layers, and the ZeRO stage."""
+
+    kind: str
+    size: int
+    stage: int = 2
+
+
+class Seen(NamedTuple):
+    """What a rank has: its 16-bit weights after a load, and after one step more; or the error of the load."""
+
+    loaded: dict[str, str]
+    stepped: dict[str, str]
+    error: tuple[str, str] | None = None
+
+
+class _Experts(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj = torch.nn.Parameter(torch.randn(4, 2 * 16, 16))
+        self.down_proj = torch.nn.Parameter(torch.randn(4, 16, 16))
+
+
+class _ExpertBlock(torch.nn.Module):
+    """A router and fused experts, which AutoEP replaces by a layer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts, self.top_k = torch.nn.Linear(16, 4, bias=False), _Experts(), 2
+
+
+class _Config:
+    model_type, num_local_experts, num_experts_per_tok, hidden_size, intermediate_size = "mixtral", 4, 2, 16, 16
+
+
+class _Mixtral(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = _Config()
+        self.model = torch.nn.Module()
+        layer = torch.nn.Module()
+        layer.mlp = _ExpertBlock()
+        self.model.layers = torch.nn.ModuleList([layer])
+        self.head = torch.nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.model.layers[0].mlp(x)
+        result: torch.Tensor = self.head(x + (out[0] if isinstance(out, tuple) else out))
+        return result
+
+
+class _OwnExperts(torch.nn.Module):
+    """A layer of DeepSpeed's own experts."""
+
+    def __init__(self, size: int) -> None:
+        from deepspeed.moe.layer import MoE
+
+        super().__init__()
+        self.first, self.head = torch.nn.Linear(16, 16), torch.nn.Linear(16, 16)
+        self.moe = MoE(16, torch.nn.Linear(16, 16), num_experts=4, ep_size=size, k=1, use_rts=False, drop_tokens=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.head(self.moe(self.first(x))[0])
+        return result
+
+
+class _Layers(torch.nn.Module):
+    """A column parallel and a row parallel layer; ``down_proj`` is the row parallel one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up_proj, self.down_proj = torch.nn.Linear(16, 18), torch.nn.Linear(18, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.down_proj(torch.tanh(self.up_proj(x)))
+        return result
+
+
+class _Distances(torch.optim.Optimizer):
+    """As Prodigy does, it takes a step size (``d``) from sums over the weights that it sees: a rank's part of them."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "d": 1e-2, "d_sum": torch.tensor(0.0), "k": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["k"] += 1
+            for param in group["params"]:
+                if param.grad is not None:
+                    state = self.state[param]
+                    state.setdefault("step", 0)
+                    state.setdefault("exp_avg", torch.zeros_like(param)).lerp_(param.grad, 0.1)
+                    state["step"] += 1
+                    param.add_(state["exp_avg"], alpha=-group["lr"] * group["d"])
+                    group["d_sum"] = group["d_sum"] + param.abs().sum()
+            group["d"] = 1e-2 * float(1 + group["d_sum"])
+
+
+def build(run: Run, *, installed: bool, seed: int = 1, lr: float = 1e-2) -> Any:
+    import deepspeed
+
+    import zeroelastic
+
+    if installed:
+        zeroelastic.install()
+    torch.manual_seed(seed)
+    config: dict[str, Any] = {
+        "train_batch_size": 12,
+        "bf16": {"enabled": True},
+        "zero_allow_untested_optimizer": True,
+        "optimizer": {"type": "Adam", "params": {"lr": lr, "torch_adam": True}},
+        "zero_optimization": {"stage": run.stage},
+    }
+    if run.kind == "AutoEP":
+        config["expert_parallel"] = {"enabled": True, "autoep_size": run.size, "preset_model": "mixtral"}
+    if run.kind == "AutoTP":
+        specs = [{"patterns": [rf".*{name}\.weight$"], "partition_type": kind} for name, kind in _SPECS.items()]
+        rules = {"use_default_specs": False, "layer_specs": specs}
+        config["tensor_parallel"] = {"autotp_size": run.size, "partition_config": rules}
+    make: dict[str, Callable[[], torch.nn.Module]] = {"AutoEP": _Mixtral, "MoE": lambda: _OwnExperts(run.size)}
+    model = make.get(run.kind, _Layers)()
+    options = {"optimizer": _Distances(model.parameters())} if run.kind == "values by rank" else {}
+    if options:
+        del config["optimizer"]
+    else:
+        options = {"model_parameters": [param for param in model.parameters() if param.requires_grad]}
+    return deepspeed.initialize(model=model, config=config, **options)[0]
+
+
+_SPECS = {"up_proj": "column", "down_proj": "row"}
+
+
+def take_step(engine: Any, run: Run, step: int) -> None:
+    tp = run.size if run.kind == "AutoTP" else 1  # which share a batch
+    shares = dist.get_world_size() // tp
+    x = torch.randn(12, 4, 16, generator=torch.Generator().manual_seed(step)).to(torch.bfloat16)
+    part = x.chunk(shares)[dist.get_rank() // tp]
+    engine.backward(engine(part).float().pow(2).mean())
+    engine.step()
+
+
+def weights(engine: Any) -> dict[str, str]:
+    """A hash of each 16-bit weight of this rank; of each expert by its number in the model."""
+    return {name: hashlib.sha256(t.float().numpy().tobytes()).hexdigest() for name, t in _tensors(engine.module)}
+
+
+def _tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    import deepspeed
+    from deepspeed.utils import groups
+
+    with deepspeed.zero.GatheredParameters([p for p in module.parameters() if hasattr(p, "ds_id")]):
+        for name, param in module.named_parameters():
+            whole = param.detach().clone()
+            owner = module.get_submodule(name.rpartition(".")[0])
+            if ".deepspeed_experts." in name:
+                before, _, rest = name.partition(".deepspeed_experts.")
+                number, _, rest = rest.partition(".")
+                experts = module.get_submodule(before)
+                rank = groups._get_expert_parallel_rank(param.group_name)
+                yield f"{before}.{rank * len(experts.deepspeed_experts) + int(number)}.{rest}", whole
+            elif getattr(param, "group_name", "").startswith("ep_size") and owner is not module:
+                rank = groups._get_expert_parallel_rank(param.group_name)
+                for i, expert in enumerate(whole):
+                    yield f"{name}.{rank * len(whole) + i}", expert
+            else:
+                yield name, whole
+
+
+def save(run: Run, directory: str) -> Seen:
+    engine = build(run, installed=True)
+    take_step(engine, run, 0)
+    take_step(engine, run, 1)
+    engine.save_checkpoint(directory, tag="t")
+    saved = weights(engine)
+    take_step(engine, run, 2)
+    return Seen(saved, weights(engine))
+
+
+def load(run: Run, directory: str, *, installed: bool, **flags: Any) -> Seen:
+    """``flags`` of a load of weights only make the step one that changes no weight."""
+    engine = build(run, installed=installed, seed=2, lr=0.0 if flags else 1e-2)
+    before = weights(engine)
+    try:
+        assert engine.load_checkpoint(directory, tag="t", **flags)[0] is not None
+    except Exception as error:
+        assert weights(engine) == before, "a load that was refused changed the weights"
+        return Seen({}, {}, (type(error).__name__, str(error)))
+    loaded = weights(engine)
+    take_step(engine, run, 2)
+    return Seen(loaded, weights(engine))
+
+
+class Case(NamedTuple):
+    """A run, the one that it is loaded into at another size, on how many ranks, and what the refusal names."""
+
+    run: Run
+    other: Run
+    ranks: int
+    named: str
+
+
+EXPERTS = "was saved with expert parallel size {}, and the run has {}"
+CASES = {
+    "AutoEP, stage 2": Case(Run("AutoEP", 2), Run("AutoEP", 1), 2, EXPERTS.format(2, 1)),
+    "AutoEP, stage 3": Case(Run("AutoEP", 2, 3), Run("AutoEP", 1, 3), 2, EXPERTS.format(2, 1)),
+    "MoE, stage 2": Case(Run("MoE", 2), Run("MoE", 1), 2, EXPERTS.format(2, 1)),
+    "MoE, stage 1": Case(Run("MoE", 1, 1), Run("MoE", 2, 1), 2, EXPERTS.format(1, 2)),
+    "MoE, more ranks": Case(Run("MoE", 1), Run("MoE", 1), 3, "was saved with data parallel size 2, and the run has 3"),
+    "AutoTP, stage 2": Case(
+        Run("AutoTP", 2), Run("AutoTP", 1), 2, "was saved with tensor parallel size 2, and the run has 1"
+    ),
+    "AutoTP, stage 1": Case(
+        Run("AutoTP", 2, 1), Run("AutoTP", 2, 1), 4, "was saved with data parallel size 1, and the run has 2"
+    ),
+    "values by rank, stage 3": Case(
+        Run("values by rank", 1, 3), Run("values by rank", 1, 3), 3, "'d' of optimizer group 0 is "
+    ),
+    "values by rank, stage 2": Case(
+        Run("values by rank", 1), Run("values by rank", 1), 3, "'d' of optimizer group 0 is "
+    ),
+}
+
+
+def check_damage(directory: str, expert: Path) -> None:
+    """A file of an expert that is damaged, or missing, makes the checkpoint invalid; it is put back."""
+    data = expert.read_bytes()
+    middle = len(data) // 2
+    expert.write_bytes(data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :])
+    assert {problem.file for problem in verify(directory).problems} == {expert.name}
+    expert.unlink()
+    report = verify(directory)
+    assert [problem.sentence for problem in report.problems] == [
+        f"{expert.name}: is missing. The checkpoint is incomplete."
+    ]
+    for quick in (False, True):
+        assert latest(directory, quick=quick).tag is None
+    expert.write_bytes(data)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_left_to_deepspeed(rank_pool: RankPool, tmp_path: Path, name: str) -> None:
+    case = CASES[name]
+    directory = str(tmp_path / "run")
+    saved = rank_pool.run(save, 2, case.run, directory)
+    for installed in (False, True):
+        assert rank_pool.run(load, 2, case.run, directory, installed=installed) == saved, installed
+    refused = rank_pool.run(load, case.ranks, case.other, directory, installed=True)
+    assert len({seen.error for seen in refused}) == 1
+    assert refused[0].error is not None
+    kind, text = refused[0].error
+    assert kind == "UnsupportedError" and case.named in text, refused[0].error
+
+    if case.run.kind == "AutoTP":
+        return
+    report = verify(directory)
+    assert report.valid and report.unsupported and not report.problems, report.problems
+    assert report.num_files == len(list((tmp_path / "run" / "t").iterdir()))
+    for expert in sorted((tmp_path / "run" / "t").glob("layer_*"))[:2]:
+        check_damage(directory, expert)
+    for quick in (False, True):
+        found = latest(directory, quick=quick)
+        assert found.tag is not None and found.tag.name == "t"
+    if case.run.stage != 3 or case.run.kind == "values by rank":
+        # what the refusal advises
+        whole = {name: hash for seen in saved for name, hash in seen.loaded.items()}
+        for seen in rank_pool.run(load, case.ranks, case.other, directory, installed=True, load_optimizer_states=False):
+            assert seen.error is None, seen.error
+            assert seen.loaded.items() <= whole.items() and seen.stepped == seen.loaded
