@@ -15,7 +15,7 @@ from synthetic import GROUPS, edit_optim, model_name, optim_name, write_checkpoi
 from zeroelastic.checkpoint.extents import ExtentTable
 from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.checkpoint.saved_state import SavedTensor, open_state
-from zeroelastic.errors import CheckpointError
+from zeroelastic.errors import CheckpointError, UnsupportedError
 from zeroelastic.torch_file.header import DTYPE_BYTES
 
 
@@ -122,3 +122,47 @@ def test_a_damaged_header_is_named(tmp_path: Path) -> None:
     edit_optim(tmp_path / optim_name(1), lambda state: state.update(partition_count=7))
     with pytest.raises(CheckpointError, match=optim_name(1)):
         open_state(open_checkpoint(tmp_path))
+
+
+BY_RANK = [{"lr": 0.1, "d": 0.5, "k": 3, "betas": (0.9, 0.95)}] * len(GROUPS)
+"""Hyper-parameters of an optimizer as Prodigy: a rank's own ``d``, and a count of steps."""
+
+
+def set_on_rank_1(tag_dir: Path, **options: object) -> None:
+    """Give the optimizer groups of rank 1 other hyper-parameters, and its state another ``step``."""
+
+    def change(data: dict) -> None:
+        nested = data["optimizer_state_dict"]
+        for group in nested["param_groups"]:
+            group.update({key: value for key, value in options.items() if key != "step"})
+        for state in nested["state"].values():
+            state.update({key: value for key, value in options.items() if key == "step"})
+
+    edit_optim(tag_dir / optim_name(1), change)
+
+
+def test_values_of_a_ranks_own_part_are_not_damage(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, world_size=2, format="rigid", options=BY_RANK)
+    set_on_rank_1(tmp_path, d=0.75)
+    with pytest.raises(UnsupportedError, match=r"'d' of optimizer group 0 is 0\.5 on rank 0 and 0\.75 on rank 1"):
+        open_state(open_checkpoint(tmp_path))
+    assert open_state(open_checkpoint(tmp_path), resizable=False).head.rank == 0
+
+
+@pytest.mark.parametrize(
+    "options", [{"k": 4}, {"lr": 0.2}, {"step": torch.tensor(4.0)}, {"d": 0.75, "k": 4}, {"d": "far"}, {"more": 1.0}]
+)
+def test_counters_and_schedules_tell_of_another_save(tmp_path: Path, options: dict[str, object]) -> None:
+    write_checkpoint(tmp_path, world_size=2, format="rigid", options=BY_RANK)
+    set_on_rank_1(tmp_path, **options)
+    for resizable in (True, False):
+        with pytest.raises(CheckpointError, match="Files of two saves are mixed"):
+            open_state(open_checkpoint(tmp_path), resizable=resizable)
+
+
+def test_ranks_that_a_record_has_compared_cannot_differ(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, world_size=2, format="rigid", options=BY_RANK, record=True)
+    checkpoint = open_checkpoint(tmp_path, compare_directories=False)
+    set_on_rank_1(tmp_path, d=0.75)
+    with pytest.raises(CheckpointError, match="differ in hyper-parameters"):
+        open_state(checkpoint)

@@ -13,6 +13,7 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import places
@@ -32,6 +33,7 @@ from zeroelastic.errors import CheckpointError, MissingFileError, UnsupportedErr
 from zeroelastic.offline.verify.header_check import Problem, check_headers
 from zeroelastic.offline.verify.payload_scan import combine, file_rows, scan_ranks
 from zeroelastic.offline.verify.verify import VerifyReport, full_report, verify_checkpoint
+from zeroelastic.tags.candidates import check_quickly
 from zeroelastic.testing.sample import write_sample
 from zeroelastic.torch_file import zip_reader
 from zeroelastic.torch_file.zip_reader import ZipRecord, read_zip_records
@@ -706,3 +708,43 @@ def test_verification_needs_no_torch(samples: Path) -> None:
     command = [sys.executable, "-c", code, str(samples / "rigid" / "global_step4")]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     assert subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+def factored(data: dict[str, Any]) -> None:
+    """State of an optimizer that factors it: neither of the shape of the weights nor a number."""
+    for state in data["optimizer_state_dict"]["state"].values():
+        state["exp_avg_sq"] = torch.ones(3, 2)
+
+
+def test_what_only_deepspeed_reads_is_sound_or_damaged_all_the_same(tmp_path: Path) -> None:
+    """Three answers: a checkpoint that is not read here is not an invalid one, and may be damaged."""
+    write_checkpoint(tmp_path, world_size=2, format="rigid")
+    for rank in range(2):
+        edit_optim(tmp_path / optim_name(rank), factored)
+    report = verify_checkpoint(tmp_path)
+    assert report.valid and report.remedy is None and report.num_files == 4
+    assert len(report.unsupported) == 1 and "Block-quantised and factored states" in report.unsupported[0]
+    assert check_quickly(tmp_path) == ()
+    done = cli(tmp_path)
+    assert done.returncode == 0 and " not supported  " in done.stdout
+    assert done.stdout.endswith("not supported: DeepSpeed alone resumes it, at the sizes that saved.\n")
+    flip_a_weight(tmp_path / optim_name(1))
+    report = verify_checkpoint(tmp_path)
+    assert report.unsupported and {problem.file for problem in report.problems} == {optim_name(1)}
+
+
+def test_files_that_no_rank_of_a_zero_run_writes_are_read_or_named(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, world_size=2, format="rigid")
+    torch.save({"w": torch.ones(9)}, tmp_path / "layer_00-model_states.pt")  # of a pipeline
+    torch.save({"w": torch.ones(9)}, tmp_path / "mine.pt")
+    report = verify_checkpoint(tmp_path)
+    assert report.valid and report.num_files == 5
+    assert any("mine.pt" in note and "layer_00" not in note for note in report.unchecked)
+    flip_a_weight(tmp_path / "layer_00-model_states.pt")
+    assert {problem.file for problem in verify_checkpoint(tmp_path).problems} == {"layer_00-model_states.pt"}
+
+
+def flip_a_weight(path: Path) -> None:
+    """Flip a bit in the largest record of a file."""
+    largest = max(read_zip_records(path, path.stat().st_size).records, key=lambda record: record.nbytes)
+    flip(path, largest.offset + largest.nbytes // 2)

@@ -80,7 +80,8 @@ def evaluate(job: Job, directory: str, extra: str = "", **load: Any) -> Any:
 def test_weights_load_at_any_size(rank_pool: RankPool, tmp_path: Path, job: Job) -> None:
     saved = rank_pool.run(train_and_save, 2, job, str(tmp_path))[0]
     other = job.other(zero=job.zero if job.stage == 3 else {})
-    for world_size, flags in ((2, {}), (3, {"load_optimizer_states": False, "load_lr_scheduler_states": False})):
+    other_flags: Any = {"load_optimizer_states": False, "load_lr_scheduler_states": False}
+    for world_size, flags in ((2, {}), (3, other_flags)):
         for found in rank_pool.run(evaluate, world_size, other, str(tmp_path), **flags):
             assert found[0] == saved[0] and found[1] == pytest.approx(saved[1], rel=training.LOSS_RTOL["bf16"])
             assert found[2] == 3

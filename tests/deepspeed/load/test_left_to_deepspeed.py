@@ -70,7 +70,8 @@ class _Mixtral(torch.nn.Module):
         self.head = torch.nn.Linear(16, 16)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = self.model.layers[0].mlp(x)
+        layers: Any = self.model.layers
+        out = layers[0].mlp(x)
         result: torch.Tensor = self.head(x + (out[0] if isinstance(out, tuple) else out))
         return result
 
@@ -146,11 +147,10 @@ def build(run: Run, *, installed: bool, seed: int = 1, lr: float = 1e-2) -> Any:
         config["tensor_parallel"] = {"autotp_size": run.size, "partition_config": rules}
     make: dict[str, Callable[[], torch.nn.Module]] = {"AutoEP": _Mixtral, "MoE": lambda: _OwnExperts(run.size)}
     model = make.get(run.kind, _Layers)()
-    options = {"optimizer": _Distances(model.parameters())} if run.kind == "values by rank" else {}
-    if options:
+    options: dict[str, Any] = {"model_parameters": list(model.parameters())}
+    if run.kind == "values by rank":
+        options = {"optimizer": _Distances(model.parameters())}
         del config["optimizer"]
-    else:
-        options = {"model_parameters": [param for param in model.parameters() if param.requires_grad]}
     return deepspeed.initialize(model=model, config=config, **options)[0]
 
 
@@ -177,18 +177,16 @@ def _tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
     with deepspeed.zero.GatheredParameters([p for p in module.parameters() if hasattr(p, "ds_id")]):
         for name, param in module.named_parameters():
-            whole = param.detach().clone()
-            owner = module.get_submodule(name.rpartition(".")[0])
+            whole, group = param.detach().clone(), getattr(param, "group_name", "")
             if ".deepspeed_experts." in name:
                 before, _, rest = name.partition(".deepspeed_experts.")
                 number, _, rest = rest.partition(".")
-                experts = module.get_submodule(before)
-                rank = groups._get_expert_parallel_rank(param.group_name)
-                yield f"{before}.{rank * len(experts.deepspeed_experts) + int(number)}.{rest}", whole
-            elif getattr(param, "group_name", "").startswith("ep_size") and owner is not module:
-                rank = groups._get_expert_parallel_rank(param.group_name)
-                for i, expert in enumerate(whole):
-                    yield f"{name}.{rank * len(whole) + i}", expert
+                experts: Any = module.get_submodule(before)
+                first = groups._get_expert_parallel_rank(group) * len(experts.deepspeed_experts)
+                yield f"{before}.{first + int(number)}.{rest}", whole
+            elif group.startswith("ep_size"):
+                first = groups._get_expert_parallel_rank(group) * len(whole)
+                yield from ((f"{name}.{first + i}", expert) for i, expert in enumerate(whole))
             else:
                 yield name, whole
 

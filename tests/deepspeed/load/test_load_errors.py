@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from synthetic import sealed
 from training import Job, attempt, build_engine, train_and_save
 
+from zeroelastic.checkpoint.tensor_parallel import NO_TENSOR_PARALLEL
+from zeroelastic.deepspeed.load import verify
 from zeroelastic.deepspeed.options import Options
+from zeroelastic.errors import DigestMismatchError
 from zeroelastic.testing import RankError, RankPool
 
 LIMIT_S = 90.0
@@ -376,3 +382,22 @@ def leave_out_of_the_optimizer() -> None:
         return optimizer
 
     training.build_optimizer = other  # type: ignore[assignment]
+
+
+def test_ranks_exchange_few_of_the_names_that_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message has eight; of a model with many parameters there may be a million, and thousands of ranks."""
+    sent: list[object] = []
+
+    def exchange(*values: Any) -> list[Any]:
+        sent.append(values[-1])
+        return [values[-1]]
+
+    monkeypatch.setattr(verify, "all_gather", exchange)
+    monkeypatch.setattr(verify, "of_every_tp_rank", exchange)
+    live: Any = SimpleNamespace(tp=NO_TENSOR_PARALLEL, rank=1)
+    plan: Any = SimpleNamespace(checkpoint=SimpleNamespace(tag_dir="run/t"), visibility=None)
+    wrong = tuple((f"layers.{i:05}.weight", "fp32") for i in range(10_000))
+    with pytest.raises(DigestMismatchError, match="10000 tensors differ") as caught:
+        verify.raise_mismatch(live, verify.Verification("a", None, False, None, wrong), plan)
+    assert "layers.00007.weight: fp32 ..." in str(caught.value) and "layers.00008" not in str(caught.value)
+    assert sum(len(pickle.dumps(value)) for value in sent) < 1000
