@@ -17,7 +17,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from zeroelastic.errors import UnsupportedError
 from zeroelastic.library.latest import latest
+from zeroelastic.library.reshard import reshard
 from zeroelastic.library.verify import verify
 from zeroelastic.testing import RankPool
 
@@ -232,7 +234,7 @@ CASES = {
     "MoE, stage 1": Case(Run("MoE", 1, 1), Run("MoE", 2, 1), 2, EXPERTS.format(1, 2)),
     "MoE, more ranks": Case(Run("MoE", 1), Run("MoE", 1), 3, "was saved with data parallel size 2, and the run has 3"),
     "AutoTP, stage 2": Case(
-        Run("AutoTP", 2), Run("AutoTP", 1), 2, "was saved with tensor parallel size 2, and the run has 1"
+        Run("AutoTP", 1), Run("AutoTP", 2), 2, "was saved with tensor parallel size 1, and the run has 2"
     ),
     "AutoTP, stage 1": Case(
         Run("AutoTP", 2, 1), Run("AutoTP", 2, 1), 4, "was saved with data parallel size 1, and the run has 2"
@@ -275,6 +277,10 @@ def test_left_to_deepspeed(rank_pool: RankPool, tmp_path: Path, name: str) -> No
     kind, text = refused[0].error
     assert kind == "UnsupportedError" and case.named in text, refused[0].error
 
+    if case.run == Run("AutoTP", 1):  # which is a run like any other until it is sliced
+        return
+    with pytest.raises(UnsupportedError):
+        reshard(directory, tmp_path / "resharded", world_size=3)
     if case.run.kind == "AutoTP":
         return
     report = verify(directory)
@@ -291,3 +297,15 @@ def test_left_to_deepspeed(rank_pool: RankPool, tmp_path: Path, name: str) -> No
         for seen in rank_pool.run(load, case.ranks, case.other, directory, installed=True, load_optimizer_states=False):
             assert seen.error is None, seen.error
             assert seen.loaded.items() <= whole.items() and seen.stepped == seen.loaded
+
+
+def test_a_file_that_only_some_ranks_lack_ends_the_load_on_all(rank_pool: RankPool, tmp_path: Path) -> None:
+    """The rank without it would raise alone, and the others wait for it in a collective."""
+    run = Run("MoE", 2)
+    rank_pool.run(save, 2, run, str(tmp_path))
+    gone = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    (tmp_path / "t" / gone).unlink()
+    errors = {seen.error for seen in rank_pool.run(load, 2, run, str(tmp_path), installed=True, timeout=60)}
+    assert len(errors) == 1
+    kind, text = errors.pop() or ("", "")
+    assert kind == "MissingFileError" and gone in text
