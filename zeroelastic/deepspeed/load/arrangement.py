@@ -63,14 +63,13 @@ def refuse_other_arrangement(engine: Engine, tag_dir: FilePath, request: LoadReq
     def look() -> list[str]:
         names = _own_files(engine, tag_dir, request)
         gone = [name for name in names if not os.path.exists(tag_dir / name)]
-        if gone != names[:1] or len(names) == 1:
-            _compare(engine, tag_dir, [name for name in names if name not in gone], request, why)
+        _compare(engine, tag_dir, [name for name in names if name not in gone], request, why)
         return gone
 
     missing = all_gather_of_or_raise(look, lambda gone: gone)[1]
     if any(missing) and not all(missing):
         gone = sorted({name for names in missing for name in names})
-        raise MissingFileError(f"{tag_dir}: {some(gone)} of this run's ranks: missing. The checkpoint is incomplete.")
+        raise MissingFileError(f"{tag_dir}: some ranks do not find {some(gone)}. The checkpoint is incomplete.")
 
 
 def _own_files(engine: Engine, tag_dir: Path, request: LoadRequest) -> list[str]:
