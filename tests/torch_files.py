@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import math
+import warnings
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -54,3 +57,36 @@ def saved_by_torch(obj: object, folder: Path, name: str = "x.pt") -> bytes:
     (folder / "torch").mkdir(exist_ok=True)
     torch.save(obj, folder / "torch" / name)
     return (folder / "torch" / name).read_bytes()
+
+
+def filled(dtype: str, shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
+    """A tensor of arbitrary bits; of bool, of its two values; of wide floats, of numbers whose squares they hold."""
+    generator = torch.Generator().manual_seed(seed)
+    if dtype in ("float32", "float64", "complex64", "complex128"):
+        return torch.randn(shape, generator=generator, dtype=getattr(torch, dtype))
+    nbytes = math.prod(shape) * getattr(torch, dtype).itemsize
+    bits = torch.randint(0, 2 if dtype == "bool" else 256, (nbytes,), generator=generator, dtype=torch.uint8)
+    return bits.view(getattr(torch, dtype)).view(shape)
+
+
+def bits_of_tensor(tensor: torch.Tensor) -> bytes:
+    """The bytes of the elements."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def _is_saved(dtype: str) -> bool:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            torch.save(filled(dtype, (3,)), io.BytesIO())
+        except (KeyError, RuntimeError, NotImplementedError):
+            return False
+    return True
+
+
+SAVED_DTYPES = tuple(
+    dtype
+    for dtype in sorted({str(d).removeprefix("torch.") for d in vars(torch).values() if isinstance(d, torch.dtype)})
+    if not dtype.startswith("q") and _is_saved(dtype)
+)
+"""Every dtype whose tensors torch.save writes, but for the quantized ones, whose tensors have scales too."""

@@ -31,6 +31,9 @@ _NUMPY_DTYPES = {
     "int32": "<i4",
     "int16": "<i2",
     "int8": "<i1",
+    "uint64": "<u8",
+    "uint32": "<u4",
+    "uint16": "<u2",
     "uint8": "<u1",
     "bool": "?",
 }

@@ -27,6 +27,7 @@ from zeroelastic.executors.crc32 import join_crc32, join_crc32_groups
 from zeroelastic.executors.engine import ConvertedCopies, FileEngine, HostEngine, Options
 from zeroelastic.executors.progress import ProgressFunction
 from zeroelastic.executors.tables import (
+    MAX_DIGESTED_BYTES,
     ByteBuffer,
     Cast,
     CopyTable,
@@ -376,7 +377,9 @@ def _fastest(name: EngineLibrary = "native") -> str:
 
 
 def digest_range(data: ByteArray, itemsize: int, *, seed: int, start: int) -> int:
-    """``digest.digest_range`` by the native engine where it is built, and in numpy where it is not."""
+    """``digest.digest_range`` by the native engine where it is built, and in numpy where it is not; see DigestRows."""
+    if itemsize == 2 * MAX_DIGESTED_BYTES:
+        itemsize, start = MAX_DIGESTED_BYTES, 2 * start
     if is_usable("native"):
         return native_executor.digest_range(data, itemsize, seed=seed, start=start)
     return reference_digest_range(data, itemsize, seed=seed, start=start)

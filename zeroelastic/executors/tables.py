@@ -19,6 +19,9 @@ UInt32Array = npt.NDArray[np.uint32]
 ByteBuffer = npt.NDArray[np.uint8]
 """A writable, contiguous view of a destination's bytes, shape ``(nbytes,)``."""
 
+MAX_DIGESTED_BYTES = 8
+"""The largest element that a digest takes as one."""
+
 Cast = Literal["none", "float32->bfloat16", "float32->float16", "bfloat16->float32", "float16->float32"]
 """A conversion on the way, as ``Tensor.copy_`` rounds; row lengths and digests are those of the source."""
 
@@ -213,12 +216,19 @@ class DigestRows:
     """What each row of a table adds to a digest: arrays parallel to the rows.
 
     ``stream`` indexes ``seeds``; ``start`` is the global position of the row's first element; ``itemsize`` in bytes.
+    An element of 16 bytes (complex128) counts as two of 8, here and in ``dispatch.digest_range``.
     """
 
     seeds: UInt64Array
     stream: Int64Array
     start: Int64Array
     itemsize: Int64Array
+
+    def __post_init__(self) -> None:
+        if (self.itemsize == 2 * MAX_DIGESTED_BYTES).any():
+            is_pair = self.itemsize == 2 * MAX_DIGESTED_BYTES
+            object.__setattr__(self, "start", np.where(is_pair, 2 * self.start, self.start))
+            object.__setattr__(self, "itemsize", np.where(is_pair, MAX_DIGESTED_BYTES, self.itemsize))
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from zeroelastic.torch_file.header import DTYPE_BYTES
 if TYPE_CHECKING:
     import torch
 
-_NOT_IN_NUMPY = ("float8_e4m3fn", "float8_e5m2")
+_IN_NUMPY = re.compile(r"bool|u?int\d+|float(16|32|64)|complex(64|128)")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,9 +68,9 @@ class TensorHandle:
         """The elements as a new array. numpy has no bfloat16: such a tensor becomes float32, which is exact.
 
         Raises CheckpointError when a file ended early, SavedAgainError when the checkpoint was saved again meanwhile,
-        UnsupportedError for float8, which numpy does not have either: use ``torch``.
+        UnsupportedError for a dtype such as float8, which numpy does not have either: use ``torch``.
         """
-        if self.dtype in _NOT_IN_NUMPY:
+        if self.dtype != "bfloat16" and _IN_NUMPY.fullmatch(self.dtype) is None:
             raise UnsupportedError(f"{self.name}: numpy has no {self.dtype}. Use .torch().")
         raw = self._read(self._start, self.numel)
         if self.dtype == "bfloat16":

@@ -127,7 +127,7 @@ class _GraphWriter:
         if number is None:
             number = self._numbers[id(storage)] = len(self.storages)
             self.storages.append(storage)
-            self._described[number] = ("storage", storage.kind, str(number), storage.location, storage.numel)
+            self._described[number] = ("storage", storage.kind, str(number), storage.location, storage.stated_numel)
         self._save(self._described[number])
         self._out += b"Q"
 

@@ -14,21 +14,41 @@ DTYPE_BYTES = {
     "float16": 2,
     "bfloat16": 2,
     "float8_e4m3fn": 1,
+    "float8_e4m3fnuz": 1,
     "float8_e5m2": 1,
+    "float8_e5m2fnuz": 1,
+    "float8_e8m0fnu": 1,
+    "float4_e2m1fn_x2": 1,
+    "complex128": 16,
+    "complex64": 8,
+    "complex32": 4,
     "int64": 8,
     "int32": 4,
     "int16": 2,
     "int8": 1,
+    "uint64": 8,
+    "uint32": 4,
+    "uint16": 2,
     "uint8": 1,
+    "bits16": 2,
+    "bits8": 1,
+    "bits4x2": 1,
+    "bits2x4": 1,
+    "bits1x8": 1,
     "bool": 1,
 }
-"""Bytes per element of every dtype that is read, by torch's name without the ``torch.`` prefix."""
+"""Bytes per element of every dtype that is read, by torch's name without the ``torch.`` prefix.
+
+These are all that torch.save writes, but for the quantized ones, whose tensors have scales too.
+"""
 
 STORAGE_DTYPES = {
     "DoubleStorage": "float64",
     "FloatStorage": "float32",
     "HalfStorage": "float16",
     "BFloat16Storage": "bfloat16",
+    "ComplexDoubleStorage": "complex128",
+    "ComplexFloatStorage": "complex64",
     "LongStorage": "int64",
     "IntStorage": "int32",
     "ShortStorage": "int16",

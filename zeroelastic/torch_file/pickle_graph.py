@@ -19,6 +19,7 @@ from zeroelastic.torch_file.header import Extent
 from zeroelastic.torch_file.inert_objects import DTYPE_BYTES, STORAGE_DTYPES
 
 _NO_STATE = object()
+_UNTYPED = "UntypedStorage"
 
 
 class Global(type):
@@ -131,15 +132,23 @@ def _attribute(owner: Global, name: str) -> Global:
 class Storage:
     """A storage of a torch.save file: what its elements are, how many, and the bytes of the file it was read from.
 
-    Compared by identity: tensors that share a storage hold the same object.
+    Compared by identity: tensors that share a storage hold the same object. Dtypes without a storage class of torch are
+    in an ``UntypedStorage``; ``dtype`` is given then, and the tensors name it.
     """
 
-    __slots__ = ("_find", "kind", "location", "numel")
+    __slots__ = ("_dtype", "_find", "kind", "location", "numel")
 
     def __init__(
-        self, kind: Global, numel: int, *, location: str = "cpu", find: Callable[[], Extent] | None = None
+        self,
+        kind: Global,
+        numel: int,
+        *,
+        location: str = "cpu",
+        find: Callable[[], Extent] | None = None,
+        dtype: str | None = None,
     ) -> None:
         self.kind, self.numel, self.location, self._find = kind, numel, location, find
+        self._dtype = STORAGE_DTYPES[kind.name] if dtype is None else dtype
 
     @property
     def is_new(self) -> bool:
@@ -154,7 +163,12 @@ class Storage:
     @property
     def dtype(self) -> str:
         """Its element type, a key of ``DTYPE_BYTES``."""
-        return STORAGE_DTYPES[self.kind.name]
+        return self._dtype
+
+    @property
+    def stated_numel(self) -> int:
+        """The number of elements that a pickle states: of an ``UntypedStorage``, that of its bytes."""
+        return self.nbytes if self.kind.name == _UNTYPED else self.numel
 
     @property
     def nbytes(self) -> int:
@@ -166,11 +180,13 @@ class Storage:
 
 
 def new_storage(dtype: str, numel: int) -> Storage:
-    """A storage whose bytes are yet to come. Raises UnsupportedError for a dtype without a storage class of torch."""
+    """A storage whose bytes are yet to come. Raises UnsupportedError for a dtype that torch.save does not write."""
+    if dtype not in DTYPE_BYTES:
+        raise UnsupportedError(f"a storage of {dtype} cannot be written.")
     for kind, known in STORAGE_DTYPES.items():
-        if known == dtype and kind != "UntypedStorage":
+        if known == dtype and kind != _UNTYPED:
             return Storage(global_named("torch", kind), numel)
-    raise UnsupportedError(f"a storage of {dtype} cannot be written.")
+    return Storage(global_named("torch.storage", _UNTYPED), numel, dtype=dtype)
 
 
 def tensor(storage: Storage, offset: int, shape: Sequence[int], *, requires_grad: bool = False) -> Node:
@@ -180,8 +196,10 @@ def tensor(storage: Storage, offset: int, shape: Sequence[int], *, requires_grad
     for size in reversed(shape):
         strides.insert(0, step)
         step *= max(size, 1)
-    rebuild = global_named("torch._utils", "_rebuild_tensor_v2")
-    return _call(rebuild, storage, offset, tuple(shape), tuple(strides), requires_grad, ordered_dict([]))
+    parts = (storage, offset, tuple(shape), tuple(strides), requires_grad, ordered_dict([]))
+    if storage.dtype == STORAGE_DTYPES[storage.kind.name]:
+        return _call(global_named("torch._utils", "_rebuild_tensor_v2"), *parts)
+    return _call(global_named("torch._utils", "_rebuild_tensor_v3"), *parts, global_named("torch", storage.dtype))
 
 
 def ordered_dict(pairs: Iterable[tuple[object, object]]) -> Node:

@@ -195,8 +195,10 @@ class GroupSplit(LiveOptimizer):
     def _all_gather(self, whole: torch.Tensor) -> None:
         """Fill ``whole``, 1-D, in place: W equal parts, of which each rank has its own so far. Collective.
 
-        gloo's all-gather goes through a second buffer of this size; its broadcasts need none, and half of the time.
+        Bytes are sent, because no backend sends every dtype. gloo's all-gather goes through a second buffer of this
+        size; its broadcasts need none, and half of the time.
         """
+        whole = whole.view(torch.uint8)
         parts = whole.view(self.layout.world_size, -1).unbind()
         if dist.get_backend(self.dp_group) != "gloo":
             dist.all_gather_into_tensor(whole, parts[self.rank], group=self.dp_group)

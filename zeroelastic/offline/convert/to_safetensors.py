@@ -73,6 +73,12 @@ _SAFETENSORS_DTYPES = {
     "bfloat16": "BF16",
     "float8_e4m3fn": "F8_E4M3",
     "float8_e5m2": "F8_E5M2",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "complex64": "C64",
+    "uint64": "U64",
+    "uint32": "U32",
+    "uint16": "U16",
     "int64": "I64",
     "int32": "I32",
     "int16": "I16",
@@ -163,7 +169,9 @@ def plan_export(
         run_export(plan, Path("weights"))
     """
     model = model_tensors(state)
-    wanted = [(tensor.name, tensor, _export_dtype(tensor, dtype)) for tensor in model.tensors]
+    others = [t for t in model.tensors if t.kind == "buffer" and t.dtype not in _SAFETENSORS_DTYPES]
+    left_out = (*model.left_out, *(f"buffer {t.name}: safetensors files cannot hold {t.dtype}" for t in others))
+    wanted = [(tensor.name, tensor, _export_dtype(tensor, dtype)) for tensor in model.tensors if tensor not in others]
     if tied == "all":
         by_name = {name: (tensor, to) for name, tensor, to in wanted}
         wanted += [(alias, *by_name[name]) for alias, name in model.tied.items()]
@@ -179,7 +187,7 @@ def plan_export(
             )
         more, index = _lay_out("optimizer", [(t.name, t, t.dtype) for t in tensors], {}, max_shard_size)
         files, texts = files + more, {**texts, **index, "optimizer.json": _text(optimizer_document(state))}
-    return ExportPlan(state, tuple(files), texts, _model_files(model_dir), model.tied, model.left_out)
+    return ExportPlan(state, tuple(files), texts, _model_files(model_dir), model.tied, left_out)
 
 
 def run_export(

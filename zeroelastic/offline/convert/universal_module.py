@@ -31,6 +31,9 @@ _NUMBERS = {
     "int16": "<i2",
     "int32": "<i4",
     "int64": "<i8",
+    "uint16": "<u2",
+    "uint32": "<u4",
+    "uint64": "<u8",
     "float64": "<f8",
 }
 """The dtypes that numpy converts, as numpy calls them."""

@@ -21,7 +21,25 @@ BitsArray = npt.NDArray[np.unsignedinteger]
 CHUNK = 1 << 16
 """Elements that are looked at together: what is computed on the way stays in a core's cache."""
 
-_MANTISSA_BITS = {"float64": 52, "float32": 23, "float16": 10, "bfloat16": 7, "float8_e4m3fn": 3, "float8_e5m2": 2}
+_MANTISSA_BITS = {
+    "float64": 52,
+    "float32": 23,
+    "float16": 10,
+    "bfloat16": 7,
+    "float8_e4m3fn": 3,
+    "float8_e4m3fnuz": 3,
+    "float8_e5m2": 2,
+    "float8_e5m2fnuz": 2,
+    "float8_e8m0fnu": 0,
+}
+_PARTS = {
+    "complex128": "float64",
+    "complex64": "float32",
+    "complex32": "float16",
+    "bits16": "uint16",
+    **{name: "uint8" for name in ("bits8", "bits4x2", "bits2x4", "bits1x8", "float4_e2m1fn_x2")},
+}
+"""The dtype as which others are compared. A complex number is two elements; packed ones are their byte."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +77,16 @@ _SUMMED = [field.name for field in fields(ElementStats) if not field.name.starts
 
 def is_float(dtype: str) -> bool:
     """Whether elements of this dtype are floating point numbers."""
-    return dtype in _MANTISSA_BITS
+    return _PARTS.get(dtype, dtype) in _MANTISSA_BITS
 
 
 def compare_elements(left: ByteArray, right: ByteArray, left_dtype: str, right_dtype: str) -> ElementStats:
     """Compare as many elements of ``left`` and ``right``, given as raw bytes; at most ``CHUNK`` at a time."""
     left_bits, right_bits = bits_of(left, left_dtype), bits_of(right, right_dtype)
+    if len(left_bits) != len(right_bits):  # a real tensor, and a complex one
+        most = max(len(left_bits), len(right_bits))
+        left_bits, right_bits = (_as_complex(bits) if len(bits) < most else bits for bits in (left_bits, right_bits))
+    left_dtype, right_dtype = (_PARTS.get(dtype, dtype) for dtype in (left_dtype, right_dtype))
     assert len(left_bits) == len(right_bits), "the sides have different numbers of elements"
     total = ElementStats(max_ulp=0 if left_dtype == right_dtype and is_float(left_dtype) else None)
     for at in range(0, len(left_bits), CHUNK):
@@ -128,21 +150,32 @@ def _kinds(values: Float64Array) -> tuple[npt.NDArray[np.bool_], int, int]:
     return finite, nans, others - nans
 
 
+def _as_complex(bits: BitsArray) -> BitsArray:
+    return np.stack([bits, np.zeros_like(bits)], axis=1).ravel()
+
+
 def bits_of(data: ByteArray, dtype: str) -> BitsArray:
     """The elements as unsigned integers of their size."""
-    bits: BitsArray = data.view(np.dtype(f"<u{DTYPE_BYTES[dtype]}"))
+    bits: BitsArray = data.view(np.dtype(f"<u{DTYPE_BYTES[_PARTS.get(dtype, dtype)]}"))
     return bits
 
 
 def values_of(bits: BitsArray, dtype: str) -> Float64Array:
     """The elements as float64, which all dtypes but 64-bit integers fit in exactly."""
     values: Float64Array
+    dtype = _PARTS.get(dtype, dtype)
     if dtype == "bfloat16":
         values = (bits.astype("<u4") << np.uint32(16)).view("<f4").astype(np.float64)
     elif dtype == "float8_e5m2":
         values = (bits.astype("<u2") << np.uint16(8)).view("<f2").astype(np.float64)
     elif dtype == "float8_e4m3fn":
         values = _e4m3fn()[bits]
+    elif dtype == "float8_e4m3fnuz":
+        values = _fnuz(3)[bits]
+    elif dtype == "float8_e5m2fnuz":
+        values = _fnuz(2)[bits]
+    elif dtype == "float8_e8m0fnu":
+        values = np.where(bits == 255, np.nan, 2.0 ** (bits.astype(np.float64) - 127))
     elif dtype == "bool":
         values = bits.astype(np.float64)
     else:
@@ -153,6 +186,8 @@ def values_of(bits: BitsArray, dtype: str) -> Float64Array:
 def _distances(
     left: BitsArray, right: BitsArray, x: Float64Array, y: Float64Array, left_dtype: str, right_dtype: str
 ) -> Float64Array:
+    if left_dtype == right_dtype == "uint64":
+        return np.where(left > right, left - right, right - left).astype(np.float64)
     if left_dtype == right_dtype == "int64":  # the difference of two is exact modulo 2**64
         a, b = left.view("<i8"), right.view("<i8")
         return np.where(a > b, left - right, right - left).astype(np.float64)
@@ -178,4 +213,17 @@ def _e4m3fn() -> Float64Array:
     values = np.where(exponent == 0, mantissa / 8 * 2.0**-6, (1 + mantissa / 8) * 2.0 ** (exponent - 7.0))
     values[bits & 127 == 127] = np.nan
     signed: Float64Array = np.where(bits & 128 != 0, -values, values)
+    return signed
+
+
+@functools.cache
+def _fnuz(mantissa_bits: int) -> Float64Array:
+    """The 256 values of 7 bits of exponent and mantissa, without infinity and -0, in whose place is the only NaN."""
+    bits = np.arange(256)
+    steps, bias = 1 << mantissa_bits, 1 << (6 - mantissa_bits)
+    exponent, mantissa = bits >> mantissa_bits & (127 >> mantissa_bits), bits & (steps - 1)
+    small, large = mantissa / steps * 2.0 ** (1 - bias), (1 + mantissa / steps) * 2.0 ** (exponent - float(bias))
+    values = np.where(exponent == 0, small, large)
+    signed: Float64Array = np.where(bits & 128 != 0, -values, values)
+    signed[128] = np.nan
     return signed
