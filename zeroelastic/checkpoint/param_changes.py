@@ -75,6 +75,11 @@ class Membership:
         """Whether the run has the parameters of the save, trained or frozen as then; excluded ones are left aside."""
         return not self.problems and not self.relisted
 
+    def restores(self, *, weights_only: bool) -> bool:
+        """Whether a load has anything to do: weights that are or were trained, or of weights only, any at all."""
+        found = any((self.restored, self.unfrozen, self.newly_frozen, self.relisted, weights_only and self.frozen))
+        return found or not (self.added_trained and self.dropped)
+
     @property
     def same_groups(self) -> bool:
         """Whether every live group is the saved group of the same number, and there are no others."""
@@ -170,6 +175,35 @@ def _compare_groups(saved: Sequence[ParamGroup], live: Sequence[Sequence[str]]) 
         for name in names
         if saved_group.get(name, g) != g
     ]
+
+
+_WRAPPERS = {
+    "_orig_mod": "torch.compile(model). Give deepspeed.initialize the model itself, and compile it in place with "
+    "model.compile() or engine.compile(), which leave the names as they are",
+    "module": "a wrapper such as DistributedDataParallel. Give deepspeed.initialize its .module, the model inside",
+}
+"""Parts of a parameter's name that come from a wrapper: the wrapper, and what to do."""
+
+
+def wrapper_advice(saved: Iterable[str], live: Iterable[str]) -> str | None:
+    """A clause about names that differ because one side was wrapped, and what to do; None where that is not so."""
+    names = {"the checkpoint": {*saved}, "the model": {*live}}
+    shared = len(set.intersection(*names.values()))
+    for part, advice in _WRAPPERS.items():
+        bare = [{_without(name, part) for name in found} for found in names.values()]
+        if len(set.intersection(*bare)) <= shared:
+            continue
+        having = [side for side, found in names.items() if any(_without(name, part) != name for name in found)]
+        return f'names of {" and of ".join(having)} have "{part}." from {advice}; there is no option to rename them'
+    return None
+
+
+def _without(name: str, part: str) -> str:
+    """A name without a part that a wrapper adds: in front, or for ``_orig_mod`` anywhere."""
+    parts = name.split(".")
+    if part == "module":
+        return ".".join(parts[1:]) if parts[0] == part else name
+    return ".".join(one for one in parts if one != part)
 
 
 def match_groups(

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from training import GLOBAL_BATCH, LOSS_RTOL, VOCABULARY, Job, ds_config, train_step
 
 from zeroelastic.checkpoint.optimizer_file import ParamGroup
-from zeroelastic.checkpoint.param_changes import GroupMatch, Membership, ParamSet, compare
+from zeroelastic.checkpoint.param_changes import GroupMatch, Membership, ParamSet, compare, wrapper_advice
 from zeroelastic.core.layout import Layout, Param, layout_from_sub_groups
 from zeroelastic.core.plan import check_plan, make_plan
 from zeroelastic.deepspeed.load.module_states import rearranged
@@ -603,6 +603,63 @@ def refuse_reshaped(directory: str) -> tuple[str, str]:
 
     training.build_model = other  # type: ignore[assignment]
     return refuse(BASE.other(job={"extra": "new"}), directory)
+
+
+class Wrapper(torch.nn.Module):
+    """A module around a model, as torch.compile and DistributedDataParallel put one."""
+
+    def __init__(self, part: str, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.part = part
+        self.add_module(part, model)
+
+    def forward(self, *args: Any) -> Any:
+        return getattr(self, self.part)(*args)
+
+
+def refuse_wrapped(directory: str, part: str, on_mismatch: str) -> tuple[str, str]:
+    make = training.build_model
+    training.build_model = lambda job: Wrapper(part, make(job))  # type: ignore[assignment, return-value]
+    options = {"verify": True, "on_mismatch": on_mismatch}
+    return refuse(BASE.other(job={"options": options}), directory)
+
+
+@pytest.mark.support(
+    "Parameters", "names changed by a wrapper, or all names changed", "refused", "the message names the wrapper"
+)
+@pytest.mark.parametrize(
+    ("part", "on_mismatch", "said"),
+    [
+        ("_orig_mod", "initialize", 'names of the model have "_orig_mod." from torch.compile(model)'),
+        ("_orig_mod", "error", "model.compile()"),
+        ("module", "initialize", 'names of the model have "module." from a wrapper such as DistributedDataParallel'),
+        ("renamed", "initialize", "no trained parameter of the model is in the checkpoint"),
+    ],
+)
+def test_a_resume_that_would_restore_nothing_is_refused(
+    rank_pool: RankPool, saved: Saver, part: str, on_mismatch: str, said: str
+) -> None:
+    errors = rank_pool.run(refuse_wrapped, 3, saved(BASE, 4).directory, part, on_mismatch)
+    assert len(set(errors)) == 1 and errors[0][0] == "LayoutMismatchError"
+    assert said in errors[0][1] and f"parameter {part}.up.weight [33, 16] of the model is not in" in errors[0][1]
+    assert ("no option to rename" in errors[0][1]) == (part != "renamed")
+
+
+@pytest.mark.parametrize(
+    ("saved_names", "live_names", "side"),
+    [
+        (["_orig_mod.a.w", "_orig_mod.b.w"], ["a.w", "b.w"], "the checkpoint have"),
+        (["a.w", "b.w"], ["a._orig_mod.w", "b.w"], "the model have"),
+        (["_orig_mod.a.w"], ["a._orig_mod.w"], "the checkpoint and of the model have"),
+        (["module.module.w"], ["module.w"], "the checkpoint and of the model have"),
+        (["module.w"], ["module.v"], None),
+        (["a.module.w"], ["a.w"], None),
+        (["a.w"], ["a.w", "new.w"], None),
+    ],
+)
+def test_a_wrapper_is_recognised_by_names_that_fit_without_it(saved_names, live_names, side) -> None:
+    advice = wrapper_advice(saved_names, live_names)
+    assert advice is None if side is None else f"names of {side}" in advice
 
 
 @pytest.mark.support(

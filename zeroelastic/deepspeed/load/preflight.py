@@ -19,7 +19,7 @@ from zeroelastic.checkpoint.file_names import model_file_name
 from zeroelastic.checkpoint.model_states import ModelStates, frozen_layouts, other_step
 from zeroelastic.checkpoint.open import Checkpoint, open_checkpoint
 from zeroelastic.checkpoint.optimizer_file import FP32, Shard, configured_batch
-from zeroelastic.checkpoint.param_changes import Membership, ParamSet, compare
+from zeroelastic.checkpoint.param_changes import Membership, ParamSet, compare, wrapper_advice
 from zeroelastic.checkpoint.saved_state import (
     VALUE_FACTS,
     check_same_save,
@@ -195,7 +195,11 @@ def _open(
         head.groups,
         live.groups,
     )
-    _check_membership(membership, request, tag_dir, live)
+    wrapped = None
+    if membership.dropped:
+        saved_names = [*head.layout.index(), *(() if model.frozen is None else model.frozen.index())]
+        wrapped = wrapper_advice(saved_names, [*layout.index(), *live.frozen.index()])
+    _check_membership(membership, request, tag_dir, live, wrapped)
     if not request.weights_only:
         _check_optimizer(membership, head, live, tag_dir)
         if model.global_steps > 0:
@@ -266,11 +270,23 @@ def _refuse_lost_state(head: Shard) -> None:
         )
 
 
-def _check_membership(membership: Membership, request: LoadRequest, tag_dir: FilePath, live: LiveOptimizer) -> None:
-    """Raise LayoutMismatchError, listing everything that differs and is not allowed to."""
+def _check_membership(
+    membership: Membership, request: LoadRequest, tag_dir: FilePath, live: LiveOptimizer, wrapped: str | None
+) -> None:
+    """Raise LayoutMismatchError, listing everything that differs and is not allowed to.
+
+    Whatever ``on_mismatch`` says, names that differ because one side was ``wrapped`` (``wrapper_advice``) are an error,
+    and so is a load that would restore nothing that is trained.
+    """
     problems = [*membership.reshaped]
     strict = request.options.on_mismatch == "error"
-    if strict:
+    if not strict and wrapped is None and live.trains and not membership.restores(weights_only=request.weights_only):
+        raise LayoutMismatchError(
+            f"{tag_dir}: no trained parameter of the model is in the checkpoint: nothing would be resumed, and the "
+            "run would go on from the weights that it has:",
+            sorted(dict.fromkeys(membership.problems)),
+        )
+    if strict or wrapped is not None:
         tolerated = {*(() if request.strict_module else membership.frozen_problems)}
         tolerated |= set() if live.trains else {*membership.moved}
         problems += [problem for problem in membership.problems if problem not in tolerated]
@@ -288,7 +304,9 @@ def _check_membership(membership: Membership, request: LoadRequest, tag_dir: Fil
     if not problems:
         return
     advice = ""
-    if set(problems) <= {*membership.problems, *membership.group_problems} - set(membership.reshaped):
+    if wrapped is not None:
+        advice = f" ({wrapped})"
+    elif set(problems) <= {*membership.problems, *membership.group_problems} - set(membership.reshaped):
         advice = ' ("on_mismatch": "initialize" in the "zeroelastic" block restores what both have and names the rest)'
     raise LayoutMismatchError(
         f"{tag_dir}: the checkpoint does not fit the model{advice}:", sorted(dict.fromkeys(problems))
