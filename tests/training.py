@@ -139,6 +139,7 @@ def build_optimizer(job: Job, model: torch.nn.Module) -> torch.optim.Optimizer:
         return OTHER_OPTIMIZERS[job.optimizer](groups)
     make = {
         "adamw": lambda: torch.optim.AdamW(groups, betas=(0.8, 0.95)),
+        "adam": lambda: torch.optim.Adam(groups, betas=(0.8, 0.95)),
         "amsgrad": lambda: torch.optim.AdamW(groups, amsgrad=True),
         "sgd": lambda: torch.optim.SGD(groups, momentum=0.9),
         "plain_sgd": lambda: torch.optim.SGD(groups),

@@ -13,7 +13,7 @@ from saves import Saver, check_resumed, save_once
 from training import LOSS_RTOL, Job, attempt, build_engine, look, resume, train_step
 
 from zeroelastic.core.digest import ScalarValue
-from zeroelastic.deepspeed.live.optimizers import live_form
+from zeroelastic.deepspeed.live.optimizers import SavedGroup, changed_class, live_form, options_to_set
 from zeroelastic.errors import UnsupportedError, ZeroElasticError
 from zeroelastic.testing import RankPool, compare_states
 
@@ -73,6 +73,32 @@ def test_adam_goes_on_as_another_adam(rank_pool: RankPool, saved: Saver, one: st
         assert (line in notes) == (FORMS[one] != FORMS[other])
         assert any("hyper-parameters that are the run's own: " in note for note in notes)
         assert outcome.losses == pytest.approx(checkpoint.outcome.losses, rel=LOSS_RTOL["bf16"])
+
+
+@pytest.mark.parametrize("stage", [3, 2])
+@pytest.mark.parametrize(("one", "other"), [("adam", "adamw"), ("adamw", "adam")])
+def test_files_that_do_not_name_the_optimizer_leave_its_kind_of_decay_alone(
+    rank_pool: RankPool, saved: Saver, one: str, other: str, stage: int
+) -> None:
+    """DeepSpeed's own files have hyper-parameters and no class: AdamW is Adam but for one of them."""
+    checkpoint = saved(Job(optimizer=one, elastic=False, stage=stage), 3)
+    for outcome in rank_pool.run(resume, 2, Job(optimizer=other, stage=stage).other(), checkpoint.directory, **STEPS):
+        assert [outcome.state[f"group/{g}/decoupled_weight_decay"] for g in (0, 1)] == [other == "adamw"] * 2
+        different = compare_states(checkpoint.outcome.state, outcome.state)
+        assert {line.partition(":")[0] for line in different} == {f"group/{g}/decoupled_weight_decay" for g in (0, 1)}
+        names = {"adam": "Adam", "adamw": "AdamW"}
+        said = f"optimizer: {names[other]} goes on from the state of {names[one]}, which has the same keys"
+        assert said in outcome.report.notes
+        assert "hyper-parameters that are the run's own: decoupled_weight_decay" in outcome.report.notes
+
+
+@pytest.mark.parametrize("path", [None, "torch.optim.radam.RAdam"])
+def test_an_option_of_the_same_name_that_is_the_users_is_restored(path: str | None) -> None:
+    radam = torch.optim.RAdam([torch.zeros(1)], decoupled_weight_decay=False)
+    options = {key: value for key, value in radam.param_groups[0].items() if key != "params"}
+    saved = SavedGroup(path, {**options, "decoupled_weight_decay": True}, frozenset())
+    taken, left, own = options_to_set(saved, radam, radam.param_groups[0])
+    assert taken["decoupled_weight_decay"] is True and left == own == () and changed_class(saved, radam) is None
 
 
 @pytest.mark.support("Optimizers", "changing to one with other state", "refused", "both lists of state keys are named")

@@ -66,7 +66,8 @@ _MUON_ADAM = _Known(_ADAM, _INT_STEP)
 SCHEDULED = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
 """Options that learning rate schedulers add to groups."""
 
-_OF_THE_CLASS = {"decoupled_weight_decay"}
+_DECOUPLED = "decoupled_weight_decay"
+_OF_THE_CLASS = {_DECOUPLED}
 """Options that make a class what it is: torch's AdamW is its Adam with this one set."""
 
 
@@ -148,9 +149,10 @@ def options_to_set(
 def changed_class(saved: SavedGroup, optimizer: torch.optim.Optimizer) -> str | None:
     """A sentence about an optimizer that continues from the state of another class, or None."""
     name = type(optimizer).__name__
-    if saved.class_path is None or saved.class_path.rpartition(".")[2] == name:
+    was = _other_adam(saved, optimizer) if saved.class_path is None else saved.class_path.rpartition(".")[2]
+    if was in (None, name):
         return None
-    return f"optimizer: {name} goes on from the state of {saved.class_path.rpartition('.')[2]}, which has the same keys"
+    return f"optimizer: {name} goes on from the state of {was}, which has the same keys"
 
 
 def state_dtype(
@@ -167,7 +169,17 @@ def _same_class(saved: SavedGroup, optimizer: torch.optim.Optimizer, options: Ma
     """Compares class names without their modules; a checkpoint without one is judged by its hyper-parameters."""
     if saved.class_path is not None:
         return saved.class_path.rpartition(".")[2] == type(optimizer).__name__
+    if _other_adam(saved, optimizer) is not None:
+        return False
     return not options.keys() - saved.options.keys() - {"params"} - SCHEDULED
+
+
+def _other_adam(saved: SavedGroup, optimizer: torch.optim.Optimizer) -> str | None:
+    """The class that saved a group if it is the other one of torch's Adam and AdamW, by a file without its name."""
+    was, own = saved.options.get(_DECOUPLED), optimizer.defaults.get(_DECOUPLED)
+    if not isinstance(optimizer, torch.optim.Adam) or None in (was, own) or bool(was) == bool(own):
+        return None
+    return "AdamW" if was else "Adam"
 
 
 def _known(optimizer: torch.optim.Optimizer, options: Mapping[str, object], *, bases: bool) -> _Known | None:
