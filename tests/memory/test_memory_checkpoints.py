@@ -60,11 +60,16 @@ def shared() -> Iterator[Path]:
         yield Path(directory)
 
 
+def make_private(place: Place) -> None:
+    for directory in (place.path.parent, place.path):
+        directory.mkdir(0o700, exist_ok=True)
+
+
 def use_node(shared: Path, number: int) -> None:
     """Let this rank be on a node."""
     place = Place(path=shared / f"node{number}", node=f"node{number}")
     Place.of_this_job = staticmethod(lambda *args, **kwargs: place)  # type: ignore[method-assign, assignment]
-    Place.create = lambda self: self.path.mkdir(parents=True, exist_ok=True)  # type: ignore[method-assign, assignment]
+    Place.create = make_private  # type: ignore[method-assign]
     checkpoints.start_reaper = lambda place: None  # type: ignore[assignment]
     for module in ("exchange", "protect", "rebuild"):  # a file takes several rounds, and ends within one
         import_module(f"zeroelastic.memory.{module}").ROUND_BYTES = 5001

@@ -16,7 +16,8 @@ from typing import Any
 import psutil
 import pytest
 
-from zeroelastic.errors import SaveError
+from zeroelastic.errors import CheckpointError, SaveError
+from zeroelastic.memory.generation import RunPlace
 from zeroelastic.memory.launcher import Launcher, launcher
 from zeroelastic.memory.place import MEMORY_DIR, Place
 from zeroelastic.memory.reaper import start_reaper
@@ -264,3 +265,80 @@ def test_one_reaper_waits_and_one_that_comes_late_finds_nothing_to_do(tmp_path: 
     until(lambda: not (tmp_path / "job").exists(), "the reaper removes the directory")
     waited.wait(LIMIT_S)
     start_reaper(known.pid, known.started, str(tmp_path / "job"))  # ends: the directory has gone
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Iterator[RunPlace]:
+    """A run with one complete tag, in a job's directory."""
+    place = Place(tmp_path / "memory" / "user" / "job", "node")
+    place.path.parents[1].mkdir()
+    place.create()
+    run = RunPlace.of(place.path, tmp_path / "ckpt")
+    run.create()
+    staging = run.writing("attempt")
+    staging.mkdir(0o700)
+    for name in ("zeroelastic.json", "zeroelastic_memory.json"):
+        (staging / name).write_text("{}")
+    run.publish(staging, TAG)
+    yield run
+    for path in [run.path, *run.path.parents[:2]]:
+        path.chmod(0o700)
+
+
+TAG = "step3-" + "0" * 32
+
+
+@pytest.mark.parametrize("level", ["user", "job", "run", "complete", "tag", "file"])
+@pytest.mark.parametrize("mode", [0o777, 0o770, 0o707])
+def test_what_others_may_enter_or_write_is_not_read(kept: RunPlace, level: str, mode: int, caplog: Any) -> None:
+    assert kept.tags() == [TAG]
+    tag = kept.complete / TAG
+    {
+        "user": kept.path.parents[1],
+        "job": kept.path.parent,
+        "run": kept.path,
+        "complete": kept.complete,
+        "tag": tag,
+        "file": tag / "zeroelastic.json",
+    }[level].chmod(mode)
+    assert kept.tags() == [] and "this user alone may read and write" in caplog.text
+    with pytest.raises(CheckpointError, match="so that it is not read"):
+        kept.require_own(TAG)
+
+
+def test_what_belongs_to_another_user_is_not_read(kept: RunPlace, monkeypatch: pytest.MonkeyPatch) -> None:
+    me = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: me + 1)
+    assert kept.tags() == []
+    with pytest.raises(CheckpointError, match="this user alone"):
+        kept.require_own(TAG)
+
+
+@pytest.mark.parametrize("level", ["user", "job", "run", "complete", "tag", "file"])
+def test_no_link_is_followed(kept: RunPlace, tmp_path: Path, level: str) -> None:
+    tag = kept.complete / TAG
+    place = {
+        "user": kept.path.parents[1],
+        "job": kept.path.parent,
+        "run": kept.path,
+        "complete": kept.complete,
+        "tag": tag,
+        "file": tag / "zeroelastic.json",
+    }[level]
+    place.rename(tmp_path / "elsewhere")
+    place.symlink_to(tmp_path / "elsewhere")
+    assert kept.tags() == []
+    with pytest.raises(CheckpointError, match="so that it is not read"):
+        kept.require_own(TAG)
+    place.unlink()
+    (tmp_path / "elsewhere").rename(place)
+    assert kept.tags() == [TAG]
+
+
+def test_the_directory_may_be_reached_by_a_link_and_what_is_absent_is_no_error(tmp_path: Path, kept: RunPlace) -> None:
+    (tmp_path / "shm").symlink_to(tmp_path / "memory")
+    linked = RunPlace(tmp_path / "shm" / kept.path.relative_to(tmp_path / "memory"))
+    assert linked.tags() == [TAG]
+    kept.require_own("step4-" + "0" * 32)
+    kept.remove_tags()
+    assert kept.tags() == [] == linked.tags()

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import re
 import shutil
@@ -20,9 +21,12 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from zeroelastic.errors import UnreadableError
+from zeroelastic.errors import CheckpointError, UnreadableError
 from zeroelastic.io.paths import FilePath
 from zeroelastic.io.storage import file_sizes
+from zeroelastic.memory.place import require_own
+
+logger = logging.getLogger(__name__)
 
 NOTE_NAME = "zeroelastic_memory.json"
 """Beside the commit record: what a resume from memory has to know in addition."""
@@ -72,15 +76,32 @@ class RunPlace:
 
     def create(self) -> None:
         """Make the directories. Raises OSError."""
-        self.complete.mkdir(mode=0o700, parents=True, exist_ok=True)
-        (self.path / _WRITING).mkdir(mode=0o700, exist_ok=True)
+        for directory in (self.path, self.complete, self.path / _WRITING):
+            directory.mkdir(mode=0o700, exist_ok=True)
+
+    def require_own(self, tag: str) -> None:
+        """Raise CheckpointError where another user could have put a tag there; nothing where there is none."""
+        with suppress(FileNotFoundError):
+            try:
+                require_own(self.complete / tag, below=self.path.parents[2], with_files=True)
+            except PermissionError as error:
+                raise CheckpointError(
+                    f"{error.filename}: {error.strerror}, so that it is not read. Remove it.", remedy=""
+                ) from None
 
     def tags(self) -> list[str]:
-        """The complete tags of this node, newest step first."""
+        """The complete tags of this node, newest step first, but for those that another user could have put there."""
         try:
-            names = [name for name in os.listdir(self.complete) if _TAG.fullmatch(name)]
+            found = [name for name in os.listdir(self.complete) if _TAG.fullmatch(name)]
         except OSError:
             return []
+        names: list[str] = []
+        for name in found:
+            try:
+                self.require_own(name)
+                names.append(name)
+            except CheckpointError as error:
+                logger.warning("%s", error)
         return sorted(names, key=lambda name: int(name.split("-")[0].removeprefix("step")), reverse=True)
 
     def files(self, tag: str) -> dict[str, int]:
@@ -98,7 +119,9 @@ class RunPlace:
             return None
 
     def publish(self, staging: Path, tag: str) -> None:
-        """Make a directory the tag. Raises OSError."""
+        """Make a directory the tag, whose files this user alone may read then. Raises OSError."""
+        for entry in os.scandir(staging):
+            os.chmod(entry.path, 0o600)
         os.rename(staging, self.complete / tag)
 
     def remove_tags(self, *, but: Iterable[str] = ()) -> None:

@@ -7,6 +7,7 @@ What a launcher that was killed has left, with its reaper, is removed by the nex
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import stat
@@ -21,6 +22,9 @@ from zeroelastic.memory.launcher import Launcher, launcher
 
 MEMORY_DIR = "ZEROELASTIC_MEMORY_DIR"
 """An environment variable: a directory in memory (tmpfs, ramfs, hugetlbfs) in place of /dev/shm."""
+
+
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +49,7 @@ class Place:
             for directory in (self.path.parent, self.path):
                 with suppress(FileExistsError):
                     os.mkdir(directory, 0o700)
-                _require_own(directory)
+            require_own(self.path, below=self.path.parents[1])
         except OSError as error:
             raise SaveError(
                 f"{error.filename or self.path}: {error.strerror}: memory checkpoints cannot be kept there. Set "
@@ -71,11 +75,40 @@ def _has_ended(pid: int, started: str) -> bool:
     return start_of(pid) != started or (started == "" and not is_hidden(pid))
 
 
-def _require_own(directory: Path) -> None:
-    """Raise OSError for what is no directory, or that another user could have put there."""
-    found = os.lstat(directory)
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise PermissionError(1, "is not a directory that this user alone may enter", os.fspath(directory))
+def require_own(directory: Path, *, below: Path, with_files: bool = False) -> None:
+    """Raise OSError unless this user alone may enter every directory from ``below``, without it, to ``directory``.
+
+    ``with_files``: what is in the last of them has to be files that this user alone may read. Each directory is opened
+    from within the one above it, and no link is followed. Raises FileNotFoundError where there is none.
+    """
+    name = ""
+    fd = os.open(below, _DIRECTORY)
+    try:
+        for name in directory.relative_to(below).parts:
+            fd, above = os.open(name, _DIRECTORY | os.O_NOFOLLOW, dir_fd=fd), fd
+            os.close(above)
+            _require_private(os.fstat(fd))
+        for name in os.listdir(fd) if with_files else ():
+            found = os.stat(name, dir_fd=fd, follow_symlinks=False)
+            if not stat.S_ISREG(found.st_mode):
+                raise NotADirectoryError
+            _require_private(found)
+    except (PermissionError, NotADirectoryError) as error:
+        raise PermissionError(
+            errno.EPERM, f"is not what this user alone may read and write ({name})", os.fspath(directory)
+        ) from error
+    except OSError as error:
+        error.filename = os.fspath(directory)
+        if error.errno == errno.ELOOP:
+            raise PermissionError(errno.EPERM, f"a link leads there ({name})", os.fspath(directory)) from error
+        raise
+    finally:
+        os.close(fd)
+
+
+def _require_private(found: os.stat_result) -> None:
+    if found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise PermissionError
 
 
 def _namespace() -> str:

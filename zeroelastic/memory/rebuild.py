@@ -127,6 +127,7 @@ def _rebuild(
         for name, size in sizes.items():
             with _as_save_error(tag_dir, lost):
                 (tag_dir / f"{name}{_PART}").write_bytes(made[begin : begin + size].numpy().data)
+                os.chmod(tag_dir / f"{name}{_PART}", 0o600)
                 os.rename(tag_dir / f"{name}{_PART}", tag_dir / name)
             begin += size
 

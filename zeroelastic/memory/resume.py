@@ -163,6 +163,7 @@ class MemoryTier:
         self, engine: Any, generation: Generation, finish: Callable[[str, dict[str, Any]], T], *, strict: bool
     ) -> T:
         tag_dir = self._run.complete / generation.tag
+        all_or_raise(lambda: self._run.require_own(generation.tag))
         if lacking(generation.note, generation.seen):
             group = dist.new_group(backend="gloo")
             try:
