@@ -12,8 +12,10 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -33,7 +35,7 @@ from zeroelastic.elastic.world_changes import NOTICING_S, Changes
 from zeroelastic.errors import ConfigError, MembershipError, StrictError
 from zeroelastic.monitoring.observers import publish
 from zeroelastic.report import ResizeReport
-from zeroelastic.warm.preload import import_always
+from zeroelastic.warm.preload import ALWAYS
 
 if TYPE_CHECKING:
     from zeroelastic.deepspeed.resize.restore import Leaving
@@ -196,7 +198,9 @@ class _Job:
     def worlds(self) -> Iterator[World]:
         from zeroelastic.deepspeed.resize.restore import leave_world
 
-        import_always()  # before this process is ready to be taken in: nobody waits for it
+        for name in ALWAYS:  # before this process is ready to be taken in: nobody waits for it
+            with suppress(ImportError):
+                import_module(name)
         now = self._membership.first()
         while True:
             world = self._begun(now)

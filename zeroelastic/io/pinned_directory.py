@@ -65,21 +65,36 @@ class PinnedPath(PosixPath):
         return made
 
     def __fspath__(self) -> str:
-        if not hasattr(self, "_directory"):  # pathlib derived it in a way that leads elsewhere
-            return str(self)
+        if not hasattr(self, "_directory"):
+            raise AssertionError(f"{self}: derived from a pinned path in a way that loses the pin; use / and with_name")
         return f"{self._directory.route}/{self._below}" if self._below else self._directory.route
 
+    def __reduce__(self) -> tuple[type[Path], tuple[str]]:
+        """Another process, or a copy, has the path alone."""
+        return Path, (str(self),)
+
     def __truediv__(self, key: str | os.PathLike[str]) -> Path:  # type: ignore[override]
-        if not hasattr(self, "_directory") or os.path.isabs(key):
+        if os.path.isabs(key):
             return Path(str(self)) / key
         return self._of(self._directory, os.path.join(self._below, key))
 
     @property
     def parent(self) -> Path:  # type: ignore[override]
         """The directory above: still in the pinned one, but for that of the pinned one itself."""
-        if not hasattr(self, "_directory") or not self._below:
+        if not self._below:
             return Path(str(self)).parent
         return self._of(self._directory, os.path.dirname(self._below))
+
+    def joinpath(self, *keys: str | os.PathLike[str]) -> Path:  # type: ignore[override]
+        """As ``/``."""
+        found: Path = self
+        for key in keys:
+            found = found / key
+        return found
+
+    def resolve(self, strict: bool = False) -> Path:
+        """Where the pinned directory, or the file in it, is now, as a plain path."""
+        return Path(os.path.realpath(self, strict=strict))
 
     def with_name(self, name: str) -> Path:  # type: ignore[override]
         """The file of another name beside this one."""
