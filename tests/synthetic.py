@@ -31,7 +31,7 @@ from zeroelastic.checkpoint.commit_record import (
 )
 from zeroelastic.checkpoint.file_table import FileRow, names_of_json, row_text
 from zeroelastic.checkpoint.open import Checkpoint
-from zeroelastic.checkpoint.param_table import param_records, record_checksum
+from zeroelastic.checkpoint.param_table import param_records, params_digest, record_checksum
 from zeroelastic.core.digest import ParamContent, ScalarValue, content_root, digest_range, stream_seed
 from zeroelastic.core.layout import Param, pack_sub_groups
 from zeroelastic.io.paths import FilePath
@@ -42,6 +42,7 @@ Truth = dict[str, dict[str, tuple[str, bytes]]]
 
 ADAM = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}
 SAVE_ID = "0123456789abcdef" * 2
+RUN = "0" * 32
 GROUPS = ((Param("w", (5, 4)), Param("v", (7,))), (Param("b", (3,)), Param("gain", (1,)), Param("scale", ())))
 FROZEN_PARAMS = (Param("embedding", (3, 3)), Param("mask", (1,)))
 
@@ -91,6 +92,7 @@ def write_checkpoint(
     record: bool = False,
     alias: bool = True,
     save_id: str = SAVE_ID,
+    run: str = RUN,
     global_steps: int = 3,
     options: Sequence[Mapping[str, object]] | None = None,
     loss_scaler: object = None,
@@ -205,7 +207,7 @@ def write_checkpoint(
     if record:
         scalar = ScalarValue("float32", float(global_steps)) if torch.is_tensor(step) else ScalarValue("pyint", step)
         contents = contents_of(truth, [*trained, *(frozen or ())], {"step": scalar})
-        write_record(tag_dir, files, contents, format, save_id, world_size, global_steps, frozenset(full))
+        write_record(tag_dir, files, contents, format, save_id, world_size, global_steps, frozenset(full), run)
     return truth
 
 
@@ -238,6 +240,7 @@ def write_record(
     world_size: int,
     global_steps: int,
     trainable: frozenset[str],
+    run: str,
 ) -> None:
     """Write the commit record of files that lie in ``tag_dir``."""
     record = CommitRecord(
@@ -248,6 +251,8 @@ def write_record(
         world_size=world_size,
         global_steps=global_steps,
         train_batch_size=2 * world_size,
+        run=run,
+        trained_params=params_digest(c.param for c in contents if c.param.name in trainable),
         versions=Versions(zeroelastic="0", deepspeed="0.19.8", torch=torch.__version__),
         files={name: (tag_dir / name).stat().st_size for name in files},
         params=param_records(contents, trainable),

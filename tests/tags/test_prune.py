@@ -117,7 +117,7 @@ def test_whatever_is_there_what_must_stay_stays(tmp_path_factory, data):
     states = {}
     now = time.time()
     for i, step in enumerate(steps):
-        name, state = f"{'abcdef'[i]}{step % 7}", data.draw(st.sampled_from(["whole", "stock", "torn", "young torn"]))
+        name, state = f"s{i}{step % 7}", data.draw(st.sampled_from(["whole", "stock", "torn", "young torn"]))
         save(run / name, step, record=state == "whole")
         if "torn" in state:
             (run / name / optim_name(1)).unlink()

@@ -51,6 +51,7 @@ _MAX_RECORD_BYTES = 1 << 30  # about 100 bytes a parameter: ten million of them
 CheckpointFormat = Literal["elastic", "rigid"]
 
 _Root = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+_Id = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
 _FileName = Annotated[str, StringConstraints(pattern=r"^[^/\x00]{1,255}$")]
 
 
@@ -88,12 +89,16 @@ class CommitRecord(Schema):
     the name, place, size and CRC-32 of everything in a file; files that are no zip archives, and older records, have
     none. Of ``mp_rank_XX_model_states.pt`` on node-local disks, a node's record states the node's own.
     ``committed_at`` is in seconds since 1970, and later than that of ``parent``, the save that the run was loaded from
-    or had committed before; records of version 1 have neither. What stands before ``versions`` is short: ``read_head``.
+    or had committed before; records of version 1 have neither. ``run`` is the same in every save of a run and of what
+    is resumed from it; its first 16 digits are the time at which the run began, in microseconds since 1970.
+    ``trained_params`` is the digest of the trained parameters' names and shapes (``params_digest``), of tensor parallel
+    rank 0. Both tell the checkpoints of two engines in one directory apart (``tags.runs``). What stands before
+    ``versions`` is short: ``read_head``.
     """
 
     format_version: Annotated[int, Field(ge=1)]
     checkpoint_format: CheckpointFormat
-    save_id: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
+    save_id: _Id
     tag: str
     world_size: Annotated[int, Field(ge=1, le=1 << 24)]
     tp_size: Annotated[int, Field(ge=1, le=1 << 16)] = 1
@@ -101,7 +106,9 @@ class CommitRecord(Schema):
     global_steps: int
     train_batch_size: int
     committed_at: Annotated[float, Field(gt=0, lt=1 << 40)] | None = None
-    parent: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")] | None = None
+    parent: _Id | None = None
+    run: _Id | None = None
+    trained_params: _Id | None = None
     versions: Versions
     files: Annotated[Mapping[str, int], SkipValidation]
     directories: Annotated[Mapping[str, str], SkipValidation] = Field(default={})
@@ -269,7 +276,7 @@ def record_text(record: CommitRecord) -> bytes:
 
     Records of older versions become ones of this version.
 
-    Tensor parallelism, lost micro batches, time and parent are not mentioned where there are none.
+    Tensor parallelism, lost micro batches, time, parent and run are not mentioned where there are none.
     """
     names = FileNames.of(record.files)
     fields = record.model_dump(mode="json", exclude={"params", "files", "directories", "versions", "content_root"})
@@ -285,7 +292,7 @@ def record_text(record: CommitRecord) -> bytes:
         del data["tp_size"]
     if record.lost_micro_batches == 0:
         del data["lost_micro_batches"]
-    for key in ("committed_at", "parent"):
+    for key in ("committed_at", "parent", "run", "trained_params"):
         if data[key] is None:
             del data[key]
     groups = [group_json(group) for group in record.params.groups]

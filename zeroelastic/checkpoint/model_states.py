@@ -138,9 +138,8 @@ def _model_states(file: TorchFile, rank: int, *, world_size: int | None, tp: Ten
     mp_world_size = root.get("mp_world_size", 1)
     if mp_world_size != (1 if tp is None else tp.size):
         raise other_tp_size(path, mp_world_size, tp)
-    tables = root.get("param_shapes")
-    if not isinstance(tables, list) or not all(isinstance(table, Mapping) for table in tables):
-        raise CheckpointError(f"{path}: holds no param_shapes. It is not a ZeRO model states file.")
+    params = trained_tables(root, path)
+    tables = root["param_shapes"]
     module = root.get("module")
     if not isinstance(module, (Mapping, type(None))):
         raise CheckpointError(f"{path}: holds no state of the module: {shown(module)}. The file is damaged.")
@@ -172,7 +171,7 @@ def _model_states(file: TorchFile, rank: int, *, world_size: int | None, tp: Ten
         rank=rank,
         world_size=count,
         global_steps=steps if type(steps) is int else 0,
-        sub_groups=tuple(tuple(_params(table, path)) for table in tables),
+        sub_groups=params,
         frozen=frozen,
         frozen_extents=extents,
         header_bytes=file.header_bytes,
@@ -197,6 +196,14 @@ def _expert_files(root: Mapping[object, object], tp_rank: int) -> tuple[str, ...
     return tuple(
         expert_file_name(layer, expert, tp_rank) for layer, count in enumerate(counts) for expert in range(count)
     )
+
+
+def trained_tables(root: Mapping[object, object], path: FilePath) -> tuple[tuple[Param, ...], ...]:
+    """The trained parameters of a model states file, by its ``param_shapes``. Raises CheckpointError."""
+    tables = root.get("param_shapes")
+    if not isinstance(tables, list) or not all(isinstance(table, Mapping) for table in tables):
+        raise CheckpointError(f"{path}: holds no param_shapes. It is not a ZeRO model states file.")
+    return tuple(tuple(_params(table, path)) for table in tables)
 
 
 def _params(table: Mapping[object, object], path: FilePath) -> list[Param]:

@@ -94,6 +94,12 @@ class ParamRecord(Schema):
         )
 
 
+def params_digest(params: Iterable[Param]) -> str:
+    """A digest of the names and shapes of parameters with elements, in any order: 32 hexadecimal digits."""
+    rows = sorted(json.dumps([param.name, *param.shape]) for param in params if param.numel)
+    return hashlib.sha256("\n".join(rows).encode()).hexdigest()[:32]
+
+
 class _Rows(Schema):
     """A group of the table in a record of version 3."""
 

@@ -37,8 +37,11 @@ def ls(
     if as_json:
         print_document(report.to_json())
         return
-    head = ("tag", "step", "ranks", "stage", "size", "saved", "status")
-    print_columns([head, *map(_row, report.tags)], right=frozenset({1, 2, 3, 4}), indent="")
+    rows = [("tag", "step", "ranks", "stage", "size", "saved", "status"), *map(_row, report.tags)]
+    if any(tag.run not in (None, 1) for tag in report.tags):
+        runs = ["run", *("" if tag.run is None else str(tag.run) for tag in report.tags)]
+        rows = [(*row, run) for row, run in zip(rows, runs, strict=True)]
+    print_columns(rows, right=frozenset({1, 2, 3, 4, 7}), indent="")
 
 
 def _row(tag: TagInfo) -> tuple[str, ...]:

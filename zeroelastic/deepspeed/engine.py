@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from zeroelastic.deepspeed.engine_state import state_of
 from zeroelastic.deepspeed.options import Options, parse_options
+from zeroelastic.distributed.collective import broadcast
 from zeroelastic.distributed.partners import agree_on
 from zeroelastic.report import ResumeReport
 
@@ -178,8 +179,12 @@ def facts_of(engine: Engine) -> dict[str, object]:
 
 
 def agree_on_options(engine: Engine) -> None:
-    """Raise the same ConfigError on every rank where the options differ between ranks; once per engine. Collective."""
+    """Raise the same ConfigError on every rank where the options differ between ranks; once per engine. Collective.
+
+    The ranks take rank 0's name of the run, too.
+    """
     state = state_of(engine)
     if not state.options_agreed:
         agree_on(partial(facts_of, engine))
+        state.lineage.run = broadcast(state.lineage.run)
         state.options_agreed = True

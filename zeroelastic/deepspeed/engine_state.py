@@ -5,6 +5,8 @@ The engine's optimizer has a reference to the engine, under an attribute of the 
 
 from __future__ import annotations
 
+import secrets
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,17 +18,24 @@ _ATTRIBUTE = "_zeroelastic"
 _TICK = 1e-6
 
 
+def _new_run() -> str:
+    return f"{time.time_ns() // 1000:016x}{secrets.token_hex(8)}"
+
+
 @dataclass(slots=True)
 class Lineage:
     """The save from which an engine continues: the one that it loaded or committed last.
 
     ``save_id`` is None at a fresh start, and after a load of a checkpoint without a record. ``committed_at`` is the
-    time of that commit, by its record. ``on_load`` are called with the client state at the end of each load that sets
-    the engine's counters, on every rank.
+    time of that commit, by its record. ``run`` is the run that it belongs to (``CommitRecord.run``): a new one, rank
+    0's, until a checkpoint is loaded. The engine was ``made_at`` a time in seconds since 1970. ``on_load`` are called
+    with the client state at the end of each load that sets the engine's counters, on every rank.
     """
 
     save_id: str | None = None
     committed_at: float = 0.0
+    run: str = field(default_factory=_new_run)
+    made_at: float = field(default_factory=time.time)
     on_load: list[Callable[[Mapping[str, Any]], None]] = field(default_factory=list)
 
     def next_time(self, now: float) -> float:
@@ -41,6 +50,8 @@ class Lineage:
         """Record that a checkpoint was loaded, with its counters. Collective, if one of ``on_load`` is."""
         self.save_id = None if record is None else record.save_id
         self.committed_at = max(self.committed_at, (record.committed_at or 0.0) if record is not None else 0.0)
+        if record is not None and record.run is not None:
+            self.run = record.run
         for call in self.on_load:
             call(client_state)
 

@@ -1,6 +1,7 @@
 """Resume a job from the newest checkpoint that loads, at its present world size, or begin where there is none.
 
-The newest tag is the one that was committed last, unless ``latest`` was set to an older tag since, which rolls a run
+Where several engines save to the directory, only the tags of this one's parameters count (``tags.runs``). The newest
+tag is the one that was committed last, unless ``latest`` was set to an older tag since, which rolls a run
 back. The ranks agree on the tag before any of them opens it. A damaged tag is passed over, with a warning, for the one
 before it; a tag during whose loads the job died twice is tried after all others. A problem of the run rather than of
 the tag (another model, another global batch) is raised.
@@ -83,7 +84,7 @@ def resume(
     from zeroelastic.deepspeed.install.wrappers import loading_strictly
     from zeroelastic.deepspeed.load.fallback import none_loads, walk_back
     from zeroelastic.deepspeed.load.tag_choice import nothing_to_load
-    from zeroelastic.deepspeed.node_local.node_tags import tags_of_all_nodes
+    from zeroelastic.deepspeed.node_local.node_tags import tags_of_this_run
     from zeroelastic.deepspeed.save.pending import finish_pending
     from zeroelastic.distributed.partners import require_partners
     from zeroelastic.memory.resume import memory_tier
@@ -117,7 +118,7 @@ def resume(
 
     with span("resume", directory=str(root), ranks=_world_size()):
         finish_pending(engine, before="resume()")
-        tags = tags_of_all_nodes(root)
+        tags = tags_of_this_run(engine, root)
         at = all_or_raise(lambda: going_on_from(root, tags) if _rank() == 0 else 0)
         memory = memory_tier(engine, root)
         lost: tuple[str, ...] = ()

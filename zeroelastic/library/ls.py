@@ -15,6 +15,7 @@ from zeroelastic.io.paths import as_path
 from zeroelastic.json_document import document
 from zeroelastic.tags.candidates import list_run, named_latest
 from zeroelastic.tags.commit_order import Tag
+from zeroelastic.tags.runs import runs_of
 from zeroelastic.torch_file.header import read_torch_file
 
 Status = Literal["committed", "no record", "incomplete", "quarantined", "universal", "unreadable"]
@@ -26,7 +27,8 @@ missing. ``quarantined``: a load found it damaged."""
 class TagInfo:
     """A checkpoint of the run; a field is None where it is not known. ``saved_at`` is in seconds since 1970.
 
-    ``path`` is its tag directory, ``folder`` the ``checkpoint-N`` around it, or the same.
+    ``path`` is its tag directory, ``folder`` the ``checkpoint-N`` around it, or the same. ``run`` numbers the runs that
+    save to the directory, from 1, in the order of their newest checkpoints.
     """
 
     tag: str
@@ -40,6 +42,7 @@ class TagInfo:
     status: Status
     why: str | None
     latest: bool
+    run: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +76,11 @@ def ls(directory: str | os.PathLike[str]) -> ListReport:
         root = Path(os.path.abspath(root))
     run = list_run(root)
     latest = None if run.in_folders else named_latest(root)[0]
-    return ListReport(str(root), latest, tuple(_describe(tag, latest) for tag in run.tags))
+    numbers = {tag.name: number for number, tags in enumerate(runs_of(run.tags), 1) for tag in tags}
+    return ListReport(str(root), latest, tuple(_describe(tag, latest, numbers.get(tag.name)) for tag in run.tags))
 
 
-def _describe(tag: Tag, latest: str | None) -> TagInfo:
+def _describe(tag: Tag, latest: str | None, run: int | None) -> TagInfo:
     status: Status
     world_size, stage, nbytes, why = None, None, 0, tag.unfinished
     try:
@@ -106,6 +110,7 @@ def _describe(tag: Tag, latest: str | None) -> TagInfo:
         status=status,
         why=why,
         latest=tag.name == latest,
+        run=run,
     )
 
 

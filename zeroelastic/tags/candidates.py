@@ -12,12 +12,15 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_head
 from zeroelastic.checkpoint.file_names import is_rank_file, model_file_name
 from zeroelastic.checkpoint.listing import is_universal
+from zeroelastic.checkpoint.model_states import trained_tables
 from zeroelastic.checkpoint.one_save import was_saved_again
 from zeroelastic.checkpoint.open import open_checkpoint
+from zeroelastic.checkpoint.param_table import params_digest
 from zeroelastic.checkpoint.quarantine import read_mark
 from zeroelastic.checkpoint.saved_state import open_state
 from zeroelastic.errors import (
@@ -49,11 +52,13 @@ from zeroelastic.tags.names import (
     read_latest,
 )
 from zeroelastic.tags.not_there import not_a_directory
+from zeroelastic.tags.runs import without_other_runs
 from zeroelastic.tags.tag_directory import MAX_LOOKS, open_tag
 from zeroelastic.torch_file.header import read_torch_file
 
 _THREADS = 16
 _END_OF_TIME = float(1 << 40)
+_IDS = ("save_id", "parent", "run", "trained_params")
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +207,7 @@ def is_damage(error: CheckpointError | UnreadableError) -> bool:
 def committed_after(root: FilePath, name: str) -> tuple[str, ...]:
     """The tags of a directory that were committed after the tag ``name``, which ``latest`` names, newest first.
 
+    Those of runs of other parameters are left out.
     Reads the first lines of each record; a tag without a record, or in quarantine, does not count.
     """
 
@@ -219,7 +225,9 @@ def committed_after(root: FilePath, name: str) -> tuple[str, ...]:
     except (CheckpointError, UnreadableError):
         return ()
     with ThreadPoolExecutor(_THREADS) as pool:
-        order = [tag.name for tag in newest_first(filter(None, pool.map(recorded, names)), name)]
+        tags = newest_first(filter(None, pool.map(recorded, names)), name)
+    params = next((tag.trained_params for tag in tags if tag.name == name), None)
+    order = [tag.name for tag in without_other_runs(tags, params)]
     return tuple(order[: order.index(name)]) if name in order else ()
 
 
@@ -337,9 +345,7 @@ def _from_record(tag_dir: FilePath, name: str, opened: FilePath) -> Tag:
     """A tag, from its commit record."""
     path = opened / RECORD_NAME
     head = read_head(path)
-    step, committed_at, save_id, parent = (
-        head.get(key) for key in ("global_steps", "committed_at", "save_id", "parent")
-    )
+    step, committed_at = head.get("global_steps"), head.get("committed_at")
     if type(step) is not int:
         raise CheckpointError(f"{path}: states no step.")
     changed = _modified(path)
@@ -353,8 +359,7 @@ def _from_record(tag_dir: FilePath, name: str, opened: FilePath) -> Tag:
         committed_at if dated else changed,  # type: ignore[arg-type]
         changed,
         dated,
-        save_id if isinstance(save_id, str) else None,
-        parent if isinstance(parent, str) else None,
+        *(value if isinstance(value := head.get(key), str) else None for key in _IDS),
     )
 
 
@@ -368,7 +373,12 @@ def _from_header(tag_dir: FilePath, name: str, opened: FilePath) -> Tag:
         raise UnsafePickleError(f"{path}: is not a DeepSpeed model states file.")
     step = states.get("global_steps")
     changed = _modified(path)
-    return Tag(name, tag_dir, tag_dir, step if type(step) is int else 0, "header", changed, changed)
+    try:
+        params = params_digest(chain.from_iterable(trained_tables(states, path)))
+    except CheckpointError:
+        params = None
+    found = step if type(step) is int else 0
+    return Tag(name, tag_dir, tag_dir, found, "header", changed, changed, trained_params=params)
 
 
 def _step_of(name: str) -> int | None:

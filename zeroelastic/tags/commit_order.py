@@ -29,8 +29,9 @@ class Tag:
     ``path`` is the tag directory ``tag_dir``, or the ``checkpoint-N`` folder around it. ``step`` is None where it is
     unknown; then, and where only the name has it, the tag cannot be whole. ``saved_at`` is the time of the commit in
     seconds since 1970: that in its record (``dated``), or the modification time of its record or first header, limited
-    by ``newest_first``. ``modified_at`` is this modification time; 0 behind a URL. ``save_id`` and ``parent`` are those
-    of its record. ``unfinished`` is the problem with the folder around it.
+    by ``newest_first``. ``modified_at`` is this modification time; 0 behind a URL. ``save_id``, ``parent`` and ``run``
+    are those of its record; ``trained_params`` is the digest of its trained parameters' names and shapes, by its record
+    or its header. ``unfinished`` is the problem with the folder around it.
     """
 
     name: str
@@ -43,6 +44,8 @@ class Tag:
     dated: bool = False
     save_id: str | None = None
     parent: str | None = None
+    run: str | None = None
+    trained_params: str | None = None
     unfinished: str | None = None
 
     @property

@@ -31,6 +31,7 @@ from zeroelastic.tags.candidates import (
 )
 from zeroelastic.tags.commit_order import Tag, left_behind
 from zeroelastic.tags.names import LATEST
+from zeroelastic.tags.runs import without_other_runs
 
 _ATTEMPTS, _SECOND = 4, 1.1
 
@@ -65,12 +66,13 @@ class Latest:
 def find_latest(root: FilePath, check: Check, verdicts: dict[Tag, PassedOver | None] | None = None) -> Latest:
     """The checkpoint that ``resume`` would load. Raises UsageError where there are none.
 
-    ``verdicts`` as in ``find_newest``. Example::
+    Where runs of different parameters save here, it is that of the run whose tag ``latest`` names. ``verdicts`` as in
+    ``find_newest``. Example::
 
         find_latest(Path("ckpt"), check_quickly).tag
     """
     named, problem = named_latest(root)
-    run = list_run(root)
+    run = _continued(root, named)
     at = 0 if run.in_folders else going_on_from(root, run.tags)
     return Latest(run, at, *find_newest(run.tags[at:], check, verdicts), named, problem)
 
@@ -92,7 +94,7 @@ def fix_latest(root: FilePath, check: Check, *, dry_run: bool = False) -> Latest
         if found.tag is None or found.tag.name == found.named or dry_run:
             wrong = found.tag is not None and found.tag.name != found.named
             return replace(found, written=written or wrong)
-        if _modified_ns(root) != modified or _commits(list_run(root)) != _commits(found.run):
+        if _modified_ns(root) != modified or _commits(found.run) != _commits(_continued(root, found.named)):
             continue
         time_of_it = modified / 1e9 if found.at else found.tag.modified_at
         if isinstance(root, RemotePath):
@@ -100,8 +102,15 @@ def fix_latest(root: FilePath, check: Check, *, dry_run: bool = False) -> Latest
         else:
             write_atomically(root / LATEST, found.tag.name.encode(), modified_at=time_of_it)
         written = True
-        if _commits(list_run(root)) == _commits(found.run):
+        if _commits(_continued(root, found.tag.name)) == _commits(found.run):
             return replace(found, written=True)
+
+
+def _continued(root: FilePath, named: str | None) -> Run:
+    """The tags of a directory without those of runs of other parameters than the tag ``named`` has, or the newest."""
+    run = list_run(root)
+    tag = next((tag for tag in run.tags if tag.name == named), run.tags[0])
+    return replace(run, tags=without_other_runs(run.tags, tag.trained_params))
 
 
 def set_latest(root: FilePath, name: str, *, dry_run: bool = False) -> Latest:

@@ -15,7 +15,7 @@ import stat
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME
@@ -28,6 +28,7 @@ from zeroelastic.tags.candidates import Check, Run, check_quickly, check_tag, go
 from zeroelastic.tags.commit_order import Tag, left_behind
 from zeroelastic.tags.leftovers import leftovers, walk, why_kept
 from zeroelastic.tags.names import HERE, TRASH
+from zeroelastic.tags.runs import runs_of
 from zeroelastic.tags.tag_directory import replaces_nothing
 
 MIN_AGE_S = 3600.0
@@ -35,6 +36,9 @@ MIN_AGE_S = 3600.0
 
 CHANGED = "it changed while this ran"
 """The reason to keep a tag, or the files of a dead save, that a save or another removal is changing."""
+
+OTHER_RUN = "of another run"
+"""The reason to keep a tag where only one run is looked at."""
 
 _TRAINER_STATE = "trainer_state.json"
 _MAX_STATE_BYTES = 1 << 28
@@ -117,11 +121,13 @@ def plan_prune(
     invalid: bool = False,
     min_age_s: float = MIN_AGE_S,
     check: Check = check_quickly,
+    of: str | None = None,
 ) -> PrunePlan:
-    """Decide what to remove so that the ``keep`` newest whole tags stay; see docs/reference/cli/prune.md for others.
+    """Decide what to remove so that the ``keep`` newest whole tags of each run (``runs``) stay, and for what reasons.
 
-    ``invalid`` removes damaged tags too, where they are older than the newest whole one. Raises UsageError for a
-    directory without checkpoints, and ``keep`` below 1.
+    docs/reference/cli/prune.md has the other reasons for which a tag stays. ``invalid`` removes damaged tags too, where
+    they are older than the newest whole one of their run. With ``of``, a tag, only its run is looked at. Raises
+    UsageError for a directory without checkpoints, and ``keep`` below 1.
     """
     refuse_to_keep_none(keep)
     root = Path(os.path.realpath(root))
@@ -139,7 +145,7 @@ def plan_prune(
         # A record is written last and removed first.
         return tree, busy(tree, min_age_s, committed=valid and (Path(str(tag.tag_dir)) / RECORD_NAME).exists())
 
-    decisions = tuple(decide(root, run, keep, invalid, check, _links(root, folders), look))
+    decisions = tuple(decide(root, run, keep, invalid, check, _links(root, folders), look, of))
     return PrunePlan(root, decisions, interrupted, tuple(_unfinished(root, folders, min_age_s)))
 
 
@@ -165,9 +171,36 @@ def _folders(root: Path, tags: Iterable[Tag]) -> list[Path]:
 
 
 def decide(
+    root: FilePath,
+    run: Run,
+    keep: int,
+    invalid: bool,
+    check: Check,
+    found: tuple[Links, Links],
+    look: Look,
+    of: str | None = None,
+) -> list[Decision]:
+    """What becomes of each tag, newest first; ``found`` are the symbolic links (``_links``).
+
+    Each run in the directory is decided on by itself. A tag that cannot be told to be of one of them stays.
+    """
+    runs = runs_of(run.tags)
+    decisions: dict[str, Decision] = {}
+    for tags in runs:
+        if of is None or any(tag.name == of for tag in tags):
+            for decision in _decide(root, replace(run, tags=tags), keep, invalid, check, found, look):
+                decisions[decision.tag.name] = decision
+    told = {tag.name for tags in runs for tag in tags}
+    for tag in run.tags:
+        if tag.name not in decisions:
+            reason = OTHER_RUN if tag.name in told else "cannot be told to be of one of the runs that save here"
+            decisions[tag.name] = Decision(tag, False, reason, valid=False)
+    return [decisions[tag.name] for tag in run.tags]
+
+
+def _decide(
     root: FilePath, run: Run, keep: int, invalid: bool, check: Check, found: tuple[Links, Links], look: Look
 ) -> Iterator[Decision]:
-    """What becomes of each tag, newest first; ``found`` are the symbolic links (``_links``)."""
     latest, problem = named_latest(root)
     links, linked = found
     verdicts = [check_tag(tag, check) for tag in run.tags]

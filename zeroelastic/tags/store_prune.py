@@ -40,6 +40,7 @@ def plan_store_prune(
     invalid: bool = False,
     min_age_s: float = MIN_AGE_S,
     check: Check = check_quickly,
+    of: str | None = None,
 ) -> PrunePlan:
     """``plan_prune`` for a URL: one listing of all objects, and one of open uploads. Raises UsageError."""
     refuse_to_keep_none(keep)
@@ -68,7 +69,7 @@ def plan_store_prune(
         recorded = any(name.rpartition("/")[2].partition("@")[0] == RECORD_NAME for name, *_ in tree.mark)
         return tree, busy(tree, min_age_s, committed=valid and recorded)
 
-    return PrunePlan(root, tuple(decide(root, run, keep, invalid, check, ({}, {}), look)), (), unfinished)
+    return PrunePlan(root, tuple(decide(root, run, keep, invalid, check, ({}, {}), look, of)), (), unfinished)
 
 
 def remove_stored_tag(plan: PrunePlan, decision: Decision) -> str | None:

@@ -25,7 +25,7 @@ from zeroelastic.checkpoint.commit_record import (
     record_text,
 )
 from zeroelastic.checkpoint.elastic_table import elastic_table
-from zeroelastic.checkpoint.param_table import param_records
+from zeroelastic.checkpoint.param_table import param_records, params_digest
 from zeroelastic.core.digest import ParamContent, ScalarValue, combine, content_root, stream_seed
 from zeroelastic.core.layout import Layout, Param, layout_from_sub_groups, pack_sub_groups, partition_numel
 from zeroelastic.executors.dispatch import digest_range
@@ -46,6 +46,7 @@ TIED, EMBEDDING, FROZEN_NAME, BUFFER = (
 )
 
 _DEEPSPEED = "0.19.8"
+_RUN = "0" * 32
 _VOCABULARY = 250
 _OPTIONS = ({"lr": 3e-4, "weight_decay": 0.1}, {"lr": 3e-4, "weight_decay": 0.0})
 
@@ -157,6 +158,8 @@ def _write_tag(
         world_size=world_size,
         global_steps=step,
         train_batch_size=24,
+        run=_RUN,
+        trained_params=params_digest(layout.params),
         versions=Versions(zeroelastic=__version__, deepspeed=_DEEPSPEED, torch=str(torch.__version__)),
         files=files,
         directories={name: directory_digest(tag_dir / name) or "" for name in files},

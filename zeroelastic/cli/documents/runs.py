@@ -19,6 +19,7 @@ class ListedTag(Part):
     status: Literal["committed", "no record", "incomplete", "quarantined", "universal", "unreadable"]
     why: str | None
     latest: bool
+    run: int | None
 
 
 class Ls(Document):

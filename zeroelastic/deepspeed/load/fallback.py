@@ -19,7 +19,7 @@ from zeroelastic.checkpoint.one_save import was_saved_again
 from zeroelastic.checkpoint.quarantine import write_mark
 from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.live.kinds import rank_and_tp
-from zeroelastic.deepspeed.node_local.node_tags import problem_over_nodes, seen_alike, tags_of_all_nodes
+from zeroelastic.deepspeed.node_local.node_tags import problem_over_nodes, seen_alike, tags_of_this_run
 from zeroelastic.distributed.collective import all_or_raise, broadcast
 from zeroelastic.errors import CheckpointError, UnreadableError, finding
 from zeroelastic.io.paths import FilePath, as_path
@@ -177,11 +177,11 @@ def load_newest(root: FilePath, load: Callable[[str, str], T], engine: Engine) -
         at = next((i for i, tag in enumerate(tags) if tag.name == named), None)
         if at is not None:
             return tags[at:]
-        reason = problem or (f"names {named!r}, which is not there" if named else "is not there")
+        reason = problem or (f"names {named!r}, which is no tag of this run" if named else "is not there")
         logger.warning("%s/latest: %s. The newest tag that verifies is taken instead", root, reason.rstrip("."))
         return tags
 
-    tags = tags_of_all_nodes(root)
+    tags = tags_of_this_run(engine, root)
 
     def attempt(directory: str, tag: str, passed: tuple[str, ...]) -> tuple[str, T]:
         return tag, load(directory, tag)

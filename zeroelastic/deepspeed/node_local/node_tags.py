@@ -17,7 +17,11 @@ import torch.distributed as dist
 
 from zeroelastic.checkpoint.commit_record import read_record
 from zeroelastic.checkpoint.open import Listing, open_checkpoint
+from zeroelastic.checkpoint.param_table import params_digest
 from zeroelastic.checkpoint.tensor_parallel import TensorParallel
+from zeroelastic.deepspeed.engine import Engine
+from zeroelastic.deepspeed.live.kinds import kind_of, read_live
+from zeroelastic.deepspeed.live.trained import param_names
 from zeroelastic.deepspeed.node_local.visibility import gather_visibility
 from zeroelastic.distributed.collective import (
     all_gather,
@@ -38,6 +42,7 @@ from zeroelastic.io.paths import FilePath, RemotePath
 from zeroelastic.io.storage import file_sizes, folders
 from zeroelastic.tags.candidates import list_run, named_latest
 from zeroelastic.tags.commit_order import Tag, newest_first
+from zeroelastic.tags.runs import refuse_runs_at_once, without_other_runs
 from zeroelastic.tags.tag_directory import recover_all
 
 logger = logging.getLogger(__name__)
@@ -135,6 +140,24 @@ def tags_of_all_nodes(root: FilePath) -> list[Tag]:
         if tag.name not in best or _knowledge(tag) > _knowledge(best[tag.name]):
             best[tag.name] = tag
     return list(newest_first(best.values(), named_latest(root)[0]))
+
+
+def tags_of_this_run(engine: Engine, root: FilePath) -> list[Tag]:
+    """``tags_of_all_nodes`` without those of other engines' runs that save there (``tags.runs``). Collective.
+
+    Raises UsageError on every rank where two runs are left that existed at the same time.
+    """
+    tags = tags_of_all_nodes(root)
+    optimizer = engine.optimizer
+
+    def own() -> list[Tag]:
+        if dist.get_rank() != 0 or len(tags) < 2 or kind_of(optimizer) is None:
+            return tags
+        found = without_other_runs(tags, params_digest(read_live(optimizer, param_names(engine)).layout.params))
+        refuse_runs_at_once(root, found)
+        return list(found)
+
+    return all_or_raise(own)
 
 
 def _recover(root: Path) -> None:

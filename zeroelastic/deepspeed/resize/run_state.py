@@ -57,6 +57,7 @@ class RunState:
     train_batch_size: int
     save_id: str | None
     committed_at: float
+    run: str
     root: str
 
 
@@ -80,6 +81,7 @@ def run_state_of(
         train_batch_size=int(engine.train_batch_size()),
         save_id=lineage.save_id,
         committed_at=lineage.committed_at,
+        run=lineage.run,
         root=root,
     )
 
@@ -156,7 +158,7 @@ def restore_module(engine: Engine, state: RunState) -> None:
     if path is None:
         raise CheckpointError("DeepSpeed did not take the state of the world before.")
     lineage = lineage_of(engine)
-    lineage.save_id, lineage.committed_at = state.save_id, state.committed_at
+    lineage.save_id, lineage.committed_at, lineage.run = state.save_id, state.committed_at, state.run
 
 
 def restore_values(live: LiveOptimizer, state: RunState) -> None:

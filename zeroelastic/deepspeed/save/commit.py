@@ -31,7 +31,7 @@ from zeroelastic.checkpoint.commit_record import (
 )
 from zeroelastic.checkpoint.model_states import ModelStates, model_states_of
 from zeroelastic.checkpoint.optimizer_reader import open_shard
-from zeroelastic.checkpoint.param_table import param_records
+from zeroelastic.checkpoint.param_table import param_records, params_digest
 from zeroelastic.checkpoint.saved_state import frozen_part, trained_part
 from zeroelastic.checkpoint.tensor_parallel import TensorParallel
 from zeroelastic.core.digest import ParamContent, content_root
@@ -204,6 +204,10 @@ def record_of(save: PendingCommit, written: Sequence[Written], committed_at: flo
         lost_micro_batches=save.lost_micro_batches,
         committed_at=committed_at,
         parent=save.lineage.save_id,
+        run=save.lineage.run,
+        trained_params=params_digest(
+            content.param for content in save.contents if content.tp_rank == 0 and content.param.name in save.trained
+        ),
         versions=Versions(zeroelastic=__version__, deepspeed=deepspeed.__version__, torch=str(torch.__version__)),
         files={name: size for each in own_last for name, size in sorted(each.sizes.items())},
         directories={name: digest for each in own_last for name, digest in sorted(each.directories.items())},

@@ -1,7 +1,8 @@
 """Retention at save time: after a commit, the tags of the run beyond the newest ``"keep"`` are removed.
 
-The rules are those of ``tags.prune``, and stricter, because nobody is asked: only tags with a commit record count, and
-only they are removed. A removal that fails warns; the save is committed by then.
+The rules are those of ``tags.prune``, and stricter, because nobody is asked: only tags of the run that saves
+(``tags.runs``) with a commit record count, and only they are removed. A removal that fails warns; the save is committed
+by then.
 """
 
 from __future__ import annotations
@@ -12,15 +13,17 @@ from pathlib import Path
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_record
 from zeroelastic.deepspeed.options import Options
-from zeroelastic.errors import ZeroElasticError
+from zeroelastic.errors import ZeroElasticError, printable, some
 from zeroelastic.io.paths import FilePath, RemotePath
 from zeroelastic.io.storage import file_sizes
 from zeroelastic.tags.candidates import check_quickly
 from zeroelastic.tags.names import CHECKPOINT_FOLDER
-from zeroelastic.tags.prune import Decision, PrunePlan, plan_prune, remove_tag
+from zeroelastic.tags.prune import OTHER_RUN, Decision, PrunePlan, plan_prune, remove_tag
 from zeroelastic.tags.store_prune import plan_store_prune, remove_stored_tag
 
 logger = logging.getLogger(__name__)
+
+_MAX_LISTED = 3
 
 _warned: set[str] = set()
 
@@ -42,9 +45,10 @@ def remove_old_tags(root: FilePath, tag: str, options: Options, *, over_nodes: b
     try:
         check = _check_own_files if over_nodes else _check
         if isinstance(root, RemotePath):
-            plan = plan_store_prune(root, keep=options.keep, check=check)
+            plan = plan_store_prune(root, keep=options.keep, check=check, of=tag)
         else:
-            plan = plan_prune(Path(root), keep=options.keep, check=check)
+            plan = plan_prune(Path(root), keep=options.keep, check=check, of=tag)
+        _warn_of_others(plan)
         for decision in plan.removals:
             if not _stays(decision, options.keep_every) and _remove(plan, decision):
                 removed.append(decision.tag.name)
@@ -52,6 +56,18 @@ def remove_old_tags(root: FilePath, tag: str, options: Options, *, over_nodes: b
         expected = isinstance(error, (ZeroElasticError, OSError))
         logger.warning('%s: "keep": old tags were not removed: %s', root, error, exc_info=not expected)
     return tuple(removed)
+
+
+def _warn_of_others(plan: PrunePlan) -> None:
+    """Warn once per directory that it has checkpoints of other runs, which nothing removes."""
+    others = [decision.tag.name for decision in plan.decisions if decision.reason == OTHER_RUN]
+    if others and str(plan.root) not in _warned:
+        _warned.add(str(plan.root))
+        logger.warning(
+            '%s: "keep" counts and removes the checkpoints of this run alone; of other runs there are %s. Remove those '
+            "that are not needed by hand or with zeroelastic prune.",
+            *(plan.root, some(map(printable, others), _MAX_LISTED)),
+        )
 
 
 def _remove(plan: PrunePlan, decision: Decision) -> bool:

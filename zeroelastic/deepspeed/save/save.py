@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zeroelastic.checkpoint.commit_record import RECORD_NAME
+from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_head
 from zeroelastic.core.digest import ParamContent
 from zeroelastic.deepspeed.client_state import checked_client_state, saved_step
 from zeroelastic.deepspeed.engine import (
@@ -62,7 +62,7 @@ from zeroelastic.deepspeed.save.commit import (
     written_files,
 )
 from zeroelastic.deepspeed.save.decoupled import DecoupledSave, check_alive
-from zeroelastic.deepspeed.save.pending import finish_pending, track
+from zeroelastic.deepspeed.save.pending import finish_pending, track, unfinished
 from zeroelastic.deepspeed.save.retention import removal_note, remove_old_tags
 from zeroelastic.deepspeed.save.shard_writer import DigestedShard, ShardWriter, shard_writer
 from zeroelastic.deepspeed.save.snapshot import HostMemory, Snapshot
@@ -77,7 +77,15 @@ from zeroelastic.deepspeed.save.store import (
 from zeroelastic.deepspeed.storage_rules import directory_heads, one_module_writer, refuse_unwritable
 from zeroelastic.distributed.collective import all_gather_of_or_raise, all_or_raise, collective_device
 from zeroelastic.distributed.partners import require_partners
-from zeroelastic.errors import SaveError, UnsupportedError, UsageError, ZeroElasticError, printable
+from zeroelastic.errors import (
+    CheckpointError,
+    SaveError,
+    UnreadableError,
+    UnsupportedError,
+    UsageError,
+    ZeroElasticError,
+    printable,
+)
 from zeroelastic.io.paths import FilePath, RemotePath, absolute, as_path, is_url
 from zeroelastic.monitoring.spans import span
 from zeroelastic.tags.leftovers import remove_dead
@@ -393,6 +401,8 @@ def _prepare(
                 f"{asked.directory}: nothing can be saved under the tag {printable(asked.tag)}: {problem}. Nothing was "
                 "written; pass another tag."
             )
+        if dist.get_rank() == 0:
+            _refuse_tag_of_another(engine, asked.tag_dir)
         live = covered_live(engine, engine.optimizer)
         refuse_unwritable(engine, live)
         if not local:
@@ -423,6 +433,24 @@ def _prepare(
             "checkpoint has one tag and one directory, which all ranks share: pass the same ones everywhere."
         )
     return live, client_state
+
+
+def _refuse_tag_of_another(engine: Engine, tag_dir: FilePath) -> None:
+    """Raise SaveError where another engine saves under the same tag: one that is at work as long as this one is."""
+    problem = "is being saved by another engine" if any(save.tag_dir == tag_dir for save in unfinished()) else None
+    lineage = lineage_of(engine)
+    try:
+        head = read_head(tag_dir / RECORD_NAME)
+    except (CheckpointError, UnreadableError):  # there is none, or it is damaged
+        head = {}
+    run, committed_at = head.get("run"), head.get("committed_at")
+    if run not in (None, lineage.run) and isinstance(committed_at, float) and committed_at > lineage.made_at:
+        problem = f"was saved by another engine at its step {head.get('global_steps')}, since this one was made"
+    if problem is not None:
+        raise SaveError(
+            f"{tag_dir}: {problem}. Nothing was written. Two engines cannot save under one tag: give each tags, or a "
+            "directory, of its own."
+        )
 
 
 def _warn_without_memory(engine: Engine) -> None:

@@ -29,7 +29,7 @@ from zeroelastic.checkpoint.commit_record import (
 )
 from zeroelastic.checkpoint.one_save import check_one_save
 from zeroelastic.checkpoint.open import open_checkpoint
-from zeroelastic.checkpoint.param_table import param_records
+from zeroelastic.checkpoint.param_table import param_records, params_digest
 from zeroelastic.checkpoint.saved_state import SavedState, open_state
 from zeroelastic.core.digest import ParamContent, content_root
 from zeroelastic.core.global_batch import misfit_notes
@@ -273,6 +273,8 @@ def _record(
         train_batch_size=plan.saved.train_batch_size or 0,
         committed_at=None if at is None else round(at + 1e-6, 6),  # among the source's tags it comes next to it
         parent=None if source_record is None else source_record.save_id,
+        run=None if source_record is None else source_record.run,
+        trained_params=params_digest(plan.target.layout.params),
         versions=_versions(plan),
         files=files,
         directories={name: directory for name, directory in found.items() if directory is not None},

@@ -1,0 +1,103 @@
+"""Two engines that save to one directory, as a GAN does: neither removes, replaces or resumes from the other's tags."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from training import Job, build_engine, look, train_step
+
+import zeroelastic
+from zeroelastic.elastic import resume
+from zeroelastic.errors import SaveError, UsageError
+from zeroelastic.testing import RankPool
+
+G = Job(options={"keep": 1})
+D = replace(G, extra="head")
+
+
+def save_both(directory: str, jobs: dict[str, Job]) -> dict[str, Any]:
+    """Train and save two engines, three times; engines that are built anew then resume. What each had, and has."""
+    engines = {name: build_engine(job) for name, job in jobs.items()}
+    for epoch in range(3):
+        for name, engine in engines.items():
+            train_step(engine, epoch)
+            engine.save_checkpoint(directory, tag=f"{name}_{epoch}")
+    dist.barrier()
+    kept = sorted(path.name for path in Path(directory).iterdir() if path.is_dir())
+    saved = {name: look(engine)[0] for name, engine in engines.items()}
+    resumed: dict[str, Any] = {}
+    for name, job in jobs.items():
+        engine = build_engine(replace(job, perturb=0.5))
+        try:
+            start = resume(engine, directory, strict=False)
+            resumed[name] = start.tag, start.passed_over, start.notes, look(engine)[0] == saved[name]
+        except UsageError as error:
+            resumed[name] = str(error)
+    return {"kept": kept, "resumed": resumed}
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_each_keeps_its_own_newest_and_resumes_from_it(rank_pool: RankPool, tmp_path: Path, stage: int) -> None:
+    jobs = {name: replace(job, stage=stage, elastic=stage == 3) for name, job in (("G", G), ("D", D))}
+    found, _ = rank_pool.run(save_both, 2, str(tmp_path), jobs)
+    assert found["kept"] == ["D_2", "G_2"] and (tmp_path / "latest").read_text() == "D_2"
+    assert found["resumed"] == {name: (f"{name}_2", (), (), True) for name in "GD"}
+    assert [(tag.tag, tag.run) for tag in zeroelastic.ls(tmp_path).tags] == [("D_2", 1), ("G_2", 2)]
+    assert zeroelastic.prune(tmp_path, keep=1).plan.removals == ()
+
+
+def test_twins_keep_their_own_and_none_guesses_which_it_is(rank_pool: RankPool, tmp_path: Path) -> None:
+    found, _ = rank_pool.run(save_both, 2, str(tmp_path), {"A": G, "B": G})
+    assert found["kept"] == ["A_2", "B_2"]
+    for said in found["resumed"].values():
+        assert "two engines have saved here" in said and "tag=" in said
+
+
+def save_under_one_tag(directory: str, job: Job) -> tuple[str, bool]:
+    engines = [build_engine(job), build_engine(replace(job, extra="head"))]
+    for engine in engines:
+        train_step(engine, 0)
+    engines[0].save_checkpoint(directory, tag="epoch")
+    try:
+        engines[1].save_checkpoint(directory, tag="epoch")
+        said = ""
+    except SaveError as error:
+        said = str(error)
+    zeroelastic.wait_for_save(engines[0])
+    again = build_engine(job)  # begun anew after that save: it may replace the tag, as ever
+    train_step(again, 0)
+    if not job.options.get("async_save"):
+        again.save_checkpoint(directory, tag="again")
+        build_engine(replace(job, extra="head")).save_checkpoint(directory, tag="again")
+    return said, zeroelastic.verify(Path(directory) / "epoch").valid
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_tag_that_another_engine_has_saved_is_refused(rank_pool: RankPool, tmp_path: Path, background: bool) -> None:
+    job = replace(G, options={"async_save": background})
+    for said, valid in rank_pool.run(save_under_one_tag, 2, str(tmp_path), job):
+        assert "by another engine" in said and "Two engines cannot save under one tag" in said and valid
+
+
+def change_params(directory: str) -> tuple[list[str], list[str]]:
+    """Save, and go on with a further parameter: the directory after each save."""
+    listed: list[list[str]] = []
+    for job in (G, replace(D, options={"keep": 1, "on_mismatch": "initialize"})):
+        engine = build_engine(job)
+        if listed:
+            engine.load_checkpoint(directory)
+        for step in range(2):
+            train_step(engine, step)
+            engine.save_checkpoint(directory)
+        dist.barrier()
+        listed.append(sorted(path.name for path in Path(directory).iterdir() if path.is_dir()))
+    return listed[0], listed[1]
+
+
+def test_a_run_whose_parameters_change_stays_one(rank_pool: RankPool, tmp_path: Path) -> None:
+    before, after = rank_pool.run(change_params, 2, str(tmp_path))[0]
+    assert before == ["global_step2"] and after == ["global_step4"]
