@@ -92,7 +92,7 @@ class PinnedPath(PosixPath):
             found = found / key
         return found
 
-    def resolve(self, strict: bool = False) -> Path:
+    def resolve(self, strict: bool = False) -> Path:  # type: ignore[override]
         """Where the pinned directory, or the file in it, is now, as a plain path."""
         return Path(os.path.realpath(self, strict=strict))
 

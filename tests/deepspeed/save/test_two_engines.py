@@ -16,7 +16,7 @@ from zeroelastic.errors import SaveError, UsageError
 from zeroelastic.testing import RankPool
 
 G = Job(options={"keep": 1})
-D = replace(G, extra="head")
+D = replace(G, extra="more")
 
 
 def save_both(directory: str, jobs: dict[str, Job]) -> dict[str, Any]:
@@ -34,7 +34,8 @@ def save_both(directory: str, jobs: dict[str, Job]) -> dict[str, Any]:
         engine = build_engine(replace(job, perturb=0.5))
         try:
             start = resume(engine, directory, strict=False)
-            resumed[name] = start.tag, start.passed_over, start.notes, look(engine)[0] == saved[name]
+            branches = [note for note in start.notes if note.startswith(("LEFT", "NOT THE NEWEST"))]
+            resumed[name] = start.tag, start.passed_over, branches, look(engine)[0] == saved[name]
         except UsageError as error:
             resumed[name] = str(error)
     return {"kept": kept, "resumed": resumed}
@@ -45,7 +46,7 @@ def test_each_keeps_its_own_newest_and_resumes_from_it(rank_pool: RankPool, tmp_
     jobs = {name: replace(job, stage=stage, elastic=stage == 3) for name, job in (("G", G), ("D", D))}
     found, _ = rank_pool.run(save_both, 2, str(tmp_path), jobs)
     assert found["kept"] == ["D_2", "G_2"] and (tmp_path / "latest").read_text() == "D_2"
-    assert found["resumed"] == {name: (f"{name}_2", (), (), True) for name in "GD"}
+    assert found["resumed"] == {name: (f"{name}_2", (), [], True) for name in "GD"}
     assert [(tag.tag, tag.run) for tag in zeroelastic.ls(tmp_path).tags] == [("D_2", 1), ("G_2", 2)]
     assert zeroelastic.prune(tmp_path, keep=1).plan.removals == ()
 
@@ -58,7 +59,7 @@ def test_twins_keep_their_own_and_none_guesses_which_it_is(rank_pool: RankPool, 
 
 
 def save_under_one_tag(directory: str, job: Job) -> tuple[str, bool]:
-    engines = [build_engine(job), build_engine(replace(job, extra="head"))]
+    engines = [build_engine(job), build_engine(replace(job, extra="more"))]
     for engine in engines:
         train_step(engine, 0)
     engines[0].save_checkpoint(directory, tag="epoch")
@@ -72,7 +73,7 @@ def save_under_one_tag(directory: str, job: Job) -> tuple[str, bool]:
     train_step(again, 0)
     if not job.options.get("async_save"):
         again.save_checkpoint(directory, tag="again")
-        build_engine(replace(job, extra="head")).save_checkpoint(directory, tag="again")
+        build_engine(replace(job, extra="more")).save_checkpoint(directory, tag="again")
     return said, zeroelastic.verify(Path(directory) / "epoch").valid
 
 
