@@ -82,14 +82,15 @@ def load(stage: int, directory: str, tag: str) -> tuple[dict[str, tuple[str, byt
 def test_every_dtype_survives_a_load_and_a_reshard_at_another_size(
     rank_pool: RankPool, tmp_path: Path, stage: int
 ) -> None:
-    saved, _ = rank_pool.run(save, 2, stage, str(tmp_path), timeout=120)
-    assert zeroelastic.verify(tmp_path / "tag").valid
-    zeroelastic.reshard(tmp_path / "tag", tmp_path / "resharded", world_size=3)
-    assert zeroelastic.diff(tmp_path / "tag", tmp_path / "resharded").equal
-    for tag in ("tag", "resharded"):
-        for loaded, verified in rank_pool.run(load, 3, stage, str(tmp_path), tag, timeout=120):
+    run, resharded = tmp_path / "run", tmp_path / "resharded"
+    saved, _ = rank_pool.run(save, 2, stage, str(run), timeout=120)
+    assert zeroelastic.verify(run).valid
+    zeroelastic.reshard(run, resharded, world_size=3)
+    assert zeroelastic.verify(resharded).valid and zeroelastic.diff(run, resharded).equal
+    for directory in (run, resharded):
+        for loaded, verified in rank_pool.run(load, 3, stage, str(directory), "tag", timeout=120):
             assert loaded == saved and verified
-    with zeroelastic.open(tmp_path / "tag") as checkpoint:
+    with zeroelastic.open(run) as checkpoint:
         for name, (dtype, data) in saved.items():
             found = checkpoint[name].torch()
             assert (str(found.dtype), bits_of_tensor(found)) == (dtype, data)
