@@ -184,7 +184,8 @@ class GroupSplit(LiveOptimizer):
         for number, (param, part) in enumerate(zip(self._frozen, self.frozen.part.tolist(), strict=True)):
             if not param.numel():
                 continue
-            whole = torch.zeros(self.frozen.world_size * part, dtype=param.dtype, device=param.device)
+            nbytes = self.frozen.world_size * part * param.element_size()
+            whole = torch.zeros(nbytes, dtype=torch.uint8, device=param.device).view(param.dtype)  # any dtype has bytes
             piece = self.frozen_tensor(number)
             whole[self.rank * part :][: piece.numel()].copy_(piece)
             self._all_gather(whole)
