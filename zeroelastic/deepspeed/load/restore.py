@@ -150,7 +150,7 @@ def _complete(live: LiveOptimizer, load_plan: LoadPlan, filling: _Filling, reque
     live.zero_padding(weights_only=request.weights_only)
     owned = live.frozen.owned(live.rank)[1]
     for p, numel in enumerate(owned.tolist()):
-        live.frozen_tensor(p).view(-1)[numel:].zero_()
+        live.frozen_tensor(p).view(-1)[numel:].view(torch.uint8).zero_()
     return join(
         [
             with_changed_digests(part, filled, live.rank) if _has_moved(part, load_plan) else filled
