@@ -280,7 +280,7 @@ def _check_membership(
     """
     problems = [*membership.reshaped]
     strict = request.options.on_mismatch == "error"
-    if not strict and wrapped is None and live.trains and not membership.restores(weights_only=request.weights_only):
+    if not strict and wrapped is None and not membership.restores(weights_only=request.weights_only):
         raise LayoutMismatchError(
             f"{tag_dir}: no trained parameter of the model is in the checkpoint: nothing would be resumed, and the "
             "run would go on from the weights that it has:",
