@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import random
 import shutil
@@ -19,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from s3_server import serve_s3
+from torch.utils.data import DataLoader
 from training import Job, build_engine, look, train_step
 
 from zeroelastic.elastic import EXIT_PREEMPTED, ElasticDistributedSampler, every, preemption, resume
@@ -322,6 +324,56 @@ def test_a_signal_to_one_rank_stops_all_at_one_step_with_one_save(rank_pool: Ran
     assert (Path(directory) / "latest").read_text() == "global_step5"
     again = rank_pool.run(run, 2, JOB.other(), directory, 1, save_at_end=False)
     assert again[0].start.tag == "global_step5" and again[0].global_steps == 6
+
+
+def train_with_workers(job: Job, directory: str, method: str) -> tuple[list[str], int, list[int], list[int]]:
+    """A loop with a DataLoader, whose process group gets SIGTERM and SIGUSR1 at step 3: as from torchrun, a shell or a
+    batch system. The tags, the steps, the places in the data, and the workers that are left after the loop."""
+    os.setpgid(0, 0)
+    engine = build_engine(job)
+    data = ElasticDistributedSampler(range(LENGTH), BATCH, seed=4)
+    begun = data.consumed
+    micro = engine.train_micro_batch_size_per_gpu()
+    loader = DataLoader(range(LENGTH), batch_size=micro, sampler=data, num_workers=2, multiprocessing_context=method)
+    with preemption(engine, directory, data=data, grace=200) as stop:
+        for step, _ in enumerate(loader):
+            train_step(engine, step)
+            if step == 3 and dist.get_rank() == 0:
+                for number in (signal.SIGTERM, signal.SIGUSR1):
+                    os.killpg(0, number)
+                time.sleep(1.0)  # torch looks at its workers when one has ended
+            if stop():
+                break
+    workers = multiprocessing.active_children()
+    return stop.saves, engine.global_steps, [begun, data.consumed], [worker.pid for worker in workers if worker.pid]
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", pytest.param("forkserver", marks=pytest.mark.extended)])
+def test_a_signal_to_the_process_group_leaves_the_workers_of_a_loader_at_work(
+    rank_pool: RankPool, tmp_path: Path, method: str
+) -> None:
+    turns = rank_pool.run(train_with_workers, 2, JOB, str(tmp_path / "ckpt"), method)
+    assert turns == [(["global_step4"], 4, [0, 4 * BATCH], [])] * 2
+    again = rank_pool.run(run, 2, JOB.other(), str(tmp_path / "ckpt"), 0, save_at_end=False)
+    assert again[0].start.tag == "global_step4"
+
+
+def end_a_worker(method: str) -> int | None:
+    """The exit code of a worker that does not end by itself, when its DataLoader ends it."""
+    with preemption(_Clocked(0.0), "unused"):
+        iterator = iter(DataLoader(range(8), num_workers=1, multiprocessing_context=method))
+        next(iterator)
+        (worker,) = iterator._workers
+        os.kill(worker.pid, signal.SIGTERM)
+        time.sleep(0.5)
+        assert worker.is_alive()
+        worker.terminate()
+        worker.join(30)
+    return worker.exitcode
+
+
+def test_a_dataloader_can_end_a_worker_that_hangs(rank_pool: RankPool) -> None:
+    assert rank_pool.run(end_a_worker, 1, "fork") == [-signal.SIGKILL]
 
 
 def roll_back_in_the_loop(job: Job, directory: str, with_data: bool) -> tuple[list[str], list[int], bool]:

@@ -1,4 +1,8 @@
-"""The signal by which a process is asked to leave, and the seconds that it then has."""
+"""The signal by which a process is asked to leave, and the seconds that it then has.
+
+Launchers, shells and batch systems send it to all processes of a group. A worker of a DataLoader that it ended would
+end its rank, by an error in the middle of a step, before that can save. So these workers do not get it.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import Any
 
@@ -26,7 +31,7 @@ class Notice:
     """Handlers of ``signals`` that only note the time, and end the process ``grace`` seconds later if it has not ended.
 
     Handlers that were set before are called too, and restored by ``end``. ``at`` is the monotonic time of the first
-    signal, None before it.
+    signal, None before it. Workers that a DataLoader starts from ``begin`` to ``end`` do not get the signals.
     """
 
     def __init__(self, grace: float = 30.0, signals: Sequence[signal.Signals] = SIGNALS) -> None:
@@ -35,6 +40,7 @@ class Notice:
         self._signals = tuple(signals)
         self._timer: threading.Timer | None = None
         self._previous: dict[signal.Signals, Any] = {}
+        self._start = BaseProcess.start
 
     @property
     def seconds(self) -> float:
@@ -47,6 +53,8 @@ class Notice:
             raise ConfigError("signal handlers can be set by the main thread alone: enter this block there.")
         for number in self._signals:
             self._previous[number] = signal.signal(number, self._handle)
+        self._start = BaseProcess.start
+        BaseProcess.start = _starting_shielded(self._start, self._signals)  # type: ignore[method-assign, assignment]
 
     def end(self, *, ignoring: bool = False) -> None:
         """Restore the handlers that were set before; ``ignoring`` has signals ignored instead.
@@ -57,6 +65,7 @@ class Notice:
             with contextlib.suppress(TypeError):  # a handler that was not set from Python cannot be set again
                 signal.signal(number, signal.SIG_IGN if ignoring else handler)
         self._previous.clear()
+        BaseProcess.start = self._start  # type: ignore[method-assign]
         if self._timer is not None:
             self._timer.cancel()
 
@@ -69,6 +78,30 @@ class Notice:
         previous = self._previous.get(signal.Signals(number))
         if callable(previous) and previous is not signal.default_int_handler:
             previous(number, frame)
+
+
+def _starting_shielded(
+    start: Callable[[BaseProcess], None], signals: Sequence[signal.Signals]
+) -> Callable[[BaseProcess], None]:
+    """``multiprocessing.Process.start``, whose new process has ``signals`` blocked if it is a worker of a DataLoader.
+
+    That is inherited, by whatever method processes are started; the worker stays in the process group, with which it
+    is killed. A DataLoader ends a worker that hangs by SIGTERM, which is SIGKILL here. torch's DataLoader and
+    torchdata's both call the function that a worker runs ``_worker_loop`` (torch 2.13, torchdata 0.11).
+    """
+
+    def start_process(process: Any) -> None:
+        if getattr(process._target, "__name__", None) != "_worker_loop":
+            start(process)
+            return
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+        try:
+            start(process)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        process._popen.terminate = process._popen.kill
+
+    return start_process
 
 
 def _exit_at_deadline() -> None:
