@@ -13,6 +13,8 @@ import torch.distributed as dist
 from training import Job, build_engine, train_step
 
 import zeroelastic
+from zeroelastic.distributed import collective, partners
+from zeroelastic.errors import ConfigError
 from zeroelastic.testing import RankError, RankPool
 
 USING = "Using it"
@@ -23,8 +25,6 @@ def install_on_rank_0_alone(directory: str) -> None:
 
 
 def partners_within_a_second() -> None:
-    from zeroelastic.distributed import partners
-
     partners._WAIT_S = 1.0
 
 
@@ -112,3 +112,26 @@ def test_a_configuration_that_differs_between_ranks_is_the_same_error_on_all(
 ) -> None:
     first, second = rank_pool.run(build_with_other_options, 2, changes, timeout=60)
     assert first == second and first[0] == "ConfigError" and named in first[1]
+
+
+def test_an_error_about_many_ranks_names_a_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    everybody = [
+        {"async_save": rank % 2 == 0, "keep": rank, "alike": 1, "few": int(rank >= 16_000)} for rank in range(16_384)
+    ]
+    monkeypatch.setattr(partners, "all_gather_or_raise", lambda facts: (facts(), everybody))
+    with pytest.raises(ConfigError) as caught:
+        partners.agree_on(lambda: everybody[0])
+    said = str(caught.value)
+    assert len(said) < 700 and "alike" not in said
+    assert (
+        "async_save is True on ranks 0, 2, 4, 6, 8, 10 and 8186 more, False on ranks 1, 3, 5, 7, 9, 11 and 8186" in said
+    )
+    assert "keep is 0 on rank 0, 1 on rank 1, 2 on rank 2" in said and "and 16378 more" in said
+    assert "few is 0 on ranks 0 to 15999, 1 on ranks 16000 to 16383" in said
+
+
+def test_an_error_of_many_ranks_has_a_few_messages() -> None:
+    failures = {rank: ("CheckpointError", f"rank{rank}.pt: is missing", (), None) for rank in range(16_384)}
+    said = str(collective._combined(failures))
+    assert said.startswith("rank0.pt: is missing\n(rank 1: rank1.pt: is missing)") and said.endswith("16377 more")
+    assert len(said) < 400

@@ -21,8 +21,11 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _world
 from training import Job, build_engine, gathered, look, train_step
 
+import zeroelastic
+from zeroelastic.checkpoint.commit_record import read_record
 from zeroelastic.elastic import ElasticDistributedSampler, every, preemption, resume
 from zeroelastic.io.paths import as_path
 from zeroelastic.memory import checkpoints
@@ -401,6 +404,30 @@ def test_a_generation_that_the_job_died_loading_three_times_is_left_out(
     turns = rank_pool.run(run, 2, JOB.other(), directory, shared, [0, 1], 1)
     continued(first[0], turns, 2, tier="directory")
     assert "the job died 3 times while it was loaded" in turns[0].start.passed_over[0]
+
+
+def train_in_blocks(job: Job, directory: str, shared: Path) -> tuple[list[tuple[int, int, int]], int]:
+    """Process groups, threads and open files after each of three training loops, and groups after the engine."""
+    use_node(shared, dist.get_rank())
+    engine, seen = build_engine(job), []
+    backend = dist.get_backend
+    for step in range(3):
+        with mock.patch.object(dist, "get_backend", lambda *group: backend(*group) if group else "nccl"):
+            stop = preemption(engine, directory).__enter__()
+        train_step(engine, step)
+        stop()
+        stop.save(background=True)
+        stop.__exit__(None, None, None)
+        seen.append((len(_world.pg_map), len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))))
+    engine.destroy()
+    return seen, len(_world.pg_map)
+
+
+def test_a_training_loop_ends_with_its_process_groups(rank_pool: RankPool, tmp_path: Path, shared: Path) -> None:
+    for seen, after in rank_pool.run(train_in_blocks, 2, JOB, str(tmp_path / "ckpt"), shared):
+        groups, threads, files = zip(*seen, strict=True)
+        assert len(set(groups)) == 1 and after == groups[0] - 1  # that of saves in the background
+        assert threads[2] <= threads[0] and files[2] <= files[0] + 2, seen
 
 
 def save_without(job: Job, directory: str) -> list[str]:

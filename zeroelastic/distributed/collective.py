@@ -11,9 +11,10 @@ from typing import NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _world
 
 from zeroelastic import errors
-from zeroelastic.errors import LayoutMismatchError, RemoteRankError, ZeroElasticError
+from zeroelastic.errors import LayoutMismatchError, RemoteRankError, ZeroElasticError, some
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -24,6 +25,8 @@ Description = tuple[str, str, tuple[str, ...], str | None]
 _AGREED = "_zeroelastic_agreed"
 
 _NUMBER_BYTES, _HASH_BYTES = 8, 32
+_MAX_LISTED = 6
+"""How many ranks have their own error in that of all."""
 
 _group: ContextVar[dist.ProcessGroup | None] = ContextVar("zeroelastic_group", default=None)
 
@@ -191,6 +194,15 @@ def all_or_raise(action: Callable[[], T]) -> T:
     return result  # type: ignore[return-value]
 
 
+def end_group(group: dist.ProcessGroup | None) -> None:
+    """Destroy a process group that this rank has made, with its threads and files, unless it has gone. No collective.
+
+    The caller has dropped its references: the last one ends the group.
+    """
+    if group is not None and dist.is_initialized() and group in _world.pg_map:
+        dist.destroy_process_group(group)
+
+
 def collective_device(group: dist.ProcessGroup | None = None) -> torch.device:
     """The device of tensors in collectives of a process group; the default group if none is given."""
     on_host = dist.get_backend(group) == "gloo"
@@ -228,8 +240,8 @@ def _combined(failures: dict[int, Description]) -> ZeroElasticError:
     first = min(failures)
     name, message, problems, remedy = failures[first]
     others = {failed[1]: rank for rank, failed in sorted(failures.items(), reverse=True) if failed[1] != message}
-    for other, rank in sorted(others.items(), key=lambda item: item[1]):
-        message += f"\n(rank {rank}: {other})"
+    listed = [f"\n(rank {rank}: {other})" for other, rank in sorted(others.items(), key=lambda item: item[1])]
+    message += some(listed, _MAX_LISTED, separator="")
     kind = getattr(errors, name, None)
     if not (isinstance(kind, type) and issubclass(kind, ZeroElasticError)):
         return RemoteRankError(f"rank {first} failed with {name}: {message}")

@@ -20,11 +20,12 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from zeroelastic.distributed.collective import all_gather_or_raise
 from zeroelastic.distributed.process_identity import Life, identity, life_of, machine
-from zeroelastic.errors import ConfigError, UsageError
+from zeroelastic.errors import ConfigError, UsageError, rank_list, some
 
 _WAIT_S = 30.0
 """How much later than the first rank another may call install(), where the engine was built before."""
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.05, 1.0
+_MAX_LISTED = 6
 
 Facts = Mapping[str, object]
 
@@ -133,15 +134,24 @@ def require_partners(*, wait: bool = True) -> None:
 def agree_on(facts: Callable[[], Facts]) -> None:
     """Raise the same ConfigError on every rank if ``facts`` differ, or fail on one of them. Collective."""
     everybody = all_gather_or_raise(lambda: dict(facts()))[1]
-    different = [
-        f"{name} is {', '.join(f'{facts[name]!r} on rank {rank}' for rank, facts in enumerate(everybody))}"
-        for name in everybody[0]
-        if any(facts[name] != everybody[0][name] for facts in everybody)
-    ]
+    different: list[str] = []
+    for name in everybody[0]:
+        ranks: dict[str, list[int]] = {}
+        for rank, own in enumerate(everybody):
+            ranks.setdefault(repr(own[name]), []).append(rank)
+        if len(ranks) > 1:
+            where = some((f"{value} on {_ranks(found)}" for value, found in ranks.items()), _MAX_LISTED)
+            different.append(f"{name} is {where}")
     if different:
         raise ConfigError(
             f"the DeepSpeed configuration differs between the ranks: {'; '.join(different)}. Give every rank the same."
         )
+
+
+def _ranks(found: Sequence[int]) -> str:
+    """Ranks as text; of many that do not follow each other, the first few."""
+    follow = len(found) == found[-1] - found[0] + 1
+    return rank_list(found) if follow or len(found) <= _MAX_LISTED else f"ranks {some(map(str, found), _MAX_LISTED)}"
 
 
 def _all_are_here() -> bool:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 import torch
 import torch.distributed as dist
 
+from zeroelastic.distributed.collective import collective_device, end_group
 from zeroelastic.elastic.notice import EXIT_PREEMPTED, SIGNALS, Notice
 from zeroelastic.elastic.position import KEY, Position, pack_position, unpack_position
 from zeroelastic.errors import ConfigError, SaveError
@@ -299,7 +300,7 @@ class Preemption:
             self._last_report = report
 
     def _note_seconds(self, seconds: float) -> None:
-        took = torch.tensor([seconds], dtype=torch.float64)
+        took = torch.tensor([seconds], dtype=torch.float64, device=collective_device(self._group))
         dist.all_reduce(took, op=dist.ReduceOp.MAX, group=self._group)
         self.save_seconds = float(took)
 
@@ -341,6 +342,8 @@ class Preemption:
             self._unsubscribe()
             if self._owns_notice:
                 self._notice.end(ignoring=ended)
+            group, self._group = self._group, None
+            end_group(group)
 
     def _agree(self, due: bool) -> tuple[bool, bool, bool, float]:
         """Whether any rank got a signal, has a save due, sees a change, and the fewest seconds left. Collective."""

@@ -44,6 +44,7 @@ from zeroelastic.distributed.collective import (
     all_or_raise,
     broadcast,
     collectives_over,
+    end_group,
     gather,
 )
 from zeroelastic.errors import ConfigError, SaveError, UnsupportedError
@@ -238,6 +239,9 @@ class MemoryCheckpoints:
         """
         if not failed:
             self.wait()
+            if not self._is_broken:
+                end_group(self._group)
+                del self._group
         if self._hook is not None:
             self._hook.remove()
 

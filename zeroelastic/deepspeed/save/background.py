@@ -26,7 +26,7 @@ from zeroelastic.deepspeed.save.barrier import SaveBarrier
 from zeroelastic.deepspeed.save.pending import Pending, unfinished
 from zeroelastic.deepspeed.save.shard_writer import writes_with_torch
 from zeroelastic.deepspeed.save.snapshot import HostMemory
-from zeroelastic.distributed.collective import collectives_over
+from zeroelastic.distributed.collective import collectives_over, end_group
 from zeroelastic.errors import SaveError, UnsupportedError, ZeroElasticError
 from zeroelastic.io.paths import FilePath
 
@@ -100,8 +100,10 @@ def background_of(engine: Engine) -> Background:
 
 
 def forget_background(engine: Engine) -> None:
-    """Free the memory of an engine's snapshots. None may be in the middle of being written."""
-    state_of(engine).background = None
+    """End the process group of an engine's saves, and free their memory. A save that was given up keeps the group."""
+    found, state_of(engine).background = state_of(engine).background, None
+    if isinstance(found, Background) and not any(getattr(save, "_group", None) is found.group for save in unfinished()):
+        end_group(found.group)
 
 
 class BackgroundSave(Pending):
