@@ -27,13 +27,15 @@ class Lineage:
     """The save from which an engine continues: the one that it loaded or committed last.
 
     ``save_id`` is None at a fresh start, and after a load of a checkpoint without a record. ``committed_at`` is the
-    time of that commit, by its record. ``run`` is the run that it belongs to (``CommitRecord.run``): a new one, rank
-    0's, until a checkpoint is loaded. The engine was ``made_at`` a time in seconds since 1970. ``on_load`` are called
-    with the client state at the end of each load that sets the engine's counters, on every rank.
+    time of that commit, by its record. ``begun`` is the save that was begun last: it may be committed later, or never.
+    ``run`` is the run that it belongs to (``CommitRecord.run``): a new one, rank 0's, until a checkpoint is loaded. The
+    engine was ``made_at`` a time in seconds since 1970. ``on_load`` are called with the client state at the end of each
+    load that sets the engine's counters, on every rank.
     """
 
     save_id: str | None = None
     committed_at: float = 0.0
+    begun: str | None = None
     run: str = field(default_factory=_new_run)
     made_at: float = field(default_factory=time.time)
     on_load: list[Callable[[Mapping[str, Any]], None]] = field(default_factory=list)
@@ -48,7 +50,7 @@ class Lineage:
 
     def load(self, record: CommitRecord | None, client_state: Mapping[str, Any]) -> None:
         """Record that a checkpoint was loaded, with its counters. Collective, if one of ``on_load`` is."""
-        self.save_id = None if record is None else record.save_id
+        self.save_id, self.begun = None if record is None else record.save_id, None
         self.committed_at = max(self.committed_at, (record.committed_at or 0.0) if record is not None else 0.0)
         if record is not None and record.run is not None:
             self.run = record.run

@@ -119,6 +119,7 @@ class _Generation:
     failure: Exception | None = None
     batch: int = 0
     parent: str | None = None
+    begun: str | None = None
     allow_globals: tuple[str, ...] = ()
     stall_seconds: float = 0.0
     facts: dict[str, str] = field(default_factory=dict)
@@ -190,7 +191,8 @@ class MemoryCheckpoints:
         slot = self._slots[self._next]
         slot.begin()
         made = _Generation(int(engine.global_steps), save_id, slot, began)
-        made.batch, made.parent = int(engine.train_batch_size()), lineage_of(engine).save_id
+        lineage = lineage_of(engine)
+        made.batch, made.parent, made.begun = int(engine.train_batch_size()), lineage.save_id, lineage.begun
         made.allow_globals = tuple(options.allow_globals)
         try:
             made.live = covered_live(engine, engine.optimizer)
@@ -331,6 +333,7 @@ class MemoryCheckpoints:
             save_id=made.save_id,
             committed_at=record.committed_at,
             parent=made.parent,
+            begun=made.begun,
             world_size=len(shared),
             content_root=record.content_root,
             files=tuple(shared),

@@ -38,7 +38,8 @@ _COMPLETE, _WRITING = "complete", "writing"
 class MemoryNote(BaseModel):
     """What one generation is; the same text on all nodes.
 
-    ``parent`` is the save on the disk, by its id, that the run continued from or made last. ``files`` are those of each
+    ``parent`` is the save on the disk, by its id, that the run continued from or committed last, and ``begun`` the one
+    that it had begun last: the state is newer than that, too, if it was committed later. ``files`` are those of each
     rank that lie on other nodes too, with their sizes, in the order of the rank's data. ``sets`` share parity.
     """
 
@@ -48,6 +49,7 @@ class MemoryNote(BaseModel):
     save_id: str
     committed_at: float
     parent: str | None
+    begun: str | None = None
     world_size: int
     content_root: str
     files: tuple[dict[str, int], ...]

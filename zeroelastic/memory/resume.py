@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -45,12 +45,16 @@ _LATE_NODES_S = 5.0
 
 @dataclass(frozen=True)
 class Generation:
-    """A generation over all nodes; ``on_nodes`` are the files of each and their sizes, by the node's first rank."""
+    """A generation over all nodes; ``on_nodes`` are the files of each and their sizes, by the node's first rank.
+
+    ``continues`` is the save on the disk after which it was made, as far as the run has committed it.
+    """
 
     tag: str
     note: MemoryNote
     on_nodes: Mapping[int, Mapping[str, int]]
     attempts: int
+    continues: str | None = None
 
     @cached_property
     def seen(self) -> Mapping[str, int]:
@@ -114,12 +118,19 @@ class MemoryTier:
         Rank 0's ``tags`` count; ``at`` is the index of the newest checkpoint on the disk, newest first, or of that to
         which ``latest`` was set back: then only generations count that continue from it.
         """
-        newer = broadcast_or_raise(
-            lambda: {
-                one.tag for one in self.generations if not tags or _is_newer(one.note, tags[at], rolled_back=at > 0)
+
+        def choose() -> dict[str, str | None]:
+            committed = {tag.save_id for tag in tags}
+            placed = [
+                replace(one, continues=one.note.begun if one.note.begun in committed else one.note.parent)
+                for one in self.generations
+            ]
+            return {
+                one.tag: one.continues for one in placed if not tags or _is_newer(one, tags[at], rolled_back=at > 0)
             }
-        )
-        return [generation for generation in self.generations if generation.tag in newer]
+
+        newer = broadcast_or_raise(choose)
+        return [replace(one, continues=newer[one.tag]) for one in self.generations if one.tag in newer]
 
     def load_newest(
         self,
@@ -174,7 +185,7 @@ class MemoryTier:
             path, client_state = engine.load_checkpoint(str(self._run.complete), tag=generation.tag)
         if path is None:
             raise CheckpointError(f"{tag_dir}: DeepSpeed did not load it.")
-        lineage_of(engine).save_id = generation.note.parent
+        lineage_of(engine).save_id = generation.continues
         return finish(generation.tag, dict(client_state or {}))
 
     def _attempts_path(self) -> Path:
@@ -213,13 +224,18 @@ def _hash(note: MemoryNote) -> str:
     return hashlib.sha256(note.model_dump_json().encode()).hexdigest()
 
 
-def _is_newer(note: MemoryNote, saved: Tag, *, rolled_back: bool) -> bool:
+def _is_newer(generation: Generation, saved: Tag, *, rolled_back: bool) -> bool:
     """Whether a run resumes from a generation rather than from a checkpoint on the disk.
 
-    Of one step, saved to both, the one in memory is taken: they have the same content.
+    A generation that was made after that save is newer, even if the save was committed later: one in the background may
+    take long. Of one step, saved to both, the one in memory is taken: they have the same content. Times decide between
+    those of which neither continues the other.
     """
+    note = generation.note
+    if saved.save_id is not None and generation.continues == saved.save_id:
+        return True
     if rolled_back:
-        return note.parent == saved.save_id and note.committed_at > saved.saved_at
+        return False
     if note.step == saved.step and note.parent == saved.parent:
         with suppress(CheckpointError, UnreadableError):
             record = read_record(saved.tag_dir)

@@ -245,6 +245,7 @@ def _save(
             ):
                 done = here.of(original, engine, save_latest=latest)
             commit_info = engine.checkpoint_engine.commit_info
+        lineage_of(engine).begun = save_id
         save = PendingCommit(
             tag_dir=tag_dir,
             place=place,
