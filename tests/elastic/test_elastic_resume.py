@@ -329,7 +329,7 @@ def test_a_signal_to_one_rank_stops_all_at_one_step_with_one_save(rank_pool: Ran
 def train_with_workers(job: Job, directory: str, method: str) -> tuple[list[str], int, list[int], list[int]]:
     """A loop with a DataLoader, whose process group gets SIGTERM and SIGUSR1 at step 3: as from torchrun, a shell or a
     batch system. The tags, the steps, the places in the data, and the workers that are left after the loop."""
-    os.setpgid(0, 0)
+    assert os.getpgrp() == os.getpid(), "the signals would go to others"
     engine = build_engine(job)
     data = ElasticDistributedSampler(range(LENGTH), BATCH, seed=4)
     begun = data.consumed
@@ -339,8 +339,8 @@ def train_with_workers(job: Job, directory: str, method: str) -> tuple[list[str]
         for step, _ in enumerate(loader):
             train_step(engine, step)
             if step == 3 and dist.get_rank() == 0:
-                for number in (signal.SIGTERM, signal.SIGUSR1):
-                    os.killpg(0, number)
+                kill = f"kill -TERM -{os.getpid()}; kill -USR1 -{os.getpid()}"  # a worker obeys its parent's SIGTERM
+                subprocess.run(["sh", "-c", kill], start_new_session=True, check=True)
                 time.sleep(1.0)  # torch looks at its workers when one has ended
             if stop():
                 break

@@ -214,6 +214,22 @@ def test_a_killed_node_costs_one_step_at_most_and_the_others_keep_their_processe
     trains_as_uninterrupted(nodes, rank_pool, lost=1)
 
 
+def test_a_job_that_begins_anew_keeps_nothing_of_the_world_that_failed(job):
+    """Two of three nodes are lost at once, and there is no checkpoint."""
+    nodes = job()
+    for _ in range(3):
+        nodes.add()
+    nodes.trains_on(3)
+    nodes.kill(0)
+    nodes.kill(1)
+    nodes.trains_on(1)
+    begun = [entry for entry in nodes.seen("member") if entry["node"] == 2]
+    assert (begun[-1]["member"], begun[-1]["size"], begun[-1]["position"]) == (0, 1, 0)
+    assert all(entry["position"] == entry["member"] for entry in begun)
+    generators = [entry["generator"] for entry in nodes.seen("generator") if entry["node"] == 2]
+    assert len(generators) > 1 and generators[-1] == generators[0]
+
+
 PHASES = ("decided", "holding", "held", "meeting", "groups", "built", "peers", "moving", "moved")
 
 

@@ -10,6 +10,7 @@ import faulthandler
 import hashlib
 import json
 import os
+import random
 import signal
 import sys
 import time
@@ -80,7 +81,7 @@ def main(directory: Path) -> None:
     import torch.distributed as dist
     from training import Job, build_engine, look, train_step
 
-    from zeroelastic.elastic import every
+    from zeroelastic.elastic import ElasticDistributedSampler, every
     from zeroelastic.elastic.worlds import worlds
 
     if "die" in settings:
@@ -99,11 +100,18 @@ def main(directory: Path) -> None:
     def state(engine: Any) -> str:
         return hashlib.sha256(repr([sorted(part.items()) for part in look(engine)]).encode()).hexdigest()
 
+    data = ElasticDistributedSampler(range(2000), job.batch, seed=4)
+
+    def build() -> Any:
+        note(generator=hashlib.sha256(repr(random.getstate()).encode()).hexdigest())
+        return build_engine(job)
+
     faulthandler.register(signal.SIGUSR2, all_threads=True)
     note(pid=os.getpid())
     for world in worlds(
-        lambda: build_engine(job),
+        build,
         directory / "ckpt",
+        data=data,
         client_state=lambda: {"note": "hello"},
         saving=every(steps=settings.get("save", 1000)),
         log=directory / "events.jsonl",
@@ -115,13 +123,14 @@ def main(directory: Path) -> None:
             if first:
                 note(begin=engine.global_steps, size=dist.get_world_size(), state=found, tier=world.start.tier,
                      report=report)  # fmt: skip
-            note(member=engine.global_steps, size=dist.get_world_size())
+            note(member=engine.global_steps, size=dist.get_world_size(), position=data.global_step)
             save_at = (
                 engine.global_steps + 2 if world.start.tier == "memory" and settings.get("save_after_death") else -1
             )
             while engine.global_steps < settings["steps"]:
                 if settings.get("raise") == engine.global_steps:
                     raise ValueError("a mistake of the script")
+                random.random()
                 loss = train_step(engine, engine.global_steps)
                 world.log.step(loss)
                 found = state(engine)

@@ -9,6 +9,7 @@ import logging
 import os
 import shutil
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
@@ -31,10 +32,11 @@ from zeroelastic.io.paths import as_path
 from zeroelastic.memory import checkpoints
 from zeroelastic.memory import resume as memory_resume
 from zeroelastic.memory.checkpoints import MemoryCheckpoints
+from zeroelastic.memory.generation import RunPlace
 from zeroelastic.memory.memory_file import MemoryFile
 from zeroelastic.memory.place import Place
 from zeroelastic.report import MemoryReport
-from zeroelastic.testing import RankPool, compare_states
+from zeroelastic.testing import RankError, RankPool, compare_states
 
 LENGTH, BATCH = 2000, 120
 COPIES = {"verify": True, "memory": {"every": 1, "copies": 1}}
@@ -322,6 +324,74 @@ def test_a_flipped_byte_is_noticed_and_the_disk_is_taken(
     turns = rank_pool.run(run, 2, job.other(), directory, shared, [0, 1], 1)
     continued(first[0], turns, 3, tier="directory")
     assert "step 4 in memory" in turns[0].start.passed_over[0]
+
+
+def test_a_flipped_byte_without_a_checkpoint_on_the_disk_is_no_fresh_start(
+    rank_pool: RankPool, tmp_path: Path, shared: Path
+) -> None:
+    """The load has filled the engine before the digests differ."""
+    directory = str(tmp_path / "ckpt")
+    rank_pool.run(run, 2, JOB, directory, shared, [0, 1], 3)
+    for path in shared.rglob("complete/*/*rank_1_*optim_states.pt"):
+        with open(path, "r+b") as file:
+            file.seek(path.stat().st_size // 2)
+            byte = file.read(1)
+            file.seek(-1, 1)
+            file.write(bytes([byte[0] ^ 1]))
+    for _ in range(2):  # nothing of it was removed
+        with pytest.raises(RankError) as failed:
+            rank_pool.run(run, 2, JOB, directory, shared, [0, 1], 1)
+        for failure in failed.value.failures:
+            assert "CheckpointError" in failure.headline and "none of the checkpoints can be loaded" in failure.headline
+            assert "step 3 in memory" in str(failed.value) and "do not train on it" in str(failed.value)
+
+
+def saves_late(job: Job, directory: str, shared: Path, *, late: bool) -> tuple[int, dict[str, Any]]:
+    """Train to step 5, with a save of step 2 in the background that is ``late``: written when step 5 is in memory."""
+    from zeroelastic.deepspeed.save.snapshot import Snapshot
+
+    use_node(shared, dist.get_rank())
+    may_write, write = threading.Event(), Snapshot.write
+
+    def write_late(self: Any) -> Any:
+        if late and threading.current_thread().name == "zeroelastic-save":
+            assert may_write.wait(100)
+        return write(self)
+
+    engine = build_engine(job)
+    data = ElasticDistributedSampler(range(LENGTH), BATCH, seed=4)
+    with mock.patch.object(Snapshot, "write", write_late), preemption(engine, directory, data=data) as stop:
+        for step in range(5):
+            train_step(engine, step)
+            stop()
+            if step == 1:
+                stop.save(background=True)
+                if not late:
+                    zeroelastic.wait_for_save(engine)
+        assert stop._memory is not None
+        stop._memory.wait()
+        may_write.set()
+    state, _ = look(engine)
+    return engine.global_steps, state
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_a_save_that_is_committed_late_is_not_newer_than_what_memory_has(
+    rank_pool: RankPool, tmp_path: Path, shared: Path, late: bool
+) -> None:
+    directory = tmp_path / "ckpt"
+    (step, state), _ = rank_pool.run(saves_late, 2, JOB, str(directory), shared, late=late)
+    record = read_record(directory / "global_step2")
+    (complete,) = (shared / "node0").rglob("complete")
+    (note,) = [RunPlace(complete.parent).note(tag) for tag in os.listdir(complete)]
+    assert record is not None and record.committed_at is not None and note is not None
+    assert (record.committed_at > note.committed_at) == late and (note.parent is None) == late
+    turns = rank_pool.run(run, 2, JOB.other(), str(directory), shared, [0, 1], 1, save_steps=1)
+    for turn in turns:
+        assert (turn.start.tier, turn.start.global_steps) == ("memory", step) and turn.start.passed_over == ()
+        assert compare_states(state, turn.resumed) == []
+    following = read_record(directory / "global_step6")
+    assert following is not None and following.parent == record.save_id
 
 
 def test_the_disk_is_taken_where_it_is_newer(rank_pool: RankPool, tmp_path: Path, shared: Path) -> None:

@@ -5,14 +5,21 @@ The engine's optimizer has a reference to the engine, under an attribute of the 
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import ref
 
 from zeroelastic.checkpoint.commit_record import CommitRecord
+from zeroelastic.errors import CheckpointError, ZeroElasticError, advice, finding
+
+logger = logging.getLogger(__name__)
+
+DAMAGED = "The engine now holds damaged state: do not train on it."
 
 _ATTRIBUTE = "_zeroelastic"
 _TICK = 1e-6
@@ -66,6 +73,8 @@ class EngineState:
     """
 
     lineage: Lineage = field(default_factory=Lineage)
+    damage: str | None = None
+    """A sentence, of an engine whose state is neither the old nor the new one, because a load failed (``changing``)."""
     options_agreed: bool = False
     """Whether the options were found to be the same on every rank (``save.save``)."""
     strict_batch: bool = False
@@ -106,3 +115,50 @@ def engine_of(optimizer: Any) -> Any:
 def lineage_of(engine: Any) -> Lineage:
     """The lineage of an engine."""
     return state_of(engine).lineage
+
+
+@contextmanager
+def changing(engine: Any, *, whole: bool = True) -> Iterator[None]:
+    """A load from beginning to end, which calls ``begin_change`` just before it first changes the engine.
+
+    A load that fails after that leaves the engine damaged, and its error says so. The mark stays, and nothing begins
+    from such an engine (``refuse_damaged``), until a load of the ``whole`` state succeeds.
+    """
+    state = state_of(engine)
+    before = state.damage
+    try:
+        yield
+    except BaseException as error:
+        if state.damage is not None:
+            _add(state.damage, error)
+        raise
+    state.damage = None if whole else before
+
+
+def begin_change(engine: Any, damage: str = DAMAGED) -> None:
+    """Mark the engine as damaged until the load that is going to change it has succeeded."""
+    state = state_of(engine)
+    state.damage = state.damage or damage
+
+
+def refuse_damaged(engine: Any) -> None:
+    """Raise CheckpointError for an engine that an earlier load has left damaged: a run cannot begin from it."""
+    damage = state_of(engine).damage
+    if damage is not None:
+        raise CheckpointError(
+            f"a load failed after it had begun to change the engine, so no run can begin from it. {damage}",
+            remedy="Build the engine anew, or load a whole checkpoint into it.",
+        )
+
+
+def _add(sentence: str, error: BaseException) -> None:
+    """Add a sentence to what an error says, once: to the remedy of ours, which lists of findings leave out."""
+    if not isinstance(error, ZeroElasticError):
+        if sentence not in getattr(error, "__notes__", ()):
+            getattr(error, "add_note", logger.error)(sentence)  # Python 3.10 has no notes
+    elif sentence not in str(error) and sentence not in error.remedy:
+        message, is_advised = finding(error), finding(error) != str(error)
+        error.remedy = f"{sentence} {error.remedy}".rstrip()
+        error.args = (message,)
+        if is_advised:
+            error.args = (advice(error),)

@@ -41,7 +41,7 @@ def pack_position(data: Position | None, device: torch.device) -> dict[str, Any]
         "data": None if data is None else data.state_dict(),
         "rank": dist.get_rank(),
         "world_size": dist.get_world_size(),
-        "generators": _generators(device),
+        "generators": generators_of(device),
     }
 
 
@@ -79,7 +79,7 @@ def _unpack(
         notes.append(f"{problem}; it begins at the first sample")
     same = entry is not None and (entry.get("rank"), entry.get("world_size")) == (rank, world_size)
     if same and entry is not None:
-        _restore_generators(entry["generators"], device)
+        restore_generators(entry["generators"], device)
     else:
         seed_generators(derived_seed(identity, rank))
     if entry is None or entry.get("world_size") != world_size:
@@ -87,7 +87,8 @@ def _unpack(
     return tuple(notes)
 
 
-def _generators(device: torch.device) -> dict[str, Any]:
+def generators_of(device: torch.device) -> dict[str, Any]:
+    """The state of Python's, numpy's and torch's generators, and of that of the GPU."""
     version, words, gauss = random.getstate()
     legacy: Any = np.random.get_state(legacy=False)
     state = legacy["state"]
@@ -104,7 +105,8 @@ def _generators(device: torch.device) -> dict[str, Any]:
     return found
 
 
-def _restore_generators(saved: Mapping[str, Any], device: torch.device) -> None:
+def restore_generators(saved: Mapping[str, Any], device: torch.device) -> None:
+    """Set the generators to what ``generators_of`` returned."""
     python = saved["python"]
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
     torch.set_rng_state(saved["torch"])

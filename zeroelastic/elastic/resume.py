@@ -18,10 +18,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from zeroelastic.distributed.collective import all_gather_alike, all_or_raise, broadcast
+from zeroelastic.distributed.collective import all_gather_alike, all_or_raise, any_rank, broadcast
 from zeroelastic.elastic.attempts import Attempts
 from zeroelastic.elastic.position import KEY, Position, unpack_position
-from zeroelastic.errors import CheckpointError
+from zeroelastic.errors import CheckpointError, with_remedy
 from zeroelastic.io.paths import FilePath, absolute, as_path
 from zeroelastic.job_log.event_log import Tier
 from zeroelastic.monitoring.observers import publish
@@ -53,6 +53,7 @@ class Resumed:
     tier: Tier | None = None
 
 
+@with_remedy()
 def resume(
     engine: Any,
     directory: str | os.PathLike[str],
@@ -73,13 +74,14 @@ def resume(
     or in the "zeroelastic" block, MissingFileError is raised instead. Where a directory holds parts of checkpoints that
     cannot be resumed, the run begins only with ``fresh``. ``log`` records what was resumed. Raises CheckpointError when
     there are checkpoints and none can be loaded, and the errors of ``engine.load_checkpoint`` for a run that does not
-    fit::
+    fit. An error says so where a load has changed the engine before it failed; no run begins from such an engine::
 
         sampler = ElasticDistributedSampler(dataset, global_batch=512)
         start = resume(engine, "ckpt", data=sampler)
         for step in range(start.global_steps, total_steps): ...
     """
     from zeroelastic.deepspeed.engine import options_of
+    from zeroelastic.deepspeed.engine_state import changing, state_of
     from zeroelastic.deepspeed.install.seams import install
     from zeroelastic.deepspeed.install.wrappers import loading_strictly
     from zeroelastic.deepspeed.load.fallback import none_loads, walk_back
@@ -96,6 +98,8 @@ def resume(
     root = as_path(absolute(directory))
 
     def started(resumed: Resumed) -> Resumed:
+        if memory is not None:
+            memory.keep_only(resumed.tag if resumed.tier == "memory" else None)
         seconds = time.monotonic() - began
         if log is not None:
             log.resumed(resumed, seconds=seconds)
@@ -113,23 +117,17 @@ def resume(
                 path, client_state = engine.load_checkpoint(load_dir, tag=name)
             if path is None:
                 raise CheckpointError(f"{load_dir}: DeepSpeed did not load {name}.")
-            resumed = _finish(engine, root, name, dict(client_state or {}), data, strict, passed)
-            return tag_dir, resumed
+            return tag_dir, finish(name, dict(client_state or {}), passed)
 
-    with span("resume", directory=str(root), ranks=_world_size()):
+    with span("resume", directory=str(root), ranks=_world_size()), changing(engine):
         finish_pending(engine, before="resume()")
         tags = tags_of_this_run(engine, root)
         at = all_or_raise(lambda: going_on_from(root, tags) if _rank() == 0 else 0)
         memory = memory_tier(engine, root)
         lost: tuple[str, ...] = ()
+        finish = _Finish(engine, root, data, strict)
         if memory is not None:
-            resumed, lost = memory.load_newest(
-                engine,
-                memory.newer_than(tags, at),
-                lambda tag, client_state: _finish(engine, root, tag, client_state, data, strict, ()),
-                strict=strict,
-            )
-            memory.keep_only(None if resumed is None else resumed.tag)
+            resumed, lost = memory.load_newest(engine, memory.newer_than(tags, at), finish, strict=strict)
             if resumed is not None:
                 return started(replace(resumed, passed_over=lost, tier="memory"))
         attempts = all_or_raise(partial(Attempts, root))
@@ -139,43 +137,56 @@ def resume(
             tier: Tier = "node-local" if engine.use_node_local_storage() else "directory"
             resumed = replace(resumed, passed_over=(*lost, *resumed.passed_over), tier=tier)
             return started(_with_branches(engine, tag_dir, resumed, tags, at))
-        if passed:
-            raise none_loads(root, passed)
+        if passed or (lost and any_rank(state_of(engine).damage is not None)):
+            raise none_loads(root, (*lost, *passed))
         must = required or options_of(engine).required
         if not must and not fresh:
             all_or_raise(partial(refuse_fresh_start, root))
-        nothing_to_load(root, required=must)
+        nothing_to_load(engine, root, required=must)
         return started(Resumed(None, 0, {}, None, lost, ()))
 
 
-def _finish(
-    engine: Any,
-    root: FilePath,
-    name: str,
-    client_state: dict[str, Any],
-    data: Position | None,
-    strict: bool,
-    passed: tuple[str, ...],
-) -> Resumed:
-    """Restore the position and the generators, and check that all ranks have the same position. Collective."""
-    from zeroelastic.deepspeed.load.fallback import UnusableError
+class _Finish:
+    """The end of one of the loads of a resume: position and generators are restored, and compared. Collective."""
 
-    report: ResumeReport | None = getattr(engine, "zeroelastic_report", None)
-    root_digest = report.loaded_root if report is not None and report.loaded_root is not None else name
-    entry = client_state.pop(KEY, None)
-    identity = f"{root_digest} {engine.global_steps}"
-    notes = unpack_position(entry, data, engine.device, identity=identity, strict=strict)
-    positions = all_gather_alike(json.dumps(data.state_dict(), default=str, sort_keys=True) if data is not None else "")
-    if len(set(positions)) > 1:
-        raise UnusableError(
-            f"{root / name}: the ranks came to different positions in the data "
-            f"({', '.join(sorted(set(positions))[:4])}). "
-            "Its client state is from two saves, or the position depends on the rank."
-        )
-    if _rank() == 0:
-        for note in notes:
-            logger.info("%s: %s", name, note)
-    return Resumed(name, int(engine.global_steps), client_state, report, passed, notes)
+    def __init__(self, engine: Any, root: FilePath, data: Position | None, strict: bool) -> None:
+        self._engine, self._root, self._data, self._strict = engine, root, data, strict
+        self._has_moved = False
+
+    def __call__(self, name: str, client_state: dict[str, Any], passed: tuple[str, ...] = ()) -> Resumed:
+        from zeroelastic.deepspeed.engine_state import begin_change
+
+        begin_change(self._engine)  # the load alone has succeeded; the resume may still fail
+        notes = self._restore(name, client_state.pop(KEY, None))
+        if _rank() == 0:
+            for note in notes:
+                logger.info("%s: %s", name, note)
+        report: ResumeReport | None = getattr(self._engine, "zeroelastic_report", None)
+        return Resumed(name, int(self._engine.global_steps), client_state, report, passed, notes)
+
+    def _restore(self, name: str, entry: Mapping[str, Any] | None) -> tuple[str, ...]:
+        from zeroelastic.deepspeed.load.fallback import UnusableError
+
+        engine, data = self._engine, self._data
+        has_position = entry is not None and entry.get("data") is not None
+        if self._has_moved and not has_position:
+            raise UnusableError(
+                f"{self._root / name}: has no position in the data, and a load that failed has changed that of the run."
+            )
+        self._has_moved = data is not None and has_position
+        report: ResumeReport | None = getattr(engine, "zeroelastic_report", None)
+        root_digest = report.loaded_root if report is not None and report.loaded_root is not None else name
+        identity = f"{root_digest} {engine.global_steps}"
+        notes = unpack_position(entry, data, engine.device, identity=identity, strict=self._strict)
+        position = json.dumps(data.state_dict(), default=str, sort_keys=True) if data is not None else ""
+        positions = all_gather_alike(position)
+        if len(set(positions)) > 1:
+            raise UnusableError(
+                f"{self._root / name}: the ranks came to different positions in the data "
+                f"({', '.join(sorted(set(positions))[:4])}). "
+                "Its client state is from two saves, or the position depends on the rank."
+            )
+        return notes
 
 
 def _with_branches(engine: Any, tag_dir: FilePath, resumed: Resumed, tags: Sequence[Tag], at: int) -> Resumed:

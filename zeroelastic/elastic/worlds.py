@@ -7,6 +7,7 @@ survivors build the next world too, and resume from the memory of the nodes or f
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import threading
@@ -18,21 +19,22 @@ from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 
 from zeroelastic.core.movement import Recut
-from zeroelastic.distributed.collective import broadcast_or_raise
+from zeroelastic.distributed.collective import broadcast_or_raise, collective_device
 from zeroelastic.distributed.peers import JoinedPeers
 from zeroelastic.elastic.events import Events
 from zeroelastic.elastic.membership import Membership
 from zeroelastic.elastic.notice import SIGNALS, Notice
-from zeroelastic.elastic.position import KEY, Position, unpack_position
+from zeroelastic.elastic.position import KEY, Position, generators_of, restore_generators, unpack_position
 from zeroelastic.elastic.preemption import Every
 from zeroelastic.elastic.resume import Resumed, resume
 from zeroelastic.elastic.roster import World as Members
 from zeroelastic.elastic.world import Asked, World, forget_frames
 from zeroelastic.elastic.world_changes import NOTICING_S, Changes
-from zeroelastic.errors import ConfigError, MembershipError, StrictError
+from zeroelastic.errors import ConfigError, MembershipError, StrictError, with_remedy
 from zeroelastic.monitoring.observers import publish
 from zeroelastic.report import ResizeReport
 from zeroelastic.warm.preload import ALWAYS
@@ -185,6 +187,33 @@ def _end(engine: Any, *, failed: bool) -> None:
         logger.warning("while a world that has failed was ended: %s", error)
 
 
+class _Beginning:
+    """The position and the generators with which this process began; a world that resumes begins with them again.
+
+    Where such a world finds no checkpoint, the run begins anew, and nothing of a world that has failed may be left.
+    """
+
+    def __init__(self) -> None:
+        self._generators: Mapping[str, Any] | None = None
+        self._data: Position | None = None
+        self._position: dict[str, Any] = {}
+
+    def restore_generators(self) -> None:
+        """Before an engine is built. ``torch.distributed`` is there."""
+        device = torch.device(collective_device().type, int(os.environ.get("LOCAL_RANK", "0")))
+        if self._generators is None:
+            self._generators = generators_of(device)
+        else:
+            restore_generators(self._generators, device)
+
+    def restore_position(self, data: Position | None) -> None:
+        """Before ``resume``. A position that ``build`` has made anew stays where it is."""
+        if data is not None and data is self._data:
+            data.load_state_dict(copy.deepcopy(self._position))
+        elif data is not None:
+            self._data, self._position = data, copy.deepcopy(data.state_dict())
+
+
 class _Job:
     """The worlds of a job in which this process is a member."""
 
@@ -194,6 +223,7 @@ class _Job:
         self._ended_at = time.monotonic()
         self._limit = timedelta(seconds=membership.settings.failure_timeout)
         self._has_begun = False
+        self._beginning = _Beginning()
 
     def worlds(self) -> Iterator[World]:
         from zeroelastic.deepspeed.resize.restore import leave_world
@@ -245,6 +275,7 @@ class _Job:
 
     def _begun(self, now: Members) -> World | None:
         """The world, begun; None where a member of it, or of the one before, was lost on the way."""
+        from zeroelastic.deepspeed.engine_state import changing
         from zeroelastic.deepspeed.process_world import begin_world, only_new_garbage
 
         if self._leaving is None and self._membership.number in now.previous:  # it failed before its state was kept
@@ -259,14 +290,19 @@ class _Job:
             with _Watch(self._membership, now):
                 begin_world(self._membership.store_of(now), rank=rank, world_size=size, timeout=None)
                 formed = time.monotonic()
+                if not now.previous or not self._has_begun:
+                    self._beginning.restore_generators()
                 with only_new_garbage():  # DeepSpeed collects it while it builds
                     engine, data = _built(self._asked)
+                if not now.previous or not self._has_begun:
+                    self._beginning.restore_position(data)
                 in_place = self._has_begun or bool(now.previous)
                 log = Events(engine, self._asked.log, status=self._asked.status, formed_at=formed if in_place else None)
                 self._has_begun = True
                 report: ResizeReport | None = None
                 if now.previous:
-                    start, report = self._moved(now, engine, data, formed)
+                    with with_remedy(), changing(engine):
+                        start, report = self._moved(now, engine, data, formed)
                     log.resumed(start, seconds=report.move_seconds, resize=report)
                 else:
                     start = _resumed(self._asked, engine, data, log)
@@ -334,6 +370,7 @@ class _Job:
 
     def _moved(self, now: Members, engine: Any, data: Position | None, formed: float) -> tuple[Resumed, ResizeReport]:
         """Fill the engine with the state of the world before. Collective."""
+        from zeroelastic.deepspeed.engine_state import begin_change
         from zeroelastic.deepspeed.resize.restore import join_world
 
         built = time.monotonic()
@@ -346,6 +383,7 @@ class _Job:
                 "build() has to keep it (elastic.batch_plan gives the micro batch), or pass strict=False."
             )
         joined = join_world(engine, self._leaving, state, peers, peer_of)
+        begin_change(engine)  # it is complete with the position
         client_state = dict(state.client_state)
         entry = client_state.pop(KEY, None)
         identity = f"{joined.root} {engine.global_steps}"

@@ -206,7 +206,6 @@ def none_loads(root: FilePath, passed: Sequence[str]) -> CheckpointError:
     """The error for a directory whose every tag was passed over."""
     listed = "".join(f"\n  - {one}" for one in passed)
     return CheckpointError(
-        f"{root}: none of the checkpoints can be loaded:{listed}\nThe engine may hold damaged state: do not train "
-        "on it. To begin anew, give another directory.",
-        remedy="",
+        f"{root}: none of the checkpoints can be loaded:{listed}",
+        remedy="To begin anew, give another directory.",
     )

@@ -16,6 +16,7 @@ from zeroelastic.checkpoint.optimizer_file import FP32
 from zeroelastic.checkpoint.param_changes import compare_params
 from zeroelastic.core.layout import Layout, Param, layout_from_sub_groups
 from zeroelastic.core.plan import Plan, check_plan, make_plan, match_params
+from zeroelastic.deepspeed.engine_state import begin_change, changing, engine_of
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer, scalar_value
 from zeroelastic.deepspeed.live.optimizers import SavedGroup, misfits
 from zeroelastic.deepspeed.live.precision import set_loss_scaler
@@ -45,9 +46,8 @@ def load_state_dicts(
     Raises CheckpointError when they are not one complete set, LayoutMismatchError when they do not fit the model.
     """
     layout = _saved_layout(state_dicts, live)
-    head = state_dicts[0]["zeroelastic"]
     problems = compare_params(layout.params, live.layout.params, kind="parameter")
-    saved_groups = [tuple(group["params"]) for group in head["param_groups"]]
+    saved_groups = [tuple(group["params"]) for group in state_dicts[0]["zeroelastic"]["param_groups"]]
     if optimizer_states and [set(group) for group in saved_groups] != [set(group) for group in live.groups]:
         problems.append("the optimizer groups of the state dicts hold other parameters than those of the run")
     groups = _saved_groups(state_dicts[0])
@@ -59,6 +59,25 @@ def load_state_dicts(
         )
     plan = make_plan(layout, live.layout, live.rank)
     check_plan(plan)
+    engine = engine_of(live.optimizer)
+    if engine is None:
+        _fill(live, state_dicts, plan, groups, optimizer_states=optimizer_states)
+        return
+    with changing(engine, whole=False):
+        begin_change(engine)
+        _fill(live, state_dicts, plan, groups, optimizer_states=optimizer_states)
+
+
+def _fill(
+    live: LiveOptimizer,
+    state_dicts: Sequence[Mapping[str, Any]],
+    plan: Plan,
+    groups: Sequence[SavedGroup],
+    *,
+    optimizer_states: bool,
+) -> None:
+    """Fill the live optimizer from state dicts that fit it, whose optimizer groups are ``groups``."""
+    layout, head = plan.src, state_dicts[0]["zeroelastic"]
     index = layout.index()
     with live.filling():
         for i in range(live.layout.num_sub_groups):

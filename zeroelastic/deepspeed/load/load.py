@@ -20,6 +20,7 @@ import torch.distributed as dist
 from zeroelastic.checkpoint.commit_record import CommitRecord
 from zeroelastic.checkpoint.one_save import was_saved_again
 from zeroelastic.deepspeed.engine import Engine, accumulated_micro_batches, agree_on_options, options_of
+from zeroelastic.deepspeed.engine_state import begin_change, changing, refuse_damaged, state_of
 from zeroelastic.deepspeed.live.kinds import kind_of, why_left_to_deepspeed
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.load.arrangement import refuse_other_arrangement
@@ -96,19 +97,20 @@ class Attempt:
 def load(engine: Engine, request: LoadRequest, original: Callable[..., Loaded], loaded: OnLoad) -> Loaded:
     """A load at any world size; ``original`` is DeepSpeed's own method, bound to the engine. Collective."""
     began = time.perf_counter()
-    stock = partial(_load_by_deepspeed, original, loaded)
+    stock = partial(_load_by_deepspeed, engine, original, loaded)
     request = replace(request, load_dir=absolute(request.load_dir))
-    if engine.load_universal_checkpoint():
-        return stock(request)
-    if kind_of(engine.optimizer, to_load=True) is None:
-        _check_left(engine, request)
-        return stock(request)
-    require_partners()
-    agree_on_options(engine)
-    request = replace(request, options=options_of(engine))
-    engine.__dict__.pop("zeroelastic_report", None)  # of an earlier load
-    with retrying(request.options.retries):
-        return _load_newest_or_asked(engine, request, stock, loaded, began)
+    with changing(engine, whole=not request.weights_only and request.load_lr_scheduler_states):
+        if engine.load_universal_checkpoint():
+            return stock(request)
+        if kind_of(engine.optimizer, to_load=True) is None:
+            _check_left(engine, request)
+            return stock(request)
+        require_partners()
+        agree_on_options(engine)
+        request = replace(request, options=options_of(engine))
+        engine.__dict__.pop("zeroelastic_report", None)  # of an earlier load
+        with retrying(request.options.retries):
+            return _load_newest_or_asked(engine, request, stock, loaded, began)
 
 
 def _load_newest_or_asked(
@@ -142,14 +144,19 @@ def _check_left(engine: Engine, request: LoadRequest) -> None:
         refuse_other_arrangement(engine, request.directory / str(tag), request, why)
 
 
-def _load_by_deepspeed(original: Callable[..., Loaded], loaded: OnLoad, request: LoadRequest) -> Loaded:
+def _load_by_deepspeed(engine: Engine, original: Callable[..., Loaded], loaded: OnLoad, request: LoadRequest) -> Loaded:
     if is_url(request.load_dir):
         raise UnsupportedError(
             f"{request.load_dir}: this load would be DeepSpeed's own, which reads no URLs. From object stores "
             "zeroelastic loads at ZeRO stages 1 to 3, and no Universal checkpoints: load this from a local copy."
         )
+    before = state_of(engine).damage
+    begin_change(engine, "The engine may hold a part of the checkpoint: do not train on it.")
     path, client_state = original(request.load_dir, request.tag, **request.flags())
-    if path is not None and not request.load_module_only:
+    if path is None:  # DeepSpeed has warned that there is nothing, and changed nothing
+        state_of(engine).damage = before
+        refuse_damaged(engine)
+    elif not request.load_module_only:
         loaded(None, client_state)
     return path, client_state
 
@@ -165,7 +172,7 @@ def _load(
     """One attempt to load one tag; ``began`` is when the whole call did (``time.perf_counter``). Collective."""
     tag, newer = choose_tag(request.directory, request.tag)
     if tag is None:
-        nothing_to_load(request.directory, required=request.options.required)
+        nothing_to_load(engine, request.directory, required=request.options.required)
         return (None, None) if is_url(request.load_dir) else stock(request)
     tag_dir = attempt.open_tag(request.directory / tag)
     warn_of_mark(tag_dir)
@@ -259,6 +266,7 @@ def _load_module(
     module_path: str,
 ) -> Loaded:
     """DeepSpeed's own part: module, counters, scheduler and client state, out of the file at ``module_path``."""
+    begin_change(engine)
     with (
         model_states_reader(engine, live, plan, module_path, request.options),
         recorded_keys(engine.module, keys, forgive=request.options.on_mismatch == "initialize"),

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from zeroelastic.checkpoint.quarantine import read_mark
+from zeroelastic.deepspeed.engine import Engine
+from zeroelastic.deepspeed.engine_state import refuse_damaged
 from zeroelastic.deepspeed.node_local.node_tags import agree_on_latest
 from zeroelastic.distributed.collective import all_gather_alike, all_gather_or_raise, all_or_raise, broadcast_or_raise
 from zeroelastic.errors import CheckpointError, MissingFileError, UnreadableError, printable, shown
@@ -128,13 +130,15 @@ def _dangling(load_dir: FilePath, named: str) -> MissingFileError:
     )
 
 
-def nothing_to_load(load_dir: FilePath, *, required: bool) -> None:
+def nothing_to_load(engine: Engine, load_dir: FilePath, *, required: bool) -> None:
     """Warn on rank 0 that there is nothing to load and the run begins from scratch. Collective.
 
-    Raises MissingFileError on every rank where a checkpoint is ``required``.
+    Raises MissingFileError on every rank where a checkpoint is ``required``, and CheckpointError where an earlier load
+    has left the engine damaged.
     """
 
     def refuse() -> None:
+        refuse_damaged(engine)
         if dist.get_rank() == 0:
             text = about_absent(load_dir)
             if required:

@@ -249,8 +249,7 @@ def _describe(
     differ = "1 tensor differs" if num_wrong == 1 else f"{num_wrong} tensors differ"
     return (
         f"{load_plan.checkpoint.tag_dir}: {differ} from what the commit record says was saved: "
-        f"{names}{more}. {files} The checkpoint is damaged. "
-        "The engine now holds damaged state: do not train on it."
+        f"{names}{more}. {files} The checkpoint is damaged."
     )
 
 

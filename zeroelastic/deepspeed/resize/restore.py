@@ -14,6 +14,7 @@ from zeroelastic.core.digest import content_root
 from zeroelastic.core.layout import unpacked_layout
 from zeroelastic.core.movement import Recut
 from zeroelastic.deepspeed.engine import Engine, accumulated_micro_batches, options_of
+from zeroelastic.deepspeed.engine_state import begin_change, changing
 from zeroelastic.deepspeed.live.digests import local_digests, whole_contents
 from zeroelastic.deepspeed.live.kinds import covered_live, kind_of, why_left_to_deepspeed
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
@@ -28,7 +29,7 @@ from zeroelastic.deepspeed.resize.run_state import (
 )
 from zeroelastic.distributed.collective import all_gather_alike, all_or_raise
 from zeroelastic.distributed.peers import Peers
-from zeroelastic.errors import DigestMismatchError, UnsupportedError
+from zeroelastic.errors import DigestMismatchError, UnsupportedError, with_remedy
 
 _NO_ROOT = ""
 
@@ -110,10 +111,17 @@ def join_world(
     world call ``serve``. Raises the same error on every rank of the new world; DigestMismatchError where the content is
     not that of before.
     """
+    with with_remedy(), changing(engine):
+        return _join_world(engine, leaving, state, peers, peer_of)
 
+
+def _join_world(
+    engine: Engine, leaving: Leaving | None, state: RunState, peers: Peers, peer_of: Sequence[int]
+) -> Joined:
     def prepared() -> tuple[LiveOptimizer, Runs, list[torch.Tensor | None]]:
         live = covered_live(engine, engine.optimizer)
         require_same_run(state, live)
+        begin_change(engine)
         live.begin_load()
         restore_module(engine, state)
         live.refresh()
@@ -138,8 +146,8 @@ def join_world(
     compared = root != _NO_ROOT and state.root != _NO_ROOT
     if compared and root != state.root:
         raise DigestMismatchError(
-            f"the content root was {state.root[:12]} before the change of size and is {root[:12]} after it. The engine "
-            "holds wrong state: do not train on it, and resume from a checkpoint."
+            f"the content root was {state.root[:12]} before the change of size and is {root[:12]} after it.",
+            remedy="Resume from a checkpoint.",
         )
     return Joined(moved, root, compared)
 
