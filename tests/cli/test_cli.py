@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from commands import run_command
 from documentation import documented_keys, verb_page
 from hypothesis import given
 from hypothesis import strategies as st
-from places import ROOT
+from places import GOLDEN, ROOT
 
 import zeroelastic
 from zeroelastic.byte_sizes import format_size, parse_size
@@ -259,3 +260,23 @@ def test_sizes_read_well(nbytes: int, text: str) -> None:
 def test_a_target_is_not_a_url(arguments: list[str], tmp_path: Path) -> None:
     done = cli(*arguments, COLUMNS="300", TERM="dumb")
     assert done.returncode == 2 and "targets are written to this machine" in done.stderr and done.stdout == ""
+
+
+@pytest.mark.parametrize(
+    "command", ["--version", "ls --help", "ls {}", "ls --json {}", "plan -n 2 {}", "verify --json {}"]
+)
+def test_where_the_output_cannot_be_written_there_is_one_sentence(command: str) -> None:
+    words = [sys.executable, "-m", "zeroelastic", *command.format(GOLDEN / "rigid3").split()]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (1, "error: No space left on device\n")
+    closed = subprocess.run(["sh", "-c", f"{shlex.join(words)} >&-"], stderr=subprocess.PIPE, timeout=60, check=False)
+    assert (closed.returncode, closed.stderr) == (0, b"")
+
+
+def test_names_that_the_encoding_of_the_terminal_lacks_are_escaped(tmp_path: Path) -> None:
+    shutil.copytree(GOLDEN / "rigid3", tmp_path / "\u6771\u4eac")
+    words = [sys.executable, "-m", "zeroelastic", "inspect", str(tmp_path / "\u6771\u4eac")]
+    environment = {**os.environ, "PYTHONIOENCODING": "latin-1"}
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "") and "\\u6771\\u4eac/global_step2" in done.stdout

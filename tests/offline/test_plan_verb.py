@@ -17,7 +17,7 @@ import pytest
 import torch
 from commands import no_result, run_command
 from documentation import documented_keys
-from places import ROOT
+from places import GOLDEN, ROOT
 from rich.text import Text
 from synthetic import write_checkpoint
 
@@ -205,6 +205,22 @@ def drawn(traffic: Traffic, sources: int, targets: int) -> list[str]:
     lines = heat_map(traffic, sources, targets)
     assert all(isinstance(line, Text) for line in lines)
     return [line.plain for line in lines]
+
+
+def test_on_a_narrow_terminal_and_in_ascii_no_number_is_lost() -> None:
+    command = [sys.executable, "-m", "zeroelastic", "plan", str(GOLDEN / "rigid3"), "-n"]
+    wide, narrow, plain = (
+        subprocess.run(
+            [*command, ranks], env={**os.environ, "COLUMNS": columns, "PYTHONIOENCODING": encoding},
+            capture_output=True, text=True, encoding=encoding, timeout=60, check=True,
+        ).stdout
+        for ranks, columns, encoding in (("2", "200", "utf-8"), ("2", "40", "utf-8"), ("9", "40", "ascii"))
+    )  # fmt: skip
+    for table in ("What each target rank does", "What it takes in all"):
+        first, second = (printed.split(table)[1].split("\n\n")[0] for printed in (wide, narrow))
+        assert first == second and "\N{HORIZONTAL ELLIPSIS}" not in first
+    row = next(line for line in plain.splitlines() if line.startswith("         0"))
+    assert set(row[12:-12].replace(" ", "")) <= set("-+*#") and "\\" not in plain and "-+*# are the quarters" in plain
 
 
 def diagonal(count: int) -> Traffic:

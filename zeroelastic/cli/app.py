@@ -17,7 +17,7 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 from zeroelastic._version import __version__
-from zeroelastic.cli.output.outcome import FAILED, MISUSE, show_error, verb
+from zeroelastic.cli.output.outcome import FAILED, MISUSE, outcome, prepare_streams, show_error, verb
 from zeroelastic.errors import without_pydantic
 
 _GROUPS = {
@@ -140,4 +140,9 @@ def main() -> None:
     gc.set_threshold(
         100_000
     )  # headers are many small objects without cycles, looking for which takes a fifth of the time
-    app(prog_name="zeroelastic")
+    prepare_streams()
+    try:
+        with outcome():  # of what is no verb, such as --help
+            app(prog_name="zeroelastic")
+    except typer.Exit as end:
+        sys.exit(end.exit_code)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -12,7 +11,7 @@ from zeroelastic.byte_sizes import format_size
 from zeroelastic.cli.output.options import ForceOption, HtmlOption, JsonOption, QuietOption
 from zeroelastic.cli.output.outcome import FAILED
 from zeroelastic.cli.output.progress import progress_of
-from zeroelastic.cli.output.show import print_document, print_styled, print_written
+from zeroelastic.cli.output.show import print_document, print_styled, print_written, whole_table_console
 from zeroelastic.errors import counted
 
 if TYPE_CHECKING:
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
     from zeroelastic.offline.diff.tensors import TensorDifference
 
 _MOST_SHOWN = 15
-_WIDE = 1000  # columns where there is no terminal: a name stays in one piece for grep
 
 
 def diff(
@@ -63,11 +61,10 @@ def diff(
 
 
 def _show(found: DiffReport, show_all: bool) -> None:
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    out = Console() if sys.stdout.isatty() else Console(width=_WIDE)
+    out = whole_table_console(folds=True)
 
     def table(title: str, *columns: str, rows: list[tuple[str, ...]]) -> None:
         made = Table(title=title, title_justify="left", box=None, pad_edge=False, title_style="bold")
@@ -75,7 +72,7 @@ def _show(found: DiffReport, show_all: bool) -> None:
             made.add_column(
                 column,
                 overflow="fold",
-                no_wrap=column == "key",
+                no_wrap=column == "key" or column in _NUMBERS,
                 justify="right" if column in _NUMBERS and number else "left",
             )
         shown = rows if show_all else rows[:_MOST_SHOWN]

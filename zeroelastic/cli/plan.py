@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -9,7 +10,7 @@ import typer
 
 from zeroelastic.byte_sizes import format_size
 from zeroelastic.cli.output.options import HtmlOption, JsonOption, PlotForceOption, TagOption
-from zeroelastic.cli.output.show import print_document, print_written
+from zeroelastic.cli.output.show import print_document, print_written, whole_table_console
 from zeroelastic.errors import counted
 
 if TYPE_CHECKING:
@@ -104,12 +105,11 @@ def plan(
 
 def _show(report: PlanReport) -> None:
     """Print the plan for people on stdout."""
-    from rich.console import Console
     from rich.text import Text
 
     from zeroelastic.cli.plots.heat_map import heat_map
 
-    out = Console()
+    out = whole_table_console()
     source, forecast, verb = report.source, report.forecast, report.verb
     head, num_ranks = forecast.head, forecast.world_size
     stages = {head.shard.stage, forecast.stage} != {3}
@@ -130,7 +130,8 @@ def _show(report: PlanReport) -> None:
     out.print(ratio)
 
     out.print(Text("\nWhere it comes from, frozen parameters included", "bold"))
-    for drawn in heat_map(forecast.traffic, forecast.saved_world_size, num_ranks):
+    width = shutil.get_terminal_size((80, 0)).columns
+    for drawn in heat_map(forecast.traffic, forecast.saved_world_size, num_ranks, width=width, encoding=out.encoding):
         out.print(drawn, soft_wrap=True)
 
     out.print(Text("\nWhat it takes in all", "bold"))

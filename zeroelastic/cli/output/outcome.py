@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+import io
 import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import ParamSpec, TypeVar
 
@@ -75,11 +76,21 @@ def outcome(*, as_json: bool = False) -> Iterator[None]:
             end(f"{where}{error.strerror or error}", FAILED)
 
 
+def prepare_streams() -> None:
+    """Let output never fail for a sign that the terminal's encoding lacks, nor where there is no stdout or stderr."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by who started this process
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  until the end
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
 def show_error(error: object, *, as_json: bool = False) -> None:
     """On stderr, in the style of all verbs: what went wrong, what to do. With ``as_json`` also a document on stdout."""
     message = advice(error) if isinstance(error, ZeroElasticError) else str(error)
     if as_json:
-        print_document(document({"error": message}, ok=False))
+        with suppress(OSError):  # of a disk that is full, which may be the error itself
+            print_document(document({"error": message}, ok=False))
     typer.secho("error: ", fg="red", bold=True, nl=False, err=True)
     typer.echo(printable(message), err=True)  # the message may quote names from a file
 

@@ -8,13 +8,18 @@ import shutil
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
 from zeroelastic.json_document import json_proper
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
 NO_BREAK = "\N{NO-BREAK SPACE}"
 _WIDE = 1 << 20
+_USUAL_WIDTH = 80
 
 
 def printable(text: str) -> str:
@@ -84,6 +89,17 @@ def columns(rows: Sequence[Sequence[str]], *, right: frozenset[int] = frozenset(
         ).rstrip()
         for row in safe
     ]
+
+
+def whole_table_console(*, folds: bool = False) -> Console:
+    """A console in whose tables nothing is cut: their lines are as long as they must be, and the terminal breaks them.
+
+    With ``folds``, columns that may fold do so on a terminal of usual width; elsewhere names stay whole for grep.
+    """
+    from rich.console import Console
+
+    out = Console()
+    return out if folds and out.is_terminal and out.width >= _USUAL_WIDTH else Console(width=_WIDE)
 
 
 def print_written(report: Path | None) -> None:

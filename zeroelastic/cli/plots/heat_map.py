@@ -16,19 +16,28 @@ _MOST_NUMBERS = 5  # up to this many columns are shown as numbers, more as shade
 _CORNER, _GAP = "saved rank", 2
 _NUMBER_WIDTH, _SUM_WIDTH = 10, 12
 _MOST_CELL = 3
-_SHADES = " ░▒▓█"
+_SIGNS, _PLAIN_SIGNS = "·░▒▓█", ".-+*#"
+"""For no bytes, and for each quarter up to the most; the plain ones are for a terminal that has no others."""
 _COLOURS = ("", "blue", "cyan", "yellow", "bold red")
 
 
-def heat_map(traffic: Traffic, num_sources: int, num_targets: int, *, width: int = 80) -> list[Text]:
-    """The lines of the picture: a row per saved rank, a column per target rank; neighbours are summed where needed."""
+def heat_map(
+    traffic: Traffic, num_sources: int, num_targets: int, *, width: int = 80, encoding: str = "utf-8"
+) -> list[Text]:
+    """The lines of the picture: a row per saved rank, a column per target rank; neighbours are summed where needed.
+
+    ``width`` and ``encoding`` are those of the terminal; the picture takes 40 columns or more, and 80 at most.
+    """
     from rich.text import Text
+
+    signs = _SIGNS if _has(encoding, _SIGNS) else _PLAIN_SIGNS
+    shades = f" {signs[1:]}"
 
     source_step = -(-num_sources // _MOST_ROWS)
     labels = [_span(first, source_step, num_sources) for first in range(0, num_sources, source_step)]
     label_width = max(len(_CORNER), *map(len, labels))
-    room = width - label_width - _GAP - _SUM_WIDTH
-    numbers = num_targets <= _MOST_NUMBERS
+    room = max(40, min(width, 80)) - label_width - _GAP - _SUM_WIDTH
+    numbers = num_targets <= min(_MOST_NUMBERS, room // _NUMBER_WIDTH)
     target_step = 1 if numbers else -(-num_targets // room)
     columns = -(-num_targets // target_step)
     cell = _NUMBER_WIDTH if numbers else min(_MOST_CELL, room // columns)
@@ -40,15 +49,23 @@ def heat_map(traffic: Traffic, num_sources: int, num_targets: int, *, width: int
         line = Text(f"{label:>{label_width}}{'':{_GAP}}")
         for nbytes in row.tolist():
             shade = _shade(nbytes, most)
-            text = f"{format_size(nbytes) if nbytes else '·':>{cell}}" if numbers else _SHADES[shade] * cell
+            text = f"{format_size(nbytes) if nbytes else signs[0]:>{cell}}" if numbers else shades[shade] * cell
             line.append(text, style=_COLOURS[shade])
         line.append(f"{format_size(int(row.sum())):>{_SUM_WIDTH}}", style="dim")
         lines.append(line)
     if not numbers:
         each = f"; a cell is {source_step} x {target_step} ranks" if (source_step, target_step) != (1, 1) else ""
-        legend = f"{_SHADES[1:]} are the quarters up to {format_size(most)}{each}"
+        legend = f"{signs[1:]} are the quarters up to {format_size(most)}{each}"
         lines.append(Text(f"{'':{label_width + _GAP}}{legend}", style="dim"))
     return lines
+
+
+def _has(encoding: str, signs: str) -> bool:
+    try:
+        signs.encode(encoding)
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True
 
 
 def _shade(nbytes: int, most: int) -> int:
