@@ -38,11 +38,17 @@ from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.checkpoint.saved_state import open_state
 from zeroelastic.errors import CheckpointError, DigestMismatchError, UnsupportedError
 from zeroelastic.offline.convert.from_universal import find_universal, open_universal, plan_from_universal
-from zeroelastic.offline.convert.to_universal import plan_universal, write_universal
+from zeroelastic.offline.convert.to_universal import check_file_name, plan_universal, write_universal
 from zeroelastic.offline.reshard.reshard import ReshardOptions, plan_reshard, reshard
 from zeroelastic.tags.locate import find_source
 from zeroelastic.testing import RankPool, compare_states
 from zeroelastic.testing.sample import write_sample
+
+
+@pytest.mark.parametrize("name", ["layers/0.weight", "..", "n" * 256])
+def test_a_name_that_cannot_be_a_file_is_refused_with_what_takes_it(name: str) -> None:
+    with pytest.raises(UnsupportedError, match=r"cannot be a file.*`zeroelastic convert --to dcp` and `zeroelastic e"):
+        check_file_name(name, "a parameter")
 
 
 def convert(tag_dir: Path, target: Path, **options: Any) -> int:

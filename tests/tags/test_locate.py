@@ -70,6 +70,10 @@ def test_what_is_no_checkpoint_is_said_with_what_is_there(root: Path, tmp_path: 
     assert "not the name of a tag" in said(root, tag="../run/global_step2")
     (root / "latest").unlink()
     assert "There are: global_step2, global_step4. Give the path of one, such as" in said(root)
+    for path in root.glob("*/*rank_0_mp*"):  # the disk of another node
+        path.unlink()
+    for words in (said(root), said(root, tag="global_step3")):
+        assert "global_step4, with files of rank 1 and none of rank 0" in words and "into one directory" in words
 
 
 def test_directories_in_formats_of_others_are_named(tmp_path: Path) -> None:

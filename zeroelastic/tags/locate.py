@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from zeroelastic.checkpoint.file_names import is_rank_file
+from zeroelastic.checkpoint.file_names import is_rank_file, parse_rank_file
 from zeroelastic.checkpoint.listing import is_universal
 from zeroelastic.errors import (
     CheckpointError,
@@ -21,6 +21,7 @@ from zeroelastic.errors import (
     UnsupportedError,
     UsageError,
     printable,
+    rank_list,
     some,
 )
 from zeroelastic.io.paths import FilePath, RemotePath, as_path
@@ -143,7 +144,18 @@ def _framework(names: Collection[str], tag: str) -> Framework:
 def _choose(path: FilePath, tags: Sequence[str]) -> str:
     """What to give instead, in words that hold for verbs with and without ``--tag``."""
     there = some(map(printable, tags), _MAX_LISTED)
+    if (ranks := _ranks_without_first(directory_of(path, tags[-1]))) is not None:
+        return (
+            f"There are: {there}, with files of {ranks} and none of rank 0, as on the disk of one node "
+            "(use_node_local_storage). Copy what all nodes have into one directory, and give that."
+        )
     return f"There are: {there}. Give the path of one, such as {path / tags[-1]}."
+
+
+def _ranks_without_first(tag_dir: FilePath) -> str | None:
+    """The ranks whose files are in a tag directory, in words; None where rank 0's are there, too."""
+    found = {file.rank for name in list_directory(tag_dir)[0] if (file := parse_rank_file(name)) is not None}
+    return None if 0 in found or not found else rank_list(sorted(found))
 
 
 def _what_is_there(path: FilePath, inside: Collection[str]) -> str:

@@ -151,7 +151,10 @@ def check_file_name(name: str, what: str) -> None:
     except UnicodeEncodeError:
         encoded = b""
     if not 0 < len(encoded) <= 255 or "/" in name or "\0" in name or name in (".", ".."):
-        raise UnsupportedError(f"{name!r}: {what} of this name cannot be a file, as a Universal checkpoint has it.")
+        raise UnsupportedError(
+            f"{name!r}: {what} of this name cannot be a file, as a Universal checkpoint has it. `zeroelastic convert "
+            "--to dcp` and `zeroelastic export` take any name; or rename it in the model, and save again."
+        )
 
 
 def _notes(state: SavedState) -> list[str]:
