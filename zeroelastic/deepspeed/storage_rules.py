@@ -16,7 +16,8 @@ from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.patching import patched
 from zeroelastic.distributed.collective import all_gather_or_raise, all_or_raise, broadcast
-from zeroelastic.errors import SaveError, UnsupportedError
+from zeroelastic.errors import SaveError, UnreadableError, UnsupportedError
+from zeroelastic.io.paths import FilePath
 
 
 def refuse_unwritable(engine: Engine, live: LiveOptimizer) -> None:
@@ -63,14 +64,14 @@ def directory_heads(tag_dir: Path) -> tuple[int, ...]:
     probe = place / f"{stem}{rank}"
 
     def make() -> None:
-        with _saves_nothing(tag_dir):
+        with saves_nothing(tag_dir):
             place.mkdir(parents=True, exist_ok=True)
             probe.touch()
 
     def head() -> int:
         if (place / f"{stem}0").exists():
             return 0
-        with _saves_nothing(tag_dir):
+        with saves_nothing(tag_dir):
             seen = [name.removeprefix(stem) for name in os.listdir(place) if name.startswith(stem)]
         return min([rank, *map(int, seen)])
 
@@ -82,12 +83,19 @@ def directory_heads(tag_dir: Path) -> tuple[int, ...]:
 
 
 @contextmanager
-def _saves_nothing(tag_dir: Path) -> Iterator[None]:
-    """An OSError within becomes the error of a save that has not begun."""
+def saves_nothing(tag_dir: FilePath) -> Iterator[None]:
+    """An error of the disk or the store within becomes the SaveError of a save that has not begun."""
     try:
         yield
+    except SaveError:
+        raise
+    except UnreadableError as error:
+        raise SaveError(f"{tag_dir}: cannot be written: {error} Nothing was saved.") from error
     except OSError as error:
-        raise SaveError(f"{tag_dir}: cannot be written: {error.strerror}. Nothing was saved.") from error
+        raise SaveError(
+            f"{tag_dir}: cannot be written: {error.strerror} ({error.filename or tag_dir}). Nothing was saved, and "
+            "`latest` is unchanged."
+        ) from error
 
 
 @contextmanager

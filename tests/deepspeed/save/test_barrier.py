@@ -15,6 +15,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 from training import Job, build_engine, train_step
 
@@ -119,6 +120,48 @@ def test_a_slow_rank_that_lives_is_not_called_lost_when_another_dies(rank_pool: 
     said = {failure.rank: failure.headline for failure in caught.value.failures}
     assert "SIGKILL" in said[1]
     assert all("the save: the process of rank 1 has ended" in said[rank] for rank in (0, 2)), said
+
+
+def lose_a_rank_while_a_collective_is_under_way() -> None:
+    """Rank 1 dies; the error of the other comes where the result is waited for, in whatever function that is."""
+    from zeroelastic.deepspeed.save import barrier
+
+    calls = barrier.SaveBarrier("the save", timeout_s=60.0)
+    calls.wait("it began")
+    dist.all_reduce(torch.ones(1))
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with calls.attribute_failures():
+        dist.all_reduce(torch.ones(1), async_op=True).wait()
+
+
+def test_an_error_of_a_collective_is_known_wherever_it_is_waited_for(rank_pool: RankPool) -> None:
+    with pytest.raises(RankError) as caught:
+        rank_pool.run(lose_a_rank_while_a_collective_is_under_way, 2, env={GRACE_VARIABLE: "60"})
+    said = {failure.rank: failure.headline for failure in caught.value.failures}
+    assert "the save: the process of rank 1 has ended" in said[0], said
+
+
+def miss_saves(misses: int) -> list[tuple[str, str]]:
+    """Rank 1 is not at the first saves; all are at those that follow."""
+    from zeroelastic.deepspeed.save import barrier
+
+    seen = []
+    for number in range(misses + 2):
+        if number < misses and dist.get_rank() == 1:
+            continue
+        if number == misses:
+            dist.barrier()
+        calls = barrier.SaveBarrier(f"save {number}", timeout_s=1.0)
+        seen.append(raised(lambda calls=calls: calls.wait("it began"))[:2])
+        calls.close()
+    return seen
+
+
+def test_a_rank_that_missed_saves_is_at_the_next_one_with_the_others(rank_pool: RankPool) -> None:
+    first, second = rank_pool.run(miss_saves, 2, 2)
+    assert [kind for kind, _ in first] == ["AbsentRankError", "AbsentRankError", "", ""], first
+    assert [kind for kind, _ in second] == ["", ""], second
 
 
 def slow_beside_a_lost_collective() -> tuple[str, str, float]:

@@ -240,7 +240,10 @@ def test_stores_that_cannot_be_written_are_said(rank_pool: RankPool, calm: S3Ser
         assert kind == "UnsupportedError" and "which writes to no URLs" in text
     without = {"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": ""}
     for kind, text in rank_pool.run(try_to_save, 2, QUICK, calm.url("denied"), "a", env=without):
-        assert kind == "UnreadableError" and f"{calm.url('denied')}" in text and "redentials" in text
+        assert kind == "SaveError" and f"{calm.url('denied')}/a: cannot be written" in text and "redentials" in text
+    nowhere = {"AWS_ENDPOINT_URL": "http://127.0.0.1:1"}
+    for kind, text in rank_pool.run(try_to_save, 2, QUICK, calm.url("gone"), "a", env=nowhere):
+        assert kind == "SaveError" and f"{calm.url('gone')}/a: cannot be written" in text and "saved" in text
 
 
 def save_beside(job: Job, url: str) -> list[tuple[str, str]]:

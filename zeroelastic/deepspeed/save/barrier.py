@@ -31,6 +31,8 @@ from zeroelastic.errors import AbsentRankError, ZeroElasticError, rank_list
 T = TypeVar("T")
 
 _PREFIX = "zeroelastic/save"
+_LAST_FAILED = f"{_PREFIX}/failed"
+"""The key that has the number of the last save that a rank was missing at."""
 _TICK_S, _MAX_PAUSE_S = 0.2, 2.0
 """The first pause between two requests of a waiting rank, and the longest; each pause is twice the one before."""
 _GRACE_S = 60.0
@@ -76,7 +78,9 @@ class SaveBarrier:
             # Its keys may have these names again: the store of another group has a prefix of its own.
             _known.group, _known.saves, _known.keys = ref(dist.group.WORLD), 0, ()
             self._with_store(announce)
-        _known.saves += 1
+        # A rank that was not at the last saves, which failed without it, is not behind the others for good.
+        failed = self._with_store(lambda: self._store.compare_set(_LAST_FAILED, "", "0"))
+        _known.saves = max(_known.saves, int(failed)) + 1
         self._save = _known.saves
         self._ended_before, _known.keys = _known.keys, ()
 
@@ -96,7 +100,7 @@ class SaveBarrier:
             self._with_store(
                 lambda: self._decide(self._key(0, "outcome"), verdict)
             )  # ranks whose collective failed wait for it
-            raise AbsentRankError(f"{self._what}: {verdict} while {doing}. {self.outcome_note}")
+            raise self._absent(verdict, doing)
         self._with_store(lambda: [self._store.delete_key(key) for key in (*self._ended_before, *self._keys)])
         names = (self._rank, "outcome", "count") if self._rank == 0 else (self._rank,)
         names = (*names, _NOT_ALL_WELL) if verdict == _NOT_ALL_WELL and self._rank == 0 else names
@@ -144,7 +148,12 @@ class SaveBarrier:
             verdict = self._with_store(self._count_the_living)
             if verdict == _EVERYBODY:
                 raise
-            raise AbsentRankError(f"{self._what}: {verdict} while it was saved. {self.outcome_note}") from error
+            raise self._absent(verdict, "it was saved") from error
+
+    def _absent(self, verdict: str, doing: str) -> AbsentRankError:
+        """The error of this save, which no rank can go on with."""
+        self._with_store(lambda: self._store.set(_LAST_FAILED, str(self._save)))
+        return AbsentRankError(f"{self._what}: {verdict} while {doing}. {self.outcome_note}")
 
     def _key(self, meeting: int, name: object) -> str:
         return f"{_PREFIX}/{self._save}/{meeting}/{name}"
@@ -276,10 +285,14 @@ def _attempted(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 
 def _is_of_a_collective(error: RuntimeError) -> bool:
-    """Whether a collective raised the error: NCCL raises a DistError, gloo a plain RuntimeError."""
+    """Whether a collective raised the error: NCCL raises a DistError, gloo a RuntimeError with its place in gloo.
+
+    Those of other backends are known by the function that called them: the wait for one may be in any.
+    """
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     module = str(frame.f_globals.get("__name__"))
-    return isinstance(error, dist.DistError) or module.startswith(("torch.distributed.", "deepspeed.comm."))
+    by_place = module.startswith(("torch.distributed.", "deepspeed.comm.", "zeroelastic.distributed."))
+    return isinstance(error, dist.DistError) or "/gloo/" in str(error) or by_place
 
 
 def _have_ended(ranks: list[int]) -> str:

@@ -74,7 +74,7 @@ from zeroelastic.deepspeed.save.store import (
     refuse_in_store,
     store_target,
 )
-from zeroelastic.deepspeed.storage_rules import directory_heads, one_module_writer, refuse_unwritable
+from zeroelastic.deepspeed.storage_rules import directory_heads, one_module_writer, refuse_unwritable, saves_nothing
 from zeroelastic.distributed.collective import all_gather_of_or_raise, all_or_raise, collective_device
 from zeroelastic.distributed.partners import require_partners
 from zeroelastic.errors import (
@@ -396,7 +396,8 @@ def _prepare(
 
     def look() -> tuple[LiveOptimizer, dict[str, Any], dict[str, str]]:
         local = isinstance(asked.directory, Path)  # in a store one rank asks for all
-        problem = why_not_saved(asked.directory, asked.tag) if local or dist.get_rank() == 0 else None
+        with saves_nothing(asked.tag_dir):
+            problem = why_not_saved(asked.directory, asked.tag) if local or dist.get_rank() == 0 else None
         if problem is not None:
             raise UsageError(
                 f"{asked.directory}: nothing can be saved under the tag {printable(asked.tag)}: {problem}. Nothing was "

@@ -41,6 +41,7 @@ from zeroelastic.deepspeed.save.engine_proxy import not_written
 from zeroelastic.deepspeed.save.shard_writer import writes_with_torch
 from zeroelastic.deepspeed.save.snapshot import HostMemory, Snapshot
 from zeroelastic.deepspeed.save.written import Written, gather_written
+from zeroelastic.deepspeed.storage_rules import saves_nothing
 from zeroelastic.errors import CheckpointError, MissingFileError, SaveError, UnreadableError, UnsupportedError
 from zeroelastic.io.objects import objects_below, put_object, remove_objects
 from zeroelastic.io.paths import RemotePath
@@ -100,7 +101,7 @@ class StoreTarget:
 
     def begin(self) -> None:
         """On one rank: remove what dead saves have left, and mark the tag. Raises SaveError."""
-        with retrying(self.retries), _saves_nothing(self.tag_dir):
+        with retrying(self.retries), saves_nothing(self.tag_dir):
             remove_dead_saves(self.run)
             mark = new_mark("save", self.save_id)
             path = self.tag_dir / UNFINISHED_NAME
@@ -325,20 +326,4 @@ def _follow(save: PendingCommit, target: StoreTarget) -> None:
         raise SaveError(
             f"{error.filename}: cannot be written: {error.strerror}. The checkpoint {save.tag} is complete; load it "
             "by its tag."
-        ) from error
-
-
-@contextmanager
-def _saves_nothing(tag_dir: RemotePath) -> Iterator[None]:
-    """An error within becomes the error of a save that has not begun."""
-    try:
-        yield
-    except SaveError:
-        raise
-    except UnreadableError as error:
-        raise SaveError(f"{tag_dir}: cannot be written: {error} Nothing was saved.") from error
-    except OSError as error:
-        raise SaveError(
-            f"{tag_dir}: cannot be written: {error.strerror} ({error.filename or tag_dir}). Nothing was saved, and "
-            "`latest` is unchanged."
         ) from error
