@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     Callback = Callable[[ModuleType], object]
 
 VARIABLE = "ZEROELASTIC"
+IN_PLACE = "ZEROELASTIC_IN_PLACE"
+"""The variable that workers of a job have which changes size in place (``zeroelastic.in_place``)."""
 
 _callbacks: dict[str, list[Callback]] = {}
 _looking: set[tuple[int, str]] = set()
@@ -42,6 +44,8 @@ def activate() -> None:
     value = os.environ.get(VARIABLE, "")
     if value not in ("", "0"):
         when_imported("deepspeed", _start)
+        if os.environ.get(IN_PLACE):
+            when_imported("torch.distributed", _guard)
 
 
 def is_waiting() -> bool:
@@ -72,6 +76,11 @@ def _start(deepspeed: ModuleType) -> None:
         sys.stderr.write(f"[zeroelastic] {message}\n")
         raise RuntimeError(message) from error
     _active = True
+
+
+def _guard(torch_distributed: ModuleType) -> None:
+    """Let torch make process groups only where this worker has joined the others."""
+    import_module("zeroelastic.in_place").guard(torch_distributed)
 
 
 def rendezvous() -> Callable[[Any], Any]:

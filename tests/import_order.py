@@ -30,8 +30,8 @@ LEVELS = [
 
 ROOMS = {
     "offline": ["new_directory", "resumable_directory", "inspect", "verify", "plan", "diff", "reshard", "convert"],
-    "deepspeed": ["patching", "notices", "options", "engine_state", "engine", "metrics", "client_state", "live",
-                  "storage_rules", "fill", "node_local", "load", "save", "process_world", "resize", "install"],
+    "deepspeed": ["patching", "agreement", "notices", "options", "engine_state", "engine", "metrics", "client_state",
+                  "live", "storage_rules", "fill", "node_local", "load", "save", "process_world", "resize", "install"],
     "cli": ["output", "documents", "machine", "plots", "html"],
 }  # fmt: skip
 """The rooms of a package that has some, in the same order; other modules of it stand above them."""

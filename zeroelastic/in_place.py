@@ -6,15 +6,18 @@ only asked whether this process is a worker of such a job, and whether it has jo
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from typing import Any
 
+from _zeroelastic_hook import IN_PLACE
 from zeroelastic.errors import ConfigError
 
-VARIABLE = "ZEROELASTIC_IN_PLACE"
+VARIABLE = IN_PLACE
 """An environment variable that the rendezvous sets in workers: an ``InPlace`` as JSON."""
 BACKEND = "zeroelastic-in-place"
 
@@ -121,6 +124,22 @@ def refuse_outside_of_worlds(environment: Mapping[str, str] = os.environ) -> Non
     if environment.get(VARIABLE) and not _joined:
         raise ConfigError(
             f"torchrun runs with --rdzv-backend={BACKEND}, which starts each node by itself, and this script does not "
-            "join the other nodes. Build the engine inside zeroelastic.elastic.worlds, or use another rendezvous "
-            "backend, such as --rdzv-backend=zeroelastic."
+            "join the other nodes. Build the engine inside zeroelastic.elastic.worlds, which makes the process groups, "
+            "or use another rendezvous backend, such as --rdzv-backend=zeroelastic."
         )
+
+
+def guard(torch_distributed: Any) -> None:
+    """Have ``init_process_group`` of this module refuse scripts that make a process group for their node alone.
+
+    It would try to serve the store of the job a second time, or train a job of its own.
+    """
+    made = torch_distributed.init_process_group
+
+    @functools.wraps(made)
+    def init_process_group(*args: Any, **kwargs: Any) -> Any:
+        refuse_outside_of_worlds()
+        return made(*args, **kwargs)
+
+    torch_distributed.init_process_group = init_process_group
+    torch_distributed.distributed_c10d.init_process_group = init_process_group

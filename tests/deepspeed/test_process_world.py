@@ -20,7 +20,7 @@ import torch.distributed as dist
 from training import Job, build_engine, look, train_step
 
 from zeroelastic.deepspeed.process_world import begin_world, end_world, only_new_garbage
-from zeroelastic.testing import RankPool
+from zeroelastic.testing import RankPool, run_ranks
 
 LIMIT = timedelta(seconds=60)
 SIZES = (4, 3, 2)
@@ -272,3 +272,30 @@ def test_objects_that_others_have_frozen_stay_frozen() -> None:
         assert gc.get_freeze_count() >= count > 0
     finally:
         gc.unfreeze()
+
+
+def linear_after_worlds(patch_in_the_world: bool) -> tuple[bool, bool]:
+    """Whether ``linear`` of another library, set in a world or between two, is there after each of the two."""
+    functional, torchs = torch.nn.functional, torch.nn.functional.linear
+
+    def of_another_library(*args: Any) -> Any:
+        return torchs(*args)
+
+    found = []
+    for number, _, store in worlds((1, 1)):
+        begin_world(store, rank=0, world_size=1, timeout=LIMIT)
+        engine = build_engine(Job(stage=3))
+        if number == 0 and patch_in_the_world:
+            functional.linear = of_another_library
+        train_step(engine, 0)
+        end_world(engine)
+        if number == 0 and not patch_in_the_world:
+            assert functional.linear is torchs
+            functional.linear = of_another_library
+        found.append(functional.linear is of_another_library)
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("patch_in_the_world", [True, False])
+def test_what_another_library_has_put_in_the_place_of_linear_stays(patch_in_the_world: bool) -> None:
+    assert run_ranks(linear_after_worlds, 1, patch_in_the_world) == [(True, True)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pty
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -29,7 +30,7 @@ from zeroelastic.elastic.status import Status, StatusLine
 from zeroelastic.errors import ConfigError
 from zeroelastic.job_log.event_log import EndEvent, ResumeEvent, SaveEvent, StartEvent, StepEvent, read_events
 from zeroelastic.job_log.timeline import make_timeline
-from zeroelastic.testing import RankError, RankPool
+from zeroelastic.testing import RankError, RankPool, run_ranks
 from zeroelastic.testing.supervisor import GRACE_VARIABLE
 
 JOB = Job(groups=1)
@@ -121,6 +122,30 @@ def timeouts(seconds: float) -> list[float]:
 def test_a_silent_rank_is_given_up_on_in_the_group_that_zero_works_in(rank_pool: RankPool) -> None:
     waited = rank_pool.run(timeouts, 2, 2.0)[0][0]
     assert 1.5 < waited < 60
+
+
+def limits_of_groups(seconds: float, in_place: bool) -> set[float]:
+    """The timeouts of all process groups, made by DeepSpeed alone or over a store, after one was set before."""
+    from zeroelastic.deepspeed.process_world import begin_world
+
+    dist.destroy_process_group()
+    set_collective_timeout(seconds)
+    if in_place:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        begin_world(dist.PrefixStore("a world", store), rank=0, world_size=1)
+    else:
+        with socket.socket() as port:
+            port.bind(("127.0.0.1", 0))
+            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port.getsockname()[1]))
+    build_engine(JOB)
+    groups = list(dist.distributed_c10d._world.pg_map)
+    assert len(groups) > 1
+    return {group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups}
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_the_timeout_reaches_every_group_also_the_default_one(in_place: bool) -> None:
+    assert run_ranks(limits_of_groups, 1, 77.0, in_place) == [{77.0}]
 
 
 def lose_a_rank_in_initialize(seconds: float, moment: str) -> tuple[str, float]:

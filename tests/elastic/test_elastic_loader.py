@@ -144,6 +144,8 @@ def test_without_torchdata_it_is_said_what_to_install() -> None:
     program = """
 import sys
 sys.modules["torchdata"] = None
+from zeroelastic.elastic import *
+assert worlds and resume
 import zeroelastic.elastic
 try:
     zeroelastic.elastic.ElasticStatefulDataLoader

@@ -147,9 +147,17 @@ def test_running_workers_stay_when_nodes_come_fail_and_leave(agents: Agents) -> 
     assert {entry["on"] for entry in agents.said("start")} == {"1"}
 
 
-def test_a_script_that_does_not_join_the_others_is_refused(agents: Agents) -> None:
+ALONE = (
+    "import deepspeed\ndeepspeed.init_distributed('gloo')",
+    "import torch.distributed\ntorch.distributed.init_process_group('gloo')",
+    "from torch.distributed.distributed_c10d import init_process_group\ninit_process_group('gloo')",
+)
+
+
+@pytest.mark.parametrize("lines", ALONE)
+def test_a_script_that_does_not_join_the_others_is_refused(agents: Agents, lines: str) -> None:
     script = agents.directory / "plain.py"
-    script.write_text("import deepspeed\ndeepspeed.init_distributed('gloo')\nprint('it trains')\n")
+    script.write_text(f"{lines}\nprint('it trains')\n")
     agent = agents.start("plain", nodes="1:2", workers=1, restarts=0, script=script, python=sys.executable)
     assert agent.wait(LIMIT_S) == 1
     output = agents.output()

@@ -276,6 +276,7 @@ def test_when_all_are_asked_to_leave_the_job_saves_and_stock_deepspeed_loads_it(
     assert [process.wait(30) for process in first] == [0, 0]
     ends = [entry for entry in nodes.seen("end") if entry["node"] != 1]
     assert all(entry["stopped"] for entry in ends) and all(entry["saves"] for entry in ends)
+    assert [entry["groups_at_exit"] for entry in nodes.seen("groups_at_exit")] == [False] * 3
     saved = ends[0]["saves"][-1]
     assert (nodes.directory / "ckpt" / saved / "zeroelastic.json").exists()
     stock = resume_on_stock(nodes.directory / "ckpt", nodes.directory, 2, {"stage": stage})
@@ -376,6 +377,58 @@ def test_a_mistake_of_the_script_on_all_ranks_ends_the_job(job):
     nodes = job(options=IN_MEMORY)
     for process in [nodes.add(**{"raise": 4}) for _ in range(3)]:
         ends_with_its_traceback(nodes, process)
+
+
+REFUSED = {
+    "another model": ({"extra": "more"}, "parameter more.weight is float32[16, 16], and in the job not there"),
+    "another stage": ({"stage": 2}, '"zero_optimization.stage" in the configuration is 2, and in the job 3'),
+    "another optimizer": ({"optimizer": "sgd"}, "the class of the optimizer is SGD, and in the job AdamW"),
+    "other arguments": ({"save": 7}, "the argument saving of worlds() is Every(seconds=None, steps=7, "),
+    "no zero.Init": ({"partitioned": 0}, "what DeepSpeed builds is an engine, and in the job zero.Init"),
+    "another model in zero.Init": (
+        {"partitioned": 5},
+        "parameter weight is float32[5, 3], and in the job float32[4, 3]",
+    ),
+}
+
+
+def test_a_newcomer_that_builds_another_engine_is_refused_and_the_job_goes_on(job, rank_pool):
+    nodes = job(partitioned=4)
+    first = [nodes.add(), nodes.add()]
+    nodes.trains_on(2)
+    for settings, said in REFUSED.values():
+        newcomer = nodes.add(**settings)
+        nodes.wait(lambda newcomer=newcomer: newcomer.poll() is not None, f"the end of one with {settings}")
+        log = (nodes.directory / f"node{len(nodes.processes) - 1}.log").read_text()
+        assert newcomer.returncode == 1 and "LayoutMismatchError: this process builds another engine" in log, log
+        assert said in log, log
+        nodes.trains_on(2)
+    nodes.add()
+    nodes.trains_on(3)
+    assert all(process.poll() is None for process in first)
+    assert {entry["tier"] for entry in nodes.seen("begin")[1:]} == {"in-place"}
+    trains_as_uninterrupted(nodes, rank_pool)
+
+
+def test_a_node_that_comes_when_the_job_has_finished_does_not_begin_it_again(job):
+    nodes = job(steps=4)
+    first = [nodes.add(), nodes.add()]
+    for process in first:
+        assert process.wait(LIMIT_S) == 0
+    late = nodes.add()
+    assert late.wait(LIMIT_S) == 1
+    assert "MembershipError: the job has finished" in (nodes.directory / "node2.log").read_text()
+    assert {entry["node"] for entry in nodes.seen("member")} == {0, 1}
+
+
+def test_ranks_of_a_new_job_that_build_different_engines_all_say_so(job):
+    nodes = job(min_nodes=2)
+    for process in (nodes.add(), nodes.add(stage=2)):
+        nodes.wait(lambda process=process: process.poll() is not None, "the end of each")
+    for number, process in enumerate(nodes.processes):
+        log = (nodes.directory / f"node{number}.log").read_text()
+        assert process.returncode == 1 and "the ranks build different engines (compared with rank 0):" in log, log
+        assert 'rank 1: "zero_optimization.stage" in the configuration is 2, and in the job 3' in log, log
 
 
 def ends_with_its_traceback(nodes: Nodes, process: subprocess.Popen[bytes]) -> None:

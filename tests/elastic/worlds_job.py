@@ -1,11 +1,12 @@
 """A training job over worlds, as one process of it: ``worlds_job.py DIRECTORY``. What it sees goes to DIRECTORY/seen.
 
-JOB in the environment has its settings as JSON: ``steps``, ``stage``, ``options``, and ``die``: the phase of a
+JOB in the environment has its settings as JSON: ``steps``, what a ``training.Job`` takes, and ``die``: the phase of a
 change at which this process kills itself, once there is a file DIRECTORY/armed.
 """
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import hashlib
 import json
@@ -78,8 +79,9 @@ def die_at(phase: str, directory: Path) -> None:
 
 def main(directory: Path) -> None:
     settings = json.loads(os.environ["JOB"])
+    import torch
     import torch.distributed as dist
-    from training import Job, build_engine, look, train_step
+    from training import Job, build_engine, ds_config, look, train_step
 
     from zeroelastic.elastic import ElasticDistributedSampler, every
     from zeroelastic.elastic.worlds import worlds
@@ -90,7 +92,21 @@ def main(directory: Path) -> None:
         from zeroelastic.deepspeed.resize import restore
 
         restore.why_fixed = lambda engine: "a test says so"
-    job = Job(stage=settings["stage"], options=settings["options"])
+    job = Job(
+        stage=settings["stage"],
+        options=settings["options"],
+        extra=settings.get("extra", ""),
+        optimizer=settings.get("optimizer", "adamw"),
+    )
+
+    def build() -> Any:
+        """With ``partitioned``, a model of so many columns is partitioned while it is made, and left."""
+        if columns := settings.get("partitioned"):
+            import deepspeed
+
+            with deepspeed.zero.Init(config_dict_or_path=ds_config(job)):
+                torch.nn.Linear(3, columns)
+        return build_engine(job)
 
     def note(**entry: Any) -> None:
         line = json.dumps({"node": settings["node"], "time": time.monotonic(), **entry}) + "\n"
@@ -108,6 +124,7 @@ def main(directory: Path) -> None:
 
     faulthandler.register(signal.SIGUSR2, all_threads=True)
     note(pid=os.getpid())
+    atexit.register(lambda: note(groups_at_exit=dist.is_initialized()))
     for world in worlds(
         build,
         directory / "ckpt",

@@ -17,6 +17,7 @@ Sources (0.18.9 to 0.19.8): ``deepspeed.comm.comm``, ``deepspeed.utils.groups``,
 
 from __future__ import annotations
 
+import atexit
 import gc
 import importlib
 import inspect
@@ -34,6 +35,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 
 from zeroelastic.deepspeed.engine import Engine
+from zeroelastic.deepspeed.save.pending import unfinished
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -79,12 +81,24 @@ def begin_world(
     device = None
     if accelerator.device_name() == "cuda" and world_size > 1:  # as deepspeed.comm.torch.TorchBackend does
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        accelerator.set_device(device.index)  # of collectives before DeepSpeed has set it
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=device)
     _set(comm, "cdb", None)
     comm.init_distributed(dist_backend=backend, timeout=timeout, dist_init_required=False)
     # Its size is that of the first world of this process, and cannot change; without it DeepSpeed uses the backend.
     comm.cdb.shm_comm_op = None
+
+
+def set_default_timeout(limit: timedelta) -> None:
+    """Set the timeout of the default group, which DeepSpeed and ``begin_world`` make with a limit of their own."""
+    comm = importlib.import_module("deepspeed.comm.comm")
+    _set(importlib.import_module("deepspeed.constants"), "default_pg_timeout", limit)
+    function = comm.init_distributed
+    names = [name for name, one in inspect.signature(function).parameters.items() if one.default is not one.empty]
+    function.__defaults__ = tuple(
+        limit if name == "timeout" else value for name, value in zip(names, function.__defaults__, strict=True)
+    )
 
 
 @contextmanager
@@ -125,6 +139,23 @@ def end_world(engine: Engine | None) -> None:
             dist.destroy_process_group()
         if any(group() is not None for group in groups):
             gc.collect()  # of an object that refers to itself: of an engine that was not built to its end, for one
+
+
+def end_groups_at_exit() -> None:
+    """Destroy the process groups of the last world when the interpreter ends.
+
+    A thread of gloo may still have the tensor of a collective that is done. Where the interpreter has ended meanwhile,
+    it cannot free the Python object, and torch ends the process by SIGABRT ("terminate called without an active
+    exception"; ``ProcessGroupGloo::runLoop``, torch 2.13).
+    """
+
+    def end() -> None:
+        for save in unfinished():
+            save.at_exit()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    atexit.register(end)
 
 
 def _empty(engine: Any) -> None:
@@ -216,8 +247,9 @@ def _forget_models() -> None:
         setattr(parameters.Init, name, 0)
     base = parameters.InsertPostInitMethodToModuleSubClasses
     base.num_module_parameters = base.num_module_elements = 0
-    if hasattr(base, "linear_bk"):
-        _set(torch.nn.functional, "linear", base.linear_bk)
+    if hasattr(base, "linear_bk") and torch.nn.functional.linear is parameters.zero3_linear_wrap:
+        _set(torch.nn.functional, "linear", base.linear_bk)  # what another library put there stays
+        del base.linear_bk  # the next world keeps what is there then
 
 
 def _forget_groups() -> None:

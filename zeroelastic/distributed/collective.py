@@ -138,12 +138,12 @@ def gather_bytes(data: bytes, *, to_all: bool) -> list[bytes]:
     return [part.cpu().numpy().tobytes() for part in parts]
 
 
-def broadcast(value: T) -> T:
-    """Rank 0's value. Collective."""
+def broadcast(value: T, *, src: int = 0) -> T:
+    """The value of one rank. Pickled. Collective."""
     if dist.get_world_size() == 1:
         return value
     values = [value]
-    dist.broadcast_object_list(values, src=0, group=_group.get())
+    dist.broadcast_object_list(values, src=src, group=_group.get())
     return values[0]
 
 

@@ -16,6 +16,7 @@ Imports ``deepspeed`` (inside functions) and below. Read ``resume``, then ``pree
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from zeroelastic.core.global_batch import world_sizes
@@ -43,7 +44,6 @@ __all__ = [
     "ElasticBatchSampler",
     "ElasticDistributedSampler",
     "ElasticIterableDataset",
-    "ElasticStatefulDataLoader",
     "Events",
     "Every",
     "Preemption",
@@ -58,6 +58,8 @@ __all__ = [
     "world_sizes",
     "worlds",
 ]
+if find_spec("torchdata") is not None:
+    __all__ += ["ElasticStatefulDataLoader"]
 
 
 def __getattr__(name: str) -> Any:

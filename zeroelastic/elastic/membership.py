@@ -106,6 +106,11 @@ class Membership:
             watch.appeared(now.new_since(before))
             if now.world is not None and self.number in now.world.members:
                 return self._enter(now.world)
+            if now.job_has_finished:
+                raise MembershipError(
+                    "the job has finished: all members of its last world have come to the end of their training. To "
+                    "run it again, give another --rdzv-id."
+                )
             if self.number in now.ended:
                 raise MembershipError("the job went on without this process, which it took for dead. Start it again.")
             nodes = now.newcomers()
@@ -269,9 +274,13 @@ class Membership:
                 )
             self._pause(now)
 
-    def leave(self) -> None:
-        """Say in the store that this process takes no part any more; then as ``close``. Raises nothing."""
-        self._roster.leave(self.number)
+    def leave(self, *, finished: bool = False) -> None:
+        """Say in the store that this process takes no part any more; then as ``close``. Raises nothing.
+
+        ``finished`` says that the training has come to its end: where all of a world say so, the job has finished, and
+        a process that comes later does not begin it again.
+        """
+        self._roster.leave(self.number, finished=finished)
         self.close()
 
     def close(self) -> None:

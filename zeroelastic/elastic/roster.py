@@ -4,7 +4,8 @@
     members          how many member numbers are taken
     node/N           the first member number of a node;     node/N/here   the local ranks that wait for a world
     ready            the nodes of which all workers wait, in that order: "node first count;"
-    ended            what takes no part any more: members "8:16;", and nodes "n3;" whose agent says so
+    ended            what takes no part any more: members "8:16;", nodes "n3;" whose agent says so, and "f8:9;" where a
+                     member has come to the end of the training
     beat/M           a counter that member M increments for as long as it lives
     world            the latest world, replaced by compare-and-set: each world follows exactly one other
     failed/K, meet/K the members that saw world K fail, and whether all of a world have come
@@ -96,6 +97,12 @@ class Snapshot:
     world: World | None
     text: str
     extra: tuple[str, ...] = ()
+    finished: frozenset[int] = frozenset()
+
+    @property
+    def job_has_finished(self) -> bool:
+        """Whether all members of the latest world have come to the end of the training."""
+        return self.world is not None and self.finished.issuperset(self.world.members)
 
     def newcomers(self) -> tuple[Node, ...]:
         """The nodes that wait for a world: nobody of theirs has ended or is in the world."""
@@ -174,9 +181,9 @@ class Roster:
         if members:
             self._call("append", _ENDED, f"{runs(sorted(members))};")
 
-    def leave(self, member: int) -> None:
-        """A member has ended well. Raises nothing: where the store has gone before, nobody is left to know."""
-        self._try_to_end(runs((member,)))
+    def leave(self, member: int, *, finished: bool = False) -> None:
+        """A member has ended well, or ``finished``. Raises nothing: where the store has gone, nobody needs to know."""
+        self._try_to_end(("f" if finished else "") + runs((member,)))
 
     def end_node(self, node: int) -> None:
         """The workers of a node have ended, as their agent says. Raises nothing, as ``leave``."""
@@ -202,14 +209,17 @@ class Roster:
         for entry in ready.split(";")[:-1]:
             number, first, count = map(int, entry.split(" "))
             nodes.setdefault(number, Node(number, range(first, first + count)))
-        gone: set[int] = set()
+        gone, finished = set[int](), set[int]()
         for entry in ended.split(";")[:-1]:
-            if not entry.startswith("n"):
+            if entry.startswith("f"):
+                finished.update(numbers(entry[1:]))
+            elif not entry.startswith("n"):
                 gone.update(numbers(entry))
             elif (node := nodes.get(int(entry[1:]))) is not None:
                 gone.update(node.members)
         found = World.from_text(text)
-        return Snapshot(tuple(nodes.values()), frozenset(gone), found, text, tuple(others[: len(extra)]))
+        ended_all, extras = frozenset(gone | finished), tuple(others[: len(extra)])
+        return Snapshot(tuple(nodes.values()), ended_all, found, text, extras, frozenset(finished))
 
     def follow(self, text: str, world: World) -> bool:
         """Let ``world`` follow the one of a snapshot; False where another has followed it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+from contextlib import suppress
 
 import torch.distributed as dist
 
@@ -17,10 +18,10 @@ def set_collective_timeout(seconds: float = DEFAULT_S) -> None:
 
     Call it before ``deepspeed.initialize``, since a rank can also be lost while the engine is being built. The timeout
     of ``init_process_group`` holds for the default group only: the groups that DeepSpeed makes, among them the one that
-    ZeRO uses, take torch's default of 10 minutes (NCCL) or 30 (gloo). This function changes that default; later groups
-    that are made with their own timeout keep it. Choose more than the longest time for which one rank keeps the others
-    waiting, as in a save. Raises ConfigError when ``seconds`` is not more than 0, UnsupportedError when this torch has
-    no way to do it::
+    ZeRO uses, take torch's default of 10 minutes (NCCL) or 30 (gloo). This function changes that default, and that of
+    ``deepspeed.init_distributed``; later groups for which a script gives a timeout keep it. Choose more than the
+    longest time for which one rank keeps the others waiting, as in a save. Raises ConfigError when ``seconds`` is not
+    more than 0, UnsupportedError when this torch has no way to do it::
 
         set_collective_timeout(120)
         engine, *_ = deepspeed.initialize(...)
@@ -37,5 +38,9 @@ def set_collective_timeout(seconds: float = DEFAULT_S) -> None:
     vars(c10d)["default_pg_timeout"] = limit
     if getattr(c10d, "default_pg_nccl_timeout", None) is not None:
         vars(c10d)["default_pg_nccl_timeout"] = limit
+    with suppress(ImportError):  # without DeepSpeed
+        from zeroelastic.deepspeed.process_world import set_default_timeout
+
+        set_default_timeout(limit)
     for group in list(world.pg_map) if dist.is_initialized() else []:
         set_one(limit, group)

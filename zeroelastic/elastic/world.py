@@ -38,6 +38,12 @@ class Asked:
     required: bool
     sizes: Callable[[int], bool] | None
 
+    def facts(self) -> dict[str, str]:
+        """What has to be alike on all ranks, which take part in the same collectives then."""
+        named = {"data": type(self.data).__name__, "saving": self.saving, "client_state": self.client_state is not None}
+        alike = {**named, "strict": self.strict, "fresh": self.fresh, "required": self.required}
+        return {f"the argument {name} of worlds()": str(value) for name, value in alike.items()}
+
 
 class World:
     """The job at one size; a context manager that gives the engine. ``worlds`` makes it.

@@ -226,6 +226,7 @@ class _Job:
         self._beginning = _Beginning()
 
     def worlds(self) -> Iterator[World]:
+        from zeroelastic.deepspeed.process_world import end_groups_at_exit
         from zeroelastic.deepspeed.resize.restore import leave_world
 
         for name in ALWAYS:  # before this process is ready to be taken in: nobody waits for it
@@ -247,6 +248,9 @@ class _Job:
             self._ended_at = time.monotonic()
             following = changes.following
             if following is None and not world.failed:
+                end_groups_at_exit()  # the script may still use the engine
+                if not world.stopped:
+                    self._membership.leave(finished=True)
                 return
             failed = world.failed
             if following is not None and following.previous and not failed:
@@ -275,6 +279,7 @@ class _Job:
 
     def _begun(self, now: Members) -> World | None:
         """The world, begun; None where a member of it, or of the one before, was lost on the way."""
+        from zeroelastic.deepspeed.agreement import OtherRanksRefusedError, same_on_all_ranks
         from zeroelastic.deepspeed.engine_state import changing
         from zeroelastic.deepspeed.process_world import begin_world, only_new_garbage
 
@@ -292,7 +297,8 @@ class _Job:
                 formed = time.monotonic()
                 if not now.previous or not self._has_begun:
                     self._beginning.restore_generators()
-                with only_new_garbage():  # DeepSpeed collects it while it builds
+                # DeepSpeed collects garbage while it builds
+                with only_new_garbage(), same_on_all_ranks(self._asked.facts(), trained=self._has_begun):
                     engine, data = _built(self._asked)
                 if not now.previous or not self._has_begun:
                     self._beginning.restore_position(data)
@@ -307,9 +313,10 @@ class _Job:
                 else:
                     start = _resumed(self._asked, engine, data, log)
         except (RuntimeError, OSError, EOFError) as error:
-            if not changes.lost_peer(error, with_previous=True):
+            refused = isinstance(error, OtherRanksRefusedError)
+            if not refused and not changes.lost_peer(error, with_previous=True):
                 raise
-            logger.warning("world %d has lost a member before it began: %s", now.number, error)
+            logger.warning("world %d ends before it has begun: %s", now.number, error)
             forget_frames(error)
             _end(engine, failed=True)
             return None

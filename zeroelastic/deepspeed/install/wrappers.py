@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from _zeroelastic_hook import VARIABLE, is_active
 from zeroelastic._version import __version__
+from zeroelastic.deepspeed.agreement import compare_module, compared
 from zeroelastic.deepspeed.engine import Engine, agree_on_options, options_of, saves_elastic
 from zeroelastic.deepspeed.engine_state import engine_of, lineage_of, link, state_of
 from zeroelastic.deepspeed.install.frameworks import wrap_frameworks
@@ -47,6 +48,18 @@ def loading_strictly(engine: Engine, strict: bool) -> Iterator[None]:
     """While it lasts, loads are strict if ``strict``, whatever the configuration says, and as it says otherwise."""
     with patched(state_of(engine), strict_batch=strict):
         yield
+
+
+def __init__(original: Method, self: Any, *args: Any, **kwargs: Any) -> None:
+    """DeepSpeed's own, of an engine or ``zero.Init``; the ranks of a new world compare what they build before."""
+    with compared(original, self, *args, **kwargs):
+        original(self, *args, **kwargs)
+
+
+def _post_init_method(original: Method, self: Any, module: Any) -> None:
+    """DeepSpeed's own, which partitions a module in ``zero.Init``; the ranks of a new world compare it before."""
+    compare_module(module)
+    original(self, module)
 
 
 def _configure_zero_optimizer(original: Method, self: Engine, optimizer: Any) -> Any:
@@ -156,6 +169,8 @@ def destroy(original: Method, self: Engine) -> None:
 
 def __del__(original: Method, self: Engine) -> None:
     """DeepSpeed's own, which calls ``destroy``: a pending save is dropped before, because no other rank is here."""
+    if not vars(self):  # it was refused before anything was built
+        return
     try:
         drop_pending(self)
     finally:
@@ -182,7 +197,9 @@ REPLACEMENTS: dict[str, Method] = {
         _commit_decoupled_checkpoint,
         _configure_zero_optimizer,
         _get_all_ckpt_names,
+        _post_init_method,
         __del__,
+        __init__,
         destroy,
         init_process_group,
         load_checkpoint,
