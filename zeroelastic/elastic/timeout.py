@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from contextlib import suppress
+from importlib.util import find_spec
 
 import torch.distributed as dist
 
@@ -38,7 +38,7 @@ def set_collective_timeout(seconds: float = DEFAULT_S) -> None:
     vars(c10d)["default_pg_timeout"] = limit
     if getattr(c10d, "default_pg_nccl_timeout", None) is not None:
         vars(c10d)["default_pg_nccl_timeout"] = limit
-    with suppress(ImportError):  # without DeepSpeed
+    if find_spec("deepspeed") is not None:
         from zeroelastic.deepspeed.process_world import set_default_timeout
 
         set_default_timeout(limit)

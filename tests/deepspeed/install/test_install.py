@@ -34,6 +34,7 @@ def install_twice_and_uninstall() -> list[str]:
     changed = {name for owner, old in pairs for name in old if vars(owner)[name] is not old[name]}
     assert changed == {
         "__del__",
+        "__init__",
         "_commit_decoupled_checkpoint",
         "_configure_bf16_optimizer",
         "_configure_zero_optimizer",
