@@ -101,6 +101,7 @@ def main(directory: Path) -> None:
 
     def build() -> Any:
         """With ``partitioned``, a model of so many columns is partitioned while it is made, and left."""
+        note(generator=hashlib.sha256(repr(random.getstate()).encode()).hexdigest())
         if columns := settings.get("partitioned"):
             import deepspeed
 
@@ -117,10 +118,6 @@ def main(directory: Path) -> None:
         return hashlib.sha256(repr([sorted(part.items()) for part in look(engine)]).encode()).hexdigest()
 
     data = ElasticDistributedSampler(range(2000), job.batch, seed=4)
-
-    def build() -> Any:
-        note(generator=hashlib.sha256(repr(random.getstate()).encode()).hexdigest())
-        return build_engine(job)
 
     faulthandler.register(signal.SIGUSR2, all_threads=True)
     note(pid=os.getpid())
