@@ -134,7 +134,7 @@ def load_state_dict(original: Method, self: Any, state_dict_list: Any, *args: An
     names = param_names(engine) if engine is not None else self.param_names
     flags = dict(zip(("load_optimizer_states", "load_from_fp32_weights"), args, strict=False)) | kwargs
     return from_state_dicts.load_state_dicts(
-        read_live(self, names), state_dict_list, optimizer_states=bool(flags.get("load_optimizer_states", True))
+        engine, read_live(self, names), state_dict_list, optimizer_states=bool(flags.get("load_optimizer_states", True))
     )
 
 

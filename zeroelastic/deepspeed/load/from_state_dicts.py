@@ -16,7 +16,8 @@ from zeroelastic.checkpoint.optimizer_file import FP32
 from zeroelastic.checkpoint.param_changes import compare_params
 from zeroelastic.core.layout import Layout, Param, layout_from_sub_groups
 from zeroelastic.core.plan import Plan, check_plan, make_plan, match_params
-from zeroelastic.deepspeed.engine_state import begin_change, changing, engine_of
+from zeroelastic.deepspeed.engine import Engine
+from zeroelastic.deepspeed.engine_state import begin_change, changing
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer, scalar_value
 from zeroelastic.deepspeed.live.optimizers import SavedGroup, misfits
 from zeroelastic.deepspeed.live.precision import set_loss_scaler
@@ -36,12 +37,13 @@ def is_elastic(state_dicts: object) -> bool:
 
 
 def load_state_dicts(
+    engine: Engine | None,
     live: LiveOptimizer,
     state_dicts: Sequence[Mapping[str, Any]],
     *,
     optimizer_states: bool,
 ) -> None:
-    """Fill the live optimizer from the elastic state dicts of all saved ranks, in rank order.
+    """Fill the live optimizer, which may be that of an engine, from the elastic state dicts of all saved ranks, by rank.
 
     Raises CheckpointError when they are not one complete set, LayoutMismatchError when they do not fit the model.
     """
@@ -59,7 +61,6 @@ def load_state_dicts(
         )
     plan = make_plan(layout, live.layout, live.rank)
     check_plan(plan)
-    engine = engine_of(live.optimizer)
     if engine is None:
         _fill(live, state_dicts, plan, groups, optimizer_states=optimizer_states)
         return

@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 _PREFIX = "zeroelastic/save"
 _LAST_FAILED = f"{_PREFIX}/failed"
-"""The key that has the number of the last save that a rank was missing at."""
+"""The key that has the number of the last save that a rank was missing at, and what was saved."""
 _TICK_S, _MAX_PAUSE_S = 0.2, 2.0
 """The first pause between two requests of a waiting rank, and the longest; each pause is twice the one before."""
 _GRACE_S = 60.0
@@ -78,10 +78,7 @@ class SaveBarrier:
             # Its keys may have these names again: the store of another group has a prefix of its own.
             _known.group, _known.saves, _known.keys = ref(dist.group.WORLD), 0, ()
             self._with_store(announce)
-        # A rank that was not at the last saves, which failed without it, is not behind the others for good.
-        failed = self._with_store(lambda: self._store.compare_set(_LAST_FAILED, "", "0"))
-        _known.saves = max(_known.saves, int(failed)) + 1
-        self._save = _known.saves
+        _known.saves = self._save = self._with_store(self._number)
         self._ended_before, _known.keys = _known.keys, ()
 
     def wait(self, doing: str, *, well: bool = True) -> bool:
@@ -150,9 +147,18 @@ class SaveBarrier:
                 raise
             raise self._absent(verdict, "it was saved") from error
 
+    def _number(self) -> int:
+        """The number of this save. A rank that was not at the last ones, which failed without it, is not behind for good.
+
+        The one that failed last may be this one: then the rank is late for it, and is told so.
+        """
+        number, _, what = self._store.compare_set(_LAST_FAILED, "", "0 ").decode().partition(" ")
+        late = int(number) > _known.saves
+        return int(number) + (what != str(self._what)) if late else _known.saves + 1
+
     def _absent(self, verdict: str, doing: str) -> AbsentRankError:
         """The error of this save, which no rank can go on with."""
-        self._with_store(lambda: self._store.set(_LAST_FAILED, str(self._save)))
+        self._with_store(lambda: self._store.set(_LAST_FAILED, f"{self._save} {self._what}"))
         return AbsentRankError(f"{self._what}: {verdict} while {doing}. {self.outcome_note}")
 
     def _key(self, meeting: int, name: object) -> str:
