@@ -154,8 +154,10 @@ def refuse_damaged(engine: Any) -> None:
 def _add(sentence: str, error: BaseException) -> None:
     """Add a sentence to what an error says, once: to the remedy of ours, which lists of findings leave out."""
     if not isinstance(error, ZeroElasticError):
-        if sentence not in getattr(error, "__notes__", ()):
-            getattr(error, "add_note", logger.error)(sentence)  # Python 3.10 has no notes
+        if not hasattr(error, "add_note"):  # Python 3.10
+            logger.error("%s", sentence)
+        elif sentence not in getattr(error, "__notes__", ()):
+            error.add_note(sentence)
     elif sentence not in str(error) and sentence not in error.remedy:
         message, is_advised = finding(error), finding(error) != str(error)
         error.remedy = f"{sentence} {error.remedy}".rstrip()

@@ -82,7 +82,8 @@ def prepare_streams() -> None:
         if getattr(sys, name) is None:  # closed by who started this process
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  until the end
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
+        with suppress(OSError):  # of a stdout that was opened as a file and is a pipe by now
+            sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def show_error(error: object, *, as_json: bool = False) -> None:

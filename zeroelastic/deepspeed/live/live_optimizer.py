@@ -62,8 +62,6 @@ class LiveOptimizer(ABC):
         self.tp_group: dist.ProcessGroup | None = getattr(optimizer, "model_parallel_group", None)
         self.rank, self.tp = dist.get_rank(group=self.dp_group), tensor_parallel(optimizer)
         self.grad_scaler: torch.amp.GradScaler | None = getattr(optimizer, "torch_autocast_gradscaler", None)
-        self._uninitialised: set[int] = set()
-        """Sub-groups with state in memory that nothing was written to yet."""
         self._read(names)
 
     @abstractmethod
@@ -186,14 +184,13 @@ class LiveOptimizer(ABC):
         If it fails, sub-groups with state of which ``destination`` made a tensor are reset: no step can use memory that
         was not filled.
         """
+        self._uninitialised: set[int] = set()  # sub-groups with state in memory that nothing was written to yet
         try:
             yield
         except BaseException:
             for i in self._uninitialised:
                 self.reset_state(i)
             raise
-        finally:
-            self._uninitialised.clear()
 
     def destination(self, sub_group: int, key: str, dtype: torch.dtype) -> torch.Tensor:
         """The live tensor that a key fills: the one that is there, or a new one of this dtype, not initialised.

@@ -43,7 +43,7 @@ def load_state_dicts(
     *,
     optimizer_states: bool,
 ) -> None:
-    """Fill the live optimizer, which may be that of an engine, from the elastic state dicts of all saved ranks, by rank.
+    """Fill the live optimizer, be it an engine's or not, from the elastic state dicts of all saved ranks, by rank.
 
     Raises CheckpointError when they are not one complete set, LayoutMismatchError when they do not fit the model.
     """

@@ -148,7 +148,7 @@ class SaveBarrier:
             raise self._absent(verdict, "it was saved") from error
 
     def _number(self) -> int:
-        """The number of this save. A rank that was not at the last ones, which failed without it, is not behind for good.
+        """The number of this save, also on a rank that was not at the last ones, which failed without it.
 
         The one that failed last may be this one: then the rank is late for it, and is told so.
         """
