@@ -100,6 +100,7 @@ def measure_load(directory: Path, world_size: int) -> dict[str, Any]:
     def load(rank: int) -> None:
         live: Any = SimpleNamespace(
             per_param=True,
+            trains=True,
             rank=rank,
             layout=head.layout,
             groups=groups,

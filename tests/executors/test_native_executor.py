@@ -538,7 +538,7 @@ def test_the_number_of_threads_is_a_share_of_the_cores(monkeypatch: pytest.Monke
     monkeypatch.delenv("ZEROELASTIC_THREADS", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    assert default_threads() == 8
+    assert default_threads() == 16
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "16")
     assert default_threads() == 4
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "100")

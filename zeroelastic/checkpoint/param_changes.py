@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import dropwhile
 
 from zeroelastic.checkpoint.optimizer_file import ParamGroup
 from zeroelastic.core.collector import paused_collector
@@ -199,10 +200,10 @@ def wrapper_advice(saved: Iterable[str], live: Iterable[str]) -> str | None:
 
 
 def _without(name: str, part: str) -> str:
-    """A name without a part that a wrapper adds: in front, or for ``_orig_mod`` anywhere."""
+    """A name without the parts that wrappers add: in front, or for ``_orig_mod`` anywhere."""
     parts = name.split(".")
     if part == "module":
-        return ".".join(parts[1:]) if parts[0] == part else name
+        return ".".join(dropwhile(lambda one: one == part, parts))
     return ".".join(one for one in parts if one != part)
 
 
