@@ -366,7 +366,7 @@ def use_one_engine(job: Job, directory: str) -> tuple[bool, tuple[int, int], lis
     for _ in range(3):
         engine.save_checkpoint(directory, tag="known")
         memory = background_of(engine).memory
-        addresses.append(sorted(used.data_ptr() for used in memory._used))
+        addresses.append(sorted(used.data_ptr() for used, _ in memory._used))
         assert memory._spare == []
     zeroelastic.wait_for_save(engine)
     copied = memory.nbytes
