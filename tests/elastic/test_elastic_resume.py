@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -368,6 +369,8 @@ def end_a_worker(method: str) -> int | None:
         time.sleep(0.5)
         assert worker.is_alive()
         worker.terminate()
+        with suppress(RuntimeError):  # of torch, whose handler finds the worker gone
+            worker.join(30)
         worker.join(30)
     return worker.exitcode
 

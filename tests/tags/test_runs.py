@@ -5,13 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroelastic.errors import UsageError
 from zeroelastic.tags.commit_order import Tag
-from zeroelastic.tags.runs import refuse_runs_at_once, run_of, runs_of, without_other_runs
+from zeroelastic.tags.runs import run_of, runs_at_once, runs_of, without_other_runs
 
 G, D = "a" * 32, "b" * 32
 
@@ -100,15 +98,13 @@ def test_a_load_passes_over_runs_of_other_parameters_and_keeps_what_may_be_its_o
     assert without_other_runs(GAN, None) == GAN
 
 
-def test_two_engines_at_once_are_refused_and_one_after_the_other_is_not() -> None:
+def test_two_engines_at_once_are_named_and_one_after_the_other_is_not() -> None:
     twins = tuple(replace(tag, trained_params=G) for tag in GAN)
-    with pytest.raises(UsageError, match="two engines have saved here, D_1 and G_1"):
-        refuse_runs_at_once("ckpt", twins)
-    with pytest.raises(UsageError):  # before the second save of either
-        refuse_runs_at_once("ckpt", twins[2:])
+    assert runs_at_once(twins) == ("D_1", "G_1")
+    assert runs_at_once(twins[2:]) is not None  # before the second save of either
     after = [recorded("s2", run_id(30), G, 40), recorded("s1", run_id(10), G, 20)]  # begun anew in the same directory
-    refuse_runs_at_once("ckpt", after)
-    refuse_runs_at_once("ckpt", without_other_runs(GAN, G))
+    assert runs_at_once(after) is None
+    assert runs_at_once(without_other_runs(GAN, G)) is None
 
 
 @given(st.lists(st.tuples(st.sampled_from("AB"), st.booleans()), min_size=1, max_size=8))

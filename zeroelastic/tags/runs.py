@@ -14,7 +14,7 @@ import re
 from collections import defaultdict
 from collections.abc import Sequence
 
-from zeroelastic.errors import UsageError, printable
+from zeroelastic.errors import printable
 from zeroelastic.tags.commit_order import Tag
 
 Tags = tuple[Tag, ...]
@@ -85,8 +85,8 @@ def without_other_runs(tags: Sequence[Tag], trained_params: str | None) -> Tags:
     return tuple(tag for tag in tags if tag.name not in others)
 
 
-def refuse_runs_at_once(root: object, tags: Sequence[Tag]) -> None:
-    """Raise UsageError where two of the runs that saved these tags existed at the same time.
+def runs_at_once(tags: Sequence[Tag]) -> tuple[str, str] | None:
+    """A tag of each of two runs that existed at the same time, the newer one first; None where there are no two.
 
     They have the same parameters, or parameters that are none of the engine's: which one it continues is not known.
     """
@@ -94,11 +94,8 @@ def refuse_runs_at_once(root: object, tags: Sequence[Tag]) -> None:
     for i, one in enumerate(runs):
         for other in runs[:i]:
             if _begun(one) < _ended(other) and _begun(other) < _ended(one) and one[0].run != other[0].run:
-                raise UsageError(
-                    f"{root}: two engines have saved here, {_names(other)} and {_names(one)}, and nothing tells which "
-                    "of them this one continues. Load by tag (engine.load_checkpoint(directory, tag=...)), and give "
-                    "each engine a directory of its own from now on."
-                )
+                return printable(other[0].name), printable(one[0].name)
+    return None
 
 
 def _has(run: Tags, trained_params: str) -> bool:
@@ -112,10 +109,6 @@ def _begun(run: Tags) -> float:
 
 def _ended(run: Tags) -> float:
     return max(tag.saved_at for tag in run)
-
-
-def _names(run: Tags) -> str:
-    return printable(run[0].name)
 
 
 def _stem(name: str) -> str:

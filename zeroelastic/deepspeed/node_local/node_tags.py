@@ -42,7 +42,7 @@ from zeroelastic.io.paths import FilePath, RemotePath
 from zeroelastic.io.storage import file_sizes, folders
 from zeroelastic.tags.candidates import list_run, named_latest
 from zeroelastic.tags.commit_order import Tag, newest_first
-from zeroelastic.tags.runs import refuse_runs_at_once, without_other_runs
+from zeroelastic.tags.runs import runs_at_once, without_other_runs
 from zeroelastic.tags.tag_directory import recover_all
 
 logger = logging.getLogger(__name__)
@@ -145,7 +145,7 @@ def tags_of_all_nodes(root: FilePath) -> list[Tag]:
 def tags_of_this_run(engine: Engine, root: FilePath) -> list[Tag]:
     """``tags_of_all_nodes`` without those of other engines' runs that save there (``tags.runs``). Collective.
 
-    Raises UsageError on every rank where two runs are left that existed at the same time.
+    Warns where two runs are left that existed at the same time.
     """
     tags = tags_of_all_nodes(root)
     optimizer = engine.optimizer
@@ -154,7 +154,15 @@ def tags_of_this_run(engine: Engine, root: FilePath) -> list[Tag]:
         if dist.get_rank() != 0 or len(tags) < 2 or kind_of(optimizer) is None:
             return tags
         found = without_other_runs(tags, params_digest(read_live(optimizer, param_names(engine)).layout.params))
-        refuse_runs_at_once(root, found)
+        twins = runs_at_once(found)
+        if twins is not None:
+            logger.warning(
+                "%s: two engines with the same parameters have saved here at the same time, %s and %s; the newest is "
+                "taken. If this engine continues the other, load by tag (engine.load_checkpoint(directory, tag=...)), and "
+                "give each engine a directory of its own.",
+                root,
+                *twins,
+            )
         return list(found)
 
     return all_or_raise(own)
