@@ -158,8 +158,8 @@ def tags_of_this_run(engine: Engine, root: FilePath) -> list[Tag]:
         if twins is not None:
             logger.warning(
                 "%s: two engines with the same parameters have saved here at the same time, %s and %s; the newest is "
-                "taken. If this engine continues the other, load by tag (engine.load_checkpoint(directory, tag=...)), and "
-                "give each engine a directory of its own.",
+                "taken. If this engine continues the other, load by tag (engine.load_checkpoint(directory, tag=...)), "
+                "and give each engine a directory of its own.",
                 root,
                 *twins,
             )
