@@ -38,7 +38,7 @@ sys.path.insert(0, os.fspath(Path(__file__).resolve().parent))
 
 import torch
 import torch.distributed as dist
-from gpu_engines import Model, build_engine, device, loss_of, overwrite, state_digest, train_step
+from gpu_engines import Model, add_arguments, build_engine, device, loss_of, overwrite, state_digest, train_step
 from meter import status_bytes
 from report import REPOSITORY, describe, machine, table
 
@@ -464,20 +464,13 @@ def missing(cpu: bool) -> str | None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--width", type=int, default=4096)
-    parser.add_argument("--layers", type=int, default=16)
+    add_arguments(parser, width=4096, layers=16, limit=120.0, limited="one process")
     parser.add_argument("--stages", type=int, nargs="+", default=[3, 2])
     parser.add_argument("--processes", type=int, default=2, help="processes for each system, but for the slow ones")
     parser.add_argument("--loads", type=int, default=6, help="loads in each process; DeepSpeed does a third of them")
     parser.add_argument("--saves", type=int, default=2, help="saves of DeepSpeed; zeroelastic does one more")
     parser.add_argument("--threads", type=int, nargs="+", default=[8, 16], help="of plain reading")
-    parser.add_argument("--limit", type=float, default=120.0, help="seconds that one process may take")
-    parser.add_argument("--directory", type=Path, help="where checkpoints are kept meanwhile")
-    parser.add_argument("--small", action="store_true", help="a few MB: to test the benchmark itself")
-    parser.add_argument("--cpu", action="store_true", help="on the CPU: to test the benchmark itself")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="directory of the results")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
-    parser.add_argument("--channel", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
         work(Worker.of(arguments.worker), arguments.channel)

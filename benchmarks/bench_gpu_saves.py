@@ -31,6 +31,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
@@ -100,17 +101,17 @@ class Part:
         """The ``"zeroelastic"`` block from here on."""
         self.engine._config._param_dict["zeroelastic"] = options
 
-    def settle(self) -> None:
+    def wait_for_device(self) -> None:
         """Wait for the device."""
         if self.on_gpu:
             torch.cuda.synchronize()
 
     def timed(self, action: Callable[[], object]) -> float:
         """Seconds of an action, from an idle device to an idle device."""
-        self.settle()
+        self.wait_for_device()
         began = time.perf_counter()
         action()
-        self.settle()
+        self.wait_for_device()
         return time.perf_counter() - began
 
     def step(self) -> None:
@@ -216,7 +217,7 @@ def measure_saves(part: Part) -> None:
             (OURS_UNFLUSHED, ours, False),
             (STOCK_FLUSHED, stock, True),
         ):
-            part.attempt(name, lambda: measure(name, fsync=fsync, number=number))  # noqa: B023
+            part.attempt(name, partial(measure, name, fsync=fsync, number=number))
     shutil.rmtree(part.directory / "stock", ignore_errors=True)
     part.engine._config.zero_config.elastic_checkpoint = True
     part.options()
@@ -308,10 +309,10 @@ def measure_writes(part: Part) -> None:
 
     for _ in range(part.rounds):
         direct, cached = file(), None
-        part.sample(DIRECT, part.timed(lambda: write_past_cache(os.fspath(direct), data, sync=True)))  # noqa: B023
+        part.sample(DIRECT, part.timed(partial(write_past_cache, os.fspath(direct), data, sync=True)))
         direct.unlink()
         cached = file()
-        part.sample(CACHED, part.timed(lambda: through_cache(cached, data)))  # noqa: B023
+        part.sample(CACHED, part.timed(partial(through_cache, cached, data)))
         cached.unlink()
 
 
@@ -340,7 +341,7 @@ def run_part(arguments: argparse.Namespace) -> None:
         writer = {"type": arguments.writer, "decoupled": arguments.part == DECOUPLED}
         part = Part(arguments, {"checkpoint": {"writer": writer}}, ours=False)
         measure_writer(part)
-    part.settle()
+    part.wait_for_device()
     part.engine.destroy()
     torch.distributed.destroy_process_group()
 

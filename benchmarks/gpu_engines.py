@@ -7,11 +7,14 @@ changes it, a moved one too, and the sums of the ranks add up, so that runs of a
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -53,6 +56,26 @@ class Layers(torch.nn.Module):
         for layer in self.layers:
             x = x + torch.tanh(layer(x))
         return x.float().pow(2).mean()
+
+
+def add_arguments(parser: argparse.ArgumentParser, *, width: int, layers: int, limit: float, limited: str) -> None:
+    """What every script that builds these engines takes; ``limit`` are the seconds of what is ``limited``."""
+    parser.add_argument("--width", type=int, default=width)
+    parser.add_argument("--layers", type=int, default=layers)
+    parser.add_argument("--limit", type=float, default=limit, help=f"seconds that {limited} may take")
+    parser.add_argument("--directory", type=Path, help="where checkpoints and swap files are kept meanwhile")
+    parser.add_argument("--small", action="store_true", help="a few MB: to test the script itself")
+    parser.add_argument("--cpu", action="store_true", help="on the CPU: to test the script itself")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="directory of the results")
+    parser.add_argument("--channel", type=Path, help=argparse.SUPPRESS)
+
+
+def without_paths(text: str) -> str:
+    """A traceback whose files are named from the checkout, or from the folder that Python imports them from."""
+    here = os.fspath(Path(__file__).resolve().parent.parent)
+    for folder in sorted({here, *filter(None, sys.path)}, key=len, reverse=True):
+        text = text.replace(f"{folder}/", "")
+    return text
 
 
 def build_engine(model: Model) -> Any:

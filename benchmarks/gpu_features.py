@@ -24,6 +24,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ sys.path.insert(0, os.fspath(Path(__file__).resolve().parent))
 
 import torch
 from bench_gpu_resume import TAG, cost, join_group
-from gpu_engines import Model, build_engine, masters, moments, train_step
+from gpu_engines import Model, add_arguments, build_engine, masters, moments, train_step, without_paths
 from report import REPOSITORY, describe, machine, table
 
 from zeroelastic.executors.build_info import describe_build
@@ -107,19 +108,19 @@ class Trial:
         for kind in ("elastic", "rigid"):
             ours = kind == "elastic"
             saved: dict[str, Any] = {}
-            self._try(f"save {kind}", lambda: self._save(kind, saved, installed=ours))  # noqa: B023 - called at once
+            self._try(f"save {kind}", partial(self._save, kind, saved, installed=ours))
             if not saved:
                 continue
-            self._try(f"load {kind}", lambda: self._load(kind, saved, installed=True))  # noqa: B023
+            self._try(f"load {kind}", partial(self._load, kind, saved, installed=True))
             if not ours:
-                self._try("DeepSpeed loads rigid", lambda: self._load(kind, saved, installed=False))  # noqa: B023
+                self._try("DeepSpeed loads rigid", partial(self._load, kind, saved, installed=False))
 
     def _try(self, name: str, phase: Callable[[], dict[str, Any]]) -> None:
         began = time.perf_counter()
         try:
             found = phase()
         except Exception as error:
-            text = "".join(traceback.format_exception(error))
+            text = without_paths("".join(traceback.format_exception(error)))
             found = {"error": f"{type(error).__name__}: {error}"[:2000], "traceback": text[-3000:]}
         self.phases[name] = {**found, "phase_seconds": round(time.perf_counter() - began, 2)}
         gc.collect()
@@ -232,7 +233,7 @@ def try_all(names: list[str], arguments: argparse.Namespace, directory: Path) ->
             process.kill()
             process.wait()
             problem = f"the process took longer than {arguments.limit:.0f} s"
-        text = log.read_text(errors="replace")
+        text = without_paths(log.read_text(errors="replace"))
         phases = [line for line in text.splitlines() if line.startswith("PHASES ")]
         results[name] = json.loads(phases[-1].removeprefix("PHASES ")) if phases else {}
         if problem:
@@ -286,15 +287,8 @@ def tables(document: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=list(FEATURES), default=list(FEATURES))
-    parser.add_argument("--width", type=int, default=1536)
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--limit", type=float, default=160.0, help="seconds that all of it may take")
-    parser.add_argument("--directory", type=Path, help="where checkpoints and swap files are kept meanwhile")
-    parser.add_argument("--small", action="store_true", help="to test the script itself")
-    parser.add_argument("--cpu", action="store_true", help="on the CPU")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="directory of the results")
+    add_arguments(parser, width=1536, layers=6, limit=160.0, limited="all of it")
     parser.add_argument("--feature", help=argparse.SUPPRESS)
-    parser.add_argument("--channel", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.feature:
         prepare_deepspeed()

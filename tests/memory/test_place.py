@@ -288,19 +288,21 @@ def kept(tmp_path: Path) -> Iterator[RunPlace]:
 TAG = "step3-" + "0" * 32
 
 
-@pytest.mark.parametrize("level", ["user", "job", "run", "complete", "tag", "file"])
+LEVELS = "user", "job", "run", "complete", "tag", "file"
+
+
+def at_level(kept: RunPlace, level: str) -> Path:
+    """A directory or the file on the way to a checkpoint in memory."""
+    tag = kept.complete / TAG
+    places = (kept.path.parents[1], kept.path.parent, kept.path, kept.complete, tag, tag / "zeroelastic.json")
+    return dict(zip(LEVELS, places, strict=True))[level]
+
+
+@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("mode", [0o777, 0o770, 0o707])
 def test_what_others_may_enter_or_write_is_not_read(kept: RunPlace, level: str, mode: int, caplog: Any) -> None:
     assert kept.tags() == [TAG]
-    tag = kept.complete / TAG
-    {
-        "user": kept.path.parents[1],
-        "job": kept.path.parent,
-        "run": kept.path,
-        "complete": kept.complete,
-        "tag": tag,
-        "file": tag / "zeroelastic.json",
-    }[level].chmod(mode)
+    at_level(kept, level).chmod(mode)
     assert kept.tags() == [] and "this user alone may read and write" in caplog.text
     with pytest.raises(CheckpointError, match="so that it is not read"):
         kept.require_own(TAG)
@@ -314,17 +316,9 @@ def test_what_belongs_to_another_user_is_not_read(kept: RunPlace, monkeypatch: p
         kept.require_own(TAG)
 
 
-@pytest.mark.parametrize("level", ["user", "job", "run", "complete", "tag", "file"])
+@pytest.mark.parametrize("level", LEVELS)
 def test_no_link_is_followed(kept: RunPlace, tmp_path: Path, level: str) -> None:
-    tag = kept.complete / TAG
-    place = {
-        "user": kept.path.parents[1],
-        "job": kept.path.parent,
-        "run": kept.path,
-        "complete": kept.complete,
-        "tag": tag,
-        "file": tag / "zeroelastic.json",
-    }[level]
+    place = at_level(kept, level)
     place.rename(tmp_path / "elsewhere")
     place.symlink_to(tmp_path / "elsewhere")
     assert kept.tags() == []

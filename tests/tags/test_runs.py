@@ -1,4 +1,4 @@
-"""The runs that save to one directory: what tells their tags apart, and what cannot be told."""
+"""The runs that save to one directory: by what their tags are assigned to them, and which cannot be."""
 
 from __future__ import annotations
 
@@ -114,8 +114,8 @@ def test_every_tag_is_in_one_run_at_most_and_keeps_its_place(saves) -> None:
         for i, (who, record) in enumerate(saves)
     ]
     found = runs_of(run)
-    told = [tag.name for one in found for tag in one]
-    assert len(told) == len(set(told))
+    assigned = [tag.name for one in found for tag in one]
+    assert len(assigned) == len(set(assigned))
     for one in found:
         assert [tag for tag in run if tag in one] == list(one)
         assert len({tag.name[0] for tag in one}) == 1

@@ -182,7 +182,7 @@ def decide(
 ) -> list[Decision]:
     """What becomes of each tag, newest first; ``found`` are the symbolic links (``_links``).
 
-    Each run in the directory is decided on by itself. A tag that cannot be told to be of one of them stays.
+    Each run in the directory is decided on by itself. A tag that cannot be assigned to one of them stays.
     """
     runs = runs_of(run.tags)
     decisions: dict[str, Decision] = {}
@@ -190,10 +190,10 @@ def decide(
         if of is None or any(tag.name == of for tag in tags):
             for decision in _decide(root, replace(run, tags=tags), keep, invalid, check, found, look):
                 decisions[decision.tag.name] = decision
-    told = {tag.name for tags in runs for tag in tags}
+    assigned = {tag.name for tags in runs for tag in tags}
     for tag in run.tags:
         if tag.name not in decisions:
-            reason = OTHER_RUN if tag.name in told else "cannot be told to be of one of the runs that save here"
+            reason = OTHER_RUN if tag.name in assigned else "cannot be assigned to one of the runs that save here"
             decisions[tag.name] = Decision(tag, False, reason, valid=False)
     return [decisions[tag.name] for tag in run.tags]
 

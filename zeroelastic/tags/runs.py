@@ -23,7 +23,7 @@ _STARTED_DIGITS = 16
 
 
 def runs_of(tags: Sequence[Tag]) -> tuple[Tags, ...]:
-    """The tags by run, each in the order given; tags that cannot be told to be of a run are in none.
+    """The tags by run, each in the order given; tags that cannot be assigned to a run are in none.
 
     Where there is only one run, all tags are of it but those that may be of several. Example::
 
@@ -55,19 +55,19 @@ def runs_of(tags: Sequence[Tag]) -> tuple[Tags, ...]:
         like = [i for i in like if _stem(tags[i].name) == stem]
         if like and len({groups.of(i) for i in like}) == 1:
             groups.join(members[0], like[0])
-    told = {groups.of(i) for i in known}
-    if len(told) <= 1:
+    certain = {groups.of(i) for i in known}
+    if len(certain) <= 1:
         only = tuple(tag for i, tag in enumerate(tags) if i not in ambiguous)
         return (only,) if only else ()
     runs: dict[int, list[Tag]] = defaultdict(list)
     for i, tag in enumerate(tags):
-        if groups.of(i) in told:
+        if groups.of(i) in certain:
             runs[groups.of(i)].append(tag)
     return tuple(map(tuple, runs.values()))
 
 
 def run_of(tags: Sequence[Tag], name: str) -> Tags:
-    """The tags of the run that a tag is of, in the order given; the tag alone where that cannot be told."""
+    """The tags of the run that a tag is of, in the order given; the tag alone where that is unknown."""
     own = next((run for run in runs_of(tags) if any(tag.name == name for tag in run)), None)
     return own if own is not None else tuple(tag for tag in tags if tag.name == name)
 
@@ -75,7 +75,7 @@ def run_of(tags: Sequence[Tag], name: str) -> Tags:
 def without_other_runs(tags: Sequence[Tag], trained_params: str | None) -> Tags:
     """The tags without those of runs of other parameters, where a run of these parameters is among them.
 
-    Tags that cannot be told stay. All tags stay where no run has these parameters: the run's own may have changed.
+    Tags that cannot be assigned stay. All tags stay where no run has these parameters: the run's own may have changed.
     """
     runs = runs_of(tags)
     own = [run for run in runs if trained_params is not None and _has(run, trained_params)]

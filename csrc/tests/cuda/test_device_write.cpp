@@ -194,9 +194,9 @@ TEST(what_is_flushed_goes_past_the_page_cache_from_where_it_is) {
         for (const int code : {EFAULT, EIO}) {  // what a driver has given out may be no memory to a disk
             direct_writes::reset();
             direct_writes::fails_with = code;
-            const bool told = code == EIO && direct_writes::possible();
+            const bool reported = code == EIO && direct_writes::possible();
             CHECK(write(one, side, files, nullptr, &ring, nullptr, &error, 2, 1) ==
-                  (told ? ZE_WRITE_FAILED : ZE_OK));
+                  (reported ? ZE_WRITE_FAILED : ZE_OK));
         }
         direct_writes::reset();
     }
