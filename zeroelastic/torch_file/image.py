@@ -79,7 +79,7 @@ class FileImage:
     ) -> list[int | None]:
         """Read what was not copied, and make the checksums; returns the partial digest of each digest_range.
 
-        Digests are None, and ``before_last`` is called, as in ``writer.write_torch_file``. Raises OSError naming the
+        Digests are None, and ``before_last`` is called, as in ``save.write_torch_file``. Raises OSError naming the
         file, and UnsupportedError when it is not laid out as expected.
         """
         image = self._memory.numpy()
