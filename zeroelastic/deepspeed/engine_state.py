@@ -75,6 +75,8 @@ class EngineState:
     lineage: Lineage = field(default_factory=Lineage)
     damage: str | None = None
     """A sentence, of an engine whose state is neither the old nor the new one, because a load failed (``changing``)."""
+    loads_in_progress: int = 0
+    """How many loads, each within the next, are in progress (``changing``)."""
     options_agreed: bool = False
     """Whether the options were found to be the same on every rank (``save.save``)."""
     strict_batch: bool = False
@@ -122,17 +124,22 @@ def changing(engine: Any, *, whole: bool = True) -> Iterator[None]:
     """A load from beginning to end, which calls ``begin_change`` just before it first changes the engine.
 
     A load that fails after that leaves the engine damaged, and its error says so. The mark stays, and nothing begins
-    from such an engine (``refuse_damaged``), until a load of the ``whole`` state succeeds.
+    from such an engine (``refuse_damaged``), until a load of the ``whole`` state succeeds. Of loads within one another,
+    such as that of a resume, the outermost one decides.
     """
     state = state_of(engine)
     before = state.damage
+    state.loads_in_progress += 1
     try:
         yield
     except BaseException as error:
         if state.damage is not None:
             _add(state.damage, error)
         raise
-    state.damage = None if whole else before
+    finally:
+        state.loads_in_progress -= 1
+    if state.loads_in_progress == 0:
+        state.damage = None if whole else before
 
 
 def begin_change(engine: Any, damage: str = DAMAGED) -> None:

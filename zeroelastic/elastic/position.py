@@ -16,11 +16,14 @@ import torch
 import torch.distributed as dist
 
 from zeroelastic.checkpoint.rng_files import derived_seed
-from zeroelastic.distributed.collective import all_or_raise
+from zeroelastic.distributed.collective import all_or_raise, any_rank
 from zeroelastic.errors import CheckpointError, StrictError
 
 KEY = "zeroelastic"
 """The key of our entry in the client state."""
+
+DERIVED = "random generators were derived anew, from the checkpoint and the rank"
+DERIVED_ELSEWHERE = f"{DERIVED}, on all ranks but the one whose client state is kept (at stages 1 and 2, rank 0)"
 
 _NUMPY = ("keys", "position", "has_gauss", "gauss")
 
@@ -56,14 +59,20 @@ def unpack_position(
     from zeroelastic.deepspeed.load.fallback import UnusableError
 
     try:
-        return all_or_raise(lambda: _unpack(entry, data, device, identity, strict))
+        notes, is_exact = all_or_raise(lambda: _unpack(entry, data, device, identity, strict))
     except CheckpointError as error:
         raise UnusableError(str(error)) from None
+    if not any_rank(not is_exact):
+        return notes
+    if entry is not None and entry.get("world_size") == dist.get_world_size():
+        return (*notes, DERIVED_ELSEWHERE)
+    return (*notes, DERIVED)
 
 
 def _unpack(
     entry: Mapping[str, Any] | None, data: Position | None, device: torch.device, identity: str, strict: bool
-) -> tuple[str, ...]:
+) -> tuple[tuple[str, ...], bool]:
+    """The notes, and whether this rank's generators are the saved ones."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     notes: list[str] = []
     saved = None if entry is None else entry.get("data")
@@ -82,9 +91,7 @@ def _unpack(
         restore_generators(entry["generators"], device)
     else:
         seed_generators(derived_seed(identity, rank))
-    if entry is None or entry.get("world_size") != world_size:
-        notes.append("random generators were derived anew, from the checkpoint and the rank")
-    return tuple(notes)
+    return tuple(notes), same
 
 
 def generators_of(device: torch.device) -> dict[str, Any]:

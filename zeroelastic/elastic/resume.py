@@ -154,9 +154,6 @@ class _Finish:
         self._has_moved = False
 
     def __call__(self, name: str, client_state: dict[str, Any], passed: tuple[str, ...] = ()) -> Resumed:
-        from zeroelastic.deepspeed.engine_state import begin_change
-
-        begin_change(self._engine)  # the load alone has succeeded; the resume may still fail
         notes = self._restore(name, client_state.pop(KEY, None))
         if _rank() == 0:
             for note in notes:

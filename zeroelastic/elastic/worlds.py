@@ -377,7 +377,6 @@ class _Job:
 
     def _moved(self, now: Members, engine: Any, data: Position | None, formed: float) -> tuple[Resumed, ResizeReport]:
         """Fill the engine with the state of the world before. Collective."""
-        from zeroelastic.deepspeed.engine_state import begin_change
         from zeroelastic.deepspeed.resize.restore import join_world
 
         built = time.monotonic()
@@ -390,7 +389,6 @@ class _Job:
                 "build() has to keep it (elastic.batch_plan gives the micro batch), or pass strict=False."
             )
         joined = join_world(engine, self._leaving, state, peers, peer_of)
-        begin_change(engine)  # it is complete with the position
         client_state = dict(state.client_state)
         entry = client_state.pop(KEY, None)
         identity = f"{joined.root} {engine.global_steps}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -150,7 +151,8 @@ def test_the_seconds_of_the_report_are_those_of_the_call(rank_pool: RankPool, tm
 
 
 def test_large_pages_are_asked_for_within_a_tensor_alone() -> None:
-    tensor = torch.empty(9 << 20, dtype=torch.float32)
+    memory = mmap.mmap(-1, 40 << 20)  # of its own: nothing that was advised earlier borders on the tensor
+    tensor = torch.frombuffer(memory, dtype=torch.float32, count=9 << 20, offset=4096)
     live_optimizer.ask_for_large_pages(tensor)
     begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
     advised = 0
