@@ -19,12 +19,18 @@ RESULTS = REPOSITORY / "benchmarks" / "results"
 
 TEMPLATES: dict[str, tuple[str, ...]] = {
     "README.md": (
-        "For 4 -> 3 ranks and {params}M parameters that took {convert} s, and the load {universal_load} s. With "
-        "zeroelastic a load by processes that have loaded before took {load} s for everything, verification included.",
+        "| load on another number of ranks, 4 -> 1, verified | {gpu_full} s | refused |",
+        "| load on the same number of ranks, DeepSpeed's own files | {gpu_same} s | {gpu_stock} s |",
+        "| GPU memory beyond the state in a load | {gpu_kb} KB | {gpu_stock_gb} GB |",
+        "| load on the same number of ranks, stage 2 | {gpu2_same} s | {gpu2_stock} s |",
+        "| save, flushed to the disk | {gpu_save} s | {gpu_stock_save} s |",
+        "| load without a GPU, 4 -> 3, verified | {first_load} s | {first_stock} s for 4 -> 4 |",
+        "| the same by Universal Checkpoint | | {convert} s to convert, {universal_load} s to load |",
     ),
     "docs/comparison.md": (
         "| a later load of the same engine: 4 -> 3 ranks, {params}M parameters, {gb} GB of state | {load} s, "
         "verified | {convert} s to convert + {universal_load} s to load |",
+        "load took {first_load} s, 4 -> 3, verified, and DeepSpeed's own at the same size {first_stock} s",
         "DeepSpeed's own load at the same size (4 -> 4) took {stock_load} s and torch DCP's load {dcp_load} s. Saving "
         "the same state on 4 ranks took {save_flushed} s, with digests and commit record and flushed to the disk; "
         "DeepSpeed alone, flushed, took {stock_save_flushed} s.",
@@ -118,7 +124,19 @@ def limit(value: float, places: int, most: float) -> str:
 
 def figures() -> dict[str, str]:
     """Every figure by its name, as pages have it."""
-    return dict([*_loading(), *_saving(), *_stage2(), *_segments(), *_plans(), *_commands(), *_elastic()])
+    return dict(
+        [
+            *_loading(),
+            *_first_loading(),
+            *_on_gpu(),
+            *_saving(),
+            *_stage2(),
+            *_segments(),
+            *_plans(),
+            *_commands(),
+            *_elastic(),
+        ]
+    )
 
 
 def _mib(row: dict[str, Any]) -> float:
@@ -154,6 +172,28 @@ def _loading() -> Iterator[tuple[str, str]]:
         yield f"{name}_rss", f"{_mib(warm[system]):.1f}"
         if whole:
             yield f"{name}_stock", f"{1 / times(warm[system], warm['stock']):.2f}"
+
+
+def _first_loading() -> Iterator[tuple[str, str]]:
+    rows = {row["system"]: row for row in read_result("first_load")["rows"] if row["first"]}
+    yield "first_load", f"{rows['elastic-read']['seconds'][1]:.2f}"
+    yield "first_stock", f"{rows['stock']['seconds'][1]:.2f}"
+
+
+def _on_gpu() -> Iterator[tuple[str, str]]:
+    """Of the first load of each process."""
+    for stage, end in ((3, ""), (2, "2")):
+        lines = (RESULTS / "h200" / f"gpu_resume_stage_{stage}.jsonl").read_text().splitlines()
+        first = {line["system"]: line for line in map(json.loads, lines) if line.get("number") == 0}
+        yield f"gpu{end}_same", f"{first['rigid-read']['seconds']:.2f}"
+        yield f"gpu{end}_stock", f"{first['stock']['seconds']:.2f}"
+        if stage == 3:
+            yield "gpu_full", f"{first['elastic-full']['seconds']:.2f}"
+            yield "gpu_kb", f"{first['elastic-full']['gpu_peak_above'] / 1024:.1f}"
+            yield "gpu_stock_gb", f"{first['stock']['gpu_peak_above'] / 1e9:.1f}"
+    saves = read_result("h200/gpu_saves")["parts"]["saves"]["seconds"]
+    yield "gpu_save", f"{median(saves['zeroelastic, flushed']):.2f}"
+    yield "gpu_stock_save", f"{median(saves['DeepSpeed, flushed']):.2f}"
 
 
 def _saving() -> Iterator[tuple[str, str]]:
