@@ -1,10 +1,9 @@
 """What `make test` leaves to `make test-all`: the marker ``extended``, and the rule that sets it on further cases.
 
 A pytest plugin. A test or a case marked ``extended`` by hand is slow or repeats a point at another size: a benchmark,
-a demonstration, a campaign, an example job, the matrix of versions. Besides, most tests that start ranks of real
-DeepSpeed, or are marked ``starts_processes``, are marked here. `make test` runs of them the first case of each module,
-the first case of each test of the core suite, and every case that is the first to show a row of docs/support.md. A test
-of which some cases are marked by hand is left as it is.
+a demonstration, a campaign, an example job, the matrix of versions. The rule marks most of what starts ranks of real
+DeepSpeed or is marked ``starts_processes``, and most of tests/project. `make test` runs of these the cases that are the
+first to show a row of docs/support.md, and one case of each module of which nothing else would run.
 
 Nothing is skipped: `make test` deselects the marker (``-m "not extended"``), `make test-all` and a plain `pytest` run
 everything.
@@ -19,6 +18,9 @@ import pytest
 RANKS = {"rank_pool", "pool"}
 """The fixtures by which a test says that it starts ranks."""
 
+QUICK_IN_PROJECT = {"test_docs.py", "test_imports.py", "test_support.py"}
+"""Modules of tests/project that `make test` runs: links, imports and the table of support."""
+
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "extended: only `make test-all` runs this test, not `make test`")
@@ -32,30 +34,33 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def repeated_cases(items: Iterable[pytest.Item]) -> list[pytest.Item]:
-    """The cases of tests that start processes and show nothing new: no row, and not first in their module."""
-    tests: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        if item.get_closest_marker("gpu") is None:
-            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    kept, optional, modules = [], [], set()
-    for name, cases in tests.items():
-        module = name.partition("::")[0]
-        if not starts_processes(cases[0]) or any(is_extended(case) for case in cases):
-            kept += [case for case in cases if not is_extended(case)]
-        elif module not in modules or any(case.get_closest_marker("core") for case in cases):
-            modules.add(module)
-            kept.append(cases[0])
-            optional += cases[1:]
-        else:
-            optional += cases
-    shown = {row for case in kept for row in rows_of(case)}
+    """The cases that `make test` leaves out by the rule: they cost much, and others show the same."""
+    candidates = [item for item in items if item.get_closest_marker("gpu") is None and not is_extended(item)]
+    optional = [item for item in candidates if is_optional(item)]
+    cheap = [item for item in candidates if not is_optional(item)]
+    shown = {row for item in cheap for row in rows_of(item)}
+    modules = {item.path for item in cheap}
     repeated = []
-    for case in optional:
-        new = rows_of(case) - shown
-        shown |= new
-        if not new:
-            repeated.append(case)
-    return repeated
+    for item in optional:
+        new = rows_of(item) - shown
+        if new:
+            shown |= new
+            modules.add(item.path)
+        else:
+            repeated.append(item)
+    first = {item.path: item for item in reversed(repeated) if not in_project(item)}
+    kept = {id(item) for path, item in first.items() if path not in modules}
+    return [item for item in repeated if id(item) not in kept]
+
+
+def is_optional(item: pytest.Item) -> bool:
+    """Whether `make test` runs a case only where nothing else shows the same."""
+    return starts_processes(item) or (in_project(item) and item.path.name not in QUICK_IN_PROJECT)
+
+
+def in_project(item: pytest.Item) -> bool:
+    """Whether a test is of the project itself: its pages, wheels, benchmarks and campaigns."""
+    return item.path.parent.name == "project"
 
 
 def starts_processes(item: pytest.Item) -> bool:

@@ -29,25 +29,34 @@ def rank_pool(): ...
 @pytest.mark.parametrize("n", [1, 2, pytest.param(3, marks=row("three")), pytest.param(4, marks=row("three"))])
 def test_ranks(rank_pool, n): ...
 
-@pytest.mark.parametrize("n", [1, pytest.param(2, marks=pytest.mark.extended), 3])
+@pytest.mark.parametrize("n", [pytest.param(1, marks=pytest.mark.extended), pytest.param(2, marks=row("two"))])
 def test_chosen_by_hand(rank_pool, n): ...
 
+@row("pure")
 @pytest.mark.starts_processes
-@pytest.mark.parametrize("n", [1, 2])
-def test_commands(n): ...
+def test_commands(): ...
 
 @row("three")
 def test_shown_before(rank_pool): ...
 
-@pytest.mark.core
-@pytest.mark.parametrize("n", [1, 2])
-def test_core(rank_pool, n): ...
-
+@row("pure")
 @pytest.mark.parametrize("n", [1, 2])
 def test_pure(n): ...
 
 @pytest.mark.extended
 def test_long(): ...
+"""
+TESTS_WITHOUT_ROWS = """\
+import pytest
+
+@pytest.fixture
+def pool(): ...
+
+@pytest.mark.extended
+def test_long(pool): ...
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_ranks(pool, n): ...
 """
 ROWS_OF_TEST_ALL = {
     *(f"DeepSpeed {version}" for version in OLDER_DEEPSPEEDS),
@@ -58,18 +67,28 @@ ROWS_OF_TEST_ALL = {
 }
 """What `make test` leaves out of docs/support.md: jobs of several programs, packages of others, other DeepSpeeds."""
 
-QUICK = {"test_ranks[1]", "test_ranks[3]", "test_chosen_by_hand[1]", "test_chosen_by_hand[3]", "test_core[1]",
-         "test_pure[1]", "test_pure[2]"}  # fmt: skip
+QUICK = {
+    "test_ranks[3]",
+    "test_chosen_by_hand[2]",
+    "test_pure[1]",
+    "test_pure[2]",
+    "without_rows.py::test_ranks[1]",
+    "test_docs.py::test_of_pages",
+}
 
 
 def test_make_test_runs_every_row_and_test_all_the_rest(pytester: pytest.Pytester) -> None:
-    pytester.makepyfile(TESTS_OF_RANKS)
-    pytester.makeini("[pytest]\nmarkers = support: a row\n  core: core")
+    pytester.makepyfile(test_rows=TESTS_OF_RANKS, test_without_rows=TESTS_WITHOUT_ROWS)
+    project = pytester.mkdir("project")
+    for name in ("docs", "wheel"):
+        (project / f"test_{name}.py").write_text("def test_of_pages(): ...\n")
+    pytester.makeini("[pytest]\nmarkers = support: a row")
     names = {}
     for chosen in ("not extended", "extended", ""):
         result = pytester.runpytest_inprocess("-q", "--collect-only", "-p", "extended", "-m", chosen)
-        names[chosen] = {line.partition("::")[2] for line in result.outlines if "::" in line}
-    assert names["not extended"] == QUICK
+        names[chosen] = {line for line in result.outlines if "::" in line}
+    assert {next(name for name in QUICK if line.endswith(name)) for line in names["not extended"]} == QUICK
+    assert len(names["not extended"]) == len(QUICK)
     assert names["not extended"] | names["extended"] == names[""] and not names["not extended"] & names["extended"]
 
 
