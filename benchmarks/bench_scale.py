@@ -99,10 +99,10 @@ def tags(scale: Scale, work: Path) -> Steps:
     """The work of the verbs and of a resume before they open a tag, with many tags of which two are whole."""
     import shutil
 
-    from zeroelastic.offline.inspect.inspect import inspect_source
     from zeroelastic.tags.candidates import check_quickly, find_newest, list_run
     from zeroelastic.tags.locate import find_source, list_tags
     from zeroelastic.tags.prune import plan_prune
+    from zeroelastic.verbs.inspect.inspect import inspect_source
 
     golden = ROOT / "tests" / "golden" / "elastic2" / "global_step2"
     for number in range(scale.tags):
@@ -254,8 +254,8 @@ def ranks(scale: Scale, work: Path) -> Steps:
     """The files of many ranks: every header, every byte."""
     from zeroelastic.checkpoint.open import open_checkpoint
     from zeroelastic.checkpoint.saved_state import open_state
-    from zeroelastic.offline.verify.header_check import check_headers
-    from zeroelastic.offline.verify.verify import verify_from_headers
+    from zeroelastic.verbs.verify.header_check import check_headers
+    from zeroelastic.verbs.verify.verify import verify_from_headers
 
     tag = _in_a_process(_ranks_checkpoint, scale, work)
     steps: Steps = {}

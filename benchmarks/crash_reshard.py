@@ -24,9 +24,9 @@ import time
 from pathlib import Path
 
 from zeroelastic.checkpoint.commit_record import read_record
-from zeroelastic.offline.resumable_directory import staging_of
-from zeroelastic.offline.verify.verify import verify_checkpoint
 from zeroelastic.testing.sample import write_sample
+from zeroelastic.verbs.resumable_directory import staging_of
+from zeroelastic.verbs.verify.verify import verify_checkpoint
 
 ROOT = Path(__file__).parents[1]
 TAG = "global_step1"

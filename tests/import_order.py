@@ -14,11 +14,11 @@ LEVELS = [
     {"torch_file"},
     {"checkpoint"},
     {"tags"},
-    {"offline", "job_log"},
+    {"verbs", "job_log"},
     {"monitoring"},
     {"deepspeed"},
     {"memory"},
-    {"elastic", "library"},
+    {"elastic"},
     {""},
     {"run", "activation", "integrations", "rendezvous", "rendezvous_in_place", "testing"},
     {"proving"},
@@ -29,7 +29,8 @@ LEVELS = [
 
 
 ROOMS = {
-    "offline": ["new_directory", "resumable_directory", "inspect", "verify", "plan", "diff", "reshard", "convert"],
+    "verbs": ["options", "new_directory", "resumable_directory", "inspect", "verify", "diff", "reshard", "plan",
+              "convert"],
     "deepspeed": ["patching", "agreement", "notices", "options", "engine_state", "engine", "metrics", "client_state",
                   "live", "storage_rules", "fill", "node_local", "load", "save", "process_world", "resize", "install"],
     "cli": ["output", "documents", "machine", "plots", "html"],

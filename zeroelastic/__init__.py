@@ -47,18 +47,18 @@ from zeroelastic.report import ResumeReport
 
 if TYPE_CHECKING:
     from zeroelastic.elastic.resume import resume as resume
-    from zeroelastic.library.convert import convert as convert
-    from zeroelastic.library.diff import diff as diff
-    from zeroelastic.library.export import export as export
-    from zeroelastic.library.inspect import inspect as inspect
-    from zeroelastic.library.latest import latest as latest
-    from zeroelastic.library.ls import ls as ls
-    from zeroelastic.library.plan import plan as plan
-    from zeroelastic.library.prune import prune as prune
-    from zeroelastic.library.reshard import reshard as reshard
-    from zeroelastic.library.show import show as show
-    from zeroelastic.library.verify import verify as verify
-    from zeroelastic.library.view import open as open
+    from zeroelastic.verbs.convert.convert import convert as convert
+    from zeroelastic.verbs.convert.export import export as export
+    from zeroelastic.verbs.diff.diff import diff as diff
+    from zeroelastic.verbs.inspect.report import inspect as inspect
+    from zeroelastic.verbs.latest import latest as latest
+    from zeroelastic.verbs.ls import ls as ls
+    from zeroelastic.verbs.plan.plan import plan as plan
+    from zeroelastic.verbs.prune import prune as prune
+    from zeroelastic.verbs.reshard.report import reshard as reshard
+    from zeroelastic.verbs.show import show as show
+    from zeroelastic.verbs.verify.report import verify as verify
+    from zeroelastic.verbs.view import open as open
 
 __all__ = [
     "AbsentRankError",
@@ -106,23 +106,18 @@ __all__ = [
 
 _IMPORTED_WHEN_USED = {
     "resume": "zeroelastic.elastic.resume",
-    "open": "zeroelastic.library.view",
-    **{
-        verb: f"zeroelastic.library.{verb}"
-        for verb in (
-            "convert",
-            "diff",
-            "export",
-            "inspect",
-            "latest",
-            "ls",
-            "plan",
-            "prune",
-            "reshard",
-            "show",
-            "verify",
-        )
-    },
+    "convert": "zeroelastic.verbs.convert.convert",
+    "diff": "zeroelastic.verbs.diff.diff",
+    "export": "zeroelastic.verbs.convert.export",
+    "inspect": "zeroelastic.verbs.inspect.report",
+    "latest": "zeroelastic.verbs.latest",
+    "ls": "zeroelastic.verbs.ls",
+    "open": "zeroelastic.verbs.view",
+    "plan": "zeroelastic.verbs.plan.plan",
+    "prune": "zeroelastic.verbs.prune",
+    "reshard": "zeroelastic.verbs.reshard.report",
+    "show": "zeroelastic.verbs.show",
+    "verify": "zeroelastic.verbs.verify.report",
 }
 
 

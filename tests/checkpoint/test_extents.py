@@ -19,9 +19,9 @@ from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.core.layout import Layout, Param, layout_from_sub_groups, pack_sub_groups
 from zeroelastic.core.plan import Plan, make_plan
 from zeroelastic.deepspeed.fill import Filled, Target, fill
-from zeroelastic.library.reshard import reshard
-from zeroelastic.offline.plan.forecast import TABLE_WINDOW_BYTES
 from zeroelastic.testing.sample import write_sample
+from zeroelastic.verbs.plan.forecast import TABLE_WINDOW_BYTES
+from zeroelastic.verbs.reshard.report import reshard
 
 KEYS = ("fp32", "exp_avg", "exp_avg_sq")
 COLUMNS = ("file_offset", "target", "target_offset", "numel", "itemsize", "param", "start")

@@ -15,9 +15,9 @@ from commands import run_command
 from places import GOLDEN, ROOT
 
 import zeroelastic
-from zeroelastic.library.show import ShownTensor
-from zeroelastic.library.tensor import TensorHandle
 from zeroelastic.testing.sample import write_sample
+from zeroelastic.verbs.show import ShownTensor
+from zeroelastic.verbs.tensor import TensorHandle
 
 NORM = "model.norm.weight"
 

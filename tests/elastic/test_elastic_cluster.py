@@ -20,7 +20,7 @@ from places import ROOT
 from zeroelastic.elastic import ElasticDistributedSampler
 from zeroelastic.job_log.event_log import read_events
 from zeroelastic.job_log.timeline import Timeline, make_timeline
-from zeroelastic.offline.verify.verify import verify_checkpoint
+from zeroelastic.verbs.verify.verify import verify_checkpoint
 
 pytestmark = pytest.mark.extended
 

@@ -14,8 +14,8 @@ from training import Job, Outcome, build_engine, look, resume, train_step
 
 from zeroelastic.checkpoint.commit_record import read_record
 from zeroelastic.elastic import every, preemption
-from zeroelastic.offline.verify.verify import verify_checkpoint
 from zeroelastic.testing import RankPool, compare_states
+from zeroelastic.verbs.verify.verify import verify_checkpoint
 
 JOB = Job(groups=1)
 STEPS = 40

@@ -29,16 +29,16 @@ from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_record, recor
 from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.checkpoint.saved_state import open_state
 from zeroelastic.errors import ZeroElasticError
-from zeroelastic.offline.convert.from_universal import find_universal, open_universal
-from zeroelastic.offline.convert.model_tensors import model_tensors
-from zeroelastic.offline.diff.compare import compare_checkpoints
-from zeroelastic.offline.inspect.inspect import inspect_source
 from zeroelastic.tags.candidates import check_quickly, find_newest, list_run
 from zeroelastic.tags.locate import find_source, list_tags
 from zeroelastic.torch_file.graph_reader import read_graph
 from zeroelastic.torch_file.graph_writer import walk_storages
 from zeroelastic.torch_file.header import read_torch_file, walk_refs
 from zeroelastic.torch_file.zip_reader import read_zip_records
+from zeroelastic.verbs.convert.from_universal import find_universal, open_universal
+from zeroelastic.verbs.convert.model_tensors import model_tensors
+from zeroelastic.verbs.diff.compare import compare_checkpoints
+from zeroelastic.verbs.inspect.inspect import inspect_source
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
 CHECKPOINTS = ("elastic2", "rigid2", "stage2_rank2", "stage1_rank2")

@@ -113,8 +113,8 @@ def test_a_payload_that_cannot_be_read_is_no_damage(sample, monkeypatch, tmp_pat
             f"{sample / TAG / FILES['optimizer states']}: reading at byte 64 failed: Stale file handle."
         )
 
-    monkeypatch.setattr("zeroelastic.offline.verify.payload_scan.scan_segments", fail)
-    monkeypatch.setattr("zeroelastic.offline.reshard.rank_writer.move_segments", fail)
+    monkeypatch.setattr("zeroelastic.verbs.verify.payload_scan.scan_segments", fail)
+    monkeypatch.setattr("zeroelastic.verbs.reshard.rank_writer.move_segments", fail)
     code, stdout, stderr = run(verb, sample, tmp_path / "out")
     assert code == 1 and no_result(stdout) and stderr.startswith("error: ") and "Stale file handle" in stderr
 

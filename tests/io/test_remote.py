@@ -57,8 +57,8 @@ from zeroelastic.io import remote
 from zeroelastic.io.paths import FilePath, RemotePath, as_path
 from zeroelastic.io.remote import read_ranges
 from zeroelastic.io.storage import read_range, read_whole
-from zeroelastic.offline.verify.verify import verify_checkpoint
 from zeroelastic.torch_file.header import DTYPE_BYTES
+from zeroelastic.verbs.verify.verify import verify_checkpoint
 
 UNTOUCHED = 0xA5
 STAGING = 3 * 2048

@@ -160,7 +160,7 @@ class Bench:
 
     def _verify_new(self, path: Path, model: Directory) -> None:
         """Every byte of a save that was not looked at yet."""
-        from zeroelastic.offline.verify.verify import verify_checkpoint
+        from zeroelastic.verbs.verify.verify import verify_checkpoint
 
         for tag, saved in model.tags.items():
             if not saved.damage and (str(path), saved.save_id) not in self.verified:

@@ -41,7 +41,7 @@ PRELOADED = (
     "zeroelastic.cli.app",
     "zeroelastic.elastic",
     "zeroelastic.deepspeed.load.fallback",
-    "zeroelastic.offline.verify.verify",
+    "zeroelastic.verbs.verify.verify",
     "zeroelastic.tags.prune",
 )
 

@@ -15,7 +15,7 @@ import zeroelastic
 PACKAGE = Path(zeroelastic.__file__).parent
 
 
-SEPARATE = [("deepspeed", "offline")]
+SEPARATE = [("deepspeed", "verbs")]
 """Packages that do not import each other, although their levels would allow it."""
 
 PURE_PACKAGES = ("core", "checkpoint")
@@ -196,7 +196,7 @@ def test_importing_zeroelastic_loads_no_native_library_of_ours_and_changes_nothi
     [
         "core.plan",
         "checkpoint.open",
-        "offline.plan.forecast",
+        "verbs.plan.forecast",
         "executors.dispatch",
         "testing",
         "proving.driver",

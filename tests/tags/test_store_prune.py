@@ -109,7 +109,7 @@ def test_a_tag_that_changed_or_that_latest_names_by_now_is_kept(server: S3Server
     prefix = url.removeprefix(f"s3://{BUCKET}/")
     server.client().put_object(Bucket=BUCKET, Key=f"{prefix}/global_step2/more", Body=b"1")
     server.client().put_object(Bucket=BUCKET, Key=f"{prefix}/latest", Body=b"global_step3")
-    from zeroelastic.library.prune import carry_out
+    from zeroelastic.verbs.prune import carry_out
 
     report = carry_out(planned)
     assert report.removed == ("global_step1",)

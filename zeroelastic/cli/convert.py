@@ -14,7 +14,7 @@ from zeroelastic.cli.output.show import print_document, print_line
 from zeroelastic.errors import counted
 
 if TYPE_CHECKING:
-    from zeroelastic.library.convert import ConvertReport
+    from zeroelastic.verbs.convert.convert import ConvertReport
 
 
 def convert(
@@ -82,7 +82,7 @@ def convert(
         zeroelastic convert ckpt dcp --to dcp --json
         zeroelastic convert ckpt other --to universal --tag global_step2 --dry-run
     """
-    from zeroelastic.library.convert import convert as run
+    from zeroelastic.verbs.convert.convert import convert as run
 
     report = run(
         src,

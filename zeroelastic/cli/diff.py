@@ -15,8 +15,8 @@ from zeroelastic.cli.output.show import print_document, print_styled, print_writ
 from zeroelastic.errors import counted
 
 if TYPE_CHECKING:
-    from zeroelastic.offline.diff.compare import DiffReport
-    from zeroelastic.offline.diff.tensors import TensorDifference
+    from zeroelastic.verbs.diff.compare import DiffReport
+    from zeroelastic.verbs.diff.tensors import TensorDifference
 
 _MOST_SHOWN = 15
 
@@ -46,7 +46,7 @@ def diff(
         zeroelastic diff ckpt ckpt/global_step4 --params *.norm.weight --json
     """
     from zeroelastic.cli.html.report_file import check_report, write_report
-    from zeroelastic.library.diff import diff as run
+    from zeroelastic.verbs.diff.diff import diff as run
 
     check_report(html, force=force)
     report = run(a, b, params=params, max_memory=max_memory, progress=progress_of(quiet=quiet))
@@ -118,7 +118,7 @@ def _show(found: DiffReport, show_all: bool) -> None:
 
 def _about_weights(found: DiffReport) -> str:
     """One line: whether the weights are equal, and else how many of them differ and how far."""
-    from zeroelastic.offline.diff.element_stats import ElementStats
+    from zeroelastic.verbs.diff.element_stats import ElementStats
 
     weights = found.weights
     if found.weights_equal:

@@ -15,7 +15,7 @@ from zeroelastic.cli.output.show import print_document, print_line
 from zeroelastic.errors import counted
 
 if TYPE_CHECKING:
-    from zeroelastic.library.export import ExportReport
+    from zeroelastic.verbs.convert.export import ExportReport
 
 _SHOWN_FILES = 12
 
@@ -56,7 +56,7 @@ def export(
         zeroelastic export ckpt everything --tag global_step2 --optimizer --json
         zeroelastic export ckpt elsewhere --dry-run
     """
-    from zeroelastic.library.export import export as run
+    from zeroelastic.verbs.convert.export import export as run
 
     with processes_of(distributed=distributed) as processes:
         report = run(

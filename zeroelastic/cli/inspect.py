@@ -22,7 +22,7 @@ from zeroelastic.errors import counted
 
 if TYPE_CHECKING:
     from zeroelastic.core.digest import ScalarValue
-    from zeroelastic.offline.inspect.model import Inspection, ParamInfo
+    from zeroelastic.verbs.inspect.model import Inspection, ParamInfo
 
 _LISTED = 24
 
@@ -54,7 +54,7 @@ def inspect(
         zeroelastic inspect ckpt --json
     """
     from zeroelastic.cli.html.report_file import check_report, write_report
-    from zeroelastic.library.inspect import inspect as run
+    from zeroelastic.verbs.inspect.report import inspect as run
 
     check_report(html, force=force)
     report = run(src, tag=tag, params=params, all_ranks=all_ranks)

@@ -54,7 +54,7 @@ def latest(
         zeroelastic latest ckpt --set global_step2
         zeroelastic latest ckpt --quick --json
     """
-    from zeroelastic.library.latest import latest as run
+    from zeroelastic.verbs.latest import latest as run
 
     report = run(directory, quick=quick, fix=fix, set_to=set_to, dry_run=dry_run, progress=progress_of(quiet=quiet))
     found = report.found

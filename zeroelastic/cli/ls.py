@@ -12,7 +12,7 @@ from zeroelastic.cli.output.options import JsonOption
 from zeroelastic.cli.output.show import print_columns, print_document
 
 if TYPE_CHECKING:
-    from zeroelastic.library.ls import TagInfo
+    from zeroelastic.verbs.ls import TagInfo
 
 
 def ls(
@@ -31,7 +31,7 @@ def ls(
         zeroelastic ls ckpt
         zeroelastic ls ckpt --json
     """
-    from zeroelastic.library.ls import ls as run
+    from zeroelastic.verbs.ls import ls as run
 
     report = run(directory)
     if as_json:

@@ -16,9 +16,9 @@ from zeroelastic.errors import counted
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from zeroelastic.library.bandwidth import Bandwidth
-    from zeroelastic.library.plan import PlanReport
-    from zeroelastic.offline.plan.forecast import Forecast
+    from zeroelastic.verbs.plan.bandwidth import Bandwidth
+    from zeroelastic.verbs.plan.forecast import Forecast
+    from zeroelastic.verbs.plan.plan import PlanReport
 
 Verb = Literal["load", "reshard"]
 
@@ -76,7 +76,7 @@ def plan(
 
         check_plot(plot, "a plan", force=force)
     from zeroelastic.cli.html.report_file import check_report, write_report
-    from zeroelastic.library.plan import plan as run
+    from zeroelastic.verbs.plan.plan import plan as run
 
     check_report(html, force=force)
     report = run(

@@ -64,11 +64,11 @@ def prove(
     from zeroelastic.cli.html.report_file import write_report as write_html
     from zeroelastic.extras import require_torch
     from zeroelastic.io.storage import file_sizes
-    from zeroelastic.library.options import seconds_option
     from zeroelastic.proving.driver import ProofRequest, prepare, prove, sizes, verify_source
     from zeroelastic.proving.launcher import environment, failure_of, launch
     from zeroelastic.proving.report import document, write_report
     from zeroelastic.tags.locate import find_source
+    from zeroelastic.verbs.options import seconds_option
 
     require_torch("prove")
     check_report(html, force=force)

@@ -15,7 +15,7 @@ from zeroelastic.cli.output.progress import progress_of
 from zeroelastic.cli.output.show import log_line, print_columns, print_document
 
 if TYPE_CHECKING:
-    from zeroelastic.library.prune import PruneReport
+    from zeroelastic.verbs.prune import PruneReport
 
 _COPY_ONE = "Copy one again from where it is sound; `zeroelastic verify` lists what is wrong with each."
 
@@ -50,8 +50,8 @@ def prune(
         zeroelastic prune old --keep 2 --yes
     """
     from zeroelastic.errors import CheckpointError, UnreadableError, UsageError
-    from zeroelastic.library.prune import carry_out
-    from zeroelastic.library.prune import prune as run
+    from zeroelastic.verbs.prune import carry_out
+    from zeroelastic.verbs.prune import prune as run
 
     report = run(directory, keep=keep, invalid=invalid, min_age=min_age, dry_run=True)
     plan, work = report.plan, report.has_work and not dry_run

@@ -15,7 +15,7 @@ from zeroelastic.cli.output.show import print_document, print_line
 from zeroelastic.errors import counted
 
 if TYPE_CHECKING:
-    from zeroelastic.library.reshard import ReshardReport
+    from zeroelastic.verbs.reshard.report import ReshardReport
 
 
 def reshard(
@@ -78,7 +78,7 @@ def reshard(
         zeroelastic reshard ckpt dealt -n 4 --stage 2 --round-robin-gradients
         zeroelastic reshard ckpt plain -n 2 --stage 0
     """
-    from zeroelastic.library.reshard import reshard as run
+    from zeroelastic.verbs.reshard.report import reshard as run
 
     with processes_of(distributed=distributed) as processes:
         report = run(

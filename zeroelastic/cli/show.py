@@ -14,7 +14,7 @@ from zeroelastic.cli.output.show import print_columns, print_document, print_sty
 from zeroelastic.errors import counted
 
 if TYPE_CHECKING:
-    from zeroelastic.library.show import ShownTensor, ShowReport
+    from zeroelastic.verbs.show import ShownTensor, ShowReport
 
 _PLACES_SHOWN = 16
 
@@ -43,7 +43,7 @@ def show(
         zeroelastic show ckpt model.norm.weight --kind exp_avg --json
         zeroelastic show ckpt *norm* --tag global_step2
     """
-    from zeroelastic.library.show import show as run
+    from zeroelastic.verbs.show import show as run
 
     report = run(src, param, tag=tag, kind=kind, progress=progress_of(quiet=quiet))
     if as_json:
@@ -123,7 +123,7 @@ def _figures(tensor: ShownTensor) -> tuple[str, ...]:
 
 
 def _digest(tensor: ShownTensor) -> tuple[str | None, str | None]:
-    from zeroelastic.library.show import digest_text
+    from zeroelastic.verbs.show import digest_text
 
     if tensor.digest is None:
         return None, None

@@ -14,8 +14,8 @@ from zeroelastic.cli.output.show import print_document, print_styled, print_wrap
 from zeroelastic.errors import counted
 
 if TYPE_CHECKING:
-    from zeroelastic.offline.verify.header_check import Problem
-    from zeroelastic.offline.verify.verify import VerifyReport
+    from zeroelastic.verbs.verify.header_check import Problem
+    from zeroelastic.verbs.verify.verify import VerifyReport
 
 _MOST_SHOWN = 20
 
@@ -52,7 +52,7 @@ def verify(
         zeroelastic verify ckpt --tag global_step4 --lift-quarantine
     """
     from zeroelastic.cli.html.report_file import check_report, write_report
-    from zeroelastic.library.verify import verify as run
+    from zeroelastic.verbs.verify.report import verify as run
 
     with processes_of(distributed=distributed) as processes:
         processes.all_or_raise(lambda: check_report(html if processes.rank == 0 else None, force=force))

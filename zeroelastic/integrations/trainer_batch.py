@@ -30,9 +30,9 @@ from zeroelastic.distributed.partners import require_partners
 from zeroelastic.elastic.batch import BatchPlan, batch_plan
 from zeroelastic.errors import ConfigError, UnsupportedError, ZeroElasticError
 from zeroelastic.io.paths import FilePath
-from zeroelastic.offline.reshard.source import train_batch_size
 from zeroelastic.tags.locate import find_source
 from zeroelastic.tags.tag_directory import read_tag
+from zeroelastic.verbs.reshard.source import train_batch_size
 
 logger = logging.getLogger(__name__)
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 from zeroelastic.checkpoint.commit_record import read_record as read_commit_record
 from zeroelastic.errors import CheckpointError, RemoteRankError, UsageError, counted
-from zeroelastic.offline.verify.verify import VerifyReport, verify_checkpoint
 from zeroelastic.proving.checks import BACK, CONTROL, OTHER, REPEAT, SourceFacts, Verdict, check_records
 from zeroelastic.proving.records import Role, RunRecord, RunSpec, read_record
 from zeroelastic.tags.locate import Source
 from zeroelastic.tags.names import LATEST
+from zeroelastic.verbs.verify.verify import VerifyReport, verify_checkpoint
 
 SAVED_TAG = "proof"
 

@@ -28,8 +28,8 @@ from saved_files import Kept, contents
 from training import Job, build_engine, train_step
 
 from zeroelastic.checkpoint.commit_record import read_record
-from zeroelastic.offline.verify.verify import verify_checkpoint
 from zeroelastic.testing import RankPool, compare_states, fingerprint, gather_state
+from zeroelastic.verbs.verify.verify import verify_checkpoint
 
 Change = Callable[[Any], None]
 

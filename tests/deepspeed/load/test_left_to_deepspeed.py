@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 
 from zeroelastic.errors import UnsupportedError
-from zeroelastic.library.latest import latest
-from zeroelastic.library.reshard import reshard
-from zeroelastic.library.verify import verify
 from zeroelastic.testing import RankPool
+from zeroelastic.verbs.latest import latest
+from zeroelastic.verbs.reshard.report import reshard
+from zeroelastic.verbs.verify.report import verify
 
 SECTION = "Parallelism and communication"
 

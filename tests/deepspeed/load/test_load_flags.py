@@ -10,8 +10,8 @@ import pytest
 import torch
 from training import Job, Outcome, build_engine, look, resume, sub_group_steps, train_and_save, train_step
 
-from zeroelastic.offline.verify.verify import verify_checkpoint
 from zeroelastic.testing import RankError, RankPool, gather_state
+from zeroelastic.verbs.verify.verify import verify_checkpoint
 
 
 @pytest.fixture(scope="module", params=["elastic", "rigid"])

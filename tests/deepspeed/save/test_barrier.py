@@ -20,9 +20,9 @@ import torch.distributed as dist
 from training import Job, build_engine, train_step
 
 from zeroelastic.errors import AbsentRankError
-from zeroelastic.offline.verify.verify import verify_checkpoint
 from zeroelastic.testing import RankError, RankPool
 from zeroelastic.testing.supervisor import GRACE_VARIABLE
+from zeroelastic.verbs.verify.verify import verify_checkpoint
 
 SAVING = "Checkpoint engines and storage"
 

@@ -13,8 +13,8 @@ from training import Job, build_engine, train_step
 
 import zeroelastic
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_record, record_text
-from zeroelastic.offline.verify.verify import verify_checkpoint
 from zeroelastic.testing import RankPool, compare_states, fingerprint, gather_state
+from zeroelastic.verbs.verify.verify import verify_checkpoint
 
 
 def save_each_refused(job: Job, directory: str) -> list[tuple[str, str]]:

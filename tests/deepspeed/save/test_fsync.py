@@ -11,9 +11,9 @@ import pytest
 import torch.distributed as dist
 from training import Job, build_engine, train_step
 
-from zeroelastic.offline.verify.verify import verify_checkpoint
 from zeroelastic.testing import RankPool
 from zeroelastic.torch_file import save as torch_file_save
+from zeroelastic.verbs.verify.verify import verify_checkpoint
 
 
 def flushed(directory: str, fsync: bool) -> list[str]:

@@ -16,8 +16,8 @@ from training import Job, Outcome, build_engine, build_model, ds_config, look, r
 
 import zeroelastic
 from zeroelastic.checkpoint.commit_record import read_record
-from zeroelastic.offline.verify.verify import verify_checkpoint
 from zeroelastic.testing import RankPool, compare_states
+from zeroelastic.verbs.verify.verify import verify_checkpoint
 
 USING = "Using it"
 

@@ -26,9 +26,9 @@ from training import Job, build_engine, look, train_step
 
 import zeroelastic
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_record
-from zeroelastic.offline.verify.verify import verify_checkpoint
 from zeroelastic.tags.tag_directory import is_unfinished, recover
 from zeroelastic.testing import RankPool, compare_states
+from zeroelastic.verbs.verify.verify import verify_checkpoint
 
 JOB = Job()
 

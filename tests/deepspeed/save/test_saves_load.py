@@ -31,8 +31,8 @@ from training import Job, build_engine, train_step
 
 import zeroelastic
 from zeroelastic.checkpoint.commit_record import read_record
-from zeroelastic.offline.verify.verify import verify_checkpoint
 from zeroelastic.testing import RankPool, compare_states, fingerprint, gather_state
+from zeroelastic.verbs.verify.verify import verify_checkpoint
 
 pytestmark = pytest.mark.extended
 

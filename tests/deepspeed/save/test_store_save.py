@@ -24,9 +24,9 @@ from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.distributed.process_identity import identity
 from zeroelastic.io.paths import as_path
 from zeroelastic.io.upload import MAX_PARTS, part_size
-from zeroelastic.offline.verify.verify import verify_checkpoint
 from zeroelastic.testing import RankPool
 from zeroelastic.testing.run import RankError
+from zeroelastic.verbs.verify.verify import verify_checkpoint
 
 support = pytest.mark.support
 

@@ -12,8 +12,8 @@ import pytest
 import torch.distributed as dist
 from training import Job, build_engine, train_step
 
-from zeroelastic.offline.verify.verify import verify_checkpoint
 from zeroelastic.testing import RankError, RankPool
+from zeroelastic.verbs.verify.verify import verify_checkpoint
 
 SAVING = "Checkpoint engines and storage"
 

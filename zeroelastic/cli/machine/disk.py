@@ -12,7 +12,7 @@ from pathlib import Path
 
 from zeroelastic.byte_sizes import format_size
 from zeroelastic.cli.output.outcome import unwinding_signals
-from zeroelastic.library.bandwidth import cached_share, scratch_file
+from zeroelastic.verbs.plan.bandwidth import cached_share, scratch_file
 
 _CHUNK_BYTES = 8 << 20
 _STILL_CACHED = 0.1  # with a larger share still in memory after the drop, a read does not measure the device

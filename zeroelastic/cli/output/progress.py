@@ -17,7 +17,7 @@ from zeroelastic.cli.output.show import log_line
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
 
-    from zeroelastic.library.options import Progress
+    from zeroelastic.verbs.options import Progress
 
 _DELAY_S = 1.0
 LINE_S = 10.0

@@ -9,7 +9,7 @@ from zeroelastic.byte_sizes import format_size
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from zeroelastic.offline.plan.forecast import Traffic
+    from zeroelastic.verbs.plan.forecast import Traffic
 
 _MOST_ROWS = 16
 _MOST_NUMBERS = 5  # up to this many columns are shown as numbers, more as shades

@@ -12,7 +12,7 @@ from zeroelastic.errors import counted
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from zeroelastic.offline.plan.forecast import Forecast
+    from zeroelastic.verbs.plan.forecast import Forecast
 
 _MOST_CELLS = 256
 _MOST_NUMBERS = 8  # up to this many rows and columns, each cell has its number

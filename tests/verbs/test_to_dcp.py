@@ -1,0 +1,217 @@
+"""Distributed checkpoints of torch: read back by torch's own library, equal to the bit, and written piece by piece."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from commands import run_command as verb
+from documentation import documented_keys
+from exports import add_to_model, buffers, keys_of, same
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from places import ROOT
+from synthetic import Param, raw, write_checkpoint
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from zeroelastic.checkpoint.open import open_checkpoint
+from zeroelastic.checkpoint.saved_state import open_state
+from zeroelastic.errors import DigestMismatchError, UnsupportedError
+from zeroelastic.testing.sample import write_sample
+from zeroelastic.verbs.convert import to_dcp as ours
+from zeroelastic.verbs.convert.to_dcp import plan_dcp, write_dcp
+
+
+def convert(tag_dir: Path, target: Path, **options: Any) -> int:
+    return write_dcp(plan_dcp(open_state(open_checkpoint(tag_dir))), target, **options)
+
+
+def everything(target: Path) -> dict[str, Any]:
+    dcp_to_torch_save(target, target.parent / "all.pt")
+    return torch.load(target.parent / "all.pt", weights_only=False)
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    world_size=st.integers(1, 5),
+    format=st.sampled_from(["elastic", "rigid"]),
+    record=st.booleans(),
+    max_memory=st.sampled_from([16, 48, 200, 1 << 30]),
+    states=st.sampled_from([{}, {"exp_avg": torch.bfloat16, "exp_avg_sq": torch.float32}]),
+)
+def test_torch_reads_back_what_was_saved(tmp_path_factory, world_size, format, record, max_memory, states):
+    tag_dir = tmp_path_factory.mktemp("ckpt") / "tag"
+    groups = [[Param("w.x", (5, 4)), Param("v", (7,))], [Param("deep", (1, 2, 3, 2)), Param("scale", ())]]
+    truth = write_checkpoint(
+        tag_dir, world_size=world_size, format=format, record=record, states=states, groups=groups,
+        options=[{"lr": 0.5, "betas": (0.9, 0.95)}, {"lr": 0.25}],
+    )  # fmt: skip
+    target = tag_dir.parent / "out"
+    assert convert(tag_dir, target, max_memory=max_memory) == (sum(map(len, truth.values())) if record else 0)
+    found = everything(target)
+    shapes = {param.name: param.shape for group in groups for param in group}
+    assert found["model"].keys() == truth.keys()
+    for name, keys in truth.items():
+        tensor = found["model"][name]
+        key = "fp32" if "fp32" in keys else "frozen"
+        assert (str(tensor.dtype), raw(tensor)) == (f"torch.{keys[key][0]}", keys[key][1])
+        assert tensor.shape == shapes.get(name, tensor.shape)
+    trained = {name: keys for name, keys in truth.items() if "fp32" in keys}
+    assert found["optim"]["state"].keys() == trained.keys()
+    for name, keys in trained.items():
+        state = found["optim"]["state"][name]
+        assert state.keys() == {"step", *states} and same(state["step"], torch.tensor(3.0))
+        for key in states:
+            assert (str(state[key].dtype), raw(state[key])) == (f"torch.{keys[key][0]}", keys[key][1])
+            assert state[key].shape == shapes[name]
+    assert found["optim"]["param_groups"] == [
+        {"lr": 0.5, "betas": (0.9, 0.95), "params": ["w.x", "v"]},
+        {"lr": 0.25, "params": ["deep", "scale"]},
+    ]
+
+
+def test_large_tensors_are_written_in_pieces_that_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = [[Param("tall", (100, 3)), Param("flat", (1, 1, 500)), Param("thick", (2, 3, 40)), Param("line", (333,))]]
+    truth = write_checkpoint(tmp_path / "tag", world_size=3, groups=groups, record=True, sub_group_size=None)
+    largest = 0
+    original = ours._Reader.read
+
+    def watch(self: Any, key: str, offsets: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor | None:
+        nonlocal largest
+        found = original(self, key, offsets, shape)
+        largest = max(largest, 0 if found is None else found.nbytes)
+        return found
+
+    monkeypatch.setattr(ours._Reader, "read", watch)
+    convert(tmp_path / "tag", tmp_path / "out", max_memory=4 * 128)
+    assert 64 < largest <= 128
+    metadata = FileSystemReader(tmp_path / "out").read_metadata().state_dict_metadata
+    assert {name: len(metadata[f"model.{name}"].chunks) for name in ("tall", "flat", "thick", "line")} == {
+        "tall": 10,
+        "flat": 16,
+        "thick": 12,
+        "line": 11,
+    }
+    found = everything(tmp_path / "out")["model"]
+    assert all(raw(found[param.name]) == truth[param.name]["fp32"][1] for param in groups[0])
+
+
+@pytest.mark.extended
+def test_no_more_than_a_few_pieces_are_in_memory(tmp_path: Path) -> None:
+    """The same process with a state of 150 MiB and with a tiny one: torch itself takes more than either."""
+    program = (
+        "import sys; from zeroelastic.cli.app import app\n"
+        "app(['convert', sys.argv[1], sys.argv[1] + '-out', '--to', 'dcp', '--max-memory', '16MiB'], "
+        "standalone_mode=False)\n"
+        "print(next(int(line.split()[1]) for line in open('/proc/self/status') if line.startswith('VmHWM')) >> 10)"
+    )
+    peaks = {}
+    for name, size in (("tiny", 24), ("large", 512)):
+        write_sample(tmp_path / name, steps=[2], hidden=size, layers=4, sub_group_size=10**6)
+        done = subprocess.run(
+            [sys.executable, "-c", program, name], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True, text=True, timeout=120, check=True,
+        )  # fmt: skip
+        peaks[name] = int(done.stdout.splitlines()[-1])
+    assert peaks["large"] <= peaks["tiny"] + 32, peaks
+
+
+def test_buffers_and_every_name_of_a_tied_weight_are_there(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "tag", world_size=2)
+    add_to_model(tmp_path / "tag", 2)
+    plan = plan_dcp(open_state(open_checkpoint(tmp_path / "tag")))
+    read: list[int] = []
+    write_dcp(plan, tmp_path / "out", progress=read.append)
+    assert sum(read) == plan.nbytes
+    found = everything(tmp_path / "out")["model"]
+    assert all(same(found[name], tensor) for name, tensor in buffers().items())
+    assert same(found["head again"], found["w"]) and same(found["lookup"], found["embedding"])
+    assert same(found["counter"], torch.tensor(7)) and len(found) + 10 == plan.num_tensors
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.support(
+    "Using it", "`zeroelastic convert` to torch DCP", "exact", "torch's own functions load model and optimizer"
+)
+def test_a_model_and_its_optimizer_load_by_torchs_own_functions(tmp_path: Path) -> None:
+    """dcp.load into the state dicts of a live model and optimizer, without anything of ours."""
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = torch.nn.Parameter(torch.zeros(5, 4))
+            self.b = torch.nn.Parameter(torch.zeros(3))
+
+    groups = [[Param("w", (5, 4))], [Param("b", (3,))]]
+    options = [{"lr": 0.5, "weight_decay": 0.1}, {"lr": 0.25, "weight_decay": 0.0}]
+    truth = write_checkpoint(tmp_path / "tag", world_size=3, groups=groups, frozen=None, options=options)
+    convert(tmp_path / "tag", tmp_path / "out")
+    model = Model()
+    optimizer = torch.optim.AdamW([{"params": [model.w], "weight_decay": 0.3}, {"params": [model.b]}], lr=7.0)
+    model_state, optim_state = get_state_dict(model, optimizer)
+    defaults = optim_state["param_groups"]
+    saved = ("lr", "weight_decay", "params")
+    optim_state["param_groups"] = [{key: group[key] for key in saved} for group in defaults]
+    state = {"model": model_state, "optim": optim_state}
+    dcp.load(state, checkpoint_id=tmp_path / "out", no_dist=True)
+    for group, default in zip(state["optim"]["param_groups"], defaults, strict=True):
+        group.update({key: value for key, value in default.items() if key not in saved})
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+    for name, param in model.named_parameters():
+        assert raw(param) == truth[name]["fp32"][1]
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert raw(optimizer.state[param][key]) == truth[name][key][1]
+        assert optimizer.state[param]["step"] == 3.0
+    assert [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups] == [(0.5, 0.1), (0.25, 0.0)]
+
+
+def test_changed_bytes_are_found_and_nothing_is_left(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "tag", world_size=3, record=True)
+    state = open_state(open_checkpoint(tmp_path / "tag"))
+    _, rows = state.parts[0].whole_rows([0], keys=["exp_avg"])
+    with open(rows.paths[int(rows.file[1])], "r+b") as file:
+        file.seek(int(rows.file_offset[1]))
+        file.write(b"\x01\x02\x03\x04")
+    with pytest.raises(DigestMismatchError, match="exp_avg has digest"):
+        convert(tmp_path / "tag", tmp_path / "out")
+    assert os.listdir(tmp_path) == ["tag"]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, OSError(28, "No space left on device")])
+def test_what_stops_it_comes_out_as_it_is_and_leaves_nothing(tmp_path: Path, error: Any) -> None:
+    write_checkpoint(tmp_path / "tag", world_size=3)
+
+    def stop(nbytes: int) -> None:
+        raise error
+
+    with pytest.raises(error if isinstance(error, type) else type(error)):
+        convert(tmp_path / "tag", tmp_path / "out", progress=stop)
+    assert os.listdir(tmp_path) == ["tag"]
+
+
+def test_two_tensors_of_one_key_are_refused(tmp_path: Path) -> None:
+    groups = [[Param("a", (2,)), Param("a.b", (2,))]]
+    write_checkpoint(tmp_path / "tag", world_size=1, groups=groups, states={"b.c": torch.float32, "c": torch.float32})
+    with pytest.raises(UnsupportedError, match="this key"):
+        convert(tmp_path / "tag", tmp_path / "out")
+    assert os.listdir(tmp_path) == ["tag"]
+
+
+def test_the_verb(tmp_path: Path) -> None:
+    write_sample(tmp_path / "ckpt", steps=[2])
+    done = verb("convert", "ckpt", "out", "--to", "dcp", "--json", cwd=tmp_path)
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    document = json.loads(done.stdout)
+    assert keys_of(document) == documented_keys("convert")
+    found = everything(tmp_path / "out")
+    count = len(found["model"]) + 2 * len(found["optim"]["state"])
+    assert document["tensors"] == count == 57 and document["digests_compared"] == 56

@@ -1,0 +1,12 @@
+"""The verbs of the command line as functions, and a checkpoint as a read-only mapping of tensors.
+
+    inspect, verify, diff, plan, reshard, convert (and export), a folder each
+    show, ls, latest, prune    a module each
+    view, tensor, places       ``zeroelastic.open``: a mapping from names to tensors, which are read when asked for
+    options                    options that several verbs have
+    new_directory              a directory that appears at once, whole
+    resumable_directory        a directory that several processes fill, and that a second run continues
+
+Imports ``tags`` and below; torch only where a format needs it, or a tensor is asked for as one. Read the module that is
+named like the verb. The functions are imported from ``zeroelastic``, which imports each module when it is first used.
+"""

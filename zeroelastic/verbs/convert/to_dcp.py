@@ -1,0 +1,259 @@
+"""Convert a checkpoint to torch.distributed.checkpoint, written by torch's own library.
+
+    {"model": {NAME: weights, frozen parameters, buffers},
+     "optim": {"state": {NAME: {KEY: tensor, "step": ...}}, "param_groups": [{"params": [NAME, ...], "lr": ...}]}}
+
+``optim`` has the form of ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict``. torch plans and writes.
+A SavePlanner reads one tensor at a time, or one piece of a large one, from all ranks' files into memory when torch asks
+for it. torch is imported by the functions that write.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from zeroelastic.checkpoint.extents import ExtentTable, stream_seeds
+from zeroelastic.checkpoint.one_save import check_one_save
+from zeroelastic.checkpoint.optimizer_file import FP32
+from zeroelastic.checkpoint.saved_state import SavedState
+from zeroelastic.core.digest import ByteArray, ScalarValue
+from zeroelastic.errors import UnsupportedError
+from zeroelastic.executors.dispatch import DigestRows, ReadTable, read_segments
+from zeroelastic.executors.progress import ProgressFunction
+from zeroelastic.extras import require_torch
+from zeroelastic.torch_file.header import DTYPE_BYTES
+from zeroelastic.verbs.convert.copy_tensors import compare_digest, recorded_digests
+from zeroelastic.verbs.convert.model_tensors import (
+    Buffer,
+    ModelTensor,
+    ModelTensors,
+    Place,
+    model_tensors,
+    optimizer_tensors,
+    read_buffer,
+)
+from zeroelastic.verbs.resumable_directory import new_directory
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+
+
+@dataclass(frozen=True, slots=True)
+class DcpPlan:
+    """The tensors to write: those of the model, tied ones under each of their names, and those of the optimizer."""
+
+    state: SavedState
+    model: ModelTensors
+    optimizer: tuple[ModelTensor, ...]
+
+    @property
+    def num_tensors(self) -> int:
+        """Tensors that are written."""
+        return len(self.model.tensors) + len(self.model.tied) + len(self.optimizer)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is left out, and why."""
+        return tuple(f"left out: {sentence}" for sentence in self.model.left_out)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of tensors that are read."""
+        by_name = {tensor.name: tensor.nbytes for tensor in self.model.tensors}
+        tied = sum(by_name[name] for name in self.model.tied.values())
+        return sum(by_name.values()) + tied + sum(tensor.nbytes for tensor in self.optimizer)
+
+
+def plan_dcp(state: SavedState) -> DcpPlan:
+    """Collect the tensors to write. Raises CheckpointError."""
+    keys = frozenset(key for dtypes in state.parts[0].dtypes for key in dtypes if key != FP32)
+    return DcpPlan(state, model_tensors(state), optimizer_tensors(state, keys=keys))
+
+
+def write_dcp(
+    plan: DcpPlan, target: Path, *, max_memory: int = 1 << 30, progress: ProgressFunction | None = None
+) -> int:
+    """Write the new directory ``target``; return how many digests agreed with the commit record.
+
+    Raises UsageError where the target exists, MissingPackageError without torch, DigestMismatchError for state that is
+    not what was saved, OSError. A failure leaves nothing behind.
+    """
+    require_torch("convert --to dcp")
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    reader = _Reader(plan, max_memory // 4, progress)
+    with new_directory(target) as directory, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=UserWarning, module="torch.distributed")
+        # A file per tensor: torch keeps all tensors of a file in memory until the file is complete.
+        writer = FileSystemWriter(directory, single_file_per_rank=False, sync_files=False, thread_count=1)
+        try:
+            save(reader.state_dict(), storage_writer=writer, planner=_planner(reader), no_dist=True)
+        except CheckpointException as error:
+            for failure in error.failures.values():
+                raise failure[0] from None
+            raise
+        compared = reader.compare()
+        check_one_save(plan.state.checkpoint.tag_dir)
+        return compared
+
+
+class _Reader:
+    """Reads tensors by the flattened keys of torch's state dict.
+
+    The digests of pieces are added up; ``compare`` compares them with the record's in the end.
+    """
+
+    def __init__(self, plan: DcpPlan, most: int, progress: ProgressFunction | None) -> None:
+        self._plan, self._most, self._progress = plan, most, progress
+        self._tensors: dict[str, ModelTensor] = {}
+        self._rows: tuple[str, ExtentTable] | None = None
+        self._digests = recorded_digests(plan.state.checkpoint)
+        self._found: dict[str, int] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state dict to write, with meta tensors in place of data."""
+        plan = self._plan
+        by_name = {tensor.name: tensor for tensor in plan.model.tensors}
+        named = {**by_name, **{alias: by_name[name] for alias, name in plan.model.tied.items()}}
+        model = {name: self._placeholder(f"model.{name}", tensor) for name, tensor in named.items()}
+        trained, head = plan.state.parts[0], plan.state.head
+        states: dict[str, dict[str, Any]] = {
+            param.name: {key: _value(value) for key, value in scalars.items()}
+            for param, scalars in zip(trained.layout.params, trained.scalars, strict=True)
+        }
+        for tensor in plan.optimizer:
+            assert isinstance(tensor.source, Place)
+            name, key = trained.layout.params[tensor.source.param].name, tensor.source.key
+            states[name][key] = self._placeholder(f"optim.state.{name}.{key}", tensor)
+        groups = [{**group.options, "params": list(group.params)} for group in head.groups]
+        return {"model": model, "optim": {"state": states, "param_groups": groups}}
+
+    def _placeholder(self, key: str, tensor: ModelTensor) -> torch.Tensor:
+        import torch
+
+        if key in self._tensors:
+            raise UnsupportedError(f"{key}: two tensors would have this key in a distributed checkpoint.")
+        self._tensors[key] = tensor
+        return torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype), device="meta")
+
+    def pieces(self, key: str) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """Offsets and sizes of the blocks of a large tensor, each one contiguous run that fits in memory.
+
+        Empty for a tensor that is written as a whole.
+        """
+        tensor = self._tensors.get(key)
+        if tensor is None or isinstance(tensor.source, Buffer) or tensor.nbytes <= self._most:
+            return []
+        shape, row_nbytes, dim = tensor.shape, tensor.nbytes, -1
+        while row_nbytes > self._most and dim + 1 < len(shape):
+            dim += 1
+            row_nbytes //= shape[dim]
+        step = max(1, self._most // row_nbytes)
+        return [
+            ((*outer, first, *(0 for _ in shape[dim + 1 :])), (*(1 for _ in outer), count, *shape[dim + 1 :]))
+            for outer in itertools.product(*map(range, shape[:dim]))
+            for first in range(0, shape[dim], step)
+            for count in (min(step, shape[dim] - first),)
+        ]
+
+    def read(self, key: str, offsets: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor | None:
+        """A whole tensor or one of its ``pieces``; None for a key that is not one of these tensors."""
+        import torch
+
+        tensor = self._tensors.get(key)
+        if tensor is None:
+            return None
+        if isinstance(tensor.source, Buffer):
+            data = read_buffer(tensor, limit=self._most)
+            if self._progress is not None:
+                self._progress(len(data))
+        else:
+            first = sum(o * math.prod(tensor.shape[dim + 1 :]) for dim, o in enumerate(offsets))
+            data = self._param_bytes(key, tensor, tensor.source, first, math.prod(shape))
+        return torch.from_numpy(data).view(getattr(torch, tensor.dtype)).view(shape)
+
+    def _param_bytes(self, key: str, tensor: ModelTensor, place: Place, first: int, numel: int) -> ByteArray:
+        part = self._plan.state.parts[place.part]
+        if self._rows is None or self._rows[0] != key:
+            self._rows = key, part.whole_rows([place.param], keys=(place.key,))[1]
+        rows = self._rows[1]
+        begin, end = np.maximum(rows.start, first), np.minimum(rows.start + rows.numel, first + numel)
+        chosen = np.flatnonzero(end > begin)
+        rows = rows.pieces(chosen, (begin - rows.start)[chosen], (end - begin)[chosen])
+        size = DTYPE_BYTES[tensor.dtype]
+        buffer = np.empty(numel * size, dtype=np.uint8)
+        zeros = np.zeros(rows.num_rows, dtype=np.int64)
+        digest = None
+        if self._digests is not None:
+            seeds = stream_seeds([(part.layout.params[place.param].name, place.key)])
+            digest = DigestRows(seeds, zeros, rows.start, rows.itemsize)
+        table = ReadTable(rows.paths, rows.file, rows.file_offset, zeros, (rows.start - first) * size, rows.nbytes)
+        found = read_segments(table, [buffer], digest=digest, progress=self._progress).digests
+        if found is not None:
+            self._found[key] = (self._found.get(key, 0) + int(found[0])) % (1 << 64)
+        return buffer
+
+    def compare(self) -> int:
+        """Compare all digests with the record's; return how many agree. Raises DigestMismatchError."""
+        for key, digest in self._found.items():
+            place = self._tensors[key].source
+            assert isinstance(place, Place) and self._digests is not None
+            name = self._plan.state.parts[place.part].layout.params[place.param].name
+            compare_digest(self._digests, name, place.key, self._tensors[key].dtype, digest)
+        return len(self._found)
+
+
+def _value(value: ScalarValue) -> Any:
+    """A scalar of optimizer state as it was saved: a 0-dim tensor or a Python value."""
+    import torch
+
+    if value.value is None or value.kind.startswith("py"):
+        return value.value
+    return torch.tensor(value.value, dtype=getattr(torch, value.kind))
+
+
+def _planner(reader: _Reader) -> SavePlanner:
+    """torch's own planner, except that it cuts large tensors and reads data when torch writes it."""
+    from torch import Size
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItemType
+
+    class Planner(DefaultSavePlanner):
+        def create_local_plan(self) -> SavePlan:
+            plan = super().create_local_plan()
+            self.plan = replace(plan, items=[piece for item in plan.items for piece in self._cut(item)])
+            return self.plan
+
+        def _cut(self, item: WriteItem) -> Iterator[WriteItem]:
+            whole = item.tensor_data
+            pieces = reader.pieces(item.index.fqn)
+            if whole is None or not pieces:
+                yield item
+                return
+            for offsets, sizes in pieces:
+                chunk = ChunkStorageMetadata(Size(offsets), Size(sizes))
+                data = TensorWriteData(chunk=chunk, properties=whole.properties, size=whole.size)
+                index = MetadataIndex(item.index.fqn, Size(offsets))
+                yield replace(item, index=index, type=WriteItemType.SHARD, tensor_data=data)
+
+        def resolve_data(self, write_item: WriteItem) -> Any:
+            if write_item.tensor_data is not None:
+                chunk = write_item.tensor_data.chunk
+                found = reader.read(write_item.index.fqn, tuple(chunk.offsets), tuple(chunk.sizes))
+                if found is not None:
+                    return found
+            return super().resolve_data(write_item)
+
+    return Planner()

@@ -1,0 +1,311 @@
+"""The cost of a load or a reshard at another world size or ZeRO stage, from rank 0's headers and all files' sizes.
+
+The layouts of source and target are the same on every rank, so all numbers are closed form: only headers are read, and
+parameters that are cut alike are computed once. ``bytes_read`` is what the plans of all ranks move
+(``core.plan.overlaps``); ``bytes_owned`` is computed independently, from the target's own ranges.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from zeroelastic.core.layout import (
+    Int64Array,
+    Layout,
+    unpacked_layout,
+)
+from zeroelastic.core.plan import match_params, overlaps
+from zeroelastic.errors import UsageError
+from zeroelastic.verbs.plan.head import Head, target_layout
+
+MAX_WORLD_SIZE = 1 << 16
+"""The largest world size of a forecast."""
+
+LOAD_MEMORY_LIMIT = 64 << 20
+"""Upper bound of the memory of a load, per rank, beyond the state that it fills."""
+
+RESHARD_MEMORY_LIMIT = 1 << 30
+"""Default upper bound of the memory of an offline reshard."""
+
+LOAD_STAGING_BYTES = 16 << 20
+"""Host memory through which a load passes data that it converts or copies to a GPU."""
+
+PLAN_ROW_BYTES = 64
+"""Memory of a plan for each of its rows."""
+
+TABLE_ROW_BYTES = 512
+"""Memory of a load for each row of its tables of byte ranges, copies for sorting included."""
+
+TABLE_WINDOW_BYTES = 40 << 20
+"""The most memory that these tables take at a time: they are made in windows (``extents.extent_windows``)."""
+
+_CHUNK_ROWS = 1 << 21
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Bytes from the files of saved ranks to target ranks, without zeros, sorted by (target, source)."""
+
+    target: Int64Array
+    source: Int64Array
+    nbytes: Int64Array
+
+    def per_target(self, world_size: int) -> Int64Array:
+        """Bytes that each target rank reads: shape ``(world_size,)``."""
+        total = np.zeros(world_size, dtype=np.int64)
+        np.add.at(total, self.target, self.nbytes)
+        return total
+
+    def files_per_target(self, world_size: int) -> Int64Array:
+        """Files that each target rank reads from: shape ``(world_size,)``."""
+        return np.bincount(self.target, minlength=world_size).astype(np.int64)
+
+    def binned(self, num_sources: int, num_targets: int, *, source_step: int = 1, target_step: int = 1) -> Int64Array:
+        """The matrix source x target, with ``source_step`` x ``target_step`` ranks summed in each cell."""
+        matrix = np.zeros((-(-num_sources // source_step), -(-num_targets // target_step)), dtype=np.int64)
+        np.add.at(matrix, (self.source // source_step, self.target // target_step), self.nbytes)
+        return matrix
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """The cost of resuming or resharding a checkpoint on ``world_size`` ranks at ZeRO ``stage``.
+
+    Arrays have shape ``(world_size,)``.
+
+    Exact: ``bytes_owned``, ``bytes_read``, the files (as the resume report counts them, so without the commit record),
+    ``segments`` (runs of one tensor from one file) and ``requests`` (segments, less those that follow each other in
+    file and destination). Estimates, because only rank 0's headers are opened: ``header_bytes`` (headers, scalars,
+    commit record and the module states beside frozen parameters), ``memory`` (a load's beyond the state that it
+    fills), and what a reshard writes.
+    """
+
+    head: Head
+    world_size: int
+    stage: int
+    state_bytes: int
+    optimizer: Traffic
+    frozen: Traffic
+    bytes_owned: Int64Array
+    bytes_read: Int64Array
+    header_bytes: Int64Array
+    optimizer_files: Int64Array
+    model_files: Int64Array
+    segments: Int64Array
+    requests: Int64Array
+    memory: Int64Array
+    reshard_header_bytes: int
+    reshard_bytes_written: int
+
+    @property
+    def saved_world_size(self) -> int:
+        """Ranks that saved."""
+        return self.head.world_size
+
+    @property
+    def files(self) -> Int64Array:
+        """Checkpoint files that each rank opens."""
+        return self.optimizer_files + self.model_files
+
+    @property
+    def amplification(self) -> float:
+        """Payload bytes that all ranks read, over the bytes of the state; 1.0 for an empty state."""
+        return int(self.bytes_read.sum()) / self.state_bytes if self.state_bytes else 1.0
+
+    @property
+    def traffic(self) -> Traffic:
+        """Optimizer and frozen bytes together."""
+        keys = [part.target * self.saved_world_size + part.source for part in (self.optimizer, self.frozen)]
+        return _traffic(
+            np.concatenate(keys), np.concatenate([self.optimizer.nbytes, self.frozen.nbytes]), self.saved_world_size
+        )
+
+
+def make_forecast(head: Head, world_size: int, *, stage: int | None = None) -> Forecast:
+    """The forecast of a load or a reshard of this checkpoint on ``world_size`` ranks at ZeRO ``stage``.
+
+    The stage is by default that of the save. Raises UsageError for a world size below 1 or above MAX_WORLD_SIZE.
+
+    Example::
+
+        forecast = make_forecast(read_head(open_checkpoint("ckpt/global_step4")), 3)
+        forecast.bytes_read.max(), forecast.files.max()
+    """
+    if not 1 <= world_size <= MAX_WORLD_SIZE:
+        raise UsageError(
+            f"a world size is a number from 1 to {MAX_WORLD_SIZE}, not {world_size}. Give --world-size another."
+        )
+    saved, stage = head.world_size, stage or head.shard.stage
+    layout, element_bytes = head.shard.layout, head.element_bytes
+    target = target_layout(head, world_size, stage)
+    optimizer, rows, pieces = _pieces(layout, target, element_bytes, head.num_keys)
+    owned = _owned(target, element_bytes[match_params(layout, target)])
+    state_bytes = int((layout.numel * element_bytes).sum())
+    segments, requests = rows, rows - _joined(head, target)
+    empty = np.zeros(0, dtype=np.int64)
+    frozen = Traffic(empty, empty, empty)
+    if head.frozen is not None:
+        sizes = head.frozen_bytes
+        parts = unpacked_layout(head.frozen.params, world_size)  # at every stage each rank fills its part
+        frozen, more, more_pieces = _pieces(head.frozen, parts, sizes, np.ones_like(sizes))
+        # Each frozen parameter has its own destination: no two segments ever follow each other.
+        segments, requests, pieces = segments + more, requests + more, pieces + more_pieces
+        owned = owned + _owned(parts, sizes)
+        state_bytes += int((head.frozen.numel * sizes).sum())
+    # A rank that owns nothing still opens one optimizer file.
+    optimizer_files = np.maximum(optimizer.files_per_target(world_size), 1)
+    model_files = _model_files(frozen, len(head.model_sizes), world_size)
+    module = head.module_bytes(world_size)
+    return Forecast(
+        head=head,
+        world_size=world_size,
+        stage=stage,
+        state_bytes=state_bytes,
+        optimizer=optimizer,
+        frozen=frozen,
+        bytes_owned=owned,
+        bytes_read=optimizer.per_target(world_size) + frozen.per_target(world_size),
+        header_bytes=np.where(np.arange(world_size) == 0, head.record_bytes, 0)  # rank 0 reads it for all
+        + optimizer_files * head.shard.header_bytes
+        + model_files * head.model.header_bytes
+        + 2 * module,  # read for its checksums, and again when DeepSpeed loads it
+        optimizer_files=optimizer_files,
+        model_files=model_files,
+        segments=segments,
+        requests=requests,
+        memory=LOAD_STAGING_BYTES
+        + PLAN_ROW_BYTES * segments
+        + np.minimum(TABLE_ROW_BYTES * (segments + pieces), TABLE_WINDOW_BYTES)
+        + module,
+        reshard_header_bytes=head.record_bytes
+        + saved * head.shard.header_bytes
+        + len(head.model_sizes) * head.model.header_bytes
+        + int(module.sum() if stage == 3 else module[0]),
+        reshard_bytes_written=_bytes_written(head, target, stage, module),
+    )
+
+
+def _pieces(
+    src: Layout, dst: Layout, element_bytes: Int64Array, num_keys: Int64Array
+) -> tuple[Traffic, Int64Array, Int64Array]:
+    """Bytes by source and target; and each target rank's number of segments, and of pieces (all state keys as one).
+
+    ``element_bytes`` and ``num_keys`` belong to the parameters of ``src``. Parameters that are cut alike are computed
+    once.
+    """
+    order = match_params(src, dst)
+    columns = (dst.numel, dst.part, dst.origin, src.part[order], src.origin[order])
+    _, alike, which = np.unique(np.stack(columns, axis=1), axis=0, return_index=True, return_inverse=True)
+    # [bytes per element, tensors, parameters] of all parameters that are cut alike.
+    weights = np.zeros((len(alike), 3), dtype=np.int64)
+    each = np.stack([element_bytes[order], num_keys[order], np.ones_like(order)], axis=1)
+    np.add.at(weights, which.reshape(-1), each)
+    keep = dst.numel[alike] > 0
+    alike, weights = alike[keep], weights[keep]
+    segments, pieces = np.zeros((2, dst.world_size), dtype=np.int64)
+    empty = np.zeros(0, dtype=np.int64)
+    found = Traffic(empty, empty, empty)
+    step = max(1, _CHUNK_ROWS // (src.world_size + dst.world_size))
+    for at in range(0, len(alike), step):
+        row, target, source, length = overlaps(src, dst, alike[at : at + step], order)
+        weight = weights[at + row]
+        np.add.at(segments, target, weight[:, 1])
+        np.add.at(pieces, target, weight[:, 2])
+        keys = np.concatenate([found.target * src.world_size + found.source, target * src.world_size + source])
+        found = _traffic(keys, np.concatenate([found.nbytes, length * weight[:, 0]]), src.world_size)
+    return found, segments, pieces
+
+
+def _traffic(keys: Int64Array, nbytes: Int64Array, num_sources: int) -> Traffic:
+    """Add up the bytes of equal keys; a key is ``target * num_sources + source``."""
+    if len(keys) == 0:
+        return Traffic(keys, keys, nbytes)
+    order = np.argsort(keys, kind="stable")
+    keys, nbytes = keys[order], nbytes[order]
+    first = np.flatnonzero(np.concatenate(([True], keys[1:] != keys[:-1])))
+    return Traffic(keys[first] // num_sources, keys[first] % num_sources, np.add.reduceat(nbytes, first))
+
+
+def _owned(dst: Layout, element_bytes: Int64Array) -> Int64Array:
+    """Bytes that each rank owns, from its ranges alone: shape ``(world_size,)``."""
+    rank = np.arange(dst.world_size, dtype=np.int64)
+    total = np.zeros(dst.world_size, dtype=np.int64)
+    columns = np.stack([dst.numel, dst.part, dst.origin], axis=1)
+    alike, which = np.unique(columns, axis=0, return_inverse=True)
+    weight = np.zeros(len(alike), dtype=np.int64)
+    np.add.at(weight, which.reshape(-1), element_bytes)
+    for (numel, part, origin), weighs in zip(alike.tolist(), weight.tolist(), strict=True):
+        total += (np.clip((rank + 1) * part - origin, 0, numel) - np.clip(rank * part - origin, 0, numel)) * weighs
+    return total
+
+
+def _joined(head: Head, dst: Layout) -> Int64Array:
+    """Segments of each target rank that begin where the previous one ends, both in the file and in the destination.
+
+    Such segments belong to parameters p and q, neighbours in the buffers of source and target: the last piece of p and
+    the first one of q come from one source rank, with nothing between them on either side.
+    """
+    src, shard = head.shard.layout, head.shard
+    order = np.lexsort((src.in_buffer, src.sub_group))
+    p, q = order[:-1], order[1:]
+    to_dst = match_params(dst, src)
+    dst_p, dst_q = to_dst[p], to_dst[q]
+    keys = np.zeros(len(p), dtype=np.int64)
+    for key, extents in shard.extents.items():
+        size, at = head.key_bytes(key), extents.offset
+        apart = (src.offset[q] - src.offset[p]) * size[p]
+        keys += (at[p] >= 0) & (at[q] - at[p] == apart) & (size[p] == size[q])
+    keys *= (src.sub_group[p] == src.sub_group[q]) & (dst.sub_group[dst_p] == dst.sub_group[dst_q])
+    columns = [
+        *(column[i] for column in (src.numel, src.part, src.origin) for i in (p, q)),
+        *(column[i] for column in (dst.part, dst.origin) for i in (dst_p, dst_q)),
+        src.offset[q] - src.offset[p],
+        dst.offset[dst_q] - dst.offset[dst_p],
+    ]
+    pairs, which = np.unique(np.stack(columns, axis=1)[keys > 0], axis=0, return_inverse=True)
+    weight = np.zeros(len(pairs), dtype=np.int64)
+    np.add.at(weight, which.reshape(-1), keys[keys > 0])
+    joined = np.zeros(dst.world_size, dtype=np.int64)
+    rank = np.arange(dst.world_size, dtype=np.int64)
+    step = max(1, _CHUNK_ROWS // 8 // dst.world_size)
+    for at_pair in range(0, len(pairs), step):
+        some = pairs[at_pair : at_pair + step, :, None]
+        numel, part, origin = ((some[:, i], some[:, i + 1]) for i in (0, 2, 4))
+        begins, ends, first, last = [], [], [], []
+        for side, (dst_part, dst_origin) in enumerate(((some[:, 6], some[:, 8]), (some[:, 7], some[:, 9]))):
+            begin = np.clip(rank * dst_part - dst_origin, 0, numel[side])
+            end = np.clip((rank + 1) * dst_part - dst_origin, 0, numel[side])
+            in_dst = np.maximum(dst_origin - rank * dst_part, 0)
+            begins.append(begin)
+            ends.append(end)
+            first.append(in_dst)
+            last.append(in_dst + end - begin)
+        source = (ends[0] - 1 + origin[0]) // part[0]
+        same = (begins[1] + origin[1]) // part[1] == source
+        same &= (ends[0] > begins[0]) & (ends[1] > begins[1])
+        same &= last[0] == first[1] + some[:, 11]
+        same &= ends[0] + origin[0] - source * part[0] == begins[1] + origin[1] - source * part[1] + some[:, 10]
+        joined += (same * weight[at_pair : at_pair + step, None]).sum(axis=0)
+    return joined
+
+
+def _model_files(frozen: Traffic, num_files: int, world_size: int) -> Int64Array:
+    """Model states files that each rank opens: its own, or rank 0's, and those of the frozen pieces it needs."""
+    rank = np.arange(world_size, dtype=np.int64)
+    own = np.where(rank < num_files, rank, 0)
+    others = frozen.source != own[frozen.target]
+    return 1 + np.bincount(frozen.target[others], minlength=world_size).astype(np.int64)
+
+
+def _bytes_written(head: Head, target: Layout, stage: int, module: Int64Array) -> int:
+    """Bytes that a reshard writes: files like the saved ones, with the payload of the new world size and padding."""
+    world_size = target.world_size
+    around = int(head.optimizer_sizes[0]) - head.optimizer_payload(head.shard.layout)
+    optimizer = world_size * (around + head.optimizer_payload(target))
+    if stage == 3:
+        model = int(module.sum()) + world_size * head.frozen_payload(world_size)
+    else:
+        model = int(module[0]) + head.trained_weights + head.frozen_payload(1)
+    return optimizer + model + head.record_bytes

@@ -1,0 +1,352 @@
+"""Write a checkpoint for another world size or ZeRO stage, from files of any stage alone, one target rank at a time.
+
+One pass copies and digests the bytes of a target rank from the saved ranks' files. The digests of all ranks add up to
+those of the whole state; they are compared with the commit record of the source and written to that of the target.
+Everything is written into a hidden directory beside the target, which is renamed when it is complete. After a kill,
+the same command continues.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from zeroelastic._version import __version__
+from zeroelastic.checkpoint.commit_record import (
+    RECORD_NAME,
+    RECORD_VERSION,
+    CheckpointFormat,
+    CommitRecord,
+    Versions,
+    record_text,
+)
+from zeroelastic.checkpoint.one_save import check_one_save
+from zeroelastic.checkpoint.open import open_checkpoint
+from zeroelastic.checkpoint.param_table import param_records, params_digest
+from zeroelastic.checkpoint.saved_state import SavedState, open_state
+from zeroelastic.core.digest import ParamContent, content_root
+from zeroelastic.core.global_batch import misfit_notes
+from zeroelastic.distributed.processes import Processes
+from zeroelastic.errors import CheckpointError, DigestMismatchError, UnsupportedError, some
+from zeroelastic.executors.progress import ProgressFunction
+from zeroelastic.io.atomic import sync_directory, write_atomically
+from zeroelastic.io.paths import FilePath
+from zeroelastic.tags.locate import Source
+from zeroelastic.tags.names import LATEST
+from zeroelastic.torch_file.header import DTYPE_BYTES, directory_digest
+from zeroelastic.torch_file.integrity import check_archive
+from zeroelastic.verbs.new_directory import check_free
+from zeroelastic.verbs.reshard.options import LEAST_MEMORY, ReshardOptions, check_options, stage_notes
+from zeroelastic.verbs.reshard.rank_writer import RankWriter, WrittenRank
+from zeroelastic.verbs.reshard.sidecar_files import SidecarFiles, plan_sidecar_files, write_sidecar_files
+from zeroelastic.verbs.reshard.source import ReshardSource, reshard_source, with_zero_options
+from zeroelastic.verbs.reshard.target import ReshardTarget, reshard_target
+from zeroelastic.verbs.reshard.whole_file import whole_file_notes
+from zeroelastic.verbs.resumable_directory import publish, staged, staged_bytes, sweep
+
+_THREAD_BYTES = 2 << 20
+_MAX_LISTED = 8
+
+
+@dataclass(frozen=True, slots=True)
+class ReshardPlan:
+    """Everything that a reshard needs: the source's tensors and graphs, and the layout of the target."""
+
+    source: Source
+    state: SavedState
+    saved: ReshardSource
+    target: ReshardTarget
+    sidecar_files: SidecarFiles
+    options: ReshardOptions
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return self.state.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class ReshardReport:
+    """The result of a reshard. ``resumed_ranks`` ranks were complete from an earlier run that was killed.
+
+    ``root`` is the content root of the written files; ``source_root`` that of the source's commit record, or None.
+    """
+
+    path: str
+    tag: str
+    stage: int
+    format: CheckpointFormat
+    saved_world_size: int
+    world_size: int
+    bytes_moved: int
+    file_bytes: int
+    resumed_ranks: int
+    source_root: str | None
+    root: str
+    verified: bool
+    notes: tuple[str, ...]
+
+
+def plan_reshard(source: Source, options: ReshardOptions) -> ReshardPlan:
+    """Open and check every header of the source, and compute the target's layout; nothing is written.
+
+    Raises CheckpointError, UnsupportedError, UsageError.
+    """
+    state = open_state(open_checkpoint(source.tag_dir))
+    target_stage = state.head.stage if options.stage is None else options.stage
+    check_options(options, target_stage)
+    saved = reshard_source(state, target_stage=target_stage, sub_group_size=options.sub_group_size)
+    saved = with_zero_options(saved, options.zero_options)
+    try:
+        target = reshard_target(saved, options.world_size, options.format or "elastic", stage=target_stage)
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{source.tag_dir}: {error}") from None
+    saved_world_size = state.checkpoint.world_size
+    sidecar_files = plan_sidecar_files(
+        source, saved_world_size=saved_world_size, world_size=options.world_size, scripts=target_stage != 0
+    )
+    misfit = misfit_notes(saved.train_batch_size, options.world_size, saved_world_size, state.head.ds_config)
+    stage_0 = whole_file_notes(saved, target) if target_stage == 0 else []
+    notes = [*stage_notes(saved, target_stage, options), *stage_0, *misfit]
+    if state.head.grad_scaler is not None and target.format == "rigid":
+        notes.append("not carried: the state of torch's GradScaler, for which DeepSpeed's own files have no place")
+    sidecar_files = replace(sidecar_files, notes=(*notes, *sidecar_files.notes))
+    return ReshardPlan(source, state, saved, target, sidecar_files, options)
+
+
+def reshard(
+    plan: ReshardPlan, dst: Path, *, processes: Processes | None = None, progress: ProgressFunction | None = None
+) -> ReshardReport:
+    """Carry out a plan: ``dst`` appears complete or not at all. Collective over ``processes``.
+
+    A run that is killed, also by SIGTERM, leaves a hidden directory beside ``dst`` from which the same command
+    continues; a run that fails or is interrupted leaves nothing. Raises UsageError (``dst`` exists, or lies in the
+    source), DigestMismatchError when what was read is not what the source's commit record says, CheckpointError,
+    OSError.
+
+    Example::
+
+        plan = plan_reshard(find_source("ckpt"), ReshardOptions(world_size=12))
+        print(reshard(plan, Path("ckpt-12")).root)
+    """
+    processes = processes or Processes()
+    dst = Path(os.path.abspath(dst))
+    processes.run_on_rank0(lambda: sweep(dst.parent))
+    processes.run_on_rank0(lambda: check_target(plan, dst))
+    with staged(dst, _manifest(plan), processes) as (staging, save_id):
+        writer = RankWriter(
+            plan.saved,
+            plan.target,
+            staging,
+            plan.source.tag,
+            save_id,
+            threads=_threads(plan.options.max_memory),
+            fsync=plan.options.fsync,
+            progress=progress,
+        )
+        done = processes.all_or_raise(lambda: writer.write_ranks(processes))
+        everything = [rank for part in processes.all_gather(done) for rank in part]
+        alone = processes.size == 1 and plan.source.framework == "deepspeed"
+
+        processes.all_or_raise(lambda: check_one_save(plan.source.tag_dir, alone=alone))
+        return processes.run_on_rank0(lambda: _publish(plan, staging, dst, save_id, everything, writer.streams))
+
+
+def check_target(plan: ReshardPlan, dst: Path) -> None:
+    """Refuse a target that exists or lies inside the source, and a disk without enough space.
+
+    Raises UsageError, OSError.
+    """
+    root = plan.source.root
+    check_free(dst, sources=(root,) if isinstance(root, Path) else ())
+    weights = sum(
+        param.numel * DTYPE_BYTES[plan.target.weights[param.name]]
+        for param in plan.target.layout.params
+        if param.name in plan.target.weights
+    )
+    free, needed = shutil.disk_usage(dst.parent).free + staged_bytes(dst), plan.nbytes + weights
+    if free < needed:
+        raise OSError(errno.ENOSPC, f"{needed:,} bytes are needed and {free:,} are free", str(dst.parent))
+
+
+def _manifest(plan: ReshardPlan) -> dict[str, object]:
+    """What must be equal in a killed run and the next one, so that the next one may continue."""
+    state = plan.state
+    files = (*state.checkpoint.optim_files, *state.checkpoint.model_files)
+    record = state.checkpoint.record
+    return {
+        "zeroelastic": __version__,
+        "source": str(plan.source.tag_dir),
+        "files": {str(path): _identity(path) for path in files},
+        "source_root": None if record is None else record.content_root,
+        "world_size": plan.options.world_size,
+        "stage": plan.target.stage,
+        "format": plan.target.format,
+        "sub_group_size": plan.saved.sub_group_size,
+        "zero_options": plan.options.zero_options,
+    }
+
+
+def _identity(path: FilePath) -> list[int]:
+    if not isinstance(path, Path):
+        info = path.system.info(path.path)
+        return [int(info.get("size") or 0), zlib.crc32(repr(info.get("ETag") or info.get("mtime") or "").encode())]
+    found = path.stat()
+    return [found.st_size, found.st_mtime_ns]
+
+
+def _publish(
+    plan: ReshardPlan,
+    staging: Path,
+    dst: Path,
+    save_id: str,
+    done: Sequence[WrittenRank],
+    streams: Sequence[tuple[str, str]],
+) -> ReshardReport:
+    """Compare with the source's commit record, write the target's, write sidecar files, rename it into place."""
+    assert sorted(rank.rank for rank in done) == list(range(plan.target.layout.world_size))
+    totals = np.zeros(len(streams), dtype=np.uint64)
+    for rank in done:
+        totals += rank.digests
+    digests = dict(zip(streams, totals.tolist(), strict=True))
+    contents = plan.state.contents(digests)
+    root = content_root(contents)
+    source_record = plan.state.checkpoint.record
+    _compare(plan, contents, root)
+    source, state = plan.source, plan.state
+    root_dir = staging / "root"
+    files = {name: size for rank in done for name, size in sorted(rank.files.items())}
+    if plan.target.stage != 0:  # whose files DeepSpeed alone reads
+        record = _record(plan, save_id, files, root_dir / source.tag, contents, root)
+        write_atomically(root_dir / source.tag / RECORD_NAME, record_text(record))
+    notes = [*plan.sidecar_files.notes, *write_sidecar_files(source, plan.sidecar_files, root_dir, identity=root)]
+    if source.latest not in (None, source.tag):
+        notes.append(f"the source's {LATEST} names {source.latest}; the target's names {source.tag}")
+    write_atomically(root_dir / LATEST, source.tag.encode())
+    if plan.options.verify:
+        _verify(root_dir / source.tag, files, plan.target.stage)
+    sync_directory(root_dir / source.tag)
+    publish(staging, root_dir, dst)
+    return ReshardReport(
+        path=str(dst),
+        tag=source.tag,
+        stage=plan.target.stage,
+        format=plan.target.format,
+        saved_world_size=state.checkpoint.world_size,
+        world_size=plan.options.world_size,
+        bytes_moved=sum(rank.bytes_moved for rank in done if not rank.resumed),
+        file_bytes=sum(size for rank in done for size in rank.files.values()),
+        resumed_ranks=sum(rank.resumed for rank in done),
+        source_root=None if source_record is None else source_record.content_root,
+        root=root,
+        verified=plan.options.verify,
+        notes=tuple(notes),
+    )
+
+
+def _record(
+    plan: ReshardPlan,
+    save_id: str,
+    files: dict[str, int],
+    tag_dir: Path,
+    contents: Sequence[ParamContent],
+    root: str,
+) -> CommitRecord:
+    """The commit record of the written files."""
+    source_record = plan.state.checkpoint.record
+    found = {name: directory_digest(tag_dir / name) for name in files}
+    at = None if source_record is None else source_record.committed_at
+    return CommitRecord(
+        format_version=RECORD_VERSION,
+        checkpoint_format=plan.target.format,
+        save_id=save_id,
+        tag=plan.source.tag,
+        world_size=plan.options.world_size,
+        global_steps=plan.state.models[0].global_steps,
+        train_batch_size=plan.saved.train_batch_size or 0,
+        committed_at=None if at is None else round(at + 1e-6, 6),  # among the source's tags it comes next to it
+        parent=None if source_record is None else source_record.save_id,
+        run=None if source_record is None else source_record.run,
+        trained_params=params_digest(plan.target.layout.params),
+        versions=_versions(plan),
+        files=files,
+        directories={name: directory for name, directory in found.items() if directory is not None},
+        params=param_records(contents, frozenset(param.name for param in plan.target.layout.params)),
+        content_root=root,
+    )
+
+
+def _threads(max_memory: int) -> int | None:
+    """None for the default number of threads; a smaller number where the memory limit requires it."""
+    most = max(1, (max_memory - LEAST_MEMORY // 2) // _THREAD_BYTES)
+    return None if most >= len(os.sched_getaffinity(0)) else int(most)
+
+
+def _versions(plan: ReshardPlan) -> Versions:
+    record = plan.state.checkpoint.record
+    saved = plan.saved.optim_root.get("ds_version")
+    return Versions(
+        zeroelastic=__version__,
+        deepspeed=record.versions.deepspeed if record is not None else saved if isinstance(saved, str) else "unknown",
+        torch=record.versions.torch if record is not None else "unknown",
+    )
+
+
+def _compare(plan: ReshardPlan, contents: Sequence[ParamContent], root: str) -> None:
+    """Raise DigestMismatchError when the moved bytes have other digests than the source's commit record."""
+    record = plan.state.checkpoint.record
+    if record is None or record.content_root == root:
+        return
+    saved = {content.param.name: content for content in record.contents()}
+    wrong: list[str] = []
+    for content in contents:
+        other = saved.pop(content.param.name, None)
+        if other is None:
+            wrong.append(f"{content.param.name} (not in the record)")
+            continue
+        wrong += [
+            f"{content.param.name}: {key}"
+            for key in sorted({*content.tensors, *other.tensors})
+            if content.tensors.get(key) != other.tensors.get(key)
+        ]
+        if {k: v.canonical() for k, v in content.scalars.items()} != {
+            k: v.canonical() for k, v in other.scalars.items()
+        }:
+            wrong.append(f"{content.param.name}: scalars")
+    wrong += [f"{name} (not in the files)" for name in saved]
+    raise DigestMismatchError(
+        f"{plan.source.tag_dir}: what was read differs from what its commit record says was saved: "
+        f"{some(wrong, _MAX_LISTED)}. The checkpoint is damaged. Nothing was written."
+    )
+
+
+def _verify(tag_dir: Path, files: Mapping[str, int], stage: int) -> None:
+    """Read what was written again; at stage 0 by its checksums, which were computed of the bytes that were digested."""
+    if stage == 0:
+        for name, size in files.items():
+            check_archive(tag_dir / name, size)
+        return
+    from zeroelastic.verbs.verify.verify import verify_checkpoint
+
+    report = verify_checkpoint(tag_dir)
+    if not report.valid:
+        raise CheckpointError(
+            f"{tag_dir}: what was written does not read back: {report.problems[0].sentence}",
+            remedy="Remove it, look at the disk and the memory of this machine, and run it again.",
+        )
+
+
+__all__ = [
+    "ReshardOptions",
+    "ReshardPlan",
+    "ReshardReport",
+    "plan_reshard",
+    "reshard",
+]

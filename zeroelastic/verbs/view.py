@@ -1,0 +1,374 @@
+"""``zeroelastic.open``: a checkpoint as a read-only mapping from names to tensors, read lazily."""
+
+from __future__ import annotations
+
+import difflib
+import html
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cached_property, partial
+from types import MappingProxyType, TracebackType
+
+import numpy as np
+
+from zeroelastic.checkpoint.commit_record import CommitRecord
+from zeroelastic.checkpoint.extents import Destination, TensorExtents, extent_table
+from zeroelastic.checkpoint.model_states import client_state_keys
+from zeroelastic.checkpoint.one_save import one_save
+from zeroelastic.checkpoint.open import open_checkpoint
+from zeroelastic.checkpoint.optimizer_file import FP32, ParamGroup
+from zeroelastic.checkpoint.saved_state import (
+    SavedPart,
+    SavedState,
+    check_same_models,
+    check_same_save,
+    frozen_part,
+    trained_part,
+)
+from zeroelastic.core.digest import ByteArray
+from zeroelastic.errors import CheckpointError, UnknownTensorError, UsageError, counted, printable, with_remedy
+from zeroelastic.executors.dispatch import ReadTable, read_segments
+from zeroelastic.io.paths import FilePath
+from zeroelastic.tags.locate import Source, find_source
+from zeroelastic.torch_file.header import DTYPE_BYTES, TensorRef, TorchFile, read_torch_file
+from zeroelastic.verbs.convert.model_tensors import (
+    Buffer,
+    ModelTensor,
+    ModelTensors,
+    Place,
+    model_tensors,
+    read_buffer,
+    stored_tensor,
+)
+from zeroelastic.verbs.places import TensorPlace, clipped, places_of, whole_param
+from zeroelastic.verbs.tensor import TensorHandle
+
+_LISTED = 20
+_NEAR = 3
+_NO_LIMIT = 1 << 62
+
+
+@with_remedy()
+def open(path: str | os.PathLike[str], *, tag: str | None = None) -> CheckpointView:
+    """Open a checkpoint, rigid or elastic, as a read-only mapping from the names of the model's tensors to the tensors.
+
+    ``path`` is a tag directory, the directory above it (the tag that ``latest`` names is taken, or ``tag``), a
+    ``checkpoint-N`` of the Hugging Face Trainer, a directory of accelerate or Lightning, or a URL that fsspec reads.
+    File names, the commit record and at most one header are read; everything else when it is asked for.
+
+    Raises UsageError where there is no checkpoint, CheckpointError, UnsupportedError, UnreadableError.
+
+    Example::
+
+        import zeroelastic
+        with zeroelastic.open("ckpt") as ck:
+            print(ck.world_size, ck.step, len(ck))
+            print(ck["model.norm.weight"][3:7].numpy())
+            print(ck.optimizer("model.norm.weight")["step"])
+    """
+    return CheckpointView(find_source(path, tag=tag))
+
+
+class CheckpointView(Mapping[str, TensorHandle]):
+    """A checkpoint as a mapping: the parameters, as fp32 master weights where they are trained, and the buffers.
+
+    The keys are the names in the model's state dict: first every tensor once, in the order of the state dict, then the
+    further names of tied parameters (``tied``), under which the same tensor is found. Frozen parameters and buffers
+    have the dtype in which they were saved.
+
+    All that is read belongs to one save: when a job saves the tag again meanwhile, reading raises SavedAgainError.
+    The view is a context manager; after ``close`` nothing can be read. Headers of the other ranks are read when a
+    tensor needs them, and must agree with rank 0's (CheckpointError).
+    """
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._is_open = True
+        with self._reading():
+            self._checkpoint = open_checkpoint(source.tag_dir)
+
+    # --- the mapping ---------------------------------------------------------------------------------------------
+
+    def __getitem__(self, name: str) -> TensorHandle:
+        """The tensor of this name. Raises UnknownTensorError, which is a KeyError."""
+        try:
+            return self._handles[name]
+        except KeyError:
+            raise self.unknown(str(name)) from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._handles)
+
+    def __len__(self) -> int:
+        return len(self._handles)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._handles
+
+    def optimizer(self, name: str) -> Mapping[str, TensorHandle | object]:
+        """The optimizer's state of a parameter by state key: handles of tensors, and scalars such as ``step``.
+
+        The master weights are ``self[name]``. Empty for frozen parameters. Raises UnknownTensorError.
+
+        Example::
+
+            import zeroelastic
+            with zeroelastic.open("ckpt") as ck:
+                state = ck.optimizer("model.norm.weight")
+                print(state["exp_avg"].numpy().mean(), state["step"])
+        """
+        tensor = self._tensor(name)
+        place = tensor.source
+        if isinstance(place, Buffer):
+            raise UnknownTensorError(
+                f"{self.path}: {printable(name)} is a buffer; only parameters have optimizer state. Read it with [...]."
+            )
+        part = self._state.parts[place.part]
+        state: dict[str, TensorHandle | object] = {
+            key: self._handle(
+                ModelTensor(f"{tensor.name}.{key}", tensor.shape, dtype, "state", replace(place, key=key))
+            )
+            for key, dtype in part.dtypes[place.param].items()
+            if key not in (FP32, place.key)
+        }
+        return MappingProxyType(state | {key: value.value for key, value in part.scalars[place.param].items()})
+
+    def places(self, name: str, *, key: str | None = None) -> tuple[TensorPlace, ...]:
+        """Where the files have a tensor, in the order of its elements; ``key`` is a state key, None: the weight.
+
+        Opens the headers of the ranks that hold it. Raises UnknownTensorError.
+        """
+        tensor, state = self._tensor(name), self._state
+        with self._reading():
+            return places_of(tensor, state.parts, key)
+
+    def unknown(self, name: str) -> UnknownTensorError:
+        """The error for a name that no tensor has, with the names that are near."""
+        parts = [known for known in self if name and name in known]
+        near = (difflib.get_close_matches(name, self, _NEAR, cutoff=0.7) + parts)[:_NEAR]
+        meant = f"Did you mean {' or '.join(map(printable, dict.fromkeys(near)))}?"
+        hint = meant if near else "List the names with `zeroelastic inspect --params`."
+        return UnknownTensorError(f"{self.path}: has no tensor {printable(name)}. {hint}")
+
+    # --- the checkpoint ------------------------------------------------------------------------------------------
+
+    @property
+    def path(self) -> FilePath:
+        """The tag directory."""
+        return self._source.tag_dir
+
+    @property
+    def tag(self) -> str:
+        """The name of the tag."""
+        return self._source.tag
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks saved it."""
+        return self._checkpoint.world_size
+
+    @property
+    def stage(self) -> int:
+        """The ZeRO stage that saved it: 1, 2 or 3."""
+        return self._checkpoint.shard(0).stage
+
+    @cached_property
+    def format(self) -> str:
+        """``"elastic"`` or ``"rigid"``."""
+        record = self._checkpoint.record
+        return self._state.head.format if record is None else record.checkpoint_format
+
+    @cached_property
+    def step(self) -> int:
+        """``global_steps`` of the engine that saved it."""
+        record = self._checkpoint.record
+        if record is not None:
+            return record.global_steps
+        with self._reading():
+            return self._checkpoint.model_states(0).global_steps
+
+    @property
+    def content_root(self) -> str | None:
+        """The content root that the commit record states, the same at every world size; None without a record."""
+        record = self._checkpoint.record
+        return None if record is None else record.content_root
+
+    @property
+    def record(self) -> CommitRecord | None:
+        """The commit record; None where there is none."""
+        return self._checkpoint.record
+
+    @property
+    def groups(self) -> tuple[ParamGroup, ...]:
+        """The optimizer's parameter groups: ``options`` (the hyper-parameters) and ``params`` (names) of each."""
+        return self._state.head.groups
+
+    @property
+    def tied(self) -> Mapping[str, str]:
+        """The further names of tied parameters: name -> the name under which the tensor was saved."""
+        return MappingProxyType(dict(self._model.tied))
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """What the model has and this mapping has not, as sentences that say why."""
+        return self._model.left_out
+
+    @cached_property
+    def client_state(self) -> Mapping[str, object]:
+        """The ``client_state`` of ``save_checkpoint``, read from rank 0's file without running anything of it.
+
+        Tensors are handles; an object of a class that is not on the allow-list is an inert ``Stub`` of it.
+        """
+        with self._reading():
+            file = read_torch_file(self._checkpoint.model_files[0], foreign="inert")
+        root = file.root
+        if not isinstance(root, dict):
+            raise CheckpointError(f"{file.path}: is not a DeepSpeed model states file.")
+        seen: dict[int, object] = {}
+        return MappingProxyType(
+            {key: self._with_handles(key, root[key], file, seen) for key in client_state_keys(root)}
+        )
+
+    # --- opening and closing -------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End the use of the checkpoint: whatever is read from it, or from its handles, raises UsageError."""
+        self._is_open = False
+
+    def __enter__(self) -> CheckpointView:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<zeroelastic checkpoint {self.path}: step {self.step}, {counted(self.world_size, 'rank')}>"
+
+    def _repr_html_(self) -> str:
+        rows = [
+            f"<tr><td>{html.escape(t.name)}</td><td>{t.kind}</td><td>{list(t.shape)}</td><td>{t.dtype}</td></tr>"
+            for t in self._model.tensors[:_LISTED]
+        ]
+        more = len(self._model.tensors) - len(rows)
+        end = f"<p>and {more} more</p>" if more > 0 else ""
+        return f"<p>{html.escape(repr(self))}</p><table>{''.join(rows)}</table>{end}"
+
+    # --- reading -------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        if not self._is_open:
+            raise UsageError(f"{self.path}: the checkpoint was closed. Open it again to read from it.")
+        with with_remedy(), one_save(self._source.tag_dir):
+            yield
+
+    @cached_property
+    def _state(self) -> SavedState:
+        """As ``open_state`` opens it, but the headers of ranks other than 0 when their extents are asked for."""
+        checkpoint = self._checkpoint
+        with self._reading():
+            head, model = checkpoint.shard(0), checkpoint.model_states(0)
+            check_same_models((model,), head, checkpoint)
+            frozen = frozen_part({0: model})
+
+        def trained_extents(rank: int) -> Mapping[str, TensorExtents]:
+            shard = checkpoint.shard(rank)
+            check_same_save({rank: shard}, head, recorded=checkpoint.record is not None, resizable=False)
+            return shard.extents
+
+        def frozen_extents(rank: int) -> Mapping[str, TensorExtents]:
+            other = checkpoint.model_states(rank)
+            check_same_models((model, other), head, checkpoint)
+            both = frozen_part({0: model, rank: other})
+            assert both is not None
+            return both.extents[rank]
+
+        parts = [replace(trained_part({0: head}, head), extents=_OnDemand(trained_extents))]
+        if frozen is not None:
+            parts.append(replace(frozen, extents=_OnDemand(frozen_extents)))
+        return SavedState(checkpoint, head, (model,), tuple(parts))
+
+    @cached_property
+    def _model(self) -> ModelTensors:
+        state = self._state
+        with self._reading():
+            return model_tensors(state)
+
+    @cached_property
+    def _by_name(self) -> dict[str, ModelTensor]:
+        by_name = {tensor.name: tensor for tensor in self._model.tensors}
+        return by_name | {alias: by_name[name] for alias, name in self._model.tied.items()}
+
+    @cached_property
+    def _handles(self) -> dict[str, TensorHandle]:
+        return {name: self._handle(tensor) for name, tensor in self._by_name.items()}
+
+    def _tensor(self, name: str) -> ModelTensor:
+        if name not in self._by_name:
+            raise self.unknown(str(name))
+        return self._by_name[name]
+
+    def _handle(self, tensor: ModelTensor) -> TensorHandle:
+        return TensorHandle(tensor.name, tensor.shape, tensor.dtype, tensor.kind, partial(self._read, tensor))
+
+    def _read(self, tensor: ModelTensor, start: int, numel: int) -> ByteArray:
+        """The bytes of ``numel`` elements of the flattened tensor from ``start`` on: shape ``(nbytes,)``."""
+        itemsize = DTYPE_BYTES[tensor.dtype]
+        source = tensor.source
+        data = np.empty(numel * itemsize, dtype=np.uint8)
+        with self._reading():
+            if not numel:
+                return data
+            if isinstance(source, Place):
+                table = self._table(source, tensor.dtype, start, numel)
+            elif source.stride is None:
+                row = (0, source.extent.offset + start * itemsize, 0, 0, len(data))
+                table = ReadTable((source.extent.path,), *(np.array([value], dtype=np.int64) for value in row))
+            else:
+                return read_buffer(tensor, limit=_NO_LIMIT)[start * itemsize : (start + numel) * itemsize]
+            read_segments(table, [data])
+        return data
+
+    def _table(self, place: Place, dtype: str, start: int, numel: int) -> ReadTable:
+        part: SavedPart = self._state.parts[place.part]
+        plan = clipped(whole_param(part, place), start, start + numel)
+        rows = extent_table(plan, part.extents, [Destination(place.key, 0, dtype)])
+        return ReadTable(
+            rows.paths, rows.file, rows.file_offset, rows.target, rows.target_offset * rows.itemsize, rows.nbytes
+        )
+
+    def _with_handles(self, name: str, value: object, file: TorchFile, seen: dict[int, object]) -> object:
+        """A value of the client state with handles in place of tensors; a container may hold itself."""
+        if isinstance(value, TensorRef):
+            return replace(self._handle(stored_tensor(name, value, file)), kind="client")
+        if id(value) in seen:
+            return seen[id(value)]
+        if isinstance(value, dict):
+            made: dict[object, object] = {}
+            seen[id(value)] = made
+            made |= {key: self._with_handles(f"{name}.{key}", item, file, seen) for key, item in value.items()}
+            return made
+        if isinstance(value, list):
+            items: list[object] = []
+            seen[id(value)] = items
+            items += [self._with_handles(f"{name}.{i}", item, file, seen) for i, item in enumerate(value)]
+            return items
+        if isinstance(value, tuple):
+            return tuple(self._with_handles(f"{name}.{i}", item, file, seen) for i, item in enumerate(value))
+        return value
+
+
+class _OnDemand(dict[int, Mapping[str, TensorExtents]]):
+    """The extents of each rank's files, whose headers are opened, and checked, when they are asked for."""
+
+    def __init__(self, open_rank: Callable[[int], Mapping[str, TensorExtents]]) -> None:
+        super().__init__()
+        self._open_rank = open_rank
+
+    def __missing__(self, rank: int) -> Mapping[str, TensorExtents]:
+        self[rank] = self._open_rank(rank)
+        return self[rank]
