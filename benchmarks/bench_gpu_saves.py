@@ -151,7 +151,7 @@ def peak_since(action: Callable[[], object]) -> dict[str, int]:
     """How far the resident set grows in an action, and what torch's allocator and zeroelastic have pinned after it."""
     from meter import status_bytes
 
-    from zeroelastic.torch_file.host_memory import pinned_bytes
+    from zeroelastic.torch_file.image import pinned_bytes
 
     Path("/proc/self/clear_refs").write_text("5")
     before = status_bytes("VmRSS")
@@ -287,8 +287,7 @@ def measure_memory(part: Part) -> None:
 
 def measure_writes(part: Part) -> None:
     """As many bytes as the checkpoint has, from host memory to the same disk, and nothing else."""
-    from zeroelastic.torch_file.host_memory import host_memory
-    from zeroelastic.torch_file.image import write_past_cache
+    from zeroelastic.torch_file.image import host_memory, write_past_cache
     from zeroelastic.torch_file.skeleton import reserve
 
     nbytes = part.found["nbytes"]

@@ -1,7 +1,7 @@
 // A pickle of torch.save, followed opcode by opcode, and written again with lists and dictionaries of at
 // least `long_list` items as columns.
 //
-// The reference is Python: zeroelastic/torch_file/pickle_limits.py says which pickles are in proportion to
+// The reference is Python: zeroelastic/torch_file/safe_unpickler.py says which pickles are in proportion to
 // their size. `pack_pickle` takes no pickle that it refuses, and leaves to it whatever else it does not know.
 
 #ifndef ZEROELASTIC_PICKLE_H_

@@ -7,7 +7,7 @@ namespace zeroelastic {
 
 namespace {
 
-// As in pickle_limits.py.
+// As in safe_unpickler.py.
 constexpr int64_t kMaxWeight = int64_t{1} << 62;
 constexpr int64_t kMaxLongInts = 4096;
 constexpr int kLongIntBytes = 9;

@@ -1,4 +1,4 @@
-// The opcodes of pickle protocol 2, and the limits of a pickle: what zeroelastic/torch_file/pickle_limits.py
+// The opcodes of pickle protocol 2, and the limits of a pickle: what zeroelastic/torch_file/safe_unpickler.py
 // checks.
 
 #ifndef ZEROELASTIC_PICKLE_CHECK_H_

@@ -201,7 +201,7 @@ ZE_API uint64_t ze_digest_range(const void* data, int64_t count, int32_t itemsiz
 // The checksum of `count` runs that lie one behind the other, from theirs.
 ZE_API uint32_t ze_crc32_join(const uint32_t* crc32, const int64_t* nbytes, int64_t count);
 
-// A pickle of torch.save, checked as zeroelastic/torch_file/pickle_limits.py checks it and written again:
+// A pickle of torch.save, checked as zeroelastic/torch_file/safe_unpickler.py checks it and written again:
 // without memo slots that nothing fetches, with one tuple for all equal tuples of integers and with columns
 // in place of lists and OrderedDicts of at least `long_list` items, if that is not 0. ZE_BAD_TABLE where it
 // did not pass, or is not of protocol 2: Python says what it is then.

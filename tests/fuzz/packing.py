@@ -6,11 +6,9 @@ import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from zeroelastic.torch_file.columns import with_lists
+from zeroelastic.torch_file.columns import pack_pickle, with_lists
 from zeroelastic.torch_file.inert_objects import Stub
-from zeroelastic.torch_file.packed_pickle import pack_pickle
-from zeroelastic.torch_file.pickle_limits import check_opcodes
-from zeroelastic.torch_file.safe_unpickler import HeaderUnpickler, check_tree
+from zeroelastic.torch_file.safe_unpickler import HeaderUnpickler, check_opcodes, check_tree
 
 LONG = 4
 """Items from which a list is a column: few, so that small pickles have such lists."""

@@ -31,9 +31,9 @@ from zeroelastic.checkpoint.saved_state import open_state
 from zeroelastic.errors import ZeroElasticError
 from zeroelastic.tags.candidates import check_quickly, find_newest, list_run
 from zeroelastic.tags.locate import find_source, list_tags
-from zeroelastic.torch_file.graph_reader import read_graph
 from zeroelastic.torch_file.graph_writer import walk_storages
 from zeroelastic.torch_file.header import read_torch_file, walk_refs
+from zeroelastic.torch_file.pickle_graph import read_graph
 from zeroelastic.torch_file.zip_reader import read_zip_records
 from zeroelastic.verbs.convert.from_universal import find_universal, open_universal
 from zeroelastic.verbs.convert.model_tensors import model_tensors

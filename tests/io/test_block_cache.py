@@ -10,7 +10,7 @@ from counted import CountedFileSystem, counted, forget, put
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from zeroelastic.io.block_cache import BlockFile
+from zeroelastic.io.storage import BlockFile
 
 pytestmark = pytest.mark.usefixtures("counted")
 __all__ = ["counted"]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from zeroelastic.io.pinned_directory import PinnedPath, pin_directory
+from zeroelastic.io.paths import PinnedPath, pin_directory
 
 
 @pytest.fixture

@@ -11,8 +11,7 @@ from counted import CountedFileSystem, counted, put
 from zeroelastic.errors import CheckpointError
 from zeroelastic.io.objects import objects_below, put_object, remove_objects
 from zeroelastic.io.paths import RemotePath, as_path
-from zeroelastic.io.remote import read_ranges
-from zeroelastic.io.retry import NoAnswerError, Retries, is_transient, retrying, with_retries
+from zeroelastic.io.remote import NoAnswerError, Retries, is_transient, read_ranges, retrying, with_retries
 
 __all__ = ["counted"]
 

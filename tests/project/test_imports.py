@@ -19,7 +19,7 @@ SEPARATE = [("deepspeed", "verbs")]
 """Packages that do not import each other, although their levels would allow it."""
 
 PURE_PACKAGES = ("core", "checkpoint")
-PURE = ("errors", "report", "torch_file/pickle_limits", "torch_file/safe_unpickler", "torch_file/header",
+PURE = ("errors", "report", "torch_file/safe_unpickler", "torch_file/header",
         "executors/tables", "executors/numpy_executor")  # fmt: skip
 KNOWS_DEEPSPEED = {"deepspeed", "memory", "testing", "proving"}
 

@@ -24,7 +24,7 @@ from synthetic import raw
 from torch_files import bits_of_tensor, filled
 
 from zeroelastic.errors import CheckpointError, MissingFileError, UnreadableError, UnsafePickleError
-from zeroelastic.io.local import LocalFile
+from zeroelastic.io.storage import LocalFile
 from zeroelastic.torch_file import header
 from zeroelastic.torch_file.header import DTYPE_BYTES, DType, StorageRef, Stub, TensorRef, read_torch_file, walk_refs
 

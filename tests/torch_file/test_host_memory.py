@@ -17,10 +17,8 @@ import torch
 
 from zeroelastic.deepspeed.save.snapshot import HostMemory
 from zeroelastic.memory.memory_file import MemoryFile
-from zeroelastic.torch_file import host_memory as module
-from zeroelastic.torch_file import image
-from zeroelastic.torch_file.host_memory import host_memory, pinned_bytes
-from zeroelastic.torch_file.image import FileImage
+from zeroelastic.torch_file import image as module
+from zeroelastic.torch_file.image import FileImage, host_memory, pinned_bytes
 from zeroelastic.torch_file.skeleton import TorchSaveSkeleton, write_skeleton
 
 PAGE = mmap.PAGESIZE
@@ -185,8 +183,8 @@ def test_only_copies_to_pinned_memory_are_asynchronous(
 ) -> None:
     monkeypatch.setattr(TorchSaveSkeleton, "on_gpu", True)
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: pinned)
-    as_bytes = image.as_bytes
-    monkeypatch.setattr(image, "as_bytes", lambda storage: as_bytes(storage).as_subclass(Recorded))
+    as_bytes = module.as_bytes
+    monkeypatch.setattr(module, "as_bytes", lambda storage: as_bytes(storage).as_subclass(Recorded))
     monkeypatch.setattr(Recorded, "asynchronous", [])
     laid = write_skeleton({"a": torch.ones(1000), "b": torch.zeros(10)}, tmp_path / "x.pt")
     FileImage(laid, host_memory(laid.nbytes))

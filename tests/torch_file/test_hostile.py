@@ -30,13 +30,13 @@ import zeroelastic
 from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.cli.app import app
 from zeroelastic.errors import CheckpointError, UnsafePickleError, UsageError, shown
-from zeroelastic.io.local import FOLLOW_LINKS
+from zeroelastic.io.storage import FOLLOW_LINKS
 from zeroelastic.testing import RankPool
 from zeroelastic.testing.sample import write_sample
 from zeroelastic.torch_file import header
-from zeroelastic.torch_file.graph_reader import read_graph
 from zeroelastic.torch_file.graph_writer import write_graph
 from zeroelastic.torch_file.header import Stub, read_torch_file
+from zeroelastic.torch_file.pickle_graph import read_graph
 from zeroelastic.torch_file.safe_unpickler import allow_globals
 
 MOST_BYTES = 128 << 20

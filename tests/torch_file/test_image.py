@@ -18,8 +18,7 @@ from torch_files import executor, sample, saved_by_torch
 from zeroelastic.errors import UnsupportedError
 from zeroelastic.executors.dispatch import Executor
 from zeroelastic.torch_file import image as file_image
-from zeroelastic.torch_file.host_memory import host_memory
-from zeroelastic.torch_file.image import FileImage, write_past_cache
+from zeroelastic.torch_file.image import FileImage, host_memory, write_past_cache
 from zeroelastic.torch_file.save import write_torch_file
 from zeroelastic.torch_file.skeleton import DigestRange, TorchSaveSkeleton, write_skeleton
 

@@ -27,10 +27,9 @@ from packing import LONG, check_same, content, load
 from zeroelastic.errors import CheckpointError, UnsafePickleError
 from zeroelastic.executors.build_info import describe_build
 from zeroelastic.torch_file import header
-from zeroelastic.torch_file.columns import IntColumn, NamedColumn, TensorColumn, with_lists
+from zeroelastic.torch_file.columns import IntColumn, NamedColumn, TensorColumn, pack_pickle, with_lists
 from zeroelastic.torch_file.header import TensorRef, read_torch_file
-from zeroelastic.torch_file.packed_pickle import pack_pickle
-from zeroelastic.torch_file.pickle_limits import check_opcodes
+from zeroelastic.torch_file.safe_unpickler import check_opcodes
 
 pytestmark = pytest.mark.skipif(not describe_build("native").usable, reason="the native engine was not built")
 

@@ -28,8 +28,7 @@ from hypothesis import strategies as st
 from zeroelastic.errors import CheckpointError, MissingFileError, UnsafePickleError, UnsupportedError
 from zeroelastic.executors.dispatch import CopyTable, move_segments
 from zeroelastic.io.paths import local_paths
-from zeroelastic.torch_file.graph_reader import read_graph
-from zeroelastic.torch_file.graph_writer import write_graph
+from zeroelastic.torch_file.graph_writer import Archive, write_graph
 from zeroelastic.torch_file.pickle_graph import (
     Node,
     Storage,
@@ -38,10 +37,10 @@ from zeroelastic.torch_file.pickle_graph import (
     new_storage,
     ordered_dict,
     pairs_of,
+    read_graph,
     tensor,
     torch_size,
 )
-from zeroelastic.torch_file.zip_writer import Archive
 
 GOLDEN = sorted(places.GOLDEN.glob("*/*/*.pt"))
 

@@ -14,8 +14,7 @@ import torch
 
 from zeroelastic.errors import CheckpointError
 from zeroelastic.torch_file import zip_reader
-from zeroelastic.torch_file.integrity import check_archive
-from zeroelastic.torch_file.zip_reader import read_zip_records
+from zeroelastic.torch_file.zip_reader import check_archive, read_zip_records
 
 
 @pytest.mark.parametrize("window_bytes", [512, 64 << 10])

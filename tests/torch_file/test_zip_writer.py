@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from zeroelastic.torch_file import zip_writer
+from zeroelastic.torch_file import graph_writer
+from zeroelastic.torch_file.graph_writer import Archive
 from zeroelastic.torch_file.header import read_torch_file
 from zeroelastic.torch_file.pickle_graph import new_storage, tensor
-from zeroelastic.torch_file.zip_writer import Archive
 
 
 def test_zip_tools_find_nothing_wrong_and_an_unfinished_file_is_none(tmp_path: Path) -> None:
@@ -40,7 +40,7 @@ def test_zip_tools_find_nothing_wrong_and_an_unfinished_file_is_none(tmp_path: P
 
 def test_files_beyond_4_gib_are_archives_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sparse: the space is not really taken."""
-    monkeypatch.setattr(zip_writer, "reserve_space", lambda fd, nbytes: None)
+    monkeypatch.setattr(graph_writer, "reserve_space", lambda fd, nbytes: None)
     path = tmp_path / "x.pt"
     small, large, last = new_storage("uint8", 5), new_storage("float32", (1 << 30) + 7), new_storage("uint8", 3)
     made = Archive(path, {n: tensor(s, 0, (s.numel,)) for n, s in (("s", small), ("l", large), ("e", last))})
@@ -72,12 +72,12 @@ def test_a_full_disk_is_noticed_before_anything_is_moved(tmp_path: Path, monkeyp
     def full(fd: int, nbytes: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(zip_writer, "reserve_space", full)
+    monkeypatch.setattr(graph_writer, "reserve_space", full)
     with pytest.raises(OSError, match=r"x\.pt") as error:
         Archive(tmp_path / "x.pt", {})
     assert error.value.errno == errno.ENOSPC
 
 
 def test_it_needs_no_torch() -> None:
-    code = "import sys; from zeroelastic.torch_file import pickle_graph, zip_writer; print('torch' in sys.modules)"
+    code = "import sys; from zeroelastic.torch_file import pickle_graph, graph_writer; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"

@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from zeroelastic.errors import SavedAgainError, UnreadableError, ZeroElasticError
-from zeroelastic.io.paths import FilePath, RemotePath
-from zeroelastic.io.pinned_directory import PinnedPath, pin_directory
+from zeroelastic.io.paths import FilePath, PinnedPath, RemotePath, pin_directory
 from zeroelastic.io.remote import changed_since_listed
 
 

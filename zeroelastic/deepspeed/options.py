@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from zeroelastic.errors import ConfigError, without_pydantic
 from zeroelastic.executors.build_info import is_usable
 from zeroelastic.executors.dispatch import Executor, host_executor
-from zeroelastic.io.retry import Retries
+from zeroelastic.io.remote import Retries
 from zeroelastic.torch_file.safe_unpickler import split_global
 
 logger = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ from zeroelastic.executors.tables import (
     MemoryRanges,
     check_crc32,
 )
-from zeroelastic.io.failures import missing_file
+from zeroelastic.io.paths import missing_file
 
 _OPEN_FAILED, _READ_FAILED, _END_OF_FILE, _WRITE_FAILED, _SYNC_FAILED, BAD_TABLE, _NO_MEMORY = range(1, 8)
 _SOURCE = 0

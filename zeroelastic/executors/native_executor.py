@@ -87,7 +87,7 @@ def digest_range(data: ByteArray, itemsize: int, *, seed: int, start: int, threa
 
 
 def pack_pickle(data: bytes, *, long_list: int) -> tuple[memoryview, list[tuple[int, Int64Array]]] | None:
-    """As ``zeroelastic.torch_file.packed_pickle.pack_pickle``: the pickle, and of each column its kind and values.
+    """As ``zeroelastic.torch_file.columns.pack_pickle``: the pickle, and of each column its kind and values.
 
     None for a pickle that the engine leaves to Python. Raises MemoryError.
     """

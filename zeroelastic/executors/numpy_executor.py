@@ -33,8 +33,7 @@ from zeroelastic.executors.tables import (
     check_crc32,
 )
 from zeroelastic.io.atomic import name_in_errors, write_fully
-from zeroelastic.io.failures import missing_file
-from zeroelastic.io.paths import FilePath, local_paths
+from zeroelastic.io.paths import FilePath, local_paths, missing_file
 
 _MAX_VECTORS = 1024  # IOV_MAX on Linux
 _MAX_CALL_BYTES = 256 << 20

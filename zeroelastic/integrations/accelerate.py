@@ -35,7 +35,7 @@ from zeroelastic.elastic.position import seed_generators
 from zeroelastic.errors import StrictError, UnsupportedError
 from zeroelastic.integrations.framework_load import Notes, is_loaded_here, load_and_correct, read_on_rank_0
 from zeroelastic.io.paths import FilePath
-from zeroelastic.torch_file.graph_reader import read_graph
+from zeroelastic.torch_file.pickle_graph import read_graph
 
 __all__ = ["DataPosition", "data_position", "remaining_epochs"]
 

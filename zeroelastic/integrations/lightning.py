@@ -35,7 +35,7 @@ from zeroelastic.distributed.collective import all_or_raise
 from zeroelastic.errors import StrictError, UnsupportedError, ZeroElasticError
 from zeroelastic.integrations.framework_load import Notes, is_loaded_here, load_and_correct, read_on_rank_0
 from zeroelastic.io.paths import FilePath
-from zeroelastic.torch_file.graph_reader import read_graph
+from zeroelastic.torch_file.pickle_graph import read_graph
 
 logger = logging.getLogger(__name__)
 

@@ -1,15 +1,10 @@
 """Files and directories, on local disks and behind fsspec.
 
-    storage           listing, sizes and reading by range for a path or a URL
-    paths             the types of paths, and what a user's text means
-    local             local files: symbolic links are checked when one is opened
-    remote            files behind fsspec: one range, or many at the same time
-    objects           objects of a store: put, removed, listed; ``upload`` for large ones
-    retry             requests that are made again when they fail for a passing reason
-    block_cache       a remote file that is read in blocks, for headers
-    failures          what went wrong, in one line
-    pinned_directory  a directory that stays the same while its name may be given to another
-    atomic            files that are written whole or not at all
+    storage  listing, sizes and reading by range for a path or a URL
+    paths    the types of paths, what a user's text means, and directories that are pinned
+    remote   files behind fsspec: one range, or many at the same time; what failed is asked for again
+    objects  objects of a store: put, uploaded in parts, removed, listed
+    atomic   files that are written whole or not at all
 
 Imports ``zeroelastic.errors`` and ``core``. Read ``storage`` first.
 """

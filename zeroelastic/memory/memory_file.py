@@ -20,7 +20,7 @@ import torch
 
 from zeroelastic.byte_sizes import format_size
 from zeroelastic.io.atomic import name_in_errors
-from zeroelastic.torch_file.host_memory import Pages
+from zeroelastic.torch_file.image import Pages
 
 _SLACK = 64 << 10
 _PAGE = mmap.PAGESIZE

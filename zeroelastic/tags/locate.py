@@ -24,8 +24,7 @@ from zeroelastic.errors import (
     rank_list,
     some,
 )
-from zeroelastic.io.paths import FilePath, RemotePath, as_path
-from zeroelastic.io.pinned_directory import PinnedPath
+from zeroelastic.io.paths import FilePath, PinnedPath, RemotePath, as_path
 from zeroelastic.io.storage import file_sizes, list_directory
 from zeroelastic.tags.names import LATEST, directory_of, list_tags, normal, read_latest, why_no_tag
 from zeroelastic.tags.not_there import WHAT_TO_GIVE, not_a_directory

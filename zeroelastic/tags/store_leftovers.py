@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from zeroelastic.checkpoint.commit_record import RECORD_NAME
 from zeroelastic.checkpoint.unfinished import UNFINISHED_NAME, Unfinished, read_unfinished
 from zeroelastic.errors import MissingFileError
-from zeroelastic.io.objects import StoredObject, objects_below, remove_objects
+from zeroelastic.io.objects import OpenUpload, StoredObject, abort_upload, objects_below, open_uploads, remove_objects
 from zeroelastic.io.paths import RemotePath, relative_name
-from zeroelastic.io.upload import OpenUpload, abort_upload, open_uploads
 
 logger = logging.getLogger(__name__)
 

@@ -13,9 +13,8 @@ from dataclasses import replace
 from zeroelastic.checkpoint.commit_record import RECORD_NAME
 from zeroelastic.checkpoint.unfinished import UNFINISHED_NAME, new_mark
 from zeroelastic.errors import MissingFileError, UsageError
-from zeroelastic.io.objects import StoredObject, objects_below, put_object, remove_objects
+from zeroelastic.io.objects import OpenUpload, StoredObject, objects_below, open_uploads, put_object, remove_objects
 from zeroelastic.io.paths import RemotePath, relative_name
-from zeroelastic.io.upload import OpenUpload, open_uploads
 from zeroelastic.tags.candidates import Check, check_quickly, list_run
 from zeroelastic.tags.commit_order import Tag
 from zeroelastic.tags.prune import (

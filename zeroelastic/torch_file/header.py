@@ -26,16 +26,12 @@ import numpy.typing as npt
 from zeroelastic.core.collector import paused_collector
 from zeroelastic.core.layout import Int64Array
 from zeroelastic.errors import CheckpointError, OldFormatError
-from zeroelastic.io.block_cache import BlockFile
-from zeroelastic.io.local import LocalFile
 from zeroelastic.io.paths import FilePath, RemotePath, as_path
-from zeroelastic.io.storage import read_range
-from zeroelastic.torch_file.columns import NamedColumn, TensorColumn
+from zeroelastic.io.storage import BlockFile, LocalFile, read_range
+from zeroelastic.torch_file.columns import LARGE_PICKLE, LONG_LIST, NamedColumn, TensorColumn, pack_pickle
 from zeroelastic.torch_file.inert_objects import DTYPE_BYTES, DType, StorageRef, Stub, TensorRef
-from zeroelastic.torch_file.packed_pickle import LARGE_PICKLE, LONG_LIST, pack_pickle
-from zeroelastic.torch_file.pickle_limits import check_opcodes
 from zeroelastic.torch_file.records import LOCATED_BYTES, Record, Records
-from zeroelastic.torch_file.safe_unpickler import ForeignGlobals, HeaderUnpickler, check_tree
+from zeroelastic.torch_file.safe_unpickler import ForeignGlobals, HeaderUnpickler, check_opcodes, check_tree
 from zeroelastic.torch_file.zip_format import FIELD, LOCAL, LOCAL_MARK, Directory, ZipError, read_directory
 
 __all__ = ["DTYPE_BYTES", "DType", "Extent", "StorageRef", "Stub", "TensorRef", "TorchFile", "read_torch_file"]

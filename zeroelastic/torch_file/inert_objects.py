@@ -1,12 +1,21 @@
-"""Inert objects that stand for the tensors, dtypes and foreign objects of a pickle."""
+"""The allow-list of the unpickler, and the inert objects that stand for tensors, dtypes and foreign objects.
+
+``ALLOWED`` has the object that takes the place of each global that a pickle may name.
+"""
 
 from __future__ import annotations
 
 import math
+import operator
+import re
+from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from zeroelastic.errors import UnsafePickleError, brief, shown
+import numpy as np
+
+from zeroelastic.errors import CheckpointError, UnsafePickleError, brief, shown
 
 DTYPE_BYTES = {
     "float64": 8,
@@ -171,3 +180,207 @@ def storage_id(pid: object) -> tuple[object, str, object, int]:
     if not 0 <= numel < 1 << 62 or not key.isalnum() or len(key) > _MAX_KEY:
         raise UnsafePickleError(f"a storage has key {shown(key)} and {shown(numel)} elements")
     return kind, key, location, numel
+
+
+_NUMPY_CODE = re.compile(r"[<=|]?[biuf][1248]")
+_MAX_DIMENSIONS = 64
+
+
+@sealed
+class StorageType:
+    """The class that a persistent id names; only its dtype matters."""
+
+    __slots__ = ("dtype",)
+
+    def __init__(self, dtype: str) -> None:
+        self.dtype = dtype
+
+
+@sealed
+class Function:
+    """One of our functions as a pickle gets it: it can be called, and nothing about it can be changed."""
+
+    __slots__ = ("call",)
+
+    def __init__(self, call: Callable[..., object]) -> None:
+        self.call = call
+
+    def __call__(self, *args: object) -> object:
+        return self.call(*args)
+
+
+@sealed
+class Enumeration:
+    """An enumeration of integers: a member is made by its value, or taken by its name."""
+
+    __slots__ = ("members",)
+
+    def __init__(self, **members: int) -> None:
+        self.members = members
+
+    def __call__(self, value: object = 0) -> int:
+        if not isinstance(value, int):
+            raise UnsafePickleError(f"an enumeration member has the value {shown(value)}, not an integer")
+        return int(value)
+
+    def member(self, name: str) -> int:
+        if name not in self.members:
+            raise UnsafePickleError(f"attribute {shown(name)} of an enumeration is not on the allow-list")
+        return self.members[name]
+
+
+def _rebuild_tensor_v2(storage: object, offset: object, size: object, stride: object, *_: object) -> TensorRef | Stub:
+    if isinstance(storage, Stub):
+        return storage
+    return _tensor_ref(storage, offset, size, stride, storage.dtype if isinstance(storage, StorageRef) else "")
+
+
+def _rebuild_tensor_v3(
+    storage: object, offset: object, size: object, stride: object, *rest: object
+) -> TensorRef | Stub:
+    dtype = rest[2] if len(rest) > 2 else None
+    if isinstance(storage, Stub):
+        return storage
+    if isinstance(dtype, type) and issubclass(dtype, Stub):
+        return dtype()
+    if not isinstance(dtype, DType):
+        raise UnsafePickleError(f"a tensor names {shown(dtype)} as its dtype")
+    return _tensor_ref(storage, offset, size, stride, dtype.name)
+
+
+def _tensor_ref(storage: object, offset: object, size: object, stride: object, dtype: str) -> TensorRef:
+    if not isinstance(storage, StorageRef) or not isinstance(size, tuple) or not isinstance(stride, tuple):
+        raise UnsafePickleError("a tensor is not made of a storage, a size and a stride")
+    if len(size) > _MAX_DIMENSIONS or len(stride) > _MAX_DIMENSIONS:
+        raise UnsafePickleError(f"a tensor has {len(size)} dimensions")
+    numbers = (offset, *size, *stride)
+    plain = len(size) == len(stride) and {*map(type, numbers)} == {int}
+    if not plain or min(numbers) < 0 or max(numbers) >= 1 << 62:
+        what = ", ".join(map(shown, (offset, size, stride)))
+        raise UnsafePickleError(f"a tensor has offset, size and stride {what}")
+    if dtype not in DTYPE_BYTES:
+        raise UnsafePickleError(f"a tensor has the dtype {dtype}, which is not read")
+    assert isinstance(offset, int)
+    ref = TensorRef(storage, dtype, offset, tuple(size), tuple(stride))
+    last = sum(map(operator.mul, size, stride)) - sum(stride) if math.prod(size) else -1
+    if (offset + last + 1) * DTYPE_BYTES[dtype] > storage.numel * DTYPE_BYTES[storage.dtype]:
+        raise CheckpointError(f"a tensor of shape {size} reaches behind its storage of {storage.numel} elements")
+    return ref
+
+
+def _rebuild_from_type_v2(rebuild: object, _type: object, arguments: object, _state: object) -> object:
+    """A tensor with Python attributes, which are left out."""
+    known = (_rebuild_tensor_v2, _rebuild_tensor_v3, _rebuild_parameter)
+    if not isinstance(rebuild, Function) or rebuild.call not in known or not isinstance(arguments, tuple):
+        raise UnsafePickleError("a tensor with attributes is not rebuilt from a storage")
+    return rebuild(*arguments)
+
+
+def _rebuild_parameter(data: object, *_: object) -> object:
+    return data
+
+
+class Dict(OrderedDict[object, object]):
+    """A dictionary of a pickle. Attributes that are set on one, as torch does for module states, are left out."""
+
+    def __setstate__(self, state: object) -> None:
+        pass
+
+
+def _plain_dict(*_: object) -> dict[object, object]:
+    return {}
+
+
+def _ordered_dict(*items: object) -> Dict:
+    if items not in ((), ([],)):  # as Python 2 did; check_opcodes does not see such keys
+        raise UnsafePickleError("an OrderedDict gets its items when it is made, not afterwards")
+    return Dict()
+
+
+def _size(items: object = ()) -> tuple[object, ...]:
+    if isinstance(items, (list, tuple)) and len(items) <= _MAX_DIMENSIONS and all(type(n) is int for n in items):
+        return tuple(items)
+    raise UnsafePickleError(f"a torch.Size is made of {shown(items)}")
+
+
+def _set(items: object = ()) -> set[object]:
+    if not isinstance(items, (list, tuple)) or not all(_is_plain(item) for item in items):
+        raise UnsafePickleError("a set is made of other things than numbers, text and tuples of them")
+    return set(items)
+
+
+def _is_plain(item: object) -> bool:
+    if isinstance(item, tuple):  # one level: the hash of tuples in tuples may take forever
+        return len(item) <= _MAX_DIMENSIONS and all(_is_plain(part) and type(part) is not tuple for part in item)
+    return item is None or isinstance(item, (bool, int, float, complex, str, bytes))
+
+
+def _complex(real: object = None, imaginary: object = None) -> complex:
+    if not isinstance(real, (int, float)) or not isinstance(imaginary, (int, float)):
+        raise UnsafePickleError("a complex number is not made of two numbers")
+    return complex(real, imaginary)
+
+
+def encode(text: object, encoding: object = "latin1") -> bytes:
+    if not isinstance(text, str) or not isinstance(encoding, str) or encoding not in ("latin1", "latin-1"):
+        raise UnsafePickleError("bytes are encoded in an unexpected way")
+    return text.encode("latin1")
+
+
+def _numpy_dtype(code: object, *_: object) -> _NumpyDType:
+    if not isinstance(code, str) or _NUMPY_CODE.fullmatch(code) is None:
+        raise UnsafePickleError("a numpy dtype is not a plain number")
+    return _NumpyDType(code.lstrip("<=|"))
+
+
+class _NumpyDType:
+    def __init__(self, code: str) -> None:
+        self.code = code
+
+    def __setstate__(self, state: object) -> None:
+        if isinstance(state, tuple) and len(state) > 1 and state[1] == ">":
+            raise UnsafePickleError("a numpy scalar is big-endian")
+
+
+def _numpy_scalar(dtype: object, data: object = b"") -> int | float | bool:
+    if not isinstance(dtype, _NumpyDType) or not isinstance(data, bytes):
+        raise UnsafePickleError("a numpy scalar is not made of a dtype and bytes")
+    parsed = np.dtype(dtype.code)
+    if len(data) != parsed.itemsize:
+        raise UnsafePickleError(f"a numpy scalar has {len(data)} bytes; {dtype.code} has {parsed.itemsize}")
+    value = np.frombuffer(data, dtype=parsed)[0].item()
+    assert isinstance(value, (int, float, bool))
+    return value
+
+
+PYTHON2_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}
+_INERT = (
+    ("torch", "Tensor"),
+    ("torch.nn.parameter", "Parameter"),
+    ("torch", "device"),
+    ("deepspeed.runtime.zero.partition_parameters", "PartitionedParamStatus"),
+    ("deepspeed.runtime.zero.offload_config", "OffloadDeviceEnum"),
+    *(("deepspeed.runtime.fp16.loss_scaler", name) for name in ("LossScaler", "DynamicLossScaler", "LossScalerBase")),
+    ("deepspeed.utils.tensor_fragment", "fragment_address"),
+)
+ALLOWED: dict[tuple[str, str], object] = {
+    ("collections", "OrderedDict"): Function(_ordered_dict),
+    ("collections", "defaultdict"): Function(_plain_dict),
+    ("builtins", "set"): Function(_set),
+    ("builtins", "complex"): Function(_complex),
+    ("torch", "Size"): Function(_size),
+    ("torch._utils", "_rebuild_tensor_v2"): Function(_rebuild_tensor_v2),
+    ("torch._utils", "_rebuild_tensor_v3"): Function(_rebuild_tensor_v3),
+    ("torch._utils", "_rebuild_parameter"): Function(_rebuild_parameter),
+    ("torch._tensor", "_rebuild_from_type_v2"): Function(_rebuild_from_type_v2),
+    ("_codecs", "encode"): Function(encode),
+    ("numpy", "dtype"): Function(_numpy_dtype),
+    ("numpy.core.multiarray", "scalar"): Function(_numpy_scalar),
+    ("numpy._core.multiarray", "scalar"): Function(_numpy_scalar),
+    ("deepspeed.runtime.zero.config", "ZeroStageEnum"): Enumeration(
+        disabled=0, optimizer_states=1, gradients=2, weights=3, max_stage=3
+    ),
+    **{(module, name): new_stub(module, name) for module, name in _INERT},
+    **{(m, name): StorageType(dtype) for m in ("torch", "torch.storage") for name, dtype in STORAGE_DTYPES.items()},
+    **{("torch", name): DType(name) for name in DTYPE_BYTES},
+}

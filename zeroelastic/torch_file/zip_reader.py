@@ -2,7 +2,7 @@
 
 Every byte that is not the payload of a record is looked at here: the header before each record, the padding that aligns
 it, what follows it, and the directory at the end. All of these say the same things twice, so damage shows: any one bit.
-What is expected: archives of torch.save (PyTorchStreamWriter and miniz, torch 1.6 to 2.13) and of ``zip_writer``.
+What is expected: archives of torch.save (PyTorchStreamWriter and miniz, torch 1.6 to 2.13) and of ``graph_writer``.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import numpy.typing as npt
 
 from zeroelastic.core.layout import Int64Array
 from zeroelastic.errors import CheckpointError
-from zeroelastic.io.block_cache import BlockFile
-from zeroelastic.io.local import LocalFile
+from zeroelastic.executors.dispatch import Executor, FileRanges, scan_segments
 from zeroelastic.io.paths import FilePath, RemotePath
+from zeroelastic.io.storage import BlockFile, LocalFile
 from zeroelastic.torch_file.zip_format import (
     DEFERRED,
     DESCRIPTOR_MARK,
@@ -321,3 +321,37 @@ class _Window:
             self.bytes_read += len(self._data)
         at = offset - self._begin
         return self._data[at : at + nbytes]
+
+
+_HEADER_WINDOW = 512
+
+
+def check_archive(path: FilePath, size: int, *, digested: Int64Array | None = None, executor: Executor = "auto") -> int:
+    """Compare every header of an archive with its directory, and records with their CRC-32; returns the bytes read.
+
+    ``digested`` are byte positions in the file whose content is compared by digest: the records that hold them are not
+    read. ``size`` is the size of the file. Raises CheckpointError with the file and the damaged part, MissingFileError.
+    """
+    archive = read_zip_records(path, size, window_bytes=_HEADER_WINDOW)
+    records = archive.records
+    begins, ends = records.offset, records.offset + records.nbytes
+    end = int(ends.max(initial=0))
+    for fault in archive.faults:
+        if fault.offset < end:  # another writer may make the directory behind it in its own way
+            raise CheckpointError(f"{path}: {fault.what} (byte {fault.offset}). The file is damaged.")
+    places = np.sort(digested) if digested is not None else np.empty(0, dtype=np.int64)
+    read = np.flatnonzero((np.searchsorted(places, begins) == np.searchsorted(places, ends)) & (ends > begins))
+    found = np.zeros(len(read), dtype=np.uint32)
+    table = FileRanges((path,), np.zeros(len(read), dtype=np.int64), begins[read], records.nbytes[read])
+    scan_segments(table, crc32=found, executor=executor)
+    for number in np.flatnonzero(found != records.crc32[read])[:1].tolist():
+        record = records[int(read[number])]
+        raise CheckpointError(
+            f"{path}: record {_short(record)}, bytes {record.offset} to {record.offset + record.nbytes}, has CRC-32 "
+            f"{int(found[number]):08x} and should have {record.crc32:08x}. The file is damaged."
+        )
+    return archive.bytes_read + int(table.nbytes.sum())
+
+
+def _short(record: ZipRecord) -> str:
+    return record.name.partition("/")[2] or record.name

@@ -22,8 +22,8 @@ import zeroelastic
 from zeroelastic.checkpoint.commit_record import read_record
 from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.distributed.process_identity import identity
+from zeroelastic.io.objects import MAX_PARTS, part_size
 from zeroelastic.io.paths import as_path
-from zeroelastic.io.upload import MAX_PARTS, part_size
 from zeroelastic.testing import RankPool
 from zeroelastic.testing.run import RankError
 from zeroelastic.verbs.verify.verify import verify_checkpoint

@@ -22,8 +22,7 @@ from zeroelastic.deepspeed.live.kinds import rank_and_tp
 from zeroelastic.deepspeed.node_local.node_tags import problem_over_nodes, seen_alike, tags_of_this_run
 from zeroelastic.distributed.collective import all_or_raise, broadcast
 from zeroelastic.errors import CheckpointError, UnreadableError, finding
-from zeroelastic.io.paths import FilePath, as_path
-from zeroelastic.io.pinned_directory import PinnedPath
+from zeroelastic.io.paths import FilePath, PinnedPath, as_path
 from zeroelastic.io.storage import file_size
 from zeroelastic.report import ResumeReport
 from zeroelastic.tags.candidates import check_quickly, check_tag, is_damage, named_latest

@@ -50,9 +50,8 @@ from zeroelastic.deepspeed.load.verify import raise_mismatch, verify
 from zeroelastic.distributed.collective import all_gather_alike, all_or_raise, any_rank, is_raised_on_all_ranks
 from zeroelastic.distributed.partners import require_partners
 from zeroelastic.errors import CheckpointError, SavedAgainError, UnsupportedError, ZeroElasticError
-from zeroelastic.io.paths import FilePath, absolute, is_url
-from zeroelastic.io.pinned_directory import PinnedPath
-from zeroelastic.io.retry import retrying
+from zeroelastic.io.paths import FilePath, PinnedPath, absolute, is_url
+from zeroelastic.io.remote import retrying
 from zeroelastic.monitoring.observers import publish
 from zeroelastic.monitoring.spans import span
 from zeroelastic.report import Note

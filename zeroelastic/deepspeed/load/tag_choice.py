@@ -15,8 +15,7 @@ from zeroelastic.deepspeed.engine_state import refuse_damaged
 from zeroelastic.deepspeed.node_local.node_tags import agree_on_latest
 from zeroelastic.distributed.collective import all_gather_alike, all_gather_or_raise, all_or_raise, broadcast_or_raise
 from zeroelastic.errors import CheckpointError, MissingFileError, UnreadableError, printable, shown
-from zeroelastic.io.paths import FilePath, RemotePath
-from zeroelastic.io.pinned_directory import PinnedPath
+from zeroelastic.io.paths import FilePath, PinnedPath, RemotePath
 from zeroelastic.report import Note
 from zeroelastic.tags.absent import about_absent, about_absent_tag
 from zeroelastic.tags.candidates import committed_after

@@ -10,9 +10,8 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 
 from zeroelastic.errors import CheckpointError
-from zeroelastic.io.block_cache import BlockFile
-from zeroelastic.io.local import LocalFile
 from zeroelastic.io.paths import FilePath, RemotePath
+from zeroelastic.io.storage import BlockFile, LocalFile
 
 Ranges = Sequence[tuple[int, bytes]]
 """(offset, bytes) of a file, ascending; they neither overlap nor touch."""

@@ -21,8 +21,7 @@ from zeroelastic.deepspeed.options import Options
 from zeroelastic.deepspeed.save.engine_proxy import not_written
 from zeroelastic.deepspeed.save.shard_writer import ShardWriter, runs_of
 from zeroelastic.errors import UnsupportedError
-from zeroelastic.torch_file.host_memory import host_memory
-from zeroelastic.torch_file.image import FileImage
+from zeroelastic.torch_file.image import FileImage, host_memory
 from zeroelastic.torch_file.skeleton import write_skeleton
 
 logger = logging.getLogger(__name__)

@@ -43,10 +43,17 @@ from zeroelastic.deepspeed.save.snapshot import HostMemory, Snapshot
 from zeroelastic.deepspeed.save.written import Written, gather_written
 from zeroelastic.deepspeed.storage_rules import saves_nothing
 from zeroelastic.errors import CheckpointError, MissingFileError, SaveError, UnreadableError, UnsupportedError
-from zeroelastic.io.objects import objects_below, put_object, remove_objects
+from zeroelastic.io.objects import (
+    Upload,
+    abort_upload,
+    new_upload,
+    objects_below,
+    open_uploads,
+    put_object,
+    remove_objects,
+)
 from zeroelastic.io.paths import RemotePath
-from zeroelastic.io.retry import Retries, retrying
-from zeroelastic.io.upload import Upload, abort_upload, new_upload, open_uploads
+from zeroelastic.io.remote import Retries, retrying
 from zeroelastic.tags.names import LATEST, directory_of
 from zeroelastic.tags.store_leftovers import leftover_of, remove_dead_saves, remove_leftover
 from zeroelastic.torch_file.header import Blocks
@@ -177,7 +184,7 @@ def store_target(run: RemotePath, tag: str, save_id: str, options: Options) -> S
 
 
 class StoreSnapshot(Snapshot):
-    """A snapshot whose files are uploaded; memory: that of its images, and ``upload.THREADS`` parts on their way."""
+    """A snapshot whose files are uploaded; memory: that of its images, and ``objects.THREADS`` parts on their way."""
 
     def __init__(
         self,

@@ -36,9 +36,8 @@ from zeroelastic.io.paths import FilePath
 from zeroelastic.tags.locate import Source, find_source
 from zeroelastic.tags.names import LATEST_UNIVERSAL, read_latest, why_no_tag
 from zeroelastic.tags.not_there import not_a_directory
-from zeroelastic.torch_file.graph_reader import read_graph
 from zeroelastic.torch_file.header import TensorRef, TorchFile, read_torch_file
-from zeroelastic.torch_file.pickle_graph import entry, pairs_of
+from zeroelastic.torch_file.pickle_graph import entry, pairs_of, read_graph
 from zeroelastic.verbs.convert.to_universal import OPTIMIZER_STATE, ZERO_FOLDER, check_file_name
 from zeroelastic.verbs.convert.universal_files import (
     MODEL_FILE,

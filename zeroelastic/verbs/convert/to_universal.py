@@ -34,10 +34,8 @@ from zeroelastic.executors.dispatch import CopyTable, DigestRows, move_segments
 from zeroelastic.executors.progress import ProgressFunction
 from zeroelastic.io.atomic import write_at
 from zeroelastic.tags.names import LATEST_UNIVERSAL
-from zeroelastic.torch_file.graph_reader import read_graph
-from zeroelastic.torch_file.graph_writer import walk_storages
-from zeroelastic.torch_file.pickle_graph import Storage, entry, new_storage, pairs_of, tensor
-from zeroelastic.torch_file.zip_writer import Archive
+from zeroelastic.torch_file.graph_writer import Archive, walk_storages
+from zeroelastic.torch_file.pickle_graph import Storage, entry, new_storage, pairs_of, read_graph, tensor
 from zeroelastic.verbs.convert.copy_tensors import (
     TensorCopy,
     compare_digest,

@@ -41,7 +41,7 @@ from zeroelastic.io.paths import FilePath
 from zeroelastic.tags.locate import Source
 from zeroelastic.tags.names import LATEST
 from zeroelastic.torch_file.header import DTYPE_BYTES, directory_digest
-from zeroelastic.torch_file.integrity import check_archive
+from zeroelastic.torch_file.zip_reader import check_archive
 from zeroelastic.verbs.new_directory import check_free
 from zeroelastic.verbs.reshard.options import LEAST_MEMORY, ReshardOptions, check_options, stage_notes
 from zeroelastic.verbs.reshard.rank_writer import RankWriter, WrittenRank

@@ -24,8 +24,7 @@ from zeroelastic.checkpoint.saved_state import SavedPart, SavedState
 from zeroelastic.core.layout import Param, pack_sub_groups
 from zeroelastic.errors import CheckpointError, UnsupportedError
 from zeroelastic.io.paths import FilePath
-from zeroelastic.torch_file.graph_reader import read_graph
-from zeroelastic.torch_file.pickle_graph import entry, pairs_of
+from zeroelastic.torch_file.pickle_graph import entry, pairs_of, read_graph
 
 _STATE_KEYS = frozenset(
     {
