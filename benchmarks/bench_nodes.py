@@ -121,7 +121,7 @@ class OneOfMany:
         }
 
         def run() -> object:
-            tier = resume.MemoryTier(Path("ckpt"))
+            tier = resume.MemoryTier(Path("ckpt"), "params")
             assert tier.generations[0].problem is None
             return tier
 

@@ -28,6 +28,7 @@ from training import Job, build_engine, gathered, look, train_step
 import zeroelastic
 from zeroelastic.checkpoint.commit_record import read_record
 from zeroelastic.elastic import ElasticDistributedSampler, every, preemption, resume
+from zeroelastic.errors import ConfigError
 from zeroelastic.io.paths import as_path
 from zeroelastic.memory import checkpoints
 from zeroelastic.memory import resume as memory_resume
@@ -498,6 +499,74 @@ def test_a_training_loop_ends_with_its_process_groups(rank_pool: RankPool, tmp_p
         groups, threads, files = zip(*seen, strict=True)
         assert len(set(groups)) == 1 and after == groups[0] - 1  # that of saves in the background
         assert threads[2] <= threads[0] and files[2] <= files[0] + 2, seen
+
+
+def train_two(jobs: tuple[Job, Job], directory: str, shared: Path, *, flip: int | None = None) -> list[Any]:
+    """Two engines train in turn, with one directory; built anew, each resumes. The tier, step, and if it is its own.
+
+    ``flip``: a byte of what that engine has in memory is flipped before.
+    """
+    use_node(shared, dist.get_rank())
+    engines = [build_engine(job) for job in jobs]
+    saved: list[Any] = []
+    with preemption(engines[0], directory) as stop, preemption(engines[1], directory) as other:
+        for step in range(4):
+            for i, (engine, each) in enumerate(zip(engines, (stop, other), strict=True)):
+                for number in range(i + 1):
+                    train_step(engine, 10 * step + number)
+                each()
+                if step == 1:
+                    each.save(tag=f"{i}_{step}")
+        saved += [look(engine)[0] for engine in engines]
+        places = [each._memory._run.complete for each in (stop, other) if each._memory is not None]
+    if flip is not None and dist.get_rank() == 1:
+        for path in places[flip].rglob("*rank_1_*optim_states.pt"):
+            with open(path, "r+b") as file:
+                file.seek(path.stat().st_size // 2)
+                byte = file.read(1)
+                file.seek(-1, 1)
+                file.write(bytes([byte[0] ^ 1]))
+    dist.barrier()
+    found: list[Any] = []
+    for job, state in zip(jobs, saved, strict=True):
+        engine = build_engine(job.other())
+        start = resume(engine, directory, strict=False)
+        found.append((start.tier, start.global_steps, look(engine)[0] == state))
+    return found
+
+
+@pytest.mark.parametrize("stage", [3, pytest.param(2, marks=pytest.mark.extended)])
+def test_each_of_two_engines_has_a_place_of_its_own(
+    rank_pool: RankPool, tmp_path: Path, shared: Path, stage: int
+) -> None:
+    """A GAN's: what memory has of one is neither replaced nor removed by the other, whatever that resumes from."""
+    jobs = replace(JOB, stage=stage), replace(JOB, stage=stage, extra="more")
+    for found in rank_pool.run(train_two, 2, jobs, str(tmp_path / "sound"), shared / "sound"):
+        assert found == [("memory", 4, True), ("memory", 8, True)]
+    for found in rank_pool.run(train_two, 2, jobs, str(tmp_path / "flipped"), shared / "flipped", flip=0):
+        assert found == [("directory", 2, False), ("memory", 8, True)]
+
+
+def train_twins(job: Job, directory: str, shared: Path) -> str:
+    """Two engines of the same parameters, with one directory; then one after the other."""
+    use_node(shared, dist.get_rank())
+    engines = [build_engine(job) for _ in range(2)]
+    said = ""
+    with preemption(engines[0], directory):
+        try:
+            preemption(engines[1], directory).__enter__()
+        except ConfigError as error:
+            said = str(error)
+    for _ in range(2):
+        with preemption(engines[1], directory) as stop:
+            train_step(engines[1], 0)
+            stop()
+    return said
+
+
+def test_two_engines_of_the_same_parameters_are_refused(rank_pool: RankPool, tmp_path: Path, shared: Path) -> None:
+    for said in rank_pool.run(train_twins, 2, JOB, str(tmp_path / "ckpt"), shared):
+        assert "two engines with the same trained parameters" in said and "a directory of its own" in said
 
 
 def save_without(job: Job, directory: str) -> list[str]:

@@ -273,7 +273,7 @@ def kept(tmp_path: Path) -> Iterator[RunPlace]:
     place = Place(tmp_path / "memory" / "user" / "job", "node")
     place.path.parents[1].mkdir()
     place.create()
-    run = RunPlace.of(place.path, tmp_path / "ckpt")
+    run = RunPlace.of(place.path, tmp_path / "ckpt", "params")
     run.create()
     staging = run.writing("attempt")
     staging.mkdir(0o700)

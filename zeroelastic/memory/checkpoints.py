@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, CommitRecord, record_text
 from zeroelastic.checkpoint.file_names import WHOLE_MODEL_FILE
+from zeroelastic.checkpoint.param_table import params_digest
 from zeroelastic.deepspeed.engine import Engine, options_of
 from zeroelastic.deepspeed.engine_state import lineage_of, state_of
 from zeroelastic.deepspeed.live.digests import whole_contents
@@ -66,6 +67,8 @@ RACK = "ZEROELASTIC_RACK"
 
 _EXIT_S = 5.0
 _threads = weakref.WeakSet[threading.Thread]()
+_open = weakref.WeakValueDictionary[Path, "MemoryCheckpoints"]()
+"""Those of this process that are not closed, by the directory of their run."""
 
 
 @atexit.register
@@ -146,11 +149,12 @@ class MemoryCheckpoints:
         self.last: MemoryReport | None = None
         self.complete_step: int | None = None
         self._engine, self._run_options = engine, options
-        all_or_raise(lambda: _require_covered(engine))
+        live = all_or_raise(lambda: _require_covered(engine))
         place = all_or_raise(_own_place)
         rack = os.environ.get(RACK, "")
         self.placement = _placement(all_gather((f"{place.node} {place.path}", rack)), self.options)
-        self._run = RunPlace.of(place.path, directory)
+        self._run = RunPlace.of(place.path, directory, params_digest(live.layout.params))
+        all_or_raise(lambda: self._require_no_twin(directory))
         self._attempt = broadcast(uuid.uuid4().hex)
         rank = dist.get_rank()
         self._node = self.placement.nodes[self.placement.node_of[rank]]
@@ -172,6 +176,7 @@ class MemoryCheckpoints:
         hook = getattr(base, "register_step_pre_hook", None)
         self._hook = hook(lambda *args: self.wait()) if hook is not None else None
         state_of(engine).memory = self
+        _open[self._run.path] = self
         if dist.get_rank() == 0:
             logger.info("%s", self._describe())
 
@@ -239,6 +244,8 @@ class MemoryCheckpoints:
 
         After a failure the other ranks may be gone, or wait for this one: it must end.
         """
+        if _open.get(self._run.path) is self:
+            del _open[self._run.path]
         if not failed:
             self.wait()
             if not self._is_broken:
@@ -246,6 +253,16 @@ class MemoryCheckpoints:
                 del self._group
         if self._hook is not None:
             self._hook.remove()
+
+    def _require_no_twin(self, directory: FilePath) -> None:
+        """Raise ConfigError where another engine of this process keeps its checkpoints in the same place."""
+        other = _open.get(self._run.path)
+        if other is not None and other._engine is not self._engine:
+            raise ConfigError(
+                f"{directory}: two engines with the same trained parameters would keep memory checkpoints for this "
+                "directory, and each would remove those of the other. Give each a directory of its own, or leave "
+                '"memory" out of the "zeroelastic" block of one.'
+            )
 
     def _make_directories(self) -> None:
         try:
@@ -416,8 +433,8 @@ def _placement(found: list[tuple[str, str]], options: MemoryOptions) -> Placemen
     return Placement(nodes, racks, options.copies, options.parity)
 
 
-def _require_covered(engine: Engine) -> None:
-    """Raise UnsupportedError for a run whose state cannot be copied without collectives. Collective."""
+def _require_covered(engine: Engine) -> LiveOptimizer:
+    """The live state. Raises UnsupportedError where it cannot be copied without collectives. Collective."""
     live = covered_live(engine, engine.optimizer)
     problem = None
     if live.tp.size > 1:
@@ -428,6 +445,7 @@ def _require_covered(engine: Engine) -> None:
         problem = "a data parallel group that is not all ranks"
     if problem is not None:
         raise UnsupportedError(f'"memory" does not cover {problem}. Leave it out of the "zeroelastic" block.')
+    return live
 
 
 def _on_other_nodes(written: Sequence[Written]) -> list[dict[str, int]]:

@@ -3,8 +3,9 @@
     <place>/<run>/complete/<tag>/   a checkpoint as a node-local disk would have it: files of ranks, commit record, note
     <place>/<run>/writing/...       files that the ranks are filling; complete tags have hard links to them
 
-``<run>`` stands for the directory in which the job saves to disk, so that two engines of a job stay apart. A tag is in
-``complete`` by one rename, when all its files are on this node; it can be resumed from when that is so on all nodes.
+``<run>`` stands for the directory in which the engine saves to disk and for the parameters that it trains, so that the
+engines of a job stay apart. A tag is in ``complete`` by one rename, when all its files are on this node; it can be
+resumed from when that is so on all nodes.
 """
 
 from __future__ import annotations
@@ -58,14 +59,15 @@ class MemoryNote(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class RunPlace:
-    """The directories of one run in a node's shared memory."""
+    """The directories of one engine's run in a node's shared memory."""
 
     path: Path
 
     @staticmethod
-    def of(place: Path, directory: FilePath) -> RunPlace:
-        """That of the run that saves to ``directory``."""
-        return RunPlace(place / hashlib.sha256(os.fsencode(str(directory))).hexdigest()[:16])
+    def of(place: Path, directory: FilePath, trained_params: str) -> RunPlace:
+        """That of the run which saves to ``directory`` and trains these parameters (``params_digest``)."""
+        named = os.fsencode(f"{directory}\n{trained_params}")
+        return RunPlace(place / hashlib.sha256(named).hexdigest()[:16])
 
     @property
     def complete(self) -> Path:

@@ -20,9 +20,12 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_record
+from zeroelastic.checkpoint.param_table import params_digest
 from zeroelastic.deepspeed.engine import options_of
 from zeroelastic.deepspeed.engine_state import lineage_of
 from zeroelastic.deepspeed.install.wrappers import loading_strictly
+from zeroelastic.deepspeed.live.kinds import kind_of, read_live
+from zeroelastic.deepspeed.live.trained import param_names
 from zeroelastic.distributed.collective import all_gather, all_or_raise, broadcast_or_raise
 from zeroelastic.errors import CheckpointError, SaveError, UnreadableError, finding, rank_list
 from zeroelastic.in_place import VARIABLE as IN_PLACE
@@ -82,11 +85,14 @@ class Generation:
 
 
 class MemoryTier:
-    """The generations of the run that saves to ``directory``, on all nodes. Making one is collective."""
+    """The generations of the run that saves to ``directory`` and trains ``trained_params``, on all nodes.
 
-    def __init__(self, directory: FilePath) -> None:
+    Making one is collective.
+    """
+
+    def __init__(self, directory: FilePath, trained_params: str) -> None:
         place = Place.of_this_job()
-        self._run = RunPlace.of(place.path, directory)
+        self._run = RunPlace.of(place.path, directory, trained_params)
         rank, nodes = dist.get_rank(), all_gather(f"{place.node} {place.path}")
         found: list[tuple[str, MemoryNote, str]] = []
         if nodes.index(nodes[rank]) == rank:  # the others of the node see the same
@@ -245,5 +251,8 @@ def _is_newer(generation: Generation, saved: Tag, *, rolled_back: bool) -> bool:
 
 
 def memory_tier(engine: Any, directory: FilePath) -> MemoryTier | None:
-    """The memory tier of a run whose options have ``"memory"``. Collective then."""
-    return MemoryTier(directory) if options_of(engine).memory is not None else None
+    """The memory tier of a run whose options have ``"memory"``; None for an engine that trains nothing. Collective."""
+    if options_of(engine).memory is None or kind_of(engine.optimizer) is None:
+        return None
+    live = read_live(engine.optimizer, param_names(engine))
+    return MemoryTier(directory, params_digest(live.layout.params))
