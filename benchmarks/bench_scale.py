@@ -99,17 +99,20 @@ def tags(scale: Scale, work: Path) -> Steps:
     """The work of the verbs and of a resume before they open a tag, with many tags of which two are whole."""
     import shutil
 
+    from zeroelastic.checkpoint.commit_record import read_record, record_text
     from zeroelastic.tags.candidates import check_quickly, find_newest, list_run
     from zeroelastic.tags.locate import find_source, list_tags
     from zeroelastic.tags.prune import plan_prune
     from zeroelastic.verbs.inspect.inspect import inspect_source
 
     golden = ROOT / "tests" / "golden" / "elastic2" / "global_step2"
+    record = read_record(golden)
+    assert record is not None
     for number in range(scale.tags):
         tag = work / f"global_step{number}"
         shutil.copytree(golden, tag)
-        record = (tag / "zeroelastic.json").read_text()
-        (tag / "zeroelastic.json").write_text(record.replace('"global_steps": 2,', f'"global_steps": {number},', 1))
+        at_step = record.model_copy(update={"global_steps": number, "committed_at": 1e9 + number})
+        (tag / "zeroelastic.json").write_bytes(record_text(at_step))
     (work / "latest").write_text(f"global_step{scale.tags - 1}")
     steps: Steps = {}
     timed(steps, "find the source", lambda: find_source(work))

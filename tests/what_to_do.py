@@ -13,7 +13,7 @@ _VERBS = """
 _IMPERATIVE = re.compile(rf"(?:^|[.;:(,] |\bor )(?:{'|'.join(_VERBS.split())})\b", re.IGNORECASE | re.MULTILINE)
 _LISTED = re.compile(
     r"such as|at least|must be|has to be|Did you mean|(?:is|are) not one of|Known options|[Tt]here are|these have|"
-    r"that work|Try '|is now|"
+    r"that work|Try '|"
     r"goes with|needs --|without --force|has two slashes|--dry-run shows|Missing (?:option|argument)|"
     r"zeroelastic convert --from"
 )

@@ -21,7 +21,7 @@ from zeroelastic.checkpoint.commit_record import (
     record_text,
 )
 from zeroelastic.checkpoint.file_table import FileRow, row_text
-from zeroelastic.checkpoint.param_table import param_records, record_checksum
+from zeroelastic.checkpoint.param_table import param_records
 from zeroelastic.core.digest import ParamContent, ScalarValue, content_root
 from zeroelastic.core.layout import Param
 from zeroelastic.errors import CheckpointError, UnreadableError
@@ -168,26 +168,8 @@ def test_what_is_no_record_is_refused(tmp_path, text):
         read_record(tmp_path)
 
 
-def version_3(record: CommitRecord) -> dict:
-    """The JSON of a record as it was written before files were rows: sizes and digests by name."""
-    data = json.loads(record_text(record))
-    del data["num_files"], data["file_rows"]
-    data |= {"format_version": 3, "files": dict(record.files)}
-    if record.directories:
-        data["directories"] = dict(record.directories)
-    return {**data, "checksum": record_checksum(data)}
-
-
-def version_2(record: CommitRecord) -> dict:
-    """The JSON of a record as it was written before parameters were rows: each by itself."""
-    data = version_3(record)
-    data |= {"format_version": 2, "params": [param.model_dump(mode="json") for param in record.params]}
-    return {**data, "checksum": record_checksum(data)}
-
-
-def changed(path: str, value: object, version: int = RECORD_VERSION) -> dict:
-    written = {2: version_2, 3: version_3, RECORD_VERSION: lambda record: json.loads(record_text(record))}
-    data = written[version](make())
+def changed(path: str, value: object) -> dict:
+    data = json.loads(record_text(make()))
     *parents, last = path.split("/")
     target = data
     for key in parents:
@@ -197,14 +179,6 @@ def changed(path: str, value: object, version: int = RECORD_VERSION) -> dict:
     else:
         target[int(last) if isinstance(target, list) else last] = value
     return data
-
-
-@pytest.mark.parametrize(("version", "written"), [(2, version_2), (3, version_3)])
-def test_a_record_of_an_older_version_says_the_same(tmp_path, version, written):
-    record = make(directories={"a.pt": "0" * 64})
-    old = put_json(tmp_path, written(record))
-    assert old == record.model_copy(update={"format_version": version})
-    assert put(tmp_path, old) == record  # written anew, it is one of this version
 
 
 ONE, TWO = "ffffffffffffffff", "0000000000000001"  # the digests of w
@@ -233,6 +207,7 @@ VIOLATIONS = [
     ("versions/torch", 2.13),
     ("versions/python", "3.11"),
     ("files", {}),
+    ("directories", {"a.pt": "0" * 64}),
     ("files/0", None),
     ("files/0/name", 3),
     ("files/0/ranks", 0),
@@ -296,63 +271,21 @@ VIOLATIONS = [
     ("content_root", "0" * 63),
     ("content_root", None),
 ]
-VIOLATIONS_OF_VERSION_3 = [
-    ("files", []),
-    ("files", ...),
-    ("files/a.pt", -1),
-    ("files/a.pt", "10"),
-    ("files/a.pt", 1.0),
-    ("files/a.pt", None),
-    ("directories", {"a.pt": "0"}),
-    ("file_rows", []),
-    ("num_files", 2),
-]
-VIOLATIONS_OF_VERSION_2 = [
-    ("params/0", None),
-    ("params/1/name", 5),
-    ("params/1/name", ...),
-    ("params/1/shape", [2, -3]),
-    ("params/1/shape", [2, 1 << 62]),
-    ("params/1/shape", [2.0, 3]),
-    ("params/1/shape", "23"),
-    ("params/1/trainable", "yes"),
-    ("params/1/trainable", 1),
-    ("params/1/tensors", []),
-    ("params/1/tensors/fp32/dtype", "qint8"),
-    ("params/1/tensors/fp32/dtype", None),
-    ("params/1/tensors/fp32/digest", "1"),
-    ("params/1/tensors/fp32/digest", "0" * 15 + "G"),
-    ("params/1/tensors/fp32/digest", "0" * 17),
-    ("params/1/tensors/fp32/digest", 1),
-    ("params/1/scalars/step/kind", ""),
-    ("params/1/scalars/step/kind", "Float32"),
-    ("params/1/scalars/step/value", "3"),
-    ("params/1/scalars/step/value", [3]),
-    ("params/1/scalars/step/value", {}),
-    ("params/1/more", 1),
-]
 
 
-@pytest.mark.parametrize(
-    ("path", "value", "version"),
-    [(*case, RECORD_VERSION) for case in VIOLATIONS]
-    + [(*case, 3) for case in VIOLATIONS_OF_VERSION_3]
-    + [(*case, 2) for case in VIOLATIONS_OF_VERSION_2],
-)
-def test_a_wrong_field_is_named(tmp_path, path, value, version):
+@pytest.mark.parametrize(("path", "value"), VIOLATIONS)
+def test_a_wrong_field_is_named(tmp_path, path, value):
     with pytest.raises(CheckpointError) as caught:
-        put_json(tmp_path, changed(path, value, version))
+        put_json(tmp_path, changed(path, value))
     message = str(caught.value)
     assert message.startswith(str(tmp_path / RECORD_NAME)) and "The commit record is damaged" in message
     assert path.replace("/", ".") in message
 
 
-@pytest.mark.parametrize("version", [3, RECORD_VERSION])
 @pytest.mark.parametrize("name", ["../a.pt", "/etc/passwd", "a/b", "", "a\0b", "x" * 256])
-def test_files_outside_the_tag_are_refused(tmp_path, name, version):
-    data = changed("files", {name: 1}, 3) if version == 3 else changed("files/0/name", name)
+def test_files_outside_the_tag_are_refused(tmp_path, name):
     with pytest.raises(CheckpointError, match=r"files.*The commit record is damaged"):
-        put_json(tmp_path, data)
+        put_json(tmp_path, changed("files/0/name", name))
 
 
 @pytest.mark.parametrize(
@@ -379,12 +312,6 @@ def test_a_table_that_does_not_give_its_root_is_refused(tmp_path, path, value):
         put_json(tmp_path, changed(path, value))
 
 
-@pytest.mark.parametrize(("path", "value"), [("params/1/name", "v"), ("params/1/shape", [3, 2]), ("params", [])])
-def test_so_is_one_of_version_2(tmp_path, path, value):
-    with pytest.raises(CheckpointError, match=r"content_root is .* its own table gives"):
-        put_json(tmp_path, changed(path, value, 2))
-
-
 @pytest.mark.parametrize("path", ["params/0/trainable", "checksum"])
 def test_what_is_not_in_the_root_is_in_the_checksum(tmp_path, path):
     with pytest.raises(CheckpointError, match="its checksum is"):
@@ -396,6 +323,12 @@ def test_a_newer_version_says_to_upgrade(tmp_path):
     data["something_new"] = 1
     with pytest.raises(CheckpointError, match=rf"format version {RECORD_VERSION + 1} is newer .* Upgrade zeroelastic"):
         put_json(tmp_path, data)
+
+
+@pytest.mark.parametrize("version", [1, RECORD_VERSION - 1])
+def test_an_older_version_says_how_to_load_the_checkpoint(tmp_path, version):
+    with pytest.raises(CheckpointError, match=rf"format version {version} is older than .* Remove this file"):
+        put_json(tmp_path, changed("format_version", version))
 
 
 @pytest.mark.parametrize("version", [0, -1])

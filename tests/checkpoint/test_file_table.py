@@ -111,7 +111,7 @@ def test_a_record_read_by_range_says_the_same(tmp_path: Path) -> None:
 
 
 def test_a_record_of_another_form_is_read_whole(tmp_path: Path) -> None:
-    """Of an older version, or with spaces that are not those of zeroelastic."""
+    """With spaces that zeroelastic does not write."""
     written = make(3)
     text = record_text(written).decode()
     for other in (text.replace("\n", "\n "), text.replace(' "file_rows"', '  "file_rows"'), f"{text}\n"):

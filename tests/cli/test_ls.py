@@ -59,9 +59,9 @@ def test_every_tag_is_listed_with_what_saved_it_and_its_status(run: Path) -> Non
 
 def test_for_people_it_is_a_table(run: Path) -> None:
     lines = run_command("ls", run).stdout.splitlines()
-    assert lines[0].split() == ["tag", "step", "ranks", "stage", "size", "saved", "status"] and len(lines) == 8
+    assert lines[0].split() == ["tag", "step", "ranks", "stage", "size", "saved", "status", "run"] and len(lines) == 8
     (line,) = [line for line in lines if line.startswith("global_step2 ")]
-    assert re.fullmatch(r"global_step2 +2 +2 +3 +[\d.]+ KiB  \d{4}-\d\d-\d\d \d\d:\d\d:\d\d  committed, latest", line)
+    assert re.fullmatch(r"global_step2 +2 +2 +3 +[\d.]+ KiB  [-\d]{10} [:\d]{8}  committed, latest +\d", line)
 
 
 def test_the_document_has_the_documented_keys_and_the_order_of_latest(run: Path) -> None:

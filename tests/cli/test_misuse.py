@@ -94,7 +94,6 @@ FUNCTIONS: dict[str, tuple[Call, str]] = {
     "sampler": (lambda p: ElasticDistributedSampler(range(3), 5, drop_last=True), "3 samples"),
     "options, a list": (lambda p: parse_options({"zeroelastic": [1]}), "zeroelastic"),
     "options, unknown": (lambda p: parse_options({"zeroelastic": {"kep": 3}}), "'kep'"),
-    "options, renamed": (lambda p: parse_options({"zeroelastic": {"strict": True}}), "strict"),
     "options, misspelt block": (lambda p: parse_options({"zero_elastic": {}}), "zero_elastic"),
     "options, misplaced": (lambda p: parse_options({"keep": 3}), "keep"),
     "options, keep": (lambda p: parse_options({"zeroelastic": {"keep": 0}}), "keep is 0"),

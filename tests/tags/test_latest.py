@@ -21,7 +21,7 @@ from places import GOLDEN, ROOT
 from synthetic import edit, edit_optim, model_name, optim_name, write_checkpoint
 from typer.testing import CliRunner
 
-from zeroelastic.checkpoint.commit_record import RECORD_NAME
+from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_record, record_text
 from zeroelastic.cli.app import app
 from zeroelastic.errors import CheckpointError, NewerFormatError, UnreadableError, UsageError
 from zeroelastic.tags.candidates import check_quickly, check_tag, find_newest, list_run
@@ -355,11 +355,13 @@ def test_checkpoints_that_deepspeed_saved(name: str) -> None:
 
 def test_5000_tags_are_quick(tmp_path: Path) -> None:
     source = GOLDEN / "elastic3" / "global_step2"
-    record = (source / RECORD_NAME).read_text()
+    record = read_record(source)
+    assert record is not None
     for step in range(5000):
         tag = tmp_path / f"global_step{step}"
         tag.mkdir()
-        (tag / RECORD_NAME).write_text(record.replace('"global_steps": 2', f'"global_steps": {step}'))
+        at_step = record.model_copy(update={"global_steps": step, "committed_at": 1e9 + step})
+        (tag / RECORD_NAME).write_bytes(record_text(at_step))
     for step in (4990, 4999):
         for path in source.glob("*.pt"):
             shutil.copy(path, tmp_path / f"global_step{step}")

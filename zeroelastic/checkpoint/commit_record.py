@@ -64,7 +64,7 @@ class Versions(Schema):
 
 
 class _Files(Schema):
-    """A name, or with ``ranks`` the names of that many ranks' files, in a record of version 4."""
+    """A name, or with ``ranks`` the names of that many ranks' files."""
 
     name: _FileName
     ranks: Annotated[int, Field(ge=1, le=MAX_RANKS)] | None = None
@@ -75,28 +75,23 @@ class _ListOfFiles(Schema):
     files: list[_Files]
 
 
-class _FilesOfVersion3(Schema):
-    files: dict[_FileName, Annotated[int, Field(ge=0, lt=1 << 63)]]
-    directories: dict[_FileName, _Root] = Field(default={})
-
-
 class CommitRecord(Schema):
     """The whole record. Invariant: ``content_root`` is the root of ``params``, checked when it is read.
 
     ``files`` are sizes in bytes by name; of a record that ``read_record_by_range`` read, they and ``directories`` are
     read as they are asked for.
     ``directories`` are the digests of the files' zip directories (``torch_file.header.directory_digest``), which hold
-    the name, place, size and CRC-32 of everything in a file; files that are no zip archives, and older records, have
-    none. Of ``mp_rank_XX_model_states.pt`` on node-local disks, a node's record states the node's own.
+    the name, place, size and CRC-32 of everything in a file; files that are no zip archives have none. Of
+    ``mp_rank_XX_model_states.pt`` on node-local disks, a node's record states the node's own.
     ``committed_at`` is in seconds since 1970, and later than that of ``parent``, the save that the run was loaded from
-    or had committed before; records of version 1 have neither. ``run`` is the same in every save of a run and of what
-    is resumed from it; its first 16 digits are the time at which the run began, in microseconds since 1970.
+    or had committed before. ``run`` is the same in every save of a run and of what is resumed from it; its first 16
+    digits are the time at which the run began, in microseconds since 1970.
     ``trained_params`` is the digest of the trained parameters' names and shapes (``params_digest``), of tensor parallel
     rank 0. Both tell the checkpoints of two engines in one directory apart (``tags.runs``). What stands before
     ``versions`` is short: ``read_head``.
     """
 
-    format_version: Annotated[int, Field(ge=1)]
+    format_version: Annotated[int, Field(ge=RECORD_VERSION, le=RECORD_VERSION)]
     checkpoint_format: CheckpointFormat
     save_id: _Id
     tag: str
@@ -123,7 +118,7 @@ class CommitRecord(Schema):
 def read_record(tag_dir: FilePath) -> CommitRecord | None:
     """The commit record of a tag directory, or None where there is none.
 
-    Raises CheckpointError when it is there and cannot be believed: not JSON, not the schema, a newer format, a root
+    Raises CheckpointError when it is there and cannot be believed: not JSON, not the schema, another version, a root
     that is not the root of its own table, a checksum that is not that of the rest, or more than 1 GiB.
     """
     path = tag_dir / RECORD_NAME
@@ -143,14 +138,19 @@ def read_record(tag_dir: FilePath) -> CommitRecord | None:
         raise NewerFormatError(
             f"{path}: format version {version} is newer than {RECORD_VERSION}. Upgrade zeroelastic to load it."
         )
-    return _record_of(path, data, version)
+    if type(version) is int and 0 < version < RECORD_VERSION:
+        raise CheckpointError(
+            f"{path}: format version {version} is older than {RECORD_VERSION}, and no release wrote it. Remove this "
+            "file to load the checkpoint without its record, and save it again."
+        )
+    return _record_of(path, data)
 
 
 def read_record_by_range(tag_dir: FilePath) -> tuple[CommitRecord | None, int]:
     """The commit record of a tag directory without the rows of its files, and the bytes that were read of it.
 
-    Rows are read later, by range, and checked then; those of a record that zeroelastic has not written, or an older
-    version has, are read here. Returns and raises as ``read_record``.
+    Rows are read later, by range, and checked then; those of a record that zeroelastic has not written are read here.
+    Returns and raises as ``read_record``.
     """
     path = tag_dir / RECORD_NAME
     size = file_size(path)
@@ -164,7 +164,7 @@ def read_record_by_range(tag_dir: FilePath) -> tuple[CommitRecord | None, int]:
         text = text[:end] + read_range(path, len(text), end - len(text))
         data = _object(text.removesuffix(ROWS_BEGIN) + b"}") if text.endswith(ROWS_BEGIN) else None
         if data is not None and "file_rows" not in data:
-            return _record_of(path, data, RECORD_VERSION, rows_offset=end), len(text)
+            return _record_of(path, data, rows_offset=end), len(text)
     return read_record(tag_dir), size
 
 
@@ -176,12 +176,11 @@ def with_rows_at(record: CommitRecord, tag_dir: FilePath | None) -> CommitRecord
     return record.model_copy(update={"files": FileSizes(rows), "directories": FileDirectories(rows)})
 
 
-def _record_of(path: FilePath, data: object, version: object, *, rows_offset: int | None = None) -> CommitRecord:
+def _record_of(path: FilePath, data: object, *, rows_offset: int | None = None) -> CommitRecord:
     """The record of its JSON, checked; its rows are at ``rows_offset`` of the file, or in the JSON."""
     checksum = data.pop("checksum", None) if isinstance(data, dict) else None
-    version = version if type(version) is int and version > 0 else RECORD_VERSION
     try:
-        record, found = _validated(data, version, None if rows_offset is None else path, rows_offset or 0)
+        record, found = _validated(data, None if rows_offset is None else path, rows_offset or 0)
     except (ValidationError, RecursionError, CheckpointError) as error:
         raise CheckpointError(f"{path}: {_first_problem(error)}. The commit record is damaged.") from None
     root = record.params.root
@@ -190,8 +189,7 @@ def _record_of(path: FilePath, data: object, version: object, *, rows_offset: in
             f"{path}: content_root is {record.content_root[:12]}..., its own table gives {root[:12]}.... The commit "
             "record is damaged."
         )
-    # Older records may have neither directories nor a checksum.
-    if checksum != found and (checksum is not None or version >= 3 or record.directories):
+    if checksum != found:
         raise CheckpointError(
             f"{path}: its checksum is {str(checksum)[:12]}..., its content gives {found[:12]}.... The commit "
             "record is damaged, or was edited by hand."
@@ -199,17 +197,14 @@ def _record_of(path: FilePath, data: object, version: object, *, rows_offset: in
     return record
 
 
-def _validated(data: object, version: int, path: FilePath | None, rows_offset: int) -> tuple[CommitRecord, str]:
+def _validated(data: object, path: FilePath | None, rows_offset: int) -> tuple[CommitRecord, str]:
     """The record of its JSON, whose tables are taken out of it, and the checksum that it should have."""
     if not isinstance(data, dict):
         data = {"the document": data}
-    rows = data.pop("file_rows", None) if version >= 4 else None
-    params, checksum = read_params(data, version)
+    rows = data.pop("file_rows", None)
+    params, checksum = read_params(data)
     of_files = {key: data.pop(key) for key in ("num_files", "files", "directories") if key in data}
     record = CommitRecord.model_validate({**data, "files": {}, "params": params})
-    if version < 4:
-        old = _FilesOfVersion3.model_validate(of_files)
-        return record.model_copy(update={"files": old.files, "directories": old.directories}), checksum
     return record.model_copy(update=_read_files(record.save_id, of_files, rows, path, rows_offset)), checksum
 
 
@@ -274,15 +269,12 @@ def _first_problem(error: Exception) -> str:
 def record_text(record: CommitRecord) -> bytes:
     """The bytes of ``zeroelastic.json``: one parameter and one file a line, so that records can be compared by eye.
 
-    Records of older versions become ones of this version.
-
     Tensor parallelism, lost micro batches, time, parent and run are not mentioned where there are none.
     """
     names = FileNames.of(record.files)
     fields = record.model_dump(mode="json", exclude={"params", "files", "directories", "versions", "content_root"})
     data = {
         **fields,
-        "format_version": RECORD_VERSION,
         "num_files": len(names),
         "versions": record.versions.model_dump(mode="json"),
         "files": names_json(names),

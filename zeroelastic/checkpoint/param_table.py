@@ -73,8 +73,7 @@ class ScalarRecord(Schema):
 class ParamRecord(Schema):
     """One parameter: name, full shape, whether it is trained, its tensors by state key and its scalars.
 
-    Under tensor parallelism every rank of it has parameters of its own: slices of some, copies of others. Records of
-    version 1 and 2 are lists of these.
+    Under tensor parallelism every rank of it has parameters of its own: slices of some, copies of others.
     """
 
     name: str
@@ -101,17 +100,13 @@ def params_digest(params: Iterable[Param]) -> str:
 
 
 class _Rows(Schema):
-    """A group of the table in a record of version 3."""
+    """A group of the table, as JSON has it."""
 
     trainable: bool
     tp_rank: TpRank = 0
     tensors: dict[str, DTypeName]
     scalars: dict[str, ScalarRecord]
     rows: list[str]
-
-
-class _ListOfParams(Schema):
-    params: list[ParamRecord]
 
 
 class _ListOfGroups(Schema):
@@ -174,19 +169,12 @@ def _scalar_values(scalars: Mapping[str, ScalarRecord]) -> dict[str, ScalarValue
     return {key: ScalarValue(scalar.kind, scalar.value) for key, scalar in scalars.items()}
 
 
-def read_params(data: dict[str, object], version: int) -> tuple[ParamTable, str]:
-    """The table of a record of this format version, which is taken out of the record's JSON, and the JSON's checksum.
+def read_params(data: dict[str, object]) -> tuple[ParamTable, str]:
+    """The table of a record, which is taken out of the record's JSON, and the JSON's checksum.
 
     Raises ValidationError, and CheckpointError for a row that is none; both name the place.
     """
     params = {"params": data["params"]} if "params" in data else {}
-    if version < 3:
-        listed = _ListOfParams.model_validate(params).params
-        trainable = frozenset(param.name for param in listed if param.trainable)
-        table = param_records((param.content() for param in listed), trainable)
-        checksum = record_checksum(data)
-        del data["params"]
-        return table, checksum
     groups = _ListOfGroups.model_validate(params).params
     checksum = record_checksum(data)
     del data["params"], params  # frees rows as they are read
@@ -285,7 +273,7 @@ def group_rows(group: ContentGroup) -> Iterator[bytes]:
 
 
 def rows_of(data: Mapping[str, object]) -> list[Iterator[bytes]]:
-    """The rows in the JSON of a record, for each group as of ``group_rows``; records of version 1 and 2 have none."""
+    """The rows in the JSON of a record, for each group as of ``group_rows``."""
     params = data.get("params")
     groups = [group for group in params if isinstance(group, dict)] if isinstance(params, list) else []
     return [_joined(group["rows"]) for group in groups if isinstance(group.get("rows"), list)]

@@ -32,15 +32,6 @@ _ELASTIC_PLACE = 'move it into "zero_optimization"'
 KEEP_GLOBAL_BATCH = "ZEROELASTIC_KEEP_GLOBAL_BATCH"
 """An environment variable: ``keep_global_batch`` where the DeepSpeed configuration is out of reach."""
 
-_RENAMED = {
-    "background_save": '"async_save"',
-    "executor": '"io_engine"',
-    "missing_state": '"on_mismatch", which takes "initialize" in place of "fresh"',
-    "safe_load": '"weights_only_load"',
-    "strict": '"strict_batch"',
-}
-"""Options of earlier versions -> what they are called now."""
-
 
 class MemoryOptions(BaseModel):
     """Checkpoints in the memory of the nodes: how often, and how a node's part survives the loss of the node."""
@@ -230,9 +221,6 @@ def parse_options(config: Mapping[str, object]) -> Options:
             f'"zeroelastic" in the DeepSpeed configuration is {block!r}, not a block of options. Write '
             f'{{"zeroelastic": {{...}}}}.'
         )
-    renamed = [f'"{old}" is now {new}' for old, new in _RENAMED.items() if old in block]
-    if renamed:
-        raise ConfigError(f'"zeroelastic": {"; ".join(renamed)}. Change the DeepSpeed configuration.')
     known = ", ".join(sorted(Options.model_fields))
     unknown = sorted(set(block) - set(Options.model_fields))
     if unknown:

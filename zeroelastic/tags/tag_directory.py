@@ -64,13 +64,9 @@ def _stem(place: Path) -> str:
 
 
 def _belongs(hidden: Path, place: Path) -> bool:
-    """Whether a hidden directory is of a save of this tag. Older versions cut names without a digest."""
+    """Whether a hidden directory is of a save of this tag."""
     match = _NAME.fullmatch(hidden.name)
-    if match is None:
-        return False
-    name = os.fsencode(place.name)
-    cut = len(name) > _LONGEST and os.fsencode(match[1]) == name[:_LONGEST]
-    return match[1] == _stem(place) or (cut and _recorded_name(hidden) == place.name)
+    return match is not None and match[1] == _stem(place)
 
 
 def _recorded_name(hidden: Path) -> str | None:

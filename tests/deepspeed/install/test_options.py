@@ -61,20 +61,6 @@ def test_a_mistake_in_the_memory_block_names_it(block: object, message: str) -> 
         parse_options({"zeroelastic": {"memory": block}})
 
 
-@pytest.mark.parametrize(
-    ("old", "value", "new"),
-    [
-        ("background_save", True, "async_save"), ("safe_load", True, "weights_only_load"),
-        ("executor", "numpy", "io_engine"),
-        ("strict", True, "strict_batch"), ("missing_state", "fresh", 'on_mismatch", which takes "initialize"'),
-    ],
-)  # fmt: skip
-def test_an_old_name_of_an_option_is_an_error_that_names_the_new_one(old: str, value: object, new: str) -> None:
-    with pytest.raises(ConfigError, match="Change the DeepSpeed configuration") as caught:
-        parse_options({"zeroelastic": {old: value, "verify": True}})
-    assert f'"{old}" is now "{new}' in str(caught.value)
-
-
 def test_a_global_that_is_no_name_of_a_class_is_refused():
     with pytest.raises(ConfigError, match=r"allow_globals is .* 'nothing' does not name a class"):
         parse_options({"zeroelastic": {"allow_globals": ["a.B", "nothing"]}})

@@ -16,6 +16,7 @@ from places import GOLDEN
 from training import Job, build_engine, train_step
 
 import zeroelastic
+from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_record, record_text
 from zeroelastic.checkpoint.quarantine import write_mark
 from zeroelastic.deepspeed.save import retention
 from zeroelastic.monitoring import SaveReport, subscribe
@@ -74,8 +75,12 @@ def test_the_newest_stay_and_the_report_names_the_others(rank_pool: RankPool, tm
 
 def test_what_prune_would_not_remove_and_what_is_not_ours_stays(rank_pool: RankPool, tmp_path: Path) -> None:
     golden = GOLDEN / "elastic2" / "global_step2"
+    record = read_record(golden)
+    assert record is not None
+    of_no_run = record_text(record.model_copy(update={"run": None, "trained_params": None, "committed_at": None}))
     for name in ("linked", "damaged", "marked", "stock", "unfinished"):
         shutil.copytree(golden, tmp_path / name)
+        (tmp_path / name / RECORD_NAME).write_bytes(of_no_run)
         for path in (tmp_path / name, *(tmp_path / name).iterdir()):
             os.utime(path, (1e9, 1e9))
     (tmp_path / "link").symlink_to("linked")
