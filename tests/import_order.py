@@ -33,6 +33,6 @@ ROOMS = {
               "convert"],
     "deepspeed": ["patching", "agreement", "notices", "options", "engine_state", "engine", "metrics", "client_state",
                   "live", "storage_rules", "fill", "node_local", "load", "save", "process_world", "resize", "install"],
-    "cli": ["output", "documents", "machine", "plots", "html"],
+    "cli": ["output", "documents", "machine", "pages"],
 }  # fmt: skip
 """The rooms of a package that has some, in the same order; other modules of it stand above them."""

@@ -20,10 +20,9 @@ from report_documents import diff_document, inspect_document, plan_document, pro
 from synthetic import optim_name, write_checkpoint
 
 from zeroelastic.cli.documents.checkpoints import InspectedParam, SavedLayout
-from zeroelastic.cli.html.markup import render
-from zeroelastic.cli.html.pages.saved_layout import draw_layout
-from zeroelastic.cli.html.report_file import report
 from zeroelastic.cli.output import new_file
+from zeroelastic.cli.pages.render import environment, report
+from zeroelastic.cli.pages.saved import layout_chart
 from zeroelastic.core.layout import Layout, Param, group_split_layout, layout_from_sub_groups, pack_sub_groups
 from zeroelastic.io import atomic
 from zeroelastic.testing.sample import write_sample
@@ -255,8 +254,8 @@ def drawn_layout(layout: Layout, split: Any) -> ET.Element:
         for i, param in enumerate(layout.params)
     ]  # fmt: skip
     saved = SavedLayout(split=split, sub_group_numel=layout.sub_group_numel.tolist())
-    figure = draw_layout(saved, params, layout.world_size, missing=(), marked=())
-    return ET.fromstring(render(figure.drawing))
+    chart = layout_chart(saved, params, layout.world_size, missing=(), marked=())
+    return ET.fromstring(environment().get_template("figures.html").module.figure("layout", chart))
 
 
 GROUPS = [[Param("a", (5, 4)), Param("b", (7,)), Param("c", (1,))], [Param("d", (3, 3)), Param("e", (2,))]]

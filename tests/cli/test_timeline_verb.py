@@ -123,10 +123,10 @@ def test_the_picture_is_a_new_file_and_shows_every_panel(log: Path, tmp_path: Pa
 
 def test_lost_steps_kills_and_saves_are_drawn(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By colour: lost losses are grey, a kill is a red line; each save is a line, each resume a mark."""
-    from zeroelastic.cli.plots import timeline_plot
+    from zeroelastic.cli import plots
 
     drawn: list[Any] = []
-    monkeypatch.setattr(timeline_plot, "write_figure", lambda path, figure, force: drawn.append(figure))
+    monkeypatch.setattr(plots, "write_figure", lambda path, figure, force: drawn.append(figure))
     assert run(log, "--plot", tmp_path / "x.png").exit_code == 0
     ranks, losses, saves = drawn[0].axes
     grey = [line for line in losses.lines if line.get_color() == "0.75"]

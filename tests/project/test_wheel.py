@@ -85,7 +85,7 @@ def test_the_library_runs_on_every_processor_of_its_kind(wheel: Path) -> None:
     assert command.startswith("built: ") and not re.search(r" -(march|mtune|mcpu|mavx)", command)
 
 
-PAGE_FILES = ("cli/html/script.js", "cli/html/style.css")
+PAGE_FILES = [f"cli/templates/{path.name}" for path in (ROOT / "zeroelastic/cli/templates").iterdir()]
 
 
 def test_it_has_this_package_and_the_sources_of_the_cuda_engine(wheel: Path, tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_it_requires_neither_torch_nor_deepspeed_without_an_extra(wheel: Path) -
     def required(extra: str) -> set[str]:
         return {one.name for one in requirements if one.marker is None or one.marker.evaluate({"extra": extra})}
 
-    assert required("") == {"numpy", "fsspec", "pydantic", "packaging", "rich", "typer"}
+    assert required("") == {"numpy", "fsspec", "pydantic", "packaging", "rich", "typer", "jinja2"}
     assert required("train") - required("") == {"torch", "deepspeed"}
 
 

@@ -45,7 +45,7 @@ def diff(
         zeroelastic diff ckpt/global_step4 ckpt
         zeroelastic diff ckpt ckpt/global_step4 --params *.norm.weight --json
     """
-    from zeroelastic.cli.html.report_file import check_report, write_report
+    from zeroelastic.cli.pages.render import check_report, write_report
     from zeroelastic.verbs.diff.diff import diff as run
 
     check_report(html, force=force)

@@ -53,7 +53,7 @@ def inspect(
         zeroelastic inspect ckpt/global_step4 --params norm
         zeroelastic inspect ckpt --json
     """
-    from zeroelastic.cli.html.report_file import check_report, write_report
+    from zeroelastic.cli.pages.render import check_report, write_report
     from zeroelastic.verbs.inspect.report import inspect as run
 
     check_report(html, force=force)

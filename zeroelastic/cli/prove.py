@@ -60,8 +60,8 @@ def prove(
         zeroelastic prove run --world-size 1 --steps 2 --no-repeat -- train.py
     """
     from zeroelastic.checkpoint.one_save import one_save
-    from zeroelastic.cli.html.report_file import check_report
-    from zeroelastic.cli.html.report_file import write_report as write_html
+    from zeroelastic.cli.pages.render import check_report
+    from zeroelastic.cli.pages.render import write_report as write_html
     from zeroelastic.extras import require_torch
     from zeroelastic.io.storage import file_sizes
     from zeroelastic.proving.driver import ProofRequest, prepare, prove, sizes, verify_source

@@ -50,8 +50,8 @@ def timeline(
         zeroelastic timeline events.jsonl --prometheus
         zeroelastic timeline events.jsonl --json
     """
-    from zeroelastic.cli.html.report_file import check_report, write_report
-    from zeroelastic.cli.plots.plot_file import check_plot
+    from zeroelastic.cli.pages.render import check_report, write_report
+    from zeroelastic.cli.plots import check_plot
     from zeroelastic.job_log.event_log import read_events
     from zeroelastic.job_log.timeline import make_timeline
 
@@ -64,7 +64,7 @@ def timeline(
     log = read_events(logs)
     made = make_timeline(log)
     if plot is not None:
-        from zeroelastic.cli.plots.timeline_plot import draw_timeline
+        from zeroelastic.cli.plots import draw_timeline
 
         draw_timeline(plot, made, force=force)
     found = document(_document(made, log.num_torn, plot), ok=True)

@@ -51,7 +51,7 @@ def verify(
         zeroelastic verify ckpt/global_step4 --quick
         zeroelastic verify ckpt --tag global_step4 --lift-quarantine
     """
-    from zeroelastic.cli.html.report_file import check_report, write_report
+    from zeroelastic.cli.pages.render import check_report, write_report
     from zeroelastic.verbs.verify.report import verify as run
 
     with processes_of(distributed=distributed) as processes:

@@ -1,1 +1,0 @@
-"""Pictures of plans and timelines; they need matplotlib."""
