@@ -36,7 +36,7 @@ unexport PYTHONDONTWRITEBYTECODE
 NATIVE_SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
 
 .PHONY: help venv warm versions front-ends man docs docs-serve reference dist dist-aarch64 demo demo-elastic demo-elastic-netns demo-elastic-fixed test test-all slowest coverage same-as-stock test-gpu test-native \
-    crash crash-training crash-memory bench-restart bench-memory damage fuzz lifecycle bench bench-gpu gpu-wheels gpu-check figures bench-background bench-scale bench-resize reliability support lint format clean
+    crash crash-training crash-memory bench-memory damage fuzz lifecycle bench bench-gpu gpu-wheels gpu-check figures bench-scale reliability support lint format clean
 
 help:
 	@echo "make demo      the demonstration; its results go to demo/"
@@ -51,19 +51,16 @@ help:
 	@echo "make test-gpu  the tests that need a CUDA device"
 	@echo "make test-native  the C++ tests, with sanitizers"
 	@echo "make bench     the benchmarks; needs a quiet machine"
-	@echo "make bench-gpu  kernels, files to a GPU and back, whole saves and loads; needs a GPU and nvcc"
+	@echo "make bench-gpu  kernels, whole saves and loads; needs a GPU and nvcc"
 	@echo "make gpu-check  tests and measurements on a borrowed GPU, without network; make gpu-wheels prepares it"
 	@echo "make figures   the figures of the README and the pages, from the raw results"
-	@echo "make bench-background  what a save costs training, waited for and in the background"
 	@echo "make crash     kill -9 at random moments of a reshard"
 	@echo "make crash-training  kill -9 at 200 random moments of a training job that saves"
 	@echo "make crash-memory  kill -9 at 200 random moments of a job that keeps checkpoints in memory"
-	@echo "make bench-restart  from a kill to the first step, by phase; needs a quiet machine"
 	@echo "make bench-memory  what checkpoints in memory cost training, and loads from them; needs a quiet machine"
 	@echo "make lifecycle  thousands of actions on real engines, each compared with a model"
 	@echo "make fuzz      fuzzes every reader of files, FUZZ_SECONDS=600 each (FUZZ_TARGETS='pickle table' narrows)"
-	@echo "make bench-resize  what a change of size moves between processes, at 8 to 16,384 ranks"
-	@echo "make bench-scale  many ranks, loaders, parameters and tags; needs a quiet machine"
+	@echo "make bench-scale  many ranks, parameters and tags; needs a quiet machine"
 	@echo "make reliability  docs/reliability.md, from the raw results of the campaigns"
 	@echo "make front-ends  TRL, LLaMA-Factory and others, unchanged, on 2 -> 3 -> 1 ranks"
 	@echo "make damage    a thousand flipped bits and other damage, each judged by a load"
@@ -244,10 +241,6 @@ crash-training: $(STAMP)
 crash-memory: $(STAMP) $(VENV)/.op-ShareMemCommBuilder
 	$(PY) benchmarks/crash_memory.py --kills 200 --out benchmarks/results
 
-# From a kill to the first step, by phase; needs a quiet machine.
-bench-restart: $(STAMP) $(VENV)/.op-ShareMemCommBuilder
-	$(PY) benchmarks/bench_restart.py --out benchmarks/results
-
 bench-memory: $(STAMP) $(VENV)/.op-ShareMemCommBuilder
 	$(PY) benchmarks/bench_memory.py --out benchmarks/results
 
@@ -265,15 +258,11 @@ fuzz: $(STAMP)
 	$(PY) tests/fuzz/campaign.py --seconds $(FUZZ_SECONDS) --seed $(FUZZ_SEED) --targets '$(FUZZ_TARGETS)' \
 	    --out benchmarks/results
 
-# Many ranks, loaders, parameters and tags; raw results go to benchmarks/results.
+# Many ranks, parameters and tags; raw results go to benchmarks/results.
 bench-scale: $(STAMP)
 	$(PY) benchmarks/bench_scale.py --out benchmarks/results
 	$(PY) benchmarks/bench_ranks.py --out benchmarks/results
 	$(PY) benchmarks/bench_nodes.py --out benchmarks/results
-
-# What a change of size moves between processes, counted on layouts; the raw result goes to benchmarks/results.
-bench-resize: $(STAMP)
-	$(PY) benchmarks/bench_resize_plan.py --out benchmarks/results
 
 # Damages a checkpoint and loads it, again and again; the raw result goes to benchmarks/results.
 damage: warm
@@ -286,9 +275,7 @@ bench: $(STAMP)
 	$(PY) benchmarks/bench_kernel.py --out benchmarks/results
 	$(PY) benchmarks/bench_load.py --out benchmarks/results
 	$(PY) benchmarks/bench_save.py --out benchmarks/results
-	$(PY) benchmarks/bench_read_back.py --out benchmarks/results
 	$(PY) benchmarks/bench_phases.py --out benchmarks/results
-	$(PY) benchmarks/bench_stage2.py --out benchmarks/results
 	$(PY) benchmarks/bench_cli.py --out benchmarks/results
 	$(PY) benchmarks/figures.py
 
@@ -296,7 +283,6 @@ bench: $(STAMP)
 bench-gpu: $(STAMP)
 	$(PY) -m zeroelastic doctor --build-cuda
 	$(PY) benchmarks/bench_gpu.py --out benchmarks/results
-	$(PY) benchmarks/bench_gpu_files.py --out benchmarks/results
 	$(PY) benchmarks/bench_gpu_resume.py --out benchmarks/results
 	$(PY) benchmarks/gpu_features.py --out benchmarks/results
 	$(PY) benchmarks/bench_gpu_saves.py --out benchmarks/results
@@ -326,10 +312,6 @@ gpu-check:
 # The figures of the README and the pages, from the raw results; tests/project/test_figures.py compares.
 figures: $(STAMP)
 	$(PY) benchmarks/figures.py
-
-# Needs a quiet machine, too; not part of bench, for it asks about training.
-bench-background: $(STAMP)
-	$(PY) benchmarks/bench_background.py --out benchmarks/results
 
 # What the campaigns found, as a page; tests/project/test_reliability.py compares.
 reliability: $(STAMP)

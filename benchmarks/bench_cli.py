@@ -25,7 +25,7 @@ from statistics import median
 from typing import Any
 
 from meter import touch_free_memory
-from report import REPOSITORY, describe, machine, spread, table
+from report import REPOSITORY, describe, machine, spread, table, write_results
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME
 from zeroelastic.testing.sample import write_sample
@@ -114,10 +114,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=chosen.directory) as name:
         document = measure(Path(name), repeats=chosen.repeats, small=chosen.small)
     document["machine"] = about
-    chosen.out.mkdir(parents=True, exist_ok=True)
-    (chosen.out / "cli.json").write_text(json.dumps(document, indent=1) + "\n")
-    (chosen.out / "cli.md").write_text("\n".join(page(document)) + "\n")
-    print((chosen.out / "cli.md").read_text())
+    write_results(chosen.out, "cli", document, "\n".join(page(document)) + "\n")
 
 
 def measure(directory: Path, *, repeats: int, small: bool) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
-import json
 import math
 import os
 import shutil
@@ -33,7 +32,7 @@ sys.path.insert(0, os.fspath(Path(__file__).resolve().parent))
 import numpy as np
 import torch
 from bench_kernel import CopyTable, Workload, workloads
-from report import describe, machine, spread, table
+from report import describe, machine, spread, table, write_results
 
 from zeroelastic.core.digest import digest_range
 from zeroelastic.executors.build_info import describe_build
@@ -326,11 +325,7 @@ def main() -> None:
             gc.collect()
             torch.cuda.empty_cache()
     document["rows"] = [asdict(row) for row in rows]
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "gpu.json").write_text(json.dumps(document, indent=1) + "\n")
-    text = tables(document, rows)
-    (arguments.out / "gpu.md").write_text(text)
-    print(text)
+    write_results(arguments.out, "gpu", document, tables(document, rows))
 
 
 if __name__ == "__main__":

@@ -1,17 +1,15 @@
 """What a save on one GPU costs: ours and DeepSpeed's, phase by phase, and how long training is held up by each way.
 
     python benchmarks/bench_gpu_saves.py --out benchmarks/results                      # 268M parameters, two minutes
-    python benchmarks/bench_gpu_saves.py --cpu --small --writer python --out /tmp/x    # to try it out, without a GPU
+    python benchmarks/bench_gpu_saves.py --cpu --small --out /tmp/x                    # to try it out, without a GPU
 
-One rank, ZeRO-3, bf16 with torch's AdamW; `--cpu` takes gloo and host memory. Each part is a process of its own with a
-time limit: what fails or comes to its limit is named in the results, and the next part begins.
+One rank, ZeRO-3, bf16 with torch's AdamW; `--cpu` takes gloo and host memory. What fails, or begins after the time
+limit, is named in the results.
 
-**saves**: whole calls of `save_checkpoint` in turns on one engine: ours flushed to the device, ours not flushed,
-DeepSpeed's, and DeepSpeed's with a flush of its files. For comparison the bytes of the checkpoint in plain writes from
-host memory, past the page cache and through it. Then what a training step waits for a save in the background
-(`"async_save"`) and for a checkpoint in memory (`"memory"`), with the host memory that these pin.
-
-**fast writer**, **decoupled writer**: the same save by DeepSpeed's own writers; "fast" compiles DeepSpeed's ops.
+Whole calls of `save_checkpoint` in turns on one engine: ours flushed to the device, ours not flushed, DeepSpeed's, and
+DeepSpeed's with a flush of its files. For comparison the bytes of the checkpoint in plain writes from host memory, past
+the page cache and through it. Then what a training step waits for a save in the background (`"async_save"`) and for a
+checkpoint in memory (`"memory"`), with the host memory that these pin.
 
 Writes gpu_saves.json (every sample) and gpu_saves.md.
 """
@@ -20,17 +18,13 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -41,15 +35,12 @@ sys.path.insert(0, os.fspath(Path(__file__).resolve().parent))
 
 import numpy as np
 import torch
-from report import describe, machine, spread, table
+from report import describe, machine, spread, table, write_results
 
-SAVES, FAST, DECOUPLED = "saves", "fast writer", "decoupled writer"
 OURS, OURS_UNFLUSHED = "zeroelastic, flushed", "zeroelastic, not flushed"
 STOCK, STOCK_FLUSHED = "DeepSpeed, not flushed", "DeepSpeed, flushed"
 DIRECT, CACHED = "plain writes past the page cache, flushed", "plain writes through the page cache, flushed"
 BACKGROUND, MEMORY = "in the background", "in memory"
-LIMITS = {SAVES: 150.0, FAST: 120.0, DECOUPLED: 60.0}
-_MARGIN_S = 20.0
 _LAYERS, _WIDTH, _SMALL_WIDTH = 16, 4096, 256
 _ROWS = 8
 _TAG = "tag"
@@ -58,17 +49,17 @@ _TAG = "tag"
 class Part:
     """An engine on one rank, and what is measured on it until ``deadline``; ``found`` is the result so far."""
 
-    def __init__(self, arguments: argparse.Namespace, config: Mapping[str, Any], *, ours: bool) -> None:
-        self.directory, self.deadline = Path(arguments.directory), time.monotonic() + arguments.seconds - _MARGIN_S
+    def __init__(self, arguments: argparse.Namespace, directory: Path) -> None:
+        self.directory, self.deadline = directory, time.monotonic() + arguments.limit
         self.rounds, self.on_gpu = arguments.rounds, not arguments.cpu
         self.found: dict[str, Any] = {"seconds": {}, "not_measured": {}}
-        self.engine = self._build(arguments, config, ours=ours)
+        self.engine = self._build(arguments)
         self._batch = torch.randn(_ROWS, self._width, device=self.engine.device, dtype=torch.bfloat16)
         self.step()  # from here on there are moments
         self.found["numel"] = self._layers * (self._width**2 + self._width)
         self.found["device"] = torch.cuda.get_device_name() if self.on_gpu else "CPU"
 
-    def _build(self, arguments: argparse.Namespace, config: Mapping[str, Any], *, ours: bool) -> Any:
+    def _build(self, arguments: argparse.Namespace) -> Any:
         if self.on_gpu:
             torch.cuda.set_device(0)
         store = self.directory / "store"
@@ -78,24 +69,23 @@ class Part:
         )
         import deepspeed
 
-        if ours:
-            import zeroelastic
+        import zeroelastic
 
-            zeroelastic.install()
+        zeroelastic.install()
         self._layers, self._width = (4, _SMALL_WIDTH) if arguments.small else (arguments.layers, _WIDTH)
         torch.manual_seed(0)
         with torch.device("cpu" if arguments.cpu else "cuda"):
             layers = (torch.nn.Linear(self._width, self._width) for _ in range(self._layers))
             model = torch.nn.Sequential(*layers)
-        settings = {
+        config = {
             "train_micro_batch_size_per_gpu": _ROWS,
             "bf16": {"enabled": True},
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
-            "zero_optimization": {"stage": 3},
+            "zero_optimization": {"stage": 3, "elastic_checkpoint": True},
         }
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
-        return deepspeed.initialize(model=model, optimizer=optimizer, config={**settings, **config})[0]
+        return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
 
     def options(self, **options: Any) -> None:
         """The ``"zeroelastic"`` block from here on."""
@@ -141,7 +131,6 @@ class Part:
         except Exception as error:
             traceback.print_exc()
             self.found["not_measured"][name] = f"{type(error).__name__}: {error}"
-        (self.directory / "found.json").write_text(json.dumps(self.found))
 
     def sample(self, name: str, seconds: float) -> None:
         self.found["seconds"].setdefault(name, []).append(seconds)
@@ -245,7 +234,7 @@ def measure_background(part: Part) -> None:
 
         cost = peak_since(save)
         pending, during = pending_of(part.engine), []
-        while pending is not None and not pending.is_done() and time.monotonic() < part.deadline + _MARGIN_S / 2:
+        while pending is not None and not pending.is_done() and time.monotonic() < part.deadline:
             during.append(part.timed(part.step))
         zeroelastic.wait_for_save(part.engine)
         whole = time.perf_counter() - began
@@ -315,76 +304,6 @@ def measure_writes(part: Part) -> None:
         cached.unlink()
 
 
-def measure_writer(part: Part) -> None:
-    """Saves by a writer of DeepSpeed's, and how much longer the step is that follows each."""
-    steps = [part.timed(part.step) for _ in range(5)]
-
-    def save() -> None:
-        folder = part.fresh("writer")
-        part.sample("save", part.timed(lambda: part.save(folder)))
-        part.sample("next step", part.timed(part.step))
-        part.sample("flush", part.timed(lambda: flush(folder)))
-        part.found["nbytes"] = sum(path.stat().st_size for path in folder.rglob("*.pt*"))
-
-    part.found["plain_steps"] = steps
-    for _ in range(part.rounds + 1):
-        part.attempt("save", save)
-
-
-def run_part(arguments: argparse.Namespace) -> None:
-    """One part, in the process made for it."""
-    if arguments.part == SAVES:
-        part = Part(arguments, {"zero_optimization": {"stage": 3, "elastic_checkpoint": True}}, ours=True)
-        measure_saves(part)
-    else:
-        writer = {"type": arguments.writer, "decoupled": arguments.part == DECOUPLED}
-        part = Part(arguments, {"checkpoint": {"writer": writer}}, ours=False)
-        measure_writer(part)
-    part.wait_for_device()
-    part.engine.destroy()
-    torch.distributed.destroy_process_group()
-
-
-def started(arguments: argparse.Namespace, name: str, folder: Path, seconds: float) -> dict[str, Any]:
-    """What a part has found, in a process that has so many seconds; ``"problem"`` says why it did not end well."""
-    environment = os.environ | {
-        **{key: "0" for key in ("RANK", "LOCAL_RANK", "CROSS_RANK")},
-        **{key: "1" for key in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "CROSS_SIZE")},
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "29731",
-        "PYTHONUNBUFFERED": "1",
-        "DS_ACCELERATOR": "cpu" if arguments.cpu else "cuda",
-    }
-    if arguments.writer == "fast" and name != SAVES:  # a compilation that comes to the limit leaves a lock
-        environment["TORCH_EXTENSIONS_DIR"] = os.fspath(folder / "ops")
-    command = [sys.executable, os.path.abspath(__file__), "--part", name, "--seconds", str(seconds)]
-    command += ["--directory", os.fspath(folder), "--rounds", str(arguments.rounds), "--layers", str(arguments.layers)]
-    command += ["--writer", arguments.writer, *(["--cpu"] if arguments.cpu else [])]
-    command += ["--small"] if arguments.small else []
-    log = folder / "log"
-    began = time.monotonic()
-    with open(log, "w") as output:
-        process = subprocess.Popen(
-            command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        try:
-            code: int | None = process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            code = None
-        finally:  # with what it has started
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait(60)
-    found: dict[str, Any] = {}
-    if (folder / "found.json").exists():
-        found = json.loads((folder / "found.json").read_text())
-    if code != 0:
-        last = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-        ended = f"it did not end within {seconds:.0f} s" if code is None else f"it ended with code {code}"
-        found |= {"problem": f"{ended}: {last[-1] if last else 'no output'}", "log": last[-60:]}
-    return found | {"process_seconds": time.monotonic() - began}
-
-
 def _seconds(values: Sequence[float]) -> list[str]:
     return [f"{value:.2f}" for value in spread(values)]
 
@@ -395,15 +314,9 @@ def _mib(nbytes: float) -> str:
 
 def tables(document: Mapping[str, Any]) -> str:
     """The results as Markdown."""
-    saves, parts = document["parts"].get(SAVES, {}), document["parts"]
+    saves = document["parts"]["saves"]
     lines = ["# Saves on a GPU", "", *describe(document["machine"]), ""]
-    seconds: dict[str, list[float]] = dict(saves.get("seconds", {}))
-    for name in (FAST, DECOUPLED):
-        found = parts.get(name, {})
-        for what, values in found.get("seconds", {}).items():
-            seconds[f"DeepSpeed, {name}: {what}"] = values
-        if found.get("plain_steps"):
-            seconds[f"DeepSpeed, {name}: an ordinary step"] = found["plain_steps"]
+    seconds: dict[str, list[float]] = saves["seconds"]
     gigabytes = saves.get("nbytes", 0) / 1e9
     if "numel" in saves:
         lines += [
@@ -417,7 +330,7 @@ def tables(document: Mapping[str, Any]) -> str:
             [
                 name,
                 *_seconds(values),
-                f"{gigabytes / median(values):.2f}" if name in saves.get("seconds", {}) else "",
+                f"{gigabytes / median(values):.2f}",
                 _mib(memory[name]["rss_growth"]) if name in memory else "",
             ]
             for name, values in seconds.items()
@@ -462,10 +375,7 @@ def tables(document: Mapping[str, Any]) -> str:
             for name, first, later, whole, longer in held
         ]
         lines += [*table(head, rows), ""]
-    missing = {name: found["problem"] for name, found in parts.items() if "problem" in found}
-    for name, found in parts.items():
-        missing |= {f"{name}, {what}": why for what, why in found.get("not_measured", {}).items()}
-    if missing:
+    if missing := saves["not_measured"]:
         lines += ["Not measured:", "", *(f"* {name}: {why.splitlines()[0]}" for name, why in missing.items()), ""]
     return "\n".join(lines)
 
@@ -476,39 +386,26 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--small", action="store_true", help="a quarter of a million parameters: to test the benchmark")
     parser.add_argument("--cpu", action="store_true", help="with gloo, and no GPU")
-    parser.add_argument("--parts", nargs="+", default=list(LIMITS), choices=list(LIMITS))
-    parser.add_argument("--writer", default="fast", help="the type of DeepSpeed's own writers")
-    parser.add_argument("--limit", type=float, default=300.0, help="seconds for all parts together")
+    parser.add_argument("--limit", type=float, default=150.0, help="seconds after which no other measurement begins")
     parser.add_argument("--directory", type=Path, help="where checkpoints are put for the time being; not in memory")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="directory of the results")
-    parser.add_argument("--part", choices=list(LIMITS), help=argparse.SUPPRESS)
-    parser.add_argument("--seconds", type=float, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.part is not None:
-        run_part(arguments)
-        return
     if not arguments.cpu and not torch.cuda.is_available():
         sys.exit("bench_gpu_saves: there is no CUDA device, so nothing is measured.")
+    os.environ.update(dict.fromkeys(("RANK", "LOCAL_RANK"), "0"), DS_ACCELERATOR="cpu" if arguments.cpu else "cuda")
+    os.environ.update(dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "1"))
     from bench_load import filesystem
 
-    end = time.monotonic() + arguments.limit
-    document: dict[str, Any] = {"machine": machine() | {"deepspeed": version("deepspeed")}, "parts": {}}
-    document["rounds"] = arguments.rounds
-    arguments.out.mkdir(parents=True, exist_ok=True)
+    document: dict[str, Any] = {"machine": machine() | {"deepspeed": version("deepspeed")}, "rounds": arguments.rounds}
     with tempfile.TemporaryDirectory(prefix="bench-gpu-saves-", dir=arguments.directory) as directory:
         document["filesystem"] = filesystem(Path(directory).resolve())
-        for number, name in enumerate(arguments.parts):
-            seconds = min(LIMITS[name], end - time.monotonic())
-            print(f"{name}, at most {seconds:.0f} s", file=sys.stderr, flush=True)
-            folder = Path(directory) / str(number)
-            folder.mkdir()
-            enough = seconds > _MARGIN_S
-            found = started(arguments, name, folder, seconds) if enough else {"problem": "no time was left"}
-            document["parts"][name] = found
-            (arguments.out / "gpu_saves.json").write_text(json.dumps(document, indent=1) + "\n")
-            (arguments.out / "gpu_saves.md").write_text(tables(document))
-            shutil.rmtree(folder, ignore_errors=True)
-    print(tables(document))
+        part = Part(arguments, Path(directory))
+        measure_saves(part)
+        part.wait_for_device()
+        part.engine.destroy()
+        torch.distributed.destroy_process_group()
+    document["parts"] = {"saves": part.found}
+    write_results(arguments.out, "gpu_saves", document, tables(document))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     python benchmarks/bench_kernel.py --out benchmarks/results                 # full size, quiet machine
     python benchmarks/bench_kernel.py --small --rounds 1 --out /tmp/x          # tests the benchmark itself
 
-Writes kernel.json (every sample), kernel.md (the tables) and kernel.png. What is measured and how is in KERNEL.md.
+Writes kernel.json (every sample) and kernel.md (the tables). What is measured and how is in KERNEL.md.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
-import json
 import os
 import sys
 import tempfile
@@ -26,7 +25,7 @@ sys.path.insert(0, os.fspath(Path(__file__).resolve().parent))
 
 import numpy as np
 import torch
-from report import NOISY, Others, describe, machine, spread, table
+from report import NOISY, Others, describe, machine, spread, table, write_results
 from torch._utils import _flatten_dense_tensors
 
 from zeroelastic.core.digest import digest_range as digest_range_reference
@@ -401,60 +400,6 @@ def tables(document: dict[str, Any], rows: Sequence[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def plot(path: Path, rows: Sequence[Row]) -> None:
-    """Copies and conversions against their ceilings, and what digests add."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    keys = list(dict.fromkeys(row.key for row in rows))
-    threads = list(dict.fromkeys(row.threads for row in rows))
-    found = {(row.key, row.threads, row.method): row for row in rows}
-    names = {row.key: row.workload for row in rows}
-    copies = (NATIVE, MEMCPY, "_foreach_copy_ (views made before)", "cat(out=) (views made before)")
-    panels = [(f"copy, {n} thread{'s' * (n > 1)}", n, copies) for n in threads]
-    figure, axes = pyplot.subplots(1, len(panels) + 2, figsize=(4.2 * (len(panels) + 2), 4.6), sharey=True)
-    at = np.arange(len(keys))[::-1]
-
-    def bars(axis: Any, series: Sequence[tuple[str, list[tuple[float, float, float] | None]]]) -> None:
-        height = 0.8 / len(series)
-        for i, (label, values) in enumerate(series):
-            shown = [(y - (i - (len(series) - 1) / 2) * height, v) for y, v in zip(at, values, strict=True) if v]
-            if not shown:
-                continue
-            middle = [v[1] for _, v in shown]
-            error = np.abs(np.array([[v[1] - v[0] for _, v in shown], [v[2] - v[1] for _, v in shown]]))
-            axis.barh([y for y, _ in shown], middle, height, xerr=error, label=label, error_kw={"lw": 0.8})
-        axis.legend(loc="lower right", fontsize=7)
-
-    for axis, (title, n, methods_shown) in zip(axes, panels, strict=False):
-        bars(axis, [(name, [found[key, n, name].ratio for key in keys]) for name in methods_shown])
-        axis.set(title=title, xlabel="speed / flat copy_")
-        axis.axvline(1, color="black", lw=0.8)
-        for y, key in zip(at, keys, strict=True):
-            if key in TARGETS:
-                axis.plot([TARGETS[key]] * 2, [y - 0.4, y + 0.4], color="red", lw=1)
-    digests = [
-        (
-            f"{what}, {n} thread{'s' * (n > 1)}",
-            [row.over_native if (row := found.get((key, n, name))) else None for key in keys],
-        )
-        for what, name in (("copy", NATIVE_DIGEST), ("read", READ_DIGEST))
-        for n in threads
-    ]
-    bars(axes[-2], digests)
-    axes[-2].axvline(MOST_DIGEST, color="red", lw=1)
-    axes[-2].set(title="what a digest adds", xlabel="share of the time without")
-    bars(axes[-1], [(f"{n} thread{'s' * (n > 1)}", [found[key, n, NATIVE_16].ratio for key in keys]) for n in threads])
-    axes[-1].axvline(LEAST_CAST, color="red", lw=1)
-    axes[-1].set(title="fp32 to bf16", xlabel="speed / flat bf16.copy_")
-    axes[0].set_yticks(at, [names[key] for key in keys])
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5, help="interleaved repeats of each method")
@@ -489,12 +434,7 @@ def main() -> None:
         "workloads": described,
         "rows": [asdict(row) for row in rows],
     }
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "kernel.json").write_text(json.dumps(document, indent=1) + "\n")
-    text = tables(document, rows)
-    (arguments.out / "kernel.md").write_text(text)
-    plot(arguments.out / "kernel.png", rows)
-    print(text)
+    write_results(arguments.out, "kernel", document, tables(document, rows))
 
 
 if __name__ == "__main__":

@@ -3,13 +3,12 @@
     python benchmarks/bench_load.py --out benchmarks/results          # 200M parameters, 4 -> 3 ranks
     python benchmarks/bench_load.py --small --repeats 1 --out /tmp/x  # a few million parameters, a minute
 
-Writes load.json (every sample), load.md (the tables) and load.png. What is measured and how is in LOAD.md.
+Writes load.json (every sample) and load.md (the tables). What is measured and how is in LOAD.md.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import tempfile
@@ -23,8 +22,6 @@ from typing import Any
 
 sys.path.insert(0, os.fspath(Path(__file__).resolve().parent))
 
-import numpy as np
-from bench_kernel import machine
 from load_systems import (
     FEW_ROUNDS,
     RESHARDED,
@@ -37,6 +34,7 @@ from load_systems import (
     num_rounds,
     save_all,
 )
+from report import machine, write_results
 
 from zeroelastic.testing import RankPool
 
@@ -50,7 +48,7 @@ TITLES = {
 """The systems in the order of the tables."""
 
 OURS = ("tensors", "elastic-quick", "elastic-read", "elastic", "rigid-quick", "rigid-read", "rigid")
-COMPARED = ("ceiling", "stock", "mmap-own", "mmap", "every-file", "dcp", "dcp-safetensors", "universal")
+COMPARED = ("ceiling", "stock", "mmap", "dcp", "dcp-safetensors", "universal")
 _TIMEOUT_S = 7200.0
 _MIB = 1 << 20
 
@@ -310,55 +308,6 @@ def tables(document: dict[str, Any], rows: Sequence[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def plot(path: Path, rows: Sequence[Row], caches: Sequence[str], title: str) -> None:
-    """Seconds of the first load of every system, and what one rank reads and needs, as horizontal bars."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    names = list(dict.fromkeys(row.system for row in rows))
-    at = np.arange(len(names))[::-1]
-    figure, axes = pyplot.subplots(1, 3, figsize=(15, 0.42 * len(names) + 1.6), sharey=True, width_ratios=(2, 1, 1))
-    height = 0.8 / len(caches)
-    for i, cache in enumerate(caches):
-        found = {row.system: row for row in rows if row.cache == cache and row.first}
-        later = {row.system: row.seconds[1] for row in rows if row.cache == cache and not row.first}
-        mine = [
-            (y - (i - (len(caches) - 1) / 2) * height, found[name])
-            for y, name in zip(at, names, strict=True)
-            if name in found
-        ]
-        y = [position for position, _ in mine]
-        low, middle, high = zip(*(row.seconds for _, row in mine), strict=True)
-        spread = np.abs(np.array([np.subtract(middle, low), np.subtract(high, middle)]))
-        axes[0].barh(
-            y, middle, height, xerr=spread, color=f"C{i}", label=f"first load, {cache} page cache", error_kw={"lw": 0.8}
-        )
-        marks = [(later[row.system], position) for position, row in mine if row.system in later]
-        label = "a later load" if i == 0 else None
-        axes[0].plot(*zip(*marks, strict=True), "|", color="black", markersize=12 * height, label=label)
-        for position, seconds, end in zip(y, middle, high, strict=True):
-            offset = {"xytext": (3, 0), "textcoords": "offset points"}
-            axes[0].annotate(f"{seconds:.2g}", (end, position), va="center", size=7, **offset)
-        if i == 0:
-            axes[1].barh(y, [row.amplification for _, row in mine], 0.6, color="0.5")
-            later_rss = {row.system: row.extra_rss for row in rows if row.cache == cache and not row.first}
-            extra = [max(later_rss.get(row.system, row.extra_rss), 0) / _MIB for _, row in mine]
-            axes[2].barh(y, extra, 0.6, color="0.5")
-    axes[0].set(xscale="log", xlabel="seconds: median, min and max")
-    axes[0].margins(x=0.08, y=0.02)
-    axes[0].set_yticks(at, [TITLES[name] for name in names])
-    axes[0].legend(loc="lower right", fontsize=8)
-    axes[1].set(xlabel="bytes read / bytes of state")
-    axes[1].axvline(1, color="black", lw=0.8)
-    axes[2].set(xscale="symlog", xlabel="extra peak memory, MiB per process, of a later load")
-    figure.suptitle(title)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
-
-
 def filesystem(path: Path) -> str:
     """The type of the file system that holds a directory."""
     with open("/proc/mounts") as lines:
@@ -416,15 +365,7 @@ def main() -> None:
             for rank, sample in enumerate(ranks)
         ],
     }
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "load.json").write_text(json.dumps(document, indent=1) + "\n")
-    text = tables(document, rows)
-    (arguments.out / "load.md").write_text(text)
-    title = (
-        f"{saved['numel'] / 1e6:.0f}M parameters, {job.save_ranks} -> {job.load_ranks} ranks, {about['cores']} cores"
-    )
-    plot(arguments.out / "load.png", rows, arguments.caches, title)
-    print(text)
+    write_results(arguments.out, "load", document, tables(document, rows))
     wrong = {f"{sample.system}: {line}" for samples in groups for sample in samples for line in sample.wrong}
     if wrong:
         sys.exit("not loaded right:\n  " + "\n  ".join(sorted(wrong)))

@@ -17,7 +17,6 @@ Writes nodes.json and nodes.md. *Received* are the bytes of collectives, and do 
 from __future__ import annotations
 
 import argparse
-import json
 import pickle
 import sys
 import tempfile
@@ -386,11 +385,7 @@ def main() -> int:
     headers = [headers_sent(world_size) for world_size in arguments.world_sizes]
     payload = [payload_rounds(world_size) for world_size in arguments.world_sizes]
     document = {"machine": report.machine(), "rows": rows, "headers": headers, "payload": payload}
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "nodes.json").write_text(json.dumps(document, indent=1) + "\n")
-    text = page(rows, headers, payload)
-    (arguments.out / "nodes.md").write_text(text)
-    print(text, end="")
+    report.write_results(arguments.out, "nodes", document, page(rows, headers, payload))
     return 0
 
 

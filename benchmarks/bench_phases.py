@@ -13,7 +13,6 @@ import argparse
 import functools
 import gc
 import importlib
-import json
 import os
 import shutil
 import sys
@@ -33,7 +32,7 @@ import torch.distributed as dist
 from bench_load import shape_of
 from load_systems import TAG, Job, Run, fill_with_noise
 from meter import touch_free_memory
-from report import machine
+from report import machine, write_results
 
 from zeroelastic.testing import RankPool
 
@@ -267,10 +266,7 @@ def main() -> None:
         "repeats": arguments.repeats,
         "parts": parts,
     }
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "phases.json").write_text(json.dumps(document, indent=1) + "\n")
-    (arguments.out / "phases.md").write_text(markdown(document))
-    print(markdown(document))
+    write_results(arguments.out, "phases", document, markdown(document))
 
 
 if __name__ == "__main__":

@@ -3,13 +3,12 @@
     python benchmarks/bench_plan.py --out benchmarks/results
     python benchmarks/bench_plan.py --small --out /tmp/x  # tests the benchmark itself
 
-Writes plan.json (every sample), plan.md (the table) and plan.png. What is measured and how is in PLAN.md.
+Writes plan.json (every sample) and plan.md (the table). What is measured and how is in PLAN.md.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -23,7 +22,7 @@ sys.path.insert(0, os.fspath(Path(__file__).resolve().parent))
 
 import numpy as np
 from bench_kernel import gpt_params, llama_params
-from report import NOISY, Others, describe, machine, spread, table
+from report import NOISY, Others, describe, machine, spread, table, write_results
 
 from zeroelastic.core.layout import Layout, Param, layout_from_sub_groups, pack_sub_groups
 from zeroelastic.core.plan import Plan, check_plan, make_plan
@@ -225,32 +224,6 @@ def tables(document: dict[str, Any], rows: Sequence[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def plot(path: Path, rows: Sequence[Row]) -> None:
-    """Time of one plan and of all, and memory, as horizontal bars."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    at = np.arange(len(rows))[::-1]
-    figure, axes = pyplot.subplots(1, 3, figsize=(13, 0.5 * len(rows) + 1.6), sharey=True)
-    low, middle, high = (np.array(column) for column in zip(*(row.plan_s for row in rows), strict=True))
-    axes[0].barh(at, middle, xerr=np.array([middle - low, high - middle]), error_kw={"lw": 0.8})
-    axes[0].axvline(MOST_SECONDS, color="red", lw=1)
-    axes[0].set(xscale="log", xlabel="seconds for one rank's plan: median, min and max")
-    axes[0].set_yticks(at, [row.case for row in rows])
-    hatches = ["" if row.all_ranks_measured else "//" for row in rows]
-    axes[1].barh(at, [row.all_ranks_s for row in rows], hatch=hatches, color="0.6")
-    axes[1].set(xscale="log", xlabel="seconds for all ranks (hatched: not measured)")
-    axes[2].barh(at, [row.plan_peak_bytes / 2**20 for row in rows], color="C1", label="at the peak")
-    axes[2].barh(at, [row.plan_bytes / 2**20 for row in rows], 0.4, color="C0", label="the plan itself")
-    axes[2].set(xscale="log", xlabel="MiB for one rank's plan")
-    axes[2].legend(loc="lower right", fontsize=7)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--samples", type=int, default=9, help="ranks whose plan is timed alone and checked")
@@ -273,12 +246,7 @@ def main() -> None:
         )
     about["load_average_after"] = os.getloadavg()[0]
     document = {"machine": about, "rows": [asdict(row) for row in rows]}
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "plan.json").write_text(json.dumps(document, indent=1) + "\n")
-    text = tables(document, rows)
-    (arguments.out / "plan.md").write_text(text)
-    plot(arguments.out / "plan.png", rows)
-    print(text)
+    write_results(arguments.out, "plan", document, tables(document, rows))
 
 
 if __name__ == "__main__":

@@ -9,14 +9,13 @@ many ranks saved, in a directory that all of them see:
   last eight ranks;
 * the commit of a save by every rank: announced to the others, files read back, the record, the tag, ``latest``.
 
-Writes ranks.json, ranks.md and ranks.png. Counts, unlike times, do not depend on the machine.
+Writes ranks.json and ranks.md. Counts, unlike times, do not depend on the machine.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import json
 import os
 import sys
 import tempfile
@@ -247,29 +246,6 @@ def markdown(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     return "\n".join(lines)
 
 
-def plot(path: Path, results: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
-    """Requests to the store and operations on files of one rank, by the number of ranks."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4), sharey=True)
-    for axis, (part, rows) in zip(axes, results.items(), strict=True):
-        sizes = [row["world_size"] for row in rows]
-        for whose, style in (("rank 0", "o-"), ("worst", "s--")):
-            for kinds, name in ((("store requests",), "store requests"), (FILE_OPERATIONS, "operations on files")):
-                numbers = [sum(row[whose][what] for what in kinds) for row in rows]
-                if any(numbers):
-                    axis.plot(sizes, numbers, style, label=f"{name}, {WHOSE[whose]}")
-        axis.plot(sizes, sizes, ":", color="gray", label="one for each rank")
-        axis.set(xscale="log", yscale="log", xlabel="ranks", title=f"{part}: requests of one rank")
-        axis.legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
@@ -277,12 +253,8 @@ def main() -> int:
     arguments = parser.parse_args()
     measured = [measure(world_size) for world_size in arguments.world_sizes]
     results = {part: [each[part] for each in measured] for part in measured[0]}
-    arguments.out.mkdir(parents=True, exist_ok=True)
     document = {"machine": report.machine(), **results}
-    (arguments.out / "ranks.json").write_text(json.dumps(document, indent=1) + "\n")
-    (arguments.out / "ranks.md").write_text(markdown(results))
-    plot(arguments.out / "ranks.png", results)
-    print(markdown(results), end="")
+    report.write_results(arguments.out, "ranks", document, markdown(results))
     return 0
 
 

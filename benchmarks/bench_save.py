@@ -3,14 +3,13 @@
     python benchmarks/bench_save.py --out benchmarks/results          # 200M parameters on 4 ranks
     python benchmarks/bench_save.py --small --repeats 1 --out /tmp/x  # a few million parameters, half a minute
 
-Writes save.json (every sample), save.md (the tables) and save.png. What is measured and how is in SAVE.md.
+Writes save.json (every sample) and save.md (the tables). What is measured and how is in SAVE.md.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
-import json
 import os
 import shutil
 import sys
@@ -27,10 +26,10 @@ sys.path.insert(0, os.fspath(Path(__file__).resolve().parent))
 import numpy as np
 import torch
 import torch.distributed as dist
-from bench_kernel import machine
 from bench_load import filesystem, shape_of
 from load_systems import FEW_ROUNDS, KEYS, TAG, Job, Run, fill_with_noise, owned_params, sharded_tensors
 from meter import Cost, Meter, files_below, touch_free_memory
+from report import machine, write_results
 
 from zeroelastic.checkpoint.commit_record import read_record
 from zeroelastic.core.digest import stream_seed
@@ -477,43 +476,6 @@ def tables(document: dict[str, Any], rows: Sequence[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def plot(path: Path, rows: Sequence[Row], title: str) -> None:
-    """Seconds of the first save of every system, into the page cache and to the device."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    names = list(dict.fromkeys(row.system for row in rows))
-    at = np.arange(len(names))[::-1]
-    figure, (left, right) = pyplot.subplots(
-        1, 2, figsize=(12, 0.45 * len(names) + 1.6), sharey=True, width_ratios=(2, 1)
-    )
-    for i, durable in enumerate((False, True)):
-        found = {row.system: row for row in rows if row.durable == durable and row.first}
-        later = {row.system: row.seconds[1] for row in rows if row.durable == durable and not row.first}
-        low, middle, high = zip(*(found[name].seconds for name in names), strict=True)
-        spread = np.abs(np.array([np.subtract(middle, low), np.subtract(high, middle)]))
-        y = at - (i - 0.5) * 0.4
-        label = "first save, flushed to the device" if durable else "first save, into the page cache"
-        marks = [(later[name], position) for name, position in zip(names, y, strict=True) if name in later]
-        left.plot(*zip(*marks, strict=True), "|", color="black", label=None if durable else "a later save")
-        left.barh(y, middle, 0.4, xerr=spread, color=f"C{i}", label=label, error_kw={"lw": 0.8})
-        for position, seconds, end in zip(y, middle, high, strict=True):
-            offset = {"xytext": (3, 0), "textcoords": "offset points"}
-            left.annotate(f"{seconds:.2f}", (end, position), va="center", size=7, **offset)
-        if not durable:
-            right.barh(at, [max(found[name].extra_rss, 0) / _MIB for name in names], 0.6, color="0.5")
-    left.set(xlabel="seconds: median, min and max")
-    left.set_yticks(at, [TITLES[name] for name in names])
-    left.legend(loc="lower right", fontsize=8)
-    right.set(xlabel="extra peak memory, MiB per process")
-    figure.suptitle(title)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
-
-
 def main() -> None:
     every = [system.name for system in SYSTEMS]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -554,13 +516,7 @@ def main() -> None:
         "rows": [asdict(row) for row in rows],
         "samples": [asdict(sample) | {"rank": rank} for ranks in groups for rank, sample in enumerate(ranks)],
     }
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "save.json").write_text(json.dumps(document, indent=1) + "\n")
-    text = tables(document, rows)
-    (arguments.out / "save.md").write_text(text)
-    title = f"Saving {state['numel'] / 1e6:.0f}M parameters on {job.save_ranks} ranks, {about['cores']} cores"
-    plot(arguments.out / "save.png", rows, title)
-    print(text)
+    write_results(arguments.out, "save", document, tables(document, rows))
     wrong = {f"{sample.system}: {line}" for ranks in groups for sample in ranks for line in sample.wrong}
     if wrong:
         sys.exit("not saved right:\n  " + "\n  ".join(sorted(wrong)))

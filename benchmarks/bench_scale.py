@@ -1,8 +1,8 @@
-"""What becomes slow or large where there is much of it: tags, parameters, ranks' files, loaders of one checkpoint.
+"""What becomes slow or large where there is much of it: tags, parameters, ranks' files.
 
 ``make bench-scale`` writes scale.json and scale.md. Each part runs in a process of its own, whose time and peak memory
-are what is recorded: 5,000 tags in one directory; 1,000,000 parameters in one header; 24 ranks' files with real bytes,
-resharded on paper and read; 8 processes that read their own ranges of that checkpoint at the same time.
+are what is recorded: 5,000 tags in one directory; 1,000,000 parameters in one header and in one commit record; 24
+ranks' files with real bytes, read.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
+from report import write_results  # noqa: E402
+
 
 @dataclass(frozen=True)
 class Scale:
@@ -36,7 +38,6 @@ class Scale:
     params: int = 1_000_000
     ranks: int = 24
     rank_elements: int = 1 << 22
-    loaders: int = 8
 
 
 def main() -> None:
@@ -49,8 +50,8 @@ def main() -> None:
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     full = Scale()
-    scale = Scale(*(max(2, value // options.divide) for value in (full.tags, full.params)), full.ranks,
-                  full.rank_elements // options.divide, full.loaders)  # fmt: skip
+    tags, params = (max(2, value // options.divide) for value in (full.tags, full.params))
+    scale = Scale(tags, params, full.ranks, full.rank_elements // options.divide)
     if options.one:
         print(json.dumps(PARTS[options.one](scale, options.work)))
         return
@@ -128,19 +129,6 @@ def _members(scale: Scale) -> list[Param]:
     from zeroelastic.core.layout import Param
 
     return [Param(f"model.layers.{i}.mlp.weight", (4, i % 7 + 1)) for i in range(scale.params)]
-
-
-def plan(scale: Scale, work: Path) -> Steps:
-    """Layouts of many parameters, and the plan of one rank."""
-    from zeroelastic.core.layout import layout_from_sub_groups
-    from zeroelastic.core.plan import make_plan
-
-    members = _members(scale)
-    steps: Steps = {}
-    saved = timed(steps, "layout of 4 ranks", lambda: layout_from_sub_groups([members], 4))
-    new = timed(steps, "layout of 3 ranks", lambda: layout_from_sub_groups([members], 3))
-    timed(steps, "plan of one rank", lambda: make_plan(saved, new, 0))  # type: ignore[arg-type]
-    return steps
 
 
 def record(scale: Scale, work: Path) -> Steps:
@@ -268,56 +256,6 @@ def ranks(scale: Scale, work: Path) -> Steps:
     return steps
 
 
-def loaders(scale: Scale, work: Path) -> Steps:
-    """Processes that each read their own ranges of one checkpoint at the same time, and one that does so alone."""
-    tag = _in_a_process(_ranks_checkpoint, scale, work)
-    steps: Steps = {}
-    for count in (1, scale.loaders):
-        with multiprocessing.get_context("spawn").Pool(count) as pool:
-            pool.map(_nothing, range(count))
-            began = time.perf_counter()
-            done = pool.starmap(_load, [(tag, rank, scale.loaders) for rank in range(count)])
-            steps[f"{count} of {scale.loaders} loaders"] = {
-                "seconds": round(time.perf_counter() - began, 3),
-                "cpu_seconds": round(sum(cpu for _, cpu, _ in done), 3),
-                "peak_mib": max(peak for *_, peak in done),
-                "mib": sum(nbytes for nbytes, *_ in done) >> 20,
-            }
-    return steps
-
-
-def _nothing(_: int) -> None:
-    import zeroelastic.checkpoint.open
-    import zeroelastic.io.storage  # noqa: F401
-
-
-def _load(tag: Path, rank: int, world_size: int) -> tuple[int, float, int]:
-    """The bytes that one rank of another world size needs, read; how many, the time and the memory it took."""
-    from zeroelastic.checkpoint.open import open_checkpoint
-    from zeroelastic.core.plan import source_ranks
-    from zeroelastic.io.storage import read_range
-    from zeroelastic.torch_file.header import DTYPE_BYTES
-
-    cpu, nbytes = time.process_time(), 0
-    checkpoint = open_checkpoint(tag)
-    first = checkpoint.model_states(0)
-    numels = [param.numel for members in first.sub_groups for param in members]
-    near = source_ranks(numels, saved_world_size=checkpoint.world_size, world_size=world_size, rank=rank)
-    for saved in near:
-        shard = checkpoint.shard(saved)
-        start, length = shard.layout.owned(saved)
-        for p, param in enumerate(shard.layout.params):
-            part = -(-param.numel // world_size)
-            begin = max(int(start[p]), rank * part)
-            end = min(int(start[p] + length[p]), (rank + 1) * part, param.numel)
-            for extents in shard.extents.values():
-                size = DTYPE_BYTES[extents.dtype[int(shard.layout.sub_group[p])]]
-                at = int(extents.offset[p]) + (begin - int(start[p])) * size
-                for offset in range(0, max(0, end - begin) * size, 4 << 20):
-                    nbytes += len(read_range(extents.path, at + offset, min(4 << 20, (end - begin) * size - offset)))
-    return nbytes, time.process_time() - cpu, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
-
-
 def _in_a_process(function: Callable[[Scale, Path], Path], scale: Scale, work: Path) -> Path:
     """Write files elsewhere, so that its memory is not counted."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
@@ -325,13 +263,12 @@ def _in_a_process(function: Callable[[Scale, Path], Path], scale: Scale, work: P
 
 
 PARTS = {
-    "tags": tags, "plan": plan, "record": record, "header": header, "graph": graph, "ranks": ranks, "loaders": loaders,
+    "tags": tags, "record": record, "header": header, "graph": graph, "ranks": ranks,
 }  # fmt: skip
 
 
 def write(out: Path, results: dict[str, dict[str, object]]) -> None:
     """scale.json and scale.md."""
-    (out / "scale.json").write_text(json.dumps(results, indent=1) + "\n")
     lines = [
         "# Scale",
         "",
@@ -355,7 +292,7 @@ def write(out: Path, results: dict[str, dict[str, object]]) -> None:
             memory = f"{s.get('extra_mib', '')} | {s['peak_mib']}"
             lines += [f"| {what} | {s['seconds']} | {s['cpu_seconds']} | {memory} | {s.get('mib', '')} |"]
         lines += [""]
-    (out / "scale.md").write_text("\n".join(lines).rstrip() + "\n")
+    write_results(out, "scale", results, "\n".join(lines).rstrip() + "\n")
 
 
 if __name__ == "__main__":

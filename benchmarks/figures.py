@@ -35,12 +35,6 @@ TEMPLATES: dict[str, tuple[str, ...]] = {
         "the same state on 4 ranks took {save_flushed} s, with digests and commit record and flushed to the disk; "
         "DeepSpeed alone, flushed, took {stock_save_flushed} s.",
     ),
-    "docs/guides/zero2.md": (
-        "Measured on {stage2_params}M parameters with `round_robin_gradients`, saved by DeepSpeed alone on 4 ranks",
-        "zeroelastic resumes on 3 ranks in {stage2_load} s with every parameter right; Universal Checkpoint converts "
-        "in {stage2_convert} s, loads in {stage2_universal} s, and {stage2_wrong} of {stage2_all} parameters are "
-        "wrong. On 4 ranks DeepSpeed's own load takes {stage2_stock} s, zeroelastic's {stage2_same} s.",
-    ),
     "docs/guides/resize-in-place.md": (
         "| this page, announced | none | stay | `worlds`, `zeroelastic-in-place` | "
         "{in_place_go} s | {in_place_come} s |",
@@ -130,7 +124,6 @@ def figures() -> dict[str, str]:
             *_first_loading(),
             *_on_gpu(),
             *_saving(),
-            *_stage2(),
             *_segments(),
             *_plans(),
             *_commands(),
@@ -210,20 +203,6 @@ def _saving() -> Iterator[tuple[str, str]]:
         yield f"file_reserved{end}", f"{times(file, rows['reserved', durable]):.2f}"
         yield f"file_rss{end}", f"{_mib(file):.1f}"
         yield f"save_rss{end}", f"{_mib(save):.1f}"
-
-
-def _stage2() -> Iterator[tuple[str, str]]:
-    result = read_result("stage2")
-    samples = result["samples"]
-    yield "stage2_params", f"{result['num_params'] / 1e6:.0f}"
-    systems = {"load": ("other", 2), "same": ("same", 2), "stock": ("stock", 2), "universal": ("universal", 1)}
-    for name, (system, places) in (*systems.items(), ("convert", ("convert", 1))):
-        once = system == "convert"
-        seconds = median(s["seconds"] for s in samples if s["system"] == system and (once or not s["first"]))
-        yield f"stage2_{name}", f"{seconds:.{places}f}"
-    universal = [sample for sample in samples if sample["system"] == "universal"]
-    yield "stage2_wrong", f"{median(sample['wrong'] for sample in universal):.0f}"
-    yield "stage2_all", f"{universal[0]['num_params']}"
 
 
 def _segments() -> Iterator[tuple[str, str]]:

@@ -34,7 +34,7 @@ sys.path.insert(0, os.fspath(Path(__file__).resolve().parent))
 import torch
 from bench_gpu_resume import TAG, cost, join_group
 from gpu_engines import Model, add_arguments, build_engine, masters, moments, train_step, without_paths
-from report import REPOSITORY, describe, machine, table
+from report import REPOSITORY, describe, machine, table, write_results
 
 from zeroelastic.executors.build_info import describe_build
 from zeroelastic.testing.rank import prepare_deepspeed
@@ -310,11 +310,7 @@ def main() -> None:
     }
     with tempfile.TemporaryDirectory(prefix="gpu-features-", dir=arguments.directory) as directory:
         document["results"] = try_all(arguments.only, arguments, Path(directory))
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "gpu_features.json").write_text(json.dumps(document, indent=1) + "\n")
-    text = tables(document)
-    (arguments.out / "gpu_features.md").write_text(text)
-    print(text)
+    write_results(arguments.out, "gpu_features", document, tables(document))
 
 
 if __name__ == "__main__":

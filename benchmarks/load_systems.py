@@ -307,41 +307,26 @@ def load_dcp_safetensors(run: Run, path: Path) -> Load:
     return lambda: dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(os.fspath(path)))
 
 
-def load_every_file(*, mmap: bool, merge: bool) -> Callable[[Run, Path], Load]:
-    """Every rank opens every rank's file with ``torch.load``, then takes its own part of each parameter.
+def load_every_file(run: Run, path: Path) -> Load:
+    """Every rank maps every rank's file with ``torch.load``, puts each parameter together and takes its own part.
 
-    ``merge`` puts every parameter together first, as DeepSpeed's elastic checkpoints always did; otherwise only what
-    the rank owns is copied, which with ``mmap`` touches nothing else.
+    So DeepSpeed's elastic checkpoints always did it.
     """
+    targets, owned = run.tensors(), owned_params(run)
+    files = [path / TAG / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(run.job.save_ranks)]
 
-    def prepare(run: Run, path: Path) -> Load:
-        targets, owned = run.tensors(), owned_params(run)
-        files = [
-            path / TAG / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(run.job.save_ranks)
+    def load() -> object:
+        states = [
+            torch.load(file, map_location="cpu", mmap=True, weights_only=False)["optimizer_state_dict"]
+            for file in files
         ]
+        for key, target in targets.items():
+            for index, (_, _, offset, start, count) in enumerate(owned):
+                whole = torch.cat([_piece(state, key, index) for state in states])
+                target[offset : offset + count].copy_(whole[start : start + count])
+        return states
 
-        def load() -> object:
-            states = [
-                torch.load(file, map_location="cpu", mmap=mmap, weights_only=False)["optimizer_state_dict"]
-                for file in files
-            ]
-            for key, target in targets.items():
-                for index, (_, numel, offset, start, count) in enumerate(owned):
-                    pieces = [_piece(state, key, index) for state in states]
-                    mine = target[offset : offset + count]
-                    if merge:
-                        mine.copy_(torch.cat(pieces)[start : start + count])
-                        continue
-                    part = -(-numel // len(pieces))
-                    for rank, piece in enumerate(pieces):
-                        begin, end = max(start, rank * part), min(start + count, rank * part + len(piece))
-                        if begin < end:
-                            mine[begin - start : end - start].copy_(piece[begin - rank * part : end - rank * part])
-            return states
-
-        return load
-
-    return prepare
+    return load
 
 
 def _piece(state: dict[str, Any], key: str, index: int) -> torch.Tensor:
@@ -399,17 +384,7 @@ RESHARDED = (
     System("rigid-quick", 'zeroelastic, rigid, verify "quick"', "rigid", load_engine("quick"), True),
     System("rigid-read", 'zeroelastic, rigid, verify "read"', "rigid", load_engine("read"), True),
     System("rigid", 'zeroelastic, rigid, verify "full"', "rigid", load_engine("full"), True),
-    System(
-        "mmap-own", "every rank maps every file, copies its own", "elastic", load_every_file(mmap=True, merge=False)
-    ),
-    System("mmap", "every rank maps every file, merges", "elastic", load_every_file(mmap=True, merge=True), long=True),
-    System(
-        "every-file",
-        "every rank loads every file, merges",
-        "elastic",
-        load_every_file(mmap=False, merge=True),
-        long=True,
-    ),
+    System("mmap", "every rank maps every file, merges", "elastic", load_every_file, long=True),
     System("dcp", "torch DCP load with resharding", "dcp", load_dcp),
     System("dcp-safetensors", "the same, from safetensors", "dcp-safetensors", load_dcp_safetensors),
     System("universal-load", "Universal Checkpoint, load", "universal", load_universal, True, long=True),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import subprocess
@@ -75,6 +76,14 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, text_columns: i
     """A Markdown table; its first columns are text, the others figures."""
     marks = ["---"] * text_columns + ["--:"] * (len(head) - text_columns)
     return [f"| {' | '.join(head)} |", f"|{'|'.join(marks)}|", *(f"| {' | '.join(row)} |" for row in rows)]
+
+
+def write_results(directory: Path, name: str, document: object, text: str) -> None:
+    """The raw result as NAME.json and its tables as NAME.md, which are printed as well."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
+    (directory / f"{name}.md").write_text(text)
+    print(text)
 
 
 def spread(values: Sequence[float]) -> tuple[float, float, float]:

@@ -14,10 +14,7 @@ from zeroelastic.executors.dispatch import describe_build
 DCP = {"dcp", "dcp-async", "dcp-safetensors"}
 SYSTEMS = {"plain", "reserved", "file", "file-digests", "torch", "elastic", "rigid", "stock", *DCP}
 
-pytestmark = [
-    pytest.mark.extended,
-    pytest.mark.skipif(not describe_build("native").usable, reason="the benchmarks need the native engine"),
-]
+pytestmark = pytest.mark.skipif(not describe_build("native").usable, reason="the benchmarks need the native engine")
 
 
 @pytest.fixture(scope="module")
@@ -62,4 +59,3 @@ def test_nothing_is_written_twice(document: dict[str, Any]) -> None:
 def test_the_results_are_written(results: Path) -> None:
     text = (results / "save.md").read_text()
     assert text.count("| yes |") == 4 * len(SYSTEMS) - 2 * len(DCP) and "**NO**" not in text
-    assert (results / "save.png").read_bytes().startswith(b"\x89PNG")

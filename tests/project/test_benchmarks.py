@@ -25,7 +25,6 @@ native = pytest.mark.skipif(not describe_build("native").usable, reason="the ben
 def results(script: str, name: str, out: Path, *arguments: str) -> tuple[dict[str, Any], str]:
     done = run_benchmark(script, "--small", "--out", os.fspath(out), *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     return json.loads((out / f"{name}.json").read_text()), (out / f"{name}.md").read_text()
 
 
@@ -81,7 +80,7 @@ def test_one_rank_of_many_runs_the_real_code_and_one_header_reaches_all(tmp_path
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
-@pytest.mark.parametrize("name", ["bench_gpu", "bench_gpu_files", "bench_gpu_resume", "bench_gpu_saves"])
+@pytest.mark.parametrize("name", ["bench_gpu", "bench_gpu_resume", "bench_gpu_saves"])
 def test_without_a_gpu_the_benchmarks_of_it_say_so(tmp_path: Path, name: str) -> None:
     done = run_benchmark(f"{name}.py", "--out", os.fspath(tmp_path))
     assert done.returncode == 1
@@ -89,24 +88,14 @@ def test_without_a_gpu_the_benchmarks_of_it_say_so(tmp_path: Path, name: str) ->
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("name", "more", "methods"),
-    [
-        ("bench_gpu", ("--workloads", "b", "--repeats", "1"), 9),
-        ("bench_gpu_files", ("--workloads", "a"), 11),
-    ],
-)
-def test_the_benchmarks_of_a_gpu_run_on_the_fake_one(
-    tmp_path: Path, name: str, more: tuple[str, ...], methods: int
-) -> None:
-    """They check what they move; what they time means nothing here."""
-    script = os.fspath(REPOSITORY / "benchmarks" / f"{name}.py")
-    done = run_benchmark(
-        "../tests/on_fake_gpu.py", script, "--small", "--rounds", "1", *more, "--out", os.fspath(tmp_path)
-    )
+def test_the_benchmark_of_a_gpu_runs_on_the_fake_one(tmp_path: Path) -> None:
+    """It checks what it moves; what it times means nothing here."""
+    script = os.fspath(REPOSITORY / "benchmarks" / "bench_gpu.py")
+    more = ("--small", "--rounds", "1", "--workloads", "b", "--repeats", "1")
+    done = run_benchmark("../tests/on_fake_gpu.py", script, *more, "--out", os.fspath(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = json.loads((tmp_path / f"{name.removeprefix('bench_')}.json").read_text())["rows"]
-    assert len(rows) == methods and all(row["raw_seconds"][0] > 0 for row in rows)
+    rows = json.loads((tmp_path / "gpu.json").read_text())["rows"]
+    assert len(rows) == 9 and all(row["raw_seconds"][0] > 0 for row in rows)
 
 
 @pytest.mark.gpu
@@ -121,17 +110,6 @@ def test_every_method_moves_every_workload_on_a_gpu(tmp_path: Path) -> None:
         "DevicePlan, digest alone",
         "DevicePlan to bf16",
         "flat device copy",
-    }
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not describe_build("cuda").usable, reason="the benchmark needs the CUDA engine")
-def test_files_reach_a_gpu_and_a_gpu_files_by_every_way(tmp_path: Path) -> None:
-    done = run_benchmark("bench_gpu_files.py", "--small", "--rounds", "1", "--out", os.fspath(tmp_path))
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = json.loads((tmp_path / "gpu_files.json").read_text())["rows"]
-    assert {"read_segments", "read_segments + digest", "sum_segments: digests on the GPU"} < {
-        row["method"] for row in rows
     }
 
 
@@ -199,84 +177,21 @@ def test_the_command_line_is_measured_beside_every_other_tool(tmp_path: Path) ->
 
 
 @native
-def test_bench_background_saves_while_it_trains(tmp_path: Path) -> None:
-    done = run_benchmark(
-        "bench_background.py", "--small", "--ranks", "1", "--rounds", "1", "--steps", "2", "--out", str(tmp_path)
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    document = json.loads((tmp_path / "background.json").read_text())
-    kinds = ["micro batches, 1 rank", "optimizer steps, 1 rank"]
-    names = [*kinds, *(f"{kind}, memory given back" for kind in kinds)]
-    assert list(document["samples"]) == list(document["results"]) == names
-    for name in names:
-        (rounds,) = document["samples"][name]
-        assert len(rounds) == 2 and all(len(one["before"]) == len(one["after"]) == 2 for one in rounds)
-        assert all(one["snapshot_bytes"] >= 12 * document["numel"] for one in rounds)
-        assert all(0 < one["snapshot"] <= one["whole"] for one in rounds)
-        for one in rounds:
-            assert len(one["during"]) == len(one["overlap"]) >= 1
-            assert all(0 <= overlap <= step for overlap, step in zip(one["overlap"], one["during"], strict=True))
-    text = (tmp_path / "background.md").read_text()
-    assert "training stalls for a snapshot" in text and all(name in text for name in names)
-
-
-@native
 def test_saves_on_a_gpu_are_measured_beside_deepspeeds_own(tmp_path: Path) -> None:
-    """Here with gloo and in host memory, where all parts run but the writer that DeepSpeed has for a GPU alone."""
-    done = run_benchmark(
-        "bench_gpu_saves.py", "--cpu", "--small", "--rounds", "1", "--writer", "python", "--out", os.fspath(tmp_path)
-    )
+    """Here with gloo and in host memory."""
+    done = run_benchmark("bench_gpu_saves.py", "--cpu", "--small", "--rounds", "1", "--out", os.fspath(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
-    parts = json.loads((tmp_path / "gpu_saves.json").read_text())["parts"]
-    assert all("problem" not in found and not found["not_measured"] for found in parts.values()), parts
-    saves = parts["saves"]
+    saves = json.loads((tmp_path / "gpu_saves.json").read_text())["parts"]["saves"]
+    assert not saves["not_measured"], saves
     assert len(saves["seconds"]) == 6 and all(len(values) == 1 for values in saves["seconds"].values())
     assert saves["nbytes"] > 12 * saves["numel"] and len(saves["phases"]) == 2
     assert [len(saves[way]["rounds"]) for way in ("in the background", "in memory")] == [2, 4]
     assert all(one["snapshot_bytes"] >= 12 * saves["numel"] for one in saves["in the background"]["rounds"])
-    for name in ("fast writer", "decoupled writer"):
-        assert len(parts[name]["seconds"]["save"]) == len(parts[name]["seconds"]["next step"]) == 2
     text = (tmp_path / "gpu_saves.md").read_text()
     assert "| in memory |" in text and "payload: written" in text and "Not measured" not in text
 
 
-def test_a_part_that_does_not_end_is_named_and_ended(tmp_path: Path) -> None:
-    done = run_benchmark(
-        "bench_gpu_saves.py", "--cpu", "--small", "--parts", "decoupled writer", "--limit", "21", "--writer", "none",
-        "--out", os.fspath(tmp_path),
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    problem = json.loads((tmp_path / "gpu_saves.json").read_text())["parts"]["decoupled writer"]["problem"]
-    assert "did not end within" in problem or "it ended with code 1" in problem
-    assert f"* decoupled writer: {problem}" in (tmp_path / "gpu_saves.md").read_text()
-
-
-def test_reading_back_is_measured_within_whole_saves(tmp_path: Path) -> None:
-    done = run_benchmark("bench_read_back.py", "--small", "--rounds", "1", "--out", os.fspath(tmp_path))
-    assert done.returncode == 0, done.stdout + done.stderr
-    document = json.loads((tmp_path / "read_back.json").read_text())
-    assert len(document["samples"]) == 8
-    samples = [sample for ranks in document["samples"].values() for rank in ranks for sample in rank]
-    assert len(samples) == 12 and all(0 < sample["read_back"] < sample["save"] for sample in samples)
-    text = (tmp_path / "read_back.md").read_text()
-    assert all(name.rpartition(", ")[0] in text for name in document["samples"])
-
-
-@pytest.mark.extended
-def test_resuming_stage_2_is_measured_with_what_came_out_wrong(tmp_path: Path) -> None:
-    done = run_benchmark("bench_stage2.py", "--small", "--rounds", "1", "--out", os.fspath(tmp_path))
-    assert done.returncode == 0, done.stdout + done.stderr
-    samples = json.loads((tmp_path / "stage2.json").read_text())["samples"]
-    assert sum(sample["first"] for sample in samples) == 9 and len(samples) == 17  # nothing is converted twice
-    assert all(sample["seconds"] > 0 for sample in samples)
-    assert {sample["system"] for sample in samples if sample["wrong"]} == {"universal"}
-    (universal,) = [sample for sample in samples if sample["system"] == "universal" and sample["first"]]
-    assert universal["wrong"] > universal["num_params"] // 2
-    assert "Universal Checkpoint" in (tmp_path / "stage2.md").read_text()
-
-
 @pytest.mark.slow
-@pytest.mark.extended
 def test_bench_phases_accounts_for_the_whole_time(tmp_path: Path) -> None:
     done = run_benchmark(
         "bench_phases.py", "--small", "--repeats", "1", "--save-ranks", "2", "--load-ranks", "1", "--out", str(tmp_path)
@@ -290,15 +205,3 @@ def test_bench_phases_accounts_for_the_whole_time(tmp_path: Path) -> None:
             assert wanted < seconds.keys() and all(value >= 0 for value in seconds.values())
     page = (tmp_path / "phases.md").read_text()
     assert page.count("| **all** |") == 5 and "persistent parameters gathered" in page
-
-
-def test_a_change_of_size_moves_little_more_than_it_must(tmp_path: Path) -> None:
-    done = run_benchmark("bench_resize_plan.py", "--most", "72", "--out", os.fspath(tmp_path))
-    assert done.returncode == 0, done.stderr
-    changes = json.loads((tmp_path / "resize_plan.json").read_text())["changes"]
-    assert {(row["old"], row["new"]) for row in changes} == {(8, 6), (64, 63), (64, 72)}
-    for share in [share for row in changes for share in row["shares"].values()]:
-        assert share["least"] <= share["assigned"] <= 1.05 * share["least"]
-        assert share["assigned"] <= share["in order"]
-    assert "| 8 -> 6 | evenly | 33.33% | 33.33% |" in (tmp_path / "resize_plan.md").read_text()
-    assert (tmp_path / "resize_plan.png").exists()
