@@ -34,8 +34,8 @@ import torch.distributed as dist
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, CommitRecord, read_record, record_text
 from zeroelastic.checkpoint.tensor_parallel import NO_TENSOR_PARALLEL
 from zeroelastic.deepspeed.node_local import all_to_all, multicast, visibility
-from zeroelastic.deepspeed.save import written as written_files
-from zeroelastic.deepspeed.save.written import Written
+from zeroelastic.deepspeed.save import commit as save_commit
+from zeroelastic.deepspeed.save.commit import Written
 from zeroelastic.memory import resume
 from zeroelastic.memory.checkpoints import _on_other_nodes
 from zeroelastic.memory.generation import NOTE_NAME, MemoryNote, RunPlace, tag_of
@@ -160,7 +160,7 @@ class OneOfMany:
 
     def checkpoint(self, record: CommitRecord) -> Callable[[], object]:
         """A checkpoint in memory: what each rank has written, what it sends and keeps, the record and the note."""
-        packed = [written_files._pack(own, names_of(rank)) for rank, own in enumerate(self.written)]
+        packed = [save_commit._pack(own, names_of(rank)) for rank, own in enumerate(self.written)]
         own = self.written[self.rank]
         group: Any = None  # the transfers are listed and not run
 
@@ -169,7 +169,7 @@ class OneOfMany:
             return packed
 
         def run() -> None:
-            _, _, written = written_files.gather_written(own, names_of(self.rank), to_all=True)
+            _, _, written = save_commit.gather_written(own, names_of(self.rank), to_all=True)
             shared = _on_other_nodes(written)
             nothing = torch.empty(0, dtype=torch.uint8)
             protect(shared, self.placement, {}, lambda name, nbytes: nothing, group)
@@ -182,8 +182,8 @@ class OneOfMany:
 
         def prepared() -> object:
             with (
-                mock.patch.object(written_files, "gather_bytes", gather_bytes),
-                mock.patch.object(written_files, "maximum", lambda values: values),
+                mock.patch.object(save_commit, "gather_bytes", gather_bytes),
+                mock.patch.object(save_commit, "maximum", lambda values: values),
             ):
                 return timed(run)
 

@@ -29,6 +29,7 @@ from typing import Any
 from unittest import mock
 
 import report
+import torch.distributed as dist
 from simulated_ranks import COUNTED, SimulatedRanks
 
 from zeroelastic.checkpoint.open import open_checkpoint
@@ -39,7 +40,8 @@ from zeroelastic.deepspeed.load.request import LoadRequest
 from zeroelastic.deepspeed.load.tag_choice import choose_tag
 from zeroelastic.deepspeed.options import Options
 from zeroelastic.deepspeed.save.barrier import SaveBarrier
-from zeroelastic.deepspeed.save.commit import Expected, PendingCommit, commit
+from zeroelastic.deepspeed.save.commit import Expected, PendingCommit
+from zeroelastic.deepspeed.save.plain import Directory
 from zeroelastic.distributed.partners import require_partners
 from zeroelastic.tags.tag_directory import make_staging_dir, open_tag
 from zeroelastic.testing import sample
@@ -135,15 +137,20 @@ def measure_commit(directory: Path, world_size: int) -> dict[str, Any]:
     for name in record.files:
         os.rename(aside / name, staging_dir / name)
     (directory / "latest").unlink()
+    places: list[Directory] = []
+    for rank in range(world_size):
+        with mock.patch.object(dist, "get_rank", return_value=rank):
+            leaders = (0,) * world_size
+            places.append(Directory(directory, tag_dir.name, record.save_id, leaders, save_latest=True, fsync=True))
     ranks = SimulatedRanks(world_size)
 
     def save(rank: int) -> None:
         require_partners()
         barrier = SaveBarrier(tag_dir, timeout_s=600.0)
         barrier.leave_note(record.save_id)
-        barrier.wait("it was about to be saved")
+        barrier.wait("begin")
         assert barrier.note_of(0) == record.save_id
-        barrier.wait("its files were written")
+        barrier.wait("write")
         expected = Expected(
             rank=rank,
             tp=NO_TENSOR_PARALLEL,
@@ -154,25 +161,18 @@ def measure_commit(directory: Path, world_size: int) -> dict[str, Any]:
             allow_globals=(),
         )
         pending = PendingCommit(
-            tag_dir=tag_dir,
-            place=tag_dir,
             tag=tag_dir.name,
             save_id=record.save_id,
             checkpoint_format="elastic",
             expected=expected,
             train_batch_size=24,
-            written=names[rank],
-            staging_dir=staging_dir,
-            heads=(0,) * world_size,
-            acts=rank == 0,
+            file_names=names[rank],
             lineage=Lineage(),
             lost_micro_batches=0,
-            latest=directory / "latest",
-            fsync=True,
             contents=contents,
             trained=trained,
         )
-        commit(pending, barrier)
+        places[rank].commit(pending, barrier)
         barrier.close()
 
     ranks.run(save)

@@ -55,7 +55,7 @@ class SimulatedRanks:
         self._next = dict(zip(self.ranks, [*self.ranks[1:], self.ranks[0]], strict=True))
         self._previous = {after: rank for rank, after in self._next.items()}
         self._rounds: dict[int, _Round] = {}
-        self._known = {rank: (partners._Known(), barrier._Known()) for rank in self.ranks}
+        self._known = {rank: (partners._Known(), barrier._GroupSaves()) for rank in self.ranks}
         self._passed_on = 0  # turns in a row in which nothing happened
         self.store = _Store(self)
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 @contextmanager
 def held_writers() -> Iterator[threading.Event]:
     """While it lasts, nothing is written in the background before the event is set; and no longer than it lasts."""
-    from zeroelastic.deepspeed.save.snapshot import Snapshot
+    from zeroelastic.deepspeed.save.shard_writer import Snapshot
 
     write, gate = Snapshot.write, threading.Event()
 

@@ -349,7 +349,7 @@ def test_a_flipped_byte_without_a_checkpoint_on_the_disk_is_no_fresh_start(
 
 def saves_late(job: Job, directory: str, shared: Path, *, late: bool) -> tuple[int, dict[str, Any]]:
     """Train to step 5, with a save of step 2 in the background that is ``late``: written when step 5 is in memory."""
-    from zeroelastic.deepspeed.save.snapshot import Snapshot
+    from zeroelastic.deepspeed.save.shard_writer import Snapshot
 
     use_node(shared, dist.get_rank())
     may_write, write = threading.Event(), Snapshot.write

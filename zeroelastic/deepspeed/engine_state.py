@@ -84,7 +84,7 @@ class EngineState:
     module_paths: tuple[str, ...] | None = None
     """The model states file that DeepSpeed is to read, during a load (``load.module_states``)."""
     saving: object = None
-    """The ``Saving`` of a save in progress (``save.save``)."""
+    """The ``Saving`` of a save in progress (``save.mode``)."""
     pending: object = None
     """The ``Pending`` save that is not finished yet (``save.pending``)."""
     async_save: bool | None = None

@@ -53,7 +53,7 @@ def _fast_writer_exists() -> bool:
     return str(fast_file_writer.UtilsBuilder.__name__) != "NotImplementedBuilder"
 
 
-def directory_heads(tag_dir: Path) -> tuple[int, ...]:
+def directory_leaders(tag_dir: Path) -> tuple[int, ...]:
     """For each rank, the first rank that sees the same parent directory of the tag. Collective.
 
     The ranks create files there for a moment to find out. A rank that does not see the one of rank 0 lists the
@@ -68,7 +68,7 @@ def directory_heads(tag_dir: Path) -> tuple[int, ...]:
             place.mkdir(parents=True, exist_ok=True)
             probe.touch()
 
-    def head() -> int:
+    def leader() -> int:
         if (place / f"{stem}0").exists():
             return 0
         with saves_nothing(tag_dir):
@@ -77,7 +77,7 @@ def directory_heads(tag_dir: Path) -> tuple[int, ...]:
 
     all_or_raise(make)
     try:
-        return tuple(all_gather_or_raise(head)[1])
+        return tuple(all_gather_or_raise(leader)[1])
     finally:
         probe.unlink(missing_ok=True)
 
@@ -99,19 +99,19 @@ def saves_nothing(tag_dir: FilePath) -> Iterator[None]:
 
 
 @contextmanager
-def one_module_writer(engine: Engine, live: LiveOptimizer, heads: Sequence[int]) -> Iterator[None]:
+def one_module_writer(engine: Engine, live: LiveOptimizer, leaders: Sequence[int]) -> Iterator[None]:
     """While it lasts, one rank of each directory writes the file of the whole module of ZeRO stages 1 and 2.
 
     DeepSpeed has local rank 0 do it under ``use_node_local_storage``. Where the launcher's local ranks are not those
     that share a disk, several ranks would write into one file, or none. Ranks that see one directory have the same one
-    of ``heads`` (``directory_heads``). Every file lists tied parameters, which DeepSpeed does on rank 0 alone. Source:
-    ``DeepSpeedEngine._configure_checkpointing``, ``_get_shared_params`` (0.19.8). Collective.
+    of ``leaders`` (``directory_leaders``). Every file lists tied parameters, which DeepSpeed does on rank 0 alone.
+    Source: ``DeepSpeedEngine._configure_checkpointing``, ``_get_shared_params`` (0.19.8). Collective.
     """
     if live.per_param or not engine.use_node_local_storage():
         yield
         return
     rank = dist.get_rank()
-    place_on_node = list(heads[:rank]).count(heads[rank])
+    place_on_node = list(leaders[:rank]).count(leaders[rank])
     chooses = getattr(engine.checkpoint_engine, "is_data_parallel_writer", None)
     writes = bool(chooses(place_on_node)) if chooses is not None else place_on_node == 0
     tied = broadcast(all_or_raise(engine._get_shared_params))

@@ -37,8 +37,14 @@ from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.live.replicated import difference, replicated_facts, token_of
 from zeroelastic.deepspeed.load.load import is_of_all_ranks
 from zeroelastic.deepspeed.options import MemoryOptions
-from zeroelastic.deepspeed.save.commit import Expected, PendingCommit, record_of, written_files
-from zeroelastic.deepspeed.save.written import Written, gather_written
+from zeroelastic.deepspeed.save.commit import (
+    Expected,
+    PendingCommit,
+    Written,
+    gather_written,
+    record_of,
+    written_files,
+)
 from zeroelastic.distributed.collective import (
     all_gather,
     all_gather_alike,
@@ -359,8 +365,6 @@ class MemoryCheckpoints:
 
     def _pending(self, made: _Generation, live: LiveOptimizer, contents: tuple[Any, ...]) -> PendingCommit:
         return PendingCommit(
-            tag_dir=self._run.complete / made.tag,
-            place=self._run.complete / made.tag,
             tag=made.tag,
             save_id=made.save_id,
             checkpoint_format="elastic" if live.per_param else "rigid",
@@ -374,14 +378,9 @@ class MemoryCheckpoints:
                 allow_globals=made.allow_globals,
             ),
             train_batch_size=made.batch,
-            written=("", ""),
-            staging_dir=self._staging(made),
-            heads=(),
-            acts=False,
+            file_names=self._written,
             lineage=lineage_of(self._engine),
             lost_micro_batches=0,
-            latest=None,
-            fsync=False,
             contents=contents,
             trained=frozenset(param.name for param in live.layout.params),
         )

@@ -371,7 +371,7 @@ def use_one_engine(job: Job, directory: str) -> tuple[bool, tuple[int, int], lis
     zeroelastic.wait_for_save(engine)
     copied = memory.nbytes
     payload = sum(path.stat().st_size for path in Path(directory, "known").glob(f"*_rank_{dist.get_rank()}_*.pt"))
-    said = heard("snapshot")
+    said = heard("shard_writer")
     lay_out = skeleton._lay_out
 
     def refuse(obj: object, path: Path) -> Any:

@@ -95,7 +95,7 @@ def die_beside_a_slow_rank(meets: bool) -> tuple[str, str, float]:
     from zeroelastic.deepspeed.save import barrier
 
     calls = barrier.SaveBarrier("the save", timeout_s=60.0)
-    calls.wait("it began")
+    calls.wait("begin")
     barrier._GRACE_S = 1.0
 
     def lose_a_collective() -> None:
@@ -107,7 +107,7 @@ def die_beside_a_slow_rank(meets: bool) -> tuple[str, str, float]:
     if dist.get_rank() == 2:
         time.sleep(4)
         if meets:
-            calls.wait("its files were written")
+            calls.wait("write")
     lose_a_collective()
     raise AssertionError("nobody is lost")
 
@@ -127,7 +127,7 @@ def lose_a_rank_while_a_collective_is_under_way() -> None:
     from zeroelastic.deepspeed.save import barrier
 
     calls = barrier.SaveBarrier("the save", timeout_s=60.0)
-    calls.wait("it began")
+    calls.wait("begin")
     dist.all_reduce(torch.ones(1))
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -153,7 +153,7 @@ def miss_saves(misses: int) -> list[tuple[str, str]]:
         if number == misses:
             dist.barrier()
         calls = barrier.SaveBarrier(f"save {number}", timeout_s=1.0)
-        seen.append(raised(lambda calls=calls: calls.wait("it began"))[:2])
+        seen.append(raised(lambda calls=calls: calls.wait("begin"))[:2])
         calls.close()
     return seen
 
@@ -169,7 +169,7 @@ def slow_beside_a_lost_collective() -> tuple[str, str, float]:
     from zeroelastic.deepspeed.save import barrier
 
     calls = barrier.SaveBarrier("the save", timeout_s=60.0)
-    calls.wait("it began")
+    calls.wait("begin")
     barrier._GRACE_S = 1.0
 
     def lose_a_collective() -> None:
@@ -178,7 +178,7 @@ def slow_beside_a_lost_collective() -> tuple[str, str, float]:
 
     if dist.get_rank() == 1:
         time.sleep(3)
-        return raised(lambda: calls.wait("its files were written"))
+        return raised(lambda: calls.wait("write"))
     return raised(lose_a_collective)
 
 
@@ -203,7 +203,7 @@ def fail_on(failing: int) -> list[tuple[str, str]]:
 
         with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduced:
             try:
-                outcome = calls.all_or_raise(partial(act, number == 1 and dist.get_rank() == failing), "it acted")
+                outcome = calls.all_or_raise(partial(act, number == 1 and dist.get_rank() == failing), "write")
             except SaveError as error:
                 outcome = str(error)
         seen.append((outcome, "reduces" if reduced.call_count else "asks the store"))
@@ -245,7 +245,7 @@ def requests_of_ranks(num_ranks: int, late_s: float, monkeypatch: pytest.MonkeyP
     def wait(rank: int) -> None:
         rank_of.rank = rank
         time.sleep(late_s if rank == num_ranks - 1 else 0.0)
-        barriers[rank].wait("its files were written")
+        barriers[rank].wait("write")
 
     store = CountingStore()
     world = SimpleNamespace(get_rank=lambda: rank_of.rank, get_world_size=lambda: num_ranks, group=dist.group)
@@ -262,7 +262,7 @@ def requests_of_ranks(num_ranks: int, late_s: float, monkeypatch: pytest.MonkeyP
     barriers = []
     for rank in range(num_ranks):
         rank_of.rank = rank
-        monkeypatch.setattr(barrier, "_known", barrier._Known())  # of the process, which a rank is elsewhere
+        monkeypatch.setattr(barrier, "_known", barrier._GroupSaves())  # of the process, which a rank is elsewhere
         barriers.append(barrier.SaveBarrier("the save", timeout_s=60.0))
     counts.clear()
     threads = [threading.Thread(target=wait, args=(rank,)) for rank in range(num_ranks)]
@@ -285,7 +285,7 @@ def test_what_a_waiting_rank_asks_of_the_store_does_not_grow_with_the_number_of_
 
 
 def die_in_a_save(directory: str, moment: str, victim: int) -> None:
-    from zeroelastic.deepspeed.save import commit, shard_writer
+    from zeroelastic.deepspeed.save import plain, shard_writer
 
     engine = build_engine(Job())
     train_step(engine, 0)
@@ -298,13 +298,13 @@ def die_in_a_save(directory: str, moment: str, victim: int) -> None:
     if dist.get_rank() == victim:
         if moment == "before":
             die()
-        module, name = {
+        owner, name = {
             "writing": (shard_writer, "write_torch_file"),
-            "syncing": (commit, "_settled_files"),
+            "syncing": (plain.Directory, "_sync_and_read_back"),
             "in a collective": (dist, "gather"),
-            "placing": (commit, "publish_tag"),
+            "placing": (plain, "publish_tag"),
         }[moment]
-        setattr(module, name, die)
+        setattr(owner, name, die)
     engine.save_checkpoint(directory, tag="bad")
 
 

@@ -18,7 +18,7 @@ from training import Job, build_engine, train_step
 import zeroelastic
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_record, record_text
 from zeroelastic.checkpoint.quarantine import write_mark
-from zeroelastic.deepspeed.save import retention
+from zeroelastic.deepspeed.save import after_save
 from zeroelastic.monitoring import SaveReport, subscribe
 from zeroelastic.testing import RankPool
 
@@ -38,9 +38,9 @@ def save_often(
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("zeroelastic").addHandler(handler)
     stop = subscribe(lambda report, engine: reports.append(report))
-    retention._warned.clear()
+    after_save._warned.clear()
     if fails:
-        retention.remove_tag = refuse  # type: ignore[assignment]
+        after_save.remove_tag = refuse  # type: ignore[assignment]
     engine = build_engine(job)
     for step in range(steps):
         train_step(engine, step)
@@ -132,7 +132,7 @@ def test_folders_of_a_framework_are_left_to_it(rank_pool: RankPool, tmp_path: Pa
     ],
 )
 def test_the_setting_of_each_framework_is_named(tmp_path: Path, folder: str, tag: str, setting: str | None) -> None:
-    found = retention._limit_of_framework(tmp_path / folder, tag)
+    found = after_save._limit_of_framework(tmp_path / folder, tag)
     assert found is None if setting is None else setting in str(found)
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch.distributed as dist
 from training import Job, build_engine, train_step
 
+from zeroelastic.deepspeed.save.commit import PendingCommit
 from zeroelastic.testing import RankError, RankPool
 from zeroelastic.verbs.verify.verify import verify_checkpoint
 
@@ -20,24 +21,24 @@ SAVING = "Checkpoint engines and storage"
 
 def save_seen_otherwise(directory: str, victim: int, change: str) -> None:
     """A save in which the optimizer file of ``victim`` is another one after that rank has read it back."""
-    from zeroelastic.deepspeed.save import commit
+    from zeroelastic.deepspeed.save.plain import Directory
 
     engine = build_engine(Job())
     train_step(engine, 0)
     engine.save_checkpoint(directory, tag="good")
     dist.barrier()
-    settle: Callable[..., Any] = commit._settled_files
+    read_back: Callable[..., Any] = Directory._sync_and_read_back
 
-    def settle_and_change(save: commit.PendingCommit, *args: Any) -> Any:
-        settled = settle(save, *args)
-        path = save.staging_dir / save.written[1]
+    def read_back_and_change(self: Directory, save: PendingCommit, *args: Any) -> Any:
+        written = read_back(self, save, *args)
+        path = self.staging_dir / save.file_names[1]
         if dist.get_rank() == victim and change == "shorter":
             os.truncate(path, path.stat().st_size - 1)
         elif dist.get_rank() == victim:
             path.unlink()
-        return settled
+        return written
 
-    with mock.patch.object(commit, "_settled_files", settle_and_change):
+    with mock.patch.object(Directory, "_sync_and_read_back", read_back_and_change):
         engine.save_checkpoint(directory, tag="bad")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from zeroelastic.deepspeed.save.written import Written, _pack, _unpack, gather_written
+from zeroelastic.deepspeed.save.commit import Written, _pack, _unpack, gather_written
 from zeroelastic.testing import RankPool
 
 NAMES = [

@@ -29,9 +29,10 @@ from zeroelastic.deepspeed.notices import notice
 from zeroelastic.deepspeed.options import warn_of_slow_verification
 from zeroelastic.deepspeed.patching import patched
 from zeroelastic.deepspeed.save.background import forget_background, refuse_background, wants_background
-from zeroelastic.deepspeed.save.elastic_state import elastic_state_dict
+from zeroelastic.deepspeed.save.mode import Saving
 from zeroelastic.deepspeed.save.pending import drop_pending, finish_pending, has_pending
-from zeroelastic.deepspeed.save.save import Saving, save_checkpoint
+from zeroelastic.deepspeed.save.save import save_checkpoint
+from zeroelastic.deepspeed.save.shard_writer import elastic_state_dict
 from zeroelastic.deepspeed.storage_rules import refuse_unwritable
 from zeroelastic.distributed.collective import all_or_raise
 from zeroelastic.distributed.partners import announce, require_partners

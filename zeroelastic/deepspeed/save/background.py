@@ -14,7 +14,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from zeroelastic.deepspeed.engine import Engine
@@ -22,13 +24,15 @@ from zeroelastic.deepspeed.engine_state import state_of
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.notices import notice
 from zeroelastic.deepspeed.patching import patched
+from zeroelastic.deepspeed.save.after_save import removal_note
 from zeroelastic.deepspeed.save.barrier import SaveBarrier
-from zeroelastic.deepspeed.save.pending import Pending, unfinished
-from zeroelastic.deepspeed.save.shard_writer import writes_with_torch
-from zeroelastic.deepspeed.save.snapshot import HostMemory
-from zeroelastic.distributed.collective import collectives_over, end_group
+from zeroelastic.deepspeed.save.mode import SaveMode
+from zeroelastic.deepspeed.save.pending import Pending, track, unfinished
+from zeroelastic.deepspeed.save.shard_writer import HostMemory, ShardWriter, Snapshot, writes_with_torch
+from zeroelastic.distributed.collective import all_or_raise, collective_device, collectives_over, end_group
 from zeroelastic.errors import SaveError, UnsupportedError, ZeroElasticError
 from zeroelastic.io.paths import FilePath
+from zeroelastic.monitoring.spans import span
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +72,7 @@ def refuse_background(engine: Engine) -> None:
         )
 
 
-def why_not(engine: Engine, live: LiveOptimizer) -> str | None:
+def unsupported_reason(engine: Engine, live: LiveOptimizer) -> str | None:
     """Why a save has to be synchronous all the same, or None; the same on every rank, and logged once."""
     reason = None
     if live.on_nvme:
@@ -90,6 +94,17 @@ class Background:
     memory: HostMemory = field(default_factory=HostMemory)
 
 
+def background_for(engine: Engine, live: LiveOptimizer, option: bool) -> Background | None:
+    """What the next save of an engine needs to be asynchronous, or None for a synchronous save. Collective.
+
+    Raises UnsupportedError where a checkpoint engine writes that has a background of its own.
+    """
+    if not wants_background(engine, option):
+        return None
+    all_or_raise(lambda: refuse_background(engine))
+    return background_of(engine) if unsupported_reason(engine, live) is None else None
+
+
 def background_of(engine: Engine) -> Background:
     """The Background of an engine, made at the first call. Collective then."""
     state = state_of(engine)
@@ -104,6 +119,44 @@ def forget_background(engine: Engine) -> None:
     found, state_of(engine).background = state_of(engine).background, None
     if isinstance(found, Background) and not any(getattr(save, "_group", None) is found.group for save in unfinished()):
         end_group(found.group)
+
+
+class SnapshotMode(SaveMode):
+    """A save of a snapshot: the state is copied first, and written from the copy."""
+
+    def finish_snapshot(self, span_name: str, group: dist.ProcessGroup | None = None) -> None:
+        """Write, verify and commit the save. Collective, over ``group``, the default one if None."""
+        after, barrier = self.after, self.barrier
+        assert isinstance(self.shard, Snapshot)
+        with after.failures(), after.below_its_span(), span(span_name, tag=self.request.tag):
+            with self.destination.discarded_on_failure(), barrier.attribute_failures(), span("save.write"):
+                barrier.all_or_raise(self.shard.write, "write")
+                self.add_contents(torch.device("cpu") if group is not None else collective_device(), group)
+            with span("save.commit"):
+                nbytes = self.destination.commit(self.save, barrier)
+            after.committed(nbytes)
+
+
+class BackgroundMode(SnapshotMode):
+    """A save that a thread writes and commits after ``save_checkpoint`` has returned."""
+
+    def __init__(self, background: Background, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._background = background
+
+    def writer(self) -> Callable[..., ShardWriter]:
+        return self.destination.snapshot_writer(self._background.memory)
+
+    def finish(self, engine: Engine) -> None:
+        """Begin the thread."""
+        self.after.returns()
+        group, began = self._background.group, self.request.began
+        track(engine, BackgroundSave(self.request.tag_dir, self._finish, group, self.barrier, began=began))
+
+    def _finish(self) -> None:
+        self.finish_snapshot("save.background", self._background.group)
+        if self.after.removed:
+            logger.info("%s: saved%s", self.request.tag_dir, removal_note(self.after.removed))
 
 
 class BackgroundSave(Pending):
@@ -176,7 +229,7 @@ class BackgroundSave(Pending):
         self._barrier.close()
         last = SaveBarrier(self.tag_dir, timeout_s=self._barrier.timeout_s)
         last.outcome_note = "Unless `latest` names it, it is not committed."
-        last.all_or_raise(self.raise_failure, "its end was waited for")
+        last.all_or_raise(self.raise_failure, "end")
         last.close()
 
     def wait(self, seconds: float | None = None) -> bool:

@@ -37,12 +37,25 @@ _TICK_S, _MAX_PAUSE_S = 0.2, 2.0
 """The first pause between two requests of a waiting rank, and the longest; each pause is twice the one before."""
 _GRACE_S = 60.0
 """How long a rank may take to answer, in a save that has lost another, where no rank sees whether it lives."""
-_EVERYBODY, _NOT_ALL_WELL, _ALARM = "everybody", "not all well", "alarm"
+_EVERYBODY, _ACTION_FAILED, _ALARM = "everybody", "an action failed", "alarm"
 _FAILED = "a collective failed on another rank"
+_STAGES = {
+    "begin": "it was about to be saved",
+    "write": "its files were written",
+    "fsync": "its files were made durable",
+    "read back": "its files were read back",
+    "upload": "its files were transferred",
+    "complete": "its uploads were completed",
+    "record": "its commit record was written",
+    "publish": "it was put in place",
+    "latest": "`latest` was written",
+    "end": "its end was waited for",
+}
+"""What a save does before each of its barriers, as error messages say it."""
 
 
 @dataclass(slots=True)
-class _Known:
+class _GroupSaves:
     """The current process group, how many saves it has begun, and the keys that this rank's finished saves have left.
 
     Every rank has ended a save before it waits at a barrier of a later one. So when all ranks are at such a barrier,
@@ -54,7 +67,7 @@ class _Known:
     keys: tuple[str, ...] = ()
 
 
-_known = _Known()
+_known = _GroupSaves()
 
 
 class SaveBarrier:
@@ -77,30 +90,30 @@ class SaveBarrier:
         if known is not dist.group.WORLD:
             # Its keys may have these names again: the store of another group has a prefix of its own.
             _known.group, _known.saves, _known.keys = ref(dist.group.WORLD), 0, ()
-            self._with_store(announce)
-        _known.saves = self._save = self._with_store(self._number)
+            self._store_request(announce)
+        _known.saves = self._save = self._store_request(self._number)
         self._ended_before, _known.keys = _known.keys, ()
 
-    def wait(self, doing: str, *, well: bool = True) -> bool:
+    def wait(self, stage: str, *, ok: bool = True) -> bool:
         """Return when every rank is here, or raise the same AbsentRankError on every rank that is. Collective.
 
-        Whether all are ``well`` is returned, the same on every rank.
+        Whether all are ``ok`` is returned, the same on every rank.
         """
         if self._world_size == 1:
-            return well
+            return ok
         self._meeting += 1
-        verdict = self._with_store(lambda: self._wait_for_all(well=well))
+        verdict = self._store_request(lambda: self._wait_for_all(ok=ok))
         if verdict == _ALARM:  # a rank was lost in a collective, whose others say the same
-            verdict, doing = self._with_store(self._count_the_living), "it was saved"
+            verdict, stage = self._store_request(self._find_lost_ranks), "it was saved"
             verdict = verdict if verdict != _EVERYBODY else _FAILED
-        if verdict not in (_EVERYBODY, _NOT_ALL_WELL):
-            self._with_store(
+        if verdict not in (_EVERYBODY, _ACTION_FAILED):
+            self._store_request(
                 lambda: self._decide(self._key(0, "outcome"), verdict)
             )  # ranks whose collective failed wait for it
-            raise self._absent(verdict, doing)
-        self._with_store(lambda: [self._store.delete_key(key) for key in (*self._ended_before, *self._keys)])
+            raise self._absent(verdict, _STAGES.get(stage, stage))
+        self._store_request(lambda: [self._store.delete_key(key) for key in (*self._ended_before, *self._keys)])
         names = (self._rank, "outcome", "count") if self._rank == 0 else (self._rank,)
-        names = (*names, _NOT_ALL_WELL) if verdict == _NOT_ALL_WELL and self._rank == 0 else names
+        names = (*names, _ACTION_FAILED) if verdict == _ACTION_FAILED and self._rank == 0 else names
         self._ended_before, self._keys = (), tuple(self._key(self._meeting, name) for name in names)
         return verdict == _EVERYBODY
 
@@ -112,7 +125,7 @@ class SaveBarrier:
         """The note of a rank as it was when it came to the last barrier."""
         if self._world_size == 1:
             return self._note
-        return str(self._with_store(lambda: self._store.get(self._key(self._meeting, rank)).decode()))
+        return str(self._store_request(lambda: self._store.get(self._key(self._meeting, rank)).decode()))
 
     def close(self) -> None:
         """End the barriers of this save: the keys that are still in the store are removed at the first of a later save.
@@ -121,10 +134,10 @@ class SaveBarrier:
         """
         _known.keys, self._keys = (*_known.keys, *self._keys), ()
 
-    def all_or_raise(self, action: Callable[[], T], doing: str) -> T:
+    def all_or_raise(self, action: Callable[[], T], stage: str) -> T:
         """``all_or_raise``, for actions that may take their time on other ranks. Collective."""
         value, failure = _attempted(action)
-        if self.wait(doing, well=failure is None):
+        if self.wait(stage, ok=failure is None):
             return value  # type: ignore[return-value]
 
         def fail() -> T:
@@ -142,7 +155,7 @@ class SaveBarrier:
         except RuntimeError as error:
             if isinstance(error, ZeroElasticError) or self._world_size == 1 or not _is_of_a_collective(error):
                 raise
-            verdict = self._with_store(self._count_the_living)
+            verdict = self._store_request(self._find_lost_ranks)
             if verdict == _EVERYBODY:
                 raise
             raise self._absent(verdict, "it was saved") from error
@@ -158,17 +171,17 @@ class SaveBarrier:
 
     def _absent(self, verdict: str, doing: str) -> AbsentRankError:
         """The error of this save, which no rank can go on with."""
-        self._with_store(lambda: self._store.set(_LAST_FAILED, f"{self._save} {self._what}"))
+        self._store_request(lambda: self._store.set(_LAST_FAILED, f"{self._save} {self._what}"))
         return AbsentRankError(f"{self._what}: {verdict} while {doing}. {self.outcome_note}")
 
     def _key(self, meeting: int, name: object) -> str:
         return f"{_PREFIX}/{self._save}/{meeting}/{name}"
 
-    def _wait_for_all(self, *, well: bool) -> str:
+    def _wait_for_all(self, *, ok: bool) -> str:
         """The outcome of the current meeting, the same on every rank; ``_ALARM`` where a collective has failed."""
         meeting = self._meeting
-        if not well:
-            self._store.set(self._key(meeting, _NOT_ALL_WELL), "1")
+        if not ok:
+            self._store.set(self._key(meeting, _ACTION_FAILED), "1")
 
         def judge(waited: float) -> str | None:
             if self._store.check([self._key(0, "alarm")]):
@@ -177,17 +190,17 @@ class SaveBarrier:
             ended = [rank for rank in self._missing(meeting, sorted(here)) if life_of(here[rank]) == "ended"]
             if ended:
                 return _have_ended(ended)
-            if not self._calls_the_roll(meeting, waited, self.timeout_s):
+            if not self._polls_all_ranks(meeting, waited, self.timeout_s):
                 return None
             missing = self._missing(meeting, range(self._world_size))
             return self._late(missing) if missing else None
 
         if self._arrive(meeting) == self._world_size:
-            all_well = not self._store.check([self._key(meeting, _NOT_ALL_WELL)])
-            return self._decide(self._key(meeting, "outcome"), _EVERYBODY if all_well else _NOT_ALL_WELL)
+            all_ok = not self._store.check([self._key(meeting, _ACTION_FAILED)])
+            return self._decide(self._key(meeting, "outcome"), _EVERYBODY if all_ok else _ACTION_FAILED)
         return self._outcome(meeting, judge)
 
-    def _count_the_living(self) -> str:
+    def _find_lost_ranks(self) -> str:
         """Find out which ranks are lost; every rank that still runs comes here when one of them has lost another.
 
         A rank whose process is seen to live is waited for, as in a meeting: its work may take its time.
@@ -202,7 +215,7 @@ class SaveBarrier:
             patience_s = min(_GRACE_S, self.timeout_s)
             if ended and waited > patience_s:
                 return _have_ended(ended)
-            if not self._calls_the_roll(0, waited, patience_s):
+            if not self._polls_all_ranks(0, waited, patience_s):
                 return None
             missing = self._missing(0, range(self._world_size))
             silent = [rank for rank in missing if rank not in here]
@@ -261,19 +274,19 @@ class SaveBarrier:
     def _missing(self, meeting: int, ranks: Sequence[int]) -> list[int]:
         return absent_ranks(self._store, ranks, lambda rank: self._key(meeting, rank))
 
-    def _calls_the_roll(self, meeting: int, waited: float, patience_s: float) -> bool:
+    def _polls_all_ranks(self, meeting: int, waited: float, patience_s: float) -> bool:
         """Whether this watcher is the one of all machines that asks for every rank, when ``patience_s`` have passed.
 
         Another one does so too when that took longer than ``_GRACE_S``: the first may be dead.
         """
         if waited <= patience_s:
             return False
-        key = self._key(meeting, "roll call")
+        key = self._key(meeting, "poll")
         first = self._decide(key, str(self._rank))
         self._keys += (key,) if first == str(self._rank) and key not in self._keys else ()
         return first == str(self._rank) or waited > patience_s + _GRACE_S
 
-    def _with_store(self, ask: Callable[[], T]) -> T:
+    def _store_request(self, ask: Callable[[], T]) -> T:
         try:
             return ask()
         except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""The commit of a save: its files read back, the commit record, and the rename that makes the tag.
+"""What every way of committing a save shares: the files read back, what each rank wrote, and the commit record.
 
 The files of a rank are read back by the readers of a load, headers alone, and compared with the run that saved them. A
 save that a load of the same run would refuse is not committed.
@@ -6,29 +6,20 @@ save that a load of the same run would refuse is not committed.
 
 from __future__ import annotations
 
-import json
-import logging
-import shutil
-import time
+import struct
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import deepspeed
 import torch
 import torch.distributed as dist
 
 from zeroelastic._version import __version__
-from zeroelastic.checkpoint.commit_record import (
-    RECORD_NAME,
-    RECORD_VERSION,
-    CheckpointFormat,
-    CommitRecord,
-    Versions,
-    record_text,
-)
+from zeroelastic.checkpoint.commit_record import RECORD_VERSION, CheckpointFormat, CommitRecord, Versions
+from zeroelastic.checkpoint.file_names import model_file_name, parse_rank_file
 from zeroelastic.checkpoint.model_states import ModelStates, model_states_of
 from zeroelastic.checkpoint.optimizer_reader import open_shard
 from zeroelastic.checkpoint.param_table import param_records, params_digest
@@ -38,17 +29,16 @@ from zeroelastic.core.digest import ParamContent, content_root
 from zeroelastic.core.layout import Layout, Param
 from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.engine_state import Lineage
-from zeroelastic.deepspeed.save.barrier import SaveBarrier
-from zeroelastic.deepspeed.save.written import Written, gather_written
-from zeroelastic.errors import CheckpointError, SaveError, UnreadableError, UnsafePickleError, UnsupportedError
-from zeroelastic.io.atomic import sync_path, write_atomically
+from zeroelastic.distributed.collective import all_gather, gather, gather_bytes, maximum
+from zeroelastic.errors import CheckpointError, SaveError
 from zeroelastic.io.paths import FilePath
-from zeroelastic.io.storage import file_names, file_size
-from zeroelastic.tags.tag_directory import carry_over, publish_tag
 from zeroelastic.torch_file.header import Blocks, read_torch_file
 from zeroelastic.torch_file.safe_unpickler import allow_globals
 
-logger = logging.getLogger(__name__)
+_PACKED = struct.Struct("<iHH" + 2 * "q32s")  # ranks and flags; of either file its size and its digest
+_BF16, _WHOLE = 1, 2
+_FILE, _DIRECTORY = (4, 8), (16, 32)
+_OPTIM_NAMES = ("zero_pp_rank_{}_mp_rank_{:02d}_optim_states.pt", "bf16_zero_pp_rank_{}_mp_rank_{:02d}_optim_states.pt")
 
 
 def new_save_id() -> str:
@@ -60,7 +50,7 @@ def new_save_id() -> str:
 class Expected:
     """What the two files of a rank have to say: its place, the step, and the parameters as they were when it saved.
 
-    ``frozen`` are None where they are excluded from the save. ``allow_globals`` are those of the run's options.
+    ``frozen`` are None where they are excluded from the save. ``allow_globals`` are the names in the run's options.
     """
 
     rank: int
@@ -76,116 +66,78 @@ class Expected:
 class PendingCommit:
     """A save that was handed to its writer: all that the commit record says but the sizes of the files.
 
-    ``contents`` are of the state at the moment of the save, over all ranks; ``trained`` names the trained parameters
-    among them, and ``written`` this rank's module states and optimizer file in ``staging_dir``, the hidden directory
-    that becomes ``tag_dir``, which is ``place`` without the symbolic links that led there when the save began; they
-    have to say what is ``expected``. Ranks that see the same directory have the same one of ``heads``, by rank: the
-    first of them, which ``acts`` for all. ``latest`` is the file that is to name the tag, or None.
+    ``file_names`` are the names of this rank's module states and optimizer file, which have to say what is
+    ``expected``. ``contents`` are of the state at the moment of the save, over all ranks; ``trained`` names the trained
+    parameters among them.
     """
 
-    tag_dir: FilePath
-    place: Path
     tag: str
     save_id: str
     checkpoint_format: CheckpointFormat
     expected: Expected
     train_batch_size: int
-    written: tuple[str, str]
-    staging_dir: Path
-    heads: tuple[int, ...]
-    acts: bool
+    file_names: tuple[str, str]
     lineage: Lineage
     lost_micro_batches: int
-    latest: FilePath | None
-    fsync: bool
     contents: tuple[ParamContent, ...] = ()
     trained: frozenset[str] = frozenset()
 
 
-def acts(heads: Sequence[int]) -> bool:
-    """Whether this rank is the first that sees its directory."""
-    return heads[dist.get_rank()] == dist.get_rank()
+class Written(NamedTuple):
+    """What a rank has written: sizes and zip directories' digests by file name, and why only DeepSpeed reads them.
 
-
-def commit(save: PendingCommit, barrier: SaveBarrier) -> int:
-    """Make the files of a save durable, write its record and put the tag in place, on all ranks or none; then `latest`.
-
-    Returns the bytes of all files on rank 0, and 0 on the others.
-
-    Everything that the record names has been written, by whatever process. Raises SaveError on every rank when a file
-    is missing, cannot be made durable, or is not what other ranks see of it, or a rank does not arrive: then the tag is
-    what it was before the save. Collective.
+    ``not_before``: the earliest time of a commit that this rank allows, in seconds since 1970. Rank 0's clock counts.
     """
-    with discarded_on_failure(save.staging_dir, acts=save.acts), barrier.attribute_failures():
-        own = barrier.all_or_raise(lambda: _settled_files(save, barrier), "its files were made durable")
-        # for those who write a record: rank 0, or heads
-        committed_at, unreadable, written = gather_written(own, save.written, to_all=any(save.heads))
-        barrier.all_or_raise(lambda: _recorded(save, barrier, written, committed_at), "its commit record was written")
-        barrier.all_or_raise(lambda: _publish_tag(save) if save.acts else None, "it was put in place")
-    if not unreadable:
-        save.lineage.commit(save.save_id, committed_at)
-    barrier.outcome_note = "The checkpoint is complete; load it by its tag."
-    if save.latest is not None:
-        barrier.all_or_raise(lambda: _point_latest(save) if save.acts else None, "`latest` was written")
-    if dist.get_rank() != 0:
-        return 0
-    # Ranks that see one directory may name the same file: that of the whole module, at stages 1 and 2.
-    of_all = zip(save.heads, written, strict=True)
-    return sum({(head, name): size for head, own in of_all for name, size in own.sizes.items()}.values())
+
+    sizes: dict[str, int]
+    directories: dict[str, str]
+    unreadable: str | None
+    not_before: float
 
 
-def _settled_files(save: PendingCommit, barrier: SaveBarrier) -> Written:
-    """Make this rank's files durable, read them back as a load would, and leave their sizes to another rank."""
-    not_before = save.lineage.next_time(time.time() if dist.get_rank() == 0 else 0.0)
-    sizes: dict[str, int] = {}
-    paths = [save.staging_dir / name for name in save.written]
-    try:
-        for path in paths:
-            sizes[path.name] = path.stat().st_size
-            if save.fsync:
-                sync_path(path)
-        barrier.leave_note(json.dumps(sizes))
-        directories = read_back(
-            paths[0],
-            paths[1],
-            save.expected,
-            format=save.checkpoint_format,
-            save_id=save.save_id,
-            contents=save.contents,
-        )
-    except UnreadableError as error:
-        raise not_committed(save, str(error).rstrip(".")) from error
-    except OSError as error:
-        raise not_committed(save, f"{error.filename or save.tag_dir}: {error.strerror}") from error
-    except (CheckpointError, UnsupportedError) as error:
-        if save.checkpoint_format == "rigid" and isinstance(error, (UnsafePickleError, UnsupportedError)):
-            return Written(sizes, {}, str(error), not_before)  # as stock DeepSpeed saves it
-        raise not_committed(save, f"no load would take it: {str(error).rstrip('.')}") from error
-    return Written(sizes, directories, None, not_before)
+def gather_written(own: Written, names: tuple[str, str], *, to_all: bool) -> tuple[float, bool, list[Written]]:
+    """The time of the commit, whether only DeepSpeed reads the save, and what every rank has written. Collective.
+
+    The last is by rank, on rank 0, or on all; times in it are those of this rank. ``names`` are those of this rank's
+    module states and its optimizer file. 88 bytes come from each rank, unless one has files of other names or files
+    that only DeepSpeed reads.
+    """
+    packed = _pack(own, names)
+    facts = maximum([round(own.not_before * 1e6), int(own.unreadable is not None), int(packed is None)])
+    microseconds, unreadable, unpacked = facts
+    if unpacked or packed is None:
+        written = all_gather(own) if to_all else gather(own)
+    else:
+        written = [_unpack(data, own.not_before) for data in gather_bytes(packed, to_all=to_all)]
+    return microseconds / 1e6, bool(unreadable), written
 
 
-def _recorded(save: PendingCommit, barrier: SaveBarrier, written: Sequence[Written], committed_at: float) -> None:
-    """Check what this rank sees of the files of another; the head of a directory also writes the record."""
-    _check_sizes(save, barrier)
-    if save.acts:
-        _write_record(save, written, committed_at)
+def _pack(own: Written, names: tuple[str, str]) -> bytes | None:
+    """The same in few bytes; None where these do not say it."""
+    optim = parse_rank_file(names[1])
+    if optim is None or own.unreadable is not None:
+        return None
+    flags = _BF16 * names[1].startswith("bf16_") + _WHOLE * (names[0] == model_file_name(0, optim.tp_rank, whole=True))
+    fields: list[int | bytes] = []
+    for i, name in enumerate(names):
+        flags += _FILE[i] * (name in own.sizes) + _DIRECTORY[i] * (name in own.directories)
+        fields += [own.sizes.get(name, 0), bytes.fromhex(own.directories.get(name, ""))]
+    packed = _PACKED.pack(optim.rank, optim.tp_rank, flags, *fields)
+    return packed if _unpack(packed, own.not_before) == own else None
 
 
-def _write_record(save: PendingCommit, written: Sequence[Written], committed_at: float) -> None:
-    """The record of the whole save, in every directory that has a part of it; none where only DeepSpeed reads it."""
-    found = file_names(save.staging_dir)
-    here = [each.sizes if save.heads[rank] == dist.get_rank() else {} for rank, each in enumerate(written)]
-    _require_seen(save, {rank: [name for name in sizes if name not in found] for rank, sizes in enumerate(here)})
-    unreadable = next((each.unreadable for each in written if each.unreadable is not None), None)
-    if unreadable is not None and dist.get_rank() == 0:
-        logger.warning("%s: saved without a commit record, only DeepSpeed loads it: %s", save.tag_dir, unreadable)
-    record = record_of(save, written, committed_at)
-    try:
-        carry_over(save.place, save.staging_dir)
-        if unreadable is None:
-            write_atomically(save.staging_dir / RECORD_NAME, record_text(record), sync=save.fsync)
-    except OSError as error:
-        raise not_committed(save, f"{error.filename or save.tag_dir}: {error.strerror}") from error
+def _unpack(data: bytes, not_before: float) -> Written:
+    rank, tp_rank, flags, *fields = _PACKED.unpack(data)
+    names = (
+        model_file_name(rank, tp_rank, whole=bool(flags & _WHOLE)),
+        _OPTIM_NAMES[flags & _BF16].format(rank, tp_rank),
+    )
+    return Written(
+        sizes={name: fields[2 * i] for i, name in enumerate(names) if flags & _FILE[i]},
+        directories={name: fields[2 * i + 1].hex() for i, name in enumerate(names) if flags & _DIRECTORY[i]},
+        unreadable=None,
+        not_before=not_before,
+    )
 
 
 def record_of(save: PendingCommit, written: Sequence[Written], committed_at: float) -> CommitRecord:
@@ -216,62 +168,9 @@ def record_of(save: PendingCommit, written: Sequence[Written], committed_at: flo
     )
 
 
-def _publish_tag(save: PendingCommit) -> None:
-    """The one rename that makes the tag."""
-    try:
-        publish_tag(save.staging_dir, save.place, sync=save.fsync)
-    except OSError as error:
-        raise not_committed(save, f"{error.filename or save.tag_dir}: {error.strerror}") from error
-
-
-def _point_latest(save: PendingCommit) -> None:
-    assert isinstance(save.latest, Path)
-    try:
-        write_atomically(save.latest, save.tag.encode(), sync=save.fsync)
-    except OSError as error:
-        raise SaveError(
-            f"{save.latest}: cannot be written: {error.strerror}. The checkpoint {save.tag} is complete; load it by "
-            "its tag."
-        ) from error
-
-
-@contextmanager
-def discarded_on_failure(staging_dir: Path, *, acts: bool) -> Iterator[None]:
-    """Remove what was made of a save when it fails, on the rank that ``acts``: the one that made the directory."""
-    try:
-        yield
-    except Exception:
-        if acts:
-            shutil.rmtree(staging_dir, ignore_errors=True)
-        raise
-
-
-def _check_sizes(save: PendingCommit, barrier: SaveBarrier) -> None:
-    """Raise SaveError if this rank does not see the files of another one as that one does.
-
-    The other is half of their directory's ranks away, and so on another node wherever there are two or more.
-    """
-    mates = [rank for rank, head in enumerate(save.heads) if head == save.heads[dist.get_rank()]]
-    other = mates[(mates.index(dist.get_rank()) + len(mates) // 2) % len(mates)]
-    sizes = json.loads(barrier.note_of(other))
-    _require_seen(save, {other: [name for name, size in sizes.items() if file_size(save.staging_dir / name) != size]})
-
-
-def _require_seen(save: PendingCommit, unseen: Mapping[int, Sequence[str]]) -> None:
-    """Raise SaveError if there are files, by the rank that wrote them, that this rank does not see as that one does."""
-    ranks = [rank for rank, names in unseen.items() if names]
-    if ranks:
-        raise not_committed(
-            save,
-            f"rank {dist.get_rank()} does not see what rank{'s' if len(ranks) > 1 else ''} "
-            f"{', '.join(map(str, ranks))} wrote "
-            f"({', '.join(unseen[ranks[0]])}): the directory is not the same on all nodes (which "
-            '"use_node_local_storage": true allows), or another save is using it',
-        )
-
-
-def not_committed(save: PendingCommit, why: str) -> SaveError:
-    return SaveError(f"{save.tag_dir}: not committed: {why}. The tag is what it was before; `latest` is unchanged.")
+def not_committed(tag_dir: FilePath, why: str) -> SaveError:
+    """The error of a save that ends before its commit."""
+    return SaveError(f"{tag_dir}: not committed: {why}. The tag is what it was before; `latest` is unchanged.")
 
 
 def written_files(engine: Engine, save_dir: Path, tag: str) -> tuple[str, str]:
@@ -280,25 +179,16 @@ def written_files(engine: Engine, save_dir: Path, tag: str) -> tuple[str, str]:
     return Path(model).name, Path(optim).name
 
 
-def read_back(
-    model_path: FilePath,
-    optim_path: FilePath,
-    expected: Expected,
-    *,
-    format: CheckpointFormat,
-    save_id: str,
-    contents: Iterable[ParamContent],
-    through: Mapping[str, Blocks] | None = None,
-) -> dict[str, str]:
-    """The digest of the zip directory of each of a rank's files, by name.
+def read_back(directory: FilePath, save: PendingCommit, through: Mapping[str, Blocks] | None = None) -> dict[str, str]:
+    """The digest of the zip directory of each of a rank's files in ``directory``, by name.
 
-    ``contents`` are what the commit record is going to say. ``through`` has what this rank has written, by name, where
-    it is not on a disk: at stages 1 and 2 only one rank writes the module states. Raises CheckpointError or
-    UnsupportedError for a file that a load does not read, CheckpointError for one that does not say what is
-    ``expected``.
+    ``through`` has what this rank has written, by name, where it is not on a disk: at stages 1 and 2 only one rank
+    writes the module states. Raises CheckpointError or UnsupportedError for a file that a load does not read,
+    CheckpointError for one that does not say what the commit record is going to say, or what is ``expected``.
     """
-    size, tp = expected.layout.world_size, expected.tp
-    layout = expected.layout
+    model_path, optim_path = (directory / name for name in save.file_names)
+    expected = save.expected
+    layout, tp, size = expected.layout, expected.tp, expected.layout.world_size
     sub_groups = [
         [param for param, i in zip(layout.params, layout.sub_group.tolist(), strict=True) if i == number]
         for number in range(layout.num_sub_groups)
@@ -338,15 +228,15 @@ def read_back(
             {key: dtype for key, (dtype, _) in content.tensors.items()},
             {key: value.canonical() for key, value in content.scalars.items()},
         )
-        for content in contents
+        for content in save.contents
         if content.tp_rank == tp.rank
     }
     if model is None:
         want = {name: facts for name, facts in want.items() if name in found}
     of_model = {} if model is None else _facts_of_model(model, expected, sub_groups)
     of_optimizer = {
-        "the format": (shard.format, format),
-        "the save id": (shard.save_id, save_id if format == "elastic" else None),
+        "the format": (shard.format, save.checkpoint_format),
+        "the save id": (shard.save_id, save.save_id if save.checkpoint_format == "elastic" else None),
         "the trained parameters": (list(shard.layout.params), list(layout.params)),
         "the optimizer groups": ([group.params for group in shard.groups], list(expected.groups)),
         "the state of parameters": _differing(found, want),

@@ -15,18 +15,35 @@ from deepspeed.runtime.checkpoint_engine import decoupled_checkpoint_engine as d
 
 from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.notices import notice
-from zeroelastic.deepspeed.save.after_save import AfterSave
+from zeroelastic.deepspeed.save.after_save import AfterSave, removal_note
 from zeroelastic.deepspeed.save.barrier import SaveBarrier
-from zeroelastic.deepspeed.save.commit import PendingCommit, commit, discarded_on_failure
-from zeroelastic.deepspeed.save.pending import Pending
-from zeroelastic.deepspeed.save.retention import removal_note
+from zeroelastic.deepspeed.save.commit import PendingCommit
+from zeroelastic.deepspeed.save.mode import Destination, SaveMode
+from zeroelastic.deepspeed.save.pending import Pending, track
 from zeroelastic.distributed.collective import all_or_raise
 from zeroelastic.errors import SaveError
+from zeroelastic.io.paths import FilePath
 from zeroelastic.monitoring.spans import span
 
 logger = logging.getLogger(__name__)
 
 _TICK_S = 0.1
+
+
+class DecoupledMode(SaveMode):
+    """A save whose files the checkpoint engine writes after ``save_checkpoint`` has returned."""
+
+    asks_for_latest = True
+
+    def finish(self, engine: Engine) -> None:
+        """Have the save committed at the next optimizer step, or before whatever ``pending`` names. Collective."""
+        with self.destination.discarded_on_failure():
+            self.add_contents(engine.device)
+        self.after.returns()
+        timeout_s = self.barrier.timeout_s
+        save = DecoupledSave(engine, self.save, self.destination, self.commit_info, self.after, timeout_s=timeout_s)
+        track(engine, save)
+        self.barrier.close()
 
 
 class DecoupledSave(Pending):
@@ -36,13 +53,15 @@ class DecoupledSave(Pending):
         self,
         engine: Engine,
         save: PendingCommit,
+        destination: Destination,
         commit_info: Any,
         after: AfterSave,
         *,
         timeout_s: float,
     ) -> None:
-        super().__init__(save.tag_dir)
-        self._engine, self._save, self._commit_info, self._after = weakref.ref(engine), save, commit_info, after
+        super().__init__(destination.tag_dir)
+        self._engine, self._save, self._destination = weakref.ref(engine), save, destination
+        self._commit_info, self._after = commit_info, after
         self._timeout_s, self._rank = timeout_s, engine.global_rank
         self.keep_until_exit()
 
@@ -69,15 +88,15 @@ class DecoupledSave(Pending):
     def _commit(self, engine: Engine) -> int:
         """Wait for the writer, and commit; returns the bytes of the files, as ``commit``."""
         barrier = SaveBarrier(self.tag_dir, timeout_s=self._timeout_s)
-        with discarded_on_failure(self._save.staging_dir, acts=self._save.acts), barrier.attribute_failures():
+        with self._destination.discarded_on_failure(), barrier.attribute_failures():
             try:
-                barrier.all_or_raise(lambda: _wait(engine, self._save), "its files were written")
+                barrier.all_or_raise(lambda: _wait(engine, self.tag_dir), "write")
             except BaseException:
                 # DeepSpeed would try to commit it before each step from now on, and leave ranks alone in its barriers.
                 engine.checkpoint_engine.commit_info = None
                 raise
             all_or_raise(lambda: engine.checkpoint_engine.commit(self._commit_info))
-        nbytes = commit(self._save, barrier)
+        nbytes = self._destination.commit(self._save, barrier)
         barrier.close()
         return nbytes
 
@@ -111,7 +130,7 @@ def check_alive(engine: Engine) -> None:
     all_or_raise(look)
 
 
-def _wait(engine: Engine, save: PendingCommit) -> None:
+def _wait(engine: Engine, tag_dir: FilePath) -> None:
     """Wait until DeepSpeed's writer process has emptied its queue; other engines wait in their ``commit``.
 
     Without this, ``DecoupledCheckpointEngine.commit`` raises on the rank whose process has died while the others
@@ -128,7 +147,7 @@ def _wait(engine: Engine, save: PendingCommit) -> None:
                 break
     if not writer.save_event.is_set():
         raise SaveError(
-            f"{save.tag_dir}: the checkpoint process {process.pid} of rank {engine.global_rank} ended (exit "
+            f"{tag_dir}: the checkpoint process {process.pid} of rank {engine.global_rank} ended (exit "
             f"code {process.exitcode}) before it had written its files. Its own output says why. The tag is not "
             "committed, and `latest` is unchanged."
         )

@@ -17,9 +17,9 @@ import logging
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +35,19 @@ from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.live.digests import LiveStreams
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.options import Options
+from zeroelastic.deepspeed.save.background import SnapshotMode
 from zeroelastic.deepspeed.save.barrier import SaveBarrier
-from zeroelastic.deepspeed.save.commit import PendingCommit, not_committed, read_back, record_of
+from zeroelastic.deepspeed.save.commit import (
+    PendingCommit,
+    Written,
+    gather_written,
+    not_committed,
+    read_back,
+    record_of,
+)
 from zeroelastic.deepspeed.save.engine_proxy import not_written
-from zeroelastic.deepspeed.save.shard_writer import writes_with_torch
-from zeroelastic.deepspeed.save.snapshot import HostMemory, Snapshot
-from zeroelastic.deepspeed.save.written import Written, gather_written
+from zeroelastic.deepspeed.save.mode import Destination
+from zeroelastic.deepspeed.save.shard_writer import HostMemory, ShardWriter, Snapshot, writes_with_torch
 from zeroelastic.deepspeed.storage_rules import saves_nothing
 from zeroelastic.errors import CheckpointError, MissingFileError, SaveError, UnreadableError, UnsupportedError
 from zeroelastic.io.objects import (
@@ -53,10 +60,9 @@ from zeroelastic.io.objects import (
     remove_objects,
 )
 from zeroelastic.io.paths import RemotePath
-from zeroelastic.io.remote import Retries, retrying
-from zeroelastic.tags.names import LATEST, directory_of
+from zeroelastic.io.remote import retrying
+from zeroelastic.tags.names import LATEST
 from zeroelastic.tags.store_leftovers import leftover_of, remove_dead_saves, remove_leftover
-from zeroelastic.torch_file.header import Blocks
 from zeroelastic.torch_file.image import ImageBlocks
 
 logger = logging.getLogger(__name__)
@@ -78,36 +84,52 @@ def refuse_in_store(engine: Engine, live: LiveOptimizer) -> None:
         )
 
 
-@dataclass(slots=True)
-class StoreTarget:
-    """Where a save goes in a store, and what this rank has of it there; ``scratch`` is a directory of this machine.
+class StoreMode(SnapshotMode):
+    """A save into a store that is committed before ``save_checkpoint`` returns."""
 
-    ``retries`` and ``part_bytes`` are those of the run's options.
+    def writer(self) -> Callable[..., ShardWriter]:
+        return self.destination.snapshot_writer(HostMemory())
+
+    def finish(self, engine: Engine) -> None:
+        """Upload and commit the save. Collective."""
+        self.finish_snapshot("save.finish")
+        self.barrier.close()
+        self.note_saved()
+
+
+class StoreTarget(Destination):
+    """Where a save goes in a store, and what this rank has of it there.
+
+    ``retries`` and the bytes of a part are those of the run's options; ``scratch`` is a directory of this machine, and
+    ``files`` are the bytes of this rank's files by name.
     """
 
-    run: RemotePath
-    tag: str
-    save_id: str
-    scratch: Path
-    retries: Retries
-    part_bytes: int
-    uploads: list[Upload] = field(default_factory=list)
-    marked: bool = False
+    tag_dir: RemotePath
 
-    @property
-    def tag_dir(self) -> RemotePath:
-        """The directory of the tag."""
-        found = directory_of(self.run, self.tag)
-        assert isinstance(found, RemotePath)
-        return found
+    def __init__(self, run: RemotePath, tag: str, save_id: str, options: Options, *, save_latest: bool) -> None:
+        """Make a directory on this machine. Raises OSError."""
+        self.scratch = Path(tempfile.mkdtemp(prefix="zeroelastic-save-"))
+        staging_dir = self.scratch / "files"
+        staging_dir.mkdir()
+        super().__init__(
+            run / tag,
+            run_dir=run,
+            deepspeed_dir=self.scratch,
+            staging_dir=staging_dir,
+            leaders=(0,) * dist.get_world_size(),
+        )
+        self.run, self.save_id = run, save_id
+        self.retries, self._part_bytes = options.retries, options.store_part_mib * _MIB
+        self._save_latest = save_latest
+        self._uploads: list[Upload] = []
+        self._marked = False
+        self.files: dict[str, ByteArray] = {}
 
-    @property
-    def staging_dir(self) -> Path:
-        """Where the files of this rank are laid out."""
-        return self.scratch / "files"
+    def snapshot_writer(self, memory: HostMemory) -> Callable[..., ShardWriter]:
+        return partial(StoreSnapshot, memory=memory, target=self)
 
     def begin(self) -> None:
-        """On one rank: remove what dead saves have left, and mark the tag. Raises SaveError."""
+        """Remove what dead saves have left, and mark the tag. Raises SaveError."""
         with retrying(self.retries), saves_nothing(self.tag_dir):
             remove_dead_saves(self.run)
             mark = new_mark("save", self.save_id)
@@ -126,28 +148,29 @@ class StoreTarget:
                 if left is not None:
                     remove_leftover(left)
                 put_object(path, mark.text)
-            self.marked = True
+            self._marked = True
 
     def upload(self, name: str, data: ByteArray) -> Upload:
         """Transfer one file of the tag, which appears when its upload is completed. Raises OSError naming it."""
-        made = new_upload(self.tag_dir / name, data, self.part_bytes)
-        self.uploads.append(made)
+        made = new_upload(self.tag_dir / name, data, self._part_bytes)
+        self._uploads.append(made)
         made.send()
         return made
 
     def discard(self) -> None:
         """Remove what this rank has made of a save that failed; what cannot be removed is left for the next one."""
         with retrying(self.retries):
-            for upload in self.uploads:
+            for upload in self._uploads:
                 upload.discard()
-            self.uploads.clear()
-            if self.marked:
+            self._uploads.clear()
+            if self._marked:
                 self.remove_mark(failed=True)
         self.close()
 
     def close(self) -> None:
         """Remove the directory on this machine, and forget the images."""
-        self.uploads.clear()
+        self._uploads.clear()
+        self.files.clear()
         shutil.rmtree(self.scratch, ignore_errors=True)
 
     def remove_mark(self, *, failed: bool) -> None:
@@ -174,13 +197,92 @@ class StoreTarget:
         mark = read_unfinished(self.tag_dir)
         return mark is not None and mark.save_id == self.save_id
 
+    def commit(self, save: PendingCommit, barrier: SaveBarrier) -> int:
+        """Make the tag of the files that all ranks have transferred, on all ranks or none; then ``latest``."""
+        with retrying(self.retries), self.discarded_on_failure(), barrier.attribute_failures():
+            own = barrier.all_or_raise(lambda: self._read_back(save), "read back")
+            committed_at, _, written = gather_written(own, save.file_names, to_all=False)
+            barrier.all_or_raise(lambda: self._remove_record() if self.is_leader else None, "upload")
+            barrier.all_or_raise(self._complete_uploads, "complete")
+            record = partial(self._write_record, save, written, committed_at)
+            barrier.all_or_raise(lambda: record() if self.is_leader else None, "record")
+        save.lineage.commit(save.save_id, committed_at)
+        barrier.outcome_note = "The checkpoint is complete; load it by its tag."
+        with retrying(self.retries):
+            barrier.all_or_raise(lambda: self._point_latest(save) if self.is_leader else None, "latest")
+        self.close()
+        return sum({name: size for one in written for name, size in one.sizes.items()}.values())
 
-def store_target(run: RemotePath, tag: str, save_id: str, options: Options) -> StoreTarget:
-    """The target of a save, with a directory on this machine of its own. Raises OSError."""
-    scratch = Path(tempfile.mkdtemp(prefix="zeroelastic-save-"))
-    target = StoreTarget(run, tag, save_id, scratch, options.retries, options.store_part_mib * _MIB)
-    target.staging_dir.mkdir()
-    return target
+    def _read_back(self, save: PendingCommit) -> Written:
+        """Read this rank's files back, from memory, as a load would."""
+        not_before = save.lineage.next_time(time.time() if dist.get_rank() == 0 else 0.0)
+        blocks = {name: ImageBlocks(data) for name, data in self.files.items()}
+        try:
+            directories = read_back(self.tag_dir, save, blocks)
+        except (CheckpointError, UnsupportedError) as error:
+            raise not_committed(self.tag_dir, f"no load would take it: {str(error).rstrip('.')}") from error
+        return Written({name: len(data) for name, data in self.files.items()}, directories, None, not_before)
+
+    def _remove_record(self) -> None:
+        """Remove the record of an earlier save of the tag: from here on it is no checkpoint until the new record."""
+        with self._as_not_committed():
+            self._require_ours()
+            remove_objects([self.tag_dir / RECORD_NAME, self.tag_dir / MARK_NAME])
+
+    def _complete_uploads(self) -> None:
+        with self._as_not_committed():
+            for upload in self._uploads:
+                upload.complete()
+
+    def _write_record(self, save: PendingCommit, written: Sequence[Written], committed_at: float) -> None:
+        """Check that all files are there, remove those of ranks that the save does not have, and write the record."""
+        record = record_of(save, written, committed_at)
+        with self._as_not_committed():
+            there = {one.name: one.nbytes for one in objects_below(self.tag_dir)}
+            wrong = sorted(name for name, size in record.files.items() if there.get(name) != size)
+            if wrong:
+                why = f"{', '.join(wrong[:3])}: the store does not have what was uploaded"
+                raise not_committed(self.tag_dir, why)
+            self._require_ours()
+            remove_objects(self.tag_dir / name for name in there if is_rank_file(name) and name not in record.files)
+            try:
+                put_object(self.tag_dir / RECORD_NAME, record_text(record), create=True)
+            except FileExistsError:
+                if read_head(self.tag_dir / RECORD_NAME).get("save_id") != save.save_id:  # else an answer was lost
+                    why = "another job has committed the same tag meanwhile"
+                    raise not_committed(self.tag_dir, why) from None
+
+    def _point_latest(self, save: PendingCommit) -> None:
+        """Take the mark away, put what belongs to the run and not to a tag, and let ``latest`` name the tag."""
+        self.remove_mark(failed=False)
+        self._marked = False
+        try:
+            for path in sorted(self.scratch.iterdir()):  # DeepSpeed's zero_to_fp32.py
+                if path.is_file():
+                    put_object(self.run / path.name, path.read_bytes())
+            if self._save_latest:
+                put_object(self.run / LATEST, save.tag.encode())
+        except OSError as error:
+            raise SaveError(
+                f"{error.filename}: cannot be written: {error.strerror}. The checkpoint {save.tag} is complete; load "
+                "it by its tag."
+            ) from error
+
+    def _require_ours(self) -> None:
+        if not self.is_ours():
+            raise not_committed(self.tag_dir, "another job has begun to save the same tag meanwhile")
+
+    @contextmanager
+    def _as_not_committed(self) -> Iterator[None]:
+        """An error of the store within becomes that of a save that ends before its commit."""
+        try:
+            yield
+        except (MissingFileError, UnreadableError) as error:
+            raise not_committed(self.tag_dir, str(error).rstrip(".")) from error
+        except OSError as error:
+            if isinstance(error, SaveError):
+                raise
+            raise not_committed(self.tag_dir, f"{error.filename}: {error.strerror}") from error
 
 
 class StoreSnapshot(Snapshot):
@@ -197,140 +299,19 @@ class StoreSnapshot(Snapshot):
     ) -> None:
         super().__init__(original, live, streams, options, memory)
         self._target = target
-        self.files: dict[str, ByteArray] = {}
 
     def write(self) -> None:
         """Digest and transfer all files; none appears. Raises SaveError naming the file."""
-        with retrying(self._target.retries):
+        target, files = self._target, self._target.files
+        with retrying(target.retries):
             try:
-                self._complete()
-                for name, data in self.files.items():
-                    self._target.upload(name, data)
+                for image in self._images:
+                    self._learn(image.complete(before_last=self._fill_table, executor=self._options.host_io_engine))
+                    files[image.path.name] = image.data
+                for path in sorted(target.staging_dir.iterdir()):  # what torch alone has written on this machine
+                    if path.name not in files:
+                        files[path.name] = np.memmap(path, dtype=np.uint8, mode="r")
+                for name, data in files.items():
+                    target.upload(name, data)
             except OSError as error:
-                raise not_written(error.filename or self._target.tag_dir, error) from error
-
-    def _complete(self) -> None:
-        """Make the files in memory: the images, and what torch alone has written on this machine."""
-        for image in self._images:
-            self._learn(image.complete(before_last=self._fill_table, executor=self._options.host_io_engine))
-            self.files[image.path.name] = image.data
-        for path in sorted(self._target.staging_dir.iterdir()):
-            if path.name not in self.files:
-                self.files[path.name] = np.memmap(path, dtype=np.uint8, mode="r")
-
-    @property
-    def blocks(self) -> Mapping[str, Blocks]:
-        """The files of this rank, to be read back."""
-        return {name: ImageBlocks(data) for name, data in self.files.items()}
-
-
-def commit_to_store(save: PendingCommit, shard: StoreSnapshot, target: StoreTarget, barrier: SaveBarrier) -> int:
-    """Make the tag of the files that all ranks have transferred, on all ranks or none; then ``latest``. Collective.
-
-    Returns the bytes of all files on rank 0, 0 elsewhere. Raises SaveError on every rank, as ``commit``.
-    """
-    first = dist.get_rank() == 0
-    with retrying(target.retries), discarded(target), barrier.attribute_failures():
-        own = barrier.all_or_raise(lambda: _settled(save, shard), "its files were read back")
-        committed_at, _, written = gather_written(own, save.written, to_all=False)
-        barrier.all_or_raise(lambda: _replace(save, target) if first else None, "its files were transferred")
-        barrier.all_or_raise(lambda: _complete(save, target), "its uploads were completed")
-        barrier.all_or_raise(
-            lambda: _record(save, target, written, committed_at) if first else None, "its commit record was written"
-        )
-    save.lineage.commit(save.save_id, committed_at)
-    barrier.outcome_note = "The checkpoint is complete; load it by its tag."
-    with retrying(target.retries):
-        barrier.all_or_raise(lambda: _follow(save, target) if first else None, "`latest` was written")
-    target.close()
-    return sum({name: size for one in written for name, size in one.sizes.items()}.values())
-
-
-@contextmanager
-def discarded(target: StoreTarget) -> Iterator[None]:
-    """Remove what this rank has made of a save when it fails."""
-    try:
-        yield
-    except Exception:
-        target.discard()
-        raise
-
-
-def _settled(save: PendingCommit, shard: StoreSnapshot) -> Written:
-    """Read this rank's files back, from memory, as a load would."""
-    not_before = save.lineage.next_time(time.time() if dist.get_rank() == 0 else 0.0)
-    try:
-        directories = read_back(
-            save.tag_dir / save.written[0],
-            save.tag_dir / save.written[1],
-            save.expected,
-            format=save.checkpoint_format,
-            save_id=save.save_id,
-            contents=save.contents,
-            through=shard.blocks,
-        )
-    except (CheckpointError, UnsupportedError) as error:
-        raise not_committed(save, f"no load would take it: {str(error).rstrip('.')}") from error
-    return Written({name: len(data) for name, data in shard.files.items()}, directories, None, not_before)
-
-
-def _replace(save: PendingCommit, target: StoreTarget) -> None:
-    """Remove the record of an earlier save of the tag: from here on the tag is no checkpoint until the new record."""
-    try:
-        if not target.is_ours():
-            raise not_committed(save, "another job has begun to save the same tag meanwhile")
-        remove_objects([target.tag_dir / RECORD_NAME, target.tag_dir / MARK_NAME])
-    except SaveError:
-        raise
-    except UnreadableError as error:
-        raise not_committed(save, str(error).rstrip(".")) from error
-    except OSError as error:
-        raise not_committed(save, f"{error.filename}: {error.strerror}") from error
-
-
-def _complete(save: PendingCommit, target: StoreTarget) -> None:
-    try:
-        for upload in target.uploads:
-            upload.complete()
-    except OSError as error:
-        raise not_committed(save, f"{error.filename}: {error.strerror}") from error
-
-
-def _record(save: PendingCommit, target: StoreTarget, written: Sequence[Written], committed_at: float) -> None:
-    """Check that all files are there, remove those of ranks that the save does not have, and write the record."""
-    record = record_of(save, written, committed_at)
-    try:
-        there = {one.name: one.nbytes for one in objects_below(target.tag_dir)}
-        wrong = sorted(name for name, size in record.files.items() if there.get(name) != size)
-        if wrong:
-            raise not_committed(save, f"{', '.join(wrong[:3])}: the store does not have what was uploaded")
-        if not target.is_ours():
-            raise not_committed(save, "another job has begun to save the same tag meanwhile")
-        remove_objects(target.tag_dir / name for name in there if is_rank_file(name) and name not in record.files)
-        put_object(target.tag_dir / RECORD_NAME, record_text(record), create=True)
-    except SaveError:
-        raise
-    except (MissingFileError, UnreadableError) as error:
-        raise not_committed(save, str(error).rstrip(".")) from error
-    except FileExistsError:
-        if read_head(target.tag_dir / RECORD_NAME).get("save_id") != save.save_id:  # else an answer was lost
-            raise not_committed(save, "another job has committed the same tag meanwhile") from None
-    except OSError as error:
-        raise not_committed(save, f"{error.filename}: {error.strerror}") from error
-
-
-def _follow(save: PendingCommit, target: StoreTarget) -> None:
-    """Take the mark away, put what belongs to the run and not to a tag, and let ``latest`` name the tag."""
-    target.remove_mark(failed=False)
-    target.marked = False
-    try:
-        for path in sorted(target.scratch.iterdir()):  # DeepSpeed's zero_to_fp32.py
-            if path.is_file():
-                put_object(target.run / path.name, path.read_bytes())
-        if save.latest is not None:
-            put_object(target.run / LATEST, save.tag.encode())
-    except OSError as error:
-        raise SaveError(
-            f"{error.filename}: cannot be written: {error.strerror}. The checkpoint {save.tag} is complete; load it "
-            "by its tag."
-        ) from error
+                raise not_written(error.filename or target.tag_dir, error) from error
