@@ -11,9 +11,9 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 
@@ -110,14 +110,12 @@ def read_segments(
     options = Options(digest, cast=cast, threads=threads, progress=progress, copies=copies)
     name = _choose(executor, "read", buffers)
     assert copies is None or name in _HOST, "only host memory is converted beside"
-    if name == "cuda" and not any(isinstance(path, RemotePath) for path in table.paths):
-        return cuda_executor.read_segments(table, _device_buffers(buffers), options, stream=_stream(buffers, stream))
-    if name in ("cuda", "torch"):  # through host memory
-        from zeroelastic.executors import torch_executor
-
-        host = _file_engine(_fastest(), table.paths)
-        return torch_executor.read_segments(table, _tensors(buffers), options, host=host)
-    return _file_engine(name, table.paths).read_segments(table, _arrays(buffers), options)
+    if name == "cuda" and any(isinstance(path, RemotePath) for path in table.paths):
+        name = "torch"  # through host memory
+    result: ReadResult = _run(
+        "read", name, table, [buffers], options, stream=stream, host=lambda host: _file_engine(host, table.paths)
+    )
+    return result
 
 
 def copy_segments(
@@ -139,17 +137,10 @@ def copy_segments(
     """
     options = Options(digest, cast=cast, threads=threads)
     name = _choose(executor, "copy", [*src, *dst])
-    if name == "cuda":
-        on = _stream([*src, *dst], stream)
-        try:
-            return cuda_executor.copy_segments(table, _device_buffers(src), _device_buffers(dst), options, stream=on)
-        except UnsupportedError as error:
-            _instead_of_cuda(executor, [*src, *dst], error)
-    if name in ("cuda", "torch"):
-        from zeroelastic.executors import torch_executor
-
-        return torch_executor.copy_segments(table, _tensors(src), _tensors(dst), options)
-    return _HOST[name].copy_segments(table, _arrays(src), _arrays(dst), options)
+    digests: UInt64Array | None = _run(
+        "copy", name, table, [src, dst], options, stream=stream, torch_takes_over=executor != "cuda"
+    )
+    return digests
 
 
 def write_segments(
@@ -177,18 +168,11 @@ def write_segments(
     options = Options(digest, crc32, cast, sync, threads, progress)
     staged_by = executor if executor in _HOST and not all(_kind(buffer) == "host" for buffer in src) else None
     name = _choose("torch" if staged_by is not None else executor, "write", src)
-    if name == "cuda":
-        ranges = _device_buffers(src)
-        try:
-            return cuda_executor.write_segments(table, ranges, paths, options, stream=_stream(src, stream))
-        except UnsupportedError as error:
-            _instead_of_cuda(executor, src, error)
-    if name in ("cuda", "torch"):
-        from zeroelastic.executors import torch_executor
-
-        host = _HOST[staged_by or _fastest()]
-        return torch_executor.write_segments(table, _tensors(src), paths, options, host=host)
-    return _HOST[name].write_segments(table, _arrays(src), paths, options)
+    takes_over = executor != "cuda"
+    digests: UInt64Array | None = _run(
+        "write", name, table, [src], options, paths, stream=stream, staged_by=staged_by, torch_takes_over=takes_over
+    )
+    return digests
 
 
 def move_segments(
@@ -250,23 +234,45 @@ def sum_segments(
     """
     options = Options(digest, crc32, threads=threads)
     name = _choose(executor, "sum", src)
+    digests: UInt64Array | None = _run(
+        "sum", name, table, [src], options, stream=stream, torch_takes_over=executor != "cuda"
+    )
+    return digests
+
+
+def _run(
+    operation: Operation,
+    name: str,
+    table: object,
+    memory: Sequence[Sequence[Buffer]],
+    options: Options,
+    *paths: Sequence[Path],
+    stream: int | None,
+    host: Callable[[str], FileEngine] = _HOST.__getitem__,
+    staged_by: str | None = None,
+    torch_takes_over: bool = False,
+) -> Any:
+    """Run an operation, with its sides in ``memory`` and then files, by the engine that was chosen.
+
+    What CUDA refuses is done by torch, if ``torch_takes_over`` and torch knows all of the memory. torch reads and
+    writes files through the engine ``staged_by``, the fastest one if None; ``host`` gives an engine by its name.
+    """
+    function = f"{operation}_segments"
+    buffers = [buffer for side in memory for buffer in side]
     if name in _HOST:
-        return _HOST[name].sum_segments(table, _arrays(src), options)
+        return getattr(host(name), function)(table, *map(_arrays, memory), *paths, options)
     if name == "cuda":
+        ranges, on = map(_device_buffers, memory), _stream(buffers, stream)
         try:
-            return cuda_executor.sum_segments(table, _device_buffers(src), options, stream=_stream(src, stream))
+            return getattr(cuda_executor, function)(table, *ranges, *paths, options, stream=on)
         except UnsupportedError as error:
-            _instead_of_cuda(executor, src, error)
+            if not torch_takes_over or any(isinstance(buffer, DeviceBuffer) for buffer in buffers):
+                raise
+            logger.warning("memory of the GPU is moved by torch instead, which is slower: %s", error)
     from zeroelastic.executors import torch_executor
 
-    return torch_executor.sum_segments(table, _tensors(src), options)
-
-
-def _instead_of_cuda(executor: Executor, buffers: Sequence[Buffer], error: UnsupportedError) -> None:
-    """Say that torch does what CUDA refuses; raises ``error`` where the engine was named, or torch cannot do it."""
-    if executor == "cuda" or any(isinstance(buffer, DeviceBuffer) for buffer in buffers):
-        raise error
-    logger.warning("memory of the GPU is moved by torch instead, which is slower: %s", error)
+    through = {"host": host(staged_by or _fastest())} if operation in ("read", "write") else {}
+    return getattr(torch_executor, function)(table, *map(_tensors, memory), *paths, options, **through)
 
 
 def choose_executor(executor: Executor, operation: Operation = "read", *, on_gpu: bool = False) -> str:
