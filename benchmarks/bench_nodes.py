@@ -33,9 +33,10 @@ import torch.distributed as dist
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, CommitRecord, read_record, record_text
 from zeroelastic.checkpoint.tensor_parallel import NO_TENSOR_PARALLEL
-from zeroelastic.deepspeed.node_local import all_to_all, multicast, visibility
+from zeroelastic.deepspeed.node_local import visibility
 from zeroelastic.deepspeed.save import commit as save_commit
 from zeroelastic.deepspeed.save.commit import Written
+from zeroelastic.distributed import exchange, multicast
 from zeroelastic.memory import resume
 from zeroelastic.memory.checkpoints import _on_other_nodes
 from zeroelastic.memory.generation import NOTE_NAME, MemoryNote, RunPlace, tag_of
@@ -248,7 +249,7 @@ class Followed:
             mock.patch.object(multicast, "all_gather", lambda value: gathered(self.requests)),
             mock.patch.object(multicast, "all_gather_of_or_raise", read_and_gather),
             mock.patch.object(multicast, "all_or_raise", lambda action: action()),
-            mock.patch.object(all_to_all, "DefaultPeers", lambda: self),
+            mock.patch.object(exchange, "DefaultPeers", lambda: self),
         ):
             return timed(lambda: self.check(multicast.multicast(self.requests[self.rank], read)))
 
@@ -284,10 +285,10 @@ def payload_rounds(world_size: int) -> dict[str, Any]:
     def run() -> None:
         nonlocal rounds
         rounds = 0
-        for messages in all_to_all._rounds(table, world_size):
+        for messages in exchange._rounds(table, world_size):
             rounds += 1
             for src in (False, True):
-                all_to_all._pieces(messages, rank, src=src)
+                exchange._pieces(messages, rank, src=src)
 
     seconds = [timed(run) for _ in range(ROUNDS)]
     return {"world_size": world_size, "payload_bytes": PAYLOAD, "rounds": rounds, "seconds": seconds}
@@ -362,7 +363,7 @@ def page(rows: Sequence[dict[str, Any]], headers: Sequence[dict[str, Any]], payl
     lines += [
         "",
         f"A quarter of the ranks is gone, and each that is left gets {PAYLOAD >> 30} GiB from each of two others, in "
-        f"rounds of {all_to_all.ROUND_BYTES >> 20} MiB;",
+        f"rounds of {exchange.ROUND_BYTES >> 20} MiB;",
         "before, peers far apart in number had rounds of their own, 8,320 for 16,384 ranks.",
         "",
         "| ranks | rounds | what a rank computes for them |",

@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 from training import Job, Outcome, resume, train_and_save
 
-from zeroelastic.deepspeed.node_local import multicast
+from zeroelastic.distributed import multicast
 from zeroelastic.testing import RankPool
 
 _CLONE_NEWNS = 0x00020000

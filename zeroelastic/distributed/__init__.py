@@ -1,9 +1,11 @@
 """Processes that work together: collectives that fail on every rank alike, and who is still alive.
 
     collective        gather, agree and raise the same error on every rank
+    exchange          bytes between ranks, in rounds of bounded size; ``peers`` says between which
+    multicast         what one rank has read, to all that ask for it
     processes         the processes of an offline verb, under torchrun or alone
     partners          the processes of a training job, and whether each still runs
     process_identity  whether a process that a file names is still the same process
 
-Imports only ``zeroelastic.errors``; torch only inside functions. Read ``collective`` first.
+Imports ``core`` and ``errors``. Read ``collective`` first.
 """

@@ -8,7 +8,6 @@
     memory_file  files in shared memory whose pages are used again
     generation   the checkpoints that a node has, complete or in the making
     capture      the state of this rank, copied between two steps
-    exchange     messages between ranks
     protect      copies and parity for other nodes
     checkpoints  ``MemoryCheckpoints``: all of it, every few steps
     rebuild      the files of a lost rank, from parity

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from zeroelastic.memory.exchange import ROUND_BYTES, Transfer, exchange
+from zeroelastic.distributed.exchange import ROUND_BYTES, Transfer, run_transfers
 from zeroelastic.memory.generation import parity_name
 from zeroelastic.memory.parity import Stripes, largest, pieces
 from zeroelastic.memory.placement import Placement
@@ -91,7 +91,7 @@ def protect(
                 assert parity is not None
                 parity[offset : offset + len(data)].bitwise_xor_(data)
 
-        return exchange(transfers, group, send=send, receive=receive, received=received)
+        return run_transfers(transfers, group, send=send, receive=receive, received=received)
 
     return kept, run
 

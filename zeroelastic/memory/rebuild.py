@@ -1,7 +1,7 @@
 """The files of a lost rank, made again from parity and the files of the other ranks of its set.
 
 The first rank that sees files of the set makes them, in its node's shared memory, beside what is there. The others send
-their chunks in the rounds of ``exchange``.
+their chunks in the rounds of ``run_transfers``.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from zeroelastic.distributed.collective import all_or_raise
+from zeroelastic.distributed.exchange import ROUND_BYTES, Transfer, run_transfers
 from zeroelastic.errors import SaveError
-from zeroelastic.memory.exchange import ROUND_BYTES, Transfer, exchange
 from zeroelastic.memory.generation import MemoryNote, lacking, parity_name
 from zeroelastic.memory.memory_file import require_memory
 from zeroelastic.memory.parity import Stripes, pieces, total
@@ -105,7 +105,7 @@ def _rebuild(
         assert made is not None
         made[source.place + offset : source.place + offset + len(data)].bitwise_xor_(data)
 
-    sent = exchange(
+    sent = run_transfers(
         transfers,
         group,
         send=lambda number, offset, nbytes: files.read(remote[number], offset, buffer(number, nbytes)),

@@ -295,12 +295,12 @@ def use_node_local(engine: Any) -> None:
 
 def load_large(directory: str, executor: str, stage: int) -> tuple[Any, int, int]:
     """The report, bytes of payload that the numpy engine read, and growth of memory."""
-    from zeroelastic.deepspeed.node_local import all_to_all
+    from zeroelastic.distributed import exchange
     from zeroelastic.executors import numpy_executor
 
     engine = io_counts.build(True, True, executor, stage)
     if executor == "numpy":
-        all_to_all.ROUND_BYTES, all_to_all._LEAST_BYTES = 1 << 18, 1 << 17  # many rounds, two peers in each
+        exchange.ROUND_BYTES, exchange._LEAST_BYTES = 1 << 18, 1 << 17  # many rounds, two peers in each
     engine.load_checkpoint(directory)
     read = 0
     original = os.preadv

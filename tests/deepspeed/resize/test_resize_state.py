@@ -205,16 +205,16 @@ def test_another_model_in_the_next_world_is_refused_on_every_rank(rank_pool):
 def flipped(job: Job) -> tuple[str, str]:
     from zeroelastic.deepspeed.resize import move
 
-    original = move.all_to_all_stream
+    original = move.exchange_rows
 
-    def stream(sizes: Any, fill: Any, take: Any, **more: Any) -> Any:
-        def damaged(pieces: Any, buffer: Any) -> None:
+    def exchange(rows: Any, owner: Any, serve: Any, put: Any, **more: Any) -> Any:
+        def damaged(arrived: Any, buffer: Any) -> None:
             buffer[0] ^= 4
-            take(pieces, buffer)
+            put(arrived, buffer)
 
-        return original(sizes, fill, damaged, **more)
+        return original(rows, owner, serve, damaged, **more)
 
-    move.all_to_all_stream = stream
+    move.exchange_rows = exchange
     try:
         change_sizes(job, [[0, 1, 2], [0, 1]], {})
     except (DigestMismatchError, RuntimeError) as error:  # the member that leaves loses the others

@@ -14,10 +14,10 @@ from zeroelastic.checkpoint.model_states import ModelStates, open_model_states
 from zeroelastic.checkpoint.open import Checkpoint
 from zeroelastic.checkpoint.tensor_parallel import TensorParallel
 from zeroelastic.core.layout import Int64Array
-from zeroelastic.deepspeed.node_local.multicast import Request, multicast
 from zeroelastic.deepspeed.node_local.payload import RelayCost
 from zeroelastic.deepspeed.node_local.visibility import FileVisibility
 from zeroelastic.distributed.collective import all_or_raise
+from zeroelastic.distributed.multicast import Request, multicast
 from zeroelastic.executors.dispatch import Executor, ReadTable, host_executor, read_segments
 from zeroelastic.io.paths import FilePath
 

@@ -1,7 +1,7 @@
 """Payload of files that a rank does not see: read once by a rank that sees them, sent, and written as the plan says.
 
 Every rank asks the readers of its files for byte ranges and serves what is asked of it. What is asked of one reader is
-one stream, row after row, in the rounds of ``all_to_all_stream``; its buffers are all the memory that this needs.
+one stream, row after row, in the rounds of ``exchange_rows``; its buffers are all the memory that this needs.
 """
 
 from __future__ import annotations
@@ -16,18 +16,9 @@ from zeroelastic.checkpoint.extents import ExtentTable
 from zeroelastic.core.digest import ByteArray, UInt64Array
 from zeroelastic.core.layout import Int64Array
 from zeroelastic.deepspeed.fill import Digests, Filled, Part, ReadDigests, RowStreams
-from zeroelastic.deepspeed.node_local.all_to_all import (
-    HOST,
-    Piece,
-    RoundBuffer,
-    TransferCost,
-    all_to_all_bytes,
-    all_to_all_stream,
-    device_of,
-)
-from zeroelastic.deepspeed.node_local.row_stream import Arrived, RowStream
 from zeroelastic.deepspeed.node_local.visibility import FileVisibility
 from zeroelastic.distributed.collective import all_or_raise
+from zeroelastic.distributed.exchange import HOST, Arrived, RoundBuffer, device_of, exchange_rows
 from zeroelastic.executors.dispatch import (
     CopyTable,
     Executor,
@@ -66,21 +57,13 @@ def fetch(
     ``readers`` has the rank to ask for each. ``put`` takes the bytes that arrive, round by round, on the device
     ``taken_on``. A range that several ranks ask for is read once.
     """
-    mine = {reader: np.flatnonzero(readers == reader) for reader in np.unique(readers).tolist()}
-    wanted = {reader: RowStream.of(rows[index]) for reader, index in mine.items()}
-    asked = all_to_all_bytes({reader: rows[index].tobytes() for reader, index in mine.items()})
-    served = {peer: RowStream.of(np.frombuffer(data, dtype=np.int64).reshape(-1, 3)) for peer, data in asked.items()}
     paths = tuple(visibility.tag_dir / name for name in visibility.names)
     files: dict[FilePath, None] = {}
     bytes_read = 0
 
-    def fill(pieces: Sequence[Piece], buffer: ByteArray) -> None:
+    def read(asked: Int64Array, parts: Arrived, buffer: ByteArray) -> None:
         nonlocal bytes_read
-        parts = [(served[piece.peer], served[piece.peer].cut(piece)) for piece in pieces]
-        file = np.concatenate([served.rows[cut.row, 0] for served, cut in parts])
-        offset = np.concatenate([served.rows[cut.row, 1] + cut.skip for served, cut in parts])
-        nbytes = np.concatenate([cut.nbytes for _, cut in parts])
-        at = np.concatenate([cut.at for _, cut in parts])
+        file, offset, nbytes, at = asked[:, 0], asked[:, 1] + parts.skip, parts.nbytes, parts.at
         _, first, same = np.unique(np.stack((file, offset, nbytes), 1), axis=0, return_index=True, return_inverse=True)
         same = same.reshape(-1)
         table = ReadTable(paths, file[first], offset[first], np.zeros_like(first), at[first], nbytes[first])
@@ -91,13 +74,7 @@ def fetch(
         bytes_read += result.bytes_read
         files.update(dict.fromkeys(result.files))
 
-    def take(pieces: Sequence[Piece], buffer: RoundBuffer) -> None:
-        for piece in pieces:
-            cut = wanted[piece.peer].cut(piece)
-            put(cut._replace(row=mine[piece.peer][cut.row]), buffer)
-
-    sizes = {peer: served.nbytes for peer, served in served.items()}
-    moved: TransferCost = all_to_all_stream(sizes, fill, take, taken_on=taken_on)
+    moved = exchange_rows(rows, readers, read, put, taken_on=taken_on)
     return RelayCost(bytes_read, tuple(files), moved.sent, moved.received)
 
 

@@ -1,8 +1,7 @@
 """A change of size between two steps: the state of one world's engine becomes that of the next, memory to memory.
 
-    held        the tensors of this rank, which outlive their engine
     run_state   what is alike on all ranks: layouts, hyper-parameters, counters, scheduler, buffers
-    move        the exchange: flatten, send in rounds, unflatten
+    move        the tensors of this rank, and their exchange: flatten, send in rounds, unflatten
     restore     the next engine, filled, and compared with the one before by the content root
 
 Members that leave hold and send; members that come receive; those that stay do both, and move only what is not theirs

@@ -3,31 +3,58 @@
 A member asks the others for the runs of elements that it lacks, and serves what is asked of it: it flattens them into
 one buffer for all peers, which are sent in rounds of bounded size, and unflattens what comes into the new partitions
 (``copy_segments``: on the device where the tensors are). What it has already, it copies. Memory: the two buffers of a
-round.
+round. The tensors of the old world outlive their engine: they are kept by reference, so until the next engine is filled
+a process holds its part of both worlds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from zeroelastic.checkpoint.optimizer_file import FP32, FROZEN
 from zeroelastic.core.layout import Int64Array, Layout
 from zeroelastic.core.plan import make_plan
-from zeroelastic.deepspeed.node_local.all_to_all import (
-    Piece,
-    RoundBuffer,
-    all_to_all_bytes,
-    all_to_all_stream,
-    device_of,
-)
-from zeroelastic.deepspeed.node_local.row_stream import RowStream
-from zeroelastic.deepspeed.resize.held import HeldState, Tensors
+from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
+from zeroelastic.distributed.exchange import Arrived, RoundBuffer, device_of, exchange_rows
 from zeroelastic.distributed.peers import Peers
+from zeroelastic.errors import UnsupportedError
 from zeroelastic.executors.dispatch import CopyTable, copy_segments
+
+Tensors = Mapping[str, Sequence[torch.Tensor | None]]
+"""The flat tensor of each buffer of a layout, by state key; None where a buffer has no such key."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeldState:
+    """What ``rank`` of the old world has: flat tensors, padding included, in the buffers of two layouts."""
+
+    rank: int
+    layout: Layout
+    tensors: Tensors
+    frozen: Layout
+    frozen_tensors: Tensors
+
+
+def hold(live: LiveOptimizer) -> HeldState:
+    """Keep what this rank has. Raises UnsupportedError for state that is not all in memory."""
+    if live.on_nvme:
+        raise UnsupportedError(
+            "state on NVMe does not move from memory to memory: save, and start at the other size, or keep the "
+            "optimizer on the CPU."
+        )
+    if live.tp.size > 1:
+        raise UnsupportedError("tensor parallel ranks do not change in number while a job runs: start it again.")
+    num_sub_groups = live.layout.num_sub_groups
+    states = [{FP32: live.fp32(i), **live.split_state(i)[0]} for i in range(num_sub_groups)]
+    keys = sorted({key for state in states for key in state})
+    tensors = {key: tuple(state.get(key) for state in states) for key in keys}
+    frozen = tuple(live.frozen_tensor(p).detach().view(-1) for p in range(live.frozen.num_params))
+    return HeldState(live.rank, live.layout, tensors, live.frozen, {FROZEN: frozen})
 
 
 class MoveCost(NamedTuple):
@@ -114,40 +141,28 @@ def move(
     local = np.flatnonzero(runs.src_rank == held.rank) if held is not None else np.empty(0, dtype=np.int64)
     _copy(runs.take(local), sources, targets)
     away = np.setdiff1d(np.arange(len(runs.src_rank)), local)
-    peer = np.array(peer_of, dtype=np.int64)[runs.src_rank[away]]
-    mine = {int(other): away[peer == other] for other in np.unique(peer)}
-    asked = {other: np.stack((runs.src, runs.src_offset, runs.nbytes), 1)[rows] for other, rows in mine.items()}
-    wanted = {other: RowStream.of(rows) for other, rows in asked.items()}
-    arrived = all_to_all_bytes({other: rows.tobytes() for other, rows in asked.items()}, peers=peers)
-    served = {
-        other: RowStream.of(np.frombuffer(data, dtype=np.int64).reshape(-1, 3)) for other, data in arrived.items()
-    }
+    rows = np.stack((runs.src, runs.src_offset, runs.nbytes), 1)[away]
 
-    def fill(pieces: Sequence[Piece], buffer: RoundBuffer) -> None:
-        cuts = [(served[piece.peer].rows, served[piece.peer].cut(piece)) for piece in pieces]
-        src = np.concatenate([rows[cut.row, 0] for rows, cut in cuts])
-        offset = np.concatenate([rows[cut.row, 1] + cut.skip for rows, cut in cuts])
-        at, nbytes = (np.concatenate([getattr(cut, name) for _, cut in cuts]) for name in ("at", "nbytes"))
-        numbers, src = np.unique(src, return_inverse=True)
+    def serve(asked: Int64Array, parts: Arrived, buffer: RoundBuffer) -> None:
+        numbers, src = np.unique(asked[:, 0], return_inverse=True)
         flats = [_there(sources[number]) for number in numbers.tolist()]
-        copy_segments(CopyTable(src.reshape(-1), offset, np.zeros_like(at), at, nbytes), flats, [buffer])
-
-    def take(pieces: Sequence[Piece], buffer: RoundBuffer) -> None:
-        cuts = [(mine[piece.peer], wanted[piece.peer].cut(piece)) for piece in pieces]
-        row = np.concatenate([rows[cut.row] for rows, cut in cuts])
-        skip, at, nbytes = (
-            np.concatenate([getattr(cut, name) for _, cut in cuts]) for name in ("skip", "at", "nbytes")
+        zero = np.zeros_like(parts.at)
+        copy_segments(
+            CopyTable(src.reshape(-1), asked[:, 1] + parts.skip, zero, parts.at, parts.nbytes), flats, [buffer]
         )
+
+    def put(arrived: Arrived, buffer: RoundBuffer) -> None:
+        row, zero = away[arrived.row], np.zeros_like(arrived.at)
         numbers, dst = np.unique(runs.dst[row], return_inverse=True)
         flats = [_there(targets[number]) for number in numbers.tolist()]
-        copy_segments(
-            CopyTable(np.zeros_like(at), at, dst.reshape(-1), runs.dst_offset[row] + skip, nbytes), [buffer], flats
-        )
+        at = runs.dst_offset[row] + arrived.skip
+        copy_segments(CopyTable(zero, arrived.at, dst.reshape(-1), at, arrived.nbytes), [buffer], flats)
 
-    cost = all_to_all_stream(
-        {other: stream.nbytes for other, stream in served.items()},
-        fill,
-        take,
+    cost = exchange_rows(
+        rows,
+        np.array(peer_of, dtype=np.int64)[runs.src_rank[away]],
+        serve,
+        put,
         peers=peers,
         filled_on=device_of(sources),
         taken_on=device_of(targets),

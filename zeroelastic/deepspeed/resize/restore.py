@@ -18,8 +18,7 @@ from zeroelastic.deepspeed.engine_state import begin_change, changing
 from zeroelastic.deepspeed.live.digests import local_digests, whole_contents
 from zeroelastic.deepspeed.live.kinds import covered_live, kind_of, why_left_to_deepspeed
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
-from zeroelastic.deepspeed.resize.held import HeldState, Tensors, hold
-from zeroelastic.deepspeed.resize.move import MoveCost, Runs, buffers_of, move, runs_of
+from zeroelastic.deepspeed.resize.move import HeldState, MoveCost, Runs, Tensors, buffers_of, hold, move, runs_of
 from zeroelastic.deepspeed.resize.run_state import (
     RunState,
     require_same_run,

@@ -1,9 +1,8 @@
-"""What goes from rank to rank: every byte once, in rounds that no rank's buffers are too small for, and headers."""
+"""What goes from rank to rank: every byte once, in rounds that no rank's buffers are too small for."""
 
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -16,14 +15,11 @@ from fake_gpu import open_fake_gpu, to_fake_gpu
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zeroelastic.deepspeed.node_local import all_to_all
-from zeroelastic.deepspeed.node_local.headers import ReceivedFile, RecordedFile
+from zeroelastic.distributed import exchange
 from zeroelastic.distributed.peers import DefaultPeers
-from zeroelastic.errors import CheckpointError, MissingFileError
 from zeroelastic.executors import cuda_executor
 from zeroelastic.executors.dispatch import CopyTable, copy_segments
 from zeroelastic.testing import RankPool
-from zeroelastic.torch_file.header import read_torch_file, walk_refs
 
 TABLES = st.integers(2, 40).flatmap(
     lambda world_size: st.tuples(
@@ -39,8 +35,8 @@ TABLES = st.integers(2, 40).flatmap(
 
 @pytest.fixture
 def small_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(all_to_all, "ROUND_BYTES", 4096)
-    monkeypatch.setattr(all_to_all, "_LEAST_BYTES", 512)  # eight peers in a round
+    monkeypatch.setattr(exchange, "ROUND_BYTES", 4096)
+    monkeypatch.setattr(exchange, "_LEAST_BYTES", 512)  # eight peers in a round
 
 
 @pytest.mark.usefixtures("small_rounds")
@@ -49,46 +45,46 @@ def small_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rounds_send_every_byte_once_and_stay_within_the_buffers(case: tuple[int, dict[tuple[int, int], int]]) -> None:
     world_size, table = case
     done = dict.fromkeys(table, 0)
-    for messages in all_to_all._rounds(table, world_size):
+    for messages in exchange._rounds(table, world_size):
         assert len(messages.src)
         for side in (messages.src, messages.dst):
             assert np.bincount(side).max() <= 8 and np.bincount(side, weights=messages.nbytes).max() <= 4096
         for src, dst, begin, nbytes in zip(*(column.tolist() for column in messages), strict=True):
-            assert begin == done[src, dst] and begin % all_to_all.ALIGNMENT == 0 and nbytes > 0
+            assert begin == done[src, dst] and begin % exchange.ALIGNMENT == 0 and nbytes > 0
             done[src, dst] += nbytes
         for rank in range(world_size):
             for src in (False, True):
-                pieces = all_to_all._pieces(messages, rank, src=src)
+                pieces = exchange._pieces(messages, rank, src=src)
                 assert [piece.peer for piece in pieces] == sorted({piece.peer for piece in pieces})
                 assert [piece.at for piece in pieces] == [0, *np.cumsum([piece.nbytes for piece in pieces])][:-1]
     assert done == table
 
 
 def test_ranks_are_busy_in_each_round_wherever_their_peers_are() -> None:
-    world_size, nbytes = 16_384, 3 * all_to_all.ROUND_BYTES
+    world_size, nbytes = 16_384, 3 * exchange.ROUND_BYTES
     from_many = {(int(dst * 1.33), dst): nbytes for dst in range(12_288)}  # each distance from 0 to 4,095
-    rounds = list(all_to_all._rounds(from_many, world_size))
+    rounds = list(exchange._rounds(from_many, world_size))
     assert len(rounds) == 3 and all(len(messages.src) == len(from_many) for messages in rounds)
     with_hub = {**from_many, **{(16_383, dst): 1 << 10 for dst in range(12_288)}}  # 128 of these in a round
-    rounds = list(all_to_all._rounds(with_hub, world_size))
+    rounds = list(exchange._rounds(with_hub, world_size))
     assert len(rounds) == 12_288 // 128
     assert sum(len(messages.src) > 12_288 for messages in rounds[:4]) >= 3, "others do not wait for the hub"
 
 
 def swap_in_small_rounds(sizes: list[list[int]]) -> tuple[bool, int]:
     """Whether everything came as it was sent, and the largest buffer."""
-    all_to_all.ROUND_BYTES, all_to_all._LEAST_BYTES = 1024, 512  # two peers in a round
+    exchange.ROUND_BYTES, exchange._LEAST_BYTES = 1024, 512  # two peers in a round
     largest = 0
-    original = all_to_all._Memory.take
+    original = exchange._Memory.take
 
     def take(self: Any, *sizes: int) -> tuple[torch.Tensor, torch.Tensor]:
         nonlocal largest
         largest = max(largest, *sizes)
         return original(self, *sizes)
 
-    all_to_all._Memory.take = take  # type: ignore[method-assign]
+    exchange._Memory.take = take  # type: ignore[method-assign]
     rank = dist.get_rank()
-    arrived = all_to_all.all_to_all_bytes(
+    arrived = exchange.all_to_all_bytes(
         {peer: _message(rank, peer, size) for peer, size in enumerate(sizes[rank]) if peer != rank}
     )
     wanted = {peer: _message(peer, rank, row[rank]) for peer, row in enumerate(sizes) if peer != rank and row[rank]}
@@ -105,7 +101,7 @@ def test_messages_of_any_size_arrive(rank_pool: RankPool) -> None:
         assert same and 0 < largest <= 1024
 
 
-class GpuMemory(all_to_all._Memory):
+class GpuMemory(exchange._Memory):
     """Buffers on the fake GPU."""
 
     gpu: Engine
@@ -126,12 +122,12 @@ class PeersOnGpu(DefaultPeers):
 
 def swap_on_gpu(numel: int, group_moves_it: bool) -> tuple[bool, bool]:
     """Whether what each rank has on its GPU came to the next one's, and both ends of each round went by the engine."""
-    all_to_all.ROUND_BYTES, all_to_all._LEAST_BYTES = 1024, 512
+    exchange.ROUND_BYTES, exchange._LEAST_BYTES = 1024, 512
     rank, world_size = dist.get_rank(), dist.get_world_size()
     before, after = (rank - 1) % world_size, (rank + 1) % world_size
     with (
         open_fake_gpu() as gpu,
-        mock.patch.object(all_to_all, "_Memory", GpuMemory),
+        mock.patch.object(exchange, "_Memory", GpuMemory),
         mock.patch.object(cuda_executor, "copy_segments", wraps=cuda_executor.copy_segments) as by_cuda,
     ):
         GpuMemory.gpu = gpu
@@ -143,13 +139,13 @@ def swap_on_gpu(numel: int, group_moves_it: bool) -> tuple[bool, bool]:
             zero = np.zeros(1, dtype=np.int64)
             return CopyTable(zero, *((begin, zero, at) if fill else (at, zero, begin)), nbytes)
 
-        all_to_all.all_to_all_stream(
+        exchange.all_to_all_stream(
             {after: source.nbytes},
             lambda pieces, buffer: [copy_segments(table(p, fill=True), [source], [buffer]) for p in pieces],
             lambda pieces, buffer: [copy_segments(table(p, fill=False), [buffer], [target]) for p in pieces],
             peers=PeersOnGpu() if group_moves_it else None,
-            filled_on=all_to_all.device_of([source, None]),
-            taken_on=all_to_all.device_of([target]),
+            filled_on=exchange.device_of([source, None]),
+            taken_on=exchange.device_of([target]),
         )
         want = torch.arange(numel, dtype=torch.float32) + 1000 * before
         return torch.equal(target.as_on_host(), want), by_cuda.call_count >= 2 * source.nbytes // 1024
@@ -162,13 +158,13 @@ def test_what_is_on_gpus_is_flattened_and_unflattened_there(rank_pool: RankPool,
 
 def test_a_round_is_on_the_one_device_of_its_tensors() -> None:
     meta, host = torch.empty(1, device="meta"), torch.empty(1)
-    assert all_to_all.device_of([meta, None, meta]) == meta.device
-    assert all_to_all.device_of([meta, host]) == all_to_all.device_of([]) == torch.device("cpu")
+    assert exchange.device_of([meta, None, meta]) == meta.device
+    assert exchange.device_of([meta, host]) == exchange.device_of([]) == torch.device("cpu")
 
 
 def fail_between_rounds(failing: int) -> tuple[str, float]:
     """The error of this rank, of which one fails to fill its part of the first round."""
-    all_to_all.ROUND_BYTES, all_to_all._LEAST_BYTES = 1024, 512
+    exchange.ROUND_BYTES, exchange._LEAST_BYTES = 1024, 512
     began = time.monotonic()
 
     def fill(pieces: Any, buffer: Any) -> None:
@@ -176,7 +172,7 @@ def fail_between_rounds(failing: int) -> tuple[str, float]:
             raise OSError("the disk is gone")
 
     try:
-        all_to_all.all_to_all_stream({(dist.get_rank() + 1) % 3: 10_000}, fill, lambda pieces, buffer: None)
+        exchange.all_to_all_stream({(dist.get_rank() + 1) % 3: 10_000}, fill, lambda pieces, buffer: None)
     except OSError as error:
         return str(error), time.monotonic() - began
     return "", time.monotonic() - began
@@ -186,25 +182,3 @@ def test_a_rank_that_fails_leaves_nobody_waiting(rank_pool: RankPool) -> None:
     results = rank_pool.run(fail_between_rounds, 3, 1, timeout=60)
     assert [said for said, _ in results] == ["", "the disk is gone", ""]
     assert max(seconds for _, seconds in results) < 30
-
-
-def test_a_header_is_parsed_alike_from_the_ranges_that_were_read(tmp_path: Path) -> None:
-    path = tmp_path / "file.pt"
-    torch.save({"a": torch.arange(5000), "step": torch.tensor(7), "text": "x" * 300}, path)
-    recorded = RecordedFile(path)
-    here = read_torch_file(path, through=recorded)
-    step = here.read(here.root["step"]).tobytes()  # type: ignore[index]
-    for ref in walk_refs(here.root):
-        here.extent(ref)
-    recorded.close()
-    read = sum(len(data) for _, data in recorded.ranges)
-    assert here.header_bytes == recorded.bytes_read >= read and read < path.stat().st_size / 4
-    path.unlink()
-    there = read_torch_file(path, through=ReceivedFile(path, recorded.size, recorded.ranges))
-    assert there.root == here.root and there.header_bytes == 0
-    assert [there.extent(ref) for ref in walk_refs(there.root)] == [here.extent(ref) for ref in walk_refs(here.root)]
-    assert there.read(there.root["step"]).tobytes() == step  # type: ignore[index]
-    with pytest.raises(CheckpointError, match="did not come from the rank that sees it"):
-        there.read(there.root["a"])  # type: ignore[index]
-    with pytest.raises(MissingFileError):
-        RecordedFile(path)

@@ -1,19 +1,25 @@
-"""Sends bytes between ranks over the process group, in rounds of bounded size.
+"""The exchange of bytes between ranks, in rounds of bounded size: over a process group, or between two worlds.
 
-Every rank takes part in every round. While a round is sent, a rank fills its part of the next one and takes what came
-in the one before. The rounds follow from how much each rank sends to each other, which all ranks
-know before the first round, so that no rank waits for a message that is not sent. An error on a rank between rounds is
-raised after the last one; until then the rank sends zeros.
+``all_to_all_stream`` sends a stream to each peer; ``exchange_rows`` asks peers for rows of bytes and serves what is
+asked of this rank; ``run_transfers`` sends ranges of memory that both ends know. ``peers`` says who takes part.
+
+Every rank takes part in every round of a stream. While a round is sent, a rank fills its part of the next one and takes
+what came in the one before. The rounds follow from how much each rank sends to each other, which all ranks know before
+the first round, so that no rank waits for a message that is not sent. An error on a rank between rounds is raised after
+the last one; until then the rank sends zeros.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from zeroelastic.core.digest import ByteArray
 from zeroelastic.core.layout import Int64Array
@@ -142,6 +148,82 @@ def all_to_all_bytes(outgoing: Mapping[int, bytes], *, peers: Peers | None = Non
     return {peer: bytes(data) for peer, data in arrived.items()}
 
 
+class Arrived(NamedTuple):
+    """Bytes of rows in a buffer: ``nbytes[i]`` of row ``row[i]`` from its byte ``skip[i]`` on, at ``at[i]``."""
+
+    row: Int64Array
+    skip: Int64Array
+    nbytes: Int64Array
+    at: Int64Array
+
+    @staticmethod
+    def joined(parts: Sequence[Arrived]) -> Arrived:
+        """All of several."""
+        return Arrived(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+
+
+@dataclass(frozen=True, slots=True)
+class RowStream:
+    """Rows ``[file, offset, nbytes]`` one after the other, each from a multiple of ``ALIGNMENT`` on."""
+
+    rows: Int64Array
+    start: Int64Array
+
+    @staticmethod
+    def of(rows: Int64Array) -> RowStream:
+        padded = -(-rows[:, 2] // ALIGNMENT) * ALIGNMENT
+        return RowStream(rows, np.concatenate(([0], np.cumsum(padded))))
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.start[-1])
+
+    def cut(self, piece: Piece) -> Arrived:
+        """The parts of rows that a piece of the stream consists of."""
+        end = piece.begin + piece.nbytes
+        first = int(np.searchsorted(self.start, piece.begin, side="right")) - 1
+        row = np.arange(first, int(np.searchsorted(self.start[:-1], end, side="left")), dtype=np.int64)
+        low = np.maximum(self.start[row], piece.begin)
+        high = np.minimum(self.start[row] + self.rows[row, 2], end)
+        some = high > low
+        row, low, high = row[some], low[some], high[some]
+        return Arrived(row, low - self.start[row], high - low, low - piece.begin + piece.at)
+
+
+def exchange_rows(
+    rows: Int64Array,
+    owner: Int64Array,
+    serve: Callable[[Int64Array, Arrived, Any], None],
+    put: Callable[[Arrived, Any], None],
+    *,
+    peers: Peers | None = None,
+    filled_on: torch.device = HOST,
+    taken_on: torch.device = HOST,
+) -> TransferCost:
+    """Have peer ``owner[i]`` send row i of ``rows``, and send what is asked of this rank. Collective.
+
+    Each row is ``[source, offset, nbytes]``, shape ``(num_rows, 3)``; what is asked of one peer is one stream.
+    ``serve`` fills a buffer with parts of the rows that its first argument has, ``put`` takes parts of the rows of this
+    rank from a buffer, round by round. Memory and errors as of ``all_to_all_stream``.
+    """
+    mine = {peer: np.flatnonzero(owner == peer) for peer in np.unique(owner).tolist()}
+    wanted = {peer: RowStream.of(rows[index]) for peer, index in mine.items()}
+    asked = all_to_all_bytes({peer: rows[index].tobytes() for peer, index in mine.items()}, peers=peers)
+    served = {peer: RowStream.of(np.frombuffer(data, dtype=np.int64).reshape(-1, 3)) for peer, data in asked.items()}
+
+    def fill(pieces: Sequence[Piece], buffer: RoundBuffer) -> None:
+        cuts = [(served[piece.peer].rows, served[piece.peer].cut(piece)) for piece in pieces]
+        parts = Arrived.joined([cut for _, cut in cuts])
+        serve(np.concatenate([rows[cut.row] for rows, cut in cuts]), parts, buffer)
+
+    def take(pieces: Sequence[Piece], buffer: RoundBuffer) -> None:
+        cuts = [(mine[piece.peer], wanted[piece.peer].cut(piece)) for piece in pieces]
+        put(Arrived.joined([cut._replace(row=index[cut.row]) for index, cut in cuts]), buffer)
+
+    sizes = {peer: stream.nbytes for peer, stream in served.items()}
+    return all_to_all_stream(sizes, fill, take, peers=peers, filled_on=filled_on, taken_on=taken_on)
+
+
 class _Messages(NamedTuple):
     """The messages of one round: each column has one entry for each message, shape ``(num_messages,)``."""
 
@@ -251,3 +333,68 @@ def _splits(pieces: Sequence[Piece], world_size: int) -> list[int]:
     for piece in pieces:
         splits[piece.peer] = piece.nbytes
     return splits
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """``nbytes`` from rank ``src`` to rank ``dst``."""
+
+    src: int
+    dst: int
+    nbytes: int
+
+
+Send = Callable[[int, int, int], torch.Tensor]
+"""``send(transfer, offset, nbytes)`` is what to send: uint8, on the host, unchanged until the next round."""
+
+Receive = Callable[[int, int, int], torch.Tensor]
+"""``receive(transfer, offset, nbytes)`` is the memory that a message is received into."""
+
+Received = Callable[[int, int, torch.Tensor], None]
+"""``received(transfer, offset, data)`` is called when a message has come."""
+
+
+def run_transfers(
+    transfers: Sequence[Transfer],
+    group: dist.ProcessGroup,
+    *,
+    send: Send,
+    receive: Receive,
+    received: Received | None = None,
+) -> int:
+    """Run the transfers of this rank, by messages of ``ROUND_BYTES`` and no collective; returns the bytes that it sent.
+
+    Transfers of other ranks may be listed too. Two ranks list what is between them in the same order. Of each transfer
+    one message is on its way at a time. ``group`` has all ranks and a backend that sends host memory. Raises
+    RuntimeError where a peer is gone.
+    """
+    rank = dist.get_rank()
+    tags = Counter[tuple[int, int]]()
+    own: list[tuple[int, int, Transfer]] = []
+    for number, transfer in enumerate(transfers):
+        pair = transfer.src, transfer.dst
+        if rank in pair:
+            own.append((number, tags[pair], transfer))
+            tags[pair] += 1
+    sent = at = 0
+    while any(transfer.nbytes > at for _, _, transfer in own):
+        works, arrived = [], []
+        for number, tag, transfer in own:
+            nbytes = min(ROUND_BYTES, transfer.nbytes - at)
+            if nbytes <= 0:
+                continue
+            if transfer.src == rank:
+                works.append(dist.isend(send(number, at, nbytes), transfer.dst, group=group, tag=tag))
+                sent += nbytes
+            else:
+                data = receive(number, at, nbytes)
+                works.append(dist.irecv(data, transfer.src, group=group, tag=tag))
+                arrived.append((number, data))
+        for work in works:
+            assert work is not None
+            work.wait()
+        for number, data in arrived:
+            if received is not None:
+                received(number, at, data)
+        at += ROUND_BYTES
+    return sent

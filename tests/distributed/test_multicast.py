@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from zeroelastic.deepspeed.node_local import all_to_all
-from zeroelastic.deepspeed.node_local import multicast as multicast_module
-from zeroelastic.deepspeed.node_local.multicast import FAN_OUT, Request, multicast, tree_steps
+from zeroelastic.distributed import exchange
+from zeroelastic.distributed import multicast as multicast_module
+from zeroelastic.distributed.multicast import FAN_OUT, Request, multicast, tree_steps
 from zeroelastic.testing import RankPool
 
 
@@ -48,7 +48,7 @@ class Asked(NamedTuple):
 def ask(failing: int | None) -> Asked:
     """What rank 0 of 4 sends to the others through one of them, and what rank 3 sends to itself."""
     multicast_module.FAN_OUT = 1
-    all_to_all.ROUND_BYTES, all_to_all._LEAST_BYTES = 4096, 4096  # several rounds in each step
+    exchange.ROUND_BYTES, exchange._LEAST_BYTES = 4096, 4096  # several rounds in each step
     rank, asked = dist.get_rank(), list[str]()
 
     def read(names: Sequence[str]) -> dict[str, bytes]:

@@ -14,9 +14,8 @@ import numpy as np
 import torch.distributed as dist
 
 from zeroelastic.core.digest import ByteArray
-from zeroelastic.deepspeed.node_local.all_to_all import Piece, TransferCost, all_to_all_stream
-from zeroelastic.deepspeed.node_local.row_stream import RowStream
 from zeroelastic.distributed.collective import all_gather, all_gather_of_or_raise, all_or_raise
+from zeroelastic.distributed.exchange import Piece, RowStream, TransferCost, all_to_all_stream
 
 FAN_OUT = 8
 """A rank sends one content to at most so many others."""

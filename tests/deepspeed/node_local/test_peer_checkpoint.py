@@ -1,0 +1,34 @@
+"""The header of a file that only another rank sees is parsed from what that rank has read of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from zeroelastic.deepspeed.node_local.peer_checkpoint import ReceivedFile, RecordedFile
+from zeroelastic.errors import CheckpointError, MissingFileError
+from zeroelastic.torch_file.header import read_torch_file, walk_refs
+
+
+def test_a_header_is_parsed_alike_from_the_ranges_that_were_read(tmp_path: Path) -> None:
+    path = tmp_path / "file.pt"
+    torch.save({"a": torch.arange(5000), "step": torch.tensor(7), "text": "x" * 300}, path)
+    recorded = RecordedFile(path)
+    here = read_torch_file(path, through=recorded)
+    step = here.read(here.root["step"]).tobytes()  # type: ignore[index]
+    for ref in walk_refs(here.root):
+        here.extent(ref)
+    recorded.close()
+    read = sum(len(data) for _, data in recorded.ranges)
+    assert here.header_bytes == recorded.bytes_read >= read and read < path.stat().st_size / 4
+    path.unlink()
+    there = read_torch_file(path, through=ReceivedFile(path, recorded.size, recorded.ranges))
+    assert there.root == here.root and there.header_bytes == 0
+    assert [there.extent(ref) for ref in walk_refs(there.root)] == [here.extent(ref) for ref in walk_refs(here.root)]
+    assert there.read(there.root["step"]).tobytes() == step  # type: ignore[index]
+    with pytest.raises(CheckpointError, match="did not come from the rank that sees it"):
+        there.read(there.root["a"])  # type: ignore[index]
+    with pytest.raises(MissingFileError):
+        RecordedFile(path)
