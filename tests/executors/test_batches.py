@@ -6,8 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroelastic.executors.batches import batches
-from zeroelastic.executors.crc32 import join_crc32_groups
+from zeroelastic.executors.batches import batches, join_crc32_groups
 
 
 @given(

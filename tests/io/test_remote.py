@@ -51,8 +51,7 @@ from zeroelastic.executors.dispatch import (
     scan_segments,
 )
 from zeroelastic.executors.engine import Options
-from zeroelastic.executors.remote_executor import RemoteEngine
-from zeroelastic.executors.requests import MAX_GAP, affordable_gap, plan_requests
+from zeroelastic.executors.remote_executor import MAX_GAP, RemoteEngine, affordable_gap, plan_requests
 from zeroelastic.io import remote
 from zeroelastic.io.paths import FilePath, RemotePath, as_path
 from zeroelastic.io.remote import read_ranges

@@ -20,7 +20,7 @@ from torch_files import DTYPES, EXECUTORS, executor, sample, saved_by_torch
 from zeroelastic.core.digest import combine, digest_range
 from zeroelastic.errors import UnsupportedError
 from zeroelastic.executors import torch_executor
-from zeroelastic.executors.crc32 import join_crc32_reference
+from zeroelastic.executors.batches import join_crc32_reference
 from zeroelastic.executors.dispatch import Executor, describe_build, join_crc32
 from zeroelastic.io import atomic
 from zeroelastic.torch_file import save, skeleton

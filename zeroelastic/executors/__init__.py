@@ -7,7 +7,7 @@
     native_executor   the C++ engine, through ``abi``
     cuda_executor     segments in device memory
     torch_executor    device memory without the CUDA engine
-    remote_executor   files behind fsspec; ``requests`` plans what it asks for
+    remote_executor   files behind fsspec
     library_build     how the C++ and CUDA engines are compiled
     build_info        what was built, and why not
     batches           rows cut into batches that fit a buffer

@@ -21,9 +21,8 @@ from zeroelastic.core.digest import ByteArray, UInt64Array
 from zeroelastic.core.digest import digest_range as reference_digest_range
 from zeroelastic.errors import ConfigError, UnsupportedError
 from zeroelastic.executors import cuda_executor, native_executor, numpy_executor
-from zeroelastic.executors.batches import Batch, batches
+from zeroelastic.executors.batches import Batch, batches, join_crc32, join_crc32_groups
 from zeroelastic.executors.build_info import EngineLibrary, describe_build, is_usable, load_library
-from zeroelastic.executors.crc32 import join_crc32, join_crc32_groups
 from zeroelastic.executors.engine import ConvertedCopies, FileEngine, HostEngine, Options
 from zeroelastic.executors.progress import ProgressFunction
 from zeroelastic.executors.tables import (

@@ -110,7 +110,7 @@ def pack_pickle(data: bytes, *, long_list: int) -> tuple[memoryview, list[tuple[
 
 
 def join_crc32(crc32: UInt32Array, nbytes: Int64Array) -> int:
-    """As ``zeroelastic.executors.crc32.join_crc32``."""
+    """As ``zeroelastic.executors.batches.join_crc32``."""
     return int(_library().ze_crc32_join(crc32.ctypes.data, nbytes.ctypes.data, len(crc32)))
 
 

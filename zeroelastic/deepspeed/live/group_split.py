@@ -24,9 +24,8 @@ from deepspeed.utils import get_hp_fragment_mapping
 from zeroelastic.core.layout import Layout, Param, group_split_layout, group_split_of_run, unpacked_layout
 from zeroelastic.deepspeed.engine import Bf16Optimizer, Engine, GroupOptimizer
 from zeroelastic.deepspeed.engine_state import engine_of
-from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
+from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer, uncovered_groups
 from zeroelastic.deepspeed.live.optimizers import SCHEDULED
-from zeroelastic.deepspeed.live.topology import uncovered_groups
 from zeroelastic.deepspeed.patching import patched
 from zeroelastic.errors import UnsupportedError
 from zeroelastic.torch_file.header import TensorRef

@@ -16,9 +16,8 @@ from zeroelastic.checkpoint.tensor_parallel import NO_TENSOR_PARALLEL, TensorPar
 from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.live.evaluation import Evaluation
 from zeroelastic.deepspeed.live.group_split import Bf16GroupSplit, GroupSplit
-from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
+from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer, tensor_parallel
 from zeroelastic.deepspeed.live.stage3 import Stage3
-from zeroelastic.deepspeed.live.topology import tensor_parallel
 from zeroelastic.deepspeed.live.trained import param_names
 from zeroelastic.errors import UnsupportedError
 

@@ -19,11 +19,10 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from zeroelastic.checkpoint.optimizer_file import FP32
 from zeroelastic.core.layout import Layout, Param, layout_from_sub_groups, pack_sub_groups, unpacked_layout
 from zeroelastic.deepspeed.engine import Engine, Stage3Optimizer
-from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
+from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer, uncovered_groups
 from zeroelastic.deepspeed.live.optimizers import SCHEDULED
 from zeroelastic.deepspeed.live.persistent_params import gather_persistent_params
 from zeroelastic.deepspeed.live.swap_files import SwapFiles, is_param_on_nvme, on_nvme
-from zeroelastic.deepspeed.live.topology import uncovered_groups
 from zeroelastic.deepspeed.patching import patched
 from zeroelastic.errors import UnsupportedError
 from zeroelastic.torch_file.header import TensorRef

@@ -22,8 +22,7 @@ from zeroelastic.checkpoint.open import open_checkpoint, rank_files, saved_sizes
 from zeroelastic.checkpoint.tensor_parallel import TensorParallel
 from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.live.kinds import covered_live, kind_of
-from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
-from zeroelastic.deepspeed.live.topology import tensor_parallel
+from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer, tensor_parallel
 from zeroelastic.deepspeed.load.request import LoadRequest
 from zeroelastic.deepspeed.options import VERIFY_LEVELS, Options, Verify
 from zeroelastic.distributed.collective import all_gather_of_or_raise, all_or_raise, any_rank
