@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -45,6 +45,10 @@ Digests = dict[tuple[str, str], int]
 
 ReadDigests = dict[tuple[str, str], ReadDigest]
 """What was read of each (parameter, state key)."""
+
+
+FillPath: TypeAlias = str
+"""How a target is filled: in place in host memory or on the GPU that is named, or "" for through staging."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +154,7 @@ class _Filling:
     def __init__(self, plan: Plan, targets: Sequence[Target], executor: Executor, *, digest: bool) -> None:
         self._plan, self._targets, self._executor, self._digest = plan, targets, executor, digest
         self._host = host_executor(executor)
-        self._ways = [_way(target, executor) for target in targets]
+        self._fill_paths = [fill_path_of(target, executor) for target in targets]
         self._cast = np.array([target.cast for target in targets], dtype=bool)
         self.rounded: dict[int, int] = {}
         self.bytes_read = 0
@@ -165,22 +169,22 @@ class _Filling:
 
     def add(self, rows: ExtentTable) -> None:
         """Read some rows: each device's in place, in one call, and then the others by way of staging."""
-        for way in sorted({way for way in self._ways if way}):
-            members = [t for t, other in enumerate(self._ways) if other == way]
-            executor: Executor = self._host if way == _HOST else "cuda"
+        for fill_path in sorted({fill_path for fill_path in self._fill_paths if fill_path}):
+            members = [t for t, other in enumerate(self._fill_paths) if other == fill_path]
+            executor: Executor = self._host if fill_path == _HOST else "cuda"
             try:
                 self._fill_in_place(rows, members, executor)
-                for t in members if way == _HOST else ():
+                for t in members if fill_path == _HOST else ():
                     if self._targets[t].rounded is not None:
                         sub_group = self._targets[t].sub_group
                         numel = int(rows.numel[rows.target == t].sum())
                         self.rounded[sub_group] = self.rounded.get(sub_group, 0) + numel
             except UnsupportedError as error:
-                if way == _HOST or self._executor == "cuda":
+                if fill_path == _HOST or self._executor == "cuda":
                     raise
-                logger.warning("%s is filled through host memory instead, which is slower: %s", way, error)
-                self._ways = ["" if other == way else other for other in self._ways]
-        staged = np.array([not way for way in self._ways], dtype=bool)
+                logger.warning("%s is filled through host memory instead, which is slower: %s", fill_path, error)
+                self._fill_paths = ["" if other == fill_path else other for other in self._fill_paths]
+        staged = np.array([not fill_path for fill_path in self._fill_paths], dtype=bool)
         for is_cast in (False, True):
             chosen = rows.take(np.flatnonzero(staged[rows.target] & (self._cast[rows.target] == is_cast)))
             for batch in batches(chosen.nbytes, STAGING_BYTES):
@@ -247,8 +251,8 @@ class _Filling:
             streams.add_read(result.digests, self.read_digests)
 
 
-def _way(target: Target, executor: Executor) -> str:
-    """How a target is filled: in place in host memory or on the GPU that is named, or "" for by way of staging."""
+def fill_path_of(target: Target, executor: Executor) -> FillPath:
+    """The fill path of a target; which GPUs are filled in place depends on the executor."""
     device = target.tensor.device
     if not target.in_place:
         return ""

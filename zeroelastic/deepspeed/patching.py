@@ -41,7 +41,7 @@ class _Wrapper:
         """Whether nobody has wrapped or replaced the method since."""
         return vars(self.owner).get(self.name) is self.method
 
-    def take_off(self) -> None:
+    def unwrap(self) -> None:
         """Put back what was there."""
         if self.inherited:
             delattr(self.owner, self.name)
@@ -68,7 +68,7 @@ def unwrap_all() -> None:
     for key, wrapper in list(_wrappers.items()):
         wrapper.active = False
         if wrapper.is_outermost():
-            wrapper.take_off()
+            wrapper.unwrap()
             del _wrappers[key]
 
 

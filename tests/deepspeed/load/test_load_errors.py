@@ -393,7 +393,7 @@ def test_ranks_exchange_few_of_the_names_that_are_wrong(monkeypatch: pytest.Monk
         return [values[-1]]
 
     monkeypatch.setattr(verify, "all_gather", exchange)
-    monkeypatch.setattr(verify, "of_every_tp_rank", exchange)
+    monkeypatch.setattr(verify, "gather_over_tp", exchange)
     live: Any = SimpleNamespace(tp=NO_TENSOR_PARALLEL, rank=1)
     plan: Any = SimpleNamespace(checkpoint=SimpleNamespace(tag_dir="run/t"), visibility=None)
     wrong = tuple((f"layers.{i:05}.weight", "fp32") for i in range(10_000))

@@ -168,7 +168,7 @@ def sum_over_ranks(partial: Sequence[int], *, device: torch.device, group: dist.
     return totals
 
 
-def of_every_tp_rank(live: LiveOptimizer, value: T) -> list[T]:
+def gather_over_tp(live: LiveOptimizer, value: T) -> list[T]:
     """The value of each tensor parallel rank, by rank; it must be the same on all data parallel ranks. Collective."""
     if live.tp.size == 1:
         return [value]

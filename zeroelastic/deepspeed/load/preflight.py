@@ -34,7 +34,7 @@ from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.live.optimizers import SavedGroup, misfits
 from zeroelastic.deepspeed.load.request import LoadRequest
 from zeroelastic.deepspeed.node_local.peer_checkpoint import open_with_peers
-from zeroelastic.deepspeed.node_local.visibility import FileVisibility, gather_visibility, look_at_share
+from zeroelastic.deepspeed.node_local.visibility import FileVisibility, gather_visibility, stat_assigned_files
 from zeroelastic.distributed.collective import all_gather, all_gather_of_or_raise
 from zeroelastic.errors import CheckpointError, LayoutMismatchError, StrictError, UnsupportedError
 from zeroelastic.executors.dispatch import Executor
@@ -81,7 +81,7 @@ class LoadPlan:
     checked_bytes: int = 0
 
     @property
-    def reads_alone(self) -> bool:
+    def reads_all_locally(self) -> bool:
         """Whether this rank reads all payload of its own state itself."""
         return self.visibility is None or self.visibility.in_store
 
@@ -133,7 +133,7 @@ def preflight(
                 tag_dir,
                 near_rank=live.rank,
                 tp=live.tp,
-                listing=look_at_share(tag_dir, found),
+                listing=stat_assigned_files(tag_dir, found),
                 compare_directories=compare_directories,
             )
         )

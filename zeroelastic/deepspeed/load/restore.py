@@ -84,7 +84,7 @@ def restore(
             notes, lost = _restore_values(engine, live, load_plan, request, filled.rounded)
             return Restored(loaded, filled, module, payload, (*filling.casts, *notes), lost)
 
-        if load_plan.reads_alone:  # and waits for no other rank until it is complete
+        if load_plan.reads_all_locally:  # and waits for no other rank until it is complete
             restored = all_or_raise(lambda: complete(*load_and_fill()))
         else:
             assert load_plan.visibility is not None
@@ -134,7 +134,7 @@ def _fill(live: LiveOptimizer, load_plan: LoadPlan, request: LoadRequest) -> _Fi
         fill(
             *part,
             executor=request.options.io_engine,
-            remote_files=frozenset() if load_plan.reads_alone else load_plan.checkpoint.remote_files,
+            remote_files=frozenset() if load_plan.reads_all_locally else load_plan.checkpoint.remote_files,
             digest=request.options.verify == "read",
         )
         for part in parts

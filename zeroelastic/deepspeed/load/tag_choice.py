@@ -41,7 +41,7 @@ def choice_notes(load_dir: FilePath, tag: str, newer: tuple[str, ...]) -> list[N
     ]
 
 
-class _Seen(NamedTuple):
+class TagLookup(NamedTuple):
     """What one rank sees: the tag to load, whether it is there, and on rank 0 those that were committed later."""
 
     named: str | None
@@ -59,14 +59,14 @@ def choose_tag(load_dir: FilePath, tag: Any) -> tuple[str | None, tuple[str, ...
     if isinstance(load_dir, RemotePath):
         return _choose_in_store(load_dir, tag)
 
-    def look(named: str | None) -> _Seen:
+    def look(named: str | None) -> TagLookup:
         if named is None:
-            return _Seen(None, False, ())
+            return TagLookup(None, False, ())
         there = isinstance(open_tag(load_dir / named), PinnedPath)
         newer = committed_after(load_dir, named) if tag is None and there and dist.get_rank() == 0 else ()
-        return _Seen(named, there, newer)
+        return TagLookup(named, there, newer)
 
-    def read() -> _Seen:
+    def read() -> TagLookup:
         named = str(tag) if tag is not None else read_latest(load_dir)
         if named is not None and dist.get_rank() == 0:
             with suppress(OSError):  # a directory that cannot be written: opening the tag reports what is missing

@@ -18,8 +18,8 @@ from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.fill import Filled
 from zeroelastic.deepspeed.live.digests import (
     differences,
+    gather_over_tp,
     local_digests,
-    of_every_tp_rank,
     sum_over_ranks,
     whole_contents,
     with_saved_kinds,
@@ -88,7 +88,7 @@ def verify(
     expected = _expected(checkpoint.record, live, load_plan)
     wrong = _compare(expected, actual, load_plan, weights_only=request.weights_only)
     # each tensor parallel rank has parameters of its own; what decides about collectives is alike on all
-    facts = of_every_tp_rank(live, (bool(wrong), actual.num_cast, load_plan.membership.same_params))
+    facts = gather_over_tp(live, (bool(wrong), actual.num_cast, load_plan.membership.same_params))
     if any(differs for differs, _, _ in facts):
         return Verification(saved_root, None, False, None, tuple(wrong))
     same_params = all(same for _, _, same in facts)
@@ -118,7 +118,7 @@ def raise_mismatch(live: LiveOptimizer, verified: Verification, load_plan: LoadP
     It names parameters, state keys and, where the shards carry digests of their own, the files.
     """
     own = sorted({*verified.wrong})  # the same on all ranks of a data parallel group
-    parts = of_every_tp_rank(live, (len(own), own[:_NAMED]))
+    parts = gather_over_tp(live, (len(own), own[:_NAMED]))
     num_wrong = sum(number for number, _ in parts)
     if num_wrong:
         named = sorted(stream for _, streams in parts for stream in streams)[:_NAMED]
@@ -215,7 +215,7 @@ def _without(tensors: Mapping[str, tuple[str, int]], keys: Collection[str]) -> d
 
 def _root(live: LiveOptimizer, contents: list[ParamContent]) -> str:
     """The content root over all tensor parallel ranks. Collective."""
-    return content_root(content for part in of_every_tp_rank(live, contents) for content in part)
+    return content_root(content for part in gather_over_tp(live, contents) for content in part)
 
 
 def _sums(live: LiveOptimizer, digests: Mapping[Stream, int], device: torch.device) -> dict[Stream, int]:

@@ -177,8 +177,8 @@ def gather_visibility(tag_dir: FilePath, dp_rank: int, tp: TensorParallel) -> Li
     """What a tag directory has that all ranks see alike, or else which rank sees which file. Collective.
 
     Of the ranks that see one directory, the first lists it and sends the others what it found: on a file system that
-    all ranks share, one rank lists the names and reads the record but for its rows of files; ``look_at_share`` is for
-    the rest. ``dp_rank`` is this rank in the data parallel group of tensor parallel rank ``tp``.
+    all ranks share, one rank lists the names and reads the record but for its rows of files; ``stat_assigned_files``
+    is for the rest. ``dp_rank`` is this rank in the data parallel group of tensor parallel rank ``tp``.
 
     Raises CheckpointError on every rank where the files of two saves cannot be told apart, MissingFileError where no
     rank sees any. Files that no rank sees are left to ``open_checkpoint`` to name.
@@ -210,14 +210,15 @@ def gather_visibility(tag_dir: FilePath, dp_rank: int, tp: TensorParallel) -> Li
     locals_ = all_gather(local)
     for first, node in nodes.items():
         node.save, node.modules = locals_[first].save, locals_[first].modules
-    leads = {save: _lead(save, nodes) for save in {node.save for node in nodes.values()} if save is not None}
-    sent = all_gather(record if rank in leads.values() else None)
+    saves = {node.save for node in nodes.values() if node.save is not None}
+    leader_of_save = {save: _leader_of_save(save, nodes) for save in saves}
+    sent = all_gather(record if rank in leader_of_save.values() else None)
     record_bytes = here.files[RECORD_NAME] if record is not None else 0
     found = [
         (not _missing(visibility), record.global_steps, visibility)
-        for save, lead in sorted(leads.items())
-        if (record := sent[lead]) is not None
-        for visibility in [_visibility_of_record(tag_dir, record, save, nodes, lead, here, record_bytes)]
+        for save, leader in sorted(leader_of_save.items())
+        if (record := sent[leader]) is not None
+        for visibility in [_visibility_of_record(tag_dir, record, save, nodes, leader, here, record_bytes)]
     ]
     if found:
         return max(found, key=lambda one: one[:2])[2]
@@ -306,7 +307,7 @@ def _list_together(tag_dir: Path) -> Listing:
     return Listing(names, {}, record, record_bytes=nbytes if dist.get_rank() == 0 else 0)
 
 
-def look_at_share(tag_dir: FilePath, listing: Listing) -> Listing:
+def stat_assigned_files(tag_dir: FilePath, listing: Listing) -> Listing:
     """With the sizes of this rank's share of the files, where the listing has none. Raises UnreadableError."""
     if listing.record is None or listing.sizes:
         return listing
@@ -362,7 +363,7 @@ def _is_whole_module(name: str) -> bool:
     return WHOLE_MODEL_FILE.match(name) is not None
 
 
-def _lead(save: str, nodes: Mapping[int, _Node]) -> int:
+def _leader_of_save(save: str, nodes: Mapping[int, _Node]) -> int:
     """The rank whose record counts, and whose files of the whole module ranks take that see none."""
     having = [first for first, node in nodes.items() if node.save == save]
     if not nodes[having[0]].modules:
@@ -419,11 +420,11 @@ def _visibility_of_record(
     record: CommitRecord,
     save: str,
     nodes: Mapping[int, _Node],
-    lead: int,
+    leader: int,
     here: _Node,
     record_bytes: int,
 ) -> FileVisibility:
-    """The files of one save, of which ``record`` is that of rank ``lead``, as a rank of the node ``here`` takes them.
+    """The files of one save, of which ``record`` is that of rank ``leader``, as a rank of the node ``here`` takes them.
 
     Files that a node has beside another record are left out.
     """
@@ -438,7 +439,7 @@ def _visibility_of_record(
             stated = [(node, node.modules.get(name)) for node in holders]
             versions = [(node, one) for node, one in stated if one and one.size == node.files[name]]
             if versions:  # a file without a record beside it counts only where there is no other
-                own = taken[name] = _version_for(here, nodes[lead], versions)
+                own = taken[name] = _version_for(here, nodes[leader], versions)
                 readers = _ranks(node for node, version in versions if version == own)
                 places[name] = _Place(own.size, readers, _ranks(node for node, _ in versions))
                 continue
@@ -454,9 +455,9 @@ def _visibility_of_record(
     return _visibility(tag_dir, places, record, record.world_size, record_bytes)
 
 
-def _version_for(here: _Node, lead: _Node, versions: Sequence[tuple[_Node, _Version]]) -> _Version:
-    """The file of the whole module that a node takes: its own, else that of the lead, else the first."""
-    for wanted in (here, lead):
+def _version_for(here: _Node, leader: _Node, versions: Sequence[tuple[_Node, _Version]]) -> _Version:
+    """The file of the whole module that a node takes: its own, else that of the leader, else the first."""
+    for wanted in (here, leader):
         for node, version in versions:
             if node is wanted:
                 return version

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from zeroelastic.deepspeed.client_state import saved_step
 from zeroelastic.deepspeed.engine import Engine, accumulated_micro_batches
 from zeroelastic.deepspeed.engine_state import lineage_of, link, state_of
-from zeroelastic.deepspeed.live.digests import LiveStreams, live_streams, of_every_tp_rank, whole_contents
+from zeroelastic.deepspeed.live.digests import LiveStreams, gather_over_tp, live_streams, whole_contents
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.live.trained import listed_by_optimizer
 from zeroelastic.deepspeed.notices import notice
@@ -203,7 +203,7 @@ class SaveMode(ABC):
         """Add the digests of all parameters over all ranks to what is committed. Collective."""
         live, trained = self.live, frozenset(param.name for param in self.live.layout.params)
         local = self.shard.digests()
-        parts = of_every_tp_rank(live, (whole_contents(live, local, device=device, group=group), trained))
+        parts = gather_over_tp(live, (whole_contents(live, local, device=device, group=group), trained))
         self.save = replace(
             self.save,
             contents=tuple(content for contents, _ in parts for content in contents),

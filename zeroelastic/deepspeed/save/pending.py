@@ -39,7 +39,7 @@ class Pending(ABC):
     def __init__(self, tag_dir: FilePath) -> None:
         self.tag_dir, self._process = tag_dir, os.getpid()
 
-    def is_own(self) -> bool:
+    def created_by_this_process(self) -> bool:
         """Whether this process began the save."""
         return self._process == os.getpid()
 
@@ -70,7 +70,7 @@ class Pending(ABC):
 
 def unfinished() -> list[Pending]:
     """The saves that this process itself began and for which ``at_exit`` is to be called."""
-    return [save for save in list(_unfinished) if save.is_own()]
+    return [save for save in list(_unfinished) if save.created_by_this_process()]
 
 
 @atexit.register
@@ -94,7 +94,7 @@ def pending_of(engine: Engine) -> Pending | None:
     """The pending save of the engine, if this process began it."""
     found = state_of(engine).pending
     assert found is None or isinstance(found, Pending)
-    return found if found is not None and found.is_own() else None
+    return found if found is not None and found.created_by_this_process() else None
 
 
 def finish_pending(engine: Engine, *, before: str = "") -> float | None:
