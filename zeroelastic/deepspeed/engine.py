@@ -139,7 +139,7 @@ class GroupOptimizer(Protocol):
 
 
 class Bf16Optimizer(Protocol):
-    """A ``BF16_Optimizer``; its lists are by optimizer group, as those of a ``GroupOptimizer`` are."""
+    """A ``BF16_Optimizer``; its lists are by optimizer group, like a ``GroupOptimizer``'s."""
 
     optimizer: torch.optim.Optimizer
     dp_process_group: dist.ProcessGroup

@@ -81,7 +81,7 @@ class Target:
 
 
 class Part(NamedTuple):
-    """Something to fill: a plan, where its source lies (``extents[source rank][key]``), and the tensors it goes to."""
+    """Something to fill: a plan, where its source is (``extents[source rank][key]``), and the tensors it goes to."""
 
     plan: Plan
     extents: Mapping[int, Mapping[str, TensorExtents]]

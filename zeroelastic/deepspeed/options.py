@@ -41,7 +41,7 @@ class MemoryOptions(BaseModel):
     every: Annotated[int, Field(ge=1)] = 1
     """Every how many optimizer steps."""
     copies: Annotated[int, Field(ge=0, le=8)] = 1
-    """On how many other nodes each node's part lies too; 0: it survives the loss of processes, not of a node."""
+    """On how many other nodes each node's part is too; 0: it survives the loss of processes, not of a node."""
     parity: Annotated[int, Field(ge=2)] | None = None
     """How many nodes share one XOR of their parts, in place of copies."""
 

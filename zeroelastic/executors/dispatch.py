@@ -207,7 +207,7 @@ def scan_segments(
     progress: ProgressFunction | None = None,
     executor: Executor = "auto",
 ) -> UInt64Array | None:
-    """Digests and checksums of what lies in files, through at most 1 MiB per thread; nothing is kept.
+    """Digests and checksums of what is in files, through at most 1 MiB per thread; nothing is kept.
 
     Returns the digests, when asked. ``crc32``, shape ``(num_rows,)``, is filled with the checksum of each row, as
     ``zlib.crc32``. Errors and ``progress`` as of ``read_segments``.
@@ -226,7 +226,7 @@ def sum_segments(
     stream: int | None = None,
     executor: Executor = "auto",
 ) -> UInt64Array | None:
-    """Digests and checksums of what lies in memory, in one pass over it.
+    """Digests and checksums of what is in memory, in one pass over it.
 
     Returns the digests, when asked; ``crc32`` as of ``scan_segments``, ConfigError as of ``read_segments``. Digests of
     a GPU's memory are made there; it has no checksums.

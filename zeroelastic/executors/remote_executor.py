@@ -44,7 +44,7 @@ _REQUEST_BYTES = 2 << 20
 _NUM_BATCHES = 3  # one under way, one being moved, one for answers that a library puts together
 
 MAX_GAP = 64 << 10
-"""Rows that are no further apart are fetched together, with what lies between them."""
+"""Rows that are no further apart are fetched together, with what is between them."""
 
 _MAX_REQUESTS = 1024
 _GAPS_SHARE, _FREE_GAPS = 1024, 4 << 10
@@ -275,9 +275,9 @@ def plan_requests(
 
 
 def affordable_gap(file: Int64Array, offset: Int64Array, nbytes: Int64Array, *, max_gap: int = MAX_GAP) -> int:
-    """The largest gap up to ``max_gap`` for which all that lies in such gaps is little beside the rows. Pure.
+    """The largest gap up to ``max_gap`` for which all that is in such gaps is little beside the rows. Pure.
 
-    Little is a share of the rows, 1/``_GAPS_SHARE``, or ``_FREE_GAPS`` bytes. What lies between the rows of one rank
+    Little is a share of the rows, 1/``_GAPS_SHARE``, or ``_FREE_GAPS`` bytes. What is between the rows of one rank
     belongs to other ranks, which read it too: without this bound a run of many small parameters would read each byte
     several times. Columns as of ``plan_requests``.
     """

@@ -76,7 +76,7 @@ class CopyTable:
         digest: DigestRows | None = None,
         cast: Cast = "none",
     ) -> None:
-        """Assert once that every row lies inside its sides, whose sizes are None where they are files.
+        """Assert once that every row is inside its sides, whose sizes are None where they are files.
 
         A failure is a bug of ours: it names the first bad row. The native engine makes the same checks itself.
         """
@@ -207,7 +207,7 @@ class MemoryRanges:
     nbytes: Int64Array
 
     def check(self, buffer_nbytes: Sequence[int], *, digest: DigestRows | None = None) -> None:
-        """Assert once that every row lies inside its buffer; a failure is a bug of ours."""
+        """Assert once that every row is inside its buffer; a failure is a bug of ours."""
         _check_rows(self.nbytes, ((self.buffer, self.offset, len(buffer_nbytes), buffer_nbytes),), digest)
 
 

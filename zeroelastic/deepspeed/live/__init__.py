@@ -2,7 +2,7 @@
 
     live_optimizer  ``LiveOptimizer``: layout, flat tensors, groups, state dict, and how a load fills them
     kinds           which of DeepSpeed's optimizers are covered, and the LiveOptimizer of an engine
-    stage3          ZeRO-3; ``swap_files`` for what lies on NVMe
+    stage3          ZeRO-3; ``swap_files`` for what is on NVMe
     optimizers      which state keys and scalars each class of torch optimizer keeps
     trained         which parameters DeepSpeed's save lists as trained
     topology        process groups; which are not covered

@@ -87,7 +87,7 @@ class GroupSplit(LiveOptimizer):
         self.frozen = unpacked_layout([Param(names[param], tuple(param.shape)) for param in self._frozen], world_size)
 
     def _check_places(self, lists: _Lists, names: Mapping[torch.nn.Parameter, str]) -> None:
-        """Raise UnsupportedError where a weight is not where the layout says that it lies in its group's buffer."""
+        """Raise UnsupportedError where a weight is not where the layout says that it is in its group's buffer."""
         computed = dict(zip(self.layout.index(), self.layout.origin.tolist(), strict=True))
         if getattr(self.optimizer, "offloaded_states", None):
             return  # by offload_states(): the weights are away
@@ -211,7 +211,7 @@ class GroupSplit(LiveOptimizer):
             work.wait()
 
     def _link_fragments(self) -> None:
-        """Have DeepSpeed's fragments (``_hp_mapping``) be what lies in the buffers.
+        """Have DeepSpeed's fragments (``_hp_mapping``) be what is in the buffers.
 
         DeepSpeed takes the order of the optimizer group for that of the buffer, which ``round_robin_gradients`` deals.
         The table that it saves (``_param_slice_mappings``) stays as it is: loading a Universal checkpoint makes the
@@ -291,14 +291,14 @@ class GroupSplit(LiveOptimizer):
         if not isinstance(flats, list) or not isinstance(groups, list):
             return False
         own = self.base.param_groups
-        lean = [
+        unpadded = [
             numel - padding
             for numel, padding in zip(
                 self.layout.sub_group_numel.tolist(), self.lists(self.optimizer).padding, strict=True
             )
         ]
         return (
-            [flat.shape if isinstance(flat, TensorRef) else None for flat in flats] == [(numel,) for numel in lean]
+            [flat.shape if isinstance(flat, TensorRef) else None for flat in flats] == [(numel,) for numel in unpadded]
             and len(groups) == len(own)
             and all(
                 isinstance(group, dict) and not mine.keys() - group.keys() - SCHEDULED

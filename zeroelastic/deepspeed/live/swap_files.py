@@ -35,7 +35,7 @@ class SwapFiles:
         self._maps: dict[str, torch.Tensor] = {}
 
     def has(self, sub_group: int) -> bool:
-        """Whether a sub-group lies in swap files between two steps.
+        """Whether a sub-group is in swap files between two steps.
 
         Its tensors are then empty or, left so by the pipelined swapper, views of buffers that hold something else.
         """
@@ -88,7 +88,7 @@ class SwapFiles:
             flat.data = torch.Tensor()  # as DeepSpeed leaves it (SwapTensorContext.release_memory)
 
     def param(self, param: Any) -> torch.Tensor:
-        """This rank's part of a parameter, mapped if it lies on NVMe."""
+        """This rank's part of a parameter, mapped if it is on NVMe."""
         if is_param_on_nvme(param):
             param.nvme_swapper.synchronize_reads()
             param.nvme_swapper.synchronize_writes()
@@ -120,7 +120,7 @@ class SwapFiles:
         return self._swapper.swap_params_info[self._optimizer.fp32_partitioned_groups_flat[sub_group].ds_id]  # type: ignore[attr-defined]
 
     def _paths(self, sub_group: int) -> dict[int, str]:
-        """Where each swapped state tensor lies, by the identity of the tensor in its place."""
+        """Where each swapped state tensor is, by the identity of the tensor in its place."""
         return {id(tensor.compute_tensor): tensor.swap_path for tensor in self._info(sub_group).tensors[1:]}
 
     def _map(self, path: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -135,7 +135,7 @@ def on_nvme(optimizer: Any) -> bool:
 
 
 def is_param_on_nvme(param: Any) -> bool:
-    """Whether a parameter's part lies on NVMe and not in memory."""
+    """Whether a parameter's part is on NVMe and not in memory."""
     status = getattr(param.ds_tensor, "status", None)
     return status is not None and status.name != "AVAILABLE"
 

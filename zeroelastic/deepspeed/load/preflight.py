@@ -347,7 +347,7 @@ def _planned(src: Layout, dst: Layout, rank: int) -> Plan | None:
 def _open_frozen(
     checkpoint: Checkpoint, model: ModelStates, live: LiveOptimizer, membership: Membership
 ) -> tuple[Plan | None, Plan | None, Mapping[int, TensorExtents]]:
-    """The plans for what was frozen, and where it lies."""
+    """The plans for what was frozen, and where it is."""
     if model.frozen is None:
         return None, None, {}
     unfrozen = set(membership.unfrozen)

@@ -48,7 +48,7 @@ from zeroelastic.tags.tag_directory import recover_all
 logger = logging.getLogger(__name__)
 
 _ABSENT = (-1.0, -1)
-_TOLD_BY = {"record": 3, "header": 2, "name": 1, None: 0}
+_SOURCE_RANK = {"record": 3, "header": 2, "name": 1, None: 0}
 
 
 def agree_on_latest(load_dir: Path, named: Sequence[str | None]) -> str | None:
@@ -177,7 +177,7 @@ def _recover(root: Path) -> None:
 
 
 def _knowledge(tag: Tag) -> tuple[bool, int, int]:
-    return tag.unfinished is None, _TOLD_BY[tag.step_from], tag.step or 0
+    return tag.unfinished is None, _SOURCE_RANK[tag.step_from], tag.step or 0
 
 
 def _tags(root: FilePath) -> list[Tag]:

@@ -159,7 +159,7 @@ def _put(part: Part, pieces: ExtentTable, at: Int64Array, buffer: RoundBuffer, e
 
 
 def _digest(part: Part, pieces: ExtentTable, at: Int64Array, buffer: RoundBuffer) -> tuple[RowStreams, UInt64Array]:
-    """The digests of pieces, each of which lies at ``at`` in a buffer, and where they go."""
+    """The digests of pieces, each of which is at ``at`` in a buffer, and where they go."""
     streams = RowStreams.of(part.plan, pieces, part.targets)
     totals = sum_segments(MemoryRanges(np.zeros_like(at), at, pieces.nbytes), [buffer], digest=streams.table)
     assert totals is not None

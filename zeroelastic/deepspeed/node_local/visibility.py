@@ -72,11 +72,6 @@ class FileVisibility:
         return self.stored is not None
 
     @property
-    def unread_here(self) -> frozenset[str]:
-        """The files whose payload this rank cannot read."""
-        return frozenset() if self.in_store else self.remote_files
-
-    @property
     def names(self) -> tuple[str, ...]:
         """The files, sorted: a number for each that means the same on every rank."""
         return tuple(sorted(self.readers_of))

@@ -1,6 +1,6 @@
 """What follows a commit: tags beyond the newest ``"keep"`` are removed, and observers get the report of the save.
 
-The rules of a removal are those of ``tags.prune``, and stricter, because nobody is asked: only tags of the run that
+The rules of a removal are the rules of ``tags.prune``, and stricter, because nobody is asked: only tags of the run that
 saves (``tags.runs``) with a commit record count, and only they are removed. A removal that fails warns; the save is
 committed by then.
 """

@@ -163,7 +163,7 @@ class SaveBarrier:
     def _number(self) -> int:
         """The number of this save, also on a rank that was not at the last ones, which failed without it.
 
-        The one that failed last may be this one: then the rank is late for it, and is told so.
+        The one that failed last may be this one: then the rank is late for it, and its error says so.
         """
         number, _, what = self._store.compare_set(_LAST_FAILED, "", "0 ").decode().partition(" ")
         late = int(number) > _known.saves

@@ -98,8 +98,8 @@ class Written(NamedTuple):
 def gather_written(own: Written, names: tuple[str, str], *, to_all: bool) -> tuple[float, bool, list[Written]]:
     """The time of the commit, whether only DeepSpeed reads the save, and what every rank has written. Collective.
 
-    The last is by rank, on rank 0, or on all; times in it are those of this rank. ``names`` are those of this rank's
-    module states and its optimizer file. 88 bytes come from each rank, unless one has files of other names or files
+    The last is by rank, on rank 0, or on all; its times are this rank's. ``names`` are the names of this rank's module
+    states and optimizer file. 88 bytes come from each rank, unless one has files of other names or files
     that only DeepSpeed reads.
     """
     packed = _pack(own, names)

@@ -116,7 +116,7 @@ class CopyingSave:
         if isinstance(tree, dict):
             made = copy.copy(tree)  # keeps the kind of dict, and the attributes of a module's state dict
             for key, value in tree.items():
-                if key not in self._copied:  # lean clones, made for an engine that writes every tensor on its own
+                if key not in self._copied:  # unpadded clones, made for an engine that writes every tensor on its own
                     made[key] = self._prepared(value, known)
             return made
         if type(tree) in (list, tuple):

@@ -133,7 +133,7 @@ class SaveMode(ABC):
     """
 
     asks_for_latest = False
-    """Whether DeepSpeed is told the caller's wish for ``latest``, and keeps it until it commits."""
+    """Whether DeepSpeed gets the caller's wish for ``latest``, and keeps it until it commits."""
 
     def __init__(
         self,

@@ -53,7 +53,7 @@ def elastic_state_dict(
     """The optimizer's state in the elastic format (docs/concepts/format.md); its tensors are views of the live ones.
 
     ``alias`` adds the stock nested ``optimizer_state_dict`` over the same storages, which makes the file loadable by
-    stock DeepSpeed. Without ``share_storage`` (an engine that writes every tensor on its own) lean tensors are
+    stock DeepSpeed. Without ``share_storage`` (an engine that writes every tensor on its own) unpadded tensors are
     contiguous clones and there is no alias. ``digests`` (see ``digest_sums``) go into the file so that damage can be
     traced to it. Padding of the live buffers is set to zero, here and on disk.
     """
@@ -68,10 +68,10 @@ def elastic_state_dict(
         entry: dict[str, Any] = {}
         for key, value in live.state(i).items():
             if key in tensors:
-                lean = [
+                unpadded = [
                     tensors[key][int(live.layout.offset[p]) : int(live.layout.offset[p] + owned[p])] for p in members
                 ]
-                entry[key] = lean if share_storage else [tensor.clone() for tensor in lean]
+                entry[key] = unpadded if share_storage else [tensor.clone() for tensor in unpadded]
             else:
                 assert key in scalars
                 entry[key] = value
