@@ -36,7 +36,7 @@ unexport PYTHONDONTWRITEBYTECODE
 NATIVE_SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
 
 .PHONY: help venv warm versions front-ends man docs docs-serve reference dist dist-aarch64 demo demo-elastic demo-elastic-netns demo-elastic-fixed test test-all slowest coverage same-as-stock test-gpu test-native \
-    crash crash-training crash-memory bench-memory damage fuzz lifecycle bench bench-gpu gpu-wheels gpu-check figures bench-scale reliability support lint format clean
+    crash crash-training crash-memory bench-memory damage fuzz lifecycle bench bench-gpu gpu-wheels gpu-check figures bench-scale reliability support sizes lint format clean
 
 help:
 	@echo "make demo      the demonstration; its results go to demo/"
@@ -72,6 +72,7 @@ help:
 	@echo "make reference  what pages take from the code: options of verbs and runs, drawings, JSON Schemas"
 	@echo "make lint      ruff, mypy --strict, clang-format; changes nothing"
 	@echo "make support   docs/support.md and support-tests.md, from the marks on the tests"
+	@echo "make sizes     lines and files of each package, of tests, benchmarks and C++"
 	@echo "make format    ruff and clang-format, in place"
 	@echo "make venv      the environment in $(VENV)"
 	@echo "make versions  older DeepSpeed versions, for the tests"
@@ -320,6 +321,9 @@ reliability: $(STAMP)
 # What the tests show, as a table; tests/project/test_support.py compares.
 support: $(STAMP)
 	$(PY) -m pytest -q --collect-only --support-table docs/support.md tests >/dev/null
+
+sizes:
+	@$(PYTHON) tools/sizes.py
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .
