@@ -35,7 +35,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 NATIVE_SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
 
-.PHONY: help venv warm versions front-ends man docs docs-serve reference dist dist-aarch64 demo demo-elastic demo-elastic-netns demo-elastic-fixed test test-all slowest coverage same-as-stock test-gpu test-native \
+.PHONY: help venv warm versions front-ends man docs docs-serve reference dist dist-aarch64 demo demo-elastic demo-elastic-netns demo-elastic-fixed test test-all slowest coverage same-as-stock test-gpu test-native native-tests \
     crash crash-training crash-memory bench-memory damage fuzz lifecycle bench bench-gpu gpu-wheels gpu-check figures bench-scale reliability support sizes lint format clean
 
 help:
@@ -229,6 +229,10 @@ test-gpu: $(STAMP)
 test-native:
 	$(MAKE) -j$(JOBS) -C csrc test asan tsan
 
+# What the tests in Python run of them, compiled ahead: it needs no environment.
+native-tests:
+	@$(MAKE) -s -C csrc build/asan/native build/asan/cuda-engine build/fake/_cuda.so
+
 # Kills reshard at random moments; the raw result goes to benchmarks/results.
 crash: $(STAMP)
 	$(PY) benchmarks/crash_reshard.py --kills 50 --out benchmarks/results
@@ -263,7 +267,6 @@ fuzz: $(STAMP)
 bench-scale: $(STAMP)
 	$(PY) benchmarks/bench_scale.py --out benchmarks/results
 	$(PY) benchmarks/bench_ranks.py --out benchmarks/results
-	$(PY) benchmarks/bench_nodes.py --out benchmarks/results
 
 # Damages a checkpoint and loads it, again and again; the raw result goes to benchmarks/results.
 damage: warm

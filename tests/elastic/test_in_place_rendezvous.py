@@ -113,6 +113,7 @@ def agents(tmp_path: Path) -> Iterator[Agents]:
         yield Agents(tmp_path, stack)
 
 
+@pytest.mark.extended
 def test_running_workers_stay_when_nodes_come_fail_and_leave(agents: Agents) -> None:
     first = agents.start("first")
     agents.until(lambda: agents.said("start"), first)

@@ -1,4 +1,4 @@
-"""bench_kernel, bench_plan, bench_nodes and those of a GPU at a small size: bits, tables are right; no times."""
+"""bench_kernel, bench_plan and those of a GPU at a small size: bits, tables are right; no times."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from benchmark_runs import run_benchmark
 from engines import REPOSITORY
 
 from zeroelastic.executors.dispatch import describe_build
-
-pytestmark = pytest.mark.extended
 
 native = pytest.mark.skipif(not describe_build("native").usable, reason="the benchmark needs the native engine")
 
@@ -65,20 +63,6 @@ def test_what_takes_too_long_is_marked_as_not_measured(tmp_path: Path) -> None:
     assert text.count("| ~") == len(document["rows"])
 
 
-def test_one_rank_of_many_runs_the_real_code_and_one_header_reaches_all(tmp_path: Path) -> None:
-    done = run_benchmark("bench_nodes.py", "--world-sizes", "64", "512", "--out", os.fspath(tmp_path))
-    assert done.returncode == 0, done.stdout + done.stderr
-    document = json.loads((tmp_path / "nodes.json").read_text())
-    assert {(row["world_size"], row["part"]) for row in document["rows"]} == {
-        (world_size, part) for world_size in (64, 512) for part in ("memory", "files", "checkpoint")
-    }
-    for row, steps in zip(document["headers"], (2, 3), strict=True):
-        assert row["steps"] == steps and row["most_copies"] == 8
-        assert row["received"]["first"] > row["header_bytes"] > row["received"]["reader"]
-    assert [row["rounds"] for row in document["payload"]] == [256, 256]
-    assert (tmp_path / "nodes.md").read_text().count("\n| ") == 2 * 2 + 2 + 2 + 3  # ranks of each size, and titles
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
 @pytest.mark.parametrize("name", ["bench_gpu", "bench_gpu_resume", "bench_gpu_saves"])
 def test_without_a_gpu_the_benchmarks_of_it_say_so(tmp_path: Path, name: str) -> None:
@@ -116,15 +100,14 @@ def test_every_method_moves_every_workload_on_a_gpu(tmp_path: Path) -> None:
 @native
 def test_whole_loads_and_saves_of_one_rank_are_measured_beside_deepspeed(tmp_path: Path) -> None:
     """On the CPU, where the state of one rank and of four is right or not as it is on a GPU."""
-    done = run_benchmark("bench_gpu_resume.py", "--small", "--cpu", "--out", os.fspath(tmp_path))
+    done = run_benchmark("bench_gpu_resume.py", "--small", "--cpu", "--stages", "2", "--out", os.fspath(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     about, *samples = map(json.loads, (tmp_path / "gpu_resume.jsonl").read_text().splitlines())
     assert about["num_params"] > 0
-    for stage in (3, 2):
-        found = {sample["system"] for sample in samples if sample["stage"] == stage and "seconds" in sample}
-        assert found == {"elastic-read", "elastic-full", "rigid-read", "stock", "save-elastic", "save-stock"}
+    found = {sample["system"] for sample in samples if sample["stage"] == 2 and "seconds" in sample}
+    assert found == {"elastic-read", "elastic-full", "rigid-read", "stock", "save-elastic", "save-stock"}
     rows = [line for line in (tmp_path / "gpu_resume.md").read_text().splitlines() if line.endswith(" yes |")]
-    assert len(rows) == 2 * 6, "masters and moments are those that were saved"
+    assert len(rows) == 6, "masters and moments are those that were saved"
 
 
 def test_features_of_a_gpu_are_tried_and_what_cannot_be_is_named(tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 from crash_memory import Campaign, lines
 
 
-@pytest.mark.extended
 @pytest.mark.timeout(300)
 def test_a_job_with_checkpoints_in_memory_goes_on_after_kills() -> None:
     command = [sys.executable, str(ROOT / "benchmarks/crash_memory.py"), "--kills", "3", "--kind", "copies"]
@@ -29,7 +28,6 @@ def test_a_job_with_checkpoints_in_memory_goes_on_after_kills() -> None:
     assert sum(count for what, count in result["outcomes"].items() if what.startswith("resumed from memory")) >= 2
 
 
-@pytest.mark.extended
 @pytest.mark.timeout(300)
 def test_a_node_that_is_late_at_the_rendezvous_costs_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One of three nodes dies while another's agent is stopped: the third starts alone, without what only these had."""

@@ -15,8 +15,6 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 from crash_training import campaign
 
-pytestmark = pytest.mark.extended
-
 
 @pytest.mark.parametrize("stage", [3, 2])
 def test_a_killed_training_job_resumes_at_another_size_from_a_whole_checkpoint(

@@ -8,10 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from places import ROOT
-
-pytestmark = pytest.mark.extended
 
 
 def test_quick_demo(tmp_path: Path) -> None:

@@ -16,8 +16,6 @@ from lifecycle.machine import Plan, run
 from lifecycle.model import Directory, Saved, interrupted
 from lifecycle.world import Failed, World
 
-pytestmark = pytest.mark.extended
-
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:

@@ -15,7 +15,6 @@ from places import ROOT
 from site_pages import Page, read_page
 
 pytest.importorskip("zensical", reason="the generator of the site needs Python 3.11")
-pytestmark = [pytest.mark.extended, pytest.mark.starts_processes]
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 LEAST_CONTRAST = 4.5

@@ -21,8 +21,6 @@ from places import GOLDEN, ROOT
 from zeroelastic import __version__
 from zeroelastic.cli.app import VERBS
 
-pytestmark = pytest.mark.extended
-
 NEWEST = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11), "GCC": (7, 0, 0)}
 """Symbol versions that every system of the tag manylinux_2_28 has, by the policy of manylinux."""
 

@@ -26,8 +26,8 @@ OLDER_DEEPSPEED = "ZEROELASTIC_EXPECT_DEEPSPEED" in os.environ
 
 WORLD_SIZES = (1, 2, 3, 4, 5, 6, 8)
 CORE_PAIRS = ((4, 3), (3, 5))
-QUICK_PAIRS = (*CORE_PAIRS, (1, 2), (1, 8), (8, 1), (8, 4), (2, 4), (6, 3), (3, 4), (5, 3), (4, 4), (3, 3))
-"""What `make test` runs of all pairs: one to many and back, sizes that divide one another, coprime ones, equal ones."""
+QUICK_PAIR = (4, 3)
+"""What `make test` runs of all pairs."""
 
 support = pytest.mark.support
 
@@ -46,12 +46,11 @@ def marked(cases: Iterable[object], core: Iterable[object]) -> list[object]:
 
 
 def all_pairs() -> list[object]:
-    """Every pair of world sizes; those of the core suite are marked, and those that `make test` leaves out."""
-    assert set(QUICK_PAIRS) <= set(itertools.product(WORLD_SIZES, WORLD_SIZES))
+    """Every pair of world sizes; those of the core suite are marked, and all but one that `make test` leaves out."""
     return [
         pytest.param(
             *pair,
-            marks=[pytest.mark.core] * (pair in CORE_PAIRS) + [pytest.mark.extended] * (pair not in QUICK_PAIRS),
+            marks=[pytest.mark.core] * (pair in CORE_PAIRS) + [pytest.mark.extended] * (pair != QUICK_PAIR),
         )
         for pair in itertools.product(WORLD_SIZES, WORLD_SIZES)
     ]
