@@ -51,7 +51,7 @@ help:
 	@echo "make test-gpu  the tests that need a CUDA device"
 	@echo "make test-native  the C++ tests, with sanitizers"
 	@echo "make bench     the benchmarks; needs a quiet machine"
-	@echo "make bench-gpu  kernels, whole saves and loads; needs a GPU and nvcc"
+	@echo "make bench-gpu  kernels, files to a GPU and back, whole saves and loads; needs a GPU and nvcc"
 	@echo "make gpu-check  tests and measurements on a borrowed GPU, without network; make gpu-wheels prepares it"
 	@echo "make figures   the figures of the README and the pages, from the raw results"
 	@echo "make crash     kill -9 at random moments of a reshard"
@@ -287,6 +287,7 @@ bench: $(STAMP)
 bench-gpu: $(STAMP)
 	$(PY) -m zeroelastic doctor --build-cuda
 	$(PY) benchmarks/bench_gpu.py --out benchmarks/results
+	$(PY) benchmarks/bench_gpu_files.py --out benchmarks/results
 	$(PY) benchmarks/bench_gpu_resume.py --out benchmarks/results
 	$(PY) benchmarks/gpu_features.py --out benchmarks/results
 	$(PY) benchmarks/bench_gpu_saves.py --out benchmarks/results

@@ -18,8 +18,8 @@
 set -uo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-PARTS=(build tests kernels resume saves features)
-declare -A LIMITS=([build]=180 [tests]=240 [kernels]=100 [resume]=150 [saves]=150 [features]=170)
+PARTS=(build tests kernels files resume saves features)
+declare -A LIMITS=([build]=180 [tests]=240 [kernels]=100 [files]=100 [resume]=150 [saves]=150 [features]=170)
 SECONDS_IN_ALL=470
 
 usage() {
@@ -141,6 +141,10 @@ tests() {
 
 kernels() {
     cd "$ROOT" && "$python" benchmarks/bench_gpu.py --rounds 5 --repeats 3 "${small[@]}" --out "$results"
+}
+
+files() {
+    cd "$ROOT" && "$python" benchmarks/bench_gpu_files.py --rounds 5 --directory "$work" "${small[@]}" --out "$results"
 }
 
 resume() {

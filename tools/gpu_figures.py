@@ -16,6 +16,14 @@ def kernels(results: Path) -> str:
     return f"of a flat copy: {_by_key(plain)}; digest alone: {_by_key(digest)}"
 
 
+def files(results: Path) -> str:
+    """Reads from files and writes into them, compared with the slower ceiling."""
+    rows = json.loads((results / "gpu_files.json").read_text())["rows"]
+    read = {row["key"]: row["ratio"][1] for row in rows if row["method"] == "read_segments"}
+    written = {row["key"]: row["ratio"][1] for row in rows if row["method"].startswith("write_segments")}
+    return f"of the ceiling: read {_by_key(read)}; write {_by_key(written)}"
+
+
 def resume(results: Path) -> str:
     """The table's rows: seconds of a later load, compared with plain reading and with DeepSpeed."""
     cells = [line.split(" | ") for line in (results / "gpu_resume.md").read_text().splitlines() if "4 -> 1" in line]
@@ -56,7 +64,7 @@ def _exact(phases: dict[str, dict[str, object]]) -> bool:
     return all(load.get("num_different") == 0 for load in loads)
 
 
-PARTS = {each.__name__: each for each in (build, tests, kernels, resume, saves, features)}
+PARTS = {each.__name__: each for each in (build, tests, kernels, files, resume, saves, features)}
 
 
 def main() -> None:

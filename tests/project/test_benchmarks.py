@@ -64,7 +64,7 @@ def test_what_takes_too_long_is_marked_as_not_measured(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
-@pytest.mark.parametrize("name", ["bench_gpu", "bench_gpu_resume", "bench_gpu_saves"])
+@pytest.mark.parametrize("name", ["bench_gpu", "bench_gpu_files", "bench_gpu_resume", "bench_gpu_saves"])
 def test_without_a_gpu_the_benchmarks_of_it_say_so(tmp_path: Path, name: str) -> None:
     done = run_benchmark(f"{name}.py", "--out", os.fspath(tmp_path))
     assert done.returncode == 1
@@ -72,14 +72,20 @@ def test_without_a_gpu_the_benchmarks_of_it_say_so(tmp_path: Path, name: str) ->
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_benchmark_of_a_gpu_runs_on_the_fake_one(tmp_path: Path) -> None:
-    """It checks what it moves; what it times means nothing here."""
-    script = os.fspath(REPOSITORY / "benchmarks" / "bench_gpu.py")
-    more = ("--small", "--rounds", "1", "--workloads", "b", "--repeats", "1")
+@pytest.mark.parametrize(
+    ("name", "more", "methods"),
+    [("gpu", ("--workloads", "b", "--repeats", "1"), 9), ("gpu_files", ("--workloads", "a"), 11)],
+)
+def test_the_benchmarks_of_a_gpu_run_on_the_fake_one(
+    tmp_path: Path, name: str, more: tuple[str, ...], methods: int
+) -> None:
+    """They check what they move; what they time means nothing here."""
+    script = os.fspath(REPOSITORY / "benchmarks" / f"bench_{name}.py")
+    more = ("--small", "--rounds", "1", *more)
     done = run_benchmark("../tests/on_fake_gpu.py", script, *more, "--out", os.fspath(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = json.loads((tmp_path / "gpu.json").read_text())["rows"]
-    assert len(rows) == 9 and all(row["raw_seconds"][0] > 0 for row in rows)
+    rows = json.loads((tmp_path / f"{name}.json").read_text())["rows"]
+    assert len(rows) == methods and all(row["raw_seconds"][0] > 0 for row in rows)
 
 
 @pytest.mark.gpu
@@ -95,6 +101,16 @@ def test_every_method_moves_every_workload_on_a_gpu(tmp_path: Path) -> None:
         "DevicePlan to bf16",
         "flat device copy",
     }
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not describe_build("cuda").usable, reason="the benchmark needs the CUDA engine")
+def test_files_reach_a_gpu_and_a_gpu_files_by_every_way(tmp_path: Path) -> None:
+    done = run_benchmark("bench_gpu_files.py", "--small", "--rounds", "1", "--out", os.fspath(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads((tmp_path / "gpu_files.json").read_text())["rows"]
+    methods = {row["method"] for row in rows}
+    assert {"read_segments", "read_segments + digest", "sum_segments: digests on the GPU"} < methods
 
 
 @native
