@@ -55,6 +55,8 @@ LONG = (
     "test_demo.py",
     "test_elastic_cluster.py",
     "test_lifecycle.py",
+    "test_crash_memory.py",
+    "test_native_executor.py",
 )
 
 

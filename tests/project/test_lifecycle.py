@@ -23,10 +23,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield made
 
 
-@pytest.mark.parametrize("stage", [3, 2])
 @pytest.mark.parametrize("sequence", FOUND.values(), ids=FOUND)
-def test_a_sequence_that_once_failed_holds(server: Server, tmp_path: Path, sequence: Sequence, stage: int) -> None:
-    world = World(server, tmp_path / "world", stage=stage)
+def test_a_sequence_that_once_failed_holds(server: Server, tmp_path: Path, sequence: Sequence) -> None:
+    world = World(server, tmp_path / "world")
     try:
         for name, params in sequence:
             world.act(name, **params)
