@@ -143,7 +143,7 @@ def limits_of_groups(seconds: float, in_place: bool) -> set[float]:
     return {group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups}
 
 
-@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("in_place", [False, pytest.param(True, marks=pytest.mark.extended)])
 def test_the_timeout_reaches_every_group_also_the_default_one(in_place: bool) -> None:
     assert run_ranks(limits_of_groups, 1, 77.0, in_place) == [{77.0}]
 

@@ -377,6 +377,7 @@ def test_a_world_that_was_killed_is_followed_only_when_it_would_have_stopped_by_
     assert time.monotonic() - began >= QUICK["store_timeout"] + QUICK["heartbeat_timeout"] - 0.2
 
 
+@pytest.mark.extended
 def test_a_running_world_stops_where_the_store_does_not_answer(caplog: pytest.LogCaptureFixture) -> None:
     store: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     settings = InPlace("127.0.0.1", store.port, "job", 0, 1, 1, **{**QUICK, "store_timeout": 1.0})
@@ -478,6 +479,7 @@ def test_a_newcomer_that_finds_no_store_says_so_within_the_limit() -> None:
     assert time.monotonic() - began < 8.0
 
 
+@pytest.mark.extended
 def test_a_newcomer_whose_store_ends_while_it_waits_says_so_within_the_limit() -> None:
     store: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     member = Membership(InPlace("127.0.0.1", store.port, "job", 0, 2, 2, **{**QUICK, "store_timeout": 2.0}))

@@ -14,7 +14,8 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 from crash_reshard import campaign
 
 
-@pytest.mark.parametrize("stages", [(3, 3), (3, 2), pytest.param((2, 3), marks=pytest.mark.extended)])
+@pytest.mark.extended
+@pytest.mark.parametrize("stages", [(3, 3), (2, 3)])
 def test_a_kill_leaves_no_target_or_a_whole_one_and_the_source_as_it_was(
     tmp_path: Path, stages: tuple[int, int]
 ) -> None:

@@ -37,7 +37,9 @@ def test_every_verb_is_run() -> None:
     assert set(VERBS) == set(RUNS)
 
 
-@pytest.mark.parametrize("verb", RUNS)
+@pytest.mark.parametrize(
+    "verb", [verb if verb == "inspect" else pytest.param(verb, marks=pytest.mark.extended) for verb in RUNS]
+)
 def test_a_verb_is_a_program(tmp_path: Path, verb: str) -> None:
     shutil.copytree(GOLDEN / "elastic2", tmp_path / "ckpt")
     command = [sys.executable, "-m", "zeroelastic", verb, *RUNS[verb]]
