@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -38,15 +39,21 @@ SAMPLE = f"{VERBS}index.md"
 SET_UP = ("make ", "pip install ")
 
 
-@pytest.mark.parametrize(
-    "document",
-    [pytest.param(document, marks=() if document == "README.md" else pytest.mark.extended) for document in DOCUMENTS],
-)
-def test_code_blocks_run(document: str, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def sample(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the page that makes checkpoints leaves."""
+    made = tmp_path_factory.mktemp("sample")
+    run_blocks(SAMPLE, made)
+    return made
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_code_blocks_run(document: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """Python blocks that begin with a file name are written there, others are run; bash blocks are run line by line,
     ``zeroelastic`` in this process."""
     if document.startswith(VERBS) and document != SAMPLE:
-        run_blocks(SAMPLE, tmp_path)
+        shutil.copytree(request.getfixturevalue("sample"), tmp_path, symlinks=True, dirs_exist_ok=True)
     assert run_blocks(document, tmp_path) > 0
 
 
