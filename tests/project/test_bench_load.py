@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from benchmark_runs import run_benchmark
+from made_once import made_once
 
 from zeroelastic.executors.dispatch import describe_build
 
@@ -26,12 +27,14 @@ pytestmark = pytest.mark.skipif(not describe_build("native").usable, reason="the
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("results")
     directory = tmp_path_factory.mktemp("checkpoints")
-    places = ("--out", str(out), "--directory", str(directory))
-    done = run_benchmark("bench_load.py", "--small", "--repeats", "1", "--systems", *SYSTEMS, *places)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return out
+
+    def measure(out: Path) -> None:
+        places = ("--out", str(out), "--directory", str(directory))
+        done = run_benchmark("bench_load.py", "--small", "--repeats", "1", "--systems", *SYSTEMS, *places)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    return made_once(tmp_path_factory, "bench_load", measure)
 
 
 @pytest.fixture(scope="module")

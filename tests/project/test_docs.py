@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from commands import run_command
 from documentation import anchors, blocks, links, pages, run
+from made_once import made_once
 from places import ROOT
 from warm_python import executable
 
@@ -42,9 +43,7 @@ SET_UP = ("make ", "pip install ")
 @pytest.fixture(scope="module")
 def sample(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the page that makes checkpoints leaves."""
-    made = tmp_path_factory.mktemp("sample")
-    run_blocks(SAMPLE, made)
-    return made
+    return made_once(tmp_path_factory, "sample", lambda made: assert_runs(SAMPLE, made))
 
 
 @pytest.mark.extended
@@ -54,7 +53,11 @@ def test_code_blocks_run(document: str, tmp_path: Path, request: pytest.FixtureR
     ``zeroelastic`` in this process."""
     if document.startswith(VERBS) and document != SAMPLE:
         shutil.copytree(request.getfixturevalue("sample"), tmp_path, symlinks=True, dirs_exist_ok=True)
-    assert run_blocks(document, tmp_path) > 0
+    assert_runs(document, tmp_path)
+
+
+def assert_runs(document: str, directory: Path) -> None:
+    assert run_blocks(document, directory) > 0
 
 
 def run_blocks(document: str, directory: Path) -> int:

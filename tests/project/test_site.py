@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from made_once import made_once
 from places import ROOT
 from site_pages import Page, read_page
 
@@ -33,7 +34,10 @@ PAGES_TO_MEASURE = (
 @pytest.fixture(scope="session")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The site, built from a copy of the working tree; a warning fails."""
-    copy = tmp_path_factory.mktemp("site") / "repository"
+    return made_once(tmp_path_factory, "site", build_from_copy) / "site"
+
+
+def build_from_copy(copy: Path) -> None:
     tracked = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT, capture_output=True, text=True, timeout=60, check=True,
@@ -44,7 +48,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
             shutil.copy(ROOT / name, copy / name)
     done = build(copy)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    return copy / "site"
 
 
 def build(copy: Path) -> subprocess.CompletedProcess[str]:
