@@ -582,7 +582,8 @@ def test_what_is_no_checkpoint_is_misuse(arguments: list[str], said: str) -> Non
 # --- cost -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("format", ["elastic", pytest.param("rigid", marks=pytest.mark.extended)])
+@pytest.mark.extended
+@pytest.mark.parametrize("format", ["elastic", "rigid"])
 def test_2000_parameters_of_8_ranks_take_no_time_and_import_nothing_large(tmp_path: Path, format: str) -> None:
     groups = [
         [Param(f"model.layers.{i}.mlp.weight", (8, 4)) for i in range(1600)],

@@ -178,6 +178,7 @@ def check(ranks: list[list[str]]) -> None:
         assert int(loads.split()[0]) > 12
 
 
+@pytest.mark.extended
 def test_a_tag_replaced_before_any_open_of_a_load_is_loaded_whole(
     saves: TwoSaves, rank_pool: RankPool, tmp_path: Path
 ) -> None:
