@@ -117,8 +117,8 @@ class Campaign:
         self.directory, self.chance, self.kind = directory, chance, kind
         self.counts: Counter[str] = Counter()
         self.seen_resumes = 0
-        warm = ("-m", "zeroelastic.run", "--warm")
-        way = Way(kind, warm, (), "zeroelastic", _rendezvous(), script=Path(__file__).resolve())
+        launch = ("-m", "zeroelastic.run")
+        way = Way(kind, launch, (), "zeroelastic", _rendezvous(), script=Path(__file__).resolve())
         arguments = ["--work", str(directory), "--kind", kind]
         self.cluster = Cluster(directory, arguments, nodes="1:4", network=Loopback(), way=way)
         for _ in range(3):
@@ -236,13 +236,11 @@ class Campaign:
 
 
 def _workers(agent: int) -> set[int]:
-    """The workers of an agent: its children's, and those that were forked by its warm process."""
+    """The workers of an agent."""
     found: set[int] = set()
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            parent = process.parent()
-            command = parent.cmdline() if parent is not None else []
-            if command and command[-1] == str(agent) and "zeroelastic.run" in command:
+    with contextlib.suppress(psutil.Error):
+        for process in psutil.Process(agent).children():
+            if "zeroelastic.run" in process.cmdline():
                 found.add(process.pid)
     return found
 

@@ -8,7 +8,6 @@ LEVELS = [
     {"report"},
     {"core"},
     {"distributed"},
-    {"warm"},
     {"io"},
     {"executors"},
     {"torch_file"},

@@ -15,35 +15,20 @@ from collections.abc import Sequence
 from zeroelastic import __version__, install
 from zeroelastic.errors import UnsupportedError, UsageError
 from zeroelastic.extras import require_torch
-from zeroelastic.warm.client import run_warm
-from zeroelastic.warm.messages import Request
 
 require_torch("zeroelastic.run")
 
 _TIMEOUT_S = 600.0
 """As ``zeroelastic.elastic.timeout.DEFAULT_S``, which is not imported here: that imports torch."""
-_WARM_PROCESS = "--warm-process"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Install zeroelastic, then run a script (``train.py ARGS``) or a module (``-m package.train ARGS``)."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    may_be_warm = True
-    if given[:1] == [_WARM_PROCESS]:
-        from zeroelastic.warm.server import serve_until_worker
-
-        request = serve_until_worker(int(given[1]), int(given[2]))
-        if request is None:
-            os._exit(0)  # what torch registered for the end of a program is for workers
-        given, may_be_warm = request.arguments, False
     local_rank: list[str] = []
     while given and given[0].startswith("--local_rank"):  # deepspeed's launcher always puts it first
         local_rank.append(given.pop(0))
     options = _parse(given)
-    if options.warm and may_be_warm and options.script is not None:
-        request = Request.of_this_process([*local_rank, *given], options.script, is_module=options.module)
-        why = run_warm(request, _warm_process())
-        sys.stderr.write(f"zeroelastic.run: this worker starts without the warm process: {why}\n")
     _warn_of_old_addresses()
     install()
     if options.build_op:
@@ -83,19 +68,11 @@ def _warn_of_old_addresses() -> None:
         )
 
 
-def _warm_process() -> list[str]:
-    """The command that starts a warm process, with the options that this interpreter was started with."""
-    given = sys.orig_argv
-    options = given[1 : given.index("-m")] if "-m" in given else []
-    return [sys.executable, *options, "-m", "zeroelastic.run", _WARM_PROCESS]
-
-
 def _parse(given: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m zeroelastic.run",
         description="Run a training script with ZeRO checkpoints that resume at any world size.",
-        usage="%(prog)s [-h] [--version] [--timeout SECONDS] [--build-op NAME] [--warm] (SCRIPT | -m MODULE) "
-        "[ARGS ...]",
+        usage="%(prog)s [-h] [--version] [--timeout SECONDS] [--build-op NAME] (SCRIPT | -m MODULE) [ARGS ...]",
     )
     parser.add_argument("--version", action="version", version=f"zeroelastic {__version__}")
     parser.add_argument(
@@ -113,12 +90,6 @@ def _parse(given: Sequence[str]) -> argparse.Namespace:
         default=[],
         help="compile this DeepSpeed op first, such as cpu_adam, so that no rank waits for it later; may be repeated. "
         "Without a script, nothing else is done",
-    )
-    parser.add_argument(
-        "--warm",
-        action="store_true",
-        help="fork this worker from a process of the node that has imported torch, DeepSpeed and what the script "
-        "imports; it is started with the first worker, and ends with the launcher",
     )
     parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module name")
     parser.add_argument("script", metavar="SCRIPT", nargs="?", help="the training script, or the module with -m")

@@ -6,8 +6,8 @@
 
 Each runs train.py once without a break and once through its scenario, and compares the two: the samples of every step,
 the weights at the end, the steps that were lost and what each restart cost. "elastic" goes through 4 -> 3 -> 2 -> 4 ->
-1 -> 3 nodes, several ways. Nodes are lost by SIGKILL, with saves on the disk and cold starts, then with checkpoints in
-memory and warm starts; what a node kept in memory goes with it. Then the job changes size in place (train_worlds.py):
+1 -> 3 nodes, several ways. Nodes are lost by SIGKILL, with saves on the disk, then with checkpoints in memory; what a
+node kept in memory goes with it. Then the job changes size in place (train_worlds.py):
 nodes are asked to leave by SIGTERM, and at last they are lost by SIGKILL again, with checkpoints in memory.
 "fixed-size" needs 3 nodes, so it waits for the one that was killed; "network" gives each node a host of its own and
 pulls the cable of one, until its agent gives up; in "network-return" it is put back before.
@@ -83,14 +83,8 @@ class Way:
     in_place: bool = False
 
 
-DISK = Way("disk, cold starts")
-MEMORY = Way(
-    "memory, warm starts",
-    ("-m", "zeroelastic.run", "--warm"),
-    ("--memory", str(COPIES)),
-    "zeroelastic",
-    QUICK_RENDEZVOUS,
-)
+DISK = Way("disk")
+MEMORY = Way("memory", (), ("--memory", str(COPIES)), "zeroelastic", QUICK_RENDEZVOUS)
 _IN_PLACE = {
     "backend": "zeroelastic-in-place",
     "rendezvous": RENDEZVOUS_IN_PLACE,
@@ -426,11 +420,11 @@ def main() -> int:
     if args.scenario == "elastic":
         kept = args.out / "memory"
         play(kept, SCENARIO, way=MEMORY, **common)
-        warm = {"scenario": "memory", **compare_memory(whole, kept)}
-        names = [write_result(directory, warm, kept) for directory in places]
+        in_memory = {"scenario": "memory", **compare_memory(whole, kept)}
+        names = [write_result(directory, in_memory, kept) for directory in places]
         print(names[0].read_text())
-        problems += warm["problems"]
-        ways = {DISK.name: found, MEMORY.name: warm}
+        problems += in_memory["problems"]
+        ways = {DISK.name: found, MEMORY.name: in_memory}
         for scenario, way in (("in-place", IN_PLACE), ("in-place-lost", IN_PLACE_LOST)):
             changed = args.out / scenario
             play(changed, SCENARIO, way=way, **common)

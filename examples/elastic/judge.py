@@ -166,7 +166,7 @@ def write_ways(directory: Path, ways: dict[str, dict[str, Any]]) -> Path:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 2.4 + 1.1 * len(ways)), layout="constrained")
-    lines = ["# Changes of size, by where the state was and how workers start", ""]
+    lines = ["# Changes of size, by where the state was", ""]
     lines += ["Medians in seconds. Nodes go by SIGKILL, counted from the kill; where that is announced (SIGTERM), from"]
     lines += ["the end of the last step before. Nodes come: counted from the end of the last step before, too."]
     for axes, (title, go) in zip(figure.subplots(2, 1), (("nodes go", True), ("nodes come", False)), strict=True):

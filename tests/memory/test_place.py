@@ -21,7 +21,6 @@ from zeroelastic.memory.generation import RunPlace
 from zeroelastic.memory.launcher import Launcher, launcher
 from zeroelastic.memory.place import MEMORY_DIR, Place
 from zeroelastic.memory.reaper import start_reaper
-from zeroelastic.warm import LAUNCHER
 
 LIMIT_S = 60.0
 
@@ -134,14 +133,6 @@ def test_a_process_that_nobody_launched_is_its_own_launcher(monkeypatch: pytest.
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     assert launcher().pid == os.getpid()
     monkeypatch.setenv("LOCAL_RANK", "0")
-    assert launcher().pid == os.getppid()
-
-
-def test_a_warm_worker_is_told_and_its_children_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    monkeypatch.setenv(LAUNCHER, f"1:{os.getpid()}")
-    assert launcher().pid == 1
-    monkeypatch.setenv(LAUNCHER, f"1:{os.getpid() + 1}")
     assert launcher().pid == os.getppid()
 
 

@@ -96,7 +96,6 @@ def _document(made: Timeline, num_torn: int, plot: Path | None) -> dict[str, obj
                 "nodes": one.start.num_nodes,
                 "host": one.start.host,
                 "restart_count": one.start.restart,
-                "warm": one.start.warm,
                 "in_place": one.start.in_place,
                 "tag": None if one.resume is None else one.resume.tag,
                 "tier": None if one.resume is None else one.resume.tier,

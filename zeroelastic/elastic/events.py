@@ -36,7 +36,6 @@ from zeroelastic.job_log.event_log import (
     note_nodes,
     read_events,
 )
-from zeroelastic.warm import is_warm_worker
 
 if TYPE_CHECKING:
     from zeroelastic.elastic.resume import Resumed
@@ -218,8 +217,7 @@ class Events:
             job=os.environ.get("TORCHELASTIC_RUN_ID"),
             restart=_environment_number("TORCHELASTIC_RESTART_COUNT"),
             process_seconds=age,
-            import_seconds=min(time.monotonic() - _IMPORTED, age),  # a warm worker's were done before it began
-            warm=is_warm_worker(),
+            import_seconds=min(time.monotonic() - _IMPORTED, age),  # in place they were done before it began
             in_place=since is not None,
         )
 

@@ -37,12 +37,23 @@ from zeroelastic.elastic.world_changes import NOTICING_S, Changes
 from zeroelastic.errors import ConfigError, MembershipError, StrictError, with_remedy
 from zeroelastic.monitoring.observers import publish
 from zeroelastic.report import ResizeReport
-from zeroelastic.warm.preload import ALWAYS
 
 if TYPE_CHECKING:
     from zeroelastic.deepspeed.resize.restore import Leaving
 
 logger = logging.getLogger(__name__)
+
+_IMPORTS = (
+    "numpy", "setuptools", "networkx", "torch", "torch._dynamo", "torch._inductor.compile_fx",
+    "torch.ao.quantization", "torch.utils.cpp_extension", "torch.utils.serialization.config", "deepspeed",
+    "deepspeed.module_inject.auto_ep_layer", "deepspeed.ops.adam", "deepspeed.ops.op_builder.all_ops",
+    "deepspeed.runtime.bf16_optimizer", "deepspeed.runtime.superoffload.superoffload_stage3",
+    "deepspeed.runtime.zero.muon.muon_optimizer", "deepspeed.runtime.zero.stage3",
+    "deepspeed.runtime.zero.stage_1_and_2", "zeroelastic.deepspeed.install.frameworks",
+    "zeroelastic.deepspeed.install.wrappers", "zeroelastic.executors.torch_executor",
+)  # fmt: skip
+"""What a job imports sooner or later, as far as it is installed. Nearly all of the first ``deepspeed.initialize`` of a
+process is the import of what torch's compiler needs (DeepSpeed 0.19.8, torch 2.13)."""
 
 
 class _Watch:
@@ -229,7 +240,7 @@ class _Job:
         from zeroelastic.deepspeed.process_world import end_groups_at_exit
         from zeroelastic.deepspeed.resize.restore import leave_world
 
-        for name in ALWAYS:  # before this process is ready to be taken in: nobody waits for it
+        for name in _IMPORTS:  # before this process is ready to be taken in: nobody waits for it
             with suppress(ImportError):
                 import_module(name)
         now = self._membership.first()

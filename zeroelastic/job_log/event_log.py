@@ -45,9 +45,8 @@ class StartEvent(_Event):
     """The job began, or began again, at some world size: the engine is built, nothing is loaded.
 
     ``process_seconds`` is the age of rank 0's process at this moment, ``import_seconds`` how long ago its imports were
-    done; ``job`` and ``restart`` are torchrun's run id and restart count, None without torchrun. ``warm``: rank 0 was
-    forked from a warm process; None in older logs. ``in_place``: in the processes of the world before, of which both
-    times then begin with the new process groups; None in older logs.
+    done; ``job`` and ``restart`` are torchrun's run id and restart count, None without torchrun. ``in_place``: in the
+    processes of the world before, of which both times then begin with the new process groups; None in older logs.
     """
 
     event: Literal["start"] = "start"
@@ -59,7 +58,6 @@ class StartEvent(_Event):
     restart: int | None
     process_seconds: float
     import_seconds: float
-    warm: bool | None = None
     in_place: bool | None = None
 
 

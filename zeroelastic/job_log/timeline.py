@@ -24,7 +24,7 @@ from zeroelastic.job_log.event_log import (
 )
 
 E = TypeVar("E")
-How = Literal["cold", "warm", "in place"]
+How = Literal["cold", "in place"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +88,8 @@ class Incarnation:
 
     @property
     def how(self) -> How | None:
-        """How its workers began: in new processes, forked from warm ones, or in those of before; None in older logs."""
-        if self.start.in_place:
-            return "in place"
-        return None if self.start.warm is None else "warm" if self.start.warm else "cold"
+        """Where its workers began: in new processes, or in those of before; None in older logs."""
+        return None if self.start.in_place is None else "in place" if self.start.in_place else "cold"
 
 
 @dataclass(frozen=True, slots=True)

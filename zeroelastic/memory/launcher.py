@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zeroelastic.distributed.process_identity import start_of
-from zeroelastic.warm import launcher_of_warm_worker
 
 _OF_A_WORKER = ("RANK", "LOCAL_RANK", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
 """Variables that a launcher sets for a worker, and a wrapper around the worker has too."""
@@ -39,12 +38,8 @@ class Launcher:
 def launcher() -> Launcher:
     """The launcher of this process: the nearest ancestor that is no wrapper (a shell, numactl) of this worker alone.
 
-    A worker that was forked from a warm process (``zeroelastic.warm``) has another parent: an environment variable
-    names its launcher. A process that nobody launched is its own launcher.
+    A process that nobody launched is its own launcher.
     """
-    pid = launcher_of_warm_worker()
-    if pid is not None:
-        return Launcher.of(pid)
     if multiprocessing.parent_process() is None and "LOCAL_RANK" not in os.environ:
         return Launcher.of(os.getpid())
     return Launcher.of(_unlike(os.getppid(), os.environ))

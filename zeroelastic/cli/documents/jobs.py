@@ -102,7 +102,6 @@ class Start(Part):
     nodes: int
     host: str
     restart_count: int | None
-    warm: bool | None
     in_place: bool | None
     tag: str | None
     tier: Literal["in-place", "memory", "node-local", "directory"] | None

@@ -301,7 +301,7 @@ def _end(start: Start, *, is_last: bool) -> str:
 
 def _processes(start: Start) -> str:
     """The processes that its ranks run in."""
-    return "as before" if start.in_place else "warm" if start.warm else "new"
+    return "as before" if start.in_place else "new"
 
 
 def _starts(job: Timeline) -> Table | None:
