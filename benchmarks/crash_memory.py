@@ -118,7 +118,7 @@ class Campaign:
         self.counts: Counter[str] = Counter()
         self.seen_resumes = 0
         launch = ("-m", "zeroelastic.run")
-        way = Way(kind, launch, (), "zeroelastic", _rendezvous(), script=Path(__file__).resolve())
+        way = Way(kind, launch, script=Path(__file__).resolve())
         arguments = ["--work", str(directory), "--kind", kind]
         self.cluster = Cluster(directory, arguments, nodes="1:4", network=Loopback(), way=way)
         for _ in range(3):
@@ -243,12 +243,6 @@ def _workers(agent: int) -> set[int]:
             if "zeroelastic.run" in process.cmdline():
                 found.add(process.pid)
     return found
-
-
-def _rendezvous() -> str:
-    from cluster import QUICK_RENDEZVOUS
-
-    return str(QUICK_RENDEZVOUS)
 
 
 def left_in(memory: Path) -> list[str]:

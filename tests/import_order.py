@@ -19,7 +19,7 @@ LEVELS = [
     {"memory"},
     {"elastic"},
     {""},
-    {"run", "activation", "integrations", "rendezvous", "rendezvous_in_place", "testing"},
+    {"run", "activation", "integrations", "rendezvous_in_place", "testing"},
     {"proving"},
     {"cli"},
     {"__main__"},

@@ -125,7 +125,7 @@ def refuse_outside_of_worlds(environment: Mapping[str, str] = os.environ) -> Non
         raise ConfigError(
             f"torchrun runs with --rdzv-backend={BACKEND}, which starts each node by itself, and this script does not "
             "join the other nodes. Build the engine inside zeroelastic.elastic.worlds, which makes the process groups, "
-            "or use another rendezvous backend, such as --rdzv-backend=zeroelastic."
+            "or use another rendezvous backend, such as --rdzv-backend=c10d."
         )
 
 

@@ -43,10 +43,6 @@ SCENARIO = ((6, -1), (16, -1), (26, +2), (38, -3), (48, +2))
 RENDEZVOUS = (
     "is_host=0,last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3,join_timeout=120,close_timeout=10"
 )
-QUICK_RENDEZVOUS = (
-    "is_host=0,last_call_timeout=0.5,keep_alive_interval=0.25,keep_alive_max_attempt=6,join_timeout=120,"
-    "close_timeout=10,poll_interval=0.1"
-)
 RENDEZVOUS_IN_PLACE = (
     "is_host=0,last_call_timeout=1,heartbeat_interval=0.25,heartbeat_timeout=3,join_timeout=120,close_timeout=10"
 )
@@ -84,7 +80,7 @@ class Way:
 
 
 DISK = Way("disk")
-MEMORY = Way("memory", (), ("--memory", str(COPIES)), "zeroelastic", QUICK_RENDEZVOUS)
+MEMORY = Way("memory", options=("--memory", str(COPIES)))
 _IN_PLACE = {
     "backend": "zeroelastic-in-place",
     "rendezvous": RENDEZVOUS_IN_PLACE,

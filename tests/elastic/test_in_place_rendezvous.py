@@ -203,6 +203,12 @@ def test_each_start_of_the_workers_is_a_node_of_its_own(monkeypatch: pytest.Monk
         assert time.monotonic() < deadline, ended()
 
 
+def test_torchrun_imports_zeroelastic_only_for_its_rendezvous() -> None:
+    code = "import sys, torch.distributed.run; print([name for name in sys.modules if name.startswith('zeroelastic')])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout == "[]\n"
+
+
 def test_the_package_offers_it_to_torchrun() -> None:
     (found,) = [entry for entry in entry_points(group="torchrun.handlers") if entry.name == BACKEND]
     with pytest.raises(ConfigError, match="notice is '-1'"):
