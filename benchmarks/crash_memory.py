@@ -2,8 +2,8 @@
 
     python benchmarks/crash_memory.py --kills 200 --out benchmarks/results
 
-Two jobs run side by side, one with copies at ZeRO stage 3 and one with parity at stage 2, each on three or four
-torchrun agents of this machine, which are its nodes. A kill takes one worker, or a node: the agent, its worker and, by
+Two jobs run side by side, one with a copy at ZeRO stage 3 and one with two at stage 2, each on three or four torchrun
+agents of this machine, which are its nodes. A kill takes one worker, or a node: the agent, its worker and, by
 its own reaper, its memory. Most kills are aimed at a phase of a checkpoint in memory on the rank that is killed: the
 copy, the exchange, the swap of generations. After each the job starts again by itself, and a lost node is replaced in
 most rounds. Then
@@ -47,8 +47,8 @@ AIMED = 0.8
 WITHIN_S = 0.02
 SAVE_STEPS = 25
 LIMIT_S = 120.0
-OPTIONS = {"copies": {"every": 1, "copies": 1}, "parity": {"every": 1, "parity": 4}}
-STAGES = {"copies": 3, "parity": 2}
+OPTIONS = {"copies": {"every": 1, "copies": 1}, "two-copies": {"every": 1, "copies": 2}}
+STAGES = {"copies": 3, "two-copies": 2}
 
 
 def note(path: Path, *words: object) -> None:

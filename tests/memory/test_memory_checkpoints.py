@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +26,7 @@ from training import Job, build_engine, gathered, look, train_step
 
 import zeroelastic
 from zeroelastic.checkpoint.commit_record import read_record
+from zeroelastic.distributed import exchange
 from zeroelastic.elastic import ElasticDistributedSampler, every, preemption, resume
 from zeroelastic.errors import ConfigError
 from zeroelastic.io.paths import as_path
@@ -41,7 +41,6 @@ from zeroelastic.testing import RankError, RankPool, compare_states
 
 LENGTH, BATCH = 2000, 120
 COPIES = {"verify": True, "memory": {"every": 1, "copies": 1}}
-PARITY = {"verify": True, "memory": {"every": 1, "parity": 3}}
 JOB = Job(options=COPIES)
 
 
@@ -77,8 +76,7 @@ def use_node(shared: Path, number: int) -> None:
     Place.of_this_job = staticmethod(lambda *args, **kwargs: place)  # type: ignore[method-assign, assignment]
     Place.create = make_private  # type: ignore[method-assign]
     checkpoints.start_reaper = lambda place: None  # type: ignore[assignment]
-    for module in ("exchange", "protect", "rebuild"):  # a file takes several rounds, and ends within one
-        import_module(f"zeroelastic.memory.{module}").ROUND_BYTES = 5001
+    exchange.ROUND_BYTES, exchange._LEAST_BYTES = 5000, 1000  # a file takes several messages, and ends within one
 
 
 def run(
@@ -293,36 +291,17 @@ def test_a_start_waits_for_late_nodes_where_an_agent_can_start_it_again(monkeypa
         assert slept == seconds
 
 
-@pytest.mark.parametrize("lost", [0, 2, pytest.param(1, marks=pytest.mark.extended)])
-@pytest.mark.parametrize("stage", [3, pytest.param(2, marks=pytest.mark.extended)])
-def test_a_lost_node_is_made_again_from_parity(
-    rank_pool: RankPool, tmp_path: Path, shared: Path, lost: int, stage: int
-) -> None:
-    job, directory = replace(JOB, options=PARITY, stage=stage), str(tmp_path / "ckpt")
-    first = rank_pool.run(run, 3, job, directory, shared, [0, 1, 2], 2)
-    lose(shared, lost)
-    left = [node for node in range(3) if node != lost]
-    turns = rank_pool.run(run, 2, job.other(), directory, shared, left, 2)
-    continued(first[0], turns, 2)
-    more = rank_pool.run(run, 4, job.other(), directory, shared, [*left, 7, 8], 1)
-    continued(turns[0], more, 4)
-
-
-@pytest.mark.parametrize("kept", ["copies", pytest.param("parity", marks=pytest.mark.extended)])
-def test_a_flipped_byte_is_noticed_and_the_disk_is_taken(
-    rank_pool: RankPool, tmp_path: Path, shared: Path, kept: str
-) -> None:
-    """In a rank's files, and in the parity that the files of a lost rank are made from."""
-    job, directory = replace(JOB, options={"copies": COPIES, "parity": PARITY}[kept]), str(tmp_path / "ckpt")
-    first = rank_pool.run(run, 3, job, directory, shared, [0, 1, 2], 4, save_steps=3)
+def test_a_flipped_byte_is_noticed_and_the_disk_is_taken(rank_pool: RankPool, tmp_path: Path, shared: Path) -> None:
+    directory = str(tmp_path / "ckpt")
+    first = rank_pool.run(run, 3, JOB, directory, shared, [0, 1, 2], 4, save_steps=3)
     lose(shared, 2)
-    for path in shared.rglob({"copies": "complete/*/*rank_1_*optim_states.pt", "parity": "complete/*/*.bin"}[kept]):
+    for path in shared.rglob("complete/*/*rank_1_*optim_states.pt"):
         with open(path, "r+b") as file:
             file.seek(path.stat().st_size // 2)
             byte = file.read(1)
             file.seek(-1, 1)
             file.write(bytes([byte[0] ^ 4]))
-    turns = rank_pool.run(run, 2, job.other(), directory, shared, [0, 1], 1)
+    turns = rank_pool.run(run, 2, JOB.other(), directory, shared, [0, 1], 1)
     continued(first[0], turns, 3, tier="directory")
     assert "step 4 in memory" in turns[0].start.passed_over[0]
 
@@ -444,9 +423,9 @@ def test_a_generation_that_fails_costs_one_step_and_training_goes_on(
 
 
 def test_what_is_kept_is_bounded_and_reported(rank_pool: RankPool, tmp_path: Path, shared: Path) -> None:
-    """Two generations of a node's own part and of what it keeps: as much again with copies, half of it with parity."""
+    """Two generations of a node's own part and of what it keeps: as much again with copies."""
     kept = {}
-    for name, options in (("copies", COPIES), ("parity", PARITY), ("own", {"memory": {"copies": 0}})):
+    for name, options in (("copies", COPIES), ("own", {"memory": {"copies": 0}})):
         job = replace(JOB, options=options, tables=(20_000,))
         turns = rank_pool.run(run, 3, job, str(tmp_path / name), shared / name, [0, 1, 2], 4)
         second, last = turns[0].reports[1], turns[0].reports[-1]
@@ -460,8 +439,6 @@ def test_what_is_kept_is_bounded_and_reported(rank_pool: RankPool, tmp_path: Pat
     part = kept["copies"].network_bytes  # what one rank sends: its files once
     assert kept["own"].network_bytes == 0 and 2 * part <= own < 2.3 * part
     assert kept["copies"].node_bytes == pytest.approx(2 * own, rel=0.05)
-    assert kept["parity"].node_bytes == pytest.approx(1.5 * own, rel=0.05)
-    assert kept["parity"].network_bytes == pytest.approx(part, rel=0.05)
 
 
 def test_a_generation_that_the_job_died_loading_three_times_is_left_out(
@@ -600,16 +577,14 @@ def stock_resume(job: Job, directory: str) -> tuple[int, dict[str, str]]:
     [
         ("copies", 3),
         pytest.param("copies", 1, marks=pytest.mark.extended),
-        pytest.param("parity", 3, marks=pytest.mark.extended),
-        pytest.param("parity", 2, marks=pytest.mark.extended),
         pytest.param("disk", 2, marks=pytest.mark.extended),
     ],
 )
 def test_stock_deepspeed_loads_the_next_save_after_every_way_to_resume(
     rank_pool: RankPool, tmp_path: Path, shared: Path, path: str, stage: int
 ) -> None:
-    """From copies, from parity, and from the disk because two neighbours were lost."""
-    job = replace(JOB, stage=stage, options=PARITY if path == "parity" else COPIES)
+    """From copies, and from the disk because two neighbours were lost."""
+    job = replace(JOB, stage=stage)
     directory = str(tmp_path / "ckpt")
     rank_pool.run(run, 4, job, directory, shared, [0, 1, 2, 3], 2, save_steps=2)
     lose(shared, *((0, 2) if path == "disk" else (2,)))

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from zeroelastic.memory.placement import Placement, nodes_of, ring
 
 
-def placed(ranks_per_node: list[int], *, racks: list[str] | None = None, copies: int = 1, parity: int | None = None):
+def placed(ranks_per_node: list[int], *, racks: list[str] | None = None, copies: int = 1):
     names = [f"node{node}" for node, count in enumerate(ranks_per_node) for _ in range(count)]
-    return Placement(nodes_of(names), tuple(racks or [""] * len(ranks_per_node)), copies, parity)
+    return Placement(nodes_of(names), tuple(racks or [""] * len(ranks_per_node)), copies)
 
 
 shapes = st.lists(st.integers(1, 4), min_size=1, max_size=9)
@@ -30,23 +29,13 @@ def test_copies_are_on_other_nodes_and_no_two_on_one(shape: list[int], copies: i
         assert len(set(nodes)) == len(nodes) == min(copies, len(shape) - 1)
 
 
-@given(shapes, st.integers(0, 3), st.none() | st.integers(2, 5))
-def test_what_is_kept_is_what_keepers_keep(shape: list[int], copies: int, parity: int | None) -> None:
-    placement = placed(shape, copies=copies, parity=parity)
+@given(shapes, st.integers(0, 3))
+def test_what_is_kept_is_what_keepers_keep(shape: list[int], copies: int) -> None:
+    placement = placed(shape, copies=copies)
     ranks = range(len(placement.node_of))
     assert {(rank, keeper) for rank in ranks for keeper in placement.keepers(rank)} == {
         (kept, rank) for rank in ranks for kept in placement.kept(rank)
     }
-
-
-@given(shapes.filter(lambda shape: len(shape) > 1), st.integers(2, 5))
-def test_with_parity_every_rank_is_in_one_set_of_different_nodes_or_has_a_copy(shape: list[int], parity: int) -> None:
-    placement = placed(shape, parity=parity)
-    for rank in range(len(placement.node_of)):
-        sets = [members for members in placement.sets if rank in members]
-        assert len(sets) + len(placement.keepers(rank)) == 1
-    for members in placement.sets:
-        assert len({placement.node_of[rank] for rank in members}) == len(members) <= max(parity, 3)
 
 
 @given(st.lists(st.sampled_from("abcd"), min_size=2, max_size=12))
@@ -60,8 +49,3 @@ def test_neighbours_are_in_different_racks_where_no_rack_has_more_than_half(rack
         assert alike <= (len(racks) % 2)  # a ring of an odd length may have to close on one rack
     else:
         assert alike <= 2 * most - len(racks) + 1
-
-
-@pytest.mark.parametrize(("nodes", "parity", "sizes"), [(4, 4, [4]), (5, 4, [2, 3]), (3, 2, [3]), (6, 3, [3, 3])])
-def test_groups_have_two_nodes_or_more(nodes: int, parity: int, sizes: list[int]) -> None:
-    assert sorted(len(members) for members in placed([1] * nodes, parity=parity).sets) == sizes

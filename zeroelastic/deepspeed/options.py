@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping
 from typing import Annotated, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from zeroelastic.errors import ConfigError, without_pydantic
 from zeroelastic.executors.build_info import is_usable
@@ -42,14 +42,6 @@ class MemoryOptions(BaseModel):
     """Every how many optimizer steps."""
     copies: Annotated[int, Field(ge=0, le=8)] = 1
     """On how many other nodes each node's part is too; 0: it survives the loss of processes, not of a node."""
-    parity: Annotated[int, Field(ge=2)] | None = None
-    """How many nodes share one XOR of their parts, in place of copies."""
-
-    @model_validator(mode="after")
-    def _one_way(self) -> MemoryOptions:
-        if self.parity is not None and "copies" in self.model_fields_set:
-            raise ValueError('it has both "copies" and "parity"; leave out one of them')
-        return self
 
 
 class Options(BaseModel):
@@ -114,8 +106,7 @@ class Options(BaseModel):
     memory: MemoryOptions | None = Field(
         default=None,
         description='`{"every": 1, "copies": 1}`: under `preemption()`, every `every` steps each node keeps the state '
-        "of its ranks in its own memory, and in that of `copies` other nodes; "
-        '`{"every": 1, "parity": 4}`: groups of 4 nodes keep one XOR in place of copies, '
+        "of its ranks in its own memory, and in that of `copies` other nodes, "
         "[see here](../guides/memory-checkpoints.md)",
     )
     save_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(

@@ -337,64 +337,38 @@ def _splits(pieces: Sequence[Piece], world_size: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """``nbytes`` from rank ``src`` to rank ``dst``."""
+    """Bytes from rank ``src`` to rank ``dst``: ``data`` is this rank's memory for them, flat uint8 on the host."""
 
     src: int
     dst: int
-    nbytes: int
+    data: torch.Tensor
 
 
-Send = Callable[[int, int, int], torch.Tensor]
-"""``send(transfer, offset, nbytes)`` is what to send: uint8, on the host, unchanged until the next round."""
-
-Receive = Callable[[int, int, int], torch.Tensor]
-"""``receive(transfer, offset, nbytes)`` is the memory that a message is received into."""
-
-Received = Callable[[int, int, torch.Tensor], None]
-"""``received(transfer, offset, data)`` is called when a message has come."""
-
-
-def run_transfers(
-    transfers: Sequence[Transfer],
-    group: dist.ProcessGroup,
-    *,
-    send: Send,
-    receive: Receive,
-    received: Received | None = None,
-) -> int:
+def run_transfers(transfers: Sequence[Transfer], group: dist.ProcessGroup) -> int:
     """Run the transfers of this rank, by messages of ``ROUND_BYTES`` and no collective; returns the bytes that it sent.
 
-    Transfers of other ranks may be listed too. Two ranks list what is between them in the same order. Of each transfer
-    one message is on its way at a time. ``group`` has all ranks and a backend that sends host memory. Raises
-    RuntimeError where a peer is gone.
+    Two ranks list what is between them in the same order. Of each transfer one message is on its way at a time.
+    ``group`` has all ranks and a backend that sends host memory. Raises RuntimeError where a peer is gone.
     """
     rank = dist.get_rank()
     tags = Counter[tuple[int, int]]()
-    own: list[tuple[int, int, Transfer]] = []
-    for number, transfer in enumerate(transfers):
+    tagged: list[tuple[int, Transfer]] = []
+    for transfer in transfers:
         pair = transfer.src, transfer.dst
-        if rank in pair:
-            own.append((number, tags[pair], transfer))
-            tags[pair] += 1
+        tagged.append((tags[pair], transfer))
+        tags[pair] += 1
     sent = at = 0
-    while any(transfer.nbytes > at for _, _, transfer in own):
-        works, arrived = [], []
-        for number, tag, transfer in own:
-            nbytes = min(ROUND_BYTES, transfer.nbytes - at)
-            if nbytes <= 0:
-                continue
+    while pending := [(tag, transfer) for tag, transfer in tagged if len(transfer.data) > at]:
+        works = []
+        for tag, transfer in pending:
+            data = transfer.data[at : at + ROUND_BYTES]
             if transfer.src == rank:
-                works.append(dist.isend(send(number, at, nbytes), transfer.dst, group=group, tag=tag))
-                sent += nbytes
+                works.append(dist.isend(data, transfer.dst, group=group, tag=tag))
+                sent += len(data)
             else:
-                data = receive(number, at, nbytes)
                 works.append(dist.irecv(data, transfer.src, group=group, tag=tag))
-                arrived.append((number, data))
         for work in works:
             assert work is not None
             work.wait()
-        for number, data in arrived:
-            if received is not None:
-                received(number, at, data)
         at += ROUND_BYTES
     return sent

@@ -4,13 +4,11 @@
     place        the job's directory in shared memory
     reaper       the process that removes it
     placement    which node keeps what for which other (pure)
-    parity       one XOR in place of copies (pure)
     memory_file  files in shared memory whose pages are used again
     generation   the checkpoints that a node has, complete or in the making
     capture      the state of this rank, copied between two steps
-    protect      copies and parity for other nodes
+    protect      copies for other nodes, sent from rank to rank
     checkpoints  ``MemoryCheckpoints``: all of it, every few steps
-    rebuild      the files of a lost rank, from parity
     resume       ``MemoryTier``: the newest generation that loads
 
 A generation is a checkpoint as nodes with disks of their own would have it, so that ``deepspeed.load`` loads it as any

@@ -1,8 +1,8 @@
 """Checkpoints in the memory of the nodes: one of this job's, every few steps, complete on all nodes or not there.
 
-Training waits while its state is copied. A thread does the rest: digests, copies or parity for other nodes, the commit
-record, and the rename that makes the generation. The generation before stays until the new one is complete on all
-nodes. A training step waits for that before it changes a weight, so that a loss of nodes costs one step at most.
+Training waits while its state is copied. A thread does the rest: digests, copies for other nodes, the commit record,
+and the rename that makes the generation. The generation before stays until the new one is complete on all nodes. A
+training step waits for that before it changes a weight, so that a loss of nodes costs one step at most.
 """
 
 from __future__ import annotations
@@ -360,7 +360,6 @@ class MemoryCheckpoints:
             world_size=len(shared),
             content_root=record.content_root,
             files=tuple(shared),
-            sets=self.placement.sets,
         )
 
     def _pending(self, made: _Generation, live: LiveOptimizer, contents: tuple[Any, ...]) -> PendingCommit:
@@ -410,9 +409,6 @@ class MemoryCheckpoints:
         nodes, every = len(self.placement.nodes), self.options.every
         if nodes == 1:
             kept = "one node: they survive the loss of processes, not of the node"
-        elif self.placement.sets:
-            sets = " and ".join(sorted({str(len(members)) for members in self.placement.sets}))
-            kept = f"parity over sets of {sets} of {nodes} nodes"
         else:
             kept = f"{self.placement.num_copies} copies of each on other nodes, of {nodes}"
         return f"memory checkpoints every {every} steps in {self._run.path}: {kept}"
@@ -429,7 +425,7 @@ def _own_place() -> Place:
 def _placement(found: list[tuple[str, str]], options: MemoryOptions) -> Placement:
     nodes = nodes_of([node for node, _ in found])
     racks = tuple(found[ranks[0]][1] for ranks in nodes)
-    return Placement(nodes, racks, options.copies, options.parity)
+    return Placement(nodes, racks, options.copies)
 
 
 def _require_covered(engine: Engine) -> LiveOptimizer:

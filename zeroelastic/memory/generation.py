@@ -41,7 +41,7 @@ class MemoryNote(BaseModel):
 
     ``parent`` is the save on the disk, by its id, that the run continued from or committed last, and ``begun`` the one
     that it had begun last: the state is newer than that, too, if it was committed later. ``files`` are those of each
-    rank that lie on other nodes too, with their sizes, in the order of the rank's data. ``sets`` share parity.
+    rank that are on other nodes too, with their sizes.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -54,7 +54,6 @@ class MemoryNote(BaseModel):
     world_size: int
     content_root: str
     files: tuple[dict[str, int], ...]
-    sets: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,11 +157,6 @@ def save_id_of(tag: str) -> str:
     found = _TAG.fullmatch(tag)
     assert found is not None
     return found[2]
-
-
-def parity_name(rank: int) -> str:
-    """The file with the parity that a rank keeps."""
-    return f"zeroelastic_parity_{rank:05d}.bin"
 
 
 def lacking(note: MemoryNote, seen: Mapping[str, int]) -> list[int]:

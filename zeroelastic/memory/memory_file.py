@@ -126,7 +126,7 @@ def require_memory(directory: Path, nbytes: int) -> None:
         raise OSError(
             errno.ENOSPC,
             f"needs {format_size(nbytes)} more of shared memory, and {format_size(max(spare, 0))} are to spare. Give "
-            'the node or container more (--shm-size), or keep less of it ("copies", "parity")',
+            'the node or container more (--shm-size), or keep fewer copies ("copies")',
             os.fspath(directory),
         )
 

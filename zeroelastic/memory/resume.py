@@ -32,7 +32,6 @@ from zeroelastic.in_place import VARIABLE as IN_PLACE
 from zeroelastic.io.paths import FilePath
 from zeroelastic.memory.generation import MemoryNote, RunPlace, lacking
 from zeroelastic.memory.place import Place
-from zeroelastic.memory.rebuild import rebuild, rebuildable
 from zeroelastic.tags.commit_order import Tag
 
 logger = logging.getLogger(__name__)
@@ -66,11 +65,11 @@ class Generation:
 
     @cached_property
     def lost(self) -> str | None:
-        """What of it no node of this start has and none can make again, or None."""
+        """What of it no node of this start has, or None."""
         if RECORD_NAME not in self.seen:
             return "its commit record is on no node that is left"
         ranks = lacking(self.note, self.seen)
-        if ranks and not rebuildable(self.note, self.seen):
+        if ranks:
             return f"what {rank_list(ranks)} saved is on no node that is left"
         return None
 
@@ -181,12 +180,6 @@ class MemoryTier:
     ) -> T:
         tag_dir = self._run.complete / generation.tag
         all_or_raise(lambda: self._run.require_own(generation.tag))
-        if lacking(generation.note, generation.seen):
-            group = dist.new_group(backend="gloo")
-            try:
-                rebuild(generation.note, tag_dir, generation.on_nodes, group)
-            finally:
-                dist.destroy_process_group(group)
         with loading_strictly(engine, strict):
             path, client_state = engine.load_checkpoint(str(self._run.complete), tag=generation.tag)
         if path is None:

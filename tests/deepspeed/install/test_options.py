@@ -42,17 +42,16 @@ def test_every_option_is_taken():
         "save_timeout_s": 60.0, "io_engine": "numpy", "allow_globals": ["package.module.Class"], "fallback": True,
         "async_save": True, "keep_gradient_scale": False, "required": True, "keep": 3, "keep_every": 500,
         "metrics": False, "metrics_file": "run.prom", "keep_global_batch": True,
-        "memory": {"every": 2, "copies": 1, "parity": None},
+        "memory": {"every": 2, "copies": 1},
         "store_retries": 2, "store_timeout_s": 30.0, "store_part_mib": 8,
     }  # fmt: skip
-    written = {**block, "memory": {"every": 2, "copies": 1}}
-    assert parse_options({"zeroelastic": written}).model_dump() == block
+    assert parse_options({"zeroelastic": block}).model_dump() == block
 
 
 @pytest.mark.parametrize(
     ("block", "message"),
     [
-        ({"copies": 1, "parity": 2}, "it has both"), ({"every": 0}, "memory.every is 0"),
+        ({"every": 1, "parity": 4}, "memory.parity is 4"), ({"every": 0}, "memory.every is 0"),
         ({"copies": True}, "memory.copies is True"), ({"often": 1}, "memory.often is 1"), (True, "memory is True"),
     ],
 )  # fmt: skip
