@@ -30,9 +30,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         local_rank.append(given.pop(0))
     options = _parse(given)
     _warn_of_old_addresses()
+    _warn_of_build_locks()
     install()
     if options.build_op:
-        from zeroelastic.deepspeed.install.build_ops import build_ops
+        from zeroelastic.deepspeed.install.op_builds import build_ops
 
         try:
             build_ops(options.build_op)
@@ -66,6 +67,16 @@ def _warn_of_old_addresses() -> None:
             "zeroelastic.run: torchrun uses the store of the last start again, in which ranks may find addresses of "
             "workers that have ended, and hang. Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where torchrun is started.\n"
         )
+
+
+def _warn_of_build_locks() -> None:
+    """On the first rank of a node, before any builds an op of DeepSpeed: name the locks for which builds would wait."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        from zeroelastic.deepspeed.install.op_builds import find_locks
+
+        for lock in find_locks():
+            if lock.problem:
+                sys.stderr.write(f"zeroelastic.run: {lock.problem}\n")
 
 
 def _parse(given: Sequence[str]) -> argparse.Namespace:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import shlex
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from zeroelastic.cli.machine.disk import DiskSpeed
     from zeroelastic.cli.machine.engines import Engine
     from zeroelastic.cli.machine.seam_check import DeepSpeed
-    from zeroelastic.deepspeed.install.build_locks import BuildLock
+    from zeroelastic.deepspeed.install.op_builds import BuildLock
 
 _DISTRIBUTION = "zeroelastic"
 _SHOWN = ("torch", "deepspeed", "numpy")
@@ -65,12 +64,7 @@ class Diagnosis:
             found.append(self.activation.reason)
         if self.disk is not None and self.disk.problem:
             found.append(self.disk.problem)
-        found += [
-            f"the build lock {lock.path}, {lock.age_s:.0f} s old, was left by a process that has ended: builds "
-            f"there without zeroelastic wait forever. Remove it: rm {shlex.quote(lock.path)}"
-            for lock in self.build_locks
-            if lock.state == "left"
-        ]
+        found += [lock.problem for lock in self.build_locks if lock.state == "left"]
         return tuple(found)
 
     def to_document(self) -> dict[str, object]:
@@ -86,6 +80,9 @@ class Diagnosis:
 def doctor(
     build_cuda: Annotated[
         bool, typer.Option("--build-cuda", help="First compile the CUDA engine, which needs nvcc on the PATH.")
+    ] = False,
+    fix: Annotated[
+        bool, typer.Option("--fix", help="First remove the locks of DeepSpeed's op builds that killed processes left.")
     ] = False,
     disk: Annotated[
         Path | None,
@@ -113,6 +110,7 @@ def doctor(
     Examples:
         zeroelastic doctor
         zeroelastic doctor --verbose
+        zeroelastic doctor --fix
         zeroelastic doctor --json
         zeroelastic doctor --disk . --disk-size 64MiB
     """
@@ -120,6 +118,11 @@ def doctor(
         from zeroelastic.cli.machine import cuda_build
 
         cuda_build.build_cuda()
+    if fix:
+        from zeroelastic.deepspeed.install.op_builds import remove_left_locks
+
+        for lock in remove_left_locks():
+            typer.echo(f"removed {lock.path}, {lock.age_s:.0f} s old", err=True)
     diagnosis = diagnose(disk, size_option(disk_size, "--disk-size", minimum=1 << 20))
     if as_json:
         print_document(diagnosis.to_document())
@@ -138,7 +141,7 @@ def diagnose(disk: Path | None, disk_nbytes: int) -> Diagnosis:
     from zeroelastic.cli.machine.engines import ENGINES, LIMIT_S, choose_auto, describe_engine, engine_answer
     from zeroelastic.cli.machine.probe import Probe, ProbeFailed
     from zeroelastic.cli.machine.seam_check import check_deepspeed, deepspeed_answer
-    from zeroelastic.deepspeed.install.build_locks import find_locks
+    from zeroelastic.deepspeed.install.op_builds import find_locks
 
     def ask(function: Callable[..., object], *arguments: str) -> Probe:
         return stack.enter_context(Probe(f"{function.__module__}:{function.__qualname__}", *arguments))

@@ -20,7 +20,6 @@ from importlib import import_module, metadata
 
 from packaging.version import InvalidVersion, Version
 
-from zeroelastic.deepspeed.install.build_locks import watch_locks
 from zeroelastic.deepspeed.install.frameworks import forget_frameworks, watch_frameworks
 from zeroelastic.deepspeed.notices import hide_notices, show_notices
 from zeroelastic.deepspeed.patching import is_wrapped, unwrap_all, wrap
@@ -170,7 +169,6 @@ def install() -> None:
         for seam in SEAMS:
             replacement = REPLACEMENTS[seam.method]
             wrap(classes[seam.class_path], seam.method, partial(partial, replacement))
-        watch_locks()
         logging.getLogger("DeepSpeed").addFilter(_DROP_WARNING)
     watch_frameworks()
     from zeroelastic.distributed.partners import announce

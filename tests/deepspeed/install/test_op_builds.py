@@ -1,0 +1,86 @@
+"""Builds of DeepSpeed's ops: which locks a killed build left, who says so and removes them, and builds ahead."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from zeroelastic.deepspeed.install import op_builds
+from zeroelastic.deepspeed.install.op_builds import find_locks, remove_left_locks
+
+
+def make_lock(root: Path, *, quiet_s: float = 0.0) -> Path:
+    """A lock as torch makes it, in a folder in which nothing was written for a while."""
+    lock = root / "py311_cpu" / "cpu_adam" / "lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    os.utime(lock, (time.time() - quiet_s,) * 2)
+    return lock
+
+
+def test_a_lock_that_a_process_has_open_is_held(tmp_path: Path) -> None:
+    lock = make_lock(tmp_path, quiet_s=5000)
+    with open(lock):
+        (found,) = find_locks(tmp_path)
+        assert (found.path, found.state, found.problem) == (str(lock), "held", "")
+
+
+@pytest.mark.parametrize(
+    ("shared", "quiet_s", "state"), [(False, 5000, "left"), (True, 5000, "unknown"), (False, 60, "unknown")]
+)
+def test_a_lock_counts_as_left_only_where_nobody_can_hold_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: bool, quiet_s: float, state: str
+) -> None:
+    """On a file system of this machine, where nothing was built for long; otherwise it is named and stays."""
+    monkeypatch.setattr(op_builds, "_is_shared", lambda path: shared)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    lock = make_lock(tmp_path, quiet_s=quiet_s)
+    (found,) = find_locks()
+    assert found.state == state and f"rm {lock}" in found.problem
+    assert ("doctor --fix" in found.problem) == (state == "left")
+    assert [removed.path for removed in remove_left_locks()] == [str(lock)] * (state == "left")
+    assert lock.exists() == (state != "left")
+
+
+def run(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "zeroelastic.run", *arguments],
+        env={**os.environ, "ZEROELASTIC_LOG": "info", **env},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("local_rank", ["0", "1"])
+def test_the_first_rank_of_a_node_says_that_a_lock_is_left_before_a_script_begins(
+    tmp_path: Path, local_rank: str
+) -> None:
+    lock = make_lock(tmp_path / "ops")
+    script = tmp_path / "train.py"
+    script.write_text("print('begun')")
+    done = run(str(script), TORCH_EXTENSIONS_DIR=str(tmp_path / "ops"), LOCAL_RANK=local_rank)
+    assert done.returncode == 0 and done.stdout.endswith("begun\n"), done.stdout + done.stderr
+    assert (f"remove it: rm {lock}" in done.stderr) == (local_rank == "0")
+
+
+def test_an_op_is_built_before_a_script_begins(tmp_path: Path) -> None:
+    """An op that is built already, so that nothing is compiled here."""
+    script = tmp_path / "train.py"
+    script.write_text("print('begun')")
+    done = run("--build-op", "deepspeed_shm_comm", str(script))
+    assert done.returncode == 0 and done.stdout.endswith("begun\n"), done.stdout + done.stderr
+    assert "op deepspeed_shm_comm is built" in done.stderr
+
+
+def test_an_op_that_does_not_exist_is_named_with_those_that_do() -> None:
+    done = run("--build-op", "no_such_op")
+    assert (
+        done.returncode == 2 and "has no op no_such_op here. Choose among " in done.stderr and "cpu_adam" in done.stderr
+    )
