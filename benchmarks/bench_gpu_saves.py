@@ -246,8 +246,8 @@ def measure_background(part: Part) -> None:
 
 def measure_memory(part: Part) -> None:
     """How long a checkpoint in memory holds up training; the first ones make the pages of two generations."""
+    from zeroelastic.elastic.memory.checkpoints import MemoryCheckpoints
     from zeroelastic.io.paths import as_path
-    from zeroelastic.memory.checkpoints import MemoryCheckpoints
 
     part.options(memory={"every": 1, "copies": 1})
     memory = MemoryCheckpoints(part.engine, as_path(os.fspath(part.directory / "run")))

@@ -33,10 +33,10 @@ from report import machine, write_results  # noqa: E402
 from training import Job, build_engine, train_step  # noqa: E402
 
 from zeroelastic.elastic import resume  # noqa: E402
+from zeroelastic.elastic.memory import checkpoints  # noqa: E402
+from zeroelastic.elastic.memory.checkpoints import MemoryCheckpoints  # noqa: E402
+from zeroelastic.elastic.memory.place import Place  # noqa: E402
 from zeroelastic.io.paths import as_path  # noqa: E402
-from zeroelastic.memory import checkpoints  # noqa: E402
-from zeroelastic.memory.checkpoints import MemoryCheckpoints  # noqa: E402
-from zeroelastic.memory.place import Place  # noqa: E402
 from zeroelastic.testing import RankPool  # noqa: E402
 
 ONE, EACH = "on one node", "on a node each"

@@ -69,7 +69,7 @@ def work(directory: Path, kind: str) -> None:
     from training import Job, build_engine, train_step
 
     from zeroelastic.elastic import every, preemption, resume
-    from zeroelastic.memory import checkpoints
+    from zeroelastic.elastic.memory import checkpoints
     from zeroelastic.testing import fingerprint, gather_state
 
     deepspeed.init_distributed()

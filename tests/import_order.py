@@ -16,7 +16,6 @@ LEVELS = [
     {"verbs", "job_log"},
     {"monitoring"},
     {"deepspeed"},
-    {"memory"},
     {"elastic"},
     {""},
     {"run", "activation", "integrations", "rendezvous_in_place", "testing"},
@@ -32,6 +31,7 @@ ROOMS = {
               "convert"],
     "deepspeed": ["patching", "agreement", "notices", "options", "engine_state", "engine", "metrics", "client_state",
                   "live", "storage_rules", "fill", "node_local", "load", "save", "process_world", "resize", "install"],
+    "elastic": ["memory"],
     "cli": ["output", "documents", "machine", "pages"],
 }  # fmt: skip
 """The rooms of a package that has some, in the same order; other modules of it stand above them."""

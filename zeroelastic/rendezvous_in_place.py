@@ -4,7 +4,7 @@
 
 torch's agent stops its workers when nodes wait to join, so here none ever wait: to each agent its node is a group of
 its own. What it does for its own workers stays as it is: it starts them again when one fails, and passes SIGTERM on.
-Their membership of the job (``zeroelastic.elastic.membership``) goes by the store at the endpoint and by an environment
+Their membership of the job (``elastic.resize.membership``) goes by the store at the endpoint and by an environment
 variable. torchrun finds this by the entry point ``torchrun.handlers`` (``_zeroelastic_hook.rendezvous_in_place``).
 """
 
@@ -21,8 +21,8 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from _zeroelastic_hook import VARIABLE as ACTIVATION
-from zeroelastic.elastic.job_store import connect
-from zeroelastic.elastic.roster import Roster, Watch
+from zeroelastic.elastic.resize.job_store import connect
+from zeroelastic.elastic.resize.roster import Roster, Watch
 from zeroelastic.errors import ConfigError, MembershipError
 from zeroelastic.in_place import BACKEND, TIMES, VARIABLE, InPlace, seconds
 

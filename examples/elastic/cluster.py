@@ -34,7 +34,7 @@ from judge import compare, compare_in_place, compare_memory, last_step, read_tra
 from network import Loopback, Namespaces
 from torch.distributed import PrefixStore, TCPStore
 
-from zeroelastic.elastic.roster import Roster
+from zeroelastic.elastic.resize.roster import Roster
 from zeroelastic.job_log.event_log import note_nodes
 
 HERE = Path(__file__).resolve().parent

@@ -30,12 +30,12 @@ from zeroelastic.deepspeed.engine_state import changing, state_of
 from zeroelastic.distributed.peers import JoinedPeers
 from zeroelastic.elastic import ElasticDistributedSampler, preemption, resume
 from zeroelastic.elastic.attempts import ATTEMPTS_NAME
+from zeroelastic.elastic.memory import checkpoints
+from zeroelastic.elastic.memory.place import Place
 from zeroelastic.elastic.position import KEY, generators_of, pack_position
-from zeroelastic.elastic.roster import World
-from zeroelastic.elastic.worlds import _Job
+from zeroelastic.elastic.resize.job import Job as ResizeJob
+from zeroelastic.elastic.resize.roster import World
 from zeroelastic.errors import CheckpointError, with_remedy
-from zeroelastic.memory import checkpoints
-from zeroelastic.memory.place import Place
 from zeroelastic.testing import RankPool, compare_states
 
 PACKAGE = str(Path(zeroelastic.__file__).parent)
@@ -237,7 +237,7 @@ def moved(run: Run) -> int | None:
     run.calls += 1
     rank, size = dist.get_rank(), dist.get_world_size()
     peers = JoinedPeers(dist.PrefixStore(str(run.calls), run.store), rank, size, timeout=timedelta(seconds=30))
-    job = object.__new__(_Job)
+    job = object.__new__(ResizeJob)
     job._asked, job._leaving, job._ended_at = SimpleNamespace(strict=True), run.leaving, 0.0  # type: ignore[assignment]
     job._peers = lambda now: (peers, list(range(size)))  # type: ignore[method-assign]
     now = World(1, tuple(range(size)), tuple(range(size)))

@@ -21,7 +21,7 @@ SEPARATE = [("deepspeed", "verbs")]
 PURE_PACKAGES = ("core", "checkpoint")
 PURE = ("errors", "report", "torch_file/safe_unpickler", "torch_file/header",
         "executors/tables", "executors/numpy_executor")  # fmt: skip
-KNOWS_DEEPSPEED = {"deepspeed", "memory", "testing", "proving"}
+KNOWS_DEEPSPEED = {"deepspeed", "testing", "proving"}
 
 
 def modules() -> list[Path]:

@@ -14,9 +14,9 @@ from unittest import mock
 
 import pytest
 import torch
+from zeroelastic.deepspeed.save.snapshot import HostMemory
 
-from zeroelastic.deepspeed.save.shard_writer import HostMemory
-from zeroelastic.memory.memory_file import MemoryFile
+from zeroelastic.elastic.memory.memory_file import MemoryFile
 from zeroelastic.torch_file import image as module
 from zeroelastic.torch_file.image import FileImage, host_memory, pinned_bytes
 from zeroelastic.torch_file.skeleton import TorchSaveSkeleton, write_skeleton

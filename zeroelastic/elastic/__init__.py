@@ -4,14 +4,14 @@
     sampler     samplers whose position fits every world size; ``loader`` does the same for torchdata
     resume      loads the newest checkpoint that loads; ``attempts`` counts loads that killed the job
     preemption  saves and stops all ranks together
-    worlds      a training loop whose job changes size in the same processes: ``world`` is one size of it,
-                ``world_changes`` what follows it; ``membership`` and ``roster`` are who is in it, by the job's store
+    resize/     ``worlds``: a training loop whose job changes size in the same processes
+    memory/     checkpoints in the memory of the nodes
     notice      the signals that ask a process to leave
     position    the position in the data and the random generators, in the client state
     events      the event log of the job; ``status`` is its status line
     timeout     the timeout of collectives
 
-Imports ``deepspeed`` (inside functions) and below. Read ``resume``, then ``preemption``, then ``worlds``.
+Imports ``deepspeed`` (inside functions) and below. Read ``resume``, then ``preemption``, then ``resize.job``.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from zeroelastic.elastic.batch import BatchPlan, batch_plan
 from zeroelastic.elastic.events import Events, events
 from zeroelastic.elastic.notice import EXIT_PREEMPTED
 from zeroelastic.elastic.preemption import Every, Preemption, every, preemption
+from zeroelastic.elastic.resize.world import World
+from zeroelastic.elastic.resize.worlds import worlds
 from zeroelastic.elastic.resume import Resumed, resume
 from zeroelastic.elastic.sampler import ElasticBatchSampler, ElasticDistributedSampler, ElasticIterableDataset
 from zeroelastic.elastic.timeout import set_collective_timeout
-from zeroelastic.elastic.world import World
-from zeroelastic.elastic.worlds import worlds
 
 if TYPE_CHECKING:
     from zeroelastic.elastic.loader import ElasticStatefulDataLoader

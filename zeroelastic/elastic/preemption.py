@@ -32,7 +32,7 @@ from zeroelastic.tags.names import normal
 
 if TYPE_CHECKING:
     from zeroelastic.elastic.events import Events
-    from zeroelastic.memory.checkpoints import MemoryCheckpoints
+    from zeroelastic.elastic.memory.checkpoints import MemoryCheckpoints
 
 _LOGGED = 50
 """Every how many memory checkpoints one is logged."""
@@ -315,7 +315,7 @@ class Preemption:
         from zeroelastic.deepspeed.engine_state import lineage_of
 
         if hasattr(self._engine, "_config") and options_of(self._engine).memory is not None:
-            from zeroelastic.memory.checkpoints import MemoryCheckpoints
+            from zeroelastic.elastic.memory.checkpoints import MemoryCheckpoints
 
             self._memory = MemoryCheckpoints(self._engine, self._directory)
         self._group = dist.new_group(backend="gloo") if dist.get_backend() != "gloo" else None

@@ -89,7 +89,7 @@ def resume(
     from zeroelastic.deepspeed.node_local.node_tags import tags_of_this_run
     from zeroelastic.deepspeed.save.pending import finish_pending
     from zeroelastic.distributed.partners import require_partners
-    from zeroelastic.memory.resume import memory_tier
+    from zeroelastic.elastic.memory.resume import memory_tier
     from zeroelastic.tags.candidates import going_on_from, refuse_fresh_start
 
     install()

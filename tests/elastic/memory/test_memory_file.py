@@ -1,4 +1,4 @@
-"""zeroelastic.memory.memory_file: sizes, pages that are used again, and no byte more than the system has to spare."""
+"""elastic.memory.memory_file: sizes, pages that are used again, and no byte more than the system has to spare."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from zeroelastic.memory import memory_file
-from zeroelastic.memory.memory_file import MemoryFile, require_memory, spare_memory
+from zeroelastic.elastic.memory import memory_file
+from zeroelastic.elastic.memory.memory_file import MemoryFile, require_memory, spare_memory
 
 
 def test_the_file_has_the_size_that_was_asked_for_and_its_bytes(tmp_path: Path) -> None:

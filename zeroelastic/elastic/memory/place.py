@@ -1,5 +1,7 @@
 """The directory of a job in a node's shared memory. It outlives the workers, and goes with their launcher.
 
+The launcher is the process that started the workers of this node: torchrun's agent, DeepSpeed's launcher, slurmstepd.
+
     /dev/shm/zeroelastic-<user>/<pid namespace>-<launcher's pid>-<its start>/
 
 What a launcher that was killed has left, with its reaper, is removed by the next job of the same user.
@@ -8,6 +10,7 @@ What a launcher that was killed has left, with its reaper, is removed by the nex
 from __future__ import annotations
 
 import errno
+import multiprocessing
 import os
 import shutil
 import stat
@@ -18,13 +21,42 @@ from pathlib import Path
 
 from zeroelastic.distributed.process_identity import is_hidden, machine, start_of
 from zeroelastic.errors import SaveError
-from zeroelastic.memory.launcher import Launcher, launcher
 
 MEMORY_DIR = "ZEROELASTIC_MEMORY_DIR"
 """An environment variable: a directory in memory (tmpfs, ramfs, hugetlbfs) in place of /dev/shm."""
 
-
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+
+_OF_A_WORKER = ("RANK", "LOCAL_RANK", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
+"""Variables that a launcher sets for a worker, and a wrapper around the worker has too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launcher:
+    """A process by its id and its start (``start_of``), as ids are used again."""
+
+    pid: int
+    started: str
+
+    @staticmethod
+    def of(pid: int) -> Launcher:
+        """The process that has this id now."""
+        return Launcher(pid, start_of(pid))
+
+    @property
+    def lives(self) -> bool:
+        """Whether it still runs."""
+        return self.started != "" and start_of(self.pid) == self.started
+
+
+def launcher() -> Launcher:
+    """The launcher of this process: the nearest ancestor that is no wrapper (a shell, numactl) of this worker alone.
+
+    A process that nobody launched is its own launcher.
+    """
+    if multiprocessing.parent_process() is None and "LOCAL_RANK" not in os.environ:
+        return Launcher.of(os.getpid())
+    return Launcher.of(_unlike(os.getppid(), os.environ))
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,3 +146,30 @@ def _require_private(found: os.stat_result) -> None:
 def _namespace() -> str:
     """The PID namespace: in another one, process ids mean other processes."""
     return os.readlink("/proc/self/ns/pid").strip("pid:[]")
+
+
+def _unlike(pid: int, own: Mapping[str, str]) -> int:
+    """The nearest of a process and its ancestors that was not started with this worker's variables."""
+    wanted = {name: own.get(name) for name in _OF_A_WORKER}
+    while wanted["LOCAL_RANK"] is not None and pid > 1:
+        found = _environment(pid)
+        if any(found.get(name) != value for name, value in wanted.items()):
+            break
+        pid = _parent(pid)
+    return pid
+
+
+def _environment(pid: int) -> dict[str, str]:
+    """The variables a process was started with; none where they cannot be read."""
+    try:
+        text = Path(f"/proc/{pid}/environ").read_bytes().decode("utf-8", "surrogateescape")
+    except OSError:
+        return {}
+    return dict(entry.split("=", 1) for entry in text.split("\0") if "=" in entry)
+
+
+def _parent(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 1

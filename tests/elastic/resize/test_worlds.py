@@ -21,7 +21,7 @@ from stock_programs import resume_on_stock
 from training import LOSS_RTOL, Job, build_engine, train_step
 
 from zeroelastic.elastic import every, worlds
-from zeroelastic.elastic.roster import Roster
+from zeroelastic.elastic.resize.roster import Roster
 from zeroelastic.errors import ConfigError
 from zeroelastic.in_place import VARIABLE, InPlace
 

@@ -10,8 +10,8 @@ import pytest
 
 from zeroelastic.core.layout import Layout, Param, group_split_layout, layout_from_sub_groups, unpacked_layout
 from zeroelastic.core.movement import Recut, least_moved, moved_elements
-from zeroelastic.elastic.roster import World as Members
-from zeroelastic.elastic.world_changes import Changes
+from zeroelastic.elastic.resize.roster import World as Members
+from zeroelastic.elastic.resize.world import Changes
 
 PER_NODE = 8
 HIDDEN = 12_288

@@ -1,4 +1,4 @@
-"""zeroelastic.memory.place, launcher, reaper: real launchers that restart, end and are killed, and what they leave."""
+"""elastic.memory.place, reaper: real launchers that restart, end and are killed, and what they leave."""
 
 from __future__ import annotations
 
@@ -16,19 +16,18 @@ from typing import Any
 import psutil
 import pytest
 
+from zeroelastic.elastic.memory.generation import RunPlace
+from zeroelastic.elastic.memory.place import MEMORY_DIR, Launcher, Place, launcher
+from zeroelastic.elastic.memory.reaper import start_reaper
 from zeroelastic.errors import CheckpointError, SaveError
-from zeroelastic.memory.generation import RunPlace
-from zeroelastic.memory.launcher import Launcher, launcher
-from zeroelastic.memory.place import MEMORY_DIR, Place
-from zeroelastic.memory.reaper import start_reaper
 
 LIMIT_S = 60.0
 
 WORKER = """
 import json, os, sys, time
 from pathlib import Path
-from zeroelastic.memory.place import Place
-from zeroelastic.memory.reaper import start_reaper
+from zeroelastic.elastic.memory.place import Place
+from zeroelastic.elastic.memory.reaper import start_reaper
 out, wait = Path(sys.argv[1]), sys.argv[2]
 place = Place.of_this_job()
 place.create()
@@ -199,8 +198,8 @@ def test_a_reaper_holds_no_connection_of_the_worker(tmp_path: Path) -> None:
 
 ALONE = """
 import os, sys, time
-from zeroelastic.memory.launcher import Launcher
-from zeroelastic.memory.reaper import start_reaper
+from zeroelastic.elastic.memory.place import Launcher
+from zeroelastic.elastic.memory.reaper import start_reaper
 start_reaper(os.getpid(), Launcher.of(os.getpid()).started, sys.argv[1])
 print(os.path.exists(f"{sys.argv[1]}/reaper.lock"), flush=True)
 time.sleep(60)

@@ -1,8 +1,12 @@
-"""A training loop over worlds: when nodes come or leave, the job goes on at another size in the same processes.
+"""This process in a job that changes size in place: a state machine over its worlds.
 
-``worlds`` builds an engine for each world. Between two of them the state goes from memory to memory, by ``resize``, and
-each rank gets only what it does not have; the content root is compared. Where a node is lost without notice, the
-survivors build the next world too, and resume from the memory of the nodes or from the disk.
+    Forming      the members of a world come together, and each builds its engine and fills it
+    Training     the caller's loop runs
+    Recovering   a member was lost: the survivors agree on the world that follows
+    HandingOver  this process leaves, and sends the part of the state that it has
+    Ended
+
+``Job.worlds`` goes from state to state; each method that handles one returns the next.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from importlib import import_module
@@ -26,14 +31,12 @@ from zeroelastic.core.movement import Recut
 from zeroelastic.distributed.collective import broadcast_or_raise, collective_device
 from zeroelastic.distributed.peers import JoinedPeers
 from zeroelastic.elastic.events import Events
-from zeroelastic.elastic.membership import Membership
-from zeroelastic.elastic.notice import SIGNALS, Notice
+from zeroelastic.elastic.notice import Notice
 from zeroelastic.elastic.position import KEY, Position, generators_of, restore_generators, unpack_position
-from zeroelastic.elastic.preemption import Every
+from zeroelastic.elastic.resize.membership import Membership
+from zeroelastic.elastic.resize.roster import World as Members
+from zeroelastic.elastic.resize.world import NOTICING_S, Asked, Changes, World, forget_frames
 from zeroelastic.elastic.resume import Resumed, resume
-from zeroelastic.elastic.roster import World as Members
-from zeroelastic.elastic.world import Asked, World, forget_frames
-from zeroelastic.elastic.world_changes import NOTICING_S, Changes
 from zeroelastic.errors import ConfigError, MembershipError, StrictError, with_remedy
 from zeroelastic.monitoring.observers import publish
 from zeroelastic.report import ResizeReport
@@ -83,85 +86,7 @@ class _Watch:
                 return
 
 
-def worlds(
-    build: Callable[[], Any],
-    directory: str | os.PathLike[str],
-    *,
-    data: Position | None = None,
-    saving: Every | None = None,
-    grace: float = 30.0,
-    client_state: Callable[[], Mapping[str, Any]] | None = None,
-    log: str | os.PathLike[str] | None = None,
-    status: bool = False,
-    strict: bool = True,
-    fresh: bool = False,
-    required: bool = False,
-    sizes: Callable[[int], bool] | None = None,
-) -> Iterator[World]:
-    """The job at one size after another, each with an engine that ``build`` makes for it::
-
-        for world in worlds(build, "ckpt", data=sampler, saving=every(seconds=600)):
-            with world as engine:
-                for batch in batches(sampler, engine):
-                    engine.backward(engine(batch))
-                    engine.step()
-                    if world.ends():
-                        break
-
-    ``build()`` is called in each world, when ``torch.distributed`` is there: it makes the model and returns what
-    ``deepspeed.initialize`` returns first, or that and a position in the data which fits this world. It must build the
-    same model and optimizer groups each time; their values are replaced by those of the run. ``sizes(n)`` says whether
-    the job can have ``n`` ranks. The other arguments are those of ``preemption`` and ``resume``; ``log`` is the path of
-    an event log.
-
-    Under torchrun with ``--rdzv-backend=zeroelastic-in-place``, worlds change in the same processes: a node that comes
-    is taken in between two steps, one that is asked to leave (SIGTERM) hands its state to the others. When all nodes
-    are asked to leave, the job saves and stops, as with ``preemption``. Elsewhere there is one world, which begins with
-    ``resume``. The loop ends when the training loop of a world ends by itself, when the job stops, and in a process
-    that leaves.
-
-    Raises what ``build`` and ``resume`` raise, StrictError for another global batch in the next world where ``strict``,
-    DigestMismatchError where the state has changed on its way, and MembershipError where the job goes on without this
-    process.
-    """
-    asked = Asked(build, directory, data, saving, client_state, log, status, strict, fresh, required, sizes)
-    from zeroelastic.deepspeed.install.seams import install
-
-    install()
-    membership = Membership.of_this_process()
-    with _Noticing(Notice(grace if membership is None else min(grace, membership.settings.notice), SIGNALS)) as notice:
-        if membership is None:
-            yield _only_world(asked, notice)
-            return
-        try:
-            yield from _Job(asked, membership, notice).worlds()
-        finally:
-            membership.leave()
-
-
-class _Noticing:
-    """Signals are noted from the first world to the end of the last one, and ignored while a process leaves."""
-
-    def __init__(self, notice: Notice) -> None:
-        self._notice = notice
-
-    def __enter__(self) -> Notice:
-        self._notice.begin()
-        return self._notice
-
-    def __exit__(self, *_: object) -> None:
-        self._notice.end(ignoring=self._notice.at is not None)
-
-
-def _only_world(asked: Asked, notice: Notice) -> World:
-    """The one world of a job whose size does not change."""
-    engine, data = _built(asked)
-    log = Events(engine, asked.log, status=asked.status)
-    start = _resumed(asked, engine, data, log)
-    return World(asked, engine, data, start, log, notice, None, None)
-
-
-def _resumed(asked: Asked, engine: Any, data: Position | None, log: Events) -> Resumed:
+def resume_newest(asked: Asked, engine: Any, data: Position | None, log: Events) -> Resumed:
     """The newest checkpoint, in memory or on disk. Collective."""
     return resume(
         engine,
@@ -174,7 +99,8 @@ def _resumed(asked: Asked, engine: Any, data: Position | None, log: Events) -> R
     )
 
 
-def _built(asked: Asked) -> tuple[Any, Position | None]:
+def build_engine(asked: Asked) -> tuple[Any, Position | None]:
+    """The engine of a world and its position in the data, as the caller builds them. Raises ConfigError."""
     made = asked.build()
     if isinstance(made, tuple):
         if len(made) != 2:
@@ -225,80 +151,117 @@ class _Beginning:
             self._data, self._position = data, copy.deepcopy(data.state_dict())
 
 
-class _Job:
+@dataclass(frozen=True, slots=True)
+class Forming:
+    """The members of a world come together, and each builds its engine and fills it."""
+
+    members: Members
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """The caller's loop runs over this world."""
+
+    world: World
+
+
+@dataclass(frozen=True, slots=True)
+class Recovering:
+    """A member of a world was lost, before or after it had begun: its survivors agree on the one that follows.
+
+    ``unchanged`` says that this process still has the state of the world before, because the new one had not begun.
+    """
+
+    members: Members
+    unchanged: bool
+
+
+@dataclass(frozen=True, slots=True)
+class HandingOver:
+    """This process leaves, and sends the others what they need of its part of the state."""
+
+    following: Members
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """This process takes no part any more."""
+
+
+State = Forming | Training | Recovering | HandingOver | Ended
+
+
+class Job:
     """The worlds of a job in which this process is a member."""
 
     def __init__(self, asked: Asked, membership: Membership, notice: Notice) -> None:
         self._asked, self._membership, self._notice = asked, membership, notice
         self._leaving: Leaving | None = None
+        """The state of the world before, from its end until the next one has begun."""
         self._ended_at = time.monotonic()
         self._limit = timedelta(seconds=membership.settings.failure_timeout)
         self._has_begun = False
         self._beginning = _Beginning()
 
     def worlds(self) -> Iterator[World]:
-        from zeroelastic.deepspeed.process_world import end_groups_at_exit
-        from zeroelastic.deepspeed.resize.restore import leave_world
-
+        """Each world in which the caller's loop runs, until this process leaves or the job ends."""
         for name in _IMPORTS:  # before this process is ready to be taken in: nobody waits for it
             with suppress(ImportError):
                 import_module(name)
-        now = self._membership.first()
-        while True:
-            world = self._begun(now)
-            if world is None:
-                next_world = self._next_after_failure(now, unchanged=self._leaving is not None)
-                if next_world is None:
-                    return
-                now = next_world
-                continue
-            self._leaving = None
-            yield world
-            changes = world.changes
-            assert changes is not None
-            self._ended_at = time.monotonic()
-            following = changes.following
-            if following is None and not world.failed:
-                end_groups_at_exit()  # the script may still use the engine
-                if not world.stopped:
-                    self._membership.leave(finished=True)
-                return
-            failed = world.failed
-            if following is not None and following.previous and not failed:
-                try:
-                    self._leaving = leave_world(world.engine, world.state())
-                except (RuntimeError, OSError, EOFError) as error:
-                    if not changes.lost_peer(error):
-                        raise
-                    forget_frames(error)
-                    failed = True
-            engine = world.release()
-            del world, changes
-            _end(engine, failed=failed)
-            del engine
-            leaves = following is not None and self._membership.number not in following.members
-            if leaves and following is not None and not failed:
-                self._serve(following)
-            if leaves:
-                return
-            now = now if following is None else following
-            if failed:
-                next_world = self._next_after_failure(now, unchanged=False)
-                if next_world is None:
-                    return
-                now = next_world
+        state: State = Forming(self._membership.first())
+        while not isinstance(state, Ended):
+            match state:
+                case Forming(members):
+                    state = self._form(members)
+                case Training(world):
+                    yield world
+                    state = self._after_training(world)
+                case Recovering(members, unchanged):
+                    state = self._recover(members, unchanged=unchanged)
+                case HandingOver(following):
+                    state = self._hand_over(following)
 
-    def _begun(self, now: Members) -> World | None:
-        """The world, begun; None where a member of it, or of the one before, was lost on the way."""
+    def _after_training(self, world: World) -> State:
+        """The state after the caller's loop over a world has ended, in whatever way."""
+        from zeroelastic.deepspeed.process_world import end_groups_at_exit
+        from zeroelastic.deepspeed.resize.restore import leave_world
+
+        changes = world.changes
+        assert changes is not None
+        now, following, failed = changes.now, changes.following, world.failed
+        self._ended_at = time.monotonic()
+        if following is None and not failed:
+            end_groups_at_exit()  # the script may still use the engine
+            if not world.stopped:
+                self._membership.leave(finished=True)
+            return Ended()
+        if following is not None and following.previous and not failed:
+            try:
+                self._leaving = leave_world(world.engine, world.state())
+            except (RuntimeError, OSError, EOFError) as error:
+                if not changes.lost_peer(error):
+                    raise
+                forget_frames(error)
+                failed = True
+        del changes  # it refers to the engine
+        _end(world.release(), failed=failed)
+        if following is not None and self._membership.number not in following.members:
+            return Ended() if failed else HandingOver(following)
+        members = now if following is None else following
+        return Recovering(members, unchanged=False) if failed else Forming(members)
+
+    def _form(self, now: Members) -> Training | Recovering:
+        """Form a world, build its engine and fill it; ``Recovering`` where a member of it, or of the last, was lost."""
         from zeroelastic.deepspeed.agreement import OtherRanksRefusedError, same_on_all_ranks
         from zeroelastic.deepspeed.engine_state import changing
         from zeroelastic.deepspeed.process_world import begin_world, only_new_garbage
 
-        if self._leaving is None and self._membership.number in now.previous:  # it failed before its state was kept
+        has_state = self._leaving is not None
+        if not has_state and self._membership.number in now.previous:  # it failed before its state was kept
             self._membership.cannot_meet(now)
-            return None
+            return Recovering(now, unchanged=False)
         if not self._membership.meet(now):
-            return None
+            return Recovering(now, unchanged=has_state)
         changes = Changes(self._membership, now, self._asked.sizes)
         rank, size = now.members.index(self._membership.number), len(now.members)
         engine = None
@@ -310,7 +273,7 @@ class _Job:
                     self._beginning.restore_generators()
                 # DeepSpeed collects garbage while it builds
                 with only_new_garbage(), same_on_all_ranks(self._asked.facts(), trained=self._has_begun):
-                    engine, data = _built(self._asked)
+                    engine, data = build_engine(self._asked)
                 if not now.previous or not self._has_begun:
                     self._beginning.restore_position(data)
                 in_place = self._has_begun or bool(now.previous)
@@ -322,7 +285,7 @@ class _Job:
                         start, report = self._moved(now, engine, data, formed)
                     log.resumed(start, seconds=report.move_seconds, resize=report)
                 else:
-                    start = _resumed(self._asked, engine, data, log)
+                    start = resume_newest(self._asked, engine, data, log)
         except (RuntimeError, OSError, EOFError) as error:
             refused = isinstance(error, OtherRanksRefusedError)
             if not refused and not changes.lost_peer(error, with_previous=True):
@@ -330,9 +293,10 @@ class _Job:
             logger.warning("world %d ends before it has begun: %s", now.number, error)
             forget_frames(error)
             _end(engine, failed=True)
-            return None
+            return Recovering(now, unchanged=has_state)
         changes.recuts = self._recuts(engine)
-        return World(self._asked, engine, data, start, log, self._notice, changes, report)
+        self._leaving = None
+        return Training(World(self._asked, engine, data, start, log, self._notice, changes, report))
 
     def _recuts(self, engine: Any) -> Callable[[int], Sequence[Recut]] | None:
         """How the state of an engine is cut at other sizes; None where it cannot move, with a warning. Collective."""
@@ -345,19 +309,19 @@ class _Job:
             logger.warning("%s: a change of size goes by way of a save to %s", why, self._asked.directory)
         return None
 
-    def _next_after_failure(self, now: Members, *, unchanged: bool) -> Members | None:
-        """The world that follows one that has failed; None for a process that was asked to leave anyway."""
+    def _recover(self, now: Members, *, unchanged: bool) -> Forming | Ended:
+        """Agree with the other survivors on the world that follows one that has failed."""
         following = self._membership.after_failure(now, unchanged=unchanged)
         if not following.previous:
             self._leaving = None
         if self._membership.number not in following.members:
             if self._notice.at is not None:
-                return None
+                return Ended()
             raise MembershipError(
                 f"world {following.number} goes on without this process, whose node has lost a worker. It ends, and "
                 "torchrun starts the workers of the node again."
             )
-        return following
+        return Forming(following)
 
     def _peers(self, now: Members) -> tuple[JoinedPeers, list[int]]:
         """All members of two worlds, the new one's first, and the peer that each old rank is. Collective."""
@@ -369,12 +333,12 @@ class _Job:
         place = {member: number for number, member in enumerate(joined)}
         return peers, [place[member] for member in now.previous]
 
-    def _serve(self, following: Members) -> None:
-        """Send what the others need, and wait until they have it."""
+    def _hand_over(self, following: Members) -> Ended:
+        """Send what the others need, and wait until they have it; nothing where they resume from the directory."""
         from zeroelastic.deepspeed.resize.restore import serve
 
         if self._leaving is None:
-            return
+            return Ended()
         try:
             peers, peer_of = self._peers(following)
             peers.broadcast(self._leaving.state if peers.rank == peer_of[0] else None, peer_of[0])
@@ -385,6 +349,7 @@ class _Job:
         except RuntimeError as error:
             logger.warning("left, while the others changed to world %d: %s", following.number, error)
         self._leaving = None
+        return Ended()
 
     def _moved(self, now: Members, engine: Any, data: Position | None, formed: float) -> tuple[Resumed, ResizeReport]:
         """Fill the engine with the state of the world before. Collective."""

@@ -27,11 +27,11 @@ from zeroelastic.deepspeed.install.wrappers import loading_strictly
 from zeroelastic.deepspeed.live.kinds import kind_of, read_live
 from zeroelastic.deepspeed.live.trained import param_names
 from zeroelastic.distributed.collective import all_gather, all_or_raise, broadcast_or_raise
+from zeroelastic.elastic.memory.generation import MemoryNote, RunPlace, lacking
+from zeroelastic.elastic.memory.place import Place
 from zeroelastic.errors import CheckpointError, SaveError, UnreadableError, finding, rank_list
 from zeroelastic.in_place import VARIABLE as IN_PLACE
 from zeroelastic.io.paths import FilePath
-from zeroelastic.memory.generation import MemoryNote, RunPlace, lacking
-from zeroelastic.memory.place import Place
 from zeroelastic.tags.commit_order import Tag
 
 logger = logging.getLogger(__name__)

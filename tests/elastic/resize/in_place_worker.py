@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-from zeroelastic.elastic.membership import Membership, World
+from zeroelastic.elastic.resize.membership import Membership, World
 
 DIRECTORY = Path(sys.argv[1])
 LIMIT_S = 120.0

@@ -16,20 +16,17 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 
 def die_at(phase: str, directory: Path) -> None:
     """Kill this process when it comes to a phase of the next change."""
     from zeroelastic.deepspeed import process_world
     from zeroelastic.deepspeed.resize import restore
-    from zeroelastic.elastic import membership, world_changes
-
-    worlds = import_module("zeroelastic.elastic.worlds")  # the package has the function of this name
+    from zeroelastic.elastic.resize import job, membership, world
 
     changing = [False]
 
@@ -44,7 +41,7 @@ def die_at(phase: str, directory: Path) -> None:
 
         return call
 
-    decide = world_changes.Changes.change
+    decide = world.Changes.change
 
     def change(self: Any, *, leaves: bool) -> bool:
         changes = decide(self, leaves=leaves)
@@ -53,7 +50,7 @@ def die_at(phase: str, directory: Path) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return changes
 
-    world_changes.Changes.change = change
+    world.Changes.change = change
     first = membership.Membership.first
 
     def came(self: Any) -> Any:
@@ -67,8 +64,8 @@ def die_at(phase: str, directory: Path) -> None:
         "held": (restore, "leave_world", True),
         "meeting": (membership.Membership, "meet", False),
         "groups": (process_world, "begin_world", True),
-        "built": (worlds, "_built", True),
-        "peers": (worlds._Job, "_peers", True),
+        "built": (job, "build_engine", True),
+        "peers": (job.Job, "_peers", True),
         "moving": (restore, "move", False),
         "moved": (restore, "move", True),
     }
@@ -84,7 +81,7 @@ def main(directory: Path) -> None:
     from training import Job, build_engine, ds_config, look, train_step
 
     from zeroelastic.elastic import ElasticDistributedSampler, every
-    from zeroelastic.elastic.worlds import worlds
+    from zeroelastic.elastic.resize.worlds import worlds
 
     if "die" in settings:
         die_at(settings["die"], directory)

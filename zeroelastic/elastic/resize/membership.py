@@ -21,8 +21,8 @@ from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from zeroelastic.elastic.job_store import break_connections, connect, sockets_to
-from zeroelastic.elastic.roster import Node, Roster, Snapshot, Watch, World, failures_in
+from zeroelastic.elastic.resize.job_store import break_connections, connect, sockets_to
+from zeroelastic.elastic.resize.roster import Node, Roster, Snapshot, Watch, World, failures_in
 from zeroelastic.errors import ConfigError, MembershipError
 from zeroelastic.in_place import VARIABLE, InPlace, note_joined
 

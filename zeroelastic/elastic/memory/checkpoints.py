@@ -54,15 +54,14 @@ from zeroelastic.distributed.collective import (
     end_group,
     gather,
 )
+from zeroelastic.elastic.memory.capture import CompleteFile, MemorySnapshot, capture
+from zeroelastic.elastic.memory.copies import Placement, nodes_of, protect
+from zeroelastic.elastic.memory.generation import NOTE_NAME, MemoryNote, RunPlace, tag_of
+from zeroelastic.elastic.memory.memory_file import MemoryFile
+from zeroelastic.elastic.memory.place import Place
+from zeroelastic.elastic.memory.reaper import start_reaper
 from zeroelastic.errors import ConfigError, SaveError, UnsupportedError
 from zeroelastic.io.paths import FilePath
-from zeroelastic.memory.capture import CompleteFile, MemorySnapshot, capture
-from zeroelastic.memory.generation import NOTE_NAME, MemoryNote, RunPlace, tag_of
-from zeroelastic.memory.memory_file import MemoryFile
-from zeroelastic.memory.place import Place
-from zeroelastic.memory.placement import Placement, nodes_of
-from zeroelastic.memory.protect import protect
-from zeroelastic.memory.reaper import start_reaper
 from zeroelastic.monitoring.observers import publish
 from zeroelastic.report import MemoryReport
 

@@ -22,10 +22,10 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from zeroelastic.elastic.memory.place import require_own
 from zeroelastic.errors import CheckpointError, UnreadableError
 from zeroelastic.io.paths import FilePath
 from zeroelastic.io.storage import file_sizes
-from zeroelastic.memory.place import require_own
 
 logger = logging.getLogger(__name__)
 

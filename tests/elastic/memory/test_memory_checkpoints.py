@@ -28,14 +28,14 @@ import zeroelastic
 from zeroelastic.checkpoint.commit_record import read_record
 from zeroelastic.distributed import exchange
 from zeroelastic.elastic import ElasticDistributedSampler, every, preemption, resume
+from zeroelastic.elastic.memory import checkpoints
+from zeroelastic.elastic.memory import resume as memory_resume
+from zeroelastic.elastic.memory.checkpoints import MemoryCheckpoints
+from zeroelastic.elastic.memory.generation import RunPlace
+from zeroelastic.elastic.memory.memory_file import MemoryFile
+from zeroelastic.elastic.memory.place import Place
 from zeroelastic.errors import ConfigError
 from zeroelastic.io.paths import as_path
-from zeroelastic.memory import checkpoints
-from zeroelastic.memory import resume as memory_resume
-from zeroelastic.memory.checkpoints import MemoryCheckpoints
-from zeroelastic.memory.generation import RunPlace
-from zeroelastic.memory.memory_file import MemoryFile
-from zeroelastic.memory.place import Place
 from zeroelastic.report import MemoryReport
 from zeroelastic.testing import RankError, RankPool, compare_states
 

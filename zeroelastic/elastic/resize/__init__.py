@@ -1,0 +1,11 @@
+"""Jobs that change size in the same processes: who is in the job, one world after the other, and what goes between.
+
+    job_store   connections to the job's store, each request with a limit
+    roster      what the store knows: nodes, members, heartbeats and the world
+    membership  this process as a member: the members agree on the next world
+    world       the job at one size, and what follows it
+    job         this process from world to world: a state machine
+    worlds      the function that users call
+
+Read ``job``, then ``membership``. The state itself is moved by ``deepspeed.resize``.
+"""
