@@ -1,6 +1,6 @@
 """Functions that run right after a module was imported; and ``ZEROELASTIC=1``, which installs zeroelastic that way.
 
-And the rendezvous of ``zeroelastic.rendezvous_in_place``, for torchrun, which imports all that it could be asked for.
+And the rendezvous of ``zeroelastic.elastic.resize.rendezvous``, for torchrun, which imports every handler at its start.
 
 Stands alone and imports nothing but the standard library's smallest modules: where the environment variable is set,
 ``zeroelastic.pth`` calls ``activate`` at the start of every Python process, most of which never import DeepSpeed. In
@@ -86,7 +86,7 @@ def rendezvous_in_place() -> Callable[[Any], Any]:
     """The entry point of ``torchrun.handlers``: zeroelastic is imported where its rendezvous is asked for."""
 
     def create(params: Any) -> Any:
-        return import_module("zeroelastic.rendezvous_in_place").create_handler(params)
+        return import_module("zeroelastic.elastic.resize.rendezvous").create_handler(params)
 
     return create
 

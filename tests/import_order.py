@@ -18,7 +18,7 @@ LEVELS = [
     {"deepspeed"},
     {"elastic"},
     {""},
-    {"run", "activation", "integrations", "rendezvous_in_place", "testing"},
+    {"run", "activation", "integrations", "testing"},
     {"proving"},
     {"cli"},
     {"__main__"},

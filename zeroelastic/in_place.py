@@ -1,7 +1,7 @@
 """A job that changes size without starting again: what its agents pass to their workers, by an environment variable.
 
-``zeroelastic.rendezvous_in_place`` sets the variable, ``elastic.resize.membership`` reads it. Elsewhere it is asked
-whether this process is a worker of such a job, and whether it has joined its world.
+``elastic.resize.rendezvous`` sets the variable, ``elastic.resize.membership`` reads it. Elsewhere it is asked whether
+this process is a worker of such a job, and whether it has joined its world.
 """
 
 from __future__ import annotations

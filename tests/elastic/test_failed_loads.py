@@ -238,7 +238,7 @@ def moved(run: Run) -> int | None:
     rank, size = dist.get_rank(), dist.get_world_size()
     peers = JoinedPeers(dist.PrefixStore(str(run.calls), run.store), rank, size, timeout=timedelta(seconds=30))
     job = object.__new__(ResizeJob)
-    job._asked, job._leaving, job._ended_at = SimpleNamespace(strict=True), run.leaving, 0.0  # type: ignore[assignment]
+    job._arguments, job._leaving, job._ended_at = SimpleNamespace(strict=True), run.leaving, 0.0  # type: ignore[assignment]
     job._peers = lambda now: (peers, list(range(size)))  # type: ignore[method-assign]
     now = World(1, tuple(range(size)), tuple(range(size)))
     with with_remedy(), changing(run.engine):

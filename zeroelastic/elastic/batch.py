@@ -46,7 +46,7 @@ class BatchPlan:
     def loss_weight(self, rank: int, micro_step: int) -> float:
         """The factor for the mean loss of a micro step over its ``num_samples``; 1.0 without padding.
 
-        DeepSpeed averages over micro steps and ranks alike, so a micro step with fewer samples would count too much:
+        DeepSpeed averages over micro steps and over ranks, so a micro step with fewer samples would count too much:
         with this weight the gradient is exactly that of the mean over the global batch. The weight is 0.0 where a rank
         has no sample; it takes the step all the same, on any sample.
         """

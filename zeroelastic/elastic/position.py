@@ -125,7 +125,7 @@ def restore_generators(saved: Mapping[str, Any], device: torch.device) -> None:
 
 
 def seed_generators(seed: int) -> None:
-    """Seed Python's, numpy's and torch's generators, those of GPUs too."""
+    """Seed the generators of Python, numpy and torch, on GPUs too."""
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
     torch.manual_seed(seed)

@@ -100,7 +100,7 @@ class Preemption:
     every optimizer step. ``log`` records saves and the stop.
 
     Attributes: ``saves`` are the tags saved so far; the last one may still be being written in the background.
-    ``stopped`` says whether the run was told to stop. ``save_seconds`` is how long the last complete save took on the
+    ``stopped`` says whether the run was asked to stop. ``save_seconds`` is how long the last complete save took on the
     slowest rank, None before the first. An error of a save in the background is raised by the next save, or at the end
     of the block.
 
@@ -128,7 +128,7 @@ class Preemption:
         notice: Notice | None = None,
         changes: WorldChanges | None = None,
     ) -> None:
-        """``notice`` and ``changes`` are those of ``worlds``, whose signal handlers outlive this block."""
+        """``worlds`` passes ``notice``, whose signal handlers outlive this block, and ``changes``."""
         self.saves: list[str] = []
         self.stopped = False
         self._changed, self._changes = False, changes

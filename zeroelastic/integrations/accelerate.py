@@ -62,7 +62,7 @@ def _load_state(original: Callable[..., Any]) -> Callable[..., Any]:
         saved = _look(self, engine, directory) if directory is not None else None
         if saved is None:
             return original(self, input_dir, load_kwargs, **kwargs)
-        # The schedulers that accelerate steps; the engine handles those of DeepSpeed.
+        # The schedulers that accelerate steps; the engine handles DeepSpeed's.
         stepped = [s for s in self._schedulers if hasattr(s, "step_with_optimizer") and hasattr(s, "scheduler")]
         return load_and_correct(
             *(logger, "accelerate", engine),

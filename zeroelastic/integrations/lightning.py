@@ -184,7 +184,7 @@ def _refuse(trainer: Any, engine: Any, path: Path, saved: _Saved) -> None:
 
 
 def _uneven(saved: _Saved) -> str:
-    """Why the saved position lies within an optimizer step; empty if it does not."""
+    """Why the saved position is within an optimizer step; empty if it is not."""
     left = saved.done % saved.accumulation
     if (left and saved.is_last_batch) or (saved.total["ready"] - saved.current["ready"]) % saved.accumulation:
         return (

@@ -1,7 +1,7 @@
 """What the Hugging Face Trainer needs besides ``zeroelastic.install()`` to continue at another world size.
 
 The Trainer calls the engine's own methods, so weights, optimizer state, counters and scheduler resume without this
-module. It handles what lies outside of the engine: the global batch, the order and the end of an epoch, and the random
+module. It handles state outside of the engine: the global batch, the order and the end of an epoch, and the random
 number generators of new ranks. Written for ``Trainer`` of transformers 5.23.
 """
 
@@ -224,7 +224,7 @@ def _complete(trainer: Trainer, loader: Any, report: ResumeReport) -> ResumeRepo
 
 
 def _drift(trainer: Trainer, loader: Any, checkpoint: Path) -> Notes:
-    """How the position in the data and the schedule differ from those of the saved run."""
+    """How the position in the data and the schedule differ from the saved run's."""
     notes = Notes()
     state, updates = trainer.state, _updates_per_epoch(trainer, loader)
     here, sampler = state.global_step / updates, _sampler_of(loader)

@@ -116,7 +116,7 @@ class SaveEvent(_Event):
 
 
 class MemoryEvent(_Event):
-    """One of many checkpoints in the memory of the nodes: the fields are those of ``report.MemoryReport``."""
+    """One of many checkpoints in the memory of the nodes: the fields of ``report.MemoryReport``."""
 
     event: Literal["memory"] = "memory"
     step: int

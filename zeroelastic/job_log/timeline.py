@@ -88,7 +88,7 @@ class Incarnation:
 
     @property
     def how(self) -> How | None:
-        """Where its workers began: in new processes, or in those of before; None in older logs."""
+        """How its workers began: in new processes, or in the processes of the start before; None in older logs."""
         return None if self.start.in_place is None else "in place" if self.start.in_place else "cold"
 
 

@@ -7,7 +7,7 @@
     job_metrics  the metrics of a whole job, from its event log
     spans        OpenTelemetry spans, where the program has set up OpenTelemetry
 
-The figures are those of ``zeroelastic.report`` and of the event log; nothing here measures anything. Imports neither
+The figures come from ``zeroelastic.report`` and the event log; nothing here measures anything. Imports neither
 torch nor deepspeed. Read ``observers``, then ``metrics``.
 """
 

@@ -1,4 +1,4 @@
-"""The metrics of a whole job, over all of its starts, from the timeline of its event log."""
+"""The metrics of a whole job, over all starts, from the timeline of the event log."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class Sample:
 
 
 def prometheus_text(samples: Iterable[Sample]) -> str:
-    """Samples of ``METRICS`` as text, those of one metric together, each metric with its HELP and TYPE line."""
+    """Samples of ``METRICS`` as text, grouped by metric, each metric with its HELP and TYPE line."""
     by_name: dict[str, list[Sample]] = {}
     for sample in samples:
         by_name.setdefault(sample.name, []).append(sample)

@@ -19,9 +19,9 @@ import torch.distributed as dist
 import warm_python
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
+from zeroelastic.elastic.resize.rendezvous import create_handler
 from zeroelastic.errors import ConfigError, MembershipError
 from zeroelastic.in_place import BACKEND, VARIABLE, InPlace, note_joined, refuse_outside_of_worlds
-from zeroelastic.rendezvous_in_place import create_handler
 
 HERE = Path(__file__).parent
 LIMIT_S = 120.0

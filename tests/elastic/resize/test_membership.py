@@ -130,11 +130,11 @@ def kill_at(member: Membership, request: int) -> None:
     original, left = member._roster._call, [request]
 
     def killed(operation: str, *arguments: Any) -> Any:
-        if threading.current_thread() is member._pulse:
+        if threading.current_thread() is member._heartbeat:
             return original(operation, *arguments)
         left[0] -= 1
         if left[0] < 0:
-            member._pulse.stop()
+            member._heartbeat.stop()
             raise Killed
         return original(operation, *arguments)
 

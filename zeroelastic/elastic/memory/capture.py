@@ -46,7 +46,7 @@ class CompleteFile:
 
 
 class MemorySnapshot(Snapshot):
-    """Keeps what it is given in files of shared memory, which ``take`` gives by name and size, pinned or not."""
+    """Keeps what it gets in files of shared memory, which ``take`` gives by name and size, pinned or not."""
 
     def __init__(
         self,

@@ -107,7 +107,7 @@ class _Slot:
         return self._files[name].take(nbytes, pinned=pinned)
 
     def link(self, directory: Path) -> None:
-        """Link the files of this generation into a directory, and free those of another one. Raises OSError."""
+        """Link the files of this generation into a directory, and free the memory of other files. Raises OSError."""
         for name in set(self._files) - self._used:
             self._files.pop(name).path.unlink(missing_ok=True)
         for name in self._used:

@@ -40,8 +40,8 @@ class MemoryNote(BaseModel):
     """What one generation is; the same text on all nodes.
 
     ``parent`` is the save on the disk, by its id, that the run continued from or committed last, and ``begun`` the one
-    that it had begun last: the state is newer than that, too, if it was committed later. ``files`` are those of each
-    rank that are on other nodes too, with their sizes.
+    that it had begun last: the state is newer than that, too, if it was committed later. ``files`` are the files
+    of each rank that are on other nodes too, with their sizes.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)

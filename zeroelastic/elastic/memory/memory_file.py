@@ -48,7 +48,7 @@ class MemoryFile:
     def take(self, nbytes: int, *, pinned: bool = False) -> torch.Tensor:
         """The file's bytes, shape ``(nbytes,)``, uint8, from the beginning of a page; the file has just this size.
 
-        What is in them is of no meaning. ``pinned`` registers them with the CUDA driver, where it does so. Raises
+        Their content has no meaning. ``pinned`` registers them with the CUDA driver, where it does so. Raises
         OSError naming the file where the memory is not there.
         """
         if self._pages is not None and not (pinned and _num_pages(nbytes) == _num_pages(self._size)):
@@ -89,7 +89,7 @@ def _num_pages(nbytes: int) -> int:
 
 
 def _map(fd: int, nbytes: int) -> tuple[Pages, memoryview]:
-    """The file's first ``nbytes`` bytes, at an address where pages of 2 MiB may begin, and the mapping they lie in."""
+    """The file's first ``nbytes`` bytes, at an address where pages of 2 MiB may begin, and their mapping."""
     room = Pages(-1, nbytes + _LARGE_PAGE)  # it takes addresses, no memory, and gives them back when it is dropped
     first = room.address()
     skipped = -first % _LARGE_PAGE
@@ -104,7 +104,7 @@ def _map(fd: int, nbytes: int) -> tuple[Pages, memoryview]:
 
 
 def _use_large_pages(fd: int, memory: memoryview, begin: int, end: int) -> None:
-    """Make pages of 2 MiB of what lies between two sizes of the file, as far as the system has them.
+    """Use pages of 2 MiB between two sizes of the file, as far as the system has them.
 
     A page is made of the pages in its place, of which there must be one.
     """

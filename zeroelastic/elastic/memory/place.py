@@ -69,14 +69,14 @@ class Place:
 
     @staticmethod
     def of_this_job(environment: Mapping[str, str] = os.environ) -> Place:
-        """That of the job of this worker; the same for all workers of its launcher."""
+        """The place of this worker's job; the same for all workers of a launcher."""
         found = launcher()
         root = Path(environment.get(MEMORY_DIR) or "/dev/shm").absolute()
         name = f"{_namespace()}-{found.pid}-{found.started}"
         return Place(root / f"zeroelastic-{os.getuid()}" / name, f"{machine()} {found.pid} {found.started}", found)
 
     def create(self) -> None:
-        """Make the directory, and remove those of launchers that have ended. Raises SaveError."""
+        """Make the directory, and remove directories whose launchers have ended. Raises SaveError."""
         try:
             for directory in (self.path.parent, self.path):
                 with suppress(FileExistsError):

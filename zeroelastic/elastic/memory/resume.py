@@ -1,7 +1,7 @@
 """Resume from the memory of the nodes, at any number of ranks: the newest generation that is complete and verifies.
 
-What is in memory is a checkpoint whose files lie on several nodes, so a load is that of node-local disks: each byte is
-read once, by a rank that sees it, and sent to the rank that needs it.
+A checkpoint in memory has its files on several nodes, so it is loaded as from node-local disks: each byte is read once,
+by a rank that sees it, and sent to the rank that needs it.
 """
 
 from __future__ import annotations
@@ -147,8 +147,8 @@ class MemoryTier:
     ) -> tuple[T | None, tuple[str, ...]]:
         """What ``finish(tag, client state)`` returns for the first that loads, and why others did not. Collective.
 
-        Errors of a generation pass it over, those of the run are raised. The run continues the save on the disk that
-        the generation continued.
+        An error of a generation passes it over, an error of the run is raised. The run continues the save on the disk
+        that the generation continued.
         """
         passed: list[str] = []
         for generation in generations:
@@ -227,8 +227,8 @@ def _is_newer(generation: Generation, saved: Tag, *, rolled_back: bool) -> bool:
     """Whether a run resumes from a generation rather than from a checkpoint on the disk.
 
     A generation that was made after that save is newer, even if the save was committed later: one in the background may
-    take long. Of one step, saved to both, the one in memory is taken: they have the same content. Times decide between
-    those of which neither continues the other.
+    take long. Of one step, saved to both, the one in memory is taken: they have the same content. Where neither
+    continues the other, times decide.
     """
     note = generation.note
     if saved.save_id is not None and generation.continues == saved.save_id:

@@ -1,5 +1,6 @@
 """Jobs that change size in the same processes: who is in the job, one world after the other, and what goes between.
 
+    rendezvous  torchrun's agents: each starts its node by itself
     job_store   connections to the job's store, each request with a limit
     roster      what the store knows: nodes, members, heartbeats and the world
     membership  this process as a member: the members agree on the next world

@@ -35,7 +35,7 @@ from zeroelastic.elastic.notice import Notice
 from zeroelastic.elastic.position import KEY, Position, generators_of, restore_generators, unpack_position
 from zeroelastic.elastic.resize.membership import Membership
 from zeroelastic.elastic.resize.roster import World as Members
-from zeroelastic.elastic.resize.world import NOTICING_S, Asked, Changes, World, forget_frames
+from zeroelastic.elastic.resize.world import NOTICING_S, Changes, World, WorldArguments, forget_frames
 from zeroelastic.elastic.resume import Resumed, resume
 from zeroelastic.errors import ConfigError, MembershipError, StrictError, with_remedy
 from zeroelastic.monitoring.observers import publish
@@ -59,7 +59,7 @@ _IMPORTS = (
 process is the import of what torch's compiler needs (DeepSpeed 0.19.8, torch 2.13)."""
 
 
-class _Watch:
+class _BreaksWaits:
     """Ends the wait for a member that dies while a world begins.
 
     To form a process group, ranks wait for each other in the store until the timeout of collectives, in C++
@@ -86,22 +86,22 @@ class _Watch:
                 return
 
 
-def resume_newest(asked: Asked, engine: Any, data: Position | None, log: Events) -> Resumed:
+def resume_newest(arguments: WorldArguments, engine: Any, data: Position | None, log: Events) -> Resumed:
     """The newest checkpoint, in memory or on disk. Collective."""
     return resume(
         engine,
-        asked.directory,
+        arguments.directory,
         data=data,
-        strict=asked.strict,
-        fresh=asked.fresh,
-        required=asked.required,
+        strict=arguments.strict,
+        fresh=arguments.fresh,
+        required=arguments.required,
         log=log,
     )
 
 
-def build_engine(asked: Asked) -> tuple[Any, Position | None]:
+def build_engine(arguments: WorldArguments) -> tuple[Any, Position | None]:
     """The engine of a world and its position in the data, as the caller builds them. Raises ConfigError."""
-    made = asked.build()
+    made = arguments.build()
     if isinstance(made, tuple):
         if len(made) != 2:
             raise ConfigError(
@@ -109,7 +109,7 @@ def build_engine(asked: Asked) -> tuple[Any, Position | None]:
                 "the data (deepspeed.initialize returns more; take its first)."
             )
         return made[0], made[1]
-    return made, asked.data
+    return made, arguments.data
 
 
 def _end(engine: Any, *, failed: bool) -> None:
@@ -178,7 +178,7 @@ class Recovering:
 
 @dataclass(frozen=True, slots=True)
 class HandingOver:
-    """This process leaves, and sends the others what they need of its part of the state."""
+    """This process leaves, and sends the ranges of its state that the others need."""
 
     following: Members
 
@@ -194,8 +194,8 @@ State = Forming | Training | Recovering | HandingOver | Ended
 class Job:
     """The worlds of a job in which this process is a member."""
 
-    def __init__(self, asked: Asked, membership: Membership, notice: Notice) -> None:
-        self._asked, self._membership, self._notice = asked, membership, notice
+    def __init__(self, arguments: WorldArguments, membership: Membership, notice: Notice) -> None:
+        self._arguments, self._membership, self._notice = arguments, membership, notice
         self._leaving: Leaving | None = None
         """The state of the world before, from its end until the next one has begun."""
         self._ended_at = time.monotonic()
@@ -262,22 +262,24 @@ class Job:
             return Recovering(now, unchanged=False)
         if not self._membership.meet(now):
             return Recovering(now, unchanged=has_state)
-        changes = Changes(self._membership, now, self._asked.sizes)
+        changes = Changes(self._membership, now, self._arguments.sizes)
         rank, size = now.members.index(self._membership.number), len(now.members)
         engine = None
         try:
-            with _Watch(self._membership, now):
+            with _BreaksWaits(self._membership, now):
                 begin_world(self._membership.store_of(now), rank=rank, world_size=size, timeout=None)
                 formed = time.monotonic()
                 if not now.previous or not self._has_begun:
                     self._beginning.restore_generators()
                 # DeepSpeed collects garbage while it builds
-                with only_new_garbage(), same_on_all_ranks(self._asked.facts(), trained=self._has_begun):
-                    engine, data = build_engine(self._asked)
+                with only_new_garbage(), same_on_all_ranks(self._arguments.facts(), trained=self._has_begun):
+                    engine, data = build_engine(self._arguments)
                 if not now.previous or not self._has_begun:
                     self._beginning.restore_position(data)
                 in_place = self._has_begun or bool(now.previous)
-                log = Events(engine, self._asked.log, status=self._asked.status, formed_at=formed if in_place else None)
+                log = Events(
+                    engine, self._arguments.log, status=self._arguments.status, formed_at=formed if in_place else None
+                )
                 self._has_begun = True
                 report: ResizeReport | None = None
                 if now.previous:
@@ -285,7 +287,7 @@ class Job:
                         start, report = self._moved(now, engine, data, formed)
                     log.resumed(start, seconds=report.move_seconds, resize=report)
                 else:
-                    start = resume_newest(self._asked, engine, data, log)
+                    start = resume_newest(self._arguments, engine, data, log)
         except (RuntimeError, OSError, EOFError) as error:
             refused = isinstance(error, OtherRanksRefusedError)
             if not refused and not changes.lost_peer(error, with_previous=True):
@@ -296,7 +298,7 @@ class Job:
             return Recovering(now, unchanged=has_state)
         changes.recuts = self._recuts(engine)
         self._leaving = None
-        return Training(World(self._asked, engine, data, start, log, self._notice, changes, report))
+        return Training(World(self._arguments, engine, data, start, log, self._notice, changes, report))
 
     def _recuts(self, engine: Any) -> Callable[[int], Sequence[Recut]] | None:
         """How the state of an engine is cut at other sizes; None where it cannot move, with a warning. Collective."""
@@ -306,7 +308,7 @@ class Job:
         if why is None:
             return partial(recuts_of, engine)
         if dist.get_rank() == 0:
-            logger.warning("%s: a change of size goes by way of a save to %s", why, self._asked.directory)
+            logger.warning("%s: a change of size goes by way of a save to %s", why, self._arguments.directory)
         return None
 
     def _recover(self, now: Members, *, unchanged: bool) -> Forming | Ended:
@@ -359,7 +361,7 @@ class Job:
         peers, peer_of = self._peers(now)
         own = None if self._leaving is None else self._leaving.state
         state = peers.broadcast(own if peers.rank == peer_of[0] else None, peer_of[0])
-        if self._asked.strict and state.train_batch_size != engine.train_batch_size():
+        if self._arguments.strict and state.train_batch_size != engine.train_batch_size():
             raise StrictError(
                 f"the global batch was {state.train_batch_size} and is {engine.train_batch_size()} in the next world: "
                 "build() has to keep it (elastic.batch_plan gives the micro batch), or pass strict=False."

@@ -58,7 +58,7 @@ def connect(host: str, port: int, limit_s: float, *, setting: str = "store_timeo
 
 
 def _cut_off(port: int, but: Collection[str], limit_s: float, made: threading.Event) -> None:
-    """Break the connections to a port that were begun and not made within the limit, and those of further tries."""
+    """Break connections to a port that were begun and not made within the limit, those of later tries included."""
     wait_s = limit_s
     while not made.wait(wait_s):
         wait_s = _AGAIN_S

@@ -45,7 +45,7 @@ _of_this_process: Membership | None = None
 
 
 class Membership:
-    """This process as a member of its job: ``number`` is its own for good, ``node`` that of its node.
+    """This process as a member of its job: ``number`` is its number for good, ``node`` the number of its node.
 
     Every method but ``waiting`` and ``died`` raises MembershipError where the store cannot be reached: a request within
     half of ``store_timeout``, or a new connection and another one after it. One thread calls them.
@@ -62,8 +62,8 @@ class Membership:
         self._roster.open()
         self.number = self._roster.number_of(self.node, local_rank, local_world_size, settings.join_timeout)
         self._roster.beat(self.number)
-        self._pulse = _Pulse(self)
-        self._pulse.start()
+        self._heartbeat = _Heartbeat(self)
+        self._heartbeat.start()
         # For errors of the script: a thread in a request would end the process by SIGABRT when the interpreter ends.
         atexit.register(self.leave)
 
@@ -140,7 +140,7 @@ class Membership:
         look, a heartbeat ago at most; the first call starts looking. Raises MembershipError where the store has not
         answered for ``store_timeout``, or has a world that followed without this one: the job must not go on twice.
         """
-        return self._pulse.newcomers(self._current(), frozenset(leaving))
+        return self._heartbeat.newcomers(self._current(), frozenset(leaving))
 
     def decide(self, world: World) -> None:
         """Let ``world`` follow the running one; newcomers in it are released by this. For rank 0 of the running world.
@@ -170,7 +170,7 @@ class Membership:
             now = self._roster.read(watch, watched, [key])
             if now.extra[0] != "open":
                 if first and now.extra[0] == "all":
-                    self._pulse.forget_worlds(before=world.number - 1)
+                    self._heartbeat.forget_worlds(before=world.number - 1)
                 return now.extra[0] == "all"
             lost = any(member in now.ended or watch.silent(member) for member in watched)
             if lost or now.world != world or time.monotonic() > deadline:
@@ -210,7 +210,7 @@ class Membership:
 
         Without a request: they are watched from the first call on, so ask again.
         """
-        return self._pulse.died(members)
+        return self._heartbeat.died(members)
 
     def has_failed(self, world: World) -> bool:
         """Whether a member has said that a world failed, in ``after_failure``."""
@@ -238,7 +238,7 @@ class Membership:
                 return self._enter(now.world)
             here = failures_in(now.extra[0])
             passed = time.monotonic() - began
-            known = self._pulse.died([member for member in world.members if member != self.number])
+            known = self._heartbeat.died([member for member in world.members if member != self.number])
             lost = {member for member in world.members if member in now.ended or watch.silent(member)}.union(known)
             leader = next((member for member in world.members if member in here and member not in lost), self.number)
             if leader == self.number:
@@ -287,7 +287,7 @@ class Membership:
         """End the heartbeat, by which the others take this process for dead, and the connections."""
         global _of_this_process
         atexit.unregister(self.leave)
-        self._pulse.stop()
+        self._heartbeat.stop()
         self._roster.close()
         self._groups = None
         if _of_this_process is self:
@@ -314,7 +314,7 @@ class Membership:
         return Watch(self.settings.heartbeat_timeout, max(1.0, 2 * self.settings.heartbeat_interval))
 
     def _others(self, nodes: Sequence[Node], world: World | None, ended: Collection[int]) -> set[int]:
-        """The members to watch: those of these nodes, and of the world as far as they have not ended."""
+        """The members of these nodes and of the world to watch: all that have not ended, but this one."""
         found = {member for node in nodes for member in node.members}
         found.update(() if world is None else world.members)
         return found.difference(ended, [self.number])
@@ -342,7 +342,7 @@ class Membership:
         time.sleep(max(_LOOK_S, sum(len(node.members) for node in now.nodes) / _MEMBERS_PER_LOOK_S))
 
 
-class _Pulse(threading.Thread):
+class _Heartbeat(threading.Thread):
     """The heartbeat of a member; that of rank 0 also looks for newcomers and for those that it was asked about."""
 
     def __init__(self, member: Membership) -> None:

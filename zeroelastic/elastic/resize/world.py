@@ -35,7 +35,7 @@ NOTICING_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class WorldArguments:
     """The arguments of ``worlds``."""
 
     build: Callable[[], Any]
@@ -51,10 +51,10 @@ class Asked:
     sizes: Callable[[int], bool] | None
 
     def facts(self) -> dict[str, str]:
-        """What has to be alike on all ranks, which take part in the same collectives then."""
+        """The arguments that have to be the same on all ranks, so that these take part in the same collectives."""
         named = {"data": type(self.data).__name__, "saving": self.saving, "client_state": self.client_state is not None}
-        alike = {**named, "strict": self.strict, "fresh": self.fresh, "required": self.required}
-        return {f"the argument {name} of worlds()": str(value) for name, value in alike.items()}
+        same = {**named, "strict": self.strict, "fresh": self.fresh, "required": self.required}
+        return {f"the argument {name} of worlds()": str(value) for name, value in same.items()}
 
 
 class Changes:
@@ -169,7 +169,7 @@ class World:
 
     def __init__(
         self,
-        asked: Asked,
+        arguments: WorldArguments,
         engine: Any,
         data: Position | None,
         start: Resumed,
@@ -184,10 +184,10 @@ class World:
         self._step = int(engine.global_steps)
         self._stop = Preemption(
             engine,
-            asked.directory,
+            arguments.directory,
             data=data,
-            saving=asked.saving,
-            client_state=asked.client_state,
+            saving=arguments.saving,
+            client_state=arguments.client_state,
             log=log,
             notice=notice,
             changes=changes,

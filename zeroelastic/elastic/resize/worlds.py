@@ -17,7 +17,7 @@ from zeroelastic.elastic.position import Position
 from zeroelastic.elastic.preemption import Every
 from zeroelastic.elastic.resize.job import Job, build_engine, resume_newest
 from zeroelastic.elastic.resize.membership import Membership
-from zeroelastic.elastic.resize.world import Asked, World
+from zeroelastic.elastic.resize.world import World, WorldArguments
 
 
 def worlds(
@@ -47,8 +47,8 @@ def worlds(
 
     ``build()`` is called in each world, when ``torch.distributed`` is there: it makes the model and returns what
     ``deepspeed.initialize`` returns first, or that and a position in the data which fits this world. It must build the
-    same model and optimizer groups each time; their values are replaced by those of the run. ``sizes(n)`` says whether
-    the job can have ``n`` ranks. The other arguments are those of ``preemption`` and ``resume``; ``log`` is the path of
+    same model and optimizer groups each time; the run's values replace theirs. ``sizes(n)`` says whether
+    the job can have ``n`` ranks. ``preemption`` and ``resume`` have the other arguments too; ``log`` is the path of
     an event log.
 
     Under torchrun with ``--rdzv-backend=zeroelastic-in-place``, worlds change in the same processes: a node that comes
@@ -61,23 +61,27 @@ def worlds(
     DigestMismatchError where the state has changed on its way, and MembershipError where the job goes on without this
     process.
     """
-    asked = Asked(build, directory, data, saving, client_state, log, status, strict, fresh, required, sizes)
+    arguments = WorldArguments(
+        build, directory, data, saving, client_state, log, status, strict, fresh, required, sizes
+    )
     from zeroelastic.deepspeed.install.seams import install
 
     install()
     membership = Membership.of_this_process()
-    with _Noticing(Notice(grace if membership is None else min(grace, membership.settings.notice), SIGNALS)) as notice:
+    with _SignalScope(
+        Notice(grace if membership is None else min(grace, membership.settings.notice), SIGNALS)
+    ) as notice:
         if membership is None:
-            yield _only_world(asked, notice)
+            yield _only_world(arguments, notice)
             return
         try:
-            yield from Job(asked, membership, notice).worlds()
+            yield from Job(arguments, membership, notice).worlds()
         finally:
             membership.leave()
 
 
-class _Noticing:
-    """Signals are noted from the first world to the end of the last one, and ignored while a process leaves."""
+class _SignalScope:
+    """Notes signals from the first world to the end of the last one, and ignores them while a process leaves."""
 
     def __init__(self, notice: Notice) -> None:
         self._notice = notice
@@ -90,9 +94,9 @@ class _Noticing:
         self._notice.end(ignoring=self._notice.at is not None)
 
 
-def _only_world(asked: Asked, notice: Notice) -> World:
+def _only_world(arguments: WorldArguments, notice: Notice) -> World:
     """The one world of a job whose size does not change."""
-    engine, data = build_engine(asked)
-    log = Events(engine, asked.log, status=asked.status)
-    start = resume_newest(asked, engine, data, log)
-    return World(asked, engine, data, start, log, notice, None, None)
+    engine, data = build_engine(arguments)
+    log = Events(engine, arguments.log, status=arguments.status)
+    start = resume_newest(arguments, engine, data, log)
+    return World(arguments, engine, data, start, log, notice, None, None)
