@@ -14,8 +14,8 @@ from unittest import mock
 
 import pytest
 import torch
-from zeroelastic.deepspeed.save.snapshot import HostMemory
 
+from zeroelastic.deepspeed.save.shard_writer import HostMemory
 from zeroelastic.elastic.memory.memory_file import MemoryFile
 from zeroelastic.torch_file import image as module
 from zeroelastic.torch_file.image import FileImage, host_memory, pinned_bytes

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import weakref
+from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,8 @@ import torch.distributed as dist
 
 from zeroelastic.elastic.events import Events
 from zeroelastic.elastic.resume import Resumed, restart_count
+from zeroelastic.monitoring.metrics import metrics_of
 from zeroelastic.monitoring.observers import publish, subscribe
-from zeroelastic.monitoring.pending import PendingMetrics
 from zeroelastic.report import Report, ResumeReport, SaveReport, StartReport
 
 logger = logging.getLogger(__name__)
@@ -30,7 +32,7 @@ class JobMetrics:
 
     def __init__(self, engine: Callable[[], Any], *, events: str | os.PathLike[str] | None = None) -> None:
         self._engine, self._path = engine, events
-        self._pending = PendingMetrics(engine)
+        self._pending = _PendingMetrics(engine)
         self._events: Events | None = None
         self._has_failed = False
         self._unsubscribe: Callable[[], None] = lambda: None
@@ -81,3 +83,29 @@ class JobMetrics:
             return
         if isinstance(report, SaveReport) and report.error is None:
             self._events.saved(report.tag, report.seconds, report)
+
+
+class _PendingMetrics:
+    """Collects the metrics of the engine that ``engine`` returns, from now on; ``take`` returns them and forgets them.
+
+    The thread that trains logs them: few trackers may be called from any thread.
+    ``engine`` is called when a report comes. It must not keep this object alive, which ends the subscription with its
+    own end.
+    """
+
+    def __init__(self, engine: Callable[[], Any]) -> None:
+        self._values: deque[Mapping[str, float]] = deque()
+        values = self._values
+
+        def observe(report: Report, of: Any) -> None:
+            if of is engine():
+                values.append(metrics_of(report))
+
+        weakref.finalize(self, subscribe(observe)).atexit = False
+
+    def take(self) -> list[Mapping[str, float]]:
+        """The metrics of each report since the last call, the oldest first."""
+        taken: list[Mapping[str, float]] = []
+        while self._values:
+            taken.append(self._values.popleft())
+        return taken

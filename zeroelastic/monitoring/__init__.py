@@ -2,7 +2,6 @@
 
     observers    ``subscribe``: functions that get the report of every save, load and start of a job
     metrics      the table of all metrics, and the values that a report gives
-    pending      metrics of one engine, kept until the main thread logs them
     prometheus   the Prometheus text format, and the file that rank 0 keeps for a textfile collector
     job_metrics  the metrics of a whole job, from its event log
     spans        OpenTelemetry spans, where the program has set up OpenTelemetry
