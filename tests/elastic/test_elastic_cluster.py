@@ -98,23 +98,6 @@ def test_with_memory_a_lost_node_costs_a_step_and_no_read_of_the_disk(
     assert not left or (not time.sleep(3) and not [path for path in left if path.exists()])
 
 
-@pytest.mark.timeout(420)
-def test_a_job_changes_size_in_its_processes(cluster: ModuleType, tmp_path: Path) -> None:
-    """A node is asked to leave, another one comes: no step is lost, no checkpoint read, and who stays keeps running."""
-    import judge
-
-    out = tmp_path / "job"
-    scenario = ((4, -1), (8, +1))
-    cluster.play(out, scenario, steps=STEPS, save_steps=SAVE_STEPS, limit=400, first=2, way=cluster.IN_PLACE)
-    timeline = check(out, STEPS, ranks=2, our_share=1.0)
-    assert timeline.lost_steps == 0 and [one.start.world_size for one in timeline.incarnations][-3:] == [2, 1, 2]
-    for one in timeline.incarnations[-2:]:
-        assert one.how == "in place" and one.resume is not None and one.resume.moved_bytes
-        assert (one.resume.tier, one.resume.tag, one.resume.proved) == ("in-place", None, True)
-    assert [one.end for one in timeline.incarnations][-3:] == ["resized", "resized", "done"]
-    assert len({entry["pid"] for entry in judge.read_trace(out / "trace.jsonl")}) == 3
-
-
 @pytest.mark.support("Using it", "torchrun job of a fixed size", "exact", "waits for a node that was killed")
 @pytest.mark.timeout(420)
 def test_a_job_of_a_fixed_size_waits_for_the_node_that_was_killed(cluster: ModuleType, tmp_path: Path) -> None:
