@@ -246,63 +246,13 @@ def save_dcp(run: Run) -> Callable[[Path, bool], object]:
     return save
 
 
-def save_dcp_async(run: Run) -> Callable[[Path, bool], object]:
-    """``async_save`` of the same, from the call until everything is written: a copy in memory first, then a thread.
-
-    The copy is one of each local tensor: torch's own stagers fail on DTensors in host memory (torch 2.13).
-    """
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.staging import BlockingAsyncStager
-    from torch.distributed.tensor import DTensor
-
-    state = sharded_tensors(run)
-
-    class CopyingStager(BlockingAsyncStager):
-        def stage(self, state_dict: Any) -> Any:
-            return {
-                name: DTensor.from_local(
-                    tensor.to_local().clone(),
-                    tensor.device_mesh,
-                    tensor.placements,
-                    run_check=False,
-                    shape=tensor.shape,
-                    stride=tensor.stride(),
-                )
-                for name, tensor in state_dict.items()
-            }
-
-    def save(directory: Path, durable: bool) -> None:
-        writer = dcp.FileSystemWriter(directory, sync_files=durable)
-        pending: Any = dcp.async_save(state, storage_writer=writer, async_stager=CopyingStager())
-        pending.result()
-
-    return save
-
-
-def save_dcp_safetensors(run: Run) -> Callable[[Path, bool], object]:
-    """The same as safetensors files, one of each rank, which are flushed after it."""
-    import torch.distributed.checkpoint as dcp
-
-    state = sharded_tensors(run)
-
-    def save(directory: Path, durable: bool) -> None:
-        writer = dcp.HuggingFaceStorageWriter(os.fspath(directory), save_distributed=True)
-        dcp.save(state, storage_writer=writer)
-        for path in sorted(directory.glob(f"shard-{run.rank + 1:05d}-*.safetensors")) if durable else ():
-            sync(path)
-
-    return save
-
-
 def check_dcp(run: Run, directory: Path) -> list[str]:
     import torch.distributed.checkpoint as dcp
 
     kept = {key: tensor.clone() for key, tensor in run.tensors().items()}
     for tensor in run.tensors().values():
         tensor.zero_()
-    safetensors = any(directory.glob("*.safetensors"))
-    reader = dcp.HuggingFaceStorageReader(os.fspath(directory)) if safetensors else dcp.FileSystemReader(directory)
-    dcp.load(sharded_tensors(run), storage_reader=reader)
+    dcp.load(sharded_tensors(run), checkpoint_id=directory)
     wrong = []
     for key, tensor in run.tensors().items():
         if not _equal(kept[key], tensor):
@@ -327,11 +277,9 @@ SYSTEMS = (
     System("rigid", "save_checkpoint, zeroelastic, rigid", save_engine(elastic=False), check_rigid, True),
     System("stock", "save_checkpoint, DeepSpeed alone", save_stock, check_stock, True),
     System("dcp", "torch DCP save", save_dcp, check_dcp, long=True),
-    System("dcp-async", "torch DCP async_save, until it is written", save_dcp_async, check_dcp, long=True),
-    System("dcp-safetensors", "torch DCP save as safetensors", save_dcp_safetensors, check_dcp, long=True),
 )
 OURS = ("file", "file-digests", "elastic", "rigid")
-COMPARED = ("plain", "reserved", "torch", "stock", "dcp", "dcp-async", "dcp-safetensors")
+COMPARED = ("plain", "reserved", "torch", "stock", "dcp")
 TITLES = {system.name: system.title for system in SYSTEMS}
 
 

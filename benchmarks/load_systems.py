@@ -45,7 +45,7 @@ class Job:
     ceiling_threads: int
 
     def checkpoint(self, name: str) -> Path:
-        """Directory of one of the saved forms: elastic, rigid, dcp, dcp-safetensors or universal."""
+        """Directory of one of the saved forms: elastic, rigid, dcp or universal."""
         return self.directory / name
 
 
@@ -299,14 +299,6 @@ def load_dcp(run: Run, path: Path) -> Load:
     return lambda: dcp.load(state, checkpoint_id=path)
 
 
-def load_dcp_safetensors(run: Run, path: Path) -> Load:
-    """The same from safetensors files."""
-    import torch.distributed.checkpoint as dcp
-
-    state = sharded_tensors(run)
-    return lambda: dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(os.fspath(path)))
-
-
 def load_every_file(run: Run, path: Path) -> Load:
     """Every rank maps every rank's file with ``torch.load``, puts each parameter together and takes its own part.
 
@@ -386,7 +378,6 @@ RESHARDED = (
     System("rigid", 'zeroelastic, rigid, verify "full"', "rigid", load_engine("full"), True),
     System("mmap", "every rank maps every file, merges", "elastic", load_every_file, long=True),
     System("dcp", "torch DCP load with resharding", "dcp", load_dcp),
-    System("dcp-safetensors", "the same, from safetensors", "dcp-safetensors", load_dcp_safetensors),
     System("universal-load", "Universal Checkpoint, load", "universal", load_universal, True, long=True),
 )
 """Loads at another world size."""
@@ -431,10 +422,6 @@ def save_all(job: Job, forms: Collection[str]) -> dict[str, Any]:
     state = sharded_tensors(run)
     if "dcp" in forms:
         seconds["dcp"] = _timed(lambda: dcp.save(state, checkpoint_id=job.checkpoint("dcp")), job.checkpoint("dcp"))
-    if "dcp-safetensors" in forms:
-        safetensors = job.checkpoint("dcp-safetensors")
-        writer = dcp.HuggingFaceStorageWriter(os.fspath(safetensors), save_distributed=True)
-        seconds["dcp-safetensors"] = _timed(lambda: dcp.save(state, storage_writer=writer), safetensors)
     record = read_record(job.checkpoint("elastic") / TAG)
     assert record is not None
     layout = run.live().layout
