@@ -39,8 +39,6 @@ TEMPLATES: dict[str, tuple[str, ...]] = {
         "| this page, announced | none | stay | `worlds`, `zeroelastic-in-place` | "
         "{in_place_go} s | {in_place_come} s |",
         "of the others stay | the same | {in_place_lost_go} s | |",
-        "(memory-checkpoints.md) | one at most | start again | `preemption`, `resume` | "
-        "{memory_go} s | {memory_come} s |",
         "(elastic.md) | since the last save | start again | `preemption`, `resume` | "
         "{elastic_go} s | {elastic_come} s |",
     ),
@@ -236,7 +234,7 @@ def _commands() -> Iterator[tuple[str, str]]:
 
 def _elastic() -> Iterator[tuple[str, str]]:
     """Of ``make demo-elastic``: seconds to the first step; where a change is announced the job trains at first."""
-    for name in ("elastic", "memory", "in_place", "in_place_lost"):
+    for name in ("elastic", "in_place", "in_place_lost"):
         restarts = read_result(name if name == "elastic" else f"elastic_{name}")["restarts"]
         for when, go in (("go", True), ("come", False)):
             changes = [one for one in restarts if one["since_kill"] is go]
