@@ -94,7 +94,7 @@ def check_goes_on(whole: Seen, seen: Seen, step: int, saved: Seen | None = None,
 def test_an_epoch_is_its_order_cut_or_filled_up_to_whole_batches(samples, batch, drop_last):
     import torch
 
-    from zeroelastic.integrations.whole_batches import WholeBatches
+    from zeroelastic.integrations.transformers import WholeBatches
 
     order = torch.randperm(samples, generator=torch.Generator().manual_seed(samples)).tolist()
     if drop_last and samples < batch:

@@ -18,6 +18,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
+
 from zeroelastic.distributed.collective import all_gather_alike, all_or_raise, any_rank, broadcast
 from zeroelastic.elastic.attempts import Attempts
 from zeroelastic.elastic.position import KEY, Position, unpack_position
@@ -103,9 +105,9 @@ def resume(
         seconds = time.monotonic() - began
         if log is not None:
             log.resumed(resumed, seconds=seconds)
-        if _rank() == 0:
+        if dist.get_rank() == 0:
             lost = None if log is None else log.lost_steps
-            step, ranks = int(engine.global_steps), _world_size()
+            step, ranks = int(engine.global_steps), dist.get_world_size()
             publish(StartReport(resumed.tag, step, ranks, seconds, restart_count(), lost), engine)
         return resumed
 
@@ -119,10 +121,10 @@ def resume(
                 raise CheckpointError(f"{load_dir}: DeepSpeed did not load {name}.")
             return tag_dir, finish(name, dict(client_state or {}), passed)
 
-    with span("resume", directory=str(root), ranks=_world_size()), changing(engine):
+    with span("resume", directory=str(root), ranks=dist.get_world_size()), changing(engine):
         finish_pending(engine, before="resume()")
         tags = tags_of_this_run(engine, root)
-        at = all_or_raise(lambda: going_on_from(root, tags) if _rank() == 0 else 0)
+        at = all_or_raise(lambda: going_on_from(root, tags) if dist.get_rank() == 0 else 0)
         memory = memory_tier(engine, root)
         lost: tuple[str, ...] = ()
         finish = _Finish(engine, root, data, strict)
@@ -155,7 +157,7 @@ class _Finish:
 
     def __call__(self, name: str, client_state: dict[str, Any], passed: tuple[str, ...] = ()) -> Resumed:
         notes = self._restore(name, client_state.pop(KEY, None))
-        if _rank() == 0:
+        if dist.get_rank() == 0:
             for note in notes:
                 logger.info("%s: %s", name, note)
         report: ResumeReport | None = getattr(self._engine, "zeroelastic_report", None)
@@ -194,10 +196,10 @@ def _with_branches(engine: Any, tag_dir: FilePath, resumed: Resumed, tags: Seque
         pointed = about_pointed(tags[at].name, [tag.name for tag in tags[:at]]) if at else None
         return [note for note in (pointed, about_left(left_behind(tags, chosen))) if note is not None]
 
-    added = broadcast(all_or_raise(lambda: notes() if _rank() == 0 else []))
+    added = broadcast(all_or_raise(lambda: notes() if dist.get_rank() == 0 else []))
     if not added:
         return resumed
-    if _rank() == 0:
+    if dist.get_rank() == 0:
         logger.warning("%s: %s", tag_dir, ". ".join(added))
     report = resumed.report
     if report is not None:
@@ -209,15 +211,3 @@ def restart_count() -> int | None:
     """How often torchrun has restarted this job; None without torchrun."""
     text = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
     return int(text) if text.isdecimal() else None
-
-
-def _world_size() -> int:
-    import torch.distributed as dist
-
-    return dist.get_world_size()
-
-
-def _rank() -> int:
-    import torch.distributed as dist
-
-    return dist.get_rank()

@@ -1,6 +1,6 @@
 """What training frameworks need besides the engine's own methods. Each framework has its module; none imports another.
 
-    transformers   the Hugging Face Trainer, with ``whole_batches``
+    transformers   the Hugging Face Trainer
     trainer_batch  the same, of front ends on top of it: the saved global batch at another number of ranks
     ms_swift       ms-swift's order of samples
     accelerate     schedulers, random generators and the position in the data
