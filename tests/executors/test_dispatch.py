@@ -468,7 +468,7 @@ BAD_ROWS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("row", BAD_ROWS)
+@pytest.mark.parametrize("row", [*BAD_ROWS, (0, 97, 0, 0, 4)])
 def test_a_row_out_of_bounds_is_a_bug_that_is_caught_before_anything_moves(
     engine: Engine, tmp_path: Path, row: tuple[int, ...]
 ) -> None:
@@ -478,8 +478,9 @@ def test_a_row_out_of_bounds_is_a_bug_that_is_caught_before_anything_moves(
     src = np.zeros(100, dtype=np.uint8)
     with pytest.raises(AssertionError, match="row 1 of a segment table"):
         copy_segments(table, [engine.put(src)], [dst], executor=engine.name)
-    with pytest.raises(AssertionError, match="row 1 of a segment table"):
-        read_segments(read_table(write_files(tmp_path, (src,)), table), [dst], executor=engine.name)
+    if row in BAD_ROWS:  # a file that is too short is an error of the checkpoint
+        with pytest.raises(AssertionError, match="row 1 of a segment table"):
+            read_segments(read_table(write_files(tmp_path, (src,)), table), [dst], executor=engine.name)
     assert (engine.get(dst) == UNTOUCHED).all()
     engine.free()
 
@@ -557,7 +558,7 @@ def test_files_are_never_created_by_writing(engine: Engine, tmp_path: Path) -> N
         assert caught.value.filename == str(missing)
 
 
-@pytest.mark.parametrize("size", [0, 1000, 3_000_000])
+@pytest.mark.parametrize("size", [0, 1000, 3_000_000, 20_000_000])
 def test_a_short_source_of_a_move_is_named_with_the_byte_where_it_ends(
     scanner: Engine, tmp_path: Path, size: int
 ) -> None:
@@ -573,11 +574,16 @@ def test_a_short_source_of_a_move_is_named_with_the_byte_where_it_ends(
 def test_files_are_closed_also_after_errors(scanner: Engine, tmp_path: Path) -> None:
     source, target = write_files(tmp_path, (bytes(10), bytes(10)))
     before = len(os.listdir("/proc/self/fd"))
+    buffers = [np.zeros(20, dtype=np.uint8)]
     for nbytes in (10, 20):
-        try:
-            move_segments(segment(0, 0, nbytes), [source], [target], executor=scanner.name)
-        except CheckpointError:
-            assert nbytes == 20
+        for act in (
+            lambda rows: move_segments(rows, [source], [target], executor=scanner.name),
+            lambda rows: read_segments(read_table((source,), rows), buffers, executor=scanner.name),
+        ):
+            try:
+                act(segment(0, 0, nbytes))
+            except CheckpointError:
+                assert nbytes == 20
     assert len(os.listdir("/proc/self/fd")) == before
 
 

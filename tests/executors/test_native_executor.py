@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import errno
 import functools
 import multiprocessing
 import os
@@ -16,20 +15,30 @@ import threading
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from executor_cases import convert
+from executor_cases import (
+    DTYPES,
+    UNTOUCHED,
+    cases,
+    convert,
+    expected,
+    read_table,
+    untouched_files,
+    write_files,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from places import ROOT
 
 from zeroelastic.core.digest import combine, digest_range
-from zeroelastic.errors import CheckpointError, ConfigError, MissingFileError
+from zeroelastic.errors import ConfigError
 from zeroelastic.executors import abi, dispatch, native_executor
 from zeroelastic.executors.build_info import describe_build
-from zeroelastic.executors.dispatch import Cast, CopyTable, DigestRows, ReadTable
+from zeroelastic.executors.dispatch import Cast, CopyTable, DigestRows
 from zeroelastic.executors.engine import default_threads
 from zeroelastic.executors.native_executor import instruction_set, limit_instruction_set
 
@@ -41,13 +50,6 @@ write_segments = functools.partial(dispatch.write_segments, executor="native")
 BUILD = describe_build("native")
 BEST = instruction_set() if BUILD.usable else "plain"
 INSTRUCTION_SETS = ["plain", "avx2", "avx512"]
-UNTOUCHED = 0xA5
-CASTS: dict[Cast, tuple[torch.dtype, torch.dtype]] = {
-    "float32->bfloat16": (torch.float32, torch.bfloat16),
-    "float32->float16": (torch.float32, torch.float16),
-    "bfloat16->float32": (torch.bfloat16, torch.float32),
-    "float16->float32": (torch.float16, torch.float32),
-}
 
 native = pytest.mark.skipif(not BUILD.usable, reason=f"the native engine is not built: {BUILD.reason}")
 
@@ -154,7 +156,7 @@ def half_patterns() -> np.ndarray:
     return np.arange(1 << 16, dtype=np.uint16)
 
 
-@pytest.mark.parametrize("cast", CASTS)
+@pytest.mark.parametrize("cast", DTYPES)
 def test_conversions_are_torch_bit_for_bit(each_instruction_set: str, cast: Cast) -> None:
     patterns = float32_patterns() if cast.startswith("float32") else half_patterns()
     src = patterns.view(np.uint8)
@@ -165,11 +167,11 @@ def test_conversions_are_torch_bit_for_bit(each_instruction_set: str, cast: Cast
         assert np.array_equal(dst[shift:], want)
 
 
-@pytest.mark.parametrize("cast", CASTS)
+@pytest.mark.parametrize("cast", DTYPES)
 def test_what_is_written_past_the_caches_is_converted_the_same(each_instruction_set: str, cast: Cast) -> None:
     """More than the last-level cache of most processors holds, with a misaligned head and tail."""
-    values = torch.randn(72_000_000 // CASTS[cast][0].itemsize + 1)
-    src = values.to(CASTS[cast][0]).view(torch.uint8).numpy()
+    values = torch.randn(72_000_000 // DTYPES[cast][0].itemsize + 1)
+    src = values.to(DTYPES[cast][0]).view(torch.uint8).numpy()
     want = convert(cast, src)
     dst = np.zeros(len(want) + 2, dtype=np.uint8)
     copy_segments(single_row(len(src), dst_offset=2), [src], [dst], cast=cast, threads=2)
@@ -179,91 +181,27 @@ def test_what_is_written_past_the_caches_is_converted_the_same(each_instruction_
 # --- copies, writes and moves ---------------------------------------------------------------------------------------
 
 
-@st.composite
-def layouts(draw: st.DrawFn) -> tuple[CopyTable, list[int], list[int], int, Cast]:
-    """Rows between a few sources and destinations, sizes of both, the element size of a digest, a conversion."""
-    cast: Cast = draw(st.sampled_from(["none", *CASTS]))
-    itemsize = CASTS[cast][0].itemsize if cast != "none" else draw(st.sampled_from([1, 2, 4, 8]))
-    ratio = CASTS[cast][1].itemsize / itemsize if cast != "none" else 1
-    src_sizes = draw(st.lists(st.integers(0, 60_000), min_size=1, max_size=3))
-    filled = [0] * draw(st.integers(1, 3))
-    rows = []
-    shape = st.tuples(
-        st.integers(0, len(src_sizes) - 1),
-        st.integers(0, 60_000),
-        st.one_of(st.just(0), st.just(1), st.integers(0, 60), st.integers(0, 30_000)),
-        st.integers(0, len(filled) - 1),
-        st.integers(0, 9),
-    )
-    for src, offset, count, dst, gap in draw(st.lists(shape, max_size=30)):
-        offset = min(offset, src_sizes[src])
-        nbytes = min(count * itemsize, (src_sizes[src] - offset) // itemsize * itemsize)
-        rows.append((src, offset, dst, filled[dst] + gap, nbytes))
-        filled[dst] += gap + int(nbytes * ratio)
-    order = draw(st.permutations(range(len(rows))))
-    return table_of([rows[i] for i in order]), src_sizes, [size + 3 for size in filled], itemsize, cast
-
-
-def moved(table: CopyTable, src: list[np.ndarray], dst_sizes: list[int], cast: Cast) -> list[np.ndarray]:
-    """The destinations, with numpy slices, one row after the other."""
-    want = [np.full(size, UNTOUCHED, dtype=np.uint8) for size in dst_sizes]
-    columns = (table.src, table.src_offset, table.dst, table.dst_offset, table.nbytes)
-    for s, s_offset, d, d_offset, nbytes in zip(*(column.tolist() for column in columns), strict=True):
-        data = convert(cast, src[s][s_offset : s_offset + nbytes])
-        want[d][d_offset : d_offset + len(data)] = data
-    return want
-
-
-def sources(sizes: list[int]) -> list[np.ndarray]:
-    """Finite values in every type: small bytes, so that no comparison is about which NaN it is."""
-    return [random_bytes(size, seed=size) & np.uint8(0x3F) for size in sizes]
-
-
 @settings(max_examples=150)
-@given(layout=layouts(), threads=st.integers(1, 3))
-def test_copies_equal_numpy_slices(
-    each_instruction_set: str, layout: tuple[CopyTable, list[int], list[int], int, Cast], threads: int
+@given(data=st.data(), threads=st.integers(1, 3))
+def test_every_table_moves_what_numpy_slices_move(
+    each_instruction_set: str, folder: Path, data: st.DataObject, threads: int
 ) -> None:
-    table, src_sizes, dst_sizes, itemsize, cast = layout
-    src = sources(src_sizes)
-    dst = [np.full(size, UNTOUCHED, dtype=np.uint8) for size in dst_sizes]
-    digest = digest_rows(len(table.nbytes), itemsize)
-    totals = copy_segments(table, src, dst, digest=digest, cast=cast, threads=threads)
-    for got, want in zip(dst, moved(table, src, dst_sizes, cast), strict=True):
-        assert np.array_equal(got, want)
-    assert totals is not None and totals.tolist() == expected_digests(table, src, digest)
-
-
-@settings(max_examples=100)
-@given(layout=layouts(), threads=st.integers(1, 3), digested=st.booleans())
-def test_writes_and_moves_equal_numpy_slices(
-    each_instruction_set: str,
-    folder: Path,
-    layout: tuple[CopyTable, list[int], list[int], int, Cast],
-    threads: int,
-    digested: bool,
-) -> None:
-    table, src_sizes, dst_sizes, itemsize, cast = layout
-    src = sources(src_sizes)
-    src_paths = [folder / f"src{i}" for i in range(len(src))]
-    for path, data in zip(src_paths, src, strict=True):
-        path.write_bytes(data.tobytes())
-    digest = digest_rows(len(table.nbytes), itemsize) if digested else None
-    want = moved(table, src, dst_sizes, cast)
-    paths = [folder / f"dst{i}" for i in range(len(want))]
-    for name in ("write", "move"):
-        for path, data in zip(paths, want, strict=True):
-            path.write_bytes(bytes([UNTOUCHED]) * len(data))
-        if name == "write":
-            totals = write_segments(table, src, paths, digest=digest, cast=cast, threads=threads)
-        else:
-            totals = move_segments(table, src_paths, paths, digest=digest, cast=cast, threads=threads)
-        for path, data in zip(paths, want, strict=True):
-            assert path.read_bytes() == data.tobytes()
-        if digest is None:
-            assert totals is None
-        else:
-            assert totals is not None and totals.tolist() == expected_digests(table, src, digest)
+    """Read, copied, written and moved, with digests and conversions."""
+    case = data.draw(cases())
+    src_paths, paths = write_files(folder, case.src), untouched_files(folder, case)
+    read, copied = ([np.full(size, UNTOUCHED, dtype=np.uint8) for size in case.dst_sizes] for _ in range(2))
+    asked: dict[str, Any] = {"digest": case.digest, "cast": case.cast, "threads": threads}
+    result = read_segments(read_table(src_paths, case.rows), read, **asked)
+    totals = [result.digests, copy_segments(case.rows, case.src, copied, **asked)]
+    totals.append(write_segments(case.rows, case.src, paths, **asked))
+    written = [path.read_bytes() for path in paths]
+    totals.append(move_segments(case.rows, src_paths, untouched_files(folder, case), **asked))
+    want, digests = expected(case)
+    for i, wanted in enumerate(want):
+        assert np.array_equal(read[i], wanted) and np.array_equal(copied[i], wanted)
+        assert written[i] == paths[i].read_bytes() == wanted.tobytes()
+    assert result.bytes_read == int(case.rows.nbytes.sum())
+    assert all(found is not None and found.tolist() == digests for found in totals)
 
 
 def test_long_misaligned_copies_past_the_caches(each_instruction_set: str) -> None:
@@ -271,38 +209,20 @@ def test_long_misaligned_copies_past_the_caches(each_instruction_set: str) -> No
     src = random_bytes(72_000_000)
     cuts = [0, 1, 5_000_003, 5_000_100, 30_000_007, 30_016_500, 71_999_999]
     rows, at = [], 3
+    want = np.full(len(src) + len(cuts) + 3, UNTOUCHED, dtype=np.uint8)
     for begin, end in reversed(list(pairwise(cuts))):
         rows.append((0, begin, 0, at, end - begin))
+        want[at : at + end - begin] = src[begin:end]
         at += end - begin + 1
-    dst = np.full(at + 1, UNTOUCHED, dtype=np.uint8)
+    dst = np.full(len(want), UNTOUCHED, dtype=np.uint8)
     table = table_of(rows)
     digest = digest_rows(len(rows), 1)
     totals = copy_segments(table, [src], [dst], digest=digest, threads=2)
-    assert np.array_equal(dst, moved(table, [src], [len(dst)], "none")[0])
+    assert np.array_equal(dst, want)
     assert totals is not None and totals.tolist() == expected_digests(table, [src], digest)
     dst[:] = UNTOUCHED
     copy_segments(table, [src], [dst], threads=2)
-    assert np.array_equal(dst, moved(table, [src], [len(dst)], "none")[0])
-
-
-@settings(max_examples=40)
-@given(layout=layouts())
-def test_reads_convert_on_the_way(
-    each_instruction_set: str, folder: Path, layout: tuple[CopyTable, list[int], list[int], int, Cast]
-) -> None:
-    table, src_sizes, dst_sizes, itemsize, cast = layout
-    src = sources(src_sizes)
-    paths = tuple(folder / f"src{i}" for i in range(len(src)))
-    for path, data in zip(paths, src, strict=True):
-        path.write_bytes(data.tobytes())
-    dst = [np.full(size, UNTOUCHED, dtype=np.uint8) for size in dst_sizes]
-    digest = digest_rows(len(table.nbytes), itemsize)
-    reads = ReadTable(paths, table.src, table.src_offset, table.dst, table.dst_offset, table.nbytes)
-    result = read_segments(reads, dst, digest=digest, cast=cast)
-    for got, want in zip(dst, moved(table, src, dst_sizes, cast), strict=True):
-        assert np.array_equal(got, want)
-    assert result.digests is not None and result.digests.tolist() == expected_digests(table, src, digest)
-    assert result.bytes_read == int(table.nbytes.sum())
+    assert np.array_equal(dst, want)
 
 
 @native
@@ -364,77 +284,7 @@ def test_scans_and_moves_use_at_most_1_mib_per_thread(tmp_path: Path, cast: str)
     assert int(done.stdout) <= (4 << 20) + (512 << 10)  # and stacks and tables
 
 
-@native
-def test_writing_behind_4_gib_keeps_what_is_before(tmp_path: Path) -> None:
-    path = tmp_path / "sparse"
-    path.write_bytes(b"before")
-    os.truncate(path, 5 * 2**30)
-    write_segments(single_row(9, dst_offset=2**32 + 3), [random_bytes(9)], [path])
-    with path.open("rb") as file:
-        assert file.read(6) == b"before"
-        file.seek(2**32 + 3)
-        assert file.read(10) == random_bytes(9).tobytes() + b"\0"
-    assert path.stat().st_size == 5 * 2**30
-
-
 # --- failures -------------------------------------------------------------------------------------------------------
-
-
-@native
-def test_a_write_that_fails_names_the_file_the_byte_and_the_reason(tmp_path: Path) -> None:
-    full = Path("/dev/full")
-    with pytest.raises(OSError, match="No space left on device, writing at byte 12") as caught:
-        write_segments(single_row(8, dst_offset=12), [random_bytes(8)], [full])
-    assert caught.value.errno == errno.ENOSPC and caught.value.filename == str(full)
-    (tmp_path / "src").write_bytes(bytes(8))
-    with pytest.raises(OSError, match="No space left on device, writing at byte 12"):
-        move_segments(single_row(8, dst_offset=12), [tmp_path / "src"], [full])
-
-
-@native
-def test_files_are_never_created_by_writing(tmp_path: Path) -> None:
-    missing = tmp_path / "missing"
-    with pytest.raises(FileNotFoundError) as caught:
-        write_segments(single_row(8), [random_bytes(8)], [missing])
-    assert caught.value.filename == str(missing) and not missing.exists()
-
-
-@native
-@pytest.mark.parametrize("size", [0, 1000, 100_000, 20_000_000])
-def test_a_short_source_of_a_move_is_named_with_the_byte_where_it_ends(tmp_path: Path, size: int) -> None:
-    source, target = tmp_path / "src", tmp_path / "dst"
-    source.write_bytes(bytes(size))
-    target.touch()
-    with pytest.raises(CheckpointError) as caught:
-        move_segments(single_row(size + 5_000_000), [source], [target])
-    assert str(caught.value) == f"{source}: ends at byte {size}. The file is truncated."
-    source.unlink()
-    with pytest.raises(MissingFileError, match=f"{source}: no such file"):
-        move_segments(single_row(4), [source], [target])
-
-
-@native
-@pytest.mark.parametrize(
-    "row",
-    [
-        (1, 0, 0, 0, 4),
-        (-1, 0, 0, 0, 4),
-        (0, 0, 1, 0, 4),
-        (0, -1, 0, 0, 4),
-        (0, 0, 0, -1, 4),
-        (0, 0, 0, 0, -4),
-        (0, 97, 0, 0, 4),
-        (0, 0, 0, 77, 4),
-        (0, 2**63 - 1, 0, 0, 4),
-        (0, 0, 0, 2**63 - 2, 4),
-        (0, 0, 0, 0, 2**63 - 1),
-    ],
-)
-def test_a_row_out_of_bounds_is_refused_before_anything_moves(row: tuple[int, int, int, int, int]) -> None:
-    dst = np.full(80, UNTOUCHED, dtype=np.uint8)
-    with pytest.raises(AssertionError, match="row 1 of a segment table"):
-        copy_segments(table_of([(0, 0, 0, 0, 10), row]), [random_bytes(100)], [dst])
-    assert (dst == UNTOUCHED).all()
 
 
 @native

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import os
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
-from zeroelastic.core.digest import digest_range, stream_seed
-from zeroelastic.errors import CheckpointError, ConfigError, MissingFileError, UnreadableError
 from zeroelastic.executors import numpy_executor
-from zeroelastic.executors.dispatch import DigestRows, ReadTable, read_segments
+from zeroelastic.executors.dispatch import ReadTable, read_segments
 
 UNTOUCHED = 0xEE
 
@@ -112,11 +107,6 @@ def test_empty_rows_do_nothing(tmp_path, preads):
     assert (buffers[0][5:10] == UNTOUCHED).all()
 
 
-def test_an_empty_table_opens_nothing(tmp_path):
-    result = read_numpy(table([tmp_path / "not there"], []), buffers_of(4))
-    assert result.bytes_read == 0 and result.files == ()
-
-
 def test_short_reads_are_continued(tmp_path, monkeypatch):
     """A kernel may return less than asked, in the middle of a vector."""
     data = make_file(tmp_path / "a", 1000)
@@ -153,91 +143,7 @@ def test_a_large_run_is_cut_into_bounded_calls(tmp_path, preads, monkeypatch):
     assert len(preads) == 10 and np.array_equal(np.concatenate(buffers), data[:400])
 
 
-def test_a_truncated_file_is_named_with_the_offset(tmp_path):
-    make_file(tmp_path / "a", 100)
-    with pytest.raises(CheckpointError, match=r"a: ends at byte 100\. The file is truncated"):
-        read_numpy(table([tmp_path / "a"], [(0, 50, 0, 0, 20), (0, 80, 0, 20, 40)]), buffers_of(60))
-    with pytest.raises(CheckpointError, match=r"a: ends at byte 5000\. The file is truncated"):
-        read_numpy(table([tmp_path / "a"], [(0, 5000, 0, 0, 20)]), buffers_of(60))
-
-
-def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(MissingFileError, match=r"gone: no such file\. The checkpoint is incomplete"):
-        read_numpy(table([tmp_path / "gone"], [(0, 0, 0, 0, 1)]), buffers_of(1))
-
-
-def test_what_cannot_be_opened_or_read_is_named(tmp_path):
-    with pytest.raises(UnreadableError, match="reading at byte 3 failed: Is a directory"):
-        read_numpy(table([tmp_path], [(0, 3, 0, 0, 1)]), buffers_of(1))
-    (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    with pytest.raises(UnreadableError, match="loop: cannot be opened"):
-        read_numpy(table([tmp_path / "loop"], [(0, 0, 0, 0, 1)]), buffers_of(1))
-
-
-def test_files_are_closed_also_after_errors(tmp_path):
-    make_file(tmp_path / "a", 10)
-    before = len(os.listdir("/proc/self/fd"))
-    for nbytes in (10, 20):
-        try:
-            read_numpy(table([tmp_path / "a"], [(0, 0, 0, 0, nbytes)]), buffers_of(20))
-        except CheckpointError:
-            assert nbytes == 20
-    assert len(os.listdir("/proc/self/fd")) == before
-
-
-@pytest.mark.parametrize(
-    "row",
-    [(0, 0, 0, 0, 11), (0, 0, 0, 5, 6), (0, 0, 1, 0, 1), (0, 0, -1, 0, 1), (1, 0, 0, 0, 1), (-1, 0, 0, 0, 1),
-     (0, -1, 0, 0, 1), (0, 0, 0, -1, 1), (0, 0, 0, 0, -1)],
-)  # fmt: skip
-def test_a_row_outside_is_a_bug_that_is_caught_before_reading(tmp_path, row):
-    make_file(tmp_path / "a", 100)
-    buffers = buffers_of(10)
-    with pytest.raises(AssertionError):
-        read_numpy(table([tmp_path / "a"], [(0, 0, 0, 0, 2), row]), buffers)
-    assert (buffers[0] == UNTOUCHED).all()
-
-
-def test_an_unknown_executor_names_the_known_ones(tmp_path):
-    with pytest.raises(ConfigError, match=r"no executor 'warp'; there are: auto, .*numpy"):
-        read_segments(table([], []), [], executor="warp")
-
-
 def test_rows_of_a_table(tmp_path):
     all_rows = table([tmp_path], [(0, i, 0, i, 1) for i in range(5)])
     some = all_rows.rows(column([3, 1]))
     assert some.paths == all_rows.paths and some.file_offset.tolist() == [3, 1] and len(some.nbytes) == 2
-
-
-@given(data=st.data(), num_files=st.integers(1, 3), num_buffers=st.integers(1, 3))
-@settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_table_moves_what_slicing_moves(tmp_path, data, num_files, num_buffers):
-    paths = [tmp_path / str(i) for i in range(num_files)]
-    files = [make_file(path, 400, i) for i, path in enumerate(paths)]
-    buffers, want = buffers_of(*[300] * num_buffers), buffers_of(*[300] * num_buffers)
-    rows = []
-    for buffer in range(num_buffers):
-        cuts = sorted(data.draw(st.lists(st.integers(0, 300), max_size=12)))
-        for begin, end in itertools.pairwise(cuts):
-            file = data.draw(st.integers(0, num_files - 1))
-            offset = data.draw(st.one_of(st.integers(0, 400 - (end - begin)), st.just(min(begin, 400 - end + begin))))
-            rows.append((file, offset, buffer, begin, end - begin))
-            want[buffer][begin:end] = files[file][offset : offset + end - begin]
-    result = read_numpy(table(paths, rows), buffers)
-    assert result.bytes_read == sum(row[4] for row in rows)
-    assert all(np.array_equal(x, y) for x, y in zip(buffers, want, strict=True))
-
-
-def test_digests_are_taken_of_what_was_read(tmp_path):
-    data = make_file(tmp_path / "a", 8000)
-    buffers = buffers_of(8000)
-    reads = table([tmp_path / "a"], [(0, 0, 0, 4000, 2000), (0, 2000, 0, 0, 2000), (0, 4000, 0, 2000, 1000)])
-    seeds = np.array([stream_seed("p", "fp32"), stream_seed("p", "m"), 1], dtype=np.uint64)
-    digest = DigestRows(seeds, column([0, 0, 1]), column([0, 500, 77]), column([4, 4, 2]))
-    result = read_numpy(reads, buffers, digest=digest)
-    assert result.digests is not None and result.digests.dtype == np.uint64
-    assert result.digests.tolist() == [
-        digest_range(data[:4000], 4, seed=int(seeds[0]), start=0),
-        digest_range(data[4000:5000], 2, seed=int(seeds[1]), start=77),
-        0,
-    ]
