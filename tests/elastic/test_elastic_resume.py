@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from training import Job, build_engine, look, train_step
 
 from zeroelastic.elastic import EXIT_PREEMPTED, ElasticDistributedSampler, every, preemption, resume
 from zeroelastic.elastic.attempts import ATTEMPTS_NAME
+from zeroelastic.elastic.position import KEY, pack_position
 from zeroelastic.errors import CheckpointError, ConfigError, LayoutMismatchError, StrictError
 from zeroelastic.testing import RankPool, compare_states
 
@@ -150,13 +151,39 @@ def test_a_run_whose_checkpoints_are_in_s3_goes_on_at_another_size(
         assert steps_of(first) + steps_of(turns) == [whole.batch(step).tolist() for step in range(6)]
 
 
-def test_generators_are_restored_exactly_where_rank_and_size_are_the_saved_ones(
-    rank_pool: RankPool, tmp_path: Path
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_each_rank_gets_its_own_generators_where_the_size_is_the_saved_one(
+    rank_pool: RankPool, tmp_path: Path, stage: int
 ) -> None:
-    first = rank_pool.run(run, 2, JOB, str(tmp_path / "ckpt"), 1)
-    again = rank_pool.run(run, 2, JOB.other(), str(tmp_path / "ckpt"), 0, save_at_end=False)
+    """At stages 1 and 2 all ranks read the client state of rank 0."""
+    job = replace(JOB, stage=stage, options={"weights_only_load": True})
+    first = rank_pool.run(run, 3, job, str(tmp_path / "ckpt"), 1)
+    again = rank_pool.run(run, 3, job.other(), str(tmp_path / "ckpt"), 0, save_at_end=False)
     assert [turn.drawn for turn in again] == [turn.drawn for turn in first]
-    assert first[0].drawn != first[1].drawn
+    assert len({tuple(turn.drawn) for turn in first}) == 3
+    assert [turn.start.notes for turn in again] == [()] * 3
+
+
+def without_generators_of_others(entry: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in entry.items() if name != "generators_by_rank"}
+
+
+def resume_old_entry(job: Job, directory: str) -> tuple[list[float], tuple[str, ...], list[float]]:
+    """What ranks draw after a resume from an entry with rank 0's generators alone, and what they drew at its save."""
+    engine = build_engine(job)
+    train_step(engine, 0)
+    torch.manual_seed(40 + dist.get_rank())
+    entry = without_generators_of_others(pack_position(None, engine.device, for_all_ranks=True))
+    engine.save_checkpoint(directory, client_state={KEY: entry})
+    saved = draw()
+    start = resume(engine, directory)
+    return draw(), start.notes, saved
+
+
+def test_an_entry_with_the_generators_of_one_rank_is_read_too(rank_pool: RankPool, tmp_path: Path) -> None:
+    turns = rank_pool.run(resume_old_entry, 2, replace(JOB, stage=2), str(tmp_path / "ckpt"))
+    assert [drawn == saved for drawn, _, saved in turns] == [True, False]
+    assert all(len(notes) == 1 and "on all ranks but the one" in notes[0] for _, notes, _ in turns)
 
 
 def roll_back(job: Job, directory: str) -> dict[str, list[Any]]:
@@ -432,6 +459,7 @@ late = Late()
 dist.init_process_group("gloo", init_method="file://{tmp_path}/store", rank=0, world_size=1)
 save = lambda directory, tag, client_state: None
 engine = SimpleNamespace(global_steps=0, device=torch.device("cpu"), save_checkpoint=save)
+engine.zero_optimization_stage = lambda: 2
 with preemption(engine, "unused") as stop:
     os.kill(os.getpid(), signal.SIGTERM)
     engine.global_steps += 1
@@ -449,6 +477,9 @@ class _Clocked:
     def __init__(self, seconds: float) -> None:
         self.global_steps, self.device, self.seconds = 0, torch.device("cpu"), seconds
         self.tags: list[str] = []
+
+    def zero_optimization_stage(self) -> int:
+        return 3
 
     def save_checkpoint(self, directory: str, tag: str, client_state: dict[str, Any]) -> None:
         time.sleep(self.seconds)

@@ -63,18 +63,10 @@ class Run:
         default_factory=lambda: ElasticDistributedSampler(range(LENGTH), BATCH, seed=4)
     )
     states: dict[int, dict[str, Any]] = field(default_factory=dict)
-    keeps_generators: bool = True
-    derived: dict[int, str] = field(default_factory=dict)
     source: Any = None
     leaving: Any = None
     store: Any = None
     calls: int = 0
-
-    def expected_at(self, step: int) -> dict[str, Any]:
-        """The state at a step. Generators of a rank whose client state is not kept are the same after each load."""
-        if self.keeps_generators:
-            return self.states[step]
-        return {**self.states[step], "generators": self.derived.setdefault(step, generators())}
 
     def look(self) -> dict[str, Any]:
         return {**look(self.engine)[0], "position": str(self.data.state_dict()), "generators": generators()}
@@ -223,7 +215,7 @@ def leave(run: Run, job: Job) -> None:
     """Keep the state of the engine for the next world, whose engine is another one."""
     from zeroelastic.deepspeed.resize.restore import leave_world
 
-    state = {KEY: pack_position(run.data, CPU)}
+    state = {KEY: pack_position(run.data, CPU, for_all_ranks=True)}
     run.source, run.leaving = run.engine, leave_world(run.engine, state)
     run.engine = build_engine(job.other())
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if dist.get_rank() == 0 else None
@@ -319,7 +311,6 @@ def fail_everywhere(
         run = begun(job, directory, shared, way.save)
     if way.call is moved:
         leave(run, job)
-    run.keeps_generators = dist.get_rank() == 0 or (stage == 3 and way.call is not moved)
     run.engine.save_checkpoint(str(shared / "home"))
     if run.node.exists():
         shutil.copytree(run.node, run.kept)
@@ -328,7 +319,7 @@ def fail_everywhere(
     with entered.watching():
         reached = way.call(run)
     assert reached is not None
-    problems = [] if earlier else differences(way, run, run.expected_at(reached), "loaded")
+    problems = [] if earlier else differences(way, run, run.states[reached], "loaded")
     run.states[reached] = run.look()
     boundaries, damaged = boundaries_of(entered, stage), 0
     for number, boundary in enumerate(boundaries):
@@ -342,7 +333,7 @@ def fail_everywhere(
         elif step == _RAISED:
             found = differences(way, run, before, "raised")
         else:
-            found = differences(way, run, before if step is None else run.expected_at(step), f"returned step {step}")
+            found = differences(way, run, before if step is None else run.states[step], f"returned step {step}")
         problems += [f"{boundary}, {error()!r}: {one}" for one in found]
     return len(boundaries), damaged, problems
 

@@ -1,14 +1,15 @@
 """The position in the data and the random generators, which a run saves in the client state beside its weights.
 
-The position is the same on every rank and fits any world size. Generators belong to a rank: they are restored where the
-rank and the world size are the saved ones; elsewhere they are seeded from the checkpoint and the rank. Everything is
-saved as numbers, strings and tensors, so that ``"weights_only_load": true`` reads it.
+The position is the same on every rank and fits any world size. Generators belong to a rank: they are restored where
+the world size is the saved one; elsewhere they are seeded from the checkpoint and the rank. Where one client state is
+kept, at stages 1 and 2, it has the generators of all ranks, about 15 KiB of each. Everything is saved as
+numbers, strings and tensors, so that ``"weights_only_load": true`` reads it.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,14 +17,14 @@ import torch
 import torch.distributed as dist
 
 from zeroelastic.checkpoint.rng_files import derived_seed
-from zeroelastic.distributed.collective import all_or_raise, any_rank
+from zeroelastic.distributed.collective import all_gather, all_or_raise, any_rank
 from zeroelastic.errors import CheckpointError, StrictError
 
 KEY = "zeroelastic"
 """The key of our entry in the client state."""
 
 DERIVED = "random generators were derived anew, from the checkpoint and the rank"
-DERIVED_ELSEWHERE = f"{DERIVED}, on all ranks but the one whose client state is kept (at stages 1 and 2, rank 0)"
+DERIVED_ELSEWHERE = f"{DERIVED}, on all ranks but the one whose client state was kept"
 
 _NUMPY = ("keys", "position", "has_gauss", "gauss")
 
@@ -38,14 +39,20 @@ class Position(Protocol):
         """Go to a saved position."""
 
 
-def pack_position(data: Position | None, device: torch.device) -> dict[str, Any]:
-    """The entry for this rank's client state."""
-    return {
+def pack_position(data: Position | None, device: torch.device, *, for_all_ranks: bool = False) -> dict[str, Any]:
+    """The entry for this rank's client state. Collective ``for_all_ranks``: it has the generators of each then."""
+    generators = generators_of(device)
+    entry = {
         "data": None if data is None else data.state_dict(),
         "rank": dist.get_rank(),
         "world_size": dist.get_world_size(),
-        "generators": generators_of(device),
+        "generators": generators,
     }
+    if for_all_ranks:
+        by_rank = all_gather(generators)
+        if all(one.keys() == generators.keys() for one in by_rank):  # a rank may have a numpy generator of its own kind
+            entry["generators_by_rank"] = _stacked(by_rank)
+    return entry
 
 
 def unpack_position(
@@ -86,12 +93,40 @@ def _unpack(
                 "the first sample."
             )
         notes.append(f"{problem}; it begins at the first sample")
-    same = entry is not None and (entry.get("rank"), entry.get("world_size")) == (rank, world_size)
-    if same and entry is not None:
-        restore_generators(entry["generators"], device)
+    generators = None
+    if entry is not None and entry.get("world_size") == world_size:
+        if "generators_by_rank" in entry:
+            generators = _of_rank(entry["generators_by_rank"], rank)
+        elif entry.get("rank") == rank:
+            generators = entry["generators"]
+    if generators is not None:
+        restore_generators(generators, device)
     else:
         seed_generators(derived_seed(identity, rank))
-    return tuple(notes), same
+    return tuple(notes), generators is not None
+
+
+def _stacked(by_rank: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What ``generators_of`` returned on each rank as one such dict: few tensors, however many ranks there are."""
+    stacked: dict[str, Any] = {}
+    for key, value in by_rank[0].items():
+        column = [one[key] for one in by_rank]
+        if isinstance(value, Mapping):
+            stacked[key] = _stacked(column)
+        else:
+            stacked[key] = torch.stack(column) if isinstance(value, torch.Tensor) else column
+    return stacked
+
+
+def _of_rank(stacked: Mapping[str, Any], rank: int) -> dict[str, Any]:
+    """One rank's part of ``_stacked``. Tensors are copies: ``torch.set_rng_state`` crashes with a row of a tensor."""
+    found: dict[str, Any] = {}
+    for key, one in stacked.items():
+        if isinstance(one, Mapping):
+            found[key] = _of_rank(one, rank)
+        else:
+            found[key] = one[rank].clone() if isinstance(one, torch.Tensor) else one[rank]
+    return found
 
 
 def generators_of(device: torch.device) -> dict[str, Any]:

@@ -254,10 +254,14 @@ class Preemption:
         """Let go of memory checkpoints after a failure, and of their process group, in which other ranks may wait."""
         self._memory = None
 
-    def state(self) -> dict[str, Any]:
-        """The client state: the caller's own entries, the position in the data and the random generators."""
+    def state(self, *, for_all_ranks: bool = False) -> dict[str, Any]:
+        """The client state: the caller's own entries, the position in the data and the generators. Collective.
+
+        ``for_all_ranks``: that of one rank is kept for all, as in files of stages 1 and 2.
+        """
         own = dict(self._client_state()) if self._client_state is not None else {}
-        return {**own, KEY: pack_position(self._data, self._engine.device)}
+        one_for_all = for_all_ranks or self._engine.zero_optimization_stage() < 3
+        return {**own, KEY: pack_position(self._data, self._engine.device, for_all_ranks=one_for_all)}
 
     def _log_memory(self, memory: MemoryCheckpoints) -> None:
         """Log the first memory checkpoint of this block, and every ``_LOGGED`` -th."""

@@ -220,8 +220,8 @@ class World:
         return saved
 
     def state(self) -> dict[str, Any]:
-        """The client state of this moment."""
-        state: dict[str, Any] = self._stop.state()
+        """The client state of this moment, for all members of the next world. Collective."""
+        state: dict[str, Any] = self._stop.state(for_all_ranks=True)
         return state
 
     def release(self) -> Any:
