@@ -84,7 +84,9 @@ def test_the_file_has_every_tensor_whole_in_the_order_of_the_optimizer(source: s
 def test_as_a_source_stage_0_is_refused_by_name(tmp_path: Path) -> None:
     zeroelastic.reshard(GOLDEN / "stage2_rank2", tmp_path / "b", world_size=1, stage=0)
     said = "of ZeRO stage 0, whose optimizer state does not name its parameters, so that only a stage 0 run resumes"
-    for verb in (zeroelastic.inspect, zeroelastic.verify, zeroelastic.open):
+    report = zeroelastic.verify(tmp_path / "b")
+    assert report.valid and said in report.unsupported[0]
+    for verb in (zeroelastic.inspect, zeroelastic.open):
         with pytest.raises(UnsupportedError, match=said):
             verb(tmp_path / "b")
     with pytest.raises(UnsupportedError, match=said):

@@ -29,7 +29,7 @@ from synthetic import GROUPS, believe_sizes, edit, edit_optim, model_name, optim
 import zeroelastic
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, RECORD_VERSION
 from zeroelastic.checkpoint.open import open_checkpoint
-from zeroelastic.errors import CheckpointError, MissingFileError, UnsupportedError
+from zeroelastic.errors import CheckpointError, MissingFileError
 from zeroelastic.tags.candidates import check_quickly
 from zeroelastic.testing.sample import write_sample
 from zeroelastic.torch_file import zip_reader
@@ -623,10 +623,6 @@ def test_without_a_checkpoint_there_is_nothing_to_verify(tmp_path: Path) -> None
     with pytest.raises(MissingFileError, match="holds no ZeRO checkpoint"):
         verify_checkpoint(tmp_path)
     write_checkpoint(tmp_path, world_size=1, groups=GROUPS)
-    (tmp_path / model_name(0)).rename(tmp_path / "zero_pp_rank_0_mp_rank_01_model_states.pt")
-    with pytest.raises(UnsupportedError, match="tensor parallel"):
-        verify_checkpoint(tmp_path)
-    (tmp_path / "zero_pp_rank_0_mp_rank_01_model_states.pt").rename(tmp_path / model_name(0))
     shutil.copy(tmp_path / optim_name(0), tmp_path / optim_name(0, prefix=""))
     assert "claim rank 0" in only(verify_checkpoint(tmp_path)).sentence
 
@@ -727,10 +723,70 @@ def test_what_only_deepspeed_reads_is_sound_or_damaged_all_the_same(tmp_path: Pa
     assert check_quickly(tmp_path) == ()
     done = cli(tmp_path)
     assert done.returncode == 0 and " not supported  " in done.stdout
-    assert done.stdout.endswith("not supported: DeepSpeed alone resumes it, at the sizes that saved.\n")
+    assert done.stdout.endswith("not supported: only a training job resumes it, as said above.\n")
     flip_a_weight(tmp_path / optim_name(1))
     report = verify_checkpoint(tmp_path)
     assert report.unsupported and {problem.file for problem in report.problems} == {optim_name(1)}
+
+
+def save_tensor_parallel(tag_dir: Path) -> None:
+    """Two tensor parallel ranks of two ranks each."""
+    write_checkpoint(tag_dir, world_size=2, format="rigid")
+    for rank in range(2):
+        edit(tag_dir / model_name(rank), lambda data: data.update(mp_world_size=2))
+    for path in list(tag_dir.glob("*_states.pt")):
+        torch.save(torch.load(path, weights_only=False), tag_dir / path.name.replace("mp_rank_00", "mp_rank_01"))
+
+
+def save_stage_0(tag_dir: Path) -> None:
+    tag_dir.mkdir(parents=True)
+    optimizer = {"state": {0: {"exp_avg": torch.ones(50)}}, "param_groups": [{"params": [0]}]}
+    states = {"module": {"w": torch.ones(50)}, "optimizer": optimizer, "global_steps": 3}
+    torch.save({**states, "dp_world_size": 2, "mp_world_size": 1}, tag_dir / "mp_rank_00_model_states.pt")
+
+
+@pytest.mark.parametrize("save", [save_tensor_parallel, save_stage_0])
+@pytest.mark.parametrize("quick", [False, True])
+def test_tensor_parallelism_and_stage_0_are_sound_or_damaged_all_the_same(
+    tmp_path: Path, save: Callable[[Path], None], quick: bool
+) -> None:
+    tag_dir = tmp_path / "global_step3"
+    save(tag_dir)
+    report = verify_checkpoint(tag_dir, quick=quick)
+    assert report.valid and len(report.unsupported) == 1 and report.world_size == 2
+    assert "tensor parallel" in report.unsupported[0] or "stage 0" in report.unsupported[0]
+    assert report.num_files == len(report.files) == len(list(tag_dir.iterdir()))
+    assert zeroelastic.latest(tmp_path, quick=quick).tag.name == "global_step3"
+    assert zeroelastic.latest(tmp_path, set_to="global_step3").tag.name == "global_step3"
+    assert zeroelastic.ls(tmp_path).tags[0].status == "no record"
+    done = cli(tag_dir)
+    assert done.returncode == 0 and done.stdout.endswith("only a training job resumes it, as said above.\n")
+    path = max(tag_dir.iterdir())
+    if not quick:
+        with open(path, "r+b") as file:
+            file.seek(file.read().index(torch.ones(3).numpy().tobytes()) if save is save_stage_0 else 2000)
+            byte = file.read(1)
+            file.seek(-1, 1)
+            file.write(bytes([byte[0] ^ 1]))
+        report = verify_checkpoint(tag_dir)
+        assert {problem.file for problem in report.problems} == {path.name} and report.unsupported
+        assert cli(tag_dir).returncode == 3
+
+
+@pytest.mark.parametrize("quick", [False, True])
+def test_missing_files_of_tensor_parallel_ranks_and_of_optimizers_are_damage(tmp_path: Path, quick: bool) -> None:
+    save_tensor_parallel(tmp_path / "tp")
+    gone = "bf16_zero_pp_rank_1_mp_rank_01_optim_states.pt"
+    (tmp_path / "tp" / gone).unlink()
+    assert files_of(verify_checkpoint(tmp_path / "tp", quick=quick)) == {gone}
+    for path in (tmp_path / "tp").glob("*mp_rank_01*"):
+        path.unlink()
+    report = verify_checkpoint(tmp_path / "tp", quick=quick)
+    assert len(report.problems) == 4 and all("mp_rank_01" in problem.file for problem in report.problems)
+    save_stage_0(tmp_path / "stage_2")  # as a checkpoint of stage 2 without its optimizer files
+    edit(tmp_path / "stage_2" / "mp_rank_00_model_states.pt", lambda data: data.update(optimizer=None))
+    report = verify_checkpoint(tmp_path / "stage_2", quick=quick)
+    assert report.unsupported == () and len(report.problems) == 2
 
 
 def test_files_that_no_rank_of_a_zero_run_writes_are_read_or_named(tmp_path: Path) -> None:

@@ -58,16 +58,20 @@ class TagListing:
         """One more than the highest rank that a file is named after."""
         return max((rank for rank, _ in (*self.optim, *self.models)), default=-1) + 1
 
-    def missing(self, world_size: int) -> tuple[int, tuple[str, ...]]:
-        """How many files of ``world_size`` ranks are missing, and the names of the first of them."""
+    def missing(self, world_size: int, tp_size: int = 1) -> tuple[int, tuple[str, ...]]:
+        """How many files of ``world_size`` ranks are missing, and the names of the first of them.
+
+        ``tp_size`` is the tensor parallel size, where it is known; it is not less than what the names tell.
+        """
         num_models = 1 if self.kind == "zero-1-2" else world_size
+        tp_size = max(tp_size, self.tp_size)
         present = sum(rank < world_size for files in (self.optim, self.models) for rank, _ in files)
-        count = (world_size + num_models) * self.tp_size - present
+        count = (world_size + num_models) * tp_size - present
         prefix = "bf16_" if any(name.startswith("bf16_") for name in self.optim.values()) else ""
         names = (
             name
             for rank in range(world_size if count else 0)
-            for tp_rank in range(self.tp_size)
+            for tp_rank in range(tp_size)
             for files, name in (
                 (self.optim, f"{prefix}zero_pp_rank_{rank}_mp_rank_{tp_rank:02d}_optim_states.pt"),
                 (self.models, model_file_name(rank, tp_rank, whole=self.kind == "zero-1-2")),

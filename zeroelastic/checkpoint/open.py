@@ -319,10 +319,15 @@ def saved_sizes(tag_dir: FilePath) -> tuple[int, int]:
     if name is None:
         rank_files(tag_dir, names)  # raises the error for what this is
         raise MissingFileError(f"{tag_dir}: holds no zero_pp_rank_*_model_states.pt. The checkpoint is incomplete.")
-    root = read_torch_file(tag_dir / name, foreign="inert", columns=True).root
+    return stated_sizes(tag_dir / name)
+
+
+def stated_sizes(path: FilePath) -> tuple[int, int]:
+    """The data parallel and the tensor parallel size by a model states file. Raises CheckpointError."""
+    root = read_torch_file(path, foreign="inert", columns=True).root
     dp_size, tp_size = (root.get(f"{group}_world_size") if isinstance(root, dict) else None for group in ("dp", "mp"))
     if type(dp_size) is not int or type(tp_size) is not int:
-        raise CheckpointError(f"{tag_dir / name}: states no world size. It is not a ZeRO model states file.")
+        raise CheckpointError(f"{path}: states no world size. It is not a ZeRO model states file.")
     return dp_size, tp_size
 
 

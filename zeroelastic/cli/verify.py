@@ -104,7 +104,7 @@ def _show(report: VerifyReport) -> None:
         print_styled("  ", ("note", "yellow"), "  ", report.quarantine.sentence, done)
     if report.valid and report.unsupported:
         sound = "Sound by its checksums" if report.mode == "full" else "Nothing is wrong with names and sizes"
-        print_styled((sound, "green"), "; not supported: DeepSpeed alone resumes it, at the sizes that saved.")
+        print_styled((sound, "green"), "; not supported: only a training job resumes it, as said above.")
         return
     if report.valid:
         print_styled(("Valid" if report.mode == "full" else "Nothing is wrong with names and sizes", "green"), ".")

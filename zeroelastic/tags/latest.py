@@ -113,7 +113,7 @@ def _continued(root: FilePath, named: str | None) -> Run:
     return replace(run, tags=without_other_runs(run.tags, tag.trained_params))
 
 
-def set_latest(root: FilePath, name: str, *, dry_run: bool = False) -> Latest:
+def set_latest(root: FilePath, name: str, check: Check = check_quickly, *, dry_run: bool = False) -> Latest:
     """Roll back: make ``latest`` name this tag, so that the next start of the job continues from it.
 
     Raises UsageError where there is no such tag, CheckpointError where it is damaged, UnreadableError, OSError::
@@ -126,7 +126,7 @@ def set_latest(root: FilePath, name: str, *, dry_run: bool = False) -> Latest:
     if at is None:
         there = ", ".join(tag.name for tag in run.tags[:8])
         raise UsageError(f"{root}: has no tag {name}. There are, newest first: {there}.")
-    verdict = check_tag(run.tags[at], check_quickly)
+    verdict = check_tag(run.tags[at], check)
     if verdict is not None:
         kind = UnreadableError if verdict.undecided else CheckpointError
         raise kind(f"{run.tags[at].tag_dir}: {verdict.problems[0]} {LATEST} was not changed.")

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import Literal
 
-from zeroelastic.errors import UsageError, printable, with_remedy
+from zeroelastic.errors import UnsupportedError, UsageError, printable, with_remedy
 from zeroelastic.io.paths import FilePath, absolute, as_path
 from zeroelastic.io.storage import file_sizes
 from zeroelastic.json_document import document
@@ -14,7 +14,7 @@ from zeroelastic.tags.candidates import Check, check_quickly
 from zeroelastic.tags.commit_order import Tag
 from zeroelastic.tags.latest import Latest, find_latest, fix_latest, set_latest
 from zeroelastic.verbs.options import Progress, no_progress
-from zeroelastic.verbs.verify.verify import verify_checkpoint
+from zeroelastic.verbs.verify.verify import VerifyReport, verify_checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,19 +86,29 @@ def latest(
     if dry_run and not fix and set_to is None:
         raise UsageError("--dry-run: goes with --fix or --set; without them nothing is written.")
     root = as_path(directory)
-    check: Check = check_quickly if quick else lambda tag_dir: _check_fully(tag_dir, progress)
+    check: Check = _check_quickly if quick else lambda tag_dir: _check_fully(tag_dir, progress)
     if not fix and set_to is None:
         found = find_latest(root, check)
     elif set_to is not None:
-        found = set_latest(root, set_to, dry_run=dry_run)
+        found = set_latest(root, set_to, _check_quickly, dry_run=dry_run)
     else:
         found = fix_latest(root, check, dry_run=dry_run)
     return LatestReport(found, "quick" if quick or set_to is not None else "full", dry_run)
 
 
+def _check_quickly(tag_dir: FilePath) -> tuple[str, ...]:
+    try:
+        return check_quickly(tag_dir)
+    except UnsupportedError:  # names and sizes can be checked all the same
+        return _problems(verify_checkpoint(tag_dir, quick=True))
+
+
 def _check_fully(tag_dir: FilePath, progress: Progress) -> tuple[str, ...]:
     with progress(f"verifying {printable(tag_dir.name)}", sum(file_sizes(tag_dir).values())) as advance:
-        report = verify_checkpoint(tag_dir, progress=advance)
+        return _problems(verify_checkpoint(tag_dir, progress=advance))
+
+
+def _problems(report: VerifyReport) -> tuple[str, ...]:
     return tuple(
         problem.sentence if problem.file in problem.sentence else f"{problem.file}: {problem.sentence}"
         for problem in report.problems

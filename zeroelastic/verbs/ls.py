@@ -17,6 +17,7 @@ from zeroelastic.tags.candidates import list_run, named_latest
 from zeroelastic.tags.commit_order import Tag
 from zeroelastic.tags.runs import runs_of
 from zeroelastic.torch_file.header import read_torch_file
+from zeroelastic.verbs.inspect.other_kinds import is_stage_0
 
 Status = Literal["committed", "no record", "incomplete", "quarantined", "universal", "unreadable"]
 """``no record``: all files are there, and nothing to verify them with, as DeepSpeed saves. ``incomplete``: files are
@@ -92,7 +93,7 @@ def _describe(tag: Tag, latest: str | None, run: int | None) -> TagInfo:
             status, why = "quarantined", mark.sentence
         elif listing.kind == "universal":
             status, stage = "universal", None
-        elif tag.unfinished is not None or listing.missing(world_size)[0]:
+        elif tag.unfinished is not None or (listing.missing(world_size)[0] and not is_stage_0(listing)):
             status = "incomplete"
         else:
             status = "committed" if RECORD_NAME in listing.sizes else "no record"

@@ -297,7 +297,7 @@ def _verify_answer(found: Verify) -> tuple[Tone, str]:
     if found.ok and found.mode == "quick":
         return "note", "Nothing is wrong with names and sizes; the contents of the files were not read (--quick)."
     if found.ok and found.unsupported:
-        return "note", "Sound by its checksums, and not supported: DeepSpeed alone resumes it, at the sizes that saved."
+        return "note", "Sound by its checksums, and not supported: only a training job resumes it, as said below."
     if found.ok:
         compared = "" if found.recorded_root is None else ", and the contents are those of the commit record"
         files = counted(found.num_files, "file")

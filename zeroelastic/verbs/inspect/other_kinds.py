@@ -18,13 +18,18 @@ def refuse_other_kinds(listing: TagListing) -> None:
         raise UnsupportedError(
             f"{listing.directory}: is {UNIVERSAL}. zeroelastic reads the checkpoint that it was made from."
         )
-    if listing.kind == "zero-1-2" and not listing.optim and RECORD_NAME not in listing.sizes:
-        for name in listing.models.values():
-            if _holds_an_optimizer(listing.directory / name):
-                raise UnsupportedError(
-                    f"{listing.directory}: {name} holds the optimizer too. It is of ZeRO stage 0, whose optimizer "
-                    "state does not name its parameters, so that only a stage 0 run resumes it."
-                )
+    if is_stage_0(listing):
+        raise UnsupportedError(
+            f"{listing.directory}: {min(listing.models.values())} holds the optimizer too. It is of ZeRO stage 0, "
+            "whose optimizer state does not name its parameters, so that only a stage 0 run resumes it."
+        )
+
+
+def is_stage_0(listing: TagListing) -> bool:
+    """Whether there are no optimizer files because the model states file has the optimizer. Opens that file."""
+    if listing.kind != "zero-1-2" or listing.optim or RECORD_NAME in listing.sizes:
+        return False
+    return any(_holds_an_optimizer(listing.directory / name) for name in listing.models.values())
 
 
 def _holds_an_optimizer(path: FilePath) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
@@ -15,7 +16,7 @@ from zeroelastic.checkpoint.commit_record import RECORD_NAME, CheckpointFormat, 
 from zeroelastic.checkpoint.extents import stream_seeds
 from zeroelastic.checkpoint.listing import list_tag
 from zeroelastic.checkpoint.model_states import ModelStates, open_model_states, other_step
-from zeroelastic.checkpoint.open import StateFiles, rank_files
+from zeroelastic.checkpoint.open import StateFiles, rank_files, stated_sizes
 from zeroelastic.checkpoint.optimizer_file import Shard
 from zeroelastic.checkpoint.optimizer_reader import open_shard
 from zeroelastic.checkpoint.saved_state import (
@@ -31,6 +32,7 @@ from zeroelastic.checkpoint.saved_state import (
 from zeroelastic.core.digest import ParamContent, UInt64Array
 from zeroelastic.errors import CheckpointError, UnsupportedError, counted, some
 from zeroelastic.io.paths import FilePath
+from zeroelastic.verbs.inspect.other_kinds import is_stage_0
 
 T = TypeVar("T", ModelStates, Shard)
 
@@ -122,8 +124,9 @@ class TagHeaders:
 def check_headers(tag_dir: FilePath, *, quick: bool = False) -> TagHeaders:
     """Check the headers of every file of a tag, and keep the files that agree.
 
-    Raises MissingFileError where there is no directory or no ZeRO-3 checkpoint in it, UnsupportedError for another
-    ZeRO stage or several tensor parallel ranks. Everything else is returned in ``problems``.
+    Of a checkpoint of ZeRO stage 0 or of several tensor parallel ranks only names and sizes are checked here; it is
+    ``unsupported``. Raises MissingFileError where there is no directory or no checkpoint in it, UnsupportedError for a
+    Universal one. Everything else is returned in ``problems``.
     """
     return _HeaderCheck(tag_dir, quick).take()
 
@@ -142,6 +145,9 @@ class _HeaderCheck:
         self.shards: dict[int, Shard] = {}
         self.parts: tuple[SavedPart, ...] = ()
         self.files = StateFiles({}, {}, False)
+        self.optim: Mapping[int, str] = {}
+        self.model: Mapping[int, str] = {}
+        self.by_name = False
         self.optim_paths: dict[int, FilePath] = {}
         self.model_paths: dict[int, FilePath] = {}
 
@@ -150,8 +156,8 @@ class _HeaderCheck:
         try:
             self.files = rank_files(self.tag_dir, self.sizes)
             self.optim, self.model = self.files.optim, self.files.models
-        except UnsupportedError:
-            raise
+        except UnsupportedError as error:
+            return self._take_by_name(error)
         except CheckpointError as error:
             if not any(name.endswith("_states.pt") for name in self.sizes):
                 raise
@@ -163,6 +169,8 @@ class _HeaderCheck:
             self.world_size = self.record.world_size
         else:
             self._open_models(None)
+            if self.unsupported and not self.models:  # the files of one of several tensor parallel ranks
+                return self._take_by_name(None)
             self.world_size = self._likely_world_size()
         self._find_missing()
         if not self.quick:
@@ -177,6 +185,28 @@ class _HeaderCheck:
         self._find_experts()
         return self._result()
 
+    def _take_by_name(self, error: UnsupportedError | None) -> TagHeaders:
+        """Keep the files that ranks write, whatever is in them: names, sizes and checksums are compared."""
+        listing, record = self.listing, self.record
+        whole, tp_size = is_stage_0(listing), 1
+        if error is not None and (whole or listing.tp_size > 1):
+            self._refuse(error)
+        if record is not None:
+            self.world_size, tp_size = record.world_size, record.tp_size
+        else:
+            self.world_size = max(1, listing.num_ranks)
+            for name in listing.models.values():
+                with suppress(CheckpointError, UnsupportedError):
+                    self.world_size, tp_size = stated_sizes(self.tag_dir / name)
+                    break
+        if not whole:  # which has the files of no other rank
+            self._find_missing(tp_size)
+        recorded = () if record is None else record.files
+        self.other_names = sorted({*listing.optim.values(), *listing.models.values(), *self.other_names, *recorded})
+        self.by_name = True
+        self.notes.append("not checked: what the headers of the files say")
+        return self._result()
+
     def _result(self) -> TagHeaders:
         tensors = tuple(tensor for part in self.parts for tensor in part.tensors())
         here = range(self.world_size)
@@ -185,7 +215,7 @@ class _HeaderCheck:
             sizes=self.sizes,
             record=self.record,
             world_size=self.world_size,
-            num_files=self.world_size + self.files.num_models(self.world_size) + len(self.other_names),
+            num_files=len(self.other_names) + (0 if self.by_name else self._num_rank_files()),
             optim_files={rank: path for rank, path in self.optim_paths.items() if rank in here},
             model_files={rank: path for rank, path in self.model_paths.items() if rank in here},
             shards=self.shards,
@@ -198,6 +228,9 @@ class _HeaderCheck:
             other_files=self._others_by_rank(),
             unsupported=tuple(self.unsupported),
         )
+
+    def _num_rank_files(self) -> int:
+        return self.world_size + self.files.num_models(self.world_size)
 
     def _refuse(self, error: UnsupportedError) -> None:
         """Note what of a file is not read here, once where the files of several ranks have it."""
@@ -275,7 +308,7 @@ class _HeaderCheck:
                 del self.models[rank]
         return world_size
 
-    def _find_missing(self) -> None:
+    def _find_missing(self, tp_size: int = 1) -> None:
         recorded = self.record.files if self.record is not None else {}
         for name, want in sorted(recorded.items()):
             if (have := self.sizes.get(name)) is None:
@@ -291,7 +324,7 @@ class _HeaderCheck:
                 for rank, name in sorted(files.items()):
                     if rank < self.world_size and name not in recorded:
                         self._add(name, f"{name}: is not in the commit record, which lists all files.")
-        count, missing = self.listing.missing(self.world_size)
+        count, missing = self.listing.missing(self.world_size, tp_size)
         for name in missing[: max(0, _NAMED - len(self.problems))]:
             if name not in recorded:
                 self._add(

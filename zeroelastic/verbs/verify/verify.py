@@ -48,8 +48,7 @@ _Flags: TypeAlias = npt.NDArray[np.bool_]
 class VerifyReport:
     """The result of a verification. ``valid`` means no problems in what was checked; ``unchecked`` lists what was not.
 
-    ``unsupported`` says what of the checkpoint is not read here: it is sound where it is ``valid``, but only DeepSpeed
-    loads it, at the sizes that saved.
+    ``unsupported`` says what of the checkpoint is not read here and what resumes it: it is sound where it is ``valid``.
     ``quarantine`` is the mark of damage in the tag, also where no damage was found this time. ``content_root`` is
     computed from the files: None with ``quick``, or where not all of them could be read. ``recorded_root`` is that of
     the commit record. ``remedy`` says what to do about the problems. ``files`` are those that ranks have written,
@@ -391,16 +390,18 @@ def _params_of_tensors(headers: TagHeaders) -> Int64Array:
 def _words(headers: TagHeaders, scan: RankScan, right: _Flags, comparable: _Flags) -> tuple[list[str], list[str]]:
     """The clauses of ``VerifyReport.checked`` and ``unchecked``."""
     record, num_whole = headers.record, int(comparable.sum())
+    num_headers = len(headers.shards) + len(headers.models)
     params = counted(sum(part.layout.num_params for part in headers.parts), "parameter")
     read = sum(len(headers.files(rank)) for rank in headers.ranks)
     checked = [
         f"{read:,} of {headers.num_files:,} files of {counted(headers.world_size, 'rank')} "
         + ("are there with the sizes of the commit record" if record is not None else "are there"),
-        f"{len(headers.shards) + len(headers.models)} headers agree on {params}"
-        + (" and with the commit record" if record is not None else ""),
+        f"{num_headers} headers agree on {params}" + (" and with the commit record" if record is not None else ""),
         f"CRC-32 of {scan.num_records - len(scan.bad_records)} of {counted(scan.num_records, 'record')} right, in "
         f"{counted(scan.num_files, 'file')} read to the last byte",
     ]
+    if not num_headers:
+        del checked[1]
     unchecked: list[str] = []
     if record is not None:
         if comparable.all():
