@@ -456,3 +456,47 @@ def lightning_run(
         notes,
         tracked=tuple(tracked),
     )
+
+
+def lightning_test(job: LightningJob, path: str) -> tuple[dict[str, list[float]], float, int]:
+    """``Trainer.test`` of a model with other weights: weights and buffers in the test, the loss, and samples."""
+    import deepspeed
+    import lightning.pytorch as pl
+    from cpu_accelerator import TrainerOnCPU
+    from lightning.pytorch.strategies import DeepSpeedStrategy
+
+    import zeroelastic
+
+    warnings.simplefilter("ignore")
+    os.environ["LOCAL_RANK"] = str(dist.get_rank())
+    zeroelastic.install()
+    found: dict[str, list[float]] = {}
+    losses: list[float] = []
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Net()
+
+        def on_test_start(self) -> None:
+            with deepspeed.zero.GatheredParameters([p for p in self.parameters() if hasattr(p, "ds_id")]):
+                for name, tensor in (*self.named_parameters(), *self.named_buffers()):
+                    found[name] = tensor.detach().flatten().tolist()
+
+        def test_step(self, batch: Any, batch_idx: int) -> None:
+            losses.append(float(self.net(batch[0])))
+
+    strategy = DeepSpeedStrategy(stage=job.stage)
+    strategy.config["zero_optimization"].update(zero_of(job))
+    pl.seed_everything(11)
+    trainer = pl.Trainer(
+        accelerator=TrainerOnCPU(),
+        devices=dist.get_world_size(),
+        strategy=strategy,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.test(Module(), DataLoader(Rows(job.samples), batch_size=1), ckpt_path=path, verbose=False)
+    return found, sum(losses), len(losses)

@@ -12,10 +12,11 @@ from types import SimpleNamespace
 import pytest
 from documentation import blocks, zero_block
 from documentation import run as run_command
-from frameworks_job import OFFLOADED, LightningJob, Seen, lightning_run, read_history, run_script
+from frameworks_job import OFFLOADED, LightningJob, Seen, lightning_run, lightning_test, read_history, run_script
 from places import ROOT
 from warm_python import executable
 
+import zeroelastic
 from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.deepspeed.patching import unwrap_all
 from zeroelastic.testing import RankPool, compare_states
@@ -148,6 +149,27 @@ def test_state_schedule_and_data_go_on(
         assert seen.samples == before[0].samples[6:]
         assert seen.rates == pytest.approx(before[0].rates[6:], rel=1e-12)
         assert seen.losses == pytest.approx(before[0].losses[6:], rel=2e-5)
+
+
+@pytest.mark.support(
+    "Frameworks",
+    "Lightning `Trainer.test(ckpt_path=...)`",
+    "exact",
+    "weights and buffers; engines without an optimizer",
+)
+@at_one_stage
+def test_a_model_is_tested_at_any_size(rank_pool: RankPool, saved: tuple[str, list[Seen]], stage: int) -> None:
+    """Lightning builds an engine without an optimizer for that, which DeepSpeed alone does not load at stage 3."""
+    directory, _ = saved
+    with zeroelastic.open(directory) as checkpoint:
+        weights = {name: checkpoint[name].torch().flatten().tolist() for name in checkpoint}
+    losses = {}
+    for world_size in (2, 3):
+        ranks = rank_pool.run(lightning_test, world_size, replace(JOB, stage=stage), directory)
+        assert all(found == weights for found, _, _ in ranks) and "net.batches_seen" in weights
+        assert sum(number for _, _, number in ranks) == JOB.samples
+        losses[world_size] = sum(loss for _, loss, _ in ranks)
+    assert losses[2] == pytest.approx(losses[3], rel=1e-5)
 
 
 @LOW_STAGES
