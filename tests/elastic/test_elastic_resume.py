@@ -164,6 +164,27 @@ def test_each_rank_gets_its_own_generators_where_the_size_is_the_saved_one(
     assert [turn.start.notes for turn in again] == [()] * 3
 
 
+def resume_beside(job: Job, directory: str, put: str) -> tuple[Any, str]:
+    """Resume where something else has the name of the file in which signals are recorded; and what a link leads to."""
+    engine, root = build_engine(job), Path(directory)
+    train_step(engine, 0)
+    engine.save_checkpoint(directory)
+    precious = root.parent / "precious"
+    if dist.get_rank() == 0:
+        precious.write_text("precious")
+        place = root / ".zeroelastic-attempts.signals"
+        place.mkdir() if put == "directory" else place.symlink_to(precious)
+    dist.barrier()
+    return resume(engine, directory).tag, precious.read_text()
+
+
+@pytest.mark.parametrize("put", ["directory", "link"])
+def test_a_directory_that_belongs_to_others_is_resumed_from(rank_pool: RankPool, tmp_path: Path, put: str) -> None:
+    """Where the file of signals cannot be written, as in a directory of another user, and where it is a trap."""
+    found = rank_pool.run(resume_beside, 2, JOB, str(tmp_path / "ckpt"), put)
+    assert found == [("global_step1", "precious")] * 2
+
+
 def without_generators_of_others(entry: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in entry.items() if name != "generators_by_rank"}
 

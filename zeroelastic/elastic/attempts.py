@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import logging
 import os
 import signal
 import time
@@ -26,6 +27,8 @@ from zeroelastic.distributed.collective import all_or_raise
 from zeroelastic.io.atomic import write_atomically
 from zeroelastic.io.paths import FilePath
 from zeroelastic.tags.commit_order import Tag
+
+logger = logging.getLogger(__name__)
 
 ATTEMPTS_NAME = ".zeroelastic-attempts.json"
 """Loads that were begun and not finished, by tag. The file exists only while there are any."""
@@ -71,7 +74,10 @@ class Attempts:
 
     @contextmanager
     def of(self, tag_dir: FilePath, find: Callable[[], Tag]) -> Iterator[None]:
-        """Record a load of a tag, which ``find`` returns on rank 0, while it lasts. Collective."""
+        """Record a load of a tag, which ``find`` returns on rank 0, while it lasts. Collective.
+
+        A directory that cannot be written to is loaded from all the same.
+        """
         root = self._root
         if root is None or not isinstance(tag_dir, Path):
             yield
@@ -85,9 +91,15 @@ class Attempts:
                 if found is None or found.save != save:
                     found = self._loads[key] = _Loads(save)
                 found.begun = (time.time(), dist.get_world_size())
-                root.mkdir(parents=True, exist_ok=True)  # on a node that just joined the job
-                (root / _SIGNALS_NAME).write_bytes(b"")
-                self._write(root)
+                try:
+                    root.mkdir(parents=True, exist_ok=True)  # on a node that just joined the job
+                    _create_anew(root / _SIGNALS_NAME)
+                    self._write(root)
+                except OSError as error:
+                    place, why = error.filename or root, error.strerror
+                    logger.warning(
+                        "%s: %s. If the job dies during this load, the next start loads it again", place, why
+                    )
 
         def end() -> None:
             if dist.get_rank() == 0:
@@ -109,6 +121,12 @@ class Attempts:
             write_atomically(root / ATTEMPTS_NAME, text.encode())
         else:
             (root / ATTEMPTS_NAME).unlink(missing_ok=True)
+
+
+def _create_anew(path: Path) -> None:
+    """Make an empty file. What has its name goes: a link that another user has put there is not followed."""
+    path.unlink(missing_ok=True)
+    os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644))
 
 
 def _key(root: Path, tag_dir: Path) -> str:
@@ -150,7 +168,7 @@ def _read(root: Path) -> dict[str, _Loads]:
 def _recording_signals(path: Path) -> Iterator[None]:
     """While it lasts, a signal that ends this process is first recorded in ``path``, if that file exists."""
     try:
-        fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:  # on another node, or not writable: then the death counts
         yield
         return

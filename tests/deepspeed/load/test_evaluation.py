@@ -16,6 +16,7 @@ import torch
 import training
 from training import Job
 
+from zeroelastic.elastic import resume
 from zeroelastic.testing import RankPool
 
 
@@ -85,6 +86,32 @@ def test_weights_load_at_any_size(rank_pool: RankPool, tmp_path: Path, job: Job)
         for found in rank_pool.run(evaluate, world_size, other, str(tmp_path), **flags):
             assert found[0] == saved[0] and found[1] == pytest.approx(saved[1], rel=training.LOSS_RTOL["bf16"])
             assert found[2] == 3
+
+
+def evaluate_one_of_two(job: Job, directory: str) -> list[tuple[str | None, bool]]:
+    """Two engines train and save in turn; engines without an optimizer resume. The tag of each, and if it has it."""
+    import deepspeed
+
+    jobs = {"G": job, "D": replace(job, extra="late")}
+    saved: dict[str, dict[str, str]] = {}
+    engines = {name: training.build_engine(one) for name, one in jobs.items()}
+    for step in range(2):
+        for name, engine in engines.items():
+            training.train_step(engine, step)
+            engine.save_checkpoint(directory, tag=f"{name}_{step}")
+            saved[name] = weights(engine)
+    found: list[tuple[str | None, bool]] = []
+    for name, one in jobs.items():
+        model = training.build_model(one.other())
+        engine = deepspeed.initialize(model=model, config=training.ds_config(one))[0]
+        start = resume(engine, directory, strict=False)
+        found.append((start.tag, weights(engine) == saved[name]))
+    return found
+
+
+def test_it_resumes_from_the_tags_of_its_own_model(rank_pool: RankPool, tmp_path: Path) -> None:
+    found, _ = rank_pool.run(evaluate_one_of_two, 2, Job(), str(tmp_path))
+    assert found == [("G_1", True), ("D_1", True)]
 
 
 def test_another_model_is_refused(rank_pool: RankPool, tmp_path: Path) -> None:

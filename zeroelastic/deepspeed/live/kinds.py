@@ -13,6 +13,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from zeroelastic.checkpoint.tensor_parallel import NO_TENSOR_PARALLEL, TensorParallel
+from zeroelastic.core.layout import Param
 from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.live.evaluation import Evaluation
 from zeroelastic.deepspeed.live.group_split import Bf16GroupSplit, GroupSplit
@@ -73,6 +74,19 @@ def covered_live(engine: Engine, optimizer: Any) -> LiveOptimizer:
             "at the world size that saved."
         )
     return read_live(optimizer, param_names(engine))
+
+
+def trained_params(engine: Engine) -> list[Param] | None:
+    """The parameters that the engine trains, or one without an optimizer would; None where that is not known here."""
+    kind = kind_of(engine.optimizer, to_load=True)
+    if kind is None:
+        return None
+    names = param_names(engine)
+    live = read_live(engine.optimizer, names)
+    if kind.trains:
+        return list(live.layout.params)
+    wanted = {name for param, name in names.items() if param.requires_grad}
+    return [param for param in live.frozen.params if param.name in wanted]
 
 
 def rank_and_tp(engine: Engine) -> tuple[int, TensorParallel]:

@@ -20,8 +20,7 @@ from zeroelastic.checkpoint.open import Listing, open_checkpoint
 from zeroelastic.checkpoint.param_table import params_digest
 from zeroelastic.checkpoint.tensor_parallel import TensorParallel
 from zeroelastic.deepspeed.engine import Engine
-from zeroelastic.deepspeed.live.kinds import kind_of, read_live
-from zeroelastic.deepspeed.live.trained import param_names
+from zeroelastic.deepspeed.live.kinds import trained_params
 from zeroelastic.deepspeed.node_local.visibility import gather_visibility
 from zeroelastic.distributed.collective import (
     all_gather,
@@ -148,12 +147,12 @@ def tags_of_this_run(engine: Engine, root: FilePath) -> list[Tag]:
     Warns where two runs are left that existed at the same time.
     """
     tags = tags_of_all_nodes(root)
-    optimizer = engine.optimizer
 
     def own() -> list[Tag]:
-        if dist.get_rank() != 0 or len(tags) < 2 or kind_of(optimizer) is None:
+        params = trained_params(engine) if dist.get_rank() == 0 and len(tags) > 1 else None
+        if params is None:
             return tags
-        found = without_other_runs(tags, params_digest(read_live(optimizer, param_names(engine)).layout.params))
+        found = without_other_runs(tags, params_digest(params))
         twins = runs_at_once(found)
         if twins is not None:
             logger.warning(

@@ -24,8 +24,7 @@ from zeroelastic.checkpoint.param_table import params_digest
 from zeroelastic.deepspeed.engine import options_of
 from zeroelastic.deepspeed.engine_state import lineage_of
 from zeroelastic.deepspeed.install.wrappers import loading_strictly
-from zeroelastic.deepspeed.live.kinds import kind_of, read_live
-from zeroelastic.deepspeed.live.trained import param_names
+from zeroelastic.deepspeed.live.kinds import kind_of, trained_params
 from zeroelastic.distributed.collective import all_gather, all_or_raise, broadcast_or_raise
 from zeroelastic.elastic.memory.generation import MemoryNote, RunPlace, lacking
 from zeroelastic.elastic.memory.place import Place
@@ -247,5 +246,4 @@ def memory_tier(engine: Any, directory: FilePath) -> MemoryTier | None:
     """The memory tier of a run whose options have ``"memory"``; None for an engine that trains nothing. Collective."""
     if options_of(engine).memory is None or kind_of(engine.optimizer) is None:
         return None
-    live = read_live(engine.optimizer, param_names(engine))
-    return MemoryTier(directory, params_digest(live.layout.params))
+    return MemoryTier(directory, params_digest(trained_params(engine) or ()))
