@@ -35,7 +35,7 @@ from zeroelastic.elastic.memory.place import Place
 from zeroelastic.elastic.position import KEY, generators_of, pack_position
 from zeroelastic.elastic.resize.job import Job as ResizeJob
 from zeroelastic.elastic.resize.roster import World
-from zeroelastic.errors import CheckpointError, with_remedy
+from zeroelastic.errors import CheckpointError, SaveError, with_remedy
 from zeroelastic.testing import RankPool, compare_states
 
 PACKAGE = str(Path(zeroelastic.__file__).parent)
@@ -282,15 +282,16 @@ def differ_from_all(run: Run, number: int) -> dict[str, Any]:
 
 
 def refuses_to_begin(run: Run) -> list[str]:
-    """Whether a damaged engine begins anew in an empty directory."""
+    """Whether a damaged engine begins anew in an empty directory, or is saved to it."""
     problems = []
     for begin in (
         lambda: resume(run.engine, run.shared / "empty", data=run.data),
         lambda: run.engine.load_checkpoint(str(run.shared / "empty")),
+        lambda: run.engine.save_checkpoint(str(run.shared / "empty")),
     ):
         try:
             problems.append(f"begins with damaged state: {begin()}")
-        except CheckpointError as error:
+        except (CheckpointError, SaveError) as error:
             if "do not train on it" not in str(error):
                 problems.append(f"refuses to begin without a reason: {error}")
     return problems

@@ -15,7 +15,8 @@ from typing import Any
 from weakref import ref
 
 from zeroelastic.checkpoint.commit_record import CommitRecord
-from zeroelastic.errors import CheckpointError, ZeroElasticError, advice, finding
+from zeroelastic.errors import CheckpointError, SaveError, ZeroElasticError, advice, finding
+from zeroelastic.io.paths import FilePath
 
 logger = logging.getLogger(__name__)
 
@@ -155,6 +156,16 @@ def refuse_damaged(engine: Any) -> None:
         raise CheckpointError(
             f"a load failed after it had begun to change the engine, so no run can begin from it. {damage}",
             remedy="Build the engine anew, or load a whole checkpoint into it.",
+        )
+
+
+def refuse_to_save(engine: Any, where: FilePath | str) -> None:
+    """Raise SaveError for an engine that an earlier load has left damaged: no resume may take that for a checkpoint."""
+    damage = state_of(engine).damage
+    if damage is not None:
+        raise SaveError(
+            f"{where}: a load failed after it had begun to change the engine, so its state is not saved. {damage} "
+            "Build the engine anew, or load a whole checkpoint into it."
         )
 
 

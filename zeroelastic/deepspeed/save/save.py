@@ -18,7 +18,7 @@ import torch.distributed as dist
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_head
 from zeroelastic.deepspeed.client_state import checked_client_state, saved_step
 from zeroelastic.deepspeed.engine import Engine, agree_on_options, options_of, saves_elastic
-from zeroelastic.deepspeed.engine_state import lineage_of, state_of
+from zeroelastic.deepspeed.engine_state import lineage_of, refuse_to_save, state_of
 from zeroelastic.deepspeed.live.kinds import covered_live, kind_of
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.live.replicated import difference, replicated_facts, token_of
@@ -183,6 +183,7 @@ def _prepare(
             )
         if dist.get_rank() == 0:
             _refuse_tag_of_another(engine, request.tag_dir)
+        refuse_to_save(engine, request.tag_dir)
         live = covered_live(engine, engine.optimizer)
         refuse_unwritable(engine, live)
         if not local:

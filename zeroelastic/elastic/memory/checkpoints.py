@@ -30,7 +30,7 @@ from zeroelastic.checkpoint.commit_record import RECORD_NAME, CommitRecord, reco
 from zeroelastic.checkpoint.file_names import WHOLE_MODEL_FILE
 from zeroelastic.checkpoint.param_table import params_digest
 from zeroelastic.deepspeed.engine import Engine, options_of
-from zeroelastic.deepspeed.engine_state import lineage_of, state_of
+from zeroelastic.deepspeed.engine_state import lineage_of, refuse_to_save, state_of
 from zeroelastic.deepspeed.live.digests import whole_contents
 from zeroelastic.deepspeed.live.kinds import covered_live
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
@@ -205,6 +205,7 @@ class MemoryCheckpoints:
         made.batch, made.parent, made.begun = int(engine.train_batch_size()), lineage.save_id, lineage.begun
         made.allow_globals = tuple(options.allow_globals)
         try:
+            refuse_to_save(engine, "memory")
             made.live = covered_live(engine, engine.optimizer)
             made.facts = replicated_facts(made.live)
             made.shard = capture(
