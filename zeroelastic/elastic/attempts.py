@@ -151,7 +151,7 @@ def _read(root: Path) -> dict[str, _Loads]:
     for key, entry in found.items() if isinstance(found, dict) else ():
         try:
             loads = _LOADS.validate_python(entry)
-        except ValidationError:  # of an older version, which did not record times
+        except ValidationError:  # not what this class writes
             continue
         if loads.begun is not None:
             began, world_size = loads.begun
