@@ -33,7 +33,7 @@ import torch.distributed as dist
 from simulated_ranks import COUNTED, SimulatedRanks
 
 from zeroelastic.checkpoint.open import open_checkpoint
-from zeroelastic.checkpoint.tensor_parallel import NO_TENSOR_PARALLEL
+from zeroelastic.checkpoint.tag_files import NO_TENSOR_PARALLEL
 from zeroelastic.deepspeed.engine_state import Lineage
 from zeroelastic.deepspeed.load.preflight import preflight
 from zeroelastic.deepspeed.load.request import LoadRequest
@@ -43,7 +43,7 @@ from zeroelastic.deepspeed.save.barrier import SaveBarrier
 from zeroelastic.deepspeed.save.commit import Expected, PendingCommit
 from zeroelastic.deepspeed.save.plain import Directory
 from zeroelastic.distributed.partners import require_partners
-from zeroelastic.tags.tag_directory import make_staging_dir, open_tag
+from zeroelastic.runs.tag_directory import make_staging_dir, open_tag
 from zeroelastic.testing import sample
 
 WORLD_SIZES = (8, 64, 512, 4096, 16_384)

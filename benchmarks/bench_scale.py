@@ -101,9 +101,9 @@ def tags(scale: Scale, work: Path) -> Steps:
     import shutil
 
     from zeroelastic.checkpoint.commit_record import read_record, record_text
-    from zeroelastic.tags.candidates import check_quickly, find_newest, list_run
-    from zeroelastic.tags.locate import find_source, list_tags
-    from zeroelastic.tags.prune import plan_prune
+    from zeroelastic.runs.candidates import check_quickly, find_newest, list_run
+    from zeroelastic.runs.locate import find_source, list_tags
+    from zeroelastic.runs.prune import plan_prune
     from zeroelastic.verbs.inspect.inspect import inspect_source
 
     golden = ROOT / "tests" / "golden" / "elastic2" / "global_step2"

@@ -42,7 +42,7 @@ import torch.distributed as dist  # noqa: E402
 from training import Job, build_engine, train_step  # noqa: E402
 
 from zeroelastic.checkpoint.commit_record import read_record  # noqa: E402
-from zeroelastic.tags.tag_directory import is_unfinished  # noqa: E402
+from zeroelastic.runs.tag_directory import is_unfinished  # noqa: E402
 from zeroelastic.testing import RankError, RankPool, fingerprint, gather_state  # noqa: E402
 from zeroelastic.verbs.verify.verify import verify_checkpoint  # noqa: E402
 

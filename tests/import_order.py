@@ -12,7 +12,7 @@ LEVELS = [
     {"executors"},
     {"torch_file"},
     {"checkpoint"},
-    {"tags"},
+    {"runs"},
     {"verbs", "job_log"},
     {"monitoring"},
     {"deepspeed"},

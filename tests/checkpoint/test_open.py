@@ -27,7 +27,7 @@ from synthetic import (
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_record, record_text
 from zeroelastic.checkpoint.model_states import frozen_layouts, open_model_states
 from zeroelastic.checkpoint.open import open_checkpoint
-from zeroelastic.checkpoint.param_changes import compare_params
+from zeroelastic.checkpoint.param_changes import ParamSet, compare
 from zeroelastic.core.layout import Param
 from zeroelastic.core.plan import source_ranks
 from zeroelastic.errors import CheckpointError, MissingFileError, UnsupportedError, ZeroElasticError
@@ -408,12 +408,13 @@ def test_frozen_layouts_must_agree(tmp_path):
 def test_every_difference_of_two_models_is_a_sentence():
     saved = [Param("same", (2,)), Param("gone", (3,)), Param("bent", (2, 3))]
     live = [Param("bent", (3, 2)), Param("same", (2,)), Param("new", ())]
-    assert compare_params(saved, live, kind="parameter") == [
+    saved, live, turned = (ParamSet(tuple(params), ()) for params in (saved, live, reversed(saved)))
+    assert compare(saved, live, (), ()).problems == (
         "parameter new [] of the model is not in the checkpoint",
         "parameter gone [3] of the checkpoint is not in the model",
         "parameter bent has shape [2, 3] in the checkpoint and [3, 2] in the model",
-    ]
-    assert compare_params(saved, reversed(saved), kind="parameter") == []
+    )
+    assert compare(saved, turned, (), ()).same_params
 
 
 @given(

@@ -13,7 +13,7 @@ from documentation import documented_keys
 from places import GOLDEN
 
 import zeroelastic
-from zeroelastic.checkpoint.quarantine import write_mark
+from zeroelastic.checkpoint.marks import write_mark
 
 
 @pytest.fixture

@@ -98,9 +98,13 @@ def test_padded_parts_lie_end_to_end(groups, world_size):
     assert next(rows, None) is None
 
 
-@given(groups=groups_of_params, world_size=world_sizes)
-def test_all_ranks_together_own_every_element_once(groups, world_size):
-    layout = layout_from_sub_groups(groups, world_size)
+@given(
+    groups=groups_of_params,
+    world_size=world_sizes,
+    family=st.sampled_from([layout_from_sub_groups, group_split_layout]),
+)
+def test_all_ranks_together_own_every_element_once(groups, world_size, family):
+    layout = family(groups, world_size)
     ends = np.zeros(layout.num_params, dtype=np.int64)
     for rank in range(world_size):
         start, length = layout.owned(rank)
@@ -216,17 +220,6 @@ def test_a_group_split_is_what_flattening_and_cutting_gives(groups, world_size, 
                     found[at : at + length] = [(param.name, i) for i in range(start, start + length)]
             position += 1
         assert found == flat
-
-
-@given(groups=groups_of_params, world_size=world_sizes)
-def test_all_ranks_together_own_every_element_of_a_group_once(groups, world_size):
-    layout = group_split_layout(groups, world_size)
-    ends = np.zeros(layout.num_params, dtype=np.int64)
-    for rank in range(world_size):
-        start, length = layout.owned(rank)
-        assert (start == ends).all() and (length >= 0).all()
-        ends = start + length
-    assert (ends == layout.numel).all()
 
 
 def test_round_robin_deals_parameters_to_the_ranks():

@@ -210,8 +210,8 @@ def test_an_entry_with_the_generators_of_one_rank_is_read_too(rank_pool: RankPoo
 def roll_back(job: Job, directory: str) -> dict[str, list[Any]]:
     """Save steps 1 to 3, go back to step 1, and commit another step 2 by a clock that is an hour slow. What resumes
     take then, after ``latest`` was damaged, and after it was pointed at another tag; with the order of the tags."""
-    from zeroelastic.tags.candidates import check_quickly
-    from zeroelastic.tags.latest import find_latest, fix_latest, set_latest
+    from zeroelastic.runs.candidates import check_quickly
+    from zeroelastic.runs.latest import find_latest, fix_latest, set_latest
 
     root, engine = Path(directory), build_engine(job)
     for step in range(3):

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from training import Job, build_engine, look, train_step
 
 import zeroelastic
-from zeroelastic.checkpoint.quarantine import MARK_NAME
+from zeroelastic.checkpoint.marks import MARK_NAME
 from zeroelastic.deepspeed.engine_state import changing, state_of
 from zeroelastic.distributed.peers import JoinedPeers
 from zeroelastic.elastic import ElasticDistributedSampler, preemption, resume

@@ -28,8 +28,8 @@ from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_record, recor
 from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.checkpoint.saved_state import open_state
 from zeroelastic.errors import ZeroElasticError
-from zeroelastic.tags.candidates import check_quickly, find_newest, list_run
-from zeroelastic.tags.locate import find_source, list_tags
+from zeroelastic.runs.candidates import check_quickly, find_newest, list_run
+from zeroelastic.runs.locate import find_source, list_tags
 from zeroelastic.torch_file.graph_writer import walk_storages
 from zeroelastic.torch_file.header import directory_digest, read_torch_file, walk_refs
 from zeroelastic.torch_file.pickle_graph import read_graph

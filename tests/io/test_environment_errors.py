@@ -14,12 +14,12 @@ from typer.testing import CliRunner
 
 from zeroelastic import UnreadableError
 from zeroelastic.checkpoint.commit_record import RECORD_NAME
-from zeroelastic.checkpoint.quarantine import MARK_NAME
+from zeroelastic.checkpoint.marks import MARK_NAME
 from zeroelastic.cli.app import app
 from zeroelastic.io.paths import as_path
 from zeroelastic.io.storage import file_size
-from zeroelastic.tags.candidates import check_quickly, check_tag, list_run
-from zeroelastic.tags.prune import plan_prune
+from zeroelastic.runs.candidates import check_quickly, check_tag, list_run
+from zeroelastic.runs.prune import plan_prune
 from zeroelastic.testing.sample import write_sample
 
 TAG = "global_step4"

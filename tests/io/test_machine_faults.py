@@ -20,7 +20,7 @@ from training import Job, build_engine, train_step
 
 from zeroelastic.checkpoint.commit_record import read_record
 from zeroelastic.executors.build_info import describe_build
-from zeroelastic.tags.candidates import check_quickly, find_newest, list_run
+from zeroelastic.runs.candidates import check_quickly, find_newest, list_run
 from zeroelastic.testing import RankPool
 from zeroelastic.verbs.verify.verify import verify_checkpoint
 

@@ -124,7 +124,7 @@ class Bench:
                 )
 
     def _compare_disk(self) -> None:
-        from zeroelastic.tags.candidates import list_run
+        from zeroelastic.runs.candidates import list_run
 
         for name, model in self.directories.items():
             path = Path(name)

@@ -42,7 +42,7 @@ PRELOADED = (
     "zeroelastic.elastic",
     "zeroelastic.deepspeed.load.fallback",
     "zeroelastic.verbs.verify.verify",
-    "zeroelastic.tags.prune",
+    "zeroelastic.runs.prune",
 )
 
 

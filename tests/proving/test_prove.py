@@ -45,7 +45,7 @@ from zeroelastic.proving.launcher import environment, failure_of, launch
 from zeroelastic.proving.rank import recorded
 from zeroelastic.proving.records import RunRecord, RunSpec, read_record, read_run, write_record, write_run
 from zeroelastic.proving.report import document, markdown, report_digest
-from zeroelastic.tags.locate import find_source
+from zeroelastic.runs.locate import find_source
 from zeroelastic.testing import Fingerprint, RankError, RankPool
 
 support = pytest.mark.support

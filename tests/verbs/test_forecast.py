@@ -39,7 +39,7 @@ from zeroelastic.core.plan import Plan, coalesce, make_plan
 from zeroelastic.errors import UsageError
 from zeroelastic.executors.dispatch import ReadTable
 from zeroelastic.io.paths import local_paths
-from zeroelastic.tags.locate import find_source
+from zeroelastic.runs.locate import find_source
 from zeroelastic.testing import RankPool
 from zeroelastic.testing.sample import write_sample
 from zeroelastic.torch_file.header import DTYPE_BYTES

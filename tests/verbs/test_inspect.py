@@ -24,13 +24,13 @@ from synthetic import GROUPS, SAVE_ID, edit, edit_optim, model_name, optim_name,
 from typer.testing import CliRunner
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME
+from zeroelastic.checkpoint.marks import Quarantine
 from zeroelastic.checkpoint.open import open_checkpoint
-from zeroelastic.checkpoint.quarantine import Quarantine
 from zeroelastic.cli.app import app
 from zeroelastic.cli.output.show import columns, printable
 from zeroelastic.core.layout import Param
 from zeroelastic.errors import CheckpointError, UnsupportedError
-from zeroelastic.tags.locate import find_source
+from zeroelastic.runs.locate import find_source
 from zeroelastic.testing.sample import write_sample
 from zeroelastic.verbs.inspect.inspect import inspect_source
 

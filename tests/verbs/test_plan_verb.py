@@ -25,7 +25,7 @@ from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.cli.plan import _show, heat_map
 from zeroelastic.cli.plots import check_plot, draw_plan, plan_figure
 from zeroelastic.errors import UsageError
-from zeroelastic.tags.locate import Source
+from zeroelastic.runs.locate import Source
 from zeroelastic.testing.sample import write_sample
 from zeroelastic.verbs.plan import bandwidth
 from zeroelastic.verbs.plan.bandwidth import Bandwidth, measure_bandwidth
@@ -149,7 +149,7 @@ def test_no_payload_is_read(tmp_path: Path) -> None:
         "def count(): return int(open('/proc/self/io').readline().split()[1])\n"
         "import zeroelastic.cli.app, zeroelastic.cli.plan, zeroelastic.verbs.plan.bandwidth\n"
         "import zeroelastic.verbs.plan.forecast\n"
-        "import zeroelastic.tags.locate, rich.table, rich.console, rich.text\n"
+        "import zeroelastic.runs.locate, rich.table, rich.console, rich.text\n"
         "before = count(); atexit.register(lambda: print('read:', count() - before, file=sys.stderr))"
     )
     done = run(str(tmp_path), "-n", "3", *FAST, code=code)

@@ -17,8 +17,8 @@ from synthetic import write_checkpoint
 from typer.testing import CliRunner
 
 from zeroelastic.cli.app import app
-from zeroelastic.tags import tag_directory
-from zeroelastic.tags.candidates import check_quickly, check_tag, list_run
+from zeroelastic.runs import tag_directory
+from zeroelastic.runs.candidates import check_quickly, check_tag, list_run
 
 __all__ = ["counted"]
 

@@ -31,7 +31,7 @@ from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.checkpoint.saved_state import open_state
 from zeroelastic.core.layout import Param
 from zeroelastic.errors import CheckpointError, DigestMismatchError, UnsupportedError, UsageError
-from zeroelastic.tags.locate import find_source
+from zeroelastic.runs.locate import find_source
 from zeroelastic.testing.sample import write_sample
 from zeroelastic.torch_file import graph_writer
 from zeroelastic.verbs.reshard import rank_writer

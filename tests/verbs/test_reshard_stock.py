@@ -16,7 +16,7 @@ import torch
 from stock_programs import merged_by_zero_to_fp32, resume_on_stock
 from training import LOSS_RTOL, Job, Outcome, resume, train_and_save
 
-from zeroelastic.tags.locate import find_source
+from zeroelastic.runs.locate import find_source
 from zeroelastic.testing import RankPool, compare_states
 from zeroelastic.verbs.reshard.reshard import ReshardOptions, ReshardReport, plan_reshard, reshard
 

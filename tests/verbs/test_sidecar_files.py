@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from zeroelastic.checkpoint.rng_files import derived_seed, reseed
-from zeroelastic.tags.locate import find_source
+from zeroelastic.runs.locate import find_source
 from zeroelastic.testing.sample import write_sample
 from zeroelastic.torch_file.pickle_graph import read_graph
 from zeroelastic.verbs.reshard.reshard import ReshardOptions, ReshardReport, plan_reshard, reshard

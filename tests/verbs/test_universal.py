@@ -37,7 +37,7 @@ from zeroelastic.checkpoint.commit_record import read_record
 from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.checkpoint.saved_state import open_state
 from zeroelastic.errors import CheckpointError, DigestMismatchError, UnsupportedError
-from zeroelastic.tags.locate import find_source
+from zeroelastic.runs.locate import find_source
 from zeroelastic.testing import RankPool, compare_states
 from zeroelastic.testing.sample import write_sample
 from zeroelastic.verbs.convert.from_universal import find_universal, open_universal, plan_from_universal

@@ -30,7 +30,7 @@ import zeroelastic
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, RECORD_VERSION
 from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.errors import CheckpointError, MissingFileError
-from zeroelastic.tags.candidates import check_quickly
+from zeroelastic.runs.candidates import check_quickly
 from zeroelastic.testing.sample import write_sample
 from zeroelastic.torch_file import zip_reader
 from zeroelastic.torch_file.zip_reader import ZipRecord, read_zip_records

@@ -11,8 +11,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from zeroelastic.checkpoint.optimizer_file import ParamGroup
-from zeroelastic.checkpoint.values import OptionValue, checked_layout, checked_table, damaged, read_options
+from zeroelastic.checkpoint.optimizer_file import (
+    OptionValue,
+    ParamGroup,
+    checked_layout,
+    checked_table,
+    damaged,
+    read_options,
+)
 from zeroelastic.core.layout import Layout, Param
 from zeroelastic.errors import CheckpointError, NewerFormatError, shown
 from zeroelastic.torch_file.columns import IntColumn

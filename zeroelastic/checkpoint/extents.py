@@ -23,7 +23,7 @@ _WINDOW_ROWS = 1 << 17
 
 @dataclass(frozen=True, slots=True)
 class TensorExtents:
-    """Where one state key of one shard lies: byte offset and dtype of each parameter's part, -1 where there is none.
+    """Where one state key of one shard is: byte offset and dtype of each parameter's part, -1 where there is none.
 
     ``offset`` has shape ``(num_params,)``; part i holds the shard's owned elements of parameter i as one run. All parts
     are in the file ``path``, but where ``param_paths`` gives each parameter one of its own. ``dtype`` is by sub-group.

@@ -15,9 +15,8 @@ import numpy.typing as npt
 
 from zeroelastic.checkpoint.commit_record import CommitRecord
 from zeroelastic.checkpoint.extents import TensorExtents
-from zeroelastic.checkpoint.file_names import WHOLE_MODEL_FILE, expert_file_name, saved_as
-from zeroelastic.checkpoint.tensor_parallel import TensorParallel, other_tp_size
-from zeroelastic.checkpoint.values import checked_column, checked_param, checked_params, checked_table
+from zeroelastic.checkpoint.optimizer_file import checked_column, checked_param, checked_params, checked_table
+from zeroelastic.checkpoint.tag_files import WHOLE_MODEL_FILE, TensorParallel, expert_file_name, other_tp_size, saved_as
 from zeroelastic.core.layout import Int64Array, Layout, Param, partition_numel, unpacked_layout
 from zeroelastic.errors import CheckpointError, UnsupportedError, brief, shown
 from zeroelastic.io.paths import FilePath

@@ -12,19 +12,20 @@ from itertools import islice
 from typing import NamedTuple, overload
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, CommitRecord, read_record
-from zeroelastic.checkpoint.file_names import model_file_name, parse_rank_file
 from zeroelastic.checkpoint.file_table import FileNames, FileSizes
+from zeroelastic.checkpoint.marks import refuse_unfinished
 from zeroelastic.checkpoint.model_states import ModelStates, model_states_of, open_model_states
 from zeroelastic.checkpoint.one_save import pin
 from zeroelastic.checkpoint.optimizer_file import Shard
 from zeroelastic.checkpoint.optimizer_reader import open_shard
-from zeroelastic.checkpoint.tensor_parallel import (
+from zeroelastic.checkpoint.tag_files import (
     NO_TENSOR_PARALLEL,
     OFFLINE_TENSOR_PARALLEL,
     TensorParallel,
+    model_file_name,
     other_tp_size,
+    parse_rank_file,
 )
-from zeroelastic.checkpoint.unfinished import refuse_unfinished
 from zeroelastic.errors import CheckpointError, MissingFileError, UnsupportedError, counted, some
 from zeroelastic.io.paths import FilePath, RemotePath, as_path
 from zeroelastic.io.storage import file_sizes

@@ -19,15 +19,21 @@ import numpy as np
 from zeroelastic.checkpoint.commit_record import CheckpointFormat
 from zeroelastic.checkpoint.elastic_table import ElasticTable, check_owned_ranges, read_elastic_table
 from zeroelastic.checkpoint.extents import TensorExtents
-from zeroelastic.checkpoint.optimizer_file import FP32, FROZEN, SCALERS, ParamGroup, ScalerState, Shard, zero_option
-from zeroelastic.checkpoint.values import (
+from zeroelastic.checkpoint.optimizer_file import (
+    FP32,
+    FROZEN,
+    SCALERS,
     OptionValue,
+    ParamGroup,
+    ScalerState,
+    Shard,
     checked_groups,
     checked_layout,
     damaged,
     read_option,
     read_options,
     read_scalar,
+    zero_option,
 )
 from zeroelastic.core.digest import ScalarValue
 from zeroelastic.core.layout import Int64Array, Layout, Param, original_order
@@ -50,7 +56,7 @@ class _RawShard:
     values: Sequence[Mapping[object, object]]
     groups: tuple[ParamGroup, ...]
     table: ElasticTable | None = None
-    lean: bool = False
+    unpadded: bool = False
     """Whether tensors of state are as long as the flat buffer without its padding."""
 
 
@@ -207,8 +213,8 @@ def _read_groups(
         padded = int(layout.sub_group_numel[i])
         if len(flat.shape) != 1 or not lean[i] <= flat.numel <= padded:
             raise damaged(file.path, f"{_GROUPS}[{i}] has {flat.numel} elements; {world_size} ranks imply {padded}")
-    dealt = "zero_stage" in state and bool(zero_option(config, "round_robin_gradients"))
-    ordered = [original_order(group, world_size) if dealt else group for group in groups]
+    is_round_robin = "zero_stage" in state and bool(zero_option(config, "round_robin_gradients"))
+    ordered = [original_order(group, world_size) if is_round_robin else group for group in groups]
     names = [tuple(param.name for param in group) for group in ordered]
     base = state.get("base_optimizer_state")
     if isinstance(base, list):
@@ -216,7 +222,9 @@ def _read_groups(
             raise damaged(file.path, f"base_optimizer_state does not hold one entry for each of {len(flats)} groups")
         step = state.get("base_optimizer_state_step")  # of DeepSpeed's own optimizers; those of torch keep theirs
         options = {} if step is None else {"step": read_option(file, step, "base_optimizer_state_step")}
-        return _RawShard("rigid", layout, flats, base, tuple(ParamGroup(options, each) for each in names), lean=True)
+        return _RawShard(
+            "rigid", layout, flats, base, tuple(ParamGroup(options, each) for each in names), unpadded=True
+        )
     members, values = _nested_state(file, base, len(flats))
     if [len(indices) for _, indices in members] != [1] * len(flats):
         raise damaged(file.path, f"optimizer groups do not refer to one flat buffer each of {len(flats)}")
@@ -275,7 +283,7 @@ def _build(file: TorchFile, state: _State, raw: _RawShard, rank: int, config: ob
     members = [np.flatnonzero(layout.sub_group == i) for i in range(layout.num_sub_groups)]
     owned = layout.owned(rank)[1]
     padded = [(int(numel),) for numel in layout.sub_group_numel]
-    state_shapes = [flat.shape for flat in raw.flats] if raw.lean else padded
+    state_shapes = [flat.shape for flat in raw.flats] if raw.unpadded else padded
     offsets: dict[str, Int64Array] = {}
     dtypes: dict[str, dict[int, str]] = {}
     tensor_keys: list[tuple[str, ...]] = []

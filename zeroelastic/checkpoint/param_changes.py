@@ -231,25 +231,3 @@ def match_groups(
 def _options(group: ParamGroup) -> Mapping[str, str]:
     """Hyper-parameters in a form that compares like their values do, NaN and the type of numbers included."""
     return {key: repr(value) for key, value in group.options.items()}
-
-
-def compare_params(saved: Iterable[Param], live: Iterable[Param], *, kind: str) -> list[str]:
-    """Every way in which two parameter lists disagree, as sentences: missing, unknown, and other shapes."""
-    saved_shapes = {param.name: param.shape for param in saved}
-    live_shapes = {param.name: param.shape for param in live}
-    problems = [
-        f"{kind} {name} {list(shape)} of the model is not in the checkpoint"
-        for name, shape in live_shapes.items()
-        if name not in saved_shapes
-    ]
-    problems += [
-        f"{kind} {name} {list(shape)} of the checkpoint is not in the model"
-        for name, shape in saved_shapes.items()
-        if name not in live_shapes
-    ]
-    problems += [
-        f"{kind} {name} has shape {list(saved_shapes[name])} in the checkpoint and {list(shape)} in the model"
-        for name, shape in live_shapes.items()
-        if name in saved_shapes and saved_shapes[name] != shape
-    ]
-    return problems

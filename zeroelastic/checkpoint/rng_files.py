@@ -68,7 +68,7 @@ def _is_python_state(value: tuple[object, ...]) -> bool:
 
 
 def _numpy_state(value: tuple[object, ...], seed: int, made: Reseeded, where: str) -> tuple[object, ...]:
-    """What ``numpy.random.get_state()`` gives; its array is made as the old one, whose names fit whoever loads it."""
+    """What ``numpy.random.get_state()`` gives; its array is made as the old one, for the numpy that loads it."""
     old = value[1]
     if not isinstance(old, Node) or not isinstance(old.state, tuple) or len(old.state) != 5:
         made.left.append(where)

@@ -14,7 +14,7 @@ import numpy as np
 from zeroelastic.checkpoint.extents import Destination, ExtentTable, TensorExtents, extent_table
 from zeroelastic.checkpoint.model_states import ModelStates, frozen_layouts, other_step
 from zeroelastic.checkpoint.open import Checkpoint
-from zeroelastic.checkpoint.optimizer_file import FP32, FROZEN, Shard
+from zeroelastic.checkpoint.optimizer_file import FROZEN, Shard
 from zeroelastic.core.collector import paused_collector
 from zeroelastic.core.digest import ParamContent, ScalarValue
 from zeroelastic.core.layout import Layout, Param, unpacked_layout
@@ -190,7 +190,7 @@ def frozen_part(models: Mapping[int, ModelStates]) -> SavedPart | None:
 
 
 def check_same_save(shards: Mapping[int, Shard], head: Shard, *, recorded: bool, resizable: bool = True) -> None:
-    """Raise CheckpointError when shards differ in something that all shards of one save say alike.
+    """Raise CheckpointError when shards differ in something that all shards of one save share.
 
     ``recorded``: the save has a commit record, so that its ranks were compared. ``resizable`` as of ``open_state``.
     """
@@ -269,7 +269,7 @@ def shard_values(shard: Shard) -> Values:
 
 
 def shard_facts(shard: Shard) -> dict[str, str]:
-    """What every shard of one save says alike."""
+    """What every shard of one save must say."""
     return {
         "format": shard.format,
         "save id": str(shard.save_id),
@@ -286,7 +286,7 @@ def shard_facts(shard: Shard) -> dict[str, str]:
 
 @paused_collector()
 def check_same_models(models: Sequence[ModelStates], head: Shard, checkpoint: Checkpoint) -> None:
-    """Raise CheckpointError when module states differ in something that those of one save have in common."""
+    """Raise CheckpointError when module states differ in something that all of one save share."""
     first = models[0]
     if (mixed := other_step(first, checkpoint.record)) is not None:
         raise CheckpointError(mixed)
@@ -316,23 +316,3 @@ def _frozen_params(model: ModelStates) -> tuple[Param, ...] | None:
 def _first_members(layout: Layout) -> list[int]:
     """A parameter of each sub-group."""
     return [int(np.argmax(layout.sub_group == i)) for i in range(layout.num_sub_groups)]
-
-
-__all__ = [
-    "FP32",
-    "FROZEN",
-    "SEPARATE_EXPERTS",
-    "VALUE_FACTS",
-    "SavedPart",
-    "SavedState",
-    "SavedTensor",
-    "check_same_models",
-    "check_same_save",
-    "frozen_part",
-    "open_state",
-    "shard_facts",
-    "shard_values",
-    "trained_part",
-    "values_by_rank",
-    "values_sentence",
-]

@@ -12,7 +12,7 @@ from zeroelastic.cli.output.progress import progress_of
 from zeroelastic.cli.output.show import log_line, print_document
 
 if TYPE_CHECKING:
-    from zeroelastic.tags.latest import Latest
+    from zeroelastic.runs.latest import Latest
 
 _SHOWN = 3
 
@@ -68,7 +68,7 @@ def latest(
 
 
 def _show(found: Latest, path: bool) -> None:
-    from zeroelastic.tags.commit_order import about_left, about_pointed
+    from zeroelastic.runs.order import about_left, about_pointed
 
     for verdict in found.passed:
         more = len(verdict.problems) - _SHOWN

@@ -67,7 +67,7 @@ def prove(
     from zeroelastic.proving.driver import ProofRequest, prepare, prove, sizes, verify_source
     from zeroelastic.proving.launcher import environment, failure_of, launch
     from zeroelastic.proving.report import document, write_report
-    from zeroelastic.tags.locate import find_source
+    from zeroelastic.runs.locate import find_source
     from zeroelastic.verbs.options import seconds_option
 
     require_torch("prove")

@@ -79,13 +79,16 @@ def prune(
 
 def _what(report: PruneReport) -> str:
     """What is about to be removed, as the question has it."""
-    from zeroelastic.tags.prune import leftover_bytes, removable
+    from zeroelastic.runs.prune import removable
+    from zeroelastic.runs.run_store import open_run
 
     plan, count, dead = report.plan, len(report.plan.removals), report.dead
     parts = [f"{count} {'checkpoint' if count == 1 else 'checkpoints'}"] if count else []
     parts += ["what an interrupted removal left"] if plan.leftovers else []
     parts += [f"{len(dead)} {'save' if len(dead) == 1 else 'saves'} that did not finish"] if dead else []
-    nbytes = removable(plan.removals) + leftover_bytes(plan) + sum(found.tree.nbytes for found in dead)
+    nbytes = (
+        removable(plan.removals) + open_run(plan.root).interrupted_bytes() + sum(found.tree.nbytes for found in dead)
+    )
     return f"{' and '.join(parts)} ({format_size(nbytes)})"
 
 

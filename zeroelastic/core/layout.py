@@ -1,6 +1,6 @@
 """Which elements of which parameter sit where in every rank's flat buffers, for each way that ZeRO cuts parameters.
 
-A layout says it with one rule for all families. A parameter lies on an axis, from ``origin`` to ``origin + numel``.
+A layout says it with one rule for all families. A parameter is on an axis, from ``origin`` to ``origin + numel``.
 The axis is cut every ``part`` elements; rank r has ``[r * part, (r + 1) * part)`` of it, and holds that range in one of
 its buffers, from ``offset`` on.
 

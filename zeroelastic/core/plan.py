@@ -1,7 +1,7 @@
 """Segments: which run of elements of which source buffer goes where in one target rank's buffers.
 
 Pure data in, pure data out: closed form, no I/O and no communication, between layouts of any family. Because an axis
-is cut into equal parts, what a target rank owns of a parameter lies on neighbouring source ranks; the plan of one rank
+is cut into equal parts, what a target rank owns of a parameter is on neighbouring source ranks; the plan of one rank
 is O(parameters + overlaps) and is built with array arithmetic only. All quantities are in elements.
 """
 
@@ -66,7 +66,7 @@ def match_params(src: Layout, dst: Layout) -> Int64Array:
     """Position in ``src`` of each parameter of ``dst``: shape ``(dst.num_params,)``.
 
     Both layouts must hold the same names and numel; anything else is a bug of the caller, who reports mismatches to
-    the user first (``param_changes.compare_params``). Raises ValueError.
+    the user first (``param_changes.compare``). Raises ValueError.
     """
     if _same_names(src, dst):
         order = np.arange(src.num_params, dtype=np.int64)

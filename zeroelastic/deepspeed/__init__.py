@@ -7,5 +7,5 @@
     node_local/  checkpoints on disks that not all ranks see
     options      the ``"zeroelastic"`` block of the configuration
 
-Imports ``checkpoint``, ``tags`` and below. Read ``install/seams``, then ``load/restore``.
+Imports ``checkpoint``, ``runs`` and below. Read ``install/seams``, then ``load/restore``.
 """

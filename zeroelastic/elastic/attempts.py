@@ -26,7 +26,7 @@ from pydantic import TypeAdapter, ValidationError
 from zeroelastic.distributed.collective import all_or_raise
 from zeroelastic.io.atomic import write_atomically
 from zeroelastic.io.paths import FilePath
-from zeroelastic.tags.commit_order import Tag
+from zeroelastic.runs.order import Tag
 
 logger = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ from zeroelastic.errors import ConfigError, SaveError
 from zeroelastic.io.paths import absolute, as_path, relative_name
 from zeroelastic.monitoring.observers import subscribe
 from zeroelastic.report import Report, SaveReport
-from zeroelastic.tags.names import normal
+from zeroelastic.runs.names import normal
 
 if TYPE_CHECKING:
     from zeroelastic.elastic.events import Events

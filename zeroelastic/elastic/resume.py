@@ -29,7 +29,7 @@ from zeroelastic.job_log.event_log import Tier
 from zeroelastic.monitoring.observers import publish
 from zeroelastic.monitoring.spans import span
 from zeroelastic.report import ResumeReport, StartReport
-from zeroelastic.tags.commit_order import Tag, about_left, about_pointed, left_behind
+from zeroelastic.runs.order import Tag, about_left, about_pointed, left_behind
 
 if TYPE_CHECKING:
     from zeroelastic.elastic.events import Events
@@ -92,7 +92,7 @@ def resume(
     from zeroelastic.deepspeed.save.pending import finish_pending
     from zeroelastic.distributed.partners import require_partners
     from zeroelastic.elastic.memory.resume import memory_tier
-    from zeroelastic.tags.candidates import going_on_from, refuse_fresh_start
+    from zeroelastic.runs.candidates import going_on_from, refuse_fresh_start
 
     install()
     require_partners()

@@ -19,7 +19,7 @@ from zeroelastic.distributed.partners import require_partners
 from zeroelastic.errors import StrictError, ZeroElasticError
 from zeroelastic.io.paths import FilePath
 from zeroelastic.report import Note, ResumeReport
-from zeroelastic.tags.tag_directory import read_tag
+from zeroelastic.runs.tag_directory import read_tag
 
 T = TypeVar("T")
 

@@ -25,8 +25,8 @@ from zeroelastic.distributed.collective import all_gather_or_raise
 from zeroelastic.errors import ZeroElasticError
 from zeroelastic.integrations.trainer_batch import TrainerRun, current_run
 from zeroelastic.io.paths import FilePath
-from zeroelastic.tags.locate import find_source
-from zeroelastic.tags.tag_directory import read_tag
+from zeroelastic.runs.locate import find_source
+from zeroelastic.runs.tag_directory import read_tag
 
 logger = logging.getLogger(__name__)
 

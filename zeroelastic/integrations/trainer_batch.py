@@ -30,8 +30,8 @@ from zeroelastic.distributed.partners import require_partners
 from zeroelastic.elastic.batch import BatchPlan, batch_plan
 from zeroelastic.errors import ConfigError, UnsupportedError, ZeroElasticError
 from zeroelastic.io.paths import FilePath
-from zeroelastic.tags.locate import find_source
-from zeroelastic.tags.tag_directory import read_tag
+from zeroelastic.runs.locate import find_source
+from zeroelastic.runs.tag_directory import read_tag
 from zeroelastic.verbs.reshard.source import train_batch_size
 
 logger = logging.getLogger(__name__)

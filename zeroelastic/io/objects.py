@@ -27,6 +27,15 @@ from zeroelastic.errors import UnreadableError
 from zeroelastic.io.paths import RemotePath, missing_directory, reason
 from zeroelastic.io.remote import call, remote_size, with_retries
 
+logger = logging.getLogger(__name__)
+
+MAX_PARTS = 10_000
+"""The most parts that S3 takes for an object."""
+
+THREADS = 4
+"""Parts of an object that are under way at a time. Each is held in memory once more while it is."""
+
+_MIB = 1 << 20
 _MODIFIED = ("LastModified", "last_modified", "mtime", "updated", "created")
 _VERSION = ("ETag", "etag", "generation", "md5Hash")
 _AT_ONCE = 1000
@@ -69,7 +78,7 @@ def put_object(path: RemotePath, data: bytes, *, create: bool = False) -> None:
         with_retries(put, path)
     except FileExistsError:
         raise
-    except Exception as error:  # each file system has errors of its own
+    except Exception as error:  # file systems raise errors of many kinds
         raise written_wrong(path, error) from error
     forget_listing(path)
 
@@ -91,7 +100,7 @@ def remove_objects(paths: Iterable[RemotePath]) -> None:
 
         try:
             with_retries(remove, some[0])
-        except Exception as error:  # each file system has errors of its own
+        except Exception as error:  # file systems raise errors of many kinds
             raise written_wrong(some[0], error) from error
         for path in some:
             forget_listing(path)
@@ -119,7 +128,7 @@ def objects_below(directory: RemotePath) -> list[StoredObject]:
         found = with_retries(find, directory)
     except FileNotFoundError:
         raise missing_directory(directory) from None
-    except Exception as error:  # each file system has errors of its own
+    except Exception as error:  # file systems raise errors of many kinds
         raise UnreadableError(f"{directory}: cannot be listed: {reason(error)}.") from None
     begin = f"{directory.path.strip('/')}/"
     objects: list[StoredObject] = []
@@ -148,7 +157,7 @@ def modified_at(path: RemotePath) -> float:
         return _modified(with_retries(ask, path))
     except FileNotFoundError:
         return 0.0
-    except Exception as error:  # each file system has errors of its own
+    except Exception as error:  # file systems raise errors of many kinds
         raise UnreadableError(f"{path}: cannot be looked at: {reason(error)}.") from None
 
 
@@ -196,17 +205,6 @@ def _modified(entry: dict[str, Any]) -> float:
 
 def _version(entry: dict[str, Any]) -> str:
     return "/".join(str(entry[key]) for key in _VERSION if entry.get(key) is not None)
-
-
-logger = logging.getLogger(__name__)
-
-MAX_PARTS = 10_000
-"""The most parts that S3 takes for an object."""
-
-THREADS = 4
-"""Parts of an object that are under way at a time. Each is held in memory once more while it is."""
-
-_MIB = 1 << 20
 
 
 def part_size(nbytes: int, wanted: int) -> int:
@@ -263,7 +261,7 @@ class Upload(ABC):
     def _attempt(self, request: Callable[[], Any]) -> Any:
         try:
             return with_retries(request, self.path)
-        except Exception as error:  # each file system has errors of its own
+        except Exception as error:  # file systems raise errors of many kinds
             raise written_wrong(self.path, error) from error
 
 
@@ -380,7 +378,7 @@ def open_uploads(directory: RemotePath) -> list[OpenUpload]:
             answer = with_retries(ask, directory)
         except FileNotFoundError:
             return []
-        except Exception as error:  # each file system has errors of its own
+        except Exception as error:  # file systems raise errors of many kinds
             raise UnreadableError(f"{directory}: its unfinished uploads cannot be listed: {reason(error)}.") from None
         for entry in answer.get("Uploads", ()):
             path = RemotePath(directory.protocol, f"{bucket}/{entry['Key']}", directory.options)
@@ -406,7 +404,7 @@ def abort_upload(upload: OpenUpload) -> None:
 
     try:
         with_retries(ask, upload.path)
-    except Exception as error:  # each file system has errors of its own
+    except Exception as error:  # file systems raise errors of many kinds
         raise written_wrong(upload.path, error) from error
 
 

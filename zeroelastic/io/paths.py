@@ -237,7 +237,7 @@ class RemotePath:
             return fsspec.filesystem(self.protocol, **dict(self.options))  # kept by fsspec; a forked child has its own
         except (ValueError, ImportError) as error:
             raise _not_read(self.protocol, error) from None
-        except Exception as error:  # each file system has errors of its own
+        except Exception as error:  # file systems raise errors of many kinds
             raise UnreadableError(f"{self.protocol}://: its file system cannot be set up: {reason(error)}.") from None
 
 

@@ -26,6 +26,14 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+TIME_LIMIT_S = 300.0
+"""How long a request may go without an answer."""
+
+_THREADS = 8
+_COPY = "Copy the checkpoint to a disk or to an object store."
+_RANGE_NOT_SATISFIABLE = 416
+_NOT_FOUND = (404, 410)
+
 _TRANSIENT_STATUS = frozenset((408, 429, 500, 502, 503, 504))
 _TRANSIENT_ERRNO = frozenset(
     (errno.ECONNRESET, errno.ECONNREFUSED, errno.ECONNABORTED, errno.EPIPE, errno.ETIMEDOUT, errno.EBUSY, errno.EAGAIN)
@@ -88,7 +96,7 @@ def with_retries(request: Callable[[], T], what: object) -> T:
     while True:
         try:
             return request()
-        except Exception as error:  # each file system has errors of its own
+        except Exception as error:  # file systems raise errors of many kinds
             if attempt >= retries.number or not is_transient(error):
                 raise
             note_retry(what, error, attempt)
@@ -127,15 +135,6 @@ def _is_broken_connection(error: BaseException) -> bool:
     if isinstance(error, OSError) and error.errno in _TRANSIENT_ERRNO:
         return True
     return any(kind.__name__ in _TRANSIENT_NAMES for kind in type(error).__mro__)
-
-
-TIME_LIMIT_S = 300.0
-"""How long a request may go without an answer."""
-
-_THREADS = 8
-_COPY = "Copy the checkpoint to a disk or to an object store."
-_RANGE_NOT_SATISFIABLE = 416
-_NOT_FOUND = (404, 410)
 
 
 def call(system: Any, operation: str, *arguments: Any, **options: Any) -> Any:
@@ -188,7 +187,7 @@ def _remote_listing(directory: RemotePath) -> list[dict[str, Any]]:
         listed = with_retries(ask, directory)
     except (FileNotFoundError, NotADirectoryError):
         raise missing_directory(directory) from None
-    except Exception as error:  # each file system has errors of its own
+    except Exception as error:  # file systems raise errors of many kinds
         raise UnreadableError(f"{directory}: cannot be listed: {reason(error)}.") from None
     return listed
 
@@ -213,7 +212,7 @@ def remote_size(path: RemotePath) -> int | None:
         found = with_retries(lambda: call(path.system, "info", path.path), path)
     except ZeroElasticError:
         raise
-    except Exception as error:  # each file system has errors of its own
+    except Exception as error:  # file systems raise errors of many kinds
         if isinstance(error, (FileNotFoundError, NotADirectoryError)) and not _is_away(error):
             return None
         raise UnreadableError(f"{path}: cannot be looked at: {reason(error)}.") from None

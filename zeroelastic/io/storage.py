@@ -25,30 +25,6 @@ FOLLOW_LINKS = "ZEROELASTIC_FOLLOW_LINKS"
 """The environment variable that, set to 1, lets symbolic links to files lead anywhere."""
 
 
-def local_entries(directory: Path) -> list[tuple[str, int | None]]:
-    """(name, size, or None for a directory) of the files and directories in a directory; links to files are files.
-
-    Raises MissingFileError, UnreadableError.
-    """
-    found: list[tuple[str, int | None]] = []
-    with _listed(directory) as entries:
-        for entry in entries:
-            if entry.is_file():
-                found.append((entry.name, entry.stat().st_size))
-            elif entry.is_dir():
-                found.append((entry.name, None))
-    return found
-
-
-def local_names(directory: Path) -> list[str]:
-    """The names of the files in a directory, links to files included. One listing; only links are looked at.
-
-    Raises MissingFileError, UnreadableError.
-    """
-    with _listed(directory) as entries:
-        return [entry.name for entry in entries if entry.is_file()]
-
-
 @contextmanager
 def _listed(directory: Path) -> Iterator[Iterator[os.DirEntry[str]]]:
     try:
@@ -166,14 +142,28 @@ def list_directory(directory: FilePath) -> tuple[dict[str, int], tuple[str, ...]
     Links to files count as files. One listing, so one request where the directory is remote and not large. Raises
     MissingFileError where there is no such directory, UnreadableError where it cannot be listed.
     """
-    entries = remote_entries(directory) if isinstance(directory, RemotePath) else local_entries(directory)
-    files = {name: size for name, size in entries if size is not None}
-    return files, tuple(sorted(name for name, size in entries if size is None))
+    files: dict[str, int] = {}
+    inside: list[str] = []
+    if isinstance(directory, RemotePath):
+        entries = remote_entries(directory)
+        files |= {name: size for name, size in entries if size is not None}
+        inside += (name for name, size in entries if size is None)
+    else:
+        with _listed(directory) as found:
+            for entry in found:
+                if entry.is_file():
+                    files[entry.name] = entry.stat().st_size
+                elif entry.is_dir():
+                    inside.append(entry.name)
+    return files, tuple(sorted(inside))
 
 
 def file_names(directory: FilePath) -> frozenset[str]:
     """The files of a directory: of a local one without looking at each. Lists and raises as ``list_directory``."""
-    return frozenset(file_sizes(directory) if isinstance(directory, RemotePath) else local_names(directory))
+    if isinstance(directory, RemotePath):
+        return frozenset(file_sizes(directory))
+    with _listed(directory) as entries:
+        return frozenset(entry.name for entry in entries if entry.is_file())
 
 
 def file_sizes(directory: FilePath) -> dict[str, int]:
@@ -232,7 +222,7 @@ def _read(path: FilePath, offset: int, nbytes: int, failure: str) -> bytes:
         raise
     except FileNotFoundError:
         raise missing_file(path) from None
-    except Exception as error:  # each file system has errors of its own
+    except Exception as error:  # file systems raise errors of many kinds
         raise UnreadableError(f"{path}: {failure}: {reason(error)}.") from None
 
 

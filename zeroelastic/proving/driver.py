@@ -13,8 +13,8 @@ from zeroelastic.checkpoint.commit_record import read_record as read_commit_reco
 from zeroelastic.errors import CheckpointError, RemoteRankError, UsageError, counted
 from zeroelastic.proving.checks import BACK, CONTROL, OTHER, REPEAT, SourceFacts, Verdict, check_records
 from zeroelastic.proving.records import Role, RunRecord, RunSpec, read_record
-from zeroelastic.tags.locate import Source
-from zeroelastic.tags.names import LATEST
+from zeroelastic.runs.locate import Source
+from zeroelastic.runs.names import LATEST
 from zeroelastic.verbs.verify.verify import VerifyReport, verify_checkpoint
 
 SAVED_TAG = "proof"

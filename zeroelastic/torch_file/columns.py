@@ -45,7 +45,7 @@ class TensorColumn:
     """A list of one-dimensional tensors without gaps, all of them parts of one storage: where each one begins, and its
     elements.
 
-    Invariant: every part lies inside the storage. Both arrays have shape ``(num_tensors,)``, in elements.
+    Invariant: every part is inside the storage. Both arrays have shape ``(num_tensors,)``, in elements.
     """
 
     storage: StorageRef
@@ -69,7 +69,7 @@ class NamedColumn(Mapping[object, object]):
     strides: ``key`` and ``numel`` say which storage each one is a part of, as its number and elements, ``offset`` where
     it begins there. Values are made when they are asked for; those of one form without a tensor are one object.
 
-    Invariants: names differ; every tensor lies inside its storage. The arrays have shape ``(num_names,)``.
+    Invariants: names differ; every tensor is inside its storage. The arrays have shape ``(num_names,)``.
     """
 
     __slots__ = ("_index", "form", "forms", "key", "names", "numel", "offset")

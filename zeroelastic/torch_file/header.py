@@ -70,7 +70,7 @@ class Blocks(Protocol):
 class TorchFile:
     """An opened torch.save archive: its object tree, and where each storage lies in the file.
 
-    Invariant: every extent that it returns lies inside the file and inside one uncompressed record. ``root`` is the
+    Invariant: every extent that it returns is inside the file and inside one uncompressed record. ``root`` is the
     unpickled tree with ``TensorRef`` in place of tensors. ``header_bytes`` counts what was read so far. ``directory``
     is the digest of the archive's directory (``directory_digest``), ``folder`` the archive's own name: the name that
     the file had when it was saved, without its ending, or "archive".

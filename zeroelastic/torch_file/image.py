@@ -114,7 +114,7 @@ def _register(address: int, nbytes: int) -> bool:
     code = cudart.cudaHostRegister(address, nbytes, _PORTABLE)
     if int(code) == 0:
         return True
-    # The driver keeps the error for whoever asks next. torch does after its next kernel, and raises it: of this one.
+    # The driver keeps the error, and torch would raise it after its next kernel: it is taken here.
     with suppress(RuntimeError, AssertionError):
         torch.zeros(1, device="cuda")
     if not _warned:
@@ -222,7 +222,7 @@ class FileImage:
             write_past_cache(os.fspath(self.path), self._memory.numpy(), sync=sync)
 
     def _read_gaps(self, image: ByteArray) -> None:
-        """Read what lies between the storages: headers, the pickle, the directory."""
+        """Read what is between the storages: headers, the pickle, the directory."""
         with name_in_errors(self.path), open(self.path, "rb", buffering=0) as file:
             at = 0
             ends = [(place.offset, place.offset + place.nbytes) for place in self._skeleton.places]

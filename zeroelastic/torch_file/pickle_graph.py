@@ -232,7 +232,7 @@ def instance(module: str, name: str, attributes: Mapping[str, object]) -> Node:
 
 
 def entry(tree: object, *keys: object) -> object:
-    """What lies under these keys of nested dictionaries, plain or OrderedDict nodes; None where one is missing."""
+    """What is under these keys of nested dictionaries, plain or OrderedDict nodes; None where one is missing."""
     for key in keys:
         if isinstance(tree, dict):
             tree = tree.get(key)

@@ -1,4 +1,4 @@
-"""The records of an archive by name: those of storages, which are numbered, in columns, the others one by one."""
+"""The records of an archive by name: in columns for storages, which are numbered, and one by one for others."""
 
 from __future__ import annotations
 

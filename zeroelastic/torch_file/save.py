@@ -42,7 +42,7 @@ def write_torch_file(
 ) -> list[int | None]:
     """Write what ``torch.save(obj, path)`` writes, the same bytes; returns the partial digest of each digest_range.
 
-    The digest of a range that lies in no storage of the file, or overlaps another, is None. When all payload but the
+    The digest of a range that is in no storage of the file, or overlaps another, is None. When all payload but the
     storages of ``last`` is written, ``before_last`` gets the digests and may still change these tensors; a file that
     holds none of them does without. ``sync`` flushes the file to its device, which begins while it is written. Memory:
     none to speak of, but 48 MiB of pinned memory that the process keeps where a tensor is on a GPU; with ``sync``, what

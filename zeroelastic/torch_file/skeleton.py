@@ -144,7 +144,7 @@ class TorchSaveSkeleton:
     ) -> tuple[PayloadSegments, BoolArray]:
         """Segments that cover the payload, cut at the digest ranges, and which are of storages of ``last``.
 
-        A digest range that lies in no storage of the file, or overlaps another one, is no segment of its own.
+        A digest range that is in no storage of the file, or overlaps another one, is no segment of its own.
         """
         index = {storage._cdata: i for i, storage in enumerate(self.storages)}
         late = {index.get(tensor.untyped_storage()._cdata, -1) for tensor in last} - {-1}
@@ -299,7 +299,7 @@ def _cut(
     placed: Sequence[tuple[int, int, int, int]],
     digest_ranges: Sequence[DigestRange],
 ) -> PayloadSegments:
-    """Segments that cover every storage: its digest ranges and what lies between them, in file order."""
+    """Segments that cover every storage: its digest ranges and what is between them, in file order."""
     rows: list[tuple[int, int, int, int]] = []  # storage, byte offset, bytes, digest range
     at = 0
     for storage, record in enumerate(records):

@@ -7,6 +7,6 @@
     new_directory              a directory that appears at once, whole
     resumable_directory        a directory that several processes fill, and that a second run continues
 
-Imports ``tags`` and below; torch only where a format needs it, or a tensor is asked for as one. Read the module that is
+Imports ``runs`` and below; torch only where a format needs it, or a tensor is asked for as one. Read the module that is
 named like the verb. The functions are imported from ``zeroelastic``, which imports each module when it is first used.
 """

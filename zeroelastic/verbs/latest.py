@@ -10,9 +10,9 @@ from zeroelastic.errors import UnsupportedError, UsageError, printable, with_rem
 from zeroelastic.io.paths import FilePath, absolute, as_path
 from zeroelastic.io.storage import file_sizes
 from zeroelastic.json_document import document
-from zeroelastic.tags.candidates import Check, check_quickly
-from zeroelastic.tags.commit_order import Tag
-from zeroelastic.tags.latest import Latest, find_latest, fix_latest, set_latest
+from zeroelastic.runs.candidates import Check, check_quickly
+from zeroelastic.runs.latest import Latest, find_latest, fix_latest, set_latest
+from zeroelastic.runs.order import Tag
 from zeroelastic.verbs.options import Progress, no_progress
 from zeroelastic.verbs.verify.verify import VerifyReport, verify_checkpoint
 

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Literal
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_head
-from zeroelastic.checkpoint.listing import TagListing, list_tag
-from zeroelastic.checkpoint.quarantine import read_mark
+from zeroelastic.checkpoint.marks import read_mark
+from zeroelastic.checkpoint.tag_files import TagListing, list_tag
 from zeroelastic.errors import CheckpointError, UnreadableError, UnsupportedError, with_remedy
 from zeroelastic.io.paths import as_path
 from zeroelastic.json_document import document
-from zeroelastic.tags.candidates import list_run, named_latest
-from zeroelastic.tags.commit_order import Tag
-from zeroelastic.tags.runs import runs_of
+from zeroelastic.runs.candidates import list_run
+from zeroelastic.runs.names import named_latest
+from zeroelastic.runs.order import Tag, runs_of
 from zeroelastic.torch_file.header import read_torch_file
 from zeroelastic.verbs.inspect.other_kinds import is_stage_0
 

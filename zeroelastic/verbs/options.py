@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from zeroelastic.errors import UsageError
-from zeroelastic.tags.locate import Source
+from zeroelastic.runs.locate import Source
 
 Advance: TypeAlias = Callable[[int], None]
 """Takes the number of bytes done since it was last called."""

@@ -6,23 +6,13 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 from zeroelastic.errors import UnreadableError, with_remedy
-from zeroelastic.io.paths import RemotePath, absolute, as_path
+from zeroelastic.io.paths import absolute, as_path
 from zeroelastic.json_document import document
-from zeroelastic.tags.prune import (
-    Decision,
-    PrunePlan,
-    Unfinished,
-    empty_trash,
-    plan_prune,
-    removable,
-    remove_tag,
-    remove_unfinished,
-)
-from zeroelastic.tags.store_prune import plan_store_prune, remove_stored_leftover, remove_stored_tag
+from zeroelastic.runs.prune import Decision, PrunePlan, plan_prune, removable, remove_tag
+from zeroelastic.runs.run_store import Leftover, open_run
 from zeroelastic.verbs.options import Progress, no_progress, seconds_option
 
 
@@ -51,7 +41,7 @@ class PruneReport:
         return bool(self.plan.removals or self.plan.leftovers or self.dead)
 
     @property
-    def dead(self) -> tuple[Unfinished, ...]:
+    def dead(self) -> tuple[Leftover, ...]:
         """The saves that did not finish and that the plan removes."""
         return tuple(found for found in self.plan.unfinished if found.remove)
 
@@ -72,7 +62,7 @@ class PruneReport:
         tags = sum(d.tree.nbytes for d in self.plan.removals if d.tree is not None and d.tag.name in gone)
         return tags + sum(found.tree.nbytes for found in self.plan.unfinished if found.name in gone)
 
-    def action(self, item: Decision | Unfinished) -> str:
+    def action(self, item: Decision | Leftover) -> str:
         """What became of a tag or an unfinished save: "kept", "removed", "would be removed" or "failed"."""
         if not item.remove:
             return "kept"
@@ -81,7 +71,7 @@ class PruneReport:
         outcome = self.outcomes.get(_name(item), Outcome())
         return "failed" if outcome.failed else "kept" if outcome.why else "removed"
 
-    def reason(self, item: Decision | Unfinished) -> str:
+    def reason(self, item: Decision | Leftover) -> str:
         """Why that became of it."""
         return self.outcomes.get(_name(item), Outcome()).why or item.reason
 
@@ -151,10 +141,7 @@ def prune(
         zeroelastic.prune("ckpt", keep=1, dry_run=False)
     """
     root, min_age_s = as_path(directory), seconds_option(min_age, "--min-age")
-    if isinstance(root, RemotePath):
-        plan = plan_store_prune(root, keep=keep, invalid=invalid, min_age_s=min_age_s)
-    else:
-        plan = plan_prune(root, keep=keep, invalid=invalid, min_age_s=min_age_s)
+    plan = plan_prune(root, keep=keep, invalid=invalid, min_age_s=min_age_s)
     report = PruneReport(plan, keep, dry_run)
     return report if dry_run else carry_out(report, progress=progress)
 
@@ -163,20 +150,16 @@ def carry_out(report: PruneReport, *, progress: Progress = no_progress) -> Prune
     """Remove what the plan of a report says; something that a save works on by now is kept, which is no failure."""
     plan = report.plan
     outcomes: dict[str, Outcome] = {}
+    store = open_run(plan.root)
     if plan.leftovers:
-        assert isinstance(plan.root, Path)
-        empty_trash(plan.root)
-    in_store = isinstance(plan.root, RemotePath)
-    remove_one, remove_left = (
-        (remove_stored_tag, remove_stored_leftover) if in_store else (remove_tag, remove_unfinished)
-    )
+        store.finish_removals()
     nbytes = removable(plan.removals) + sum(found.tree.nbytes for found in report.dead)
     with progress("removing", nbytes) as advance:
         for decision in plan.removals:
-            outcomes[decision.tag.name] = _outcome(partial(remove_one, plan, decision))
+            outcomes[decision.tag.name] = _outcome(partial(remove_tag, plan, decision))
             advance(removable([decision]))
         for found in report.dead:
-            outcomes[found.name] = _outcome(partial(remove_left, plan, found))
+            outcomes[found.name] = _outcome(partial(store.remove_leftover, found))
             advance(found.tree.nbytes)
     return PruneReport(plan, report.keep, False, outcomes)
 
@@ -190,5 +173,5 @@ def _outcome(remove: Callable[[], str | None]) -> Outcome:
         return Outcome(f"{error.filename}: {error.strerror}", failed=True)
 
 
-def _name(item: Decision | Unfinished) -> str:
+def _name(item: Decision | Leftover) -> str:
     return item.tag.name if isinstance(item, Decision) else item.name

@@ -31,7 +31,7 @@ from zeroelastic.core.digest import ByteArray
 from zeroelastic.errors import CheckpointError, UnknownTensorError, UsageError, counted, printable, with_remedy
 from zeroelastic.executors.dispatch import ReadTable, read_segments
 from zeroelastic.io.paths import FilePath
-from zeroelastic.tags.locate import Source, find_source
+from zeroelastic.runs.locate import Source, find_source
 from zeroelastic.torch_file.header import DTYPE_BYTES, TensorRef, TorchFile, read_torch_file
 from zeroelastic.verbs.convert.model_tensors import (
     Buffer,

@@ -24,7 +24,7 @@ from training import Job, Outcome, resume, train_and_save
 
 from zeroelastic.checkpoint.commit_record import read_record
 from zeroelastic.checkpoint.open import open_checkpoint
-from zeroelastic.checkpoint.tensor_parallel import TensorParallel
+from zeroelastic.checkpoint.tag_files import TensorParallel
 from zeroelastic.errors import CheckpointError, UnsupportedError, ZeroElasticError
 from zeroelastic.testing import RankPool, compare_states
 

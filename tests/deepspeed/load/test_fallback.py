@@ -15,8 +15,8 @@ from training import Job, build_engine, look, train_step
 
 import zeroelastic
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_record
+from zeroelastic.checkpoint.marks import MARK_NAME, read_mark, write_mark
 from zeroelastic.checkpoint.open import open_checkpoint
-from zeroelastic.checkpoint.quarantine import MARK_NAME, read_mark, write_mark
 from zeroelastic.deepspeed.options import parse_options
 from zeroelastic.errors import ZeroElasticError
 from zeroelastic.testing import RankPool, compare_states

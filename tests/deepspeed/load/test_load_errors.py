@@ -16,7 +16,7 @@ import torch
 from synthetic import sealed
 from training import Job, attempt, build_engine, train_and_save
 
-from zeroelastic.checkpoint.tensor_parallel import NO_TENSOR_PARALLEL
+from zeroelastic.checkpoint.tag_files import NO_TENSOR_PARALLEL
 from zeroelastic.deepspeed.load import verify
 from zeroelastic.deepspeed.options import Options
 from zeroelastic.errors import DigestMismatchError

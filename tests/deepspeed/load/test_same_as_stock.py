@@ -21,7 +21,7 @@ from exact_jobs import BUCKETS, OPTIMIZERS, PRECISIONS
 from training import Job, build_engine, train_step
 
 import zeroelastic
-from zeroelastic.checkpoint.quarantine import MARK_NAME
+from zeroelastic.checkpoint.marks import MARK_NAME
 from zeroelastic.testing import RankPool, compare_states, fingerprint, gather_state
 
 WORLD_SIZE = 2

@@ -23,9 +23,9 @@ from training import Job, build_engine, look, train_step
 
 import zeroelastic
 from zeroelastic.checkpoint.commit_record import RECORD_NAME
+from zeroelastic.checkpoint.marks import MARK_NAME
 from zeroelastic.checkpoint.open import open_checkpoint
-from zeroelastic.checkpoint.quarantine import MARK_NAME
-from zeroelastic.tags import tag_directory
+from zeroelastic.runs import tag_directory
 from zeroelastic.testing import RankPool, compare_states, run_ranks
 
 TAG = "last"

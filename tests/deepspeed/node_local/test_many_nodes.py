@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, CommitRecord, read_record
-from zeroelastic.checkpoint.tensor_parallel import NO_TENSOR_PARALLEL
+from zeroelastic.checkpoint.tag_files import NO_TENSOR_PARALLEL
 from zeroelastic.deepspeed.node_local import visibility
 from zeroelastic.deepspeed.node_local.visibility import FileVisibility, gather_visibility
 from zeroelastic.testing.sample import write_sample

@@ -17,7 +17,7 @@ from training import Job, build_engine, train_step
 
 import zeroelastic
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_record, record_text
-from zeroelastic.checkpoint.quarantine import write_mark
+from zeroelastic.checkpoint.marks import write_mark
 from zeroelastic.deepspeed.save import after_save
 from zeroelastic.monitoring import SaveReport, subscribe
 from zeroelastic.testing import RankPool

@@ -26,7 +26,7 @@ from training import Job, build_engine, look, train_step
 
 import zeroelastic
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_record
-from zeroelastic.tags.tag_directory import is_unfinished, recover
+from zeroelastic.runs.tag_directory import is_unfinished, recover
 from zeroelastic.testing import RankPool, compare_states
 from zeroelastic.verbs.verify.verify import verify_checkpoint
 
@@ -117,7 +117,7 @@ REAL_OPEN = builtins.open
 
 
 def patch(images: Images) -> None:
-    from zeroelastic.tags import tag_directory
+    from zeroelastic.runs import tag_directory
     from zeroelastic.torch_file import image, save
 
     for name in ("mkdir", "rename", "replace", "unlink", "rmdir", "link", "fsync", "chmod"):
@@ -144,7 +144,7 @@ def save_under_watch(directory: str, copies: str, behind: bool) -> dict[int, Any
     In the background, training goes a step on before it waits.
     """
     from zeroelastic.deepspeed.save.background import saving_in_background
-    from zeroelastic.tags import tag_directory
+    from zeroelastic.runs import tag_directory
 
     engine = build_engine(JOB)
     states: dict[int, Any] = {}

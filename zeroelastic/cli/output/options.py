@@ -22,7 +22,7 @@ def complete_tag(context: typer.Context, incomplete: str) -> list[str]:
 
 def _is_tag(folder: Path) -> bool:
     """Whether ranks have files in a folder, or a Universal checkpoint its parameters. Opens no file."""
-    from zeroelastic.checkpoint.file_names import is_rank_file
+    from zeroelastic.checkpoint.tag_files import is_rank_file
 
     try:
         return any(name == "zero" or is_rank_file(name) for name in os.listdir(folder))

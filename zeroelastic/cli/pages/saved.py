@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import numpy as np
 
 from zeroelastic.byte_sizes import format_size
-from zeroelastic.checkpoint.file_names import parse_rank_file
+from zeroelastic.checkpoint.tag_files import parse_rank_file
 from zeroelastic.cli.documents.checkpoints import (
     Inspect,
     InspectedParam,

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
-from zeroelastic.checkpoint.tensor_parallel import NO_TENSOR_PARALLEL
+from zeroelastic.checkpoint.tag_files import NO_TENSOR_PARALLEL
 from zeroelastic.core.layout import layout_from_sub_groups, unpacked_layout
 from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.live.persistent_params import gather_persistent_params

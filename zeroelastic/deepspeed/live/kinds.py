@@ -12,7 +12,7 @@ from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from zeroelastic.checkpoint.tensor_parallel import NO_TENSOR_PARALLEL, TensorParallel
+from zeroelastic.checkpoint.tag_files import NO_TENSOR_PARALLEL, TensorParallel
 from zeroelastic.core.layout import Param
 from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.live.evaluation import Evaluation

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from zeroelastic.checkpoint.optimizer_file import FP32
-from zeroelastic.checkpoint.tensor_parallel import NO_TENSOR_PARALLEL, TensorParallel
+from zeroelastic.checkpoint.tag_files import NO_TENSOR_PARALLEL, TensorParallel
 from zeroelastic.core.digest import ScalarValue
 from zeroelastic.core.layout import Layout, Param
 from zeroelastic.deepspeed.engine import Engine

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from zeroelastic.checkpoint.values import OptionValue
+from zeroelastic.checkpoint.optimizer_file import OptionValue
 from zeroelastic.core.digest import ScalarValue
 from zeroelastic.errors import UnsupportedError, shown
 

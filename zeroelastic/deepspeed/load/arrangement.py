@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zeroelastic.checkpoint.tensor_parallel import TensorParallel, other_tp_size
+from zeroelastic.checkpoint.tag_files import TensorParallel, other_tp_size
 from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.load.request import LoadRequest
 from zeroelastic.distributed.collective import all_gather_of_or_raise

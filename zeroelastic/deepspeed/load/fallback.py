@@ -15,8 +15,8 @@ from typing import NamedTuple, TypeVar
 import torch.distributed as dist
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME
+from zeroelastic.checkpoint.marks import write_mark
 from zeroelastic.checkpoint.one_save import was_saved_again
-from zeroelastic.checkpoint.quarantine import write_mark
 from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.live.kinds import rank_and_tp
 from zeroelastic.deepspeed.node_local.node_tags import problem_over_nodes, seen_alike, tags_of_this_run
@@ -25,9 +25,10 @@ from zeroelastic.errors import CheckpointError, UnreadableError, finding
 from zeroelastic.io.paths import FilePath, PinnedPath, as_path
 from zeroelastic.io.storage import file_size
 from zeroelastic.report import ResumeReport
-from zeroelastic.tags.candidates import check_quickly, check_tag, is_damage, named_latest
-from zeroelastic.tags.commit_order import Tag
-from zeroelastic.tags.tag_directory import MAX_LOOKS, open_tag
+from zeroelastic.runs.candidates import check_quickly, check_tag, is_damage
+from zeroelastic.runs.names import named_latest
+from zeroelastic.runs.order import Tag
+from zeroelastic.runs.tag_directory import MAX_LOOKS, open_tag
 
 logger = logging.getLogger(__name__)
 

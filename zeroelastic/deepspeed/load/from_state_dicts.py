@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from zeroelastic.checkpoint.optimizer_file import FP32
-from zeroelastic.checkpoint.param_changes import compare_params
+from zeroelastic.checkpoint.param_changes import ParamSet, compare
 from zeroelastic.core.layout import Layout, Param, layout_from_sub_groups
 from zeroelastic.core.plan import Plan, check_plan, make_plan, match_params
 from zeroelastic.deepspeed.engine import Engine
@@ -48,7 +48,7 @@ def load_state_dicts(
     Raises CheckpointError when they are not one complete set, LayoutMismatchError when they do not fit the model.
     """
     layout = _saved_layout(state_dicts, live)
-    problems = compare_params(layout.params, live.layout.params, kind="parameter")
+    problems = [*compare(ParamSet(layout.params, ()), ParamSet(live.layout.params, ()), (), ()).problems]
     saved_groups = [tuple(group["params"]) for group in state_dicts[0]["zeroelastic"]["param_groups"]]
     if optimizer_states and [set(group) for group in saved_groups] != [set(group) for group in live.groups]:
         problems.append("the optimizer groups of the state dicts hold other parameters than those of the run")

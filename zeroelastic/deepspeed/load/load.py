@@ -55,8 +55,8 @@ from zeroelastic.io.remote import retrying
 from zeroelastic.monitoring.observers import publish
 from zeroelastic.monitoring.spans import span
 from zeroelastic.report import Note
-from zeroelastic.tags.names import read_latest
-from zeroelastic.tags.tag_directory import MAX_LOOKS, open_tag
+from zeroelastic.runs.names import read_latest
+from zeroelastic.runs.tag_directory import MAX_LOOKS, open_tag
 from zeroelastic.torch_file.safe_unpickler import allow_globals
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,6 @@ import numpy as np
 
 from zeroelastic.checkpoint.commit_record import CheckpointFormat
 from zeroelastic.checkpoint.extents import TensorExtents
-from zeroelastic.checkpoint.file_names import model_file_name
 from zeroelastic.checkpoint.model_states import ModelStates, frozen_layouts, other_step
 from zeroelastic.checkpoint.open import Checkpoint, open_checkpoint
 from zeroelastic.checkpoint.optimizer_file import FP32, Shard, configured_batch
@@ -27,6 +26,7 @@ from zeroelastic.checkpoint.saved_state import (
     shard_values,
     values_sentence,
 )
+from zeroelastic.checkpoint.tag_files import model_file_name
 from zeroelastic.core.digest import ScalarValue
 from zeroelastic.core.layout import Layout, in_own_buffers
 from zeroelastic.core.plan import Plan, check_plan, make_plan, source_ranks

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from zeroelastic.checkpoint.one_save import check_one_save
-from zeroelastic.checkpoint.optimizer_file import FP32, FROZEN
-from zeroelastic.checkpoint.values import OptionValue
+from zeroelastic.checkpoint.optimizer_file import FP32, FROZEN, OptionValue
 from zeroelastic.core.digest import ScalarValue
 from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.fill import Filled, Part, Target, fill

@@ -16,10 +16,9 @@ from typing import Any
 import torch.distributed as dist
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME
-from zeroelastic.checkpoint.file_names import parse_rank_file
 from zeroelastic.checkpoint.model_states import open_model_states
 from zeroelastic.checkpoint.open import open_checkpoint, rank_files, saved_sizes
-from zeroelastic.checkpoint.tensor_parallel import TensorParallel
+from zeroelastic.checkpoint.tag_files import TensorParallel, parse_rank_file
 from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.live.kinds import covered_live, kind_of
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer, tensor_parallel

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from zeroelastic.checkpoint.quarantine import read_mark
+from zeroelastic.checkpoint.marks import read_mark
 from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.engine_state import refuse_damaged
 from zeroelastic.deepspeed.node_local.node_tags import agree_on_latest
@@ -17,10 +17,10 @@ from zeroelastic.distributed.collective import all_gather_alike, all_gather_or_r
 from zeroelastic.errors import CheckpointError, MissingFileError, UnreadableError, printable, shown
 from zeroelastic.io.paths import FilePath, PinnedPath, RemotePath
 from zeroelastic.report import Note
-from zeroelastic.tags.absent import about_absent, about_absent_tag
-from zeroelastic.tags.candidates import committed_after
-from zeroelastic.tags.names import LATEST, directory_of, holds_something, read_latest
-from zeroelastic.tags.tag_directory import open_tag, recover
+from zeroelastic.runs.candidates import committed_after
+from zeroelastic.runs.locate import about_absent, about_absent_tag
+from zeroelastic.runs.names import LATEST, directory_of, holds_something, read_latest
+from zeroelastic.runs.tag_directory import open_tag, recover
 
 logger = logging.getLogger(__name__)
 

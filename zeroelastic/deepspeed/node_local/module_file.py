@@ -9,10 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
-from zeroelastic.checkpoint.file_names import parse_rank_file
 from zeroelastic.checkpoint.model_states import ModelStates, open_model_states
 from zeroelastic.checkpoint.open import Checkpoint
-from zeroelastic.checkpoint.tensor_parallel import TensorParallel
+from zeroelastic.checkpoint.tag_files import TensorParallel, parse_rank_file
 from zeroelastic.core.layout import Int64Array
 from zeroelastic.deepspeed.node_local.payload import RelayCost
 from zeroelastic.deepspeed.node_local.visibility import FileVisibility

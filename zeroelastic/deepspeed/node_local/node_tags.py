@@ -18,7 +18,7 @@ import torch.distributed as dist
 from zeroelastic.checkpoint.commit_record import read_record
 from zeroelastic.checkpoint.open import Listing, open_checkpoint
 from zeroelastic.checkpoint.param_table import params_digest
-from zeroelastic.checkpoint.tensor_parallel import TensorParallel
+from zeroelastic.checkpoint.tag_files import TensorParallel
 from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.live.kinds import trained_params
 from zeroelastic.deepspeed.node_local.visibility import gather_visibility
@@ -39,10 +39,10 @@ from zeroelastic.errors import (
 )
 from zeroelastic.io.paths import FilePath, RemotePath
 from zeroelastic.io.storage import file_sizes, folders
-from zeroelastic.tags.candidates import list_run, named_latest
-from zeroelastic.tags.commit_order import Tag, newest_first
-from zeroelastic.tags.runs import runs_at_once, without_other_runs
-from zeroelastic.tags.tag_directory import recover_all
+from zeroelastic.runs.candidates import list_run
+from zeroelastic.runs.names import named_latest
+from zeroelastic.runs.order import Tag, newest_first, runs_at_once, without_other_runs
+from zeroelastic.runs.tag_directory import recover_all
 
 logger = logging.getLogger(__name__)
 
@@ -142,7 +142,7 @@ def tags_of_all_nodes(root: FilePath) -> list[Tag]:
 
 
 def tags_of_this_run(engine: Engine, root: FilePath) -> list[Tag]:
-    """``tags_of_all_nodes`` without those of other engines' runs that save there (``tags.runs``). Collective.
+    """``tags_of_all_nodes`` without those of other engines' runs that save there (``runs.order``). Collective.
 
     Warns where two runs are left that existed at the same time.
     """

@@ -12,9 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from zeroelastic.checkpoint.file_names import parse_rank_file
 from zeroelastic.checkpoint.open import Checkpoint, Listing, open_checkpoint
-from zeroelastic.checkpoint.tensor_parallel import TensorParallel
+from zeroelastic.checkpoint.tag_files import TensorParallel, parse_rank_file
 from zeroelastic.core.layout import Layout
 from zeroelastic.core.plan import make_plan, source_ranks
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer

@@ -29,12 +29,11 @@ from zeroelastic.checkpoint.commit_record import (
     read_record_by_range,
     with_rows_at,
 )
-from zeroelastic.checkpoint.file_names import WHOLE_MODEL_FILE, is_rank_file, parse_rank_file
 from zeroelastic.checkpoint.file_table import FileNames, FileSizes
+from zeroelastic.checkpoint.marks import refuse_unfinished
 from zeroelastic.checkpoint.model_states import open_model_states
 from zeroelastic.checkpoint.open import Listing, check_sizes, rank_files
-from zeroelastic.checkpoint.tensor_parallel import TensorParallel
-from zeroelastic.checkpoint.unfinished import refuse_unfinished
+from zeroelastic.checkpoint.tag_files import WHOLE_MODEL_FILE, TensorParallel, is_rank_file, parse_rank_file
 from zeroelastic.distributed.collective import all_gather, all_gather_alike, all_or_raise, broadcast_or_raise
 from zeroelastic.errors import CheckpointError, MissingFileError, rank_list
 from zeroelastic.io.paths import FilePath, RemotePath

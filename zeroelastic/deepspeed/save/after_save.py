@@ -1,7 +1,7 @@
 """What follows a commit: tags beyond the newest ``"keep"`` are removed, and observers get the report of the save.
 
-The rules of a removal are the rules of ``tags.prune``, and stricter, because nobody is asked: only tags of the run that
-saves (``tags.runs``) with a commit record count, and only they are removed. A removal that fails warns; the save is
+The rules of a removal are the rules of ``runs.prune``, and stricter, because nobody is asked: only tags of the run that
+saves (``runs.order``) with a commit record count, and only they are removed. A removal that fails warns; the save is
 committed by then.
 """
 
@@ -11,7 +11,6 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
 from typing import Any
 from weakref import ref
 
@@ -21,15 +20,14 @@ from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_record
 from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.options import Options
 from zeroelastic.errors import ZeroElasticError, printable, some
-from zeroelastic.io.paths import FilePath, RemotePath
+from zeroelastic.io.paths import FilePath
 from zeroelastic.io.storage import file_sizes
 from zeroelastic.monitoring.observers import publish
 from zeroelastic.monitoring.spans import continued, current_context
 from zeroelastic.report import SaveReport
-from zeroelastic.tags.candidates import check_quickly
-from zeroelastic.tags.names import CHECKPOINT_FOLDER
-from zeroelastic.tags.prune import OTHER_RUN, Decision, PrunePlan, plan_prune, remove_tag
-from zeroelastic.tags.store_prune import plan_store_prune, remove_stored_tag
+from zeroelastic.runs.candidates import check_quickly
+from zeroelastic.runs.names import CHECKPOINT_FOLDER
+from zeroelastic.runs.prune import OTHER_RUN, Decision, PrunePlan, plan_prune, remove_tag
 
 logger = logging.getLogger(__name__)
 
@@ -117,10 +115,7 @@ def remove_old_tags(root: FilePath, tag: str, options: Options, *, over_nodes: b
     removed: list[str] = []
     try:
         check = _check_own_files if over_nodes else _check
-        if isinstance(root, RemotePath):
-            plan = plan_store_prune(root, keep=options.keep, check=check, of=tag)
-        else:
-            plan = plan_prune(Path(root), keep=options.keep, check=check, of=tag)
+        plan = plan_prune(root, keep=options.keep, check=check, of=tag)
         _warn_of_others(plan)
         for decision in plan.removals:
             if not _stays(decision, options.keep_every) and _remove(plan, decision):
@@ -146,7 +141,7 @@ def _warn_of_others(plan: PrunePlan) -> None:
 def _remove(plan: PrunePlan, decision: Decision) -> bool:
     """Whether a tag is gone; where it is not, the log says why."""
     try:
-        kept = (remove_stored_tag if isinstance(plan.root, RemotePath) else remove_tag)(plan, decision)
+        kept = remove_tag(plan, decision)
     except OSError as error:
         logger.warning(
             '%s: "keep": the old tag %s was not removed: %s: %s. Remove it by hand or with zeroelastic prune.',

@@ -19,12 +19,11 @@ import torch.distributed as dist
 
 from zeroelastic._version import __version__
 from zeroelastic.checkpoint.commit_record import RECORD_VERSION, CheckpointFormat, CommitRecord, Versions
-from zeroelastic.checkpoint.file_names import model_file_name, parse_rank_file
 from zeroelastic.checkpoint.model_states import ModelStates, model_states_of
 from zeroelastic.checkpoint.optimizer_reader import open_shard
 from zeroelastic.checkpoint.param_table import param_records, params_digest
 from zeroelastic.checkpoint.saved_state import frozen_part, trained_part
-from zeroelastic.checkpoint.tensor_parallel import TensorParallel
+from zeroelastic.checkpoint.tag_files import TensorParallel, model_file_name, parse_rank_file
 from zeroelastic.core.digest import ParamContent, content_root
 from zeroelastic.core.layout import Layout, Param
 from zeroelastic.deepspeed.engine import Engine

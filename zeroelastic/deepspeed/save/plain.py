@@ -1,6 +1,6 @@
 """A save into a directory that is waited for; and how files on a disk become a tag, also in the other modes.
 
-The tag appears by one rename of the hidden directory in which everything was written (``tags.tag_directory``).
+The tag appears by one rename of the hidden directory in which everything was written (``runs.tag_directory``).
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from zeroelastic.errors import CheckpointError, SaveError, UnreadableError, Unsa
 from zeroelastic.io.atomic import sync_path, write_atomically
 from zeroelastic.io.storage import file_names, file_size
 from zeroelastic.monitoring.spans import span
-from zeroelastic.tags.leftovers import remove_dead
-from zeroelastic.tags.names import LATEST
-from zeroelastic.tags.tag_directory import carry_over, make_staging_dir, publish_tag, staging_dir_of
+from zeroelastic.runs.names import LATEST
+from zeroelastic.runs.run_store import open_run
+from zeroelastic.runs.tag_directory import carry_over, make_staging_dir, publish_tag, staging_dir_of
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class Directory(Destination):
         try:
             self._root.mkdir(parents=True, exist_ok=True)
             for directory in {self._root, self._place.parent}:
-                remove_dead(directory)
+                open_run(directory).remove_dead_saves()
             make_staging_dir(self._place, self._save_id)
             with tempfile.TemporaryFile(dir=self._root):
                 pass

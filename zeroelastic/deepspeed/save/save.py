@@ -47,7 +47,7 @@ from zeroelastic.errors import (
 )
 from zeroelastic.io.paths import FilePath, RemotePath, absolute, as_path, is_url
 from zeroelastic.monitoring.spans import span
-from zeroelastic.tags.names import normal, stock_saves, why_not_saved
+from zeroelastic.runs.names import normal, stock_saves, why_not_saved
 
 logger = logging.getLogger(__name__)
 

@@ -27,9 +27,8 @@ import numpy as np
 import torch.distributed as dist
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_head, record_text
-from zeroelastic.checkpoint.file_names import is_rank_file
-from zeroelastic.checkpoint.quarantine import MARK_NAME
-from zeroelastic.checkpoint.unfinished import UNFINISHED_NAME, new_mark, read_unfinished
+from zeroelastic.checkpoint.marks import MARK_NAME, UNFINISHED_NAME, new_mark, read_unfinished
+from zeroelastic.checkpoint.tag_files import is_rank_file
 from zeroelastic.core.digest import ByteArray
 from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.live.digests import LiveStreams
@@ -61,8 +60,9 @@ from zeroelastic.io.objects import (
 )
 from zeroelastic.io.paths import RemotePath
 from zeroelastic.io.remote import retrying
-from zeroelastic.tags.names import LATEST
-from zeroelastic.tags.store_leftovers import leftover_of, remove_dead_saves, remove_leftover
+from zeroelastic.runs.names import LATEST
+from zeroelastic.runs.object_run import unfinished_of
+from zeroelastic.runs.run_store import open_run
 from zeroelastic.torch_file.image import ImageBlocks
 
 logger = logging.getLogger(__name__)
@@ -131,7 +131,7 @@ class StoreTarget(Destination):
     def begin(self) -> None:
         """Remove what dead saves have left, and mark the tag. Raises SaveError."""
         with retrying(self.retries), saves_nothing(self.tag_dir):
-            remove_dead_saves(self.run)
+            open_run(self.run).remove_dead_saves()
             mark = new_mark("save", self.save_id)
             path = self.tag_dir / UNFINISHED_NAME
             try:
@@ -144,9 +144,9 @@ class StoreTarget(Destination):
                         f"({UNFINISHED_NAME}). Nothing was saved, and `latest` is unchanged."
                     ) from None
                 logger.warning("%s: taken over from a save that did not finish", self.tag_dir)
-                left = leftover_of(self.tag_dir, open_uploads(self.tag_dir))
+                left = unfinished_of(self.tag_dir, open_uploads(self.tag_dir))
                 if left is not None:
-                    remove_leftover(left)
+                    left.remove()
                 put_object(path, mark.text)
             self._marked = True
 
@@ -185,7 +185,7 @@ class StoreTarget(Destination):
             for upload in open_uploads(self.tag_dir):
                 abort_upload(upload)
             if failed:
-                left = leftover_of(self.tag_dir, ())
+                left = unfinished_of(self.tag_dir, ())
                 names = [one.name for one in left.objects if is_rank_file(one.name)] if left is not None else []
                 remove_objects(self.tag_dir / name for name in names)
             remove_objects([self.tag_dir / UNFINISHED_NAME])

@@ -27,8 +27,8 @@ import torch
 import torch.distributed as dist
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, CommitRecord, record_text
-from zeroelastic.checkpoint.file_names import WHOLE_MODEL_FILE
 from zeroelastic.checkpoint.param_table import params_digest
+from zeroelastic.checkpoint.tag_files import WHOLE_MODEL_FILE
 from zeroelastic.deepspeed.engine import Engine, options_of
 from zeroelastic.deepspeed.engine_state import lineage_of, refuse_to_save, state_of
 from zeroelastic.deepspeed.live.digests import whole_contents

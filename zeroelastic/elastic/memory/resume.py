@@ -31,7 +31,7 @@ from zeroelastic.elastic.memory.place import Place
 from zeroelastic.errors import CheckpointError, SaveError, UnreadableError, finding, rank_list
 from zeroelastic.in_place import VARIABLE as IN_PLACE
 from zeroelastic.io.paths import FilePath
-from zeroelastic.tags.commit_order import Tag
+from zeroelastic.runs.order import Tag
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from zeroelastic.checkpoint.saved_state import open_state
 from zeroelastic.errors import UsageError, with_remedy
 from zeroelastic.io.paths import absolute
 from zeroelastic.json_document import document
-from zeroelastic.tags.locate import find_source
+from zeroelastic.runs.locate import find_source
 from zeroelastic.verbs.convert.copy_tensors import MINIMUM_MEMORY
 from zeroelastic.verbs.new_directory import check_free
 from zeroelastic.verbs.options import Progress, local_sources, local_target, no_progress

@@ -17,7 +17,7 @@ from zeroelastic.errors import with_remedy
 from zeroelastic.io.paths import absolute
 from zeroelastic.io.storage import file_size
 from zeroelastic.json_document import document
-from zeroelastic.tags.locate import Source, find_source
+from zeroelastic.runs.locate import Source, find_source
 from zeroelastic.verbs.convert.copy_tensors import MINIMUM_MEMORY
 from zeroelastic.verbs.convert.to_safetensors import ExportDtype, ExportPlan, Tied, plan_export, run_export
 from zeroelastic.verbs.new_directory import check_free

@@ -17,11 +17,12 @@ from zeroelastic.checkpoint.open import Checkpoint
 from zeroelastic.checkpoint.optimizer_file import (
     ParamGroup,
     Shard,
+    checked_params,
     configured_sub_group_size,
+    read_scalar,
     zero_option,
 )
 from zeroelastic.checkpoint.saved_state import SavedPart, SavedState, frozen_part
-from zeroelastic.checkpoint.values import checked_params, read_scalar
 from zeroelastic.core.digest import ScalarValue
 from zeroelastic.core.layout import Param, original_order, unpacked_layout
 from zeroelastic.errors import (
@@ -33,9 +34,8 @@ from zeroelastic.errors import (
     shown,
 )
 from zeroelastic.io.paths import FilePath
-from zeroelastic.tags.locate import Source, find_source
-from zeroelastic.tags.names import LATEST_UNIVERSAL, read_latest, why_no_tag
-from zeroelastic.tags.not_there import not_a_directory
+from zeroelastic.runs.locate import Source, find_source
+from zeroelastic.runs.names import LATEST_UNIVERSAL, not_a_directory, read_latest, why_no_tag
 from zeroelastic.torch_file.header import TensorRef, TorchFile, read_torch_file
 from zeroelastic.torch_file.pickle_graph import entry, pairs_of, read_graph
 from zeroelastic.verbs.convert.to_universal import OPTIMIZER_STATE, ZERO_FOLDER, check_file_name

@@ -18,9 +18,8 @@ from typing import Literal
 import numpy as np
 
 from zeroelastic.checkpoint.one_save import check_one_save
-from zeroelastic.checkpoint.optimizer_file import FP32
+from zeroelastic.checkpoint.optimizer_file import FP32, OptionValue
 from zeroelastic.checkpoint.saved_state import SavedState
-from zeroelastic.checkpoint.values import OptionValue
 from zeroelastic.distributed.processes import Processes
 from zeroelastic.errors import CheckpointError, UnsupportedError
 from zeroelastic.executors.dispatch import move_segments, write_segments

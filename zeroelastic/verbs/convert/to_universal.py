@@ -24,16 +24,16 @@ from pathlib import Path
 import numpy as np
 
 from zeroelastic.checkpoint.extents import stream_seeds
-from zeroelastic.checkpoint.file_names import model_file_name
 from zeroelastic.checkpoint.one_save import check_one_save
 from zeroelastic.checkpoint.optimizer_file import FP32, zero_option
 from zeroelastic.checkpoint.saved_state import SavedState
+from zeroelastic.checkpoint.tag_files import model_file_name
 from zeroelastic.core.layout import Param
 from zeroelastic.errors import CheckpointError, UnsupportedError
 from zeroelastic.executors.dispatch import CopyTable, DigestRows, move_segments
 from zeroelastic.executors.progress import ProgressFunction
 from zeroelastic.io.atomic import write_at
-from zeroelastic.tags.names import LATEST_UNIVERSAL
+from zeroelastic.runs.names import LATEST_UNIVERSAL
 from zeroelastic.torch_file.graph_writer import Archive, walk_storages
 from zeroelastic.torch_file.pickle_graph import Storage, entry, new_storage, pairs_of, read_graph, tensor
 from zeroelastic.verbs.convert.copy_tensors import (

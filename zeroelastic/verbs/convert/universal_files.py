@@ -10,10 +10,9 @@ from pathlib import Path
 import numpy as np
 
 from zeroelastic.checkpoint.extents import TensorExtents
-from zeroelastic.checkpoint.file_names import WHOLE_MODEL_FILE, model_file_name
 from zeroelastic.checkpoint.model_states import ModelStates, open_model_states
-from zeroelastic.checkpoint.optimizer_file import FP32, FROZEN
-from zeroelastic.checkpoint.values import read_scalar
+from zeroelastic.checkpoint.optimizer_file import FP32, FROZEN, read_scalar
+from zeroelastic.checkpoint.tag_files import WHOLE_MODEL_FILE, model_file_name
 from zeroelastic.core.digest import ScalarValue
 from zeroelastic.core.layout import Int64Array, Layout, Param
 from zeroelastic.errors import CheckpointError, MissingFileError, UnsupportedError, brief, shown, some

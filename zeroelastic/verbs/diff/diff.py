@@ -9,7 +9,7 @@ from zeroelastic.checkpoint.one_save import one_save
 from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.checkpoint.saved_state import open_state
 from zeroelastic.errors import with_remedy
-from zeroelastic.tags.locate import find_source
+from zeroelastic.runs.locate import find_source
 from zeroelastic.verbs.diff.compare import DiffReport, compare_checkpoints
 from zeroelastic.verbs.diff.tensors import comparison_nbytes
 from zeroelastic.verbs.options import Progress, no_progress

@@ -12,7 +12,7 @@ from functools import partial
 from typing import TypeVar
 
 from zeroelastic.checkpoint.commit_record import CommitRecord, read_record
-from zeroelastic.checkpoint.listing import SWAP_FOLDER, TagListing, is_temporary, list_tag
+from zeroelastic.checkpoint.marks import MARK_NAME, read_mark
 from zeroelastic.checkpoint.model_states import (
     ModelStates,
     client_state_keys,
@@ -24,14 +24,20 @@ from zeroelastic.checkpoint.one_save import one_save, saved_again, was_saved_aga
 from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.checkpoint.optimizer_file import FROZEN, Shard, configured_sub_group_size
 from zeroelastic.checkpoint.optimizer_reader import open_shard
-from zeroelastic.checkpoint.quarantine import MARK_NAME, read_mark
 from zeroelastic.checkpoint.saved_state import check_same_save, open_state
-from zeroelastic.checkpoint.tensor_parallel import OFFLINE_TENSOR_PARALLEL, TensorParallel
+from zeroelastic.checkpoint.tag_files import (
+    OFFLINE_TENSOR_PARALLEL,
+    SWAP_FOLDER,
+    TagListing,
+    TensorParallel,
+    is_temporary,
+    list_tag,
+)
 from zeroelastic.core.layout import Param
 from zeroelastic.errors import CheckpointError, UnreadableError, UnsupportedError, counted, some
 from zeroelastic.io.paths import FilePath
 from zeroelastic.io.storage import file_sizes
-from zeroelastic.tags.locate import Source
+from zeroelastic.runs.locate import Source
 from zeroelastic.torch_file.columns import NamedColumn
 from zeroelastic.torch_file.header import DTYPE_BYTES, TensorRef, read_torch_file
 from zeroelastic.verbs.inspect.model import (

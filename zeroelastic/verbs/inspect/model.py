@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Literal
 
-from zeroelastic.checkpoint.optimizer_file import ScalerState
-from zeroelastic.checkpoint.quarantine import Quarantine
-from zeroelastic.checkpoint.values import OptionValue
+from zeroelastic.checkpoint.marks import Quarantine
+from zeroelastic.checkpoint.optimizer_file import OptionValue, ScalerState
 from zeroelastic.core.digest import ScalarValue
 
 ParamKind = Literal["trained", "frozen", "tied"]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from contextlib import suppress
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME
-from zeroelastic.checkpoint.listing import TagListing
+from zeroelastic.checkpoint.tag_files import TagListing
 from zeroelastic.errors import CheckpointError, UnsupportedError
 from zeroelastic.io.paths import FilePath
-from zeroelastic.tags.other_formats import UNIVERSAL
+from zeroelastic.runs.locate import UNIVERSAL
 from zeroelastic.torch_file.header import read_torch_file
 
 

@@ -6,14 +6,14 @@ import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from zeroelastic.checkpoint.file_names import is_rank_file
 from zeroelastic.checkpoint.optimizer_file import ScalerState
+from zeroelastic.checkpoint.tag_files import is_rank_file
 from zeroelastic.errors import CheckpointError, UnreadableError, finding, with_remedy
 from zeroelastic.io.paths import FilePath, RemotePath, as_path
 from zeroelastic.io.storage import file_sizes
 from zeroelastic.json_document import document
-from zeroelastic.tags.locate import Source, find_source
-from zeroelastic.tags.tag_directory import open_tag
+from zeroelastic.runs.locate import Source, find_source
+from zeroelastic.runs.tag_directory import open_tag
 from zeroelastic.torch_file.header import DType
 from zeroelastic.verbs.inspect.inspect import inspect_source
 from zeroelastic.verbs.inspect.model import KINDS, Inspection, ParamInfo

@@ -17,7 +17,7 @@ from zeroelastic.core.global_batch import misfit_notes
 from zeroelastic.core.layout import Int64Array
 from zeroelastic.errors import UsageError, with_remedy
 from zeroelastic.json_document import document
-from zeroelastic.tags.locate import Source, find_source
+from zeroelastic.runs.locate import Source, find_source
 from zeroelastic.verbs.plan.bandwidth import Bandwidth, measure_bandwidth
 from zeroelastic.verbs.plan.forecast import (
     LOAD_MEMORY_LIMIT,

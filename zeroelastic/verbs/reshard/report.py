@@ -13,7 +13,7 @@ from zeroelastic.distributed.processes import Processes
 from zeroelastic.errors import with_remedy
 from zeroelastic.io.paths import absolute
 from zeroelastic.json_document import document
-from zeroelastic.tags.locate import find_source
+from zeroelastic.runs.locate import find_source
 from zeroelastic.verbs.options import Progress, local_target, no_progress
 from zeroelastic.verbs.reshard.reshard import ReshardOptions, ReshardPlan, check_target, plan_reshard
 from zeroelastic.verbs.reshard.reshard import ReshardReport as Result

@@ -38,8 +38,8 @@ from zeroelastic.errors import CheckpointError, DigestMismatchError, Unsupported
 from zeroelastic.executors.progress import ProgressFunction
 from zeroelastic.io.atomic import sync_directory, write_atomically
 from zeroelastic.io.paths import FilePath
-from zeroelastic.tags.locate import Source
-from zeroelastic.tags.names import LATEST
+from zeroelastic.runs.locate import Source
+from zeroelastic.runs.names import LATEST
 from zeroelastic.torch_file.header import DTYPE_BYTES, directory_digest
 from zeroelastic.torch_file.zip_reader import check_archive
 from zeroelastic.verbs.new_directory import check_free

@@ -19,8 +19,8 @@ from zeroelastic.checkpoint.rng_files import derived_seed, reseed
 from zeroelastic.errors import CheckpointError, MissingFileError, counted, some
 from zeroelastic.io.paths import FilePath
 from zeroelastic.io.storage import file_size, file_sizes, folders, read_range
-from zeroelastic.tags.locate import Source
-from zeroelastic.tags.names import LATEST
+from zeroelastic.runs.locate import Source
+from zeroelastic.runs.names import LATEST
 from zeroelastic.torch_file.graph_writer import Archive
 from zeroelastic.torch_file.pickle_graph import Storage, read_graph
 

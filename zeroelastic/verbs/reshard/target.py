@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from zeroelastic.checkpoint.commit_record import CheckpointFormat
-from zeroelastic.checkpoint.file_names import model_file_name
 from zeroelastic.checkpoint.optimizer_file import FP32
+from zeroelastic.checkpoint.tag_files import model_file_name
 from zeroelastic.core.digest import ScalarValue
 from zeroelastic.core.layout import (
     Layout,

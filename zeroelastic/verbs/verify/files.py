@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from zeroelastic.checkpoint.file_names import parse_rank_file
+from zeroelastic.checkpoint.tag_files import parse_rank_file
 from zeroelastic.verbs.verify.header_check import TagHeaders
 
 

@@ -14,7 +14,6 @@ from typing import NamedTuple, TypeVar
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, CheckpointFormat, CommitRecord, read_record
 from zeroelastic.checkpoint.extents import stream_seeds
-from zeroelastic.checkpoint.listing import list_tag
 from zeroelastic.checkpoint.model_states import ModelStates, open_model_states, other_step
 from zeroelastic.checkpoint.open import StateFiles, rank_files, stated_sizes
 from zeroelastic.checkpoint.optimizer_file import Shard
@@ -29,6 +28,7 @@ from zeroelastic.checkpoint.saved_state import (
     trained_part,
     values_by_rank,
 )
+from zeroelastic.checkpoint.tag_files import list_tag
 from zeroelastic.core.digest import ParamContent, UInt64Array
 from zeroelastic.errors import CheckpointError, UnsupportedError, counted, some
 from zeroelastic.io.paths import FilePath

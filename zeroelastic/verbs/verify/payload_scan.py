@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from zeroelastic.checkpoint.file_names import saved_as
 from zeroelastic.checkpoint.optimizer_file import Shard
+from zeroelastic.checkpoint.tag_files import saved_as
 from zeroelastic.core.digest import UInt64Array
 from zeroelastic.core.layout import Int64Array
 from zeroelastic.errors import CheckpointError

@@ -7,12 +7,12 @@ import time
 from contextlib import nullcontext
 from dataclasses import replace
 
+from zeroelastic.checkpoint.marks import lift_mark
 from zeroelastic.checkpoint.one_save import one_save
-from zeroelastic.checkpoint.quarantine import lift_mark
 from zeroelastic.distributed.processes import Processes
 from zeroelastic.errors import CheckpointError, UsageError, with_remedy
 from zeroelastic.io.paths import FilePath, RemotePath
-from zeroelastic.tags.locate import find_source
+from zeroelastic.runs.locate import find_source
 from zeroelastic.verbs.options import Progress, no_progress
 from zeroelastic.verbs.verify.header_check import TagHeaders, check_headers
 from zeroelastic.verbs.verify.verify import VerifyReport, damaged, verify_from_headers

@@ -18,11 +18,11 @@ import numpy as np
 import numpy.typing as npt
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, CheckpointFormat
+from zeroelastic.checkpoint.marks import MARK_NAME, Quarantine, read_mark
 from zeroelastic.checkpoint.model_states import ModelStates
 from zeroelastic.checkpoint.one_save import may_mix_saves, one_save, pin, saved_again, was_saved_again
 from zeroelastic.checkpoint.open import other_directory
 from zeroelastic.checkpoint.optimizer_file import Shard
-from zeroelastic.checkpoint.quarantine import MARK_NAME, Quarantine, read_mark
 from zeroelastic.core.digest import content_root
 from zeroelastic.core.layout import Int64Array
 from zeroelastic.distributed.processes import Processes

@@ -2,23 +2,17 @@
 
 A job on another host may save at the same time, so the directory is listed again before and after the file is written.
 A repaired ``latest`` gets the time of the commit that it names, so that it does not look like one that was set back to
-an older tag (``commit_order.pointed_at``).
+an older tag (``order.pointed_at``).
 """
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-from zeroelastic.checkpoint.commit_record import RECORD_NAME
 from zeroelastic.errors import CheckpointError, UnreadableError, UsageError
-from zeroelastic.io.atomic import write_atomically
-from zeroelastic.io.objects import modified_at, put_object
-from zeroelastic.io.paths import FilePath, RemotePath
-from zeroelastic.tags.candidates import (
+from zeroelastic.io.paths import FilePath
+from zeroelastic.runs.candidates import (
     Check,
     PassedOver,
     Run,
@@ -27,13 +21,10 @@ from zeroelastic.tags.candidates import (
     find_newest,
     going_on_from,
     list_run,
-    named_latest,
 )
-from zeroelastic.tags.commit_order import Tag, left_behind
-from zeroelastic.tags.names import LATEST
-from zeroelastic.tags.runs import without_other_runs
-
-_ATTEMPTS, _SECOND = 4, 1.1
+from zeroelastic.runs.names import LATEST, named_latest
+from zeroelastic.runs.order import Tag, left_behind, without_other_runs
+from zeroelastic.runs.run_store import open_run
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +76,9 @@ def fix_latest(root: FilePath, check: Check, *, dry_run: bool = False) -> Latest
     """
     verdicts: dict[Tag, PassedOver | None] = {}
     written = False
+    store = open_run(root)
     while True:
-        modified = _modified_ns(root)
+        written_at = store.written_at()
         found = find_latest(root, check, verdicts)
         _refuse_folders(found.run, "--fix")
         if found.tag is not None and found.tag.name != found.named:
@@ -94,13 +86,9 @@ def fix_latest(root: FilePath, check: Check, *, dry_run: bool = False) -> Latest
         if found.tag is None or found.tag.name == found.named or dry_run:
             wrong = found.tag is not None and found.tag.name != found.named
             return replace(found, written=written or wrong)
-        if _modified_ns(root) != modified or _commits(found.run) != _commits(_continued(root, found.named)):
+        if store.written_at() != written_at or _commits(found.run) != _commits(_continued(root, found.named)):
             continue
-        time_of_it = modified / 1e9 if found.at else found.tag.modified_at
-        if isinstance(root, RemotePath):
-            put_object(root / LATEST, found.tag.name.encode())
-        else:
-            write_atomically(root / LATEST, found.tag.name.encode(), modified_at=time_of_it)
+        store.write_latest(found.tag.name, written_at if found.at else found.tag.modified_at)
         written = True
         if _commits(_continued(root, found.tag.name)) == _commits(found.run):
             return replace(found, written=True)
@@ -131,29 +119,9 @@ def set_latest(root: FilePath, name: str, check: Check = check_quickly, *, dry_r
         kind = UnreadableError if verdict.undecided else CheckpointError
         raise kind(f"{run.tags[at].tag_dir}: {verdict.problems[0]} {LATEST} was not changed.")
     named, problem = named_latest(root)
-    if not dry_run and isinstance(root, RemotePath):
-        _set_in_store(root, name, [tag for tag in run.tags[:at] if isinstance(tag.tag_dir, RemotePath)])
-    elif not dry_run:
-        assert isinstance(root, Path)
-        last, now = max(tag.modified_at for tag in run.tags), time.time()
-        write_atomically(root / LATEST, name.encode(), modified_at=now if now > last else last + 1)
+    if not dry_run:
+        open_run(root).roll_back(name, run.tags, at)
     return Latest(run, at, run.tags[at], (), named, problem, True)
-
-
-def _set_in_store(root: RemotePath, name: str, newer: Iterable[Tag]) -> None:
-    """Write ``latest`` later than the newer tags were committed, by the store's clock, which may count in seconds."""
-    records = [tag.tag_dir / RECORD_NAME for tag in newer]
-    last = max((modified_at(record) for record in records if isinstance(record, RemotePath)), default=0.0)
-    for _ in range(_ATTEMPTS):
-        put_object(root / LATEST, name.encode())
-        if modified_at(root / LATEST) > last or not last:
-            return
-        time.sleep(_SECOND)
-    raise UnreadableError(
-        f"{root / LATEST}: names {name}, but the store does not say that it was written after the last commit, so that "
-        "`resume` does not take it for a rollback. Run it again in a minute.",
-        remedy="",
-    )
 
 
 def _refuse_unreadable(passed: Iterable[PassedOver]) -> None:
@@ -177,12 +145,3 @@ def _refuse_folders(run: Run, option: str) -> None:
             f"{run.root}: its checkpoints are in folders, which have a latest each; {option} is for tags. Give one "
             "of the folders."
         )
-
-
-def _modified_ns(root: FilePath) -> int:
-    if isinstance(root, RemotePath):
-        return int(modified_at(root / LATEST) * 1e9)
-    try:
-        return os.stat(root / LATEST).st_mtime_ns
-    except FileNotFoundError:
-        return 0

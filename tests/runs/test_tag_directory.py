@@ -13,9 +13,9 @@ import pytest
 from synthetic import optim_name, write_checkpoint
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME
-from zeroelastic.tags import tag_directory
-from zeroelastic.tags.locate import list_tags
-from zeroelastic.tags.tag_directory import (
+from zeroelastic.runs import tag_directory
+from zeroelastic.runs.locate import list_tags
+from zeroelastic.runs.tag_directory import (
     carry_over,
     is_unfinished,
     make_staging_dir,

@@ -26,9 +26,10 @@ from typer.testing import CliRunner
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME
 from zeroelastic.cli.app import app
-from zeroelastic.tags import prune as pruning
-from zeroelastic.tags.candidates import check_quickly
-from zeroelastic.tags.prune import TRASH, plan_prune, remove_tag
+from zeroelastic.runs import run_store
+from zeroelastic.runs.candidates import check_quickly
+from zeroelastic.runs.names import TRASH
+from zeroelastic.runs.prune import plan_prune, remove_tag
 
 HOUR = 3600
 
@@ -369,7 +370,7 @@ def test_a_tag_that_is_saved_again_in_the_last_moment_stays(run: Path, monkeypat
             save_again(Path(source))
         rename(source, target)
 
-    monkeypatch.setattr("zeroelastic.tags.prune.os.rename", late)
+    monkeypatch.setattr("zeroelastic.runs.run_store.os.rename", late)
     done = document(run, "--keep", 1, "--yes")
     assert done["ok"] and not pending and tags(run) == {"s1", "s5", "logs"} and check_quickly(run / "s1") == ()
     (kept,) = (tag for tag in done["tags"] if tag["tag"] == "s1")
@@ -378,9 +379,9 @@ def test_a_tag_that_is_saved_again_in_the_last_moment_stays(run: Path, monkeypat
 
 @pytest.mark.parametrize("moment", ["while it is looked at", "before it is removed"])
 def test_what_vanishes_beside_a_saving_job_is_no_failure(run: Path, monkeypatch: pytest.MonkeyPatch, moment) -> None:
-    look, rename, made = pruning.survey, os.rename, []
+    look, rename, made = run_store.survey, os.rename, []
 
-    def survey(directory: Path) -> pruning.Tree:
+    def survey(directory: Path) -> run_store.Tree:
         if directory.name == "s1" and moment.startswith("while") and not made:
             made.append(directory)
             shutil.rmtree(directory)
@@ -392,8 +393,8 @@ def test_what_vanishes_beside_a_saving_job_is_no_failure(run: Path, monkeypatch:
             shutil.rmtree(source)
         rename(source, target)
 
-    monkeypatch.setattr(pruning, "survey", survey)
-    monkeypatch.setattr("zeroelastic.tags.prune.os.rename", late)
+    monkeypatch.setattr(run_store, "survey", survey)
+    monkeypatch.setattr("zeroelastic.runs.run_store.os.rename", late)
     done = prune(run, "--keep", 1, "--yes")
     assert done.returncode == 0 and made and tags(run) == {"s5", "logs"} and not (run / TRASH).exists(), done.stderr
 
@@ -420,7 +421,7 @@ def test_what_cannot_be_deleted_is_told_and_the_rest_goes(run: Path, monkeypatch
             raise PermissionError(13, "Permission denied", str(path))
         real(path)
 
-    monkeypatch.setattr(pruning.shutil, "rmtree", fail_once)
+    monkeypatch.setattr(run_store.shutil, "rmtree", fail_once)
     found = document(run, "--keep", 3, "--yes")
     assert not found["ok"] and [tag["action"] for tag in found["tags"]] == ["kept"] * 3 + ["removed", "failed"]
     assert "Permission denied" in found["tags"][-1]["reason"] and found["removed"] == ["s2"]

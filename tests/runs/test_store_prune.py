@@ -18,14 +18,14 @@ from s3_server import BUCKET, S3Server, forget_clients, serve_s3
 from synthetic import write_checkpoint
 
 import zeroelastic
-from zeroelastic.checkpoint.unfinished import UNFINISHED_NAME, new_mark
+from zeroelastic.checkpoint.marks import UNFINISHED_NAME, new_mark
 from zeroelastic.core.layout import Param
 from zeroelastic.deepspeed.options import parse_options
 from zeroelastic.distributed.process_identity import machine
 from zeroelastic.errors import CheckpointError, UsageError
 from zeroelastic.io.paths import as_path
-from zeroelastic.tags.candidates import going_on_from, list_run
-from zeroelastic.tags.store_leftovers import remove_dead_saves
+from zeroelastic.runs.candidates import going_on_from, list_run
+from zeroelastic.runs.run_store import open_run
 
 support = pytest.mark.support
 
@@ -148,7 +148,7 @@ def test_what_saves_left_goes_and_what_runs_stays(
         now = time.time
         monkeypatch.setattr(time, "time", lambda: now() + age_s)
     forget_clients()
-    remove_dead_saves(as_path(url))
+    open_run(as_path(url)).remove_dead_saves()
     assert bool(open_uploads(server, url)) is not removed
     assert any(key.endswith(UNFINISHED_NAME) for key in keys(server, url)) is not removed
     report = zeroelastic.prune(url, keep=9, dry_run=False)

@@ -11,10 +11,10 @@ from synthetic import optim_name, write_checkpoint
 from typer.testing import CliRunner
 
 import zeroelastic
-from zeroelastic.checkpoint.quarantine import MARK_NAME, lift_mark, read_mark, write_mark
+from zeroelastic.checkpoint.marks import MARK_NAME, lift_mark, read_mark, write_mark
 from zeroelastic.cli.app import app
 from zeroelastic.errors import UnreadableError
-from zeroelastic.tags.candidates import check_quickly, check_tag, committed_after, find_newest, list_run
+from zeroelastic.runs.candidates import check_quickly, check_tag, committed_after, find_newest, list_run
 
 WHY = f"/ckpt/global_step11/{optim_name(1)}: record data/0 has CRC-32 00000000. The file is damaged."
 

@@ -1,6 +1,6 @@
-"""The files of a tag directory by what they are: ranks' files, the commit record, leftovers, and what is nobody's.
+"""The files of a tag directory by their names: ranks' files, the commit record, leftovers, and unrecognized files.
 
-Names and sizes only; no file is opened.
+Tensor parallel ranks each save a ZeRO checkpoint of their own into the same directory. No file is opened here.
 """
 
 from __future__ import annotations
@@ -9,14 +9,97 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import islice
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME
-from zeroelastic.checkpoint.file_names import EXPERT_FILE, model_file_name, parse_rank_file
-from zeroelastic.checkpoint.quarantine import MARK_NAME
-from zeroelastic.errors import CheckpointError, UnreadableError
+from zeroelastic.checkpoint.marks import MARK_NAME
+from zeroelastic.errors import CheckpointError, UnreadableError, UnsupportedError, shown
 from zeroelastic.io.paths import FilePath
 from zeroelastic.io.storage import file_sizes, list_directory
+
+OPTIM_FILE = re.compile(r"^(bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt$")
+MODEL_FILE = re.compile(r"^zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt$")
+WHOLE_MODEL_FILE = re.compile(r"^mp_rank_(\d+)_model_states\.pt$")
+"""What data parallel rank 0 writes where every rank has the whole weights: at ZeRO stages 0, 1 and 2."""
+EXPERT_FILE = re.compile(r"^layer_(\d+)_expert_(\d+)_mp_rank_(\d+)_model_states\.pt$")
+"""The weights of one expert of a mixture-of-experts layer, at ZeRO stages 0, 1 and 2."""
+
+
+class RankFile(NamedTuple):
+    """What a file name says: which kind of file it is, and of which rank. ``whole_model`` is that of stages 0, 1, 2."""
+
+    kind: Literal["optimizer", "model", "whole_model"]
+    rank: int
+    tp_rank: int
+
+
+def parse_rank_file(name: str) -> RankFile | None:
+    """What a file name says, or None for one that no rank of a ZeRO run writes."""
+    match = OPTIM_FILE.match(name)
+    if match is not None:
+        return RankFile("optimizer", int(match[2]), int(match[3]))
+    match = MODEL_FILE.match(name)
+    if match is not None:
+        return RankFile("model", int(match[1]), int(match[2]))
+    match = WHOLE_MODEL_FILE.match(name)
+    return None if match is None else RankFile("whole_model", 0, int(match[1]))
+
+
+def model_file_name(rank: int, tp_rank: int, *, whole: bool) -> str:
+    """The name of a rank's model states file; ``whole`` where rank 0 writes the weights for all ranks."""
+    return f"{'' if whole else f'zero_pp_rank_{rank}_'}mp_rank_{tp_rank:02d}_model_states.pt"
+
+
+def expert_file_name(layer: int, expert: int, tp_rank: int = 0) -> str:
+    """The name of the file with the weights of one expert."""
+    return f"layer_{layer}_expert_{expert}_mp_rank_{tp_rank:02d}_model_states.pt"
+
+
+def saved_as(folder: str, name: str) -> str | None:
+    """The name under which a rank's file was saved, where that is another's; torch calls an archive after its file."""
+    saved = f"{folder}.pt"
+    if saved.removeprefix("bf16_") == name.removeprefix("bf16_") or not is_rank_file(saved):
+        return None
+    return saved
+
+
+def is_rank_file(name: str) -> bool:
+    """Whether a file name is one that a rank of DeepSpeed writes into a tag directory, at any ZeRO stage."""
+    return parse_rank_file(name) is not None
+
+
+class TensorParallel(NamedTuple):
+    """One tensor parallel rank of several, each of which is a ZeRO-3 run of its own with its own files and slices."""
+
+    rank: int = 0
+    size: int = 1
+
+
+NO_TENSOR_PARALLEL = TensorParallel()
+
+OFFLINE_TENSOR_PARALLEL = (
+    "The command line works on checkpoints without tensor parallelism. A training job of the same tensor parallel size "
+    "resumes this one at any data parallel size, and DeepSpeed's ds_to_universal converts it."
+)
+
+
+def other_tp_size(where: FilePath, saved: object, tp: TensorParallel | None, *, stage: int = 3) -> UnsupportedError:
+    """The error about a save of another tensor parallel size than the run's; without ``tp``, than 1.
+
+    ``stage`` is the run's. DeepSpeed's conversion of a save without tensor parallelism fails at stage 3 (0.19.8).
+    """
+    if tp is None:
+        return UnsupportedError(
+            f"{where}: was saved with {shown(saved)} tensor parallel ranks. {OFFLINE_TENSOR_PARALLEL}"
+        )
+    convert = ", or convert the checkpoint with DeepSpeed's ds_to_universal first"
+    if saved == 1:
+        convert = "" if stage == 3 else f"{convert} (--inject_missing_state)"
+    return UnsupportedError(
+        f"{where}: was saved with tensor parallel size {shown(saved)}, and the run has {tp.size}. The tensor parallel "
+        f"size may not change: resume with the saved one{convert}."
+    )
+
 
 SWAP_FOLDER = "offloaded_tensors"
 """DeepSpeed's raw copies of what a run had offloaded to NVMe, one folder per rank."""
@@ -29,7 +112,7 @@ _MAX_NAMES = 1000
 
 @dataclass(frozen=True, slots=True)
 class TagListing:
-    """What lies in a tag directory.
+    """What is in a tag directory.
 
     ``optim`` and ``models`` are the file names by (rank, tensor parallel rank); of ``zero-1-2`` only rank 0 has model
     states. ``duplicates`` are further files of a (rank, tensor parallel rank) that already has one. ``temporaries`` are

@@ -6,14 +6,14 @@ directory, a ``checkpoint-N`` of the Hugging Face Trainer, a directory of accele
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from zeroelastic.checkpoint.file_names import is_rank_file, parse_rank_file
-from zeroelastic.checkpoint.listing import is_universal
+from zeroelastic.checkpoint.tag_files import is_rank_file, is_universal, parse_rank_file
 from zeroelastic.errors import (
     CheckpointError,
     MissingFileError,
@@ -26,10 +26,21 @@ from zeroelastic.errors import (
 )
 from zeroelastic.io.paths import FilePath, PinnedPath, RemotePath, as_path
 from zeroelastic.io.storage import file_sizes, list_directory
-from zeroelastic.tags.names import LATEST, directory_of, list_tags, normal, read_latest, why_no_tag
-from zeroelastic.tags.not_there import WHAT_TO_GIVE, not_a_directory
-from zeroelastic.tags.other_formats import UNIVERSAL, formats_below, other_format
-from zeroelastic.tags.tag_directory import open_tag
+from zeroelastic.runs.candidates import list_run
+from zeroelastic.runs.names import (
+    LATEST,
+    LATEST_UNIVERSAL,
+    WHAT_TO_GIVE,
+    directory_of,
+    holds_something,
+    list_tags,
+    named_latest,
+    normal,
+    not_a_directory,
+    read_latest,
+    why_no_tag,
+)
+from zeroelastic.runs.tag_directory import open_tag
 
 Framework = Literal["deepspeed", "hf-trainer", "accelerate", "lightning"]
 
@@ -79,12 +90,12 @@ def find_source(text: str | os.PathLike[str], *, tag: str | None = None, univers
         try:
             around = file_sizes(root)
         except (CheckpointError, UnreadableError):  # only the tag may be listed
-            return Source(root, path.name, opened, _latest_if_any(root), "deepspeed")
-        latest = _latest_if_any(root) if LATEST in around else None
+            return Source(root, path.name, opened, named_latest(root)[0], "deepspeed")
+        latest = named_latest(root)[0] if LATEST in around else None
         return Source(root, path.name, opened, latest, _framework(around, path.name))
     latest = None
     if LATEST in names:
-        latest = read_latest(path) if tag is None else _latest_if_any(path)
+        latest = read_latest(path) if tag is None else named_latest(path)[0]
     chosen = tag if tag is not None else latest
     if chosen is None:
         tags = list_tags(path)
@@ -100,7 +111,11 @@ def find_source(text: str | os.PathLike[str], *, tag: str | None = None, univers
         )
     chosen = normal(chosen)
     tag_dir = open_tag(directory_of(path, chosen))
-    if chosen not in inside and not isinstance(tag_dir, PinnedPath) and not _is_below(path, chosen):
+    if (
+        chosen not in inside
+        and not isinstance(tag_dir, PinnedPath)
+        and not ("/" in chosen and holds_something(path / chosen))
+    ):
         tags = list_tags(path)
         there = _choose(path, tags) if tags else "There are no others."
         if tag is not None:
@@ -110,25 +125,6 @@ def find_source(text: str | os.PathLike[str], *, tag: str | None = None, univers
             remedy=f"Run `zeroelastic latest DIR --fix`, which lets {LATEST} name the newest that verifies.",
         )
     return Source(path, chosen, tag_dir, latest, _framework(names, chosen))
-
-
-def _is_below(root: FilePath, tag: str) -> bool:
-    """Whether a tag of several parts exists."""
-    if "/" not in tag:
-        return False
-    try:
-        list_directory(root / tag)
-    except MissingFileError:
-        return False
-    return True
-
-
-def _latest_if_any(root: FilePath) -> str | None:
-    """The tag that ``latest`` names, for information only: None for a damaged file."""
-    try:
-        return read_latest(root)
-    except (CheckpointError, UnreadableError):
-        return None
 
 
 def _framework(names: Collection[str], tag: str) -> Framework:
@@ -169,3 +165,81 @@ def _what_is_there(path: FilePath, inside: Collection[str]) -> str:
 
 def _holds_latest(path: FilePath) -> bool:
     return not isinstance(path, RemotePath) and (path / LATEST).is_file()
+
+
+UNIVERSAL = (
+    'a Universal checkpoint (ds_to_universal). DeepSpeed loads it with "checkpoint": {"load_universal": true}, '
+    "and `zeroelastic convert --from universal` makes a native checkpoint of it"
+)
+_DCP = "a torch.distributed.checkpoint directory, which torch.distributed.checkpoint.load reads"
+_SAFETENSORS = "a directory of safetensors files: weights alone, which from_pretrained and safetensors load"
+
+_MAX_LISTED = 8
+_MAX_LOOKED_AT = 64
+
+
+def other_format(path: FilePath, names: Collection[str]) -> str | None:
+    """What a directory with these files is, if it is in one of these formats."""
+    if LATEST_UNIVERSAL in names or is_universal(path):
+        return UNIVERSAL
+    if ".metadata" in names and any(name.endswith(".distcp") for name in names):
+        return _DCP
+    return _SAFETENSORS if any(name.endswith(".safetensors") for name in names) else None
+
+
+def formats_below(path: FilePath, folders: Collection[str]) -> str | None:
+    """The folders of a directory that are in one of these formats, as a list with what each is."""
+    found = []
+    for name in sorted(folders)[:_MAX_LOOKED_AT]:
+        try:
+            kind = other_format(path / name, list_directory(path / name)[0])
+        except (CheckpointError, UnreadableError):
+            continue
+        if kind is not None:
+            found.append(f"{printable(name)} is {kind}")
+    return some(found, _MAX_LISTED, separator="; ") if found else None
+
+
+def about_absent(root: FilePath) -> str:
+    """A sentence about a directory from which nothing can be loaded: its tags, or the directories beside its path."""
+    if isinstance(root, RemotePath):
+        tags = _tags(root)
+        return _without_latest(root, tags) if tags else f"{root}: no such directory, or it holds no checkpoint."
+    root = Path(os.path.abspath(root))
+    if root.is_dir():
+        tags = _tags(root)
+        return _without_latest(root, tags) if tags else f"{root}: holds no checkpoint."
+    kind = "is not a directory" if root.exists() else "no such directory"
+    above = next(path for path in root.parents if path.is_dir())
+    try:
+        inside = sorted(entry.name for entry in os.scandir(above) if entry.is_dir() and not entry.name.startswith("."))
+    except OSError:
+        inside = []
+    sought = root.relative_to(above).parts[0]
+    alike = difflib.get_close_matches(sought, inside, _MAX_LISTED)
+    found = [name for name in inside if (above / name / LATEST).is_file() and name not in alike]
+    named = [*alike, *found]
+    return f"{root}: {kind}. In {above} there {_are(named) if named else 'is nothing like it'}."
+
+
+def _without_latest(root: FilePath, tags: Sequence[str]) -> str:
+    return f"{root}: has no file {LATEST}. There {_are(tags, ', newest first')}."
+
+
+def about_absent_tag(root: FilePath, tag: str) -> str:
+    """A sentence about a tag that does not exist in a directory, with the tags that do."""
+    if isinstance(root, Path) and not root.is_dir():
+        return about_absent(root)
+    tags = _tags(root)
+    return f"{root}: has no tag {printable(tag)}. There {_are(tags, ', newest first')}." if tags else about_absent(root)
+
+
+def _tags(root: FilePath) -> list[str]:
+    try:
+        return [tag.name for tag in list_run(root).tags]
+    except UsageError:
+        return []
+
+
+def _are(names: Sequence[str], order: str = "") -> str:
+    return f"are{order}: {some(map(printable, names), _MAX_LISTED)}"

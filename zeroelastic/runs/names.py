@@ -6,6 +6,7 @@ itself. Any path that stays inside the directory is read; a save only takes name
 
 from __future__ import annotations
 
+import difflib
 import logging
 import os
 import re
@@ -14,11 +15,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-from zeroelastic.checkpoint.file_names import is_rank_file
-from zeroelastic.errors import CheckpointError, MissingFileError, UnreadableError
+from zeroelastic.checkpoint.tag_files import is_rank_file
+from zeroelastic.errors import CheckpointError, MissingFileError, UnreadableError, printable
 from zeroelastic.io.paths import FilePath
 from zeroelastic.io.storage import file_size, file_sizes, list_directory, read_whole
-from zeroelastic.tags.tag_directory import is_unfinished, wait_for_replacements
+from zeroelastic.runs.tag_directory import is_unfinished, wait_for_replacements
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +35,7 @@ TRASH = ".zeroelastic-pruned"
 """The hidden folder that holds what ``prune`` is removing."""
 
 HERE = "."
-"""The tag of a checkpoint that lies in the directory itself; ``latest`` may be empty then."""
+"""The tag of a checkpoint in the directory itself; ``latest`` may be empty then."""
 
 CHECKPOINT_FOLDER = re.compile(r"checkpoint[-_]\d+|.+\.ckpt")
 """A folder of a framework around one tag, which a ``latest`` of its own names when it is complete."""
@@ -209,3 +210,39 @@ def read_latest(root: FilePath, file: str = LATEST) -> str | None:
             remedy=f"Run `zeroelastic latest DIR --fix`, which lets {LATEST} name the newest that verifies.",
         )
     return tag
+
+
+WHAT_TO_GIVE = "Give the directory of a checkpoint: a tag, or the one above its tags."
+
+_URL_WITH_ONE_SLASH = re.compile(r"([a-z][a-z0-9+.-]+):/([^/].*)", re.IGNORECASE)
+
+
+def not_a_directory(path: FilePath) -> str:
+    """Where, what it is, and what to do: for a path or URL at which there is no directory."""
+    if not isinstance(path, Path):
+        return f"{path}: no such directory. {WHAT_TO_GIVE}"
+    if path.exists():
+        return f"{path}: is a file, not a checkpoint directory. {WHAT_TO_GIVE}"
+    return f"{path}: no such directory. {_meant(path)}"
+
+
+def _meant(path: Path) -> str:
+    scheme = next((i for i, part in enumerate(path.parts) if part.endswith(":")), len(path.parts))
+    url = _URL_WITH_ONE_SLASH.fullmatch("/".join(path.parts[scheme:]))
+    if url is not None:
+        return f"A URL has two slashes: {url[1]}://{url[2]}."
+    above = next(parent for parent in path.parents if parent.is_dir())
+    try:
+        inside = [entry.name for entry in os.scandir(above) if entry.is_dir()]
+    except OSError:
+        inside = []
+    near = difflib.get_close_matches(path.relative_to(above).parts[0], inside, 1)
+    return f"Did you mean {printable(str(above / near[0]))}?" if near else WHAT_TO_GIVE
+
+
+def named_latest(root: FilePath) -> tuple[str | None, str | None]:
+    """The tag that ``latest`` names, and the problem with that file; both None without the file."""
+    try:
+        return read_latest(root), None
+    except (CheckpointError, UnreadableError) as error:
+        return None, str(error)

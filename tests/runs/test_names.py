@@ -17,9 +17,9 @@ from typer.testing import CliRunner
 from zeroelastic.cli.app import app
 from zeroelastic.elastic import resume
 from zeroelastic.errors import CheckpointError, UsageError
-from zeroelastic.tags.candidates import check_quickly, list_run, refuse_fresh_start
-from zeroelastic.tags.locate import find_source
-from zeroelastic.tags.names import list_tags, normal, read_latest, why_not_saved
+from zeroelastic.runs.candidates import check_quickly, list_run, refuse_fresh_start
+from zeroelastic.runs.locate import find_source
+from zeroelastic.runs.names import list_tags, normal, read_latest, why_not_saved
 from zeroelastic.testing import RankPool, compare_states
 
 JOB = Job(groups=1, frozen=False)

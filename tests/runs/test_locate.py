@@ -11,7 +11,7 @@ import pytest
 from synthetic import write_checkpoint
 
 from zeroelastic.errors import CheckpointError, MissingFileError, UnsupportedError, UsageError
-from zeroelastic.tags.locate import find_source, list_tags, read_latest
+from zeroelastic.runs.locate import find_source, list_tags, read_latest
 
 
 @pytest.fixture
@@ -130,7 +130,7 @@ def test_each_directory_is_listed_once(root: Path, monkeypatch: pytest.MonkeyPat
         listed.append(directory.name)
         return entries(directory)
 
-    for name in ("local_entries", "remote_entries"):
+    for name in ("_listed", "remote_entries"):
         monkeypatch.setattr(storage, name, partial(counted, getattr(storage, name)))
     memory = fsspec.filesystem("memory")
     memory.put(str(root), "/bucket/run", recursive=True)

@@ -1,6 +1,6 @@
 """The checkpoints of a run, newest first: the step each was saved at, and the newest one that is whole.
 
-The order is that of the commits (``commit_order``); names are used only for damaged tags that have nothing else.
+The order is that of the commits (``order``); names are used only for damaged tags that have nothing else.
 Listing opens one file of each tag; tags are checked one at a time, until a whole one is found.
 """
 
@@ -15,14 +15,13 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_head
-from zeroelastic.checkpoint.file_names import is_rank_file, model_file_name
-from zeroelastic.checkpoint.listing import is_universal
+from zeroelastic.checkpoint.marks import read_mark
 from zeroelastic.checkpoint.model_states import trained_tables
 from zeroelastic.checkpoint.one_save import was_saved_again
 from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.checkpoint.param_table import params_digest
-from zeroelastic.checkpoint.quarantine import read_mark
 from zeroelastic.checkpoint.saved_state import open_state
+from zeroelastic.checkpoint.tag_files import is_rank_file, is_universal, model_file_name
 from zeroelastic.errors import (
     CheckpointError,
     MissingFileError,
@@ -34,11 +33,9 @@ from zeroelastic.errors import (
     UsageError,
     some,
 )
-from zeroelastic.io.objects import modified_at
 from zeroelastic.io.paths import FilePath, RemotePath
 from zeroelastic.io.storage import file_sizes, folders, list_directory
-from zeroelastic.tags.commit_order import Tag, newest_first, pointed_at
-from zeroelastic.tags.names import (
+from zeroelastic.runs.names import (
     CHECKPOINT_FOLDER,
     HERE,
     LATEST,
@@ -48,12 +45,13 @@ from zeroelastic.tags.names import (
     is_ours,
     list_tags,
     look_for_tags,
+    named_latest,
     normal,
-    read_latest,
+    not_a_directory,
 )
-from zeroelastic.tags.not_there import not_a_directory
-from zeroelastic.tags.runs import without_other_runs
-from zeroelastic.tags.tag_directory import MAX_LOOKS, open_tag
+from zeroelastic.runs.order import Tag, newest_first, pointed_at, without_other_runs
+from zeroelastic.runs.run_store import open_run
+from zeroelastic.runs.tag_directory import MAX_LOOKS, open_tag
 from zeroelastic.torch_file.header import read_torch_file
 
 _THREADS = 16
@@ -234,16 +232,12 @@ def committed_after(root: FilePath, name: str) -> tuple[str, ...]:
 def going_on_from(root: FilePath, tags: Sequence[Tag]) -> int:
     """The index of the tag, newest first, at which a run resumes: 0, or that of the tag ``latest`` was set back to."""
     latest, _ = named_latest(root)
-    if isinstance(root, RemotePath):  # times are asked for only where they decide
-        at = next((i for i, tag in enumerate(tags) if tag.name == latest), 0)
-        newer = [replace(tag, modified_at=_stored_at(tag.tag_dir / RECORD_NAME)) for tag in tags[:at]]
-        return pointed_at([*newer, *tags[at:]], latest, _stored_at(root / LATEST)) if at else 0
-    return pointed_at(tags, latest, _modified(root / LATEST))
-
-
-def _stored_at(path: FilePath) -> float:
-    assert isinstance(path, RemotePath)
-    return modified_at(path)
+    at = next((i for i, tag in enumerate(tags) if tag.name == latest), 0)
+    if at == 0:  # times are asked for only where they decide
+        return 0
+    store = open_run(root)
+    newer = [replace(tag, modified_at=store.committed_at(tag)) for tag in tags[:at]]
+    return pointed_at([*newer, *tags[at:]], latest, store.written_at())
 
 
 def _brief(problem: str, tag: Tag) -> str:
@@ -270,14 +264,6 @@ def check_quickly(tag_dir: FilePath) -> tuple[str, ...]:
         if missing:
             raise MissingFileError(f"{tag_dir}: files of experts are missing: {some(missing)}.")
     return ()
-
-
-def named_latest(root: FilePath) -> tuple[str | None, str | None]:
-    """The tag that ``latest`` names, and the problem with that file; both None without the file."""
-    try:
-        return read_latest(root), None
-    except (CheckpointError, UnreadableError) as error:
-        return None, str(error)
 
 
 def _tag_at(root: FilePath, name: str) -> Tag | None:

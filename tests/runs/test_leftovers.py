@@ -20,9 +20,16 @@ from typer.testing import CliRunner
 
 from zeroelastic.cli.app import app
 from zeroelastic.distributed.process_identity import identity
-from zeroelastic.tags.directory_owner import is_note, is_of_another, life_of_owner, note_owner
-from zeroelastic.tags.leftovers import leftovers, remove_dead, why_kept
-from zeroelastic.tags.tag_directory import is_unfinished, make_staging_dir, staging_dir_of
+from zeroelastic.runs.run_store import leftover_names, open_run, why_kept
+from zeroelastic.runs.tag_directory import (
+    is_note,
+    is_of_another,
+    is_unfinished,
+    life_of_owner,
+    make_staging_dir,
+    note_owner,
+    staging_dir_of,
+)
 from zeroelastic.testing import RankPool
 
 OLD, NEW = "0" * 32, "1" * 32
@@ -42,7 +49,7 @@ def age(path: Path, seconds: float) -> None:
 def start() -> Iterator[Start]:
     """Starts processes that have begun to save a tag, and goes no further."""
     program = (
-        "import sys; from pathlib import Path; from zeroelastic.tags.tag_directory import make_staging_dir\n"
+        "import sys; from pathlib import Path; from zeroelastic.runs.tag_directory import make_staging_dir\n"
         "make_staging_dir(Path(sys.argv[1]), sys.argv[2]); print('begun', flush=True); sys.stdin.read()"
     )
     started: list[subprocess.Popen[str]] = []
@@ -112,7 +119,7 @@ def test_a_second_job_that_saves_the_same_tag_leaves_the_first_alone(tmp_path: P
     process.kill()
     process.wait()
     make_staging_dir(tmp_path / "tag", "2" * 32)
-    assert leftovers(tmp_path) == (staging_dir_of(tmp_path / "tag", "2" * 32).name,)
+    assert leftover_names(tmp_path) == (staging_dir_of(tmp_path / "tag", "2" * 32).name,)
 
 
 def test_where_its_process_cannot_be_asked_for_a_save_is_dead_after_a_day(tmp_path: Path) -> None:
@@ -130,7 +137,7 @@ def test_where_its_process_cannot_be_asked_for_a_save_is_dead_after_a_day(tmp_pa
         (staging_dir / "written now").touch()
         assert why_kept(staging_dir) is not None
         age(staging_dir, 1.1 * DAY)
-        remove_dead(tmp_path)
+        open_run(tmp_path).remove_dead_saves()
         assert os.listdir(tmp_path) == [], owner
 
 
@@ -138,7 +145,7 @@ def test_what_is_all_there_is_of_a_tag_stays(tmp_path: Path) -> None:
     aside = staging_dir_of(tmp_path / "tag", OLD).with_suffix(".old")
     aside.mkdir()
     age(aside, 10 * DAY)
-    remove_dead(tmp_path)
+    open_run(tmp_path).remove_dead_saves()
     assert aside.is_dir()
 
 

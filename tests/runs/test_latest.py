@@ -24,8 +24,8 @@ from typer.testing import CliRunner
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_record, record_text
 from zeroelastic.cli.app import app
 from zeroelastic.errors import CheckpointError, NewerFormatError, UnreadableError, UsageError
-from zeroelastic.tags.candidates import check_quickly, check_tag, find_newest, list_run
-from zeroelastic.tags.latest import fix_latest
+from zeroelastic.runs.candidates import check_quickly, check_tag, find_newest, list_run
+from zeroelastic.runs.latest import fix_latest
 
 
 def latest(*arguments: object) -> SimpleNamespace:

@@ -1,0 +1,242 @@
+"""The directory of a run in an object store, which has no rename.
+
+A tag that is saved or removed is marked first (``checkpoint.marks``). Of a removal, its commit record goes next,
+then everything else, and the mark last: a removal that is cut short leaves no checkpoint, and the next one finishes it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from zeroelastic.checkpoint.commit_record import RECORD_NAME
+from zeroelastic.checkpoint.marks import UNFINISHED_NAME, Unfinished, new_mark, read_unfinished
+from zeroelastic.errors import MissingFileError, UnreadableError
+from zeroelastic.io.objects import (
+    OpenUpload,
+    StoredObject,
+    abort_upload,
+    modified_at,
+    objects_below,
+    open_uploads,
+    put_object,
+    remove_objects,
+)
+from zeroelastic.io.paths import FilePath, RemotePath, relative_name
+from zeroelastic.runs.names import LATEST
+from zeroelastic.runs.order import Tag
+from zeroelastic.runs.run_store import CHANGED, MIN_AGE_S, Leftover, Links, RunStore, Tree
+
+logger = logging.getLogger(__name__)
+
+_ATTEMPTS, _SECOND = 4, 1.1
+
+
+class ObjectRun(RunStore):
+    """A directory in an object store: one listing of all objects, and one of open uploads."""
+
+    root: RemotePath
+
+    def __init__(self, root: RemotePath) -> None:
+        self.root = root
+
+    def written_at(self) -> float:
+        return modified_at(self.root / LATEST)
+
+    def committed_at(self, tag: Tag) -> float:
+        return modified_at(_remote(tag.tag_dir) / RECORD_NAME)
+
+    def write_latest(self, name: str, modified_at: float) -> None:
+        put_object(self.root / LATEST, name.encode())
+
+    def roll_back(self, name: str, tags: Sequence[Tag], at: int) -> None:
+        """Raises UnreadableError where the store's clock, which may count in seconds, does not show the order."""
+        last = max((self.committed_at(tag) for tag in tags[:at]), default=0.0)
+        for _ in range(_ATTEMPTS):
+            self.write_latest(name, 0.0)
+            if self.written_at() > last or not last:
+                return
+            time.sleep(_SECOND)
+        raise UnreadableError(
+            f"{self.root / LATEST}: names {name}, but the store does not say that it was written after the last "
+            "commit, so that `resume` does not take it for a rollback. Run it again in a minute.",
+            remedy="",
+        )
+
+    def links(self, tags: Sequence[Tag]) -> tuple[Links, Links]:
+        return {}, {}
+
+    def tree(self, tag: Tag) -> Tree:
+        tree = _tree(_within(self._objects, relative_name(tag.path, self.root)))
+        if not tree.mark:
+            raise FileNotFoundError(str(tag.path))
+        return tree
+
+    def leftovers(self, tags: Sequence[Tag], min_age_s: float) -> tuple[Leftover, ...]:
+        found: list[Leftover] = []
+        for left in self._unfinished:
+            kept = left.why_kept(min_age_s)
+            count = len(left.uploads)
+            uploads = f" ({count} {'upload' if count == 1 else 'uploads'} not completed)" if count else ""
+            reason = kept or f"of a save that did not finish{uploads}"
+            found.append(Leftover(relative_name(left.tag_dir, self.root), _tree(left.objects), kept is None, reason))
+        return tuple(found)
+
+    def without_parts(self, tags: Sequence[Tag]) -> tuple[Tag, ...]:
+        parts = {str(left.tag_dir) for left in self._unfinished if any(o.name != UNFINISHED_NAME for o in left.objects)}
+        return tuple(tag for tag in tags if str(tag.tag_dir) not in parts)
+
+    def remove(self, tag: Tag, tree: Tree) -> str | None:
+        path, tag_dir = _remote(tag.path), _remote(tag.tag_dir)
+        assert path.path != self.root.path
+        try:
+            here = objects_below(path)
+        except MissingFileError:
+            return CHANGED
+        if _tree(here).mark != tree.mark:
+            return CHANGED
+        put_object(tag_dir / UNFINISHED_NAME, new_mark("removal").text)
+        remove_objects([tag_dir / RECORD_NAME])
+        remove_objects(path / one.name for one in here)
+        remove_objects([tag_dir / UNFINISHED_NAME])
+        return None
+
+    def remove_leftover(self, found: Leftover) -> str | None:
+        tag_dir = self.root / found.name
+        left = unfinished_of(tag_dir, open_uploads(tag_dir))
+        if left is None:
+            return None  # a save has removed it
+        if _tree(left.objects).mark != found.tree.mark:
+            return CHANGED
+        left.remove()
+        return None
+
+    def remove_dead_saves(self) -> None:
+        """One request where nothing is open. A mark without open uploads is found by ``leftovers``, or a save."""
+        for name, uploads in sorted(self._uploads().items()):
+            found = unfinished_of(self.root / name, uploads)
+            if found is None or found.why_kept() is not None:
+                continue
+            found.remove()
+            logger.warning("%s: removed what a save that did not finish has left", found.tag_dir)
+
+    @property
+    def interrupted(self) -> tuple[str, ...]:
+        return ()
+
+    def interrupted_bytes(self) -> int:
+        return 0
+
+    def finish_removals(self) -> None:
+        """Nothing: what a removal has left has a mark, and is among the leftovers."""
+
+    @cached_property
+    def _objects(self) -> list[StoredObject]:
+        try:
+            return objects_below(self.root)
+        except MissingFileError:
+            return []
+
+    @cached_property
+    def _unfinished(self) -> list[UnfinishedTag]:
+        """What is unfinished of each tag, by the tag's name."""
+        by_tag = self._uploads()
+        for one in self._objects:
+            folder, _, name = one.name.rpartition("/")
+            if name == UNFINISHED_NAME and folder:
+                by_tag.setdefault(folder, [])
+        found = (unfinished_of(self.root / n, up, _within(self._objects, n)) for n, up in sorted(by_tag.items()))
+        return [one for one in found if one is not None]
+
+    def _uploads(self) -> dict[str, list[OpenUpload]]:
+        """The open uploads by tag."""
+        by_tag: dict[str, list[OpenUpload]] = {}
+        for upload in open_uploads(self.root):
+            by_tag.setdefault(relative_name(upload.path.parent, self.root), []).append(upload)
+        return by_tag
+
+
+@dataclass(frozen=True, slots=True)
+class UnfinishedTag:
+    """What there is in a tag directory of a save, or removal, that is on its way or did not finish.
+
+    ``objects`` are all objects of the tag where it has no commit record, else the mark alone.
+    """
+
+    tag_dir: RemotePath
+    mark: Unfinished | None
+    objects: tuple[StoredObject, ...]
+    uploads: tuple[OpenUpload, ...]
+
+    @property
+    def began_at(self) -> float:
+        """When the newest part of it began, in seconds since 1970."""
+        times = [*(upload.began_at for upload in self.uploads), *(found.modified_at for found in self.objects)]
+        return max([0.0 if self.mark is None else self.mark.began_at, *times])
+
+    def why_kept(self, min_age_s: float = MIN_AGE_S) -> str | None:
+        """The reason to keep it, None where what made it is dead."""
+        life = "unknown" if self.mark is None else self.mark.life
+        if life == "lives" and self.mark is not None and not self.mark.is_own:
+            return "its save is on its way: the process that makes it is running"
+        if life == "unknown" and time.time() - self.began_at < min_age_s:
+            return f"a save may be on its way: it changed within the last {min_age_s / 60:.0f} minutes"
+        return None
+
+    def remove(self) -> None:
+        """Abort its uploads, then remove its objects, the mark last. Raises OSError."""
+        for upload in self.uploads:
+            abort_upload(upload)
+        names = sorted((one.name for one in self.objects), key=lambda name: name == UNFINISHED_NAME)
+        for some in (names[:-1], names[-1:]):
+            remove_objects(self.tag_dir / name for name in some)
+
+
+def unfinished_of(
+    tag_dir: RemotePath, uploads: Sequence[OpenUpload], objects: Iterable[StoredObject] | None = None
+) -> UnfinishedTag | None:
+    """What is unfinished of one tag, None where nothing is. Raises UnreadableError.
+
+    ``uploads`` are the open ones below it, ``objects`` those of the tag where the caller has listed them.
+    """
+    if objects is None:
+        try:
+            objects = objects_below(tag_dir)
+        except MissingFileError:
+            objects = ()
+    here = tuple(objects)
+    names = {found.name for found in here}
+    mark = read_unfinished(tag_dir) if UNFINISHED_NAME in names else None
+    if mark is None and not uploads:
+        return None
+    if mark is None:
+        here = ()
+    elif RECORD_NAME in names:
+        here = tuple(found for found in here if found.name == UNFINISHED_NAME)
+    return UnfinishedTag(tag_dir, mark, here, tuple(uploads))
+
+
+def _remote(path: FilePath) -> RemotePath:
+    assert isinstance(path, RemotePath)
+    return path
+
+
+def _within(objects: Iterable[StoredObject], name: str) -> list[StoredObject]:
+    """The objects below a directory, by their names from there."""
+    begin = f"{name}/"
+    return [replace(one, name=one.name[len(begin) :]) for one in objects if one.name.startswith(begin)]
+
+
+def _tree(objects: Iterable[StoredObject]) -> Tree:
+    found = list(objects)
+    return Tree(
+        nbytes=sum(one.nbytes for one in found),
+        changed_at=max((one.modified_at for one in found), default=0.0),
+        temporaries=(),
+        one_device=True,
+        mark=tuple(sorted((f"{one.name}@{one.version}", 0, one.nbytes, int(one.modified_at)) for one in found)),
+        is_committed=any(one.name.rpartition("/")[2] == RECORD_NAME for one in found),
+    )

@@ -1,0 +1,224 @@
+"""Which checkpoints of a run to remove, and why, as a plan; and the removal itself. The plan changes nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+from zeroelastic.errors import CheckpointError, UsageError
+from zeroelastic.io.paths import FilePath
+from zeroelastic.io.storage import read_whole
+from zeroelastic.runs.candidates import Check, Run, check_quickly, check_tag, going_on_from, list_run
+from zeroelastic.runs.names import HERE, named_latest
+from zeroelastic.runs.order import Tag, left_behind, runs_of
+from zeroelastic.runs.run_store import CHANGED, MIN_AGE_S, Leftover, Links, RunStore, Tree, open_run
+
+OTHER_RUN = "of another run"
+"""The reason to keep a tag where only one run is looked at."""
+
+_TRAINER_STATE = "trainer_state.json"
+_MAX_STATE_BYTES = 1 << 28
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Whether to remove one tag, and the reason. ``tree``, only for a removal, is the state the decision is based on.
+
+    ``undecided``: it cannot be checked now whether the tag is whole.
+    """
+
+    tag: Tag
+    remove: bool
+    reason: str
+    valid: bool
+    tree: Tree | None = None
+    undecided: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PrunePlan:
+    """What to remove from a directory; ``decisions`` are newest first. ``leftovers`` are those of a killed removal."""
+
+    root: FilePath
+    decisions: tuple[Decision, ...]
+    leftovers: tuple[str, ...]
+    unfinished: tuple[Leftover, ...] = ()
+
+    @property
+    def removals(self) -> tuple[Decision, ...]:
+        """The tags to remove, oldest first."""
+        return tuple(decision for decision in reversed(self.decisions) if decision.remove)
+
+    @property
+    def has_valid(self) -> bool:
+        """Whether any tag is whole. If none is, no tag is removed."""
+        return any(decision.valid for decision in self.decisions)
+
+
+def refuse_to_keep_none(keep: int) -> None:
+    """Raise UsageError for a number of checkpoints below 1."""
+    if keep < 1:
+        raise UsageError(f"--keep {keep}: at least 1 checkpoint is kept. Give 1 or more.")
+
+
+class _Rules(NamedTuple):
+    """What ``plan_prune`` is asked for."""
+
+    keep: int
+    invalid: bool
+    min_age_s: float
+    check: Check
+    of: str | None
+
+
+def plan_prune(
+    root: FilePath,
+    *,
+    keep: int,
+    invalid: bool = False,
+    min_age_s: float = MIN_AGE_S,
+    check: Check = check_quickly,
+    of: str | None = None,
+) -> PrunePlan:
+    """Decide what to remove so that the ``keep`` newest whole tags of each run (``runs_of``) stay, and why.
+
+    docs/reference/cli/prune.md has the other reasons for which a tag stays. ``invalid`` removes damaged tags too, where
+    they are older than the newest whole one of their run. A tag without a commit record in which nothing changed for
+    ``min_age_s`` is taken not to be in the middle of a save. With ``of``, a tag, only its run is looked at. Raises
+    UsageError for a directory without checkpoints, and ``keep`` below 1.
+    """
+    refuse_to_keep_none(keep)
+    store = open_run(Path(os.path.realpath(root)) if isinstance(root, Path) else root)
+    interrupted, unfinished = store.interrupted, store.leftovers((), min_age_s)
+    try:
+        run = list_run(store.root)
+    except UsageError:
+        if interrupted or unfinished:  # a removal or a save that was killed has left nothing else
+            return PrunePlan(store.root, (), interrupted, unfinished)
+        raise
+    run = replace(run, tags=store.without_parts(run.tags))
+    decisions = _decide_runs(store, run, _Rules(keep, invalid, min_age_s, check, of))
+    return PrunePlan(store.root, tuple(decisions), interrupted, unfinished or store.leftovers(run.tags, min_age_s))
+
+
+def _decide_runs(store: RunStore, run: Run, rules: _Rules) -> list[Decision]:
+    """What becomes of each tag, newest first.
+
+    Each run in the directory is decided on by itself. A tag that cannot be assigned to one of them stays.
+    """
+    runs, links = runs_of(run.tags), store.links(run.tags)
+    decisions: dict[str, Decision] = {}
+    for tags in runs:
+        if rules.of is None or any(tag.name == rules.of for tag in tags):
+            for decision in _decide(store, replace(run, tags=tags), rules, links):
+                decisions[decision.tag.name] = decision
+    assigned = {tag.name for tags in runs for tag in tags}
+    for tag in run.tags:
+        if tag.name not in decisions:
+            reason = OTHER_RUN if tag.name in assigned else "cannot be assigned to one of the runs that save here"
+            decisions[tag.name] = Decision(tag, False, reason, valid=False)
+    return [decisions[tag.name] for tag in run.tags]
+
+
+def _decide(store: RunStore, run: Run, rules: _Rules, found: tuple[Links, Links]) -> Iterator[Decision]:
+    latest, problem = named_latest(run.root)
+    links, linked = found
+    keep, invalid = rules.keep, rules.invalid
+    verdicts = [check_tag(tag, rules.check) for tag in run.tags]
+    whole = [tag for tag, verdict in zip(run.tags, verdicts, strict=True) if verdict is None]
+    at = 0 if run.in_folders else going_on_from(run.root, run.tags)
+    newer = {tag.name for tag in run.tags[:at]}
+    head = next((tag for tag in whole if tag.name not in newer), None)
+    left = {tag.name for tag in left_behind(run.tags, head)} if head is not None else set()
+    counted = [tag for tag in whole if tag.name not in links and tag.name not in newer]
+    newest = {tag.name for tag in sorted(counted, key=lambda tag: tag.name in left)[:keep]}
+    best = _best_of_trainer(whole[0]) if whole and run.in_folders else None
+    for tag, verdict in zip(run.tags, verdicts, strict=True):
+        tree = None
+        valid = verdict is None
+        reason = ""
+        if tag.name in newest:
+            reason = "one of the newest that verify" if keep > 1 else "the newest that verifies"
+        elif not whole:
+            reason = f"no tag verifies, so that none is removed: {'; '.join(verdict.problems) if verdict else ''}"
+        elif tag.name == latest:
+            reason = "latest names it"
+        elif tag.name in newer:
+            reason = f"committed after {latest}, which latest was pointed at since"
+        elif problem is not None:
+            reason = f"latest cannot be read: {problem}"
+        elif tag.name in links:
+            reason = "is a symbolic link"
+        elif tag.name in linked:
+            reason = f"the symbolic link {linked[tag.name]} leads to it"
+        elif tag.name == HERE:
+            reason = "it is the directory itself"
+        elif tag.name == best:
+            reason = f"{_TRAINER_STATE} of {whole[0].name} names it as the best model"
+        elif verdict is not None and verdict.undecided:
+            reason = f"cannot be judged: {verdict.problems[0]}"
+        elif verdict is not None and (tag.step is None or tag.age_key > whole[0].age_key):
+            older = "its step cannot be known" if tag.step is None else "not older than the newest that does"
+            reason = f"does not verify, but {older}: {verdict.problems[0]}"
+        elif verdict is not None and verdict.quarantined and not invalid:
+            reason = f"quarantined, so that it does not count (--invalid removes it): {verdict.problems[0]}"
+        elif verdict is not None and not invalid:
+            reason = f"does not verify (--invalid removes it): {verdict.problems[0]}"
+        else:
+            try:
+                tree = store.tree(tag)
+                reason = _why_in_use(tree, rules.min_age_s, committed=valid and tree.is_committed)
+            except FileNotFoundError:
+                reason = CHANGED
+        if reason:
+            yield Decision(tag, False, reason, valid, undecided=verdict is not None and verdict.undecided)
+        else:
+            why = f"older than the newest {keep} that verify" if keep > 1 else "older than the newest that verifies"
+            why = f"of a branch that was rolled back; {why}" if tag.name in left else why
+            why = why if verdict is None else f"does not verify: {verdict.problems[0]}"
+            yield Decision(tag, True, why, valid, tree)
+
+
+def _why_in_use(tree: Tree, min_age_s: float, *, committed: bool) -> str:
+    """The reason why a tag may be in the middle of a save; empty where it is not."""
+    if not tree.one_device:
+        return "another file system is mounted in it"
+    if committed:
+        return ""
+    if tree.temporaries:
+        return f"may be being written: it holds temporary files ({tree.temporaries[0]}); remove them if no save runs"
+    if time.time() - tree.changed_at < min_age_s:
+        return f"may be being written: it changed within the last {min_age_s / 60:.0f} minutes"
+    return ""
+
+
+def remove_tag(plan: PrunePlan, decision: Decision) -> str | None:
+    """Remove one tag. Returns the reason when it was kept after all, else None. Raises OSError.
+
+    It is kept where ``latest`` names it by now, or cannot be read, and where the tag changed since the decision.
+    """
+    assert decision.remove and decision.tree is not None
+    latest, problem = named_latest(plan.root)
+    if problem is not None or latest == decision.tag.name:
+        return problem or "latest names it by now"
+    return open_run(plan.root).remove(decision.tag, decision.tree)
+
+
+def _best_of_trainer(newest: Tag) -> str | None:
+    """The folder that the Trainer's state names as that of its best model so far."""
+    try:
+        state = json.loads(read_whole(newest.path / _TRAINER_STATE, limit=_MAX_STATE_BYTES))
+    except (CheckpointError, ValueError, RecursionError):
+        return None
+    best = state.get("best_model_checkpoint") if isinstance(state, dict) else None
+    return Path(best).name if isinstance(best, str) else None
+
+
+def removable(decisions: Iterable[Decision]) -> int:
+    """Bytes that the removal of these tags frees."""
+    return sum(decision.tree.nbytes for decision in decisions if decision.tree is not None)
