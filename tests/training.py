@@ -8,7 +8,7 @@ the same at every world size. Functions run on ranks, so they are at module leve
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -377,6 +377,15 @@ def resume_and_save(job: Job, directory: str, target: str) -> str:
     record = read_record(next(Path(target).glob("global_step*")))
     assert record is not None
     return record.content_root
+
+
+def raised(action: Callable[[], Any]) -> tuple[str, str]:
+    """The type and the text of the error that an action raises on this rank; empty where it raises none."""
+    try:
+        action()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
 
 
 def attempt(job: Job, directory: str, **load: Any) -> tuple[str, str]:

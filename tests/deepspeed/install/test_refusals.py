@@ -21,7 +21,7 @@ import torch
 import training
 from places import ROOT
 from sliced_model import ByHand, HostQuantizer, SlicedModel, build_sliced, use_sliced
-from training import Job, attempt, look, train_step
+from training import Job, attempt, look, raised, train_step
 
 from zeroelastic.testing import RankPool, compare_states
 
@@ -120,11 +120,7 @@ NOTES = {"mixture-of-experts layers (AutoEP)": "recognised by `engine.has_moe_la
 def build_error(change: Change, job: Job) -> tuple[str, str]:
     """The error of deepspeed.initialize on this rank."""
     change()
-    try:
-        training.build_engine(job)
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "", ""
+    return raised(lambda: training.build_engine(job))
 
 
 @pytest.mark.parametrize(
@@ -212,11 +208,7 @@ def save_after(job: Job, directory: str) -> tuple[str, str]:
     engine = training.build_engine(job)
     if torch.distributed.get_rank() == 1:
         engine.has_moe_layers = True
-    try:
-        engine.save_checkpoint(directory)
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "", ""
+    return raised(lambda: engine.save_checkpoint(directory))
 
 
 def test_a_save_that_one_rank_refuses_writes_nothing(rank_pool: RankPool, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from exact_jobs import OPTIMIZERS
 from saves import Saver, check_resumed, save_once
-from training import LOSS_RTOL, Job, attempt, build_engine, look, resume, train_step
+from training import LOSS_RTOL, Job, attempt, build_engine, look, raised, resume, train_step
 
 from zeroelastic.core.digest import ScalarValue
 from zeroelastic.deepspeed.live.optimizers import SavedGroup, changed_class, live_form, options_to_set
@@ -175,11 +175,7 @@ def attempt_save(job: Job, directory: str) -> tuple[str, str]:
     """The type and text of the error that a save after one step raises on this rank."""
     engine = build_engine(job)
     train_step(engine, 0)
-    try:
-        engine.save_checkpoint(directory)
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "", ""
+    return raised(lambda: engine.save_checkpoint(directory))
 
 
 def test_quantised_state_is_left_to_deepspeed_at_the_same_size_and_refused_at_another(

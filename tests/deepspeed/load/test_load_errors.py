@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from synthetic import sealed
-from training import Job, attempt, build_engine, train_and_save
+from training import Job, attempt, build_engine, raised, train_and_save
 
 from zeroelastic.checkpoint.tag_files import NO_TENSOR_PARALLEL
 from zeroelastic.deepspeed.load import verify
@@ -257,11 +257,7 @@ def test_damaged_payload_names_parameter_and_state(
 
 def load_error(job: Job, directory: str) -> tuple[str, str]:
     engine = build_engine(job)
-    try:
-        engine.load_checkpoint(directory)
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "", ""
+    return raised(lambda: engine.load_checkpoint(directory))
 
 
 @pytest.mark.support("Using it", "unknown options of the `zeroelastic` block", "refused", "the known ones are named")
@@ -284,11 +280,7 @@ def test_misspelt_option(rank_pool: RankPool, options: object, named: str) -> No
 
 
 def build_error(job: Job) -> tuple[str, str]:
-    try:
-        build_engine(job)
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "", ""
+    return raised(lambda: build_engine(job))
 
 
 @pytest.mark.support(

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from nodes import MOUNTS_NEED, NodeRun, Nodes, can_mount, on_nodes
 from saves import Saved, check_resumed
 from sliced_model import use_sliced
-from training import Job, Outcome, attempt, build_engine, look, train_and_save, train_step
+from training import Job, Outcome, attempt, build_engine, look, raised, train_and_save, train_step
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME
 from zeroelastic.checkpoint.optimizer_reader import open_shard
@@ -212,11 +212,7 @@ def test_files_beside_another_record_are_not_seen(two_tags: tuple[NodeRun, Any],
 
 def failed(job: Job, directory: str) -> tuple[str, str]:
     engine = build_engine(job)
-    try:
-        engine.load_checkpoint(directory)
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "", ""
+    return raised(lambda: engine.load_checkpoint(directory))
 
 
 @pytest.mark.parametrize("kind", ["payload", "header", "truncated"])
@@ -356,11 +352,7 @@ def save_fails(job: Job, directory: str) -> tuple[str, str]:
     """The disk of node 1 cannot take the tag: a file has its name."""
     engine = build_engine(job)
     train_step(engine, 0)
-    try:
-        engine.save_checkpoint(directory, tag="blocked")
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "", ""
+    return raised(lambda: engine.save_checkpoint(directory, tag="blocked"))
 
 
 def test_a_node_that_cannot_write_fails_the_save_on_all(rank_pool: RankPool, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import pytest
 import torch.distributed as dist
 from checkpoint_writers import LateEngine, writer_job
 from held_writers import held_writers
-from training import Job, Outcome, build_engine, look, resume, train_step
+from training import Job, Outcome, build_engine, look, raised, resume, train_step
 
 import zeroelastic
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_record
@@ -32,15 +32,6 @@ def committed(directory: str | Path, tag: str) -> bool:
 def latest(directory: str | Path) -> str | None:
     path = Path(directory) / "latest"
     return path.read_text() if path.exists() else None
-
-
-def tried(action: Callable[[], Any]) -> tuple[str, str]:
-    """The type and the text of the error that an action raises on this rank; empty where it raises none."""
-    try:
-        action()
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "", ""
 
 
 def heard(name: str) -> list[str]:
@@ -213,7 +204,7 @@ def save_onto_a_disk_that_fills(job: Job, directory: str, how: str) -> tuple[lis
         image.reserve = full
         engine.save_checkpoint(directory, tag=tag)
         train_step(engine, 1)  # goes on
-        errors.append(tried(calls[how]))
+        errors.append(raised(calls[how]))
         image.reserve = reserve
     seen = [
         latest(directory),
@@ -401,10 +392,10 @@ def test_the_memory_is_that_of_the_files_and_used_again(rank_pool: RankPool, tmp
 
 
 def refuse_at_the_start_and_later(job: Job, directory: str) -> list[tuple[str, str]]:
-    errors = [tried(lambda: build_engine(job))]
+    errors = [raised(lambda: build_engine(job))]
     engine = build_engine(replace(job, config={}))
     engine.checkpoint_engine = LateEngine()
-    return [*errors, tried(lambda: engine.save_checkpoint(directory, tag="tag"))]
+    return [*errors, raised(lambda: engine.save_checkpoint(directory, tag="tag"))]
 
 
 @pytest.mark.support("Using it", '`"async_save"` with a decoupled or third-party checkpoint engine', "refused")

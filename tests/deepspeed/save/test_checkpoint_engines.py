@@ -10,7 +10,6 @@ import os
 import pickle
 import signal
 from collections import OrderedDict
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,22 +18,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpoint_writers import LateEngine, let_the_fast_writer_run, writer_job
-from training import Job, attempt, build_engine, look, resume, train_and_save, train_step
+from training import Job, attempt, build_engine, look, raised, resume, train_and_save, train_step
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_record
 from zeroelastic.errors import UnsupportedError
 from zeroelastic.testing import RankPool, compare_states
 
 ENGINES = "Checkpoint engines and storage"
-
-
-def tried(action: Callable[[], Any]) -> tuple[str, str]:
-    """The type and the text of the error that an action raises on this rank; empty where it raises none."""
-    try:
-        action()
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "", ""
 
 
 def committed(directory: str | Path, tag: str) -> bool:
@@ -168,8 +158,8 @@ def lose_the_writer(job: Job, directory: str) -> tuple[list[tuple[str, str]], An
     engine.save_checkpoint(directory, tag="half")
     if dist.get_rank() == 1:
         os.kill(engine.checkpoint_engine.ckpt_process.pid, signal.SIGKILL)
-    errors = [tried(lambda: train_step(engine, 1))]
-    errors.append(tried(lambda: engine.save_checkpoint(directory, tag="more")))
+    errors = [raised(lambda: train_step(engine, 1))]
+    errors.append(raised(lambda: engine.save_checkpoint(directory, tag="more")))
     train_step(engine, 1)  # the run itself may go on
     engine.destroy()
     dist.barrier()
@@ -267,7 +257,7 @@ def test_what_is_handed_over_stays_as_it_is_and_travels_once() -> None:
 
 
 def built(job: Job) -> tuple[str, str]:
-    return tried(lambda: build_engine(job))
+    return raised(lambda: build_engine(job))
 
 
 @pytest.mark.parametrize(
@@ -434,11 +424,11 @@ def save_where_it_cannot_be(job: Job, directory: str) -> list[tuple[str, str]]:
         (root / "blocked").touch()
     dist.barrier()
     errors = [
-        tried(lambda: engine.save_checkpoint("/proc/nowhere/ckpt", tag="tag")),  # read-only, for root as well
-        tried(lambda: engine.save_checkpoint(str(root / "file"), tag="tag")),
-        tried(lambda: engine.save_checkpoint(directory, tag="blocked")),
-        tried(lambda: engine.save_checkpoint(directory, tag=f"rank{rank}")),
-        tried(lambda: engine.save_checkpoint(directory, tag="bad", client_state={"f": (lambda: 0) if rank else 0})),
+        raised(lambda: engine.save_checkpoint("/proc/nowhere/ckpt", tag="tag")),  # read-only, for root as well
+        raised(lambda: engine.save_checkpoint(str(root / "file"), tag="tag")),
+        raised(lambda: engine.save_checkpoint(directory, tag="blocked")),
+        raised(lambda: engine.save_checkpoint(directory, tag=f"rank{rank}")),
+        raised(lambda: engine.save_checkpoint(directory, tag="bad", client_state={"f": (lambda: 0) if rank else 0})),
     ]
     dist.barrier()
     assert latest(directory) == "good" and committed(directory, "good")
