@@ -146,7 +146,7 @@ docs-serve: $(STAMP)
 reference: $(STAMP)
 	@$(PY) docs/tools/reference.py
 	@$(PY) docs/tools/drawings.py
-	@$(PY) -m zeroelastic.cli.documents.schemas docs/schemas
+	@$(PY) -m zeroelastic.cli.documents docs/schemas
 
 # The wheel is built from the source distribution, so that this has all it takes. auditwheel gives it its tag, and
 # refuses where the library needs a newer C or C++ library than the tag says. The CUDA engine is not in it:

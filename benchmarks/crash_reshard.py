@@ -25,7 +25,7 @@ from pathlib import Path
 
 from zeroelastic.checkpoint.commit_record import read_record
 from zeroelastic.testing.sample import write_sample
-from zeroelastic.verbs.resumable_directory import staging_of
+from zeroelastic.verbs.new_directory import staging_of
 from zeroelastic.verbs.verify.verify import verify_checkpoint
 
 ROOT = Path(__file__).parents[1]

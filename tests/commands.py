@@ -17,7 +17,7 @@ from places import ROOT
 from typer.testing import CliRunner
 
 from zeroelastic.cli.app import VERBS, app
-from zeroelastic.cli.documents.schemas import check
+from zeroelastic.cli.documents import check
 
 
 @dataclass(frozen=True)

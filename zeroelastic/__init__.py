@@ -50,14 +50,14 @@ if TYPE_CHECKING:
     from zeroelastic.verbs.convert.convert import convert as convert
     from zeroelastic.verbs.convert.export import export as export
     from zeroelastic.verbs.diff.diff import diff as diff
-    from zeroelastic.verbs.inspect.report import inspect as inspect
+    from zeroelastic.verbs.inspect.inspect import inspect as inspect
     from zeroelastic.verbs.latest import latest as latest
     from zeroelastic.verbs.ls import ls as ls
     from zeroelastic.verbs.plan.plan import plan as plan
     from zeroelastic.verbs.prune import prune as prune
-    from zeroelastic.verbs.reshard.report import reshard as reshard
+    from zeroelastic.verbs.reshard.reshard import reshard as reshard
     from zeroelastic.verbs.show import show as show
-    from zeroelastic.verbs.verify.report import verify as verify
+    from zeroelastic.verbs.verify.verify import verify as verify
     from zeroelastic.verbs.view import open as open
 
 __all__ = [
@@ -109,15 +109,15 @@ _IMPORTED_WHEN_USED = {
     "convert": "zeroelastic.verbs.convert.convert",
     "diff": "zeroelastic.verbs.diff.diff",
     "export": "zeroelastic.verbs.convert.export",
-    "inspect": "zeroelastic.verbs.inspect.report",
+    "inspect": "zeroelastic.verbs.inspect.inspect",
     "latest": "zeroelastic.verbs.latest",
     "ls": "zeroelastic.verbs.ls",
     "open": "zeroelastic.verbs.view",
     "plan": "zeroelastic.verbs.plan.plan",
     "prune": "zeroelastic.verbs.prune",
-    "reshard": "zeroelastic.verbs.reshard.report",
+    "reshard": "zeroelastic.verbs.reshard.reshard",
     "show": "zeroelastic.verbs.show",
-    "verify": "zeroelastic.verbs.verify.report",
+    "verify": "zeroelastic.verbs.verify.verify",
 }
 
 

@@ -20,7 +20,7 @@ from typing import Any
 from typer.main import get_command
 
 from zeroelastic.cli.app import VERBS, app
-from zeroelastic.cli.documents.schemas import DOCUMENTS
+from zeroelastic.cli.documents import DOCUMENTS
 from zeroelastic.deepspeed.options import options_table
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -21,7 +21,7 @@ from zeroelastic.core.plan import Plan, make_plan
 from zeroelastic.deepspeed.fill import Filled, Target, fill
 from zeroelastic.testing.sample import write_sample
 from zeroelastic.verbs.plan.forecast import TABLE_WINDOW_BYTES
-from zeroelastic.verbs.reshard.report import reshard
+from zeroelastic.verbs.reshard.reshard import reshard
 
 KEYS = ("fp32", "exp_avg", "exp_avg_sq")
 COLUMNS = ("file_offset", "target", "target_offset", "numel", "itemsize", "param", "start")

@@ -22,7 +22,7 @@ from documentation import documented_keys
 from places import ROOT
 
 import zeroelastic
-from zeroelastic.cli.documents.schemas import check
+from zeroelastic.cli.documents import check
 from zeroelastic.cli.machine import disk
 from zeroelastic.cli.machine.disk import measure_disk
 from zeroelastic.cli.machine.probe import Probe, ProbeFailed

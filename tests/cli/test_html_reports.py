@@ -19,7 +19,6 @@ from commands import Done, run_command
 from report_documents import diff_document, inspect_document, plan_document, prove_document, verify_document
 from synthetic import optim_name, write_checkpoint
 
-from zeroelastic.cli.documents.checkpoints import InspectedParam, SavedLayout
 from zeroelastic.cli.output import new_file
 from zeroelastic.cli.pages.render import environment, report
 from zeroelastic.cli.pages.saved import layout_chart
@@ -27,6 +26,7 @@ from zeroelastic.core.layout import Layout, Param, group_split_layout, layout_fr
 from zeroelastic.io import atomic
 from zeroelastic.testing.sample import write_sample
 from zeroelastic.testing.sample_events import write_sample_events
+from zeroelastic.verbs.inspect.report import InspectedParam, SavedLayout
 
 VERBS = ("inspect", "verify", "plan", "diff", "timeline")
 

@@ -13,7 +13,7 @@ from documentation import documented_keys
 from typer.testing import CliRunner
 
 from zeroelastic.cli.app import app
-from zeroelastic.cli.documents.schemas import check
+from zeroelastic.cli.documents import check
 from zeroelastic.testing.sample_events import write_sample_events
 
 

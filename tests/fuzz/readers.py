@@ -36,7 +36,7 @@ from zeroelastic.torch_file.pickle_graph import read_graph
 from zeroelastic.torch_file.zip_reader import read_zip_records
 from zeroelastic.verbs.convert.from_universal import find_universal, open_universal
 from zeroelastic.verbs.convert.model_tensors import model_tensors
-from zeroelastic.verbs.diff.compare import compare_checkpoints
+from zeroelastic.verbs.diff.diff import compare_checkpoints
 from zeroelastic.verbs.inspect.inspect import inspect_source
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"

@@ -672,8 +672,8 @@ def test_a_checkpoint_on_s3_is_verified(calm, checkpoints):
     local, url = checkpoints["elastic"]
     here, there = (verify_checkpoint(as_path(str(where))) for where in (local, url))
     assert there.valid and not there.problems and there.content_root == here.content_root == there.recorded_root
-    assert (there.num_bytes, there.num_records, there.num_tensors) == (
-        here.num_bytes,
+    assert (there.bytes_read, there.num_records, there.num_tensors) == (
+        here.bytes_read,
         here.num_records,
         here.num_tensors,
     )

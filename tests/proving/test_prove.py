@@ -25,7 +25,7 @@ from training import LOSS_RTOL, Job, build_engine, flat_buffers, train_and_save,
 from typer.testing import CliRunner
 
 from zeroelastic.cli.app import app
-from zeroelastic.cli.documents.schemas import check
+from zeroelastic.cli.documents import check
 from zeroelastic.errors import RemoteRankError, UsageError
 from zeroelastic.proving import launcher
 from zeroelastic.proving.checks import (

@@ -96,7 +96,7 @@ def test_prune_removes_old_tags_and_nothing_else(server: S3Server, url: str) -> 
     assert [decision.tag.name for decision in planned.plan.removals] == ["global_step1", "global_step2"]
     assert keys(server, url) == before, "a dry run removes nothing"
     report = zeroelastic.prune(url, keep=2, dry_run=False)
-    assert report.removed == ("global_step1", "global_step2") and report.freed_nbytes > 0 and not report.failed
+    assert report.removed == ("global_step1", "global_step2") and report.freed_bytes > 0 and not report.failed
     gone = {key for key in before if key.startswith(("global_step1/", "global_step2/"))}
     assert keys(server, url) == before - gone
     assert server.client().get_object(Bucket=BUCKET, Key=url.removeprefix(f"s3://{BUCKET}/") + "2/file")
@@ -113,7 +113,7 @@ def test_a_tag_that_changed_or_that_latest_names_by_now_is_kept(server: S3Server
 
     report = carry_out(planned)
     assert report.removed == ("global_step1",)
-    reasons = {decision.tag.name: report.reason(decision) for decision in planned.plan.removals}
+    reasons = {tag.tag: tag.reason for tag in report.tags}
     assert "changed" in reasons["global_step2"] and "latest names it" in reasons["global_step3"]
 
 

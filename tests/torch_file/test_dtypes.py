@@ -17,7 +17,7 @@ from zeroelastic.torch_file.graph_writer import Archive, write_graph
 from zeroelastic.torch_file.header import DTYPE_BYTES, TensorRef, read_torch_file
 from zeroelastic.torch_file.pickle_graph import new_storage, read_graph, tensor
 from zeroelastic.verbs.diff.element_stats import bits_of, compare_elements, values_of
-from zeroelastic.verbs.tensor_stats import tensor_stats
+from zeroelastic.verbs.show import tensor_stats
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support")
 ALL = {str(d).removeprefix("torch.") for d in vars(torch).values() if isinstance(d, torch.dtype)}

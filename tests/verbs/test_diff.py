@@ -24,9 +24,9 @@ from zeroelastic.errors import UsageError
 from zeroelastic.testing.sample import write_sample
 from zeroelastic.torch_file.header import DTYPE_BYTES
 from zeroelastic.verbs.diff import tensors as diff_tensors
-from zeroelastic.verbs.diff.compare import DiffReport, compare_checkpoints
+from zeroelastic.verbs.diff.diff import DiffReport, ParamAndKey, compare_checkpoints
 from zeroelastic.verbs.diff.element_stats import CHUNK, ElementStats, compare_elements
-from zeroelastic.verbs.diff.tensors import TensorDifference, comparison_nbytes
+from zeroelastic.verbs.diff.tensors import ComparedTensor, comparison_nbytes
 
 FLOATS = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 INTEGERS = ("int64", "int32", "int16", "int8", "uint8", "bool")
@@ -36,8 +36,12 @@ def compare(left: Path, right: Path, **options: Any) -> DiffReport:
     return compare_checkpoints(open_state(open_checkpoint(left)), open_state(open_checkpoint(right)), **options)
 
 
-def named(found: DiffReport) -> dict[tuple[str, str], TensorDifference]:
-    return {(tensor.param, tensor.key): tensor for tensor in found.tensors}
+def named(found: DiffReport) -> dict[tuple[str, str], ComparedTensor]:
+    return {(tensor.param, tensor.key): tensor for tensor in (*found.tensors, *found.equal_tensors)}
+
+
+def pairs(only: tuple[ParamAndKey, ...]) -> set[tuple[str, str]]:
+    return {(one.param, one.key) for one in only}
 
 
 # --- elements ---------------------------------------------------------------------------------------------------------
@@ -217,9 +221,10 @@ def test_what_differs_is_what_was_changed_at_any_world_sizes_and_formats(tmp_pat
     after = nudged(truth, root / "b", sizes[1], changes, formats[1])
     found = compare(root / "a", root / "b", max_memory=data.draw(st.sampled_from([1, 256 << 20])))
     assert {(t.param, t.key) for t in found.differing} == {(name, key) for name, key, _ in changes}
-    assert found.equal == (not changes) and not found.only_left and not found.only_right and not found.state
-    assert {(t.param, t.key) for t in found.tensors} == set(streams)
-    for tensor in found.tensors:
+    assert found.equal == (not changes) and not found.only_a and not found.only_b and not found.state
+    compared = (*found.tensors, *found.equal_tensors)
+    assert {(t.param, t.key) for t in compared} == set(streams)
+    for tensor in compared:
         dtype, left = truth[tensor.param][tensor.key]
         right = after[tensor.param][tensor.key][1]
         want = expected(left, right, dtype)
@@ -242,9 +247,9 @@ def test_long_tensors_are_compared_in_pieces_of_bounded_size(tmp_path: Path, mon
     )
     left, right = (open_state(open_checkpoint(tmp_path / side)) for side in "ab")
     found = compare_checkpoints(left, right, max_memory=1 << 20, progress=done.append)
-    assert found.equal and len(found.tensors) == 9
+    assert found.equal and found.num_tensors == 9
     assert max(sizes) <= (1 << 20) // 6 + 8 and len(sizes) > 40
-    assert sum(done) == found.num_bytes == comparison_nbytes(left, right) == 2 * 3 * 4 * 370_012
+    assert sum(done) == found.bytes_read == comparison_nbytes(left, right) == 2 * 3 * 4 * 370_012
 
 
 def test_shapes_dtypes_and_what_only_one_side_has_are_told_apart(tmp_path: Path) -> None:
@@ -253,11 +258,11 @@ def test_shapes_dtypes_and_what_only_one_side_has_are_told_apart(tmp_path: Path)
     write_checkpoint(tmp_path / "b", world_size=2, groups=other, states={"m": torch.bfloat16, "y": torch.float32})
     found = compare(tmp_path / "a", tmp_path / "b")
     assert not found.equal
-    assert set(found.only_left) >= {("w", "x"), ("gain", "fp32"), ("gain", "m")}
-    assert set(found.only_right) >= {("w", "y"), ("new", "fp32")}
+    assert pairs(found.only_a) >= {("w", "x"), ("gain", "fp32"), ("gain", "m")}
+    assert pairs(found.only_b) >= {("w", "y"), ("new", "fp32")}
     tensors = named(found)
-    assert tensors["w", "fp32"].stats is None and tensors["v", "fp32"].right_shape == (8,)
-    assert (tensors["b", "m"].left_dtype, tensors["b", "m"].right_dtype) == ("float32", "bfloat16")
+    assert tensors["w", "fp32"].stats is None and tensors["v", "fp32"].shape.b == [8]
+    assert (tensors["b", "m"].dtype.a, tensors["b", "m"].dtype.b) == ("float32", "bfloat16")
     assert not tensors["b", "m"].equal and tensors["b", "m"].stats is not None
     assert {value.what for value in found.state} >= {"group of gain", "group of new"}
 
@@ -266,7 +271,7 @@ def test_a_pattern_chooses_parameters_and_nothing_else_is_compared(tmp_path: Pat
     write_checkpoint(tmp_path / "a", world_size=2, seed=1)
     write_checkpoint(tmp_path / "b", world_size=3, seed=2, global_steps=9)
     found = compare(tmp_path / "a", tmp_path / "b", params="[wv]")
-    assert {tensor.param for tensor in found.tensors} == {"w", "v"} and len(found.differing) == 6
+    assert {param for param, _ in named(found)} == {"w", "v"} and len(found.differing) == 6
     assert [value.what for value in found.state] == ["step of w and 1 more parameters"]
     with pytest.raises(UsageError, match=r"'no\.such\.\*' fits no parameter"):
         compare(tmp_path / "a", tmp_path / "b", params="no.such.*")
@@ -278,13 +283,13 @@ def test_state_is_kept_apart_from_how_it_was_saved(tmp_path: Path) -> None:
     for side, world_size, format in (("a", 2, "elastic"), ("b", 4, "rigid")):
         write_checkpoint(tmp_path / side, world_size=world_size, format=format, options=options, record=True)
     found = compare(tmp_path / "a", tmp_path / "b")
-    assert found.equal and found.left_root == found.right_root is not None
+    assert found.equal and found.content_root.a == found.content_root.b is not None
     assert {value.what for value in found.saving} >= {"world size", "format", "save id", "global batch"}
     (tmp_path / "b" / "zeroelastic.json").unlink()
     write_checkpoint(
         tmp_path / "c", world_size=2, options=[{"lr": 0.1, "betas": (0.9, 0.99)}, options[1]], global_steps=4, seed=0
     )
-    state = {(value.what, value.left, value.right) for value in compare(tmp_path / "a", tmp_path / "c").state}
+    state = {(value.what, value.a, value.b) for value in compare(tmp_path / "a", tmp_path / "c").state}
     assert ("group 0: betas", "(0.9, 0.95)", "(0.9, 0.99)") in state
     assert ("step", "3", "4") in state and (
         "step of w and 4 more parameters",
@@ -311,11 +316,11 @@ def test_counters_client_state_and_buffers_are_state(tmp_path: Path) -> None:
     edit(tmp_path / "b" / model_name(0), second)
     found = compare(tmp_path / "a", tmp_path / "b")
     assert {value.what for value in found.state} == {"skipped_steps", "lr_scheduler.last[1]", "rng", "blob"}
-    assert all(value.left != value.right for value in found.state)
+    assert all(value.a != value.b for value in found.state)
     mask = named(found)["mask", "buffer"]
     assert found.differing == (mask,) and mask.stats is not None
     assert (mask.stats.max_abs, mask.stats.num_different) == (1.0, 1)
-    assert found.only_left == (("tail", "buffer"),) and not found.only_right
+    assert pairs(found.only_a) == {("tail", "buffer")} and not found.only_b
 
 
 def test_the_buffer_that_only_one_side_has_is_named(tmp_path: Path) -> None:
@@ -323,7 +328,7 @@ def test_the_buffer_that_only_one_side_has_is_named(tmp_path: Path) -> None:
         write_checkpoint(tmp_path / side, world_size=1)
     edit(tmp_path / "b" / model_name(0), lambda data: data["module"].update(tail=torch.ones(2)))
     found = compare(tmp_path / "a", tmp_path / "b")
-    assert found.only_right == (("tail", "buffer"),) and not found.equal
+    assert pairs(found.only_b) == {("tail", "buffer")} and not found.equal
 
 
 def test_the_loss_scale_is_state(tmp_path: Path) -> None:
@@ -333,7 +338,7 @@ def test_the_loss_scale_is_state(tmp_path: Path) -> None:
     assert compare(tmp_path / "a", tmp_path / "b").equal  # without a scaler these mean nothing
     for side, scale in (("a", 65536.0), ("b", 32768.0)):
         edit_optim(tmp_path / side / optim_name(0), lambda state, scale=scale: state.update(loss_scaler=scaler(scale)))
-    what = {value.what: (value.left, value.right) for value in compare(tmp_path / "a", tmp_path / "b").state}
+    what = {value.what: (value.a, value.b) for value in compare(tmp_path / "a", tmp_path / "b").state}
     assert what["loss scaler: cur_scale"] == ("65536.0", "32768.0") and what["loss scaler: overflow"] == (
         "False",
         "True",

@@ -52,7 +52,7 @@ from zeroelastic.verbs.plan.forecast import (
     make_forecast,
 )
 from zeroelastic.verbs.plan.head import Head, read_head, target_layout
-from zeroelastic.verbs.reshard.reshard import ReshardOptions, plan_reshard, reshard
+from zeroelastic.verbs.reshard.reshard import ReshardOptions, plan_reshard, run_reshard
 
 KEYS = {FP32: "float32", "exp_avg": "float32", "exp_avg_sq": "bfloat16"}
 
@@ -313,9 +313,7 @@ def test_the_layout_is_that_of_the_files_which_a_reshard_writes(
     forecast = make_forecast(head, world_size, stage=stage)
     if (name, stage) == ("stage1_bf16_optimizer_rank2", 1):
         return  # no reshard writes one
-    report = zeroelastic.reshard(
-        GOLDEN / name, tmp_path / "b", world_size=world_size, stage=stage, format="rigid"
-    ).result
+    report = zeroelastic.reshard(GOLDEN / name, tmp_path / "b", world_size=world_size, stage=stage, format="rigid")
     assert report is not None and report.bytes_moved == forecast.bytes_read.sum() == forecast.state_bytes
     made = open_state(open_checkpoint(tmp_path / "b" / "global_step2"))
     target, real = target_layout(head, world_size, stage), made.parts[0].layout
@@ -405,7 +403,7 @@ def test_a_real_load_reports_what_was_forecast(
     head = read_head(open_checkpoint(next(tmp_path.glob("global_step*"))))
     forecast = make_forecast(head, world_size, stage=stages[1])
     report = rank_pool.run(load, world_size, str(tmp_path), stages[1])[0]
-    assert report.root_matches
+    assert report.content_root_matches
     assert report.bytes_owned == forecast.bytes_owned.max() and report.bytes_read == forecast.bytes_read.max()
     assert report.total_bytes_read == forecast.bytes_read.sum()
     assert report.files_opened == forecast.files.max()
@@ -428,7 +426,7 @@ def test_what_a_reshard_moves_is_known_and_what_it_writes_is_estimated(
         (tmp_path / "two").rename(tmp_path / "four")
     forecast = make_forecast(read_head(open_checkpoint(tmp_path / "four/global_step1")), world_size, stage=stages[1])
     options = ReshardOptions(world_size=world_size, stage=stages[1])
-    report = reshard(plan_reshard(find_source(tmp_path / "four"), options), tmp_path / "other")
+    report = run_reshard(plan_reshard(find_source(tmp_path / "four"), options), tmp_path / "other")
     assert report.bytes_moved == forecast.bytes_read.sum() == forecast.state_bytes
     assert forecast.reshard_bytes_written == pytest.approx(report.file_bytes, rel=0.02)
     assert options.max_memory == RESHARD_MEMORY_LIMIT

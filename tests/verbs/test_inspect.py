@@ -103,16 +103,16 @@ def test_it_says_of_every_parameter_what_was_saved(
         assert (found.problems, found.unsupported) == ([], [])
         assert found.headers_read == (2 * world_size if all_ranks else 2)
         assert (found.world_size, found.format, found.step) == (world_size, format, 3)
-        assert {p.name: (dict(p.dtypes), p.nbytes) for p in found.params} == {
+        assert {p.name: (dict(p.dtypes), p.bytes) for p in found.params} == {
             name: ({key: dtype for key, (dtype, _) in tensors.items()}, sum(len(d) for _, d in tensors.values()))
             for name, tensors in truth.items()
         }
-        assert found.state_bytes == sum(len(data) for tensors in truth.values() for _, data in tensors.values())
+        assert found.totals.state_bytes == sum(len(data) for tensors in truth.values() for _, data in tensors.values())
         groups = {param.name: g for g, group in enumerate(GROUPS) for param in group}
         assert {p.name: p.group for p in found.params} == {name: groups.get(name) for name in truth}
         assert {p.name for p in found.params if p.kind == "frozen"} == {n for n, t in truth.items() if "frozen" in t}
         assert [group.num_params for group in found.groups] == [len(group) for group in GROUPS]
-        assert {key: state.nbytes for key, state in found.state.items()} == {
+        assert {key: state.bytes for key, state in found.state.items()} == {
             key: sum(len(tensors[key][1]) for tensors in truth.values() if key in tensors)
             for key in {key for tensors in truth.values() for key in tensors}
         }

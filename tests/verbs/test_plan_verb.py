@@ -31,7 +31,7 @@ from zeroelastic.verbs.plan import bandwidth
 from zeroelastic.verbs.plan.bandwidth import Bandwidth, measure_bandwidth
 from zeroelastic.verbs.plan.forecast import Traffic, make_forecast
 from zeroelastic.verbs.plan.head import read_head
-from zeroelastic.verbs.plan.plan import PlanReport, _seconds
+from zeroelastic.verbs.plan.plan import make_report, seconds_of
 
 MIB = 1 << 20
 FAST = ("--bandwidth", "2GB")
@@ -385,19 +385,20 @@ def test_where_nothing_can_be_written_or_read_the_rest_is_planned(files: list[Pa
 
 
 def test_seconds_are_left_out_where_a_speed_is_not_known() -> None:
-    unknown = Bandwidth(None, None, "none")
-    assert _seconds(5, 0, unknown) is None and _seconds(0, 0, unknown) == 0
-    assert _seconds(4, 6, Bandwidth(2.0, None, "measured")) is None
-    assert _seconds(4, 0, Bandwidth(2.0, None, "measured")) == 2
-    assert _seconds(4, 6, Bandwidth(2.0, 3.0, "given")) == 4
+    unknown = Bandwidth(read=None, write=None, origin="none")
+    assert seconds_of(5, 0, unknown) is None and seconds_of(0, 0, unknown) == 0
+    assert seconds_of(4, 6, Bandwidth(read=2.0, write=None, origin="measured")) is None
+    assert seconds_of(4, 0, Bandwidth(read=2.0, write=None, origin="measured")) == 2
+    assert seconds_of(4, 6, Bandwidth(read=2.0, write=3.0, origin="given")) == 4
 
 
 def test_without_any_speed_there_are_no_seconds(sample: Path, capsys: pytest.CaptureFixture[str]) -> None:
     head = read_head(open_checkpoint(sample / "global_step4"))
     forecast = make_forecast(head, 3)
     source = Source(sample, "global_step4", sample / "global_step4", None, "deepspeed")
-    speed = Bandwidth(None, None, "none", notes=("the checkpoint is not on this machine; give --bandwidth",))
-    report = PlanReport(source, forecast, speed, "load", ())
+    notes = ("the checkpoint is not on this machine; give --bandwidth",)
+    speed = Bandwidth(read=None, write=None, origin="none", notes=notes)
+    report = make_report(source, forecast, speed, "load", ())
     found = report.to_json()
     load = found["load"]
     assert isinstance(load, dict) and load["seconds"] is None

@@ -34,14 +34,15 @@ from zeroelastic.errors import CheckpointError, DigestMismatchError, Unsupported
 from zeroelastic.runs.locate import find_source
 from zeroelastic.testing.sample import write_sample
 from zeroelastic.torch_file import graph_writer
+from zeroelastic.verbs.new_directory import staging_of
 from zeroelastic.verbs.reshard import rank_writer
 from zeroelastic.verbs.reshard import source as reshard_source
-from zeroelastic.verbs.reshard.reshard import ReshardOptions, ReshardReport, plan_reshard, reshard
-from zeroelastic.verbs.resumable_directory import staging_of
+from zeroelastic.verbs.reshard.report import ReshardReport
+from zeroelastic.verbs.reshard.reshard import ReshardOptions, plan_reshard, run_reshard
 
 
 def run(src: Path, dst: Path, world_size: int, **options: Any) -> ReshardReport:
-    return reshard(plan_reshard(find_source(src), ReshardOptions(world_size=world_size, **options)), dst)
+    return run_reshard(plan_reshard(find_source(src), ReshardOptions(world_size=world_size, **options)), dst)
 
 
 def test_optimizer_and_grad_scaler_are_carried_over(tmp_path):
@@ -82,9 +83,9 @@ def test_the_state_is_the_same_at_every_world_size(
     assert gather(checkpoint) == truth
     state = open_state(checkpoint)
     assert state.head.format == to and checkpoint.world_size == world_size
-    assert checkpoint.record is not None and checkpoint.record.content_root == report.root
+    assert checkpoint.record is not None and checkpoint.record.content_root == report.content_root
     if record:
-        assert report.root == report.source_root
+        assert report.content_root == report.recorded_root
     for path in (root / "b" / "tag").glob("*.pt"):
         with zipfile.ZipFile(path) as file:
             assert file.testzip() is None
@@ -368,7 +369,7 @@ def test_an_interruption_leaves_nothing_and_the_end_of_a_process_leaves_it_resum
     assert sorted(os.listdir(tmp_path)) == [".b.zeroelastic-partial", "a"]
     monkeypatch.setattr(rank_writer, "move_segments", real)
     report = run(tmp_path / "a", tmp_path / "b", 3)
-    assert report.resumed_ranks == 2 and report.root == report.source_root
+    assert report.resumed_ranks == 2 and report.content_root == report.recorded_root
     assert gather(open_checkpoint(tmp_path / "b" / "global_step4")) == gather(
         open_checkpoint(tmp_path / "a" / "global_step4")
     )
@@ -406,7 +407,7 @@ def test_what_a_kill_after_the_renaming_left_is_removed_by_the_next_command(
 
     write_sample(tmp_path / "a", world_size=4)
     with monkeypatch.context() as patch:
-        patch.setattr("zeroelastic.verbs.resumable_directory.sync_directory", lambda path: path == tmp_path and _end())
+        patch.setattr("zeroelastic.verbs.new_directory.sync_directory", lambda path: path == tmp_path and _end())
         with pytest.raises(SystemExit):
             run(tmp_path / "a", tmp_path / "b", 3)
     left = staging_of(tmp_path / "b")

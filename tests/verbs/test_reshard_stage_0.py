@@ -143,7 +143,7 @@ def test_in_fp32_the_weights_are_the_master_weights_and_tied_ones_are_one_tensor
 def test_fused_adam_has_a_flat_buffer_for_each_group(tmp_path: Path) -> None:
     truth = make(tmp_path / "a", fused)
     report = zeroelastic.reshard(tmp_path / "a", tmp_path / "b", world_size=3, stage=0)
-    assert any("FP16_Optimizer" in note for note in report.forecast.notes)
+    assert any("FP16_Optimizer" in note for note in report.notes)
     optimizer = read(tmp_path / "b")["optimizer"]
     assert list(optimizer) == ["optimizer_state_dict", "fp32_groups_flat", "clip_grad"]
     assert [group["params"] for group in optimizer["optimizer_state_dict"]["param_groups"]] == [[0], [1]]
@@ -273,8 +273,8 @@ def test_a_killed_run_goes_on_at_stage_0(tmp_path: Path, monkeypatch: pytest.Mon
         patch.setattr("zeroelastic.verbs.reshard.reshard.publish", end)
         with pytest.raises(SystemExit):
             zeroelastic.reshard(GOLDEN / "rigid2", tmp_path / "b", world_size=3, stage=0)
-    report = zeroelastic.reshard(GOLDEN / "rigid2", tmp_path / "b", world_size=3, stage=0).result
-    assert report is not None and (report.stage, report.resumed_ranks, report.bytes_moved) == (0, 1, 0)
+    report = zeroelastic.reshard(GOLDEN / "rigid2", tmp_path / "b", world_size=3, stage=0)
+    assert report is not None and (report.target_stage, report.resumed_ranks, report.bytes_moved) == (0, 1, 0)
     assert read(tmp_path / "b")["global_steps"] == 2
 
 
@@ -308,7 +308,7 @@ def test_notes_name_what_the_run_must_not_have(tmp_path: Path) -> None:
     scaler.cur_iter, scaler.last_overflow_iter = 40, 17
     make(tmp_path / "a", fp16, loss_scaler=scaler)
     report = zeroelastic.reshard(tmp_path / "a", tmp_path / "b", world_size=3, stage=0)
-    said = " ".join(report.forecast.notes)
+    said = " ".join(report.notes)
     assert "for a run without grad_accum_dtype fp32" in said and "hysteresis" in said
     assert "passes loss * engine.optimizer.loss_scale to engine.backward" in said
     optimizer = read(tmp_path / "b")["optimizer"]
@@ -318,7 +318,7 @@ def test_notes_name_what_the_run_must_not_have(tmp_path: Path) -> None:
     make(tmp_path / "c", frozen=[Param("w2", (2,))])
     edit(tmp_path / "c" / "tag" / model_name(0), lambda data: data["module"].update(w2=torch.empty(0)))
     report = zeroelastic.reshard(tmp_path / "c", tmp_path / "d", world_size=3, stage=0)
-    assert any("given the trained parameters alone" in note for note in report.forecast.notes)
+    assert any("given the trained parameters alone" in note for note in report.notes)
 
 
 def reshard_together(source: str, target: str) -> dict[str, object]:

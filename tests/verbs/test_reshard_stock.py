@@ -18,7 +18,8 @@ from training import LOSS_RTOL, Job, Outcome, resume, train_and_save
 
 from zeroelastic.runs.locate import find_source
 from zeroelastic.testing import RankPool, compare_states
-from zeroelastic.verbs.reshard.reshard import ReshardOptions, ReshardReport, plan_reshard, reshard
+from zeroelastic.verbs.reshard.report import ReshardReport
+from zeroelastic.verbs.reshard.reshard import ReshardOptions, plan_reshard, run_reshard
 
 Saver = Callable[[Job, int], tuple[Path, Outcome]]
 
@@ -38,7 +39,9 @@ def saved(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Save
 
 
 def run(src: Path, dst: Path, world_size: int, **options: Any) -> ReshardReport:
-    return reshard(plan_reshard(find_source(src), ReshardOptions(world_size=world_size, verify=True, **options)), dst)
+    return run_reshard(
+        plan_reshard(find_source(src), ReshardOptions(world_size=world_size, verify=True, **options)), dst
+    )
 
 
 STOCK = Job(elastic=False, installed=False)
@@ -74,7 +77,7 @@ def test_stock_deepspeed_resumes_it(
 ) -> None:
     source, before = saved(job, world_size)
     report = run(source, tmp_path / "to", to_world_size, format=format)
-    assert report.source_root in (None, report.root)
+    assert report.recorded_root in (None, report.content_root)
     other = replace(job, installed=False, elastic=False, perturb=0.5, lr=job.lr * 7)
     for outcome in rank_pool.run(resume, to_world_size, other, str(tmp_path / "to")):
         assert compare_states(before.state, outcome.state) == []
@@ -113,7 +116,7 @@ def test_zeroelastic_itself_resumes_it_with_the_same_root(rank_pool: RankPool, s
     report = run(source, tmp_path / "to", 3)
     outcome = rank_pool.run(resume, 5, Job().other(), str(tmp_path / "to"))[0]
     assert compare_states(before.state, outcome.state) == []
-    assert outcome.report.root_matches and outcome.report.saved_root == report.root
+    assert outcome.report.content_root_matches and outcome.report.saved_root == report.content_root
 
 
 def test_weights_that_zero_to_fp32_merges_are_the_same(saved: Saver, tmp_path: Path) -> None:

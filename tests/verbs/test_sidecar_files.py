@@ -15,12 +15,13 @@ from zeroelastic.checkpoint.rng_files import derived_seed, reseed
 from zeroelastic.runs.locate import find_source
 from zeroelastic.testing.sample import write_sample
 from zeroelastic.torch_file.pickle_graph import read_graph
-from zeroelastic.verbs.reshard.reshard import ReshardOptions, ReshardReport, plan_reshard, reshard
+from zeroelastic.verbs.reshard.report import ReshardReport
+from zeroelastic.verbs.reshard.reshard import ReshardOptions, plan_reshard, run_reshard
 from zeroelastic.verbs.reshard.sidecar_files import plan_sidecar_files, write_sidecar_files
 
 
 def run(src: Path, dst: Path, world_size: int) -> ReshardReport:
-    return reshard(plan_reshard(find_source(src), ReshardOptions(world_size=world_size)), dst)
+    return run_reshard(plan_reshard(find_source(src), ReshardOptions(world_size=world_size)), dst)
 
 
 def hf_states(rank: int, *, single: bool) -> dict[str, Any]:
@@ -71,13 +72,13 @@ def test_a_trainer_checkpoint_keeps_its_generators_and_gets_new_ones(
     for rank, name in enumerate(names):
         state = torch.load(tmp_path / "to" / name, weights_only=False)
         kept = rank < saved
-        check_generators(state, rank, None if kept else derived_seed(report.root, rank))
+        check_generators(state, rank, None if kept else derived_seed(report.content_root, rank))
         assert isinstance(state["cuda"], torch.Tensor if world_size == 1 else list)
         gpu = state["cuda"] if world_size == 1 else state["cuda"][0]
         if kept:
             assert gpu.tolist() == [rank] * 16
         else:
-            assert gpu.view(torch.int64).tolist() == [derived_seed(report.root, rank), 0]
+            assert gpu.view(torch.int64).tolist() == [derived_seed(report.content_root, rank), 0]
     assert (tmp_path / "to" / "trainer_state.json").read_text() == '{"global_step": 4}'
     assert torch.load(tmp_path / "to" / "scheduler.pt") == {"last_epoch": 4}
     notes = " ".join(report.notes)
@@ -139,7 +140,7 @@ def test_an_accelerate_checkpoint_keeps_its_step_on_every_rank(tmp_path: Path) -
             "numpy": state["numpy_random_seed"],
             "cpu": state["torch_manual_seed"],
         }
-        check_generators(named, rank, None if rank < 2 else derived_seed(report.root, rank))
+        check_generators(named, rank, None if rank < 2 else derived_seed(report.content_root, rank))
     notes = " ".join(report.notes)
     assert "scheduler.bin: carried as it is" in notes and "its counter runs 2 to a step there and 3" in notes
     assert "random_states_2.pkl: torch_xpu_manual_seed is rank 0's" in notes

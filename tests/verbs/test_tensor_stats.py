@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroelastic.verbs.tensor_stats import TensorStats, tensor_stats
+from zeroelastic.verbs.show import TensorStats, tensor_stats
 
 DTYPES = ("float64", "float32", "float16", "bfloat16", "float8_e5m2", "float8_e4m3fn", "int64", "int8", "uint8", "bool")
 

@@ -29,7 +29,7 @@ from zeroelastic.errors import CheckpointError, DigestMismatchError, Unsupported
 from zeroelastic.testing import run_ranks
 from zeroelastic.testing.sample import BUFFER, EMBEDDING, TIED, write_sample
 from zeroelastic.verbs.convert.to_safetensors import DTYPES, HF_FILES, plan_export, run_export
-from zeroelastic.verbs.resumable_directory import new_directory
+from zeroelastic.verbs.new_directory import new_directory
 
 
 def merged(tag_dir: Path) -> dict[str, torch.Tensor]:

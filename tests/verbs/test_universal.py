@@ -42,7 +42,7 @@ from zeroelastic.testing import RankPool, compare_states
 from zeroelastic.testing.sample import write_sample
 from zeroelastic.verbs.convert.from_universal import find_universal, open_universal, plan_from_universal
 from zeroelastic.verbs.convert.to_universal import check_file_name, plan_universal, write_universal
-from zeroelastic.verbs.reshard.reshard import ReshardOptions, plan_reshard, reshard
+from zeroelastic.verbs.reshard.reshard import ReshardOptions, plan_reshard, run_reshard
 
 
 @pytest.mark.parametrize("name", ["layers/0.weight", "..", "n" * 256])
@@ -245,7 +245,7 @@ def test_it_converts_many_small_parameters_in_several_goes(tmp_path: Path, monke
 
 def back(tag_dir: Path, target: Path, world_size: int, **options: Any) -> Any:
     plan = plan_from_universal(find_universal(tag_dir), ReshardOptions(world_size=world_size, **options))
-    return reshard(plan, target)
+    return run_reshard(plan, target)
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -266,7 +266,7 @@ def test_there_and_back_is_the_same_content(tmp_path_factory, saved, world_size,
     convert(root / "t", root / "universal")
     report = back(root / "universal", root / "back", world_size, format=format)
     record = read_record(root / "t")
-    assert record is not None and report.root == record.content_root
+    assert record is not None and report.content_root == record.content_root
     made = open_checkpoint(root / "back" / "t")
     assert made.world_size == world_size and gather(made) == truth
     ours, theirs = open_state(made), open_state(open_checkpoint(root / "t"))
@@ -297,13 +297,13 @@ def test_universal_checkpoints_become_what_reshard_makes_and_resume(
     assert record is not None
     for world_size, format in ((3, "elastic"), (2, "rigid")):
         report = back(tmp_path / "u", tmp_path / format, world_size, format=format)
-        assert report.root == record.content_root
+        assert report.content_root == record.content_root
         job = Job(perturb=0.5, lr=0.7, installed=False, elastic=False)
         outcome = rank_pool.run(resume, world_size, job, str(tmp_path / format))[0]
         assert compare_states(saved.state, outcome.state) == []
         again = tmp_path / f"again-{format}"
         options = ReshardOptions(world_size=world_size, format=format)
-        reshard(plan_reshard(find_source(directory / "global_step3"), options), again)
+        run_reshard(plan_reshard(find_source(directory / "global_step3"), options), again)
         assert gather(open_checkpoint(again / "global_step3")) == gather(
             open_checkpoint(tmp_path / format / "global_step3")
         )

@@ -34,9 +34,11 @@ from zeroelastic.runs.candidates import check_quickly
 from zeroelastic.testing.sample import write_sample
 from zeroelastic.torch_file import zip_reader
 from zeroelastic.torch_file.zip_reader import ZipRecord, read_zip_records
-from zeroelastic.verbs.verify.header_check import Problem, check_headers
+from zeroelastic.verbs.verify.findings import full_report
+from zeroelastic.verbs.verify.header_check import check_headers
 from zeroelastic.verbs.verify.payload_scan import combine, file_rows, scan_ranks
-from zeroelastic.verbs.verify.verify import VerifyReport, full_report, verify_checkpoint
+from zeroelastic.verbs.verify.report import Problem, VerifyReport
+from zeroelastic.verbs.verify.verify import verify_checkpoint
 
 GOLDEN = sorted(places.GOLDEN.glob("*/global_step*"))
 KINDS = ("elastic", "elastic without record", "rigid", "rigid without record")
@@ -114,7 +116,7 @@ def only(report: VerifyReport) -> Problem:
 def test_what_deepspeed_saved_is_valid(path: Path) -> None:
     report = verify_checkpoint(path)
     assert report.valid and verify_checkpoint(path, quick=True).valid
-    assert report.num_bytes == sum(file.stat().st_size for file in path.glob("*.pt"))
+    assert report.bytes_read == sum(file.stat().st_size for file in path.glob("*.pt"))
     num_models = len(list(path.glob("*model_states.pt")))
     assert report.num_files == report.world_size + num_models
     expected = json.loads((path.parent / "expected.json").read_text())
@@ -162,7 +164,7 @@ def test_progress_adds_up_to_every_byte_of_every_file(samples: Path) -> None:
     path = samples / "elastic" / "global_step4"
     done: list[int] = []
     report = verify_checkpoint(path, progress=done.append)
-    assert sum(done) == report.num_bytes == check_headers(path).nbytes and min(done) >= 0
+    assert sum(done) == report.bytes_read == check_headers(path).nbytes and min(done) >= 0
 
 
 def test_ranks_may_be_scanned_apart_and_in_any_order(samples: Path) -> None:
@@ -231,11 +233,11 @@ def test_a_flipped_bit_of_a_tensor_is_found_where_it_is(tag_dir: Path, kind: str
     flip(path, offset, rng.randrange(8))
     problem = only(verify_checkpoint(tag_dir))
     assert problem.file == path.name and problem.key == tensor.key
-    assert problem.offset is not None and problem.nbytes is not None
-    assert problem.offset <= offset < problem.offset + problem.nbytes
+    assert problem.offset is not None and problem.bytes is not None
+    assert problem.offset <= offset < problem.offset + problem.bytes
     assert path.name in problem.sentence
     if kind != "rigid without record":  # where nothing but the checksum of a whole flat buffer tells
-        assert (problem.param, problem.offset, problem.nbytes) == (
+        assert (problem.param, problem.offset, problem.bytes) == (
             tensor.param.name, int(rows.offset[row]), int(rows.nbytes[row]),
         )  # fmt: skip
     else:
@@ -278,7 +280,7 @@ def test_a_flipped_bit_of_what_is_no_tensor_is_found(
     flip(path, record.offset + record.nbytes // 2, 1)
     report = verify_checkpoint(tag_dir)
     assert files_of(report) == {path.name}
-    assert any((p.offset, p.nbytes) == (record.offset, record.nbytes) for p in report.problems)
+    assert any((p.offset, p.bytes) == (record.offset, record.nbytes) for p in report.problems)
     assert [p.sentence for p in report.problems if "CRC-32" in p.sentence and name in p.sentence]
 
 
@@ -416,7 +418,7 @@ def test_a_zeroed_block_is_found(tag_dir: Path, seed: int) -> None:
         file.write(bytes(4096))
     report = verify_checkpoint(tag_dir)
     assert files_of(report) == {path.name}
-    places = [(p.offset, p.offset + (p.nbytes or 0)) for p in report.problems if p.offset is not None]
+    places = [(p.offset, p.offset + (p.bytes or 0)) for p in report.problems if p.offset is not None]
     assert not places or any(begin < at + 4096 and end > at for begin, end in places)
     assert places or "damaged" in only(report).sentence
 
@@ -642,7 +644,7 @@ def test_the_verb_shows_a_valid_checkpoint_and_documents_its_keys(samples: Path)
     document = json.loads(done.stdout)
     assert done.returncode == 0 and document["ok"] and document["path"].endswith("global_step2")
     keys = {key for key in document if key not in ("problems", "files")}
-    keys |= {f"problems[].{name}".replace("nbytes", "bytes") for name in Problem._fields}
+    keys |= {f"problems[].{name}" for name in Problem.model_fields}
     keys |= {f"files[].{key}" for file in document["files"] for key in file}
     assert keys == documented_keys("verify")
     sizes = {path.name: path.stat().st_size for path in (samples / "elastic/global_step2").glob("*_states.pt")}

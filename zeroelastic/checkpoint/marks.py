@@ -18,7 +18,9 @@ import time
 from collections.abc import Container
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from typing import Literal
+from typing import ClassVar, Literal
+
+from pydantic import ConfigDict
 
 from zeroelastic._version import __version__
 from zeroelastic.checkpoint.commit_record import RECORD_NAME
@@ -45,6 +47,10 @@ class Quarantine:
     ``marked_at`` is a UTC time in ISO 8601. A mark that cannot be read is one all the same, with what is wrong with it
     as its reason.
     """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(
+        extra="forbid", strict=True, json_schema_serialization_defaults_required=True
+    )  # within a report
 
     why: str
     files: tuple[str, ...] = ()

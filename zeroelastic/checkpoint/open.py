@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple, overload
 
+from zeroelastic.checkpoint.check import MIXED, other_save
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, CommitRecord, read_record
 from zeroelastic.checkpoint.file_table import FileNames, FileSizes
 from zeroelastic.checkpoint.marks import refuse_unfinished
@@ -114,15 +115,12 @@ class Checkpoint:
                 path, rank, world_size=self.world_size, rigid_params=rigid, tp_rank=self.tp.rank, through=through
             )
             if self.whole_model == (shard.stage == 3):
+                other = self.model_files[0].name
                 raise CheckpointError(
-                    f"{path}: was saved with ZeRO stage {shard.stage}, {self.model_files[0].name} with another one. "
-                    "Files of two saves are mixed in this directory."
+                    f"{path}: was saved with ZeRO stage {shard.stage}, {other} with another one. {MIXED}"
                 )
-            if self.record is not None and shard.save_id not in (None, self.record.save_id):
-                raise CheckpointError(
-                    f"{path}: belongs to save {str(shard.save_id)[:8]}, the commit record to "
-                    f"{self.record.save_id[:8]}. Files of two saves are mixed in this directory."
-                )
+            if (mixed := other_save(shard, self.record)) is not None:
+                raise CheckpointError(mixed)
             self._check_directory(path, shard.directory)
             self._shards[rank] = shard
         return self._shards[rank]

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from zeroelastic.checkpoint.check import MIXED, other_trained_params
 from zeroelastic.checkpoint.extents import Destination, ExtentTable, TensorExtents, extent_table
 from zeroelastic.checkpoint.model_states import ModelStates, frozen_layouts, other_step
 from zeroelastic.checkpoint.open import Checkpoint
@@ -176,10 +177,7 @@ def frozen_part(models: Mapping[int, ModelStates]) -> SavedPart | None:
     for model in models.values():
         assert model.frozen_extents is not None
         if model.frozen_extents.dtype != dtypes:
-            raise CheckpointError(
-                f"{model.path} and {first.path} differ in the dtypes of frozen parameters. Files of two saves are "
-                "mixed in this directory."
-            )
+            raise CheckpointError(f"{model.path} and {first.path} differ in the dtypes of frozen parameters. {MIXED}")
         extents[model.rank] = {FROZEN: model.frozen_extents}
     return SavedPart(
         layout=layout,
@@ -206,9 +204,7 @@ def check_same_save(shards: Mapping[int, Shard], head: Shard, *, recorded: bool,
     by_rank = None if recorded or different.keys() - VALUE_FACTS else values_by_rank(shards.values(), head)
     if by_rank is None:
         what, shard = next(iter(different.items()))
-        raise CheckpointError(
-            f"{shard.path} and {head.path} differ in {what}. Files of two saves are mixed in this directory."
-        )
+        raise CheckpointError(f"{shard.path} and {head.path} differ in {what}. {MIXED}")
     if resizable:
         raise UnsupportedError(f"{head.path.parent}: {by_rank}")
 
@@ -290,13 +286,8 @@ def check_same_models(models: Sequence[ModelStates], head: Shard, checkpoint: Ch
     first = models[0]
     if (mixed := other_step(first, checkpoint.record)) is not None:
         raise CheckpointError(mixed)
-    # Tuples, which are hashed faster than parameters.
-    trained = {(param.name, param.shape) for sub_group in first.sub_groups for param in sub_group if param.numel > 0}
-    if trained != {(param.name, param.shape) for param in head.layout.params if param.numel > 0}:
-        raise CheckpointError(
-            f"{first.path} and {head.path} differ in the trained parameters. Files of two saves are mixed in this "
-            "directory."
-        )
+    if (mixed := other_trained_params(first, head)) is not None:
+        raise CheckpointError(mixed)
     for model in models[1:]:
         for what, ours, theirs in (
             ("the step", first.global_steps, model.global_steps),
@@ -304,9 +295,7 @@ def check_same_models(models: Sequence[ModelStates], head: Shard, checkpoint: Ch
             ("frozen parameters", _frozen_params(first), _frozen_params(model)),
         ):
             if ours != theirs:
-                raise CheckpointError(
-                    f"{model.path} and {first.path} differ in {what}. Files of two saves are mixed in this directory."
-                )
+                raise CheckpointError(f"{model.path} and {first.path} differ in {what}. {MIXED}")
 
 
 def _frozen_params(model: ModelStates) -> tuple[Param, ...] | None:

@@ -10,7 +10,7 @@ import typer
 from zeroelastic.byte_sizes import format_size
 from zeroelastic.cli.output.options import JsonOption, QuietOption, TagOption
 from zeroelastic.cli.output.progress import progress_of
-from zeroelastic.cli.output.show import print_document, print_line
+from zeroelastic.cli.output.show import print_line, print_report
 from zeroelastic.errors import counted
 
 if TYPE_CHECKING:
@@ -101,15 +101,15 @@ def convert(
         progress=progress_of(quiet=quiet),
     )
     if as_json:
-        print_document(report.to_json())
+        print_report(report)
     else:
         _show(report)
 
 
 def _show(report: ConvertReport) -> None:
-    ranks = "" if report.world_size is None else f" for {counted(report.world_size, 'rank')}"
+    ranks = "" if report.target_world_size is None else f" for {counted(report.target_world_size, 'rank')}"
     verb = "would write" if report.dry_run else "wrote"
-    print_line(f"{report.source} ({counted(report.saved_world_size, 'rank')})")
+    print_line(f"{report.path} ({counted(report.world_size, 'rank')})")
     print_line(f"{verb} {report.target}{ranks}: {counted(report.tensors, 'tensor')}, {format_size(report.bytes_read)}")
     for note in report.notes:
         print_line(f"note: {note}")
@@ -121,4 +121,4 @@ def _show(report: ConvertReport) -> None:
         proof = f"{report.digests_compared} digests agree with the commit record"
     else:
         proof = "no commit record to compare with"
-    print_line(f"{proof}; {report.seconds} s")
+    print_line(f"{proof}; {round(report.seconds, 3)} s")

@@ -11,12 +11,12 @@ from zeroelastic.byte_sizes import format_size
 from zeroelastic.cli.output.options import ForceOption, HtmlOption, JsonOption, QuietOption
 from zeroelastic.cli.output.outcome import FAILED
 from zeroelastic.cli.output.progress import progress_of
-from zeroelastic.cli.output.show import print_document, print_styled, print_written, whole_table_console
+from zeroelastic.cli.output.show import print_report, print_styled, print_written, whole_table_console
 from zeroelastic.errors import counted
 
 if TYPE_CHECKING:
-    from zeroelastic.verbs.diff.compare import DiffReport
-    from zeroelastic.verbs.diff.tensors import TensorDifference
+    from zeroelastic.verbs.diff.diff import DiffReport
+    from zeroelastic.verbs.diff.tensors import ComparedTensor
 
 _MOST_SHOWN = 15
 
@@ -52,7 +52,7 @@ def diff(
     report = run(a, b, params=params, max_memory=max_memory, progress=progress_of(quiet=quiet))
     write_report(html, "diff", report.to_json, force=force)
     if as_json:
-        print_document(report.to_json())
+        print_report(report)
     else:
         _show(report, show_all)
         print_written(html)
@@ -83,36 +83,37 @@ def _show(found: DiffReport, show_all: bool) -> None:
             print_styled(f"  and {len(rows) - len(shown)} more; --all shows them")
 
     print_styled(("Weights: ", "bold"), _about_weights(found))
-    print_styled(("A  ", "bold"), found.left)
-    print_styled(("B  ", "bold"), found.right)
+    print_styled(("A  ", "bold"), found.a)
+    print_styled(("B  ", "bold"), found.b)
     differing = sorted(found.differing, key=_badness)
-    shown = [*differing, *(t for t in found.tensors if t.equal)] if show_all else differing
+    shown = [*differing, *found.equal_tensors] if show_all else differing
     if shown:
         table(
             "Tensors" if show_all else "Tensors, the worst first",
             "parameter", "key", "different", "of", "max abs", "max ulp", "relative norm", "",
             rows=[_tensor_row(tensor) for tensor in shown],
         )  # fmt: skip
-    for side, only in (("A", found.only_left), ("B", found.only_right)):
+    for side, only in (("A", found.only_a), ("B", found.only_b)):
         if only:
-            table(f"Only in {side}", "parameter", "key", rows=list(only))
+            table(f"Only in {side}", "parameter", "key", rows=[(one.param, one.key) for one in only])
     for title, values in (("State", found.state), ("How they were saved, which does not count", found.saving)):
         if values:
-            table(title, "what", "A", "B", rows=[(v.what, v.left or "-", v.right or "-") for v in values])
-    if found.left_root is not None and found.left_root == found.right_root:
-        print_styled("content root ", found.left_root[:12], " in the commit records of both")
-        if any(not tensor.equal for tensor in found.tensors):
+            table(title, "what", "A", "B", rows=[(v.what, v.a or "-", v.b or "-") for v in values])
+    roots = found.content_root
+    if roots.a is not None and roots.a == roots.b:
+        print_styled("content root ", roots.a[:12], " in the commit records of both")
+        if found.tensors:
             print_styled(
                 ("note", "yellow"),
                 ": the same was saved, so one of them was damaged later; zeroelastic verify says which",
             )
-    elif found.left_root is not None and found.right_root is not None:
-        print_styled(f"content roots {found.left_root[:12]} and {found.right_root[:12]} in the commit records")
-    count = f"{len(found.tensors) - len(differing)} of {len(found.tensors)} common tensors are equal bit for bit"
+    elif roots.a is not None and roots.b is not None:
+        print_styled(f"content roots {roots.a[:12]} and {roots.b[:12]} in the commit records")
+    count = f"{found.num_equal} of {found.num_tensors} common tensors are equal bit for bit"
     print_styled(
         ("Equal: ", "green") if found.equal else ("Different: ", "bold red"),
         count,
-        f" ({format_size(found.num_bytes)})",
+        f" ({format_size(found.bytes_read)})",
     )
 
 
@@ -130,14 +131,14 @@ def _about_weights(found: DiffReport) -> str:
     line += f", {total.num_different:,} of {counted(total.num, 'element')}, by {total.max_abs:.3g} at most"
     relative = math.sqrt(total.square / total.left_square) if total.left_square else None
     line += "" if relative is None else f"; the norm of the difference is {relative:.2g} of that of A"
-    only = len({param for param, key in (*found.only_left, *found.only_right) if key in ("fp32", "frozen")})
+    only = len({one.param for one in (*found.only_a, *found.only_b) if one.key in ("fp32", "frozen")})
     return line + (f"; {counted(only, 'parameter')} on one side only" if only else "")
 
 
 _NUMBERS = {"different", "of", "max abs", "max ulp", "relative norm"}
 
 
-def _badness(tensor: TensorDifference) -> tuple[float, float, str, str]:
+def _badness(tensor: ComparedTensor) -> tuple[float, float, str, str]:
     """What sorts the worst difference first: other shapes and dtypes, then by relative norm."""
     relative = tensor.relative_norm
     stats = tensor.stats
@@ -146,12 +147,12 @@ def _badness(tensor: TensorDifference) -> tuple[float, float, str, str]:
     return (-rank, -different, tensor.param, tensor.key)
 
 
-def _tensor_row(tensor: TensorDifference) -> tuple[str, ...]:
+def _tensor_row(tensor: ComparedTensor) -> tuple[str, ...]:
     notes = []
-    if tensor.left_shape != tensor.right_shape:
-        notes.append(f"shape {list(tensor.left_shape)} and {list(tensor.right_shape)}")
-    if tensor.left_dtype != tensor.right_dtype:
-        notes.append(f"{tensor.left_dtype} and {tensor.right_dtype}")
+    if tensor.shape.a != tensor.shape.b:
+        notes.append(f"shape {tensor.shape.a} and {tensor.shape.b}")
+    if tensor.dtype.a != tensor.dtype.b:
+        notes.append(f"{tensor.dtype.a} and {tensor.dtype.b}")
     stats = tensor.stats
     if stats is None:
         return tensor.param, tensor.key, "", "", "", "", "", "; ".join(notes)

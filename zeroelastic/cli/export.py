@@ -11,7 +11,7 @@ from zeroelastic.byte_sizes import format_size
 from zeroelastic.cli.output.distributed import DistributedOption, processes_of
 from zeroelastic.cli.output.options import JsonOption, QuietOption, TagOption
 from zeroelastic.cli.output.progress import progress_of
-from zeroelastic.cli.output.show import print_document, print_line
+from zeroelastic.cli.output.show import print_line, print_report
 from zeroelastic.errors import counted
 
 if TYPE_CHECKING:
@@ -75,13 +75,13 @@ def export(
     if processes.rank != 0:
         return  # rank 0 reports for all
     if as_json:
-        print_document(report.to_json())
+        print_report(report)
     else:
         _show(report)
 
 
 def _show(report: ExportReport) -> None:
-    print_line(f"{report.source} ({counted(report.world_size, 'rank')})")
+    print_line(f"{report.path} ({counted(report.world_size, 'rank')})")
     print_line(f"{'would write' if report.dry_run else 'wrote'} {report.target}, {format_size(report.bytes)}")
     for file in report.files[:_SHOWN_FILES]:
         tensors = f"  {counted(file.tensors, 'tensor')}" if file.tensors else ""
@@ -95,4 +95,4 @@ def _show(report: ExportReport) -> None:
     if not report.dry_run:
         compared = report.digests_compared
         proof = f"{compared} digests agree with the commit record" if compared else "no commit record to compare with"
-        print_line(f"{proof}; {report.seconds} s")
+        print_line(f"{proof}; {round(report.seconds, 3)} s")

@@ -13,7 +13,7 @@ from zeroelastic.cli.output.outcome import FAILED, INVALID
 from zeroelastic.cli.output.show import (
     NO_BREAK,
     print_columns,
-    print_document,
+    print_report,
     print_styled,
     print_wrapped,
     print_written,
@@ -21,8 +21,7 @@ from zeroelastic.cli.output.show import (
 from zeroelastic.errors import counted
 
 if TYPE_CHECKING:
-    from zeroelastic.core.digest import ScalarValue
-    from zeroelastic.verbs.inspect.model import Inspection, ParamInfo
+    from zeroelastic.verbs.inspect.report import InspectedParam, InspectReport, Scalar
 
 _LISTED = 24
 
@@ -54,15 +53,15 @@ def inspect(
         zeroelastic inspect ckpt --json
     """
     from zeroelastic.cli.pages.render import check_report, write_report
-    from zeroelastic.verbs.inspect.report import inspect as run
+    from zeroelastic.verbs.inspect.inspect import inspect as run
 
     check_report(html, force=force)
     report = run(src, tag=tag, params=params, all_ranks=all_ranks)
     write_report(html, "inspect", report.to_json, force=force)
     if as_json:
-        print_document(report.to_json())
+        print_report(report)
     else:
-        _show(report.inspection, report.params, pattern=params)
+        _show(report, pattern=params)
         if report.remedy is not None:
             print_wrapped(report.remedy, first="", rest="")
         print_written(html)
@@ -72,7 +71,7 @@ def inspect(
         raise typer.Exit(FAILED)
 
 
-def _show(found: Inspection, params: tuple[ParamInfo, ...], *, pattern: str | None) -> None:
+def _show(found: InspectReport, *, pattern: str | None) -> None:
     """The inspection for people, on stdout."""
     from zeroelastic.core.global_batch import listed_world_sizes
 
@@ -85,7 +84,8 @@ def _show(found: Inspection, params: tuple[ParamInfo, ...], *, pattern: str | No
         print_styled((f"\n{text}", "bold"))
 
     print_styled((found.path, "bold"))
-    if not found.num_files:  # nothing was opened: the problems say why
+    totals, files = found.totals, found.files
+    if not totals.files:  # nothing was opened: the problems say why
         _show_findings(found)
         return
     ranks = None if found.world_size is None else counted(found.world_size, "rank")
@@ -97,54 +97,55 @@ def _show(found: Inspection, params: tuple[ParamInfo, ...], *, pattern: str | No
     samples = None if found.samples is None else f"{found.samples:,} samples"
     line("step", found.step, skipped, samples)
     line("save id", found.save_id)
-    line("written by", *(f"{name} {version}" for name, version in found.versions.items() if version))
+    line("written by", *(f"{name} {version}" for name, version in found.versions if version))
     line("precision", found.model_dtype and f"{found.model_dtype} model", _master(found))
     batch = found.train_batch_size
     line("batch size", batch, f"for world sizes {listed_world_sizes(batch)}" if batch else None)
     if found.sub_group_size is not None:
         sub_groups = None if found.num_sub_groups is None else f"{counted(found.num_sub_groups, 'sub-group')} a rank"
         line("sub-group size", f"{found.sub_group_size:,}", sub_groups)
-    if found.record == "present":
-        line("commit record", f"content root {str(found.content_root)[:12]}")
+    if found.record.state == "present":
+        line("commit record", f"content root {str(found.record.content_root)[:12]}")
     else:
-        line("commit record", {"absent": "none: what it holds cannot be verified"}.get(found.record, found.record))
+        absent = "none: what it holds cannot be verified"
+        line("commit record", absent if found.record.state == "absent" else found.record.state)
     line("client state", *(found.client_state or ()))
     line(
         "scheduler", {True: "saved", False: "none"}.get(bool(found.scheduler)) if found.scheduler is not None else None
     )
 
     heading("Contents")
-    trained, frozen, tied = found.count("trained"), found.count("frozen"), found.count("tied")
-    line("trained", _amount(*trained) if trained[0] else None)
-    line("frozen", _amount(*frozen) if frozen[0] else None)
-    line("tied", f"{tied[0]} more {'name' if tied[0] == 1 else 'names'}" if tied[0] else None)
+    trained, frozen, tied = totals.trained_params, totals.frozen_params, totals.tied_params
+    line("trained", _amount(trained, totals.trained_numel) if trained else None)
+    line("frozen", _amount(frozen, totals.frozen_numel) if frozen else None)
+    line("tied", f"{tied} more {'name' if tied == 1 else 'names'}" if tied else None)
     for key, state in found.state.items():
-        line(key, " and ".join(state.dtypes), format_size(state.nbytes), _not_all(state.num_params, key, trained[0]))
+        line(key, " and ".join(state.dtypes), format_size(state.bytes), _not_all(state.num_params, key, trained))
     for key, values in found.scalars.items():
         line(key, " and ".join(_scalar(value) for value in values))
-    line("state", None if found.state_bytes is None else format_size(found.state_bytes))
-    line("on disk", f"{format_size(found.disk_bytes)} in {counted(found.num_files, 'file')}")
-    if found.scaler is not None:
-        scale = found.scaler.attributes.get("cur_scale")
-        line("loss scaler", found.scaler.class_name, None if scale is None else f"scale {scale}")
+    line("state", None if totals.state_bytes is None else format_size(totals.state_bytes))
+    line("on disk", f"{format_size(totals.disk_bytes)} in {counted(totals.files, 'file')}")
+    if found.loss_scaler is not None:
+        scale = found.loss_scaler.attributes.get("cur_scale")
+        line("loss scaler", found.loss_scaler.class_name, None if scale is None else f"scale {scale}")
     for number, group in enumerate(found.groups):
         used = {key: value for key, value in group.options.items() if value is not None and value is not False}
         options = ", ".join(f"{key} {value}".replace(" ", NO_BREAK) for key, value in used.items())
         line(f"group {number}", f"{_amount(group.num_params, group.numel)}: {options}")
 
-    _show_params(found, params, pattern)
+    _show_params(found, pattern)
     if found.buffers and pattern is None:
         heading("Buffers")
         _print_first([(buffer.name, str(list(buffer.shape)), buffer.dtype) for buffer in found.buffers])
-    labels = {"missing": found.missing, "of no rank": found.stale + found.odd + found.leftovers}
+    labels = {"missing": files.missing, "of no rank": files.stale + files.odd + files.leftovers}
     for label, names in labels.items():
         if names:
             heading(f"Files {label}")
-            _print_first([(name,) for name in names], found.num_missing if label == "missing" else 0)
+            _print_first([(name,) for name in names], files.num_missing if label == "missing" else 0)
     _show_findings(found)
 
 
-def _show_findings(found: Inspection) -> None:
+def _show_findings(found: InspectReport) -> None:
     for title, style, texts in (
         ("Notes", "yellow", found.notes),
         ("Not supported", "bold red", found.unsupported),
@@ -161,7 +162,7 @@ def _made_by(framework: str) -> str:
     return f"by {names.get(framework, 'DeepSpeed')}"
 
 
-def _master(found: Inspection) -> str | None:
+def _master(found: InspectReport) -> str | None:
     return None if found.master_dtype is None else f"{found.master_dtype} master weights"
 
 
@@ -173,14 +174,15 @@ def _not_all(num_params: int, key: str, num_trained: int) -> str | None:
     return None if key == "frozen" or num_params == num_trained else f"of {counted(num_params, 'parameter')}"
 
 
-def _scalar(value: ScalarValue) -> str:
+def _scalar(value: Scalar) -> str:
     return f"{value.value} ({value.kind})"
 
 
-def _show_params(found: Inspection, params: tuple[ParamInfo, ...], pattern: str | None) -> None:
-    if not found.params:
+def _show_params(found: InspectReport, pattern: str | None) -> None:
+    params, total = found.params, found.totals.params + found.totals.tied_params
+    if not total:
         return
-    title = "Parameters" if pattern is None else f"Parameters like {pattern}: {len(params):,} of {len(found.params):,}"
+    title = "Parameters" if pattern is None else f"Parameters like {pattern}: {len(params):,} of {total:,}"
     print_styled((f"\n{title}", "bold"))
     shown = params if pattern is not None else params[:_LISTED]
     if not shown:
@@ -192,7 +194,7 @@ def _show_params(found: Inspection, params: tuple[ParamInfo, ...], pattern: str 
             param.name,
             str(list(param.shape)),
             f"{param.numel:,}" if param.kind != "tied" else "",
-            "" if param.nbytes is None or param.kind == "tied" else format_size(param.nbytes),
+            "" if param.bytes is None or param.kind == "tied" else format_size(param.bytes),
             _role(param),
         )
         for param in shown
@@ -202,7 +204,7 @@ def _show_params(found: Inspection, params: tuple[ParamInfo, ...], pattern: str 
         print_styled(f"  ... and {len(params) - len(shown):,} more; --params '*' lists them all")
 
 
-def _role(param: ParamInfo) -> str:
+def _role(param: InspectedParam) -> str:
     if param.kind == "tied":
         return f"is {param.tied_to}"
     return param.kind if param.group is None else f"group {param.group}"

@@ -9,7 +9,7 @@ import typer
 from zeroelastic.cli.output.options import JsonOption, QuietOption, complete_tag
 from zeroelastic.cli.output.outcome import FAILED, INVALID
 from zeroelastic.cli.output.progress import progress_of
-from zeroelastic.cli.output.show import log_line, print_document
+from zeroelastic.cli.output.show import log_line, print_report
 
 if TYPE_CHECKING:
     from zeroelastic.runs.latest import Latest
@@ -59,7 +59,7 @@ def latest(
     report = run(directory, quick=quick, fix=fix, set_to=set_to, dry_run=dry_run, progress=progress_of(quiet=quiet))
     found = report.found
     if as_json:
-        print_document(report.to_json())
+        print_report(report)
     else:
         _show(found, path)
         _show_latest(found, dry_run)

@@ -9,7 +9,7 @@ import typer
 
 from zeroelastic.byte_sizes import format_size
 from zeroelastic.cli.output.options import JsonOption
-from zeroelastic.cli.output.show import print_columns, print_document
+from zeroelastic.cli.output.show import print_columns, print_report
 
 if TYPE_CHECKING:
     from zeroelastic.verbs.ls import TagInfo
@@ -35,7 +35,7 @@ def ls(
 
     report = run(directory)
     if as_json:
-        print_document(report.to_json())
+        print_report(report)
         return
     rows = [("tag", "step", "ranks", "stage", "size", "saved", "status"), *map(_row, report.tags)]
     if any(tag.run not in (None, 1) for tag in report.tags):

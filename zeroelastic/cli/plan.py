@@ -10,7 +10,7 @@ import typer
 
 from zeroelastic.byte_sizes import format_size
 from zeroelastic.cli.output.options import HtmlOption, JsonOption, PlotForceOption, TagOption
-from zeroelastic.cli.output.show import print_document, print_written, whole_table_console
+from zeroelastic.cli.output.show import print_report, print_written, whole_table_console
 from zeroelastic.errors import counted
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from zeroelastic.verbs.plan.bandwidth import Bandwidth
     from zeroelastic.verbs.plan.forecast import Forecast, Traffic
-    from zeroelastic.verbs.plan.plan import PlanReport
+    from zeroelastic.verbs.plan.plan import PlannedLoad, PlannedReshard, PlanReport
 
 Verb = Literal["load", "reshard"]
 
@@ -104,7 +104,7 @@ def plan(
         draw_plan(plot, report.forecast, force=force)
     write_report(html, "plan", report.to_json, force=force)
     if as_json:
-        print_document(report.to_json())
+        print_report(report)
     else:
         _show(report)
         if plot is not None:
@@ -117,32 +117,34 @@ def _show(report: PlanReport) -> None:
     from rich.text import Text
 
     out = whole_table_console()
-    source, forecast, verb = report.source, report.forecast, report.verb
-    head, num_ranks = forecast.head, forecast.world_size
-    stages = {head.shard.stage, forecast.stage} != {3}
-    kind = f"stage {head.shard.stage}" if stages else head.shard.format
-    saved = f"{kind}, {counted(forecast.saved_world_size, 'rank')}, step {head.model.global_steps}"
-    target = counted(num_ranks, "rank") + (f" at stage {forecast.stage}" if stages else "")
-    out.print(Text(str(source.tag_dir), "bold"), soft_wrap=True)
+    forecast, verb = report.forecast, report.verb
+    stages = {report.stage, report.target_stage} != {3}
+    kind = f"stage {report.stage}" if stages else report.format
+    saved = f"{kind}, {counted(report.world_size, 'rank')}, step {report.step}"
+    target = counted(report.target_world_size, "rank") + (f" at stage {report.target_stage}" if stages else "")
+    out.print(Text(report.path, "bold"), soft_wrap=True)
     out.print(Text(f"{saved}; to {verb} on {target}"), soft_wrap=True)
-    frozen = "" if head.frozen is None else f", and {head.frozen.num_params} frozen"
-    what = f"{counted(head.shard.layout.num_params, 'parameter')} ({', '.join(head.state_keys)}){frozen}"
-    out.print(Text(f"state: {format_size(forecast.state_bytes)} of {what}"), soft_wrap=True)
+    state = report.state
+    frozen = f", and {state.frozen_params} frozen" if state.frozen_params else ""
+    what = f"{counted(state.params, 'parameter')} ({', '.join(state.state_keys)}){frozen}"
+    out.print(Text(f"state: {format_size(state.bytes)} of {what}"), soft_wrap=True)
     for note in report.notes:
         out.print(Text(f"note: {note}", "yellow"), soft_wrap=True)
 
     out.print(Text("\nWhat each target rank does", "bold"))
     out.print(_rank_table(forecast))
-    ratio = Text(f"  read / state: {forecast.amplification:.2f}", "green" if forecast.amplification <= 1 else "yellow")
+    ratio = Text(f"  read / state: {report.amplification:.2f}", "green" if report.amplification <= 1 else "yellow")
     out.print(ratio)
 
     out.print(Text("\nWhere it comes from, frozen parameters included", "bold"))
     width = shutil.get_terminal_size((80, 0)).columns
-    for drawn in heat_map(forecast.traffic, forecast.saved_world_size, num_ranks, width=width, encoding=out.encoding):
+    for drawn in heat_map(
+        forecast.traffic, report.world_size, report.target_world_size, width=width, encoding=out.encoding
+    ):
         out.print(drawn, soft_wrap=True)
 
     out.print(Text("\nWhat it takes in all", "bold"))
-    out.print(_cost_table(report.to_json(), verb))
+    out.print(_cost_table(report.load if verb == "load" else report.reshard))
     for line in _bandwidth_lines(report.bandwidth):
         out.print(Text(line), soft_wrap=True)
 
@@ -169,12 +171,10 @@ def _rank_table(forecast: Forecast) -> Table:
     return table
 
 
-def _cost_table(document: dict[str, object], verb: Verb) -> Table:
+def _cost_table(costs: PlannedLoad | PlannedReshard) -> Table:
     """Bytes, files, memory and seconds of the chosen verb, over all ranks."""
     from rich.table import Table
 
-    costs = document[verb]
-    assert isinstance(costs, dict)
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 1), show_header=False)
     table.add_column()
     table.add_column(justify="right", no_wrap=True)
@@ -188,10 +188,10 @@ def _cost_table(document: dict[str, object], verb: Verb) -> Table:
         ("peak memory", "memory", True),
         ("  at most", "memory_limit", True),
     ):
-        if (value := costs.get(key)) is not None:
+        if (value := getattr(costs, key, None)) is not None:
             table.add_row(label, format_size(value) if is_size else f"{value:,}")
     for label, key in (("seconds, bandwidth shared", "seconds"), ("seconds, each rank has it", "seconds_separate")):
-        if time := _time(costs.get(key)):
+        if time := _time(getattr(costs, key, None)):
             table.add_row(label, time)
     return table
 

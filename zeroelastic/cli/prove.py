@@ -84,7 +84,7 @@ def prove(
         verified = verify_source(found, progress=advance)
     request = ProofRequest(found, world_size, from_world_size, steps, out, repeat, tolerance, keep)
     first, second = sizes(request, verified)
-    env, device = environment(max(first, second), verified.num_bytes)
+    env, device = environment(max(first, second), verified.bytes_read)
     request = ProofRequest(found, world_size, from_world_size, steps, prepare(out), repeat, tolerance, keep)
 
     def run(spec: RunSpec) -> str | None:

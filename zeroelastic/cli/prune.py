@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -12,7 +11,7 @@ from zeroelastic.byte_sizes import format_size
 from zeroelastic.cli.output.options import JsonOption, QuietOption
 from zeroelastic.cli.output.outcome import FAILED, INVALID
 from zeroelastic.cli.output.progress import progress_of
-from zeroelastic.cli.output.show import log_line, print_columns, print_document
+from zeroelastic.cli.output.show import log_line, print_columns, print_report
 
 if TYPE_CHECKING:
     from zeroelastic.verbs.prune import PruneReport
@@ -62,10 +61,11 @@ def prune(
         if not typer.confirm(f"Remove {_what(report)}?", err=True):
             log_line("Nothing was removed.")
             raise typer.Exit(FAILED)
-    report = carry_out(report, progress=progress_of(quiet=quiet)) if work else replace(report, dry_run=dry_run)
+    if not dry_run:
+        report = carry_out(report, progress=progress_of(quiet=quiet))
     if as_json:
-        print_document(report.to_json())
-    elif report.outcomes or yes or not work:
+        print_report(report)
+    elif plan.removals or report.dead or yes or not work:
         _show(report)
     if report.failed:
         raise typer.Exit(FAILED)
@@ -93,27 +93,18 @@ def _what(report: PruneReport) -> str:
 
 
 def _show(report: PruneReport) -> None:
-    plan = report.plan
     rows = [
-        (
-            report.action(decision),
-            decision.tag.name,
-            "" if decision.tree is None else format_size(decision.tree.nbytes),
-            report.reason(decision),
-        )
-        for decision in plan.decisions
+        (item.action, item.tag, "" if item.bytes is None else format_size(item.bytes), item.reason)
+        for item in report.tags
     ]
-    rows += [
-        (report.action(found), found.name, format_size(found.tree.nbytes), report.reason(found))
-        for found in plan.unfinished
-    ]
+    rows += [(item.action, item.name, format_size(item.bytes), item.reason) for item in report.unfinished]
     if rows:
         print_columns(rows, right=frozenset({2}), indent="")
-    if plan.removals and report.dry_run:
+    if report.plan.removals and report.dry_run:
         log_line(
             "Sizes and records were checked, not contents; `zeroelastic latest DIR` reads every byte of the newest."
         )
-    if plan.leftovers:
+    if report.leftovers:
         typer.echo(f"{'would finish' if report.dry_run else 'finished'} an interrupted removal")
     if not report.dry_run:
-        typer.echo(f"{len(report.removed)} removed, {format_size(report.freed_nbytes)} freed")
+        typer.echo(f"{len(report.removed)} removed, {format_size(report.freed_bytes)} freed")

@@ -11,7 +11,7 @@ from zeroelastic.byte_sizes import format_size
 from zeroelastic.cli.output.distributed import DistributedOption, processes_of
 from zeroelastic.cli.output.options import JsonOption, QuietOption, TagOption
 from zeroelastic.cli.output.progress import progress_of
-from zeroelastic.cli.output.show import print_document, print_line
+from zeroelastic.cli.output.show import print_line, print_report
 from zeroelastic.errors import counted
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def reshard(
         zeroelastic reshard ckpt dealt -n 4 --stage 2 --round-robin-gradients
         zeroelastic reshard ckpt plain -n 2 --stage 0
     """
-    from zeroelastic.verbs.reshard.report import reshard as run
+    from zeroelastic.verbs.reshard.reshard import reshard as run
 
     with processes_of(distributed=distributed) as processes:
         report = run(
@@ -99,32 +99,29 @@ def reshard(
         )
         if processes.rank == 0:
             if as_json:
-                print_document(report.to_json())
+                print_report(report)
             else:
                 _show(report)
 
 
 def _show(report: ReshardReport) -> None:
-    planned, done = report.forecast, report.result
-    kind = planned.format if planned.stage == 3 else f"stage {planned.stage}"
-    where = (
-        f"{planned.path}/{planned.tag} ({kind}), {planned.saved_world_size} -> {counted(planned.world_size, 'rank')}"
-    )
-    if done is None:
+    kind = report.format if report.target_stage == 3 else f"stage {report.target_stage}"
+    ranks = f"{report.world_size} -> {counted(report.target_world_size, 'rank')}"
+    where = f"{report.target}/{report.tag} ({kind}), {ranks}"
+    if report.file_bytes is None or report.content_root is None:  # a dry run
         print_line(f"would write {where}")
-        buffers = counted(planned.num_sub_groups, "sub-group" if planned.stage == 3 else "optimizer group")
-        print_line(f"  {format_size(planned.nbytes)} of state in {counted(planned.files, 'file')}, {buffers}")
-        if planned.extras:
-            print_line(f"  beside it: {', '.join(planned.extras)}")
+        buffers = counted(report.sub_groups, "sub-group" if report.target_stage == 3 else "optimizer group")
+        print_line(f"  {format_size(report.state_bytes)} of state in {counted(report.files, 'file')}, {buffers}")
+        if report.extras:
+            print_line(f"  beside it: {', '.join(report.extras)}")
     else:
-        print_line(f"wrote {where}, {format_size(done.file_bytes)}")
-        if done.source_root is not None:
-            print_line(f"  content root {done.root[:12]} is the source's")
-        else:
-            print_line(f"  content root {done.root[:12]}; the source has no commit record to compare with")
-        if done.verified:
+        print_line(f"wrote {where}, {format_size(report.file_bytes)}")
+        unknown = "; the source has no commit record to compare with"
+        proof = unknown if report.recorded_root is None else " is the source's"
+        print_line(f"  content root {report.content_root[:12]}{proof}")
+        if report.verified:
             print_line("  read again: every byte is as it was written")
-        if done.resumed_ranks:
-            print_line(f"  there already, from a run that had been ended: {counted(done.resumed_ranks, 'rank')}")
-    for note in planned.notes if done is None else done.notes:
+        if report.resumed_ranks:
+            print_line(f"  there already, from a run that had been ended: {counted(report.resumed_ranks, 'rank')}")
+    for note in report.notes:
         print_line(f"  note: {note}")

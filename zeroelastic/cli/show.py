@@ -10,10 +10,11 @@ from zeroelastic.byte_sizes import format_size
 from zeroelastic.cli.output.options import JsonOption, QuietOption, TagOption
 from zeroelastic.cli.output.outcome import INVALID
 from zeroelastic.cli.output.progress import progress_of
-from zeroelastic.cli.output.show import print_columns, print_document, print_styled
+from zeroelastic.cli.output.show import print_columns, print_report, print_styled
 from zeroelastic.errors import counted
 
 if TYPE_CHECKING:
+    from zeroelastic.verbs.report import Number
     from zeroelastic.verbs.show import ShownTensor, ShowReport
 
 _PLACES_SHOWN = 16
@@ -47,7 +48,7 @@ def show(
 
     report = run(src, param, tag=tag, kind=kind, progress=progress_of(quiet=quiet))
     if as_json:
-        print_document(report.to_json())
+        print_report(report)
     elif len(report.tensors) == 1 and report.tensors[0].name == param:
         _show_one(report, report.tensors[0])
     else:
@@ -70,7 +71,7 @@ def _show_one(report: ShowReport, tensor: ShownTensor) -> None:
         line("value", f"{tensor.value}")
     else:
         line("dtype", tensor.dtype, {"frozen": "frozen", "buffer": "a buffer"}.get(tensor.key))
-        line("shape", str(list(tensor.shape)), counted(stats.num, "element"), format_size(tensor.nbytes))
+        line("shape", str(list(tensor.shape)), counted(stats.numel, "element"), format_size(tensor.bytes))
     line("group", None if tensor.group is None else str(tensor.group))
     line("also", "--kind " + ", ".join(tensor.other_kinds) if tensor.other_kinds else None)
     if stats is None:
@@ -80,13 +81,13 @@ def _show_one(report: ShowReport, tensor: ShownTensor) -> None:
     line("digest", *_digest(tensor))
     values = " ".join(map(_number, tensor.first))
     line("first", values)
-    line("last", " ".join(map(_number, tensor.last)) if stats.num > len(tensor.first) else None)
+    line("last", " ".join(map(_number, tensor.last)) if stats.numel > len(tensor.first) else None)
     print_styled("  places")
     rows = [
         (
             f"rank {place.rank}",
             place.file,
-            f"{place.nbytes:,} bytes from {place.offset:,}",
+            f"{place.bytes:,} bytes from {place.offset:,}",
             _elements(place.start, place.numel),
         )
         for place in tensor.places[:_PLACES_SHOWN]
@@ -117,24 +118,21 @@ def _figures(tensor: ShownTensor) -> tuple[str, ...]:
     stats = tensor.statistics
     if stats is None:
         return (str(tensor.value), *([""] * (len(_STATISTICS) - 1)))
-    mean = stats.mean if stats.num_finite else None
-    values = tuple("-" if value is None else _number(value) for value in (stats.min, stats.max, mean, stats.std))
-    return (*values, _number(stats.norm), *(f"{count:,}" for count in (stats.num_zero, stats.num_nan, stats.num_inf)))
+    values = tuple("-" if value is None else _number(value) for value in (stats.min, stats.max, stats.mean, stats.std))
+    return (*values, _number(stats.norm), *(f"{count:,}" for count in (stats.zeros, stats.nans, stats.infs)))
 
 
 def _digest(tensor: ShownTensor) -> tuple[str | None, str | None]:
-    from zeroelastic.verbs.show import digest_text
-
     if tensor.digest is None:
         return None, None
     if tensor.recorded_digest is None:
-        return digest_text(tensor.digest), "none is recorded"
+        return tensor.digest, "none is recorded"
     same = "the recorded one"
-    return digest_text(tensor.digest), same if tensor.ok else f"NOT {same}, {digest_text(tensor.recorded_digest)}"
+    return tensor.digest, same if tensor.ok else f"NOT {same}, {tensor.recorded_digest}"
 
 
-def _number(value: float) -> str:
-    return f"{value:.6g}"
+def _number(value: Number) -> str:
+    return f"{float(value):.6g}"
 
 
 def _elements(start: int, numel: int) -> str:

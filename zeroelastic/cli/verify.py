@@ -10,12 +10,11 @@ from zeroelastic.cli.output.distributed import DistributedOption, processes_of
 from zeroelastic.cli.output.options import ForceOption, HtmlOption, JsonOption, QuietOption, TagOption
 from zeroelastic.cli.output.outcome import INVALID
 from zeroelastic.cli.output.progress import progress_of
-from zeroelastic.cli.output.show import print_document, print_styled, print_wrapped, print_written
+from zeroelastic.cli.output.show import print_report, print_styled, print_wrapped, print_written
 from zeroelastic.errors import counted
 
 if TYPE_CHECKING:
-    from zeroelastic.verbs.verify.header_check import Problem
-    from zeroelastic.verbs.verify.verify import VerifyReport
+    from zeroelastic.verbs.verify.report import Problem, VerifyReport
 
 _MOST_SHOWN = 20
 
@@ -52,7 +51,7 @@ def verify(
         zeroelastic verify ckpt --tag global_step4 --lift-quarantine
     """
     from zeroelastic.cli.pages.render import check_report, write_report
-    from zeroelastic.verbs.verify.report import verify as run
+    from zeroelastic.verbs.verify.verify import verify as run
 
     with processes_of(distributed=distributed) as processes:
         processes.all_or_raise(lambda: check_report(html if processes.rank == 0 else None, force=force))
@@ -67,7 +66,7 @@ def verify(
     if processes.rank == 0:  # it reports for all
         write_report(html, "verify", report.to_json, force=force)
         if as_json:
-            print_document(report.to_json())
+            print_report(report)
         else:
             _show(report)
             print_written(html)
@@ -79,7 +78,7 @@ def _show(report: VerifyReport) -> None:
     from zeroelastic.byte_sizes import format_size
 
     facts = [report.format, counted(report.world_size, "rank")] if report.world_size else []
-    print_styled((report.tag_dir, "bold"), "  ", ", ".join(fact for fact in facts if fact))
+    print_styled((report.path, "bold"), "  ", ", ".join(fact for fact in facts if fact))
     for clause in report.checked:
         print_styled("  ", ("ok  " if report.valid else "    ", "green"), "  ", clause)
     for clause in report.unchecked:
@@ -90,9 +89,9 @@ def _show(report: VerifyReport) -> None:
         compared = report.recorded_root is not None
         matches = "the saved one" if report.content_root == report.recorded_root else "not the saved one"
         print_styled("        content root ", report.content_root[:12], f", {matches}" if compared else "")
-    if report.mode == "full" and report.num_bytes:
-        rate = format_size(report.num_bytes / max(report.read_seconds, 1e-9))
-        print_styled(f"        {format_size(report.num_bytes)} read in {report.read_seconds:.2f} s, {rate}/s")
+    if report.mode == "full" and report.bytes_read:
+        rate = format_size(report.bytes_read / max(report.read_seconds, 1e-9))
+        print_styled(f"        {format_size(report.bytes_read)} read in {report.read_seconds:.2f} s, {rate}/s")
     if report.quarantine is not None:
         done = (
             "; the mark is gone now"

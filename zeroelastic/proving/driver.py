@@ -15,7 +15,8 @@ from zeroelastic.proving.checks import BACK, CONTROL, OTHER, REPEAT, SourceFacts
 from zeroelastic.proving.records import Role, RunRecord, RunSpec, read_record
 from zeroelastic.runs.locate import Source
 from zeroelastic.runs.names import LATEST
-from zeroelastic.verbs.verify.verify import VerifyReport, verify_checkpoint
+from zeroelastic.verbs.verify.report import VerifyReport
+from zeroelastic.verbs.verify.verify import verify_checkpoint
 
 SAVED_TAG = "proof"
 
@@ -96,7 +97,7 @@ def prove(
     it fails at the size to compare with.
     """
     first, second = sizes(request, verified)
-    tag_dir = Path(verified.tag_dir)
+    tag_dir = Path(verified.path)
     protected = _protected(request.found)
     before = _listing(tag_dir)
     runs_folder, scratch = (request.out / name for name in _OURS)

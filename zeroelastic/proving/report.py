@@ -41,14 +41,14 @@ def document(
         "reasons": list(verdict.reasons),
         "checks": [_check(check) for check in verdict.checks],
         "source": {
-            "path": verified.tag_dir,
+            "path": verified.path,
             "format": verified.format,
             "world_size": verified.world_size,
             "step": _steps(outcome),
             "num_files": verified.num_files,
             "num_params": verified.num_params,
             "num_tensors": verified.num_tensors,
-            "bytes_read": verified.num_bytes,
+            "bytes_read": verified.bytes_read,
         },
         "content_roots": {
             "recorded": verified.recorded_root,

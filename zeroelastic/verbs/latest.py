@@ -3,58 +3,69 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from typing import Literal
+
+from pydantic import Field, PrivateAttr
 
 from zeroelastic.errors import UnsupportedError, UsageError, printable, with_remedy
 from zeroelastic.io.paths import FilePath, absolute, as_path
 from zeroelastic.io.storage import file_sizes
-from zeroelastic.json_document import document
 from zeroelastic.runs.candidates import Check, check_quickly
 from zeroelastic.runs.latest import Latest, find_latest, fix_latest, set_latest
 from zeroelastic.runs.order import Tag
 from zeroelastic.verbs.options import Progress, no_progress
-from zeroelastic.verbs.verify.verify import VerifyReport, verify_checkpoint
+from zeroelastic.verbs.report import Part, Report
+from zeroelastic.verbs.verify.report import VerifyReport
+from zeroelastic.verbs.verify.verify import verify_checkpoint
 
 
-@dataclass(frozen=True, slots=True)
-class LatestReport:
-    """What was found: ``found`` has the tags that were passed over, and why; ``verified`` is how tags were checked."""
+class PassedOver(Part):
+    """A newer checkpoint that does not verify."""
 
-    found: Latest
-    verified: Literal["quick", "full"]
-    dry_run: bool
+    tag: str
+    step: int | None
+    problems: tuple[str, ...]
+
+
+class LatestFile(Part):
+    """What the file ``latest`` names, whether that is the newest, and whether it was written."""
+
+    names: str | None
+    is_newest: bool
+    fixed: bool
+
+
+class LatestReport(Report):
+    """The newest checkpoint that verifies; ``verified`` is how tags were checked.
+
+    ``newer`` are tags after the one that ``latest`` was pointed at, ``left`` those of another run. The attribute
+    ``tag`` is the checkpoint (``name``, ``path``, ``tag_dir``, ``step``), or None; the document has its name.
+    """
+
+    directory: str
+    tag_name: str | None = Field(alias="tag")
+    path: str | None
+    folder: str | None
+    step: int | None
+    saved_at: float | None
+    verified: Literal["full", "quick"]
+    num_tags: int
+    passed_over: tuple[PassedOver, ...]
+    newer: tuple[str, ...]
+    left: tuple[str, ...]
+    latest: LatestFile
+    dry_run: bool = Field(default=False, exclude=True)
+    _found: Latest = PrivateAttr()
+
+    @property
+    def found(self) -> Latest:
+        """The tags of the run, and what was found out about each; not in the document."""
+        return self._found
 
     @property
     def tag(self) -> Tag | None:
-        """The newest checkpoint that verifies (``name``, ``path``, ``tag_dir``, ``step``), or None."""
-        return self.found.tag
-
-    def to_json(self) -> dict[str, object]:
-        """The document of ``zeroelastic latest --json``; docs/reference/cli/latest.md has its keys."""
-        found, tag = self.found, self.found.tag
-        body = {
-            "directory": absolute(str(found.run.root)),
-            "tag": None if tag is None else tag.name,
-            "path": None if tag is None else absolute(str(tag.tag_dir)),
-            "folder": None if tag is None else absolute(str(tag.path)),
-            "step": None if tag is None else tag.step,
-            "saved_at": None if tag is None else tag.saved_at,
-            "verified": self.verified,
-            "num_tags": len(found.run.tags),
-            "passed_over": [
-                {"tag": verdict.tag.name, "step": verdict.tag.step, "problems": verdict.problems}
-                for verdict in found.passed
-            ],
-            "newer": [newer.name for newer in found.newer],
-            "left": [left.name for left in found.left],
-            "latest": {
-                "names": found.named,
-                "is_newest": tag is not None and found.named == tag.name,
-                "fixed": found.written and not self.dry_run,
-            },
-        }
-        return document(body, ok=tag is not None)
+        """The newest checkpoint that verifies, or None."""
+        return self._found.tag
 
 
 @with_remedy()
@@ -93,7 +104,34 @@ def latest(
         found = set_latest(root, set_to, _check_quickly, dry_run=dry_run)
     else:
         found = fix_latest(root, check, dry_run=dry_run)
-    return LatestReport(found, "quick" if quick or set_to is not None else "full", dry_run)
+    return _report(found, "quick" if quick or set_to is not None else "full", dry_run)
+
+
+def _report(found: Latest, verified: Literal["quick", "full"], dry_run: bool) -> LatestReport:
+    tag = found.tag
+    passed = found.passed
+    report = LatestReport(
+        ok=tag is not None,
+        directory=absolute(str(found.run.root)),
+        tag=None if tag is None else tag.name,
+        path=None if tag is None else absolute(str(tag.tag_dir)),
+        folder=None if tag is None else absolute(str(tag.path)),
+        step=None if tag is None else tag.step,
+        saved_at=None if tag is None else tag.saved_at,
+        verified=verified,
+        num_tags=len(found.run.tags),
+        passed_over=tuple(PassedOver(tag=v.tag.name, step=v.tag.step, problems=tuple(v.problems)) for v in passed),
+        newer=tuple(newer.name for newer in found.newer),
+        left=tuple(left.name for left in found.left),
+        latest=LatestFile(
+            names=found.named,
+            is_newest=tag is not None and found.named == tag.name,
+            fixed=found.written and not dry_run,
+        ),
+        dry_run=dry_run,
+    )
+    report._found = found
+    return report
 
 
 def _check_quickly(tag_dir: FilePath) -> tuple[str, ...]:

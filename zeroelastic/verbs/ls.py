@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -12,20 +11,19 @@ from zeroelastic.checkpoint.marks import read_mark
 from zeroelastic.checkpoint.tag_files import TagListing, list_tag
 from zeroelastic.errors import CheckpointError, UnreadableError, UnsupportedError, with_remedy
 from zeroelastic.io.paths import as_path
-from zeroelastic.json_document import document
 from zeroelastic.runs.candidates import list_run
 from zeroelastic.runs.names import named_latest
 from zeroelastic.runs.order import Tag, runs_of
 from zeroelastic.torch_file.header import read_torch_file
 from zeroelastic.verbs.inspect.other_kinds import is_stage_0
+from zeroelastic.verbs.report import Part, Report
 
 Status = Literal["committed", "no record", "incomplete", "quarantined", "universal", "unreadable"]
 """``no record``: all files are there, and nothing to verify them with, as DeepSpeed saves. ``incomplete``: files are
 missing. ``quarantined``: a load found it damaged."""
 
 
-@dataclass(frozen=True, slots=True)
-class TagInfo:
+class TagInfo(Part):
     """A checkpoint of the run; a field is None where it is not known. ``saved_at`` is in seconds since 1970.
 
     ``path`` is its tag directory, ``folder`` the ``checkpoint-N`` around it, or the same. ``run`` numbers the runs that
@@ -46,18 +44,12 @@ class TagInfo:
     run: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class ListReport:
+class ListReport(Report):
     """The checkpoints of a directory, newest first; ``latest`` is the tag that the file ``latest`` names."""
 
     directory: str
     latest: str | None
     tags: tuple[TagInfo, ...]
-
-    def to_json(self) -> dict[str, object]:
-        """The document of ``zeroelastic ls --json``; docs/reference/cli/ls.md has its keys."""
-        body = {"directory": self.directory, "latest": self.latest, "tags": [asdict(tag) for tag in self.tags]}
-        return document(body, ok=True)
 
 
 @with_remedy()
@@ -78,7 +70,8 @@ def ls(directory: str | os.PathLike[str]) -> ListReport:
     run = list_run(root)
     latest = None if run.in_folders else named_latest(root)[0]
     numbers = {tag.name: number for number, tags in enumerate(runs_of(run.tags), 1) for tag in tags}
-    return ListReport(str(root), latest, tuple(_describe(tag, latest, numbers.get(tag.name)) for tag in run.tags))
+    tags = tuple(_describe(tag, latest, numbers.get(tag.name)) for tag in run.tags)
+    return ListReport(ok=True, directory=str(root), latest=latest, tags=tags)
 
 
 def _describe(tag: Tag, latest: str | None, run: int | None) -> TagInfo:

@@ -1,16 +1,39 @@
-"""What a target needs: a free place, space set aside, bytes flushed to the device, a name that replaces nothing."""
+"""A directory that appears complete or not at all: written under a hidden name beside its place, then renamed.
+
+The hidden directory of a run that was killed is taken over by the next one with the same manifest, and is emptied by
+one with another. A lock keeps two runs apart; it goes with the process that holds it.
+"""
 
 from __future__ import annotations
 
+import fcntl
+import json
+import logging
 import os
-from collections.abc import Callable, Sequence
+import secrets
+import shutil
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from zeroelastic.distributed.processes import Processes
 from zeroelastic.errors import UsageError
-from zeroelastic.io.atomic import name_in_errors, rename_new, reserve_space, start_writeback, sync_directory, sync_path
+from zeroelastic.io.atomic import (
+    name_in_errors,
+    rename_new,
+    reserve_space,
+    start_writeback,
+    sync_directory,
+    sync_path,
+    write_atomically,
+)
 
+logger = logging.getLogger(__name__)
+
+_LOCK, _MANIFEST = "lock", "manifest.json"
+_SUFFIX = ".zeroelastic-partial"
 _FLUSHING_THREADS = 8
 _FLUSH_EVERY = 128 << 20
 
@@ -71,3 +94,127 @@ def publish_new(hidden: Path, target: Path) -> None:
             return
     check_free(target)
     os.rename(hidden, target)
+
+
+def staging_of(dst: Path) -> Path:
+    """The hidden directory in which ``dst`` is made."""
+    return dst.parent / f".{dst.name}{_SUFFIX}"
+
+
+def staged_bytes(dst: Path) -> int:
+    """What an earlier run has left of ``dst`` takes this much of the disk."""
+    sizes = []
+    for file in staging_of(dst).rglob("*"):
+        with suppress(OSError):
+            sizes.append(file.stat().st_blocks * 512)
+    return sum(sizes)
+
+
+def sweep(parent: Path) -> None:
+    """Remove the hidden directories of targets that are there: left by a kill between the renaming and the removal.
+
+    One whose lock is held, or cannot be asked for, stays.
+    """
+    for staging in parent.glob(f".?*{_SUFFIX}"):
+        dst = parent / staging.name[1 : -len(_SUFFIX)]
+        if os.path.lexists(dst) and staging.is_dir() and not staging.is_symlink():
+            with suppress(OSError):
+                lock = os.open(staging / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(staging)
+                finally:
+                    os.close(lock)
+
+
+@contextmanager
+def staged(dst: Path, manifest: Mapping[str, object], processes: Processes) -> Iterator[tuple[Path, str]]:
+    """The hidden directory while ``dst`` is made, new or taken over, and an identity that lives as long. Collective.
+
+    What fails on purpose, or is interrupted, leaves nothing; a process that is ended leaves it for the next run. Raises
+    UsageError when another process is at it.
+    """
+    staging = staging_of(dst)
+    held: list[int] = []
+
+    def first() -> str:
+        identity, lock = _take(staging, manifest)
+        held.append(lock)
+        return identity
+
+    try:
+        identity = processes.run_on_rank0(first)
+        try:
+            yield staging, identity
+        except (Exception, KeyboardInterrupt):
+            if held:
+                shutil.rmtree(staging, ignore_errors=True)
+            raise
+    finally:
+        for lock in held:
+            os.close(lock)
+
+
+@contextmanager
+def new_directory(target: Path, processes: Processes | None = None) -> Iterator[Path]:
+    """An empty directory to fill, which becomes ``target`` when the block ends well and is removed when it does not.
+
+    Everything in it is flushed to its device before it gets its name. Several processes fill one and the same
+    directory. Collective. Raises UsageError as ``check_free`` and when another process is at it, OSError.
+    """
+    processes = processes or Processes()
+    target = Path(os.path.abspath(target))
+    processes.run_on_rank0(lambda: check_free(target))
+    nothing_to_take_over = {"run": secrets.token_hex(8)}
+    with staged(target, nothing_to_take_over, processes) as (staging, _):
+        made = staging / target.name
+
+        def finish() -> None:
+            flush_tree(made)
+            publish(staging, made, target)
+
+        try:
+            processes.run_on_rank0(made.mkdir)
+            yield made
+            processes.run_on_rank0(finish)
+        except BaseException:
+            if processes.rank == 0:
+                shutil.rmtree(staging, ignore_errors=True)
+            raise
+
+
+def _take(staging: Path, manifest: Mapping[str, object]) -> tuple[str, int]:
+    staging.mkdir(exist_ok=True)
+    lock = os.open(staging / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        raise UsageError(
+            f"{staging}: another process is writing this target. Wait for it, or end it. The processes of one "
+            "torchrun or srun share the work of reshard and export with --distributed."
+        ) from None
+    except OSError as error:  # a file system without locks
+        logger.warning("%s cannot be locked (%s): see to it that only one command writes it", staging, error.strerror)
+    identity = ""
+    with suppress(OSError, ValueError, AttributeError, KeyError):
+        saved = json.loads((staging / _MANIFEST).read_text())
+        found = saved.pop("identity")
+        if saved == json.loads(json.dumps(manifest)):
+            identity = str(found)
+    if not identity:
+        for name in os.listdir(staging):
+            if name != _LOCK:
+                path = staging / name
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        identity = uuid.uuid4().hex
+        write_atomically(staging / _MANIFEST, json.dumps({**manifest, "identity": identity}).encode())
+    return identity, lock
+
+
+def publish(staging: Path, made: Path, dst: Path) -> None:
+    """Rename ``made``, inside the hidden directory, to ``dst`` and remove what is left. Raises UsageError, OSError."""
+    sync_directory(made)
+    publish_new(made, dst)
+    sync_directory(dst.parent)
+    shutil.rmtree(staging, ignore_errors=True)

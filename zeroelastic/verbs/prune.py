@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import NamedTuple
+
+from pydantic import PrivateAttr
 
 from zeroelastic.errors import UnreadableError, with_remedy
 from zeroelastic.io.paths import absolute, as_path
-from zeroelastic.json_document import document
 from zeroelastic.runs.prune import Decision, PrunePlan, plan_prune, removable, remove_tag
 from zeroelastic.runs.run_store import Leftover, open_run
 from zeroelastic.verbs.options import Progress, no_progress, seconds_option
+from zeroelastic.verbs.report import Part, Report
 
 
 class Outcome(NamedTuple):
@@ -23,17 +25,46 @@ class Outcome(NamedTuple):
     failed: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class PruneReport:
-    """What was removed, or would be: the ``plan`` has each tag and the reason for its fate.
+class PrunedTag(Part):
+    """A tag, what became of it ("kept", "removed", "would be removed" or "failed") and why; ``bytes`` if it goes."""
 
-    ``outcomes`` is by name, and empty where nothing was tried.
-    """
+    tag: str
+    path: str
+    folder: str
+    step: int | None
+    saved_at: float
+    valid: bool
+    action: str
+    reason: str
+    bytes: int | None
 
-    plan: PrunePlan
+
+class UnfinishedSave(Part):
+    """A save that did not finish, what became of it and why."""
+
+    name: str
+    action: str
+    reason: str
+    bytes: int
+
+
+class PruneReport(Report):
+    """What was removed, or would be. ``removed`` names the tags and unfinished saves that are gone."""
+
+    directory: str
     keep: int
     dry_run: bool
-    outcomes: Mapping[str, Outcome] = field(default_factory=dict)
+    tags: tuple[PrunedTag, ...]
+    unfinished: tuple[UnfinishedSave, ...]
+    removed: tuple[str, ...]
+    freed_bytes: int
+    leftovers: int
+    _plan: PrunePlan = PrivateAttr()
+
+    @property
+    def plan(self) -> PrunePlan:
+        """The plan: each tag and the reason for its fate; not in the document."""
+        return self._plan
 
     @property
     def has_work(self) -> bool:
@@ -48,68 +79,7 @@ class PruneReport:
     @property
     def failed(self) -> bool:
         """Whether something could not be removed."""
-        return any(outcome.failed for outcome in self.outcomes.values())
-
-    @property
-    def removed(self) -> tuple[str, ...]:
-        """The names of the tags and unfinished saves that are gone."""
-        return tuple(name for name, outcome in self.outcomes.items() if not outcome.why)
-
-    @property
-    def freed_nbytes(self) -> int:
-        """Bytes that the removal freed."""
-        gone = set(self.removed)
-        tags = sum(d.tree.nbytes for d in self.plan.removals if d.tree is not None and d.tag.name in gone)
-        return tags + sum(found.tree.nbytes for found in self.plan.unfinished if found.name in gone)
-
-    def action(self, item: Decision | Leftover) -> str:
-        """What became of a tag or an unfinished save: "kept", "removed", "would be removed" or "failed"."""
-        if not item.remove:
-            return "kept"
-        if self.dry_run:
-            return "would be removed"
-        outcome = self.outcomes.get(_name(item), Outcome())
-        return "failed" if outcome.failed else "kept" if outcome.why else "removed"
-
-    def reason(self, item: Decision | Leftover) -> str:
-        """Why that became of it."""
-        return self.outcomes.get(_name(item), Outcome()).why or item.reason
-
-    def to_json(self) -> dict[str, object]:
-        """The document of ``zeroelastic prune --json``; docs/reference/cli/prune.md has its keys."""
-        plan = self.plan
-        body = {
-            "directory": absolute(str(plan.root)),
-            "keep": self.keep,
-            "dry_run": self.dry_run,
-            "tags": [
-                {
-                    "tag": decision.tag.name,
-                    "path": absolute(str(decision.tag.tag_dir)),
-                    "folder": absolute(str(decision.tag.path)),
-                    "step": decision.tag.step,
-                    "saved_at": decision.tag.saved_at,
-                    "valid": decision.valid,
-                    "action": self.action(decision),
-                    "reason": self.reason(decision),
-                    "bytes": None if decision.tree is None else decision.tree.nbytes,
-                }
-                for decision in plan.decisions
-            ],
-            "unfinished": [
-                {
-                    "name": found.name,
-                    "action": self.action(found),
-                    "reason": self.reason(found),
-                    "bytes": found.tree.nbytes,
-                }
-                for found in plan.unfinished
-            ],
-            "removed": list(self.removed),
-            "freed_bytes": self.freed_nbytes,
-            "leftovers": len(plan.leftovers),
-        }
-        return document(body, ok=not self.failed and (plan.has_valid or not plan.decisions))
+        return "failed" in {item.action for item in self.tags} | {item.action for item in self.unfinished}
 
 
 @with_remedy()
@@ -142,7 +112,7 @@ def prune(
     """
     root, min_age_s = as_path(directory), seconds_option(min_age, "--min-age")
     plan = plan_prune(root, keep=keep, invalid=invalid, min_age_s=min_age_s)
-    report = PruneReport(plan, keep, dry_run)
+    report = _report(plan, keep, dry_run=dry_run)
     return report if dry_run else carry_out(report, progress=progress)
 
 
@@ -161,7 +131,51 @@ def carry_out(report: PruneReport, *, progress: Progress = no_progress) -> Prune
         for found in report.dead:
             outcomes[found.name] = _outcome(partial(store.remove_leftover, found))
             advance(found.tree.nbytes)
-    return PruneReport(plan, report.keep, False, outcomes)
+    return _report(plan, report.keep, dry_run=False, outcomes=outcomes)
+
+
+def _report(
+    plan: PrunePlan, keep: int, *, dry_run: bool, outcomes: Mapping[str, Outcome] = MappingProxyType({})
+) -> PruneReport:
+    def fate(item: Decision | Leftover, name: str) -> dict[str, str]:
+        outcome = outcomes.get(name, Outcome())
+        action = "failed" if outcome.failed else "kept" if outcome.why or not item.remove else "removed"
+        if item.remove and dry_run:
+            action = "would be removed"
+        return {"action": action, "reason": outcome.why or item.reason}
+
+    removed = tuple(name for name, outcome in outcomes.items() if not outcome.why)
+    freed = sum(d.tree.nbytes for d in plan.removals if d.tree is not None and d.tag.name in removed)
+    freed += sum(found.tree.nbytes for found in plan.unfinished if found.name in removed)
+    failed = any(outcome.failed for outcome in outcomes.values())
+    report = PruneReport(
+        ok=not failed and (plan.has_valid or not plan.decisions),
+        directory=absolute(str(plan.root)),
+        keep=keep,
+        dry_run=dry_run,
+        tags=tuple(
+            PrunedTag(
+                tag=decision.tag.name,
+                path=absolute(str(decision.tag.tag_dir)),
+                folder=absolute(str(decision.tag.path)),
+                step=decision.tag.step,
+                saved_at=decision.tag.saved_at,
+                valid=decision.valid,
+                bytes=None if decision.tree is None else decision.tree.nbytes,
+                **fate(decision, decision.tag.name),
+            )
+            for decision in plan.decisions
+        ),
+        unfinished=tuple(
+            UnfinishedSave(name=found.name, bytes=found.tree.nbytes, **fate(found, found.name))
+            for found in plan.unfinished
+        ),
+        removed=removed,
+        freed_bytes=freed,
+        leftovers=len(plan.leftovers),
+    )
+    report._plan = plan
+    return report
 
 
 def _outcome(remove: Callable[[], str | None]) -> Outcome:
@@ -171,7 +185,3 @@ def _outcome(remove: Callable[[], str | None]) -> Outcome:
         return Outcome(str(error), failed=True)
     except OSError as error:
         return Outcome(f"{error.filename}: {error.strerror}", failed=True)
-
-
-def _name(item: Decision | Leftover) -> str:
-    return item.tag.name if isinstance(item, Decision) else item.name

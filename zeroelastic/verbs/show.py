@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
+
+import numpy as np
 
 from zeroelastic.checkpoint.commit_record import CommitRecord
 from zeroelastic.checkpoint.optimizer_file import FP32
-from zeroelastic.core.digest import combine, stream_seed
+from zeroelastic.core.digest import ByteArray, combine, stream_seed
 from zeroelastic.errors import UnknownTensorError, printable, some, with_remedy
 from zeroelastic.executors.dispatch import digest_range
 from zeroelastic.io.paths import absolute
-from zeroelastic.json_document import document
 from zeroelastic.torch_file.header import DTYPE_BYTES
-from zeroelastic.verbs.diff.element_stats import bits_of, values_of
+from zeroelastic.verbs.diff.element_stats import CHUNK, bits_of, values_of
 from zeroelastic.verbs.options import Advance, Progress, no_progress
-from zeroelastic.verbs.places import TensorPlace
+from zeroelastic.verbs.report import Format, Number, Part, Report
 from zeroelastic.verbs.tensor import TensorHandle
-from zeroelastic.verbs.tensor_stats import TensorStats, tensor_stats
 from zeroelastic.verbs.view import CheckpointView
 from zeroelastic.verbs.view import open as open_view
 
@@ -30,13 +32,37 @@ _ENDS = 4
 _NAMED = 8
 
 
-@dataclass(frozen=True, slots=True)
-class ShownTensor:
+class Statistics(Part):
+    """Statistics of a tensor's elements, ``min`` to ``norm`` of the finite ones."""
+
+    numel: int
+    min: Number | None
+    max: Number | None
+    mean: Number | None
+    std: Number | None
+    norm: Number
+    zeros: int
+    nans: int
+    infs: int
+
+
+class ShownPlace(Part):
+    """A run of a tensor's elements in the file of a saved rank: ``bytes`` from ``offset`` on are ``numel`` elements."""
+
+    rank: int
+    file: str
+    offset: int
+    bytes: int
+    start: int
+    numel: int
+
+
+class ShownTensor(Part):
     """A tensor, or a scalar of the optimizer's state, which has a ``value`` and neither statistics nor places.
 
     ``key`` is the state key under which the files have it; ``group`` the number of its optimizer group; ``other_kinds``
     what else there is of the parameter. ``first`` and ``last`` are its first and last elements, in row-major order.
-    ``recorded_digest`` is that of the commit record, None where there is none.
+    Digests are 16 hexadecimal digits; ``recorded_digest`` is that of the commit record, None where there is none.
     """
 
     name: str
@@ -44,21 +70,17 @@ class ShownTensor:
     key: str
     dtype: str
     shape: tuple[int, ...]
+    bytes: int
     group: int | None
     tied_to: str | None
     other_kinds: tuple[str, ...]
-    places: tuple[TensorPlace, ...] = ()
-    statistics: TensorStats | None = None
-    digest: int | None = None
-    recorded_digest: int | None = None
-    first: tuple[float, ...] = ()
-    last: tuple[float, ...] = ()
-    value: object = None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all elements."""
-        return 0 if self.statistics is None else self.statistics.num * DTYPE_BYTES[self.dtype]
+    value: Any
+    statistics: Statistics | None
+    digest: str | None
+    recorded_digest: str | None
+    first: tuple[Number, ...]
+    last: tuple[Number, ...]
+    places: tuple[ShownPlace, ...]
 
     @property
     def ok(self) -> bool:
@@ -66,35 +88,19 @@ class ShownTensor:
         return self.recorded_digest is None or self.digest == self.recorded_digest
 
 
-@dataclass(frozen=True, slots=True)
-class ShowReport:
-    """The tensors that were asked for; ``pattern`` is what the caller gave."""
+class ShowReport(Report):
+    """The tensors that were asked for; ``ok`` where none differs from its recorded digest.
+
+    ``pattern`` is what the caller gave.
+    """
 
     path: str
     tag: str
-    format: str
+    format: Format
     world_size: int
     step: int
     pattern: str
     tensors: tuple[ShownTensor, ...]
-
-    @property
-    def ok(self) -> bool:
-        """Whether no tensor differs from its recorded digest."""
-        return all(tensor.ok for tensor in self.tensors)
-
-    def to_json(self) -> dict[str, object]:
-        """The document of ``zeroelastic show --json``; docs/reference/cli/show.md has its keys."""
-        body = {
-            "path": self.path,
-            "tag": self.tag,
-            "format": self.format,
-            "world_size": self.world_size,
-            "step": self.step,
-            "pattern": self.pattern,
-            "tensors": [_tensor_document(tensor) for tensor in self.tensors],
-        }
-        return document(body, ok=self.ok)
 
 
 @with_remedy()
@@ -116,7 +122,7 @@ def show(
 
         import zeroelastic
         (tensor,) = zeroelastic.show("ckpt", "model.norm.weight").tensors
-        print(tensor.dtype, tensor.shape, tensor.statistics.mean, [place.path for place in tensor.places])
+        print(tensor.dtype, tensor.shape, tensor.statistics.mean, [place.file for place in tensor.places])
     """
     with open_view(src, tag=tag) as ck:
         chosen = {name: _of_kind(ck, name, kind) for name in _matching(ck, param, kind)}
@@ -129,9 +135,10 @@ def show(
         with progress(f"reading {printable(param)}", nbytes) as advance:
             tensors = tuple(_shown(ck, name, kind, found, known, advance) for name, found in chosen.items())
         return ShowReport(
+            ok=all(tensor.ok for tensor in tensors),
             path=absolute(str(ck.path)),
             tag=ck.tag,
-            format=ck.format,
+            format="elastic" if ck.format == "elastic" else "rigid",
             world_size=ck.world_size,
             step=ck.step,
             pattern=param,
@@ -212,7 +219,24 @@ def _shown(
     group = known.groups.get(saved_as)
     tied_to = None if saved_as == name else saved_as
     if not isinstance(found, TensorHandle):
-        return ShownTensor(name, kind, kind, type(found).__name__, (), group, tied_to, others, value=found)
+        return ShownTensor(
+            name=name,
+            kind=kind,
+            key=kind,
+            dtype=type(found).__name__,
+            shape=(),
+            bytes=0,
+            group=group,
+            tied_to=tied_to,
+            other_kinds=others,
+            value=found,
+            statistics=None,
+            digest=None,
+            recorded_digest=None,
+            first=(),
+            last=(),
+            places=(),
+        )
     is_param = ck[name].kind != "buffer"
     key = kind if kind != WEIGHT else "buffer" if not is_param else FP32 if ck[name].kind == "trained" else "frozen"
     itemsize = DTYPE_BYTES[found.dtype]
@@ -234,62 +258,118 @@ def _shown(
         key=key,
         dtype=found.dtype,
         shape=found.shape,
+        bytes=found.nbytes,
         group=group,
         tied_to=tied_to,
         other_kinds=others,
-        places=ck.places(name, key=None if kind == WEIGHT else kind),
-        statistics=statistics,
-        digest=digest if is_param else None,
-        recorded_digest=known.digests.get((saved_as, key)),
+        value=None,
+        statistics=_statistics(statistics),
+        digest=_digest_text(digest) if is_param else None,
+        recorded_digest=_digest_text(known.digests.get((saved_as, key))),
         first=first,
         last=last,
+        places=tuple(
+            ShownPlace(
+                rank=place.rank,
+                file=place.file,
+                offset=place.offset,
+                bytes=place.nbytes,
+                start=place.start,
+                numel=place.numel,
+            )
+            for place in ck.places(name, key=None if kind == WEIGHT else kind)
+        ),
     )
 
 
-def _tensor_document(tensor: ShownTensor) -> dict[str, object]:
-    stats = tensor.statistics
-    return {
-        "name": tensor.name,
-        "kind": tensor.kind,
-        "key": tensor.key,
-        "dtype": tensor.dtype,
-        "shape": list(tensor.shape),
-        "bytes": tensor.nbytes,
-        "group": tensor.group,
-        "tied_to": tensor.tied_to,
-        "other_kinds": list(tensor.other_kinds),
-        "value": tensor.value,
-        "statistics": None
-        if stats is None
-        else {
-            "numel": stats.num,
-            "min": stats.min,
-            "max": stats.max,
-            "mean": stats.mean if stats.num_finite else None,
-            "std": stats.std,
-            "norm": stats.norm,
-            "zeros": stats.num_zero,
-            "nans": stats.num_nan,
-            "infs": stats.num_inf,
-        },
-        "digest": digest_text(tensor.digest),
-        "recorded_digest": digest_text(tensor.recorded_digest),
-        "first": list(tensor.first),
-        "last": list(tensor.last),
-        "places": [
-            {
-                "rank": place.rank,
-                "file": place.file,
-                "offset": place.offset,
-                "bytes": place.nbytes,
-                "start": place.start,
-                "numel": place.numel,
-            }
-            for place in tensor.places
-        ],
-    }
+def _statistics(found: TensorStats) -> Statistics:
+    return Statistics(
+        numel=found.num,
+        min=found.min,
+        max=found.max,
+        mean=found.mean if found.num_finite else None,
+        std=found.std,
+        norm=found.norm,
+        zeros=found.num_zero,
+        nans=found.num_nan,
+        infs=found.num_inf,
+    )
 
 
-def digest_text(digest: int | None) -> str | None:
+def _digest_text(digest: int | None) -> str | None:
     """A digest as the commit record has it: 16 hexadecimal digits."""
     return None if digest is None else f"{digest:016x}"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorStats:
+    """Statistics of ``num`` elements; those of disjoint runs are joined with ``+``.
+
+    ``min`` to ``squares`` are of the ``num_finite`` finite elements: 0 where there is none (``min`` and ``max``: None).
+    ``deviations`` is the sum of the squared differences to ``mean``.
+    """
+
+    num: int = 0
+    num_finite: int = 0
+    min: float | None = None
+    max: float | None = None
+    mean: float = 0.0
+    deviations: float = 0.0
+    squares: float = 0.0
+    num_zero: int = 0
+    num_nan: int = 0
+    num_inf: int = 0
+
+    @property
+    def std(self) -> float | None:
+        """The standard deviation: of the finite elements, divided by their number (not by one less)."""
+        return math.sqrt(self.deviations / self.num_finite) if self.num_finite else None
+
+    @property
+    def norm(self) -> float:
+        """The 2-norm of the finite elements."""
+        return math.sqrt(self.squares)
+
+    def __add__(self, other: TensorStats) -> TensorStats:
+        finite = self.num_finite + other.num_finite
+        share = other.num_finite / finite if finite else 0.0
+        apart = other.mean - self.mean
+        # The pairwise update of Chan, Golub and LeVeque: sums of squares minus squares of sums would lose everything
+        # where the mean is large.
+        return TensorStats(
+            num=self.num + other.num,
+            num_finite=finite,
+            min=min((x for x in (self.min, other.min) if x is not None), default=None),
+            max=max((x for x in (self.max, other.max) if x is not None), default=None),
+            mean=self.mean + apart * share,
+            deviations=self.deviations + other.deviations + apart * apart * share * self.num_finite,
+            squares=self.squares + other.squares,
+            num_zero=self.num_zero + other.num_zero,
+            num_nan=self.num_nan + other.num_nan,
+            num_inf=self.num_inf + other.num_inf,
+        )
+
+
+def tensor_stats(data: ByteArray, dtype: str) -> TensorStats:
+    """The statistics of elements that are given as raw bytes; ``dtype`` is torch's name."""
+    bits = bits_of(data, dtype)
+    total = TensorStats()
+    for at in range(0, len(bits), CHUNK):
+        values = values_of(bits[at : at + CHUNK], dtype)
+        finite = values[np.isfinite(values)]
+        nan = int(np.count_nonzero(np.isnan(values)))
+        mean = float(finite.mean()) if len(finite) else 0.0
+        centred = finite - mean
+        total += TensorStats(
+            num=len(values),
+            num_finite=len(finite),
+            min=float(finite.min()) if len(finite) else None,
+            max=float(finite.max()) if len(finite) else None,
+            mean=mean,
+            deviations=float(np.dot(centred, centred)),
+            squares=float(np.dot(finite, finite)),
+            num_zero=len(values) - int(np.count_nonzero(values)),
+            num_nan=nan,
+            num_inf=len(values) - len(finite) - nan,
+        )
+    return total

@@ -42,8 +42,7 @@ from zeroelastic.verbs.convert.model_tensors import (
     read_buffer,
     stored_tensor,
 )
-from zeroelastic.verbs.places import TensorPlace, clipped, places_of, whole_param
-from zeroelastic.verbs.tensor import TensorHandle
+from zeroelastic.verbs.tensor import TensorHandle, TensorPlace, clipped, places_of, whole_param
 
 _LISTED = 20
 _NEAR = 3

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from zeroelastic.errors import UnsupportedError
 from zeroelastic.testing import RankPool
 from zeroelastic.verbs.latest import latest
-from zeroelastic.verbs.reshard.report import reshard
-from zeroelastic.verbs.verify.report import verify
+from zeroelastic.verbs.reshard.reshard import reshard
+from zeroelastic.verbs.verify.verify import verify
 
 SECTION = "Parallelism and communication"
 

@@ -17,6 +17,8 @@ from zeroelastic.json_document import json_proper
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from zeroelastic.verbs.report import Report
+
 NO_BREAK = "\N{NO-BREAK SPACE}"
 _WIDE = 1 << 20
 _USUAL_WIDTH = 80
@@ -111,3 +113,8 @@ def print_written(report: Path | None) -> None:
 def print_document(document: Mapping[str, object]) -> None:
     """Print the document of --json. Strict JSON has no NaN and no infinity: they become strings."""
     typer.echo(json.dumps(json_proper(document), indent=2))
+
+
+def print_report(report: Report) -> None:
+    """Print the document of a report; its values are those of strict JSON already."""
+    typer.echo(json.dumps(report.to_json(), indent=2))

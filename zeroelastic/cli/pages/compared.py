@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from zeroelastic.byte_sizes import format_size
-from zeroelastic.cli.documents.checkpoints import Diff, Difference, DifferingTensor
-from zeroelastic.cli.documents.copies import Plan
 from zeroelastic.cli.pages.figures import (
     Bar,
     Bars,
@@ -24,11 +24,15 @@ from zeroelastic.cli.pages.figures import (
     table,
 )
 from zeroelastic.errors import counted
+from zeroelastic.verbs.diff.diff import DiffReport
+from zeroelastic.verbs.diff.tensors import ComparedTensor
+from zeroelastic.verbs.diff.values import Difference
+from zeroelastic.verbs.plan.plan import PlanReport
 
 _DRAWN = 12
 
 
-def plan_view(plan: Plan) -> dict[str, object]:
+def plan_view(plan: PlanReport) -> dict[str, object]:
     """What it costs, how many bytes go from where to where, what each rank reads."""
     costs = plan.load if plan.verb == "load" else plan.reshard
     read = [rank.bytes_read + rank.header_bytes for rank in plan.ranks]
@@ -50,7 +54,7 @@ def plan_view(plan: Plan) -> dict[str, object]:
     }
 
 
-def _plan_answer(plan: Plan, seconds: str | None) -> str:
+def _plan_answer(plan: PlanReport, seconds: str | None) -> str:
     ranks = counted(plan.target_world_size, "rank")
     time = "" if seconds is None else f", which takes {seconds} s at the bandwidth given below"
     if plan.verb == "load":
@@ -74,7 +78,7 @@ def _seconds(seconds: float | None) -> str | None:
     return f"{seconds:,.0f}" if seconds >= 100 else f"{seconds:.3g}" if seconds >= 0.001 else "less than 0.001"
 
 
-def _traffic(plan: Plan) -> Chart:
+def _traffic(plan: PlanReport) -> Chart:
     entries = [
         (source.rank, rank.rank, source.optimizer_bytes + source.frozen_bytes)
         for rank in plan.ranks
@@ -84,7 +88,7 @@ def _traffic(plan: Plan) -> Chart:
     return matrix(source, target, nbytes, num_sources=plan.world_size, num_targets=plan.target_world_size)
 
 
-def _plan_ranks(plan: Plan) -> Table | None:
+def _plan_ranks(plan: PlanReport) -> Table | None:
     """The ranks in order where they are few, those that read most first where they are many."""
     most = sorted(plan.ranks, key=lambda rank: (-(rank.bytes_read + rank.header_bytes), rank.rank))
     rows = [
@@ -104,7 +108,7 @@ def _plan_ranks(plan: Plan) -> Table | None:
     return table(dict.fromkeys(titles, "right"), rows, total=len(plan.ranks))
 
 
-def diff_view(found: Diff) -> dict[str, object]:
+def diff_view(found: DiffReport) -> dict[str, object]:
     """Whether the two are equal, which tensors differ and how far, and what else differs."""
     tone, sentence = _diff_answer(found)
     worst = sorted(found.tensors, key=_badness)
@@ -130,7 +134,7 @@ def diff_view(found: Diff) -> dict[str, object]:
     }
 
 
-def _diff_answer(found: Diff) -> tuple[Tone, str]:
+def _diff_answer(found: DiffReport) -> tuple[Tone, str]:
     if found.ok:
         return "good", f"Equal: all {counted(found.num_tensors, 'tensor')} bit for bit, and all other state."
     others = counted(len(found.state), "other value")
@@ -152,14 +156,14 @@ def _diff_answer(found: Diff) -> tuple[Tone, str]:
     return "bad", sentence + (f"; {others} differ, too." if found.state else ".")
 
 
-def _badness(tensor: DifferingTensor) -> tuple[bool, float, float, str, str]:
+def _badness(tensor: ComparedTensor) -> tuple[bool, float, float, str, str]:
     """What sorts the worst difference first: what cannot be compared, then by relative norm, then by elements."""
     norm = tensor.relative_norm
     share = (tensor.num_different or 0) / tensor.num_elements if tensor.num_elements else 0.0
     return (norm is not None, -(norm or 0.0), -share, tensor.param, tensor.key)
 
 
-def _tensor_counts(found: Diff) -> Chart | None:
+def _tensor_counts(found: DiffReport) -> Chart | None:
     counts = (
         ("part-c", "equal bit for bit", found.num_equal),
         ("hue-2", "different", len(found.tensors)),
@@ -176,7 +180,7 @@ def _tensor_counts(found: Diff) -> Chart | None:
     return strips([Strip("tensors", pieces)], end=place, ticks=number_ticks(place), legend=legend) if place else None
 
 
-def _tensors(worst: list[DifferingTensor]) -> Table | None:
+def _tensors(worst: list[ComparedTensor]) -> Table | None:
     rows = [
         (
             tensor.param,
@@ -194,7 +198,7 @@ def _tensors(worst: list[DifferingTensor]) -> Table | None:
     return table({"parameter": "name", "key": "", **numbers, "notes": ""}, rows, total=len(worst))
 
 
-def _notes(tensor: DifferingTensor) -> str:
+def _notes(tensor: ComparedTensor) -> str:
     notes = []
     if tensor.shape.a != tensor.shape.b:
         notes.append(f"shape {tensor.shape.a} and {tensor.shape.b}")
@@ -207,5 +211,5 @@ def _notes(tensor: DifferingTensor) -> str:
     return "; ".join(notes)
 
 
-def _values(values: list[Difference]) -> Table | None:
+def _values(values: Sequence[Difference]) -> Table | None:
     return table({"what": "", "A": "", "B": ""}, [(one.what, one.a or "none", one.b or "none") for one in values])

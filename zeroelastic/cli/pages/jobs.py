@@ -7,8 +7,7 @@ import time
 from collections.abc import Sequence
 from itertools import zip_longest
 
-from zeroelastic.cli.documents.common import Number
-from zeroelastic.cli.documents.jobs import Prove, Restart, Start, Timeline
+from zeroelastic.cli.documents import Prove, Restart, Start, Timeline
 from zeroelastic.cli.pages.figures import (
     DAMAGE,
     Cell,
@@ -24,6 +23,7 @@ from zeroelastic.cli.pages.figures import (
     table,
 )
 from zeroelastic.errors import counted
+from zeroelastic.verbs.report import Number
 
 _FIRST, _AGAIN, _OTHER = "reference size", "reference size again", "other size"
 _STYLES = {_FIRST: "hue-1", _AGAIN: "hue-3", _OTHER: "hue-2"}

@@ -61,7 +61,7 @@ def report(verb: str, document: Mapping[str, object]) -> str:
     The view ``VERB_view`` gives the template ``VERB.html`` what it shows beside the document: the ``title``, the
     ``sentence`` that answers the question of the verb, its ``tone``, figures and tables.
     """
-    from zeroelastic.cli.documents.schemas import DOCUMENTS
+    from zeroelastic.cli.documents import DOCUMENTS
 
     proper: Any = json_proper(document)
     model = DOCUMENTS[verb].model_validate_json(json.dumps(proper))

@@ -9,14 +9,6 @@ import numpy as np
 
 from zeroelastic.byte_sizes import format_size
 from zeroelastic.checkpoint.tag_files import parse_rank_file
-from zeroelastic.cli.documents.checkpoints import (
-    Inspect,
-    InspectedParam,
-    Problem,
-    SavedLayout,
-    VerifiedFile,
-    Verify,
-)
 from zeroelastic.cli.pages.figures import (
     DAMAGE,
     DAMAGED_SOMEWHERE,
@@ -37,6 +29,8 @@ from zeroelastic.cli.pages.figures import (
 )
 from zeroelastic.core.layout import Int64Array
 from zeroelastic.errors import counted
+from zeroelastic.verbs.inspect.report import InspectedParam, InspectReport, SavedLayout
+from zeroelastic.verbs.verify.report import Problem, VerifiedFile, VerifyReport
 
 _MOST_RANKS = 24  # with a strip in the layout
 _MOST_PIECES = (
@@ -47,7 +41,7 @@ _MOST_FILES = 16
 _MOST_DAMAGES = 200  # of a file
 
 
-def inspect_view(found: Inspect) -> dict[str, object]:
+def inspect_view(found: InspectReport) -> dict[str, object]:
     """What the checkpoint is, the buffers of its ranks, its state, its parameters."""
     tone, sentence = _inspect_answer(found)
     precision = [(found.model_dtype, "model"), (found.master_dtype, "master weights")]
@@ -96,7 +90,7 @@ def _without_code(remedy: str | None) -> list[str]:
     return [] if remedy is None else [remedy.replace("`", "")]
 
 
-def _inspect_answer(found: Inspect) -> tuple[Tone, str]:
+def _inspect_answer(found: InspectReport) -> tuple[Tone, str]:
     if found.problems:
         more = len(found.problems) - 1
         return "bad", f"This checkpoint is invalid: {found.problems[0]}" + (f" ({more:,} more below.)" if more else "")
@@ -133,7 +127,7 @@ def _params(params: list[InspectedParam]) -> Table | None:
     return table({**columns, "sub-group": "right", "tied to": "name"}, rows, total=len(params))
 
 
-def _standing_out(found: Inspect) -> Table | None:
+def _standing_out(found: InspectReport) -> Table | None:
     files = found.files
     rows: list[tuple[str | Cell, ...]] = [(name, Cell("missing", "bad")) for name in files.missing]
     kinds = {"of no rank": files.stale, "not known": files.odd, "left over": files.leftovers, "folder": files.folders}
@@ -142,7 +136,7 @@ def _standing_out(found: Inspect) -> Table | None:
     return table({"name": "name", "what it is": ""}, rows, total=len(rows) + more)
 
 
-def _layout_figures(found: Inspect) -> dict[str, Chart | None]:
+def _layout_figures(found: InspectReport) -> dict[str, Chart | None]:
     """A map of the ranks whose files are missing, where not all ranks have a strip, and the strips."""
     world_size = found.world_size or 0
     missing: dict[int, list[str]] = defaultdict(list)
@@ -262,7 +256,7 @@ def _pieces(
     return pieces
 
 
-def verify_view(found: Verify) -> dict[str, object]:
+def verify_view(found: VerifyReport) -> dict[str, object]:
     """Whether the checkpoint is valid, its files with damage at its place, what was checked."""
     tone, sentence = _verify_answer(found)
     mark = found.quarantine
@@ -293,7 +287,7 @@ def verify_view(found: Verify) -> dict[str, object]:
     }
 
 
-def _verify_answer(found: Verify) -> tuple[Tone, str]:
+def _verify_answer(found: VerifyReport) -> tuple[Tone, str]:
     if found.ok and found.mode == "quick":
         return "note", "Nothing is wrong with names and sizes; the contents of the files were not read (--quick)."
     if found.ok and found.unsupported:

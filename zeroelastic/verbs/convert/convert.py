@@ -5,60 +5,51 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field
 
 from zeroelastic.byte_sizes import size_option
 from zeroelastic.checkpoint.one_save import one_save
 from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.checkpoint.saved_state import open_state
 from zeroelastic.errors import UsageError, with_remedy
-from zeroelastic.io.paths import absolute
-from zeroelastic.json_document import document
 from zeroelastic.runs.locate import find_source
 from zeroelastic.verbs.convert.copy_tensors import MINIMUM_MEMORY
 from zeroelastic.verbs.new_directory import check_free
 from zeroelastic.verbs.options import Progress, local_sources, local_target, no_progress
-from zeroelastic.verbs.reshard.reshard import ReshardOptions, check_target, reshard
+from zeroelastic.verbs.report import Format, GivenPath, Report, Seconds
+from zeroelastic.verbs.reshard.options import ReshardOptions
+from zeroelastic.verbs.reshard.reshard import check_target, run_reshard
 
 if TYPE_CHECKING:
     from zeroelastic.verbs.convert.to_dcp import DcpPlan
     from zeroelastic.verbs.convert.to_universal import UniversalPlan
 
-Format = Literal["elastic", "rigid"]
 
+class ConvertReport(Report):
+    """What a conversion wrote, or would write; ``target_world_size`` and ``content_root`` are of a native checkpoint.
 
-@dataclass(frozen=True, slots=True)
-class ConvertReport:
-    """What a conversion wrote, or would write. ``world_size`` and ``content_root`` belong to a native checkpoint.
-
-    ``from_`` and ``to`` are formats: "native", "universal", "dcp", "elastic" or "rigid". ``digests_compared`` is the
-    number of tensors that were compared with the commit record.
+    ``from_`` and ``to`` are formats. ``digests_compared`` is the number of tensors that were compared with the commit
+    record.
     """
 
-    source: str
+    path: GivenPath
     tag: str
-    target: str
-    from_: str
-    to: str
+    target: GivenPath
+    from_: Literal["native", "universal"] = Field(validation_alias="from", serialization_alias="from")
+    to: Literal["universal", "dcp", "elastic", "rigid"]
     dry_run: bool
-    saved_world_size: int
-    world_size: int | None
+    world_size: int
+    target_world_size: int | None
     bytes_read: int
     tensors: int
     digests_compared: int | None
     content_root: str | None
     notes: tuple[str, ...]
-    seconds: float = 0.0
-
-    def to_json(self) -> dict[str, object]:
-        """The document of ``zeroelastic convert --json``; docs/reference/cli/convert.md has its keys."""
-        body = {key.rstrip("_"): value for key, value in asdict(self).items()}
-        body |= {"target": absolute(self.target), "target_world_size": self.world_size}
-        body["world_size"] = body.pop("saved_world_size")
-        return document({"path": absolute(body.pop("source")), **body}, ok=True)
+    seconds: Seconds = 0.0
 
 
 @with_remedy()
@@ -113,7 +104,7 @@ def convert(
         given = [name for name, value in native_only.items() if value is not None]
         if given:
             raise UsageError(f"{given[0]} goes with --from; a {to} checkpoint is for every world size.")
-        report = _convert_to(to, src, target, tag, memory, dry_run, progress)
+        made = _convert_to(to, src, target, tag, memory, dry_run, progress)
     else:
         if world_size is None:
             raise UsageError("--from needs --world-size: the number of ranks that will load the new checkpoint.")
@@ -126,8 +117,8 @@ def convert(
             parameter_alignment=parameter_alignment,
             max_memory=memory,
         )
-        report = _convert_from(src, target, tag, options, dry_run, progress)
-    return replace(report, seconds=round(time.monotonic() - began, 3))
+        made = _convert_from(src, target, tag, options, dry_run, progress)
+    return made.model_copy(update={"seconds": time.monotonic() - began})
 
 
 def _convert_to(
@@ -160,14 +151,15 @@ def _convert_to(
             with progress("converting", plan.nbytes) as advance:
                 compared = write(dst, max_memory=max_memory, progress=advance)
     return ConvertReport(
-        source=str(source.tag_dir),
+        ok=True,
+        path=str(source.tag_dir),
         tag=source.tag,
         target=str(dst),
         from_="native",
         to=to,
         dry_run=dry_run,
-        saved_world_size=state.checkpoint.world_size,
-        world_size=None,
+        world_size=state.checkpoint.world_size,
+        target_world_size=None,
         bytes_read=plan.nbytes,
         tensors=plan.num_tensors,
         digests_compared=compared,
@@ -193,17 +185,18 @@ def _convert_from(
         check_target(plan, dst.absolute())
     else:
         with progress("converting", plan.nbytes) as advance:
-            result = reshard(plan, dst, progress=advance)
-        notes, root = result.notes, result.root
+            result = run_reshard(plan, dst, progress=advance)
+        notes, root = result.notes, result.content_root
     return ConvertReport(
-        source=str(source.tag_dir),
+        ok=True,
+        path=str(source.tag_dir),
         tag=source.tag,
         target=str(dst),
         from_="universal",
         to=plan.target.format,
         dry_run=dry_run,
-        saved_world_size=plan.state.checkpoint.world_size,
-        world_size=options.world_size,
+        world_size=plan.state.checkpoint.world_size,
+        target_world_size=options.world_size,
         bytes_read=plan.nbytes,
         tensors=sum(len(part.tensors()) for part in plan.state.parts),
         digests_compared=None,

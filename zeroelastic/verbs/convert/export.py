@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from zeroelastic.byte_sizes import size_option
@@ -14,18 +12,16 @@ from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.checkpoint.saved_state import open_state
 from zeroelastic.distributed.processes import Processes
 from zeroelastic.errors import with_remedy
-from zeroelastic.io.paths import absolute
 from zeroelastic.io.storage import file_size
-from zeroelastic.json_document import document
 from zeroelastic.runs.locate import Source, find_source
 from zeroelastic.verbs.convert.copy_tensors import MINIMUM_MEMORY
 from zeroelastic.verbs.convert.to_safetensors import ExportDtype, ExportPlan, Tied, plan_export, run_export
 from zeroelastic.verbs.new_directory import check_free
 from zeroelastic.verbs.options import Progress, local_sources, local_target, no_progress
+from zeroelastic.verbs.report import GivenPath, Part, Report, Seconds
 
 
-@dataclass(frozen=True, slots=True)
-class ExportedFile:
+class ExportedFile(Part):
     """One file of an export."""
 
     name: str
@@ -33,17 +29,16 @@ class ExportedFile:
     tensors: int
 
 
-@dataclass(frozen=True, slots=True)
-class ExportReport:
+class ExportReport(Report):
     """What an export wrote, or would write. ``trained``, ``frozen`` and ``buffers`` are numbers of tensors.
 
     ``digests_compared`` is the number of tensors that were compared with the commit record, None after a dry run;
     ``left_out`` says of each tensor of the model that is not there why.
     """
 
-    source: str
+    path: GivenPath
     tag: str
-    target: str
+    target: GivenPath
     dry_run: bool
     world_size: int
     bytes: int
@@ -52,16 +47,11 @@ class ExportReport:
     frozen: int
     buffers: int
     optimizer_tensors: int
-    tied: Mapping[str, str]
+    tied: dict[str, str]
     files: tuple[ExportedFile, ...]
     digests_compared: int | None
     left_out: tuple[str, ...]
-    seconds: float
-
-    def to_json(self) -> dict[str, object]:
-        """The document of ``zeroelastic export --json``; docs/reference/cli/export.md has its keys."""
-        body = asdict(self)
-        return document({"path": absolute(body.pop("source")), **body, "target": absolute(self.target)}, ok=True)
+    seconds: Seconds
 
 
 @with_remedy()
@@ -119,11 +109,12 @@ def export(
 
 
 def _report(plan: ExportPlan, source: Source, dst: Path, compared: int | None, seconds: float) -> ExportReport:
-    files = [ExportedFile(file.name, file.nbytes, len(file.entries)) for file in plan.files]
-    files += [ExportedFile(name, len(text), 0) for name, text in plan.texts.items()]
-    files += [ExportedFile(path.name, file_size(path) or 0, 0) for path in plan.copied]
+    files = [(file.name, file.nbytes, len(file.entries)) for file in plan.files]
+    files += [(name, len(text), 0) for name, text in plan.texts.items()]
+    files += [(path.name, file_size(path) or 0, 0) for path in plan.copied]
     return ExportReport(
-        source=str(source.tag_dir),
+        ok=True,
+        path=str(source.tag_dir),
         tag=source.tag,
         target=str(dst),
         dry_run=compared is None,
@@ -135,8 +126,8 @@ def _report(plan: ExportPlan, source: Source, dst: Path, compared: int | None, s
         buffers=len(plan.tensors("buffer")),
         optimizer_tensors=len(plan.tensors("state")),
         tied=dict(plan.tied),
-        files=tuple(files),
+        files=tuple(ExportedFile(name=name, bytes=nbytes, tensors=count) for name, nbytes, count in files),
         digests_compared=compared,
         left_out=tuple(plan.left_out),
-        seconds=round(seconds, 3),
+        seconds=seconds,
     )

@@ -40,7 +40,7 @@ from zeroelastic.verbs.convert.model_tensors import (
     optimizer_tensors,
     read_buffer,
 )
-from zeroelastic.verbs.resumable_directory import new_directory
+from zeroelastic.verbs.new_directory import new_directory
 
 if TYPE_CHECKING:
     import torch

@@ -37,8 +37,7 @@ from zeroelastic.verbs.convert.model_tensors import (
     optimizer_tensors,
     read_buffer,
 )
-from zeroelastic.verbs.new_directory import EarlyFlush, reserve_file
-from zeroelastic.verbs.resumable_directory import new_directory
+from zeroelastic.verbs.new_directory import EarlyFlush, new_directory, reserve_file
 
 ExportDtype = Literal["fp32", "bf16", "fp16"]
 Tied = Literal["once", "all"]

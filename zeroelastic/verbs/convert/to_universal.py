@@ -44,11 +44,10 @@ from zeroelastic.verbs.convert.copy_tensors import (
     recorded_digests,
 )
 from zeroelastic.verbs.convert.model_tensors import ModelTensor
-from zeroelastic.verbs.convert.universal_module import rest_of_module, write_module
-from zeroelastic.verbs.new_directory import reserve_file
+from zeroelastic.verbs.convert.universal_files import rest_of_module, write_module
+from zeroelastic.verbs.new_directory import new_directory, reserve_file
 from zeroelastic.verbs.reshard.rank_files import scalar_node
 from zeroelastic.verbs.reshard.source import no_hyper_parameters
-from zeroelastic.verbs.resumable_directory import new_directory
 from zeroelastic.verbs.verify.payload_scan import RankRows, cover
 
 ZERO_FOLDER = "zero"

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
+from pydantic import Field
 
 from zeroelastic.checkpoint.saved_state import SavedPart, SavedState
 from zeroelastic.core.digest import ByteArray
@@ -18,6 +19,7 @@ from zeroelastic.executors.dispatch import ReadTable, read_segments
 from zeroelastic.executors.progress import ProgressFunction
 from zeroelastic.torch_file.header import DTYPE_BYTES, TensorRef, TorchFile
 from zeroelastic.verbs.diff.element_stats import CHUNK, ElementStats, compare_elements
+from zeroelastic.verbs.report import Part, Sides
 
 BUFFER = "buffer"
 """The state key of the module's tensors that are not parameters. Every rank's model states file holds them whole."""
@@ -25,65 +27,69 @@ BUFFER = "buffer"
 _Tensor = tuple[str, str]
 
 
-class TensorDifference(NamedTuple):
-    """One tensor that both sides have. Dtypes, or shapes, differ where left and right are not the same.
+class ComparedTensor(Part):
+    """One tensor that both sides have. Numbers are None where the shapes differ, or where they are not finite.
 
-    ``stats`` is None where the shapes differ.
+    ``num_nonfinite`` counts the different elements where a side is infinite or no number; ``max_abs`` to
+    ``relative_norm`` are about the others. ``norm`` is the Euclidean norm of the difference, ``relative_norm`` that by
+    the norm of the left side: None where that is 0 and the difference is not. ``stats`` is not in the document.
     """
 
     param: str
     key: str
-    left_dtype: str
-    right_dtype: str
-    left_shape: tuple[int, ...]
-    right_shape: tuple[int, ...]
-    stats: ElementStats | None
+    dtype: Sides[str]
+    shape: Sides[list[int]]
+    num_elements: int | None = None
+    num_different: int | None = None
+    num_nonfinite: int | None = None
+    num_sign_changed: int | None = None
+    max_abs: float | None = None
+    max_ulp: int | None = None
+    norm: float | None = None
+    relative_norm: float | None = None
+    num_nan: Sides[int] | None = None
+    num_inf: Sides[int] | None = None
+    stats: ElementStats | None = Field(default=None, exclude=True)
 
     @property
     def equal(self) -> bool:
         """Whether both sides are the same, bit for bit."""
-        alike = self.left_dtype == self.right_dtype and self.stats is not None
-        return alike and self.stats is not None and self.stats.num_different == 0
+        return self.dtype.a == self.dtype.b and self.num_different == 0
 
-    @property
-    def norm(self) -> float | None:
-        """The Euclidean norm of the difference of the finite elements."""
-        return None if self.stats is None else math.sqrt(self.stats.square)
 
-    @property
-    def relative_norm(self) -> float | None:
-        """``norm`` by the norm of the left side; None where that is 0 and the difference is not."""
-        if self.stats is None or self.norm is None:
-            return None
-        if self.stats.left_square == 0:
-            return 0.0 if self.norm == 0 else None
-        return self.norm / math.sqrt(self.stats.left_square)
-
-    def to_json(self) -> dict[str, object]:
-        """The tensor in the document of ``zeroelastic diff --json``; what is not finite is null there."""
-        stats = self.stats
-        return {
-            "param": self.param,
-            "key": self.key,
-            "dtype": {"a": self.left_dtype, "b": self.right_dtype},
-            "shape": {"a": list(self.left_shape), "b": list(self.right_shape)},
-            "num_elements": stats and stats.num,
-            "num_different": stats and stats.num_different,
-            "num_nonfinite": stats and stats.num_nonfinite,
-            "num_sign_changed": stats and stats.num_sign_changed,
-            "max_abs": stats and _finite(stats.max_abs),
-            "max_ulp": stats and stats.max_ulp,
-            "norm": _finite(self.norm),
-            "relative_norm": _finite(self.relative_norm),
-            "num_nan": stats and {"a": stats.left_nan, "b": stats.right_nan},
-            "num_inf": stats and {"a": stats.left_inf, "b": stats.right_inf},
-        }
+def _compared(
+    tensor: _Tensor, left: Side | TensorRef, right: Side | TensorRef, stats: ElementStats | None
+) -> ComparedTensor:
+    dtype, shape = Sides(a=left.dtype, b=right.dtype), Sides(a=list(left.shape), b=list(right.shape))
+    if stats is None:
+        return ComparedTensor(param=tensor[0], key=tensor[1], dtype=dtype, shape=shape)
+    norm = math.sqrt(stats.square)
+    relative: float | None = norm
+    if norm:
+        relative = norm / math.sqrt(stats.left_square) if stats.left_square else None
+    return ComparedTensor(
+        param=tensor[0],
+        key=tensor[1],
+        dtype=dtype,
+        shape=shape,
+        num_elements=stats.num,
+        num_different=stats.num_different,
+        num_nonfinite=stats.num_nonfinite,
+        num_sign_changed=stats.num_sign_changed,
+        max_abs=_finite(stats.max_abs),
+        max_ulp=stats.max_ulp,
+        norm=_finite(norm),
+        relative_norm=_finite(relative),
+        num_nan=Sides(a=stats.left_nan, b=stats.right_nan),
+        num_inf=Sides(a=stats.left_inf, b=stats.right_inf),
+        stats=stats,
+    )
 
 
 class TensorComparison(NamedTuple):
     """The tensors that both sides have, and the (parameter, state key) of those that one side alone has."""
 
-    tensors: list[TensorDifference]
+    tensors: list[ComparedTensor]
     only_left: list[tuple[str, str]]
     only_right: list[tuple[str, str]]
 
@@ -125,10 +131,7 @@ def compare_tensors(
             for batch in batches(numel, room // sum(itemsizes)):  # in elements instead of bytes
                 buffers = [_read(batch, tensors, parts[i], sides[i], itemsizes[i], progress) for i in (0, 1)]
                 _compare_batch(batch, tensors, buffers, dtypes, stats, pool)
-    found = [
-        TensorDifference(*tensor, x.dtype, y.dtype, x.shape, y.shape, stats.get(tensor))
-        for tensor, x, y in ((tensor, sides[0][tensor], sides[1][tensor]) for tensor in common)
-    ]
+    found = [_compared(tensor, sides[0][tensor], sides[1][tensor], stats.get(tensor)) for tensor in common]
     only_left = [tensor for tensor in sides[0] if tensor not in sides[1]]
     only_right = [tensor for tensor in sides[1] if tensor not in sides[0]]
     return TensorComparison(found, only_left, only_right)
@@ -236,8 +239,8 @@ def _finite(value: float | None) -> float | None:
 
 def _compare_buffer(
     name: str, x: TensorRef, y: TensorRef, left_file: TorchFile, right_file: TorchFile
-) -> TensorDifference:
+) -> ComparedTensor:
     stats = None
     if x.shape == y.shape:
         stats = compare_elements(left_file.read(x), right_file.read(y), x.dtype, y.dtype)
-    return TensorDifference(name, BUFFER, x.dtype, y.dtype, x.shape, y.shape, stats)
+    return _compared((name, BUFFER), x, y, stats)

@@ -6,12 +6,12 @@ import fnmatch
 import hashlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
 
 from zeroelastic.checkpoint.optimizer_file import ParamGroup, ScalerState
 from zeroelastic.checkpoint.saved_state import SavedState
 from zeroelastic.errors import brief, shown
 from zeroelastic.torch_file.header import DTYPE_BYTES, DType, Stub, TensorRef, TorchFile
+from zeroelastic.verbs.report import Part
 
 _MAX_VALUES = 100_000
 _MAX_LEVELS = 50
@@ -34,27 +34,27 @@ _OF_THE_SAVE = {
 """Keys of a model states file that are compared elsewhere, or that say how it was saved."""
 
 
-class ValueDifference(NamedTuple):
+class Difference(Part):
     """Something beside tensors that the sides have differently: what it is, and how each has it; None: not at all."""
 
     what: str
-    left: str | None
-    right: str | None
+    a: str | None
+    b: str | None
 
 
 def state_differences(
     left: SavedState, right: SavedState, left_file: TorchFile, right_file: TorchFile
-) -> list[ValueDifference]:
+) -> list[Difference]:
     """Differences that a resumed run would notice, scalars aside; the files are rank 0's model states."""
     return _value_differences(_state_values(left, left_file), _state_values(right, right_file))
 
 
-def saving_differences(left: SavedState, right: SavedState) -> list[ValueDifference]:
+def saving_differences(left: SavedState, right: SavedState) -> list[Difference]:
     """Differences in how the two were saved."""
     return _value_differences(_saving_values(left), _saving_values(right))
 
 
-def scalar_differences(left: SavedState, right: SavedState, params: str | None) -> list[ValueDifference]:
+def scalar_differences(left: SavedState, right: SavedState, params: str | None) -> list[Difference]:
     """Replicated values such as ``step``; what is the same difference for many parameters is said once."""
     tables = [
         {
@@ -76,10 +76,10 @@ def scalar_differences(left: SavedState, right: SavedState, params: str | None) 
             kinds[kind] += 1
             example.setdefault(kind, name)
     return [
-        ValueDifference(
-            f"{kind[0]} of {example[kind]}" + (f" and {count - 1} more parameters" if count > 1 else ""),
-            _shown_scalar(kind[1]),
-            _shown_scalar(kind[2]),
+        Difference(
+            what=f"{kind[0]} of {example[kind]}" + (f" and {count - 1} more parameters" if count > 1 else ""),
+            a=_shown_scalar(kind[1]),
+            b=_shown_scalar(kind[2]),
         )
         for kind, count in kinds.items()
     ]
@@ -191,9 +191,9 @@ def _shortened(text: str) -> str:
     return f"{text[: _MAX_SHOWN // 2]}... ({hashlib.sha256(text.encode()).hexdigest()[:12]})"
 
 
-def _value_differences(left: Mapping[str, str], right: Mapping[str, str]) -> list[ValueDifference]:
+def _value_differences(left: Mapping[str, str], right: Mapping[str, str]) -> list[Difference]:
     return [
-        ValueDifference(what, left.get(what), right.get(what))
+        Difference(what=what, a=left.get(what), b=right.get(what))
         for what in dict.fromkeys((*left, *right))
         if left.get(what) != right.get(what)
     ]

@@ -1,141 +1,168 @@
-"""``zeroelastic.inspect``: what a checkpoint is, from its headers, and what is wrong with it."""
+"""The report of ``inspect``: what a checkpoint is; a field is None or empty where its value is not known."""
 
 from __future__ import annotations
 
-import os
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from typing import Any, Literal
 
-from zeroelastic.checkpoint.optimizer_file import ScalerState
-from zeroelastic.checkpoint.tag_files import is_rank_file
-from zeroelastic.errors import CheckpointError, UnreadableError, finding, with_remedy
-from zeroelastic.io.paths import FilePath, RemotePath, as_path
-from zeroelastic.io.storage import file_sizes
-from zeroelastic.json_document import document
-from zeroelastic.runs.locate import Source, find_source
-from zeroelastic.runs.tag_directory import open_tag
-from zeroelastic.torch_file.header import DType
-from zeroelastic.verbs.inspect.inspect import inspect_source
-from zeroelastic.verbs.inspect.model import KINDS, Inspection, ParamInfo
+from zeroelastic.checkpoint.marks import Quarantine
+from zeroelastic.verbs.report import Format, Framework, Part, Report
 
-_FILES = ("num_missing", "missing", "stale", "odd", "leftovers", "folders")
+ParamKind = Literal["trained", "frozen", "tied"]
 
 
-@dataclass(frozen=True, slots=True)
-class InspectReport:
-    """What was found: ``inspection`` has everything, ``params`` are the parameters that were asked for."""
+class Versions(Part):
+    """The versions that saved."""
 
-    inspection: Inspection
-    params: tuple[ParamInfo, ...]
-
-    @property
-    def ok(self) -> bool:
-        """Whether the checkpoint is whole as far as was looked, and zeroelastic works on it."""
-        return not self.problems and not self.unsupported
-
-    @property
-    def problems(self) -> tuple[str, ...]:
-        """What makes the checkpoint invalid."""
-        return tuple(self.inspection.problems)
-
-    @property
-    def remedy(self) -> str | None:
-        """What to do about the problems; None where there are none."""
-        return self.inspection.remedy or (CheckpointError.remedy if self.problems else None)
-
-    @property
-    def unsupported(self) -> tuple[str, ...]:
-        """What zeroelastic does not do with the checkpoint."""
-        return tuple(self.inspection.unsupported)
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What is worth knowing."""
-        return tuple(self.inspection.notes)
-
-    @property
-    def world_size(self) -> int | None:
-        """How many ranks saved it, where that is known."""
-        return self.inspection.world_size
-
-    @property
-    def step(self) -> int | None:
-        """``global_steps`` of the engine that saved it, where that is known."""
-        return self.inspection.step
-
-    def to_json(self) -> dict[str, object]:
-        """The document of ``zeroelastic inspect --json``; docs/reference/cli/inspect.md has its keys."""
-        trained, frozen, tied = (self.inspection.count(kind) for kind in KINDS)
-        found = asdict(replace(self.inspection, params=self.params, scaler=None))
-        del found["kind"], found["scaler"], found["remedy"]
-        for sized in (*found["params"], *found["state"].values()):
-            sized["bytes"] = sized.pop("nbytes")
-        body = {
-            "problems": found.pop("problems"),
-            "remedy": self.remedy,
-            **{key: found.pop(key) for key in ("unsupported", "notes", "path", "tag")},
-            "record": {"state": found.pop("record"), "content_root": found.pop("content_root")},
-            "totals": {
-                "params": trained[0] + frozen[0],
-                "numel": trained[1] + frozen[1],
-                "trained_params": trained[0],
-                "trained_numel": trained[1],
-                "frozen_params": frozen[0],
-                "frozen_numel": frozen[1],
-                "tied_params": tied[0],
-                "state_bytes": self.inspection.state_bytes,
-                "files": found.pop("num_files"),
-                "disk_bytes": found.pop("disk_bytes"),
-            },
-            "loss_scaler": _scaler_document(self.inspection.scaler),
-            "files": {key: found.pop(key) for key in _FILES},
-            **found,
-        }
-        return document(body, ok=self.ok)
+    zeroelastic: str | None
+    deepspeed: str | None
+    torch: str | None
 
 
-@with_remedy()
-def inspect(
-    src: str | os.PathLike[str], *, tag: str | None = None, params: str | None = None, all_ranks: bool = False
-) -> InspectReport:
-    """Say what a checkpoint is: who saved it, what it holds, and what is missing or wrong.
+class Record(Part):
+    """The commit record: whether there is one, and its content root."""
 
-    Reads the commit record and the headers of one rank, or of ``all_ranks``; no weights. ``params`` chooses the
-    parameters of the report by a glob, or by a part of their names. A damaged checkpoint is described as far as
-    possible, with ``problems``. Raises UsageError where there is no checkpoint, UnsupportedError, UnreadableError.
+    state: Literal["present", "absent", "damaged", "unknown"]
+    content_root: str | None
 
-    Example::
 
-        import zeroelastic
-        report = zeroelastic.inspect("ckpt", params="norm")
-        print(report.world_size, report.step, [param.name for param in report.params])
+class Totals(Part):
+    """Counts over all parameters and files. ``state_bytes`` are of all tensors, padding excluded."""
+
+    params: int
+    numel: int
+    trained_params: int
+    trained_numel: int
+    frozen_params: int
+    frozen_numel: int
+    tied_params: int
+    state_bytes: int | None
+    files: int
+    disk_bytes: int
+
+
+class StateKey(Part):
+    """One state key over all parameters: the dtypes it is kept in, parameters that have it, and bytes."""
+
+    dtypes: list[str]
+    num_params: int
+    bytes: int
+
+
+class Scalar(Part):
+    """A scalar of optimizer state: its type as saved and its value."""
+
+    kind: str
+    value: Any
+
+
+class Group(Part):
+    """An optimizer group: its hyper-parameters, and how many parameters and elements it has."""
+
+    options: dict[str, Any]
+    num_params: int
+    numel: int
+
+
+class LossScaler(Part):
+    """DeepSpeed's loss scaler as saved."""
+
+    class_name: str
+    dynamic: bool
+    overflow: bool
+    attributes: dict[str, Any]
+
+
+class InspectedParam(Part):
+    """A parameter. ``bytes`` is the size of all its tensors: None where no header was read, 0 where it is tied.
+
+    ``dtypes`` is by state key; ``group`` is the number of its optimizer group. ``sub_group`` and ``offset`` are its
+    place in the layout (SavedLayout), None where it has none or no header was read.
     """
-    found = _look(os.fspath(src), tag, all_ranks)
-    return InspectReport(found, found.params if params is None else found.matching(params))
+
+    name: str
+    kind: ParamKind
+    shape: list[int]
+    numel: int
+    bytes: int | None
+    group: int | None
+    dtypes: dict[str, str]
+    tied_to: str | None
+    sub_group: int | None
+    offset: int | None
 
 
-def _look(src: str, tag: str | None, all_ranks: bool) -> Inspection:
-    try:
-        return inspect_source(find_source(src, tag=tag), all_ranks=all_ranks)
-    except CheckpointError as error:
-        path = as_path(src) if isinstance(as_path(src), RemotePath) else Path(os.path.abspath(src))
-        if tag is None and _holds_rank_files(path):  # a damaged file beside a tag does not make the tag invalid
-            source = Source(path.parent, path.name, open_tag(path), None, "deepspeed")
-            found = inspect_source(source, all_ranks=all_ranks)
-            found.notes.append(finding(error))
-            return found
-        return Inspection(path=str(path), tag=tag or "", problems=[finding(error)], remedy=error.remedy or None)
+class SavedLayout(Part):
+    """How the trained parameters are cut over the ranks, all numbers in elements.
+
+    ``split`` "param": each rank has ``ceil(numel / world_size)`` elements of every parameter, at the parameter's
+    ``offset`` in the rank's buffer ``sub_group``. "group": the parameters of an optimizer group lie end to end, each
+    from its ``offset`` on, and the ranks have equal parts of that. ``sub_group_numel`` are the elements of each of one
+    rank's buffers, padding included.
+    """
+
+    split: Literal["param", "group"]
+    sub_group_numel: list[int]
 
 
-def _holds_rank_files(path: FilePath) -> bool:
-    try:
-        return any(map(is_rank_file, file_sizes(path)))
-    except (CheckpointError, UnreadableError):
-        return False
+class Buffer(Part):
+    """A buffer of the module, whole in every rank's model states file."""
+
+    name: str
+    shape: list[int]
+    dtype: str
 
 
-def _scaler_document(scaler: ScalerState | None) -> dict[str, object] | None:
-    if scaler is None:
-        return None
-    attributes = {key: value.name if isinstance(value, DType) else value for key, value in scaler.attributes.items()}
-    return {**asdict(replace(scaler, attributes={})), "attributes": attributes}
+class TagFiles(Part):
+    """The files that stand out: missing ones, and others that no rank of this save has written."""
+
+    num_missing: int
+    missing: list[str]
+    stale: list[str]
+    odd: list[str]
+    leftovers: list[str]
+    folders: list[str]
+
+
+class InspectReport(Report):
+    """What a checkpoint is; ``params`` are the parameters that were asked for.
+
+    ``problems`` make it invalid, and ``remedy`` says what to do about them; ``unsupported`` says why zeroelastic cannot
+    load it; ``notes`` are for information. It is ``ok`` where it is whole as far as was looked, and supported.
+    """
+
+    problems: list[str]
+    remedy: str | None
+    unsupported: list[str]
+    notes: list[str]
+    path: str
+    tag: str
+    latest: str | None
+    framework: Framework
+    format: Format | None
+    stage: int | None
+    world_size: int | None
+    tp_size: int | None
+    step: int | None
+    skipped_steps: int | None
+    samples: int | None
+    save_id: str | None
+    versions: Versions
+    model_dtype: str | None
+    master_dtype: str | None
+    train_batch_size: int | None
+    sub_group_size: int | None
+    num_sub_groups: int | None
+    layout: SavedLayout | None
+    quarantine: Quarantine | None
+    record: Record
+    totals: Totals
+    state: dict[str, StateKey]
+    scalars: dict[str, list[Scalar]]
+    groups: list[Group]
+    loss_scaler: LossScaler | None
+    params: list[InspectedParam]
+    buffers: list[Buffer]
+    scheduler: bool | None
+    client_state: list[str] | None
+    files: TagFiles
+    headers_read: int

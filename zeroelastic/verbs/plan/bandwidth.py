@@ -10,11 +10,11 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from zeroelastic.byte_sizes import format_size
+from zeroelastic.verbs.report import Part
 
 _READ_BYTES, _READ_S = 256 << 20, 0.3
 _WRITE_BYTES, _WRITE_S = 64 << 20, 0.2
@@ -25,8 +25,7 @@ _STILL_CACHED = 0.1
 _NO_TMPFILE = {errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL}
 
 
-@dataclass(frozen=True, slots=True)
-class Bandwidth:
+class Bandwidth(Part):
     """Bytes per second of reading and writing, None where they are not known; ``notes`` say why, and what to doubt.
 
     ``cached`` is whether what was read was in memory, so that the device may be slower; None without a measurement.
@@ -61,7 +60,9 @@ def measure_bandwidth(files: Sequence[Path], directory: Path) -> Bandwidth:
         write = _write(directory)
     except OSError as error:
         notes.append(f"writing was not measured: {directory}: {error.strerror or error}")
-    return Bandwidth(read, write, "measured", cached, nbytes, tuple(notes))
+    return Bandwidth(
+        read=read, write=write, origin="measured", cached=cached, bytes_measured=nbytes, notes=tuple(notes)
+    )
 
 
 def _read(files: Sequence[Path]) -> tuple[float | None, bool, int]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
 import numpy as np
+from pydantic import PrivateAttr
 
 from zeroelastic.byte_sizes import size_option
 from zeroelastic.checkpoint.one_save import one_save
@@ -16,85 +16,209 @@ from zeroelastic.checkpoint.optimizer_file import zero_option
 from zeroelastic.core.global_batch import misfit_notes
 from zeroelastic.core.layout import Int64Array
 from zeroelastic.errors import UsageError, with_remedy
-from zeroelastic.json_document import document
 from zeroelastic.runs.locate import Source, find_source
 from zeroelastic.verbs.plan.bandwidth import Bandwidth, measure_bandwidth
-from zeroelastic.verbs.plan.forecast import (
-    LOAD_MEMORY_LIMIT,
-    RESHARD_MEMORY_LIMIT,
-    Forecast,
-    make_forecast,
-)
+from zeroelastic.verbs.plan.forecast import LOAD_MEMORY_LIMIT, RESHARD_MEMORY_LIMIT, Forecast, make_forecast
 from zeroelastic.verbs.plan.head import read_head
+from zeroelastic.verbs.report import Format, Framework, Part, Report
 from zeroelastic.verbs.reshard.source import train_batch_size
 
 Verb = Literal["load", "reshard"]
+T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class PlanReport:
+class PlannedState(Part):
+    """The state of the checkpoint."""
+
+    bytes: int
+    params: int
+    frozen_params: int
+    state_keys: tuple[str, ...]
+
+
+class PlannedSource(Part):
+    """The bytes that a target rank reads from the files of one saved rank."""
+
+    rank: int
+    optimizer_bytes: int
+    frozen_bytes: int
+
+
+class Columns(Part, Generic[T]):
+    """The numbers of a target rank, or the same of several."""
+
+    bytes_owned: T
+    bytes_read: T
+    header_bytes: T
+    optimizer_files: T
+    model_files: T
+    segments: T
+    requests: T
+
+
+class PlannedRank(Columns[int]):
+    """One target rank."""
+
+    rank: int
+    memory: int
+    sources: tuple[PlannedSource, ...]
+
+
+class WorstRank(Part):
+    """The target rank with the largest number."""
+
+    rank: int
+    value: int
+
+
+class Worst(Columns[WorstRank]):
+    """The largest of each number."""
+
+    memory: WorstRank
+
+
+class PlannedLoad(Part):
+    """What a load takes; ``seconds`` where all ranks share the bandwidth, ``seconds_separate`` where each has it."""
+
+    bytes_read: int
+    bytes_read_worst_rank: int
+    files_worst_rank: int
+    memory: int
+    memory_limit: int
+    seconds: float | None
+    seconds_separate: float | None
+
+
+class PlannedReshard(Part):
+    """What an offline reshard takes."""
+
+    bytes_read: int
+    bytes_written: int
+    files_read: int
+    files_written: int
+    memory_limit: int
+    seconds: float | None
+
+
+class PlanReport(Report):
     """What a load and a reshard would do.
 
     ``bandwidth`` is what the seconds are computed from; ``notes`` are about the global batch and another ZeRO stage.
     """
 
-    source: Source
-    forecast: Forecast
-    bandwidth: Bandwidth
+    path: str
+    tag: str
+    framework: Framework
+    format: Format
+    step: int
+    world_size: int
+    target_world_size: int
+    stage: int
+    target_stage: int
     verb: Verb
+    state: PlannedState
+    bandwidth: Bandwidth
+    ranks: tuple[PlannedRank, ...]
+    worst: Worst
+    total: Columns[int]
+    amplification: float
+    load: PlannedLoad
+    reshard: PlannedReshard
     notes: tuple[str, ...]
+    _forecast: Forecast = PrivateAttr()
 
-    def to_json(self) -> dict[str, object]:
-        """The document of ``zeroelastic plan --json``; docs/reference/cli/plan.md has its keys."""
-        forecast, speed = self.forecast, self.bandwidth
-        head, columns = forecast.head, _columns(forecast)
-        saved = forecast.saved_world_size
-        read = forecast.bytes_read + forecast.header_bytes
-        reshard_read = int(forecast.bytes_read.sum()) + forecast.reshard_header_bytes
-        body = {
-            "path": str(self.source.tag_dir),
-            "tag": self.source.tag,
-            "framework": self.source.framework,
-            "format": head.shard.format,
-            "step": head.model.global_steps,
-            "world_size": saved,
-            "target_world_size": forecast.world_size,
-            "stage": head.shard.stage,
-            "target_stage": forecast.stage,
-            "verb": self.verb,
-            "state": {
-                "bytes": forecast.state_bytes,
-                "params": head.shard.layout.num_params,
-                "frozen_params": 0 if head.frozen is None else head.frozen.num_params,
-                "state_keys": list(head.state_keys),
-            },
-            "bandwidth": asdict(speed),
-            "ranks": _rank_documents(forecast, columns),
-            "worst": {
-                name: {"rank": int(np.argmax(values)), "value": int(values.max())} for name, values in columns.items()
-            },
-            "total": {name: int(values.sum()) for name, values in columns.items() if name != "memory"},
-            "amplification": forecast.amplification,
-            "load": {
-                "bytes_read": int(read.sum()),
-                "bytes_read_worst_rank": int(read.max()),
-                "files_worst_rank": int(forecast.files.max()),
-                "memory": int(forecast.memory.max()),
-                "memory_limit": LOAD_MEMORY_LIMIT,
-                "seconds": _seconds(int(read.sum()), 0, speed),
-                "seconds_separate": _seconds(int(read.max()), 0, speed),
-            },
-            "reshard": {
-                "bytes_read": reshard_read,
-                "bytes_written": forecast.reshard_bytes_written,
-                "files_read": saved + len(head.model_sizes),
-                "files_written": forecast.world_size + (forecast.world_size if forecast.stage == 3 else 1),
-                "memory_limit": RESHARD_MEMORY_LIMIT,
-                "seconds": _seconds(reshard_read, forecast.reshard_bytes_written, speed),
-            },
-            "notes": list(self.notes),
-        }
-        return document(body, ok=True)
+    @property
+    def forecast(self) -> Forecast:
+        """The numbers of all target ranks as arrays, and the traffic between ranks; not in the document."""
+        return self._forecast
+
+
+def make_report(source: Source, forecast: Forecast, speed: Bandwidth, verb: Verb, notes: tuple[str, ...]) -> PlanReport:
+    """The report on a forecast."""
+    head, saved = forecast.head, forecast.saved_world_size
+    columns = {
+        "bytes_owned": forecast.bytes_owned,
+        "bytes_read": forecast.bytes_read,
+        "header_bytes": forecast.header_bytes,
+        "optimizer_files": forecast.optimizer_files,
+        "model_files": forecast.model_files,
+        "segments": forecast.segments,
+        "requests": forecast.requests,
+        "memory": forecast.memory,
+    }
+    worst = {name: WorstRank(rank=int(np.argmax(value)), value=int(value.max())) for name, value in columns.items()}
+    read = forecast.bytes_read + forecast.header_bytes
+    reshard_read = int(forecast.bytes_read.sum()) + forecast.reshard_header_bytes
+    report = PlanReport(
+        ok=True,
+        path=str(source.tag_dir),
+        tag=source.tag,
+        framework=source.framework,
+        format=head.shard.format,
+        step=head.model.global_steps,
+        world_size=saved,
+        target_world_size=forecast.world_size,
+        stage=head.shard.stage,
+        target_stage=forecast.stage,
+        verb=verb,
+        state=PlannedState(
+            bytes=forecast.state_bytes,
+            params=head.shard.layout.num_params,
+            frozen_params=0 if head.frozen is None else head.frozen.num_params,
+            state_keys=tuple(head.state_keys),
+        ),
+        bandwidth=speed,
+        ranks=_ranks(forecast, columns),
+        worst=Worst(**worst),
+        total=Columns[int](**{name: int(value.sum()) for name, value in columns.items() if name != "memory"}),
+        amplification=forecast.amplification,
+        load=PlannedLoad(
+            bytes_read=int(read.sum()),
+            bytes_read_worst_rank=int(read.max()),
+            files_worst_rank=int(forecast.files.max()),
+            memory=int(forecast.memory.max()),
+            memory_limit=LOAD_MEMORY_LIMIT,
+            seconds=seconds_of(int(read.sum()), 0, speed),
+            seconds_separate=seconds_of(int(read.max()), 0, speed),
+        ),
+        reshard=PlannedReshard(
+            bytes_read=reshard_read,
+            bytes_written=forecast.reshard_bytes_written,
+            files_read=saved + len(head.model_sizes),
+            files_written=forecast.world_size + (forecast.world_size if forecast.stage == 3 else 1),
+            memory_limit=RESHARD_MEMORY_LIMIT,
+            seconds=seconds_of(reshard_read, forecast.reshard_bytes_written, speed),
+        ),
+        notes=notes,
+    )
+    report._forecast = forecast
+    return report
+
+
+def seconds_of(read: int, written: int, speed: Bandwidth) -> float | None:
+    """How long the bytes alone take; None when a speed that is needed is not known."""
+    if (read and speed.read is None) or (written and speed.write is None):
+        return None
+    return (read / speed.read if speed.read else 0.0) + (written / speed.write if speed.write else 0.0)
+
+
+def _ranks(forecast: Forecast, columns: dict[str, Int64Array]) -> tuple[PlannedRank, ...]:
+    saved, traffic = forecast.saved_world_size, forecast.traffic
+    optimizer, frozen = (
+        dict(zip((part.target * saved + part.source).tolist(), part.nbytes.tolist(), strict=True))
+        for part in (forecast.optimizer, forecast.frozen)
+    )
+    sources: list[list[PlannedSource]] = [[] for _ in range(forecast.world_size)]
+    for target, rank in zip(traffic.target.tolist(), traffic.source.tolist(), strict=True):
+        pair = target * saved + rank
+        sources[target].append(
+            PlannedSource(rank=rank, optimizer_bytes=optimizer.get(pair, 0), frozen_bytes=frozen.get(pair, 0))
+        )
+    rows = zip(*(values.tolist() for values in columns.values()), strict=True)
+    return tuple(
+        PlannedRank(rank=rank, sources=tuple(sources[rank]), **dict(zip(columns, values, strict=True)))
+        for rank, values in enumerate(rows)
+    )
 
 
 @with_remedy()
@@ -136,14 +260,14 @@ def plan(
         head = read_head(checkpoint)
     forecast = make_forecast(head, world_size, stage=stage)
     if speed is None:
-        speed = _measure(checkpoint, source) if measure else Bandwidth(None, None, "none")
+        speed = _measure(checkpoint, source) if measure else Bandwidth(read=None, write=None, origin="none")
     batch = train_batch_size(checkpoint.record, head.shard, head.world_size)
     notes = misfit_notes(batch, world_size, head.world_size, head.shard.ds_config)
     if forecast.stage not in (3, head.shard.stage):
         names = ("round_robin_gradients", "parameter_alignment")
         saved = [f"{name} {str(bool(zero_option(head.shard.ds_config, name))).lower()}" for name in names]
         notes = (*notes, f"for a run with {' and '.join(saved)}, as in the saved configuration")
-    return PlanReport(source, forecast, speed, verb, tuple(notes))
+    return make_report(source, forecast, speed, verb, tuple(notes))
 
 
 def _given(read: float | str | None, write: float | str | None, measure: bool) -> Bandwidth | None:
@@ -155,7 +279,9 @@ def _given(read: float | str | None, write: float | str | None, measure: bool) -
             raise UsageError("--write-bandwidth: needs --bandwidth, which is for reading.")
         return None
     return Bandwidth(
-        _speed(read, "--bandwidth"), _speed(read if write is None else write, "--write-bandwidth"), "given"
+        read=_speed(read, "--bandwidth"),
+        write=_speed(read if write is None else write, "--write-bandwidth"),
+        origin="given",
     )
 
 
@@ -169,42 +295,6 @@ def _speed(value: float | str, option: str) -> float:
 def _measure(checkpoint: Checkpoint, source: Source) -> Bandwidth:
     files = [path for path in checkpoint.optim_files if isinstance(path, Path)]
     if len(files) < checkpoint.world_size or not isinstance(source.root, Path):
-        return Bandwidth(None, None, "none", notes=("the checkpoint is not on this machine; give --bandwidth",))
+        notes = ("the checkpoint is not on this machine; give --bandwidth",)
+        return Bandwidth(read=None, write=None, origin="none", notes=notes)
     return measure_bandwidth(files, source.root)
-
-
-def _seconds(read: int, written: int, speed: Bandwidth) -> float | None:
-    """How long the bytes alone take; None when a speed that is needed is not known."""
-    if (read and speed.read is None) or (written and speed.write is None):
-        return None
-    return (read / speed.read if speed.read else 0.0) + (written / speed.write if speed.write else 0.0)
-
-
-def _columns(forecast: Forecast) -> dict[str, Int64Array]:
-    """What the document has of each target rank: name -> one number per rank."""
-    return {
-        "bytes_owned": forecast.bytes_owned,
-        "bytes_read": forecast.bytes_read,
-        "header_bytes": forecast.header_bytes,
-        "optimizer_files": forecast.optimizer_files,
-        "model_files": forecast.model_files,
-        "segments": forecast.segments,
-        "requests": forecast.requests,
-        "memory": forecast.memory,
-    }
-
-
-def _rank_documents(forecast: Forecast, columns: dict[str, Int64Array]) -> list[dict[str, object]]:
-    saved, traffic = forecast.saved_world_size, forecast.traffic
-    bytes_by_pair = {
-        kind: dict(zip((part.target * saved + part.source).tolist(), part.nbytes.tolist(), strict=True))
-        for kind, part in (("optimizer_bytes", forecast.optimizer), ("frozen_bytes", forecast.frozen))
-    }
-    sources: list[list[dict[str, int]]] = [[] for _ in range(forecast.world_size)]
-    for target, rank in zip(traffic.target.tolist(), traffic.source.tolist(), strict=True):
-        sources[target].append({"rank": rank, **{k: v.get(target * saved + rank, 0) for k, v in bytes_by_pair.items()}})
-    rows = zip(*(values.tolist() for values in columns.values()), strict=True)
-    return [
-        {"rank": rank, **dict(zip(columns, values, strict=True)), "sources": sources[rank]}
-        for rank, values in enumerate(rows)
-    ]

@@ -25,9 +25,8 @@ from zeroelastic.torch_file.pickle_graph import (
     torch_size,
 )
 from zeroelastic.verbs.reshard.rank_files import RankFiles, flat_storages, loss_scaler, scalar_node, zero_stage
-from zeroelastic.verbs.reshard.source import ReshardSource
+from zeroelastic.verbs.reshard.source import ReshardSource, whole_module
 from zeroelastic.verbs.reshard.target import ReshardTarget
-from zeroelastic.verbs.reshard.whole_weights import whole_module
 
 
 def group_files(source: ReshardSource, target: ReshardTarget, rank: int) -> RankFiles:

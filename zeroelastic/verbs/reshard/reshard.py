@@ -15,41 +15,44 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from zeroelastic._version import __version__
+from zeroelastic.byte_sizes import size_option
 from zeroelastic.checkpoint.commit_record import (
     RECORD_NAME,
     RECORD_VERSION,
-    CheckpointFormat,
     CommitRecord,
     Versions,
     record_text,
 )
-from zeroelastic.checkpoint.one_save import check_one_save
+from zeroelastic.checkpoint.one_save import check_one_save, one_save
 from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.checkpoint.param_table import param_records, params_digest
 from zeroelastic.checkpoint.saved_state import SavedState, open_state
 from zeroelastic.core.digest import ParamContent, content_root
 from zeroelastic.core.global_batch import misfit_notes
 from zeroelastic.distributed.processes import Processes
-from zeroelastic.errors import CheckpointError, DigestMismatchError, UnsupportedError, some
+from zeroelastic.errors import CheckpointError, DigestMismatchError, UnsupportedError, some, with_remedy
 from zeroelastic.executors.progress import ProgressFunction
 from zeroelastic.io.atomic import sync_directory, write_atomically
 from zeroelastic.io.paths import FilePath
-from zeroelastic.runs.locate import Source
+from zeroelastic.runs.locate import Source, find_source
 from zeroelastic.runs.names import LATEST
 from zeroelastic.torch_file.header import DTYPE_BYTES, directory_digest
 from zeroelastic.torch_file.zip_reader import check_archive
-from zeroelastic.verbs.new_directory import check_free
+from zeroelastic.verbs.new_directory import check_free, publish, staged, staged_bytes, sweep
+from zeroelastic.verbs.options import Progress, local_target, no_progress
+from zeroelastic.verbs.report import Format
 from zeroelastic.verbs.reshard.options import LEAST_MEMORY, ReshardOptions, check_options, stage_notes
 from zeroelastic.verbs.reshard.rank_writer import RankWriter, WrittenRank
+from zeroelastic.verbs.reshard.report import ReshardReport
 from zeroelastic.verbs.reshard.sidecar_files import SidecarFiles, plan_sidecar_files, write_sidecar_files
 from zeroelastic.verbs.reshard.source import ReshardSource, reshard_source, with_zero_options
 from zeroelastic.verbs.reshard.target import ReshardTarget, reshard_target
 from zeroelastic.verbs.reshard.whole_file import whole_file_notes
-from zeroelastic.verbs.resumable_directory import publish, staged, staged_bytes, sweep
 
 _THREAD_BYTES = 2 << 20
 _MAX_LISTED = 8
@@ -72,26 +75,76 @@ class ReshardPlan:
         return self.state.nbytes
 
 
-@dataclass(frozen=True, slots=True)
-class ReshardReport:
-    """The result of a reshard. ``resumed_ranks`` ranks were complete from an earlier run that was killed.
+class _Written(NamedTuple):
+    """What was written, and the content root of the files."""
 
-    ``root`` is the content root of the written files; ``source_root`` that of the source's commit record, or None.
-    """
-
-    path: str
-    tag: str
-    stage: int
-    format: CheckpointFormat
-    saved_world_size: int
-    world_size: int
     bytes_moved: int
     file_bytes: int
     resumed_ranks: int
-    source_root: str | None
-    root: str
-    verified: bool
-    notes: tuple[str, ...]
+    content_root: str
+
+
+@with_remedy()
+def reshard(
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    *,
+    world_size: int,
+    tag: str | None = None,
+    format: Format | None = None,
+    sub_group_size: int | None = None,
+    stage: int | None = None,
+    round_robin_gradients: bool | None = None,
+    parameter_alignment: bool | None = None,
+    max_memory: int | str = "1GiB",
+    verify: bool = False,
+    dry_run: bool = False,
+    processes: Processes | None = None,
+    progress: Progress = no_progress,
+) -> ReshardReport:
+    """Write a native DeepSpeed checkpoint for ``world_size`` ranks from one of any number of ranks, bit for bit.
+
+    ``dst`` gets the same tag, ``latest``, and the files that frameworks keep beside the tag; it appears complete or not
+    at all. A run that was killed is continued by the same call. What is read is compared with the commit record, where
+    there is one; ``verify`` reads the result again before it appears. ``stage`` is the ZeRO stage of the
+    result, by default that of the source; one of stage 0, plain data parallel, DeepSpeed alone can read. ``format``
+    "rigid" is what stock DeepSpeed writes; "elastic", the default at stage 3, describes itself, and does not exist at
+    the others. ``round_robin_gradients`` and
+    ``parameter_alignment`` are those of the run that will load a result of stage 1 or 2, by default those of the saved
+    configuration; ``sub_group_size`` is the same for stage 3. Several ``processes`` share the work; collective.
+
+    Raises UsageError where ``dst`` exists or there is no checkpoint, CheckpointError, DigestMismatchError,
+    UnsupportedError, OSError.
+
+    Example::
+
+        import zeroelastic
+        report = zeroelastic.reshard("ckpt", "ckpt-3", world_size=3)
+        assert report.content_root == zeroelastic.verify("ckpt").content_root
+    """
+    target = local_target(dst)
+    memory = size_option(max_memory, "--max-memory")
+    options = ReshardOptions(
+        world_size=world_size,
+        format=format,
+        sub_group_size=sub_group_size,
+        stage=stage,
+        round_robin_gradients=round_robin_gradients,
+        parameter_alignment=parameter_alignment,
+        max_memory=memory,
+        verify=verify,
+    )
+    processes = processes or Processes()
+    source = processes.all_or_raise(lambda: find_source(src, tag=tag))
+    with one_save(source.tag_dir):
+        plan = processes.all_or_raise(lambda: plan_reshard(source, options))
+        if dry_run:
+            processes.run_on_rank0(lambda: check_target(plan, target))
+            return _report(plan, target, plan.sidecar_files.notes, None)
+        writers = plan.target.layout.world_size
+        share = plan.nbytes * len(processes.mine(writers)) // writers
+        with progress(f"resharding to {world_size}", share) as advance:
+            return run_reshard(plan, target, processes=processes, progress=advance)
 
 
 def plan_reshard(source: Source, options: ReshardOptions) -> ReshardPlan:
@@ -121,7 +174,7 @@ def plan_reshard(source: Source, options: ReshardOptions) -> ReshardPlan:
     return ReshardPlan(source, state, saved, target, sidecar_files, options)
 
 
-def reshard(
+def run_reshard(
     plan: ReshardPlan, dst: Path, *, processes: Processes | None = None, progress: ProgressFunction | None = None
 ) -> ReshardReport:
     """Carry out a plan: ``dst`` appears complete or not at all. Collective over ``processes``.
@@ -134,10 +187,10 @@ def reshard(
     Example::
 
         plan = plan_reshard(find_source("ckpt"), ReshardOptions(world_size=12))
-        print(reshard(plan, Path("ckpt-12")).root)
+        print(run_reshard(plan, Path("ckpt-12")).content_root)
     """
     processes = processes or Processes()
-    dst = Path(os.path.abspath(dst))
+    given, dst = dst, Path(os.path.abspath(dst))
     processes.run_on_rank0(lambda: sweep(dst.parent))
     processes.run_on_rank0(lambda: check_target(plan, dst))
     with staged(dst, _manifest(plan), processes) as (staging, save_id):
@@ -156,7 +209,14 @@ def reshard(
         alone = processes.size == 1 and plan.source.framework == "deepspeed"
 
         processes.all_or_raise(lambda: check_one_save(plan.source.tag_dir, alone=alone))
-        return processes.run_on_rank0(lambda: _publish(plan, staging, dst, save_id, everything, writer.streams))
+        root, notes = processes.run_on_rank0(lambda: _publish(plan, staging, dst, save_id, everything, writer.streams))
+    written = _Written(
+        bytes_moved=sum(rank.bytes_moved for rank in everything if not rank.resumed),
+        file_bytes=sum(size for rank in everything for size in rank.files.values()),
+        resumed_ranks=sum(rank.resumed for rank in everything),
+        content_root=root,
+    )
+    return _report(plan, given, notes, written)
 
 
 def check_target(plan: ReshardPlan, dst: Path) -> None:
@@ -209,8 +269,11 @@ def _publish(
     save_id: str,
     done: Sequence[WrittenRank],
     streams: Sequence[tuple[str, str]],
-) -> ReshardReport:
-    """Compare with the source's commit record, write the target's, write sidecar files, rename it into place."""
+) -> tuple[str, tuple[str, ...]]:
+    """Compare with the source's commit record, write the target's, write sidecar files, rename it into place.
+
+    Returns the content root, and notes.
+    """
     assert sorted(rank.rank for rank in done) == list(range(plan.target.layout.world_size))
     totals = np.zeros(len(streams), dtype=np.uint64)
     for rank in done:
@@ -218,9 +281,8 @@ def _publish(
     digests = dict(zip(streams, totals.tolist(), strict=True))
     contents = plan.state.contents(digests)
     root = content_root(contents)
-    source_record = plan.state.checkpoint.record
     _compare(plan, contents, root)
-    source, state = plan.source, plan.state
+    source = plan.source
     root_dir = staging / "root"
     files = {name: size for rank in done for name, size in sorted(rank.files.items())}
     if plan.target.stage != 0:  # whose files DeepSpeed alone reads
@@ -234,20 +296,30 @@ def _publish(
         _verify(root_dir / source.tag, files, plan.target.stage)
     sync_directory(root_dir / source.tag)
     publish(staging, root_dir, dst)
+    return root, tuple(notes)
+
+
+def _report(plan: ReshardPlan, dst: Path, notes: tuple[str, ...], written: _Written | None) -> ReshardReport:
+    record, target = plan.state.checkpoint.record, plan.target
     return ReshardReport(
-        path=str(dst),
-        tag=source.tag,
-        stage=plan.target.stage,
-        format=plan.target.format,
-        saved_world_size=state.checkpoint.world_size,
-        world_size=plan.options.world_size,
-        bytes_moved=sum(rank.bytes_moved for rank in done if not rank.resumed),
-        file_bytes=sum(size for rank in done for size in rank.files.values()),
-        resumed_ranks=sum(rank.resumed for rank in done),
-        source_root=None if source_record is None else source_record.content_root,
-        root=root,
-        verified=plan.options.verify,
-        notes=tuple(notes),
+        ok=True,
+        path=str(plan.source.tag_dir),
+        tag=plan.source.tag,
+        target=str(dst),
+        dry_run=written is None,
+        format=target.format,
+        world_size=plan.state.checkpoint.world_size,
+        target_world_size=target.world_size,
+        target_stage=target.stage,
+        state_bytes=plan.nbytes,
+        params=sum(part.layout.num_params for part in plan.saved.parts),
+        sub_groups=target.layout.num_sub_groups if target.stage != 0 else len(plan.saved.groups),
+        files=target.num_files,
+        extras=tuple(sorted([*plan.sidecar_files.copied, *plan.sidecar_files.derived])),
+        recorded_root=None if record is None or written is None else record.content_root,
+        verified=None if written is None else plan.options.verify,
+        notes=notes,
+        **({} if written is None else written._asdict()),
     )
 
 
@@ -341,12 +413,3 @@ def _verify(tag_dir: Path, files: Mapping[str, int], stage: int) -> None:
             f"{tag_dir}: what was written does not read back: {report.problems[0].sentence}",
             remedy="Remove it, look at the disk and the memory of this machine, and run it again.",
         )
-
-
-__all__ = [
-    "ReshardOptions",
-    "ReshardPlan",
-    "ReshardReport",
-    "plan_reshard",
-    "reshard",
-]

@@ -26,8 +26,8 @@ from zeroelastic.core.layout import (
 )
 from zeroelastic.errors import UnsupportedError
 from zeroelastic.torch_file.header import DTYPE_BYTES
-from zeroelastic.verbs.reshard.source import ReshardSource
-from zeroelastic.verbs.reshard.whole_weights import (
+from zeroelastic.verbs.reshard.source import (
+    ReshardSource,
     check_entries,
     check_module,
     configured_dtype,

@@ -15,9 +15,8 @@ from zeroelastic.errors import CheckpointError
 from zeroelastic.torch_file.pickle_graph import Node, Storage, entry, pairs_of, tensor
 from zeroelastic.verbs.reshard.group_files import frozen_storages, weight_storages, whole_tensors
 from zeroelastic.verbs.reshard.rank_files import RankFiles, flat_storages, scalar_node
-from zeroelastic.verbs.reshard.source import ReshardSource
+from zeroelastic.verbs.reshard.source import ReshardSource, configured_dtype, whole_module
 from zeroelastic.verbs.reshard.target import ReshardTarget
-from zeroelastic.verbs.reshard.whole_weights import configured_dtype, whole_module
 
 _NAMES_OF_DTYPE = {
     "float32": ("fp32", "float32", "float", "torch.float32"),

@@ -1,1 +1,4 @@
-"""Whether a checkpoint is what was saved: ``header_check``, then ``payload_scan``; ``verify`` runs both."""
+"""Whether a checkpoint is what was saved: ``verify`` runs ``header_check`` and ``payload_scan``.
+
+``findings`` makes the ``report`` of what these say.
+"""

@@ -10,8 +10,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
+from zeroelastic.checkpoint.check import MIXED, other_save, other_trained_params
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, CheckpointFormat, CommitRecord, read_record
 from zeroelastic.checkpoint.extents import stream_seeds
 from zeroelastic.checkpoint.model_states import ModelStates, open_model_states, other_step
@@ -33,25 +34,11 @@ from zeroelastic.core.digest import ParamContent, UInt64Array
 from zeroelastic.errors import CheckpointError, UnsupportedError, counted, some
 from zeroelastic.io.paths import FilePath
 from zeroelastic.verbs.inspect.other_kinds import is_stage_0
+from zeroelastic.verbs.verify.report import Problem
 
 T = TypeVar("T", ModelStates, Shard)
 
 _NAMED = 100
-_MIXED = "Files of two saves are mixed in this directory."
-
-
-class Problem(NamedTuple):
-    """One problem: a sentence, the name of the file, and where known the parameter, the state key and the byte range.
-
-    ``file`` is empty where no single file is to blame. ``offset`` and ``nbytes`` are bytes of the file.
-    """
-
-    file: str
-    sentence: str
-    param: str | None = None
-    key: str | None = None
-    offset: int | None = None
-    nbytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +248,7 @@ class _HeaderCheck:
 
     def _add(self, file: str, what: object) -> None:
         """Add a problem; the path of the directory is removed from its sentence."""
-        self.problems.append(Problem(file, str(what).replace(f"{self.tag_dir}/", "")))
+        self.problems.append(Problem(file=file, sentence=str(what).replace(f"{self.tag_dir}/", "")))
 
     def _record(self) -> CommitRecord | None:
         try:
@@ -303,7 +290,7 @@ class _HeaderCheck:
             elif model.world_size != world_size:
                 saved_by = counted(model.world_size, "rank")
                 self._add(
-                    model.path.name, f"{model.path}: was saved by {saved_by}, most others by {world_size}. {_MIXED}"
+                    model.path.name, f"{model.path}: was saved by {saved_by}, most others by {world_size}. {MIXED}"
                 )
                 del self.models[rank]
         return world_size
@@ -366,12 +353,8 @@ class _HeaderCheck:
             except CheckpointError as error:
                 self._add(path.name, error)
                 continue
-            if self.record is not None and shard.save_id not in (None, self.record.save_id):
-                self._add(
-                    path.name,
-                    f"{path}: belongs to save {str(shard.save_id)[:8]}, the commit record to "
-                    f"{self.record.save_id[:8]}. {_MIXED}",
-                )
+            if (mixed := other_save(shard, self.record)) is not None:
+                self._add(path.name, mixed)
                 continue
             self.shards[rank] = shard
 
@@ -404,7 +387,7 @@ class _HeaderCheck:
             if keep is not None and fact != facts[keep]:
                 what = ", ".join(name for name, value in fact.items() if value != facts[keep][name])
                 path, other = headers[rank].path, headers[keep].path
-                self._add(path.name, f"{path}: differs from {other.name} in {what}. {_MIXED}")
+                self._add(path.name, f"{path}: differs from {other.name} in {what}. {MIXED}")
                 del headers[rank]
 
     def _put_together(self) -> None:
@@ -412,9 +395,8 @@ class _HeaderCheck:
         parts = [] if head is None else [trained_part(self.shards, head)]
         first = next(iter(self.models.values()), None)
         if first is not None:
-            trained = {param for sub_group in first.sub_groups for param in sub_group if param.numel > 0}
-            if head is not None and trained != {param for param in head.layout.params if param.numel > 0}:
-                self._add(first.path.name, f"{first.path} and {head.path} differ in the trained parameters. {_MIXED}")
+            if head is not None and (mixed := other_trained_params(first, head)) is not None:
+                self._add(first.path.name, mixed)
             frozen = frozen_part(self.models)
             parts += [] if frozen is None else [frozen]
         self.parts = tuple(parts)
@@ -429,23 +411,21 @@ class _HeaderCheck:
         paths = [shard.path for shard in self.shards.values()] + [model.path for model in self.models.values()]
         where = paths[0].name
         for name, what in _differences(want, have):
-            self.problems.append(
-                Problem(where, f"{where} and the other ranks' files contradict the commit record: {what}.", name)
-            )
+            sentence = f"{where} and the other ranks' files contradict the commit record: {what}."
+            self.problems.append(Problem(file=where, sentence=sentence, param=name))
         trained = {param.name for param in head.layout.params} if head is not None else set()
         for param in record.params:
             if head is not None and param.name in have and param.trainable != (param.name in trained):
                 said = "trained" if param.trainable else "frozen"
-                self.problems.append(
-                    Problem(where, f"{param.name} is {said} by the commit record and not by the files.", param.name)
-                )
+                sentence = f"{param.name} is {said} by the commit record and not by the files."
+                self.problems.append(Problem(file=where, sentence=sentence, param=param.name))
         if head is not None:
             for what, ours, theirs in (
                 ("format", head.format, record.checkpoint_format),
                 ("global batch", head.train_batch_size or record.train_batch_size, record.train_batch_size),
             ):
                 if ours != theirs:
-                    self._add(where, f"{where}: the {what} is {ours}; the commit record says {theirs}. {_MIXED}")
+                    self._add(where, f"{where}: the {what} is {ours}; the commit record says {theirs}. {MIXED}")
 
 
 def _contents(parts: Iterable[SavedPart]) -> dict[str, ParamContent]:

@@ -1,77 +1,71 @@
-"""``zeroelastic.verify``: every byte of a checkpoint read once, and what is wrong with it."""
+"""The report of ``verify``: what is wrong with a checkpoint, what was checked and what was not."""
 
 from __future__ import annotations
 
-import os
-import time
-from contextlib import nullcontext
-from dataclasses import replace
+from typing import Literal
 
-from zeroelastic.checkpoint.marks import lift_mark
-from zeroelastic.checkpoint.one_save import one_save
-from zeroelastic.distributed.processes import Processes
-from zeroelastic.errors import CheckpointError, UsageError, with_remedy
-from zeroelastic.io.paths import FilePath, RemotePath
-from zeroelastic.runs.locate import find_source
-from zeroelastic.verbs.options import Progress, no_progress
-from zeroelastic.verbs.verify.header_check import TagHeaders, check_headers
-from zeroelastic.verbs.verify.verify import VerifyReport, damaged, verify_from_headers
+from zeroelastic.checkpoint.marks import Quarantine
+from zeroelastic.verbs.report import Format, GivenPath, Part, Report, Seconds
 
 
-@with_remedy()
-def verify(
-    src: str | os.PathLike[str],
-    *,
-    tag: str | None = None,
-    quick: bool = False,
-    lift_quarantine: bool = False,
-    processes: Processes | None = None,
-    progress: Progress = no_progress,
-) -> VerifyReport:
-    """Check that a checkpoint is what its save left: complete, undamaged, of one save.
+class Problem(Part):
+    """One problem: a sentence, the name of the file, and where known the parameter, the state key and the byte range.
 
-    Reads every byte of every rank's files once: headers, checksums of all records, digests of all tensors against the
-    commit record; with ``quick`` only names, sizes and the record. Damage is reported, not raised. ``lift_quarantine``
-    removes the mark of damage from a checkpoint that is valid. Several ``processes`` share the reading; collective.
-
-    Raises UsageError where there is no checkpoint, UnsupportedError, UnreadableError, SavedAgainError.
-
-    Example::
-
-        import zeroelastic
-        report = zeroelastic.verify("ckpt")
-        print(report.valid, report.content_root)
-        for problem in report.problems:
-            print(problem.sentence)
+    ``file`` is empty where no single file is to blame. ``offset`` and ``bytes`` are bytes of the file.
     """
-    if lift_quarantine and quick:
-        raise UsageError(
-            "--lift-quarantine: only a full verification shows that a checkpoint is valid; leave --quick out."
-        )
-    processes = processes or Processes()
-    began = time.monotonic()
 
-    def open_headers() -> TagHeaders:
-        tag_dir = find_source(src, tag=tag).tag_dir
-        with one_save(tag_dir):
-            return check_headers(tag_dir, quick=quick)
-
-    try:
-        headers = processes.all_or_raise(open_headers)
-    except CheckpointError as error:  # a checkpoint whose headers cannot be read is a finding, too
-        return replace(damaged(os.fspath(src), error, quick=quick), seconds=time.monotonic() - began)
-    opened = time.monotonic()
-    with nullcontext() if quick else progress("verify", headers.nbytes // processes.size) as advance:
-        report = verify_from_headers(headers, quick=quick, progress=advance, processes=processes)
-    done = time.monotonic()
-    lifted = lift_quarantine and report.valid and processes.rank == 0 and _lift(headers.tag_dir)
-    return replace(report, lifted=lifted, seconds=done - began, read_seconds=0.0 if quick else done - opened)
+    file: str
+    sentence: str
+    param: str | None = None
+    key: str | None = None
+    offset: int | None = None
+    bytes: int | None = None
 
 
-def _lift(tag_dir: FilePath) -> bool:
-    if isinstance(tag_dir, RemotePath):
-        raise UsageError(
-            f"{tag_dir}: --lift-quarantine writes on this machine only. Run it where the directory is mounted, or "
-            "remove the mark with the tools of the store."
-        )
-    return lift_mark(tag_dir)
+class VerifiedFile(Part):
+    """A file that a rank has written: its name, which rank, of which kind, and its size in bytes."""
+
+    name: str
+    rank: int
+    kind: Literal["optimizer", "model", "whole_model"]
+    bytes: int
+
+
+class VerifyReport(Report):
+    """The result of a verification. ``valid`` means no problems in what was checked; ``unchecked`` lists what was not.
+
+    ``unsupported`` says what of the checkpoint is not read here and what resumes it: it is sound where it is ``valid``.
+    ``quarantine`` is the mark of damage in the tag, also where no damage was found this time. ``content_root`` is
+    computed from the files: None with ``quick``, or where not all of them could be read. ``recorded_root`` is that of
+    the commit record. ``remedy`` says what to do about the problems. ``files`` are those that ranks have written,
+    damaged or not. ``bytes_read`` bytes were read, the CRC-32 of ``num_records`` records and the digests of
+    ``num_tensors`` tensors were computed. ``lifted``: the mark of damage was removed. ``read_seconds`` is the part of
+    ``seconds`` in which the payload was read.
+    """
+
+    path: GivenPath
+    mode: Literal["full", "quick"]
+    format: Format | None
+    world_size: int
+    content_root: str | None = None
+    recorded_root: str | None = None
+    problems: tuple[Problem, ...]
+    remedy: str | None = None
+    quarantine: Quarantine | None = None
+    lifted: bool = False
+    checked: tuple[str, ...]
+    unchecked: tuple[str, ...]
+    unsupported: tuple[str, ...] = ()
+    files: tuple[VerifiedFile, ...] = ()
+    num_files: int = 0
+    num_params: int = 0
+    num_tensors: int = 0
+    num_records: int = 0
+    bytes_read: int = 0
+    seconds: Seconds = 0.0
+    read_seconds: Seconds = 0.0
+
+    @property
+    def valid(self) -> bool:
+        """Whether nothing is wrong with what was checked."""
+        return self.ok

@@ -1,4 +1,4 @@
-"""Verify a checkpoint: every byte of every file is read once, and every problem is reported with its place.
+"""``zeroelastic.verify``: every byte of a checkpoint read once, and every problem reported with its place.
 
     report = verify_checkpoint(Path("ckpt/global_step100"))
     report.valid, report.problems
@@ -9,102 +9,83 @@ saved ranks, ``combine``, ``full_report``.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Literal, TypeAlias
+import os
+import time
+from contextlib import nullcontext
 
-import numpy as np
-import numpy.typing as npt
-
-from zeroelastic.checkpoint.commit_record import RECORD_NAME, CheckpointFormat
-from zeroelastic.checkpoint.marks import MARK_NAME, Quarantine, read_mark
-from zeroelastic.checkpoint.model_states import ModelStates
+from zeroelastic.checkpoint.marks import lift_mark
 from zeroelastic.checkpoint.one_save import may_mix_saves, one_save, pin, saved_again, was_saved_again
-from zeroelastic.checkpoint.open import other_directory
-from zeroelastic.checkpoint.optimizer_file import Shard
-from zeroelastic.core.digest import content_root
-from zeroelastic.core.layout import Int64Array
 from zeroelastic.distributed.processes import Processes
-from zeroelastic.errors import COPY_OR_GO_BACK, CheckpointError, counted, finding, some
+from zeroelastic.errors import CheckpointError, UsageError, with_remedy
 from zeroelastic.executors.progress import ProgressFunction
-from zeroelastic.io.paths import FilePath, absolute
-from zeroelastic.json_document import document
-from zeroelastic.verbs.verify.files import VerifiedFile, verified_files
-from zeroelastic.verbs.verify.header_check import Problem, TagHeaders, check_headers
-from zeroelastic.verbs.verify.payload_scan import (
-    BadRecord,
-    RankRows,
-    RankScan,
-    combine,
-    file_rows,
-    scan_ranks,
-)
-
-_Flags: TypeAlias = npt.NDArray[np.bool_]
+from zeroelastic.io.paths import FilePath, RemotePath
+from zeroelastic.runs.locate import find_source
+from zeroelastic.verbs.options import Progress, no_progress
+from zeroelastic.verbs.verify.findings import damaged, full_report, quick_report
+from zeroelastic.verbs.verify.header_check import TagHeaders, check_headers
+from zeroelastic.verbs.verify.payload_scan import combine, scan_ranks
+from zeroelastic.verbs.verify.report import VerifyReport
 
 
-@dataclass(frozen=True, slots=True)
-class VerifyReport:
-    """The result of a verification. ``valid`` means no problems in what was checked; ``unchecked`` lists what was not.
+@with_remedy()
+def verify(
+    src: str | os.PathLike[str],
+    *,
+    tag: str | None = None,
+    quick: bool = False,
+    lift_quarantine: bool = False,
+    processes: Processes | None = None,
+    progress: Progress = no_progress,
+) -> VerifyReport:
+    """Check that a checkpoint is what its save left: complete, undamaged, of one save.
 
-    ``unsupported`` says what of the checkpoint is not read here and what resumes it: it is sound where it is ``valid``.
-    ``quarantine`` is the mark of damage in the tag, also where no damage was found this time. ``content_root`` is
-    computed from the files: None with ``quick``, or where not all of them could be read. ``recorded_root`` is that of
-    the commit record. ``remedy`` says what to do about the problems. ``files`` are those that ranks have written,
-    damaged or not. ``num_bytes`` bytes were read, the CRC-32 of ``num_records`` records and the digests of
-    ``num_tensors`` tensors were computed. ``lifted``: the mark of damage was removed. ``read_seconds`` is the part of
-    ``seconds`` in which the payload was read.
+    Reads every byte of every rank's files once: headers, checksums of all records, digests of all tensors against the
+    commit record; with ``quick`` only names, sizes and the record. Damage is reported, not raised. ``lift_quarantine``
+    removes the mark of damage from a checkpoint that is valid. Several ``processes`` share the reading; collective.
+
+    Raises UsageError where there is no checkpoint, UnsupportedError, UnreadableError, SavedAgainError.
+
+    Example::
+
+        import zeroelastic
+        report = zeroelastic.verify("ckpt")
+        print(report.valid, report.content_root)
+        for problem in report.problems:
+            print(problem.sentence)
     """
-
-    tag_dir: str
-    mode: Literal["full", "quick"]
-    format: CheckpointFormat | None
-    world_size: int
-    problems: tuple[Problem, ...]
-    checked: tuple[str, ...]
-    unchecked: tuple[str, ...]
-    content_root: str | None = None
-    recorded_root: str | None = None
-    remedy: str | None = None
-    files: tuple[VerifiedFile, ...] = ()
-    unsupported: tuple[str, ...] = ()
-    num_files: int = 0
-    num_params: int = 0
-    num_tensors: int = 0
-    num_records: int = 0
-    num_bytes: int = 0
-    quarantine: Quarantine | None = None
-    lifted: bool = False
-    seconds: float = 0.0
-    read_seconds: float = 0.0
-
-    @property
-    def valid(self) -> bool:
-        """Whether nothing is wrong with what was checked."""
-        return not self.problems
-
-    def to_json(self) -> dict[str, object]:
-        """The document of ``zeroelastic verify --json``; docs/reference/cli/verify.md has its keys."""
-        body = asdict(self)
-        return document(
-            {
-                "path": absolute(body.pop("tag_dir")),
-                "bytes_read": body.pop("num_bytes"),
-                **body,
-                "problems": [
-                    {"bytes" if key == "nbytes" else key: value for key, value in problem._asdict().items()}
-                    for problem in self.problems
-                ],
-                "files": [
-                    {"bytes" if key == "nbytes" else key: value for key, value in file._asdict().items()}
-                    for file in self.files
-                ],
-                "seconds": round(self.seconds, 3),
-                "read_seconds": round(self.read_seconds, 3),
-            },
-            ok=self.valid,
+    if lift_quarantine and quick:
+        raise UsageError(
+            "--lift-quarantine: only a full verification shows that a checkpoint is valid; leave --quick out."
         )
+    processes = processes or Processes()
+    began = time.monotonic()
+
+    def open_headers() -> TagHeaders:
+        tag_dir = find_source(src, tag=tag).tag_dir
+        with one_save(tag_dir):
+            return check_headers(tag_dir, quick=quick)
+
+    try:
+        headers = processes.all_or_raise(open_headers)
+    except CheckpointError as error:  # a checkpoint whose headers cannot be read is a finding, too
+        found = damaged(os.fspath(src), error, quick=quick)
+        return found.model_copy(update={"seconds": time.monotonic() - began})
+    opened = time.monotonic()
+    with nullcontext() if quick else progress("verify", headers.nbytes // processes.size) as advance:
+        report = verify_from_headers(headers, quick=quick, progress=advance, processes=processes)
+    done = time.monotonic()
+    lifted = lift_quarantine and report.valid and processes.rank == 0 and _lift(headers.tag_dir)
+    read_seconds = 0.0 if quick else done - opened
+    return report.model_copy(update={"lifted": lifted, "seconds": done - began, "read_seconds": read_seconds})
+
+
+def _lift(tag_dir: FilePath) -> bool:
+    if isinstance(tag_dir, RemotePath):
+        raise UsageError(
+            f"{tag_dir}: --lift-quarantine writes on this machine only. Run it where the directory is mounted, or "
+            "remove the mark with the tools of the store."
+        )
+    return lift_mark(tag_dir)
 
 
 def verify_checkpoint(
@@ -151,274 +132,3 @@ def _read_all(headers: TagHeaders, progress: ProgressFunction | None, processes:
     mine = [headers.ranks[number] for number in processes.mine(len(headers.ranks))]
     own = processes.all_or_raise(lambda: scan_ranks(headers, mine, progress=progress))
     return full_report(headers, combine(processes.all_gather(own), headers))
-
-
-def damaged(name: str, error: CheckpointError, *, quick: bool) -> VerifyReport:
-    """The report on a checkpoint whose files cannot be opened at all."""
-    mode: Literal["full", "quick"] = "quick" if quick else "full"
-    problems, unchecked = (Problem("", finding(error)),), ("not checked: anything else",)
-    return VerifyReport(name, mode, None, 0, problems, (), unchecked, remedy=error.remedy or None)
-
-
-def quick_report(headers: TagHeaders) -> VerifyReport:
-    """The report on names, sizes and the commit record alone."""
-    record = headers.record
-    num_files = sum(len(headers.files(rank)) for rank in headers.ranks)
-    ranks = counted(headers.world_size, "rank")
-    checked = [f"the files of {ranks} are there"]
-    unchecked = ["not checked, because of --quick: headers and payload"]
-    if record is not None:
-        checked = [
-            f"the files of {ranks} are there and have the sizes of the commit record",
-            "the commit record: its schema, and its content root against its own table",
-        ]
-    else:
-        unchecked.insert(0, "not checked, because there is no commit record: the sizes of files")
-    if headers.problems:
-        checked = []
-    return _report(headers, None, headers.problems, checked, unchecked, None, num_files)
-
-
-def full_report(headers: TagHeaders, scan: RankScan) -> VerifyReport:
-    """The report on a checkpoint, given the scan of all its ranks."""
-    record = headers.record
-    numel = np.array([tensor.param.numel for tensor in headers.tensors], dtype=np.int64)
-    complete = scan.covered == numel
-    saved = _saved_digests(headers)
-    comparable = complete & np.array([digest is not None for digest in saved], dtype=bool)
-    want = np.array([digest or 0 for digest in saved], dtype=np.uint64)
-    right = comparable & (scan.digests == want)
-    wrong = comparable & ~right
-    problems = list(_merged(headers.problems, scan))
-    problems += _placed(headers, scan, right, wrong)
-    root = content_root(headers.contents(scan.digests)) if headers.parts and bool(complete.all()) else None
-    whole = bool(headers.shards) and bool(headers.models) and root is not None
-    if record is not None and root is not None and whole and root != record.content_root and not problems:
-        sentence = f"the files have content root {root[:12]}..., the commit record {record.content_root[:12]}...."
-        problems.append(Problem(RECORD_NAME, sentence))
-    problems += _other_directories(headers, {problem.file for problem in problems})
-    checked, unchecked = _words(headers, scan, right, comparable)
-    return _report(headers, scan, problems, checked, unchecked, root if whole else None, scan.num_files)
-
-
-def _other_directories(headers: TagHeaders, blamed: Collection[str]) -> list[Problem]:
-    """Files without damage whose zip directory is not the one in the commit record."""
-    recorded = headers.record.directories if headers.record is not None else {}
-    opened: list[Shard | ModelStates] = [*headers.shards.values(), *headers.models.values()]
-    return [
-        Problem(header.path.name, other_directory(header.path).replace(f"{header.path.parent}/", ""))
-        for header in opened
-        if header.path.name not in blamed and recorded.get(header.path.name, header.directory) != header.directory
-    ]
-
-
-def _report(
-    headers: TagHeaders,
-    scan: RankScan | None,
-    problems: Sequence[Problem],
-    checked: Sequence[str],
-    unchecked: Sequence[str],
-    root: str | None,
-    num_files: int,
-) -> VerifyReport:
-    record = headers.record
-    params = len(record.params) if record is not None else sum(part.layout.num_params for part in headers.parts)
-    return VerifyReport(
-        tag_dir=str(headers.tag_dir),
-        mode="quick" if scan is None else "full",
-        format=headers.format,
-        world_size=headers.world_size,
-        problems=tuple(problems),
-        remedy=COPY_OR_GO_BACK if problems else None,
-        checked=tuple(checked),
-        unchecked=(*unchecked, *headers.notes),
-        content_root=None if headers.unsupported else root,
-        unsupported=headers.unsupported,
-        recorded_root=None if record is None else record.content_root,
-        files=verified_files(headers),
-        num_files=num_files,
-        num_params=params,
-        num_tensors=0 if scan is None else len(headers.tensors),
-        num_records=0 if scan is None else scan.num_records,
-        num_bytes=0 if scan is None else scan.nbytes,
-        quarantine=read_mark(headers.tag_dir) if MARK_NAME in headers.sizes else None,
-    )
-
-
-def _saved_digests(headers: TagHeaders) -> list[int | None]:
-    """The commit record's digest of each tensor; None for a tensor that it does not have."""
-    if headers.record is None:
-        return [None] * len(headers.tensors)
-    recorded = {
-        (content.param.name, key): (content.param.shape, dtype, digest)
-        for content in headers.record.contents()
-        for key, (dtype, digest) in content.tensors.items()
-    }
-    found: list[int | None] = []
-    for tensor in headers.tensors:
-        shape, dtype, digest = recorded.get((tensor.param.name, tensor.key), (None, None, None))
-        found.append(digest if (shape, dtype) == (tensor.param.shape, tensor.dtype) else None)
-    return found
-
-
-def _merged(problems: Iterable[Problem], scan: RankScan) -> Iterable[Problem]:
-    """The problems of headers and of file structure, each once."""
-    damaged_pickles = {bad.file for bad in scan.bad_records if bad.record.name.endswith("/data.pkl")}
-    misplaced = {problem.file for problem in problems}
-    for problem in problems:
-        if problem.file in damaged_pickles and "Bad CRC-32" in problem.sentence:
-            continue  # reported below, with its place
-        yield problem
-    for damage in scan.damage:
-        if damage.offset is not None or damage.file not in misplaced:
-            yield Problem(damage.file, damage.sentence, None, None, damage.offset, damage.nbytes)
-
-
-def _placed(headers: TagHeaders, scan: RankScan, right: _Flags, wrong: _Flags) -> list[Problem]:
-    """Bad records and digests as problems: which tensor, in which file, at which bytes."""
-    records: dict[tuple[int, str], list[BadRecord]] = defaultdict(list)
-    suspects: dict[tuple[int, str], list[int]] = defaultdict(list)
-    for bad in scan.bad_records:
-        records[bad.rank, bad.file].append(bad)
-    for part in scan.bad_parts:
-        suspects[part.rank, part.file].append(part.param)
-    param_of = _params_of_tensors(headers)
-    problems: list[Problem] = []
-    explained = np.zeros(len(wrong), dtype=bool)
-    for rank, file in sorted({*records, *suspects}):
-        rows = file_rows(headers, rank, headers.tag_dir / file)
-        named = np.isin(param_of[rows.tensor], suspects[rank, file])  # by the file's own digests, if it has any
-        sound = right[rows.tensor]
-        if file in scan.tables:
-            sound |= ~named & (rows.tensor < headers.num_trained)
-        informed = sound | wrong[rows.tensor] | named
-        placed = np.zeros(len(sound), dtype=bool)
-        for bad in records[rank, file]:
-            inside = (rows.offset >= bad.record.offset) & (rows.offset < bad.record.offset + bad.record.nbytes)
-            problems += _of_record(headers, bad, rows, inside, sound, informed)
-            placed |= inside & ~sound
-        explained[rows.tensor[placed]] = True
-        # A part that is not what the file's own digests say, although no checksum of it is wrong.
-        left = named & ~sound & ~placed
-        left &= wrong[rows.tensor] | ~np.isin(param_of[rows.tensor], param_of[rows.tensor[placed]])
-        for p in np.unique(param_of[rows.tensor[left]]).tolist():
-            here = np.flatnonzero(left & (param_of[rows.tensor] == p))
-            problems += _altered(headers, file, rows, here, wrong)
-            explained[rows.tensor[here]] = True
-    return problems + _unplaced(headers, scan, np.flatnonzero(wrong & ~explained).tolist())
-
-
-def _altered(headers: TagHeaders, file: str, rows: RankRows, here: Int64Array, wrong: _Flags) -> list[Problem]:
-    """One parameter's part that contradicts the file's own digests: which of its tensors, where that is known."""
-    what = "is not what the file's own digests say, although its checksum is right: the file was altered"
-    known = here[wrong[rows.tensor[here]]] if len(here) > 1 else here
-    if len(known):
-        return [_row_problem(headers, file, rows, i, what) for i in known.tolist()]
-    tensors = [headers.tensors[t] for t in rows.tensor[here].tolist()]
-    name, keys = tensors[0].param.name, " or ".join(tensor.key for tensor in tensors)
-    return [Problem(file, f"{file}: {keys} of {name} {what}.", name)]
-
-
-def _of_record(
-    headers: TagHeaders, bad: BadRecord, rows: RankRows, inside: _Flags, sound: _Flags, informed: _Flags
-) -> list[Problem]:
-    """One problem for each tensor that is damaged in a record; one for the record where no digest tells which."""
-    record = bad.record
-    name = record.name.partition("/")[2] or record.name
-    sums = f"record {name} has CRC-32 {bad.found:08x} and should have {record.crc32:08x}"
-    damaged = np.flatnonzero(inside & ~sound)
-    if len(damaged) and (len(damaged) == 1 or bool(informed[inside].any())):
-        what = f"is damaged: {sums}"
-        return [_row_problem(headers, bad.file, rows, i, what) for i in damaged.tolist()]
-    if len(damaged):
-        inside_it = [headers.tensors[t] for t in rows.tensor[damaged].tolist()]
-        which = some([f"{tensor.key} of {tensor.param.name}" for tensor in inside_it], 4)
-        keys = {tensor.key for tensor in inside_it}
-        sentence = f"{bad.file}: {sums}. It holds {which}; nothing tells which of these is damaged."
-        key = keys.pop() if len(keys) == 1 else None
-        return [Problem(bad.file, sentence, None, key, record.offset, record.nbytes)]
-    if inside.any():
-        sentence = f"{bad.file}: {sums}. Every tensor in it is right: padding is damaged."
-    else:
-        opened = (headers.shards.get(bad.rank), headers.models.get(bad.rank))
-        known = any(header is not None and header.path.name == bad.file for header in opened)
-        held = "no parameter or optimizer state" if known else "what the file's own header would tell"
-        sentence = f"{bad.file}: {sums}. {_ROLES.get(name, f'It holds {held}.')}"
-    return [Problem(bad.file, sentence, None, None, record.offset, record.nbytes)]
-
-
-_ROLES = {
-    "data.pkl": "It says what the file holds.",
-    "version": "It is torch's version of the file format.",
-    "byteorder": "It is torch's mark of the byte order.",
-}
-
-
-def _row_problem(headers: TagHeaders, file: str, rows: RankRows, row: int, what: str) -> Problem:
-    tensor = headers.tensors[int(rows.tensor[row])]
-    offset, nbytes = int(rows.offset[row]), int(rows.nbytes[row])
-    sentence = f"{file}: {tensor.key} of {tensor.param.name}, bytes {offset} to {offset + nbytes}, {what}."
-    return Problem(file, sentence, tensor.param.name, tensor.key, offset, nbytes)
-
-
-def _unplaced(headers: TagHeaders, scan: RankScan, wrong: Sequence[int]) -> list[Problem]:
-    """Digests that differ from the record although the checksums of all files are right."""
-    problems: list[Problem] = []
-    param_of = _params_of_tensors(headers)
-    params = [(part, p) for part in headers.parts for p in range(part.layout.num_params)]
-    for number in wrong:
-        tensor, (part, p) = headers.tensors[number], params[int(param_of[number])]
-        begin, cut = int(part.layout.origin[p]), int(part.layout.part[p])
-        holders = range(begin // cut, -(-(begin + int(part.layout.numel[p])) // cut)) if cut else ()
-        files = headers.optim_files if number < headers.num_trained else headers.model_files
-        names = [files[rank].name for rank in holders]
-        where = names[0] if len(names) == 1 else f"one of {some(names, 4)}"
-        sentence = (
-            f"{tensor.key} of {tensor.param.name} is not what the commit record says was saved. It is in {where}, "
-            "whose checksums are right: a file of another save, or altered."
-        )
-        problems.append(Problem(names[0] if len(names) == 1 else "", sentence, tensor.param.name, tensor.key))
-    return problems
-
-
-def _params_of_tensors(headers: TagHeaders) -> Int64Array:
-    """The number of each tensor's parameter, counted over all parts."""
-    counts = [len(dtypes) for part in headers.parts for dtypes in part.dtypes]
-    return np.repeat(np.arange(len(counts), dtype=np.int64), np.array(counts, dtype=np.int64))
-
-
-def _words(headers: TagHeaders, scan: RankScan, right: _Flags, comparable: _Flags) -> tuple[list[str], list[str]]:
-    """The clauses of ``VerifyReport.checked`` and ``unchecked``."""
-    record, num_whole = headers.record, int(comparable.sum())
-    num_headers = len(headers.shards) + len(headers.models)
-    params = counted(sum(part.layout.num_params for part in headers.parts), "parameter")
-    read = sum(len(headers.files(rank)) for rank in headers.ranks)
-    checked = [
-        f"{read:,} of {headers.num_files:,} files of {counted(headers.world_size, 'rank')} "
-        + ("are there with the sizes of the commit record" if record is not None else "are there"),
-        f"{num_headers} headers agree on {params}" + (" and with the commit record" if record is not None else ""),
-        f"CRC-32 of {scan.num_records - len(scan.bad_records)} of {counted(scan.num_records, 'record')} right, in "
-        f"{counted(scan.num_files, 'file')} read to the last byte",
-    ]
-    if not num_headers:
-        del checked[1]
-    unchecked: list[str] = []
-    if record is not None:
-        if comparable.all():
-            tensors = counted(num_whole, "tensor")
-        else:
-            tensors = f"{counted(num_whole, 'tensor')} that could be read in full"
-            left = counted(len(comparable) - num_whole, "tensor")
-            unchecked.append(f"not checked, because parts are missing or unreadable: the digests of {left}")
-        if num_whole:
-            checked.append(f"digests of {int(right.sum())} of {tensors} equal those of the commit record")
-    else:
-        unchecked.append(
-            "not checked, because there is no commit record: whether this is what was saved; a file that was altered, "
-            "its checksums computed anew, would not be noticed"
-        )
-    if scan.tables:
-        checked.append(f"the own digests of {counted(len(scan.tables), 'file')} against what is in them")
-    if scan.unread:
-        unchecked.append(f"not checked: the payload of {some(scan.unread, 4)}")
-    return checked, unchecked

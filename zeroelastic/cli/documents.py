@@ -1,10 +1,32 @@
-"""The documents of the verbs for training jobs and machines: prove, timeline, doctor."""
+"""The documents of ``--json``: those of prove, timeline and doctor, the list of all verbs, and their JSON Schemas.
+
+The documents of other verbs are the reports in ``zeroelastic.verbs``. No verb imports this module, whose models cost
+time to build, but for a page of ``--html``; tests hold what the verbs print to them.
+
+``python -m zeroelastic.cli.documents docs/schemas`` writes the schemas, and that of the "zeroelastic" block.
+"""
 
 from __future__ import annotations
 
+import json
+import sys
+from pathlib import Path
 from typing import Any, Literal
 
-from zeroelastic.cli.documents.common import Document, Format, Number, Part
+from pydantic import ConfigDict, TypeAdapter
+
+from zeroelastic.verbs.convert.convert import ConvertReport
+from zeroelastic.verbs.convert.export import ExportReport
+from zeroelastic.verbs.diff.diff import DiffReport
+from zeroelastic.verbs.inspect.report import InspectReport
+from zeroelastic.verbs.latest import LatestReport
+from zeroelastic.verbs.ls import ListReport
+from zeroelastic.verbs.plan.plan import PlanReport
+from zeroelastic.verbs.prune import PruneReport
+from zeroelastic.verbs.report import Failure, Format, Number, Part, Report
+from zeroelastic.verbs.reshard.report import ReshardReport
+from zeroelastic.verbs.show import ShowReport
+from zeroelastic.verbs.verify.report import VerifyReport
 
 
 class Check(Part):
@@ -35,6 +57,8 @@ class ContentRoots(Part):
 
 
 class Run(Part):
+    model_config = ConfigDict(json_schema_serialization_defaults_required=False)
+
     role: Literal["reference size", "reference size again", "other size", "back"]
     world_size: int
     seconds: float
@@ -58,7 +82,7 @@ class Machine(Part):
     device: str
 
 
-class Prove(Document):
+class Prove(Report):
     verdict: Literal["PROVED", "NOT PROVED"]
     reasons: list[str]
     checks: list[Check]
@@ -127,7 +151,7 @@ class NodeChange(Part):
     cause: str
 
 
-class Timeline(Document):
+class Timeline(Report):
     began: float
     lost_steps: int
     torn_lines: int
@@ -187,7 +211,7 @@ class BuildLock(Part):
     state: Literal["held", "left", "unknown"]
 
 
-class Doctor(Document):
+class Doctor(Report):
     problems: list[str]
     versions: dict[str, str | None]
     package: str
@@ -200,3 +224,46 @@ class Doctor(Document):
     activation: Activation
     disk: Disk | None
     build_locks: list[BuildLock]
+
+
+DOCUMENTS: dict[str, type[Report]] = {
+    "inspect": InspectReport,
+    "show": ShowReport,
+    "verify": VerifyReport,
+    "diff": DiffReport,
+    "plan": PlanReport,
+    "reshard": ReshardReport,
+    "export": ExportReport,
+    "convert": ConvertReport,
+    "ls": ListReport,
+    "latest": LatestReport,
+    "prune": PruneReport,
+    "prove": Prove,
+    "timeline": Timeline,
+    "doctor": Doctor,
+}
+"""What each verb prints, unless it fails."""
+
+
+def check(verb: str, text: str) -> Report:
+    """The document that a verb has printed. Raises pydantic.ValidationError for one that does not fit its schema."""
+    model = Failure if "error" in json.loads(text) else DOCUMENTS[verb]
+    return model.model_validate_json(text)
+
+
+def schemas() -> dict[str, str]:
+    """File name -> JSON Schema of each verb's document, and of the "zeroelastic" block of a DeepSpeed configuration."""
+    from zeroelastic.deepspeed.options import Options
+
+    made = {verb: _schema(model | Failure) for verb, model in DOCUMENTS.items()}
+    made["options"] = Options.model_json_schema()
+    return {f"{name}.json": json.dumps(schema, indent=1) + "\n" for name, schema in made.items()}
+
+
+def _schema(either: Any) -> dict[str, Any]:
+    return TypeAdapter(either).json_schema(mode="serialization", by_alias=True)
+
+
+if __name__ == "__main__":
+    for name, text in schemas().items():
+        (Path(sys.argv[1]) / name).write_text(text)

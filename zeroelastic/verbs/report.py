@@ -1,0 +1,65 @@
+"""What all reports have in common.
+
+The report of a verb is one pydantic model: its function returns it, ``--json`` prints it, the terminal and the page of
+``--html`` render it. Its fields are the keys of the document, in this order; an unknown or missing key is an error.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Generic, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, PlainSerializer
+
+from zeroelastic.io.paths import absolute
+from zeroelastic.json_document import SCHEMA_VERSION, json_proper
+
+T = TypeVar("T")
+Text = Literal["nan", "inf", "-inf"]
+Number = int | float | Text
+"""Numbers that JSON does not have are text."""
+
+GivenPath = Annotated[str, PlainSerializer(absolute, return_type=str)]
+"""A path as it was given; in the document it is absolute."""
+
+Seconds = Annotated[float, PlainSerializer(lambda seconds: round(seconds, 3), return_type=float)]
+"""A time; the document has it to the millisecond."""
+
+Format = Literal["elastic", "rigid"]
+Framework = Literal["deepspeed", "hf-trainer", "accelerate", "lightning"]
+
+
+class Part(BaseModel):
+    """An object within a report."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=True,
+        frozen=True,
+        populate_by_name=True,
+        json_schema_serialization_defaults_required=True,
+    )
+
+
+class Report(Part):
+    """What every report begins with; ``ok`` is whether the command exits with 0."""
+
+    schema_version: Literal[1] = SCHEMA_VERSION
+    ok: bool
+
+    def to_json(self) -> dict[str, Any]:
+        """The document that the command prints with ``--json``; docs/reference/cli has its keys, verb by verb."""
+        return {key: json_proper(value) for key, value in self.model_dump(by_alias=True).items()}
+
+
+class Failure(Report):
+    """What every verb prints when it fails: the sentence that is on stderr, too."""
+
+    ok: Literal[False]
+    error: str
+
+
+class Sides(Part, Generic[T]):
+    """A value of each of two checkpoints."""
+
+    a: T
+    b: T
