@@ -23,7 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 JOBS = r"""
-import json, os, sys, time, uuid
+import json, os, secrets, sys, time, uuid
 from pathlib import Path
 
 from zeroelastic.testing import run_ranks
@@ -67,6 +67,7 @@ def save(folder, elastic, precision):
             tail = self.tail(y[:, :4]).square().sum() + self.tied(x).sum()
             return tail + y.square().sum() * self.frozen.square().sum()
 
+    time.time_ns, secrets.token_hex = lambda: 17 * 10**17, lambda nbytes: "0" * 2 * nbytes  # the id of the run
     model = Tiny()
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(
