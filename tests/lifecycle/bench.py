@@ -8,7 +8,7 @@ import shutil
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any
 
 from lifecycle import disk
 from lifecycle.jobs import Answer, Job, Server
-from lifecycle.model import Directory, Live, Saved, differing, interrupted
+from lifecycle.model import Directory, Live, Memory, Saved, differing, interrupted
 
 REFUSALS = {"UsageError", "ConfigError", "UnsupportedError", "SaveError"}
 """What a save is refused with, by name."""
@@ -33,6 +33,8 @@ ODD_TAGS = (
 )
 OWN_KEYS = ("global_steps", "module", "mp_world_size", "param_shapes", "dp_world_size", "buffer_names")
 """Keys of client state that DeepSpeed's own files have, too."""
+IN_MEMORY = "(in memory)"
+"""Stands for the tag of a checkpoint in memory."""
 
 
 class Failed(AssertionError):
@@ -53,6 +55,8 @@ class Bench:
         self.directories: dict[str, Directory] = {}
         self.jobs: dict[str, Job] = {}
         self.live: dict[str, Live] = {}
+        self.memory: dict[tuple[str, str], Memory] = {}
+        self.nodes: dict[str, tuple[int, ...]] = {}
         self.gates: dict[str, Path] = {}
         self.listings: dict[str, dict[str, Any]] = {}
         self.verified: set[tuple[str, str]] = set()
@@ -62,6 +66,8 @@ class Bench:
         self._num_held = 0
         self._salt = itertools.count(1)
         self._gate = itertools.count(1)
+        self._node = itertools.count(1)
+        self._saves = itertools.count(1)
 
     def close(self) -> None:
         for gate in self.gates.values():
@@ -117,11 +123,8 @@ class Bench:
                 continue
             for found in self._all_ok("state", job.call("state")):
                 self._require(found["cwd"] == live.cwd, f"job {name} is in {found['cwd']}")
-                self._require(
-                    (found["state"], found["step"]) == (live.state, live.step),
-                    f"job {name} holds state {found['state']} of step {found['step']}, expected {live.state} of "
-                    f"step {live.step}",
-                )
+                seen, expected = _held_by(found), (live.state, live.step, live.position)
+                self._require(seen == expected, f"job {name} holds {text_of(*seen)}, expected {text_of(*expected)}")
 
     def _compare_disk(self) -> None:
         from zeroelastic.runs.candidates import list_run
@@ -170,6 +173,10 @@ class Bench:
 
     # The rest is how.
 
+    def _build(self, salt: int) -> dict[str, Any]:
+        """How an engine is built. Sub-groups are cut in one of several ways."""
+        return {"stage": self.stage, "sub_group_size": 30 + 10 * (salt % 4), "seed": salt, "precision": self.precision}
+
     def _live(self, job: str) -> Live:
         if job not in self.live:
             raise Skipped
@@ -196,27 +203,48 @@ class Bench:
 
     def _measure(self, job: str) -> None:
         found = self._all_ok("state", self.jobs[job].call("state"))
-        self._require(len({value["state"] for value in found}) == 1, f"the ranks of job {job} hold different states")
-        self.live[job].state, self.live[job].step = found[0]["state"], found[0]["step"]
+        self._require(len(set(map(_held_by, found))) == 1, f"the ranks of job {job} hold different states")
+        live = self.live[job]
+        live.state, live.step, live.position = _held_by(found[0])
 
     def _saved(
         self, live: Live, directory: str, tag: str | None, client_state: Mapping[str, Any] | None
     ) -> tuple[Path, Saved]:
-        assert live.state is not None
         path = self.path(directory, live.cwd)
         name = f"global_step{live.step}" if tag is None else tag
-        return path, Saved(name, live.state, live.step, live.world_size, dict(client_state or {}))
+        return path, replace(self._copied(live, name), client_state=dict(client_state or {}), position=None)
+
+    def _copied(self, live: Live, tag: str) -> Saved:
+        """A save of what an engine holds, with its position."""
+        assert live.state is not None
+        number = next(self._saves)
+        return Saved(
+            tag, live.state, live.step, live.world_size, {}, position=live.position, origin=live.origin,
+            number=number, committed=number,
+        )  # fmt: skip
 
     def _refused(self, answers: Sequence[Answer], saved: Saved) -> bool:
         """Whether an odd save was refused by name, on every rank, before anything was written."""
         odd = saved.tag in ODD_TAGS or any(key in OWN_KEYS for key in saved.client_state)
-        return odd and all(answer.kind == "error" and REFUSALS & set(answer.names) for answer in answers)
+        return odd and self._refuse(answers)
 
-    def _commit(self, path: str, saved: Saved, *, others: int = 0) -> None:
+    def _refuse(self, answers: Sequence[Answer]) -> bool:
+        return all(answer.kind == "error" and REFUSALS & set(answer.names) for answer in answers)
+
+    def _of_another(self, live: Live, path: Path, tags: Collection[str]) -> bool:
+        """Whether another engine has saved one of these tags since this one was made."""
+        there = {on_disk(tag): saved for tag, saved in self.directory(path).tags.items()}
+        found = [there[on_disk(tag)] for tag in tags if on_disk(tag) in there]
+        return any(saved.origin.run != live.origin.run and saved.committed > live.made for saved in found)
+
+    def _commit(self, path: str, saved: Saved, live: Live, *, others: int = 0, keep: bool = True) -> None:
         model = self.directory(path)
         # A tag that is saved again is another directory; the files of others stay.
         self.listings.pop(path, None)
-        model.commit(saved)
+        model.commit(replace(saved, committed=next(self._saves)))
+        live.continues = saved.number
+        if keep:
+            self._after_keep(path, live)
         model.crashed = False
         seen = disk.look(Path(path))
         beside = os.path.dirname(on_disk(saved.tag))
@@ -226,12 +254,40 @@ class Bench:
             len(mine) <= flying + others + self._num_held, f"{path}: left over after a later save: {sorted(mine)}"
         )
 
-    def _flushed(self, job: str, *, others: int = 0) -> None:
+    def _flushed(self, job: str, *, others: int = 0, keep: bool = True) -> None:
         """The save in the background is committed now; ``others`` may have begun since."""
         live = self.live[job]
         if live.pending is not None:
             pending, live.pending = live.pending, None
-            self._commit(pending.directory, pending.saved, others=others)
+            self._commit(pending.directory, pending.saved, live, others=others, keep=keep)
+
+    def _after_keep(self, path: str, live: Live) -> None:
+        """What the option "keep" has removed after a commit."""
+        if live.options.get("keep"):
+            kept = self.directory(path).kept(live.options["keep"], only=live.origin)
+            self._removed(path, kept, f'"keep": {live.options["keep"]}')
+
+    def _removed(self, path: str, kept: Collection[str], what: str) -> None:
+        """Take note of the tags that are gone: none of those to be kept."""
+        model, seen = self.directory(path), disk.look(Path(path))
+        gone = [name for name in model.tags if on_disk(name) not in seen.ids]
+        lost = [name for name in gone if name in kept]
+        self._require(not lost, f"{what} removed {lost}")
+        for name in gone:
+            del model.tags[name]
+            self.listings.pop(path, None)
+
+    def _settle(self, job: str) -> None:
+        """Let the saves in the background of a process end."""
+        for name in self._names(job):
+            if self.live[name].pending is not None:
+                self._release(name)
+                self._ok(name, "wait")
+                self._flushed(name)
+
+    def _names(self, job: str) -> list[str]:
+        """The engines of the same processes."""
+        return [name for name in self.jobs if self.jobs[name].processes is self.jobs[job].processes]
 
     def _wait_done(self, job: str) -> None:
         deadline = time.monotonic() + 30
@@ -251,6 +307,10 @@ class Bench:
 
     def _in_flight(self, path: Path | str) -> bool:
         return any(live.pending is not None and live.pending.directory == str(path) for live in self.live.values())
+
+    def _memory_of(self, job: str) -> Path:
+        """Where the nodes of a job have their memory. Engines of the same processes have it in common."""
+        return self.root / "memory" / process_of(job)
 
     @contextmanager
     def _held(
@@ -301,26 +361,50 @@ class Bench:
         self._require(loaded, f"load_checkpoint loads nothing, {[s.tag for s in allowed]} is there")
         self._holds(job, allowed, [answer.value[1] for answer in answers])
 
+    def _going_on(self, job: str, path: Path | str) -> tuple[list[Saved], bool]:
+        """What a resume may take, and whether it has to fail because what it would take is damaged."""
+        live, model = self.live[job], self.directory(path)
+        memory = self.memory.get((job, str(path))) if live.memory else None
+        if memory is None:
+            return model.resumable(live.origin.net), False
+        return memory.resumable(model, live.origin.net, live.nodes)
+
     def _judge_resume(
-        self, job: str, answers: Sequence[Answer], allowed: Sequence[Saved], model: Directory, *, required: bool = False
+        self,
+        job: str,
+        answers: Sequence[Answer],
+        allowed: Sequence[Saved],
+        model: Directory,
+        *,
+        required: bool = False,
+        damaged: bool = False,
     ) -> None:
         live = self.live[job]
         if not allowed:
-            if model.tags or required:
+            if model.tags or required or damaged:
                 self._same_error(answers)
-                if any(saved.damage for saved in model.tags.values()):
+                if damaged or any(saved.damage for saved in model.tags.values()):
                     live.state = None
             else:
                 for value in self._all_ok("resume", answers):
-                    self._require(value[0] is None, f"resume loads {value[0]!r} from an empty directory")
+                    self._require(value["tag"] is None, f"resume loads {value['tag']!r} from an empty directory")
                 self._measure_unchanged(job)
             return
         values = self._all_ok("resume", answers)
-        names = {saved.tag for saved in allowed}
-        for tag, _, passed in values:
-            self._require(tag in names, f"resume goes on from {tag!r}, the newest is {allowed[0].tag!r}; {passed}")
-        self._holds(job, [saved for saved in allowed if saved.tag == values[0][0]], [value[1] for value in values])
-        model.deaths.pop(values[0][0], None)
+        first = values[0]
+        fitting = [
+            saved
+            for saved in allowed
+            if (saved.tag == IN_MEMORY if first["tier"] == "memory" else saved.tag == first["tag"])
+        ]
+        for value in values:
+            self._require(
+                bool(fitting) and (value["tag"], value["tier"]) == (first["tag"], first["tier"]),
+                f"resume goes on from {value['tag']!r} ({value['tier']}), the newest is {allowed[0].tag!r} of step "
+                f"{allowed[0].step}; {value['passed']}",
+            )
+        self._holds(job, fitting, [value["client_state"] for value in values], with_position=True)
+        model.deaths.pop(first["tag"], None)
 
     def _same_error(self, answers: Sequence[Answer]) -> None:
         kinds = {answer.kind for answer in answers}
@@ -328,13 +412,30 @@ class Bench:
         ours = all("ZeroElasticError" in answer.names for answer in answers)
         self._require(ours, f"an error that is not ours: {answers[0]}\n{answers[0].value}")
 
-    def _holds(self, job: str, allowed: Sequence[Saved], client_states: Sequence[Mapping[str, Any]]) -> None:
+    def _holds(
+        self,
+        job: str,
+        allowed: Sequence[Saved],
+        client_states: Sequence[Mapping[str, Any]],
+        *,
+        with_position: bool = False,
+    ) -> None:
         """The engine holds one of these saves, bit for bit, with its client state."""
-        self._measure(job)
         live = self.live[job]
+        before = None if live.state is None else live.position
+        self._measure(job)
+        held = (live.state, live.step, live.position)
+        expected = {
+            (saved.state, saved.loaded_step, before if saved.position is None or not with_position else saved.position)
+            for saved in allowed
+        }
+        if before is None:
+            expected |= {(state, step, live.position) for state, step, position in expected if position is None}
         fitting = [saved for saved in allowed if (saved.state, saved.loaded_step) == (live.state, live.step)]
-        was = [(saved.tag, saved.state, saved.loaded_step) for saved in allowed]
-        self._require(bool(fitting), f"loaded state {live.state} of step {live.step}; saved was {was}")
+        self._require(
+            held in expected, f"loaded {text_of(*held)}; saved was {[saved.tag for saved in allowed]} {expected}"
+        )
+        live.loaded(fitting[0], fitting[0].number)
         for found in client_states:
             # What DeepSpeed has a use of its own for is not given back.
             expected = {key: value for key, value in fitting[0].client_state.items() if key not in OWN_KEYS}
@@ -342,35 +443,59 @@ class Bench:
             self._require(mine == expected, f"client state {mine}, saved {expected}")
 
     def _measure_unchanged(self, job: str) -> None:
-        before = (self.live[job].state, self.live[job].step)
+        live = self.live[job]
+        before = (live.state, live.step, live.position)
         self._measure(job)
-        self._require((self.live[job].state, self.live[job].step) == before, "what loads nothing changed the engine")
+        self._require((live.state, live.step, live.position) == before, "what loads nothing changed the engine")
 
     def _end(self, job: str) -> None:
-        self._release(job)
-        self.jobs.pop(job).end()
-        del self.live[job]
+        names = self._names(job)
+        self.jobs[job].end()
+        for name in names:
+            self._release(name)
+            del self.jobs[name], self.live[name]
 
     def _interrupt_pending(self, job: str) -> None:
         """Kill a job that only waits; what it saves in the background may be there or not."""
-        pending = self.live[job].pending
         for rank in range(self.live[job].world_size):
             self.jobs[job].signal(rank, signal.SIGKILL)
         self.jobs[job].collect()
-        self._end(job)
-        if pending is not None:
-            self._resolve(Path(pending.directory), pending.saved)
+        self._crashed(job)
 
-    def _resolve(self, path: Path, saved: Saved) -> None:
+    def _crashed(self, job: str) -> None:
+        """The processes of a job were killed: their saves in the background are there or not."""
+        live = [self.live[name] for name in self._names(job)]
+        self._end(job)
+        for one in live:
+            if one.pending is not None:
+                self._resolve(Path(one.pending.directory), one.pending.saved, one)
+
+    def _resolve(self, path: Path, saved: Saved, live: Live) -> None:
         """Look which of the two the disk has after a kill."""
         seen = disk.look(path)
         model = self.directory(path)
         ids = {tag: seen.ids[on_disk(tag)] for tag in [saved.tag] if on_disk(tag) in seen.ids}
         try:
-            self.directories[str(path)] = interrupted(model, saved, ids=ids, latest=seen.latest)
+            self.directories[str(path)] = interrupted(
+                model, replace(saved, committed=next(self._saves)), ids=ids, latest=seen.latest
+            )
         except AssertionError as error:
             raise Failed(str(error)) from None
         self.listings.pop(str(path), None)
+        self._after_keep(str(path), live)
+
+
+def _held_by(found: Mapping[str, Any]) -> tuple[str, int, int]:
+    return found["state"], found["step"], found["position"]
+
+
+def text_of(state: str | None, step: int, position: int) -> str:
+    return f"state {state} of step {step} at sample {position}"
+
+
+def process_of(job: str) -> str:
+    """The job whose processes an engine is in: "a" for "a_D"."""
+    return job.partition("_")[0]
 
 
 def on_disk(tag: str) -> str:

@@ -4,6 +4,7 @@
     python tests/lifecycle/campaign.py --actions 600 --without odd_tags,kills
     python tests/lifecycle/campaign.py --replay '[["start", {"job": "a", "world_size": 1}], ...]'
     python tests/lifecycle/campaign.py --found
+    python tests/lifecycle/campaign.py --defects --actions 500
 
 A failure ends its sequence and not the campaign. It is played again without one action after the other, until none can
 go, and what is left is written down; failures that say the same are counted and not made shorter again.
@@ -29,7 +30,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [os.environ.get("ZEROELASTIC_TEST_PACKAGE", str(ROOT)), str(ROOT / "tests")]
 
-from lifecycle.found import FOUND  # noqa: E402
+from lifecycle.defects import DEFECTS  # noqa: E402
+from lifecycle.found import FOUND, LATER  # noqa: E402
 from lifecycle.jobs import Server  # noqa: E402
 from lifecycle.machine import AREAS, Plan, run  # noqa: E402
 from lifecycle.world import Failed, World  # noqa: E402
@@ -121,6 +123,21 @@ class Campaign:
             seed += 1
             print(f"{plan.actions} actions, {len(self.failures)} kinds of failures", file=sys.stderr, flush=True)
 
+    def find(self, *, actions: int, seed: int, without: Sequence[str] = ()) -> int:
+        """Draw sequences until one fails, or so many actions are done; returns how many were."""
+        plan = Plan(self.server, self.scratch, without=without, collect=True, most_actions=actions, stage=self.stage)
+
+        def ended(world: World, failed: Failed | None) -> None:
+            self.ended(world, failed)
+            if failed is not None:
+                plan.most_actions = plan.actions
+
+        plan.ended = ended
+        while plan.most_actions is not None and plan.actions < plan.most_actions:
+            run(plan, examples=10, steps=STEPS, chosen=seed)
+            seed += 1
+        return plan.actions
+
 
 def shortened(sequence: Sequence_, fails: Callable[[Sequence_], bool], most: int) -> Sequence_:
     """The sequence without what it fails without: halves, quarters, ... single actions."""
@@ -192,7 +209,7 @@ def page(result: dict[str, Any]) -> str:
 def found_again(campaign: Campaign) -> dict[str, Any]:
     """What each of the sequences that once failed says now: nothing, where it holds."""
     rows = []
-    for name, sequence in FOUND.items():
+    for name, sequence in {**FOUND, **LATER}.items():
         says = campaign.replay(sequence)
         print(f"{'fails' if says else 'holds'}: {name}", file=sys.stderr, flush=True)
         rows.append({"name": name, "sequence": sequence, "says": says})
@@ -217,6 +234,43 @@ def found_page(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def defects_found(
+    directory: Path, names: Sequence[str], *, actions: int, seed: int, without: Sequence[str], stage: int
+) -> dict[str, Any]:
+    """After how many actions the campaign finds each defect that is put back, and how it fails then."""
+    rows = []
+    for name in names:
+        began = time.monotonic()
+        with Server(directory / name, name) as server:
+            campaign = Campaign(server, directory / name, stage=stage)
+            done = campaign.find(actions=actions, seed=seed, without=without)
+        failure = next(iter(campaign.failures.values()), None)
+        says, sequence = (failure.says, failure.sequence) if failure is not None else (None, [])
+        what = " ".join((DEFECTS[name].__doc__ or "").split())
+        row = {"name": name, "defect": what, "actions": done, "says": says, "sequence": sequence}
+        rows.append({**row, "minutes": round((time.monotonic() - began) / 60, 1)})
+        print(f"{name}: {done} actions, {says or 'NOT FOUND'}"[:200], file=sys.stderr, flush=True)
+    return {"seed": seed, "without": list(without), "defects": rows, "machine": {"commit": commit()}}
+
+
+def defects_page(result: dict[str, Any]) -> str:
+    """The same as a page."""
+    rows = result["defects"]
+    lines = [
+        "# Defects that are put back, and found again",
+        "",
+        f"`make lifecycle`: {sum(bool(row['says']) for row in rows)} of {len(rows)} found, with seed {result['seed']}, "
+        f"at commit {result['machine']['commit'][:12]}. Each defect is put back alone (tests/lifecycle/defects.py), "
+        "and the campaign draws actions until one fails.",
+        "",
+    ]
+    for row in rows:
+        said = " ".join((row["says"] or "not found").split())[:400]
+        lines += [f"**{row['defect']}** Action {row['actions']}, after {row['minutes']} min: {said}", ""]
+        lines += [f"      {name} {_plain(params)}"[:240] for name, params in row["sequence"][-6:]] + [""]
+    return "\n".join(lines)
+
+
 def write(out: Path | None, name: str, result: dict[str, Any], text: str) -> None:
     """Show a result, and keep it where a directory is given."""
     print(text)
@@ -238,12 +292,25 @@ def main() -> None:
     parser.add_argument("--replay", help="a sequence, as JSON")
     parser.add_argument("--precision", default="bf16")
     parser.add_argument("--found", action="store_true", help="play the sequences that once failed, and nothing else")
+    parser.add_argument(
+        "--defects",
+        nargs="*",
+        choices=DEFECTS,
+        help="put these back one at a time; all without names",
+    )
     parser.add_argument("--out", type=Path)
     parser.add_argument("--stage", type=int, choices=(1, 2, 3), default=3, help="the ZeRO stage of all jobs")
     chosen = parser.parse_args()
     without = [area for area in chosen.without.split(",") if area]
     began = time.monotonic()
     name = "lifecycle" if chosen.stage == 3 else f"lifecycle_stage{chosen.stage}"
+    if chosen.defects is not None:
+        names = chosen.defects or list(DEFECTS)
+        how = {"actions": chosen.actions, "seed": chosen.seed, "without": without, "stage": chosen.stage}
+        with tempfile.TemporaryDirectory() as directory:
+            result = defects_found(Path(directory), names, **how)
+        write(chosen.out, f"{name}_defects", result, defects_page(result))
+        sys.exit(not all(row["says"] for row in result["defects"]))
     with tempfile.TemporaryDirectory() as directory, Server(Path(directory) / "jobs") as server:
         campaign = Campaign(server, Path(directory), replays=chosen.replays, stage=chosen.stage)
         if chosen.replay:

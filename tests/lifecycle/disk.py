@@ -55,21 +55,27 @@ def look(root: Path) -> Seen:
 
 
 def damage(tag_dir: Path, kind: str) -> Path:
-    """Damage one file of a tag: flip a byte of its largest tensor, cut it in half, or remove it."""
+    """Damage one file of a tag: flip a bit of its largest entry, cut it in half, or remove it."""
     path = sorted(tag_dir.glob("*_optim_states.pt"))[-1]
     if kind == "remove":
         path.unlink()
     elif kind == "truncate":
         os.truncate(path, path.stat().st_size // 2)
     else:
-        with zipfile.ZipFile(path) as archive:
-            largest = max(archive.infolist(), key=lambda info: info.file_size)
-        with open(path, "r+b") as file:
-            file.seek(largest.header_offset + 26)
-            name, extra = (int.from_bytes(file.read(2), "little") for _ in range(2))
-            offset = largest.header_offset + 30 + name + extra + largest.file_size // 3
-            file.seek(offset)
-            byte = file.read(1)[0]
-            file.seek(offset)
-            file.write(bytes([byte ^ 0x40]))
+        flip(path)
     return path
+
+
+def flip(path: Path, within: str = "") -> None:
+    """Flip a bit of the largest entry of a file; with ``within`` "/data/", of its largest tensor."""
+    with zipfile.ZipFile(path) as archive:
+        entries = [info for info in archive.infolist() if within in info.filename]
+        largest = max(entries, key=lambda info: info.file_size)
+    with open(path, "r+b") as file:
+        file.seek(largest.header_offset + 26)
+        name, extra = (int.from_bytes(file.read(2), "little") for _ in range(2))
+        offset = largest.header_offset + 30 + name + extra + largest.file_size // 3
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 0x40]))

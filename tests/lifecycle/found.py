@@ -34,6 +34,55 @@ def _while_saved(moments: Iterable[int], **how: Any) -> Sequence:
     return [_start("a"), _start("b"), _save("a", "last"), *itertools.chain.from_iterable(each)]
 
 
+_EACH_STEP: dict[str, Any] = {"options": {"memory": {"every": 1}}}
+
+
+def _crash(*script: str, place: str = "run") -> tuple[str, dict[str, Any]]:
+    return "preempt", {"job": "a", "directory": place, "script": [*([what] for what in script), ["die"], ["train"]]}
+
+
+LATER: dict[str, Sequence] = {
+    "a flipped bit in memory, and nothing on disk": [
+        ("start", {"job": "a", "world_size": 2, **_EACH_STEP}),
+        _crash("train", "train"),
+        ("damage_memory", {"job": "a"}),
+        ("start", {"job": "a", "world_size": 2, **_EACH_STEP}),
+        ("resume", {"job": "a"}),
+    ],
+    "two of three nodes that change size in place die, and there is no checkpoint": [
+        ("worlds", {"size": 3, "changes": [["die", 0, 2], ["join other", {"net": "D"}], ["join"]]}),
+        _start("a"),
+        ("resume", {"job": "a"}),
+    ],
+    "two engines in one directory, each of which keeps one": [
+        ("start", {"job": "a", "world_size": 2, "options": {"keep": 1}}),
+        ("start", {"job": "a_D", "world_size": 0, "options": {"keep": 1}}),
+        _save("a", "G_1", directory="/home/run"),
+        _save("a_D", "D_1", directory="/home/run"),
+        _train("a"),
+        _train("a_D"),
+        _save("a", "G_2", directory="/home/run"),
+        _save("a_D", "G_2", directory="/home/run"),
+        _save("a_D", "D_2", directory="/home/run"),
+        ("prune", {"directory": "/home/run", "keep": 1}),
+        ("resume", {"job": "a"}),
+        ("resume", {"job": "a_D"}),
+    ],
+    "a save in the background that is committed after newer checkpoints in memory": [
+        ("start", {"job": "a", "world_size": 2, **_EACH_STEP}),
+        _crash("train", "slow", "train", "train", "release"),
+        ("start", {"job": "a", "world_size": 1, **_EACH_STEP}),
+        ("resume", {"job": "a"}),
+    ],
+    "a signal to the process group, workers of a loader in it": [
+        _start("a", 2),
+        ("preempt", {"job": "a", "script": [["train"], ["group", 0], ["train"]], "workers": 1}),
+        _start("a"),
+        ("resume", {"job": "a"}),
+    ],
+}
+"""The same of memory, of two engines, of jobs that change size in place, and of workers."""
+
 FOUND: dict[str, Sequence] = {
     "a relative directory in the background, then chdir": [
         _start("a"),

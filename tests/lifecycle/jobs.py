@@ -17,7 +17,7 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Client, Connection, Listener, wait
@@ -40,6 +40,9 @@ PRELOADED = (
     "typer.testing",
     "zeroelastic.cli.app",
     "zeroelastic.elastic",
+    "zeroelastic.elastic.resize.worlds",
+    "zeroelastic.elastic.memory.checkpoints",
+    "zeroelastic.elastic.memory.resume",
     "zeroelastic.deepspeed.load.fallback",
     "zeroelastic.verbs.verify.verify",
     "zeroelastic.runs.prune",
@@ -78,17 +81,19 @@ class Job:
     server: Server
     world_size: int
     processes: list[_Process] = field(default_factory=list)
+    net: str = "G"
+    """Which of the engines of these processes the commands are for."""
 
     def send(self, name: str, **kwargs: Any) -> None:
         for process in self.processes:
             if process.code is None:
                 with suppress(OSError):
-                    process.connection.send((name, kwargs))
+                    process.connection.send((self.net, name, kwargs))
                 process.busy = True
 
     def send_to(self, rank: int, name: str, **kwargs: Any) -> None:
         process = self.processes[rank]
-        process.connection.send((name, kwargs))
+        process.connection.send((self.net, name, kwargs))
         process.busy = True
 
     def collect(self, limit_s: float = LIMIT_S) -> list[Answer]:
@@ -121,6 +126,11 @@ class Job:
         if self.processes[rank].code is None:
             os.kill(self.processes[rank].pid, number)
 
+    @property
+    def has_answered(self) -> bool:
+        """Whether there is something to collect."""
+        return any(process.code is not None or process.connection.poll() for process in self.processes)
+
     def end(self) -> None:
         """Kill what is left."""
         for process in self.processes:
@@ -152,11 +162,12 @@ class Job:
 class Server:
     """The process that ranks are forked from."""
 
-    def __init__(self, scratch: Path, preload: Sequence[str] = ()) -> None:
+    def __init__(self, scratch: Path, defect: str = "") -> None:
+        """``defect`` is put back in all ranks (``lifecycle.defects``)."""
         self.scratch = scratch
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, (*PRELOADED, *preload)), name="ranks")
+        self._process = context.Process(target=_serve, args=(theirs, defect), name="ranks")
         self._process.start()
         theirs.close()
         self._number = 0
@@ -171,8 +182,8 @@ class Server:
             self._process.kill()
             self._process.join()
 
-    def start(self, world_size: int, cwd: Path, below: Path) -> Job:
-        """Fork the ranks; returns when they have a process group."""
+    def start(self, world_size: int, cwd: Path, below: Path, variables: Mapping[str, str] | None = None) -> Job:
+        """Fork the ranks; returns when they have a process group, or one process without, with more ``variables``."""
         self._number += 1
         directory = self.scratch / f"job{self._number}"
         directory.mkdir(parents=True)
@@ -195,7 +206,7 @@ class Server:
                         "MASTER_PORT": "0",
                     }
                     if world_size
-                    else dict(os.environ),
+                    else {**os.environ, **(variables or {})},
                     sys_path=tuple(sys.path),
                     working_directory=str(cwd),
                 )
@@ -240,11 +251,15 @@ def _stacks(process: _Process) -> str:
     return path.read_text()[-4000:] if path.exists() else ""
 
 
-def _serve(requests: Connection, preload: tuple[str, ...]) -> None:
+def _serve(requests: Connection, defect: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for name in preload:
+    for name in PRELOADED:
         with suppress(ModuleNotFoundError):
             importlib.import_module(name)
+    if defect:
+        from lifecycle.defects import DEFECTS
+
+        DEFECTS[defect]()
     pool.prepare_deepspeed()
     with suppress(Exception):
         pool._remember_cpu_info()

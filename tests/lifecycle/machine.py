@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, Phase, Verbosity, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
+from lifecycle.bench import process_of
 from lifecycle.jobs import Server
 from lifecycle.world import ODD_TAGS, OWN_KEYS, Failed, World
 
@@ -23,15 +24,28 @@ AREAS = (
     "damage",
     "freeze",
     "kills",
+    "memory",
     "odd_tags",
     "preemption",
     "rollback",
     "tools",
+    "two_engines",
+    "workers",
+    "worlds",
 )
 """What can be left out, to see whether the rest holds."""
 
+OTHERS = ({"net": "D"}, {"batch": 12}, {"stage": 1})
+"""What a node builds that does not fit into a job."""
+
 SIZES = st.sampled_from([1, 2, 2, 3])
-JOBS = st.sampled_from(["a", "a", "b"])
+JOBS = st.sampled_from(["a", "a", "a_D", "b"])
+MEMORY: tuple[dict[str, Any], ...] = (
+    {"every": 1},
+    {"every": 1},
+    {"every": 2},
+    {"every": 1, "copies": 0},
+)
 PLACES = st.sampled_from(["run", "run", "run", "/home/run", "/elsewhere/run"])
 DISK_PLACES = st.sampled_from(["/home/run", "/home/run", "/home/run", "/elsewhere/run", "/copy1", "/copy2"])
 TAGS = st.sampled_from(["best", "last", None, None, "best", "last", "v1.5"])
@@ -65,6 +79,11 @@ def machine(plan: Plan) -> type[RuleBasedStateMachine]:
 
     alive = precondition(lambda self: self.going)
     tags = TAGS if "odd_tags" in plan.without else WITH_ODD_TAGS
+    memories: st.SearchStrategy[dict[str, Any]] = st.just({})
+    if "memory" not in plan.without:
+        memories |= st.sampled_from(MEMORY).map(lambda memory: {"memory": memory})
+    options = st.one_of(memories, st.sampled_from([{"keep": 1}, {"keep": 2}]))
+    starts = st.fixed_dictionaries({"world_size": SIZES, "options": options})
     holds = st.just(0) if "background" in plan.without else st.sampled_from([0, 0, 1, 2])
     backgrounds = st.just(False) if "background" in plan.without else st.booleans()
     client_states: st.SearchStrategy[dict[str, Any] | None] = st.sampled_from([None, None, {"note": "n", "epoch": 3}])
@@ -84,6 +103,8 @@ def machine(plan: Plan) -> type[RuleBasedStateMachine]:
 
         def act(self, name: str, **params: Any) -> None:
             assert self.world is not None
+            if params.get("job") not in self.world.jobs and name != "start":
+                params |= {"job": process_of(params["job"])} if "job" in params else {}
             try:
                 plan.actions += self.world.act(name, **params)
             except Failed as failed:
@@ -97,45 +118,54 @@ def machine(plan: Plan) -> type[RuleBasedStateMachine]:
             there = self.world.tags_of(job, place)
             return there[-1 - pick % len(there)] if there else None
 
-        def running(self, job: str, size: int, elastic: bool = True) -> bool:
+        def own(self, job: str, tag: str | None) -> str | None:
+            """The tag as the engine of a job would name it. Both of one process may use the names for steps."""
+            assert self.world is not None
+            return (
+                f"D_{tag}" if tag and tag not in ODD_TAGS and job in self.world.jobs and process_of(job) != job else tag
+            )
+
+        def running(self, job: str, how: dict[str, Any]) -> bool:
             """Start the job, if it is not there; whether it goes on."""
             assert self.world is not None
-            if job not in self.world.jobs and self.going:
-                self.act("start", job=job, world_size=size, **({} if elastic else {"elastic": False}))
+            if process_of(job) not in self.world.jobs and self.going:
+                self.act("start", job=process_of(job), **how)
             return self.going
 
-        @initialize(precision=st.sampled_from(["bf16", "bf16", "fp16"]), size=SIZES)
-        def begin(self, precision: str, size: int) -> None:
+        @initialize(precision=st.sampled_from(["bf16", "bf16", "fp16"]), how=starts)
+        def begin(self, precision: str, how: dict[str, Any]) -> None:
             if plan.most_actions is None or plan.actions < plan.most_actions:
                 root = plan.scratch / f"world{next(plan.numbers)}"
                 self.world = World(plan.server, root, precision=precision, stage=plan.stage)
-                self.running("a", size)
+                self.running("a", how)
 
         @rule()
         def nothing(self) -> None:
             """What is left to do once a sequence has ended."""
 
         @alive
-        @rule(job=JOBS, size=SIZES, elastic=st.sampled_from([True, True, True, False]), steps=st.integers(1, 2))
-        def train(self, job: str, size: int, elastic: bool, steps: int) -> None:
-            if self.running(job, size, elastic):
+        @rule(job=JOBS, how=starts, elastic=st.sampled_from([True, True, True, False]), steps=st.integers(1, 2))
+        def train(self, job: str, how: dict[str, Any], elastic: bool, steps: int) -> None:
+            if self.running(job, how if elastic else {**how, "elastic": False}):
                 self.act("train", job=job, steps=steps)
 
         @alive
-        @rule(job=JOBS, size=SIZES, place=PLACES, tag=tags, background=backgrounds, hold=holds, own=client_states)
-        def save(self, job: str, size: int, place: str, tag: str | None, background: bool, hold: int, own: Any) -> None:
-            if self.running(job, size):
+        @rule(job=JOBS, how=starts, place=PLACES, tag=tags, background=backgrounds, hold=holds, own=client_states)
+        def save(
+            self, job: str, how: dict[str, Any], place: str, tag: str | None, background: bool, hold: int, own: Any
+        ) -> None:
+            if self.running(job, how):
                 given = {"client_state": own} if own else {}
                 written = {"background": True, "hold": hold} if background else {}
-                self.act("save", job=job, directory=place, tag=tag, **written, **given)
+                self.act("save", job=job, directory=place, tag=self.own(job, tag), **written, **given)
 
         @alive
-        @rule(job=JOBS, size=SIZES, place=PLACES, tag=TAGS, steps=st.integers(1, 2))
-        def train_and_save(self, job: str, size: int, place: str, tag: str | None, steps: int) -> None:
-            if self.running(job, size):
+        @rule(job=JOBS, how=starts, place=PLACES, tag=TAGS, steps=st.integers(1, 2))
+        def train_and_save(self, job: str, how: dict[str, Any], place: str, tag: str | None, steps: int) -> None:
+            if self.running(job, how):
                 self.act("train", job=job, steps=steps)
             if self.going:
-                self.act("save", job=job, directory=place, tag=tag)
+                self.act("save", job=job, directory=place, tag=self.own(job, tag))
 
         @alive
         @rule(job=JOBS)
@@ -150,21 +180,21 @@ def machine(plan: Plan) -> type[RuleBasedStateMachine]:
         @alive
         @rule(
             job=JOBS,
-            size=SIZES,
+            how=starts,
             place=PLACES,
             pick=PICKS,
             by_latest=st.booleans(),
             verify=st.sampled_from(["full", "quick", "off"]),
         )
-        def load(self, job: str, size: int, place: str, pick: int, by_latest: bool, verify: str) -> None:
-            if self.running(job, size):
+        def load(self, job: str, how: dict[str, Any], place: str, pick: int, by_latest: bool, verify: str) -> None:
+            if self.running(job, how):
                 tag = None if by_latest or "rollback" in plan.without else self.tag(place, pick, job)
                 self.act("load", job=job, directory=place, tag=tag, verify=verify)
 
         @alive
-        @rule(job=JOBS, size=SIZES, place=PLACES, required=st.sampled_from([False, False, True]))
-        def resume(self, job: str, size: int, place: str, required: bool) -> None:
-            if self.running(job, size):
+        @rule(job=JOBS, how=starts, place=PLACES, required=st.sampled_from([False, False, True]))
+        def resume(self, job: str, how: dict[str, Any], place: str, required: bool) -> None:
+            if self.running(job, how):
                 self.act("resume", job=job, directory=place, **({"required": True} if required else {}))
 
         @precondition(has("rollback"))
@@ -198,21 +228,30 @@ def machine(plan: Plan) -> type[RuleBasedStateMachine]:
         @precondition(has("concurrent"))
         @rule(
             reader=JOBS,
-            size=SIZES,
+            how=starts,
             place=DISK_PLACES,
             pick=PICKS,
             at=EVENTS,
             rank=st.integers(0, 2),
-            how=st.sampled_from(["full", "quick", "off", "resume", "resume"]),
+            verify=st.sampled_from(["full", "quick", "off", "resume", "resume"]),
             other=st.sampled_from([None, None, "last"]),
         )
         def load_during_save(
-            self, reader: str, size: int, place: str, pick: int, at: int, rank: int, how: str, other: str | None
+            self,
+            reader: str,
+            how: dict[str, Any],
+            place: str,
+            pick: int,
+            at: int,
+            rank: int,
+            verify: str,
+            other: str | None,
         ) -> None:
+            reader = process_of(reader)
             writer = "b" if reader == "a" else "a"
             tag = self.tag(place, pick)
-            if tag is not None and self.running(reader, size) and self.running(writer, 1):
-                how_to: dict[str, Any] = {"resume": True} if how == "resume" else {"verify": how}
+            if tag is not None and self.running(reader, how) and self.running(writer, {"world_size": 1}):
+                how_to: dict[str, Any] = {"resume": True} if verify == "resume" else {"verify": verify}
                 if other:
                     how_to["other_tag"] = other
                 self.act(
@@ -226,33 +265,101 @@ def machine(plan: Plan) -> type[RuleBasedStateMachine]:
                     **how_to,
                 )
 
+        @precondition(has("two_engines"))
+        @rule(job=st.sampled_from(["a_D", "b_D"]), options=options)
+        def second_engine(self, job: str, options: dict[str, Any]) -> None:
+            self.act("start", job=job, world_size=0, options=options)
+
+        @precondition(has("memory"))
+        @rule(
+            job=JOBS,
+            how=st.fixed_dictionaries({"world_size": SIZES, "options": memories}),
+            again=st.fixed_dictionaries({"world_size": SIZES, "options": memories}),
+            place=st.sampled_from(["run", "run", "/home/run"]),
+            steps=st.tuples(st.integers(1, 3), st.integers(0, 3)),
+            saves=st.sampled_from([None, None, "save", "slow", "slow"]),
+            late=st.booleans(),
+            dies=st.sampled_from([["die"], ["die"], ["die", 0], ["vanish"], ["vanish", 1]]),
+            lost=st.sampled_from([None, None, None, "node", "node", "bit"]),
+            pick=PICKS,
+        )
+        def crash(
+            self,
+            job: str,
+            how: dict[str, Any],
+            again: dict[str, Any],
+            place: str,
+            steps: tuple[int, int],
+            saves: str | None,
+            late: bool,
+            dies: list[Any],
+            lost: str | None,
+            pick: int,
+        ) -> None:
+            """Train in a loop until all or one of the ranks die, perhaps lose something, start again and resume."""
+            if not self.running(job, how):
+                return
+            script: list[list[Any]] = [["train"]] * steps[0] + ([[saves]] if saves else []) + [["train"]] * steps[1]
+            script += [["release"]] if late and saves == "slow" else []
+            self.act("preempt", job=job, directory=place, script=[*script, dies, ["train"]])
+            assert self.world is not None
+            job = process_of(job)
+            if self.going and job not in self.world.jobs and lost:
+                self.act("damage_memory", job=job) if lost == "bit" else self.act("lose_node", job=job, pick=pick)
+            if self.going and job not in self.world.jobs and self.running(job, again):
+                self.act("resume", job=job, directory=place)
+
+        @precondition(has("worlds"))
+        @rule(
+            rare=st.sampled_from([True, False, False]),
+            place=st.sampled_from(["/home/run", "/elsewhere/run", "/home/new"]),
+            size=SIZES,
+            memory=st.sampled_from([None, None, {"every": 1}, {"every": 2}]),
+            workers=st.sampled_from([0, 0, 1]),
+            changes=st.lists(
+                st.one_of(
+                    st.just(("join",)),
+                    st.sampled_from([("join other", other) for other in OTHERS]),
+                    st.tuples(st.just("leave"), PICKS, st.just(1)),
+                    st.tuples(st.just("die"), PICKS, st.integers(1, 2)),
+                ),
+                min_size=1,
+                max_size=3,
+            ),
+        )
+        def worlds(self, rare: bool, place: str, size: int, memory: Any, workers: int, changes: list[Any]) -> None:
+            if rare:
+                self.act("worlds", directory=place, size=size, memory=memory, workers=workers, changes=changes)
+
         @precondition(has("preemption"))
         @rule(
             job=JOBS,
-            size=SIZES,
+            how=starts,
             place=PLACES,
             again=st.booleans(),
             background=backgrounds,
             every=st.sampled_from([None, 1, 2]),
             pick=PICKS,
-            script=st.lists(st.sampled_from(["train", "train", "load", "signal"]), min_size=1, max_size=5),
+            workers=st.just(0) if "workers" in plan.without else st.sampled_from([0, 0, 1]),
+            script=st.lists(st.sampled_from(["train", "train", "load", "signal", "save"]), min_size=1, max_size=5),
         )
         def preempt(
             self,
             job: str,
-            size: int,
+            how: dict[str, Any],
             place: str,
             again: bool,
             background: bool,
             every: int | None,
             pick: int,
+            workers: int,
             script: list[str],
         ) -> None:
-            if not self.running(job, size):
+            if not self.running(job, how):
                 return
             tag = None if "rollback" in plan.without else self.tag(place, pick, job)
             items = [
-                ["load", tag] if what == "load" else ["signal", pick] if what == "signal" else ["train"]
+                [what, tag] if what == "load" else ["group" if workers else what, pick] if what == "signal" else [what]
                 for what in script
                 if what != "load" or tag is not None
             ]
@@ -265,6 +372,7 @@ def machine(plan: Plan) -> type[RuleBasedStateMachine]:
                     every_steps=every,
                     background=background,
                     signal_again=again,
+                    **({"workers": workers} if workers else {}),
                 )
 
         @precondition(has("kills"))

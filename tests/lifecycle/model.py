@@ -6,9 +6,17 @@ exactly that back. Nothing here knows how a checkpoint is written.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Whose a state is: the run, by a number, and the network."""
+
+    run: int = 0
+    net: str = "G"
 
 
 @dataclass(frozen=True)
@@ -22,6 +30,13 @@ class Saved:
     client_state: Mapping[str, Any]
     save_id: str = ""
     damage: str = ""
+    position: int | None = None
+    """How many samples were trained on; None where it was saved without a position."""
+    origin: Origin = Origin()
+    number: int = 0
+    """Counts saves, on disk and in memory, in the order in which their state was copied."""
+    committed: int = 0
+    """The same count at the commit."""
 
     @property
     def loaded_step(self) -> int:
@@ -51,29 +66,46 @@ class Directory:
         if latest:
             self.latest = saved.tag
 
-    def newest_first(self) -> list[Saved]:
-        return list(reversed(self.tags.values()))
+    def newest_first(self, net: str = "") -> list[Saved]:
+        """All saves, or those of one network."""
+        return [saved for saved in reversed(self.tags.values()) if net in ("", saved.origin.net)]
 
-    def healthy(self) -> list[Saved]:
-        """What a job may go on from, newest first."""
-        line = self.newest_first()
+    def line(self, net: str) -> list[Saved]:
+        """What an engine of a network may go on from, newest first, damaged or not."""
+        line = self.newest_first(net)
         if self.pointed:
             line = line[next((i for i, saved in enumerate(line) if saved.tag == self.latest), 0) :]
-        return [saved for saved in line if not saved.damage]
+        return line
 
-    def resumable(self) -> list[Saved]:
+    def healthy(self, net: str) -> list[Saved]:
+        """``line`` without what is damaged."""
+        return [saved for saved in self.line(net) if not saved.damage]
+
+    def continued(self) -> str:
+        """The network that ``latest`` is about: that of the tag that it names, or of the newest."""
+        named = self.tags.get(self.latest or "")
+        return (named or self.newest_first()[0]).origin.net
+
+    def resumable(self, net: str) -> list[Saved]:
         """What ``resume`` may take: the newest healthy save; the one before it, too, once two loads died of it."""
         allowed: list[Saved] = []
-        for saved in self.healthy():
+        for saved in self.healthy(net):
             allowed.append(saved)
             if self.deaths.get(saved.tag, 0) < 2:
                 break
         return allowed
 
-    def kept(self, keep: int) -> set[str]:
-        """What ``prune`` must leave: the newest whole ones, and what ``latest`` names."""
-        whole = [saved.tag for saved in self.newest_first() if saved.damage in ("", "flip")]
-        return {*whole[:keep], *({self.latest} & set(self.tags))}  # type: ignore[arg-type]
+    def kept(self, keep: int, only: Origin | None = None) -> set[str]:
+        """What ``prune`` must leave: the newest whole ones of each run, and what ``latest`` names.
+
+        With ``only``, it is the ``keep`` of that run's options, which leaves all that is of others.
+        """
+        kept = {self.latest} & set(self.tags)
+        for origin in {saved.origin for saved in self.tags.values()}:
+            own = [saved for saved in self.newest_first() if saved.origin == origin]
+            whole = [saved for saved in own if saved.damage in ("", "flip")]
+            kept |= {saved.tag for saved in (whole[:keep] if only in (None, origin) else own)}
+        return kept  # type: ignore[return-value]
 
     def copy(self) -> Directory:
         return Directory(dict(self.tags), self.latest, self.pointed)
@@ -88,15 +120,99 @@ class Pending:
 
 
 @dataclass
+class Kept:
+    """A checkpoint in the memory of nodes: the save on the disk that it continues, and whether it can be loaded.
+
+    ``tolerance`` is how many of the nodes may be lost. ``begun`` is the save that was begun last, ``parent`` the one
+    that was loaded or committed last, both by their numbers.
+    """
+
+    saved: Saved
+    parent: int
+    begun: int
+    nodes: tuple[int, ...]
+    tolerance: int
+    damaged: bool = False
+    deaths: int = 0
+
+    def lost(self, nodes: Collection[int]) -> bool:
+        """Whether too many of its nodes are not among these."""
+        return len(set(self.nodes) - set(nodes)) > self.tolerance
+
+    def newer(self, model: Directory) -> bool:
+        """Whether a resume takes it rather than the newest save on the disk, whenever that was committed."""
+        line = model.line(self.saved.origin.net)
+        if not line:
+            return True
+        head, numbers = line[0], {saved.number for saved in model.tags.values()}
+        if (self.begun if self.begun in numbers else self.parent) == head.number:
+            return True
+        return not (model.pointed and head != model.newest_first(head.origin.net)[0]) and (
+            self.saved.committed > head.committed
+        )
+
+
+@dataclass
+class Memory:
+    """What the nodes of a job have in memory of the run that saves to a directory, newest first.
+
+    One of them is complete; it is not ``certain`` which one where a job was killed.
+    """
+
+    kept: list[Kept] = field(default_factory=list)
+    certain: bool = True
+
+    def resumable(self, model: Directory, net: str, nodes: Collection[int]) -> tuple[list[Saved], bool]:
+        """What ``resume`` may take of memory and disk, and whether it fails for want of both."""
+        disk = model.resumable(net)
+        allowed: list[Saved] = []
+        for kept in self.kept:
+            if kept.lost(nodes) or not kept.newer(model):
+                continue
+            if not kept.damaged:
+                allowed.append(kept.saved)
+            if self.certain:
+                same = [
+                    saved for saved in disk if (saved.state, saved.position) == (kept.saved.state, kept.saved.position)
+                ]
+                return (disk, not disk) if kept.damaged else ([*allowed, *same], False)
+        return [*allowed, *disk], False
+
+
+@dataclass
 class Live:
-    """A job: what its engine holds (None after a load that failed), and where it is."""
+    """An engine: what it holds (None after a load that failed), and where it is.
+
+    ``continues`` is the save that it loaded or committed last, ``begun`` the one that it has begun since, by numbers.
+    ``made`` is the count of saves when the engine was made.
+    """
 
     world_size: int
     state: str | None
     step: int
     cwd: str
+    position: int = 0
+    origin: Origin = Origin()
+    made: int = 0
+    options: Mapping[str, Any] = field(default_factory=dict)
+    nodes: tuple[int, ...] = ()
+    continues: int = 0
+    begun: int = 0
     pending: Pending | None = None
     frozen: bool = False
+
+    @property
+    def memory(self) -> Mapping[str, Any] | None:
+        return self.options.get("memory")
+
+    def kept(self, saved: Saved) -> Kept:
+        """A checkpoint of now, in memory."""
+        copies = int((self.memory or {}).get("copies", 1))
+        return Kept(saved, self.continues, self.begun, self.nodes, min(copies, len(self.nodes) - 1))
+
+    def loaded(self, saved: Saved, continues: int) -> None:
+        """It goes on from a save."""
+        self.origin, self.continues, self.begun = saved.origin, continues, 0
 
 
 def interrupted(before: Directory, saved: Saved, *, ids: Mapping[str, str], latest: str | None) -> Directory:

@@ -8,21 +8,27 @@ events, so nothing of the package is replaced.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import signal
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 BATCH = 6  # divisible by 1, 2 and 3
+LENGTH = 6000
+WIDTHS = {"G": 11, "D": 5}
+"""The networks that jobs train: two engines of one process have different ones."""
 _EVENTS = frozenset({"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.link", "os.listdir", "os.scandir"})
 _CODE = (".py", ".pyc", ".so")
 
@@ -87,10 +93,10 @@ def hold(gate: str) -> None:
 class Net(torch.nn.Module):
     """Parameters of fewer elements than ranks, a frozen one, two tied ones and a buffer."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.up = torch.nn.Linear(6, 11)
-        self.down = torch.nn.Linear(11, 6)
+        self.up = torch.nn.Linear(6, width)
+        self.down = torch.nn.Linear(width, 6)
         self.scale = torch.nn.Parameter(torch.ones(1))
         self.frozen = torch.nn.Linear(6, 3)
         self.frozen.requires_grad_(False)
@@ -102,14 +108,63 @@ class Net(torch.nn.Module):
         return (y.float() - x.float().roll(1, -1)).square().mean()
 
 
+@dataclass
+class Trained:
+    """An engine, and its position in the data."""
+
+    engine: Any
+    data: Any
+
+
+def use_node(path: Path) -> None:
+    """Let this process be on a node whose memory is a directory."""
+    from zeroelastic.elastic.memory import checkpoints
+    from zeroelastic.elastic.memory.place import Place
+
+    def create(self: Place) -> None:
+        for directory in (self.path.parent, self.path):  # no other user may enter either
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    place = Place(path=path, node=path.name)
+    Place.of_this_job = staticmethod(lambda *args, **kwargs: place)  # type: ignore[method-assign, assignment]
+    Place.create = create  # type: ignore[method-assign]
+    checkpoints.start_reaper = lambda *args: None  # type: ignore[assignment]
+
+
 class Rank:
-    """The state of one process: its engine, and the commands by name."""
+    """The state of one process: its engines by network, and the commands by name."""
 
     def __init__(self, below: str) -> None:
-        self.engine: Any = None
+        self.trained: dict[str, Trained] = {}
+        self.net = "G"
         self.counter = Counter(below)
 
-    def build(self, *, stage: int, seed: int, precision: str, elastic: bool, sub_group_size: int) -> dict[str, Any]:
+    @property
+    def engine(self) -> Any:
+        return self.trained[self.net].engine
+
+    @property
+    def data(self) -> Any:
+        return self.trained[self.net].data
+
+    def build(self, *, nodes: Sequence[str], **how: Any) -> dict[str, Any]:
+        from zeroelastic.elastic import ElasticDistributedSampler
+
+        use_node(Path(nodes[dist.get_rank()]))
+        self.trained[self.net] = Trained(self._built(**how), ElasticDistributedSampler(range(LENGTH), BATCH, seed=4))
+        return self.state()
+
+    def _built(
+        self,
+        *,
+        stage: int,
+        seed: int,
+        precision: str,
+        elastic: bool,
+        sub_group_size: int,
+        options: dict[str, Any],
+        batch: int = BATCH,
+    ) -> Any:
         import deepspeed
         from training import allow_fp16_on_cpu, wait_for_every_gather
 
@@ -119,7 +174,7 @@ class Rank:
         wait_for_every_gather()
         torch.manual_seed(seed)
         config: dict[str, Any] = {
-            "train_batch_size": BATCH,
+            "train_batch_size": batch,
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
             "zero_optimization": {
@@ -128,14 +183,14 @@ class Rank:
                 "sub_group_size": sub_group_size,
                 "stage3_param_persistence_threshold": 4,
             },
-            "zeroelastic": {"verify": "full", "save_timeout_s": 40.0},
+            "zeroelastic": {"verify": "full", "save_timeout_s": 40.0, **options},
         }
         if precision == "fp16":
             allow_fp16_on_cpu()
             config["fp16"] = {"enabled": True, "loss_scale": 0, "initial_scale_power": 8}
         else:
             config["bf16"] = {"enabled": True}
-        model = Net()
+        model = Net(WIDTHS[self.net])
         trained = [param for param in model.parameters() if param.requires_grad]
         groups = [
             {"params": [p for p in trained if p.ndim > 1], "weight_decay": 0.1},
@@ -143,8 +198,8 @@ class Rank:
         ]
         optimizer = torch.optim.AdamW(groups, lr=1e-2)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 8))
-        self.engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, lr_scheduler=schedule)
-        return self.state()
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, lr_scheduler=schedule)
+        return engine
 
     def state(self) -> dict[str, Any]:
         """What is compared after every action: the whole training state as one hash, and where this process is."""
@@ -156,6 +211,7 @@ class Rank:
         return {
             "state": hashlib.sha256(text.encode()).hexdigest()[:16],
             "step": int(self.engine.global_steps),
+            "position": self.data.global_step * BATCH,
             "cwd": os.getcwd(),
         }
 
@@ -164,13 +220,12 @@ class Rank:
 
     def train(self, *, steps: int, salt: int) -> None:
         for _ in range(steps):
-            self._step(salt)
+            engine = self.engine
+            generator = torch.Generator().manual_seed(1000003 * salt + engine.global_steps)
+            self._step(torch.randn(BATCH, 6, generator=generator).chunk(dist.get_world_size())[dist.get_rank()])
 
-    def _step(self, salt: int) -> None:
+    def _step(self, mine: torch.Tensor) -> None:
         engine = self.engine
-        generator = torch.Generator().manual_seed(1000003 * salt + engine.global_steps)
-        whole = torch.randn(BATCH, 6, generator=generator)
-        mine = whole.chunk(dist.get_world_size())[dist.get_rank()]
         before = engine.global_steps
         engine.backward(engine(mine.to(torch.float16 if engine.fp16_enabled() else torch.bfloat16)))
         engine.step()
@@ -201,12 +256,17 @@ class Rank:
         path, client_state = self.engine.load_checkpoint(directory, tag=tag)
         return path is not None, client_state
 
-    def resume(self, *, directory: str, required: bool) -> tuple[str | None, Any, tuple[str, ...]]:
+    def resume(self, *, directory: str, required: bool, strict: bool) -> dict[str, Any]:
         from zeroelastic.elastic import resume
 
         self.engine._config._param_dict["zeroelastic"]["verify"] = "full"
-        resumed = resume(self.engine, directory, **({"required": True} if required else {}))
-        return resumed.tag, dict(resumed.client_state), tuple(resumed.passed_over)
+        resumed = resume(self.engine, directory, data=self.data, required=required, strict=strict)
+        return {
+            "tag": resumed.tag,
+            "client_state": dict(resumed.client_state),
+            "passed": tuple(resumed.passed_over),
+            "tier": resumed.tier,
+        }
 
     def chdir(self, *, to: str) -> None:
         os.chdir(to)
@@ -222,36 +282,123 @@ class Rank:
         zeroelastic.install()
 
     def loop(
-        self, *, directory: str, script: Sequence[tuple[Any, ...]], every_steps: int | None, background: bool, salt: int
-    ) -> dict[str, Any]:
-        """A training loop under ``preemption``; the script says what happens: train, load, or a signal to a rank."""
+        self,
+        *,
+        directory: str,
+        script: Sequence[tuple[Any, ...]],
+        every_steps: int | None,
+        background: bool,
+        workers: int,
+        salt: int,
+        journal: str,
+        gate: str,
+    ) -> bool:
+        """A training loop under ``preemption``; the script says what happens. Returns whether it was stopped.
+
+        train, load a tag; save, or save slowly in the background: until "release"; a signal to a rank or to its process
+        group; the death of a rank or of all, when memory has the last step or at once ("vanish"). Rank 0 writes the
+        journal.
+        """
+        from zeroelastic.deepspeed.engine_state import state_of
         from zeroelastic.elastic import every, preemption
 
         saving = every(steps=every_steps, background=background) if every_steps else None
-        states: dict[str, Any] = {}
-        with preemption(self.engine, directory, saving=saving, grace=120) as stop:
+        release = partial(Path(gate).unlink, missing_ok=True)
+        batches = self._batches(workers, salt)
+        with preemption(self.engine, directory, data=self.data, saving=saving, grace=120) as stop:
+            self._stopped = stop
             for what, *args in script:
+                if what in ("load", "save", "slow", "signal", "group"):
+                    release()  # each waits for the save before it
                 if what == "load":
                     path, _ = self.engine.load_checkpoint(directory, tag=args[0])
                     assert path is not None
-                    states["loaded"] = self.state()
-                    continue
-                if what == "signal":
-                    if dist.get_rank() == args[0] % dist.get_world_size():
-                        os.kill(os.getpid(), signal.SIGTERM)
-                    continue
-                self._step(salt)
-                # What a periodic save saves now, and what the one after the signal does.
-                now = self.state()
-                saved = len(stop.saves)
-                ended = stop()
-                for tag in stop.saves[saved:]:
-                    states[tag] = now
-                if ended:
-                    break
-        states["end"] = self.state()
-        self._stopped = stop
-        return {"stopped": stop.stopped, "saves": list(stop.saves), "states": states}
+                    self._note(journal, "loaded", tag=args[0])
+                elif what in ("save", "slow"):
+                    if what == "slow":
+                        Path(gate).touch()
+                        self.counter.arm(Fault("hold", 1, gate, background=True))
+                    tag = stop.save(*args, background=what == "slow")
+                    self._note(journal, "saved", tag=tag, background=what == "slow")
+                elif what == "release":
+                    release()
+                    while not self.is_done():
+                        time.sleep(0.002)
+                    dist.barrier()
+                    self._note(journal, "released")
+                elif what in ("signal", "group", "die", "vanish"):
+                    if what == "die" and (memory := state_of(self.engine).memory) is not None:
+                        memory.wait()
+                    if not args or dist.get_rank() == args[0] % dist.get_world_size():
+                        number = signal.SIGKILL if what in ("die", "vanish") else signal.SIGTERM
+                        os.kill(os.getpid(), number) if what != "group" else os.killpg(os.getpgid(0), number)
+                    if what == "group" and workers:
+                        time.sleep(0.2)  # torch looks at its workers when one has ended
+                else:
+                    self._step(next(batches))
+                    # What a periodic save saves now, and what the one after the signal does.
+                    self._note(journal, "step", ahead=BATCH)
+                    saved = len(stop.saves)
+                    ended = stop()
+                    for tag in stop.saves[saved:]:
+                        self._note(journal, "saved", tag=tag, background=background and not ended)
+                    if ended:
+                        break
+            release()
+        return stop.stopped
+
+    def worlds(
+        self,
+        *,
+        directory: str,
+        strict: bool,
+        workers: int,
+        salt: int,
+        journal: str,
+        node: str,
+        net: str = "G",
+        **how: Any,
+    ) -> bool:
+        """Train over worlds until this process or all are asked to leave; whether the job was stopped.
+
+        Rank 0 of each world writes what has happened to the journal.
+        """
+        from zeroelastic.elastic import ElasticDistributedSampler, worlds
+
+        self.net = net
+        use_node(Path(node))
+        data = ElasticDistributedSampler(range(LENGTH), BATCH, seed=4)
+        world = None
+        for world in worlds(lambda: self._built(**how), directory, data=data, strict=strict):
+            size = dist.get_world_size()
+            with world as engine:
+                self.trained[net] = Trained(engine, data)
+                self._note(journal, "begin", size=size, tier=world.start.tier, tag=world.start.tag)
+                for batch in self._batches(workers, salt):
+                    self._step(batch)
+                    self._note(journal, "step", ahead=BATCH, size=size)
+                    if world.ends():
+                        break
+                if world.stopped:
+                    self._note(journal, "saved", tag=world.saves[-1])
+        return world is not None and world.stopped
+
+    def _batches(self, workers: int, salt: int) -> Iterator[torch.Tensor]:
+        """This rank's part of each global batch from the sampler's position on, made by workers where there are any."""
+        from torch.utils.data import DataLoader
+
+        size = BATCH // dist.get_world_size()
+        while True:
+            for numbers in DataLoader(range(LENGTH), batch_size=size, sampler=self.data, num_workers=workers):  # type: ignore[arg-type]
+                yield torch.sin(numbers.unsqueeze(1) * torch.arange(1.0, 7.0) + salt)
+
+    def _note(self, journal: str, what: str, *, ahead: int = 0, **more: Any) -> None:
+        """Write a line: what has happened, and the state; the position is ``ahead`` samples later."""
+        state = self.state()
+        if dist.get_rank() == 0:
+            line = {"did": what, **more, **state, "position": state["position"] + ahead}
+            with open(journal, "a") as file:
+                file.write(json.dumps(line) + "\n")
 
     def leave(self, *, signal_again: bool) -> None:
         """The end of a preempted job: ``stop.exit()``; torchrun may send one more signal before it is over."""
@@ -260,7 +407,8 @@ class Rank:
         self._stopped.exit()
 
     def destroy(self) -> None:
-        self.engine.destroy()
+        for one in self.trained.values():
+            one.engine.destroy()
 
     def tool(self, *, args: list[str]) -> tuple[int, str]:
         """A verb of the command line."""
@@ -284,7 +432,7 @@ def serve(connection: Connection, below: str) -> None:
     rank = Rank(below)
     while True:
         try:
-            name, kwargs = connection.recv()
+            rank.net, name, kwargs = connection.recv()
         except (EOFError, OSError):
             os._exit(0)
         command: Callable[..., Any] = getattr(rank, name)

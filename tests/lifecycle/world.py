@@ -8,6 +8,7 @@ An action is a name and plain values, so that a sequence can be written down, pl
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -17,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from lifecycle import disk
-from lifecycle.bench import ODD_TAGS, OWN_KEYS, Bench, Failed, Skipped, on_disk
-from lifecycle.model import Live, Pending, Saved
+from lifecycle.bench import IN_MEMORY, ODD_TAGS, OWN_KEYS, Bench, Failed, Skipped, process_of, text_of
+from lifecycle.in_place import Late, Nodes
+from lifecycle.model import Live, Memory, Origin, Pending, Saved
 
 __all__ = ["ODD_TAGS", "OWN_KEYS", "Failed", "Skipped", "World"]
 
@@ -28,17 +30,38 @@ class World(Bench):
 
     # Jobs.
 
-    def do_start(self, job: str, world_size: int, elastic: bool = True) -> None:
-        if job in self.jobs:
+    def do_start(
+        self, job: str, world_size: int, elastic: bool = True, options: Mapping[str, Any] | None = None
+    ) -> None:
+        """Start a job, on the nodes that it had before as far as there are some. "a_D" is one more engine of "a"."""
+        if job in self.jobs or (process_of(job) != job and process_of(job) not in self.jobs):
             raise Skipped
         cwd = self.root / "home"
-        started = self.server.start(world_size, cwd, self.root)
-        self.jobs[job] = started
+        if process_of(job) == job:
+            self.jobs[job] = self.server.start(world_size, cwd, self.root)
+            nodes = self.nodes.get(job, ())
+            self.nodes[job] = (*nodes[:world_size], *(next(self._node) for _ in range(world_size - len(nodes))))
+            for node in nodes[world_size:]:
+                shutil.rmtree(self._memory_of(job) / f"node{node}", ignore_errors=True)
+        else:
+            first = process_of(job)
+            self._settle(first)
+            self.jobs[job], cwd = replace(self.jobs[first], net="D"), Path(self.live[first].cwd)
+            world_size = self.live[first].world_size
         salt = next(self._salt)
-        cut = {"stage": self.stage, "sub_group_size": 30 + 10 * (salt % 4)}
-        answers = started.call("build", seed=salt, precision=self.precision, elastic=elastic, **cut)
+        nodes, origin = self.nodes[process_of(job)], Origin(salt, self.jobs[job].net)
+        answers = self.jobs[job].call(
+            "build",
+            **self._build(salt),
+            elastic=elastic,
+            options=dict(options or {}),
+            nodes=[str(self._memory_of(job) / f"node{node}") for node in nodes],
+        )
         found = self._all_ok("build", answers)[0]
-        self.live[job] = Live(world_size, found["state"], found["step"], str(cwd))
+        self.live[job] = Live(
+            world_size, found["state"], found["step"], str(cwd), found["position"], origin, next(self._saves),
+            dict(options or {}), nodes,
+        )  # fmt: skip
 
     def do_train(self, job: str, steps: int = 1) -> None:
         live = self._live(job)
@@ -48,10 +71,11 @@ class World(Bench):
         self._measure(job)
 
     def do_chdir(self, job: str, to: str) -> None:
-        live = self._live(job)
+        self._live(job)
         target = str(self.root / to)
         self._ok(job, "chdir", to=target)
-        live.cwd = target
+        for name in self._names(job):
+            self.live[name].cwd = target
 
     def do_freeze(self, job: str, frozen: bool) -> None:
         live = self._live(job)
@@ -59,17 +83,24 @@ class World(Bench):
         live.frozen = frozen
 
     def do_reinstall(self, job: str) -> None:
-        if self._live(job).pending is not None:
+        self._live(job)
+        if any(self.live[name].pending is not None for name in self._names(job)):
             raise Skipped
         self._ok(job, "reinstall")
 
     def do_destroy(self, job: str) -> None:
-        """A job that ends: what it saves in the background is finished first."""
+        """A job that ends: what it saves in the background is finished first, and what is in memory goes with it."""
         self._live(job)
-        self._release(job)
+        for name in self._names(job):
+            self._release(name)
         self._ok(job, "destroy")
-        self._flushed(job)
+        for name in self._names(job):
+            self._flushed(name)
         self._end(job)
+        shutil.rmtree(self._memory_of(job), ignore_errors=True)
+        self.nodes.pop(process_of(job), None)
+        for key in [key for key in self.memory if process_of(key[0]) == process_of(job)]:
+            del self.memory[key]
 
     # Saves.
 
@@ -87,6 +118,8 @@ class World(Bench):
         if live.state is None:
             raise Skipped
         self._release(job)
+        if len(self._names(job)) > 1:
+            self._settle(job)
         path, saved = self._saved(live, directory, tag, client_state)
         keywords = {"directory": self.given(directory), "tag": tag, "client_state": client_state}
         if background and hold:
@@ -97,11 +130,13 @@ class World(Bench):
             # The fault belongs to the thread that outlives the command.
         answers = self._call(job, "save", **keywords, background=background)
         self._flushed(job, others=int(background))  # the new save is on its way by now
-        if self._refused(answers, saved):
+        of_another = self._of_another(live, path, [saved.tag])
+        if self._refused(answers, saved) or (of_another and self._refuse(answers)):
             self._release(job)
             return
+        self._require(not of_another, f"{saved.tag!r} of another engine was replaced")
         self._all_ok("save", answers)
-        live.pending = Pending(str(path), saved)
+        live.pending, live.begun = Pending(str(path), saved), saved.number
         if not background:
             self._flushed(job)
         elif not hold:
@@ -122,16 +157,33 @@ class World(Bench):
         self._release(job)
         answers = self._call(job, "load", directory=self.given(directory), tag=tag, verify=verify)
         self._flushed(job)
-        self._judge_load(job, answers, self._choice(self.directory(path), tag), self.directory(path))
+        choice = self._choice(self.directory(path), tag)
+        if any(saved.origin.net != live.origin.net for saved in choice):
+            self._same_error(answers)  # and nothing has changed
+            return
+        self._judge_load(job, answers, choice, self.directory(path))
 
     def do_resume(self, job: str, directory: str = "run", required: bool = False) -> None:
         live = self._live(job)
         path = self.path(directory, live.cwd)
-        self._release(job)
-        answers = self._call(job, "resume", directory=self.given(directory), required=required)
-        self._flushed(job)
-        model = self.directory(path)
-        self._judge_resume(job, answers, model.resumable(), model, required=required)
+        self._settle(job)
+        allowed, damaged = self._going_on(job, path)
+        strict = bool(allowed) and all(saved.position is not None for saved in allowed)
+        answers = self._call(job, "resume", directory=self.given(directory), required=required, strict=strict)
+        self._judge_resume(job, answers, allowed, self.directory(path), required=required, damaged=damaged)
+        if live.memory and all(answer.kind == "ok" for answer in answers):
+            self._goes_on_in_memory(job, path, from_memory=answers[0].value["tier"] == "memory")
+
+    def _goes_on_in_memory(self, job: str, path: Path, *, from_memory: bool) -> None:
+        """After a resume, memory has what it was from, or nothing."""
+        memory = self.memory.pop((job, str(path)), Memory())
+        if from_memory:
+            live = self.live[job]
+            held = (live.state, live.step, live.position)
+            (kept,) = [one for one in memory.kept if (one.saved.state, one.saved.step, one.saved.position) == held][:1]
+            numbers = {saved.number for saved in self.directory(path).tags.values()}
+            live.loaded(kept.saved, kept.begun if kept.begun in numbers else kept.parent)
+            self.memory[job, str(path)] = Memory([replace(kept, deaths=0)])
 
     def do_load_during_save(
         self, reader: str, writer: str, directory: str, tag: str, at: int, rank: int = 0, verify: str = "full",
@@ -143,12 +195,19 @@ class World(Bench):
         live = self._live(reader)
         path = self.path(directory, live.cwd)
         model = self.directory(path)
-        if tag not in model.tags or self._in_flight(path):
+        if tag not in model.tags or self._in_flight(path) or self.live[writer].options.get("keep"):
             raise Skipped
-        self._release(reader)
-        before = model.resumable() if resume else [model.tags[tag]]
+        if self._unlike(live, replace(model.tags[tag], damage="")):
+            raise Skipped
+        if (reader, str(path)) in self.memory or reader in self._names(writer):
+            raise Skipped
+        self._settle(reader)
+        net = live.origin.net
+        before = model.resumable(net) if resume else [model.tags[tag]]
         place = "/" + os.path.relpath(path, self.root)
-        name, keywords = ("resume", {"required": False}) if resume else ("load", {"tag": tag, "verify": verify})
+        name, keywords = (
+            ("resume", {"required": False, "strict": False}) if resume else ("load", {"tag": tag, "verify": verify})
+        )
         with self._held(reader, name, rank, at, directory=self.given(directory), **keywords) as answers:
             self.do_save(writer, place, other_tag or tag)
             self._compare_disk()
@@ -159,7 +218,7 @@ class World(Bench):
                 self._same_error(answers)  # the tag was damaged when it was looked at
                 self.live[reader].state = None
                 return
-            self._judge_resume(reader, answers, [*before, *after.resumable()], after)
+            self._judge_resume(reader, answers, [*before, *after.resumable(net)], after)
         else:
             self._judge_load(reader, answers, [*before, after.tags[tag]], after)
 
@@ -173,15 +232,30 @@ class World(Bench):
         every_steps: int | None = None,
         background: bool = False,
         signal_again: bool = False,
+        workers: int = 0,
     ) -> None:
-        """A training loop under ``preemption``; a signal in it ends the job with a save."""
+        """A training loop under ``preemption``; a signal in it ends the job with a save, a death without."""
         live = self._live(job)
         path = self.path(directory, live.cwd)
         model = self.directory(path)
+        steps = [what for what, *_ in script]
         loads = [args[0] for what, *args in script if what == "load"]
-        if live.state is None or any(tag not in model.tags or model.tags[tag].damage for tag in loads):
+        if live.state is None or any(tag not in model.tags or self._unlike(live, model.tags[tag]) for tag in loads):
             raise Skipped
-        self._release(job)
+        begins = {live.step, *(model.tags[tag].loaded_step for tag in loads)}
+        saves = {f"global_step{step + more}" for step in begins for more in range(1 + steps.count("train"))}
+        saves |= {args[0] for what, *args in script if what in ("save", "slow") and args}
+        if self._of_another(live, path, saves) or (loads and live.options.get("keep")):
+            raise Skipped
+        if (
+            live.memory
+            and "vanish" in steps
+            and steps[: steps.index("vanish")].count("train") < 2 * live.memory["every"]
+        ):
+            raise Skipped  # the first checkpoint in memory is complete or not
+        self._settle(job)
+        journal, gate = self.root / f"journal{next(self._gate)}", self._new_gate()
+        gate.unlink()
         answers = self._call(
             job,
             "loop",
@@ -189,32 +263,72 @@ class World(Bench):
             script=[tuple(item) for item in script],
             every_steps=every_steps,
             background=background,
+            workers=workers,
             salt=next(self._salt),
+            journal=str(journal),
+            gate=str(gate),
         )
+        events = [json.loads(line) for line in journal.read_text().splitlines()] if journal.exists() else []
+        saved = self._replayed(job, path, events)
+        if (memory := self.memory.get((job, str(path)))) is not None and "vanish" not in steps:
+            memory.kept, memory.certain = memory.kept[:1], True
+        if any(answer.code == -signal.SIGKILL for answer in answers):
+            gate.unlink(missing_ok=True)
+            self._crashed(job)
+            return
+        stopped = self._all_ok("preemption", answers)[0]
         self._flushed(job)
-        found = self._all_ok("preemption", answers)[0]
-        for tag in found["saves"]:
-            now = found["states"][tag]
-            self._commit(str(path), Saved(tag, now["state"], now["step"], live.world_size, {}))
-        end = found["states"]["end"]
-        live.state, live.step = end["state"], end["step"]
-        steps = [what for what, *_ in script]
-        told = "signal" in steps and "train" in steps[steps.index("signal") :]
-        self._require(found["stopped"] == told, f"stopped is {found['stopped']} after {script}")
+        told = any("train" in steps[at:] for at, what in enumerate(steps) if what in ("signal", "group"))
+        self._require(stopped == told, f"stopped is {stopped} after {script}")
         if every_steps == 1:
-            trained = steps[: steps.index("train", steps.index("signal")) + 1] if told else steps
-            expected = sum(what == "train" for what in trained)
-            self._require(len(found["saves"]) == expected, f"{expected} steps were to be saved: {found['saves']}")
+            trained = sum(event["did"] == "step" for event in events)
+            self._require(len(saved) >= trained, f"{trained} steps were to be saved: {saved}")
         if told:
             newest = model.tags.get(model.latest or "")
             self._require(
-                newest is not None and newest.state == end["state"],
-                f"the job was stopped at step {end['step']}, and what it had then is not saved",
+                newest is not None and (newest.state, newest.position) == (live.state, live.position),
+                f"the job was stopped at step {live.step}, and what it had then is not saved",
             )
+            if live.memory and (memory is None or memory.kept[0].saved.state != live.state):
+                self.memory[job, str(path)] = Memory([live.kept(self._copied(live, IN_MEMORY))])
             answers = self._call(job, "leave", signal_again=signal_again)
             codes = [answer.code for answer in answers]
             self._require(codes == [75] * live.world_size, f"exit codes {codes} of a preempted job")
             self._end(job)
+
+    def _unlike(self, live: Live, saved: Saved) -> bool:
+        return bool(saved.damage) or saved.origin.net != live.origin.net
+
+    def _replayed(self, job: str, path: Path, events: Sequence[Mapping[str, Any]]) -> list[str]:
+        """What the model says after the events of a loop; the tags that were saved."""
+        live, key, saved = self.live[job], (job, str(path)), list[str]()
+        for event in events:
+            if event["did"] == "loaded":
+                self._flushed(job, keep=False)
+                there = self.directory(path).tags[event["tag"]]
+                position = live.position if there.position is None else there.position
+                self._require(
+                    (event["state"], event["step"], event["position"]) == (there.state, there.loaded_step, position),
+                    f"a load of {event['tag']!r} in the loop gives {event}, saved was {there}",
+                )
+                live.loaded(there, there.number)
+                self.memory.pop(key, None)
+            live.state, live.step, live.position = event["state"], event["step"], event["position"]
+            if event["did"] == "step" and live.memory and live.step % live.memory["every"] == 0:
+                memory = self.memory.setdefault(key, Memory())
+                memory.kept = [live.kept(self._copied(live, IN_MEMORY)), *memory.kept[:1]]
+                memory.certain = False
+            elif event["did"] == "saved":
+                self._flushed(job, others=1, keep=False)
+                made = self._copied(live, event["tag"])
+                live.pending, live.begun = Pending(str(path), made), made.number
+                saved.append(event["tag"])
+                if not event["background"]:
+                    self._flushed(job, keep=False)
+            elif event["did"] == "released":
+                self._flushed(job, keep=False)
+        self._after_keep(str(path), live)
+        return saved
 
     def do_kill(
         self,
@@ -236,20 +350,23 @@ class World(Bench):
         if moment == "idle":
             self._interrupt_pending(job)
             return
-        model = self.directory(path)
+        model, memory = self.directory(path), self.memory.get((job, str(path)))
         number = signal.SIGKILL if how == "kill" else signal.SIGTERM
         loads = moment in ("load", "resume")
-        choice = model.resumable()[:1] if moment == "resume" else self._choice(model, tag)
-        if loads and not choice:
+        choice = self._going_on(job, path)[0][:1] if moment == "resume" else self._choice(model, tag)
+        if loads and (not choice or choice[0].origin.net != live.origin.net):
+            raise Skipped
+        if loads and memory is not None and memory.kept and memory.kept[0].deaths > 1:
             raise Skipped
         keywords: dict[str, Any] = {"directory": self.given(directory)}
         if moment == "save":
             _, saved = self._saved(live, directory, tag, None)
+            if self._of_another(live, path, [saved.tag]):
+                raise Skipped
             keywords |= {"tag": tag, "client_state": None, "background": background}
         else:
-            keywords |= {"required": False} if moment == "resume" else {"tag": tag, "verify": "full"}
-        if live.pending is not None:
-            self.do_wait(job)  # the save before this one is no part of it
+            keywords |= {"required": False, "strict": False} if moment == "resume" else {"tag": tag, "verify": "full"}
+        self._settle(job)  # the save before this one is no part of it
         reached = False
         with self._held(job, moment, rank, at, thread=background and moment == "save", **keywords) as answers:
             reached = True
@@ -257,19 +374,146 @@ class World(Bench):
                 self.jobs[job].signal(victim, number)
         hung = [answer for answer in answers if answer.kind == "hang"]
         self._require(not hung, f"a rank that lives waits for one that is gone: {hung[:1]}")
-        self._flushed(job)
-        if loads and reached and how == "kill":
+        if moment == "resume" and memory is not None and memory.kept:
+            memory.kept = [replace(one, deaths=one.deaths + 1) for one in memory.kept]
+            memory.certain = memory.certain and choice[0].tag == IN_MEMORY
+        if loads and reached and how == "kill" and choice[0].tag != IN_MEMORY:
             model.deaths[choice[0].tag] = model.deaths.get(choice[0].tag, 0) + 1
         said_ok = moment == "save" and not background and any(answer.kind == "ok" for answer in answers)
         self._end(job)
         if moment == "save":
-            self._resolve(path, saved)
+            self._resolve(path, saved, live)
             if said_ok:
                 self._require(
                     saved.tag in self.directory(path).tags
                     and self.directory(path).tags[saved.tag].state == saved.state,
                     f"save_checkpoint returned on a rank, and {saved.tag!r} was not committed",
                 )
+
+    # Nodes.
+
+    def do_lose_node(self, job: str, pick: int) -> None:
+        """A node of a job that was killed goes, and what it has in memory."""
+        nodes = self.nodes.get(job, ())
+        if job in self.jobs or not nodes:
+            raise Skipped
+        lost = nodes[pick % len(nodes)]
+        shutil.rmtree(self._memory_of(job) / f"node{lost}", ignore_errors=True)
+        self.nodes[job] = tuple(node for node in nodes if node != lost)
+
+    def do_damage_memory(self, job: str) -> None:
+        """Flip a bit of a tensor of each checkpoint in the memory of a job that was killed, in each copy of it."""
+        memories = [memory for (name, _), memory in self.memory.items() if process_of(name) == job]
+        if job in self.jobs or not any(memory.kept for memory in memories):
+            raise Skipped
+        if not all(memory.certain for memory in memories) or any(one.damaged for m in memories for one in m.kept):
+            raise Skipped
+        files = list(self._memory_of(job).rglob("complete/*/*_optim_states.pt"))
+        for tag in {file.parent.name for file in files}:
+            copies = [file for file in files if file.parent.name == tag]
+            for file in copies:
+                if file.name == max(copy.name for copy in copies):
+                    disk.flip(file, "/data/")
+        for memory in memories:
+            memory.kept = [replace(one, damaged=True) for one in memory.kept]
+
+    # Jobs that change size in their processes.
+
+    def do_worlds(
+        self,
+        changes: Sequence[Sequence[Any]],
+        directory: str = "/home/run",
+        size: int = 2,
+        memory: Mapping[str, Any] | None = None,
+        workers: int = 0,
+    ) -> None:
+        """Nodes come, come with another engine, leave, or die (two at once, too); in the end all are asked to leave."""
+        path = self.path(directory, str(self.root / "home"))
+        model = self.directory(path)
+        allowed = model.resumable("G")
+        if self._in_flight(path) or (model.tags and not allowed):
+            raise Skipped
+        salt = next(self._salt)
+        nodes = Nodes(
+            self.server,
+            self.root / f"nodes{salt}",
+            self.root / "home",
+            self.root,
+            **self._build(salt),
+            elastic=True,
+            options={"memory": dict(memory)} if memory else {},
+            directory=str(path),
+            strict=all(saved.position is not None for saved in allowed),
+            workers=workers,
+            salt=salt,
+        )
+        live = Live(size, "", 0, str(self.root / "home"), origin=Origin(salt), made=next(self._saves))
+        try:
+            nodes.trains = [nodes.add() for _ in range(size)]
+            nodes.train()
+            for what, *args in changes:
+                self._change(nodes, what, *args)
+            for answer in nodes.end():
+                self._require(
+                    answer.kind == "ok" and answer.value, f"a node of a job that stops: {answer} {answer.value}"
+                )
+            two_died = any(what == "die" and args[1] > 1 for what, *args in changes)
+            self._judge_worlds(nodes.events(), live, path, allowed, memory=memory, certain=not two_died)
+        except Late as error:
+            raise Failed(str(error)) from None
+        finally:
+            nodes.close()
+            shutil.rmtree(nodes.root, ignore_errors=True)
+
+    def _change(self, nodes: Nodes, what: str, *args: Any) -> None:
+        if what == "join" and len(nodes.trains) < 3:
+            nodes.trains.append(nodes.add())
+        elif what == "join other" and len(nodes.trains) < 3:
+            answer = nodes.answer(nodes.add(**args[0]))
+            refused = answer.kind == "error" and "LayoutMismatchError" in answer.names
+            self._require(refused, f"a node with {args[0]} is not refused by name: {answer} {answer.value}")
+        elif what in ("leave", "die") and len(nodes.trains) > args[1]:
+            gone = [nodes.trains[(args[0] + i) % len(nodes.trains)] for i in range(args[1])]
+            nodes.signal(gone, signal.SIGTERM if what == "leave" else signal.SIGKILL)
+            if what == "leave":
+                for answer in map(nodes.answer, gone):
+                    self._require(answer.kind == "ok" and not answer.value, f"a node that leaves: {answer}")
+        nodes.train()
+
+    def _judge_worlds(
+        self,
+        events: Sequence[Mapping[str, Any]],
+        live: Live,
+        path: Path,
+        allowed: Sequence[Saved],
+        *,
+        memory: Mapping[str, Any] | None,
+        certain: bool,
+    ) -> None:
+        """Each world begins with what the one before had, with what memory or disk have, or as the job began.
+
+        ``certain``: memory has the state of all ranks, as no two nodes died at once.
+        """
+        begun, steps = events[0], list[Mapping[str, Any]]()
+        for event in events:
+            held = event["state"], event["step"], event["position"]
+            if event["did"] == "begin" and event["tier"] in ("in-place", "memory"):
+                back = 1 if event["tier"] == "in-place" or memory is None else 2 * memory["every"]
+                was = [(one["state"], one["step"], one["position"]) for one in steps[-back:]]
+                self._require(
+                    held in was, f"a world begins with {text_of(*held)} ({event['tier']}), the last had {was}"
+                )
+            elif event["did"] == "begin":
+                was = [(saved.state, saved.loaded_step, saved.position or 0) for saved in allowed]
+                was = was or [(begun["state"], 0, 0)]
+                self._require(held in was, f"a world begins with {text_of(*held)} ({event['tag']}), saved was {was}")
+                self._require(not (steps and memory and certain), f"memory has {steps[-1:]}, and {event} is taken")
+                live.origin = allowed[0].origin if allowed else live.origin
+            live.state, live.step, live.position = held
+            if event["did"] == "step":
+                steps.append(event)
+            elif event["did"] == "saved":
+                self._commit(str(path), self._copied(live, event["tag"]), live)
 
     # Tools, damage, copies.
 
@@ -288,12 +532,14 @@ class World(Bench):
         model = self.directory(path)
         if not model.tags:
             raise Skipped
-        healthy = bool(model.healthy())
+        net = model.continued()
+        healthy = bool(model.healthy(net))
         code, text = self._tool(["latest", str(path), "--fix"], path, job, tag, at)
         self._require(code == (0 if healthy else 3) or bool(job), f"latest --fix exits with {code}: {text[-600:]}")
         model = self.directory(path)
-        if model.healthy():
-            model.latest = model.healthy()[0].tag
+        net = model.continued()
+        if model.healthy(net):
+            model.latest = model.healthy(net)[0].tag
 
     def do_latest_set(self, directory: str, tag: str) -> None:
         """``zeroelastic latest --set``: a rollback by hand."""
@@ -305,7 +551,7 @@ class World(Bench):
         if model.tags[tag].damage and code:
             return  # refused
         self._require(code == 0, f"latest --set exits with {code}: {text[-600:]}")
-        model.latest, model.pointed = tag, model.newest_first()[0].tag != tag
+        model.latest, model.pointed = tag, model.newest_first(model.tags[tag].origin.net)[0].tag != tag
 
     def do_prune(self, directory: str, keep: int, job: str = "", tag: str | None = None, at: int = 0) -> None:
         """``zeroelastic prune``; with ``job``, that one saves a tag in the middle of it."""
@@ -316,15 +562,11 @@ class World(Bench):
         kept = model.kept(keep)
         code, text = self._tool(["prune", str(path), "--keep", str(keep), "--yes"], path, job, tag, at)
         self._require(code == 0, f"prune exits with {code}: {text[-600:]}")
-        model, seen = self.directory(path), disk.look(path)
+        model = self.directory(path)
         kept &= model.kept(keep)  # what was saved meanwhile counts where prune saw it
-        lost = [name for name in model.tags if name in kept and on_disk(name) not in seen.ids]
-        self._require(not lost, f"prune --keep {keep} removed {lost}")
         if job:
-            self._require(on_disk(model.newest_first()[0].tag) in seen.ids, "prune removed what was saved while it ran")
-        for name in [name for name in model.tags if on_disk(name) not in seen.ids]:
-            del model.tags[name]
-            self.listings.pop(str(path), None)
+            kept.add(model.newest_first()[0].tag)
+        self._removed(str(path), kept, f"prune --keep {keep}")
 
     def do_damage(self, directory: str, tag: str, kind: str) -> None:
         path = self.path(directory, str(self.root / "home"))

@@ -6,14 +6,15 @@ The long form is `make lifecycle`.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from lifecycle.campaign import kind_of, shortened
-from lifecycle.found import FOUND, Sequence
+from lifecycle.found import FOUND, LATER, Sequence
 from lifecycle.jobs import Server
 from lifecycle.machine import Plan, run
-from lifecycle.model import Directory, Saved, interrupted
+from lifecycle.model import Directory, Kept, Memory, Origin, Saved, interrupted
 from lifecycle.world import Failed, World
 
 
@@ -23,7 +24,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield made
 
 
-@pytest.mark.parametrize("sequence", FOUND.values(), ids=FOUND)
+@pytest.mark.parametrize("sequence", [*FOUND.values(), *LATER.values()], ids=[*FOUND, *LATER])
 def test_a_sequence_that_once_failed_holds(server: Server, tmp_path: Path, sequence: Sequence) -> None:
     world = World(server, tmp_path / "world")
     try:
@@ -94,11 +95,49 @@ def test_a_tag_that_two_loads_died_of_may_be_passed_over() -> None:
     directory.commit(saved("one"))
     directory.commit(saved("two"))
     directory.deaths["two"] = 1
-    assert [found.tag for found in directory.resumable()] == ["two"]
+    assert [found.tag for found in directory.resumable("G")] == ["two"]
     directory.deaths["two"] = 2
-    assert [found.tag for found in directory.resumable()] == ["two", "one"]
+    assert [found.tag for found in directory.resumable("G")] == ["two", "one"]
     directory.commit(saved("two", 2))
-    assert [found.tag for found in directory.resumable()] == ["two"]
+    assert [found.tag for found in directory.resumable("G")] == ["two"]
+
+
+def kept(number: int, parent: int = 0, begun: int = 0, nodes: tuple[int, ...] = (1, 2)) -> Kept:
+    made = Saved(f"in memory {number}", f"state {number}", number, 2, {}, number=number, committed=number)
+    return Kept(made, parent, begun, nodes, 1)
+
+
+def test_memory_is_newer_than_the_save_that_it_continues() -> None:
+    directory = Directory()
+    directory.commit(replace(saved("slow"), number=2, committed=9))
+    assert kept(5, begun=2).newer(directory) and kept(5, parent=2).newer(directory)
+    assert not kept(5).newer(directory) and kept(10).newer(directory)
+    assert kept(5).newer(Directory())
+
+
+def test_what_a_resume_may_take_of_memory_and_disk() -> None:
+    directory = Directory()
+    assert Memory([kept(5)]).resumable(directory, "G", (1, 2)) == ([kept(5).saved], False)
+    assert Memory([replace(kept(5), damaged=True)]).resumable(directory, "G", (1, 2)) == ([], True)
+    assert Memory([kept(5)]).resumable(directory, "G", (2, 3)) == ([kept(5).saved], False)
+    assert Memory([kept(5)]).resumable(directory, "G", (3, 4)) == ([], False)
+    directory.commit(replace(saved("two"), number=2, committed=2))
+    disk = directory.tags["two"]
+    assert Memory([replace(kept(5), damaged=True)]).resumable(directory, "G", (1, 2)) == ([disk], False)
+    assert Memory([kept(5), kept(4)], certain=False).resumable(directory, "G", (1,))[0] == [
+        kept(5).saved,
+        kept(4).saved,
+        disk,
+    ]
+
+
+def test_prune_and_keep_leave_what_is_of_other_runs() -> None:
+    directory = Directory()
+    for name, origin in (("G_1", Origin(1, "G")), ("D_1", Origin(2, "D")), ("G_2", Origin(1, "G"))):
+        directory.commit(replace(saved(name), origin=origin))
+    assert directory.kept(1) == {"D_1", "G_2"} == directory.kept(1, only=Origin(1, "G"))
+    assert directory.kept(1, only=Origin(2, "D")) == {"G_1", "D_1", "G_2"}
+    assert [one.tag for one in directory.newest_first("D")] == ["D_1"] and directory.continued() == "G"
 
 
 def test_a_failing_sequence_is_made_as_short_as_it_gets() -> None:

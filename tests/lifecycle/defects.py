@@ -1,0 +1,78 @@
+"""Defects of older commits, put back one at a time: the campaign has to find each of them.
+
+A defect changes the package in the process that ranks are forked from, and in the one that plays the sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+
+def _set(module: str, name: str, value: Any) -> None:
+    """Replace a name of a module, and of a class of it where the name has a dot."""
+    owner = import_module(f"zeroelastic.{module}")
+    *path, last = name.split(".")
+    for part in path:
+        owner = getattr(owner, part)
+    assert hasattr(owner, last), f"{module} has no {name}"
+    setattr(owner, last, value)
+
+
+def damaged_state_is_a_fresh_start() -> None:
+    """A resume whose load from memory failed begins from scratch, with what the load has left in the engine."""
+    _set("elastic.resume", "any_rank", lambda flag: False)
+    _set("deepspeed.load.tag_choice", "refuse_damaged", lambda engine: None)
+
+
+def position_of_a_failed_world() -> None:
+    """Survivors that begin anew keep the position in the data of the world that failed."""
+    _set("elastic.resize.job", "_Beginning.restore_position", lambda self, data: None)
+
+
+def all_tags_are_of_one_run() -> None:
+    """Tags of all engines that save to a directory are counted together."""
+
+    def one(tags: Any) -> Any:
+        return (tuple(tags),)
+
+    for module in ("runs.order", "runs.prune"):
+        _set(module, "runs_of", one)
+    for module in ("runs.candidates", "runs.latest", "deepspeed.node_local.node_tags"):
+        _set(module, "without_other_runs", lambda tags, trained_params: tuple(tags))
+
+
+def the_last_commit_is_the_newest_state() -> None:
+    """Of memory and disk a resume takes what was committed last."""
+
+    def by_time(generation: Any, saved: Any, *, rolled_back: bool) -> bool:
+        return bool(generation.note.committed_at > saved.saved_at) and not rolled_back
+
+    _set("elastic.memory.resume", "_is_newer", by_time)
+
+
+def workers_get_signals() -> None:
+    """A signal to the process group ends the workers of a DataLoader."""
+    _set("elastic.notice", "_starting_shielded", lambda start, signals: start)
+
+
+def engines_meet_in_collectives() -> None:
+    """A node with another engine is noticed in a collective of DeepSpeed, if at all."""
+    from contextlib import nullcontext
+
+    _set("deepspeed.agreement", "same_on_all_ranks", lambda *args, **kwargs: nullcontext())
+
+
+DEFECTS: dict[str, Callable[[], None]] = {
+    defect.__name__: defect
+    for defect in (
+        damaged_state_is_a_fresh_start,
+        position_of_a_failed_world,
+        all_tags_are_of_one_run,
+        the_last_commit_is_the_newest_state,
+        workers_get_signals,
+        engines_meet_in_collectives,
+    )
+}
+"""By name; each docstring says what is wrong then."""
