@@ -70,7 +70,7 @@ def resume(
 
     With ``"memory"`` in the options, that is one in the memory of the nodes where there is a newer one.
 
-    A damaged tag whose save was complete is marked (``checkpoint.quarantine``), and the next ``resume`` skips it;
+    A damaged tag whose save was complete is marked (``checkpoint.marks``), and the next ``resume`` skips it;
     nothing is deleted. ``strict`` refuses a changed global batch and a checkpoint without a position in the data. With
     an empty or missing directory nothing is loaded and ``Resumed.tag`` is None; if a checkpoint is ``required``, here
     or in the "zeroelastic" block, MissingFileError is raised instead. Where a directory holds parts of checkpoints that

@@ -2,7 +2,7 @@
 
 A store has no rename, so the objects of a tag appear one by one. This order makes the tag complete or no checkpoint:
 
-1. a mark in the tag (``checkpoint.unfinished``), created only where there is none: another save of the tag is noticed;
+1. a mark in the tag (``checkpoint.marks``), created only where there is none: another save of the tag is noticed;
 2. every rank transfers its files as multipart uploads, of which nothing is seen yet;
 3. the record of an earlier save of the tag is removed, and the uploads of all ranks are completed;
 4. the commit record; then the mark goes, and ``latest`` follows.
