@@ -159,6 +159,11 @@ class Curve:
     style: str
     points: tuple[Point, ...]
 
+    @property
+    def path(self) -> str:
+        """Its points as SVG has them, in a drawing that is 1000 wide."""
+        return " ".join(f"{1000 * point.x:.1f},{point.y:.1f}" for point in self.points)
+
 
 @dataclass(frozen=True, slots=True)
 class Chart:
