@@ -16,8 +16,8 @@ from what_to_do import says_what_to_do
 
 import zeroelastic
 from zeroelastic import errors
-from zeroelastic.cli import prune
-from zeroelastic.cli.output.outcome import INVALID
+from zeroelastic.cli import runs
+from zeroelastic.cli.command import INVALID
 from zeroelastic.errors import (
     CheckpointError,
     MissingFileError,
@@ -155,7 +155,7 @@ def literal_text(node: ast.AST) -> str:
     constants = [n for n in ast.walk(node) if isinstance(n, ast.Constant)]
     values = [n.value for n in sorted(constants, key=lambda n: (n.lineno, n.col_offset))]
     text = "".join(value for value in values if isinstance(value, str))
-    return text or {"_COPY": remote._COPY, "_COPY_ONE": prune._COPY_ONE}.get(ast.unparse(node), "")
+    return text or {"_COPY": remote._COPY, "_COPY_ONE": runs._COPY_ONE}.get(ast.unparse(node), "")
 
 
 def test_every_error_without_the_remedy_of_its_class_says_what_to_do() -> None:

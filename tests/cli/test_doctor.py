@@ -22,10 +22,10 @@ from documentation import documented_keys
 from places import ROOT
 
 import zeroelastic
+from zeroelastic.cli import machine
 from zeroelastic.cli.documents import check
-from zeroelastic.cli.machine import disk
-from zeroelastic.cli.machine.disk import measure_disk
-from zeroelastic.cli.machine.probe import Probe, ProbeFailed
+from zeroelastic.cli.machine import measure_disk
+from zeroelastic.cli.probes import Probe, ProbeFailed
 from zeroelastic.executors.build_info import REMEDIES
 from zeroelastic.executors.dispatch import describe_build
 
@@ -555,7 +555,7 @@ def test_every_byte_is_written_and_read_in_each_pass(tmp_path: Path, monkeypatch
     monkeypatch.setattr(os, "pwrite", lambda *args: count("write", pwrite(*args)))
     monkeypatch.setattr(os, "preadv", lambda *args: count("read", preadv(*args)))
     monkeypatch.setattr(os, "fsync", lambda fd: (count("fsync", 1), fsync(fd)))
-    monkeypatch.setattr(disk, "cached_share", lambda fd, nbytes: 0.0)
+    monkeypatch.setattr(machine, "cached_share", lambda fd, nbytes: 0.0)
     assert measure_disk(tmp_path, nbytes=20 * MIB, progress=lambda text: None).problem == ""
     assert done == {"write": 20 * MIB, "read": 40 * MIB, "fsync": 1}
 

@@ -19,10 +19,11 @@ from commands import Done, run_command
 from report_documents import diff_document, inspect_document, plan_document, prove_document, verify_document
 from synthetic import optim_name, write_checkpoint
 
-from zeroelastic.cli.output import new_file
+from zeroelastic.cli.command import write_new_file
 from zeroelastic.cli.pages.render import environment, report
 from zeroelastic.cli.pages.saved import layout_chart
 from zeroelastic.core.layout import Layout, Param, group_split_layout, layout_from_sub_groups, pack_sub_groups
+from zeroelastic.errors import UsageError
 from zeroelastic.io import atomic
 from zeroelastic.testing.sample import write_sample
 from zeroelastic.testing.sample_events import write_sample_events
@@ -137,8 +138,8 @@ def test_of_all_that_write_at_once_one_does_and_nothing_is_left(
 
     def write(text: bytes) -> None:
         try:
-            new_file.write_new_file(out, text)
-        except new_file.UsageError:
+            write_new_file(out, text)
+        except UsageError:
             refused.append(text)
 
     texts = [bytes([65 + number]) * 100_000 for number in range(8)]

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from commands import run_command
 
-from zeroelastic.cli.output import progress
-from zeroelastic.cli.output.progress import progress_line
+from zeroelastic.cli import terminal
+from zeroelastic.cli.terminal import progress_line
 from zeroelastic.testing.sample import write_sample
 
 LINE = re.compile(r"^[\w *.:-]+: \d+% of [\d.]+ \w+, [\d.]+ \w+/s(, [\d.]+ (s|min|h) left)?$", re.MULTILINE)
@@ -33,7 +33,7 @@ def ckpt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A checkpoint, and clocks by which every piece of work takes 11 seconds."""
     write_sample(tmp_path / "ckpt")
     ticks = count(1000, 11)
-    monkeypatch.setattr(progress.time, "monotonic", lambda: float(next(ticks)))
+    monkeypatch.setattr(terminal.time, "monotonic", lambda: float(next(ticks)))
     yield tmp_path
 
 

@@ -149,7 +149,7 @@ def test_misuse_exits_with_2(log: Path, arguments: list[str], said: str) -> None
 
 def test_it_needs_no_torch(log: Path) -> None:
     code = (
-        "import sys, pathlib; from zeroelastic.cli.timeline import timeline; timeline([pathlib.Path(sys.argv[1])])\n"
+        "import sys, pathlib; from zeroelastic.cli.jobs import timeline; timeline([pathlib.Path(sys.argv[1])])\n"
         "print({'torch', 'deepspeed'} & set(sys.modules))"
     )
     done = subprocess.run(

@@ -305,7 +305,7 @@ def test_another_timeout_is_an_error_before_anything_is_changed(monkeypatch, val
 # --- zeroelastic doctor -----------------------------------------------------------------------------------------------
 
 LOOK = (
-    "from zeroelastic.cli.machine.activation import describe_activation as d; a = d(); "
+    "from zeroelastic.cli.machine import describe_activation as d; a = d(); "
     "print(a.state, a.value, a.files, a.reason, sep='|')"
 )
 

@@ -27,7 +27,7 @@ from typer.testing import CliRunner
 from zeroelastic.cli.app import app
 from zeroelastic.cli.documents import check
 from zeroelastic.errors import RemoteRankError, UsageError
-from zeroelastic.proving import launcher
+from zeroelastic.proving import driver
 from zeroelastic.proving.checks import (
     BACK,
     CONTROL,
@@ -40,8 +40,16 @@ from zeroelastic.proving.checks import (
     loss_difference,
     tolerance_of,
 )
-from zeroelastic.proving.driver import ProofRequest, prepare, prove, sizes, verify_source
-from zeroelastic.proving.launcher import environment, failure_of, launch
+from zeroelastic.proving.driver import (
+    ProofRequest,
+    environment,
+    failure_of,
+    launch,
+    prepare,
+    prove,
+    sizes,
+    verify_source,
+)
 from zeroelastic.proving.rank import recorded
 from zeroelastic.proving.records import RunRecord, RunSpec, read_record, read_run, write_record, write_run
 from zeroelastic.proving.report import document, markdown, report_digest
@@ -137,7 +145,7 @@ def proof(checkpoint: str, by_pool: Any, tmp_path_factory: pytest.TempPathFactor
     """A good one, by the command: its directory, and what --json prints."""
     out = tmp_path_factory.mktemp("out") / "proof"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launcher, "launch", by_pool(""))
+        patch.setattr(driver, "launch", by_pool(""))
         arguments = ["prove", checkpoint, "-n", str(OTHER_SIZE), "--steps", str(STEPS), "--out", str(out), "--json"]
         arguments += ["--html", str(out.parent / "proof.html")]
         done = CliRunner().invoke(app, [*arguments, "--signed-off-by", "A. Sceptic", "--", __file__, "--its", "own"])
@@ -439,7 +447,7 @@ def test_tolerances_are_no_tighter_than_the_suites_own() -> None:
 
 def vandal(directory: str, protected: list[str]) -> list[str]:
     """What of many ways to change a checkpoint got through."""
-    from zeroelastic.proving.write_protection import forbid_writes
+    from zeroelastic.proving.rank import forbid_writes
 
     forbid_writes(protected)
     tag = Path(directory) / "global_step3"
@@ -505,7 +513,7 @@ def test_misuse_is_refused_before_anything_runs(
     def forbidden(*_: Any, **__: Any) -> int:
         raise AssertionError("a run was started")
 
-    monkeypatch.setattr(launcher, "launch", forbidden)
+    monkeypatch.setattr(driver, "launch", forbidden)
     monkeypatch.chdir(tmp_path)
     damaged = tmp_path / "damaged"
     shutil.copytree(checkpoint, damaged)
@@ -531,13 +539,13 @@ def test_misuse_is_refused_before_anything_runs(
 
 def test_processes_go_where_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    monkeypatch.setattr(launcher, "_num_gpus", lambda: 4)
+    monkeypatch.setattr(driver, "_num_gpus", lambda: 4)
     assert environment(8, 1)[1] == "cpu"
     monkeypatch.delenv("DS_ACCELERATOR")
     assert environment(4, 1 << 60)[1] == "cuda" and "DS_ACCELERATOR" not in environment(4, 1)[0]
     with pytest.raises(UsageError, match="8 processes need 8 GPUs; this machine has 4"):
         environment(8, 1)
-    monkeypatch.setattr(launcher, "_num_gpus", lambda: 0)
+    monkeypatch.setattr(driver, "_num_gpus", lambda: 0)
     with pytest.raises(UsageError, match="do not fit into"):
         environment(2, 1 << 60)
     env, device = environment(2, 1)
@@ -547,9 +555,9 @@ def test_processes_go_where_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_run_that_takes_too_long_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """torchrun and its ranks, here a process that would sleep for minutes."""
-    monkeypatch.setattr(launcher, "command", lambda run, script: ["sleep", "300"])
+    monkeypatch.setattr(driver, "command", lambda run, script: ["sleep", "300"])
     run = RunSpec(CONTROL, 1, 1, "/ckpt", str(tmp_path))
-    monkeypatch.setattr(launcher, "_BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(driver, "_BEAT_SECONDS", 0.05)
     waited: list[float] = []
     assert launch(run, ["train.py"], time_limit_s=0.2, env=dict(os.environ), waiting=waited.append) is None
     assert len(waited) >= 2 and waited == sorted(waited)  # a line for each is a sign of life

@@ -12,8 +12,7 @@ from pydantic import ValidationError
 from typer.testing import CliRunner
 
 import zeroelastic
-from zeroelastic import cli
-from zeroelastic.cli.app import app
+from zeroelastic.cli.app import app, verb_function
 from zeroelastic.cli.documents import check
 from zeroelastic.errors import UsageError
 
@@ -28,8 +27,7 @@ TIMES = {"seconds", "read_seconds", "seconds_separate"}
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_function_has_every_option_of_its_command(verb: str) -> None:
-    __import__(f"zeroelastic.cli.{verb}")
-    command = inspect.signature(getattr(getattr(cli, verb), verb))
+    command = inspect.signature(verb_function(verb))
     function = inspect.signature(getattr(zeroelastic, verb))
     options = {RENAMED.get(name, name) for name in command.parameters} - ONLY_THE_COMMAND
     assert options == set(function.parameters) - ONLY_THE_FUNCTION

@@ -1,6 +1,6 @@
 """The command line: ``zeroelastic`` and ``python -m zeroelastic``.
 
-Each verb is a function of the same name in a file of the same name. The file imports what ``--help`` needs and nothing
+Each verb is a function of the same name. The file with the verbs of a group imports what ``--help`` needs and nothing
 large: the functions that do the work import numpy, torch and the rest.
 """
 
@@ -17,20 +17,32 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 from zeroelastic._version import __version__
-from zeroelastic.cli.output.outcome import FAILED, MISUSE, outcome, prepare_streams, show_error, verb
+from zeroelastic.cli.command import FAILED, MISUSE, outcome, prepare_streams, show_error, verb
 from zeroelastic.errors import without_pydantic
 
 _GROUPS = {
-    "Look at a checkpoint": ("inspect", "show", "verify", "diff", "plan"),
-    "Make another of it": ("reshard", "export", "convert"),
-    "The directory of a run": ("ls", "latest", "prune"),
-    "A training job": ("prove", "timeline", "doctor"),
+    "Look at a checkpoint": {
+        "inspect": "inspect",
+        "show": "inspect",
+        "verify": "verify",
+        "diff": "verify",
+        "plan": "plan",
+    },
+    "Make another of it": {"reshard": "copies", "export": "copies", "convert": "copies"},
+    "The directory of a run": {"ls": "runs", "latest": "runs", "prune": "runs"},
+    "A training job": {"prove": "jobs", "timeline": "jobs", "doctor": "doctor"},
 }
-"""The verbs as ``--help`` shows them."""
+"""The verbs as ``--help`` shows them, each with the module that has its function."""
 
-VERBS = tuple(name for names in _GROUPS.values() for name in names)
+VERBS = tuple(name for verbs in _GROUPS.values() for name in verbs)
 
 _MisusedError: Any = typer.BadParameter.__base__  # of all errors about a command line, typer exports only this one
+
+
+def verb_function(name: str) -> Any:
+    """The function of a verb, whose module is imported now."""
+    module = next(verbs[name] for verbs in _GROUPS.values() if name in verbs)
+    return getattr(import_module(f"zeroelastic.cli.{module}"), name)
 
 
 class _Verbs(UserDict[str, Any]):
@@ -39,7 +51,7 @@ class _Verbs(UserDict[str, Any]):
     def __getitem__(self, name: str) -> Any:
         if self.data[name] is None:
             single = typer.Typer(add_completion=False, rich_markup_mode=None)
-            single.command()(verb(getattr(import_module(f"zeroelastic.cli.{name}"), name)))
+            single.command()(verb(verb_function(name)))
             self.data[name] = get_command(single)
         return self.data[name]
 

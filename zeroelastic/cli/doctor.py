@@ -15,17 +15,15 @@ import typer
 
 import zeroelastic
 from zeroelastic.byte_sizes import format_size, size_option
-from zeroelastic.cli.output.options import JsonOption
-from zeroelastic.cli.output.show import print_document, print_styled
+from zeroelastic.cli.command import JsonOption
+from zeroelastic.cli.terminal import print_document, print_styled
 from zeroelastic.json_document import document
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
-    from zeroelastic.cli.machine.activation import Activation
-    from zeroelastic.cli.machine.disk import DiskSpeed
-    from zeroelastic.cli.machine.engines import Engine
-    from zeroelastic.cli.machine.seam_check import DeepSpeed
+    from zeroelastic.cli.machine import Activation, DiskSpeed
+    from zeroelastic.cli.probes import DeepSpeed, Engine
     from zeroelastic.deepspeed.install.op_builds import BuildLock
 
 _DISTRIBUTION = "zeroelastic"
@@ -115,9 +113,9 @@ def doctor(
         zeroelastic doctor --disk . --disk-size 64MiB
     """
     if build_cuda:
-        from zeroelastic.cli.machine import cuda_build
+        from zeroelastic.cli.machine import build_cuda_engine
 
-        cuda_build.build_cuda()
+        build_cuda_engine()
     if fix:
         from zeroelastic.deepspeed.install.op_builds import remove_left_locks
 
@@ -136,11 +134,18 @@ def diagnose(disk: Path | None, disk_nbytes: int) -> Diagnosis:
     """Check everything, with progress on stderr where that is a terminal."""
     from rich.console import Console
 
-    from zeroelastic.cli.machine.activation import describe_activation
-    from zeroelastic.cli.machine.disk import measure_disk
-    from zeroelastic.cli.machine.engines import ENGINES, LIMIT_S, choose_auto, describe_engine, engine_answer
-    from zeroelastic.cli.machine.probe import Probe, ProbeFailed
-    from zeroelastic.cli.machine.seam_check import check_deepspeed, deepspeed_answer
+    from zeroelastic.cli.machine import describe_activation, measure_disk
+    from zeroelastic.cli.probes import (
+        ENGINE_LIMIT_S,
+        ENGINES,
+        Probe,
+        ProbeFailed,
+        check_deepspeed,
+        choose_auto,
+        deepspeed_answer,
+        describe_engine,
+        engine_answer,
+    )
     from zeroelastic.deepspeed.install.op_builds import find_locks
 
     def ask(function: Callable[..., object], *arguments: str) -> Probe:
@@ -156,7 +161,7 @@ def diagnose(disk: Path | None, disk_nbytes: int) -> Diagnosis:
         asked_executor = ask(choose_auto)
         engines = tuple(engine_answer(probe, name) for probe, name in zip(asked_engines, ENGINES, strict=True))
         try:
-            executor = asked_executor.answer(str, limit_s=LIMIT_S)
+            executor = asked_executor.answer(str, limit_s=ENGINE_LIMIT_S)
         except ProbeFailed:
             executor = None  # choosing loads the native engine, whose own probe reports what is wrong
         deepspeed = deepspeed_answer(asked_deepspeed)
@@ -185,7 +190,7 @@ def _versions() -> tuple[dict[str, str | None], tuple[str, ...]]:
 
     from packaging.requirements import Requirement
 
-    from zeroelastic.cli.machine.seam_check import installed_version
+    from zeroelastic.cli.probes import installed_version
 
     versions: dict[str, str | None] = {
         "zeroelastic": zeroelastic.__version__,

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from zeroelastic.byte_sizes import format_size
-from zeroelastic.cli.output.options import HtmlOption, JsonOption, PlotForceOption, TagOption
-from zeroelastic.cli.output.show import print_report, print_written, whole_table_console
+from zeroelastic.cli.command import HtmlOption, JsonOption, PlotForceOption, TagOption
+from zeroelastic.cli.terminal import print_report, print_written, whole_table_console
 from zeroelastic.errors import counted
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zeroelastic.byte_sizes import format_size
-from zeroelastic.cli.output.new_file import check_new_file, write_new_file
+from zeroelastic.cli.command import check_new_file, write_new_file
 from zeroelastic.errors import UsageError, counted
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """The optimizer's part of the training state at ZeRO stages 1 and 2, gathered, for ``gather_state``.
 
-Where a parameter lies in its group's flat buffer is read off the memory that its 16-bit weight is a view of, and not
+The place of a parameter in its group's flat buffer follows from the memory that its 16-bit weight is a view of, and not
 from DeepSpeed's tables: under ``round_robin_gradients`` those that ``safe_get_full_fp32_param`` uses are of another
 order than the buffer (DeepSpeed 0.19.8).
 """

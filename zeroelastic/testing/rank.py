@@ -71,7 +71,7 @@ class Raised:
 
 def rank_main(job: RankJob, parent_pid: int, reports: Connection, release: Connection) -> None:
     """Run the job's pickled call in an initialised process group; the entry point of a rank process."""
-    # With a session of its own, all processes that the rank starts can be found and ended with it.
+    # A new session: all processes that the rank starts can be found and ended with it.
     os.setsid()
     _die_with_parent(parent_pid)
     if os.environ.get(VERBOSE_VARIABLE) != "1":

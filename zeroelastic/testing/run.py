@@ -29,7 +29,7 @@ _LAUNCHER_VARIABLES = (
 
 
 class RankError(RuntimeError):
-    """A rank failed. ``failures`` are all failures in order; ``rank`` and ``traceback`` are those of the first."""
+    """A rank failed. ``failures`` are all failures in order; ``rank`` and ``traceback`` belong to the first."""
 
     def __init__(self, message: str, failures: tuple[RankFailure, ...]) -> None:
         super().__init__(message, failures)
@@ -42,7 +42,7 @@ class RankError(RuntimeError):
 
 
 class RankTimeoutError(RankError, TimeoutError):
-    """Ranks did not finish in time; ``failures`` are those of the ranks that hung, with their Python stacks."""
+    """Ranks did not finish in time; ``failures`` has the ranks that hung, with their Python stacks."""
 
 
 def run_ranks(

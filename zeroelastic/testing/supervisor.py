@@ -1,6 +1,6 @@
 """The supervisor of a run: starts the rank processes, watches them, reports how each ended, and ends them.
 
-Invariant: when ``supervise`` returns or raises, none of its processes is left.
+Invariant: when ``supervise`` returns or raises, no rank process is left.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ def _signal_name(number: int) -> str:
 
 
 def _hung(ranks: list[_Rank], timeout: float) -> list[RankFailure]:
-    """The failures of ranks that did not finish, each with the Python stacks of its threads."""
+    """The failures of ranks that did not finish, each with the Python stacks of all threads."""
     for rank in ranks:
         if rank.state == "running":
             os.kill(_pid(rank), STACKS_SIGNAL)

@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 
 from zeroelastic.byte_sizes import format_size
-from zeroelastic.cli.output.thinning import spread
+from zeroelastic.cli.terminal import spread
 from zeroelastic.core.layout import Int64Array
 from zeroelastic.errors import counted
 

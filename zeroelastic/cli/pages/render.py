@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from zeroelastic._version import __version__
 from zeroelastic.byte_sizes import format_size
-from zeroelastic.cli.output.new_file import check_new_file, write_new_file
-from zeroelastic.cli.output.show import printable
+from zeroelastic.cli.command import check_new_file, write_new_file
+from zeroelastic.cli.terminal import printable
 from zeroelastic.errors import counted
 from zeroelastic.json_document import json_proper
 

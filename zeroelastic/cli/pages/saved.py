@@ -36,7 +36,7 @@ _MOST_RANKS = 24  # with a strip in the layout
 _MOST_PIECES = (
     120  # in a strip of the layout: neighbouring parameters that are smaller than this share are put together
 )
-_MOST_SUB_GROUPS = 40  # more are not told apart
+_MOST_SUB_GROUPS = 40  # more have one colour
 _MOST_FILES = 16
 _MOST_DAMAGES = 200  # of a file
 

@@ -1,0 +1,314 @@
+"""``zeroelastic reshard``, ``export`` and ``convert``: another checkpoint from one that is saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from zeroelastic.byte_sizes import format_size
+from zeroelastic.cli.command import DistributedOption, JsonOption, QuietOption, TagOption, processes_of
+from zeroelastic.cli.terminal import print_line, print_report, progress_of
+from zeroelastic.errors import counted
+
+if TYPE_CHECKING:
+    from zeroelastic.verbs.convert.convert import ConvertReport
+    from zeroelastic.verbs.convert.export import ExportReport
+    from zeroelastic.verbs.reshard.report import ReshardReport
+
+_SHOWN_FILES = 12
+
+
+def reshard(
+    src: Annotated[str, typer.Argument(metavar="SRC", help="The checkpoint: a directory or a URL such as s3://...")],
+    dst: Annotated[
+        Path,
+        typer.Argument(metavar="DST", help="The directory to make; it must not be there yet."),
+    ],
+    world_size: Annotated[int, typer.Option("--world-size", "-n", metavar="M", help="Ranks that will load it.")],
+    tag: TagOption = None,
+    format: Annotated[
+        Literal["elastic", "rigid"] | None,
+        typer.Option(
+            help="elastic (default at stage 3) describes itself; rigid (always below 3) is what DeepSpeed writes. "
+            "Stock DeepSpeed loads both."
+        ),
+    ] = None,
+    sub_group_size: Annotated[
+        int | None, typer.Option(metavar="N", help="That of the run that will load it, if it is not the saved one's.")
+    ] = None,
+    stage: Annotated[
+        int | None,
+        typer.Option(
+            metavar="S",
+            min=0,
+            max=3,
+            help="ZeRO stage of the result, 0 for none; default: the source's.",
+        ),
+    ] = None,
+    round_robin_gradients: Annotated[
+        bool | None,
+        typer.Option(
+            "--round-robin-gradients/--no-round-robin-gradients",
+            help="At stages 1 and 2: that of the run that will load it; default: the saved configuration's.",
+        ),
+    ] = None,
+    parameter_alignment: Annotated[
+        bool | None,
+        typer.Option("--parameter-alignment/--no-parameter-alignment", help="The same for parameter_alignment."),
+    ] = None,
+    max_memory: Annotated[str, typer.Option(metavar="SIZE", help="Memory to stay within, such as 512MiB.")] = "1GiB",
+    verify: Annotated[bool, typer.Option("--verify", help="Read the result again before it appears.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done; write nothing.")] = False,
+    distributed: DistributedOption = False,
+    quiet: QuietOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Make a native DeepSpeed checkpoint for M ranks out of one of any number of ranks, bit for bit.
+
+    DST gets the same tag, latest, and what frameworks keep beside it; it appears complete or not at all. A run
+    that was killed goes on where it was when the same command is given again. What is read is compared with the
+    commit record, where there is one. With --distributed, the processes of one torchrun or srun share the work.
+
+    \b
+    Examples:
+        zeroelastic reshard ckpt ckpt-3 --world-size 3
+        zeroelastic reshard ckpt/global_step2 old-6 -n 6 --format rigid
+        zeroelastic reshard ckpt ckpt-8 --world-size 8 --dry-run --json
+        zeroelastic reshard ckpt ckpt-stage2 --world-size 4 --stage 2
+        zeroelastic reshard ckpt dealt -n 4 --stage 2 --round-robin-gradients
+        zeroelastic reshard ckpt plain -n 2 --stage 0
+    """
+    from zeroelastic.verbs.reshard.reshard import reshard as run
+
+    with processes_of(distributed=distributed) as processes:
+        report = run(
+            src,
+            dst,
+            world_size=world_size,
+            tag=tag,
+            format=format,
+            sub_group_size=sub_group_size,
+            stage=stage,
+            round_robin_gradients=round_robin_gradients,
+            parameter_alignment=parameter_alignment,
+            max_memory=max_memory,
+            verify=verify,
+            dry_run=dry_run,
+            processes=processes,
+            progress=progress_of(quiet=quiet, rank=processes.rank),
+        )
+        if processes.rank == 0:
+            if as_json:
+                print_report(report)
+            else:
+                _show_reshard(report)
+
+
+def _show_reshard(report: ReshardReport) -> None:
+    kind = report.format if report.target_stage == 3 else f"stage {report.target_stage}"
+    ranks = f"{report.world_size} -> {counted(report.target_world_size, 'rank')}"
+    where = f"{report.target}/{report.tag} ({kind}), {ranks}"
+    if report.file_bytes is None or report.content_root is None:  # a dry run
+        print_line(f"would write {where}")
+        buffers = counted(report.sub_groups, "sub-group" if report.target_stage == 3 else "optimizer group")
+        print_line(f"  {format_size(report.state_bytes)} of state in {counted(report.files, 'file')}, {buffers}")
+        if report.extras:
+            print_line(f"  beside it: {', '.join(report.extras)}")
+    else:
+        print_line(f"wrote {where}, {format_size(report.file_bytes)}")
+        unknown = "; the source has no commit record to compare with"
+        proof = unknown if report.recorded_root is None else " is the source's"
+        print_line(f"  content root {report.content_root[:12]}{proof}")
+        if report.verified:
+            print_line("  read again: every byte is as it was written")
+        if report.resumed_ranks:
+            print_line(f"  there already, from a run that had been ended: {counted(report.resumed_ranks, 'rank')}")
+    for note in report.notes:
+        print_line(f"  note: {note}")
+
+
+def export(
+    src: Annotated[str, typer.Argument(metavar="SRC", help="The checkpoint: a tag directory, or the one above it.")],
+    dst: Annotated[
+        Path,
+        typer.Argument(metavar="DST", help="The directory to make. Nothing is overwritten."),
+    ],
+    tag: TagOption = None,
+    dtype: Annotated[
+        Literal["fp32", "bf16", "fp16"] | None,
+        typer.Option(help="Convert all floating-point tensors of the model; without it, each keeps its own."),
+    ] = None,
+    max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Begin another file at this size.")] = "5GB",
+    optimizer: Annotated[bool, typer.Option("--optimizer", help="Also write the optimizer's state.")] = False,
+    tied: Annotated[
+        Literal["once", "all"], typer.Option(help="Store a tied weight once, or under each of its names.")
+    ] = "once",
+    max_memory: Annotated[str, typer.Option(metavar="SIZE", help="Memory that may be used.")] = "1GiB",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be written; write nothing.")] = False,
+    distributed: DistributedOption = False,
+    quiet: QuietOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Write the weights of a checkpoint as safetensors files.
+
+    DST gets model.safetensors, or several files and their index, and the configuration and tokenizer of a Hugging Face
+    checkpoint. It appears complete or not at all. Every byte is read once, by all cores, without torch; where the
+    checkpoint has a commit record, what was read is compared with it. Exit code 0: done; 2: wrong usage, or DST exists;
+    3: the checkpoint is damaged. With --distributed, the processes of one torchrun or srun share the work.
+
+    \b
+    Examples:
+        zeroelastic export ckpt weights
+        zeroelastic export ckpt weights-bf16 --dtype bf16 --max-shard-size 100KB
+        zeroelastic export ckpt everything --tag global_step2 --optimizer --json
+        zeroelastic export ckpt elsewhere --dry-run
+    """
+    from zeroelastic.verbs.convert.export import export as run
+
+    with processes_of(distributed=distributed) as processes:
+        report = run(
+            src,
+            dst,
+            tag=tag,
+            dtype=dtype,
+            max_shard_size=max_shard_size,
+            optimizer=optimizer,
+            tied=tied,
+            max_memory=max_memory,
+            dry_run=dry_run,
+            processes=processes,
+            progress=progress_of(quiet=quiet, rank=processes.rank),
+        )
+    if processes.rank != 0:
+        return  # rank 0 reports for all
+    if as_json:
+        print_report(report)
+    else:
+        _show_export(report)
+
+
+def _show_export(report: ExportReport) -> None:
+    print_line(f"{report.path} ({counted(report.world_size, 'rank')})")
+    print_line(f"{'would write' if report.dry_run else 'wrote'} {report.target}, {format_size(report.bytes)}")
+    for file in report.files[:_SHOWN_FILES]:
+        tensors = f"  {counted(file.tensors, 'tensor')}" if file.tensors else ""
+        print_line(f"  {file.name:<36}  {format_size(file.bytes):>9}{tensors}")
+    if len(report.files) > _SHOWN_FILES:
+        print_line(f"  and {len(report.files) - _SHOWN_FILES} more files")
+    for alias, name in report.tied.items():
+        print_line(f"tied: {alias} is {name}")
+    for sentence in report.left_out:
+        print_line(f"left out: {sentence}")
+    if not report.dry_run:
+        compared = report.digests_compared
+        proof = f"{compared} digests agree with the commit record" if compared else "no commit record to compare with"
+        print_line(f"{proof}; {round(report.seconds, 3)} s")
+
+
+def convert(
+    src: Annotated[str, typer.Argument(metavar="SRC", help="The checkpoint: a tag directory, or the one above it.")],
+    dst: Annotated[
+        Path,
+        typer.Argument(metavar="DST", help="The directory to make; it must not be there yet."),
+    ],
+    to: Annotated[
+        Literal["universal", "dcp"] | None,
+        typer.Option("--to", help="To DeepSpeed's Universal checkpoint, or to torch.distributed.checkpoint."),
+    ] = None,
+    from_: Annotated[
+        Literal["universal"] | None,
+        typer.Option("--from", help="From a Universal checkpoint to a native one for --world-size ranks."),
+    ] = None,
+    world_size: Annotated[
+        int | None, typer.Option("--world-size", "-n", metavar="M", help="With --from: ranks that will load it.")
+    ] = None,
+    format: Annotated[
+        Literal["elastic", "rigid"] | None,
+        typer.Option(
+            help="With --from: elastic (default at stage 3) describes itself; rigid (always at 1 and 2) is what stock "
+            "DeepSpeed writes."
+        ),
+    ] = None,
+    sub_group_size: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="With --from: that of the run that will load it, if it is not the saved one's."),
+    ] = None,
+    stage: Annotated[
+        int | None,
+        typer.Option(
+            metavar="S", min=1, max=3, help="With --from: ZeRO stage of the result; default: that which was saved."
+        ),
+    ] = None,
+    round_robin_gradients: Annotated[
+        bool | None,
+        typer.Option(
+            "--round-robin-gradients/--no-round-robin-gradients",
+            help="With --from, at stages 1 and 2: that of the run that will load it, if it is not the saved one's.",
+        ),
+    ] = None,
+    parameter_alignment: Annotated[
+        bool | None,
+        typer.Option("--parameter-alignment/--no-parameter-alignment", help="The same for parameter_alignment."),
+    ] = None,
+    tag: TagOption = None,
+    max_memory: Annotated[str, typer.Option(metavar="SIZE", help="Memory to stay within, such as 512MiB.")] = "1GiB",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be written; write nothing.")] = False,
+    quiet: QuietOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Convert a checkpoint to or from a Universal checkpoint, or to a torch distributed checkpoint.
+
+    Weights, optimizer state and hyper-parameters of all ranks are brought together, every byte read once; where the
+    checkpoint has a commit record, what was read is compared with it. DST appears complete or not at all. Exit code 0:
+    done; 1: the state does not fit into that format; 2: wrong usage, or DST exists; 3: the checkpoint is damaged.
+
+    \b
+    Examples:
+        zeroelastic convert ckpt universal --to universal
+        zeroelastic convert universal native-3 --from universal --world-size 3
+        zeroelastic convert universal old-2 --from universal -n 2 --stage 2
+        zeroelastic convert ckpt dcp --to dcp --json
+        zeroelastic convert ckpt other --to universal --tag global_step2 --dry-run
+    """
+    from zeroelastic.verbs.convert.convert import convert as run
+
+    report = run(
+        src,
+        dst,
+        to=to,
+        from_=from_,
+        world_size=world_size,
+        format=format,
+        sub_group_size=sub_group_size,
+        stage=stage,
+        round_robin_gradients=round_robin_gradients,
+        parameter_alignment=parameter_alignment,
+        tag=tag,
+        max_memory=max_memory,
+        dry_run=dry_run,
+        progress=progress_of(quiet=quiet),
+    )
+    if as_json:
+        print_report(report)
+    else:
+        _show_convert(report)
+
+
+def _show_convert(report: ConvertReport) -> None:
+    ranks = "" if report.target_world_size is None else f" for {counted(report.target_world_size, 'rank')}"
+    verb = "would write" if report.dry_run else "wrote"
+    print_line(f"{report.path} ({counted(report.world_size, 'rank')})")
+    print_line(f"{verb} {report.target}{ranks}: {counted(report.tensors, 'tensor')}, {format_size(report.bytes_read)}")
+    for note in report.notes:
+        print_line(f"note: {note}")
+    if report.dry_run:
+        return
+    if report.content_root is not None:
+        proof = f"content root {report.content_root[:12]}"
+    elif report.digests_compared:
+        proof = f"{report.digests_compared} digests agree with the commit record"
+    else:
+        proof = "no commit record to compare with"
+    print_line(f"{proof}; {round(report.seconds, 3)} s")

@@ -1,1 +1,0 @@
-"""Checks of this machine for ``doctor`` and ``plan``: disk speed, engines, the installed DeepSpeed."""

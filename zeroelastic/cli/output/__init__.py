@@ -1,1 +1,0 @@
-"""The output of verbs: tables, styled lines, progress bars, exit codes."""

@@ -1,0 +1,227 @@
+"""``zeroelastic ls``, ``latest`` and ``prune``: the tags in the directory of a run."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from zeroelastic.byte_sizes import format_size
+from zeroelastic.cli.command import FAILED, INVALID, JsonOption, QuietOption, complete_tag
+from zeroelastic.cli.terminal import log_line, print_columns, print_report, progress_of
+
+if TYPE_CHECKING:
+    from zeroelastic.runs.latest import Latest
+    from zeroelastic.verbs.ls import TagInfo
+    from zeroelastic.verbs.prune import PruneReport
+
+_SHOWN = 3
+_COPY_ONE = "Copy one again from where it is sound; `zeroelastic verify` lists what is wrong with each."
+
+
+def ls(
+    directory: Annotated[
+        str, typer.Argument(metavar="DIR", help="The directory that holds the tags, or the checkpoint-N folders.")
+    ],
+    as_json: JsonOption = False,
+) -> None:
+    """List all checkpoints of a run, newest first: step, ranks, stage, size, time, and whether they are committed.
+
+    Reads names, sizes and commit records; verify and latest check what is in the files.
+    Exit code 0: listed; 2: wrong usage, or there is no checkpoint.
+
+    \b
+    Examples:
+        zeroelastic ls ckpt
+        zeroelastic ls ckpt --json
+    """
+    from zeroelastic.verbs.ls import ls as run
+
+    report = run(directory)
+    if as_json:
+        print_report(report)
+        return
+    rows = [("tag", "step", "ranks", "stage", "size", "saved", "status"), *map(_row, report.tags)]
+    if any(tag.run not in (None, 1) for tag in report.tags):
+        runs = ["run", *("" if tag.run is None else str(tag.run) for tag in report.tags)]
+        rows = [(*row, run) for row, run in zip(rows, runs, strict=True)]
+    print_columns(rows, right=frozenset({1, 2, 3, 4, 7}), indent="")
+
+
+def _row(tag: TagInfo) -> tuple[str, ...]:
+    numbers = ("" if value is None else str(value) for value in (tag.step, tag.world_size, tag.stage))
+    saved = "" if tag.saved_at is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(tag.saved_at))
+    return (tag.tag, *numbers, format_size(tag.bytes), saved, tag.status + (", latest" if tag.latest else ""))
+
+
+def latest(
+    directory: Annotated[
+        str, typer.Argument(metavar="DIR", help="The directory that holds the tags, or the checkpoint-N folders.")
+    ],
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Check sizes and the commit record, or else headers; read no weights.")
+    ] = False,
+    path: Annotated[bool, typer.Option("--path", help="Print the path, not the name.")] = False,
+    fix: Annotated[
+        bool, typer.Option("--fix", help="Let the file latest name this tag, where it does not yet.")
+    ] = False,
+    set_to: Annotated[
+        str | None,
+        typer.Option(
+            "--set", metavar="TAG", autocompletion=complete_tag, help="Roll back: let the file latest name TAG."
+        ),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="With --fix or --set: say what would be written only.")
+    ] = False,
+    quiet: QuietOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Print the newest checkpoint that verifies; newer ones are passed over, and stderr says why.
+
+    Newest is what was committed last; but where the file latest was pointed at an older tag since, as --set does, that
+    is where the run goes on. Verifying reads every byte, unless --quick; --set looks at sizes, records and headers.
+    Exit code 0: there is one; 2: wrong usage; 3: none verifies.
+
+    \b
+    Examples:
+        zeroelastic latest ckpt
+        zeroelastic latest ckpt --quick --path
+        zeroelastic latest ckpt --fix --dry-run
+        zeroelastic latest ckpt --set global_step2
+        zeroelastic latest ckpt --quick --json
+    """
+    from zeroelastic.verbs.latest import latest as run
+
+    report = run(directory, quick=quick, fix=fix, set_to=set_to, dry_run=dry_run, progress=progress_of(quiet=quiet))
+    found = report.found
+    if as_json:
+        print_report(report)
+    else:
+        _show_newest(found, path)
+        _show_latest(found, dry_run)
+    if found.tag is None:
+        raise typer.Exit(FAILED if any(verdict.undecided for verdict in found.passed) else INVALID)
+
+
+def _show_newest(found: Latest, path: bool) -> None:
+    from zeroelastic.runs.order import about_left, about_pointed
+
+    for verdict in found.passed:
+        more = len(verdict.problems) - _SHOWN
+        what = " ".join(verdict.problems[:_SHOWN]) + (f" And {more} more problems." if more > 0 else "")
+        log_line(f"passed over {verdict.tag.name}: {what}")
+    if found.newer and not found.written:
+        log_line(f"{about_pointed(found.run.tags[found.at].name, [tag.name for tag in found.newer])}.")
+    left = about_left(found.left)
+    if left is not None:
+        log_line(f"{left}.")
+    if found.tag is None:
+        log_line("No checkpoint verifies.")
+    else:
+        typer.echo(str(found.tag.path) if path else found.tag.name)
+
+
+def _show_latest(found: Latest, dry_run: bool) -> None:
+    """What the file says, where it does not say the newest."""
+    if found.tag is None or found.run.in_folders or (found.named == found.tag.name and not found.written):
+        return
+    said = found.problem or (f"latest names {found.named}." if found.named else "There is no file latest.")
+    if found.written:
+        newer = f" Newer, and not taken: {', '.join(tag.name for tag in found.newer)}." if found.newer else ""
+        log_line(f"{said} It {'would now name' if dry_run else 'now names'} {found.tag.name}.{newer}")
+    else:
+        log_line(f"{said} --fix lets it name {found.tag.name}.")
+
+
+def prune(
+    directory: Annotated[
+        str, typer.Argument(metavar="DIR", help="The directory that holds the tags, or the checkpoint-N folders.")
+    ],
+    keep: Annotated[int, typer.Option(metavar="K", help="How many of the newest that verify are kept.")],
+    invalid: Annotated[
+        bool, typer.Option("--invalid", help="Also remove what does not verify, where it is older than what does.")
+    ] = False,
+    min_age: Annotated[
+        str,
+        typer.Option(metavar="TIME", help="Leave what has no commit record and changed within TIME (30s, 15m, 2h)."),
+    ] = "1h",
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be removed, and remove nothing.")] = False,
+    quiet: QuietOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Remove old checkpoints; keep the newest that verify, what latest names, and what may be being written.
+
+    Checks sizes and commit records, or headers where there is no record. Asks before it removes anything.
+    Exit code 0: done; 1: something could not be removed, or judged; 2: wrong usage; 3: no checkpoint verifies, none is
+    removed.
+
+    \b
+    Examples:
+        zeroelastic prune ckpt --keep 1 --dry-run
+        zeroelastic prune ckpt --keep 1 --dry-run --json
+        zeroelastic prune old --keep 2 --yes
+    """
+    from zeroelastic.errors import CheckpointError, UnreadableError, UsageError
+    from zeroelastic.verbs.prune import carry_out
+    from zeroelastic.verbs.prune import prune as run
+
+    report = run(directory, keep=keep, invalid=invalid, min_age=min_age, dry_run=True)
+    plan, work = report.plan, report.has_work and not dry_run
+    if work and not yes:
+        if not sys.stdin.isatty() or as_json:
+            raise UsageError("--yes is needed where nobody can be asked; --dry-run shows what would be removed.")
+        _show_pruned(report)
+        if not typer.confirm(f"Remove {_what(report)}?", err=True):
+            log_line("Nothing was removed.")
+            raise typer.Exit(FAILED)
+    if not dry_run:
+        report = carry_out(report, progress=progress_of(quiet=quiet))
+    if as_json:
+        print_report(report)
+    elif plan.removals or report.dead or yes or not work:
+        _show_pruned(report)
+    if report.failed:
+        raise typer.Exit(FAILED)
+    if plan.decisions and not plan.has_valid:
+        undecided = any(decision.undecided for decision in plan.decisions)
+        if as_json:
+            raise typer.Exit(FAILED if undecided else INVALID)
+        text = f"{plan.root}: no checkpoint verifies, so that none is removed."
+        raise UnreadableError(text) if undecided else CheckpointError(text, remedy=_COPY_ONE)
+
+
+def _what(report: PruneReport) -> str:
+    """What is about to be removed, as the question has it."""
+    from zeroelastic.runs.prune import removable
+    from zeroelastic.runs.run_store import open_run
+
+    plan, count, dead = report.plan, len(report.plan.removals), report.dead
+    parts = [f"{count} {'checkpoint' if count == 1 else 'checkpoints'}"] if count else []
+    parts += ["what an interrupted removal left"] if plan.leftovers else []
+    parts += [f"{len(dead)} {'save' if len(dead) == 1 else 'saves'} that did not finish"] if dead else []
+    nbytes = (
+        removable(plan.removals) + open_run(plan.root).interrupted_bytes() + sum(found.tree.nbytes for found in dead)
+    )
+    return f"{' and '.join(parts)} ({format_size(nbytes)})"
+
+
+def _show_pruned(report: PruneReport) -> None:
+    rows = [
+        (item.action, item.tag, "" if item.bytes is None else format_size(item.bytes), item.reason)
+        for item in report.tags
+    ]
+    rows += [(item.action, item.name, format_size(item.bytes), item.reason) for item in report.unfinished]
+    if rows:
+        print_columns(rows, right=frozenset({2}), indent="")
+    if report.plan.removals and report.dry_run:
+        log_line(
+            "Sizes and records were checked, not contents; `zeroelastic latest DIR` reads every byte of the newest."
+        )
+    if report.leftovers:
+        typer.echo(f"{'would finish' if report.dry_run else 'finished'} an interrupted removal")
+    if not report.dry_run:
+        typer.echo(f"{len(report.removed)} removed, {format_size(report.freed_bytes)} freed")
