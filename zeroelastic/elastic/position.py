@@ -89,10 +89,10 @@ def _unpack(
         problem = "the checkpoint has no position in the data: it was not saved through zeroelastic.elastic"
         if strict:
             raise StrictError(
-                f"{problem}. Set the position yourself and call resume without data, or with strict=False to begin at "
-                "the first sample."
+                f"{problem}. Set the position yourself and call resume without data, or with strict=False to go on from "
+                "where data is, in a new run the first sample."
             )
-        notes.append(f"{problem}; it begins at the first sample")
+        notes.append(f"{problem}; data stays where it was, in a new run at the first sample")
     generators = None
     if entry is not None and entry.get("world_size") == world_size:
         if "generators_by_rank" in entry:
