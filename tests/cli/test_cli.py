@@ -20,12 +20,11 @@ from places import GOLDEN, ROOT
 
 import zeroelastic
 from zeroelastic.byte_sizes import format_size, parse_size
+from zeroelastic.cli import app
 from zeroelastic.cli.documents import DOCUMENTS, schemas
 from zeroelastic.json_document import SCHEMA_VERSION
 
-VERBS = sorted(
-    path.stem for path in (ROOT / "zeroelastic/cli").glob("*.py") if f"\ndef {path.stem}(\n" in path.read_text()
-)
+VERBS = sorted(app.VERBS)
 
 
 def cli(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -40,7 +39,7 @@ def cli(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_there_are_verbs() -> None:
-    assert "doctor" in VERBS
+    assert len(VERBS) == 14
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], *([verb, "--help"] for verb in VERBS)], ids=" ".join)
