@@ -146,6 +146,15 @@ def describe_lifecycle(result: Result) -> list[str]:
     ]
 
 
+def describe_defects(result: Result) -> list[str]:
+    """Defects that were put back, and what found them."""
+    return [
+        f"{row['defect']} Noticed by {'a fixed sequence' if row['fixed'] else 'no fixed sequence'}"
+        + (f", and at drawn action {row['actions']}" if row["says"] else f"; {row['actions']} drawn actions passed")
+        for row in result["defects"]
+    ]
+
+
 def describe_scale(result: Result) -> list[str]:
     """The slowest step of each part, in processor seconds since the machine may be shared, and the peak memory."""
     sentences = []
@@ -172,6 +181,9 @@ CAMPAIGNS = (
         describe_lifecycle,
     ),
     Campaign("lifecycle_stage2", "make lifecycle", "the same at ZeRO stage 2", describe_lifecycle),
+    Campaign(
+        "lifecycle_defects", "make lifecycle", "defects of older commits, put back one at a time", describe_defects
+    ),
     Campaign("damage", "make damage", "loads of a damaged checkpoint", describe_damage),
     Campaign("damage_stage2", "make damage", "the same at ZeRO stage 2", describe_damage),
     Campaign("fuzz", "make fuzz", "the readers on generated files, after fixing what it found", describe_fuzz),

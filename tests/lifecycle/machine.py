@@ -82,6 +82,9 @@ def machine(plan: Plan) -> type[RuleBasedStateMachine]:
     memories: st.SearchStrategy[dict[str, Any]] = st.just({})
     if "memory" not in plan.without:
         memories |= st.sampled_from(MEMORY).map(lambda memory: {"memory": memory})
+    in_memory = st.fixed_dictionaries(
+        {"world_size": SIZES, "options": st.sampled_from(MEMORY).map(lambda memory: {"memory": memory})}
+    )
     options = st.one_of(memories, st.sampled_from([{"keep": 1}, {"keep": 2}]))
     starts = st.fixed_dictionaries({"world_size": SIZES, "options": options})
     holds = st.just(0) if "background" in plan.without else st.sampled_from([0, 0, 1, 2])
@@ -273,12 +276,12 @@ def machine(plan: Plan) -> type[RuleBasedStateMachine]:
         @precondition(has("memory"))
         @rule(
             job=JOBS,
-            how=st.fixed_dictionaries({"world_size": SIZES, "options": memories}),
-            again=st.fixed_dictionaries({"world_size": SIZES, "options": memories}),
+            how=in_memory,
+            again=in_memory,
             place=st.sampled_from(["run", "run", "/home/run"]),
             steps=st.tuples(st.integers(1, 3), st.integers(0, 3)),
             saves=st.sampled_from([None, None, "save", "slow", "slow"]),
-            late=st.booleans(),
+            late=st.sampled_from([True, True, False]),
             dies=st.sampled_from([["die"], ["die"], ["die", 0], ["vanish"], ["vanish", 1]]),
             lost=st.sampled_from([None, None, None, "node", "node", "bit"]),
             pick=PICKS,
