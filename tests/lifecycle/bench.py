@@ -220,7 +220,7 @@ class Bench:
         number = next(self._saves)
         return Saved(
             tag, live.state, live.step, live.world_size, {}, position=live.position, origin=live.origin,
-            number=number, committed=number,
+            number=number, committed=number, parent=live.continues,
         )  # fmt: skip
 
     def _refused(self, answers: Sequence[Answer], saved: Saved) -> bool:

@@ -37,6 +37,8 @@ class Saved:
     """Counts saves, on disk and in memory, in the order in which their state was copied."""
     committed: int = 0
     """The same count at the commit."""
+    parent: int = 0
+    """The save that it continues, by its number."""
 
     @property
     def loaded_step(self) -> int:
@@ -98,14 +100,26 @@ class Directory:
     def kept(self, keep: int, only: Origin | None = None) -> set[str]:
         """What ``prune`` must leave: the newest whole ones of each run, and what ``latest`` names.
 
-        With ``only``, it is the ``keep`` of that run's options, which leaves all that is of others.
+        Those of a branch that was rolled back come last. With ``only``, it is the ``keep`` of that run's options, which
+        leaves all that is of others.
         """
         kept = {self.latest} & set(self.tags)
         for origin in {saved.origin for saved in self.tags.values()}:
             own = [saved for saved in self.newest_first() if saved.origin == origin]
             whole = [saved for saved in own if saved.damage in ("", "flip")]
+            if whole:
+                line = self._line_of(whole[0])
+                whole.sort(key=lambda saved: saved.number not in line)
             kept |= {saved.tag for saved in (whole[:keep] if only in (None, origin) else own)}
         return kept  # type: ignore[return-value]
+
+    def _line_of(self, saved: Saved) -> set[int]:
+        """The numbers of a save and of those that it continues."""
+        by_number, line = {one.number: one for one in self.tags.values()}, {saved.number}
+        while saved.parent in by_number and saved.parent not in line:
+            saved = by_number[saved.parent]
+            line.add(saved.number)
+        return line
 
     def copy(self) -> Directory:
         return Directory(dict(self.tags), self.latest, self.pointed)
@@ -167,7 +181,12 @@ class Memory:
         disk = model.resumable(net)
         allowed: list[Saved] = []
         for kept in self.kept:
-            if kept.lost(nodes) or not kept.newer(model):
+            if kept.lost(nodes):
+                continue
+            if not kept.newer(model):
+                newest = [(saved.state, saved.position) for saved in disk[:1]]
+                if not kept.damaged and (kept.saved.state, kept.saved.position) in newest:
+                    allowed.append(kept.saved)  # the same state, whichever came later
                 continue
             if not kept.damaged:
                 allowed.append(kept.saved)

@@ -275,9 +275,11 @@ class World(Bench):
         if any(answer.code == -signal.SIGKILL for answer in answers):
             gate.unlink(missing_ok=True)
             self._crashed(job)
+            self._after_keep(str(path), live)
             return
         stopped = self._all_ok("preemption", answers)[0]
-        self._flushed(job)
+        self._flushed(job, keep=False)
+        self._after_keep(str(path), live)
         told = any("train" in steps[at:] for at, what in enumerate(steps) if what in ("signal", "group"))
         self._require(stopped == told, f"stopped is {stopped} after {script}")
         if every_steps == 1:
@@ -327,7 +329,6 @@ class World(Bench):
                     self._flushed(job, keep=False)
             elif event["did"] == "released":
                 self._flushed(job, keep=False)
-        self._after_keep(str(path), live)
         return saved
 
     def do_kill(
