@@ -85,7 +85,9 @@ def test_make_test_runs_every_row_and_test_all_the_rest(pytester: pytest.Pyteste
     pytester.makeini("[pytest]\nmarkers = support: a row")
     names = {}
     for chosen in ("not extended", "extended", ""):
-        result = pytester.runpytest_inprocess("-q", "--collect-only", "-p", "extended", "-m", chosen)
+        result = pytester.runpytest_inprocess(
+            "-q", "--collect-only", "--import-mode=importlib", "-p", "extended", "-m", chosen
+        )
         names[chosen] = {line for line in result.outlines if "::" in line}
     assert {next(name for name in QUICK if line.endswith(name)) for line in names["not extended"]} == QUICK
     assert len(names["not extended"]) == len(QUICK)

@@ -403,7 +403,7 @@ def test_a_real_load_reports_what_was_forecast(
     head = read_head(open_checkpoint(next(tmp_path.glob("global_step*"))))
     forecast = make_forecast(head, world_size, stage=stages[1])
     report = rank_pool.run(load, world_size, str(tmp_path), stages[1])[0]
-    assert report.content_root_matches
+    assert report.root_matches
     assert report.bytes_owned == forecast.bytes_owned.max() and report.bytes_read == forecast.bytes_read.max()
     assert report.total_bytes_read == forecast.bytes_read.sum()
     assert report.files_opened == forecast.files.max()

@@ -116,7 +116,7 @@ def test_zeroelastic_itself_resumes_it_with_the_same_root(rank_pool: RankPool, s
     report = run(source, tmp_path / "to", 3)
     outcome = rank_pool.run(resume, 5, Job().other(), str(tmp_path / "to"))[0]
     assert compare_states(before.state, outcome.state) == []
-    assert outcome.report.content_root_matches and outcome.report.saved_root == report.content_root
+    assert outcome.report.root_matches and outcome.report.saved_root == report.content_root
 
 
 def test_weights_that_zero_to_fp32_merges_are_the_same(saved: Saver, tmp_path: Path) -> None:

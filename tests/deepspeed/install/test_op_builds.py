@@ -30,6 +30,18 @@ def test_a_lock_that_a_process_has_open_is_held(tmp_path: Path) -> None:
         assert (found.path, found.state, found.problem) == (str(lock), "held", "")
 
 
+def test_a_lock_that_is_released_while_it_is_looked_at_is_not_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = make_lock(tmp_path)
+    built = lock.with_name("cpu_adam.so")
+    built.touch()
+    os.utime(built, (time.time() - 5000,) * 2)
+    monkeypatch.setattr(op_builds, "_is_shared", lambda path: False)
+    monkeypatch.setattr(op_builds, "_is_open", lambda status: lock.unlink() is not None)
+    assert [found.state for found in find_locks(tmp_path)] == ["unknown"]
+
+
 @pytest.mark.parametrize(
     ("shared", "quiet_s", "state"), [(False, 5000, "left"), (True, 5000, "unknown"), (False, 60, "unknown")]
 )

@@ -101,7 +101,7 @@ def _look_at(path: Path) -> BuildLock | None:
     state: State = "unknown"
     if _is_open(status):
         state = "held"
-    elif time.time() - _last_change(path) > _QUIET_S and not _is_shared(path):
+    elif time.time() - max(status.st_mtime, _last_change(path)) > _QUIET_S and not _is_shared(path):
         state = "left"
     return BuildLock(str(path), time.time() - status.st_mtime, state)
 
