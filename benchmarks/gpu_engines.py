@@ -11,7 +11,6 @@ import argparse
 import hashlib
 import json
 import os
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -68,14 +67,6 @@ def add_arguments(parser: argparse.ArgumentParser, *, width: int, layers: int, l
     parser.add_argument("--cpu", action="store_true", help="on the CPU: to test the script itself")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="directory of the results")
     parser.add_argument("--channel", type=Path, help=argparse.SUPPRESS)
-
-
-def without_paths(text: str) -> str:
-    """A traceback whose files are named from the checkout, or from the folder that Python imports them from."""
-    here = os.fspath(Path(__file__).resolve().parent.parent)
-    for folder in sorted({here, *filter(None, sys.path)}, key=len, reverse=True):
-        text = text.replace(f"{folder}/", "")
-    return text
 
 
 def build_engine(model: Model) -> Any:

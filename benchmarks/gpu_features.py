@@ -33,8 +33,8 @@ sys.path.insert(0, os.fspath(Path(__file__).resolve().parent))
 
 import torch
 from bench_gpu_resume import TAG, cost, join_group
-from gpu_engines import Model, add_arguments, build_engine, masters, moments, train_step, without_paths
-from report import REPOSITORY, describe, machine, table, write_results
+from gpu_engines import Model, add_arguments, build_engine, masters, moments, train_step
+from report import REPOSITORY, describe, machine, table, without_paths, write_results
 
 from zeroelastic.executors.build_info import describe_build
 from zeroelastic.testing.rank import prepare_deepspeed

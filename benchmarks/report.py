@@ -102,3 +102,11 @@ class Others:
         busy, own = _busy_cpu_seconds() - self._busy, time.process_time() - self._own
         seconds = (time.perf_counter() - self._clock) * (os.cpu_count() or 1)
         return min(1.0, max(0.0, busy - own) / seconds) if seconds else 0.0
+
+
+def without_paths(text: str) -> str:
+    """A traceback whose files are named from the checkout, or from the folder that Python imports them from."""
+    here = os.fspath(Path(__file__).resolve().parent.parent)
+    for folder in sorted({here, *filter(None, sys.path)}, key=len, reverse=True):
+        text = text.replace(f"{folder}/", "")
+    return text

@@ -279,11 +279,14 @@ def defects_page(result: dict[str, Any]) -> str:
 
 
 def write(out: Path | None, name: str, result: dict[str, Any], text: str) -> None:
-    """Show a result, and keep it where a directory is given."""
+    """Show a result, and keep it where a directory is given; stacks name files from where they are imported."""
+    sys.path.append(str(ROOT / "benchmarks"))
+    from report import without_paths
+
     print(text)
     if out is not None:
-        (out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
-        (out / f"{name}.md").write_text(text)
+        (out / f"{name}.json").write_text(without_paths(json.dumps(result, indent=1)) + "\n")
+        (out / f"{name}.md").write_text(without_paths(text))
 
 
 def _plain(params: dict[str, Any]) -> str:

@@ -280,12 +280,12 @@ class World(Bench):
         stopped = self._all_ok("preemption", answers)[0]
         self._flushed(job, keep=False)
         self._after_keep(str(path), live)
-        told = any("train" in steps[at:] for at, what in enumerate(steps) if what in ("signal", "group"))
-        self._require(stopped == told, f"stopped is {stopped} after {script}")
+        is_signalled = any("train" in steps[at:] for at, what in enumerate(steps) if what in ("signal", "group"))
+        self._require(stopped == is_signalled, f"stopped is {stopped} after {script}")
         if every_steps == 1:
             trained = sum(event["did"] == "step" for event in events)
             self._require(len(saved) >= trained, f"{trained} steps were to be saved: {saved}")
-        if told:
+        if is_signalled:
             newest = model.tags.get(model.latest or "")
             self._require(
                 newest is not None and (newest.state, newest.position) == (live.state, live.position),

@@ -87,7 +87,7 @@ class CommitRecord(Schema):
     or had committed before. ``run`` is the same in every save of a run and of what is resumed from it; its first 16
     digits are the time at which the run began, in microseconds since 1970.
     ``trained_params`` is the digest of the trained parameters' names and shapes (``params_digest``), of tensor parallel
-    rank 0. Both tell the checkpoints of two engines in one directory apart (``runs.order``). What stands before
+    rank 0. Both distinguish the checkpoints of two engines in one directory (``runs.order``). What stands before
     ``versions`` is short: ``read_head``.
     """
 

@@ -144,7 +144,7 @@ class TagListing:
     def missing(self, world_size: int, tp_size: int = 1) -> tuple[int, tuple[str, ...]]:
         """How many files of ``world_size`` ranks are missing, and the names of the first of them.
 
-        ``tp_size`` is the tensor parallel size, where it is known; it is not less than what the names tell.
+        ``tp_size`` is the tensor parallel size, where it is known; the names may show a greater one, which counts then.
         """
         num_models = 1 if self.kind == "zero-1-2" else world_size
         tp_size = max(tp_size, self.tp_size)

@@ -65,7 +65,7 @@ class EarlyFlush:
     def __init__(self, paths: Sequence[Path], progress: Callable[[int], None] | None) -> None:
         self._paths, self._progress, self._waiting = tuple(paths), progress, 0
 
-    def told(self, nbytes: int) -> None:
+    def on_progress(self, nbytes: int) -> None:
         """So many bytes more were moved into the files."""
         self._waiting += nbytes
         if self._waiting >= _FLUSH_EVERY:

@@ -34,7 +34,7 @@ def latest(directory: str | Path) -> str | None:
     return path.read_text() if path.exists() else None
 
 
-def heard(name: str) -> list[str]:
+def logged(name: str) -> list[str]:
     """What a module of deepspeed.save logs from now on, at level INFO and above."""
     said: list[str] = []
     handler = logging.Handler()
@@ -123,7 +123,7 @@ def save_again_and_again(job: Job, directory: str) -> tuple[list[Any], list[str]
     """Saves that each of the occasions has to wait for; what was committed before it and after."""
     engine = build_engine(job)
     train_step(engine, 0)
-    said = heard("pending")
+    said = logged("pending")
     seen: list[Any] = []
     threads: list[int] = []
     with held_writers() as gate:
@@ -271,7 +271,7 @@ def leave_without_a_word(job: Job, directory: str, decorated: bool) -> tuple[Any
     destroy = DeepSpeedEngine.destroy
     if decorated:
         DeepSpeedEngine.destroy = lambda self: destroy(self)
-    said = heard("background")
+    said = logged("background")
     with held_writers() as gate:
         engine.save_checkpoint(directory, tag="left")
         if dist.get_rank() == 0:
@@ -299,7 +299,7 @@ def fork_while_saving(job: Job, directory: str) -> tuple[str, list[str]]:
 
     engine = build_engine(job)
     train_step(engine, 0)
-    said = heard("background")
+    said = logged("background")
     with held_writers() as gate:
         engine.save_checkpoint(directory, tag="saved")
         read_end, write_end = os.pipe()
@@ -326,7 +326,7 @@ def test_a_forked_child_says_nothing_of_its_parents_save(rank_pool: RankPool, tm
 def destroy_the_groups_first(job: Job, directory: str) -> tuple[list[str], list[str]]:
     engine = build_engine(job)
     train_step(engine, 0)
-    said = heard("background")
+    said = logged("background")
     with held_writers() as gate:
         engine.save_checkpoint(directory, tag="lost")
         dist.destroy_process_group()
@@ -362,7 +362,7 @@ def use_one_engine(job: Job, directory: str) -> tuple[bool, tuple[int, int], lis
     zeroelastic.wait_for_save(engine)
     copied = memory.nbytes
     payload = sum(path.stat().st_size for path in Path(directory, "known").glob(f"*_rank_{dist.get_rank()}_*.pt"))
-    said = heard("shard_writer")
+    said = logged("shard_writer")
     lay_out = skeleton._lay_out
 
     def refuse(obj: object, path: Path) -> Any:

@@ -1,4 +1,4 @@
-"""Ranks of a save that are late, that never come, and that die: the others are told which, all of them the same."""
+"""Ranks of a save that are late, that never come, and that die: the others name them, in the same error."""
 
 from __future__ import annotations
 
@@ -55,38 +55,38 @@ def save_late(directory: str, late_s: float, limit_s: float) -> list[tuple[str, 
         return write(*args, **kwargs)
 
     sleep()
-    told = [raised(lambda: engine.save_checkpoint(directory, tag="late"))]
+    outcomes = [raised(lambda: engine.save_checkpoint(directory, tag="late"))]
     dist.barrier()
     shard_writer.write_torch_file = slow_write
-    told.append(raised(lambda: engine.save_checkpoint(directory, tag="slow")))
+    outcomes.append(raised(lambda: engine.save_checkpoint(directory, tag="slow")))
     shard_writer.write_torch_file = write
     dist.barrier()
     left = sorted(name for name in os.listdir(directory) if not name.endswith(".py"))
-    told.append((",".join(left), (Path(directory) / "latest").read_text(), 0.0))
+    outcomes.append((",".join(left), (Path(directory) / "latest").read_text(), 0.0))
     dist.barrier()
     engine.save_checkpoint(directory, tag="next")
-    return told
+    return outcomes
 
 
 @pytest.mark.support(SAVING, "a rank that does not arrive within `save_timeout_s`", "refused", "named on every rank")
 def test_a_rank_that_does_not_arrive_is_named_on_every_rank(rank_pool: RankPool, tmp_path: Path) -> None:
-    """The late one is told the same when it comes, and the next save goes well."""
+    """The late one gets the same error when it comes, and the next save goes well."""
     results = rank_pool.run(save_late, 3, str(tmp_path), 6.0, 2.0)
-    for told in results:
-        (kind, said, _), (slow_kind, slow_said, _), (left, latest, _) = told
+    for outcomes in results:
+        (kind, said, _), (slow_kind, slow_said, _), (left, latest, _) = outcomes
         assert kind == slow_kind == "AbsentRankError"
         assert said == results[0][0][1] and slow_said == results[0][1][1]
         assert f"{tmp_path}/late: rank 2 did not arrive within 2 s" in said and "was about to be saved" in said
         assert f"{tmp_path}/slow: rank 2 did not arrive within 2 s" in slow_said and "files were written" in slow_said
         assert (left, latest) == ("good,latest", "good")
-    assert all(told[0][2] < 5 for told in results)
+    assert all(outcomes[0][2] < 5 for outcomes in results)
     assert issubclass(AbsentRankError, (OSError, TimeoutError))
     assert verify_checkpoint(tmp_path / "next").valid and (tmp_path / "latest").read_text() == "next"
 
 
 def test_a_slow_rank_is_waited_for(rank_pool: RankPool, tmp_path: Path) -> None:
-    for told in rank_pool.run(save_late, 3, str(tmp_path), 1.0, 60.0):
-        assert [kind for kind, _, _ in told[:2]] == ["", ""]
+    for outcomes in rank_pool.run(save_late, 3, str(tmp_path), 1.0, 60.0):
+        assert [kind for kind, _, _ in outcomes[:2]] == ["", ""]
     assert verify_checkpoint(tmp_path / "slow").valid
 
 

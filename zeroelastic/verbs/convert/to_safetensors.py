@@ -394,7 +394,7 @@ def _write_tensors(
         for p, part in enumerate(plan.state.parts):
             some = copies.get((number, p), [])
             saved = plan.state.checkpoint
-            copied = copy_tensors(part, some, paths, source=saved, max_memory=max_memory, progress=flushing.told)
+            copied = copy_tensors(part, some, paths, source=saved, max_memory=max_memory, progress=flushing.on_progress)
             compared += copied.num_compared
         start_writeback(path)
     return compared

@@ -348,7 +348,7 @@ def check_module(source: ReshardSource) -> None:
     if found - frozen:
         raise UnsupportedError(
             f"the module's state has {some(sorted(found - frozen), _MAX_LISTED)}, neither parameters nor buffers, "
-            "which files of stages 1 and 2 do not tell from frozen parameters. Reshard to stage 3, with --stage 3."
+            "which files of stages 1 and 2 do not distinguish from frozen ones. Reshard to stage 3, with --stage 3."
         )
 
 
