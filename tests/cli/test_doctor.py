@@ -24,8 +24,7 @@ from places import ROOT
 import zeroelastic
 from zeroelastic.cli import machine
 from zeroelastic.cli.documents import check
-from zeroelastic.cli.machine import measure_disk
-from zeroelastic.cli.probes import Probe, ProbeFailed
+from zeroelastic.cli.machine import Probe, ProbeFailed, measure_disk
 from zeroelastic.executors.build_info import REMEDIES
 from zeroelastic.executors.dispatch import describe_build
 

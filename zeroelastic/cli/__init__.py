@@ -4,7 +4,7 @@
     inspect    inspect, show        copies    reshard, export, convert
     verify     verify, diff         runs      ls, latest, prune
     plan       plan                 jobs      prove, timeline
-    doctor     doctor, which looks at this ``machine`` and asks other processes (``probes``)
+    doctor     doctor, which looks at this ``machine``
     command    options, exit codes, signals
     terminal   text, tables and progress
     pages      the pages of ``--html``, by the Jinja2 ``templates``

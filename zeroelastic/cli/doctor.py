@@ -7,7 +7,6 @@ import platform
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -15,64 +14,16 @@ import typer
 
 import zeroelastic
 from zeroelastic.byte_sizes import format_size, size_option
-from zeroelastic.cli.command import JsonOption
-from zeroelastic.cli.terminal import print_document, print_styled
-from zeroelastic.json_document import document
+from zeroelastic.cli.command import FAILED, JsonOption
+from zeroelastic.cli.terminal import print_report, print_styled
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
-    from zeroelastic.cli.machine import Activation, DiskSpeed
-    from zeroelastic.cli.probes import DeepSpeed, Engine
-    from zeroelastic.deepspeed.install.op_builds import BuildLock
+    from zeroelastic.cli.machine import Doctor
 
 _DISTRIBUTION = "zeroelastic"
 _SHOWN = ("torch", "deepspeed", "numpy")
-
-
-@dataclass(frozen=True, slots=True)
-class Diagnosis:
-    """Everything that was found out. Any of ``problems`` makes the exit code 1."""
-
-    versions: dict[str, str | None]
-    package: str
-    python: str
-    unmet: tuple[str, ...]
-    platform: str
-    num_cores: int
-    engines: tuple[Engine, ...]
-    executor: str | None
-    deepspeed: DeepSpeed
-    activation: Activation
-    disk: DiskSpeed | None
-    build_locks: tuple[BuildLock, ...]
-
-    @property
-    def problems(self) -> tuple[str, ...]:
-        """Everything that is installed and does not work, each with what to do about it."""
-        found = list(self.unmet)
-        found += [
-            f"the {engine.name} engine: {engine.reason.rstrip('.')}. {engine.remedy}"
-            for engine in self.engines
-            if engine.state == "broken"
-        ]
-        if self.deepspeed.state == "broken":
-            found.append(f"DeepSpeed: {self.deepspeed.reason} {self.deepspeed.remedy}".rstrip())
-        if self.activation.state == "broken":
-            found.append(self.activation.reason)
-        if self.disk is not None and self.disk.problem:
-            found.append(self.disk.problem)
-        found += [lock.problem for lock in self.build_locks if lock.state == "left"]
-        return tuple(found)
-
-    def to_document(self) -> dict[str, object]:
-        """What --json prints; the keys are documented in docs/reference/cli/doctor.md."""
-        body = asdict(self)
-        del body["unmet"]
-        engines = {engine.pop("name"): engine for engine in body["engines"]}
-        if self.disk is not None:
-            body["disk"]["bytes"] = body["disk"].pop("nbytes")
-        return document({"problems": list(self.problems), **body, "engines": engines}, ok=not self.problems)
 
 
 def doctor(
@@ -121,76 +72,80 @@ def doctor(
 
         for lock in remove_left_locks():
             typer.echo(f"removed {lock.path}, {lock.age_s:.0f} s old", err=True)
-    diagnosis = diagnose(disk, size_option(disk_size, "--disk-size", minimum=1 << 20))
+    report = diagnose(disk, size_option(disk_size, "--disk-size", minimum=1 << 20))
     if as_json:
-        print_document(diagnosis.to_document())
+        print_report(report)
     else:
-        _show(diagnosis, verbose)
-    if diagnosis.problems:
-        raise typer.Exit(1)
+        _show(report, verbose)
+    if not report.ok:
+        raise typer.Exit(FAILED)
 
 
-def diagnose(disk: Path | None, disk_nbytes: int) -> Diagnosis:
+def diagnose(disk: Path | None, disk_nbytes: int) -> Doctor:
     """Check everything, with progress on stderr where that is a terminal."""
     from rich.console import Console
 
-    from zeroelastic.cli.machine import describe_activation, measure_disk
-    from zeroelastic.cli.probes import (
-        ENGINE_LIMIT_S,
-        ENGINES,
-        Probe,
-        ProbeFailed,
-        check_deepspeed,
-        choose_auto,
-        deepspeed_answer,
-        describe_engine,
-        engine_answer,
-    )
+    from zeroelastic.cli import machine
     from zeroelastic.deepspeed.install.op_builds import find_locks
 
-    def ask(function: Callable[..., object], *arguments: str) -> Probe:
-        return stack.enter_context(Probe(f"{function.__module__}:{function.__qualname__}", *arguments))
+    def ask(function: Callable[..., object], *arguments: str) -> machine.Probe:
+        return stack.enter_context(machine.Probe(f"{function.__module__}:{function.__qualname__}", *arguments))
 
-    versions, unmet = _versions()
+    versions, problems = _versions()
     log = Console(stderr=True)
     with ExitStack() as stack:
         status = log.status("importing DeepSpeed") if log.is_terminal else None
         stack.enter_context(status or nullcontext())
-        asked_deepspeed = ask(check_deepspeed)
-        asked_engines = [ask(describe_engine, name) for name in ENGINES]
-        asked_executor = ask(choose_auto)
-        engines = tuple(engine_answer(probe, name) for probe, name in zip(asked_engines, ENGINES, strict=True))
+        asked_deepspeed = ask(machine.check_deepspeed)
+        asked_engines = {name: ask(machine.describe_engine, name) for name in machine.ENGINES}
+        asked_executor = ask(machine.choose_auto)
+        engines: dict[str, machine.Engine] = {
+            name: machine.engine_answer(probe, name) for name, probe in asked_engines.items()
+        }
         try:
-            executor = asked_executor.answer(str, limit_s=ENGINE_LIMIT_S)
-        except ProbeFailed:
+            executor = asked_executor.answer(str, limit_s=machine.ENGINE_LIMIT_S)
+        except machine.ProbeFailed:
             executor = None  # choosing loads the native engine, whose own probe reports what is wrong
-        deepspeed = deepspeed_answer(asked_deepspeed)
+        deepspeed = machine.deepspeed_answer(asked_deepspeed)
         speed = None
         if disk is not None:
-            speed = measure_disk(disk, nbytes=disk_nbytes, progress=status.update if status else lambda text: None)
-    return Diagnosis(
+            progress = status.update if status else lambda text: None
+            speed = machine.measure_disk(disk, nbytes=disk_nbytes, progress=progress)
+    activation, locks = machine.describe_activation(), find_locks()
+    for name, engine in engines.items():
+        if engine.state == "broken":
+            problems.append(f"the {name} engine: {engine.reason.rstrip('.')}. {engine.remedy}")
+    if deepspeed.state == "broken":
+        problems.append(f"DeepSpeed: {deepspeed.reason} {deepspeed.remedy}".rstrip())
+    if activation.state == "broken":
+        problems.append(activation.reason)
+    if speed is not None and speed.problem:
+        problems.append(speed.problem)
+    problems += [lock.problem for lock in locks if lock.state == "left"]
+    return machine.Doctor(
+        ok=not problems,
+        problems=problems,
+        versions=versions,
         package=str(Path(zeroelastic.__file__).parent),
         python=sys.executable,
-        versions=versions,
-        unmet=unmet,
         platform=platform.platform(),
         num_cores=len(os.sched_getaffinity(0)),
         engines=engines,
         executor=executor,
         deepspeed=deepspeed,
-        activation=describe_activation(),
+        activation=activation,
         disk=speed,
-        build_locks=find_locks(),
+        build_locks=[machine.BuildLock(path=lock.path, age_s=lock.age_s, state=lock.state) for lock in locks],
     )
 
 
-def _versions() -> tuple[dict[str, str | None], tuple[str, ...]]:
+def _versions() -> tuple[dict[str, str | None], list[str]]:
     """The versions to show, and a sentence for each requirement that is not met. Imports none of the packages."""
     from importlib import metadata
 
     from packaging.requirements import Requirement
 
-    from zeroelastic.cli.probes import installed_version
+    from zeroelastic.cli.machine import installed_version
 
     versions: dict[str, str | None] = {
         "zeroelastic": zeroelastic.__version__,
@@ -214,7 +169,7 @@ def _versions() -> tuple[dict[str, str | None], tuple[str, ...]]:
             unmet.append(f"{requirement.name} is not installed. Install it: pip install '{wanted}'.")
         elif not requirement.specifier.contains(found, prereleases=True):
             unmet.append(f"{requirement.name} {found} does not fit {wanted}. Upgrade it: pip install '{wanted}'.")
-    return versions, tuple(unmet)
+    return versions, unmet
 
 
 def _applies(requirement: Requirement, *, extra: str) -> bool:
@@ -226,7 +181,7 @@ _MARKS: dict[str, _Mark] = {"usable": "ok", "not built": "note", "not installed"
 _COLOUR: dict[_Mark, str] = {"ok": "green", "note": "yellow", "FAIL": "bold red", "": ""}
 
 
-def _show(found: Diagnosis, verbose: bool) -> None:
+def _show(found: Doctor, verbose: bool) -> None:
     """The diagnosis for people, on stdout."""
 
     def line(mark: _Mark, label: str, text: str) -> None:
@@ -235,18 +190,18 @@ def _show(found: Diagnosis, verbose: bool) -> None:
     print_styled(("Versions", "bold"))
     places = {"zeroelastic": found.package, "python": found.python}
     for name, version in found.versions.items():
-        unmet = any(problem.startswith(f"{name} ") for problem in found.unmet)
+        unmet = any(problem.startswith(f"{name} ") for problem in found.problems)
         mark: _Mark = "FAIL" if unmet else "ok" if version else "note"
         line(mark, name, f"{version or 'not installed'}  {places.get(name, '')}".rstrip())
     line("", "platform", f"{found.platform}, {found.num_cores} cores")
 
     print_styled(("\nEngines", "bold"))
-    for engine in found.engines:
+    for name, engine in found.engines.items():
         if engine.state == "usable":
             used = f"; uses {engine.instruction_set}, {engine.threads} threads" if engine.threads else ""
-            line("ok", engine.name, f"built by {engine.compiler} for {engine.targets}{used}")
+            line("ok", name, f"built by {engine.compiler} for {engine.targets}{used}")
             continue
-        line(_MARKS[engine.state], engine.name, f"{engine.state}: {engine.reason}")
+        line(_MARKS[engine.state], name, f"{engine.state}: {engine.reason}")
         line("", "", engine.remedy)
         if engine.log:
             line("", "", f"The build's log: {engine.log}")
@@ -271,7 +226,7 @@ def _show(found: Diagnosis, verbose: bool) -> None:
     line("FAIL" if activation.state == "broken" else "ok", activation.state, text)
 
     if found.disk is not None:
-        print_styled((f"\nDisk {found.disk.directory}, {format_size(found.disk.nbytes)}, one thread", "bold"))
+        print_styled((f"\nDisk {found.disk.directory}, {format_size(found.disk.bytes)}, one thread", "bold"))
         if found.disk.problem:
             line("FAIL", "", found.disk.problem)
         else:

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict, TypeAdapter
 
+from zeroelastic.cli.machine import Doctor
 from zeroelastic.verbs.convert.convert import ConvertReport
 from zeroelastic.verbs.convert.export import ExportReport
 from zeroelastic.verbs.diff.diff import DiffReport
@@ -158,72 +159,6 @@ class Timeline(Report):
     plot: str | None
     starts: list[Start]
     nodes: list[NodeChange]
-
-
-class Engine(Part):
-    state: Literal["usable", "not built", "broken"]
-    path: str
-    log: str | None
-    compiler: str
-    targets: str
-    instruction_set: str | None
-    threads: int | None
-    reason: str
-    remedy: str
-
-
-class Method(Part):
-    name: str
-    use: Literal["wrapped", "called"]
-    expected: list[str]
-    found: list[str] | None
-    problem: str
-
-
-class DeepSpeed(Part):
-    state: Literal["usable", "not installed", "broken"]
-    version: str | None
-    seams: list[Method]
-    reason: str
-    remedy: str
-
-
-class Activation(Part):
-    state: Literal["on", "off", "broken"]
-    value: str | None
-    files: list[str]
-    reason: str
-
-
-class Disk(Part):
-    directory: str
-    bytes: int
-    write: float | None
-    read_warm: float | None
-    read_cold: float | None
-    note: str
-    problem: str
-
-
-class BuildLock(Part):
-    path: str
-    age_s: float
-    state: Literal["held", "left", "unknown"]
-
-
-class Doctor(Report):
-    problems: list[str]
-    versions: dict[str, str | None]
-    package: str
-    python: str
-    platform: str
-    num_cores: int
-    engines: dict[str, Engine]
-    executor: str | None
-    deepspeed: DeepSpeed
-    activation: Activation
-    disk: Disk | None
-    build_locks: list[BuildLock]
 
 
 DOCUMENTS: dict[str, type[Report]] = {
