@@ -36,9 +36,8 @@ from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.checkpoint.tag_files import NO_TENSOR_PARALLEL
 from zeroelastic.deepspeed.engine_state import Lineage
 from zeroelastic.deepspeed.load.preflight import preflight
-from zeroelastic.deepspeed.load.request import LoadRequest
 from zeroelastic.deepspeed.load.tag_choice import choose_tag
-from zeroelastic.deepspeed.options import Options
+from zeroelastic.deepspeed.options import LoadRequest, Options
 from zeroelastic.deepspeed.save.barrier import SaveBarrier
 from zeroelastic.deepspeed.save.commit import Expected, PendingCommit
 from zeroelastic.deepspeed.save.plain import Directory

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Literal
 
@@ -16,11 +14,6 @@ class Note:
 
     level: int
     text: str
-
-
-def info(texts: Iterable[str]) -> list[Note]:
-    """Notes that are logged at level INFO."""
-    return [Note(logging.INFO, text) for text in texts]
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import pytest
 from trainer_job import TrainerJob, attempt, run_trainer
 
 from zeroelastic import ConfigError, StrictError
-from zeroelastic.deepspeed.load.preflight import check_batch
+from zeroelastic.deepspeed.load.report import check_batch
 from zeroelastic.deepspeed.options import parse_options
 from zeroelastic.testing import RankPool
 

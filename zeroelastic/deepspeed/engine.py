@@ -107,47 +107,13 @@ class Stage3Optimizer(Protocol):
 
 
 class GroupOptimizer(Protocol):
-    """A ``DeepSpeedZeroOptimizer`` of stages 1 and 2; ``optimizer`` is the torch optimizer that it wraps.
+    """What a ``DeepSpeedZeroOptimizer`` of stages 1 and 2 and a ``BF16_Optimizer`` have in common.
 
-    Lists are by optimizer group. ``bit16_groups`` have the parameters as the group lists them,
-    ``round_robin_bit16_groups`` as they follow each other in the buffer, of which this rank has one of the parts.
+    Their lists, which have other names in each, are those of ``live.group_split``.
     """
 
     optimizer: torch.optim.Optimizer
     dp_process_group: dist.ProcessGroup
-    bit16_groups: Sequence[Sequence[torch.nn.Parameter]]
-    bit16_groups_flat: Sequence[torch.Tensor]
-    round_robin_bit16_groups: Sequence[Sequence[torch.nn.Parameter]]
-    parallel_partitioned_bit16_groups: Sequence[Sequence[torch.Tensor]]
-    params_in_partition: Sequence[Sequence[torch.nn.Parameter]]
-    single_partition_of_fp32_groups: Sequence[torch.Tensor]
-    groups_padding: Sequence[int]
-    param_names: Mapping[torch.nn.Parameter, str]
-    averaged_gradients: Any
-    offload_gradient_dict: Any
-    cpu_offload: bool
-    loss_scaler: Any
-    dynamic_loss_scale: bool
-    overflow: bool
-    _hp_optimizer_states_linked: bool
-
-    def reload_states(self) -> None: ...
-    def state_dict(self) -> dict[str, Any]: ...
-    def _wait_for_offload_copies(self) -> None: ...
-    def _link_all_hp_params(self) -> None: ...
-    def _lazy_init_hp_params_optimizer_state(self) -> None: ...
-
-
-class Bf16Optimizer(Protocol):
-    """A ``BF16_Optimizer``; its lists are by optimizer group, like a ``GroupOptimizer``'s."""
-
-    optimizer: torch.optim.Optimizer
-    dp_process_group: dist.ProcessGroup
-    bf16_groups: Sequence[Sequence[torch.nn.Parameter]]
-    bf16_groups_flat: Sequence[torch.Tensor]
-    bf16_partitioned_groups: Sequence[Sequence[torch.Tensor]]
-    fp32_groups_flat_partition: Sequence[torch.Tensor]
-    overflow: bool
     _hp_optimizer_states_linked: bool
 
     def state_dict(self) -> dict[str, Any]: ...

@@ -1,4 +1,4 @@
-"""The "zeroelastic" block of the DeepSpeed configuration, validated when the engine is built."""
+"""The "zeroelastic" block of the DeepSpeed configuration, validated when the engine is built, and a load's request."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import difflib
 import json
 import logging
 import os
-from collections.abc import Mapping
-from typing import Annotated, Literal, get_args
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from zeroelastic.errors import ConfigError, without_pydantic
 from zeroelastic.executors.build_info import is_usable
 from zeroelastic.executors.dispatch import Executor, host_executor
+from zeroelastic.io.paths import FilePath, as_path
 from zeroelastic.io.remote import Retries
 from zeroelastic.torch_file.safe_unpickler import split_global
 
@@ -203,6 +205,45 @@ class Options(BaseModel):
         return value
 
 
+@dataclass(frozen=True, slots=True)
+class LoadRequest:
+    """The arguments of DeepSpeed's ``load_checkpoint``, by its names, and the ``options`` that hold on all ranks."""
+
+    load_dir: str
+    tag: str | None = None
+    load_module_strict: bool = True
+    load_optimizer_states: bool = True
+    load_lr_scheduler_states: bool = True
+    load_module_only: bool = False
+    custom_load_fn: Callable[..., Any] | None = None
+    options: Options = field(default_factory=Options)
+
+    @property
+    def directory(self) -> FilePath:
+        """The directory of the run; it may be a URL."""
+        return as_path(self.load_dir)
+
+    @property
+    def weights_only(self) -> bool:
+        """Whether optimizer state, hyper-parameters and loss scale stay as the run has them."""
+        return self.load_module_only or not self.load_optimizer_states
+
+    @property
+    def strict_module(self) -> bool:
+        """Whether the module's own entries have to be those of the checkpoint."""
+        return self.load_module_strict and self.custom_load_fn is None
+
+    def flags(self) -> dict[str, Any]:
+        """The keyword arguments after ``load_dir`` and ``tag``, for DeepSpeed's own methods."""
+        return {
+            "load_module_strict": self.load_module_strict,
+            "load_optimizer_states": self.load_optimizer_states,
+            "load_lr_scheduler_states": self.load_lr_scheduler_states,
+            "load_module_only": self.load_module_only,
+            "custom_load_fn": self.custom_load_fn,
+        }
+
+
 def parse_options(config: Mapping[str, object]) -> Options:
     """The options of a DeepSpeed configuration. Raises ConfigError that names the mistake and the known options."""
     _refuse_misplaced(config)
@@ -265,7 +306,7 @@ def warn_of_slow_verification(options: Options) -> None:
 def options_table() -> str:
     """The options as the Markdown table of docs/reference/options.md."""
     rows = ["| option | default | meaning |", "|---|---|---|"]
-    for name, field in Options.model_fields.items():
-        default = json.dumps(field.get_default(call_default_factory=True)).removesuffix(".0")
-        rows.append(f"| `{name}` | `{default}` | {field.description} |")
+    for name, option in Options.model_fields.items():
+        default = json.dumps(option.get_default(call_default_factory=True)).removesuffix(".0")
+        rows.append(f"| `{name}` | `{default}` | {option.description} |")
     return "\n".join(rows) + "\n"

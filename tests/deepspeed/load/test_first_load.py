@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -25,7 +26,6 @@ JOBS = {
     "stage 3": Job(),
     "stage 3, offloaded, read": Job(optimizer="cpu_adam", zero=OFFLOAD, options={"verify": "read"}),
     "stage 2": Job(stage=2),
-    "stage 1": Job(stage=1),
     "stage 2, offloaded": Job(stage=2, zero=OFFLOAD),
 }
 
@@ -40,9 +40,7 @@ def dirty_memory() -> Iterator[list[int]]:
         made.append(tensor.numel())
         return tensor
 
-    with mock.patch.object(
-        live_optimizer, "torch", mock.Mock(wraps=torch, empty=empty, Tensor=torch.Tensor, optim=torch.optim)
-    ):
+    with mock.patch.object(live_optimizer, "torch", SimpleNamespace(**(vars(torch) | {"empty": empty}))):
         yield made
 
 

@@ -18,15 +18,13 @@ from zeroelastic.deepspeed.agreement import compare_module, compared
 from zeroelastic.deepspeed.engine import Engine, agree_on_options, options_of, saves_elastic
 from zeroelastic.deepspeed.engine_state import engine_of, lineage_of, link, state_of
 from zeroelastic.deepspeed.install.frameworks import wrap_frameworks
-from zeroelastic.deepspeed.live.kinds import covered_live, kind_of, read_live, why_left_to_deepspeed
-from zeroelastic.deepspeed.live.trained import param_names
+from zeroelastic.deepspeed.live.kinds import covered_live, kind_of, param_names, read_live, why_left_to_deepspeed
 from zeroelastic.deepspeed.load import from_state_dicts
 from zeroelastic.deepspeed.load.load import load
 from zeroelastic.deepspeed.load.report import count
-from zeroelastic.deepspeed.load.request import LoadRequest
 from zeroelastic.deepspeed.metrics import watch
 from zeroelastic.deepspeed.notices import notice
-from zeroelastic.deepspeed.options import warn_of_slow_verification
+from zeroelastic.deepspeed.options import LoadRequest, warn_of_slow_verification
 from zeroelastic.deepspeed.patching import patched
 from zeroelastic.deepspeed.save.background import forget_background, refuse_background, wants_background
 from zeroelastic.deepspeed.save.mode import Saving

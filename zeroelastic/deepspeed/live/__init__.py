@@ -2,13 +2,11 @@
 
     live_optimizer  ``LiveOptimizer``: layout, flat tensors, groups, state dict, and how a load fills them
     kinds           which of DeepSpeed's optimizers are covered, and the LiveOptimizer of an engine
-    stage3          ZeRO-3; ``swap_files`` for what is on NVMe
+    stage3          ZeRO-3, with an optimizer or, to evaluate, without; ``swap_files`` for what is on NVMe
+    group_split     ZeRO-1 and 2
     optimizers      which state keys and scalars each class of torch optimizer keeps
-    trained         which parameters DeepSpeed's save lists as trained
-    topology        process groups; which are not covered
-    precision       loss scales
+    replicated      hyper-parameters, loss scales and scalars, which are alike on all ranks
     digests         digests of the live tensors
-    replicated      values that have to be equal on all ranks
 
 Read ``live_optimizer`` first. Another kind of optimizer is a subclass of ``LiveOptimizer`` and a line in ``kinds``.
 """

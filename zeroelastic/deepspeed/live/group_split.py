@@ -22,13 +22,11 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import get_hp_fragment_mapping
 
 from zeroelastic.core.layout import Layout, Param, group_split_layout, group_split_of_run, unpacked_layout
-from zeroelastic.deepspeed.engine import Bf16Optimizer, Engine, GroupOptimizer
+from zeroelastic.deepspeed.engine import Engine, GroupOptimizer
 from zeroelastic.deepspeed.engine_state import engine_of
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer, uncovered_groups
-from zeroelastic.deepspeed.live.optimizers import SCHEDULED
 from zeroelastic.deepspeed.patching import patched
 from zeroelastic.errors import UnsupportedError
-from zeroelastic.torch_file.header import TensorRef
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +49,9 @@ class _Lists:
 class GroupSplit(LiveOptimizer):
     """A ``DeepSpeedZeroOptimizer``, with offloading to the CPU. A sub-group is an optimizer group."""
 
-    optimizer: GroupOptimizer | Bf16Optimizer
+    optimizer: GroupOptimizer
     per_param = False
     stages_in_files: tuple[int | None, ...] = (1, 2)
-    """What DeepSpeed's files of this optimizer can have as ``zero_stage``."""
 
     @staticmethod
     def lists(optimizer: Any) -> _Lists:
@@ -280,31 +277,9 @@ class GroupSplit(LiveOptimizer):
     def sync(self) -> None:
         """Nothing is on NVMe."""
 
-    def lost_in_stock_files(self) -> str | None:
-        return None
-
-    def takes_stock_state(self, state: object) -> bool:
-        if not isinstance(state, dict) or state.get("zero_stage") not in self.stages_in_files:
-            return False
-        flats, nested = state.get("single_partition_of_fp32_groups"), state.get("base_optimizer_state")
-        groups = nested.get("param_groups") if isinstance(nested, dict) else None
-        if not isinstance(flats, list) or not isinstance(groups, list):
-            return False
-        own = self.base.param_groups
-        unpadded = [
-            numel - padding
-            for numel, padding in zip(
-                self.layout.sub_group_numel.tolist(), self.lists(self.optimizer).padding, strict=True
-            )
-        ]
-        return (
-            [flat.shape if isinstance(flat, TensorRef) else None for flat in flats] == [(numel,) for numel in unpadded]
-            and len(groups) == len(own)
-            and all(
-                isinstance(group, dict) and not mine.keys() - group.keys() - SCHEDULED
-                for group, mine in zip(groups, own, strict=True)
-            )
-        )
+    def numels_in_stock_files(self) -> list[int]:
+        padded = zip(self.layout.sub_group_numel.tolist(), self.lists(self.optimizer).padding, strict=True)
+        return [numel - padding for numel, padding in padded]
 
 
 class Bf16GroupSplit(GroupSplit):

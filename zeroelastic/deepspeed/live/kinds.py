@@ -1,8 +1,13 @@
-"""The kinds of DeepSpeed's optimizers that are loaded and saved here, and the live optimizer of an engine."""
+"""The kinds of DeepSpeed's optimizers that are loaded and saved here, and the live optimizer of an engine.
+
+All that the optimizer has counts as trained, even if ``requires_grad`` was changed since.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,11 +20,10 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from zeroelastic.checkpoint.tag_files import NO_TENSOR_PARALLEL, TensorParallel
 from zeroelastic.core.layout import Param
 from zeroelastic.deepspeed.engine import Engine
-from zeroelastic.deepspeed.live.evaluation import Evaluation
 from zeroelastic.deepspeed.live.group_split import Bf16GroupSplit, GroupSplit
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer, tensor_parallel
-from zeroelastic.deepspeed.live.stage3 import Stage3
-from zeroelastic.deepspeed.live.trained import param_names
+from zeroelastic.deepspeed.live.stage3 import Evaluation, Stage3
+from zeroelastic.deepspeed.patching import patched
 from zeroelastic.errors import UnsupportedError
 
 _KINDS: dict[type, type[LiveOptimizer]] = {
@@ -95,3 +99,40 @@ def rank_and_tp(engine: Engine) -> tuple[int, TensorParallel]:
     if optimizer is None or kind_of(optimizer) is None:  # without an optimizer there are no such groups, either
         return dist.get_rank(), NO_TENSOR_PARALLEL
     return dist.get_rank(group=optimizer.dp_process_group), tensor_parallel(optimizer)
+
+
+def param_names(engine: Engine) -> dict[torch.nn.Parameter, str]:
+    """The name of every parameter: that at ``deepspeed.initialize``, and the module's for parameters added since."""
+    names = {param: name for name, param in engine.module.named_parameters()}
+    return {**names, **engine.param_names}
+
+
+@contextmanager
+def listed_by_optimizer(engine: Engine, trained: Collection[torch.nn.Parameter]) -> Iterator[None]:
+    """Within this context, DeepSpeed's save lists every parameter that its optimizer has not ``trained`` as frozen.
+
+    DeepSpeed lists parameters by ``requires_grad``. One that does not require a gradient stays listed: a stock load
+    looks for it there, even if it is trained.
+    """
+    names = engine.param_names
+    frozen_attributes = engine._get_zero_frozen_param_attributes
+    module_state_dict = engine.module_state_dict
+
+    def listed(attribute: Callable[[Any], Any]) -> OrderedDict[str, Any]:
+        found = frozen_attributes(attribute)
+        return OrderedDict(
+            (name, found[name] if name in found else attribute(param))
+            for param in engine.module.parameters()
+            if (name := names[param]) in found or param not in trained
+        )
+
+    def module_state(*args: Any, exclude_frozen_parameters: bool = False, **kwargs: Any) -> Any:
+        state = module_state_dict(*args, **kwargs)
+        if exclude_frozen_parameters:
+            for name, param in engine.module.named_parameters():
+                if param not in trained and (getattr(param, "ds_numel", 1) > 0 or not param.requires_grad):
+                    state.pop(name, None)
+        return state
+
+    with patched(engine, _get_zero_frozen_param_attributes=listed, module_state_dict=module_state):
+        yield

@@ -53,6 +53,8 @@ class LiveOptimizer(ABC):
     """Whether there is an optimizer; else every parameter counts as frozen, and only weights are loaded."""
     on_nvme: bool = False
     """Whether the state of any sub-group, or parameters, may lie on NVMe and not in memory."""
+    stages_in_files: tuple[int | None, ...]
+    """What DeepSpeed's own files of this optimizer can have as ``zero_stage``."""
 
     def __init__(self, optimizer: Any, names: Mapping[torch.nn.Parameter, str]) -> None:
         """``names`` are those of all parameters. Raises UnsupportedError for a layout that is not covered."""
@@ -239,17 +241,18 @@ class LiveOptimizer(ABC):
     def state_filled(self) -> None:
         """Called when the tensors of the optimizer state are the ones that a load fills."""
 
-    def set_scalar(self, sub_group: int, key: str, value: object) -> None:
+    def set_scalar(self, sub_group: int, key: str, value: ScalarValue) -> None:
         """Set a replicated value of a sub-group's state; a 0-dim tensor becomes one of its own, never an alias."""
-        state = self.own_state(sub_group)
-        current, group = state.get(key), self.group(sub_group)
-        if not isinstance(value, torch.Tensor):
-            state[key] = value
-        elif isinstance(current, torch.Tensor) and current.dim() == 0 and current.dtype == value.dtype:
-            current.copy_(value)
+        state, dtype = self.own_state(sub_group), getattr(torch, value.kind, None)
+        if not isinstance(dtype, torch.dtype):
+            state[key] = value.value
+            return
+        made, current, group = torch.tensor(value.value, dtype=dtype), state.get(key), self.group(sub_group)
+        if isinstance(current, torch.Tensor) and current.dim() == 0 and current.dtype == dtype:
+            current.copy_(made)
         else:  # torch keeps a step beside the parameter only for these two
             on_device = group.get("capturable") or group.get("fused")
-            state[key] = value.detach().clone().to(self.flat(sub_group).device if on_device else "cpu")
+            state[key] = made.to(self.flat(sub_group).device if on_device else "cpu")
 
     @abstractmethod
     def finish_weights(self, *, from_16_bit: bool, rounded: Collection[int] = ()) -> None:
@@ -280,15 +283,15 @@ class LiveOptimizer(ABC):
     def sync(self) -> None:
         """Write what was changed to the disk, where the optimizer keeps state on one."""
 
-    # What DeepSpeed's own (rigid) files can do.
+    # What DeepSpeed's own (rigid) files have.
 
-    @abstractmethod
     def lost_in_stock_files(self) -> str | None:
         """What DeepSpeed's own files of this optimizer would lack, or None when they hold everything."""
+        return None
 
-    @abstractmethod
-    def takes_stock_state(self, state: object) -> bool:
-        """Whether DeepSpeed's own load accepts the ``optimizer_state_dict`` of a rigid file, given as its header."""
+    def numels_in_stock_files(self) -> list[int]:
+        """How many elements of each sub-group DeepSpeed's own file of this rank has."""
+        return list(map(int, self.layout.sub_group_numel))
 
 
 def ask_for_large_pages(tensor: torch.Tensor) -> None:

@@ -7,28 +7,32 @@ Source: ``DeepSpeedZeroOptimizer_Stage3`` (``set_grad_positions``, ``_optimizer_
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, nullcontext
-from itertools import chain
+from itertools import accumulate, chain
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus, ZeroParamStatus
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from zeroelastic.checkpoint.optimizer_file import FP32
+from zeroelastic.checkpoint.tag_files import NO_TENSOR_PARALLEL
+from zeroelastic.core.digest import ScalarValue
 from zeroelastic.core.layout import Layout, Param, layout_from_sub_groups, pack_sub_groups, unpacked_layout
 from zeroelastic.deepspeed.engine import Engine, Stage3Optimizer
-from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer, uncovered_groups
-from zeroelastic.deepspeed.live.optimizers import SCHEDULED
-from zeroelastic.deepspeed.live.persistent_params import gather_persistent_params
+from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer, scalar_value, uncovered_groups
 from zeroelastic.deepspeed.live.swap_files import SwapFiles, is_param_on_nvme, on_nvme
 from zeroelastic.deepspeed.patching import patched
 from zeroelastic.errors import UnsupportedError
-from zeroelastic.torch_file.header import TensorRef
 
 _DUPLICATE = "_offload_buffer"
 """The end of the names under which offload_states() keeps second copies among the optimizer state."""
+
+BATCH_BYTES = 8 << 20
+"""Persistent parameters that are gathered at once, if they are not larger each: the memory of it is twice as much."""
 
 _OTHER_OPTIMIZERS = {
     "SuperOffloadOptimizer_Stage3": "SuperOffload (its moments are in another process, and DeepSpeed saves none)",
@@ -40,6 +44,7 @@ class Stage3(LiveOptimizer):
     """A ``DeepSpeedZeroOptimizer_Stage3``, with offloading to the CPU and NVMe and with Muon."""
 
     optimizer: Stage3Optimizer
+    stages_in_files = (3,)
 
     def _read(self, names: Mapping[torch.nn.Parameter, str]) -> None:
         optimizer = self.optimizer
@@ -199,9 +204,10 @@ class Stage3(LiveOptimizer):
     def _muon_momentum(self) -> dict[int, torch.Tensor]:
         return getattr(self.optimizer, "muon_momentum_buffer_partitioned_groups_flat", None) or {}
 
-    def set_scalar(self, sub_group: int, key: str, value: object) -> None:
-        if key == "step" and isinstance(value, (int, float)) and self._is_backup(sub_group):
-            value = torch.tensor(float(value))  # torch's AdamW, which is the backup optimizer, counts in a tensor
+    def set_scalar(self, sub_group: int, key: str, value: ScalarValue) -> None:
+        if key == "step" and value.kind == "pyint" and self._is_backup(sub_group):
+            # torch's AdamW, which is the backup optimizer, counts in a tensor
+            value = scalar_value(torch.tensor(float(value.value or 0)), key)
         super().set_scalar(sub_group, key, value)
 
     def rounded(self, sub_group: int) -> torch.Tensor | None:
@@ -287,25 +293,118 @@ class Stage3(LiveOptimizer):
             return "the optimizer state that partial offload keeps on the GPU"
         return None
 
-    def takes_stock_state(self, state: object) -> bool:
-        if not isinstance(state, dict) or state.get("zero_stage") != 3 or "base_optimizer_state" in state:
-            return False
-        flats, nested = state.get("fp32_flat_groups"), state.get("optimizer_state_dict")
-        groups = nested.get("param_groups") if isinstance(nested, dict) else None
-        if not isinstance(flats, list) or not isinstance(groups, list):
-            return False
-        own = self.base.param_groups
-        return (
-            [flat.shape if isinstance(flat, TensorRef) else None for flat in flats]
-            == [(int(numel),) for numel in self.layout.sub_group_numel]
-            and len(groups) == len(own)
-            and all(
-                isinstance(group, dict)
-                and len(set(group.get("params", ()))) == self.group_of.count(g)
-                and not mine.keys() - group.keys() - SCHEDULED
-                for g, (group, mine) in enumerate(zip(groups, own, strict=True))
-            )
-        )
+
+class Evaluation(Stage3):
+    """A ``DeepSpeedZeRoOffload``: all parameters are ``frozen``, and there is nothing else.
+
+    DeepSpeed makes one where ``deepspeed.initialize`` gets no optimizer, to evaluate, and has no way to load a
+    checkpoint into it (0.19.8).
+    """
+
+    trains = False
+
+    def __init__(self, optimizer: Any, names: Mapping[torch.nn.Parameter, str]) -> None:
+        self.optimizer = optimizer
+        no_optimizer: Any = SimpleNamespace(param_groups=[], state={})
+        self.base = no_optimizer
+        params = list(optimizer.module.parameters())
+        world: Any = dist.group.WORLD
+        self.dp_group = next((param.ds_process_group for param in params if hasattr(param, "ds_id")), world)
+        self.tp_group, self.grad_scaler = None, None
+        self.rank, self.tp = dist.get_rank(group=self.dp_group), NO_TENSOR_PARALLEL
+        self._read(names)
+
+    def _read(self, names: Mapping[torch.nn.Parameter, str]) -> None:
+        self.module = self.optimizer.module
+        self._swap = SwapFiles(self.optimizer)
+        world_size = dist.get_world_size(group=self.dp_group)
+        self.groups, self.group_of = (), ()
+        self.layout = layout_from_sub_groups([], world_size)
+        self.trained = frozenset()
+        self._frozen = list(self.module.parameters())
+        self.frozen = unpacked_layout([self._param(param, names) for param in self._frozen], world_size)
+
+    @staticmethod
+    def uncovered(optimizer: Any, engine: Engine) -> list[str]:
+        params = list(optimizer.module.parameters())
+        used = {
+            "mixture-of-experts layers": bool(getattr(engine, "has_moe_layers", False)),
+            "tensor parallelism": int(getattr(engine, "mp_world_size", 1) or 1) > 1,
+            "parameters on NVMe": any(hasattr(param, "ds_id") and is_param_on_nvme(param) for param in params),
+            "quantized weights": any(hasattr(getattr(param, "ds_tensor", None), "ds_quant_scale") for param in params),
+        }
+        return [what for what, is_used in used.items() if is_used]
+
+    def begin_load(self) -> None:
+        offload: Any = self.optimizer
+        offload.partition_all_parameters()
+
+    def end_load(self) -> None:
+        def gather_the_rest() -> None:
+            left = [param for param in kept if param.ds_status == ZeroParamStatus.NOT_AVAILABLE]
+            if left:
+                left[0].all_gather(left)
+
+        kept = list(self.optimizer.persistent_parameters)
+        gather_persistent_params(self.optimizer, gather_the_rest)
+
+
+def gather_persistent_params(optimizer: Stage3Optimizer, epilogue: Callable[[], None]) -> None:
+    """Make persistent parameters whole; ``epilogue`` is DeepSpeed's way to do so. Collective.
+
+    DeepSpeed partitions all parameters before a save and a load, and gathers the persistent ones (the small ones, which
+    every rank keeps whole between steps) again after it, by one collective for each. Here many are gathered at once.
+    Parameters that are quantized, on NVMe, or partitioned over other ranks (hpZ, MiCS, experts) are left to DeepSpeed.
+    Source: ``DeepSpeedZeroOptimizer_Stage3.checkpoint_event_epilogue``, ``Init._allgather_params_coalesced`` (0.19.8).
+    """
+    params = [param for param in optimizer.persistent_parameters if param.ds_status == ZeroParamStatus.NOT_AVAILABLE]
+    groups = {id(param.ds_process_group): param.ds_process_group for param in params}
+    if len(groups) == 1 and all(map(_is_plain, params)):
+        (group,) = groups.values()
+        world_size = dist.get_world_size(group=group)
+        for batch in _batches(params, world_size) if world_size > 1 else ():
+            _gather(batch, group)
+    epilogue()  # nothing is left to gather, or all of it
+
+
+def _is_plain(param: Any) -> bool:
+    part = param.ds_tensor
+    return (
+        part.status == PartitionedParamStatus.AVAILABLE
+        and getattr(param, "ds_zero_param_process_group", None) is None
+        and not hasattr(part, "ds_quant_scale")
+        and getattr(param, "ds_secondary_tensor", None) is None
+    )
+
+
+def _batches(params: Sequence[Any], world_size: int) -> Iterator[list[Any]]:
+    """Neighbours of one dtype and device that have at most ``BATCH_BYTES`` together, or one larger parameter."""
+    batch: list[Any] = []
+    nbytes = 0
+    for param in params:
+        part = param.ds_tensor
+        size = part.numel() * part.element_size() * world_size
+        alike = not batch or (batch[0].ds_tensor.dtype, batch[0].ds_tensor.device) == (part.dtype, part.device)
+        if batch and (not alike or nbytes + size > BATCH_BYTES):
+            yield batch
+            batch, nbytes = [], 0
+        batch.append(param)
+        nbytes += size
+    if batch:
+        yield batch
+
+
+def _gather(params: Sequence[Any], group: Any) -> None:
+    """Gather parameters whose parts are equally long on all ranks, as DeepSpeed pads them. Collective."""
+    device = params[0].device
+    own = torch.cat([param.ds_tensor.detach().view(-1) for param in params]).to(device)
+    ranks = own.new_empty(dist.get_world_size(group=group), len(own))
+    dist.all_gather_into_tensor(ranks.view(-1), own, group=group)
+    ends = list(accumulate(param.ds_tensor.numel() for param in params))
+    for param, end in zip(params, ends, strict=True):
+        whole = ranks[:, end - param.ds_tensor.numel() : end].contiguous().view(-1)
+        param.data = whole[: param.ds_numel].view(param.ds_shape)
+        param.ds_status = ZeroParamStatus.AVAILABLE
 
 
 def _uncovered_offload(optimizer: Any) -> list[str]:

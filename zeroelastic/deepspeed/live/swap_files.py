@@ -31,7 +31,8 @@ class SwapFiles:
     """
 
     def __init__(self, optimizer: Stage3Optimizer) -> None:
-        self._optimizer, self._swapper = optimizer, optimizer.optimizer_swapper
+        self._optimizer = optimizer
+        self._swapper: Any = getattr(optimizer, "optimizer_swapper", None)  # an engine without an optimizer has none
         self._maps: dict[str, torch.Tensor] = {}
 
     def has(self, sub_group: int) -> bool:

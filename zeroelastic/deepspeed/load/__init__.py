@@ -1,11 +1,10 @@
 """Loading a checkpoint into a running engine.
 
-    request             the arguments of load_checkpoint and our options, once
     load                one load from beginning to end
     tag_choice          which tag is loaded; ``fallback`` walks back to the newest tag that loads
     preflight           everything that is checked before a tensor is touched; its result is a ``LoadPlan``
-    stock               whether DeepSpeed alone loads what we refuse
-    restore             fills the live engine; ``changed_params`` where the save and the run differ
+    stock               whether DeepSpeed alone loads what we refuse, and whether that would go right
+    restore             fills the live engine
     module_states       the module states file: checked, and read by DeepSpeed's own load
     verify              digests of the live state against the commit record
     report              the report and its log line

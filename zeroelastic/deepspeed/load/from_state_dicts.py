@@ -20,8 +20,7 @@ from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.engine_state import begin_change, changing
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer, scalar_value
 from zeroelastic.deepspeed.live.optimizers import SavedGroup, misfits
-from zeroelastic.deepspeed.live.precision import set_loss_scaler
-from zeroelastic.deepspeed.load.restore import live_value, set_groups
+from zeroelastic.deepspeed.live.replicated import set_groups, set_loss_scaler
 from zeroelastic.errors import CheckpointError, LayoutMismatchError
 
 logger = logging.getLogger(__name__)
@@ -97,7 +96,7 @@ def _fill(
                 else:
                     where = f"optimizer state {key!r}"
                     kept = live.live_form(i, key, scalar_value(value, where), where)
-                    live.set_scalar(i, key, live_value(kept))
+                    live.set_scalar(i, key, kept)
         live.zero_padding(weights_only=not optimizer_states)
     if optimizer_states:
         live.state_filled()

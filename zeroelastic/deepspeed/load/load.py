@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 
@@ -23,8 +23,6 @@ from zeroelastic.deepspeed.engine import Engine, accumulated_micro_batches, agre
 from zeroelastic.deepspeed.engine_state import begin_change, changing, refuse_damaged, state_of
 from zeroelastic.deepspeed.live.kinds import kind_of, why_left_to_deepspeed
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
-from zeroelastic.deepspeed.load.arrangement import refuse_other_arrangement
-from zeroelastic.deepspeed.load.changed_params import changes
 from zeroelastic.deepspeed.load.fallback import load_newest
 from zeroelastic.deepspeed.load.module_states import (
     ModuleKeys,
@@ -32,9 +30,10 @@ from zeroelastic.deepspeed.load.module_states import (
     model_states_reader,
     recorded_keys,
 )
-from zeroelastic.deepspeed.load.preflight import LoadPlan, check_batch, preflight
+from zeroelastic.deepspeed.load.preflight import LoadPlan, preflight
 from zeroelastic.deepspeed.load.report import (
-    gather_figures,
+    check_batch,
+    gather_costs,
     hyper_parameter_notes,
     load_report,
     log_batch,
@@ -42,11 +41,11 @@ from zeroelastic.deepspeed.load.report import (
     micro_batch_notes,
     notes_of_modules,
 )
-from zeroelastic.deepspeed.load.request import LoadRequest
 from zeroelastic.deepspeed.load.restore import restore
-from zeroelastic.deepspeed.load.stock import read_covered, stock_loads
+from zeroelastic.deepspeed.load.stock import read_covered, refuse_other_arrangement, stock_loads
 from zeroelastic.deepspeed.load.tag_choice import choice_notes, choose_tag, nothing_to_load, warn_of_mark
 from zeroelastic.deepspeed.load.verify import raise_mismatch, verify
+from zeroelastic.deepspeed.options import LoadRequest
 from zeroelastic.distributed.collective import all_gather_alike, all_or_raise, any_rank, is_raised_on_all_ranks
 from zeroelastic.distributed.partners import require_partners
 from zeroelastic.errors import CheckpointError, SavedAgainError, UnsupportedError, ZeroElasticError
@@ -54,14 +53,11 @@ from zeroelastic.io.paths import FilePath, PinnedPath, absolute, is_url
 from zeroelastic.io.remote import retrying
 from zeroelastic.monitoring.observers import publish
 from zeroelastic.monitoring.spans import span
-from zeroelastic.report import Note
 from zeroelastic.runs.names import read_latest
 from zeroelastic.runs.tag_directory import MAX_LOOKS, open_tag
 from zeroelastic.torch_file.safe_unpickler import allow_globals
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 _PAUSE_S = 0.05
 
@@ -72,64 +68,46 @@ OnLoad = Callable[[CommitRecord | None, Any], None]
 """Called after a load that sets the engine's counters, with the record of the checkpoint and the client state."""
 
 
-class Attempt:
-    """One of several attempts to load a tag.
+class Call:
+    """One call of ``load_checkpoint``: the engine, DeepSpeed's own method, bound to it, and when the call began.
 
-    ``pending_micro_batches`` are the engine's own, from before the first attempt, which may have loaded others.
+    ``pending_micro_batches`` are those that the engine has accumulated before; a load may set its counters to others.
     """
 
-    def __init__(self, pending_micro_batches: int) -> None:
-        self.pending_micro_batches = pending_micro_batches
-        self.opened: list[FilePath] = []
-
-    def open_tag(self, tag_dir: FilePath) -> FilePath:
-        """The tag directory, pinned, from which this attempt reads everything."""
-        opened = open_tag(tag_dir)
-        self.opened.append(opened)
-        return opened
-
-    def was_saved_again(self) -> bool:
-        """Whether any rank sees that what it opened was saved again, or is being written to. Collective."""
-        return any_rank(any(map(_changes, self.opened)))
+    def __init__(self, engine: Engine, original: Callable[..., Loaded], loaded: OnLoad) -> None:
+        self.engine, self.original, self.loaded = engine, original, loaded
+        self.began = time.perf_counter()
+        self.pending_micro_batches = 0
 
 
 def load(engine: Engine, request: LoadRequest, original: Callable[..., Loaded], loaded: OnLoad) -> Loaded:
     """A load at any world size; ``original`` is DeepSpeed's own method, bound to the engine. Collective."""
-    began = time.perf_counter()
-    stock = partial(_load_by_deepspeed, engine, original, loaded)
+    call = Call(engine, original, loaded)
     request = replace(request, load_dir=absolute(request.load_dir))
     with changing(engine, whole=not request.weights_only and request.load_lr_scheduler_states):
         if engine.load_universal_checkpoint():
-            return stock(request)
+            return _load_by_deepspeed(call, request)
         if kind_of(engine.optimizer, to_load=True) is None:
             _check_left(engine, request)
-            return stock(request)
+            return _load_by_deepspeed(call, request)
         require_partners()
         agree_on_options(engine)
         request = replace(request, options=options_of(engine))
         engine.__dict__.pop("zeroelastic_report", None)  # of an earlier load
-        with retrying(request.options.retries):
-            return _load_newest_or_asked(engine, request, stock, loaded, began)
-
-
-def _load_newest_or_asked(
-    engine: Engine, request: LoadRequest, stock: Callable[[LoadRequest], Loaded], loaded: OnLoad, began: float
-) -> Loaded:
-    """The tag that is asked for, or with ``fallback`` the newest that loads. Collective."""
-
-    def load_tag(request: LoadRequest) -> Loaded:
-        return load_one_save(engine, partial(_load, engine, request, stock, loaded, began))
-
-    with span("load", directory=str(request.load_dir), ranks=dist.get_world_size()):
-        if request.options.fallback and request.tag is None:
-            found = load_newest(
-                request.directory,
-                lambda directory, tag: load_tag(replace(request, load_dir=directory, tag=tag)),
-                engine,
-            )
-            if found is not None:
-                return found[0]
-        return load_tag(request)
+        call.pending_micro_batches = accumulated_micro_batches(engine)
+        with (
+            retrying(request.options.retries),
+            span("load", directory=str(request.load_dir), ranks=dist.get_world_size()),
+        ):
+            if request.options.fallback and request.tag is None:
+                found = load_newest(
+                    request.directory,
+                    lambda directory, tag: _load_one_save(call, replace(request, load_dir=directory, tag=tag)),
+                    engine,
+                )
+                if found is not None:
+                    return found[0]
+            return _load_one_save(call, request)
 
 
 def _check_left(engine: Engine, request: LoadRequest) -> None:
@@ -143,56 +121,82 @@ def _check_left(engine: Engine, request: LoadRequest) -> None:
         refuse_other_arrangement(engine, request.directory / str(tag), request, why)
 
 
-def _load_by_deepspeed(engine: Engine, original: Callable[..., Loaded], loaded: OnLoad, request: LoadRequest) -> Loaded:
+def _load_by_deepspeed(call: Call, request: LoadRequest) -> Loaded:
     if is_url(request.load_dir):
         raise UnsupportedError(
             f"{request.load_dir}: this load would be DeepSpeed's own, which reads no URLs. From object stores "
             "zeroelastic loads at ZeRO stages 1 to 3, and no Universal checkpoints: load this from a local copy."
         )
-    before = state_of(engine).damage
-    begin_change(engine, "The engine may hold a part of the checkpoint: do not train on it.")
-    path, client_state = original(request.load_dir, request.tag, **request.flags())
+    before = state_of(call.engine).damage
+    begin_change(call.engine, "The engine may hold a part of the checkpoint: do not train on it.")
+    path, client_state = call.original(request.load_dir, request.tag, **request.flags())
     if path is None:  # DeepSpeed has warned that there is nothing, and changed nothing
-        state_of(engine).damage = before
-        refuse_damaged(engine)
+        state_of(call.engine).damage = before
+        refuse_damaged(call.engine)
     elif not request.load_module_only:
-        loaded(None, client_state)
+        call.loaded(None, client_state)
     return path, client_state
 
 
-def _load(
-    engine: Engine,
-    request: LoadRequest,
-    stock: Callable[[LoadRequest], Loaded],
-    loaded: OnLoad,
-    began: float,
-    attempt: Attempt,
-) -> Loaded:
-    """One attempt to load one tag; ``began`` is when the whole call did (``time.perf_counter``). Collective."""
+def _load_one_save(call: Call, request: LoadRequest) -> Loaded:
+    """Load a tag, again where it was saved again meanwhile. Collective.
+
+    Our errors, and agreed errors, are raised on all ranks at the same place. The next attempt fills again what the one
+    before has filled. Raises SavedAgainError when the tag changed under each of MAX_LOOKS attempts.
+    """
+    for number in range(1, MAX_LOOKS + 1):
+        opened: list[FilePath] = []
+        try:
+            return _load(call, request, opened)
+        except Exception as error:
+            if not is_of_all_ranks(error):
+                raise
+            changed = [str(path) for path in opened if _changes(path)]
+            names = sorted({name for found in all_gather_alike(changed) for name in found})
+            if not names and not isinstance(error, SavedAgainError):
+                raise
+            where = ", ".join(names) or str(opened[0])
+            if number == MAX_LOOKS:
+                raise SavedAgainError(
+                    f"{where}: was saved again, or written to, during each of {number} attempts to load it. Load a tag "
+                    f"that is not being saved, or save it less often. The last attempt ended with: {error}"
+                ) from error
+            if dist.get_rank() == 0:
+                logger.warning("%s: was saved again while it was loaded; the load begins again (%s)", where, error)
+        time.sleep(_PAUSE_S * number)
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _load(call: Call, request: LoadRequest, opened: list[FilePath]) -> Loaded:
+    """One attempt to load one tag; ``opened`` gets its directory, pinned, from which everything is read. Collective."""
+    engine = call.engine
     tag, newer = choose_tag(request.directory, request.tag)
     if tag is None:
         nothing_to_load(engine, request.directory, required=request.options.required)
-        return (None, None) if is_url(request.load_dir) else stock(request)
-    tag_dir = attempt.open_tag(request.directory / tag)
+        return (None, None) if is_url(request.load_dir) else _load_by_deepspeed(call, request)
+    tag_dir = open_tag(request.directory / tag)
+    opened.append(tag_dir)
     warn_of_mark(tag_dir)
     with allow_globals(request.options.allow_globals), span("load.check", tag=tag):
-        checked = _check(engine, request, tag_dir, attempt)
+        checked = _check(engine, request, tag_dir)
     if isinstance(checked, ZeroElasticError):
         if dist.get_rank() == 0:
             logger.warning("loading through DeepSpeed alone: %s", checked)
-        return stock(request)
+        return _load_by_deepspeed(call, request)
     live, plan, request = checked
-    notes = choice_notes(request.directory, tag, newer)
+    warnings = choice_notes(request.directory, tag, newer)
     micro = engine.train_micro_batch_size_per_gpu() * engine.gradient_accumulation_steps()
-    copies = engine.train_batch_size() // micro  # of the model: ranks that share a sequence take one batch
-    strict = request.options.refuses_other_batch
-    saved_batch = plan.train_batch_size if live.trains else None
-    batch = check_batch(saved_batch, engine.train_batch_size(), copies, strict=strict)
+    batch = check_batch(
+        plan.train_batch_size if live.trains else None,
+        engine.train_batch_size(),
+        engine.train_batch_size() // micro,  # copies of the model: ranks that share a sequence take one batch
+        strict=request.options.refuses_other_batch,
+    )
     batch_changed = batch is not None and not request.load_module_only
     if batch is not None and batch_changed:
-        notes.append(Note(logging.WARNING, batch))
+        warnings.append(batch)
     if not request.weights_only:
-        notes += hyper_parameter_notes(plan) + micro_batch_notes(plan, attempt.pending_micro_batches)
+        warnings += hyper_parameter_notes(plan) + micro_batch_notes(plan, call.pending_micro_batches)
     keys = ModuleKeys()
     with allow_globals(request.options.allow_globals):
         with span("load.restore"):
@@ -201,8 +205,8 @@ def _load(
         with span("load.verify"):
             verified = verify(engine, live, plan, restored.filled, request)
             module_notes = notes_of_modules(plan)
-            figures = gather_figures(plan, restored, failed=verified.failed, began=began)
-            if figures.failed:
+            failed, costs = gather_costs(plan, restored, failed=verified.failed, began=call.began)
+            if failed:
                 raise_mismatch(live, verified, plan)
     report = load_report(
         engine,
@@ -211,24 +215,24 @@ def _load(
         request,
         restored,
         verified,
-        figures,
-        notes=notes,
+        costs,
+        warnings=warnings,
         module_notes=module_notes,
-        changed=changes(live, plan, keys, weights_only=request.weights_only),
+        keys=keys,
         batch_changed=batch_changed,
     )
     engine.zeroelastic_report = report
-    log_report(logger, report, notes)
+    log_report(logger, report, warn=bool(warnings))
     if dist.get_rank() == 0:
         publish(report, engine)
     if not request.load_module_only:
         log_batch(logger, engine, report, plan.train_batch_size)
-        loaded(plan.checkpoint.record, restored.loaded[1])
+        call.loaded(plan.checkpoint.record, restored.loaded[1])
     return restored.loaded
 
 
 def _check(
-    engine: Engine, request: LoadRequest, tag_dir: FilePath, attempt: Attempt
+    engine: Engine, request: LoadRequest, tag_dir: FilePath
 ) -> tuple[LiveOptimizer, LoadPlan, LoadRequest] | ZeroElasticError:
     """The live state and what is going to be loaded into it, or why DeepSpeed alone loads this tag. Collective.
 
@@ -247,7 +251,7 @@ def _check(
     try:
         plan = preflight(tag_dir, live, request, lambda model: check_loaded_values(engine, model, request))
     except ZeroElasticError as error:
-        if is_url(request.load_dir) or attempt.was_saved_again():
+        if is_url(request.load_dir) or any_rank(_changes(tag_dir)):
             raise
         if stock_loads(error, engine, live, tag_dir, request):
             return error
@@ -278,36 +282,6 @@ def _load_module(
     if not request.load_optimizer_states:
         state.setdefault("optimizer", None)
     return str(plan.model.path), state
-
-
-def load_one_save(engine: Engine, load: Callable[[Attempt], T]) -> T:
-    """Call ``load`` with an attempt, again where the tag that it opened was saved again; its result. Collective.
-
-    ``load`` raises our errors, and agreed errors, on all ranks at the same place. The next attempt fills again what the
-    one before has filled. Raises SavedAgainError when the tag changed under each of MAX_LOOKS attempts.
-    """
-    pending = accumulated_micro_batches(engine)
-    for number in range(1, MAX_LOOKS + 1):
-        attempt = Attempt(pending)
-        try:
-            return load(attempt)
-        except Exception as error:
-            if not is_of_all_ranks(error):
-                raise
-            changed = [str(path) for path in attempt.opened if _changes(path)]
-            names = sorted({name for found in all_gather_alike(changed) for name in found})
-            if not names and not isinstance(error, SavedAgainError):
-                raise
-            where = ", ".join(names) or str(attempt.opened[0])
-            if number == MAX_LOOKS:
-                raise SavedAgainError(
-                    f"{where}: was saved again, or written to, during each of {number} attempts to load it. Load a tag "
-                    f"that is not being saved, or save it less often. The last attempt ended with: {error}"
-                ) from error
-            if dist.get_rank() == 0:
-                logger.warning("%s: was saved again while it was loaded; the load begins again (%s)", where, error)
-        time.sleep(_PAUSE_S * number)
-    raise AssertionError("the last attempt returns or raises")
 
 
 def is_of_all_ranks(error: Exception) -> bool:

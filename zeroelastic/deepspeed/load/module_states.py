@@ -29,8 +29,7 @@ from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.engine_state import state_of
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.load.preflight import LoadPlan
-from zeroelastic.deepspeed.load.request import LoadRequest
-from zeroelastic.deepspeed.options import Options
+from zeroelastic.deepspeed.options import LoadRequest, Options
 from zeroelastic.deepspeed.patching import patched
 from zeroelastic.errors import (
     CheckpointError,

@@ -32,11 +32,11 @@ from zeroelastic.core.layout import Layout, in_own_buffers
 from zeroelastic.core.plan import Plan, check_plan, make_plan, source_ranks
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.live.optimizers import SavedGroup, misfits
-from zeroelastic.deepspeed.load.request import LoadRequest
 from zeroelastic.deepspeed.node_local.peer_checkpoint import open_with_peers
 from zeroelastic.deepspeed.node_local.visibility import FileVisibility, gather_visibility, stat_assigned_files
+from zeroelastic.deepspeed.options import LoadRequest
 from zeroelastic.distributed.collective import all_gather, all_gather_of_or_raise
-from zeroelastic.errors import CheckpointError, LayoutMismatchError, StrictError, UnsupportedError
+from zeroelastic.errors import CheckpointError, LayoutMismatchError, UnsupportedError
 from zeroelastic.executors.dispatch import Executor
 from zeroelastic.io.paths import FilePath
 from zeroelastic.torch_file.zip_reader import check_archive
@@ -388,26 +388,6 @@ def _consistency_digest(load_plan: LoadPlan, *, weights_only: bool) -> Consisten
     record = load_plan.checkpoint.record
     facts["commit record"] = "none" if record is None else record.save_id + record.content_root
     return tuple((what, hashlib.sha256(text.encode()).hexdigest()) for what, text in facts.items())
-
-
-def check_batch(saved: int | None, current: int, world_size: int, *, strict: bool) -> str | None:
-    """A warning when a resume would change the global batch; StrictError when ``strict``."""
-    if saved is None or saved == current:
-        return None
-    keep = [m for m in range(1, saved // world_size + 1) if saved % (m * world_size) == 0]
-    how = (
-        f"train_micro_batch_size_per_gpu {keep[-1]} with gradient_accumulation_steps {saved // (keep[-1] * world_size)}"
-        if keep
-        else f"no micro batch does on {world_size} ranks; world sizes that divide {saved} can"
-    )
-    if keep and len(keep) > 1:
-        how += f", or {keep[0]} with {saved // (keep[0] * world_size)}"
-    message = f"GLOBAL BATCH CHANGED from {saved} to {current}; to keep it: {how}"
-    if strict:
-        raise StrictError(
-            f'{message}. ("strict_batch": false in the "zeroelastic" block, without "keep_global_batch", allows it.)'
-        )
-    return message
 
 
 def target_state(

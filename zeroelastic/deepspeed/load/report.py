@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 
@@ -13,48 +12,40 @@ from zeroelastic.checkpoint.model_states import client_state_keys
 from zeroelastic.checkpoint.optimizer_file import FP32
 from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
+from zeroelastic.deepspeed.load.module_states import ModuleKeys
 from zeroelastic.deepspeed.load.preflight import LoadPlan
-from zeroelastic.deepspeed.load.request import LoadRequest
 from zeroelastic.deepspeed.load.restore import Restored
 from zeroelastic.deepspeed.load.verify import Verification
 from zeroelastic.deepspeed.notices import notice
+from zeroelastic.deepspeed.options import LoadRequest
 from zeroelastic.distributed.collective import all_gather_alike, maximum_and_total
-from zeroelastic.errors import rank_list, some
+from zeroelastic.errors import StrictError, rank_list, some
 from zeroelastic.io.paths import RemotePath
-from zeroelastic.report import Note, ResumeReport
+from zeroelastic.report import ResumeReport
 
 
-class Figures(NamedTuple):
-    """What a load cost: of any rank the most, of ``total_bytes_read`` the sum; whether it ``failed`` (1) on any."""
+def gather_costs(load_plan: LoadPlan, restored: Restored, *, failed: bool, began: float) -> tuple[bool, dict[str, int]]:
+    """Whether a call ``failed`` on any rank, and what it cost: of any rank the most, by the report's names. Collective.
 
-    failed: int
-    bytes_owned: int
-    bytes_read: int
-    header_bytes: int
-    files_opened: int
-    bytes_sent: int
-    bytes_received: int
-    nanoseconds: int
-    total_bytes_read: int
-
-
-def gather_figures(load_plan: LoadPlan, restored: Restored, *, failed: bool, began: float) -> Figures:
-    """The figures of a call that ``began`` at a time (``time.perf_counter``) and ``failed`` here or not. Collective."""
+    The call ``began`` at a time (``time.perf_counter``); its "nanoseconds" are until now.
+    """
     checkpoint = load_plan.checkpoint
     filled, module, payload = restored.filled, restored.module, restored.payload
     bytes_read = filled.bytes_read + payload.bytes_read
-    own: tuple[int, ...] = (
-        failed,
-        filled.bytes_owned,
-        bytes_read,
-        checkpoint.header_bytes + load_plan.checked_bytes + _module_bytes(load_plan) + module.bytes_read,
-        len({*checkpoint.opened, *filled.files, *module.files, *payload.files}),
-        module.sent + payload.sent,
-        module.received + payload.received,
-        int((time.perf_counter() - began) * 1e9),
-    )
-    most, total_read = maximum_and_total(own, bytes_read)
-    return Figures._make([*most, total_read])
+    own = {
+        "bytes_owned": filled.bytes_owned,
+        "bytes_read": bytes_read,
+        "header_bytes": checkpoint.header_bytes
+        + load_plan.checked_bytes
+        + _module_bytes(load_plan)
+        + module.bytes_read,
+        "files_opened": len({*checkpoint.opened, *filled.files, *module.files, *payload.files}),
+        "bytes_sent": module.sent + payload.sent,
+        "bytes_received": module.received + payload.received,
+        "nanoseconds": int((time.perf_counter() - began) * 1e9),
+    }
+    (any_failed, *most), total_read = maximum_and_total((failed, *own.values()), bytes_read)
+    return bool(any_failed), {**dict(zip(own, most, strict=True)), "total_bytes_read": total_read}
 
 
 def load_report(
@@ -64,16 +55,16 @@ def load_report(
     request: LoadRequest,
     restored: Restored,
     verification: Verification,
-    figures: Figures,
+    costs: dict[str, int],
     *,
-    notes: list[Note],
+    warnings: list[str],
     module_notes: list[str],
-    changed: tuple[str, ...],
+    keys: ModuleKeys,
     batch_changed: bool,
 ) -> ResumeReport:
-    """The report, the same on every rank. ``notes`` are those from before the engine was touched."""
+    """The report, the same on every rank. ``warnings`` are notes from before the engine was touched."""
     checkpoint = load_plan.checkpoint
-    texts = [*(note.text for note in notes), *restored.notes]
+    texts = [*warnings, *restored.notes]
     if load_plan.visibility is not None and not load_plan.visibility.in_store:
         partial = load_plan.visibility.partial_ranks
         few = f"{count(len(partial), 'rank')} of {dist.get_world_size()} ({some(map(str, partial), 8)})"
@@ -93,12 +84,7 @@ def load_report(
         format=load_plan.format,
         saved_world_size=checkpoint.world_size,
         world_size=live.layout.world_size,
-        bytes_owned=figures.bytes_owned,
-        bytes_read=figures.bytes_read,
-        header_bytes=figures.header_bytes,
-        files_opened=figures.files_opened,
-        total_bytes_read=figures.total_bytes_read,
-        seconds=figures.nanoseconds / 1e9,
+        seconds=costs.pop("nanoseconds") / 1e9,
         saved_root=verification.saved_root,
         loaded_root=verification.loaded_root,
         root_matches=verification.matches,
@@ -106,19 +92,18 @@ def load_report(
         rederived=rederived,
         reset=(*reset, *restored.lost),
         notes=tuple(texts),
-        changed=changed,
-        bytes_sent=figures.bytes_sent,
-        bytes_received=figures.bytes_received,
+        changed=_changes(live, load_plan, keys, weights_only=request.weights_only),
         batch_changed=batch_changed,
         verify=request.options.verify,
+        **costs,
     )
 
 
-def log_report(logger: logging.Logger, report: ResumeReport, notes: Sequence[Note]) -> None:
-    """Log a report on rank 0: as a warning where something changed or a note asks for it, else as a notice."""
+def log_report(logger: logging.Logger, report: ResumeReport, *, warn: bool) -> None:
+    """Log a report on rank 0: as a warning where something changed or ``warn`` asks for it, else as a notice."""
     if dist.get_rank() != 0:
         return
-    if report.changed or any(note.level >= logging.WARNING for note in notes):
+    if report.changed or warn:
         logger.warning("%s", report.text())
     else:
         line, _, details = report.text().partition("\n")
@@ -169,41 +154,52 @@ def _has_hyper_parameters(load_plan: LoadPlan) -> bool:
     return not groups or any(group.options.keys() - {"step"} for group in groups)
 
 
-def hyper_parameter_notes(load_plan: LoadPlan) -> list[Note]:
+def hyper_parameter_notes(load_plan: LoadPlan) -> list[str]:
     """A note where the optimizer goes on with the hyper-parameters of the run, because none were saved."""
     if _has_hyper_parameters(load_plan):
         return []
     return [
-        Note(
-            logging.WARNING,
-            "HYPER-PARAMETERS NOT SAVED: lr, betas, weight_decay and the others are this run's own. DeepSpeed writes "
-            "none at stages 1 and 2 with elastic_checkpoint",
-        )
+        "HYPER-PARAMETERS NOT SAVED: lr, betas, weight_decay and the others are this run's own. DeepSpeed writes "
+        "none at stages 1 and 2 with elastic_checkpoint"
     ]
 
 
-def micro_batch_notes(load_plan: LoadPlan, pending: int) -> list[Note]:
+def micro_batch_notes(load_plan: LoadPlan, pending: int) -> list[str]:
     """Notes about gradients of micro batches that the save lost, and of the ``pending`` ones of this engine."""
     record = load_plan.checkpoint.record
     lost = record.lost_micro_batches if record is not None else 0
-    notes: list[Note] = []
+    notes: list[str] = []
     if lost:
         notes.append(
-            Note(
-                logging.WARNING,
-                f"LOST: the gradients of {count(lost, 'micro batch', 'micro batches')} that were accumulated when this "
-                "was saved; accumulation begins anew",
-            )
+            f"LOST: the gradients of {count(lost, 'micro batch', 'micro batches')} that were accumulated when this "
+            "was saved; accumulation begins anew"
         )
     if pending:
         notes.append(
-            Note(
-                logging.WARNING,
-                f"NOT LOST, though it should be: the gradients of {count(pending, 'micro batch', 'micro batches')} "
-                "that this engine accumulated before the load go into its next optimizer step",
-            )
+            f"NOT LOST, though it should be: the gradients of {count(pending, 'micro batch', 'micro batches')} "
+            "that this engine accumulated before the load go into its next optimizer step"
         )
     return notes
+
+
+def check_batch(saved: int | None, current: int, world_size: int, *, strict: bool) -> str | None:
+    """A warning when a resume would change the global batch; StrictError when ``strict``."""
+    if saved is None or saved == current:
+        return None
+    keep = [m for m in range(1, saved // world_size + 1) if saved % (m * world_size) == 0]
+    how = (
+        f"train_micro_batch_size_per_gpu {keep[-1]} with gradient_accumulation_steps {saved // (keep[-1] * world_size)}"
+        if keep
+        else f"no micro batch does on {world_size} ranks; world sizes that divide {saved} can"
+    )
+    if keep and len(keep) > 1:
+        how += f", or {keep[0]} with {saved // (keep[0] * world_size)}"
+    message = f"GLOBAL BATCH CHANGED from {saved} to {current}; to keep it: {how}"
+    if strict:
+        raise StrictError(
+            f'{message}. ("strict_batch": false in the "zeroelastic" block, without "keep_global_batch", allows it.)'
+        )
+    return message
 
 
 def _module_bytes(load_plan: LoadPlan) -> int:
@@ -265,3 +261,88 @@ def _kept_by_each_rank(engine: Engine, client_state: Any) -> str:
 def count(number: int, what: str, several: str = "") -> str:
     """A number and the noun for it: "1 rank", "2 ranks"."""
     return f"{number} {what}" if number == 1 else f"{number} {several or what + 's'}"
+
+
+def _changes(live: LiveOptimizer, load_plan: LoadPlan, keys: ModuleKeys, *, weights_only: bool) -> tuple[str, ...]:
+    """The differences between the save and the run, by name, and how each was loaded: sentences for the report."""
+    membership = load_plan.membership
+    dropped = frozenset(membership.dropped)  # parameters have sentences of their own
+    params = {name for name, _ in live.module.named_parameters(remove_duplicate=False)}
+    lines = [
+        f"{text}: {', '.join(names)}"
+        for text, names in (
+            ("not in the checkpoint, weights as this run made them", membership.added_trained),
+            ("frozen and not in the checkpoint, weights as this run made them", membership.added_frozen),
+            ("frozen in the checkpoint and trained now, weights from the checkpoint", membership.unfrozen),
+            (
+                "trained in the checkpoint and frozen now, weights from the saved master weights, "
+                "saved optimizer state dropped",
+                membership.newly_frozen,
+            ),
+            ("in the checkpoint and not in the model, ignored", membership.dropped),
+            (
+                "buffers and other module state not in the checkpoint, as this run made them",
+                [name for name in keys.missing if name not in params],
+            ),
+            (
+                "module state of the checkpoint that the model does not have, ignored",
+                [name for name in keys.unexpected if name not in dropped],
+            ),
+        )
+        if names
+    ]
+    if not weights_only:
+        lines += _state_lines(live, load_plan)
+        lines += _group_lines(load_plan)
+    return tuple(lines)
+
+
+def _state_lines(live: LiveOptimizer, load_plan: LoadPlan) -> list[str]:
+    names: dict[str, list[str]] = {}
+    new = {*load_plan.membership.added_trained, *load_plan.membership.unfrozen}
+    for param, sub_group in zip(live.layout.params, live.layout.sub_group.tolist(), strict=True):
+        if param.name not in new:
+            continue
+        state = load_plan.states[sub_group]
+        tensors = [key for key in state.keys if key != FP32]
+        if state.source is None or not (tensors or state.scalars):
+            text = "optimizer state not created yet, as before a first step"
+        else:
+            step = state.scalars.get("step")
+            at = f" at step {step.value} of" if step is not None else " in"
+            text = (
+                f"optimizer state ({', '.join(tensors) or 'none'}) as before a first step, but{at} a sub-group with "
+                "restored parameters"
+            )
+        names.setdefault(text, []).append(param.name)
+    return [f"{text}: {', '.join(members)}" for text, members in names.items()]
+
+
+def _group_lines(load_plan: LoadPlan) -> list[str]:
+    membership, saved = load_plan.membership, load_plan.head.groups
+    if membership.same_groups:
+        return []
+    lines: list[str] = []
+    for g, match in enumerate(membership.groups):
+        if match.source is None and match.shared:
+            options = [saved[s].options for s in match.shared]
+            differ = sorted(
+                key
+                for key in {key for option in options for key in option}
+                if len({repr(option.get(key)) for option in options}) > 1
+            )
+            listed = " and ".join(map(str, match.shared))
+            lines.append(
+                f"hyper-parameters of optimizer group {g} are the run's own: saved groups {listed} differ in "
+                f"{', '.join(differ)}"
+            )
+        elif match.source is None:
+            lines.append(f"hyper-parameters of optimizer group {g} are the run's own: nothing in it was restored")
+        elif match.source != g or len(match.shared) > 1:
+            listed = " and ".join(map(str, match.shared))
+            lines.append(f"hyper-parameters of optimizer group {g} are those of saved group {listed}")
+    used = {s for match in membership.groups for s in match.shared}
+    ignored = [str(s) for s in range(len(saved)) if s not in used]
+    if ignored:
+        lines.append(f"hyper-parameters of saved group {' and '.join(ignored)} ignored: nothing of it is trained here")
+    return lines

@@ -6,27 +6,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from zeroelastic.checkpoint.one_save import check_one_save
-from zeroelastic.checkpoint.optimizer_file import FP32, FROZEN, OptionValue
-from zeroelastic.core.digest import ScalarValue
+from zeroelastic.checkpoint.optimizer_file import FP32, FROZEN
 from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.fill import Filled, Part, Target, fill
-from zeroelastic.deepspeed.live.digests import local_digests
+from zeroelastic.deepspeed.live.digests import LivePiece, LiveStreams, known_digests, local_digests
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
-from zeroelastic.deepspeed.live.optimizers import SavedGroup, changed_class, options_to_set
-from zeroelastic.deepspeed.live.precision import restore_scales
-from zeroelastic.deepspeed.load.changed_params import (
-    clear_fresh,
-    frozen_parts,
-    join,
-    with_changed_digests,
-)
+from zeroelastic.deepspeed.live.optimizers import SavedGroup
+from zeroelastic.deepspeed.live.replicated import restore_scales, set_groups
 from zeroelastic.deepspeed.load.preflight import LoadPlan, saved_groups
-from zeroelastic.deepspeed.load.request import LoadRequest
 from zeroelastic.deepspeed.node_local.module_file import module_file
 from zeroelastic.deepspeed.node_local.payload import RelayCost, fill_from_others
+from zeroelastic.deepspeed.options import LoadRequest
 from zeroelastic.distributed.collective import all_or_raise
 from zeroelastic.io.paths import RemotePath
 
@@ -127,7 +121,7 @@ def _fill(live: LiveOptimizer, load_plan: LoadPlan, request: LoadRequest) -> _Fi
     if not request.weights_only:
         live.state_filled()
     extents = {rank: shard.extents for rank, shard in load_plan.shards.items()}
-    parts = [Part(load_plan.plan, extents, targets), *frozen_parts(live, load_plan)]
+    parts = [Part(load_plan.plan, extents, targets), *_frozen_parts(live, load_plan)]
     casts = [text for part in parts if not _has_moved(part, load_plan) for text in _casts(part.targets)]
     filled = [
         fill(
@@ -145,14 +139,14 @@ def _complete(live: LiveOptimizer, load_plan: LoadPlan, filling: _Filling, reque
     """Finish what was read: fresh state, padding, and digests of parameters that changed between frozen and trained."""
     for i in range(live.layout.num_sub_groups):
         if not request.weights_only and load_plan.states[i].source is not None:
-            clear_fresh(live, load_plan, i)
+            _clear_fresh(live, load_plan, i)
     live.zero_padding(weights_only=request.weights_only)
     owned = live.frozen.owned(live.rank)[1]
     for p, numel in enumerate(owned.tolist()):
         live.frozen_tensor(p).view(-1)[numel:].view(torch.uint8).zero_()
-    return join(
+    return _joined(
         [
-            with_changed_digests(part, filled, live.rank) if _has_moved(part, load_plan) else filled
+            _with_changed_digests(part, filled, live.rank) if _has_moved(part, load_plan) else filled
             for part, filled in zip(filling.parts, filling.filled, strict=True)
         ]
     )
@@ -176,6 +170,81 @@ def _casts(targets: Sequence[Target]) -> list[str]:
     return [f"{what}: cast from {saved} to {live}" for what, saved, live in sorted(casts)]
 
 
+def _frozen_parts(live: LiveOptimizer, load_plan: LoadPlan) -> list[Part]:
+    """Saved frozen parameters into master weights, saved master weights into frozen parameters, frozen into frozen.
+
+    Each parameter is a target of its own.
+    """
+    here = live.layout.index()
+
+    def weights(number: int, name: str) -> torch.Tensor:
+        return live.fp32(int(live.layout.sub_group[here[name]]))
+
+    def frozen(number: int, name: str) -> torch.Tensor:
+        return live.frozen_tensor(number).view(-1)
+
+    saved_frozen = {rank: {FROZEN: piece} for rank, piece in load_plan.frozen_extents.items()}
+    saved_weights = {rank: shard.extents for rank, shard in load_plan.shards.items()}
+    parts: list[Part] = []
+    for plan, key, extents, tensor_of in (
+        (load_plan.unfrozen_plan, FROZEN, saved_frozen, weights),
+        (load_plan.newly_frozen_plan, FP32, saved_weights, frozen),
+        (load_plan.frozen_plan, FROZEN, saved_frozen, frozen),
+    ):
+        if plan is None:
+            continue
+        saved, place = load_plan.head.extents[FP32] if key == FP32 else load_plan.model.frozen_extents, plan.src.index()
+        assert saved is not None
+        targets = [
+            Target(key, p, tensor_of(p, param.name), saved.dtype[int(plan.src.sub_group[place[param.name]])])
+            for p, param in zip(plan.dst.sub_group.tolist(), plan.dst.params, strict=True)
+            if param.numel or plan is not load_plan.frozen_plan
+        ]
+        parts.append(Part(plan, extents, targets))
+    return parts
+
+
+def _with_changed_digests(part: Part, filled: Filled, rank: int) -> Filled:
+    """``filled`` with the digests of every target of a moved part, under the saved state key.
+
+    They are digests of the saved tensors: computed on reading where a tensor was cast, or where what was read is known
+    to be in its place; else from the live tensor.
+    """
+    dst = part.plan.dst
+    columns = (column.tolist() for column in (*dst.owned(rank), dst.buffer_offset(rank)))
+    live = [
+        LivePiece(param.name, target.key, target.tensor[place : place + length], start)
+        for param, target, start, length, place in zip(dst.params, part.targets, *columns, strict=True)
+        if (param.name, target.key) not in filled.cast_digests
+    ]
+    digests = LiveStreams(tuple(live), {}).digest(known_digests(live, filled.read_digests)).table()
+    return replace(filled, cast_digests={}, read_digests={}, changed_digests={**filled.cast_digests, **digests})
+
+
+def _joined(parts: Sequence[Filled]) -> Filled:
+    """The sum of several fills."""
+    return Filled(
+        bytes_read=sum(part.bytes_read for part in parts),
+        bytes_owned=sum(part.bytes_owned for part in parts),
+        files=tuple(dict.fromkeys(path for part in parts for path in part.files)),
+        cast_digests={stream: digest for part in parts for stream, digest in part.cast_digests.items()},
+        changed_digests={stream: digest for part in parts for stream, digest in part.changed_digests.items()},
+        read_digests={stream: found for part in parts for stream, found in part.read_digests.items()},
+        rounded={i: sum(part.rounded.get(i, 0) for part in parts) for part in parts for i in part.rounded},
+    )
+
+
+def _clear_fresh(live: LiveOptimizer, load_plan: LoadPlan, sub_group: int) -> None:
+    """Zero the state of parameters that are new to the optimizer, in a sub-group with restored parameters."""
+    restored = frozenset(load_plan.membership.restored)
+    tensors, _ = live.split_state(sub_group)
+    places, lengths = live.layout.buffer_offset(live.rank).tolist(), live.layout.owned(live.rank)[1].tolist()
+    for p in np.flatnonzero(live.layout.sub_group == sub_group).tolist():
+        if live.layout.params[p].name not in restored:
+            for key, tensor in tensors.items():
+                tensor[places[p] : places[p] + lengths[p]].fill_(live.initial_value(sub_group, key))
+
+
 def _restore_values(
     engine: Engine, live: LiveOptimizer, load_plan: LoadPlan, request: LoadRequest, rounded: Mapping[int, int]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -189,7 +258,7 @@ def _restore_values(
     if not request.weights_only:
         for i, state in enumerate(load_plan.states):
             for key, value in state.scalars.items():
-                live.set_scalar(i, key, live_value(value))
+                live.set_scalar(i, key, value)
         notes = [*_converted(load_plan), *set_groups(live, _sources(load_plan))]
         scale_notes, lost = restore_scales(live, load_plan.head, engine._config._param_dict)
         notes += scale_notes
@@ -205,29 +274,6 @@ def _sources(load_plan: LoadPlan) -> list[SavedGroup | None]:
     return [None if match.source is None else groups[match.source] for match in load_plan.membership.groups]
 
 
-def set_groups(live: LiveOptimizer, groups: Sequence[SavedGroup | None]) -> list[str]:
-    """Set the hyper-parameters of every group that takes saved ones. Returns notes about options that differ."""
-    optimizer = live.base
-    notes: dict[str, None] = {}
-    for saved, group in zip(groups, optimizer.param_groups, strict=True):
-        if saved is None:
-            continue
-        changed = changed_class(saved, optimizer)
-        taken, left, own = options_to_set(saved, optimizer, group)
-        for option, choice in taken.items():
-            set_option(group, option, choice)
-        for note in (
-            changed,
-            f"hyper-parameters of the checkpoint that this optimizer does not have: {', '.join(left)}"
-            if left
-            else None,
-            f"hyper-parameters that are the run's own: {', '.join(own)}" if own else None,
-        ):
-            if note is not None:
-                notes[note] = None
-    return list(notes)
-
-
 def _converted(load_plan: LoadPlan) -> list[str]:
     """A sentence for each scalar that the run's optimizer keeps in another form than the saved one did."""
     saved = {(key, value.kind) for entry in load_plan.head.scalars for key, value in entry.items()}
@@ -241,19 +287,3 @@ def _converted(load_plan: LoadPlan) -> list[str]:
 
 def _kind_name(kind: str) -> str:
     return f"a Python {kind.removeprefix('py')}" if kind.startswith("py") else f"a {kind} tensor"
-
-
-def live_value(value: ScalarValue) -> object:
-    dtype = getattr(torch, value.kind, None)
-    return torch.tensor(value.value, dtype=dtype) if isinstance(dtype, torch.dtype) else value.value
-
-
-def set_option(group: dict[str, Any], option: str, value: OptionValue) -> None:
-    """Set a hyper-parameter in place; a tensor keeps its identity, which compiled optimizers rely on."""
-    current = group.get(option)
-    if isinstance(current, torch.Tensor) and isinstance(value, (int, float)):
-        current.fill_(value)
-    elif isinstance(current, list) and isinstance(value, tuple):
-        group[option] = list(value)
-    else:
-        group[option] = value

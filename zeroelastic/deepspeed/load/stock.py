@@ -1,43 +1,56 @@
-"""Whether DeepSpeed alone loads a checkpoint that a load of ours refuses: what ``install()`` must not take away.
+"""What DeepSpeed alone loads: ``install()`` must not take it away, and must not hide that it would go wrong.
 
-``read_covered`` decides for configurations that we do not cover, ``stock_loads`` for checkpoints that we cannot read.
+``read_covered`` decides for configurations that we do not cover, ``stock_loads`` for checkpoints that we cannot read;
+``refuse_other_arrangement`` then compares the sizes of the run's groups, and its parameters, with the save.
 
-DeepSpeed goes by position: it copies the flat buffers of this rank's file into its own, whatever they are called. So a
-rigid checkpoint of the same size is left to it, where it would not put one parameter into another. Headers alone are
-read, by the allow-list. Source: ``_load_checkpoint``, ``load_module_state_dict``, ``_rigid_load_state_dict`` (0.19.8).
+DeepSpeed goes by position: it copies the flat buffers of this rank's file into its own, whatever they are called, and
+compares the data parallel size only. So a rigid checkpoint of the same size is left to it, where it would not put one
+parameter into another. Buffers of another arrangement may have the same length: those of experts over 2 ranks and over
+1 have. A rank whose own file is missing would raise alone, and the others would wait for it. Headers alone are read, by
+the allow-list. Source: ``_load_checkpoint``, ``load_module_state_dict``, ``_load_zero_checkpoint`` (0.19.8).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME
 from zeroelastic.checkpoint.model_states import open_model_states
 from zeroelastic.checkpoint.open import open_checkpoint, rank_files, saved_sizes
-from zeroelastic.checkpoint.tag_files import TensorParallel, parse_rank_file
+from zeroelastic.checkpoint.tag_files import TensorParallel, other_tp_size, parse_rank_file
 from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.live.kinds import covered_live, kind_of
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer, tensor_parallel
-from zeroelastic.deepspeed.load.request import LoadRequest
-from zeroelastic.deepspeed.options import VERIFY_LEVELS, Options, Verify
+from zeroelastic.deepspeed.live.optimizers import SCHEDULED
+from zeroelastic.deepspeed.options import VERIFY_LEVELS, LoadRequest, Options, Verify
 from zeroelastic.distributed.collective import all_gather_of_or_raise, all_or_raise, any_rank
 from zeroelastic.errors import (
     CheckpointError,
     LayoutMismatchError,
     MissingFileError,
+    NewerFormatError,
     OldFormatError,
+    UnsafePickleError,
     UnsupportedError,
     ZeroElasticError,
+    some,
 )
 from zeroelastic.io.paths import FilePath
 from zeroelastic.io.storage import file_sizes
 from zeroelastic.torch_file.header import TensorRef, read_torch_file
 
 Table = Mapping[Any, Any]
+
+_AUTO_EP = ("ds_autoep_layers", "autoep_layers")
+"""The entries of a model states file that list the layers of AutoEP."""
+
+_DATA_FIRST = "use_data_before_expert_parallelism"
+"""The option of the configuration that puts the ranks of an expert apart: whose experts a rank has depends on it."""
 
 
 def read_covered(
@@ -50,29 +63,27 @@ def read_covered(
     elastic or of another size, so that DeepSpeed cannot load it either.
     """
 
-    def look() -> tuple[LiveOptimizer | None, tuple[str, bool] | None]:
+    def look() -> tuple[LiveOptimizer | None, Verify, tuple[str, bool] | None]:
         try:
-            return covered_live(engine, engine.optimizer), None
+            live = covered_live(engine, engine.optimizer)
         except UnsupportedError as error:
-            if kind_of(engine.optimizer) is None:  # an engine without an optimizer, into which DeepSpeed loads nothing
-                return None, (str(error), False)
-            world_size = dist.get_world_size(group=engine.optimizer.dp_process_group)
-            node_local, tp = engine.use_node_local_storage(), tensor_parallel(engine.optimizer)
-            loads = isinstance(tag_dir, Path) and _has_rigid_files(
-                tag_dir, engine.global_rank, world_size, tp, node_local=node_local
-            )
-            return None, (str(error), loads)
+            # into an engine without an optimizer DeepSpeed loads nothing
+            has_optimizer = kind_of(engine.optimizer) is not None
+            return None, options.verify_level(on_gpu=False), (str(error), has_optimizer and stock_takes())
+        return live, options.verify_level(on_gpu=live.on_gpu), None
 
-    def outcome(found: tuple[LiveOptimizer | None, tuple[str, bool] | None]) -> tuple[tuple[str, bool] | None, Verify]:
-        on_gpu = found[0] is not None and found[0].on_gpu
-        return found[1], options.verify_level(on_gpu=on_gpu)
+    def stock_takes() -> bool:
+        size, tp = dist.get_world_size(group=engine.optimizer.dp_process_group), tensor_parallel(engine.optimizer)
+        node_local = engine.use_node_local_storage()
+        return isinstance(tag_dir, Path) and _has_rigid_files(
+            tag_dir, engine.global_rank, size, tp, node_local=node_local
+        )
 
-    (live, _), outcomes = all_gather_of_or_raise(look, outcome)
-    refusals = [refusal for refusal, _ in outcomes if refusal is not None]
+    (live, *_), outcomes = all_gather_of_or_raise(look, lambda found: found[1:])
+    refusals = [refusal for _, refusal in outcomes if refusal is not None]
     if not refusals:
         assert live is not None
-        levels = {level for _, level in outcomes}
-        return live, next(level for level in VERIFY_LEVELS if level in levels)
+        return live, min((level for level, _ in outcomes), key=VERIFY_LEVELS.index)
     reason = refusals[0][0]
     if not all(loads for _, loads in refusals):
         raise UnsupportedError(f"{tag_dir}: {reason}")
@@ -178,11 +189,12 @@ def _files_fit(engine: Engine, live: LiveOptimizer, tag_dir: Path, request: Load
     models = [("model", rank) for rank in range(size)] if live.per_param else [("whole_model", 0)]
     everything = {*models, *(("optimizer", rank) for rank in range(size))}
     all_here = files.keys() == everything
-    own = {models[live.rank if live.per_param else 0], ("optimizer", live.rank)}
+    own_model = models[live.rank if live.per_param else 0]
+    own = {own_model, ("optimizer", live.rank)}
     enough_here = engine.use_node_local_storage() and own <= files.keys() <= everything
     if RECORD_NAME in names or not (all_here or enough_here):
         return False
-    model = read_torch_file(tag_dir / files[models[live.rank if live.per_param else 0]], foreign="inert").root
+    model = read_torch_file(tag_dir / files[own_model], foreign="inert").root
     sizes = (size, live.tp.size)
     if not isinstance(model, dict) or (model.get("dp_world_size"), model.get("mp_world_size")) != sizes:
         return False
@@ -194,7 +206,30 @@ def _files_fit(engine: Engine, live: LiveOptimizer, tag_dir: Path, request: Load
         latest = tag_dir.parent / "latest"
         return all_here and latest.is_file() and latest.read_text().strip() == tag_dir.name
     root = read_torch_file(tag_dir / files["optimizer", live.rank]).root
-    return live.takes_stock_state(root.get("optimizer_state_dict") if isinstance(root, dict) else None)
+    return _state_fits(live, _table(root).get("optimizer_state_dict"))
+
+
+def _state_fits(live: LiveOptimizer, state: object) -> bool:
+    """Whether DeepSpeed's own load accepts the ``optimizer_state_dict`` of a rigid file, given as its header."""
+    if not isinstance(state, dict) or state.get("zero_stage") not in live.stages_in_files:
+        return False
+    if live.per_param and "base_optimizer_state" in state:  # elastic
+        return False
+    flats_key, nested_key = (
+        ("fp32_flat_groups", "optimizer_state_dict")
+        if live.per_param
+        else ("single_partition_of_fp32_groups", "base_optimizer_state")
+    )
+    flats, groups, own = state.get(flats_key), _table(state.get(nested_key)).get("param_groups"), live.base.param_groups
+    if not isinstance(flats, list) or not isinstance(groups, list) or len(groups) != len(own):
+        return False
+    for g, (group, mine) in enumerate(zip(groups, own, strict=True)):
+        if not isinstance(group, dict) or mine.keys() - group.keys() - SCHEDULED:
+            return False
+        if live.per_param and len(set(group.get("params", ()))) != live.group_of.count(g):
+            return False
+    shapes = [flat.shape if isinstance(flat, TensorRef) else None for flat in flats]
+    return shapes == [(numel,) for numel in live.numels_in_stock_files()]
 
 
 def _module_fits(engine: Engine, live: LiveOptimizer, model: Table, *, strict: bool) -> bool:
@@ -226,7 +261,157 @@ def _mixes(live: LiveOptimizer, tables: Any) -> bool:
     """Whether a parameter would get what another one's place holds, as far as the file names its parameters."""
     if not _is_table(tables):
         return False
-    saved = [(name, tuple(shape)) for table in tables for name, shape in table.items() if isinstance(shape, tuple)]
-    here = [(param.name, param.shape) for param in live.layout.params]
+    saved, here = [*_shapes(tables).items()], [(param.name, param.shape) for param in live.layout.params]
     names = {name for name, _ in saved} & {name for name, _ in here}
     return any(a != b and not names.isdisjoint((a[0], b[0])) for a, b in zip(saved, here, strict=False))
+
+
+class _Arrangement(NamedTuple):
+    """How many ranks share what, and the trained parameters in flat order. None and empty: not known.
+
+    ``expert_sizes`` are the sizes of all expert parallel groups; ``data_first`` is the option of that name.
+    """
+
+    data_size: int | None
+    tensor_size: int | None
+    expert_sizes: frozenset[int]
+    data_first: bool | None
+    shapes: Mapping[str, tuple[int, ...]]
+
+
+def refuse_other_arrangement(engine: Engine, tag_dir: FilePath, request: LoadRequest, why: str) -> None:
+    """Raise UnsupportedError where this run, left to DeepSpeed because of ``why``, is arranged unlike the save.
+
+    Each rank reads the headers of its own files. A load of weights only goes by name, so that only the tensor parallel
+    size counts. Raises MissingFileError where some ranks lack a file that others have, and CheckpointError for one that
+    is damaged; what cannot be compared is left to DeepSpeed. The same on every rank. Collective.
+    """
+    if not isinstance(tag_dir, Path):
+        return
+
+    def look() -> list[str]:
+        names = _own_files(engine, tag_dir, request)
+        gone = [name for name in names if not os.path.exists(tag_dir / name)]
+        _compare(engine, tag_dir, [name for name in names if name not in gone], request, why)
+        return gone
+
+    missing = all_gather_of_or_raise(look, lambda gone: gone)[1]
+    if any(missing) and not all(missing):
+        gone = sorted({name for names in missing for name in names})
+        raise MissingFileError(f"{tag_dir}: some ranks do not find {some(gone)}. The checkpoint is incomplete.")
+
+
+def _own_files(engine: Engine, tag_dir: Path, request: LoadRequest) -> list[str]:
+    """The names of the files that DeepSpeed is going to read on this rank: model states, then its optimizer file."""
+    where = str(tag_dir.parent), tag_dir.name
+    paths = [engine._get_ckpt_name(*where)]
+    if engine.zero_optimization() and not request.weights_only:
+        paths.append(engine._get_zero_ckpt_name(*where))
+    return [os.path.basename(path) for path in paths]
+
+
+def _compare(engine: Engine, tag_dir: Path, names: Sequence[str], request: LoadRequest, why: str) -> None:
+    roots = [_root(tag_dir / name) for name in names]
+    model = next((root for root in roots if "module" in root or "dp_world_size" in root), {})
+    optimizer = next((root for root in roots if "optimizer_state_dict" in root), {})
+    saved, live = _saved(model, optimizer), _live(engine)
+    if saved.tensor_size not in (None, live.tensor_size):
+        live_tp = TensorParallel(size=live.tensor_size or 1)
+        raise other_tp_size(tag_dir, saved.tensor_size, live_tp, stage=engine.zero_optimization_stage())
+    if request.weights_only:
+        return
+    differ = []
+    zero = engine.zero_optimization()  # without ZeRO every rank has all of the optimizer's state
+    if zero and saved.data_size not in (None, live.data_size):
+        differ.append(f"data parallel size {saved.data_size}, and the run has {live.data_size}")
+    experts, own_experts = (_sizes(sizes) for sizes in (saved.expert_sizes, live.expert_sizes))
+    if saved.expert_sizes and experts != own_experts:
+        differ.append(f"expert parallel size {experts}, and the run has {own_experts}")
+    elif experts != "1" and saved.data_first not in (None, live.data_first):
+        differ.append(f'"{_DATA_FIRST}" {saved.data_first}, and the run has {live.data_first}')
+    advice = "; load_checkpoint(load_optimizer_states=False) takes the weights alone" if differ else ""
+    if not differ and zero:
+        common = [name for name in saved.shapes if name in live.shapes]
+        differ += [
+            f"{name} {list(saved.shapes[name])} on a rank, which has {list(live.shapes[name])} in the run"
+            for name in common
+            if saved.shapes[name] != live.shapes[name]
+        ]
+        if common != [name for name in live.shapes if name in saved.shapes]:
+            differ.append("its parameters in another order than the run's")
+    if differ:
+        raise UnsupportedError(
+            f"{tag_dir}: was saved with {some(differ, 3, separator='; with ')}. DeepSpeed alone loads this run "
+            f"({why.partition(' (')[0]}), and resumes it only as it was saved: it would fail, or put the state of one "
+            f"parameter into another. Resume with what saved{advice}."
+        )
+
+
+def _root(path: Path) -> Table:
+    """The tree of a file, or nothing where only DeepSpeed can read it."""
+    try:
+        root = read_torch_file(path, foreign="inert").root
+    except (OldFormatError, NewerFormatError, UnsafePickleError):
+        return {}
+    if not isinstance(root, dict):
+        raise CheckpointError(f"{path}: is no file of a DeepSpeed checkpoint.")
+    return root
+
+
+def _saved(model: Table, optimizer: Table) -> _Arrangement:
+    state, config = _table(optimizer.get("optimizer_state_dict")), optimizer.get("ds_config")
+    data_size = _size(model.get("dp_world_size"))
+    layers = next((layers for layers in map(model.get, _AUTO_EP) if isinstance(layers, list)), [])
+    tables = model.get("param_shapes")
+    return _Arrangement(
+        data_size,
+        _size(model.get("mp_world_size")),
+        _expert_sizes(state.get("partition_count"), data_size)
+        or frozenset(filter(None, (_size(_table(layer).get("ep_size")) for layer in layers))),
+        bool(config.get(_DATA_FIRST, False)) if isinstance(config, Mapping) else None,
+        _shapes(tables) if isinstance(tables, list) else {},
+    )
+
+
+def _live(engine: Engine) -> _Arrangement:
+    count = getattr(engine.optimizer, "partition_count", None)
+    data_size = int(engine.seq_dp_world_size)
+    modules = engine.module.modules() if getattr(engine, "has_moe_layers", False) else ()
+    by_module = (_size(getattr(module, "ep_size", None)) for module in modules)
+    return _Arrangement(
+        data_size,
+        int(engine.mp_world_size),
+        _expert_sizes(count, data_size) or frozenset(filter(None, by_module)),
+        bool(engine._config._param_dict.get(_DATA_FIRST, False)),
+        _shapes(engine._get_zero_param_shapes()) if engine.zero_optimization() else {},
+    )
+
+
+def _table(value: object) -> Table:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _size(value: object) -> int | None:
+    return value if type(value) is int and value > 0 else None
+
+
+def _expert_sizes(count: object, data_size: int | None) -> frozenset[int]:
+    """The sizes of expert parallel groups, from how many ranks each optimizer group is cut for."""
+    if not isinstance(count, list) or data_size is None:
+        return frozenset()
+    return frozenset(data_size // size for size in map(_size, count) if size is not None)
+
+
+def _sizes(sizes: frozenset[int]) -> str:
+    return ", ".join(map(str, sorted(sizes - {1}))) or "1"
+
+
+def _shapes(tables: Sequence[object]) -> dict[str, tuple[int, ...]]:
+    """The parameters of a file or a run that have a name and a shape, in flat order."""
+    return {
+        str(name): tuple(map(int, shape))
+        for table in tables
+        if isinstance(table, Mapping)
+        for name, shape in table.items()
+        if isinstance(shape, tuple)
+    }

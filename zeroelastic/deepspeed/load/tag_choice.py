@@ -16,7 +16,6 @@ from zeroelastic.deepspeed.node_local.node_tags import agree_on_latest
 from zeroelastic.distributed.collective import all_gather_alike, all_gather_or_raise, all_or_raise, broadcast_or_raise
 from zeroelastic.errors import CheckpointError, MissingFileError, UnreadableError, printable, shown
 from zeroelastic.io.paths import FilePath, PinnedPath, RemotePath
-from zeroelastic.report import Note
 from zeroelastic.runs.candidates import committed_after
 from zeroelastic.runs.locate import about_absent, about_absent_tag
 from zeroelastic.runs.names import LATEST, directory_of, holds_something, read_latest
@@ -27,17 +26,14 @@ logger = logging.getLogger(__name__)
 _NAMED = 3
 
 
-def choice_notes(load_dir: FilePath, tag: str, newer: tuple[str, ...]) -> list[Note]:
+def choice_notes(load_dir: FilePath, tag: str, newer: tuple[str, ...]) -> list[str]:
     """Notes for the report about the choice of a tag: the same on every rank."""
     if not newer:
         return []
     return [
-        Note(
-            logging.WARNING,
-            f"NOT THE NEWEST: {load_dir / LATEST} names {printable(tag)}, and "
-            f"{', '.join(map(printable, newer[:_NAMED]))} {'was' if len(newer) == 1 else 'were'} committed later. "
-            "Unless you pointed it there, the file is damaged, or a save ended before it was written",
-        )
+        f"NOT THE NEWEST: {load_dir / LATEST} names {printable(tag)}, and "
+        f"{', '.join(map(printable, newer[:_NAMED]))} {'was' if len(newer) == 1 else 'were'} committed later. "
+        "Unless you pointed it there, the file is damaged, or a save ended before it was written"
     ]
 
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from zeroelastic.checkpoint.commit_record import CommitRecord
 from zeroelastic.checkpoint.open import Checkpoint
 from zeroelastic.checkpoint.optimizer_file import FP32, FROZEN, Shard
 from zeroelastic.core.digest import ParamContent, combine, content_root, stream_seed
@@ -26,9 +25,8 @@ from zeroelastic.deepspeed.live.digests import (
 )
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.load.preflight import LoadPlan
-from zeroelastic.deepspeed.load.request import LoadRequest
 from zeroelastic.deepspeed.node_local.visibility import FileVisibility
-from zeroelastic.deepspeed.options import Options
+from zeroelastic.deepspeed.options import LoadRequest
 from zeroelastic.distributed.collective import all_gather
 from zeroelastic.errors import CheckpointError, DigestMismatchError, UnreadableError, ZeroElasticError
 from zeroelastic.executors.dispatch import digest_range
@@ -79,37 +77,71 @@ def verify(
     checkpoint = load_plan.checkpoint
     if not request.options.verifies_content:
         saved_root = checkpoint.record.content_root if checkpoint.record is not None else None
-        return Verification(saved_root, None, None, _unverified(request.options))
-    actual = _actual(engine, live, load_plan, filled, request)
+        return Verification(saved_root, None, None, f'content not verified ("verify": "{request.options.verify}")')
+    with_frozen, membership = load_plan.model.frozen is not None, load_plan.membership
+    local = local_digests(live, weights_only=request.weights_only, with_frozen=with_frozen, read=filled.read_digests)
+    contents = whole_contents(live, local, device=engine.device)
+    cast, changed = (_sums(live, sums, engine.device) for sums in (filled.cast_digests, filled.changed_digests))
     if checkpoint.record is None:
-        root = _root(live, actual.contents)
+        root = _root(live, contents)
         return Verification(None, root, None, "saved without a commit record: nothing to compare with")
+    from_16_bit = not engine.zero_load_from_fp32_weights()
+    num_cast = sum(key != FP32 or not from_16_bit for _, key in cast)
     saved_root = checkpoint.record.content_root
-    expected = _expected(checkpoint.record, live, load_plan)
-    wrong = _compare(expected, actual, load_plan, weights_only=request.weights_only)
+    recorded = {c.param.name: c for c in checkpoint.record.contents() if c.tp_rank == live.tp.rank}
+    common = frozenset((*membership.restored, *membership.frozen))
+    saved = [  # without what this load leaves alone; the report names what only one side has
+        content
+        for name, content in recorded.items()
+        if (membership.same_params or name in common) and (with_frozen or FROZEN not in content.tensors)
+    ]
+    wrong = [
+        (name, key)
+        for (name, key), digest in changed.items()
+        if name not in recorded or recorded[name].tensors.get(key, ("", None))[1] != digest
+    ]
+    if not membership.same_params:
+        wrong += [(name, "the parameter itself") for name in sorted(common - {c.param.name for c in saved})]
+    wrong += differences(saved, _as_read(contents, cast, recorded), weights_only=request.weights_only)
     # each tensor parallel rank has parameters of its own; what decides about collectives is alike on all
-    facts = gather_over_tp(live, (bool(wrong), actual.num_cast, load_plan.membership.same_params))
+    facts = gather_over_tp(live, (bool(wrong), num_cast, membership.same_params))
     if any(differs for differs, _, _ in facts):
         return Verification(saved_root, None, False, None, tuple(wrong))
     same_params = all(same for _, _, same in facts)
-    if any(num_cast for _, num_cast, _ in facts) or actual.from_16_bit or request.weights_only:
-        what = [f"{actual.num_cast} tensors cast to this run's dtype (compared as read)"] if actual.num_cast else []
-        what += ["master weights rounded to 16 bits (load_from_fp32_weights is off)"] if actual.from_16_bit else []
+    if any(number for _, number, _ in facts) or from_16_bit or request.weights_only:
+        what = [f"{num_cast} tensors cast to this run's dtype (compared as read)"] if num_cast else []
+        what += ["master weights rounded to 16 bits (load_from_fp32_weights is off)"] if from_16_bit else []
         what += ["weights only"] if request.weights_only else []
-        what += [_INCOMPARABLE] if not load_plan.membership.same_params else []
+        what += [_INCOMPARABLE] if not membership.same_params else []
         return Verification(saved_root, None, None, f"digests of what was loaded match the record; {', '.join(what)}")
-    contents = with_saved_kinds(actual.contents, expected.contents)
+    contents = with_saved_kinds(contents, saved)
     root = _root(live, contents)
     if same_params:
         ours, theirs = root, saved_root
     else:
-        ours = _root(live, [content for content in contents if content.param.name in expected.common])
-        theirs = _root(live, expected.contents)
+        ours = _root(live, [content for content in contents if content.param.name in common])
+        theirs = _root(live, saved)
     if ours != theirs:  # the live state has something that the saved one has not
         return Verification(theirs, ours, False, None)
     if not same_params:
         return Verification(saved_root, root, None, f"digests of what was restored match the record; {_INCOMPARABLE}")
     return Verification(saved_root, root, True, None)
+
+
+def _as_read(
+    contents: list[ParamContent], cast: Mapping[Stream, int], recorded: Mapping[str, ParamContent]
+) -> list[ParamContent]:
+    """Live contents where a tensor that is kept in another dtype, or rounded, counts as it was read."""
+    read: dict[str, dict[str, tuple[str, int]]] = {}
+    for (name, key), digest in cast.items():
+        if name in recorded and key in recorded[name].tensors:
+            read.setdefault(name, {})[key] = (recorded[name].tensors[key][0], digest)
+    return [
+        replace(content, tensors={**content.tensors, **read[content.param.name]})
+        if content.param.name in read
+        else content
+        for content in contents
+    ]
 
 
 def raise_mismatch(live: LiveOptimizer, verified: Verification, load_plan: LoadPlan) -> NoReturn:
@@ -130,87 +162,6 @@ def raise_mismatch(live: LiveOptimizer, verified: Verification, load_plan: LoadP
         f"{ours} and the saved one {theirs}: the optimizer holds state that the checkpoint does not. Do not train on "
         "it; load into a new engine."
     )
-
-
-class _Actual(NamedTuple):
-    """What is live: its contents, and digests by (parameter, state key) of what they cannot show.
-
-    ``cast`` are digests as read of tensors that are kept in another dtype, or rounded (``from_16_bit``); ``changed``
-    those of parameters that only the save, or only the run, trains.
-    """
-
-    contents: list[ParamContent]
-    cast: dict[Stream, int]
-    changed: dict[Stream, int]
-    from_16_bit: bool
-
-    @property
-    def num_cast(self) -> int:
-        """How many tensors are kept in another dtype than that of the save."""
-        return sum(key != FP32 or not self.from_16_bit for _, key in self.cast)
-
-
-class _Expected(NamedTuple):
-    """What the commit record says of the parameters that both sides have (``common``).
-
-    ``digests`` are of every tensor of the record, by (parameter, state key).
-    """
-
-    contents: list[ParamContent]
-    digests: dict[Stream, int]
-    common: frozenset[str]
-
-
-def _actual(engine: Engine, live: LiveOptimizer, load_plan: LoadPlan, filled: Filled, request: LoadRequest) -> _Actual:
-    """Digests of the live state over all ranks. Collective."""
-    with_frozen = load_plan.model.frozen is not None
-    local = local_digests(live, weights_only=request.weights_only, with_frozen=with_frozen, read=filled.read_digests)
-    contents = whole_contents(live, local, device=engine.device)
-    cast = _sums(live, filled.cast_digests, engine.device)
-    changed = _sums(live, filled.changed_digests, engine.device)
-    from_16_bit = not engine.zero_load_from_fp32_weights()
-    return _Actual(contents, cast, changed, from_16_bit)
-
-
-def _expected(record: CommitRecord, live: LiveOptimizer, load_plan: LoadPlan) -> _Expected:
-    """What the record says, without what this load leaves alone."""
-    membership = load_plan.membership
-    saved = [content for content in record.contents() if content.tp_rank == live.tp.rank]
-    digests = {(c.param.name, key): digest for c in saved for key, (_, digest) in c.tensors.items()}
-    common = frozenset((*membership.restored, *membership.frozen))
-    if not membership.same_params:  # the report names the others; changed ones are compared by digest
-        saved = [content for content in saved if content.param.name in common]
-    if load_plan.model.frozen is None:
-        saved = [content for content in saved if FROZEN not in content.tensors]
-    return _Expected(saved, digests, common)
-
-
-def _compare(expected: _Expected, actual: _Actual, load_plan: LoadPlan, *, weights_only: bool) -> list[Stream]:
-    """Every (parameter, state key) that is not what the record says."""
-    wrong = [stream for stream, digest in actual.changed.items() if expected.digests.get(stream) != digest]
-    if not load_plan.membership.same_params:
-        recorded = {content.param.name for content in expected.contents}
-        wrong += [(name, "the parameter itself") for name in sorted(expected.common - recorded)]
-    present = {(c.param.name, key) for c in expected.contents for key in c.tensors}
-    wrong += [
-        stream for stream, digest in actual.cast.items() if stream in present and expected.digests[stream] != digest
-    ]
-    as_read: dict[str, set[str]] = {}
-    for name, key in actual.cast:
-        as_read.setdefault(name, set()).add(key)
-    rounded = {FP32} if actual.from_16_bit else set()
-    comparable = [
-        replace(c, tensors=_without(c.tensors, as_read.get(c.param.name, set()) | rounded)) for c in expected.contents
-    ]
-    return wrong + differences(comparable, actual.contents, weights_only=weights_only)
-
-
-def _unverified(options: Options) -> str:
-    return f'content not verified ("verify": "{options.verify}")'
-
-
-def _without(tensors: Mapping[str, tuple[str, int]], keys: Collection[str]) -> dict[str, tuple[str, int]]:
-    return {key: value for key, value in tensors.items() if key not in keys}
 
 
 def _root(live: LiveOptimizer, contents: list[ParamContent]) -> str:
@@ -242,8 +193,8 @@ def _describe(
     )
     found = all_gather(_damaged_files(own[:_NAMED], load_plan.checkpoint, visibility) if looks and own else None)
     reports = [report for report in found if report is not None]
-    damaged = [report for report in reports if report.files]
-    files = " ".join(report.text for report in damaged or reports if report.text)
+    any_named = any(are_named for are_named, _ in reports)
+    files = " ".join(text for are_named, text in reports if text and are_named == any_named)
     names = ", ".join(f"{name}: {key}" for name, key in named)
     more = " ..." if num_wrong > _NAMED else ""
     differ = "1 tensor differs" if num_wrong == 1 else f"{num_wrong} tensors differ"
@@ -253,52 +204,46 @@ def _describe(
     )
 
 
-class _Damage(NamedTuple):
-    """The damaged files that one rank found, and a sentence that names them, or else what is known."""
+def _damaged_files(
+    wrong: Sequence[Stream], checkpoint: Checkpoint, visibility: FileVisibility | None
+) -> tuple[bool, str]:
+    """Whether damaged files are known, and a sentence that names them, or else what is known.
 
-    files: tuple[str, ...]
-    text: str
+    They are files whose payload is not what their own digests or checksums state, among those that this rank reads.
+    """
 
+    def is_read_here(path: FilePath) -> bool:
+        return visibility is None or visibility.reader(path.name) == visibility.rank
 
-def _damaged_files(wrong: Sequence[Stream], checkpoint: Checkpoint, visibility: FileVisibility | None) -> _Damage:
-    """The files whose payload is not what their own digests or checksums state, among those that this rank reads."""
     names = sorted({name for name, _ in wrong})
     bad: set[str] = set()
     holders: set[str] = set()
     for rank, path in enumerate(checkpoint.optim_files):
-        if visibility is not None and visibility.reader(path.name) != visibility.rank:
+        if not is_read_here(path):
             continue
         try:
             shard = checkpoint.shard(rank)
-            for name in names:
-                index = shard.layout.index().get(name)
-                if index is None or shard.layout.owned(rank)[1][index] == 0:
-                    continue
-                holders.add(shard.path.name)
-                if shard.digests is None:
-                    if _contradicts_itself(shard.path, shard.size):
-                        bad.add(shard.path.name)
-                    break
-                if _part_digest(shard, index) != _recorded(shard, shard.digests, index):
-                    bad.add(shard.path.name)
+            index = shard.layout.index()
+            here = [index[name] for name in names if name in index and shard.layout.owned(rank)[1][index[name]]]
+            if here:
+                holders.add(path.name)
+            if not here or shard.digests is None:
+                is_bad = bool(here) and _contradicts_itself(path, shard.size)
+            else:
+                is_bad = any(_part_digest(shard, at) != _recorded(shard, shard.digests, at) for at in here)
+            bad |= {path.name} if is_bad else set()
         except (ZeroElasticError, OSError) as error:  # the others wait for this sentence
-            return _Damage((), f"({error})")
+            return False, f"({error})"
     if any(key == FROZEN for _, key in wrong):
-        models = [
-            path
-            for path in checkpoint.model_files
-            if visibility is None or visibility.reader(path.name) == visibility.rank
-        ]
-        labels = {path: path.name if visibility is None else visibility.label(path.name) for path in models}
-        holders |= set(labels.values())
         sizes = file_sizes(checkpoint.tag_dir)
-        bad |= {labels[path] for path in models if _contradicts_itself(path, sizes.get(path.name, 0))}
+        for path in filter(is_read_here, checkpoint.model_files):
+            label = path.name if visibility is None else visibility.label(path.name)
+            holders.add(label)
+            bad |= {label} if _contradicts_itself(path, sizes.get(path.name, 0)) else set()
     if bad:
-        return _Damage(tuple(sorted(bad)), f"Damaged: {', '.join(sorted(bad))}.")
-    if not holders:
-        return _Damage((), "")
+        return True, f"Damaged: {', '.join(sorted(bad))}."
     more = " ..." if len(holders) > _NAMED else ""
-    return _Damage((), f"They are in {', '.join(sorted(holders)[:_NAMED])}{more}.")
+    return False, f"They are in {', '.join(sorted(holders)[:_NAMED])}{more}." if holders else ""
 
 
 def _contradicts_itself(path: FilePath, size: int) -> bool:

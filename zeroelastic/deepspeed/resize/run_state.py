@@ -20,8 +20,7 @@ from zeroelastic.deepspeed.client_state import states_to_load
 from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.engine_state import lineage_of, state_of
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
-from zeroelastic.deepspeed.live.precision import set_loss_scaler
-from zeroelastic.deepspeed.load.restore import live_value, set_option
+from zeroelastic.deepspeed.live.replicated import set_loss_scaler, set_option
 from zeroelastic.deepspeed.patching import patched
 from zeroelastic.errors import CheckpointError, LayoutMismatchError, UnsupportedError
 
@@ -165,7 +164,7 @@ def restore_values(live: LiveOptimizer, state: RunState) -> None:
     """Set scalars of optimizer state, hyper-parameters and loss scales."""
     for i, g in enumerate(live.group_of):
         for key, value in state.groups[g].scalars.items():
-            live.set_scalar(i, key, live_value(value))
+            live.set_scalar(i, key, value)
     for group, saved in zip(live.base.param_groups, state.groups, strict=True):
         for option, value in saved.options.items():
             set_option(group, option, value)

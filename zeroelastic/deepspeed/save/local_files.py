@@ -17,8 +17,8 @@ from deepspeed.runtime import engine as ds_engine
 
 from zeroelastic.deepspeed.client_state import checked_client_state
 from zeroelastic.deepspeed.engine import Engine
+from zeroelastic.deepspeed.live.kinds import listed_by_optimizer
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
-from zeroelastic.deepspeed.live.trained import listed_by_optimizer
 from zeroelastic.deepspeed.patching import patched
 from zeroelastic.deepspeed.save.shard_writer import ShardWriter, elastic_state_dict
 

@@ -23,8 +23,8 @@ from zeroelastic.deepspeed.client_state import saved_step
 from zeroelastic.deepspeed.engine import Engine, accumulated_micro_batches
 from zeroelastic.deepspeed.engine_state import lineage_of, link, state_of
 from zeroelastic.deepspeed.live.digests import LiveStreams, gather_over_tp, live_streams, whole_contents
+from zeroelastic.deepspeed.live.kinds import listed_by_optimizer
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
-from zeroelastic.deepspeed.live.trained import listed_by_optimizer
 from zeroelastic.deepspeed.notices import notice
 from zeroelastic.deepspeed.options import Options
 from zeroelastic.deepspeed.patching import patched

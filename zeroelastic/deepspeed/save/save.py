@@ -19,10 +19,9 @@ from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_head
 from zeroelastic.deepspeed.client_state import checked_client_state, saved_step
 from zeroelastic.deepspeed.engine import Engine, agree_on_options, options_of, saves_elastic
 from zeroelastic.deepspeed.engine_state import lineage_of, refuse_to_save, state_of
-from zeroelastic.deepspeed.live.kinds import covered_live, kind_of
+from zeroelastic.deepspeed.live.kinds import covered_live, kind_of, listed_by_optimizer
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.live.replicated import difference, replicated_facts, token_of
-from zeroelastic.deepspeed.live.trained import listed_by_optimizer
 from zeroelastic.deepspeed.notices import notice
 from zeroelastic.deepspeed.save.after_save import AfterSave, remove_old_tags
 from zeroelastic.deepspeed.save.background import BackgroundMode, background_for
