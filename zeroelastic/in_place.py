@@ -21,33 +21,22 @@ VARIABLE = IN_PLACE
 """An environment variable that the rendezvous sets in workers: an ``InPlace`` as JSON."""
 BACKEND = "zeroelastic-in-place"
 
-TIMES = {
-    "join_timeout": 600.0,
-    "last_call_timeout": 1.0,
-    "heartbeat_interval": 0.5,
-    "heartbeat_timeout": 5.0,
-    "failure_timeout": 60.0,
-    "store_timeout": 30.0,
-    "close_timeout": 300.0,
-    "notice": 30.0,
-}
-"""The settings of ``--rdzv-conf``, all in seconds, and what they are by default.
-
-``join_timeout``: how long a worker waits for a world that it is in. ``last_call_timeout``: how long the first world
-waits for more nodes once there are enough. ``heartbeat_interval``: how often each worker tells the store that it lives,
-and how often rank 0 looks for newcomers; one that was silent for ``heartbeat_timeout`` counts as dead.
-``failure_timeout``: how long the members of a world wait for one that lives and does not come. ``store_timeout``: how
-long a running world goes on while the store does not answer. ``close_timeout``: how long the agent that hosts the store
-waits at the end for the other nodes. ``notice``: how long a worker has to leave once it was asked to.
-"""
-
 _joined = False
 """Whether this process has joined a world of its job."""
 
 
 @dataclass(frozen=True, slots=True)
 class InPlace:
-    """The store of a job, the node of this process, which is one start of the workers of an agent, and the settings."""
+    """The store of a job, the node of this process, which is one start of the workers of an agent, and the settings.
+
+    The settings of ``--rdzv-conf`` are in seconds. ``join_timeout``: how long a worker waits for a world that it is in.
+    ``last_call_timeout``: how long the first world waits for more nodes once there are enough. ``heartbeat_interval``:
+    how often each worker tells the store that it lives, and how often rank 0 looks for newcomers; one that was silent
+    for ``heartbeat_timeout`` counts as dead. ``failure_timeout``: how long the members of a world wait for one that
+    lives and does not come. ``store_timeout``: how long a running world goes on while the store does not answer.
+    ``close_timeout``: how long the agent that hosts the store waits at the end for the other nodes. ``notice``: how
+    long a worker has to leave once it was asked to.
+    """
 
     host: str
     port: int
@@ -55,14 +44,14 @@ class InPlace:
     node: int
     min_nodes: int
     max_nodes: int
-    join_timeout: float = TIMES["join_timeout"]
-    last_call_timeout: float = TIMES["last_call_timeout"]
-    heartbeat_interval: float = TIMES["heartbeat_interval"]
-    heartbeat_timeout: float = TIMES["heartbeat_timeout"]
-    failure_timeout: float = TIMES["failure_timeout"]
-    store_timeout: float = TIMES["store_timeout"]
-    close_timeout: float = TIMES["close_timeout"]
-    notice: float = TIMES["notice"]
+    join_timeout: float = 600.0
+    last_call_timeout: float = 1.0
+    heartbeat_interval: float = 0.5
+    heartbeat_timeout: float = 5.0
+    failure_timeout: float = 60.0
+    store_timeout: float = 30.0
+    close_timeout: float = 300.0
+    notice: float = 30.0
 
     def __post_init__(self) -> None:
         """Raises ConfigError for a setting that cannot be."""
@@ -97,6 +86,10 @@ class InPlace:
                 f"{VARIABLE} is {text[:200]!r}, which is not what torchrun --rdzv-backend={BACKEND} sets "
                 f"({type(error).__name__}: {error}). Do not set the variable."
             ) from error
+
+
+TIMES = {field.name: field.default for field in fields(InPlace) if isinstance(field.default, float)}
+"""The settings of ``--rdzv-conf``, and what they are by default."""
 
 
 def seconds(name: str, given: object) -> float:

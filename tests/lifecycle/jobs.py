@@ -40,7 +40,7 @@ PRELOADED = (
     "typer.testing",
     "zeroelastic.cli.app",
     "zeroelastic.elastic",
-    "zeroelastic.elastic.resize.worlds",
+    "zeroelastic.elastic.resize.job",
     "zeroelastic.elastic.memory.checkpoints",
     "zeroelastic.elastic.memory.resume",
     "zeroelastic.deepspeed.load.fallback",

@@ -29,8 +29,8 @@ from zeroelastic.elastic.batch import BatchPlan, batch_plan
 from zeroelastic.elastic.events import Events, events
 from zeroelastic.elastic.notice import EXIT_PREEMPTED
 from zeroelastic.elastic.preemption import Every, Preemption, every, preemption
+from zeroelastic.elastic.resize.job import worlds
 from zeroelastic.elastic.resize.world import World
-from zeroelastic.elastic.resize.worlds import worlds
 from zeroelastic.elastic.resume import Resumed, resume
 from zeroelastic.elastic.sampler import ElasticBatchSampler, ElasticDistributedSampler, ElasticIterableDataset
 from zeroelastic.elastic.timeout import set_collective_timeout

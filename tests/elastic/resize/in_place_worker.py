@@ -15,7 +15,8 @@ import sys
 import time
 from pathlib import Path
 
-from zeroelastic.elastic.resize.membership import Membership, World
+from zeroelastic.elastic.resize.membership import Membership
+from zeroelastic.elastic.resize.roster import World
 
 DIRECTORY = Path(sys.argv[1])
 LIMIT_S = 120.0

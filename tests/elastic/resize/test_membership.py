@@ -27,8 +27,8 @@ import warm_python
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroelastic.elastic.resize.membership import Membership, World
-from zeroelastic.elastic.resize.roster import Roster, Watch, failures_in, numbers, runs
+from zeroelastic.elastic.resize.membership import Membership
+from zeroelastic.elastic.resize.roster import Roster, Watch, World, failures_in, numbers, runs
 from zeroelastic.errors import ConfigError, MembershipError
 from zeroelastic.in_place import VARIABLE, InPlace
 

@@ -81,7 +81,7 @@ def main(directory: Path) -> None:
     from training import Job, build_engine, ds_config, look, train_step
 
     from zeroelastic.elastic import ElasticDistributedSampler, every
-    from zeroelastic.elastic.resize.worlds import worlds
+    from zeroelastic.elastic.resize.job import worlds
 
     if "die" in settings:
         die_at(settings["die"], directory)

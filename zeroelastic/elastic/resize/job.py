@@ -1,12 +1,8 @@
-"""This process in a job that changes size in place: a state machine over its worlds.
+"""A training loop over worlds: when nodes come or leave, the job goes on at another size in the same processes.
 
-    Forming      the members of a world come together, and each builds its engine and fills it
-    Training     the caller's loop runs
-    Recovering   a member was lost: the survivors agree on the world that follows
-    HandingOver  this process leaves, and sends the part of the state that it has
-    Ended
-
-``Job.worlds`` goes from state to state; each method that handles one returns the next.
+``worlds`` builds an engine for each world. Between two of them the state goes from memory to memory, and each rank gets
+only what it does not have; the content root is compared. Where a node is lost without notice, the survivors build the
+next world too, and resume from the memory of the nodes or from the disk.
 """
 
 from __future__ import annotations
@@ -14,11 +10,9 @@ from __future__ import annotations
 import copy
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from importlib import import_module
@@ -31,11 +25,12 @@ from zeroelastic.core.movement import Recut
 from zeroelastic.distributed.collective import broadcast_or_raise, collective_device
 from zeroelastic.distributed.peers import JoinedPeers
 from zeroelastic.elastic.events import Events
-from zeroelastic.elastic.notice import Notice
+from zeroelastic.elastic.notice import SIGNALS, Notice
 from zeroelastic.elastic.position import KEY, Position, generators_of, restore_generators, unpack_position
+from zeroelastic.elastic.preemption import Every
 from zeroelastic.elastic.resize.membership import Membership
 from zeroelastic.elastic.resize.roster import World as Members
-from zeroelastic.elastic.resize.world import NOTICING_S, Changes, World, WorldArguments, forget_frames
+from zeroelastic.elastic.resize.world import Changes, World, WorldArguments, forget_frames
 from zeroelastic.elastic.resume import Resumed, resume
 from zeroelastic.errors import ConfigError, MembershipError, StrictError, with_remedy
 from zeroelastic.monitoring.observers import publish
@@ -59,34 +54,72 @@ _IMPORTS = (
 process is the import of what torch's compiler needs (DeepSpeed 0.19.8, torch 2.13)."""
 
 
-class _BreaksWaits:
-    """Ends the wait for a member that dies while a world begins.
+def worlds(
+    build: Callable[[], Any],
+    directory: str | os.PathLike[str],
+    *,
+    data: Position | None = None,
+    saving: Every | None = None,
+    grace: float = 30.0,
+    client_state: Callable[[], Mapping[str, Any]] | None = None,
+    log: str | os.PathLike[str] | None = None,
+    status: bool = False,
+    strict: bool = True,
+    fresh: bool = False,
+    required: bool = False,
+    sizes: Callable[[int], bool] | None = None,
+) -> Iterator[World]:
+    """The job at one size after another, each with an engine that ``build`` makes for it::
 
-    To form a process group, ranks wait for each other in the store until the timeout of collectives, in C++
-    (``ProcessGroupGloo``) and in Python (``_store_based_barrier``, torch 2.13). So the connection is broken.
+        for world in worlds(build, "ckpt", data=sampler, saving=every(seconds=600)):
+            with world as engine:
+                for batch in batches(sampler, engine):
+                    engine.backward(engine(batch))
+                    engine.step()
+                    if world.ends():
+                        break
+
+    ``build()`` is called in each world, when ``torch.distributed`` is there: it makes the model and returns what
+    ``deepspeed.initialize`` returns first, or that and a position in the data which fits this world. It must build the
+    same model and optimizer groups each time; the run's values replace theirs. ``sizes(n)`` says whether
+    the job can have ``n`` ranks. ``preemption`` and ``resume`` have the other arguments too; ``log`` is the path of
+    an event log.
+
+    Under torchrun with ``--rdzv-backend=zeroelastic-in-place``, worlds change in the same processes: a node that comes
+    is taken in between two steps, one that is asked to leave (SIGTERM) hands its state to the others. When all nodes
+    are asked to leave, the job saves and stops, as with ``preemption``. Elsewhere there is one world, which begins with
+    ``resume``. The loop ends when the training loop of a world ends by itself, when the job stops, and in a process
+    that leaves.
+
+    Raises what ``build`` and ``resume`` raise, StrictError for another global batch in the next world where ``strict``,
+    DigestMismatchError where the state has changed on its way, and MembershipError where the job goes on without this
+    process.
     """
+    arguments = WorldArguments(
+        build, directory, data, saving, client_state, log, status, strict, fresh, required, sizes
+    )
+    from zeroelastic.deepspeed.install.seams import install
 
-    def __init__(self, membership: Membership, now: Members) -> None:
-        self._membership = membership
-        self._others = [member for member in now.members if member != membership.number]
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="zeroelastic-worlds", daemon=True)
+    install()
+    membership = Membership.of_this_process()
+    notice = Notice(grace if membership is None else min(grace, membership.settings.notice), SIGNALS)
+    notice.begin()
+    try:
+        if membership is None:
+            engine, position = build_engine(arguments)
+            events = Events(engine, arguments.log, status=arguments.status)
+            start = _resume(arguments, engine, position, events)
+            yield World(arguments, engine, position, start, events, notice, None, None)
+            return
+        try:
+            yield from Job(arguments, membership, notice).worlds()
+        finally:
+            membership.leave()
+    finally:
+        notice.end(ignoring=notice.at is not None)  # so that none ends a process that leaves
 
-    def __enter__(self) -> None:
-        self._thread.start()
 
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._ended.wait(NOTICING_S):
-            if self._membership.died(self._others):
-                self._membership.cut_off()
-                return
-
-
-def resume_newest(arguments: WorldArguments, engine: Any, data: Position | None, log: Events) -> Resumed:
+def _resume(arguments: WorldArguments, engine: Any, data: Position | None, log: Events) -> Resumed:
     """The newest checkpoint, in memory or on disk. Collective."""
     return resume(
         engine,
@@ -151,46 +184,6 @@ class _Beginning:
             self._data, self._position = data, copy.deepcopy(data.state_dict())
 
 
-@dataclass(frozen=True, slots=True)
-class Forming:
-    """The members of a world come together, and each builds its engine and fills it."""
-
-    members: Members
-
-
-@dataclass(frozen=True, slots=True)
-class Training:
-    """The caller's loop runs over this world."""
-
-    world: World
-
-
-@dataclass(frozen=True, slots=True)
-class Recovering:
-    """A member of a world was lost, before or after it had begun: its survivors agree on the one that follows.
-
-    ``unchanged`` says that this process still has the state of the world before, because the new one had not begun.
-    """
-
-    members: Members
-    unchanged: bool
-
-
-@dataclass(frozen=True, slots=True)
-class HandingOver:
-    """This process leaves, and sends the ranges of its state that the others need."""
-
-    following: Members
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """This process takes no part any more."""
-
-
-State = Forming | Training | Recovering | HandingOver | Ended
-
-
 class Job:
     """The worlds of a job in which this process is a member."""
 
@@ -208,21 +201,17 @@ class Job:
         for name in _IMPORTS:  # before this process is ready to be taken in: nobody waits for it
             with suppress(ImportError):
                 import_module(name)
-        state: State = Forming(self._membership.first())
-        while not isinstance(state, Ended):
-            match state:
-                case Forming(members):
-                    state = self._form(members)
-                case Training(world):
-                    yield world
-                    state = self._after_training(world)
-                case Recovering(members, unchanged):
-                    state = self._recover(members, unchanged=unchanged)
-                case HandingOver(following):
-                    state = self._hand_over(following)
+        members: Members | None = self._membership.first()
+        while members is not None:
+            world = self._form(members)
+            if world is None:
+                members = self._recover(members)
+            else:
+                yield world
+                members = self._after_training(world)
 
-    def _after_training(self, world: World) -> State:
-        """The state after the caller's loop over a world has ended, in whatever way."""
+    def _after_training(self, world: World) -> Members | None:
+        """The world that follows, after the caller's loop over one has ended in whatever way; None for this process."""
         from zeroelastic.deepspeed.process_world import end_groups_at_exit
         from zeroelastic.deepspeed.resize.restore import leave_world
 
@@ -234,7 +223,7 @@ class Job:
             end_groups_at_exit()  # the script may still use the engine
             if not world.stopped:
                 self._membership.leave(finished=True)
-            return Ended()
+            return None
         if following is not None and following.previous and not failed:
             try:
                 self._leaving = leave_world(world.engine, world.state())
@@ -246,27 +235,28 @@ class Job:
         del changes  # it refers to the engine
         _end(world.release(), failed=failed)
         if following is not None and self._membership.number not in following.members:
-            return Ended() if failed else HandingOver(following)
+            if not failed:
+                self._hand_over(following)
+            return None
         members = now if following is None else following
-        return Recovering(members, unchanged=False) if failed else Forming(members)
+        return self._recover(members) if failed else members
 
-    def _form(self, now: Members) -> Training | Recovering:
-        """Form a world, build its engine and fill it; ``Recovering`` where a member of it, or of the last, was lost."""
+    def _form(self, now: Members) -> World | None:
+        """Form a world, build its engine and fill it; None where a member of it, or of the last, was lost."""
         from zeroelastic.deepspeed.agreement import OtherRanksRefusedError, same_on_all_ranks
         from zeroelastic.deepspeed.engine_state import changing
         from zeroelastic.deepspeed.process_world import begin_world, only_new_garbage
 
-        has_state = self._leaving is not None
-        if not has_state and self._membership.number in now.previous:  # it failed before its state was kept
+        if self._leaving is None and self._membership.number in now.previous:  # it failed before its state was kept
             self._membership.cannot_meet(now)
-            return Recovering(now, unchanged=False)
+            return None
         if not self._membership.meet(now):
-            return Recovering(now, unchanged=has_state)
+            return None
         changes = Changes(self._membership, now, self._arguments.sizes)
         rank, size = now.members.index(self._membership.number), len(now.members)
         engine = None
         try:
-            with _BreaksWaits(self._membership, now):
+            with self._membership.breaking_waits(now):
                 begin_world(self._membership.store_of(now), rank=rank, world_size=size, timeout=None)
                 formed = time.monotonic()
                 if not now.previous or not self._has_begun:
@@ -287,7 +277,7 @@ class Job:
                         start, report = self._moved(now, engine, data, formed)
                     log.resumed(start, seconds=report.move_seconds, resize=report)
                 else:
-                    start = resume_newest(self._arguments, engine, data, log)
+                    start = _resume(self._arguments, engine, data, log)
         except (RuntimeError, OSError, EOFError) as error:
             refused = isinstance(error, OtherRanksRefusedError)
             if not refused and not changes.lost_peer(error, with_previous=True):
@@ -295,10 +285,10 @@ class Job:
             logger.warning("world %d ends before it has begun: %s", now.number, error)
             forget_frames(error)
             _end(engine, failed=True)
-            return Recovering(now, unchanged=has_state)
+            return None
         changes.recuts = self._recuts(engine)
         self._leaving = None
-        return Training(World(self._arguments, engine, data, start, log, self._notice, changes, report))
+        return World(self._arguments, engine, data, start, log, self._notice, changes, report)
 
     def _recuts(self, engine: Any) -> Callable[[int], Sequence[Recut]] | None:
         """How the state of an engine is cut at other sizes; None where it cannot move, with a warning. Collective."""
@@ -311,19 +301,22 @@ class Job:
             logger.warning("%s: a change of size goes by way of a save to %s", why, self._arguments.directory)
         return None
 
-    def _recover(self, now: Members, *, unchanged: bool) -> Forming | Ended:
-        """Agree with the other survivors on the world that follows one that has failed."""
-        following = self._membership.after_failure(now, unchanged=unchanged)
+    def _recover(self, now: Members) -> Members | None:
+        """Agree with the other survivors on the world that follows one that has failed; None for this process.
+
+        A process that still has the state of the world before says so: the failed one had not begun.
+        """
+        following = self._membership.after_failure(now, unchanged=self._leaving is not None)
         if not following.previous:
             self._leaving = None
         if self._membership.number not in following.members:
             if self._notice.at is not None:
-                return Ended()
+                return None
             raise MembershipError(
                 f"world {following.number} goes on without this process, whose node has lost a worker. It ends, and "
                 "torchrun starts the workers of the node again."
             )
-        return Forming(following)
+        return following
 
     def _peers(self, now: Members) -> tuple[JoinedPeers, list[int]]:
         """All members of two worlds, the new one's first, and the peer that each old rank is. Collective."""
@@ -335,12 +328,12 @@ class Job:
         place = {member: number for number, member in enumerate(joined)}
         return peers, [place[member] for member in now.previous]
 
-    def _hand_over(self, following: Members) -> Ended:
+    def _hand_over(self, following: Members) -> None:
         """Send what the others need, and wait until they have it; nothing where they resume from the directory."""
         from zeroelastic.deepspeed.resize.restore import serve
 
         if self._leaving is None:
-            return Ended()
+            return
         try:
             peers, peer_of = self._peers(following)
             peers.broadcast(self._leaving.state if peers.rank == peer_of[0] else None, peer_of[0])
@@ -351,7 +344,6 @@ class Job:
         except RuntimeError as error:
             logger.warning("left, while the others changed to world %d: %s", following.number, error)
         self._leaving = None
-        return Ended()
 
     def _moved(self, now: Members, engine: Any, data: Position | None, formed: float) -> tuple[Resumed, ResizeReport]:
         """Fill the engine with the state of the world before. Collective."""

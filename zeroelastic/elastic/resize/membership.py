@@ -17,25 +17,33 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from zeroelastic.elastic.resize.job_store import break_connections, connect, sockets_to
-from zeroelastic.elastic.resize.roster import Node, Roster, Snapshot, Watch, World, failures_in
+from zeroelastic.elastic.resize.roster import (
+    Node,
+    Roster,
+    Snapshot,
+    Watch,
+    World,
+    break_connections,
+    connect,
+    failures_in,
+    sockets_to,
+)
 from zeroelastic.errors import ConfigError, MembershipError
 from zeroelastic.in_place import VARIABLE, InPlace, note_joined
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-__all__ = ["Membership", "World"]
-
 logger = logging.getLogger(__name__)
 
-_LOOK_S = 0.1
-"""How often a member that waits looks at the store."""
-_MEMBERS_PER_LOOK_S = 20_000
+LOOK_S = 0.1
+"""How often a member that waits looks at the store, or at who has died."""
+_MEMBERS_PERLOOK_S = 20_000
 """How many members may look within a second: where more wait, each looks more rarely."""
 _CLOSE_S = 5.0
 _REMOVED_AT_ONCE = 1000
@@ -198,12 +206,28 @@ class Membership:
         self._groups.set_timeout(timedelta(seconds=self.settings.failure_timeout if timeout_s is None else timeout_s))
         return PrefixStore(self._roster.groups_of(world), self._groups)
 
-    def cut_off(self) -> None:
-        """Break the connection of ``store_of``: a wait there for a dead member fails. From any thread.
+    @contextmanager
+    def breaking_waits(self, world: World) -> Iterator[None]:
+        """Within this context, a wait in ``store_of`` fails when another member of the world dies.
 
-        torch has no other way to end such a wait before its timeout.
+        To form a process group, ranks wait for each other in the store until the timeout of collectives, in C++
+        (``ProcessGroupGloo``) and in Python (``_store_based_barrier``, torch 2.13). So the connection is broken.
         """
-        break_connections(self.settings.port, self._sockets)
+        others, ended = [member for member in world.members if member != self.number], threading.Event()
+
+        def watch() -> None:
+            while not ended.wait(LOOK_S):
+                if self.died(others):
+                    break_connections(self.settings.port, self._sockets)
+                    return
+
+        watching = threading.Thread(target=watch, name="zeroelastic-worlds", daemon=True)
+        watching.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            watching.join()
 
     def died(self, members: Collection[int]) -> tuple[int, ...]:
         """Those that have ended, or whose heartbeat has stopped for ``heartbeat_timeout``.
@@ -339,7 +363,7 @@ class Membership:
         return True
 
     def _pause(self, now: Snapshot) -> None:
-        time.sleep(max(_LOOK_S, sum(len(node.members) for node in now.nodes) / _MEMBERS_PER_LOOK_S))
+        time.sleep(max(LOOK_S, sum(len(node.members) for node in now.nodes) / _MEMBERS_PERLOOK_S))
 
 
 class _Heartbeat(threading.Thread):

@@ -15,14 +15,14 @@ import logging
 import os
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from _zeroelastic_hook import VARIABLE as ACTIVATION
-from zeroelastic.elastic.resize.job_store import connect
-from zeroelastic.elastic.resize.roster import Roster, Watch
+from zeroelastic.elastic.resize.roster import Roster, Watch, connect
 from zeroelastic.errors import ConfigError, MembershipError
 from zeroelastic.in_place import BACKEND, TIMES, VARIABLE, InPlace, seconds
 
@@ -85,7 +85,7 @@ class _Handler(RendezvousHandler):
         if self._node is None:
             atexit.register(self._end)  # a signal ends the agent without a word to its rendezvous
         self._node = self._roster.new_node()
-        passed = InPlace(**{**_fields(self._settings), "port": self._port, "node": self._node})
+        passed = replace(self._settings, port=self._port, node=self._node)
         os.environ[VARIABLE] = passed.to_environment()
         os.environ[ACTIVATION] = "1"
         store = PrefixStore(f"zeroelastic/{self._job}/agent/{self._node}", self._tcp)
@@ -163,7 +163,3 @@ class _Handler(RendezvousHandler):
             self._tcp = self._connect()
         self._fresh = False
         return PrefixStore(f"zeroelastic/{self._job}/job", self._tcp)
-
-
-def _fields(settings: InPlace) -> dict[str, Any]:
-    return {name: getattr(settings, name) for name in settings.__slots__}

@@ -22,16 +22,13 @@ from zeroelastic.elastic.events import Events
 from zeroelastic.elastic.notice import Notice
 from zeroelastic.elastic.position import Position
 from zeroelastic.elastic.preemption import Every, Preemption
-from zeroelastic.elastic.resize.membership import Membership
+from zeroelastic.elastic.resize.membership import LOOK_S, Membership
 from zeroelastic.elastic.resize.roster import World as Members
 from zeroelastic.elastic.resume import Resumed
 from zeroelastic.errors import ConfigError
 from zeroelastic.report import ResizeReport
 
 logger = logging.getLogger(__name__)
-
-NOTICING_S = 0.1
-"""How often it is asked whether a peer has died, once a collective has failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +127,7 @@ class Changes:
         while not (dead := self.membership.died(others)) and not self.membership.has_failed(self.now):
             if time.monotonic() > deadline:
                 return False
-            time.sleep(NOTICING_S)
+            time.sleep(LOOK_S)
         named = ", ".join(map(str, dead))
         logger.warning("world %d has failed%s", self.now.number, f": members {named} are gone" if named else "")
         return True
