@@ -19,7 +19,7 @@ def start() -> None:
     seconds = _timeout()
     install()
     if seconds:
-        from zeroelastic.elastic.timeout import set_collective_timeout
+        from zeroelastic.elastic.leaving import set_collective_timeout
 
         set_collective_timeout(seconds)
 

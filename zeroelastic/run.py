@@ -19,7 +19,7 @@ from zeroelastic.extras import require_torch
 require_torch("zeroelastic.run")
 
 _TIMEOUT_S = 600.0
-"""As ``zeroelastic.elastic.timeout.DEFAULT_S``, which is not imported here: that imports torch."""
+"""As ``zeroelastic.elastic.leaving.DEFAULT_S``, which is not imported here: that imports torch."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.script is None:
             return
     if options.timeout:
-        from zeroelastic.elastic.timeout import set_collective_timeout
+        from zeroelastic.elastic.leaving import set_collective_timeout
 
         set_collective_timeout(options.timeout)
     sys.argv = [options.script, *local_rank, *options.args]

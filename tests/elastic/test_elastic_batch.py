@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from zeroelastic.core.global_batch import world_sizes
 from zeroelastic.elastic import ElasticBatchSampler, ElasticDistributedSampler
-from zeroelastic.elastic.batch import BatchPlan, batch_plan, current_rank, current_world_size
+from zeroelastic.elastic.sampler import BatchPlan, batch_plan, current_rank, current_world_size
 from zeroelastic.errors import ConfigError
 from zeroelastic.testing import RankPool
 

@@ -24,9 +24,8 @@ from zeroelastic.elastic import (
     preemption,
     resume,
     set_collective_timeout,
-    status,
 )
-from zeroelastic.elastic.status import Status, StatusLine
+from zeroelastic.elastic.events import Status, StatusLine
 from zeroelastic.errors import ConfigError
 from zeroelastic.job_log.event_log import EndEvent, ResumeEvent, SaveEvent, StartEvent, StepEvent, read_events
 from zeroelastic.job_log.timeline import make_timeline
@@ -201,7 +200,7 @@ def test_where_output_is_no_terminal_a_plain_line_comes_now_and_then(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 1000.0
-    monkeypatch.setattr("zeroelastic.elastic.status.time.monotonic", lambda: now)
+    monkeypatch.setattr("zeroelastic.elastic.events.time.monotonic", lambda: now)
     line = StatusLine()
     for _ in range(61):
         line.show(STATUS)
@@ -214,8 +213,7 @@ def test_where_output_is_no_terminal_a_plain_line_comes_now_and_then(
 def test_on_a_terminal_one_line_is_drawn_over(tmp_path: Path) -> None:
     """In a terminal of its own: the lines of a print in between stay, and the status is drawn again below them."""
     code = (
-        "import dataclasses, runpy, time\n"  # the module alone: it needs no torch
-        f"globals().update(runpy.run_path({status.__file__!r}, run_name='status'))\n"
+        "import dataclasses, time\nfrom zeroelastic.elastic.events import Status, StatusLine\n"
         "line = StatusLine(); status = Status(world_size=2)\n"
         "for n in range(1, 4): line.show(dataclasses.replace(status, step=n)); print('printed', n); time.sleep(0.3)\n"
         "line.close()"

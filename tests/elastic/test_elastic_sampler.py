@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, DistributedSampler
 
-from zeroelastic.elastic.batch import batch_plan, world_sizes
-from zeroelastic.elastic.sampler import ElasticBatchSampler, ElasticDistributedSampler, ElasticIterableDataset
+from zeroelastic.core.global_batch import world_sizes
+from zeroelastic.elastic import ElasticBatchSampler, ElasticDistributedSampler, ElasticIterableDataset, batch_plan
 from zeroelastic.errors import ConfigError, StrictError
 
 

@@ -54,7 +54,7 @@ def the_last_commit_is_the_newest_state() -> None:
 
 def workers_get_signals() -> None:
     """A signal to the process group ends the workers of a DataLoader."""
-    _set("elastic.notice", "_starting_shielded", lambda start, signals: start)
+    _set("elastic.leaving", "_starting_shielded", lambda start, signals: start)
 
 
 def engines_meet_in_collectives() -> None:

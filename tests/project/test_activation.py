@@ -288,7 +288,7 @@ def test_every_rank_of_a_launcher_has_it(real, launcher):
 def test_the_timeout_of_collectives_can_be_set_with_it(monkeypatch, value, seconds):
     done: list[object] = []
     monkeypatch.setattr(activation, "install", lambda: done.append("installed"))
-    monkeypatch.setattr("zeroelastic.elastic.timeout.set_collective_timeout", done.append)
+    monkeypatch.setattr("zeroelastic.elastic.leaving.set_collective_timeout", done.append)
     monkeypatch.setenv("ZEROELASTIC_COLLECTIVE_TIMEOUT", value)
     activation.start()
     assert done == ["installed", *([seconds] if seconds else [])]

@@ -1,15 +1,13 @@
 """Elastic torchrun jobs: a ZeRO-3 run that continues unchanged while its number of ranks changes.
 
-    batch       micro batch and accumulation that keep the global batch
-    sampler     samplers whose position fits every world size; ``loader`` does the same for torchdata
+    sampler     batch plans and samplers that fit every world size; ``loader`` does the same for torchdata
     resume      loads the newest checkpoint that loads; ``attempts`` counts loads that killed the job
     preemption  saves and stops all ranks together
+    leaving     the signals that ask a process to leave, and the timeout for one that was lost
     resize/     ``worlds``: a training loop whose job changes size in the same processes
     memory/     checkpoints in the memory of the nodes
-    notice      the signals that ask a process to leave
     position    the position in the data and the random generators, in the client state
-    events      the event log of the job; ``status`` is its status line
-    timeout     the timeout of collectives
+    events      the event log of the job, and its status line
 
 Imports ``deepspeed`` (inside functions) and below. Read ``resume``, then ``preemption``, then ``resize.job``.
 """
@@ -25,15 +23,19 @@ from zeroelastic.extras import torch_is_there, torch_missing
 if not torch_is_there():
     raise torch_missing("zeroelastic.elastic")
 
-from zeroelastic.elastic.batch import BatchPlan, batch_plan
 from zeroelastic.elastic.events import Events, events
-from zeroelastic.elastic.notice import EXIT_PREEMPTED
+from zeroelastic.elastic.leaving import EXIT_PREEMPTED, set_collective_timeout
 from zeroelastic.elastic.preemption import Every, Preemption, every, preemption
 from zeroelastic.elastic.resize.job import worlds
 from zeroelastic.elastic.resize.world import World
 from zeroelastic.elastic.resume import Resumed, resume
-from zeroelastic.elastic.sampler import ElasticBatchSampler, ElasticDistributedSampler, ElasticIterableDataset
-from zeroelastic.elastic.timeout import set_collective_timeout
+from zeroelastic.elastic.sampler import (
+    BatchPlan,
+    ElasticBatchSampler,
+    ElasticDistributedSampler,
+    ElasticIterableDataset,
+    batch_plan,
+)
 
 if TYPE_CHECKING:
     from zeroelastic.elastic.loader import ElasticStatefulDataLoader

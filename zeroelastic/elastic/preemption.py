@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from zeroelastic.distributed.collective import collective_device, end_group
-from zeroelastic.elastic.notice import EXIT_PREEMPTED, SIGNALS, Notice
+from zeroelastic.elastic.leaving import EXIT_PREEMPTED, SIGNALS, Notice
 from zeroelastic.elastic.position import KEY, Position, pack_position, unpack_position
 from zeroelastic.errors import ConfigError, SaveError
 from zeroelastic.io.paths import absolute, as_path, relative_name

@@ -1,12 +1,12 @@
 """What training frameworks need besides the engine's own methods. Each framework has its module; none imports another.
 
-    transformers   the Hugging Face Trainer
+    transformers   the Hugging Face Trainer, and its trackers
     trainer_batch  the same, of front ends on top of it: the saved global batch at another number of ranks
     ms_swift       ms-swift's order of samples
     accelerate     schedulers, random generators and the position in the data
     lightning      loop counters, the position in the data and the scale of gradients
     framework_load  what the integrations do before and after a framework's own load
-    transformers_metrics, accelerate_metrics, lightning_metrics
+    accelerate_metrics, lightning_metrics
                    saves and loads in the trackers of each, over ``job_metrics``
 
 All but ``transformers`` are applied by ``deepspeed/install/frameworks`` where the framework is imported.

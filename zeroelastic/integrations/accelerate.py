@@ -35,6 +35,7 @@ from zeroelastic.elastic.position import seed_generators
 from zeroelastic.errors import StrictError, UnsupportedError
 from zeroelastic.integrations.framework_load import Notes, is_loaded_here, load_and_correct, read_on_rank_0
 from zeroelastic.io.paths import FilePath
+from zeroelastic.runs.tag_directory import read_tag
 from zeroelastic.torch_file.pickle_graph import read_graph
 
 __all__ = ["DataPosition", "data_position", "remaining_epochs"]
@@ -130,7 +131,7 @@ def _look(accelerator: Any, engine: Any, directory: Path) -> _Saved | None:
             content_root=checkpoint.record.content_root if checkpoint.record is not None else None,
         )
 
-    saved = read_on_rank_0(directory / _TAG, read)
+    saved = read_on_rank_0(lambda: read_tag(directory / _TAG, read))
     if saved is not None:
         all_or_raise(lambda: _refuse(accelerator, engine, directory, saved))
     return saved

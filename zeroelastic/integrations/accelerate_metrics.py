@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from zeroelastic.errors import UnsupportedError
@@ -33,28 +34,24 @@ class MetricsLogger:
                 "MetricsLogger: the accelerator has no ZeRO engine, whose saves and loads it could log. Make it after "
                 "accelerator.prepare, with DeepSpeed ZeRO."
             )
-        self._accelerator, self._engine = accelerator, engine
-        self._metrics = JobMetrics(lambda: engine, events=events)
         self._began = False
+
+        def log(values: Mapping[str, float]) -> None:
+            accelerator.log(dict(values), step=int(engine.global_steps))
+
+        self._metrics = JobMetrics(lambda: engine, log, events=events)
 
     def begin(self) -> None:
         """Training begins, after the load if there was one. Collective."""
         if not self._began:
             self._began = True
             self._metrics.begin()
-        self._flush()
 
     def step(self) -> None:
         """Log what there is, after an optimizer step."""
         self.begin()
         self._metrics.step()
-        self._flush()
 
     def end(self) -> None:
         """Log the rest, at the end of training."""
-        self._flush()
         self._metrics.end()
-
-    def _flush(self) -> None:
-        step = int(self._engine.global_steps)
-        self._metrics.flush(lambda values: self._accelerator.log(dict(values), step=step))

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from zeroelastic.deepspeed.live.kinds import kind_of
-from zeroelastic.distributed.collective import all_gather_or_raise, all_or_raise
+from zeroelastic.distributed.collective import all_or_raise, broadcast_or_raise
 from zeroelastic.distributed.partners import require_partners
 from zeroelastic.errors import StrictError, ZeroElasticError
-from zeroelastic.io.paths import FilePath
 from zeroelastic.report import Note, ResumeReport
-from zeroelastic.runs.tag_directory import read_tag
 
 T = TypeVar("T")
 
@@ -48,22 +47,21 @@ def is_loaded_here(engine: Any) -> bool:
     return kind_of(getattr(engine, "optimizer", None)) is not None
 
 
-def read_on_rank_0(tag_dir: FilePath, read: Callable[[FilePath], T | None]) -> T | None:
-    """What ``read`` returns for a tag directory on rank 0, on every rank. Collective.
+def read_on_rank_0(read: Callable[[], T | None]) -> T | None:
+    """What ``read`` returns on rank 0, on every rank. Collective, where there is a process group.
 
-    None where the directory cannot be read as a ZeRO checkpoint: the engine's own load then raises the reason.
+    None where it finds no ZeRO checkpoint that can be read: the engine's own load then raises the reason.
     """
 
     def look() -> T | None:
-        if dist.get_rank() != 0:
-            return None
-        try:
-            return read_tag(tag_dir, read)
-        except ZeroElasticError:
-            return None
+        with suppress(ZeroElasticError):
+            return read()
+        return None
 
+    if not dist.is_initialized():
+        return look()
     require_partners()
-    return all_gather_or_raise(look)[1][0]
+    return broadcast_or_raise(look)
 
 
 def load_and_correct(

@@ -27,21 +27,32 @@ class JobMetrics:
     """The metrics of the engine that ``engine`` returns, from now on, and the job's event log at ``events``, if given.
 
     The event log (``zeroelastic.elastic.events``) tells after a restart how many steps were lost, and is what
-    ``zeroelastic timeline`` reads. ``engine`` is called whenever there is a report; it may return None.
+    ``zeroelastic timeline`` reads. ``engine`` is called whenever there is a report; it may return None. ``log`` gets
+    the metrics of each report, in the thread that trains: few trackers may be called from any thread. What it raises is
+    logged once. ``engine`` must not keep this object alive, which ends the subscription with its own end.
     """
 
-    def __init__(self, engine: Callable[[], Any], *, events: str | os.PathLike[str] | None = None) -> None:
-        self._engine, self._path = engine, events
-        self._pending = _PendingMetrics(engine)
+    def __init__(self, engine: Callable[[], Any], log: Log, *, events: str | os.PathLike[str] | None = None) -> None:
+        self._engine, self._log, self._path = engine, log, events
         self._events: Events | None = None
         self._has_failed = False
         self._unsubscribe: Callable[[], None] = lambda: None
+        pending = self._pending = deque[Mapping[str, float]]()
+
+        def observe(report: Report, of: Any) -> None:
+            if of is engine():
+                pending.append(metrics_of(report))
+
+        weakref.finalize(self, subscribe(observe)).atexit = False
 
     def begin(self) -> None:
         """Training begins: the engine is built and loaded. Collective."""
         engine = self._engine()
-        if engine is None or not hasattr(engine, "global_steps"):  # a run without DeepSpeed
-            return
+        if engine is not None and hasattr(engine, "global_steps"):  # a run with DeepSpeed
+            self._begin(engine)
+        self.flush()
+
+    def _begin(self, engine: Any) -> None:
         report: ResumeReport | None = getattr(engine, "zeroelastic_report", None)
         seconds = 0.0 if report is None else report.seconds
         tag = None if report is None else Path(report.path).name
@@ -58,19 +69,21 @@ class JobMetrics:
         """An optimizer step may have been taken."""
         if self._events is not None:
             self._events.step()
+        self.flush()
 
     def end(self) -> None:
         """Training has ended as it was meant to."""
+        self.flush()
         self._unsubscribe()
         if self._events is not None:
             self._events.__exit__(None, None, None)
             self._events = None
 
-    def flush(self, log: Log) -> None:
-        """Give the metrics of each report since the last call to ``log``. What it raises is logged once."""
-        for values in self._pending.take():
+    def flush(self) -> None:
+        """Log the metrics of each report since the last call, the oldest first."""
+        while self._pending:
             try:
-                log(values)
+                self._log(self._pending.popleft())
             except Exception:
                 if not self._has_failed:
                     self._has_failed = True
@@ -83,29 +96,3 @@ class JobMetrics:
             return
         if isinstance(report, SaveReport) and report.error is None:
             self._events.saved(report.tag, report.seconds, report)
-
-
-class _PendingMetrics:
-    """Collects the metrics of the engine that ``engine`` returns, from now on; ``take`` returns them and forgets them.
-
-    The thread that trains logs them: few trackers may be called from any thread.
-    ``engine`` is called when a report comes. It must not keep this object alive, which ends the subscription with its
-    own end.
-    """
-
-    def __init__(self, engine: Callable[[], Any]) -> None:
-        self._values: deque[Mapping[str, float]] = deque()
-        values = self._values
-
-        def observe(report: Report, of: Any) -> None:
-            if of is engine():
-                values.append(metrics_of(report))
-
-        weakref.finalize(self, subscribe(observe)).atexit = False
-
-    def take(self) -> list[Mapping[str, float]]:
-        """The metrics of each report since the last call, the oldest first."""
-        taken: list[Mapping[str, float]] = []
-        while self._values:
-            taken.append(self._values.popleft())
-        return taken

@@ -35,6 +35,7 @@ from zeroelastic.distributed.collective import all_or_raise
 from zeroelastic.errors import StrictError, UnsupportedError, ZeroElasticError
 from zeroelastic.integrations.framework_load import Notes, is_loaded_here, load_and_correct, read_on_rank_0
 from zeroelastic.io.paths import FilePath
+from zeroelastic.runs.tag_directory import read_tag
 from zeroelastic.torch_file.pickle_graph import read_graph
 
 logger = logging.getLogger(__name__)
@@ -137,7 +138,7 @@ def _look(trainer: Any, engine: Any, path: Path) -> _Saved | None:
             return None
         return _saved(state, checkpoint.world_size, config)
 
-    saved = read_on_rank_0(path / _TAG, read)
+    saved = read_on_rank_0(lambda: read_tag(path / _TAG, read))
     if saved is not None:
         all_or_raise(lambda: _refuse(trainer, engine, path, saved))
     return saved

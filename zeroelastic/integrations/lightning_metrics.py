@@ -27,39 +27,35 @@ class MetricsCallback(Callback):
     """
 
     def __init__(self, *, events: str | os.PathLike[str] | None = None) -> None:
+        own = weakref.ref(self)
         self._trainer: weakref.ref[Any] | None = None
-        self._metrics = JobMetrics(_engine_of(weakref.ref(self)), events=events)
+
+        def trainer() -> Any:
+            callback = own()
+            return None if callback is None or callback._trainer is None else callback._trainer()
+
+        def engine() -> Any:
+            found = trainer()
+            return None if found is None else found.strategy.model
+
+        def log(values: Mapping[str, float]) -> None:
+            found = trainer()
+            for each in found.loggers if found is not None else ():
+                each.log_metrics(dict(values), step=found.global_step)
+
+        self._metrics = JobMetrics(engine, log, events=events)
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         self._trainer = weakref.ref(trainer)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._metrics.begin()
-        self._flush(trainer)
 
     def on_train_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
         self._metrics.step()
-        self._flush(trainer)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        self._flush(trainer)
         self._metrics.end()
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        self._flush(trainer)  # of a save in another callback's on_train_end
-
-    def _flush(self, trainer: Any) -> None:
-        def log(values: Mapping[str, float]) -> None:
-            for each in trainer.loggers:
-                each.log_metrics(dict(values), step=trainer.global_step)
-
-        self._metrics.flush(log)
-
-
-def _engine_of(callback: weakref.ref[MetricsCallback]) -> Any:
-    def engine() -> Any:
-        own = callback()
-        trainer = own._trainer() if own is not None and own._trainer is not None else None
-        return None if trainer is None else trainer.strategy.model
-
-    return engine
+        self._metrics.flush()  # of a save in another callback's on_train_end

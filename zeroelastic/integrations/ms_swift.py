@@ -16,15 +16,12 @@ from types import ModuleType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.deepspeed.notices import notice
 from zeroelastic.deepspeed.patching import wrap
-from zeroelastic.distributed.collective import all_gather_or_raise
-from zeroelastic.errors import ZeroElasticError
+from zeroelastic.integrations.framework_load import read_on_rank_0
 from zeroelastic.integrations.trainer_batch import TrainerRun, current_run
-from zeroelastic.io.paths import FilePath
 from zeroelastic.runs.locate import find_source
 from zeroelastic.runs.tag_directory import read_tag
 
@@ -73,7 +70,7 @@ def _continue_order(sampler: Any, samples: int, run: TrainerRun) -> None:
     if run.checkpoint is not None:
         checkpoint = run.checkpoint
         tp_size = int(sampler.tp_size)
-        saved = _on_rank_0(lambda: _saved_order(checkpoint, samples, tp_size))
+        saved = read_on_rank_0(lambda: _saved_order(checkpoint, samples, tp_size))
         if saved is None:
             logger.warning(
                 "%s: ms-swift's order of samples cannot be continued: the checkpoint does not tell which it was, or "
@@ -91,13 +88,6 @@ def _continue_order(sampler: Any, samples: int, run: TrainerRun) -> None:
             f"begin another order, of {own}",
         )
     run.record(_RECORD, {"samples": samples, "permuted": permuted})
-
-
-def _on_rank_0(read: Callable[[], int | None]) -> int | None:
-    """What ``read`` returns on rank 0, on every rank. Collective."""
-    if not dist.is_initialized():
-        return read()
-    return all_gather_or_raise(lambda: read() if dist.get_rank() == 0 else None)[1][0]
 
 
 def _iter(original: Callable[..., Iterator[list[int]]]) -> Callable[..., Iterator[list[int]]]:
@@ -120,16 +110,12 @@ def _batches(sampler: Any, permuted: int) -> Iterator[list[int]]:
 
 def _saved_order(checkpoint: Path, samples: int, tp_size: int) -> int | None:
     """How many numbers the saved run permuted: as recorded, or as ms-swift does at its number of ranks."""
-
-    def ranks(tag_dir: FilePath) -> int:
-        return open_checkpoint(tag_dir).world_size
-
     try:
         state = json.loads((checkpoint / "trainer_state.json").read_text())
         recorded = state.get("stateful_callbacks", {}).get(_RECORD, {}).get("attributes")
         if recorded is not None:
             return int(recorded["permuted"]) if recorded["samples"] == samples else None
-        world_size = read_tag(find_source(checkpoint).tag_dir, ranks) // tp_size
-    except (OSError, ValueError, ZeroElasticError):
+        world_size = read_tag(find_source(checkpoint).tag_dir, open_checkpoint).world_size // tp_size
+    except (OSError, ValueError):
         return None
     return samples // world_size * world_size

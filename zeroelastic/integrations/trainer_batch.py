@@ -25,10 +25,9 @@ from zeroelastic.core.global_batch import listed_world_sizes
 from zeroelastic.deepspeed.notices import notice
 from zeroelastic.deepspeed.options import parse_options
 from zeroelastic.deepspeed.patching import wrap
-from zeroelastic.distributed.collective import all_gather_or_raise
-from zeroelastic.distributed.partners import require_partners
-from zeroelastic.elastic.batch import BatchPlan, batch_plan
-from zeroelastic.errors import ConfigError, UnsupportedError, ZeroElasticError
+from zeroelastic.elastic.sampler import BatchPlan, batch_plan
+from zeroelastic.errors import ConfigError, UnsupportedError
+from zeroelastic.integrations.framework_load import read_on_rank_0
 from zeroelastic.io.paths import FilePath
 from zeroelastic.runs.locate import find_source
 from zeroelastic.runs.tag_directory import read_tag
@@ -111,11 +110,10 @@ def keep_global_batch(trainer: Any, config: dict[str, Any], checkpoint: Path) ->
     The micro batch does not grow. Raises the same error on every rank: ConfigError where the ranks cannot share the
     global batch evenly, UnsupportedError for settings under which it cannot be kept.
     """
-    found = _saved_batch(checkpoint)
-    if found is None:
-        return
-    saved = found.global_batch
+    saved = _saved_batch(checkpoint)
     if saved is None:
+        return
+    if saved == 0:
         raise ConfigError(
             f'{checkpoint}: no global batch is recorded there, which "keep_global_batch" would keep. Set '
             "per_device_train_batch_size and gradient_accumulation_steps yourself, and leave the option out."
@@ -180,29 +178,14 @@ def _is_about(values: Mapping[str, int], mismatch: str) -> bool:
     return any(mismatch.startswith(f"- ds {name}=") for name in values)
 
 
-@dataclass(frozen=True, slots=True)
-class _Saved:
-    """The global batch that a checkpoint records; None where it records none."""
+def _saved_batch(checkpoint: Path) -> int | None:
+    """The global batch that a ``checkpoint-N`` records, 0 where it records none, on every rank. Collective.
 
-    global_batch: int | None
+    None where it cannot be read: its load says why.
+    """
 
-
-def _saved_batch(checkpoint: Path) -> _Saved | None:
-    """What a ``checkpoint-N`` records, on every rank; None where it cannot be read: its load says why. Collective."""
-
-    def read(tag_dir: FilePath) -> _Saved:
+    def read(tag_dir: FilePath) -> int:
         opened = open_checkpoint(tag_dir)
-        return _Saved(train_batch_size(opened.record, opened.shard(0), opened.world_size))
+        return train_batch_size(opened.record, opened.shard(0), opened.world_size) or 0
 
-    def look() -> _Saved | None:
-        if dist.is_initialized() and dist.get_rank() != 0:
-            return None
-        try:
-            return read_tag(find_source(checkpoint).tag_dir, read)
-        except ZeroElasticError:
-            return None
-
-    if not dist.is_initialized():
-        return look()
-    require_partners()
-    return all_gather_or_raise(look)[1][0]
+    return read_on_rank_0(lambda: read_tag(find_source(checkpoint).tag_dir, read))

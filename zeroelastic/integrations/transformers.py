@@ -11,7 +11,8 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from itertools import cycle, islice
 from pathlib import Path
@@ -25,11 +26,11 @@ from transformers import Trainer, TrainerCallback
 from zeroelastic import install
 from zeroelastic.checkpoint.rng_files import derived_seed
 from zeroelastic.deepspeed.options import parse_options
-from zeroelastic.elastic.batch import batch_plan
 from zeroelastic.elastic.position import seed_generators
+from zeroelastic.elastic.sampler import batch_plan
 from zeroelastic.errors import StrictError, UnsupportedError, UsageError, rank_list
 from zeroelastic.integrations.framework_load import Notes
-from zeroelastic.integrations.transformers_metrics import MetricsCallback
+from zeroelastic.integrations.job_metrics import JobMetrics
 from zeroelastic.report import ResumeReport
 
 __all__ = ["MetricsCallback", "batch_args", "elastic"]
@@ -83,6 +84,46 @@ def elastic(trainer: AnyTrainer) -> AnyTrainer:
     if _wants_metrics(trainer):
         trainer.add_callback(MetricsCallback(trainer))
     return trainer
+
+
+class MetricsCallback(TrainerCallback):
+    """Logs ``zeroelastic/save/stall_s`` and the other metrics (docs/guides/monitoring.md) through ``Trainer.log``.
+
+    ``elastic(trainer)`` adds it, unless ``"metrics": false`` stands in the ``"zeroelastic"`` block. ``events`` is the
+    path of an event log, which rank 0 keeps over all starts of the job. A tracker that fails stops no training::
+
+        trainer.add_callback(MetricsCallback(trainer, events="events.jsonl"))
+    """
+
+    def __init__(self, trainer: Trainer, *, events: str | os.PathLike[str] | None = None) -> None:
+        own = weakref.ref(trainer)
+
+        def log(values: Mapping[str, float]) -> None:
+            trainer = own()
+            if trainer is None:
+                return
+            # Not trainer.log, which subclasses extend by averages that they begin anew after each call (TRL does). What
+            # is logged here does not take the place of the Trainer's own log of this step, which on_log would switch
+            # off.
+            wanted = trainer.control.should_log
+            try:
+                Trainer.log(trainer, dict(values))
+            finally:
+                trainer.control.should_log = wanted
+
+        self._metrics = JobMetrics(lambda: getattr(own(), "model_wrapped", None), log, events=events)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._metrics.begin()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._metrics.step()
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._metrics.flush()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._metrics.end()
 
 
 def _wants_metrics(trainer: Trainer) -> bool:

@@ -31,9 +31,8 @@ from zeroelastic.elastic import ElasticDistributedSampler, every, preemption, re
 from zeroelastic.elastic.memory import checkpoints
 from zeroelastic.elastic.memory import resume as memory_resume
 from zeroelastic.elastic.memory.checkpoints import MemoryCheckpoints
-from zeroelastic.elastic.memory.generation import RunPlace
 from zeroelastic.elastic.memory.memory_file import MemoryFile
-from zeroelastic.elastic.memory.place import Place
+from zeroelastic.elastic.memory.place import Place, RunPlace
 from zeroelastic.errors import ConfigError
 from zeroelastic.io.paths import as_path
 from zeroelastic.report import MemoryReport

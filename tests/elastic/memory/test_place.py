@@ -16,8 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from zeroelastic.elastic.memory.generation import RunPlace
-from zeroelastic.elastic.memory.place import MEMORY_DIR, Launcher, Place, launcher
+from zeroelastic.elastic.memory.place import MEMORY_DIR, Launcher, Place, RunPlace, launcher
 from zeroelastic.elastic.memory.reaper import start_reaper
 from zeroelastic.errors import CheckpointError, SaveError
 
@@ -26,7 +25,7 @@ LIMIT_S = 60.0
 WORKER = """
 import json, os, sys, time
 from pathlib import Path
-from zeroelastic.elastic.memory.place import Place
+from zeroelastic.elastic.memory.place import Place, RunPlace
 from zeroelastic.elastic.memory.reaper import start_reaper
 out, wait = Path(sys.argv[1]), sys.argv[2]
 place = Place.of_this_job()

@@ -18,25 +18,25 @@ import traceback
 import uuid
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from zeroelastic.checkpoint.commit_record import RECORD_NAME, CommitRecord, record_text
+from zeroelastic.checkpoint.commit_record import RECORD_NAME, record_text
 from zeroelastic.checkpoint.param_table import params_digest
 from zeroelastic.checkpoint.tag_files import WHOLE_MODEL_FILE
 from zeroelastic.deepspeed.engine import Engine, options_of
 from zeroelastic.deepspeed.engine_state import lineage_of, refuse_to_save, state_of
-from zeroelastic.deepspeed.live.digests import whole_contents
+from zeroelastic.deepspeed.live.digests import live_streams, whole_contents
 from zeroelastic.deepspeed.live.kinds import covered_live
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.live.replicated import difference, replicated_facts, token_of
 from zeroelastic.deepspeed.load.load import is_of_all_ranks
-from zeroelastic.deepspeed.options import MemoryOptions
+from zeroelastic.deepspeed.options import MemoryOptions, Options
 from zeroelastic.deepspeed.save.commit import (
     Expected,
     PendingCommit,
@@ -45,6 +45,8 @@ from zeroelastic.deepspeed.save.commit import (
     record_of,
     written_files,
 )
+from zeroelastic.deepspeed.save.local_files import write_local_files
+from zeroelastic.deepspeed.save.shard_writer import HostMemory, Snapshot
 from zeroelastic.distributed.collective import (
     all_gather,
     all_gather_alike,
@@ -54,18 +56,21 @@ from zeroelastic.distributed.collective import (
     end_group,
     gather,
 )
-from zeroelastic.elastic.memory.capture import CompleteFile, MemorySnapshot, capture
 from zeroelastic.elastic.memory.copies import Placement, nodes_of, protect
-from zeroelastic.elastic.memory.generation import NOTE_NAME, MemoryNote, RunPlace, tag_of
-from zeroelastic.elastic.memory.memory_file import MemoryFile
-from zeroelastic.elastic.memory.place import Place
+from zeroelastic.elastic.memory.memory_file import Slot
+from zeroelastic.elastic.memory.place import NOTE_NAME, MemoryNote, Place, RunPlace, tag_of
 from zeroelastic.elastic.memory.reaper import start_reaper
 from zeroelastic.errors import ConfigError, SaveError, UnsupportedError
 from zeroelastic.io.paths import FilePath
 from zeroelastic.monitoring.observers import publish
 from zeroelastic.report import MemoryReport
+from zeroelastic.torch_file.image import FileImage, ImageBlocks
+from zeroelastic.torch_file.skeleton import write_skeleton
+from zeroelastic.torch_file.zip_format import read_directory
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 RACK = "ZEROELASTIC_RACK"
 """An environment variable: the rack, power supply or zone of this node. Copies go to another one where there is one."""
@@ -84,34 +89,63 @@ def _await_threads() -> None:
         thread.join(max(0.0, deadline - time.monotonic()))
 
 
-class _Slot:
-    """The files of one generation that this rank fills: its own, and what it keeps for others."""
+class _MemorySnapshot(Snapshot):
+    """Keeps what it gets in files of shared memory, which ``take`` gives by name and size, pinned or not.
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self._files: dict[str, MemoryFile] = {}
-        self._used: set[str] = set()
+    The pickled part of each file is written by torch (``torch_file.skeleton``); storages are copied straight to their
+    places in the file.
+    """
 
-    @property
-    def nbytes(self) -> int:
-        return sum(file.nbytes for file in self._files.values())
+    def __init__(
+        self,
+        original: Any,
+        live: LiveOptimizer,
+        options: Options,
+        take: Callable[[str, int, bool], torch.Tensor],
+    ) -> None:
+        super().__init__(original, live, live_streams(live, with_frozen=True), options, HostMemory())
+        self._take = take
+        self._files: list[tuple[FileImage, Path, str]] = []
 
-    def begin(self) -> None:
-        """Begin a generation: nothing refers to the last one in this slot any more."""
-        self._used = set()
+    def save(self, state_dict: Any, path: str) -> None:
+        """Copy one file: torch writes its pickled part to ``path``. Raises SaveError, UnsupportedError."""
+        name, skeleton_path = Path(path).name, Path(path)
+        try:
+            skeleton = write_skeleton(state_dict, skeleton_path)
+            memory = self._take(name, skeleton.nbytes, skeleton.on_gpu)
+            image = FileImage(skeleton, memory, digest_ranges=self._runs, last=[self.table])
+        except OSError as error:
+            skeleton_path.unlink(missing_ok=True)
+            raise SaveError(f"{error.filename or path}: {error.strerror}") from error
+        self._keep(image)
+        self._files.append((image, skeleton_path, name))
 
-    def take(self, name: str, nbytes: int, pinned: bool = False) -> torch.Tensor:
-        self._used.add(name)
-        if name not in self._files:
-            self._files[name] = MemoryFile(self.directory / name)
-        return self._files[name].take(nbytes, pinned=pinned)
+    def complete_files(self) -> dict[str, tuple[torch.Tensor, str]]:
+        """Read what was not copied, digest and checksum all of it; by name, a file and the digest of its zip directory.
 
-    def link(self, directory: Path) -> None:
-        """Link the files of this generation into a directory, and free the memory of other files. Raises OSError."""
-        for name in set(self._files) - self._used:
-            self._files.pop(name).path.unlink(missing_ok=True)
-        for name in self._used:
-            os.link(self._files[name].path, directory / name)
+        Raises SaveError.
+        """
+        done = {}
+        for image, skeleton_path, name in self._files:
+            try:
+                self._learn(image.complete(before_last=self._fill_table, executor=self._options.host_io_engine))
+                skeleton_path.unlink()
+            except OSError as error:
+                raise SaveError(f"{error.filename or name}: {error.strerror}") from error
+            blocks = ImageBlocks(image.data)
+            directory = hashlib.sha256(read_directory(blocks.read, blocks.size).data).hexdigest()
+            done[name] = torch.from_numpy(image.data), directory
+        return done
+
+
+@dataclass(frozen=True, slots=True)
+class _Copied:
+    """The state of this rank, copied into shared memory between two steps, and what the commit record says of it."""
+
+    live: LiveOptimizer
+    facts: dict[str, str]
+    shard: _MemorySnapshot
+    save: PendingCommit
 
 
 @dataclass(slots=True)
@@ -120,18 +154,12 @@ class _Generation:
 
     step: int
     save_id: str
-    slot: _Slot
+    slot: Slot
     began: float
-    live: LiveOptimizer | None = None
-    shard: MemorySnapshot | None = None
-    failure: Exception | None = None
-    batch: int = 0
-    parent: str | None = None
-    begun: str | None = None
-    allow_globals: tuple[str, ...] = ()
+    parent: str | None
+    begun: str | None
+    copied: _Copied | Exception
     stall_seconds: float = 0.0
-    facts: dict[str, str] = field(default_factory=dict)
-    own: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def tag(self) -> str:
@@ -165,7 +193,7 @@ class MemoryCheckpoints:
         self._node = self.placement.nodes[self.placement.node_of[rank]]
         self._leads_node = self._node[0] == rank
         own = self._run.writing(self._attempt) / f"rank{rank}"
-        self._slots = [_Slot(own / "0"), _Slot(own / "1")]
+        self._slots = [Slot(own / "0"), Slot(own / "1")]
         self._next = self._number = 0
         all_or_raise(self._make_directories)
         self._written = written_files(engine, self._run.path, "tag")
@@ -195,37 +223,63 @@ class MemoryCheckpoints:
         self.wait()
         if self._is_broken:
             return
-        engine, options = self._engine, self._run_options
         self._number += 1
         save_id = hashlib.sha256(f"{self._attempt} {self._number}".encode()).hexdigest()[:32]
-        slot = self._slots[self._next]
+        slot, lineage = self._slots[self._next], lineage_of(self._engine)
         slot.begin()
-        made = _Generation(int(engine.global_steps), save_id, slot, began)
-        lineage = lineage_of(engine)
-        made.batch, made.parent, made.begun = int(engine.train_batch_size()), lineage.save_id, lineage.begun
-        made.allow_globals = tuple(options.allow_globals)
+        copied: _Copied | Exception
         try:
-            refuse_to_save(engine, "memory")
-            made.live = covered_live(engine, engine.optimizer)
-            made.facts = replicated_facts(made.live)
-            made.shard = capture(
-                engine,
-                made.live,
-                options,
-                slot.take,
-                directory=slot.directory.parent / "layout" / "tag",
-                save_id=save_id,
-                client_state=client_state,
-                writes_module=self._leads_node,
-                tied=self._tied,
-            )
+            refuse_to_save(self._engine, "memory")
+            copied = self._copy(slot, save_id, client_state)
         except Exception as error:  # raised on all ranks by the thread, for which they wait
-            made.failure = error
+            copied = error
+        step = int(self._engine.global_steps)
+        made = _Generation(step, save_id, slot, began, lineage.save_id, lineage.begun, copied)
         made.stall_seconds = self._stall_seconds + time.monotonic() - began
         self._stall_seconds = 0.0
         self._thread = threading.Thread(target=self._complete, args=(made,), name="zeroelastic-memory", daemon=True)
         _threads.add(self._thread)
         self._thread.start()
+
+    def _copy(self, slot: Slot, save_id: str, client_state: Mapping[str, Any]) -> _Copied:
+        """Copy the state of this rank, which may change when this returns. Raises SaveError where memory is lacking."""
+        engine, options = self._engine, self._run_options
+        live = covered_live(engine, engine.optimizer)
+        facts = replicated_facts(live)
+        shard = _MemorySnapshot(engine.checkpoint_engine, live, options, slot.take)
+        directory = slot.directory.parent / "layout" / "tag"  # a private one of this rank, for what torch writes
+        directory.mkdir(parents=True, exist_ok=True)
+        write_local_files(
+            engine,
+            live,
+            shard,
+            directory=directory,
+            save_id=save_id,
+            client_state=client_state,
+            writes_module=self._leads_node,
+            tied=self._tied,
+        )
+        shard.complete()
+        save = PendingCommit(
+            tag=tag_of(int(engine.global_steps), save_id),
+            save_id=save_id,
+            checkpoint_format="elastic" if live.per_param else "rigid",
+            expected=Expected(
+                rank=live.rank,
+                tp=live.tp,
+                global_steps=int(engine.global_steps),
+                layout=live.layout,
+                groups=live.groups,
+                frozen=live.frozen.params,
+                allow_globals=tuple(options.allow_globals),
+            ),
+            train_batch_size=int(engine.train_batch_size()),
+            file_names=self._written,
+            lineage=lineage_of(engine),
+            lost_micro_batches=0,
+            trained=frozenset(param.name for param in live.layout.params),
+        )
+        return _Copied(live, facts, shard, save)
 
     def wait(self) -> None:
         """Wait until the generation in the making is complete, or has failed."""
@@ -307,39 +361,47 @@ class MemoryCheckpoints:
 
     def _finish(self, made: _Generation) -> list[tuple[int, int]]:
         """Complete a generation on all nodes, or raise on all ranks; by rank, bytes of memory and bytes sent."""
-        files = all_or_raise(lambda: _complete_files(made))
-        assert made.live is not None and made.shard is not None
-        live, group = made.live, self._group
-        contents = tuple(whole_contents(live, made.shard.digests(), device=torch.device("cpu"), group=group))
-        different = difference(made.facts, all_gather_alike(token_of(made.facts)))
+        copied, files = all_or_raise(lambda: _complete_files(made))
+        group = self._group
+        contents = tuple(whole_contents(copied.live, copied.shard.digests(), device=torch.device("cpu"), group=group))
+        different = difference(copied.facts, all_gather_alike(token_of(copied.facts)))
         if different is not None:
             raise different
-        sizes = {file.name: len(file.data) for file in files}
-        directories = {file.name: file.directory for file in files}
+        sizes = {name: len(data) for name, (data, _) in files.items()}
+        directories = {name: directory for name, (_, directory) in files.items()}
         not_before = lineage_of(self._engine).next_time(time.time() if dist.get_rank() == 0 else 0.0)
         committed_at, _, written = gather_written(
             Written(sizes, directories, None, not_before), self._written, to_all=True
         )
         shared = _on_other_nodes(written)
-        made.own = {file.name: file.data for file in files}
+        own = {name: data for name, (data, _) in files.items()}
         staging = self._staging(made)
 
         def prepare() -> Callable[[], int]:
             staging.mkdir(mode=0o700, exist_ok=True)
-            return protect(shared, self.placement, made.own, made.slot.take, group)[1]
+            return protect(shared, self.placement, own, made.slot.take, group)[1]
 
-        sent = all_or_raise(_as_save_errors(prepare))()
-        all_or_raise(_as_save_errors(lambda: made.slot.link(staging)))
-
-        def record() -> None:
+        def stage() -> None:
+            made.slot.link(staging)
             if self._leads_node:
-                made_record = record_of(self._pending(made, live, contents), written, committed_at)
-                (staging / RECORD_NAME).write_bytes(record_text(made_record))
-                (staging / NOTE_NAME).write_text(self._note(made, made_record, shared).model_dump_json())
+                record = record_of(replace(copied.save, contents=contents), written, committed_at)
+                (staging / RECORD_NAME).write_bytes(record_text(record))
+                note = MemoryNote(
+                    step=made.step,
+                    save_id=made.save_id,
+                    committed_at=committed_at,
+                    parent=made.parent,
+                    begun=made.begun,
+                    world_size=len(shared),
+                    content_root=record.content_root,
+                    files=tuple(shared),
+                )
+                (staging / NOTE_NAME).write_text(note.model_dump_json())
 
-        all_or_raise(_as_save_errors(record))
+        sent = _write_on_all(prepare)()
+        _write_on_all(stage)
         try:
-            all_or_raise(_as_save_errors(lambda: self._run.publish(staging, made.tag) if self._leads_node else None))
+            _write_on_all(lambda: self._run.publish(staging, made.tag) if self._leads_node else None)
         except SaveError:  # other nodes may have it, and the next generation is written to the same files
             all_or_raise(lambda: self._run.remove_tag(made.tag) if self._leads_node else None)
             raise
@@ -348,41 +410,6 @@ class MemoryCheckpoints:
             self._run.remove_tags(but=[made.tag])
         all_or_raise(lambda: None)  # only now may the files of the generation before be written to
         return figures
-
-    def _note(self, made: _Generation, record: CommitRecord, shared: Sequence[dict[str, int]]) -> MemoryNote:
-        assert record.committed_at is not None
-        return MemoryNote(
-            step=made.step,
-            save_id=made.save_id,
-            committed_at=record.committed_at,
-            parent=made.parent,
-            begun=made.begun,
-            world_size=len(shared),
-            content_root=record.content_root,
-            files=tuple(shared),
-        )
-
-    def _pending(self, made: _Generation, live: LiveOptimizer, contents: tuple[Any, ...]) -> PendingCommit:
-        return PendingCommit(
-            tag=made.tag,
-            save_id=made.save_id,
-            checkpoint_format="elastic" if live.per_param else "rigid",
-            expected=Expected(
-                rank=live.rank,
-                tp=live.tp,
-                global_steps=made.step,
-                layout=live.layout,
-                groups=live.groups,
-                frozen=live.frozen.params,
-                allow_globals=made.allow_globals,
-            ),
-            train_batch_size=made.batch,
-            file_names=self._written,
-            lineage=lineage_of(self._engine),
-            lost_micro_batches=0,
-            contents=contents,
-            trained=frozenset(param.name for param in live.layout.params),
-        )
 
     def _staging(self, made: _Generation) -> Path:
         return self._run.writing(self._attempt) / made.tag
@@ -451,18 +478,19 @@ def _on_other_nodes(written: Sequence[Written]) -> list[dict[str, int]]:
     ]
 
 
-def _complete_files(made: _Generation) -> tuple[CompleteFile, ...]:
-    if made.failure is not None:
-        raise made.failure
-    assert made.shard is not None
-    return made.shard.complete_files()
+def _complete_files(made: _Generation) -> tuple[_Copied, dict[str, tuple[torch.Tensor, str]]]:
+    if isinstance(made.copied, Exception):
+        raise made.copied
+    return made.copied, made.copied.shard.complete_files()
 
 
-def _as_save_errors(action: Callable[[], Any]) -> Callable[[], Any]:
-    def run() -> Any:
+def _write_on_all(action: Callable[[], T]) -> T:
+    """The result of an action on this rank; an error of the system is a SaveError, on all ranks. Collective."""
+
+    def write() -> T:
         try:
             return action()
         except OSError as error:
             raise SaveError(f"{error.filename or 'shared memory'}: {error.strerror}") from error
 
-    return run
+    return all_or_raise(write)

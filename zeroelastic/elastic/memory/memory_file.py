@@ -84,6 +84,38 @@ class MemoryFile:
         self._capacity = capacity
 
 
+class Slot:
+    """The files of one generation that this rank fills: its own, and what it keeps for others."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._files: dict[str, MemoryFile] = {}
+        self._used: set[str] = set()
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of shared memory that they take."""
+        return sum(file.nbytes for file in self._files.values())
+
+    def begin(self) -> None:
+        """Begin a generation: nothing refers to the last one in this slot any more."""
+        self._used = set()
+
+    def take(self, name: str, nbytes: int, pinned: bool = False) -> torch.Tensor:
+        """The memory of a file, as ``MemoryFile.take``."""
+        self._used.add(name)
+        if name not in self._files:
+            self._files[name] = MemoryFile(self.directory / name)
+        return self._files[name].take(nbytes, pinned=pinned)
+
+    def link(self, directory: Path) -> None:
+        """Link the files of this generation into a directory, and free the memory of other files. Raises OSError."""
+        for name in set(self._files) - self._used:
+            self._files.pop(name).path.unlink(missing_ok=True)
+        for name in self._used:
+            os.link(self._files[name].path, directory / name)
+
+
 def _num_pages(nbytes: int) -> int:
     return -(-nbytes // _PAGE)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import runpy
 import select
 import shutil
 import signal
@@ -18,6 +19,8 @@ import time
 from contextlib import suppress
 
 _LOCK = "reaper.lock"
+_IDENTITY = os.path.join(os.path.dirname(__file__), "../../distributed/process_identity.py")
+"""A module that imports the standard library alone; the package is not on the path of this process."""
 _POLL_S = 0.5
 _ONCE_MORE_S = 1.0
 
@@ -75,31 +78,12 @@ def _wait(pid: int, started: str) -> None:
         process = os.pidfd_open(pid)
     except (OSError, AttributeError):
         process = -1
-    while _start_of(pid) == started and (started or _is_hidden(pid)):
+    identity = runpy.run_path(_IDENTITY)
+    while identity["start_of"](pid) == started and (started or identity["is_hidden"](pid)):
         if process >= 0:
             select.select([process], [], [])
             return
         time.sleep(_POLL_S)
-
-
-def _is_hidden(pid: int) -> bool:
-    """Whether a process of another user runs that /proc does not show (mount option hidepid)."""
-    try:
-        os.kill(pid, 0)
-    except PermissionError:
-        return True
-    except OSError:
-        pass
-    return False
-
-
-def _start_of(pid: int) -> str:
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            fields = file.read().rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return fields[19] if fields[0] not in "ZX" else ""
 
 
 if __name__ == "__main__":

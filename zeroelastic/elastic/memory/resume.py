@@ -26,8 +26,7 @@ from zeroelastic.deepspeed.engine_state import lineage_of
 from zeroelastic.deepspeed.install.wrappers import loading_strictly
 from zeroelastic.deepspeed.live.kinds import kind_of, trained_params
 from zeroelastic.distributed.collective import all_gather, all_or_raise, broadcast_or_raise
-from zeroelastic.elastic.memory.generation import MemoryNote, RunPlace, lacking
-from zeroelastic.elastic.memory.place import Place
+from zeroelastic.elastic.memory.place import MemoryNote, Place, RunPlace, lacking
 from zeroelastic.errors import CheckpointError, SaveError, UnreadableError, finding, rank_list
 from zeroelastic.in_place import VARIABLE as IN_PLACE
 from zeroelastic.io.paths import FilePath

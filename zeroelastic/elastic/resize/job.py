@@ -25,7 +25,7 @@ from zeroelastic.core.movement import Recut
 from zeroelastic.distributed.collective import broadcast_or_raise, collective_device
 from zeroelastic.distributed.peers import JoinedPeers
 from zeroelastic.elastic.events import Events
-from zeroelastic.elastic.notice import SIGNALS, Notice
+from zeroelastic.elastic.leaving import SIGNALS, Notice
 from zeroelastic.elastic.position import KEY, Position, generators_of, restore_generators, unpack_position
 from zeroelastic.elastic.preemption import Every
 from zeroelastic.elastic.resize.membership import Membership

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from zeroelastic.core.movement import Recut, assign_ranks
 from zeroelastic.distributed.collective import all_gather, broadcast_or_raise
 from zeroelastic.elastic.events import Events
-from zeroelastic.elastic.notice import Notice
+from zeroelastic.elastic.leaving import Notice
 from zeroelastic.elastic.position import Position
 from zeroelastic.elastic.preemption import Every, Preemption
 from zeroelastic.elastic.resize.membership import LOOK_S, Membership

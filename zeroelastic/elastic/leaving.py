@@ -1,28 +1,36 @@
-"""The signal by which a process is asked to leave, and the seconds that it then has.
+"""Processes that leave a job: asked to by a signal, or lost without a word.
 
-Launchers, shells and batch systems send it to all processes of a group. A worker of a DataLoader that it ended would
-end its rank, by an error in the middle of a step, before that can save. So these workers do not get it.
+Launchers, shells and batch systems send the signal to all processes of a group. A worker of a DataLoader that it ended
+would end its rank, by an error in the middle of a step, before that can save. So these workers do not get it. For a
+rank that no longer answers, for example because its host lost the network, the others wait until a timeout.
 """
 
 from __future__ import annotations
 
 import contextlib
+import datetime
 import logging
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import Any
 
-from zeroelastic.errors import ConfigError
+import torch.distributed as dist
+
+from zeroelastic.errors import ConfigError, UnsupportedError
 
 EXIT_PREEMPTED = 75
 """The exit code of a job that was asked to stop and should be started again (EX_TEMPFAIL of sysexits.h)."""
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+DEFAULT_S = 600.0
+"""The default of ``zeroelastic.run``; also DeepSpeed's limit for the default group, and torch's for NCCL."""
 
 logger = logging.getLogger(__name__)
 
@@ -107,3 +115,36 @@ def _starting_shielded(
 def _exit_at_deadline() -> None:
     logger.error("the grace period is over; what is not saved by now is lost")
     os._exit(EXIT_PREEMPTED)
+
+
+def set_collective_timeout(seconds: float = DEFAULT_S) -> None:
+    """Let collectives of every process group, existing or made later, fail after ``seconds``.
+
+    Call it before ``deepspeed.initialize``, since a rank can also be lost while the engine is being built. The timeout
+    of ``init_process_group`` holds for the default group only: the groups that DeepSpeed makes, among them the one that
+    ZeRO uses, take torch's default of 10 minutes (NCCL) or 30 (gloo). This function changes that default, and that of
+    ``deepspeed.init_distributed``; later groups for which a script gives a timeout keep it. Choose more than the
+    longest time for which one rank keeps the others waiting, as in a save. Raises ConfigError when ``seconds`` is not
+    more than 0, UnsupportedError when this torch has no way to do it::
+
+        set_collective_timeout(120)
+        engine, *_ = deepspeed.initialize(...)
+    """
+    if not seconds > 0:
+        raise ConfigError(f"a collective timeout of {seconds!r} seconds; it has to be more than 0.")
+    c10d, limit = dist.distributed_c10d, datetime.timedelta(seconds=seconds)
+    world, set_one = getattr(c10d, "_world", None), getattr(c10d, "_set_pg_timeout", None)
+    if world is None or set_one is None or not hasattr(c10d, "default_pg_timeout"):
+        raise UnsupportedError(
+            "this torch has no way to change the timeout of a process group; give the timeout to init_process_group, "
+            "which covers the default group."
+        )
+    vars(c10d)["default_pg_timeout"] = limit
+    if getattr(c10d, "default_pg_nccl_timeout", None) is not None:
+        vars(c10d)["default_pg_nccl_timeout"] = limit
+    if find_spec("deepspeed") is not None:
+        from zeroelastic.deepspeed.process_world import set_default_timeout
+
+        set_default_timeout(limit)
+    for group in list(world.pg_map) if dist.is_initialized() else []:
+        set_one(limit, group)
