@@ -1,9 +1,7 @@
 """Thousands of actions on real engines, each compared with the model: ``make lifecycle``.
 
     python tests/lifecycle/campaign.py --actions 3000 --seed 1 --out benchmarks/results
-    python tests/lifecycle/campaign.py --actions 600 --without odd_tags,kills
     python tests/lifecycle/campaign.py --replay '[["start", {"job": "a", "world_size": 1}], ...]'
-    python tests/lifecycle/campaign.py --found
     python tests/lifecycle/campaign.py --defects --actions 500
 
 A failure ends its sequence and not the campaign. It is played again without one action after the other, until none can
@@ -31,9 +29,9 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [os.environ.get("ZEROELASTIC_TEST_PACKAGE", str(ROOT)), str(ROOT / "tests")]
 
 from lifecycle.defects import DEFECTS  # noqa: E402
-from lifecycle.found import FOUND, LATER  # noqa: E402
+from lifecycle.found import LATER  # noqa: E402
 from lifecycle.jobs import Server  # noqa: E402
-from lifecycle.machine import AREAS, Plan, run  # noqa: E402
+from lifecycle.machine import Plan, run  # noqa: E402
 from lifecycle.world import Failed, World  # noqa: E402
 
 Sequence_ = list[tuple[str, dict[str, Any]]]
@@ -114,18 +112,18 @@ class Campaign:
             world.close()
         return None
 
-    def run(self, *, actions: int, seed: int, without: Sequence[str] = (), steps: int = STEPS) -> None:
+    def run(self, *, actions: int, seed: int) -> None:
         """Draw sequences until so many actions are done."""
-        plan = Plan(self.server, self.scratch, without=without, collect=True, most_actions=actions, stage=self.stage)
+        plan = Plan(self.server, self.scratch, collect=True, most_actions=actions, stage=self.stage)
         plan.ended = self.ended
         while plan.actions < actions:
-            run(plan, examples=10, steps=steps, chosen=seed)
+            run(plan, examples=10, steps=STEPS, chosen=seed)
             seed += 1
             print(f"{plan.actions} actions, {len(self.failures)} kinds of failures", file=sys.stderr, flush=True)
 
-    def find(self, *, actions: int, seed: int, without: Sequence[str] = ()) -> int:
+    def find(self, *, actions: int, seed: int) -> int:
         """Draw sequences until one fails, or so many actions are done; returns how many were."""
-        plan = Plan(self.server, self.scratch, without=without, collect=True, most_actions=actions, stage=self.stage)
+        plan = Plan(self.server, self.scratch, collect=True, most_actions=actions, stage=self.stage)
 
         def ended(world: World, failed: Failed | None) -> None:
             self.ended(world, failed)
@@ -163,13 +161,12 @@ def commit() -> str:
     return done.stdout.strip()
 
 
-def document(campaign: Campaign, *, seed: int, without: Sequence[str], seconds: float) -> dict[str, Any]:
+def document(campaign: Campaign, *, seed: int, seconds: float) -> dict[str, Any]:
     return {
         "actions": sum(campaign.counts.values()),
         "sequences": campaign.sequences,
         "seed": seed,
         "stage": campaign.stage,
-        "without": list(without),
         "minutes": round(seconds / 60, 1),
         "slowest_action_s": round(campaign.slowest[0], 1),
         "counts": dict(sorted(campaign.counts.items())),
@@ -181,62 +178,7 @@ def document(campaign: Campaign, *, seed: int, without: Sequence[str], seconds: 
     }
 
 
-def page(result: dict[str, Any]) -> str:
-    """The result as a page."""
-    lines = [
-        "# Sequences of what people do, compared with a model",
-        "",
-        f"`make lifecycle`: {result['actions']:,} actions in {result['sequences']} sequences on real engines of 1 to 3 "
-        f"ranks at ZeRO stage {result['stage']}, seed {result['seed']}, {result['minutes']} min, "
-        f"commit {result['machine']['commit'][:12]}, {result['machine']['cpu']}. "
-        f"Slowest action: {result['slowest_action_s']} s.",
-        "",
-        "| action | times |",
-        "|---|---|",
-        *(f"| {name} | {count:,} |" for name, count in result["counts"].items()),
-        "",
-        f"{len(result['failures'])} kinds of failures.",
-        "",
-    ]
-    for failure in result["failures"]:
-        lines += [f"* {failure['times']} x {failure['says'].splitlines()[0][:400]}", ""]
-        if not failure["repeated"]:
-            lines += ["  The sequence did not fail when it was played again.", ""]
-        lines += [f"      {name} {_plain(params)}" for name, params in failure["sequence"]] + [""]
-    return "\n".join(lines)
-
-
-def found_again(campaign: Campaign) -> dict[str, Any]:
-    """What each of the sequences that once failed says now: nothing, where it holds."""
-    rows = []
-    for name, sequence in {**FOUND, **LATER}.items():
-        says = campaign.replay(sequence)
-        print(f"{'fails' if says else 'holds'}: {name}", file=sys.stderr, flush=True)
-        rows.append({"name": name, "sequence": sequence, "says": says})
-    return {"sequences": rows, "machine": {"commit": commit()}}
-
-
-def found_page(result: dict[str, Any]) -> str:
-    """The same as a page."""
-    rows, at = result["sequences"], result["machine"]["commit"][:12]
-    lines = [
-        "# Sequences that once failed",
-        "",
-        f"Played with the package of commit {at}: {sum(bool(row['says']) for row in rows)} of {len(rows)} fail. "
-        "tests/project/test_lifecycle.py plays them with the package as it is.",
-        "",
-    ]
-    for row in rows:
-        said = " ".join((row["says"] or "holds").split())[:300]
-        lines += [f"**{row['name']}**: {said}", ""]
-        shown = [f"      {name} {_plain(params)}"[:160] for name, params in row["sequence"][:12]]
-        lines += [*shown, *([f"      ... {len(row['sequence'])} actions"] if len(row["sequence"]) > 12 else []), ""]
-    return "\n".join(lines)
-
-
-def defects_found(
-    directory: Path, names: Sequence[str], *, actions: int, seed: int, without: Sequence[str], stage: int
-) -> dict[str, Any]:
+def defects_found(directory: Path, names: Sequence[str], *, actions: int, seed: int, stage: int) -> dict[str, Any]:
     """Which fixed sequence notices each defect that is put back, after how many drawn actions one fails, and how."""
     rows = []
     for name in names:
@@ -245,7 +187,7 @@ def defects_found(
             campaign = Campaign(server, directory / name, stage=stage)
             fixed = ((known, campaign.replay(sequence)) for known, sequence in LATER.items())
             noticed = next(([known, said] for known, said in fixed if said is not None), None)
-            done = campaign.find(actions=actions, seed=seed, without=without)
+            done = campaign.find(actions=actions, seed=seed)
         failure = next(iter(campaign.failures.values()), None)
         says, sequence = (failure.says, failure.sequence) if failure is not None else (None, [])
         what = " ".join((DEFECTS[name].__doc__ or "").split())
@@ -253,55 +195,27 @@ def defects_found(
         rows.append({**row, "minutes": round((time.monotonic() - began) / 60, 1)})
         found = f"{noticed and noticed[0]}; {done} actions, {says or 'not found'}"
         print(f"{name}: {found}"[:300], file=sys.stderr, flush=True)
-    return {"seed": seed, "without": list(without), "defects": rows, "machine": {"commit": commit()}}
+    return {"seed": seed, "defects": rows, "machine": {"commit": commit()}}
 
 
-def defects_page(result: dict[str, Any]) -> str:
-    """The same as a page."""
-    rows = result["defects"]
-    fixed, drawn = (sum(bool(row[key]) for row in rows) for key in ("fixed", "says"))
-    lines = [
-        "# Defects that are put back, and found again",
-        "",
-        f"`make lifecycle`: of {len(rows)}, {fixed} are noticed by a fixed sequence and {drawn} by drawn actions, with "
-        f"seed {result['seed']}, at commit {result['machine']['commit'][:12]}. Each defect is put back alone "
-        "(tests/lifecycle/defects.py); sequences of `found.LATER` are played, and actions drawn until one fails.",
-        "",
-    ]
-    for row in rows:
-        lines += [f"**{row['defect']}**", ""]
-        if row["fixed"]:
-            lines += [f'* The sequence "{row["fixed"][0]}": {" ".join(row["fixed"][1].split())[:400]}']
-        said = " ".join((row["says"] or "not found").split())[:400]
-        lines += [f"* Drawn action {row['actions']}, after {row['minutes']} min in all: {said}", ""]
-        lines += [f"      {name} {_plain(params)}"[:240] for name, params in row["sequence"][-6:]] + [""]
-    return "\n".join(lines)
-
-
-def write(out: Path | None, name: str, result: dict[str, Any], text: str) -> None:
+def write(out: Path | None, name: str, result: dict[str, Any]) -> None:
     """Show a result, and keep it where a directory is given; stacks name files from where they are imported."""
     sys.path.append(str(ROOT / "benchmarks"))
     from report import without_paths
 
+    text = without_paths(json.dumps(result, indent=1))
     print(text)
     if out is not None:
-        (out / f"{name}.json").write_text(without_paths(json.dumps(result, indent=1)) + "\n")
-        (out / f"{name}.md").write_text(without_paths(text))
-
-
-def _plain(params: dict[str, Any]) -> str:
-    return " ".join(f"{key}={value!r}" for key, value in params.items())
+        (out / f"{name}.json").write_text(text + "\n")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--actions", type=int, default=3000)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--without", default="", help=f"areas to leave out: {', '.join(AREAS)}")
     parser.add_argument("--replays", type=int, default=30, help="at most, to make a failing sequence shorter")
     parser.add_argument("--replay", help="a sequence, as JSON")
     parser.add_argument("--precision", default="bf16")
-    parser.add_argument("--found", action="store_true", help="play the sequences that once failed, and nothing else")
     parser.add_argument(
         "--defects",
         nargs="*",
@@ -311,15 +225,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--stage", type=int, choices=(1, 2, 3), default=3, help="the ZeRO stage of all jobs")
     chosen = parser.parse_args()
-    without = [area for area in chosen.without.split(",") if area]
     began = time.monotonic()
     name = "lifecycle" if chosen.stage == 3 else f"lifecycle_stage{chosen.stage}"
     if chosen.defects is not None:
         names = chosen.defects or list(DEFECTS)
-        how = {"actions": chosen.actions, "seed": chosen.seed, "without": without, "stage": chosen.stage}
+        how = {"actions": chosen.actions, "seed": chosen.seed, "stage": chosen.stage}
         with tempfile.TemporaryDirectory() as directory:
             result = defects_found(Path(directory), names, **how)
-        write(chosen.out, f"{name}_defects", result, defects_page(result))
+        write(chosen.out, f"{name}_defects", result)
         sys.exit(not all(row["fixed"] or row["says"] for row in result["defects"]))
     with tempfile.TemporaryDirectory() as directory, Server(Path(directory) / "jobs") as server:
         campaign = Campaign(server, Path(directory), replays=chosen.replays, stage=chosen.stage)
@@ -327,14 +240,10 @@ def main() -> None:
             says = campaign.replay(json.loads(chosen.replay), precision=chosen.precision)
             print(says or "nothing fails")
             sys.exit(says is not None)
-        if chosen.found:
-            result = found_again(campaign)
-            write(chosen.out, f"{name}_found", result, found_page(result))
-            sys.exit(any(row["says"] for row in result["sequences"]))
-        campaign.run(actions=chosen.actions, seed=chosen.seed, without=without)
+        campaign.run(actions=chosen.actions, seed=chosen.seed)
         campaign.shorten()
-    result = document(campaign, seed=chosen.seed, without=without, seconds=time.monotonic() - began)
-    write(chosen.out, name, result, page(result))
+    result = document(campaign, seed=chosen.seed, seconds=time.monotonic() - began)
+    write(chosen.out, name, result)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,7 @@ from zeroelastic.runs.names import normal
 if TYPE_CHECKING:
     from zeroelastic.elastic.events import Events
     from zeroelastic.elastic.memory.checkpoints import MemoryCheckpoints
+    from zeroelastic.elastic.resize.world import Changes
 
 _LOGGED = 50
 """Every how many memory checkpoints one is logged."""
@@ -67,16 +68,6 @@ class Every:
 
 
 every = Every
-
-
-class WorldChanges(Protocol):
-    """Whether the world of this job changes: asked between two steps, by ``elastic.worlds``."""
-
-    def due(self) -> bool:
-        """Whether this rank sees that the world should change. No collective."""
-
-    def change(self, *, leaves: bool) -> bool:
-        """Decide what follows, and whether the loop ends for it; ``leaves`` says that this rank has to. Collective."""
 
 
 class Preemption:
@@ -126,7 +117,7 @@ class Preemption:
         client_state: Callable[[], Mapping[str, Any]] | None = None,
         log: Events | None = None,
         notice: Notice | None = None,
-        changes: WorldChanges | None = None,
+        changes: Changes | None = None,
     ) -> None:
         """``worlds`` passes ``notice``, whose signal handlers outlive this block, and ``changes``."""
         self.saves: list[str] = []

@@ -445,7 +445,7 @@ def _own_place() -> Place:
     place = Place.of_this_job()
     place.create()
     if place.launcher is not None:
-        start_reaper(place.launcher.pid, place.launcher.started, str(place.path))
+        start_reaper(*place.launcher, str(place.path))
     return place
 
 

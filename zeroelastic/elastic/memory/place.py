@@ -72,49 +72,35 @@ class MemoryNote(BaseModel):
     files: tuple[dict[str, int], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Launcher:
-    """A process by its id and its start (``start_of``), as ids are used again."""
-
-    pid: int
-    started: str
-
-    @staticmethod
-    def of(pid: int) -> Launcher:
-        """The process that has this id now."""
-        return Launcher(pid, start_of(pid))
-
-    @property
-    def lives(self) -> bool:
-        """Whether it still runs."""
-        return self.started != "" and start_of(self.pid) == self.started
-
-
-def launcher() -> Launcher:
+def launcher() -> int:
     """The launcher of this process: the nearest ancestor that is no wrapper (a shell, numactl) of this worker alone.
 
     A process that nobody launched is its own launcher.
     """
     if multiprocessing.parent_process() is None and "LOCAL_RANK" not in os.environ:
-        return Launcher.of(os.getpid())
-    return Launcher.of(_unlike(os.getppid(), os.environ))
+        return os.getpid()
+    return _unlike(os.getppid(), os.environ)
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A job's directory on this node. ``node`` names the node: two launchers on one machine are two nodes."""
+    """A job's directory on this node. ``node`` names the node: two launchers on one machine are two nodes.
+
+    ``launcher`` is a process by its id and its start (``start_of``), as ids are used again.
+    """
 
     path: Path
     node: str
-    launcher: Launcher | None = None
+    launcher: tuple[int, str] | None = None
 
     @staticmethod
     def of_this_job(environment: Mapping[str, str] = os.environ) -> Place:
         """The place of this worker's job; the same for all workers of a launcher."""
-        found = launcher()
+        pid = launcher()
+        started = start_of(pid)
         root = Path(environment.get(MEMORY_DIR) or "/dev/shm").absolute()
-        name = f"{_namespace()}-{found.pid}-{found.started}"
-        return Place(root / f"zeroelastic-{os.getuid()}" / name, f"{machine()} {found.pid} {found.started}", found)
+        path = root / f"zeroelastic-{os.getuid()}" / f"{_namespace()}-{pid}-{started}"
+        return Place(path, f"{machine()} {pid} {started}", (pid, started))
 
     def create(self) -> None:
         """Make the directory, and remove directories whose launchers have ended. Raises SaveError."""
@@ -129,10 +115,6 @@ class Place:
                 f"{MEMORY_DIR} to a directory in memory that this user may write to."
             ) from error
         self._remove_dead()
-
-    def remove(self) -> None:
-        """Remove all that the job keeps on this node."""
-        shutil.rmtree(self.path, ignore_errors=True)
 
     def _remove_dead(self) -> None:
         with suppress(OSError):
