@@ -365,17 +365,6 @@ def test_a_checkpoint_without_a_position_is_refused_unless_told(rank_pool: RankP
     assert consumed == 2 * BATCH and any("data stays where it was" in note for note in notes)
 
 
-def test_a_signal_to_one_rank_stops_all_at_one_step_with_one_save(rank_pool: RankPool, tmp_path: Path) -> None:
-    directory = str(tmp_path / "ckpt")
-    turns = rank_pool.run(run, 3, JOB, directory, 9, signal_at=(2, 4), save_steps=3)
-    for turn in turns:
-        assert turn.stopped and turn.global_steps == 5 and len(turn.samples) == 5
-        assert turn.saves == ["global_step3", "global_step5"]
-    assert (Path(directory) / "latest").read_text() == "global_step5"
-    again = rank_pool.run(run, 2, JOB.other(), directory, 1, save_at_end=False)
-    assert again[0].start.tag == "global_step5" and again[0].global_steps == 6
-
-
 def train_with_workers(job: Job, directory: str, method: str) -> tuple[list[str], int, list[int], list[int]]:
     """A loop with a DataLoader, whose process group gets SIGTERM and SIGUSR1 at step 3: as from torchrun, a shell or a
     batch system. The tags, the steps, the places in the data, and the workers that are left after the loop."""
@@ -426,44 +415,6 @@ def end_a_worker(method: str) -> int | None:
 
 def test_a_dataloader_can_end_a_worker_that_hangs(rank_pool: RankPool) -> None:
     assert rank_pool.run(end_a_worker, 1, "fork") == [-signal.SIGKILL]
-
-
-def roll_back_in_the_loop(job: Job, directory: str, with_data: bool) -> tuple[list[str], list[int], bool]:
-    """Save at steps 2 and 4, go back to 2 and skip a batch; SIGTERM at step 4. The tags, the places in the data, and
-    whether a resume takes the state of the end."""
-    engine = build_engine(job)
-    data = ElasticDistributedSampler(range(LENGTH), BATCH) if with_data else None
-    places: list[int] = []
-    with preemption(engine, directory, data=data, saving=every(steps=2)) as stop:
-        for step in range(4):
-            train_step(engine, step)
-            assert not stop()
-        engine.load_checkpoint(directory, tag="global_step2")
-        if data is not None:
-            places.append(data.consumed // BATCH)
-            data.load_state_dict({**data.state_dict(), "consumed": 3 * BATCH})
-        train_step(engine, 10)
-        assert not stop()
-        train_step(engine, 11)
-        if dist.get_rank() == 0:
-            os.kill(os.getpid(), signal.SIGTERM)
-        assert stop()
-    last, _ = look(engine)
-    if data is not None:
-        places.append(data.consumed // BATCH)
-    again = build_engine(job)
-    start = resume(again, directory, data=data)
-    assert (start.tag, start.global_steps) == ("global_step4", 4)
-    return stop.saves, places, compare_states(last, look(again)[0]) == []
-
-
-@pytest.mark.parametrize("with_data", [False, True])
-def test_a_rollback_in_the_loop_is_saved_when_it_stops_at_a_step_that_was_saved_before(
-    rank_pool: RankPool, tmp_path: Path, with_data: bool
-) -> None:
-    saves = ["global_step2", "global_step4", "global_step4"]
-    places = [2, 5] if with_data else []
-    assert rank_pool.run(roll_back_in_the_loop, 2, JOB, str(tmp_path), with_data) == [(saves, places, True)] * 2
 
 
 def test_a_signal_while_a_stopped_process_ends_leaves_its_exit_code(tmp_path: Path) -> None:

@@ -158,21 +158,32 @@ def port() -> Iterator[int]:
 
 
 @pytest.fixture
-def job(port: int) -> Iterator[Job]:
-    made = Job(port)
-    yield made
-    made.close()
+def new_job(port: int) -> Iterator[Callable[..., Job]]:
+    """Makes a job, and ends it."""
+    made: list[Job] = []
+
+    def make(*nodes: tuple[int, int], **settings: Any) -> Job:
+        made.append(Job(port, *nodes, **settings))
+        return made[-1]
+
+    yield make
+    for job in made:
+        job.close()
 
 
-def test_the_first_world_does_not_wait_once_all_nodes_are_there(port: int) -> None:
-    job = Job(port, (1, 3), last_call_timeout=LIMIT_S)
+@pytest.fixture
+def job(new_job: Callable[..., Job]) -> Job:
+    return new_job()
+
+
+def test_the_first_world_does_not_wait_once_all_nodes_are_there(new_job: Callable[..., Job]) -> None:
+    job = new_job((1, 3), last_call_timeout=LIMIT_S)
     members, world = job.first(3)
     assert world == World(0, tuple(member.number for member in members))
-    job.close()
 
 
-def test_the_first_world_waits_for_the_least_number_and_then_for_a_last_call(port: int) -> None:
-    job = Job(port, (2, 4), last_call_timeout=0.8)
+def test_the_first_world_waits_for_the_least_number_and_then_for_a_last_call(new_job: Callable[..., Job]) -> None:
+    job = new_job((2, 4), last_call_timeout=0.8)
     one = call(job.start(0).first)
     time.sleep(1.2)
     assert not one.done()
@@ -183,11 +194,10 @@ def test_the_first_world_waits_for_the_least_number_and_then_for_a_last_call(por
     worlds = [future.result(LIMIT_S) for future in (one, two, three)]
     assert len(set(worlds)) == 1 and len(worlds[0].members) == 3
     assert time.monotonic() - began >= 0.4 + 0.8
-    job.close()
 
 
-def test_nodes_are_admitted_whole(port: int) -> None:
-    job = Job(port, (1, 2), per_node=2)
+def test_nodes_are_admitted_whole(new_job: Callable[..., Job]) -> None:
+    job = new_job((1, 2), per_node=2)
     (members, world) = job.first(1)
     assert [member.node for member in members] == [0, 0]
     half = call(job.start(1, 0).first)
@@ -199,11 +209,10 @@ def test_nodes_are_admitted_whole(port: int) -> None:
     assert newcomers == (2, 3)
     members[0].decide(World(1, (*world.members, *newcomers), world.members))
     assert half.result(LIMIT_S) == other.result(LIMIT_S) == World(1, (0, 1, 2, 3), (0, 1))
-    job.close()
 
 
-def test_a_running_world_takes_in_as_many_nodes_as_there_is_room_for_oldest_first(port: int) -> None:
-    job = Job(port, (1, 2))
+def test_a_running_world_takes_in_as_many_nodes_as_there_is_room_for_oldest_first(new_job: Callable[..., Job]) -> None:
+    job = new_job((1, 2))
     members, world = job.first(1)
     futures = []
     members[0].waiting()
@@ -218,7 +227,6 @@ def test_a_running_world_takes_in_as_many_nodes_as_there_is_room_for_oldest_firs
     assert all(together([lambda m=m: m.meet(World(1, (0, 1), (0,))) for m in job.members[:2]]))
     job.members[0].decide(World(2, (1, 2), (0, 1)))  # the first node leaves, the spare takes its place
     assert futures[1].result(LIMIT_S) == World(2, (1, 2), (0, 1))
-    job.close()
 
 
 def test_a_newcomer_that_dies_while_it_waits_is_not_offered(job: Job) -> None:
@@ -267,17 +275,16 @@ def test_the_survivors_of_a_world_agree_on_the_next(job: Job, dead: tuple[int, .
     assert together([lambda m=m: m.meet(worlds[0]) for m in survivors]) == [True] * len(survivors)
 
 
-def test_those_whose_agent_says_that_they_have_ended_are_not_waited_for(port: int) -> None:
-    job = Job(port, heartbeat_timeout=LIMIT_S, failure_timeout=LIMIT_S)
+def test_those_whose_agent_says_that_they_have_ended_are_not_waited_for(new_job: Callable[..., Job]) -> None:
+    job = new_job(heartbeat_timeout=LIMIT_S, failure_timeout=LIMIT_S)
     members, world = job.first(3)
     job.roster().end_node(members[1].node)
     worlds = together([lambda m=m: m.after_failure(world) for m in (members[0], members[2])])
     assert set(worlds) == {World(1, (members[0].number, members[2].number))}
-    job.close()
 
 
-def test_a_node_that_has_lost_a_worker_is_left_out_whole(port: int) -> None:
-    job = Job(port, per_node=2)
+def test_a_node_that_has_lost_a_worker_is_left_out_whole(new_job: Callable[..., Job]) -> None:
+    job = new_job(per_node=2)
     members, world = job.first(2)
     kill(members[3])
     worlds = together([lambda m=m: m.after_failure(world) for m in members[:3]])
@@ -285,30 +292,27 @@ def test_a_node_that_has_lost_a_worker_is_left_out_whole(port: int) -> None:
     with pytest.raises(MembershipError, match="went on without this process"):
         members[2]._world = None
         members[2].first()
-    job.close()
 
 
-def test_a_worker_whose_node_has_lost_another_does_not_wait_for_nobody(port: int) -> None:
-    job = Job(port, per_node=2)
+def test_a_worker_whose_node_has_lost_another_does_not_wait_for_nobody(new_job: Callable[..., Job]) -> None:
+    job = new_job(per_node=2)
     members, world = job.first(1)
     kill(members[0])
     with pytest.raises(MembershipError, match="torchrun starts the workers of this node again"):
         members[1].after_failure(world)
-    job.close()
 
 
-def test_one_that_lives_and_does_not_come_is_waited_for_until_the_limit(port: int) -> None:
-    job = Job(port, failure_timeout=1.5)
+def test_one_that_lives_and_does_not_come_is_waited_for_until_the_limit(new_job: Callable[..., Job]) -> None:
+    job = new_job(failure_timeout=1.5)
     members, world = job.first(3)
     began = time.monotonic()
     worlds = together([lambda m=m: m.after_failure(world) for m in members[:2]])
     assert set(worlds) == {World(1, world.members[:2])} and time.monotonic() - began >= 1.5
     assert members[2].after_failure(world) == worlds[0]  # it learns that it is out
-    job.close()
 
 
-def test_survivors_take_in_newcomers_and_wait_for_them_where_they_are_too_few(port: int) -> None:
-    job = Job(port, (2, 4))
+def test_survivors_take_in_newcomers_and_wait_for_them_where_they_are_too_few(new_job: Callable[..., Job]) -> None:
+    job = new_job((2, 4))
     members, world = job.first(2)
     kill(members[1])
     going_on = call(members[0].after_failure, world)
@@ -317,23 +321,16 @@ def test_survivors_take_in_newcomers_and_wait_for_them_where_they_are_too_few(po
     newcomer = job.start(2)
     expected = World(1, (members[0].number, newcomer.number))
     assert call(newcomer.first).result(LIMIT_S) == going_on.result(LIMIT_S) == expected
-    job.close()
 
 
-def test_survivors_that_stay_too_few_give_up_at_the_limit(port: int) -> None:
-    job = Job(port, (2, 4), join_timeout=1.0, failure_timeout=1.2)
+def test_those_that_stay_too_few_give_up_at_the_limit(new_job: Callable[..., Job]) -> None:
+    job = new_job((2, 4), join_timeout=1.0, failure_timeout=1.2)
     members, world = job.first(2)
     kill(members[1])
     with pytest.raises(MembershipError, match="fewer than 2 nodes are left"):
         members[0].after_failure(world)
-    job.close()
-
-
-def test_a_worker_that_finds_no_world_gives_up_at_the_limit(port: int) -> None:
-    job = Job(port, (2, 4), join_timeout=1.0)
     with pytest.raises(MembershipError, match=r"within 1 s \(join_timeout\): 1 nodes wait, --nnodes is 2:4"):
-        job.start(0).first()
-    job.close()
+        new_job((2, 4), join_timeout=1.0).start(0).first()
 
 
 def test_live_state_goes_on_when_a_newcomer_dies_before_its_world_begins(job: Job) -> None:
@@ -404,14 +401,14 @@ def stopped() -> Iterator[Callable[[], tuple[int, int]]]:
 
     def start() -> tuple[int, int]:
         program = (
-            "import time; from torch.distributed import TCPStore; "
-            "s = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False); print(s.port, flush=True); "
-            "time.sleep(200)"
+            "import os, time; from torch.distributed import TCPStore; "
+            "s = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False); "
+            "print(s.port, os.getpid(), flush=True); time.sleep(200)"
         )
         processes.append(subprocess.Popen([warm_python.executable(), "-c", program], stdout=subprocess.PIPE, text=True))
         assert processes[-1].stdout is not None
-        port = int(processes[-1].stdout.readline())
-        return port, serving(port)
+        port, pid = map(int, processes[-1].stdout.readline().split())
+        return port, pid
 
     yield start
     for process in processes:
@@ -449,21 +446,6 @@ def seconds_of_a_failure(request: Callable[[], Any], message: str | None = None)
     with pytest.raises(RuntimeError, match=message):
         request()
     return time.monotonic() - began
-
-
-def serving(port: int) -> int:
-    """The process that listens on a port of this machine."""
-    inodes = {
-        line.split()[9]
-        for table in ("tcp", "tcp6")
-        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]
-        if line.split()[1].endswith(f":{port:04X}") and line.split()[3] == "0A"
-    }
-    for path in Path("/proc").glob("[0-9]*/fd/*"):
-        with suppress(OSError):
-            if os.readlink(path).removeprefix("socket:[").removesuffix("]") in inodes:
-                return int(path.parts[2])
-    raise AssertionError(port)
 
 
 def test_a_newcomer_that_finds_no_store_says_so_within_the_limit() -> None:
@@ -520,18 +502,17 @@ def test_process_groups_of_worlds_do_not_see_each_other(job: Job) -> None:
 
 
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.extended)])
-def test_a_first_world_is_formed_whenever_one_dies(port: int, victim: int) -> None:
+def test_a_first_world_is_formed_whenever_one_dies(new_job: Callable[..., Job], victim: int) -> None:
     """Member 0 leads. Whichever request is its last, or that of another, the others are soon in one world."""
 
     def play(request: int) -> None:
-        job = Job(port, (2, 3), last_call_timeout=1.0)
+        job = new_job((2, 3), last_call_timeout=1.0)
         members = [job.start(node) for node in range(3)]
         kill_at(members[victim], request)
         others = [member for member in members if member is not members[victim]]
         futures = {member: call(member.first) for member in members}
         worlds = {futures[member].result(LIMIT_S) for member in others}
         agree(others, worlds, dead=victim)
-        job.close()
 
     each(play, range(0, 14) if victim == 0 else range(0, 6))
 
@@ -549,11 +530,11 @@ def agree(members: list[Membership], worlds: set[World], dead: int) -> None:
 
 
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.extended)])
-def test_survivors_agree_whenever_another_one_dies_meanwhile(port: int, victim: int) -> None:
+def test_survivors_agree_whenever_another_one_dies_meanwhile(new_job: Callable[..., Job], victim: int) -> None:
     """One of four has died, and a second one does at each of its requests; member 0 leads."""
 
     def play(request: int) -> None:
-        job = Job(port)
+        job = new_job()
         members, world = job.first(4)
         kill(members[3])
         kill_at(members[victim], request)
@@ -561,15 +542,14 @@ def test_survivors_agree_whenever_another_one_dies_meanwhile(port: int, victim: 
         futures = {member: call(member.after_failure, world) for member in members[:3]}
         worlds = {futures[member].result(LIMIT_S) for member in others}
         agree(others, worlds, dead=members[victim].number)
-        job.close()
 
     each(play, range(1, 21, 2) if victim == 0 else range(0, 5))
 
 
 @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.extended)])
-def test_every_member_sees_the_same_worlds_in_a_random_history(port: int, seed: int) -> None:
+def test_every_member_sees_the_same_worlds_in_a_random_history(new_job: Callable[..., Job], seed: int) -> None:
     chosen = random.Random(seed)
-    job = Job(port, (1, 4))
+    job = new_job((1, 4))
     members, world = job.first(2)
     seen = {world.number: world}
 
@@ -602,7 +582,6 @@ def test_every_member_sees_the_same_worlds_in_a_random_history(port: int, seed: 
         world, members = decided, by_rank([*members, *new], decided)
         assert together([lambda m=m, w=world: m.meet(w) for m in members]) == [True] * len(members)
     assert sorted(seen) == list(range(7))
-    job.close()
 
 
 @given(st.lists(st.integers(0, 40), unique=True))
@@ -610,14 +589,7 @@ def test_a_world_is_the_same_after_the_store(members: list[int]) -> None:
     assert numbers(runs(members)) == tuple(members)
     world = World(3, tuple(members), tuple(members[:2]))
     assert World.from_text(world.to_text()) == world
-
-
-def test_a_world_of_many_nodes_is_short() -> None:
-    assert runs(range(16384)) == "0:16384"
-
-
-def test_failures_are_read_as_they_were_noted() -> None:
-    assert failures_in("3;4u;3;") == {3: False, 4: True}
+    assert runs(range(16384)) == "0:16384" and failures_in("3;4u;3;") == {3: False, 4: True}
 
 
 def test_silence_is_what_was_seen_not_what_a_pause_of_the_watcher_hides() -> None:
@@ -636,13 +608,10 @@ def test_silence_is_what_was_seen_not_what_a_pause_of_the_watcher_hides() -> Non
     assert watch.lives(1) and not watch.silent(1)
 
 
-def test_outside_of_such_a_job_there_is_no_membership() -> None:
-    assert Membership.of_this_process({}) is None
-
-
 def test_a_process_is_one_member(port: int) -> None:
     settings = InPlace("127.0.0.1", port, f"job{next(_jobs)}", 0, 1, 1, **QUICK)
     environment = {VARIABLE: settings.to_environment(), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    assert Membership.of_this_process({}) is None
     member = Membership.of_this_process(environment)
     assert member is not None and member is Membership.of_this_process(environment)
     assert member.first() == World(0, (0,)) and (member.node, member.min_nodes, member.max_nodes) == (0, 1, 1)
