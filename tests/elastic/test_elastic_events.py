@@ -200,7 +200,7 @@ def test_where_output_is_no_terminal_a_plain_line_comes_now_and_then(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 1000.0
-    monkeypatch.setattr("zeroelastic.elastic.events.time.monotonic", lambda: now)
+    monkeypatch.setattr(time, "monotonic", lambda: now)
     line = StatusLine()
     for _ in range(61):
         line.show(STATUS)

@@ -16,8 +16,8 @@ from places import ROOT
 from warm_python import executable
 
 RUN_BY_OTHER_TESTS = {
-    "docs/guides/accelerate.md": "integrations/test_accelerate.py",
-    "docs/guides/lightning.md": "integrations/test_lightning.py",
+    "docs/guides/accelerate.md": "integrations/test_frameworks.py",
+    "docs/guides/lightning.md": "integrations/test_frameworks.py",
     "docs/reference/library.md": "verbs/test_examples.py",
 }
 """Pages whose code needs more than this test gives it -> the test that runs it."""

@@ -1,0 +1,622 @@
+"""accelerate, Lightning and Fabric at other world sizes: what they keep beside the engine goes on as uninterrupted.
+
+Lightning runs on CPUs with the accelerator of examples/lightning.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from documentation import blocks, zero_block
+from documentation import run as run_command
+from frameworks_job import (
+    OFFLOADED,
+    AccelerateJob,
+    LightningJob,
+    Seen,
+    accelerate_metrics,
+    accelerate_run,
+    lightning_run,
+    lightning_test,
+    prepare,
+    read_history,
+    run_script,
+)
+from places import ROOT
+from warm_python import executable
+
+import zeroelastic
+from zeroelastic.checkpoint.commit_record import read_record
+from zeroelastic.checkpoint.open import open_checkpoint
+from zeroelastic.deepspeed.patching import unwrap_all
+from zeroelastic.testing import RankPool, compare_states
+
+EXAMPLES = ROOT / "examples"
+PRELOAD = ("accelerate", "transformers.models.llama.modeling_llama", "peft", "lightning.pytorch", "lightning.fabric")
+INSTALL_LINES = ("import zeroelastic", "zeroelastic.install()")
+STATE = ("Frameworks", "accelerate `save_state`, `load_state`", "exact", "unmodified scripts")
+FIT = ("Frameworks", "Lightning `Trainer.fit(ckpt_path=...)`", "exact")
+FABRIC = ("Frameworks", "Fabric `fabric.save`, `fabric.load`", "exact", "at stages 1, 2 and 3")
+STATE_LOW = ("Frameworks", "accelerate at ZeRO stages 1 and 2", "exact", "also from and to stage 3")
+FIT_LOW = ("Frameworks", "Lightning `Trainer.fit` at ZeRO stages 1 and 2", "exact", "also from and to stage 3")
+
+
+def case(mark: tuple[str, ...], *values: Any, id: str | None = None) -> Any:
+    """A case of a parametrised test, which shows a row of docs/support.md."""
+    return pytest.param(*values, marks=pytest.mark.support(*mark), id=id)
+
+
+@dataclass(frozen=True)
+class Framework:
+    """How a job of a framework is run, and saved after ``step`` of ``steps`` optimizer steps."""
+
+    job: Any
+    run: Callable[..., Seen]
+    steps: int
+    step: int
+    batch_setting: str
+    other_micro: int
+
+
+ACCELERATE, LIGHTNING = "accelerate", "Lightning"
+FRAMEWORKS = {
+    ACCELERATE: Framework(AccelerateJob(), accelerate_run, 5, 3, "Accelerator(gradient_accumulation_steps=...)", 3),
+    LIGHTNING: Framework(LightningJob(samples=96), lightning_run, 9, 6, "Trainer(accumulate_grad_batches=...)", 12),
+}
+
+
+@pytest.fixture(scope="module")
+def rank_pool() -> Iterator[RankPool]:
+    """A pool of its own, which has imported the frameworks, with the modules of Lightning's examples on the path."""
+    sys.path.insert(0, str(EXAMPLES / "lightning"))
+    with RankPool(4, preload=PRELOAD) as pool:
+        yield pool
+    sys.path.remove(str(EXAMPLES / "lightning"))
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    ("script", "flags", "sizes"),
+    [
+        case(STATE, "accelerate/train.py", ["--mixed-precision", "no"], (3, 2)),
+        case(STATE, "accelerate/train.py", ["--lora"], (3, 2)),
+        case(STATE, "accelerate/train.py", ["--lora", "--stage", "2"], (3, 2)),
+        case(FIT, "lightning/train.py", ["--precision", "32-true"], (3, 2)),
+        case(FIT, "lightning/train.py", ["--precision", "bf16-mixed"], (3,)),
+        case(FIT, "lightning/train.py", ["--precision", "bf16-mixed", "--stage", "2"], (3,)),
+        case(FABRIC, "lightning/train_fabric.py", [], (3, 2)),
+        case(FABRIC, "lightning/train_fabric.py", ["--stage", "2"], (3, 2)),
+        case(FABRIC, "lightning/train_fabric.py", ["--stage", "1"], (3,)),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_the_example_goes_on_at_other_world_sizes(
+    rank_pool: RankPool, tmp_path: Path, script: str, flags: list[str], sizes: tuple[int, ...]
+) -> None:
+    """Saved by 4 ranks in the middle of an epoch, resumed by others across its end; against a run of 4 throughout."""
+    rtol = 5e-5 if {"no", "32-true"}.intersection(flags) else 8e-3
+
+    def run(world_size: int, out: Path, steps: int) -> list[dict[str, Any]]:
+        arguments = ["--out", str(out), "--steps", str(steps), *flags]
+        rank_pool.run(run_script, world_size, str(EXAMPLES / script), arguments, timeout=200)
+        return read_history(out)
+
+    whole = run(4, tmp_path / "whole", 9)
+    assert [line["step"] for line in whole] == list(range(1, 10)) and len({line["lr"] for line in whole}) > 5
+    run(4, tmp_path / "first", 6)
+    for world_size in sizes:
+        shutil.copytree(tmp_path / "first", tmp_path / f"on{world_size}")
+        found = run(world_size, tmp_path / f"on{world_size}", 9)
+        assert [line["processes"] for line in found] == [4] * 6 + [world_size] * 3
+        for line, wanted in zip(found, whole, strict=True):
+            assert (line["step"], line["samples"]) == (wanted["step"], wanted["samples"])
+            assert line["lr"] == pytest.approx(wanted["lr"], rel=1e-9), line["step"]
+            assert line["loss"] == pytest.approx(wanted["loss"], rel=rtol), line["step"]
+
+
+LAUNCHERS = {
+    "torchrun": ["torch.distributed.run", "--standalone"],
+    "accelerate": ["accelerate.commands.launch", "--main_process_ip", "127.0.0.1", "--main_process_port", "0"],
+}
+LAUNCHED = (
+    "Using it", "`accelerate launch -m zeroelastic.run train.py`, `torchrun ... -m zeroelastic.run`", "exact"
+)  # fmt: skip
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    ("framework", "flags", "state", "processes", "rates"),
+    [
+        case(
+            LAUNCHED,
+            *("accelerate", ["--mixed-precision", "no"], "checkpoint/pytorch_model", [4, 4, 3, 3, 3, 2]),
+            [0, 5e-3 / 3, 1e-2 / 3, 5e-3, 5e-3 * 8 / 9, 5e-3 * 7 / 9],
+        ),
+        ("lightning", [], "last.ckpt/checkpoint", [2, 2, 3, 3, 3, 2], [5e-3 * (1 - step / 12) for step in range(6)]),
+    ],
+    ids=["accelerate", "lightning"],
+)
+def test_the_commands_of_the_documentation_run_a_script_that_does_not_know_zeroelastic(
+    tmp_path: Path, framework: str, flags: list[str], state: str, processes: list[int], rates: list[float]
+) -> None:
+    document = f"docs/guides/{framework}.md"
+    for path in (EXAMPLES / framework).glob("*.py"):
+        lines = path.read_text().splitlines()
+        (tmp_path / path.name).write_text("\n".join(line for line in lines if not line.startswith(INSTALL_LINES)))
+    assert "\nimport zeroelastic" not in (tmp_path / "train.py").read_text()
+    python = executable(*PRELOAD, "accelerate.commands.launch")
+    for command in [line for block in blocks(document) if block.language == "bash" for line in block.text.splitlines()]:
+        program, *arguments = command.replace("accelerate launch", "accelerate").split()
+        run_command(["-m", *LAUNCHERS[program], *arguments, *flags], tmp_path, python=python)
+    found = read_history(tmp_path / "out")
+    assert [line["processes"] for line in found] == processes
+    saved = open_checkpoint(tmp_path / "out" / state).shard(0).ds_config
+    assert zero_block(document).items() <= saved["zero_optimization"].items()
+    epoch = sorted(index for line in found[:4] for index in line["samples"])
+    assert epoch == list(range(96)), "an epoch across the change is not every sample once"
+    assert [line["lr"] for line in found] == pytest.approx(rates)
+
+
+@pytest.mark.extended
+def test_the_code_of_the_documentation_of_lightning_runs() -> None:
+    for block in blocks("docs/guides/lightning.md"):
+        if block.language == "python":
+            exec(block.text, {})
+
+
+@pytest.mark.parametrize("stages", [(3, 3), (2, 2), (2, 3)])
+def test_the_script_of_the_documentation_goes_on(rank_pool: RankPool, tmp_path: Path, stages: tuple[int, int]) -> None:
+    """It saves after 4 and 8 of its 9 steps; what is left is done again on more ranks."""
+    (text,) = [block.text for block in blocks("docs/guides/accelerate.md") if block.language == "python"]
+    for world_size, stage in zip((2, 3), stages, strict=True):
+        zero = '{"stage": 3, "elastic_checkpoint": True}'
+        assert zero in text
+        (tmp_path / "short.py").write_text(
+            text if stage == 3 else text.replace(zero, str(zero_block("docs/guides/accelerate.md")))
+        )
+        rank_pool.run(run_script, world_size, str(tmp_path / "short.py"), [])
+        assert (tmp_path / "state" / "pytorch_model" / "zeroelastic.json").exists()
+    record = read_record(tmp_path / "state" / "pytorch_model")
+    assert record is not None and (record.world_size, record.global_steps) == (2, 8), "the second run had 1 step left"
+
+
+@pytest.fixture(scope="module")
+def saved(
+    rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> tuple[str, list[Seen]]:
+    """A run on 2 ranks that was saved in the middle, and what the ranks saw. The parameter: framework and stage."""
+    name, stage = request.param
+    framework = FRAMEWORKS[name]
+    directory = str(tmp_path_factory.mktemp("saved") / "last.ckpt")
+    job = replace(framework.job, stage=stage, accumulation=4).at(2)
+    return directory, rank_pool.run(framework.run, 2, job, framework.steps, save=(framework.step, directory))
+
+
+def at_one_stage(*names: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(
+        ("saved", "stage"), [((name, stage), stage) for name in names for stage in (3, 2)], indirect=["saved"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("saved", "stage", "world_size", "accumulation", "workers"),
+    [
+        case(STATE, (ACCELERATE, 3), 3, 3, 4, 0),
+        case(STATE, (ACCELERATE, 3), 3, 3, 2, 0),
+        case(STATE, (ACCELERATE, 3), 3, 1, 4, 0),
+        case(STATE_LOW, (ACCELERATE, 2), 2, 3, 4, 0),
+        case(STATE_LOW, (ACCELERATE, 2), 3, 1, 2, 0),
+        case(STATE_LOW, (ACCELERATE, 2), 1, 3, 2, 0),
+        case(STATE_LOW, (ACCELERATE, 3), 2, 3, 2, 0),
+        case(STATE_LOW, (ACCELERATE, 1), 2, 3, 4, 0),
+        case(FIT, (LIGHTNING, 3), 3, 3, 2, 0),
+        case(FIT, (LIGHTNING, 3), 3, 3, 4, 1),
+        case(FIT, (LIGHTNING, 3), 3, 1, 3, 0),
+        case(FIT, (LIGHTNING, 3), 3, 2, 4, 0),
+        case(FIT_LOW, (LIGHTNING, 2), 2, 2, 4, 1),
+        case(FIT_LOW, (LIGHTNING, 2), 3, 3, 4, 0),
+        case(FIT_LOW, (LIGHTNING, 3), 2, 1, 3, 0),
+        case(FIT_LOW, (LIGHTNING, 1), 2, 3, 2, 0),
+        case(FIT_LOW, (LIGHTNING, 2), 1, 1, 3, 0),
+    ],
+    indirect=["saved"],
+)
+def test_state_schedule_and_data_go_on(
+    rank_pool: RankPool,
+    saved: tuple[str, list[Seen]],
+    stage: int,
+    world_size: int,
+    accumulation: int,
+    workers: int,
+    request: pytest.FixtureRequest,
+) -> None:
+    """In the second epoch, also at the same world size: Lightning alone would begin the epoch's data again.
+
+    With accelerate 2 -> 3 ranks used to hang: the new rank did not know its step, which counts from the epoch on.
+    """
+    directory, before = saved
+    name = request.node.callspec.params["saved"][0]
+    framework = FRAMEWORKS[name]
+    more = {"seed": 99} if name == ACCELERATE else {"workers": workers}
+    job = replace(framework.job, stage=stage, accumulation=accumulation, **more).at(world_size)
+    for seen in rank_pool.run(framework.run, world_size, job, framework.steps, load=directory):
+        assert seen.error == ("", "")
+        assert compare_states(before[0].state, seen.state) == []
+        assert seen.step == (accumulation if name == ACCELERATE else framework.step)
+        assert seen.samples == before[0].samples[framework.step :]
+        assert seen.rates == pytest.approx(before[0].rates[framework.step :], rel=1e-12)
+        assert seen.losses == pytest.approx(before[0].losses[framework.step :], rel=2e-5)
+
+
+@pytest.mark.parametrize("name", [case(STATE_LOW, ACCELERATE), case(FIT_LOW, LIGHTNING)])
+def test_an_optimizer_on_the_cpu_goes_on_at_stage_2(rank_pool: RankPool, tmp_path: Path, name: str) -> None:
+    """With DeepSpeedCPUAdam: accelerate makes one of the script's AdamW, Lightning's is as its offload has it."""
+    framework, path = FRAMEWORKS[name], str(tmp_path / "a")
+    job = replace(framework.job, stage=2, zero=OFFLOADED)
+    whole = rank_pool.run(framework.run, 2, job.at(2), 4, save=(2, path))[0]
+    for seen in rank_pool.run(framework.run, 3, job.at(3), 4, load=path):
+        assert compare_states(whole.state, seen.state) == []
+        assert seen.samples == whole.samples[2:]
+        assert seen.losses == pytest.approx(whole.losses[2:], rel=2e-5)
+
+
+CHANGED = ("refused", 'with `"strict_batch": true`; else a warning')
+
+
+@pytest.mark.parametrize(
+    ("saved", "stage"),
+    [
+        case(("Frameworks", f"{name}: a changed global batch", *CHANGED), (name, stage), stage)
+        for name in FRAMEWORKS
+        for stage in (3, 2)
+    ],
+    indirect=["saved"],
+)
+def test_a_changed_global_batch_is_loud_and_an_error_when_strict(
+    rank_pool: RankPool, saved: tuple[str, list[Seen]], stage: int, request: pytest.FixtureRequest
+) -> None:
+    directory, before = saved
+    name = request.node.callspec.params["saved"][0]
+    framework = FRAMEWORKS[name]
+    job = replace(framework.job, micro=framework.other_micro, stage=stage)
+    changed = f"GLOBAL BATCH CHANGED from 24 to {framework.other_micro}"
+    for seen in rank_pool.run(framework.run, 1, job, framework.step, load=directory):
+        kind, text = seen.error
+        assert kind == "StrictError" and changed in text and framework.batch_setting in text
+        assert "train_micro_batch_size_per_gpu 24 with gradient_accumulation_steps 1" in text
+    steps = framework.step if name == ACCELERATE else framework.step + 2
+    for seen in rank_pool.run(framework.run, 1, replace(job, options={}), steps, load=directory):
+        loud = [line for line in seen.said if line.startswith("WARNING")]
+        assert any(changed in line for line in loud) and any(framework.batch_setting in line for line in loud)
+        if name == LIGHTNING:
+            position = sorted(index for step in seen.samples for index in step)
+            assert position == before[0].samples[6], "the position is in samples"
+
+
+@pytest.mark.parametrize("stage", [3, 2])
+@pytest.mark.parametrize(
+    ("name", "saving", "how", "lost"),
+    [
+        (ACCELERATE, {"accumulation": 4}, {"extra": 1}, "after 1 of 4 micro-steps"),
+        (LIGHTNING, {"accumulation": 2, "save_in": "middle"}, {}, "1 of 2 micro-batches are lost"),
+    ],
+)
+def test_a_save_between_optimizer_steps_is_loud_and_an_error_when_strict(
+    rank_pool: RankPool, tmp_path: Path, stage: int, name: str, saving: Any, how: Any, lost: str
+) -> None:
+    directory, framework = str(tmp_path / "middle"), FRAMEWORKS[name]
+    job = replace(framework.job, stage=stage, **saving).at(2)
+    steps = 1 if how else 3
+    whole = rank_pool.run(framework.run, 2, job, steps, save=(1, directory), **how)[0]
+    job = replace(framework.job, stage=stage, accumulation=4).at(3)
+    for seen in rank_pool.run(framework.run, 3, job, steps, load=directory):
+        assert seen.error[0] == "StrictError" and lost in seen.error[1]
+    loose = rank_pool.run(framework.run, 3, replace(job, options={}), 3 - len(how), load=directory)
+    assert any(line.startswith("WARNING") and "SAVED IN THE MIDDLE" in line for line in loose[0].said)
+    if name == ACCELERATE:
+        assert {seen.step for seen in loose} == {4}
+    else:
+        assert loose[0].samples == whole.samples[1:], "the step begins anew"
+
+
+# accelerate
+
+
+ACCELERATED = FRAMEWORKS[ACCELERATE].job
+
+
+@pytest.mark.support("Frameworks", "accelerate: random number generators", "exact", "saved ranks; new ranks are seeded")
+@at_one_stage(ACCELERATE)
+def test_generators_are_the_saved_ones_or_derived_for_new_ranks(
+    rank_pool: RankPool, stage: int, saved: tuple[str, list[Seen]], tmp_path: Path
+) -> None:
+    directory, before = saved
+    job = replace(ACCELERATED, stage=stage, accumulation=4, seed=98)
+    same = rank_pool.run(accelerate_run, 2, replace(job, seed=99).at(2), 3, load=directory)
+    assert [seen.draws for seen in same] == [seen.draws for seen in before]
+    job = job.at(3)
+    first = rank_pool.run(accelerate_run, 3, job, 3, load=directory)
+    stale = tmp_path / "stale"
+    shutil.copytree(directory, stale)
+    shutil.copy(stale / "random_states_1.pkl", stale / "random_states_2.pkl")  # of an older save by more ranks
+    again = rank_pool.run(accelerate_run, 3, replace(job, seed=97), 3, load=str(stale))
+    assert [seen.draws for seen in first] == [seen.draws for seen in again]
+    assert [seen.draws for seen in first[:2]] == [seen.draws for seen in before]
+    assert len({seen.draws for seen in first}) == 3
+    assert any("1 new, seeded from the checkpoint and the rank" in line for line in first[0].said)
+    assert "1 new" in " ".join(first[1].notes)
+
+
+@pytest.mark.support("Frameworks", "accelerate: learning rate schedulers", "exact", "LambdaLR and those of torch")
+@pytest.mark.parametrize(("schedule", "stage"), [("fixed lambda", 3), ("cosine", 3), ("one cycle", 3), ("cosine", 2)])
+def test_any_schedule_goes_on(rank_pool: RankPool, tmp_path: Path, schedule: str, stage: int) -> None:
+    """Down, and back up from what the smaller run saved."""
+    job = replace(ACCELERATED, schedule=schedule, stage=stage)
+    whole = rank_pool.run(accelerate_run, 3, job.at(3), 6, save=(2, str(tmp_path / "a")))[0]
+    assert len(set(whole.rates)) == 6
+    down = rank_pool.run(accelerate_run, 2, job.at(2), 4, load=str(tmp_path / "a"), save=(4, str(tmp_path / "b")))[0]
+    up = rank_pool.run(accelerate_run, 3, job.at(3), 6, load=str(tmp_path / "b"))[0]
+    assert [*down.rates, *up.rates] == pytest.approx(whole.rates[2:], rel=1e-9)
+    assert any("3 times per optimizer step" in line for line in down.said)
+
+
+class Recorder:
+    """Stands for accelerate's own class: what is not ours must reach it as it was given."""
+
+    def __init__(self, kind: str, stage: int, loader: object = None) -> None:
+        self.distributed_type = f"DistributedType.{kind}"
+        engine = SimpleNamespace(
+            optimizer=object.__new__(DeepSpeedZeroOptimizer_Stage3) if stage else None,
+            train_micro_batch_size_per_gpu=lambda: 2,
+            _config=SimpleNamespace(_param_dict={}),
+        )
+        self._models, self._schedulers, self._dataloaders = [engine], [], [loader]
+        self.num_processes, self.gradient_accumulation_steps = 1, 1
+        self.calls: list[Any] = []
+
+    def load_state(self, input_dir: Any = None, load_kwargs: Any = None, **kwargs: Any) -> str:
+        self.calls.append((input_dir, load_kwargs, kwargs))
+        return "done"
+
+
+@pytest.mark.parametrize(("kind", "stage"), [("FSDP", 3), ("MULTI_GPU", 3), ("DEEPSPEED", 0)])
+def test_what_is_not_zero_is_left_alone(kind: str, stage: int) -> None:
+    from zeroelastic.integrations import accelerate
+
+    original = Recorder.load_state
+    accelerate.wrap_module(SimpleNamespace(Accelerator=Recorder))  # type: ignore[arg-type]
+    try:
+        accelerate.wrap_module(SimpleNamespace(Accelerator=Recorder))  # type: ignore[arg-type]
+        recorder = Recorder(kind, stage)
+        assert recorder.load_state("there", {"a": 1}, strict=False) == "done"
+        assert recorder.calls == [("there", {"a": 1}, {"strict": False})]
+    finally:
+        unwrap_all()
+    assert Recorder.load_state is original
+
+
+def test_uninstall_puts_accelerate_back(rank_pool: RankPool) -> None:
+    assert rank_pool.run(install_and_uninstall, 1) == [(True, False)]
+
+
+def install_and_uninstall() -> tuple[bool, bool]:
+    """Whether load_state is wrapped once an engine is built, and after uninstall()."""
+    import zeroelastic
+
+    accelerator, *_ = prepare(ACCELERATED)
+    wrapped = hasattr(type(accelerator).load_state, "__wrapped__")
+    zeroelastic.uninstall()
+    return wrapped, hasattr(type(accelerator).load_state, "__wrapped__")
+
+
+@pytest.mark.support("Frameworks", "accelerate: `use_stateful_dataloader`", "refused", "at another size or micro batch")
+@pytest.mark.parametrize("saved", [(ACCELERATE, 3)], indirect=True)
+def test_a_stateful_dataloader_of_another_size_is_refused(
+    rank_pool: RankPool, saved: tuple[str, list[Seen]], tmp_path: Path
+) -> None:
+    directory = tmp_path / "checkpoint"
+    shutil.copytree(saved[0], directory)
+    torch.save({}, directory / "dl_state_dict.bin")
+    for kind, text in rank_pool.run(load_with_stateful_loader, 1, str(directory)):
+        assert kind == "UnsupportedError" and "counts the batches of 2 processes" in text
+        assert "data_position" in text
+
+
+def load_with_stateful_loader(directory: str) -> tuple[str, str]:
+    from zeroelastic.integrations import accelerate
+
+    accelerate.wrap_module(SimpleNamespace(Accelerator=Recorder))  # type: ignore[arg-type]
+    recorder = Recorder("DEEPSPEED", 3, SimpleNamespace(use_stateful_dataloader=True))
+    try:
+        recorder.load_state(directory)
+    except Exception as error:
+        assert recorder.calls == []
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+@pytest.mark.parametrize(
+    ("done", "drop_last", "expected"),
+    [(0, False, (0, 0, 0)), (9, False, (1, 4, 8)), (9, True, (2, 1, 2)), (4, True, (1, 0, 0))],
+)
+def test_the_position_in_the_data_follows_from_the_steps(
+    done: int, drop_last: bool, expected: tuple[int, int, int]
+) -> None:
+    """100 samples in batches of 24: 5 steps an epoch, 4 whole ones."""
+    from zeroelastic.integrations.accelerate import data_position
+
+    accelerator = Recorder("DEEPSPEED", 3)
+    accelerator.gradient_accumulation_steps = 2
+    accelerator._models[0].global_steps = done
+    accelerator._models[0].train_batch_size = lambda: 24
+    position = data_position(accelerator, SimpleNamespace(total_dataset_length=100, _drop_last=drop_last))
+    assert (position.epoch, position.steps, position.batches) == expected
+    assert position.samples == position.steps * 24
+
+
+def test_trackers_get_saves_loads_and_lost_steps(rank_pool: RankPool, tmp_path: Path) -> None:
+    """2 ranks to step 3, saving at 3 only; then 3 ranks from step 3 to 4, and the same again."""
+    job, events = AccelerateJob(), str(tmp_path / "events.jsonl")
+    first, second = rank_pool.run(accelerate_metrics, 2, job.at(2), str(tmp_path / "a"), events, 3)
+    assert second == []
+    (step, saved), *_ = [(step, values) for step, values in first if "zeroelastic/save/bytes" in values]
+    assert step == 3 and saved["zeroelastic/save/stall_s"] > 0
+    for lost in (0.0, 1.0):
+        found, *_ = rank_pool.run(
+            accelerate_metrics, 3, job.at(3), str(tmp_path / "b"), events, 4, load=str(tmp_path / "a")
+        )
+        values = {key: value for _, each in found for key, value in each.items()}
+        assert (values["zeroelastic/load/from_ranks"], values["zeroelastic/load/to_ranks"]) == (2, 3)
+        assert values["zeroelastic/job/lost_steps"] == lost
+
+
+# Lightning
+
+
+FITTED = FRAMEWORKS[LIGHTNING].job
+
+
+@pytest.mark.support(
+    "Frameworks",
+    "Lightning `Trainer.test(ckpt_path=...)`",
+    "exact",
+    "weights and buffers; engines without an optimizer",
+)
+@at_one_stage(LIGHTNING)
+def test_a_model_is_tested_at_any_size(rank_pool: RankPool, saved: tuple[str, list[Seen]], stage: int) -> None:
+    """Lightning builds an engine without an optimizer for that, which DeepSpeed alone does not load at stage 3."""
+    directory, _ = saved
+    with zeroelastic.open(directory) as checkpoint:
+        weights = {name: checkpoint[name].torch().flatten().tolist() for name in checkpoint}
+    losses = {}
+    for world_size in (2, 3):
+        ranks = rank_pool.run(lightning_test, world_size, replace(FITTED, stage=stage), directory)
+        assert all(found == weights for found, _, _ in ranks) and "net.batches_seen" in weights
+        assert sum(number for _, _, number in ranks) == FITTED.samples
+        losses[world_size] = sum(loss for _, loss, _ in ranks)
+    assert losses[2] == pytest.approx(losses[3], rel=1e-5)
+
+
+@pytest.mark.support(*FIT)
+@pytest.mark.parametrize("stage", [3, 2])
+def test_saves_of_other_moments_go_on(rank_pool: RankPool, tmp_path: Path, stage: int) -> None:
+    """At an epoch's end, and before a batch that then comes again."""
+    job = replace(FITTED, stage=stage, accumulation=2).at(2)
+    whole = rank_pool.run(lightning_run, 2, job, 8, save=(4, str(tmp_path / "end")))[0]
+    rank_pool.run(lightning_run, 2, replace(job, save_in="batch start"), 6, save=(5, str(tmp_path / "start")))
+    for moment, first in (("end", 4), ("start", 5)):
+        seen = rank_pool.run(lightning_run, 3, replace(job, accumulation=4).at(3), 8, load=str(tmp_path / moment))[0]
+        assert seen.samples == whole.samples[first:], moment
+        assert seen.rates == pytest.approx(whole.rates[first:], rel=1e-12)
+
+
+@pytest.mark.support(*FIT)
+@at_one_stage(LIGHTNING)
+def test_a_run_goes_on_twice(rank_pool: RankPool, saved: tuple[str, list[Seen]], stage: int, tmp_path: Path) -> None:
+    """Each time with another accumulation: gradients keep the scale of the first run."""
+    directory, before = saved
+    again = str(tmp_path / "again")
+    job = replace(FITTED, stage=stage, accumulation=2).at(3)
+    first = rank_pool.run(lightning_run, 3, job, 8, load=directory, save=(7, again))[0]
+    kept = "GRADIENTS are divided by 4 besides the mean, not by 2"
+    assert any(line.startswith("WARNING") and kept in line for line in first.said)
+    second = rank_pool.run(lightning_run, 1, replace(job, accumulation=1).at(1), 9, load=again)[0]
+    assert second.samples == before[0].samples[7:]
+    assert second.losses == pytest.approx(before[0].losses[7:], rel=2e-5)
+
+
+@at_one_stage(LIGHTNING)
+def test_a_second_load_into_the_same_engine_keeps_the_scale_of_gradients(
+    rank_pool: RankPool, saved: tuple[str, list[Seen]], stage: int
+) -> None:
+    """And an option leaves it to Lightning, which is said: the same once more is another run then."""
+    directory, before = saved
+    job = replace(FITTED, stage=stage, accumulation=2).at(3)
+    seen = rank_pool.run(lightning_run, 3, job, 9, load=directory, loads=2)[0]
+    assert seen.losses == pytest.approx(before[0].losses[6:], rel=2e-5)
+    left = replace(job, options={**job.options, "keep_gradient_scale": False})
+    alone = rank_pool.run(lightning_run, 3, left, 9, load=directory)[0]
+    assert any("GRADIENTS are divided by 2 besides the mean, not by 4" in line for line in alone.said)
+    assert alone.losses != pytest.approx(before[0].losses[6:], rel=2e-5)
+
+
+@pytest.mark.support("Frameworks", "Lightning: a stream (`IterableDataset`)", "exact", "strided over the ranks")
+@pytest.mark.parametrize("stage", [3, 2])
+def test_a_stream_goes_on(rank_pool: RankPool, tmp_path: Path, stage: int) -> None:
+    job = replace(FITTED, stage=stage, loader="stream", accumulation=2)
+    whole = rank_pool.run(lightning_run, 2, job.at(2), 4, save=(2, str(tmp_path / "a")))[0]
+    seen = rank_pool.run(lightning_run, 3, replace(job, accumulation=4).at(3), 4, load=str(tmp_path / "a"))[0]
+    assert seen.samples == whole.samples[2:] and sorted(index for step in whole.samples for index in step) == list(
+        range(96)
+    )
+
+
+@pytest.mark.support("Frameworks", "Lightning: stateful DataLoaders", "refused", "at another size; exact at the same")
+def test_a_stateful_loader_is_refused_at_another_size(rank_pool: RankPool, tmp_path: Path) -> None:
+    job = replace(FITTED, loader="stateful")
+    whole = rank_pool.run(lightning_run, 2, job.at(2), 4, save=(2, str(tmp_path / "a")))[0]
+    for seen in rank_pool.run(lightning_run, 3, job.at(3), 4, load=str(tmp_path / "a")):
+        assert seen.error[0] == "UnsupportedError" and "counts the batches of 2 ranks" in seen.error[1]
+    same = rank_pool.run(lightning_run, 2, job.at(2), 4, load=str(tmp_path / "a"))[0]
+    assert same.samples == whole.samples[2:]
+
+
+@pytest.mark.support(
+    "Frameworks", "Lightning: epochs that end within a global batch", "refused", 'with `"strict_batch": true`'
+)
+def test_uneven_epochs_are_loud_and_an_error_when_strict(rank_pool: RankPool, tmp_path: Path) -> None:
+    """60 samples are 2 and a half global batches."""
+    job = LightningJob(samples=60, accumulation=2).at(2)
+    rank_pool.run(lightning_run, 2, replace(job, save_in="epoch end"), 4, save=(0, str(tmp_path / "a")))
+    for seen in rank_pool.run(lightning_run, 3, replace(job, accumulation=4).at(3), 5, load=str(tmp_path / "a")):
+        assert seen.error[0] == "StrictError" and "EPOCHS ARE UNEVEN" in seen.error[1]
+
+
+class Strategy:
+    """Stands for Lightning's own class: what is not ours must reach it as it was given."""
+
+    zero_stage_3, load_full_weights, lightning_module = True, True, None
+
+    def load_checkpoint(self, checkpoint_path: str, weights_only: bool | None = None) -> tuple[str, bool | None]:
+        return checkpoint_path, weights_only
+
+    def save_checkpoint(self, checkpoint: dict[str, int], filepath: str) -> tuple[dict[str, int], str]:
+        return checkpoint, filepath
+
+
+def test_what_is_not_a_sharded_load_is_left_alone() -> None:
+    from zeroelastic.integrations import lightning
+
+    before = dict(vars(Strategy))
+    for _ in range(2):
+        lightning.wrap_module(SimpleNamespace(DeepSpeedStrategy=Strategy))  # type: ignore[arg-type]
+    try:
+        assert vars(Strategy)["load_checkpoint"] is not before["load_checkpoint"]
+        assert Strategy().load_checkpoint("there", weights_only=True) == ("there", True)
+        assert Strategy().save_checkpoint({"epoch": 1}, "there") == ({"epoch": 1}, "there")
+    finally:
+        unwrap_all()
+    assert dict(vars(Strategy)) == before
+
+
+def test_loggers_get_saves_loads_and_lost_steps(rank_pool: RankPool, tmp_path: Path) -> None:
+    """2 ranks to step 3, saving at step 2; then 3 ranks from there to step 3."""
+    job, events = LightningJob(), str(tmp_path / "events.jsonl")
+    save = (2, str(tmp_path / "a.ckpt"))
+    first, second = rank_pool.run(lightning_run, 2, job.at(2), 3, save=save, events=events)
+    (saved,) = [each for each in first.tracked if "zeroelastic/save/bytes" in each]
+    assert saved["step"] in (2, 3) and saved["zeroelastic/save/stall_s"] > 0
+    assert not [key for each in second.tracked for key in each if key.startswith("zeroelastic/")]
+    resumed, *_ = rank_pool.run(lightning_run, 3, job.at(3), 3, load=save[1], events=events)
+    values = {key: value for each in resumed.tracked for key, value in each.items()}
+    assert (values["zeroelastic/load/from_ranks"], values["zeroelastic/load/to_ranks"]) == (2, 3)
+    assert values["zeroelastic/job/lost_steps"] == 1
