@@ -134,7 +134,8 @@ def kill_at(member: Membership, request: int) -> None:
             return original(operation, *arguments)
         left[0] -= 1
         if left[0] < 0:
-            member._heartbeat.stop()
+            member._stopped.set()
+            member._heartbeat.join()
             raise Killed
         return original(operation, *arguments)
 
@@ -278,7 +279,7 @@ def test_the_survivors_of_a_world_agree_on_the_next(job: Job, dead: tuple[int, .
 def test_those_whose_agent_says_that_they_have_ended_are_not_waited_for(new_job: Callable[..., Job]) -> None:
     job = new_job(heartbeat_timeout=LIMIT_S, failure_timeout=LIMIT_S)
     members, world = job.first(3)
-    job.roster().end_node(members[1].node)
+    job.roster().try_to_end(f"n{members[1].node}")
     worlds = together([lambda m=m: m.after_failure(world) for m in (members[0], members[2])])
     assert set(worlds) == {World(1, (members[0].number, members[2].number))}
 

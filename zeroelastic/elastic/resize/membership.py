@@ -23,6 +23,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from zeroelastic.elastic.resize.roster import (
+    GROUPS,
     Node,
     Roster,
     Snapshot,
@@ -31,6 +32,7 @@ from zeroelastic.elastic.resize.roster import (
     break_connections,
     connect,
     failures_in,
+    runs,
     sockets_to,
 )
 from zeroelastic.errors import ConfigError, MembershipError
@@ -70,7 +72,12 @@ class Membership:
         self._roster.open()
         self.number = self._roster.number_of(self.node, local_rank, local_world_size, settings.join_timeout)
         self._roster.beat(self.number)
-        self._heartbeat = _Heartbeat(self)
+        # What the heartbeat has seen, for ``waiting`` and ``died``: it looks from the first call of either on.
+        self._looks, self._asked = False, frozenset[int]()
+        self._seen: Snapshot | None = None
+        self._watched, self._answered = self._watch(), time.monotonic()
+        self._ended_worlds, self._stopped = 0, threading.Event()
+        self._heartbeat = threading.Thread(target=self._beat, name="zeroelastic-membership", daemon=True)
         self._heartbeat.start()
         # For errors of the script: a thread in a request would end the process by SIGABRT when the interpreter ends.
         atexit.register(self.leave)
@@ -148,7 +155,23 @@ class Membership:
         look, a heartbeat ago at most; the first call starts looking. Raises MembershipError where the store has not
         answered for ``store_timeout``, or has a world that followed without this one: the job must not go on twice.
         """
-        return self._heartbeat.newcomers(self._current(), frozenset(leaving))
+        world, self._looks = self._current(), True
+        away = time.monotonic() - self._answered
+        if away > self.settings.store_timeout:
+            raise MembershipError(
+                f"the store of the job has not answered for {away:.0f} s (store_timeout). Other nodes may take this "
+                "one for dead and go on without it, so it stops."
+            )
+        now = self._seen
+        if now is None or not now.knows(world.members):
+            return ()
+        if now.world is not None and now.world.number > world.number:
+            raise MembershipError(f"world {now.world.number} has followed without this process, so it stops.")
+        stay = set(world.members).difference(leaving)
+        free = self.max_nodes - len(now.nodes_of(stay))
+        nodes = [node for node in now.newcomers() if stay.isdisjoint(node.members)]
+        nodes = [node for node in nodes if all(map(self._watched.lives, node.members))]
+        return tuple(member for node in nodes[: max(0, free)] for member in node.members)
 
     def decide(self, world: World) -> None:
         """Let ``world`` follow the running one; newcomers in it are released by this. For rank 0 of the running world.
@@ -178,18 +201,20 @@ class Membership:
             now = self._roster.read(watch, watched, [key])
             if now.extra[0] != "open":
                 if first and now.extra[0] == "all":
-                    self._heartbeat.forget_worlds(before=world.number - 1)
+                    # All have come to this world. So nobody is left in one before the last, and none that left it still
+                    # sends its state; a member that was stopped since then is in no world any more, and ends.
+                    self._ended_worlds = max(world.number - 1, 0)
                 return now.extra[0] == "all"
             lost = any(member in now.ended or watch.silent(member) for member in watched)
             if lost or now.world != world or time.monotonic() > deadline:
-                self._roster.break_meeting(key)
+                self._roster.break_meeting(world)
                 continue
             self._pause(now)
 
     def cannot_meet(self, world: World) -> None:
         """Say that this member cannot begin a world, so that nobody waits for it in ``meet``."""
         self._enter(world)
-        self._roster.refuse_meeting(world)
+        self._roster.break_meeting(world)
 
     def store_of(self, world: World, timeout_s: float | None = None) -> Store:
         """A store for the process groups of a world, over a connection that worlds share until one of them fails.
@@ -204,7 +229,7 @@ class Membership:
             self._groups = self._connect()
             self._sockets = frozenset(sockets_to(self.settings.port).keys() - before.keys())
         self._groups.set_timeout(timedelta(seconds=self.settings.failure_timeout if timeout_s is None else timeout_s))
-        return PrefixStore(self._roster.groups_of(world), self._groups)
+        return PrefixStore(f"{GROUPS}/{world.number}", self._groups)
 
     @contextmanager
     def breaking_waits(self, world: World) -> Iterator[None]:
@@ -234,7 +259,9 @@ class Membership:
 
         Without a request: they are watched from the first call on, so ask again.
         """
-        return self._heartbeat.died(members)
+        self._looks, self._asked = True, self._asked.union(members)
+        ended = frozenset[int]() if self._seen is None else self._seen.ended
+        return tuple(member for member in members if member in ended or self._watched.silent(member))
 
     def has_failed(self, world: World) -> bool:
         """Whether a member has said that a world failed, in ``after_failure``."""
@@ -262,7 +289,7 @@ class Membership:
                 return self._enter(now.world)
             here = failures_in(now.extra[0])
             passed = time.monotonic() - began
-            known = self._heartbeat.died([member for member in world.members if member != self.number])
+            known = self.died([member for member in world.members if member != self.number])
             lost = {member for member in world.members if member in now.ended or watch.silent(member)}.union(known)
             leader = next((member for member in world.members if member in here and member not in lost), self.number)
             if leader == self.number:
@@ -304,18 +331,43 @@ class Membership:
         ``finished`` says that the training has come to its end: where all of a world say so, the job has finished, and
         a process that comes later does not begin it again.
         """
-        self._roster.leave(self.number, finished=finished)
+        self._roster.try_to_end(("f" if finished else "") + runs((self.number,)))
         self.close()
 
     def close(self) -> None:
         """End the heartbeat, by which the others take this process for dead, and the connections."""
         global _of_this_process
         atexit.unregister(self.leave)
-        self._heartbeat.stop()
+        self._stopped.set()
+        if self._heartbeat is not threading.current_thread():
+            self._heartbeat.join(_CLOSE_S)
         self._roster.close()
         self._groups = None
         if _of_this_process is self:
             _of_this_process = None
+
+    def _beat(self) -> None:
+        """Tell the store that this member lives, until it is closed; look, and remove what there is of ended worlds."""
+        keys: list[str] = []
+        while not self._stopped.wait(self.settings.heartbeat_interval):
+            began = time.monotonic()
+            try:
+                self._roster.beat(self.number)
+                if self._looks:
+                    before = self._seen
+                    newcomers = () if before is None else before.newcomers()
+                    watched = self._asked.union(*(node.members for node in newcomers))
+                    now = self._roster.read(self._watched, watched)
+                    self._watched.appeared(now.new_since(before))
+                    self._seen = now
+                if ended := self._ended_worlds:
+                    self._ended_worlds = 0
+                    keys = self._roster.keys_of_worlds(ended)
+                self._roster.remove(keys[-_REMOVED_AT_ONCE:])
+                del keys[-_REMOVED_AT_ONCE:]
+                self._answered = began
+            except MembershipError as error:
+                logger.warning("%s", error)
 
     def _connect(self) -> Store:
         from torch._C._distributed_c10d import PrefixStore
@@ -364,81 +416,3 @@ class Membership:
 
     def _pause(self, now: Snapshot) -> None:
         time.sleep(max(LOOK_S, sum(len(node.members) for node in now.nodes) / _MEMBERS_PERLOOK_S))
-
-
-class _Heartbeat(threading.Thread):
-    """The heartbeat of a member; that of rank 0 also looks for newcomers and for those that it was asked about."""
-
-    def __init__(self, member: Membership) -> None:
-        super().__init__(name="zeroelastic-membership", daemon=True)
-        self._number, self._settings = member.number, member.settings
-        self._roster = member._roster
-        self._watch = member._watch()
-        self._ended = threading.Event()
-        self._looks = False
-        self._asked: frozenset[int] = frozenset()
-        self._snapshot: Snapshot | None = None
-        self._answered = time.monotonic()
-        self._forgets_before = 0
-        self._keys: list[str] = []
-
-    def run(self) -> None:
-        while not self._ended.wait(self._settings.heartbeat_interval):
-            began = time.monotonic()
-            try:
-                self._roster.beat(self._number)
-                if self._looks:
-                    before = self._snapshot
-                    newcomers = () if before is None else before.newcomers()
-                    watched = self._asked.union(*(node.members for node in newcomers))
-                    now = self._roster.read(self._watch, watched)
-                    self._watch.appeared(now.new_since(before))
-                    self._snapshot = now
-                if ended := self._forgets_before:
-                    self._forgets_before = 0
-                    self._keys = self._roster.keys_of_worlds(ended)
-                self._roster.remove(self._keys[-_REMOVED_AT_ONCE:])
-                del self._keys[-_REMOVED_AT_ONCE:]
-                self._answered = began
-            except MembershipError as error:
-                logger.warning("%s", error)
-
-    def newcomers(self, world: World, leaving: frozenset[int]) -> tuple[int, ...]:
-        """As ``Membership.waiting``."""
-        self._looks = True
-        away = time.monotonic() - self._answered
-        if away > self._settings.store_timeout:
-            raise MembershipError(
-                f"the store of the job has not answered for {away:.0f} s (store_timeout). Other nodes may take this "
-                "one for dead and go on without it, so it stops."
-            )
-        now = self._snapshot
-        if now is None or not now.knows(world.members):
-            return ()
-        if now.world is not None and now.world.number > world.number:
-            raise MembershipError(f"world {now.world.number} has followed without this process, so it stops.")
-        stay = set(world.members) - leaving
-        free = self._settings.max_nodes - len(now.nodes_of(m for m in stay))
-        nodes = [node for node in now.newcomers() if stay.isdisjoint(node.members)]
-        nodes = [node for node in nodes if all(map(self._watch.lives, node.members))]
-        return tuple(member for node in nodes[: max(0, free)] for member in node.members)
-
-    def died(self, members: Collection[int]) -> tuple[int, ...]:
-        """As ``Membership.died``."""
-        self._looks, self._asked = True, self._asked.union(members)
-        ended = frozenset[int]() if self._snapshot is None else self._snapshot.ended
-        return tuple(member for member in members if member in ended or self._watch.silent(member))
-
-    def forget_worlds(self, *, before: int) -> None:
-        """Remove what the store has of worlds with a lower number, a part at each heartbeat.
-
-        All members of the world ``before + 1`` have come to it. So nobody is left in an earlier one, and none that left
-        one still sends its state; a member that was stopped since then is in no world any more, and ends.
-        """
-        self._forgets_before = max(before, 0)
-
-    def stop(self) -> None:
-        """End the thread, and wait for it for a while."""
-        self._ended.set()
-        if self is not threading.current_thread():
-            self.join(_CLOSE_S)

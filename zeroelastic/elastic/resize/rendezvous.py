@@ -116,7 +116,7 @@ class _Handler(RendezvousHandler):
     def _end(self) -> None:
         """Say that the workers of this node have ended, so that the others need not wait for them."""
         if self._node is not None:
-            self._roster.end_node(self._node)
+            self._roster.try_to_end(f"n{self._node}")
 
     def _wait_for_others(self) -> None:
         deadline = time.monotonic() + self._settings.close_timeout

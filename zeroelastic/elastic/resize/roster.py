@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 _END_S = 2.0
 _AGAIN_S = 0.1
 _READY, _ENDED, _WORLD, _NONE = "ready", "ended", "world", "none"
-_GROUPS = "groups"
+GROUPS = "groups"
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,15 +186,8 @@ class Roster:
         if members:
             self._call("append", _ENDED, f"{runs(sorted(members))};")
 
-    def leave(self, member: int, *, finished: bool = False) -> None:
-        """A member has ended well, or ``finished``. Raises nothing: where the store has gone, nobody needs to know."""
-        self._try_to_end(("f" if finished else "") + runs((member,)))
-
-    def end_node(self, node: int) -> None:
-        """The workers of a node have ended, as their agent says. Raises nothing, as ``leave``."""
-        self._try_to_end(f"n{node}")
-
-    def _try_to_end(self, entry: str) -> None:
+    def try_to_end(self, entry: str) -> None:
+        """Say that these of ``ended`` have ended. Raises nothing: where the store has gone, nobody needs to know."""
         if self._lock.acquire(timeout=_END_S):  # another thread may wait for an answer for good
             try:
                 if self._store is not None:
@@ -230,11 +223,6 @@ class Roster:
         """Let ``world`` follow the one of a snapshot; False where another has followed it."""
         return bool(self._call("compare_set", _WORLD, text, world.to_text()).decode() == world.to_text())
 
-    @staticmethod
-    def groups_of(world: World) -> str:
-        """The prefix of the keys of a world's process groups."""
-        return f"{_GROUPS}/{world.number}"
-
     def note_failure(self, world: int, member: int, unchanged: bool) -> str:
         """A member saw a world fail. Returns the key for ``read``, whose value ``failures_in`` reads."""
         key = f"failed/{world}"
@@ -253,15 +241,10 @@ class Roster:
             self._call("compare_set", key, "open", "all")
         return key
 
-    def refuse_meeting(self, world: World) -> None:
-        """A member will not come to a world."""
-        key = f"meet/{world.number}"
-        self._call("compare_set", key, "", "broken")
-        self.break_meeting(key)
-
-    def break_meeting(self, key: str) -> None:
-        """Not all will come."""
-        self._call("compare_set", key, "open", "broken")
+    def break_meeting(self, world: World) -> None:
+        """Not all will come to a world."""
+        for state in ("", "open"):
+            self._call("compare_set", f"meet/{world.number}", state, "broken")
 
     def keys_of_worlds(self, before: int) -> list[str]:
         """The keys of worlds below ``before``; none with an older torch, which cannot list keys."""
@@ -297,7 +280,7 @@ def _world_of(key: str) -> int:
     """The number of the world that a key of the store is of; -1 for others."""
     what, _, rest = key.partition("/")
     number = rest.partition("/")[0]
-    return int(number) if what in ("failed", "meet", _GROUPS) and number.isdigit() else -1
+    return int(number) if what in ("failed", "meet", GROUPS) and number.isdigit() else -1
 
 
 def failures_in(value: str) -> dict[int, bool]:
