@@ -519,55 +519,49 @@ def test_exit_is_by_a_code_of_its_own() -> None:
     assert ended.value.code == EXIT_PREEMPTED == 75
 
 
-def begins(job: Job, directory: str, how: str) -> tuple[str, str]:
-    """What a start without a checkpoint comes to: its error, or what rank 0 logged."""
+BEGINS = {
+    "load": ({}, "", "{parent}/ckpd: no such directory. In {parent} there are: ckpt. The run begins from scratch; "),
+    "required load": ({"required": True}, "MissingFileError", "{parent}/ckpd: no such directory. In {parent} there"),
+    "resume": ({}, "", "{parent}/ckpd: no such directory. In {parent} there are: ckpt. The run begins"),
+    "required by the options": (
+        {"required": True},
+        "MissingFileError",
+        "A checkpoint is required here, so the run does not begin",
+    ),
+    "required resume": ({}, "MissingFileError", "{parent}/ckpd: no such directory. In {parent} there are: ckpt."),
+    "tag": ({}, "MissingFileError", "{parent}/ckpt: has no tag nope. There are, newest first: global_step3."),
+}
+"""Options, an error, and what it says, or what rank 0 logs."""
+
+
+def begin(job: Job, directory: Path) -> dict[str, tuple[str, str]]:
+    """What starts without a checkpoint come to: an error, or what rank 0 logged."""
     import logging
 
-    said: list[str] = []
+    found, said = dict[str, tuple[str, str]](), list[str]()
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("zeroelastic").addHandler(handler)
-    engine = build_engine(job)
-    try:
-        if how == "resume":
-            assert resume(engine, directory).tag is None
-        elif how == "required resume":
-            resume(engine, directory, required=True)
-        elif how == "tag":
-            engine.load_checkpoint(directory, tag="nope")
-        else:
-            assert engine.load_checkpoint(directory)[0] is None
-    except FileNotFoundError as error:
-        return type(error).__name__, str(error)
-    return "", " ".join(said)
+    nowhere = str(directory.with_name("ckpd"))
+    for how, (options, _, _) in BEGINS.items():
+        engine = build_engine(job.other(options=options))
+        said.clear()
+        try:
+            if how == "tag":
+                engine.load_checkpoint(str(directory), tag="nope")
+            elif "load" in how:
+                assert engine.load_checkpoint(nowhere)[0] is None
+            else:
+                assert resume(engine, nowhere, required=how == "required resume").tag is None
+            found[how] = "", " ".join(said)
+        except FileNotFoundError as error:
+            found[how] = type(error).__name__, str(error)
+    return found
 
 
-@pytest.mark.parametrize(
-    ("how", "options", "error", "message"),
-    [
-        (
-            "load",
-            {},
-            "",
-            '{parent}/ckpd: no such directory. In {parent} there are: ckpt. The run begins from scratch; "',
-        ),
-        (
-            "load",
-            {"required": True},
-            "MissingFileError",
-            "{parent}/ckpd: no such directory. In {parent} there are: ckpt.",
-        ),
-        ("resume", {}, "", "{parent}/ckpd: no such directory. In {parent} there are: ckpt. The run begins"),
-        ("resume", {"required": True}, "MissingFileError", "A checkpoint is required here, so the run does not begin"),
-        ("required resume", {}, "MissingFileError", "{parent}/ckpd: no such directory. In {parent} there are: ckpt."),
-        ("tag", {}, "MissingFileError", "{parent}/ckpt: has no tag nope. There are, newest first: global_step3."),
-    ],
-)
-def test_a_mistyped_path_is_named_with_what_is_there(
-    begun: tuple[str, list[Turn]], rank_pool: RankPool, how: str, options: dict[str, Any], error: str, message: str
-) -> None:
+def test_a_mistyped_path_is_named_with_what_is_there(begun: tuple[str, list[Turn]], rank_pool: RankPool) -> None:
     directory = Path(begun[0])
-    job = JOB.other(options=options)
-    found = rank_pool.run(begins, 2, job, str(directory if how == "tag" else directory.with_name("ckpd")), how)
-    assert found[0][0] == found[1][0] == error
-    assert message.format(parent=directory.parent) in found[0][1]
+    first, second = rank_pool.run(begin, 2, JOB, directory)
+    for how, (_, error, message) in BEGINS.items():
+        assert first[how][0] == second[how][0] == error, how
+        assert message.format(parent=directory.parent) in first[how][1], how
