@@ -97,9 +97,9 @@ class Bench:
 
     # Places.
 
-    def path(self, place: str, cwd: str) -> Path:
-        """The directory that a place means for a job in ``cwd``."""
-        return self.root / place[1:] if place.startswith("/") else Path(cwd) / place
+    def path(self, place: str, cwd: str | None = None) -> Path:
+        """The directory that a place means for a job in ``cwd``, by default that of people and tools."""
+        return self.root / place[1:] if place.startswith("/") else Path(cwd or self.root / "home") / place
 
     def given(self, place: str) -> str:
         """What the job is given: a relative path stays one."""
@@ -110,8 +110,7 @@ class Bench:
 
     def tags_of(self, job: str, place: str) -> list[str]:
         """The committed tags of a place, for whoever chooses one."""
-        cwd = self.live[job].cwd if job in self.live else str(self.root / "home")
-        return list(self.directory(self.path(place, cwd)).tags)
+        return list(self.directory(self.path(place, self.live[job].cwd if job in self.live else None)).tags)
 
     # What must hold after every action.
 
@@ -245,7 +244,6 @@ class Bench:
         live.continues = saved.number
         if keep:
             self._after_keep(path, live)
-        model.crashed = False
         seen = disk.look(Path(path))
         beside = os.path.dirname(on_disk(saved.tag))
         mine = {name for name in seen.hidden if os.path.dirname(name) == beside}

@@ -71,7 +71,6 @@ class _Process:
     connection: Connection
     spec: RankJob
     code: int | None = None
-    busy: bool = False
 
 
 @dataclass
@@ -89,12 +88,9 @@ class Job:
             if process.code is None:
                 with suppress(OSError):
                     process.connection.send((self.net, name, kwargs))
-                process.busy = True
 
     def send_to(self, rank: int, name: str, **kwargs: Any) -> None:
-        process = self.processes[rank]
-        process.connection.send((self.net, name, kwargs))
-        process.busy = True
+        self.processes[rank].connection.send((self.net, name, kwargs))
 
     def collect(self, limit_s: float = LIMIT_S) -> list[Answer]:
         """One answer of each rank; when one is gone, the others have ``GRACE_S`` more."""
@@ -152,7 +148,6 @@ class Job:
         except (EOFError, OSError):
             process.code = self.server.reap(process.pid)
             return Answer("exit", code=process.code)
-        process.busy = False
         if message[0] == "ok":
             return Answer("ok", message[1])
         _, names, text, trace = message

@@ -56,8 +56,6 @@ class Directory:
     """Whether ``latest`` was pointed at an older tag since the last commit: that is where a job goes on."""
     deaths: dict[str, int] = field(default_factory=dict)
     """How many jobs were killed while they loaded a tag."""
-    crashed: bool = False
-    """Whether a save was killed here since the last one that was committed."""
 
     def commit(self, saved: Saved, *, latest: bool = True) -> None:
         """The newest save is the last of ``tags``, whatever its step; one of the same tag is gone."""
@@ -241,7 +239,7 @@ def interrupted(before: Directory, saved: Saved, *, ids: Mapping[str, str], late
     only once that is committed.
     """
     after = before.copy()
-    after.deaths, after.crashed = dict(before.deaths), True
+    after.deaths = dict(before.deaths)
     old = before.tags.get(saved.tag)
     found = ids.get(saved.tag)
     assert found is not None or old is None, f"the killed save took {saved.tag!r} away"

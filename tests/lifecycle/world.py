@@ -429,7 +429,7 @@ class World(Bench):
         workers: int = 0,
     ) -> None:
         """Nodes come, come with another engine, leave, or die (two at once, too); in the end all are asked to leave."""
-        path = self.path(directory, str(self.root / "home"))
+        path = self.path(directory)
         model = self.directory(path)
         allowed = model.resumable("G")
         if self._in_flight(path) or (model.tags and not allowed):
@@ -520,7 +520,7 @@ class World(Bench):
 
     def do_verify(self, directory: str, tag: str, job: str = "", at: int = 0) -> None:
         """``zeroelastic verify``; with ``job``, that one saves the tag again in the middle of it."""
-        path = self.path(directory, str(self.root / "home"))
+        path = self.path(directory)
         if tag not in self.directory(path).tags:
             raise Skipped
         code, text = self._tool(["verify", str(path / tag)], path, job, tag, at)
@@ -529,7 +529,7 @@ class World(Bench):
 
     def do_latest_fix(self, directory: str, job: str = "", tag: str | None = None, at: int = 0) -> None:
         """``zeroelastic latest --fix``; with ``job``, that one saves a tag in the middle of it."""
-        path = self.path(directory, str(self.root / "home"))
+        path = self.path(directory)
         model = self.directory(path)
         if not model.tags:
             raise Skipped
@@ -544,7 +544,7 @@ class World(Bench):
 
     def do_latest_set(self, directory: str, tag: str) -> None:
         """``zeroelastic latest --set``: a rollback by hand."""
-        path = self.path(directory, str(self.root / "home"))
+        path = self.path(directory)
         model = self.directory(path)
         if tag not in model.tags:
             raise Skipped
@@ -556,7 +556,7 @@ class World(Bench):
 
     def do_prune(self, directory: str, keep: int, job: str = "", tag: str | None = None, at: int = 0) -> None:
         """``zeroelastic prune``; with ``job``, that one saves a tag in the middle of it."""
-        path = self.path(directory, str(self.root / "home"))
+        path = self.path(directory)
         model = self.directory(path)
         if not any(saved.damage in ("", "flip") for saved in model.tags.values()):
             raise Skipped
@@ -570,7 +570,7 @@ class World(Bench):
         self._removed(str(path), kept, f"prune --keep {keep}")
 
     def do_damage(self, directory: str, tag: str, kind: str) -> None:
-        path = self.path(directory, str(self.root / "home"))
+        path = self.path(directory)
         model = self.directory(path)
         if tag not in model.tags or model.tags[tag].damage:
             raise Skipped
@@ -580,7 +580,7 @@ class World(Bench):
 
     def do_copy(self, directory: str, to: str) -> None:
         """``cp -r`` of a directory: the times of its files are new, and their order is any."""
-        path = self.path(directory, str(self.root / "home"))
+        path = self.path(directory)
         target = self.root / to[1:]
         pointed = self.directory(path).pointed  # only the times of files tell, which cp -r changes
         if self._in_flight(path) or not self.directory(path).tags or target.exists() or pointed:
@@ -588,7 +588,6 @@ class World(Bench):
         shutil.copytree(path, target, copy_function=shutil.copyfile, symlinks=True)
         self.directories[str(target)] = self.directory(path).copy()
         self.listings.pop(str(target), None)
-        self.directories[str(target)].crashed = self.directory(path).crashed
 
     def _tool(self, args: list[str], path: Path, job: str, tag: str | None, at: int) -> tuple[int, str]:
         """A verb in a process of its own; with ``job``, stopped at an event while that job saves."""

@@ -19,6 +19,7 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -30,10 +31,9 @@ from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.checkpoint.rng_files import derived_seed
 from zeroelastic.deepspeed.options import parse_options
 from zeroelastic.deepspeed.patching import wrap
-from zeroelastic.distributed.collective import all_or_raise
 from zeroelastic.elastic.position import seed_generators
 from zeroelastic.errors import StrictError, UnsupportedError
-from zeroelastic.integrations.framework_load import Notes, is_loaded_here, load_and_correct, read_on_rank_0
+from zeroelastic.integrations.framework_load import Notes, is_loaded_here, load_and_correct
 from zeroelastic.io.paths import FilePath
 from zeroelastic.runs.tag_directory import read_tag
 from zeroelastic.torch_file.pickle_graph import read_graph
@@ -57,18 +57,17 @@ def wrap_module(module: ModuleType) -> None:
 def _load_state(original: Callable[..., Any]) -> Callable[..., Any]:
     def load_state(self: Any, input_dir: Any = None, load_kwargs: Any = None, **kwargs: Any) -> Any:
         engine = _engine(self)
-        if engine is None:
-            return original(self, input_dir, load_kwargs, **kwargs)
-        directory = _directory(self, input_dir)
-        saved = _look(self, engine, directory) if directory is not None else None
-        if saved is None:
+        directory = None if engine is None else _directory(self, input_dir)
+        if directory is None:
             return original(self, input_dir, load_kwargs, **kwargs)
         # The schedulers that accelerate steps; the engine handles DeepSpeed's.
         stepped = [s for s in self._schedulers if hasattr(s, "step_with_optimizer") and hasattr(s, "scheduler")]
         return load_and_correct(
             *(logger, "accelerate", engine),
             lambda: original(self, str(directory), load_kwargs, **kwargs),
-            lambda _, notes: _correct(self, engine, saved, stepped, notes),
+            read=lambda: read_tag(directory / _TAG, partial(_read, directory)),
+            refuse=lambda saved: _refuse(self, engine, directory, saved),
+            correct=lambda saved, _, notes: _correct(self, engine, saved, stepped, notes),
             settings=_SETTINGS,
         )
 
@@ -113,28 +112,17 @@ def _directory(accelerator: Any, input_dir: Any) -> Path | None:
     return found[max(found)] if found else None
 
 
-def _look(accelerator: Any, engine: Any, directory: Path) -> _Saved | None:
-    """Read the saved run, and refuse what cannot be resumed before anything is changed. Collective.
-
-    None when the directory is not that of a ZeRO save.
-    """
-
-    def read(tag_dir: FilePath) -> _Saved:
-        checkpoint = open_checkpoint(tag_dir)
-        config = checkpoint.shard(0).ds_config
-        accumulation, micro = config.get("gradient_accumulation_steps"), config.get("train_micro_batch_size_per_gpu")
-        return _Saved(
-            world_size=checkpoint.world_size,
-            accumulation=accumulation if type(accumulation) is int else 1,
-            micro=micro if type(micro) is int else None,
-            step=_saved_step(directory / "random_states_0.pkl"),
-            content_root=checkpoint.record.content_root if checkpoint.record is not None else None,
-        )
-
-    saved = read_on_rank_0(lambda: read_tag(directory / _TAG, read))
-    if saved is not None:
-        all_or_raise(lambda: _refuse(accelerator, engine, directory, saved))
-    return saved
+def _read(directory: Path, tag_dir: FilePath) -> _Saved:
+    checkpoint = open_checkpoint(tag_dir)
+    config = checkpoint.shard(0).ds_config
+    accumulation, micro = config.get("gradient_accumulation_steps"), config.get("train_micro_batch_size_per_gpu")
+    return _Saved(
+        world_size=checkpoint.world_size,
+        accumulation=accumulation if type(accumulation) is int else 1,
+        micro=micro if type(micro) is int else None,
+        step=_saved_step(directory / "random_states_0.pkl"),
+        content_root=checkpoint.record.content_root if checkpoint.record is not None else None,
+    )
 
 
 def _saved_step(path: Path) -> int | None:

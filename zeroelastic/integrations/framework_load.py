@@ -20,6 +20,7 @@ from zeroelastic.distributed.partners import require_partners
 from zeroelastic.errors import StrictError, ZeroElasticError
 from zeroelastic.report import Note, ResumeReport
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 
@@ -69,24 +70,31 @@ def load_and_correct(
     framework: str,
     engine: Any,
     load: Callable[[], T],
-    correct: Callable[[T, Notes], None] | None,
     *,
+    read: Callable[[], S | None],
+    refuse: Callable[[S], None],
+    correct: Callable[[S, T, Notes], None],
     settings: str,
 ) -> T:
     """Return the result of ``load``, after ``correct`` has corrected what it restored. Collective.
 
-    The notes of ``correct`` are added to the report of the engine's load, and rank 0 logs them at the highest of their
-    levels. ``settings``, how to keep the global batch in the framework's own words, is added where the report says that
-    the batch changed, which makes it a warning, and to a StrictError of the load.
+    ``read`` returns what the checkpoint says of the run that wrote it, and ``refuse`` raises, before anything is
+    changed, where that run cannot go on here; where it is None, nothing is corrected. The notes of ``correct`` are
+    added to the report of the engine's load, and rank 0 logs them at the highest of their levels. ``settings``, how to
+    keep the global batch in the framework's own words, is added where the report says that the batch changed, which
+    makes it a warning, and to a StrictError of the load.
     """
+    saved = read_on_rank_0(read)
+    if saved is not None:
+        all_or_raise(lambda: refuse(saved))
     try:
         loaded = load()
     except StrictError as error:
         raise StrictError(f"{error}{settings}") from None
-    if correct is None:
+    if saved is None:
         return loaded
     notes = Notes()
-    all_or_raise(lambda: correct(loaded, notes))
+    all_or_raise(lambda: correct(saved, loaded, notes))
     report: ResumeReport | None = getattr(engine, "zeroelastic_report", None)
     if report is not None:
         if report.batch_changed:

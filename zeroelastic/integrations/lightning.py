@@ -31,9 +31,8 @@ from zeroelastic.checkpoint.one_save import was_saved_again
 from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.deepspeed.options import parse_options
 from zeroelastic.deepspeed.patching import patched, wrap
-from zeroelastic.distributed.collective import all_or_raise
 from zeroelastic.errors import StrictError, UnsupportedError, ZeroElasticError
-from zeroelastic.integrations.framework_load import Notes, is_loaded_here, load_and_correct, read_on_rank_0
+from zeroelastic.integrations.framework_load import Notes, is_loaded_here, load_and_correct
 from zeroelastic.io.paths import FilePath
 from zeroelastic.runs.tag_directory import read_tag
 from zeroelastic.torch_file.pickle_graph import read_graph
@@ -75,11 +74,13 @@ def _load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
         engine = getattr(self, "model", None)
         if trainer is None or not is_loaded_here(engine):
             return original(self, checkpoint_path, *args, **kwargs)
-        saved = _look(trainer, engine, Path(checkpoint_path))
+        path = Path(checkpoint_path)
         return load_and_correct(
             *(logger, "Lightning", engine),
             lambda: original(self, checkpoint_path, *args, **kwargs),
-            None if saved is None else partial(_correct, trainer, engine, saved),
+            read=lambda: read_tag(path / _TAG, _read),
+            refuse=partial(_refuse, trainer, engine, path),
+            correct=partial(_correct, trainer, engine),
             settings=_SETTINGS,
         )
 
@@ -118,30 +119,18 @@ def _fitting(strategy: Any) -> Any:
     return trainer if str(getattr(trainer.state.fn, "value", "")) == "fit" else None
 
 
-def _look(trainer: Any, engine: Any, path: Path) -> _Saved | None:
-    """Read the saved run, and refuse what cannot be resumed before anything is changed. Collective.
-
-    None when it is not a ZeRO checkpoint of a Trainer.
-    """
-
-    def read(tag_dir: FilePath) -> _Saved | None:
-        checkpoint = open_checkpoint(tag_dir)
-        config = checkpoint.shard(0).ds_config
-        try:
-            state = read_graph(checkpoint.model_states(0).path)
-        except ZeroElasticError as error:
-            if was_saved_again(tag_dir):
-                raise
-            logger.warning(
-                "DATA BEGINS THE EPOCH AGAIN: the loops' counters cannot be read without running it: %s", error
-            )
-            return None
-        return _saved(state, checkpoint.world_size, config)
-
-    saved = read_on_rank_0(lambda: read_tag(path / _TAG, read))
-    if saved is not None:
-        all_or_raise(lambda: _refuse(trainer, engine, path, saved))
-    return saved
+def _read(tag_dir: FilePath) -> _Saved | None:
+    """The run that wrote a checkpoint; None when it is not one of a Trainer."""
+    checkpoint = open_checkpoint(tag_dir)
+    config = checkpoint.shard(0).ds_config
+    try:
+        state = read_graph(checkpoint.model_states(0).path)
+    except ZeroElasticError as error:
+        if was_saved_again(tag_dir):
+            raise
+        logger.warning("DATA BEGINS THE EPOCH AGAIN: the loops' counters cannot be read without running it: %s", error)
+        return None
+    return _saved(state, checkpoint.world_size, config)
 
 
 def _saved(state: object, world_size: int, config: Mapping[str, object]) -> _Saved | None:

@@ -336,15 +336,6 @@ def why_stage_0_is_fixed() -> str | None:
 
 
 @pytest.mark.extended
-def test_a_script_that_ends_early_on_one_rank_leaves_the_others_training(job, rank_pool):
-    nodes = job(options=IN_MEMORY)
-    first = [nodes.add(), nodes.add(), nodes.add(**{"break": 6})]
-    assert first[2].wait(60) == 0
-    nodes.trains_on(2)
-    trains_as_uninterrupted(nodes, rank_pool, lost=1)
-
-
-@pytest.mark.extended
 def test_changes_that_come_together(job, rank_pool):
     nodes = job(options=IN_MEMORY)
     first = [nodes.add() for _ in range(4)]
@@ -365,10 +356,11 @@ def test_changes_that_come_together(job, rank_pool):
 
 
 @pytest.mark.extended
-def test_a_mistake_of_the_script_ends_its_process_alone(job, rank_pool):
+def test_a_script_that_ends_early_or_by_a_mistake_on_one_rank_leaves_the_others_training(job, rank_pool):
     nodes = job(options=IN_MEMORY)
-    first = [nodes.add(), nodes.add(), nodes.add(**{"raise": 4})]
+    first = [nodes.add(), nodes.add(), nodes.add(**{"raise": 4}), nodes.add(**{"break": 8})]
     ends_with_its_traceback(nodes, first[2])
+    assert first[3].wait(60) == 0
     nodes.trains_on(2)
     trains_as_uninterrupted(nodes, rank_pool, lost=1)
 
