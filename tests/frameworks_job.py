@@ -327,6 +327,31 @@ class Stream(torch.utils.data.IterableDataset):
             yield Rows(self.samples)[index]
 
 
+def lightning_trainer(job: LightningJob, **more: Any) -> Any:
+    """A Trainer on CPUs, with what Lightning configures by itself, and zeroelastic."""
+    import lightning.pytorch as pl
+    from cpu_accelerator import TrainerOnCPU
+    from lightning.pytorch.strategies import DeepSpeedStrategy
+
+    import zeroelastic
+
+    warnings.simplefilter("ignore")
+    os.environ["LOCAL_RANK"] = str(dist.get_rank())
+    zeroelastic.install()
+    strategy = DeepSpeedStrategy(stage=job.stage)
+    strategy.config["zero_optimization"].update(zero_of(job))
+    strategy.config["zeroelastic"] = job.options
+    return pl.Trainer(
+        accelerator=TrainerOnCPU(),
+        devices=dist.get_world_size(),
+        strategy=strategy,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **more,
+    )
+
+
 def lightning_run(
     job: LightningJob,
     steps: int,
@@ -341,16 +366,10 @@ def lightning_run(
     What is loaded is loaded ``loads`` times into the same engine. With ``events`` the metrics are tracked.
     """
     import lightning.pytorch as pl
-    from cpu_accelerator import TrainerOnCPU
     from deepspeed.ops.adam import DeepSpeedCPUAdam
-    from lightning.pytorch.strategies import DeepSpeedStrategy
 
-    import zeroelastic
     from zeroelastic.testing import fingerprint, gather_state
 
-    warnings.simplefilter("ignore")
-    os.environ["LOCAL_RANK"] = str(dist.get_rank())
-    zeroelastic.install()
     said = listen()
     states: dict[str, Any] = {}
     rates: list[float] = []
@@ -414,22 +433,14 @@ def lightning_run(
     if events is not None:
         from zeroelastic.integrations.lightning_metrics import MetricsCallback
 
-    strategy = DeepSpeedStrategy(stage=job.stage)  # with what Lightning configures by itself
-    strategy.config["zero_optimization"].update(zero_of(job))
-    strategy.config["zeroelastic"] = job.options
     pl.seed_everything(3)
-    trainer = pl.Trainer(
-        accelerator=TrainerOnCPU(),
-        devices=dist.get_world_size(),
-        strategy=strategy,
+    trainer = lightning_trainer(
+        job,
         max_steps=steps,
         accumulate_grad_batches=job.accumulation,
         logger=False if events is None else Tracker(),
         callbacks=None if events is None else [MetricsCallback(events=events)],
         log_every_n_steps=1,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     module = Module()
     if job.loader == "stream":
@@ -462,14 +473,7 @@ def lightning_test(job: LightningJob, path: str) -> tuple[dict[str, list[float]]
     """``Trainer.test`` of a model with other weights: weights and buffers in the test, the loss, and samples."""
     import deepspeed
     import lightning.pytorch as pl
-    from cpu_accelerator import TrainerOnCPU
-    from lightning.pytorch.strategies import DeepSpeedStrategy
 
-    import zeroelastic
-
-    warnings.simplefilter("ignore")
-    os.environ["LOCAL_RANK"] = str(dist.get_rank())
-    zeroelastic.install()
     found: dict[str, list[float]] = {}
     losses: list[float] = []
 
@@ -486,17 +490,7 @@ def lightning_test(job: LightningJob, path: str) -> tuple[dict[str, list[float]]
         def test_step(self, batch: Any, batch_idx: int) -> None:
             losses.append(float(self.net(batch[0])))
 
-    strategy = DeepSpeedStrategy(stage=job.stage)
-    strategy.config["zero_optimization"].update(zero_of(job))
     pl.seed_everything(11)
-    trainer = pl.Trainer(
-        accelerator=TrainerOnCPU(),
-        devices=dist.get_world_size(),
-        strategy=strategy,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = lightning_trainer(job, logger=False)
     trainer.test(Module(), DataLoader(Rows(job.samples), batch_size=1), ckpt_path=path, verbose=False)
     return found, sum(losses), len(losses)

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -210,7 +209,7 @@ def test_where_output_is_no_terminal_a_plain_line_comes_now_and_then(
     assert said.count("\n") == 3 and said.count("step 41") == 3 and "\x1b" not in said
 
 
-def test_on_a_terminal_one_line_is_drawn_over(tmp_path: Path) -> None:
+def test_on_a_terminal_one_line_is_drawn_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a terminal of its own: the lines of a print in between stay, and the status is drawn again below them."""
     code = (
         "import dataclasses, time\nfrom zeroelastic.elastic.events import Status, StatusLine\n"
@@ -225,22 +224,8 @@ def test_on_a_terminal_one_line_is_drawn_over(tmp_path: Path) -> None:
         read.append(data)
         return data
 
-    pid = _spawn(code, keep)
-    assert pid == 0
+    monkeypatch.setenv("TERM", "xterm")
+    assert pty.spawn([sys.executable, "-c", code], keep) == 0
     text = b"".join(read).decode()
     assert text.count("\x1b[2K") >= 2 and all(f"step {n}" in text and f"printed {n}" in text for n in (1, 2, 3))
     assert "step 3" in text.split("printed 3")[-1], "the status is not drawn again below what was printed"
-
-
-def _spawn(code: str, keep: Any) -> int:
-    import sys
-
-    saved = os.environ.get("TERM")
-    os.environ["TERM"] = "xterm"
-    try:
-        return pty.spawn([sys.executable, "-c", code], keep)
-    finally:
-        if saved is None:
-            del os.environ["TERM"]
-        else:
-            os.environ["TERM"] = saved
