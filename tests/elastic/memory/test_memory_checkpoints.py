@@ -204,7 +204,7 @@ def lose(shared: Path, *nodes: int) -> None:
         shutil.rmtree(shared / f"node{number}")
 
 
-def flip(path: Path) -> None:
+def flip_a_bit(path: Path) -> None:
     """Turn a bit in the middle of a file, in place."""
     with open(path, "r+b") as file:
         file.seek(path.stat().st_size // 2)
@@ -304,7 +304,7 @@ def test_a_flipped_byte_is_noticed_and_the_disk_is_taken(rank_pool: RankPool, tm
     first = rank_pool.run(run, 3, JOB, directory, shared, [0, 1, 2], 4, save_steps=3)
     lose(shared, 2)
     for path in shared.rglob("complete/*/*rank_1_*optim_states.pt"):
-        flip(path)
+        flip_a_bit(path)
     turns = rank_pool.run(run, 2, JOB.other(), directory, shared, [0, 1], 1)
     continued(first[0], turns, 3, tier="directory")
     assert "step 4 in memory" in turns[0].start.passed_over[0]
@@ -482,7 +482,7 @@ def train_two(jobs: tuple[Job, Job], directory: str, shared: Path, *, flip: int 
         places = [each._memory._run.complete for each in (stop, other) if each._memory is not None]
     if flip is not None and dist.get_rank() == 1:
         for path in places[flip].rglob("*rank_1_*optim_states.pt"):
-            flip(path)
+            flip_a_bit(path)
     dist.barrier()
     found: list[Any] = []
     for job, state in zip(jobs, saved, strict=True):
