@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -390,12 +391,15 @@ def raised(action: Callable[[], Any]) -> tuple[str, str]:
 
 def attempt(job: Job, directory: str, **load: Any) -> tuple[str, str]:
     """The type and text of the error that a load raises on this rank, and that the weights were not touched."""
+    return attempt_each(job, [directory], **load)[0]
+
+
+def attempt_each(job: Job, directories: Sequence[str], **load: Any) -> list[tuple[str, str]]:
+    """``attempt`` with each directory, into one engine."""
     engine = build_engine(job)
     before, _ = look(engine)
-    try:
-        engine.load_checkpoint(directory, **load)
-    except Exception as error:
-        after, _ = look(engine)
-        assert after == before, "a load that was refused changed the live state"
-        return type(error).__name__, str(error)
-    return "", ""
+    found = []
+    for directory in directories:
+        found.append(raised(partial(engine.load_checkpoint, directory, **load)))
+        assert not found[-1][0] or look(engine)[0] == before, "a load that was refused changed the live state"
+    return found

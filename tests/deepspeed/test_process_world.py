@@ -110,10 +110,8 @@ def dist_rank() -> int:
     [
         pytest.param(3, {}, id="stage 3"),
         pytest.param(1, {}, id="stage 1"),
-        pytest.param(2, {}, id="stage 2", marks=pytest.mark.extended),
         pytest.param(3, OFFLOAD, id="stage 3, offload", marks=pytest.mark.extended),
         pytest.param(2, OFFLOAD, id="stage 2, offload", marks=pytest.mark.extended),
-        pytest.param(1, OFFLOAD, id="stage 1, offload", marks=pytest.mark.extended),
     ],
 )
 def test_ten_worlds_leave_no_threads_files_groups_or_memory(

@@ -75,7 +75,6 @@ def gathered(directory: str, job: Job, batch_bytes: int) -> list[tuple[int, int,
         (Job(), 3, 1, 99),
         (Job(), 3, 600, 99),
         (Job(), 1, 8 << 20, 0),
-        (Job(options={"verify": "read"}), 2, 8 << 20, 2),
     ],
 )
 def test_persistent_parameters_are_whole_after_a_save_and_a_load(

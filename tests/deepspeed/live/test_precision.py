@@ -26,13 +26,13 @@ def saved(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Save
         for name, (_, feature, note) in PRECISIONS.items()
     ],
 )
-def test_precision_resumes_bit_exact_on_more_and_fewer_ranks(rank_pool: RankPool, saved: Saver, name: str) -> None:
+def test_precision_resumes_bit_exact_at_another_size(rank_pool: RankPool, saved: Saver, name: str) -> None:
     job = PRECISIONS[name][0]
     checkpoint = saved(job, 3)
-    for world_size in (2, 4):
-        outcomes = rank_pool.run(resume, world_size, job.other(), checkpoint.directory, **STEPS)
-        check_resumed(checkpoint, outcomes, job)
-        assert outcomes[0].report.root_matches
+    fewer_or_more = (2, 4)[list(PRECISIONS).index(name) % 2]
+    outcomes = rank_pool.run(resume, fewer_or_more, job.other(), checkpoint.directory, **STEPS)
+    check_resumed(checkpoint, outcomes, job)
+    assert outcomes[0].report.root_matches
     dtypes = {entry.dtype for key, entry in checkpoint.outcome.state.items() if key.startswith("master/")}
     states = {entry.dtype for key, entry in checkpoint.outcome.state.items() if key.startswith("state/")}
     kind = {"bf16_": "torch.bfloat16", "fp16_": "torch.float16"}
@@ -45,10 +45,9 @@ def test_grad_scaler_of_fp16_autocast_goes_on(rank_pool: RankPool, tmp_path: Any
     job = PRECISIONS["fp16_autocast"][0]
     state = rank_pool.run(save_with_scale, 3, job, str(tmp_path))[0]
     assert state["grad_scaler/scale"] == 96.0 and state["grad_scaler/_growth_tracker"] > 1
-    for world_size in (2, 4):
-        outcome = rank_pool.run(resume, world_size, job.other(), str(tmp_path), **STEPS)[0]
-        assert compare_states(state, outcome.state) == []
-        assert not any("GradScaler" in line for line in outcome.report.reset)
+    outcome = rank_pool.run(resume, 2, job.other(), str(tmp_path), **STEPS)[0]
+    assert compare_states(state, outcome.state) == []
+    assert not any("GradScaler" in line for line in outcome.report.reset)
 
 
 def save_with_scale(job: Job, directory: str) -> Any:

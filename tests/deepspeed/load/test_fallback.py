@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -177,13 +178,9 @@ def test_resume_takes_the_same_walk(run: Run, rank_pool: RankPool) -> None:
     assert first.tag == second.tag == MIDDLE and read_mark(run.directory / NEWEST) is not None
 
 
-@pytest.mark.parametrize("resume", [False, True])
-def test_a_directory_that_cannot_be_written_is_no_obstacle(run: Run, rank_pool: RankPool, resume: bool) -> None:
+def test_a_directory_that_cannot_be_written_is_no_obstacle(run: Run, rank_pool: RankPool) -> None:
     damage_state(run.directory / NEWEST)
-    options = {} if resume else FALLBACK
-    (loaded,) = alike(
-        rank_pool.run(load, 2, str(run.directory), Job(options=options).other(), resume=resume, read_only=True)
-    )
+    (loaded,) = alike(rank_pool.run(load, 2, str(run.directory), Job(options=FALLBACK).other(), read_only=True))
     assert loaded.tag == MIDDLE and read_mark(run.directory / NEWEST) is None
 
 
@@ -264,11 +261,14 @@ DAMAGE: dict[str, Callable[[Path], tuple[Path, int]]] = {
 }
 
 
-def load_damaged(directory: str, level: str) -> list[Loaded]:
-    """Load under one level of verification with each of DAMAGE; on ranks."""
-    engine = build_engine(Job(options={"verify": level}).other())
+LEVELS = ("full", "read", "quick", "off")
+
+
+def load_damaged(directory: str) -> list[Loaded]:
+    """Load under each level of verification with each of DAMAGE; on ranks."""
+    engines = [build_engine(Job(options={"verify": level}).other()) for level in LEVELS]
     results: list[Loaded] = []
-    for find in DAMAGE.values():
+    for engine, find in itertools.product(engines, DAMAGE.values()):
         path, offset = find(Path(directory) / NEWEST)
         for after in (False, True):
             dist.barrier()
@@ -290,13 +290,12 @@ def load_damaged(directory: str, level: str) -> list[Loaded]:
 def test_the_levels_of_verification(run: Run, rank_pool: RankPool) -> None:
     """Payload is for "full" and "read"; "quick" sees what a directory says; "off" only what it cannot do without."""
     seen: dict[str, list[str]] = {what: [] for what in DAMAGE}
-    for level in ("full", "read", "quick", "off"):
-        results = alike(rank_pool.run(load_damaged, 2, str(run.directory), level))
-        for what, result in zip(DAMAGE, results, strict=True):
-            if result.error:
-                seen[what].append(level)
-            else:
-                assert f'content not verified ("verify": "{level}")' in result.notes
+    results = alike(rank_pool.run(load_damaged, 2, str(run.directory)))
+    for (level, what), result in zip(itertools.product(LEVELS, DAMAGE), results, strict=True):
+        if result.error:
+            seen[what].append(level)
+        else:
+            assert f'content not verified ("verify": "{level}")' in result.notes
     content = ["full", "read"]
     assert seen == {"state": content, "buffer": content, "directory": [*content, "quick"]}
 

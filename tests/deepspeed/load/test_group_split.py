@@ -65,6 +65,21 @@ CASES = {
     "2 on 2, dealt, to 3 on 3": (Run(2, 2, DEALT), Run(3, 3), Job(elastic=False)),
     "3 on 3 to 2 on 4, dealt": (Run(3, 3), Run(2, 4, DEALT), Job()),
     "3 on 2, rigid, to 1 on 3": (Run(3, 2), Run(1, 3), Job(elastic=False)),
+    "2 on 3 of DeepSpeed alone, dealt and aligned, to 3 on 2": (
+        Run(2, 3, DEALT | ALIGNED, installed=False),
+        Run(3, 2),
+        Job(elastic=False),
+    ),
+    "BF16_Optimizer on 2 of DeepSpeed alone to 3 on 3": (
+        FP32_SUMS(2, installed=False),
+        Run(3, 3),
+        Job(elastic=False),
+    ),
+    "2 on 1 of DeepSpeed alone, CPU, to 3 on 3": (
+        Run(2, 1, OFFLOADED, installed=False),
+        Run(3, 3, OFFLOADED),
+        Job(elastic=False, optimizer="cpu_adam"),
+    ),
     "1 on 2 to 2 on 1": (Run(1, 2), Run(2, 1), Job(precision="fp16")),
     "2 on 1 to 1 on 3, fp32, amsgrad": (Run(2, 1), Run(1, 3), Job(precision="fp32", optimizer="amsgrad")),
     "2 on 2 to 2 on 2, SGD, nothing frozen": (Run(2, 2, ALIGNED), Run(2, 2), Job(optimizer="sgd", frozen=False)),
@@ -73,18 +88,18 @@ CASES = {
     "2 on 3 to 2 on 2 in the background": (Run(2, 3, DEALT), Run(2, 2), Job(options={"async_save": True})),
     "2 on 2 to 3 on 3, verified as read": (Run(2, 2, DEALT), Run(3, 3), Job(options={"verify": "read"})),
     "2 on 3 of DeepSpeed alone to 2 on 2": (Run(2, 3, DEALT, installed=False), Run(2, 2), Job(elastic=False)),
-    "1 on 2, one group, to 2 on 5": (Run(1, 2), Run(2, 5, DEALT), Job(groups=1)),
-    "1 on 2 to 3 on 3, nothing frozen": (Run(1, 2), Run(3, 3), Job(frozen=False)),
     "BF16_Optimizer on 3 to 2": (FP32_SUMS(3), FP32_SUMS(2), Job()),
     "BF16_Optimizer on 2 of DeepSpeed alone to 3": (FP32_SUMS(2, installed=False), FP32_SUMS(3), Job(elastic=False)),
     "2 on 3, dealt, to BF16_Optimizer on 2": (Run(2, 3, DEALT), FP32_SUMS(2), Job(optimizer="amsgrad")),
     "BF16_Optimizer on 2 to 2 on 3, dealt": (FP32_SUMS(2), Run(2, 3, DEALT), Job(options={"async_save": True})),
     "3 on 2 to BF16_Optimizer on 4": (Run(3, 2), FP32_SUMS(4), Job(groups=1, frozen=False)),
     "2 on 8, dealt, to 2 on 6": (Run(2, 8, DEALT), Run(2, 6), Job()),
-    "2 on 6 to 3 on 8": (Run(2, 6), Run(3, 8), Job()),
-    "3 on 8 to 1 on 6, dealt": (Run(3, 8), Run(1, 6, DEALT), Job()),
+    "1 on 6, one group, to 3 on 8": (Run(1, 6), Run(3, 8), Job(groups=1)),
 }
 MANY_RANKS = 6
+INTO_STAGE_3 = pytest.mark.support(
+    "Using it", "stage 1 and 2 checkpoints in a stage 3 run", "exact", "at any size; `round_robin_gradients` included"
+)
 
 
 def train_and_save(job: Job, directory: str) -> Outcome:
@@ -134,7 +149,11 @@ def fragments(engine: Any) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[pytest.mark.extended] * (max(before.ranks, after.ranks) >= MANY_RANKS))
+        pytest.param(
+            name,
+            marks=[pytest.mark.extended] * (max(before.ranks, after.ranks) >= MANY_RANKS)
+            + [INTO_STAGE_3] * (not before.installed and after.stage == 3),
+        )
         for name, (before, after, _) in CASES.items()
     ],
 )
@@ -155,6 +174,8 @@ def test_a_run_goes_on_at_another_stage_and_size(rank_pool: RankPool, tmp_path: 
         assert outcome.losses == pytest.approx(saved.losses, rel=LOSS_RTOL[like.precision])
         assert outcome.client_state["note"] == "hello"
         assert outcome.report.bytes_read <= 1.01 * outcome.report.bytes_owned
+        if before.stage < 3:  # rank 0 saves client state and buffers for all ranks
+            assert not any("rank" in line for line in (*outcome.report.rederived, *outcome.report.reset))
         assert root is None or outcome.report.loaded_root == root
 
 
@@ -220,8 +241,9 @@ def stock_resume(job: Job, directory: str) -> Outcome:
     return Outcome(fingerprint(gather_state(engine)), {}, [train_step(engine, step) for step in (3, 4)])
 
 
-@pytest.mark.parametrize("flag", [False, True])
-@pytest.mark.parametrize("run", [Run(2, 3, DEALT), FP32_SUMS(3)], ids=["stage 2", "BF16_Optimizer"])
+@pytest.mark.parametrize(
+    ("run", "flag"), [(Run(2, 3, DEALT), True), (FP32_SUMS(3), False)], ids=["stage 2", "BF16_Optimizer"]
+)
 def test_deepspeed_alone_loads_what_was_saved(rank_pool: RankPool, tmp_path: Path, run: Run, flag: bool) -> None:
     """At the same size; with ``elastic_checkpoint`` too, under which stage 2 cannot load what it saves itself."""
     saved = rank_pool.run(train_and_save, 3, run.job(Job(elastic=flag)), str(tmp_path), timeout=LIMIT_S)[0]
@@ -263,14 +285,6 @@ def stock_error(job: Job, directory: str) -> str:
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_deepspeed_refuses_another_size(rank_pool: RankPool, tmp_path: Path, ranks: int) -> None:
-    job = Run(2, 2, installed=False).job(Job())
-    rank_pool.run(train_and_save, 2, job, str(tmp_path), timeout=LIMIT_S)
-    assert all(rank_pool.run(stock_error, ranks, job, str(tmp_path), timeout=LIMIT_S))
-
-
-@pytest.mark.extended
 def test_deepspeed_cannot_load_what_it_saves_with_the_flag_and_we_can(rank_pool: RankPool, tmp_path: Path) -> None:
     job = Run(2, 2, {"elastic_checkpoint": True}, installed=False).job(Job())
     saved = rank_pool.run(train_and_save, 2, job, str(tmp_path), timeout=LIMIT_S)[0]
@@ -280,3 +294,26 @@ def test_deepspeed_cannot_load_what_it_saves_with_the_flag_and_we_can(rank_pool:
         lines = compare_states(saved.state, outcome.state)
         assert all(line.startswith("group/") for line in lines), lines  # not in the files: the report names them
         assert any("HYPER-PARAMETERS NOT SAVED" in note for note in outcome.report.notes)
+
+
+@pytest.mark.support("Using it", "stage 1 and 2 checkpoints: reshard to stage 3", "exact", "the same content root")
+def test_stock_deepspeed_loads_what_reshard_made_of_stage_2(rank_pool: RankPool, tmp_path: Path) -> None:
+    job = Run(2, 3, DEALT | ALIGNED, installed=False).job(Job(elastic=False))
+    saved = rank_pool.run(train_and_save, 3, job, str(tmp_path / "saved"), timeout=LIMIT_S)[0]
+    zeroelastic.reshard(tmp_path / "saved", tmp_path / "made", world_size=2, stage=3)
+    stock = Job(installed=False, elastic=False).other(sub_group_size=10**9)
+    for outcome in rank_pool.run(stock_resume, 2, stock, str(tmp_path / "made"), timeout=LIMIT_S):
+        assert compare_states(saved.state, outcome.state) == []
+        assert outcome.losses == pytest.approx(saved.losses, rel=LOSS_RTOL["bf16"])
+
+
+def test_hyper_parameters_that_deepspeed_did_not_save_are_named(rank_pool: RankPool, tmp_path: Path) -> None:
+    """Of DeepSpeedCPUAdam, whose files have the step among the hyper-parameters."""
+    like = Job(optimizer="cpu_adam")
+    job = Run(2, 2, OFFLOADED | {"elastic_checkpoint": True}, installed=False).job(like)
+    saved = rank_pool.run(train_and_save, 2, job, str(tmp_path), timeout=LIMIT_S)[0]
+    outcome = rank_pool.run(resume, 3, Run(3, 3, OFFLOADED).job(like).other(), str(tmp_path), timeout=LIMIT_S)[0]
+    different = compare_states(saved.state, outcome.state)
+    assert different and all(line.startswith("group/") and "lr: is" in line for line in different), different
+    assert any("HYPER-PARAMETERS NOT SAVED" in note for note in outcome.report.notes)
+    assert any(line.startswith("hyper-parameters of 2 groups") for line in outcome.report.reset)

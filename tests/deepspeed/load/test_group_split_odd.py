@@ -63,8 +63,9 @@ PAIRS = {
 }
 
 
-@pytest.mark.parametrize("name", PAIRS)
-@pytest.mark.parametrize("freeze", [False, True], ids=["", "frozen after initialize"])
+@pytest.mark.parametrize(
+    ("name", "freeze"), [("2 to 2", False), ("2 to 3", True), ("3 to 1", False), ("BF16_Optimizer", True)]
+)
 def test_odd_parameters(rank_pool: RankPool, tmp_path: Path, name: str, freeze: bool) -> None:
     before, after = PAIRS[name]
     like = Job(groups=1)
@@ -92,21 +93,48 @@ def load_flags(job: Job, directory: str, **flags: Any) -> Outcome:
     return Outcome(fingerprint(gather_state(engine)), {}, [train_step(engine, 1)], engine.zeroelastic_report)
 
 
-@pytest.mark.parametrize("run", [Run(2, 2, DEALT), FP32_SUMS(2)], ids=["stage 2", "BF16_Optimizer"])
-def test_flags_of_a_load_leave_out_what_they_say(rank_pool: RankPool, tmp_path: Path, run: Run) -> None:
-    saved = rank_pool.run(train_and_save, 2, run.job(Job()), str(tmp_path), timeout=LIMIT_S)[0]
-    for flags, kinds in (
-        ({"load_module_only": True}, {"scalar", "group", "scheduler", "state", "engine"}),
-        ({"load_optimizer_states": False}, {"group", "state", "scalar"}),
-        ({"load_lr_scheduler_states": False}, {"scheduler"}),
-    ):
-        for outcome in rank_pool.run(load_flags, 3, run.job(Job()).other(), str(tmp_path), timeout=LIMIT_S, **flags):
+FLAGS: tuple[tuple[dict[str, Any], dict[str, bool], set[str]], ...] = (
+    ({"weights_only_load": True}, {}, set()),
+    ({"verify": "off"}, {}, set()),
+    ({}, {"load_module_only": True}, {"scalar", "group", "scheduler", "state", "engine"}),
+    ({}, {"load_optimizer_states": False}, {"group", "state", "scalar"}),
+    ({}, {"load_lr_scheduler_states": False}, {"scheduler"}),
+)
+"""Options and flags of a load, and the kinds of state that it leaves as the run has them."""
+
+
+def load_with_each(job: Job, directory: str) -> list[Outcome]:
+    return [load_flags(replace(job, options=options), directory, **flags) for options, flags, _ in FLAGS]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (Run(2, 2, DEALT), Run(2, 3, DEALT)),
+        (FP32_SUMS(2), FP32_SUMS(3)),
+        (Run(2, 3, DEALT, installed=False), Run(3, 2)),
+    ],
+    ids=["stage 2", "BF16_Optimizer", "stage 3 from DeepSpeed's stage 2"],
+)
+def test_flags_of_a_load_leave_out_what_they_say(rank_pool: RankPool, tmp_path: Path, before: Run, after: Run) -> None:
+    job, directory = before.job(Job(elastic=before.installed)), tmp_path / "saved"
+    saved = rank_pool.run(train_and_save, before.ranks, job, str(directory), timeout=LIMIT_S)[0]
+    run = after.job(Job()).other()
+    for outcomes in rank_pool.run(load_with_each, after.ranks, run, str(directory), timeout=LIMIT_S):
+        for (options, flags, kinds), outcome in zip(FLAGS, outcomes, strict=True):
             lines = compare_states(saved.state, outcome.state)
-            assert {line.partition("/")[0] for line in lines} == kinds, flags
+            assert {line.partition("/")[0] for line in lines} == kinds, (options, flags)
+    if not before.installed:
+        other = rank_pool.run(load_error, 2, replace(run, extra="more"), str(directory), timeout=LIMIT_S)
+        assert other[0] == other[1] and "more.weight [16, 16] of the model is not in the checkpoint" in other[0]
+        (directory / "global_step3" / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
+        missing = rank_pool.run(load_error, 2, run, str(directory), timeout=LIMIT_S)
+        assert missing[0] == missing[1] and missing[0].startswith("MissingFileError") and "zero_pp_rank_1" in missing[0]
 
 
-@pytest.mark.parametrize("name", PAIRS)
-@pytest.mark.parametrize("frozen", [False, True], ids=["frozen now", "trained now"])
+@pytest.mark.parametrize(
+    ("name", "frozen"), [("2 to 2", True), ("2 to 3", False), ("3 to 1", True), ("BF16_Optimizer", False)]
+)
 def test_parameters_that_were_frozen_or_are_now(rank_pool: RankPool, tmp_path: Path, name: str, frozen: bool) -> None:
     before, after = PAIRS[name]
     job = before.job(Job(groups=1, frozen=frozen))

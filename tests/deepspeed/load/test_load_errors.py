@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +16,9 @@ from typing import Any
 import pytest
 import torch
 from synthetic import sealed
-from training import Job, attempt, build_engine, raised, train_and_save
+from training import Job, attempt, attempt_each, build_engine, raised, train_and_save
 
+from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.checkpoint.tag_files import NO_TENSOR_PARALLEL
 from zeroelastic.deepspeed.load import verify
 from zeroelastic.deepspeed.options import Options
@@ -39,11 +42,16 @@ def rigid_save(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) ->
     return directory
 
 
-def refused(rank_pool: RankPool, job: Job, directory: Path, world_size: int = 3) -> tuple[str, str]:
+def refused(rank_pool: RankPool, job: Job, directory: Path) -> tuple[str, str]:
     """The one error that every rank raised."""
-    errors = rank_pool.run(attempt, world_size, job, str(directory), timeout=LIMIT_S)
-    assert len(set(errors)) == 1, errors
-    assert errors[0][0], "nothing was raised"
+    return refused_each(rank_pool, [directory], job)[0]
+
+
+def refused_each(rank_pool: RankPool, directories: list[Path], job: Job | None = None) -> list[tuple[str, str]]:
+    """The one error that every rank raised of each directory, into one engine."""
+    errors = rank_pool.run(attempt_each, 3, job or Job().other(), list(map(str, directories)), timeout=LIMIT_S)
+    assert all(found == errors[0] for found in errors), errors
+    assert all(error for error, _ in errors[0]), "nothing was raised"
     return errors[0]
 
 
@@ -52,82 +60,105 @@ def copied(source: Path, target: Path) -> Path:
     return target / "global_step3"
 
 
-@pytest.mark.support("Checkpoint engines and storage", "missing files", "refused", "all of them named")
-@pytest.mark.parametrize(
-    ("format", "kind"),
-    [
-        ("elastic", "optim_states"),
-        ("elastic", "model_states"),
-        ("rigid", "optim_states"),
-        ("rigid", "model_states"),
-    ],
-)
-def test_missing_shard(
-    rank_pool: RankPool, request: pytest.FixtureRequest, tmp_path: Path, format: str, kind: str
-) -> None:
-    tag = copied(request.getfixturevalue(f"{format}_save"), tmp_path / "c")
-    name = next(tag.glob(f"*rank_2_mp*{kind}.pt"))
-    name.unlink()
-    error, text = refused(rank_pool, Job().other(), tmp_path / "c")
-    assert error == "MissingFileError" and f"zero_pp_rank_2_mp_rank_00_{kind}.pt" in text
+Damage = Callable[[Path], object]
+
+
+def removed(*patterns: str) -> Damage:
+    return lambda tag: [path.unlink() for pattern in patterns for path in tag.glob(pattern)]
+
+
+def cut(share: float) -> Damage:
+    def damage(tag: Path) -> None:
+        path = next(tag.glob("*rank_2_mp*optim_states.pt"))
+        os.truncate(path, int(path.stat().st_size * share))
+
+    return damage
+
+
+def record(change: Callable[[Path], object]) -> Damage:
+    return lambda tag: change(tag / "zeroelastic.json")
+
+
+def edited(change: Callable[[dict[str, Any]], object]) -> Damage:
+    def damage(path: Path) -> None:
+        content = json.loads(path.read_text())
+        change(content)
+        path.write_text(sealed(json.dumps(content)))
+
+    return record(damage)
+
+
+def _zero_digest(content: dict[str, Any]) -> None:
+    rows = content["params"][-1]["rows"]
+    rows[-1] = "0" * 16 + rows[-1][16:]
+
+
+def _zero_size(content: dict[str, Any]) -> None:
+    content["file_rows"][0] = "0".rjust(19) + content["file_rows"][0][19:]
+
+
+MISSING, DAMAGED, ANY = "MissingFileError", "CheckpointError", "CheckpointError, MissingFileError"
+OPTIM, MODEL = "zero_pp_rank_2_mp_rank_00_optim_states.pt", "zero_pp_rank_2_mp_rank_00_model_states.pt"
+FILE_DAMAGE: dict[str, tuple[Damage, str, tuple[str, ...]]] = {
+    "elastic, no optimizer file": (removed("*" + OPTIM), MISSING, (OPTIM,)),
+    "elastic, no model states": (removed("*" + MODEL), MISSING, (MODEL,)),
+    "elastic, two missing": (removed("*rank_1_mp*optim*", "*rank_3_mp*optim*"), MISSING, ("rank_1_", "rank_3_")),
+    "elastic, empty file": (cut(0.0), DAMAGED, (OPTIM,)),
+    "elastic, truncated": (cut(0.3), DAMAGED, (OPTIM,)),
+    "elastic, end cut off": (cut(0.999), DAMAGED, (OPTIM,)),
+    "elastic, record cut": (record(lambda path: path.write_text(path.read_text()[:-20])), ANY, ()),
+    "elastic, record empty": (record(lambda path: path.write_bytes(b"")), ANY, ()),
+    "elastic, record's digest": (edited(_zero_digest), ANY, ()),
+    "elastic, record's field": (edited(lambda content: content.update(surprise=1)), ANY, ()),
+    "elastic, record's size": (edited(_zero_size), ANY, ()),
+    "elastic, newer record": (edited(lambda content: content.update(format_version=99)), "NewerFormatError", ()),
+    "elastic, record's ranks": (edited(lambda content: content.update(world_size=5)), ANY, ()),
+    "rigid, no optimizer file": (removed("*" + OPTIM), MISSING, (OPTIM,)),
+    "rigid, no model states": (removed("*" + MODEL), MISSING, (MODEL,)),
+    "rigid, empty file": (cut(0.0), DAMAGED, (OPTIM,)),
+    "rigid, truncated": (cut(0.9), DAMAGED, (OPTIM,)),
+}
 
 
 @pytest.mark.support("Checkpoint engines and storage", "missing files", "refused", "all of them named")
-def test_two_missing_shards_are_both_named(rank_pool: RankPool, elastic_save: Path, tmp_path: Path) -> None:
-    tag = copied(elastic_save, tmp_path / "c")
-    for rank in (1, 3):
-        next(tag.glob(f"*rank_{rank}_mp*optim_states.pt")).unlink()
-    error, text = refused(rank_pool, Job().other(), tmp_path / "c")
-    assert error == "MissingFileError" and "rank_1_" in text and "rank_3_" in text
-
-
-@pytest.mark.support("Checkpoint engines and storage", "files of two saves in one tag", "refused")
-@pytest.mark.parametrize("with_record", [True, False])
-def test_elastic_shards_of_two_saves(
-    rank_pool: RankPool, elastic_save: Path, tmp_path: Path, with_record: bool
-) -> None:
-    rank_pool.run(train_and_save, 4, Job(), str(tmp_path / "other"), after=0)
-    tag = copied(elastic_save, tmp_path / "c")
-    name = next(tag.glob("*rank_1_mp*optim_states.pt")).name
-    shutil.copy(tmp_path / "other" / "global_step3" / name, tag / name)
-    if not with_record:
-        (tag / "zeroelastic.json").unlink()
-    error, text = refused(rank_pool, Job().other(), tmp_path / "c")
-    assert error == "CheckpointError" and "two saves are mixed" in text
-
-
-@pytest.mark.support("Checkpoint engines and storage", "files of two saves in one tag", "refused")
-def test_rigid_shards_of_two_steps(rank_pool: RankPool, rigid_save: Path, tmp_path: Path) -> None:
-    rank_pool.run(train_and_save, 4, Job(elastic=False, installed=False), str(tmp_path / "o"), before=2, after=0)
-    tag = copied(rigid_save, tmp_path / "c")
-    name = next(tag.glob("*rank_1_mp*optim_states.pt")).name
-    shutil.copy(tmp_path / "o" / "global_step2" / name, tag / name)
-    error, text = refused(rank_pool, Job().other(), tmp_path / "c")
-    assert error == "CheckpointError" and "two saves are mixed" in text and "step" in text
-
-
-@pytest.mark.support("Checkpoint engines and storage", "files of two saves in one tag", "refused")
-def test_shards_of_another_world_size(rank_pool: RankPool, rigid_save: Path, tmp_path: Path) -> None:
-    rank_pool.run(train_and_save, 3, Job(elastic=False, installed=False), str(tmp_path / "o"), after=0)
-    tag = copied(rigid_save, tmp_path / "c")
-    name = next(tag.glob("*rank_1_mp*optim_states.pt")).name
-    shutil.copy(tmp_path / "o" / "global_step3" / name, tag / name)
-    error, text = refused(rank_pool, Job().other(), tmp_path / "c")
-    assert error == "CheckpointError" and "two saves are mixed" in text
-
-
 @pytest.mark.support("Checkpoint engines and storage", "truncated files", "refused")
-@pytest.mark.parametrize("cut", [0.0, 0.3, 0.9, 0.999])
-@pytest.mark.parametrize("format", ["elastic", "rigid"])
-def test_truncated_shard(
-    rank_pool: RankPool, request: pytest.FixtureRequest, tmp_path: Path, format: str, cut: float
+@pytest.mark.support("Checkpoint engines and storage", "a damaged or newer commit record", "refused")
+def test_what_is_wrong_with_files_is_refused_on_every_rank(
+    rank_pool: RankPool, elastic_save: Path, rigid_save: Path, tmp_path: Path
 ) -> None:
-    tag = copied(request.getfixturevalue(f"{format}_save"), tmp_path / "c")
-    path = next(tag.glob("*rank_2_mp*optim_states.pt"))
-    data = path.read_bytes()
-    path.write_bytes(data[: int(len(data) * cut)])
-    error, text = refused(rank_pool, Job().other(), tmp_path / "c", world_size=2)
-    assert error == "CheckpointError" and path.name in text
+    """Three ranks load every damaged checkpoint into one engine."""
+    for name, (damage, _, _) in FILE_DAMAGE.items():
+        damage(copied(elastic_save if name.startswith("elastic") else rigid_save, tmp_path / name))
+    for (name, (_, kinds, said)), (error, text) in zip(
+        FILE_DAMAGE.items(), refused_each(rank_pool, [tmp_path / name for name in FILE_DAMAGE]), strict=True
+    ):
+        assert error and error in kinds, (name, text)
+        assert name in text and all(part in text for part in said), (name, text)
+
+
+@pytest.mark.support("Checkpoint engines and storage", "files of two saves in one tag", "refused")
+def test_files_of_two_saves(rank_pool: RankPool, elastic_save: Path, rigid_save: Path, tmp_path: Path) -> None:
+    """Of another save of the same step, with and without a record; of another step; of another world size."""
+    rigid = Job(elastic=False, installed=False)
+    rank_pool.run(train_and_save, 4, Job(), str(tmp_path / "o1"), after=0)
+    rank_pool.run(train_and_save, 4, rigid, str(tmp_path / "o2"), before=2, after=0)
+    rank_pool.run(train_and_save, 3, rigid, str(tmp_path / "o3"), after=0)
+    mixed = (
+        ("record", elastic_save, "o1/global_step3"),
+        ("no record", elastic_save, "o1/global_step3"),
+        ("step", rigid_save, "o2/global_step2"),
+        ("world size", rigid_save, "o3/global_step3"),
+    )
+    for name, source, other in mixed:
+        tag = copied(source, tmp_path / name)
+        file = next(tag.glob("*rank_1_mp*optim_states.pt")).name
+        shutil.copy(tmp_path / other / file, tag / file)
+    (tmp_path / "no record" / "global_step3" / "zeroelastic.json").unlink()
+    for (name, _, _), (error, text) in zip(
+        mixed, refused_each(rank_pool, [tmp_path / name for name, _, _ in mixed]), strict=True
+    ):
+        assert error == "CheckpointError" and "two saves are mixed" in text, (name, text)
+        assert name != "step" or "step" in text.partition("differ in")[2]
 
 
 @pytest.mark.core
@@ -163,95 +194,21 @@ def attempt_other_model(directory: str) -> tuple[str, str]:
     return attempt(Job(extra="extra"), directory)
 
 
-def test_another_number_of_optimizer_groups(rank_pool: RankPool, elastic_save: Path) -> None:
-    error, text = refused(rank_pool, Job(groups=1), elastic_save)
-    assert error == "LayoutMismatchError" and "2 optimizer groups and the run has 1" in text
-
-
-def test_parameters_in_other_groups(rank_pool: RankPool, elastic_save: Path) -> None:
-    errors = rank_pool.run(attempt_regrouped, 3, str(elastic_save), timeout=LIMIT_S)
-    assert len(set(errors)) == 1
-    assert errors[0][0] == "LayoutMismatchError"
-    assert "parameter norm.weight is in optimizer group 1 of the checkpoint and in group 0 of the run" in errors[0][1]
-
-
-def attempt_regrouped(directory: str) -> tuple[str, str]:
-    import training
-
-    build = training.build_optimizer
-
-    def other(job: Job, model: torch.nn.Module) -> torch.optim.Optimizer:
-        optimizer = build(job, model)
-        first, second = optimizer.param_groups
-        moved = next(p for p in second["params"] if p is model.norm.weight)
-        second["params"] = [p for p in second["params"] if p is not moved]
-        first["params"].append(moved)
-        return optimizer
-
-    training.build_optimizer = other  # type: ignore[assignment]
-    return attempt(Job(), directory)
-
-
-def test_frozen_parameter_that_was_trained(rank_pool: RankPool, elastic_save: Path) -> None:
-    error, text = refused(rank_pool, Job(frozen=False), elastic_save)
-    assert error == "LayoutMismatchError" and "adapter.weight" in text
-
-
-RECORD_DAMAGE: dict[str, Callable[[Path], None]] = {
-    "not_json": lambda path: path.write_text(path.read_text()[:-20]),
-    "empty": lambda path: path.write_bytes(b""),
-    "digest": lambda path: _edit(path, lambda r: _zero_digest(r["params"][-1]["rows"])),
-    "unknown_field": lambda path: _edit(path, lambda r: r.update(surprise=1)),
-    "size": lambda path: _edit(path, lambda r: _zero_size(r["file_rows"])),
-    "newer": lambda path: _edit(path, lambda r: r.update(format_version=99)),
-    "world_size": lambda path: _edit(path, lambda r: r.update(world_size=5)),
-}
-
-
-def _zero_digest(rows: list[str]) -> None:
-    rows[-1] = "0" * 16 + rows[-1][16:]
-
-
-def _zero_size(rows: list[str]) -> None:
-    rows[0] = "0".rjust(19) + rows[0][19:]
-
-
-def _edit(path: Path, change: Callable[[dict[str, object]], object]) -> None:
-    record = json.loads(path.read_text())
-    change(record)
-    path.write_text(sealed(json.dumps(record)))
-
-
-@pytest.mark.support("Checkpoint engines and storage", "a damaged or newer commit record", "refused")
-@pytest.mark.parametrize("damage", RECORD_DAMAGE)
-def test_corrupt_commit_record(rank_pool: RankPool, elastic_save: Path, tmp_path: Path, damage: str) -> None:
-    tag = copied(elastic_save, tmp_path / "c")
-    RECORD_DAMAGE[damage](tag / "zeroelastic.json")
-    error, text = refused(rank_pool, Job().other(), tmp_path / "c", world_size=2)
-    expected = ("NewerFormatError",) if damage == "newer" else ("CheckpointError", "MissingFileError")
-    assert error in expected and str(tag) in text
-
-
 @pytest.mark.support(
     "Checkpoint engines and storage", "changed bytes", "refused", "file, parameter and state key are named"
 )
-@pytest.mark.parametrize("key", ["fp32", "exp_avg"])
-def test_damaged_payload_names_parameter_and_state(
-    rank_pool: RankPool, elastic_save: Path, tmp_path: Path, key: str
-) -> None:
-    from zeroelastic.checkpoint.open import open_checkpoint
-
+def test_damaged_payload_names_parameter_and_state(rank_pool: RankPool, elastic_save: Path, tmp_path: Path) -> None:
     tag = copied(elastic_save, tmp_path / "c")
     shard = open_checkpoint(tag).shard(1)
     target = shard.layout.index()["up.weight"]
-    offset = int(shard.extents[key].offset[target])
+    offset = int(shard.extents["exp_avg"].offset[target])
     data = bytearray(shard.path.read_bytes())
     data[offset + 5] ^= 0x10
     shard.path.write_bytes(bytes(data))
     errors = rank_pool.run(load_error, 3, Job().other(), str(tmp_path / "c"), timeout=LIMIT_S)
     assert len(set(errors)) == 1
     error, text = errors[0]
-    assert error == "DigestMismatchError" and f"up.weight: {key}" in text and "1 tensor differs" in text
+    assert error == "DigestMismatchError" and "up.weight: exp_avg" in text and "1 tensor differs" in text
     assert f"Damaged: {shard.path.name}." in text
 
 
@@ -261,26 +218,23 @@ def load_error(job: Job, directory: str) -> tuple[str, str]:
 
 
 @pytest.mark.support("Using it", "unknown options of the `zeroelastic` block", "refused", "the known ones are named")
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"verfiy": True}, "verfiy"),
-        ({"verify": "sometimes"}, "verify"),
-        ({"strict_batch": 1}, "strict_batch"),
-        ([], "block"),
-    ],
-)
-def test_misspelt_option(rank_pool: RankPool, options: object, named: str) -> None:
-    errors = rank_pool.run(build_error, 2, Job(options=options), timeout=LIMIT_S)  # type: ignore[arg-type]
-    assert len(set(errors)) == 1
-    error, text = errors[0]
-    assert error == "ConfigError" and named in text
-    if named == "verfiy":
-        assert ", ".join(sorted(Options.model_fields)) in text and "store_timeout_s, strict_batch, verify" in text
+def test_misspelt_option(rank_pool: RankPool) -> None:
+    options: dict[str, Any] = {
+        "verfiy": {"verfiy": True},
+        "verify": {"verify": "sometimes"},
+        "strict_batch": {"strict_batch": 1},
+        "block": [],
+    }
+    errors = rank_pool.run(build_errors, 2, [Job(options=wrong) for wrong in options.values()], timeout=LIMIT_S)
+    assert errors[0] == errors[1]
+    for named, (error, text) in zip(options, errors[0], strict=True):
+        assert error == "ConfigError" and named in text
+    known = errors[0][0][1]
+    assert ", ".join(sorted(Options.model_fields)) in known and "store_timeout_s, strict_batch, verify" in known
 
 
-def build_error(job: Job) -> tuple[str, str]:
-    return raised(lambda: build_engine(job))
+def build_errors(jobs: list[Job]) -> list[tuple[str, str]]:
+    return [raised(partial(build_engine, job)) for job in jobs]
 
 
 @pytest.mark.support(
@@ -303,22 +257,21 @@ def load_report(job: Job, directory: str) -> object:
 
 
 def test_directory_and_tag_that_do_not_exist(rank_pool: RankPool, tmp_path: Path, elastic_save: Path) -> None:
-    assert rank_pool.run(load_nothing, 2, str(tmp_path)) == [(None, None)] * 2  # as DeepSpeed does without `latest`
-    errors = rank_pool.run(attempt, 2, Job(), str(elastic_save), tag="global_step77", timeout=LIMIT_S)
-    assert len(set(errors)) == 1 and errors[0][0] == "MissingFileError" and "global_step77" in errors[0][1]
+    for nothing, absent, different in rank_pool.run(load_nothing, 2, str(tmp_path), str(elastic_save)):
+        assert nothing == (None, None)  # as DeepSpeed does without `latest`
+        assert absent[0] == "MissingFileError" and "global_step77" in absent[1]
+        assert different[0] == "CheckpointError" and "same tag" in different[1]
 
 
-def load_nothing(directory: str) -> object:
-    return build_engine(Job()).load_checkpoint(directory)
-
-
-def test_ranks_that_ask_for_different_tags(rank_pool: RankPool, elastic_save: Path) -> None:
-    errors = rank_pool.run(attempt_rank_tag, 2, str(elastic_save), timeout=LIMIT_S)
-    assert len(set(errors)) == 1 and errors[0][0] == "CheckpointError" and "same tag" in errors[0][1]
-
-
-def attempt_rank_tag(directory: str) -> tuple[str, str]:
-    return attempt(Job(), directory, tag=f"global_step{torch.distributed.get_rank()}")
+def load_nothing(empty: str, directory: str) -> tuple[object, tuple[str, str], tuple[str, str]]:
+    """What a load from an empty directory returns; the errors for an absent tag, and for one of each rank's own."""
+    engine = build_engine(Job())
+    own = f"global_step{torch.distributed.get_rank()}"
+    return (
+        engine.load_checkpoint(empty),
+        raised(lambda: engine.load_checkpoint(directory, tag="global_step77")),
+        raised(lambda: engine.load_checkpoint(directory, tag=own)),
+    )
 
 
 def test_an_error_of_the_module_load_on_one_rank_stops_all(rank_pool: RankPool, elastic_save: Path) -> None:

@@ -16,13 +16,9 @@ OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 JOBS = {
     "stage 3": JOB,
     "stage 2": replace(JOB, stage=2),
-    "stage 1": replace(JOB, stage=1),
     "stage 3, offloaded": replace(JOB, zero=OFFLOAD),
     "stage 2, offloaded": replace(JOB, stage=2, zero=OFFLOAD),
-    "stage 3, fp16": replace(JOB, precision="fp16"),
     "stage 3, fp32": replace(JOB, precision="fp32"),
-    "stage 3, AdamW on the CPU": replace(JOB, optimizer="cpu_adam", zero=OFFLOAD),
-    "stage 3, all trained": replace(JOB, frozen=False),
 }
 
 

@@ -55,9 +55,9 @@ def resume(directory: str, job: Job, tensors: str = "state") -> tuple[int, int, 
     return len(pairs), len(rounded_by_deepspeed), wrong
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("io_engine", ["native", "numpy"])
+@pytest.mark.parametrize(
+    ("world_size", "precision", "io_engine"), [(1, "bf16", "native"), (3, "fp16", "native"), (3, "bf16", "numpy")]
+)
 def test_16_bit_weights_are_made_in_the_pass_that_reads(
     rank_pool: RankPool, tmp_path: Path, world_size: int, precision: str, io_engine: str
 ) -> None:

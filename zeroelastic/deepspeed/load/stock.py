@@ -269,14 +269,44 @@ def _mixes(live: LiveOptimizer, tables: Any) -> bool:
 class _Arrangement(NamedTuple):
     """How many ranks share what, and the trained parameters in flat order. None and empty: not known.
 
-    ``expert_sizes`` are the sizes of all expert parallel groups; ``data_first`` is the option of that name.
+    ``experts`` are the sizes of all expert parallel groups, as text; ``data_first`` is the option of that name.
     """
 
     data_size: int | None
     tensor_size: int | None
-    expert_sizes: frozenset[int]
+    experts: str | None
     data_first: bool | None
     shapes: Mapping[str, tuple[int, ...]]
+
+    @classmethod
+    def of(cls, model: Table, optimizer: Table) -> _Arrangement:
+        """That of the trees of a rank's model states and optimizer file."""
+        state, config = _table(optimizer.get("optimizer_state_dict")), optimizer.get("ds_config")
+        data_size, count = _size(model.get("dp_world_size")), state.get("partition_count")
+        layers = next((layers for layers in map(model.get, _AUTO_EP) if isinstance(layers, list)), [])
+        by_layer = {size for layer in layers if (size := _size(_table(layer).get("ep_size")))}
+        if isinstance(count, list) and data_size is not None:  # how many ranks each optimizer group is cut for
+            by_layer = {data_size // size for size in map(_size, count) if size is not None} or by_layer
+        tables = model.get("param_shapes")
+        return cls(
+            data_size,
+            _size(model.get("mp_world_size")),
+            (", ".join(map(str, sorted(by_layer - {1}))) or "1") if by_layer else None,
+            bool(config.get(_DATA_FIRST, False)) if isinstance(config, Mapping) else None,
+            _shapes(tables) if isinstance(tables, list) else {},
+        )
+
+
+def _live(engine: Engine) -> _Arrangement:
+    modules = engine.module.modules() if getattr(engine, "has_moe_layers", False) else ()
+    model = {
+        "dp_world_size": int(engine.seq_dp_world_size),
+        "mp_world_size": int(engine.mp_world_size),
+        "param_shapes": engine._get_zero_param_shapes() if engine.zero_optimization() else None,
+        _AUTO_EP[0]: [{"ep_size": getattr(module, "ep_size", None)} for module in modules],
+    }
+    state = {"partition_count": getattr(engine.optimizer, "partition_count", None)}
+    return _Arrangement.of(model, {"optimizer_state_dict": state, "ds_config": engine._config._param_dict})
 
 
 def refuse_other_arrangement(engine: Engine, tag_dir: FilePath, request: LoadRequest, why: str) -> None:
@@ -290,10 +320,13 @@ def refuse_other_arrangement(engine: Engine, tag_dir: FilePath, request: LoadReq
         return
 
     def look() -> list[str]:
-        names = _own_files(engine, tag_dir, request)
-        gone = [name for name in names if not os.path.exists(tag_dir / name)]
-        _compare(engine, tag_dir, [name for name in names if name not in gone], request, why)
-        return gone
+        where = str(tag_dir.parent), tag_dir.name
+        paths = [engine._get_ckpt_name(*where)]
+        if engine.zero_optimization() and not request.weights_only:
+            paths.append(engine._get_zero_ckpt_name(*where))
+        files = [tag_dir / os.path.basename(path) for path in paths]
+        _compare(engine, tag_dir, [_root(file) for file in files if os.path.exists(file)], request, why)
+        return [file.name for file in files if not os.path.exists(file)]
 
     missing = all_gather_of_or_raise(look, lambda gone: gone)[1]
     if any(missing) and not all(missing):
@@ -301,20 +334,10 @@ def refuse_other_arrangement(engine: Engine, tag_dir: FilePath, request: LoadReq
         raise MissingFileError(f"{tag_dir}: some ranks do not find {some(gone)}. The checkpoint is incomplete.")
 
 
-def _own_files(engine: Engine, tag_dir: Path, request: LoadRequest) -> list[str]:
-    """The names of the files that DeepSpeed is going to read on this rank: model states, then its optimizer file."""
-    where = str(tag_dir.parent), tag_dir.name
-    paths = [engine._get_ckpt_name(*where)]
-    if engine.zero_optimization() and not request.weights_only:
-        paths.append(engine._get_zero_ckpt_name(*where))
-    return [os.path.basename(path) for path in paths]
-
-
-def _compare(engine: Engine, tag_dir: Path, names: Sequence[str], request: LoadRequest, why: str) -> None:
-    roots = [_root(tag_dir / name) for name in names]
+def _compare(engine: Engine, tag_dir: Path, roots: Sequence[Table], request: LoadRequest, why: str) -> None:
     model = next((root for root in roots if "module" in root or "dp_world_size" in root), {})
     optimizer = next((root for root in roots if "optimizer_state_dict" in root), {})
-    saved, live = _saved(model, optimizer), _live(engine)
+    saved, live = _Arrangement.of(model, optimizer), _live(engine)
     if saved.tensor_size not in (None, live.tensor_size):
         live_tp = TensorParallel(size=live.tensor_size or 1)
         raise other_tp_size(tag_dir, saved.tensor_size, live_tp, stage=engine.zero_optimization_stage())
@@ -324,10 +347,9 @@ def _compare(engine: Engine, tag_dir: Path, names: Sequence[str], request: LoadR
     zero = engine.zero_optimization()  # without ZeRO every rank has all of the optimizer's state
     if zero and saved.data_size not in (None, live.data_size):
         differ.append(f"data parallel size {saved.data_size}, and the run has {live.data_size}")
-    experts, own_experts = (_sizes(sizes) for sizes in (saved.expert_sizes, live.expert_sizes))
-    if saved.expert_sizes and experts != own_experts:
-        differ.append(f"expert parallel size {experts}, and the run has {own_experts}")
-    elif experts != "1" and saved.data_first not in (None, live.data_first):
+    if saved.experts not in (None, live.experts or "1"):
+        differ.append(f"expert parallel size {saved.experts}, and the run has {live.experts or '1'}")
+    elif saved.experts not in (None, "1") and saved.data_first not in (None, live.data_first):
         differ.append(f'"{_DATA_FIRST}" {saved.data_first}, and the run has {live.data_first}')
     advice = "; load_checkpoint(load_optimizer_states=False) takes the weights alone" if differ else ""
     if not differ and zero:
@@ -358,52 +380,12 @@ def _root(path: Path) -> Table:
     return root
 
 
-def _saved(model: Table, optimizer: Table) -> _Arrangement:
-    state, config = _table(optimizer.get("optimizer_state_dict")), optimizer.get("ds_config")
-    data_size = _size(model.get("dp_world_size"))
-    layers = next((layers for layers in map(model.get, _AUTO_EP) if isinstance(layers, list)), [])
-    tables = model.get("param_shapes")
-    return _Arrangement(
-        data_size,
-        _size(model.get("mp_world_size")),
-        _expert_sizes(state.get("partition_count"), data_size)
-        or frozenset(filter(None, (_size(_table(layer).get("ep_size")) for layer in layers))),
-        bool(config.get(_DATA_FIRST, False)) if isinstance(config, Mapping) else None,
-        _shapes(tables) if isinstance(tables, list) else {},
-    )
-
-
-def _live(engine: Engine) -> _Arrangement:
-    count = getattr(engine.optimizer, "partition_count", None)
-    data_size = int(engine.seq_dp_world_size)
-    modules = engine.module.modules() if getattr(engine, "has_moe_layers", False) else ()
-    by_module = (_size(getattr(module, "ep_size", None)) for module in modules)
-    return _Arrangement(
-        data_size,
-        int(engine.mp_world_size),
-        _expert_sizes(count, data_size) or frozenset(filter(None, by_module)),
-        bool(engine._config._param_dict.get(_DATA_FIRST, False)),
-        _shapes(engine._get_zero_param_shapes()) if engine.zero_optimization() else {},
-    )
-
-
 def _table(value: object) -> Table:
     return value if isinstance(value, Mapping) else {}
 
 
 def _size(value: object) -> int | None:
     return value if type(value) is int and value > 0 else None
-
-
-def _expert_sizes(count: object, data_size: int | None) -> frozenset[int]:
-    """The sizes of expert parallel groups, from how many ranks each optimizer group is cut for."""
-    if not isinstance(count, list) or data_size is None:
-        return frozenset()
-    return frozenset(data_size // size for size in map(_size, count) if size is not None)
-
-
-def _sizes(sizes: frozenset[int]) -> str:
-    return ", ".join(map(str, sorted(sizes - {1}))) or "1"
 
 
 def _shapes(tables: Sequence[object]) -> dict[str, tuple[int, ...]]:
